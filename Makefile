@@ -1,0 +1,66 @@
+# Everything runs in a virtual environment in the checkout; each step prints what it does, and a
+# second run does only what has changed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+NATIVE := CMakeLists.txt $(wildcard cpp/*.hpp cpp/*.cpp)
+SANITIZED := build/sanitize
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types format sanitize bench clean
+
+help:  ## list the commands
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+
+demo: $(VENV)/.package  ## set up, build, and run the main job on real text
+	$(BIN)/millrace demo
+
+test: $(VENV)/.package $(VENV)/.dev  ## set up, build, and run the tests
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.package $(VENV)/.dev  ## ruff: lint and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.package $(VENV)/.dev  ## mypy, strict
+	$(BIN)/mypy
+
+format: $(VENV)/.dev  ## let ruff format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+sanitize: $(VENV)/.package $(VENV)/.dev  ## the kernels' tests under AddressSanitizer and UBSan
+	@echo "== building the core with sanitizers in $(SANITIZED)"
+	$(PIP) install -q --no-build-isolation --no-deps --upgrade --target $(SANITIZED)/site \
+	  -C build-dir=$(SANITIZED)/build -C cmake.build-type=Debug \
+	  -C cmake.define.MILLRACE_SANITIZE=ON .
+	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	PYTHONPATH=$(SANITIZED)/site $(BIN)/python -m pytest tests/kernels
+
+bench: $(VENV)/.package $(VENV)/.dev  ## measure against the peers and write benchmarks/RESULTS.md
+	$(BIN)/python benchmarks/run.py
+
+clean:  ## remove what was built
+	rm -rf build $(VENV)
+
+$(VENV)/bin/python:
+	@echo "== making a virtual environment in $(VENV)"
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.build-tools: $(VENV)/bin/python
+	@echo "== installing what the build needs"
+	$(PIP) install -q "scikit-build-core>=0.11" "nanobind>=2.9" "cmake>=3.18" ninja
+	@touch $@
+
+$(VENV)/.package: $(VENV)/.build-tools pyproject.toml $(NATIVE)
+	@echo "== building millrace and installing it with the tokenizers extra"
+	$(PIP) install -q --no-build-isolation -e '.[tokenizers]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.package pyproject.toml
+	@echo "== installing the tests' tools, torch and the oracle (a few minutes the first time)"
+	$(PIP) install -q torch==2.13.0
+	$(PIP) install -q --no-build-isolation -e '.[torch,tokenizers,dev]'
+	@touch $@

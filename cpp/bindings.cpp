@@ -1,0 +1,295 @@
+// The one file that knows Python: arrays in, arrays out, the GIL released around each kernel.
+// Shapes, dtypes and ranges are checked in src/millrace/_native.py; the kernels check what only
+// reading the arrays can show, and throw std::invalid_argument, which Python sees as ValueError.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/tuple.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "blend.hpp"
+#include "buffer.hpp"
+#include "gather.hpp"
+#include "mt19937.hpp"
+#include "sample_index.hpp"
+#include "shuffle.hpp"
+
+namespace nb = nanobind;
+
+namespace millrace {
+namespace {
+
+template <class T>
+using In = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+template <class T>
+using In2 = nb::ndarray<const T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+template <class T>
+using Out = nb::ndarray<nb::numpy, T>;
+using AnyArray = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
+
+template <class T>
+std::span<const T> span_of(const In<T>& array) {
+  return {array.data(), array.shape(0)};
+}
+
+template <class T>
+Out<T> to_numpy(Buffer<T> buffer, std::initializer_list<std::size_t> shape) {
+  T* data = buffer.data.release();
+  nb::capsule owner(data, [](void* pointer) noexcept { FreeMemory{}(pointer); });
+  return Out<T>(data, shape, owner);
+}
+
+template <class T>
+Out<T> to_numpy(Buffer<T> buffer) {
+  const std::size_t size = buffer.size;
+  return to_numpy(std::move(buffer), {size});
+}
+
+// ---- shuffle ----
+
+// The state after the draws, as numpy.random.RandomState.set_state() takes it.
+using RandomState = std::tuple<Out<std::uint32_t>, int>;
+
+Mt19937 random_from(const In<std::uint32_t>& key, int position) {
+  if (key.shape(0) != Mt19937::state_size || position < 0 || position > Mt19937::state_size) {
+    throw std::invalid_argument("an MT19937 state has 624 words and a position in [0, 624]");
+  }
+  Mt19937::Key words;
+  std::copy_n(key.data(), words.size(), words.begin());
+  return {words, position};
+}
+
+RandomState state_of(const Mt19937& random) {
+  auto key = allocate<std::uint32_t>(Mt19937::state_size);
+  std::copy(random.key().begin(), random.key().end(), key.data.get());
+  return {to_numpy(std::move(key)), random.position()};
+}
+
+template <class T>
+std::tuple<Out<T>, RandomState> py_shuffled(const In<T>& values, const In<std::uint32_t>& key,
+                                            int position) {
+  Mt19937 random = random_from(key, position);
+  auto out = allocate<T>(values.shape(0));
+  {
+    nb::gil_scoped_release unlocked;
+    std::copy_n(values.data(), values.shape(0), out.data.get());
+    shuffle(out.span(), random);
+  }
+  return {to_numpy(std::move(out)), state_of(random)};
+}
+
+template <class T>
+std::tuple<Out<T>, RandomState> py_shuffled_ranges(const In2<std::int64_t>& ranges,
+                                                   const In<std::uint32_t>& key, int position) {
+  Mt19937 random = random_from(key, position);
+  std::vector<Range> list;
+  std::size_t size = 0;
+  for (std::size_t i = 0; i < ranges.shape(0); ++i) {
+    list.push_back({ranges(i, 0), ranges(i, 1), ranges(i, 2)});
+    size += static_cast<std::size_t>(list.back().size());
+  }
+  auto out = allocate<T>(size);
+  {
+    nb::gil_scoped_release unlocked;
+    shuffle_ranges(list, out.span(), random);
+  }
+  return {to_numpy(std::move(out)), state_of(random)};
+}
+
+std::tuple<Out<std::int64_t>, RandomState> py_draw_targets(std::int64_t first, std::int64_t count,
+                                                           const In<std::uint32_t>& key,
+                                                           int position) {
+  Mt19937 random = random_from(key, position);
+  auto out = allocate<std::int64_t>(static_cast<std::size_t>(count));
+  {
+    nb::gil_scoped_release unlocked;
+    draw_targets(first, out.span(), random);
+  }
+  return {to_numpy(std::move(out)), state_of(random)};
+}
+
+// ---- sample index ----
+
+template <class T>
+Out<T> py_sample_index(const In<std::int32_t>& sequence_lengths,
+                       const In<std::int32_t>& document_index, std::int64_t sequence_length,
+                       std::int64_t num_samples, bool add_extra_token, bool allow_partial) {
+  const auto num_rows = static_cast<std::size_t>(num_samples) + 1;
+  auto rows = allocate<T>(2 * num_rows);
+  {
+    nb::gil_scoped_release unlocked;
+    walk_samples(span_of(sequence_lengths), span_of(document_index), sequence_length,
+                 std::int64_t{add_extra_token ? 1 : 0}, allow_partial, rows.span());
+  }
+  return to_numpy(std::move(rows), {num_rows, std::size_t{2}});
+}
+
+// ---- blend ----
+
+using Blend = std::tuple<Out<std::int16_t>, Out<std::int64_t>>;
+
+Blend py_blend_by_weights(const In<double>& weights, std::int64_t size) {
+  auto dataset_index = allocate<std::int16_t>(static_cast<std::size_t>(size));
+  auto dataset_sample_index = allocate<std::int64_t>(static_cast<std::size_t>(size));
+  {
+    nb::gil_scoped_release unlocked;
+    blend_by_weights(span_of(weights), dataset_index.span(), dataset_sample_index.span());
+  }
+  return {to_numpy(std::move(dataset_index)), to_numpy(std::move(dataset_sample_index))};
+}
+
+Blend py_blend_by_sizes(const In<std::int64_t>& sizes, std::int64_t total) {
+  auto dataset_index = allocate<std::int16_t>(static_cast<std::size_t>(total));
+  auto dataset_sample_index = allocate<std::int64_t>(static_cast<std::size_t>(total));
+  {
+    nb::gil_scoped_release unlocked;
+    blend_by_sizes(span_of(sizes), dataset_index.span(), dataset_sample_index.span());
+  }
+  return {to_numpy(std::move(dataset_index)), to_numpy(std::move(dataset_sample_index))};
+}
+
+// ---- samples ----
+
+// Spans over one dataset's arrays, and the references that keep them alive.
+class PySource {
+ public:
+  PySource(const AnyArray& tokens, const In<std::int64_t>& sequence_pointers,
+           const In<std::int32_t>& sequence_lengths, const In<std::int32_t>& document_index,
+           const AnyArray& sample_index, const AnyArray& shuffle_index)
+      : kept_(tokens, sequence_pointers, sequence_lengths, document_index, sample_index,
+              shuffle_index),
+        source_{tokens_of(tokens),
+                static_cast<std::int64_t>(tokens.nbytes()),
+                span_of(sequence_pointers),
+                span_of(sequence_lengths),
+                span_of(document_index),
+                {},
+                {}} {
+    if (sequence_pointers.shape(0) != sequence_lengths.shape(0)) {
+      throw std::invalid_argument("sequence_pointers and sequence_lengths differ in size");
+    }
+    if (sample_index.dtype() == nb::dtype<std::int32_t>()) {
+      source_.sample_index = flat<std::int32_t>(sample_index);
+    } else if (sample_index.dtype() == nb::dtype<std::int64_t>()) {
+      source_.sample_index = flat<std::int64_t>(sample_index);
+    } else {
+      throw std::invalid_argument("sample_index must be int32 or int64");
+    }
+    if (shuffle_index.dtype() == nb::dtype<std::uint32_t>()) {
+      source_.shuffle_index = flat<std::uint32_t>(shuffle_index);
+    } else if (shuffle_index.dtype() == nb::dtype<std::int64_t>()) {
+      source_.shuffle_index = flat<std::int64_t>(shuffle_index);
+    } else {
+      throw std::invalid_argument("shuffle_index must be uint32 or int64");
+    }
+  }
+
+  const SampleSource& source() const noexcept { return source_; }
+
+ private:
+  template <class T>
+  static std::span<const T> flat(const AnyArray& array) {
+    return {static_cast<const T*>(array.data()), array.size()};
+  }
+
+  static Tokens tokens_of(const AnyArray& array) {
+    const void* data = array.data();
+    const nb::dlpack::dtype dtype = array.dtype();
+    if (dtype == nb::dtype<std::uint8_t>()) return static_cast<const std::uint8_t*>(data);
+    if (dtype == nb::dtype<std::int8_t>()) return static_cast<const std::int8_t*>(data);
+    if (dtype == nb::dtype<std::int16_t>()) return static_cast<const std::int16_t*>(data);
+    if (dtype == nb::dtype<std::uint16_t>()) return static_cast<const std::uint16_t*>(data);
+    if (dtype == nb::dtype<std::int32_t>()) return static_cast<const std::int32_t*>(data);
+    if (dtype == nb::dtype<std::int64_t>()) return static_cast<const std::int64_t*>(data);
+    throw std::invalid_argument("tokens must be of an integer dtype");
+  }
+
+  std::tuple<AnyArray, In<std::int64_t>, In<std::int32_t>, In<std::int32_t>, AnyArray, AnyArray>
+      kept_;
+  SampleSource source_;
+};
+
+using Samples = std::tuple<Out<std::int64_t>, Out<std::int64_t>, Out<float>, Out<std::int64_t>>;
+
+Samples py_gather_samples(const nb::tuple& sources, const In<std::int64_t>& source_numbers,
+                          const In<std::int64_t>& sample_numbers, std::int64_t sequence_length,
+                          bool add_extra_token, std::int64_t pad_token, std::int64_t eod_token,
+                          bool reset_position_ids, bool eod_mask_loss) {
+  const std::size_t num_samples = sample_numbers.shape(0);
+  if (source_numbers.shape(0) != num_samples) {
+    throw std::invalid_argument("source_numbers and sample_numbers differ in size");
+  }
+  std::vector<const SampleSource*> chosen;
+  chosen.reserve(num_samples);
+  for (std::size_t i = 0; i < num_samples; ++i) {
+    const std::int64_t number = source_numbers(i);
+    if (number < 0 || static_cast<std::size_t>(number) >= sources.size()) {
+      throw std::invalid_argument("source number " + std::to_string(number) + " is outside [0, " +
+                                  std::to_string(sources.size()) + ")");
+    }
+    chosen.push_back(&nb::cast<const PySource&>(sources[static_cast<std::size_t>(number)]).source());
+  }
+  const SampleOptions options{sequence_length, add_extra_token,    pad_token,
+                              eod_token,       reset_position_ids, eod_mask_loss};
+  const auto length = static_cast<std::size_t>(sequence_length);
+  auto tokens = allocate<std::int64_t>(num_samples * length);
+  auto labels = allocate<std::int64_t>(num_samples * length);
+  auto loss_mask = allocate<float>(num_samples * length);
+  auto position_ids = allocate<std::int64_t>(num_samples * length);
+  {
+    nb::gil_scoped_release unlocked;
+    for (std::size_t i = 0; i < num_samples; ++i) {
+      const std::size_t first = i * length;
+      gather_sample(*chosen[i], sample_numbers(i), options,
+                    {tokens.data.get() + first, labels.data.get() + first,
+                     loss_mask.data.get() + first, position_ids.data.get() + first});
+    }
+  }
+  return {to_numpy(std::move(tokens), {num_samples, length}),
+          to_numpy(std::move(labels), {num_samples, length}),
+          to_numpy(std::move(loss_mask), {num_samples, length}),
+          to_numpy(std::move(position_ids), {num_samples, length})};
+}
+
+}  // namespace
+}  // namespace millrace
+
+NB_MODULE(_core, module) {
+  using namespace millrace;
+  using namespace nb::literals;
+
+  module.def("shuffled_int32", &py_shuffled<std::int32_t>, "values"_a, "key"_a, "position"_a);
+  module.def("shuffled_uint32", &py_shuffled<std::uint32_t>, "values"_a, "key"_a, "position"_a);
+  module.def("shuffled_int64", &py_shuffled<std::int64_t>, "values"_a, "key"_a, "position"_a);
+  module.def("shuffled_ranges_int32", &py_shuffled_ranges<std::int32_t>, "ranges"_a, "key"_a,
+             "position"_a);
+  module.def("shuffled_ranges_uint32", &py_shuffled_ranges<std::uint32_t>, "ranges"_a, "key"_a,
+             "position"_a);
+  module.def("shuffled_ranges_int64", &py_shuffled_ranges<std::int64_t>, "ranges"_a, "key"_a,
+             "position"_a);
+  module.def("draw_targets", &py_draw_targets, "first"_a, "count"_a, "key"_a, "position"_a);
+
+  module.def("sample_index_int32", &py_sample_index<std::int32_t>, "sequence_lengths"_a,
+             "document_index"_a, "sequence_length"_a, "num_samples"_a, "add_extra_token"_a,
+             "allow_partial"_a);
+  module.def("sample_index_int64", &py_sample_index<std::int64_t>, "sequence_lengths"_a,
+             "document_index"_a, "sequence_length"_a, "num_samples"_a, "add_extra_token"_a,
+             "allow_partial"_a);
+
+  module.def("blend_by_weights", &py_blend_by_weights, "weights"_a, "size"_a);
+  module.def("blend_by_sizes", &py_blend_by_sizes, "sizes"_a, "total"_a);
+
+  nb::class_<PySource>(module, "SampleSource")
+      .def(nb::init<const AnyArray&, const In<std::int64_t>&, const In<std::int32_t>&,
+                    const In<std::int32_t>&, const AnyArray&, const AnyArray&>(),
+           "tokens"_a, "sequence_pointers"_a, "sequence_lengths"_a, "document_index"_a,
+           "sample_index"_a, "shuffle_index"_a);
+  module.def("gather_samples", &py_gather_samples, "sources"_a, "source_numbers"_a,
+             "sample_numbers"_a, "sequence_length"_a, "add_extra_token"_a, "pad_token"_a,
+             "eod_token"_a, "reset_position_ids"_a, "eod_mask_loss"_a);
+}

@@ -1,0 +1,82 @@
+#include "sample_index.hpp"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+namespace millrace {
+namespace {
+
+// Lengths are read at random (the documents are shuffled): ask for them this many steps ahead.
+constexpr std::size_t prefetch_distance = 32;
+
+std::int64_t length_of(std::span<const std::int32_t> sequence_lengths, std::int32_t sequence) {
+  if (sequence < 0 || static_cast<std::size_t>(sequence) >= sequence_lengths.size()) {
+    throw std::invalid_argument("document_index holds " + std::to_string(sequence) +
+                                ", but there are " + std::to_string(sequence_lengths.size()) +
+                                " sequences");
+  }
+  const std::int32_t length = sequence_lengths[static_cast<std::size_t>(sequence)];
+  if (length < 0) {
+    throw std::invalid_argument("sequence " + std::to_string(sequence) + " has the length " +
+                                std::to_string(length) + ", which is negative");
+  }
+  return length;
+}
+
+}  // namespace
+
+template <class T>
+void walk_samples(std::span<const std::int32_t> sequence_lengths,
+                  std::span<const std::int32_t> document_index, std::int64_t sequence_length,
+                  std::int64_t extra_tokens, bool allow_partial, std::span<T> rows) {
+  const std::size_t num_rows = rows.size() / 2;
+  rows[0] = 0;
+  rows[1] = 0;
+  std::size_t row = 1;
+  std::int64_t boundary = sequence_length;  // the token at which the row's sample starts
+  std::int64_t document_start = 0;
+  const std::size_t num_documents = document_index.size();
+  for (std::size_t place = 0; place < num_documents && row < num_rows; ++place) {
+    if (place + prefetch_distance < num_documents) {
+      const std::int32_t ahead = document_index[place + prefetch_distance];
+      __builtin_prefetch(sequence_lengths.data() + std::max(ahead, 0));
+    }
+    const std::int64_t document_end =
+        document_start + length_of(sequence_lengths, document_index[place]);
+    while (boundary + extra_tokens <= document_end && row < num_rows) {
+      rows[2 * row] = static_cast<T>(place);
+      rows[2 * row + 1] = static_cast<T>(boundary - document_start);
+      boundary += sequence_length;
+      ++row;
+    }
+    document_start = document_end;
+  }
+  if (row == num_rows) {
+    return;
+  }
+  if (!allow_partial || row + 1 < num_rows) {
+    throw std::invalid_argument("the documents hold " + std::to_string(document_start) +
+                                " tokens, too few for " + std::to_string(num_rows - 1) +
+                                " samples of " + std::to_string(sequence_length));
+  }
+  // The partial sample ends with the last document; a trailing document without tokens cannot be
+  // named with the extra token (its offset would be -1), so the last one with tokens is.
+  for (std::size_t place = num_documents; place > 0; --place) {
+    const std::int64_t offset =
+        length_of(sequence_lengths, document_index[place - 1]) - extra_tokens;
+    if (offset >= 0) {
+      rows[2 * row] = static_cast<T>(place - 1);
+      rows[2 * row + 1] = static_cast<T>(offset);
+      return;
+    }
+  }
+  throw std::invalid_argument("the documents hold no tokens");
+}
+
+template void walk_samples(std::span<const std::int32_t>, std::span<const std::int32_t>,
+                           std::int64_t, std::int64_t, bool, std::span<std::int32_t>);
+template void walk_samples(std::span<const std::int32_t>, std::span<const std::int32_t>,
+                           std::int64_t, std::int64_t, bool, std::span<std::int64_t>);
+
+}  // namespace millrace

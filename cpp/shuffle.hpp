@@ -1,0 +1,33 @@
+// An exact twin of NumPy's legacy RandomState.shuffle for one-dimensional arrays.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "mt19937.hpp"
+
+namespace millrace {
+
+// A run of consecutive numbers, `copies` times over.
+struct Range {
+  std::int64_t start;
+  std::int64_t stop;
+  std::int64_t copies;
+
+  std::int64_t size() const noexcept { return (stop - start) * copies; }
+};
+
+// The swap targets of the shuffle's steps first, first - 1, ... (targets.size() of them, each step
+// above 0): target k is uniform in [0, first - k], by masked rejection.
+void draw_targets(std::int64_t first, std::span<std::int64_t> targets, Mt19937& random);
+
+// Fisher-Yates from the end: for i = n - 1 ... 1, swap values[i] with values[j], j in [0, i].
+template <class T>
+void shuffle(std::span<T> values, Mt19937& random);
+
+// Writes each range's numbers, one range after the other, and shuffles each range by itself.
+// The caller has checked that the numbers fit T and that `values` has the ranges' total size.
+template <class T>
+void shuffle_ranges(std::span<const Range> ranges, std::span<T> values, Mt19937& random);
+
+}  // namespace millrace

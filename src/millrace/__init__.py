@@ -1,0 +1,28 @@
+"""millrace: the data plane for pre-training language models.
+
+Megatron-LM's token files and its exact sample order, fast, resumable to the sample.
+"""
+
+from millrace.errors import ConfigError, DataError, MillraceError, ResumeError, TextError
+from millrace.feed import BlendedDataset, GPTDataset, Loader, SequentialSampler
+from millrace.order import normalize, parse_split, samples_per_dataset, split_ranges
+from millrace.store import IndexedDataset, IndexedDatasetBuilder, optimal_dtype
+
+__all__ = [
+    "BlendedDataset",
+    "ConfigError",
+    "DataError",
+    "GPTDataset",
+    "IndexedDataset",
+    "IndexedDatasetBuilder",
+    "Loader",
+    "MillraceError",
+    "ResumeError",
+    "SequentialSampler",
+    "TextError",
+    "normalize",
+    "optimal_dtype",
+    "parse_split",
+    "samples_per_dataset",
+    "split_ranges",
+]

@@ -1,0 +1,72 @@
+"""The native core as Python sees it. Call it through `millrace._native`, which checks arguments."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_State = tuple[NDArray[np.uint32], int]
+_Blend = tuple[NDArray[np.int16], NDArray[np.int64]]
+
+def shuffled_int32(
+    values: NDArray[np.int32], key: NDArray[np.uint32], position: int
+) -> tuple[NDArray[np.int32], _State]: ...
+def shuffled_uint32(
+    values: NDArray[np.uint32], key: NDArray[np.uint32], position: int
+) -> tuple[NDArray[np.uint32], _State]: ...
+def shuffled_int64(
+    values: NDArray[np.int64], key: NDArray[np.uint32], position: int
+) -> tuple[NDArray[np.int64], _State]: ...
+def shuffled_ranges_int32(
+    ranges: NDArray[np.int64], key: NDArray[np.uint32], position: int
+) -> tuple[NDArray[np.int32], _State]: ...
+def shuffled_ranges_uint32(
+    ranges: NDArray[np.int64], key: NDArray[np.uint32], position: int
+) -> tuple[NDArray[np.uint32], _State]: ...
+def shuffled_ranges_int64(
+    ranges: NDArray[np.int64], key: NDArray[np.uint32], position: int
+) -> tuple[NDArray[np.int64], _State]: ...
+def draw_targets(
+    first: int, count: int, key: NDArray[np.uint32], position: int
+) -> tuple[NDArray[np.int64], _State]: ...
+def sample_index_int32(
+    sequence_lengths: NDArray[np.int32],
+    document_index: NDArray[np.int32],
+    sequence_length: int,
+    num_samples: int,
+    add_extra_token: bool,
+    allow_partial: bool,
+) -> NDArray[np.int32]: ...
+def sample_index_int64(
+    sequence_lengths: NDArray[np.int32],
+    document_index: NDArray[np.int32],
+    sequence_length: int,
+    num_samples: int,
+    add_extra_token: bool,
+    allow_partial: bool,
+) -> NDArray[np.int64]: ...
+def blend_by_weights(weights: NDArray[np.float64], size: int) -> _Blend: ...
+def blend_by_sizes(sizes: NDArray[np.int64], total: int) -> _Blend: ...
+
+class SampleSource:
+    def __init__(
+        self,
+        tokens: NDArray[Any],
+        sequence_pointers: NDArray[np.int64],
+        sequence_lengths: NDArray[np.int32],
+        document_index: NDArray[np.int32],
+        sample_index: NDArray[Any],
+        shuffle_index: NDArray[Any],
+    ) -> None: ...
+
+def gather_samples(
+    sources: tuple[SampleSource, ...],
+    source_numbers: NDArray[np.int64],
+    sample_numbers: NDArray[np.int64],
+    sequence_length: int,
+    add_extra_token: bool,
+    pad_token: int,
+    eod_token: int,
+    reset_position_ids: bool,
+    eod_mask_loss: bool,
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]: ...

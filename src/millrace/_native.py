@@ -1,0 +1,293 @@
+"""The doors to the native core: they check dtype, shape and range, then call a kernel.
+
+Each function here has a slow twin of the same name in `millrace.reference`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace import _core
+
+MAX_INT32 = 2**31 - 1
+MAX_INT64 = 2**63 - 1
+MAX_DATASETS = 32767 - 1  # dataset numbers are int16, and Megatron-LM leaves out the largest
+
+_SHUFFLED = {
+    np.dtype(np.int32): (_core.shuffled_int32, _core.shuffled_ranges_int32),
+    np.dtype(np.uint32): (_core.shuffled_uint32, _core.shuffled_ranges_uint32),
+    np.dtype(np.int64): (_core.shuffled_int64, _core.shuffled_ranges_int64),
+}
+
+
+def shuffled(values: NDArray[Any], random: np.random.RandomState) -> NDArray[Any]:
+    """A shuffled copy of `values`, equal to what `random.shuffle(values)` leaves behind.
+
+    Args:
+        values: shape [n], dtype int32, uint32 or int64.
+        random: a legacy generator (MT19937); it is advanced just as `random.shuffle` would.
+
+    Returns:
+        shape [n], the dtype of `values`.
+    """
+    if values.ndim != 1 or values.dtype not in _SHUFFLED:
+        raise ValueError(
+            f"values has shape {values.shape} and dtype {values.dtype}; "
+            "[n] of int32, uint32 or int64 is needed"
+        )
+    key, position = _get_state(random)
+    out, state = _SHUFFLED[values.dtype][0](np.ascontiguousarray(values), key, position)
+    _set_state(random, state)
+    return out
+
+
+def shuffled_ranges(
+    ranges: Sequence[tuple[int, int, int]], dtype: Any, random: np.random.RandomState
+) -> NDArray[Any]:
+    """Runs of consecutive numbers, each run shuffled by itself, one after the other.
+
+    Equal to `values = np.tile(np.arange(start, stop, dtype=dtype), copies)`, then
+    `random.shuffle(values)`, for each (start, stop, copies), concatenated.
+
+    Args:
+        ranges: (start, stop, copies) of each run; `stop` is left out.
+        dtype: int32, uint32 or int64; every number must fit.
+        random: a legacy generator (MT19937); it is advanced by the draws.
+
+    Returns:
+        shape [sum of (stop - start) * copies], of `dtype`.
+    """
+    dtype = np.dtype(dtype)
+    if dtype not in _SHUFFLED:
+        raise ValueError(f"dtype is {dtype}; int32, uint32 or int64 is needed")
+    limits = np.iinfo(dtype)
+    for start, stop, copies in ranges:
+        if not limits.min <= start <= stop <= limits.max + 1 or copies < 0:
+            raise ValueError(
+                f"the range ({start}, {stop}) times {copies} is empty backwards, has a negative "
+                f"count or does not fit {dtype}"
+            )
+    if sum((stop - start) * copies for start, stop, copies in ranges) > MAX_INT64 // 8:
+        raise ValueError(f"the ranges {list(ranges)} hold more numbers than memory can")
+    key, position = _get_state(random)
+    table = np.array(ranges, dtype=np.int64).reshape(-1, 3)
+    out, state = _SHUFFLED[dtype][1](table, key, position)
+    _set_state(random, state)
+    return out
+
+
+def draw_targets(first: int, count: int, random: np.random.RandomState) -> NDArray[np.int64]:
+    """The swap targets of `count` steps of a shuffle: the k-th is uniform in [0, first - k].
+
+    This is the shuffle's random part by itself, so that its use of 64-bit draws (from step 2**32
+    on) can be tested without an array of that size.
+
+    Returns:
+        int64 [count].
+    """
+    if not 0 <= count <= first <= MAX_INT64:
+        raise ValueError(f"count is {count} and first is {first}; 0 <= count <= first is needed")
+    key, position = _get_state(random)
+    out, state = _core.draw_targets(first, count, key, position)
+    _set_state(random, state)
+    return out
+
+
+def sample_index(
+    sequence_lengths: NDArray[np.int32],
+    document_index: NDArray[np.int32],
+    sequence_length: int,
+    num_samples: int,
+    *,
+    add_extra_token: bool = True,
+    allow_partial: bool = False,
+    dtype: Any = np.int32,
+) -> NDArray[Any]:
+    """Where each sample starts: (place in the document index, token offset in that document).
+
+    Rows k and k + 1 bound sample k; it takes sequence_length tokens, plus one with the extra token,
+    which the next sample draws again. The rule is Megatron-LM's `build_sample_idx`.
+
+    Args:
+        sequence_lengths: int32 [sequences], in tokens.
+        document_index: int32 [documents], places in `sequence_lengths`, in reading order.
+        sequence_length: tokens to train on in a sample, at least 1.
+        num_samples: number of samples; the documents must suffice, but for the last one
+            where `allow_partial` is set.
+        dtype: int32 or int64, of the rows.
+
+    Returns:
+        [num_samples + 1, 2] of `dtype`.
+
+    Raises:
+        ValueError: too few tokens, a negative length or an entry of the document index outside
+            the sequences.
+    """
+    _check_vector("sequence_lengths", sequence_lengths, np.int32)
+    _check_vector("document_index", document_index, np.int32)
+    dtype = np.dtype(dtype)
+    if dtype not in (np.dtype(np.int32), np.dtype(np.int64)):
+        raise ValueError(f"dtype is {dtype}; int32 or int64 is needed")
+    if not 1 <= sequence_length <= MAX_INT64 // 4:
+        raise ValueError(f"sequence_length is {sequence_length}; at least 1 is needed")
+    # A sample takes at least a token: a larger count cannot be met, and would only fill memory.
+    if not 0 <= num_samples <= MAX_INT64 // 32 or (num_samples > 0 and document_index.size == 0):
+        raise ValueError(
+            f"num_samples is {num_samples} for {document_index.size} documents; "
+            "at least 0 and, without documents, 0 is needed"
+        )
+    if dtype == np.int32 and document_index.size > MAX_INT32:
+        raise ValueError(f"{document_index.size} documents need an int64 sample index")
+    kernel = _core.sample_index_int32 if dtype == np.int32 else _core.sample_index_int64
+    return kernel(
+        sequence_lengths,
+        document_index,
+        sequence_length,
+        num_samples,
+        add_extra_token,
+        allow_partial,
+    )
+
+
+def blend_by_weights(
+    weights: NDArray[np.float64], size: int
+) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+    """The greedy blend: each sample comes from the dataset that lags most behind its weight.
+
+    Sample n is drawn from the first dataset with the largest weight * max(n, 1) - taken, in
+    float64: Megatron-LM's `build_blending_indices`.
+
+    Args:
+        weights: float64 [datasets], positive and finite, at most 32,766 of them; they are used as
+            they are (normalise them first).
+        size: number of samples.
+
+    Returns:
+        dataset_index int16 [size] and dataset_sample_index int64 [size], the count of samples that
+        were taken from the same dataset before.
+    """
+    _check_vector("weights", weights, np.float64)
+    _check_num_datasets(weights.size)
+    if not np.all(np.isfinite(weights) & (weights > 0)):
+        raise ValueError(f"weights are {weights}; each must be positive and finite")
+    if not 0 <= size <= MAX_INT64 // 8:
+        raise ValueError(f"size is {size}; at least 0 is needed")
+    return _core.blend_by_weights(weights, size)
+
+
+def blend_by_sizes(sizes: NDArray[np.int64]) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+    """The exhaustive blend: exactly sizes[d] samples of each dataset d, evenly mixed.
+
+    The greedy rule with the weights sizes / sum(sizes), over the datasets that are not spent:
+    Megatron-LM's `build_exhaustive_blending_indices`.
+
+    Args:
+        sizes: int64 [datasets], at least 0, at most 32,766 of them.
+
+    Returns:
+        dataset_index int16 [sum(sizes)] and dataset_sample_index int64 [sum(sizes)].
+    """
+    _check_vector("sizes", sizes, np.int64)
+    _check_num_datasets(sizes.size)
+    total = sum(sizes.tolist())
+    if np.any(sizes < 0) or total > MAX_INT64 // 8:
+        raise ValueError(f"sizes are {sizes}; each must be at least 0, and their sum fit memory")
+    return _core.blend_by_sizes(sizes, total)
+
+
+def sample_source(
+    tokens: NDArray[Any],
+    sequence_pointers: NDArray[np.int64],
+    sequence_lengths: NDArray[np.int32],
+    document_index: NDArray[np.int32],
+    sample_index: NDArray[Any],
+    shuffle_index: NDArray[Any],
+) -> _core.SampleSource:
+    """One dataset's arrays, held for `gather_samples` (which then converts none of them again).
+
+    Args:
+        tokens: [n], an integer dtype: the whole token file.
+        sequence_pointers: int64 [sequences], byte offsets into it.
+        sequence_lengths: int32 [sequences], in tokens.
+        document_index: int32 [documents].
+        sample_index: int32 or int64 [samples + 1, 2].
+        shuffle_index: uint32 or int64 [samples].
+    """
+    _check_vector("sequence_pointers", sequence_pointers, np.int64)
+    _check_vector("sequence_lengths", sequence_lengths, np.int32)
+    _check_vector("document_index", document_index, np.int32)
+    if sample_index.ndim != 2 or sample_index.shape[1] != 2:
+        raise ValueError(f"sample_index has shape {sample_index.shape}; [samples + 1, 2] is needed")
+    if tokens.ndim != 1 or shuffle_index.ndim != 1:
+        raise ValueError("tokens and shuffle_index must have one dimension")
+    return _core.SampleSource(
+        tokens, sequence_pointers, sequence_lengths, document_index, sample_index, shuffle_index
+    )
+
+
+def gather_samples(
+    sources: tuple[_core.SampleSource, ...],
+    source_numbers: NDArray[np.int64],
+    sample_numbers: NDArray[np.int64],
+    *,
+    sequence_length: int,
+    add_extra_token: bool,
+    pad_token: int,
+    eod_token: int,
+    reset_position_ids: bool,
+    eod_mask_loss: bool,
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]:
+    """The samples of a batch: row i is sample sample_numbers[i] of sources[source_numbers[i]].
+
+    Args:
+        source_numbers, sample_numbers: int64 [batch].
+        pad_token: fills what a partial sample lacks; where a label equals it the loss mask is 0,
+            and it becomes token 0 in tokens and labels.
+        eod_token: the token that `reset_position_ids` and `eod_mask_loss` look for.
+
+    Returns:
+        tokens int64, labels int64, loss_mask float32 and position_ids int64, each
+        [batch, sequence_length].
+    """
+    return _core.gather_samples(
+        sources,
+        source_numbers,
+        sample_numbers,
+        sequence_length,
+        add_extra_token,
+        pad_token,
+        eod_token,
+        reset_position_ids,
+        eod_mask_loss,
+    )
+
+
+def _check_vector(name: str, array: NDArray[Any], dtype: type) -> None:
+    if array.ndim != 1 or array.dtype != dtype or not array.flags.c_contiguous:
+        raise ValueError(
+            f"{name} has shape {array.shape} and dtype {array.dtype}; "
+            f"a contiguous [n] of {np.dtype(dtype)} is needed"
+        )
+
+
+def _check_num_datasets(count: int) -> None:
+    if not 1 <= count <= MAX_DATASETS:
+        raise ValueError(f"there are {count} datasets; 1 to {MAX_DATASETS} can be blended")
+
+
+def _get_state(random: np.random.RandomState) -> tuple[NDArray[np.uint32], int]:
+    state = random.get_state(legacy=False)
+    if state["bit_generator"] != "MT19937":  # type: ignore[call-overload]
+        raise ValueError("the random state is not an MT19937 generator")
+    inner = state["state"]  # type: ignore[call-overload]
+    return inner["key"], inner["pos"]
+
+
+def _set_state(random: np.random.RandomState, state: tuple[NDArray[np.uint32], int]) -> None:
+    full = random.get_state(legacy=False)
+    full["state"] = {"key": state[0], "pos": state[1]}  # type: ignore[call-overload]
+    random.set_state(full)

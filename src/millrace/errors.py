@@ -1,0 +1,32 @@
+"""The errors that millrace raises on purpose.
+
+    MillraceError
+    ├── ConfigError     an argument or option that cannot work (also a ValueError)
+    ├── DataError       a token file that is missing, damaged or foreign (also a ValueError)
+    ├── TextError       an input text, line or tokenizer that cannot be read (also a ValueError)
+    └── ResumeError     a saved state that belongs to other data or another order
+
+Each message gives the place, the value, the limit and the remedy.
+"""
+
+__all__ = ["ConfigError", "DataError", "MillraceError", "ResumeError", "TextError"]
+
+
+class MillraceError(Exception):
+    """Base class of every error that millrace raises on purpose."""
+
+
+class ConfigError(MillraceError, ValueError):
+    """An argument, option or combination of them that cannot work."""
+
+
+class DataError(MillraceError, ValueError):
+    """A token file that is missing, truncated, damaged or of another format."""
+
+
+class TextError(MillraceError, ValueError):
+    """An input file, line, document or tokenizer file that cannot be read."""
+
+
+class ResumeError(MillraceError):
+    """A saved state that does not belong to this data and order."""

@@ -1,0 +1,12 @@
+"""From sample numbers to batches.
+
+A *dataset* (`GPTDataset`, `BlendedDataset`) turns sample numbers into arrays, the *sampler* says
+which sample numbers a data-parallel rank takes at each step, and the *loader* hands over micro
+batches and remembers one number, `consumed_samples`.
+"""
+
+from millrace.feed.datasets import BlendedDataset, GPTDataset
+from millrace.feed.loader import Loader
+from millrace.feed.samplers import SequentialSampler
+
+__all__ = ["BlendedDataset", "GPTDataset", "Loader", "SequentialSampler"]

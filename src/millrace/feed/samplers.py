@@ -1,0 +1,67 @@
+"""Which sample numbers a data-parallel rank takes at each step."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.errors import ConfigError
+
+
+class SequentialSampler:
+    """Consecutive blocks of sample numbers, a slice to each rank (Megatron-LM's `single`).
+
+    The step that starts at sample number c takes the block [c, c + micro_batch_size *
+    data_parallel_size); rank r has the r-th slice of micro_batch_size numbers. What a rank sees is
+    a pure function of c, so that nothing else needs to be saved.
+
+    Args:
+        num_samples: that there are; numbers go from 0 to num_samples - 1.
+        micro_batch_size: samples for a rank at a step.
+        data_parallel_rank: this rank, 0 to data_parallel_size - 1.
+        data_parallel_size: number of ranks.
+        drop_last: leave out an incomplete last block; else its slices are handed out as they are
+            (shorter or empty for the last ranks).
+
+    Raises:
+        ConfigError: a number outside its limits.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        *,
+        micro_batch_size: int,
+        data_parallel_rank: int = 0,
+        data_parallel_size: int = 1,
+        drop_last: bool = True,
+    ) -> None:
+        if num_samples < 1:
+            raise ConfigError(f"there are {num_samples} samples; at least 1 is needed")
+        if micro_batch_size < 1:
+            raise ConfigError(f"micro_batch_size is {micro_batch_size}; at least 1 is needed")
+        if not 0 <= data_parallel_rank < data_parallel_size:
+            raise ConfigError(
+                f"data_parallel_rank is {data_parallel_rank}; with data_parallel_size "
+                f"{data_parallel_size} it is 0 to {data_parallel_size - 1}"
+            )
+        self.num_samples = num_samples
+        self.block_size = micro_batch_size * data_parallel_size
+        self.drop_last = drop_last
+        self._start = data_parallel_rank * micro_batch_size
+        self._stop = self._start + micro_batch_size
+
+    def has_step(self, consumed_samples: int) -> bool:
+        """Whether a step is left after that many samples."""
+        need = self.block_size if self.drop_last else 1
+        return consumed_samples + need <= self.num_samples
+
+    def sample_numbers(self, consumed_samples: int) -> NDArray[np.int64]:
+        """The rank's sample numbers at the step that starts there: int64 [micro_batch_size]."""
+        end = min(consumed_samples + self.block_size, self.num_samples)
+        start = min(consumed_samples + self._start, end)
+        return np.arange(start, min(consumed_samples + self._stop, end), dtype=np.int64)
+
+    def consumed_after(self, consumed_samples: int) -> int:
+        """The number of consumed samples after the step that starts there."""
+        return min(consumed_samples + self.block_size, self.num_samples)

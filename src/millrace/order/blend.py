@@ -1,0 +1,101 @@
+"""Which dataset each sample of a blend comes from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace import _native
+from millrace.errors import ConfigError
+
+SURPLUS = 0.005
+"""What Megatron-LM builds of each dataset beyond its share of a blend."""
+
+
+def normalize(weights: Sequence[float]) -> list[float]:
+    """The weights divided by their sum, in float64 and in NumPy's order of addition."""
+    array = np.array(weights, dtype=np.float64)
+    normalized: list[float] = (array / np.sum(array)).tolist()
+    return normalized
+
+
+def samples_per_dataset(
+    weights: Sequence[float], num_samples: int, surplus: float = SURPLUS
+) -> list[tuple[int, int]]:
+    """What each dataset gives to a blend: (its share of the samples, how many to build of it).
+
+    The share is ceil(num_samples * weight); the blend's size is the sum of the shares. The greedy
+    rule may ask a dataset for a little more than its share: hence the surplus.
+
+    Args:
+        weights: as `normalize` gives them: positive, with the sum 1.
+        num_samples: that the blend shall have at least.
+    """
+    _check_weights(weights)
+    if not math.isclose(sum(weights), 1.0, rel_tol=1e-5):
+        raise ConfigError(f"the weights sum to {sum(weights)}; normalize() makes that 1")
+    shares = [math.ceil(num_samples * weight) for weight in weights]
+    return [(share, math.ceil(share * (1 + surplus))) for share in shares]
+
+
+def blend(weights: Sequence[float], size: int) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+    """Mixes datasets by weight: each sample comes from the one that lags most behind its weight.
+
+    Args:
+        weights: one for each dataset, positive; they are normalised.
+        size: number of samples.
+
+    Returns:
+        dataset_index int16 [size], and dataset_sample_index int64 [size]: the sample's number in
+        that dataset.
+
+    Raises:
+        ConfigError: a weight that is not positive and finite, or too many datasets.
+    """
+    _check_weights(weights)
+    if size < 0:
+        raise ConfigError(f"the blend's size is {size}; at least 0 is needed")
+    return _native.blend_by_weights(np.array(normalize(weights)), size)
+
+
+def blend_exhaustively(sizes: Sequence[int]) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+    """Mixes datasets evenly until each has given all its samples.
+
+    Args:
+        sizes: each dataset's number of samples, at least 0.
+
+    Returns:
+        dataset_index int16 [sum of sizes], and dataset_sample_index int64 [sum of sizes].
+
+    Raises:
+        ConfigError: a negative size, or too many datasets.
+    """
+    _check_count(len(sizes))
+    if min(sizes) < 0:
+        raise ConfigError(f"dataset {_first(sizes, min(sizes))} has the size {min(sizes)}; not below 0")
+    return _native.blend_by_sizes(np.array(sizes, dtype=np.int64))
+
+
+def _check_count(count: int) -> None:
+    if not 1 <= count <= _native.MAX_DATASETS:
+        raise ConfigError(
+            f"a blend has {count} datasets; 1 to {_native.MAX_DATASETS} can be blended. "
+            "Merge small ones"
+        )
+
+
+def _check_weights(weights: Sequence[float]) -> None:
+    _check_count(len(weights))
+    for number, weight in enumerate(weights):
+        if not (math.isfinite(weight) and weight > 0):
+            raise ConfigError(
+                f"the weight of dataset {number} is {weight}; weights are positive and finite. "
+                "Leave a dataset out to draw nothing from it"
+            )
+
+
+def _first(values: Sequence[int], value: int) -> int:
+    return list(values).index(value)

@@ -1,0 +1,183 @@
+"""The three indices of a GPT dataset.
+
+A sample number k becomes tokens in three steps: the *shuffle index* maps k to a row j of the
+*sample index*; rows j and j + 1 are two places (document, offset) in the *document index*, which
+holds the sequences of all epochs in shuffled order; the tokens between the places are the sample.
+"Document" is Megatron-LM's word here: the entries are sequences of the token file.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace import _native
+from millrace.errors import ConfigError
+
+FINAL_EPOCH_THRESHOLD = 0.80
+"""A final epoch of which a smaller share than this is needed is shuffled by itself."""
+
+_UINT32_SAMPLES = 2**32 - 2  # from here on Megatron-LM's shuffle index is int64
+MAX_SEED = 2**32 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTPlan:
+    """What the numbers say before any index is built.
+
+    Attributes:
+        num_tokens_per_epoch: in the range of sequences.
+        num_epochs: the least that holds the samples asked for.
+        num_samples: that these epochs give (at least as many as asked for).
+        num_samples_before_final_epoch: where the shuffle is cut, or None where all is one shuffle.
+        sequence_length: tokens to train on in a sample.
+        add_extra_token: whether a sample draws one token more, for the last label.
+        allow_partial: whether the last sample may be shorter.
+    """
+
+    num_tokens_per_epoch: int
+    num_epochs: int
+    num_samples: int
+    num_samples_before_final_epoch: int | None
+    sequence_length: int
+    add_extra_token: bool
+    allow_partial: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTIndices:
+    """The indices of one dataset and split.
+
+    Attributes:
+        document_index: int32 [epochs * sequences].
+        sample_index: int32 (int64 past 2**31 - 1 documents) [samples + 1, 2].
+        shuffle_index: uint32 (int64 from 2**32 - 2 samples on) [samples].
+    """
+
+    document_index: NDArray[np.int32]
+    sample_index: NDArray[Any]
+    shuffle_index: NDArray[Any]
+
+
+def plan_gpt(
+    num_tokens_per_epoch: int,
+    num_samples: int | None,
+    sequence_length: int,
+    *,
+    add_extra_token: bool = True,
+    drop_last_partial_sequence: bool = True,
+) -> GPTPlan:
+    """Epochs and samples, in exact integers, by Megatron-LM's rules.
+
+    Args:
+        num_tokens_per_epoch: tokens in the range of sequences.
+        num_samples: to have at least; None for one epoch's.
+        sequence_length: tokens to train on in a sample.
+        add_extra_token: draw one token more, so that the last token has a label.
+        drop_last_partial_sequence: leave out a last sample that the tokens do not fill.
+            (Megatron-LM counts it in 32-bit floats, and so miscounts from 2**24 tokens on.)
+
+    Raises:
+        ConfigError: no tokens, or too few for one sample.
+    """
+    extra = 1 if add_extra_token else 0
+    if sequence_length < 1:
+        raise ConfigError(f"sequence_length is {sequence_length}; at least 1 is needed")
+    if num_samples is not None and num_samples < 0:
+        raise ConfigError(f"num_samples is {num_samples}; at least 0 is needed")
+    if num_tokens_per_epoch <= 0:
+        raise ConfigError(
+            f"the split holds {num_tokens_per_epoch} tokens; there is nothing to draw samples from. "
+            "Give it a larger share, more documents, or leave it out"
+        )
+    requested = 0 if num_samples is None else num_samples * sequence_length + extra
+    num_epochs = max(1, -(-requested // num_tokens_per_epoch))
+    tokens = num_epochs * num_tokens_per_epoch - extra
+    available = tokens // sequence_length
+    if not drop_last_partial_sequence:
+        available = -(-tokens // sequence_length)
+    if available < 1:
+        raise ConfigError(
+            f"sequence_length {sequence_length} (and {extra} extra token) leaves no sample: the "
+            f"split holds {num_tokens_per_epoch} tokens. Choose a shorter sequence_length, or more "
+            "documents"
+        )
+    cut = None
+    if num_epochs > 1 and num_samples is not None:
+        before = ((num_epochs - 1) * num_tokens_per_epoch - extra) // sequence_length
+        per_epoch = (num_tokens_per_epoch - extra) // sequence_length
+        if num_samples - before < int(FINAL_EPOCH_THRESHOLD * per_epoch):
+            cut = before
+    return GPTPlan(
+        num_tokens_per_epoch=num_tokens_per_epoch,
+        num_epochs=num_epochs,
+        num_samples=available,
+        num_samples_before_final_epoch=cut,
+        sequence_length=sequence_length,
+        add_extra_token=add_extra_token,
+        allow_partial=not drop_last_partial_sequence,
+    )
+
+
+def build_gpt_indices(
+    sequence_lengths: NDArray[np.int32],
+    sequences: tuple[int, int],
+    plan: GPTPlan,
+    seed: int,
+) -> GPTIndices:
+    """The document, sample and shuffle index, equal to Megatron-LM's for every seed.
+
+    One `RandomState(seed)` draws both shuffles, the documents' first. The shuffle index needs no
+    tokens: it is drawn while the sample index is walked, in another thread.
+
+    Args:
+        sequence_lengths: int32 [sequences of the file], in tokens.
+        sequences: (start, stop), the range to draw from.
+        plan: of that range, from `plan_gpt`.
+        seed: 0 to 2**32 - 1.
+
+    Raises:
+        ConfigError: a seed or range outside its limits.
+    """
+    start, stop = sequences
+    if not 0 <= seed <= MAX_SEED:
+        raise ConfigError(f"the seed is {seed}; 0 to {MAX_SEED} is possible")
+    if not 0 <= start <= stop <= len(sequence_lengths) or stop > _native.MAX_INT32 + 1:
+        raise ConfigError(
+            f"the range of sequences is ({start}, {stop}); the file has {len(sequence_lengths)}, "
+            f"and at most {_native.MAX_INT32 + 1} can be numbered (int32)"
+        )
+    random = np.random.RandomState(seed)
+    cut = plan.num_samples_before_final_epoch
+    final_epochs = 0 if cut is None else 1
+    document_index = _native.shuffled_ranges(
+        [(start, stop, plan.num_epochs - final_epochs), (start, stop, final_epochs)],
+        np.int32,
+        random,
+    )
+    num_first = plan.num_samples if cut is None else cut
+    with ThreadPoolExecutor(1) as pool:
+        shuffle_index = pool.submit(
+            _native.shuffled_ranges,
+            [(0, num_first, 1), (num_first, plan.num_samples, 1)],
+            np.uint32 if plan.num_samples < _UINT32_SAMPLES else np.int64,
+            random,
+        )
+        sample_index = _native.sample_index(
+            sequence_lengths,
+            document_index,
+            plan.sequence_length,
+            plan.num_samples,
+            add_extra_token=plan.add_extra_token,
+            allow_partial=plan.allow_partial,
+            dtype=np.int32 if len(document_index) <= _native.MAX_INT32 else np.int64,
+        )
+        return GPTIndices(
+            document_index=document_index,
+            sample_index=sample_index,
+            shuffle_index=shuffle_index.result(),
+        )

@@ -1,0 +1,13 @@
+"""Token files: Megatron-LM's indexed datasets, read, written and published.
+
+An indexed dataset lies at one *path prefix*: `PREFIX.bin` holds the tokens of all sequences, one
+after the other; `PREFIX.idx` says how long each sequence is, where it starts and which sequences
+make a document. `layout` knows the bytes of the index, `publish` how a pair of files appears
+whole or not at all, `reader` and `builder` are what people use.
+"""
+
+from millrace.store.builder import IndexedDatasetBuilder
+from millrace.store.layout import DTYPES, optimal_dtype
+from millrace.store.reader import IndexedDataset
+
+__all__ = ["DTYPES", "IndexedDataset", "IndexedDatasetBuilder", "optimal_dtype"]

@@ -1,0 +1,161 @@
+"""How a pair of files appears whole or not at all.
+
+A builder writes `PREFIX.bin.tmp` and `PREFIX.idx.tmp` under a lock, and publishes them in steps of
+which each is one rename or unlink:
+
+    1. PREFIX.bin.tmp -> PREFIX.bin.new      (both were flushed to disk before)
+    2. PREFIX.idx.tmp -> PREFIX.idx.new      from here on the new pair is the one that counts
+    3. an old PREFIX.idx goes
+    4. PREFIX.bin.new -> PREFIX.bin
+    5. PREFIX.idx.new -> PREFIX.idx
+
+Between 3 and 5 there is no PREFIX.idx, so that no reader, Megatron-LM included, pairs an old index
+with new tokens. `open_pair` finds a whole pair after every step: the old one until 3, then the new
+one. A builder that dies leaves names that the next builder of the same prefix cleans up: it
+finishes a publication that reached step 2 and drops everything that did not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from typing import IO, BinaryIO
+
+from millrace.errors import DataError, MillraceError
+
+TMP = ".tmp"
+NEW = ".new"
+LOCK = ".tmp.lock"
+
+
+def bin_path(prefix: str) -> str:
+    return prefix + ".bin"
+
+
+def idx_path(prefix: str) -> str:
+    return prefix + ".idx"
+
+
+def open_pair(prefix: str) -> tuple[BinaryIO, BinaryIO]:
+    """Opens a whole pair for reading: (`.bin`, `.idx`), also while a builder replaces it.
+
+    Raises:
+        DataError: one or both files are missing.
+    """
+    for _ in range(1000):  # each turn that fails met a publication; a thousand in a row is a fault
+        names = _pair_to_read(prefix)
+        with contextlib.ExitStack() as opened:
+            try:
+                index = opened.enter_context(open(names[1], "rb"))
+                data = opened.enter_context(open(names[0], "rb"))
+            except FileNotFoundError:
+                continue
+            if names == _pair_to_read(prefix) and _is_at(index, names[1]) and _is_at(data, names[0]):
+                opened.pop_all()
+                return data, index
+    raise DataError(f"{prefix}.bin/.idx were replaced at every attempt to open them; try again")
+
+
+def _pair_to_read(prefix: str) -> tuple[str, str]:
+    data, index = bin_path(prefix), idx_path(prefix)
+    if not os.path.exists(index) and os.path.exists(index + NEW):
+        return (data + NEW if os.path.exists(data + NEW) else data), index + NEW
+    missing = [path for path in (data, index) if not os.path.exists(path)]
+    # A publication may have ended between the looks above: then the index is there now.
+    if missing and not (missing == [index] and os.path.exists(index)):
+        hint = (
+            " A prefix is given without .bin or .idx."
+            if prefix.endswith((".bin", ".idx"))
+            else " Both files of a pair are needed; write them again, or give another prefix."
+        )
+        raise DataError(f"{' and '.join(missing)} not found.{hint}")
+    return data, index
+
+
+def _is_at(file: IO[bytes], path: str) -> bool:
+    try:
+        there = os.stat(path)
+    except FileNotFoundError:
+        return False
+    here = os.fstat(file.fileno())
+    return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
+
+
+@contextlib.contextmanager
+def building(prefix: str) -> Iterator[None]:
+    """Holds the lock of a prefix, and cleans up after a builder that died.
+
+    Raises:
+        MillraceError: another process is building this prefix.
+    """
+    lock = prefix + LOCK
+    while True:
+        descriptor = os.open(lock, os.O_CREAT | os.O_RDWR, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                os.close(descriptor)
+                raise MillraceError(
+                    f"{prefix} is being built by another process (it holds {lock}). "
+                    "Wait for it, or give another prefix"
+                ) from None
+            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+                os.close(descriptor)
+                raise
+            # A file system without locks: one builder to a prefix is then up to the caller.
+        with os.fdopen(descriptor, "rb") as held:
+            if not _is_at(held, lock):
+                continue  # its holder let go of it, and unlinked it, while we waited
+            try:
+                _clean_up(prefix)
+                yield
+            finally:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(lock)
+            return
+
+
+def _clean_up(prefix: str) -> None:
+    if os.path.exists(idx_path(prefix) + NEW):
+        _finish(prefix)
+    for path in (bin_path(prefix), idx_path(prefix)):
+        for leftover in (path + TMP, path + NEW):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(leftover)
+
+
+def publish_pair(prefix: str) -> None:
+    """Publishes PREFIX.bin.tmp and PREFIX.idx.tmp, which are whole and flushed (see the top)."""
+    for path in (bin_path(prefix), idx_path(prefix)):
+        os.rename(path + TMP, path + NEW)
+    fsync_folder(prefix)
+    _finish(prefix)
+
+
+def _finish(prefix: str) -> None:
+    data, index = bin_path(prefix), idx_path(prefix)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(index)
+    fsync_folder(prefix)
+    with contextlib.suppress(FileNotFoundError):  # a finish that was itself cut off moved it
+        os.rename(data + NEW, data)
+    os.rename(index + NEW, index)
+    fsync_folder(prefix)
+
+
+def flush_to_disk(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def fsync_folder(path: str) -> None:
+    """Flushes the folder that holds `path`: a rename is on disk only then."""
+    descriptor = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
