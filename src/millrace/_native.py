@@ -5,7 +5,7 @@ Each function here has a slow twin of the same name in `millrace.reference`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ MAX_INT32 = 2**31 - 1
 MAX_INT64 = 2**63 - 1
 MAX_DATASETS = 32767 - 1  # dataset numbers are int16, and Megatron-LM leaves out the largest
 
-_SHUFFLED = {
+_SHUFFLED: dict[np.dtype[Any], tuple[Callable[..., Any], Callable[..., Any]]] = {
     np.dtype(np.int32): (_core.shuffled_int32, _core.shuffled_ranges_int32),
     np.dtype(np.uint32): (_core.shuffled_uint32, _core.shuffled_ranges_uint32),
     np.dtype(np.int64): (_core.shuffled_int64, _core.shuffled_ranges_int64),
@@ -40,6 +40,7 @@ def shuffled(values: NDArray[Any], random: np.random.RandomState) -> NDArray[Any
             "[n] of int32, uint32 or int64 is needed"
         )
     key, position = _get_state(random)
+    out: NDArray[Any]
     out, state = _SHUFFLED[values.dtype][0](np.ascontiguousarray(values), key, position)
     _set_state(random, state)
     return out
@@ -75,6 +76,7 @@ def shuffled_ranges(
         raise ValueError(f"the ranges {list(ranges)} hold more numbers than memory can")
     key, position = _get_state(random)
     table = np.array(ranges, dtype=np.int64).reshape(-1, 3)
+    out: NDArray[Any]
     out, state = _SHUFFLED[dtype][1](table, key, position)
     _set_state(random, state)
     return out
@@ -281,13 +283,13 @@ def _check_num_datasets(count: int) -> None:
 
 def _get_state(random: np.random.RandomState) -> tuple[NDArray[np.uint32], int]:
     state = random.get_state(legacy=False)
-    if state["bit_generator"] != "MT19937":  # type: ignore[call-overload]
+    if state["bit_generator"] != "MT19937":
         raise ValueError("the random state is not an MT19937 generator")
-    inner = state["state"]  # type: ignore[call-overload]
+    inner = state["state"]
     return inner["key"], inner["pos"]
 
 
 def _set_state(random: np.random.RandomState, state: tuple[NDArray[np.uint32], int]) -> None:
     full = random.get_state(legacy=False)
-    full["state"] = {"key": state[0], "pos": state[1]}  # type: ignore[call-overload]
+    full["state"] = {"key": state[0], "pos": state[1]}
     random.set_state(full)

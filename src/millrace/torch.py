@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from numpy.typing import NDArray
-from typing import Any
 
 
 def to_tensors(batch: dict[str, NDArray[Any]]) -> dict[str, torch.Tensor]:

@@ -168,7 +168,9 @@ class BlendedDataset:
         if weights is not None and len(weights) != len(datasets):
             raise ConfigError(f"there are {len(weights)} weights for {len(datasets)} datasets")
         if weights is not None and size is None:
-            raise ConfigError("a blend with weights needs a size; without weights it may be left out")
+            raise ConfigError(
+                "a blend with weights needs a size; without weights it may be left out"
+            )
         for number, dataset in enumerate(datasets):
             if dataset._options != datasets[0]._options:
                 raise ConfigError(
@@ -199,7 +201,7 @@ class BlendedDataset:
             )
             raise ConfigError(
                 f"the blend draws more samples than {len(short)} of its datasets have:\n{table}\n"
-                "Build these with a larger num_samples (samples_per_dataset gives one with a surplus)"
+                "Build these with a larger num_samples (see samples_per_dataset)"
             )
 
     def __len__(self) -> int:
@@ -236,7 +238,7 @@ def _check_numbers(sample_numbers: ArrayLike, limit: int) -> NDArray[np.int64]:
             f"sample_numbers have shape {numbers.shape} and dtype {numbers.dtype}; "
             "integers of shape [batch] are needed"
         )
-    if numbers.size > 0 and not (0 <= numbers.min() and numbers.max() < limit):
+    if numbers.size > 0 and not (numbers.min() >= 0 and numbers.max() < limit):
         raise IndexError(
             f"sample numbers from {numbers.min()} to {numbers.max()} were asked for; "
             f"the dataset has 0 to {limit - 1}"

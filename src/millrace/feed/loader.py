@@ -77,6 +77,7 @@ class Loader:
                 "pass drop_last=False"
             )
         self.transform = transform
+        self._consumed_samples = 0
         self._seek(consumed_samples)
 
     @property
@@ -140,11 +141,13 @@ def _differences(saved: Any, present: Any, place: str = "") -> list[str]:
     """Where two fingerprints differ, a line each."""
     if isinstance(saved, dict) and isinstance(present, dict):
         keys = list(dict.fromkeys([*saved, *present]))
-        pairs = [(f"{place}.{key}" if place else key, saved.get(key), present.get(key)) for key in keys]
-    elif (
-        isinstance(saved, list) and isinstance(present, list) and len(saved) == len(present)
-    ):
-        pairs = [(f"{place}[{i}]", *pair) for i, pair in enumerate(zip(saved, present, strict=True))]
+        pairs = [
+            (f"{place}.{key}" if place else key, saved.get(key), present.get(key)) for key in keys
+        ]
+    elif isinstance(saved, list) and isinstance(present, list) and len(saved) == len(present):
+        pairs = [
+            (f"{place}[{i}]", *pair) for i, pair in enumerate(zip(saved, present, strict=True))
+        ]
     else:
         return [] if saved == present else [f"{place}: saved {saved!r}, now {present!r}"]
     return [line for pair in pairs for line in _differences(pair[1], pair[2], pair[0])]

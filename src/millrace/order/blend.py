@@ -75,7 +75,9 @@ def blend_exhaustively(sizes: Sequence[int]) -> tuple[NDArray[np.int16], NDArray
     """
     _check_count(len(sizes))
     if min(sizes) < 0:
-        raise ConfigError(f"dataset {_first(sizes, min(sizes))} has the size {min(sizes)}; not below 0")
+        raise ConfigError(
+            f"dataset {_first(sizes, min(sizes))} has the size {min(sizes)}; not below 0"
+        )
     return _native.blend_by_sizes(np.array(sizes, dtype=np.int64))
 
 

@@ -91,8 +91,8 @@ def plan_gpt(
         raise ConfigError(f"num_samples is {num_samples}; at least 0 is needed")
     if num_tokens_per_epoch <= 0:
         raise ConfigError(
-            f"the split holds {num_tokens_per_epoch} tokens; there is nothing to draw samples from. "
-            "Give it a larger share, more documents, or leave it out"
+            f"the split holds {num_tokens_per_epoch} tokens; there is nothing to draw samples "
+            "from. Give it a larger share, more documents, or leave it out"
         )
     requested = 0 if num_samples is None else num_samples * sequence_length + extra
     num_epochs = max(1, -(-requested // num_tokens_per_epoch))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 
@@ -31,7 +32,9 @@ def parse_split(split: str) -> list[Bookends | None]:
     try:
         shares = [float(part) for part in parts]
     except ValueError:
-        raise ConfigError(f'split "{split}" holds no number at some place; write "969,30,1"') from None
+        raise ConfigError(
+            f'split "{split}" holds no number at some place; write "969,30,1"'
+        ) from None
     rest = re.sub(r"[.0-9]+", "", split).strip(" ,/:;[]()")
     if not 1 <= len(shares) <= len(SPLITS) or rest.strip(" ,/:;") or sum(shares) <= 0:
         raise ConfigError(
@@ -42,7 +45,7 @@ def parse_split(split: str) -> list[Bookends | None]:
     ends: list[float] = [0]
     for share in shares:
         ends.append(ends[-1] + share)
-    return [(low, high) if low < high else None for low, high in zip(ends, ends[1:], strict=False)]
+    return [(low, high) if low < high else None for low, high in itertools.pairwise(ends)]
 
 
 def split_ranges(num_sequences: int, split: str | Sequence[Bookends | None]) -> list[Range | None]:

@@ -72,11 +72,13 @@ class IndexedDatasetBuilder:
             self._resources.enter_context(building(self.prefix))
             self._resources.callback(self._remove_temporaries)
             self._data = self._resources.enter_context(
-                open(bin_path(self.prefix) + TMP, "wb", buffering=1 << 20)
+                open(bin_path(self.prefix) + TMP, "wb", buffering=1 << 20)  # noqa: SIM115
             )
             self._lengths, self._documents, self._modes = (
                 self._resources.enter_context(
-                    tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY, dir=folder)
+                    tempfile.SpooledTemporaryFile(  # noqa: SIM115
+                        max_size=_IN_MEMORY, dir=folder
+                    )
                 )
                 for _ in range(3)
             )
@@ -134,6 +136,31 @@ class IndexedDatasetBuilder:
         self._append(values, lengths, modes if modes is not None else [0] * len(lengths))
         self.end_document()
 
+    def add_documents(self, tokens: ArrayLike, lengths: ArrayLike) -> None:
+        """Appends many documents of one sequence each; one without tokens gets no sequence.
+
+        Args:
+            tokens: [tokens], of all documents, one after the other.
+            lengths: integers [documents], in tokens; their sum is the number of tokens.
+
+        Raises:
+            ConfigError: a number that does not fit the dtype, or lengths that do not add up.
+        """
+        values = self._to_dtype(tokens)
+        counts = np.asarray(lengths, dtype=np.int64)
+        total = int(counts.sum())
+        if counts.ndim != 1 or total != len(values) or np.any(counts < 0):
+            raise ConfigError(
+                f"the documents' lengths sum to {total}, the least is {counts.min(initial=0)}; "
+                f"there are {len(values)} tokens"
+            )
+        present = counts[counts > 0]
+        ends = self.num_sequences + np.cumsum(counts > 0, dtype="<i8")
+        self._append(values, present, np.zeros(len(present), np.int8))
+        self._documents.write(ends.tobytes())
+        self.num_documents += len(counts)
+        self._documents_end = self.num_sequences
+
     def finalize(self) -> None:
         """Writes the index and publishes the pair.
 
@@ -154,7 +181,7 @@ class IndexedDatasetBuilder:
             publish_pair(self.prefix)
 
     def abort(self) -> None:
-        """Discards what was written. An old pair at the prefix stays. Nothing happens when called twice."""
+        """Discards what was written; an old pair at the prefix stays. May be called twice."""
         if self._is_open:
             with self._closing():
                 pass
@@ -206,7 +233,12 @@ class IndexedDatasetBuilder:
                 )
         return values.astype(self.dtype)
 
-    def _append(self, values: NDArray[Any], lengths: Sequence[int], modes: Sequence[int]) -> None:
+    def _append(
+        self,
+        values: NDArray[Any],
+        lengths: Sequence[int] | NDArray[Any],
+        modes: Sequence[int] | NDArray[Any],
+    ) -> None:
         self._check_open()
         if len(lengths) > 0 and max(lengths) > _MAX_LENGTH:
             raise ConfigError(

@@ -1,15 +1,15 @@
 """The bytes of an index file (`.idx`), all little-endian:
 
-    offset  size     what
-    0       9        magic: MMIDIDX, two zero bytes
-    9       8        uint64 version, 1
-    17      1        uint8 dtype code of the tokens
-    18      8        uint64 number of sequences, N
-    26      8        uint64 number of document entries, D (documents + 1)
-    34      4 N      int32 lengths, in tokens
-            8 N      int64 pointers, byte offsets into the .bin
-            8 D      int64 document indices: each document's first sequence; starts with 0, ends N
-            N        int8 modes, in multimodal files alone; only the file's size shows it
+offset  size     what
+0       9        magic: MMIDIDX, two zero bytes
+9       8        uint64 version, 1
+17      1        uint8 dtype code of the tokens
+18      8        uint64 number of sequences, N
+26      8        uint64 number of document entries, D (documents + 1)
+34      4 N      int32 lengths, in tokens
+        8 N      int64 pointers, byte offsets into the .bin
+        8 D      int64 document indices: each document's first sequence; starts with 0, ends N
+        N        int8 modes, in multimodal files alone; only the file's size shows it
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ UINT16_VOCABULARY = 65500
 
 
 def optimal_dtype(vocabulary_size: int | None) -> np.dtype[Any]:
-    """The dtype in which Megatron-LM stores tokens of a vocabulary: uint16 below 65,500, else int32."""
+    """The dtype of a vocabulary in Megatron-LM's files: uint16 below 65,500 tokens, else int32."""
     if vocabulary_size is not None and vocabulary_size < UINT16_VOCABULARY:
         return np.dtype(np.uint16)
     return np.dtype(np.int32)
@@ -136,6 +136,6 @@ def parse_header(data: bytes, size: int, path: str) -> tuple[Header, bool]:
         return header, True
     raise DataError(
         f"{path} has {size} bytes, but its {num_sequences} sequences and {num_entries} document "
-        f"entries take {header.modes_offset} (or {header.modes_offset + num_sequences} with modes). "
+        f"entries take {header.modes_offset}, or {header.modes_offset + num_sequences} with modes. "
         "It is truncated or damaged: write it again from its source"
     )

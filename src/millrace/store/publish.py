@@ -21,6 +21,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from typing import IO, BinaryIO
 
@@ -29,6 +30,9 @@ from millrace.errors import DataError, MillraceError
 TMP = ".tmp"
 NEW = ".new"
 LOCK = ".tmp.lock"
+
+_ATTEMPTS = 20  # to open a pair; an attempt fails only where it meets a publication
+_PAUSE = 0.001  # seconds; a publication's renames take less
 
 
 def bin_path(prefix: str) -> str:
@@ -45,33 +49,38 @@ def open_pair(prefix: str) -> tuple[BinaryIO, BinaryIO]:
     Raises:
         DataError: one or both files are missing.
     """
-    for _ in range(1000):  # each turn that fails met a publication; a thousand in a row is a fault
+    for _ in range(_ATTEMPTS):
         names = _pair_to_read(prefix)
         with contextlib.ExitStack() as opened:
             try:
                 index = opened.enter_context(open(names[1], "rb"))
                 data = opened.enter_context(open(names[0], "rb"))
             except FileNotFoundError:
+                # A publication may just have renamed it; if not, the next attempts show that too.
+                time.sleep(_PAUSE)
                 continue
-            if names == _pair_to_read(prefix) and _is_at(index, names[1]) and _is_at(data, names[0]):
+            if (
+                names == _pair_to_read(prefix)
+                and _is_at(index, names[1])
+                and _is_at(data, names[0])
+            ):
                 opened.pop_all()
                 return data, index
-    raise DataError(f"{prefix}.bin/.idx were replaced at every attempt to open them; try again")
+    missing = [path for path in (bin_path(prefix), idx_path(prefix)) if not os.path.exists(path)]
+    if not missing:
+        raise DataError(f"{prefix}.bin/.idx were replaced at every attempt to open them; try again")
+    hint = (
+        "A prefix is given without .bin or .idx"
+        if prefix.endswith((".bin", ".idx"))
+        else "Both files of a pair are needed: write them again, or give another prefix"
+    )
+    raise DataError(f"{' and '.join(missing)} not found. {hint}")
 
 
 def _pair_to_read(prefix: str) -> tuple[str, str]:
     data, index = bin_path(prefix), idx_path(prefix)
     if not os.path.exists(index) and os.path.exists(index + NEW):
         return (data + NEW if os.path.exists(data + NEW) else data), index + NEW
-    missing = [path for path in (data, index) if not os.path.exists(path)]
-    # A publication may have ended between the looks above: then the index is there now.
-    if missing and not (missing == [index] and os.path.exists(index)):
-        hint = (
-            " A prefix is given without .bin or .idx."
-            if prefix.endswith((".bin", ".idx"))
-            else " Both files of a pair are needed; write them again, or give another prefix."
-        )
-        raise DataError(f"{' and '.join(missing)} not found.{hint}")
     return data, index
 
 

@@ -113,6 +113,11 @@ class IndexedDataset:
     def num_tokens(self) -> int:
         return len(self._data) // self.dtype.itemsize
 
+    @property
+    def num_bytes(self) -> int:
+        """The size of both files."""
+        return len(self._data) + len(self._index)
+
     @overload
     def __getitem__(self, index: SupportsIndex) -> NDArray[Any]: ...
     @overload
@@ -127,7 +132,9 @@ class IndexedDataset:
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
         number = operator.index(index)
-        return self._read(number, int(self.sequence_pointers[number]), int(self.sequence_lengths[number]))
+        return self._read(
+            number, int(self.sequence_pointers[number]), int(self.sequence_lengths[number])
+        )
 
     def get(self, index: SupportsIndex, offset: int = 0, length: int | None = None) -> NDArray[Any]:
         """Tokens [offset, offset + length) of a sequence; without a length, all from `offset` on.

@@ -1,0 +1,128 @@
+"""The order: shuffles and the three indices of a GPT dataset, against megatron-core.
+
+Measured at 100 M elements, each run in a fresh process, ours and theirs in alternation:
+
+1. a shuffle of 100 M numbers, as both draw it for the shuffle index;
+2. sum of lengths, document index, sample index and shuffle index of 100 M documents of 600 tokens
+   on average, at sequence length 4,096, for one epoch and for 3.5 epochs: time and peak memory.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import LOWER, Report, Row, alternate, finish, number_of_runs, parser
+
+SIZE = 100_000_000
+QUICK_SIZE = 300_000
+SEQUENCE_LENGTH = 4096
+MAX_LENGTH = 1200  # lengths are uniform in [1, 1200): 600 on average
+
+SHUFFLE_BAR, INDICES_BAR, MEMORY_BAR = 5, 4, 1
+
+NOTES = [
+    "Each run is a process of its own; imports, reading the lengths and hashing the results are "
+    "not timed. Both sides' results (for the shuffle also the generator's state) had the same "
+    "hash in every run.",
+    "Shuffle: `gpt_dataset._build_shuffle_index(n, n, RandomState)` against "
+    "`_native.shuffled_ranges([(0, n, 1)], uint32, RandomState)`.",
+    "Indices: megatron-core's own `GPTDataset` constructor, without a cache on disk, against "
+    "`plan_gpt` and `build_gpt_indices`, including the sum of the lengths. Lengths are uniform in "
+    "[1, 1200), in memory; sequence length 4,096. Ours uses two threads, theirs has one.",
+    "Memory: growth of the peak resident memory (VmHWM) over imports and inputs, results included. "
+    "Theirs is given the range of sequences (int32) as an input, though its users hold it too.",
+]
+
+
+def main() -> None:
+    options = _options()
+    runs = number_of_runs(options)
+    size = QUICK_SIZE if options.quick else SIZE
+    report = Report("The order: shuffle and indices", NOTES, runs)
+    report.rows += shuffle_rows(size, runs)
+    with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
+        lengths = Path(folder) / "lengths.npy"
+        num_tokens = write_lengths(lengths, size)
+        for epochs in [1] if options.one_epoch else [1, 3.5]:
+            report.rows += indices_rows(lengths, size, num_tokens, epochs, runs)
+    finish(report, options)
+
+
+def _options() -> Any:
+    options = parser(__doc__ or "")
+    options.add_argument(
+        "--one-epoch", action="store_true", help="skip 3.5 epochs (which takes 9 GiB and a while)"
+    )
+    return options.parse_args()
+
+
+def write_lengths(path: Path, size: int) -> int:
+    """Writes random lengths, and returns their sum."""
+    lengths = np.random.default_rng(0).integers(1, MAX_LENGTH, size, dtype=np.int32)
+    np.save(path, lengths)
+    return int(lengths.sum(dtype=np.int64))
+
+
+def shuffle_rows(size: int, runs: int) -> list[Row]:
+    results = measure({"work": "shuffle", "size": size}, runs)
+    return [_row(f"shuffle of {_count(size)} numbers", results, "seconds", "s", SHUFFLE_BAR)]
+
+
+def indices_rows(lengths: Path, size: int, num_tokens: int, epochs: float, runs: int) -> list[Row]:
+    """Time and peak memory; one epoch is asked for as Megatron-LM does it: by no sample count."""
+    num_samples = None if epochs == 1 else int(epochs * num_tokens) // SEQUENCE_LENGTH
+    task = {
+        "work": "indices",
+        "lengths": str(lengths),
+        "num_samples": num_samples,
+        "sequence_length": SEQUENCE_LENGTH,
+    }
+    results = measure(task, runs)
+    plural = "epoch" if epochs == 1 else "epochs"
+    name = f"three indices of {_count(size)} documents, {epochs:g} {plural}"
+    return [
+        _row(f"{name}: time", results, "seconds", "s", INDICES_BAR),
+        _row(f"{name}: peak memory", results, "peak_mib", "MiB", MEMORY_BAR),
+    ]
+
+
+def measure(task: dict[str, Any], runs: int) -> dict[str, list[dict[str, Any]]]:
+    """Each side's runs. Raises RuntimeError where the sides did not do the same work."""
+    print(f"{task['work']}, {task.get('num_samples') or 'one epoch'}", flush=True)
+    results = alternate(
+        runs, {side: lambda side=side: _run({**task, "side": side}) for side in ("ours", "theirs")}
+    )
+    digests = {result["digest"] for side in results.values() for result in side}
+    if len(digests) != 1:
+        raise RuntimeError(f"the results differ: {results}")
+    return results
+
+
+def _run(task: dict[str, Any]) -> dict[str, Any]:
+    program = Path(__file__).with_name("order_work.py")
+    done = subprocess.run(
+        [sys.executable, str(program), json.dumps(task)], check=True, stdout=subprocess.PIPE
+    )
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def _row(
+    name: str, results: dict[str, list[dict[str, Any]]], key: str, unit: str, bar: float
+) -> Row:
+    ours, theirs = ([run[key] for run in results[side]] for side in ("ours", "theirs"))
+    return Row.compare(name, ours, theirs, unit, better=LOWER, bar=bar)
+
+
+def _count(size: int) -> str:
+    return f"{size // 10**6} M" if size >= 10**6 else f"{size:,}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""The work that `bench_order.py` measures, one piece in a process of its own.
+
+    python order_work.py '{"work": "indices", "side": "ours", "lengths": "lengths.npy", ...}'
+
+prints a JSON object: the seconds, the growth of the process's peak memory (VmHWM) over what imports
+and inputs had taken, and a digest of the results, by which the two sides are known to have done the
+same work. Reading inputs, importing and hashing are not timed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from common import Tokenizer, quiet_megatron
+
+SEED = 1234
+
+Arrays = tuple[Any, ...]
+Work = Callable[[], Arrays]
+
+
+def shuffle_ours(task: dict[str, Any]) -> Work:
+    """The numbers from 0 to n - 1, shuffled by `RandomState.shuffle`'s rule."""
+    from millrace import _native
+
+    random = np.random.RandomState(SEED)
+    return lambda: (
+        _native.shuffled_ranges([(0, task["size"], 1)], np.uint32, random),
+        *_state(random),
+    )
+
+
+def shuffle_theirs(task: dict[str, Any]) -> Work:
+    """The same by Megatron-LM's shuffle index."""
+    with quiet_megatron():
+        from megatron.core.datasets.gpt_dataset import _build_shuffle_index
+
+    random, size = np.random.RandomState(SEED), task["size"]
+    return lambda: (_build_shuffle_index(size, size, random), *_state(random))
+
+
+def _state(random: np.random.RandomState) -> tuple[np.ndarray, np.ndarray]:
+    """The generator's state after the draws: later shuffles depend on it."""
+    _, key, position, *_ = random.get_state()
+    return key, np.array([position])
+
+
+def indices_ours(task: dict[str, Any]) -> Work:
+    """The sum of the lengths, then the document, sample and shuffle index."""
+    from millrace.order import build_gpt_indices, plan_gpt
+
+    lengths = np.load(task["lengths"])
+
+    def work() -> Arrays:
+        num_tokens = int(np.sum(lengths, dtype=np.int64))
+        plan = plan_gpt(num_tokens, task["num_samples"], task["sequence_length"])
+        indices = build_gpt_indices(lengths, (0, len(lengths)), plan, SEED)
+        return indices.document_index, indices.sample_index, indices.shuffle_index
+
+    return work
+
+
+def indices_theirs(task: dict[str, Any]) -> Work:
+    """The same by `GPTDataset`'s own constructor, which builds the indices and little else.
+
+    The configuration is the one case in which it saves them to no cache (`mock`; the lengths are
+    ours all the same). The range of sequences, which its builder makes beforehand and keeps, counts
+    as an input.
+    """
+    with quiet_megatron():
+        from megatron.core.datasets import helpers  # noqa: F401  (else imported while timed)
+        from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+        from megatron.core.datasets.utils import Split
+
+    config = GPTDatasetConfig(
+        random_seed=SEED,
+        sequence_length=task["sequence_length"],
+        tokenizer=Tokenizer(),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
+    dataset = _Lengths(np.load(task["lengths"]))
+    sequences = np.arange(len(dataset.sequence_lengths), dtype=np.int32)
+
+    def work() -> Arrays:
+        with quiet_megatron():
+            built = GPTDataset(dataset, None, sequences, task["num_samples"], Split.train, config)
+        return built.document_index, built.sample_index, built.shuffle_index
+
+    return work
+
+
+class _Lengths:
+    """All that the three indices need of an indexed dataset."""
+
+    def __init__(self, sequence_lengths: np.ndarray) -> None:
+        self.sequence_lengths = sequence_lengths
+
+
+PREPARE = {
+    ("shuffle", "ours"): shuffle_ours,
+    ("shuffle", "theirs"): shuffle_theirs,
+    ("indices", "ours"): indices_ours,
+    ("indices", "theirs"): indices_theirs,
+}
+
+
+def peak_mib() -> float:
+    with open("/proc/self/status") as status:
+        line = next(line for line in status if line.startswith("VmHWM:"))
+    return int(line.split()[1]) / 1024
+
+
+def digest(arrays: Arrays) -> str:
+    """Of dtypes, shapes and bytes."""
+    result = hashlib.blake2b(digest_size=16)
+    for array in arrays:
+        result.update(f"{array.dtype} {array.shape}".encode())
+        result.update(np.ascontiguousarray(array).data)
+    return result.hexdigest()
+
+
+def main() -> None:
+    task = json.loads(sys.argv[1])
+    work = PREPARE[task["work"], task["side"]](task)
+    before = peak_mib()
+    start = time.perf_counter()
+    arrays = work()
+    seconds = time.perf_counter() - start
+    peak = peak_mib() - before
+    print(json.dumps({"seconds": seconds, "peak_mib": peak, "digest": digest(arrays)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,5 @@
+"""Long work over many files: bounded memory, every core, the same output for any number of them."""
+
+from millrace.jobs.tokenize import TokenizeResult, tokenize
+
+__all__ = ["TokenizeResult", "tokenize"]

@@ -1,0 +1,305 @@
+"""The slow twin of every kernel: the same names and results as `millrace._native`, in plain Python.
+
+These functions say what the kernels compute, in the fewest words, and the tests hold the kernels
+to them. They check what only reading the data can show, and leave dtypes and shapes to the doors in
+`_native`. None of them calls the native core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAX_32_BIT_STEP = 2**32 - 1
+"""Up to this step of a shuffle NumPy draws 32 bits, above it 64."""
+
+
+def shuffled(values: NDArray[Any], random: np.random.RandomState) -> NDArray[Any]:
+    """A shuffled copy of `values`: NumPy's own shuffle is the definition.
+
+    Args:
+        values: shape [n].
+        random: a legacy generator; it is advanced.
+
+    Returns:
+        shape [n], the dtype of `values`.
+    """
+    out: NDArray[Any] = values.copy()
+    random.shuffle(out)
+    return out
+
+
+def shuffled_ranges(
+    ranges: Sequence[tuple[int, int, int]], dtype: Any, random: np.random.RandomState
+) -> NDArray[Any]:
+    """Runs of consecutive numbers, each run shuffled by itself, one after the other.
+
+    Args:
+        ranges: (start, stop, copies) of each run; `stop` is left out.
+        dtype: of the result.
+        random: a legacy generator; it is advanced by the draws.
+
+    Returns:
+        shape [sum of (stop - start) * copies], of `dtype`.
+    """
+    runs = [
+        shuffled(np.array(list(range(start, stop)) * copies, dtype=dtype), random)
+        for start, stop, copies in ranges
+    ]
+    return np.concatenate([np.array([], dtype=dtype), *runs])
+
+
+def draw_targets(first: int, count: int, random: np.random.RandomState) -> NDArray[np.int64]:
+    """The swap targets of `count` steps of a shuffle: the k-th is uniform in [0, first - k].
+
+    Masked rejection: draw as many bits as the step has until their number is no greater than the
+    step. NumPy takes the bits from one 32-bit word, or from two (the high one first).
+
+    Returns:
+        int64 [count].
+    """
+    next_word = random._bit_generator.random_raw
+    targets = []
+    for step in range(first, first - count, -1):
+        mask = 2 ** step.bit_length() - 1
+        target = step + 1
+        while target > step:
+            word = next_word()
+            if step > MAX_32_BIT_STEP:
+                word = word << 32 | next_word()
+            target = word & mask
+        targets.append(target)
+    return np.array(targets, dtype=np.int64)
+
+
+def sample_index(
+    sequence_lengths: NDArray[np.int32],
+    document_index: NDArray[np.int32],
+    sequence_length: int,
+    num_samples: int,
+    *,
+    add_extra_token: bool = True,
+    allow_partial: bool = False,
+    dtype: Any = np.int32,
+) -> NDArray[Any]:
+    """Where each sample starts: (place in the document index, token offset in that document).
+
+    With all documents' tokens in a row, sample k draws the tokens from k * sequence_length up to
+    (k + 1) * sequence_length + extra. Row k + 1 is where sample k + 1 starts, seen from the
+    document that holds the last token which sample k draws.
+
+    Args:
+        sequence_lengths: int32 [sequences], in tokens.
+        document_index: int32 [documents], places in `sequence_lengths`, in reading order.
+        sequence_length: tokens to train on in a sample, at least 1.
+        num_samples: number of samples; the documents must suffice, but for the last one
+            where `allow_partial` is set: it ends with the last document that can name its end.
+        dtype: int32 or int64, of the rows.
+
+    Returns:
+        [num_samples + 1, 2] of `dtype`.
+
+    Raises:
+        ValueError: too few tokens, a negative length or an entry of the document index outside
+            the sequences.
+    """
+    if np.any((document_index < 0) | (document_index >= len(sequence_lengths))):
+        raise ValueError("an entry of document_index is no sequence")
+    lengths = sequence_lengths[document_index].astype(np.int64)
+    if np.any(lengths < 0):
+        raise ValueError("a length is negative")
+    ends = np.cumsum(lengths)
+    num_tokens = int(lengths.sum())
+    extra = 1 if add_extra_token else 0
+    rows = [(0, 0)]
+    for sample in range(num_samples):
+        start = (sample + 1) * sequence_length  # of the next sample
+        drawn = start + extra
+        if drawn <= num_tokens:
+            place = int(np.argmax(ends >= drawn))
+            rows.append((place, start - int(ends[place] - lengths[place])))
+        elif allow_partial and sample == num_samples - 1 and np.any(lengths >= extra):
+            place = int(np.flatnonzero(lengths >= extra)[-1])
+            rows.append((place, int(lengths[place]) - extra))
+        else:
+            raise ValueError(f"{num_tokens} tokens are too few for {num_samples} samples")
+    return np.array(rows, dtype=dtype)
+
+
+def blend_by_weights(
+    weights: NDArray[np.float64], size: int
+) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+    """The greedy blend: each sample comes from the dataset that lags most behind its weight.
+
+    Args:
+        weights: float64 [datasets].
+        size: number of samples.
+
+    Returns:
+        dataset_index int16 [size] and dataset_sample_index int64 [size].
+    """
+    return _blend(weights.tolist(), [size] * len(weights), size)
+
+
+def blend_by_sizes(sizes: NDArray[np.int64]) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+    """The exhaustive blend: exactly sizes[d] samples of each dataset d, evenly mixed.
+
+    Args:
+        sizes: int64 [datasets], at least 0.
+
+    Returns:
+        dataset_index int16 [sum(sizes)] and dataset_sample_index int64 [sum(sizes)].
+    """
+    limits = sizes.tolist()
+    total = sum(limits)
+    return _blend([limit / max(total, 1) for limit in limits], limits, total)
+
+
+def _blend(
+    weights: list[float], limits: list[int], size: int
+) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+    """`size` samples, at most limits[d] of them from dataset d."""
+    taken = [0] * len(weights)
+    rows = []
+    for sample in range(size):
+        unspent = [d for d in range(len(weights)) if taken[d] < limits[d]]
+        # max() keeps the first of equals, as Megatron-LM does.
+        best = max(unspent, key=lambda d: weights[d] * max(float(sample), 1.0) - float(taken[d]))
+        rows.append((best, taken[best]))
+        taken[best] += 1
+    table = np.array(rows, dtype=np.int64).reshape(-1, 2)
+    return table[:, 0].astype(np.int16), table[:, 1].copy()
+
+
+class SampleSource(NamedTuple):
+    """One dataset's arrays; see `millrace._native.sample_source`."""
+
+    tokens: NDArray[Any]
+    sequence_pointers: NDArray[np.int64]
+    sequence_lengths: NDArray[np.int32]
+    document_index: NDArray[np.int32]
+    sample_index: NDArray[Any]
+    shuffle_index: NDArray[Any]
+
+
+def sample_source(
+    tokens: NDArray[Any],
+    sequence_pointers: NDArray[np.int64],
+    sequence_lengths: NDArray[np.int32],
+    document_index: NDArray[np.int32],
+    sample_index: NDArray[Any],
+    shuffle_index: NDArray[Any],
+) -> SampleSource:
+    """One dataset's arrays, held for `gather_samples`.
+
+    Args:
+        tokens: [n], an integer dtype: the whole token file.
+        sequence_pointers: int64 [sequences], byte offsets into it.
+        sequence_lengths: int32 [sequences], in tokens.
+        document_index: int32 [documents].
+        sample_index: int32 or int64 [samples + 1, 2].
+        shuffle_index: uint32 or int64 [samples].
+    """
+    return SampleSource(
+        tokens, sequence_pointers, sequence_lengths, document_index, sample_index, shuffle_index
+    )
+
+
+def gather_samples(
+    sources: tuple[SampleSource, ...],
+    source_numbers: NDArray[np.int64],
+    sample_numbers: NDArray[np.int64],
+    *,
+    sequence_length: int,
+    add_extra_token: bool,
+    pad_token: int,
+    eod_token: int,
+    reset_position_ids: bool,
+    eod_mask_loss: bool,
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]:
+    """The samples of a batch: row i is sample sample_numbers[i] of sources[source_numbers[i]].
+
+    Args:
+        source_numbers, sample_numbers: int64 [batch].
+        pad_token: fills what a partial sample lacks; where a label equals it the loss mask is 0,
+            and it becomes token 0 in tokens and labels.
+        eod_token: the token that `reset_position_ids` and `eod_mask_loss` look for.
+
+    Returns:
+        tokens int64, labels int64, loss_mask float32 and position_ids int64, each
+        [batch, sequence_length].
+
+    Raises:
+        ValueError: a number, or an entry of an index, that points outside its array.
+    """
+    shape = (len(sample_numbers), sequence_length)
+    tokens, labels = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    loss_mask, position_ids = np.ones(shape, np.float32), np.zeros(shape, np.int64)
+    capacity = sequence_length + (1 if add_extra_token else 0)
+    pairs = zip(source_numbers.tolist(), sample_numbers.tolist(), strict=True)
+    for i, (source_number, sample_number) in enumerate(pairs):
+        source = _entry(sources, source_number)
+        text = _text(source, sample_number, add_extra_token)
+        if len(text) > capacity:
+            raise ValueError(f"sample {sample_number} has {len(text)} tokens, above {capacity}")
+        text += [pad_token] * (sequence_length + 1 - len(text))  # without the extra token too
+        tokens[i], labels[i] = text[:-1], text[1:]
+        if eod_mask_loss:
+            loss_mask[i][tokens[i] == eod_token] = 0.0
+        loss_mask[i][labels[i] == pad_token] = 0.0
+        position_ids[i] = _positions(text[:-1], eod_token if reset_position_ids else None)
+    tokens[tokens == pad_token] = 0
+    labels[labels == pad_token] = 0
+    return tokens, labels, loss_mask, position_ids
+
+
+def _text(source: SampleSource, sample_number: int, add_extra_token: bool) -> list[int]:
+    """A sample's tokens: from one row of the sample index to the next, and the extra one."""
+    row = int(_entry(source.shuffle_index, sample_number))
+    first, start = (int(number) for number in _entry(source.sample_index, row))
+    last, stop = (int(number) for number in _entry(source.sample_index, row + 1))
+    if first > last:
+        raise ValueError(f"sample {row} starts in document {first} and ends in {last}")
+    text: list[int] = []
+    for place in range(first, last + 1):
+        sequence = int(_entry(source.document_index, place))
+        length = int(_entry(source.sequence_lengths, sequence))
+        begin = start if place == first else 0
+        end = stop + (1 if add_extra_token else 0) if place == last else length
+        if not 0 <= begin <= end <= length:
+            raise ValueError(f"tokens {begin} to {end} of a sequence of {length} were asked for")
+        text += _stored(source, sequence, begin, end)
+    return text
+
+
+def _stored(source: SampleSource, sequence: int, begin: int, end: int) -> list[int]:
+    """Tokens [begin, end) of a sequence; it may start at any byte of the token file."""
+    if begin == end:
+        return []
+    width = source.tokens.itemsize
+    pointer = int(source.sequence_pointers[sequence])
+    if not 0 <= pointer <= pointer + end * width <= source.tokens.nbytes:
+        raise ValueError(f"sequence {sequence} lies outside the token file")
+    data = source.tokens.view(np.uint8)[pointer + begin * width : pointer + end * width]
+    tokens: list[int] = np.frombuffer(data.tobytes(), source.tokens.dtype).tolist()
+    return tokens
+
+
+def _positions(tokens: list[int], eod_token: int | None) -> list[int]:
+    """0, 1, 2, ...; from 0 again after each `eod_token`."""
+    positions: list[int] = []
+    position = 0
+    for token in tokens:
+        positions.append(position)
+        position = 0 if token == eod_token else position + 1
+    return positions
+
+
+def _entry(values: Any, number: int) -> Any:
+    """values[number], for numbers from 0 alone (Python would count negative ones from the end)."""
+    if not 0 <= number < len(values):
+        raise ValueError(f"{number} is outside [0, {len(values)})")
+    return values[number]

@@ -1,0 +1,160 @@
+"""Token ids from texts, by a Hugging Face `tokenizer.json`."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from millrace.errors import TextError
+from millrace.store import optimal_dtype
+
+EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+"""The usual end-of-document tokens; a tokenizer with exactly one of them needs no `eod_token`."""
+
+
+class Tokenizer:
+    """A Hugging Face fast tokenizer, as `transformers` would call it: no truncation, no padding,
+    special tokens as the file's post-processor adds them.
+
+    Args:
+        path: of a `tokenizer.json`.
+        eod_token: the text of the end-of-document token; None: the one of `EOD_TOKENS` that the
+            tokenizer has.
+
+    Raises:
+        TextError: no tokenizer file, or no such token.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], eod_token: str | None = None) -> None:
+        self.path = os.fspath(path)
+        try:
+            with open(self.path, "rb") as file:
+                content = file.read()
+        except OSError as error:
+            raise TextError(f"{self.path} cannot be read: {error.strerror}") from None
+        self.fingerprint = hashlib.sha256(content).hexdigest()
+        self._tokenizer = _load(content, self.path)
+        self.eod_token = eod_token
+        if eod_token is not None and self._tokenizer.token_to_id(eod_token) is None:
+            raise TextError(
+                f"{self.path} has no token {eod_token!r}; give --eod-token one of its own"
+            )
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Number of tokens, added ones included."""
+        size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        return size
+
+    @cached_property
+    def dtype(self) -> np.dtype[Any]:
+        """In which the ids are stored: by the vocabulary's size, or the largest id if the ids have
+        gaps."""
+        largest = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        return optimal_dtype(max(self.vocabulary_size, largest + 1))
+
+    @cached_property
+    def eod(self) -> int:
+        """The id of the end-of-document token.
+
+        Raises:
+            TextError: none or several of the usual tokens, and none was named.
+        """
+        if self.eod_token is None:
+            found = [
+                token for token in EOD_TOKENS if self._tokenizer.token_to_id(token) is not None
+            ]
+            if len(found) != 1:
+                what = f"several ({', '.join(found)})" if found else "none"
+                raise TextError(
+                    f"{self.path} has {what} of the usual end-of-document tokens "
+                    f"({', '.join(EOD_TOKENS)}). Name it with --eod-token"
+                )
+            self.eod_token = found[0]
+        number: int = self._tokenizer.token_to_id(self.eod_token)
+        return number
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text.
+
+        Raises:
+            TextError: a text that is no valid Unicode.
+        """
+        try:
+            return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts)]
+        except TypeError:
+            for number, text in enumerate(texts):
+                try:
+                    text.encode()
+                except UnicodeEncodeError as error:
+                    raise InvalidUnicodeError(number, error.start, text[error.start]) from None
+            raise
+
+    def decode(self, ids: ArrayLike) -> str:
+        """The text of some ids, special tokens included."""
+        text: str = self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
+        return text
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The text, not the path: every worker has the very tokenizer that the job was started with.
+        return {
+            "path": self.path,
+            "fingerprint": self.fingerprint,
+            "eod_token": self.eod_token,
+            "content": self._tokenizer.to_str(),
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._tokenizer = _load(state.pop("content").encode(), state["path"])
+        self.__dict__.update(state)
+
+
+class InvalidUnicodeError(TextError):
+    """A text with a lone surrogate, which no encoding can hold."""
+
+    def __init__(self, text_number: int, position: int, character: str) -> None:
+        super().__init__(text_number, position, character)
+        self.text_number = text_number
+
+    def __str__(self) -> str:
+        _, position, character = self.args
+        return (
+            f"character {position + 1} is the lone surrogate U+{ord(character):04X}, which is no "
+            "valid Unicode. Repair or remove the text"
+        )
+
+
+def _load(content: bytes, path: str) -> Any:
+    try:
+        import tokenizers
+    except ImportError:
+        raise TextError(
+            "tokenizing needs the tokenizers package: pip install 'millrace[tokenizers]'"
+        ) from None
+    try:
+        tokenizer = tokenizers.Tokenizer.from_buffer(content)
+    except Exception as error:  # the library raises bare Exception and ValueError
+        raise TextError(
+            f"{path} is no tokenizer file ({error}). Give a Hugging Face tokenizer.json"
+        ) from None
+    # A file may carry the settings of somebody's training batches; documents are never cut.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def flatten(ids: Sequence[Sequence[int]], dtype: Any) -> tuple[NDArray[Any], NDArray[np.int32]]:
+    """Lists of ids as one array [tokens] of `dtype`, and their lengths, int32 [lists]."""
+    lengths = np.fromiter((len(part) for part in ids), np.int32, len(ids))
+    flat = np.empty(int(lengths.sum(dtype=np.int64)), dtype)
+    start = 0
+    for part in ids:
+        flat[start : start + len(part)] = part
+        start += len(part)
+    return flat, lengths

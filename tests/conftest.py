@@ -1,0 +1,83 @@
+"""Small real things that many tests need."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from millrace import IndexedDataset, IndexedDatasetBuilder
+
+WORDS = "the water that turns the mill runs down the race and over the wheel again".split()
+
+
+def write_documents(prefix: Path, documents: Sequence[Any], dtype: Any = np.uint16) -> None:
+    """Writes documents of one sequence each."""
+    with IndexedDatasetBuilder(prefix, dtype) as builder:
+        for document in documents:
+            builder.add_document(document)
+
+
+@pytest.fixture
+def make_dataset(tmp_path: Path) -> Callable[..., IndexedDataset]:
+    """Makes an indexed dataset with random documents of the given lengths."""
+
+    def make(
+        lengths: Sequence[int] | NDArray[Any], *, name: str = "data", dtype: Any = np.uint16
+    ) -> IndexedDataset:
+        random = np.random.default_rng(len(lengths))
+        documents = [random.integers(0, 100, length).astype(dtype) for length in lengths]
+        write_documents(tmp_path / name, documents, dtype)
+        return IndexedDataset(tmp_path / name)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small byte-level BPE tokenizer, trained here."""
+    return train_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tokenizer.json")
+
+
+def train_tokenizer(path: Path, special_tokens: Sequence[str] = ("<|endoftext|>",)) -> Path:
+    import tokenizers
+
+    model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=list(special_tokens),
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    model.train_from_iterator([" ".join(WORDS)] * 3, trainer)
+    model.save(str(path))
+    return path
+
+
+def make_texts(count: int, seed: int = 0) -> list[str]:
+    """Texts of zero to forty words, some of them in other scripts."""
+    random = np.random.default_rng(seed)
+    words = [*WORDS, "水車", "ποταμός", "🌊", "naïve", "\n"]
+    return [" ".join(random.choice(words, random.integers(0, 40))) for _ in range(count)]
+
+
+def write_jsonl(path: Path, texts: Sequence[str]) -> Path:
+    """Writes a JSONL file, compressed as its name says."""
+    data = "".join(json.dumps({"id": i, "text": t}) + "\n" for i, t in enumerate(texts)).encode()
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(data))
+    elif path.suffix == ".zst":
+        import zstandard
+
+        path.write_bytes(zstandard.compress(data))
+    else:
+        path.write_bytes(data)
+    return path

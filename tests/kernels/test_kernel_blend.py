@@ -1,0 +1,143 @@
+"""The twin law for blend_by_weights and blend_by_sizes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace import _native, reference
+
+SIZES = sorted({0, 1} | {2**k + d for k in range(1, 13) for d in (-1, 0, 1)})
+
+
+def normalized(weights: np.ndarray) -> np.ndarray:
+    return weights / weights.sum()
+
+
+def assert_weights_twin(weights: np.ndarray, size: int) -> None:
+    actual, expected = (f.blend_by_weights(weights, size) for f in (_native, reference))
+    for left, right in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(left, right, strict=True)
+
+
+def assert_sizes_twin(sizes: np.ndarray) -> None:
+    actual, expected = (f.blend_by_sizes(sizes) for f in (_native, reference))
+    for left, right in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(left, right, strict=True)
+    counts = np.bincount(actual[0], minlength=len(sizes))
+    np.testing.assert_array_equal(counts, sizes)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_by_weights_equals_its_twin(size: int) -> None:
+    random = np.random.default_rng(size)
+    for num_datasets in (1, 2, 3, 7, 31):
+        assert_weights_twin(normalized(random.random(num_datasets) + 1e-3), size)
+    assert_weights_twin(np.full(4, 0.25), size)  # ties: the first one wins
+
+
+@pytest.mark.parametrize("num_datasets", [1, 2, 127, 128, 129, 1023, 1024, 1025])
+def test_by_weights_equals_its_twin_for_many_datasets(num_datasets: int) -> None:
+    random = np.random.default_rng(num_datasets)
+    assert_weights_twin(normalized(random.random(num_datasets) ** 4 + 1e-9), 200)
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        [1.0, 5e-324],
+        [5e-324, 1.0],
+        [1e308, 1e308, 1.0],  # products that overflow to infinity
+        [1e-300, 1e-300],
+        [2.0**31, 2.0**33],  # not normalised: far ahead of what is taken
+        [1 / 3, 1 / 3, 1 / 3],
+        [0.1] * 10,  # a sum that is not 1
+    ],
+)
+def test_by_weights_equals_its_twin_for_extreme_weights(weights: list[float]) -> None:
+    assert_weights_twin(np.array(weights), 2000)
+
+
+@given(
+    weights=st.lists(
+        st.floats(min_value=0, exclude_min=True, allow_infinity=False), min_size=1, max_size=20
+    ),
+    size=st.integers(0, 300),
+)
+@settings(deadline=None, derandomize=True, max_examples=200)
+def test_by_weights_equals_its_twin_for_any_weights(weights: list[float], size: int) -> None:
+    assert_weights_twin(np.array(weights), size)
+
+
+@pytest.mark.parametrize("total", SIZES)
+def test_by_sizes_equals_its_twin(total: int) -> None:
+    random = np.random.default_rng(total)
+    assert_sizes_twin(np.array([total]))
+    for num_datasets in (2, 3, 7):
+        shares = random.multinomial(total, normalized(random.random(num_datasets)))
+        assert_sizes_twin(shares.astype(np.int64))
+
+
+@given(sizes=st.lists(st.integers(0, 60), min_size=1, max_size=20))
+@settings(deadline=None, derandomize=True, max_examples=200)
+def test_by_sizes_equals_its_twin_for_any_sizes(sizes: list[int]) -> None:
+    assert_sizes_twin(np.array(sizes, dtype=np.int64))
+
+
+@pytest.mark.parametrize("num_datasets", [1024, 32_766])
+def test_by_sizes_equals_its_twin_for_many_datasets(num_datasets: int) -> None:
+    sizes = np.zeros(num_datasets, np.int64)
+    sizes[[0, num_datasets // 2, -1]] = 5, 3, 9
+    assert_sizes_twin(sizes)
+
+
+def test_datasets_without_samples_are_never_drawn() -> None:
+    assert_sizes_twin(np.array([0, 0]))
+    assert_sizes_twin(np.array([0, 5, 0, 1, 0]))
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        np.array([]),
+        np.full(32_767, 1.0),
+        np.array([0.5, 0.0]),
+        np.array([0.5, -0.1]),
+        np.array([0.5, np.nan]),
+        np.array([np.inf, 0.5]),
+        np.array([[0.5]]),
+        np.array([0.5], np.float32),
+        np.array([1]),
+        np.array([0.5, 0.1, 0.5])[::2],
+    ],
+)
+def test_by_weights_refuses_wrong_weights(weights: np.ndarray) -> None:
+    with pytest.raises(ValueError, match=r"weights|datasets"):
+        _native.blend_by_weights(weights, 10)
+
+
+@pytest.mark.parametrize("size", [-1, 2**62, 2**63])
+def test_by_weights_refuses_wrong_sizes(size: int) -> None:
+    with pytest.raises(ValueError, match="size"):
+        _native.blend_by_weights(np.array([1.0]), size)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        np.array([], np.int64),
+        np.ones(32_767, np.int64),
+        np.array([5, -1]),
+        np.array([2**62, 2**62]),  # a sum past int64
+        np.array([2**62]),
+        np.array([[5]]),
+        np.array([5.0]),
+        np.array([5], np.int32),
+        np.array([5, 5, 5])[::2],
+    ],
+)
+def test_by_sizes_refuses_wrong_sizes(sizes: np.ndarray) -> None:
+    with pytest.raises(ValueError, match=r"sizes|datasets"):
+        _native.blend_by_sizes(sizes)

@@ -1,0 +1,208 @@
+"""The twin law for sample_index."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import ArrayLike
+
+from millrace import _native, reference
+
+# Powers of two, and the 32 documents by which the walk reads ahead.
+SIZES = sorted({0, 1} | {2**k + d for k in range(1, 13) for d in (-1, 0, 1)})
+MAX_LENGTH = 2**31 - 1
+
+
+def int32(values: ArrayLike) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+def assert_twin(
+    lengths: np.ndarray,
+    documents: np.ndarray,
+    sequence_length: int,
+    num_samples: int,
+    **options: Any,
+) -> np.ndarray:
+    actual = _native.sample_index(lengths, documents, sequence_length, num_samples, **options)
+    expected = reference.sample_index(lengths, documents, sequence_length, num_samples, **options)
+    np.testing.assert_array_equal(actual, expected, strict=True)
+    return actual
+
+
+def whole_samples(num_tokens: int, sequence_length: int, extra: bool) -> int:
+    return max(0, (num_tokens - extra) // sequence_length)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("extra", [False, True])
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_equals_its_twin(size: int, extra: bool, dtype: Any) -> None:
+    random = np.random.default_rng(size)
+    lengths = random.integers(0, 40, size, dtype=np.int32)
+    documents = random.permutation(np.tile(np.arange(size, dtype=np.int32), 2))
+    num_tokens = 2 * int(lengths.sum())
+    for sequence_length in (1, 2, 39, 40, 41, 512, 10_000):
+        num_samples = whole_samples(num_tokens, sequence_length, extra)
+        # The twin is quadratic: of a long index compare the beginning.
+        num_samples = min(num_samples, 3000)
+        for count in {num_samples, num_samples // 2, min(num_samples, 1), 0}:
+            assert_twin(
+                lengths, documents, sequence_length, count, add_extra_token=extra, dtype=dtype
+            )
+
+
+@pytest.mark.parametrize("size", SIZES[1:])
+@pytest.mark.parametrize("extra", [False, True])
+@pytest.mark.parametrize("empty_at_the_end", [0, 1, 3])
+def test_equals_its_twin_with_a_partial_last_sample(
+    size: int, extra: bool, empty_at_the_end: int
+) -> None:
+    random = np.random.default_rng(size)
+    lengths = np.append(random.integers(0, 9, size, dtype=np.int32), int32([0, 5]))
+    last = [size + 1] + [size] * empty_at_the_end  # documents without tokens come last
+    documents = np.append(random.permutation(size).astype(np.int32), int32(last))
+    num_tokens = int(lengths[documents].sum())
+    for sequence_length in (1, 2, 7, 100, 5000, 100_000):
+        num_samples = -(-(num_tokens - extra) // sequence_length)
+        if num_samples <= 3000:
+            options = {"add_extra_token": extra, "allow_partial": True}
+            rows = assert_twin(lengths, documents, sequence_length, num_samples, **options)
+            assert rows.min() >= 0  # Megatron-LM's offset is -1 after an empty last document
+
+
+@given(data=st.data())
+@settings(deadline=None, derandomize=True, max_examples=300)
+def test_equals_its_twin_for_any_documents(data: st.DataObject) -> None:
+    lengths = int32(data.draw(st.lists(st.integers(0, 12), min_size=1, max_size=40)))
+    place = st.integers(0, len(lengths) - 1)
+    documents = int32(data.draw(st.lists(place, min_size=1, max_size=80)))
+    sequence_length, extra = data.draw(st.integers(1, 30)), data.draw(st.booleans())
+    num_tokens = int(lengths[documents].sum())
+    num_samples = data.draw(st.integers(0, whole_samples(num_tokens, sequence_length, extra) + 2))
+    arguments = (lengths, documents, sequence_length, num_samples)
+    options: dict[str, Any] = {
+        "add_extra_token": extra,
+        "allow_partial": data.draw(st.booleans()),
+        "dtype": data.draw(st.sampled_from([np.int32, np.int64])),
+    }
+    try:
+        expected = reference.sample_index(*arguments, **options)
+    except ValueError:
+        with pytest.raises(ValueError, match="documents hold"):
+            _native.sample_index(*arguments, **options)
+    else:
+        actual = _native.sample_index(*arguments, **options)
+        np.testing.assert_array_equal(actual, expected, strict=True)
+
+
+@pytest.mark.parametrize("extra", [False, True])
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize(
+    "sequence_length", [2**20 + 1, 2**30, MAX_LENGTH - 1, MAX_LENGTH, 2**31, 2**31 + 1, 2**33 + 5]
+)
+def test_counts_tokens_past_2_to_the_32(
+    sequence_length: int, dtype: Any, partial: bool, extra: bool
+) -> None:
+    lengths = int32([MAX_LENGTH, 0, MAX_LENGTH - 1, 1, 2**30, MAX_LENGTH])
+    documents = int32([0, 2, 1, 4, 5, 3, 2, 0, 1, 5, 5, 1, 3])
+    num_tokens = int(lengths[documents].sum(dtype=np.int64))
+    assert num_tokens > 2**33
+    num_samples = whole_samples(num_tokens, sequence_length, extra)
+    options = {"add_extra_token": extra, "allow_partial": partial, "dtype": dtype}
+    assert_twin(lengths, documents, sequence_length, num_samples, **options)
+    if partial and (num_tokens - extra) % sequence_length > 0:
+        assert_twin(lengths, documents, sequence_length, num_samples + 1, **options)
+    else:
+        with pytest.raises(ValueError, match=f"hold {num_tokens} tokens, too few"):
+            _native.sample_index(lengths, documents, sequence_length, num_samples + 2, **options)
+
+
+def test_a_last_sample_may_be_empty_only_where_its_end_has_a_name() -> None:
+    lengths, documents = int32([4, 0]), int32([0, 1])
+    rows = assert_twin(lengths, documents, 2, 3, add_extra_token=False, allow_partial=True)
+    assert rows.tolist() == [[0, 0], [0, 2], [0, 4], [1, 0]]
+    for function in (_native.sample_index, reference.sample_index):
+        with pytest.raises(ValueError, match="tokens"):
+            function(int32([0]), int32([0]), 2, 1, add_extra_token=True, allow_partial=True)
+        with pytest.raises(ValueError, match="tokens"):
+            function(lengths, documents, 2, 4, add_extra_token=False, allow_partial=True)
+
+
+@pytest.mark.parametrize("entry", [-1, 3, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("place", [0, 1, 31, 32, 33, 99])
+@pytest.mark.parametrize("partial", [False, True])
+def test_refuses_entries_outside_the_sequences(entry: int, place: int, partial: bool) -> None:
+    lengths, documents = int32([3, 4, 5]), int32([0, 1, 2, 1] * 25)
+    num_samples = (int(lengths[documents].sum()) - 1) // 3
+    documents[place] = entry
+    for function in (_native.sample_index, reference.sample_index):
+        with pytest.raises(ValueError, match="document_index"):
+            function(lengths, documents, 3, num_samples, allow_partial=partial)
+
+
+@pytest.mark.parametrize("length", [-1, -(2**31)])
+@pytest.mark.parametrize("partial", [False, True])
+def test_refuses_negative_lengths(length: int, partial: bool) -> None:
+    lengths, documents = int32([3, 4, length, 5]), int32([0, 1, 2, 3])
+    for function in (_native.sample_index, reference.sample_index):
+        with pytest.raises(ValueError, match="negative"):
+            function(lengths, documents, 3, 4, allow_partial=partial)
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "extra", "partial"),
+    [(5, False, False), (4, True, False), (6, False, True), (5, True, True), (100, True, True)],
+)
+def test_refuses_more_samples_than_the_tokens_give(
+    num_samples: int, extra: bool, partial: bool
+) -> None:
+    lengths, documents = int32([4, 0, 4]), int32([0, 1, 2])  # 8 tokens
+    options = {"add_extra_token": extra, "allow_partial": partial}
+    for function in (_native.sample_index, reference.sample_index):
+        function(lengths, documents, 2, num_samples - 1 if num_samples < 100 else 4, **options)
+        with pytest.raises(ValueError, match="too few"):
+            function(lengths, documents, 2, num_samples, **options)
+
+
+def test_refuses_a_sample_count_that_no_documents_can_meet() -> None:
+    """Before memory is asked for: 2**50 rows would take 8 PiB."""
+    with pytest.raises(ValueError, match=r"too few|num_samples"):
+        _native.sample_index(int32([5]), int32([0]), 2, 2**50)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"sequence_length": 0},
+        {"sequence_length": -1},
+        {"sequence_length": 2**63},
+        {"num_samples": -1},
+        {"num_samples": 2**63},
+        {"document_index": int32([])},
+        {"document_index": int32([[0]])},
+        {"document_index": np.array([0], np.int64)},
+        {"document_index": int32([0, 0, 0])[::2]},
+        {"sequence_lengths": int32([[9]])},
+        {"sequence_lengths": np.array([9], np.int64)},
+        {"sequence_lengths": np.array([9], ">i4")},
+        {"sequence_lengths": int32([9, 9, 9])[::2]},
+        {"dtype": np.uint32},
+        {"dtype": np.float64},
+    ],
+)
+def test_refuses_wrong_arguments(arguments: dict[str, Any]) -> None:
+    right: dict[str, Any] = {
+        "sequence_lengths": int32([9]),
+        "document_index": int32([0]),
+        "sequence_length": 2,
+        "num_samples": 1,
+    }
+    _native.sample_index(**right)
+    with pytest.raises(ValueError, match=next(iter(arguments)).split("_")[0]):
+        _native.sample_index(**(right | arguments))

@@ -1,0 +1,276 @@
+"""The twin law for shuffled, shuffled_ranges and draw_targets: results and generator states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.random import RandomState
+
+from millrace import _core, _native, reference
+
+DTYPES = (np.int32, np.uint32, np.int64)
+
+# Around the kernels' blocks of 512 targets, the generator's of 624 words, and powers of two, where
+# the rejection mask changes.
+SIZES = sorted(
+    {0, 1}
+    | {size + d for size in (512, 624, 1024, 1248) for d in (-1, 0, 1)}
+    | {2**k + d for k in range(1, 13) for d in (-1, 0, 1)}
+)
+
+
+def generator(seed: int, position: int = 624) -> RandomState:
+    """A seeded generator of whose block of 624 words `position` count as drawn."""
+    random = RandomState(seed)
+    kind, key, _, has_gauss, cached = random.get_state()
+    random.set_state((kind, key, position, has_gauss, cached))
+    return random
+
+
+def assert_same_state(left: RandomState, right: RandomState) -> None:
+    """The next draws are equal, whatever is drawn: words, bounded numbers, cached normals."""
+    assert left.randint(0, 2**32, size=3).tolist() == right.randint(0, 2**32, size=3).tolist()
+    assert left.standard_normal(3).tolist() == right.standard_normal(3).tolist()
+    for one, other in zip(left.get_state()[1:], right.get_state()[1:], strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def assert_equal(actual: np.ndarray, expected: np.ndarray) -> None:
+    assert actual.dtype == expected.dtype
+    np.testing.assert_array_equal(actual, expected, strict=True)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_shuffled_equals_its_twin(size: int, dtype: Any) -> None:
+    values = np.arange(size).astype(dtype)
+    before = values.copy()
+    for seed, position in ((0, 624), (1, 0), (2**32 - 1, 623), (7, 300)):
+        ours, twin = generator(seed, position), generator(seed, position)
+        assert_equal(_native.shuffled(values, ours), reference.shuffled(values, twin))
+        assert_same_state(ours, twin)
+    np.testing.assert_array_equal(values, before)  # the input stays as it was
+
+
+@given(data=st.data())
+@settings(deadline=None, derandomize=True, max_examples=100)
+def test_shuffled_equals_its_twin_for_any_values(data: st.DataObject) -> None:
+    dtype = np.dtype(data.draw(st.sampled_from(DTYPES)))
+    limits = np.iinfo(dtype)
+    numbers = data.draw(st.lists(st.integers(int(limits.min), int(limits.max)), max_size=200))
+    values = np.array(numbers, dtype=dtype)
+    seed, position = data.draw(st.integers(0, 2**32 - 1)), data.draw(st.integers(0, 624))
+    ours, twin = generator(seed, position), generator(seed, position)
+    for _ in range(3):  # one generator, used again
+        assert_equal(_native.shuffled(values, ours), reference.shuffled(values, twin))
+    assert_same_state(ours, twin)
+
+
+def test_shuffled_reads_strided_and_read_only_arrays() -> None:
+    values = np.arange(2000, dtype=np.int32)
+    values.setflags(write=False)
+    for view in (values, values[::2], values[::-1]):
+        ours, twin = RandomState(3), RandomState(3)
+        assert_equal(_native.shuffled(view, ours), reference.shuffled(view, twin))
+
+
+def test_shuffled_keeps_a_cached_normal_draw() -> None:
+    ours, twin = RandomState(5), RandomState(5)
+    assert ours.standard_normal() == twin.standard_normal()  # draws two, keeps one
+    values = np.arange(100, dtype=np.int64)
+    assert_equal(_native.shuffled(values, ours), reference.shuffled(values, twin))
+    assert ours.standard_normal() == twin.standard_normal()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_shuffled_ranges_equals_its_twin(size: int, dtype: Any) -> None:
+    start = 5
+    for ranges in (
+        [(0, size, 1)],
+        [(start, start + size, 2), (start, start + size, 1)],
+        [(0, size // 3, 1), (size // 3, size, 1)],
+        [(0, 0, 1), (3, 3, 7), (0, size, 0), (0, size, 1), (size, size, 1)],
+    ):
+        ours, twin = RandomState(size), RandomState(size)
+        actual = _native.shuffled_ranges(ranges, dtype, ours)
+        assert_equal(actual, reference.shuffled_ranges(ranges, dtype, twin))
+        assert_same_state(ours, twin)
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    dtype=st.sampled_from(DTYPES),
+    runs=st.lists(st.tuples(st.integers(0, 2**31 - 60), st.integers(0, 50), st.integers(0, 4))),
+)
+@settings(deadline=None, derandomize=True, max_examples=100)
+def test_shuffled_ranges_equals_its_twin_for_any_ranges(
+    seed: int, dtype: Any, runs: list[tuple[int, int, int]]
+) -> None:
+    ranges = [(start, start + length, copies) for start, length, copies in runs]
+    ours, twin = RandomState(seed), RandomState(seed)
+    actual = _native.shuffled_ranges(ranges, dtype, ours)
+    assert_equal(actual, reference.shuffled_ranges(ranges, dtype, twin))
+    assert_same_state(ours, twin)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_shuffled_ranges_reaches_both_ends_of_the_dtype(dtype: Any) -> None:
+    limits = np.iinfo(dtype)
+    low, high = int(limits.min), int(limits.max)
+    for ranges in ([(low, low + 600, 2)], [(high - 600, high, 2)], [(high - 599, high + 1, 1)]):
+        ours, twin = RandomState(1), RandomState(1)
+        actual = _native.shuffled_ranges(ranges, dtype, ours)
+        assert_equal(actual, reference.shuffled_ranges(ranges, dtype, twin))
+        assert_same_state(ours, twin)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_shuffled_ranges_of_nothing_is_empty_however_often(dtype: Any) -> None:
+    limits = np.iinfo(dtype)
+    for ranges in (
+        [],
+        [(0, 0, 2**40)],  # a loop over the copies would never end
+        [(int(limits.min), int(limits.max), 0)],
+    ):
+        assert_equal(
+            _native.shuffled_ranges(ranges, dtype, RandomState(0)), np.array([], dtype=dtype)
+        )
+
+
+# First steps and counts: within and across every mask, 2**31 and 2**32 (64-bit draws), blocks.
+TARGETS = (
+    [(0, 0), (1, 0), (1, 1), (2**63 - 1, 0)]
+    + [(2**k + 2, min(2**k + 2, 5)) for k in range(1, 63)]
+    + [(size, size) for size in SIZES if size > 0]
+    + [(2**31 + d, 700) for d in (-1, 0, 1, 350)]
+    + [(2**32 + d, 700) for d in (-1, 0, 1, 350, 511, 512, 513)]
+    + [(2**33 + 17, 1300), (2**40 - 1, 600), (2**62, 513), (2**63 - 1, 700)]
+)
+
+
+@pytest.mark.parametrize(("first", "count"), TARGETS)
+def test_draw_targets_equals_its_twin(first: int, count: int) -> None:
+    for seed, position in ((0, 624), (1, 0), (2, 623)):
+        ours, twin = generator(seed, position), generator(seed, position)
+        actual = _native.draw_targets(first, count, ours)
+        assert_equal(actual, reference.draw_targets(first, count, twin))
+        assert_same_state(ours, twin)
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    position=st.integers(0, 624),
+    first=st.one_of(st.integers(0, 3000), st.integers(2**32 - 3000, 2**63 - 1)),
+    count=st.integers(0, 1500),
+)
+@settings(deadline=None, derandomize=True, max_examples=100)
+def test_draw_targets_equals_its_twin_for_any_step(
+    seed: int, position: int, first: int, count: int
+) -> None:
+    ours, twin = generator(seed, position), generator(seed, position)
+    actual = _native.draw_targets(first, min(first, count), ours)
+    assert_equal(actual, reference.draw_targets(first, min(first, count), twin))
+    assert_same_state(ours, twin)
+
+
+@pytest.mark.parametrize("first", [600, 2**31, 2**32 - 1, 2**32, 2**32 + 50, 2**50, 2**63 - 1])
+def test_draw_targets_are_numpys_bounded_draws(first: int) -> None:
+    """NumPy's own bounded integers check the twin too, where no shuffle is large enough to."""
+    ours, numpys = RandomState(11), RandomState(11)
+    expected = [
+        numpys.randint(0, step + 1, dtype=np.int64) for step in range(first, first - 99, -1)
+    ]
+    assert _native.draw_targets(first, 99, ours).tolist() == expected
+    assert_same_state(ours, numpys)
+
+
+@pytest.mark.parametrize("size", [2, 513, 5000])
+def test_draw_targets_are_the_swaps_of_a_shuffle(size: int) -> None:
+    values = np.arange(size)
+    for step, target in zip(
+        range(size - 1, 0, -1),
+        _native.draw_targets(size - 1, size - 1, RandomState(4)),
+        strict=True,
+    ):
+        values[[step, target]] = values[[target, step]]
+    expected = np.arange(size)
+    RandomState(4).shuffle(expected)
+    np.testing.assert_array_equal(values, expected)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        np.zeros((2, 2), np.int32),
+        np.array(1, np.int32),
+        np.zeros(3, np.int16),
+        np.zeros(3, np.uint64),
+        np.zeros(3, np.float64),
+        np.zeros(3, ">i4"),
+    ],
+)
+def test_shuffled_refuses_other_shapes_and_dtypes(values: np.ndarray) -> None:
+    with pytest.raises(ValueError, match="int32, uint32 or int64"):
+        _native.shuffled(values, RandomState(0))
+
+
+@pytest.mark.parametrize("dtype", [np.int16, np.uint64, np.float64, ">i4"])
+def test_shuffled_ranges_refuses_other_dtypes(dtype: Any) -> None:
+    with pytest.raises(ValueError, match="int32, uint32 or int64"):
+        _native.shuffled_ranges([(0, 3, 1)], dtype, RandomState(0))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "run"),
+    [
+        (np.int32, (3, 2, 1)),
+        (np.int32, (0, 3, -1)),
+        (np.int32, (-(2**31) - 1, 0, 1)),
+        (np.int32, (0, 2**31 + 1, 1)),
+        (np.uint32, (-1, 3, 1)),
+        (np.uint32, (0, 2**32 + 1, 1)),
+        (np.int64, (0, 2**63 + 1, 1)),
+        (np.int64, (0, 2**70, 1)),
+        (np.int64, (0, 2**62, 1)),
+        (np.int64, (-(2**63), 2**63 - 1, 1)),
+        (np.int32, (0, 2, 2**62)),
+        (np.int32, (0, 2, 2**70)),
+    ],
+)
+def test_shuffled_ranges_refuses_what_does_not_fit(dtype: Any, run: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match=r"range"):
+        _native.shuffled_ranges([(0, 3, 1), run], dtype, RandomState(0))
+
+
+@pytest.mark.parametrize(("first", "count"), [(3, 4), (-1, 0), (5, -1), (2**63, 1)])
+def test_draw_targets_refuses_impossible_counts(first: int, count: int) -> None:
+    with pytest.raises(ValueError, match=r"count <= first"):
+        _native.draw_targets(first, count, RandomState(0))
+
+
+def test_other_generators_are_refused() -> None:
+    random = RandomState(np.random.PCG64(0))
+    with pytest.raises(ValueError, match="MT19937"):
+        _native.shuffled(np.zeros(3, np.int32), random)
+    with pytest.raises(ValueError, match="MT19937"):
+        _native.shuffled_ranges([(0, 3, 1)], np.int32, random)
+    with pytest.raises(ValueError, match="MT19937"):
+        _native.draw_targets(3, 3, random)
+
+
+@pytest.mark.parametrize(("words", "position"), [(623, 0), (625, 0), (0, 0), (624, -1), (624, 625)])
+def test_the_core_refuses_a_malformed_state(words: int, position: int) -> None:
+    with pytest.raises(ValueError, match="624 words"):
+        _core.shuffled_int32(np.zeros(3, np.int32), np.zeros(words, np.uint32), position)
+
+
+def test_a_refused_call_leaves_the_generator_alone() -> None:
+    random = RandomState(9)
+    with pytest.raises(ValueError, match="range"):
+        _native.shuffled_ranges([(0, 30, 1), (3, 2, 1)], np.int32, random)
+    assert_same_state(random, RandomState(9))

@@ -1,0 +1,282 @@
+"""Writing indexed datasets: the bytes, the refusals, and what a death leaves behind."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from millrace import ConfigError, DataError, IndexedDataset, IndexedDatasetBuilder, MillraceError
+from millrace.store import builder as builder_module
+from millrace.store import publish
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_bytes_of_a_small_pair(tmp_path: Path) -> None:
+    """The example of the format's description, byte by byte."""
+    with IndexedDatasetBuilder(tmp_path / "data", np.int32) as builder:
+        builder.add_document([1, 2, 3, 4, 5], lengths=[3, 2])
+        builder.add_document([6, 7, 8, 9])
+    assert (tmp_path / "data.bin").read_bytes() == struct.pack("<9i", *range(1, 10))
+    assert (tmp_path / "data.idx").read_bytes() == (
+        b"MMIDIDX\0\0"
+        + struct.pack("<QBQQ", 1, 4, 3, 3)
+        + struct.pack("<3i", 3, 2, 4)
+        + struct.pack("<3q", 0, 12, 20)
+        + struct.pack("<3q", 0, 2, 3)
+    )
+
+
+def test_sequences_one_by_one_and_whole_documents_give_the_same_bytes(tmp_path: Path) -> None:
+    documents = [[[1, 2], [3]], [], [[4, 5, 6]], [[7]]]
+    with IndexedDatasetBuilder(tmp_path / "a", np.uint16) as one_by_one:
+        for sequences in documents:
+            for sequence in sequences:
+                one_by_one.add_sequence(sequence)
+            one_by_one.end_document()
+    with IndexedDatasetBuilder(tmp_path / "b", np.uint16) as whole:
+        for sequences in documents:
+            whole.add_document(list(itertools.chain(*sequences)), [len(s) for s in sequences])
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"a{suffix}").read_bytes() == (tmp_path / f"b{suffix}").read_bytes()
+
+
+def test_many_documents_at_once_give_the_same_bytes(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    lengths = random.integers(0, 5, 100)
+    tokens = random.integers(0, 1000, lengths.sum())
+    with IndexedDatasetBuilder(tmp_path / "a", np.uint16) as single:
+        for part in np.split(tokens, np.cumsum(lengths)[:-1]):
+            single.add_document(part, lengths=[len(part)] if len(part) else [])
+    with IndexedDatasetBuilder(tmp_path / "b", np.uint16) as many:
+        half = lengths[:50].sum()
+        many.add_documents(tokens[:half], lengths[:50])
+        many.add_documents(tokens[half:], lengths[50:])
+    assert (many.num_documents, many.num_sequences) == (100, np.count_nonzero(lengths))
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"a{suffix}").read_bytes() == (tmp_path / f"b{suffix}").read_bytes()
+
+
+def test_index_entries_that_spill_to_disk_give_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(name: str) -> bytes:
+        with IndexedDatasetBuilder(tmp_path / name, np.uint8) as builder:
+            for length in range(1000):
+                builder.add_document(np.zeros(length % 7, np.uint8))
+        return (tmp_path / f"{name}.idx").read_bytes()
+
+    in_memory = write("a")
+    monkeypatch.setattr(builder_module, "_IN_MEMORY", 100)
+    monkeypatch.setattr(builder_module, "_CHUNK", 16)
+    assert write("b") == in_memory
+
+
+def test_modes_are_stored_in_multimodal_files(tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(tmp_path / "data", np.int32, multimodal=True) as builder:
+        builder.add_document([1, 2, 3], lengths=[1, 2], modes=[0, 1])
+        builder.add_sequence([4], mode=2)
+        builder.end_document()
+    modes = IndexedDataset(tmp_path / "data").sequence_modes
+    assert modes is not None
+    assert modes.tolist() == [0, 1, 2]
+
+
+# ---- refusals ----
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tokens", "message"),
+    [
+        (np.uint16, [1, 65536], "token 65536 does not fit uint16, which holds 0 to 65535"),
+        (np.uint16, [-1], "token -1 does not fit uint16"),
+        (np.int8, np.array([200]), "token 200 does not fit int8"),
+        (np.int32, np.array([2**31]), "does not fit int32"),
+        (np.int32, [1.5], "integers are needed"),
+        (np.int32, [[1], [2]], "one dimension"),
+    ],
+)
+def test_tokens_that_do_not_fit_are_refused(
+    tmp_path: Path, dtype: type, tokens: object, message: str
+) -> None:
+    with IndexedDatasetBuilder(tmp_path / "data", dtype) as builder:
+        with pytest.raises(ConfigError, match=message):
+            builder.add_document(tokens)  # type: ignore[arg-type]
+        builder.add_document([1])  # a refused document leaves no trace
+    assert [s.tolist() for s in IndexedDataset(tmp_path / "data")] == [[1]]
+
+
+@pytest.mark.parametrize("lengths", [[2], [2, 2], [4, -1], []])
+def test_lengths_that_do_not_add_up_are_refused(tmp_path: Path, lengths: list[int]) -> None:
+    builder = IndexedDatasetBuilder(tmp_path / "data")
+    with pytest.raises(ConfigError, match="lengths"):
+        builder.add_document([1, 2, 3], lengths=lengths)
+    with pytest.raises(ConfigError, match="lengths"):
+        builder.add_documents([1, 2, 3], lengths)
+    builder.abort()
+
+
+def test_a_dtype_without_a_code_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="uint32 cannot be stored"):
+        IndexedDatasetBuilder(tmp_path / "data", np.uint32)
+
+
+def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is no folder"):
+        IndexedDatasetBuilder(tmp_path / "none" / "data")
+
+
+def test_sequences_outside_any_document_are_refused(tmp_path: Path) -> None:
+    builder = IndexedDatasetBuilder(tmp_path / "data")
+    builder.add_sequence([1])
+    with pytest.raises(ConfigError, match="call end_document"):
+        builder.finalize()
+    builder.end_document()
+    builder.finalize()
+    with pytest.raises(ConfigError, match="closed"):
+        builder.add_document([1])
+
+
+# ---- nothing half-written ----
+
+
+def test_until_it_is_finalised_the_old_pair_stays(tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(tmp_path / "data") as builder:
+        builder.add_document([1])
+    reader = IndexedDataset(tmp_path / "data")
+    builder = IndexedDatasetBuilder(tmp_path / "data")
+    builder.add_document([2])
+    assert IndexedDataset(tmp_path / "data")[0].tolist() == [1]
+    builder.finalize()
+    assert IndexedDataset(tmp_path / "data")[0].tolist() == [2]
+    assert reader[0].tolist() == [1]  # an open dataset goes on showing what it opened
+    assert files(tmp_path) == ["data.bin", "data.idx"]
+
+
+def test_an_error_in_the_block_leaves_nothing(tmp_path: Path) -> None:
+    with (
+        pytest.raises(RuntimeError),
+        IndexedDatasetBuilder(tmp_path / "data") as builder,
+    ):
+        builder.add_document([1])
+        raise RuntimeError
+    assert files(tmp_path) == []
+
+
+def test_two_builders_of_one_prefix_are_refused(tmp_path: Path) -> None:
+    first = IndexedDatasetBuilder(tmp_path / "data")
+    with pytest.raises(MillraceError, match="being built by another process"):
+        IndexedDatasetBuilder(tmp_path / "data")
+    first.abort()
+    IndexedDatasetBuilder(tmp_path / "data").finalize()
+
+
+class DiedError(Exception):
+    """Stands for a death of the process: nothing after it is run, no clean-up either."""
+
+
+@pytest.mark.parametrize("has_old_pair", [False, True])
+def test_a_death_between_any_two_steps_leaves_the_old_or_the_new_pair(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_old_pair: bool
+) -> None:
+    """Cuts the publication off before its k-th rename or unlink, for every k."""
+    seen = set()
+    for steps in range(12):
+        folder = tmp_path / f"{has_old_pair}-{steps}"
+        folder.mkdir()
+        if has_old_pair:
+            with IndexedDatasetBuilder(folder / "data") as old:
+                old.add_document([1])
+        for suffix, data in ((".bin", b"\x02\0\0\0\x03\0\0\0"), (".idx", _index_of_two_tokens())):
+            (folder / f"data{suffix}.tmp").write_bytes(data)
+        left = [steps]
+        with monkeypatch.context() as patch:
+            for name in ("rename", "unlink"):
+                patch.setattr(os, name, _dying(getattr(os, name), left))
+            try:
+                publish.publish_pair(str(folder / "data"))
+                finished = True
+            except DiedError:
+                finished = False
+        try:
+            found = IndexedDataset(folder / "data")[0].tolist()
+        except DataError:
+            assert not has_old_pair  # without an old pair, "nothing there" is the old state
+            found = None
+        assert found in ([2, 3], [1] if has_old_pair else None)
+        seen.add(str(found))
+        # The next run succeeds, and leaves nothing but its own pair.
+        with IndexedDatasetBuilder(folder / "data") as builder:
+            builder.add_document([9])
+        assert IndexedDataset(folder / "data")[0].tolist() == [9]
+        assert files(folder) == ["data.bin", "data.idx"]
+        if finished:
+            break
+    assert finished
+    assert len(seen) == 2  # both outcomes were met
+
+
+def _index_of_two_tokens() -> bytes:
+    return b"MMIDIDX\0\0" + struct.pack("<QBQQiqqq", 1, 4, 1, 2, 2, 0, 0, 1)
+
+
+def _dying(function, left):  # noqa: ANN001, ANN202
+    def wrapped(*arguments, **options):  # noqa: ANN002, ANN003, ANN202
+        if left[0] == 0:
+            raise DiedError
+        left[0] -= 1
+        return function(*arguments, **options)
+
+    return wrapped
+
+
+_BUILD_FOREVER = """
+import sys, numpy as np
+from millrace import IndexedDatasetBuilder
+number = 0
+while True:
+    number += 1
+    with IndexedDatasetBuilder(sys.argv[1], np.int32) as builder:
+        for _ in range(50):
+            builder.add_document(np.full(100 + number % 3, number, np.int32))
+    print(number, flush=True)
+"""
+
+
+def test_kill_9_at_random_moments_leaves_a_whole_pair(tmp_path: Path) -> None:
+    prefix = tmp_path / "data"
+    with IndexedDatasetBuilder(prefix) as builder:
+        builder.add_document(np.zeros(10, np.int32))
+    random = np.random.default_rng()
+    for _ in range(12):
+        process = subprocess.Popen(
+            [sys.executable, "-c", _BUILD_FOREVER, str(prefix)], stdout=subprocess.PIPE
+        )
+        assert process.stdout is not None
+        process.stdout.readline()  # it is at work now
+        deadline = time.monotonic() + random.uniform(0, 0.05)
+        while time.monotonic() < deadline:
+            assert _is_whole(prefix)  # also while it works
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert _is_whole(prefix)
+    with IndexedDatasetBuilder(prefix) as builder:
+        builder.add_document([7])
+    assert files(tmp_path) == ["data.bin", "data.idx"]
+
+
+def _is_whole(prefix: Path) -> bool:
+    """One build's pair: 50 documents of one length that hold one number."""
+    dataset = IndexedDataset(prefix)
+    return len(np.unique(dataset.tokens)) == 1 and len(np.unique(dataset.sequence_lengths)) == 1

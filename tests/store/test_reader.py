@@ -1,0 +1,190 @@
+"""Reading indexed datasets: access, laws and refusals."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from millrace import ConfigError, DataError, IndexedDataset, IndexedDatasetBuilder
+from millrace.store import DTYPES
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> IndexedDataset:
+    with IndexedDatasetBuilder(tmp_path / "data", np.int32) as builder:
+        builder.add_document([1, 2, 3, 4, 5], lengths=[3, 2])
+        builder.add_document([])
+        builder.add_document([], lengths=[])
+        builder.add_document([6, 7, 8, 9])
+    return IndexedDataset(tmp_path / "data")
+
+
+def test_sequences_are_read_by_number_slice_and_span(dataset: IndexedDataset) -> None:
+    assert len(dataset) == 4
+    assert (dataset.num_documents, dataset.num_tokens, dataset.dtype) == (4, 9, np.int32)
+    assert dataset[0].tolist() == [1, 2, 3]
+    assert dataset[np.int64(1)].tolist() == [4, 5]
+    assert dataset[2].tolist() == []
+    assert dataset[-1].tolist() == [6, 7, 8, 9]
+    assert [s.tolist() for s in dataset[1:4]] == [[4, 5], [], [6, 7, 8, 9]]
+    assert [s.tolist() for s in dataset[::2]] == [[1, 2, 3], []]
+    assert dataset.get(3).tolist() == [6, 7, 8, 9]
+    assert dataset.get(3, offset=1).tolist() == [7, 8, 9]
+    assert dataset.get(3, offset=1, length=2).tolist() == [7, 8]
+    assert dataset.get(3, offset=4).tolist() == []
+    assert dataset.sequence_lengths.tolist() == [3, 2, 0, 4]
+    assert dataset.sequence_pointers.tolist() == [0, 12, 20, 20]
+    assert dataset.document_indices.tolist() == [0, 2, 3, 3, 4]
+    assert [s.tolist() for s in dataset] == [[1, 2, 3], [4, 5], [], [6, 7, 8, 9]]
+
+
+def test_reads_are_views_that_cannot_be_written(dataset: IndexedDataset) -> None:
+    assert not dataset[0].flags.owndata
+    with pytest.raises(ValueError, match="read-only"):
+        dataset[0][0] = 1
+
+
+@pytest.mark.parametrize("index", [4, -5, 2**40])
+def test_a_number_outside_is_an_index_error(dataset: IndexedDataset, index: int) -> None:
+    with pytest.raises(IndexError):
+        dataset[index]
+
+
+@pytest.mark.parametrize(("offset", "length"), [(-1, 1), (0, 5), (5, None), (2, 3), (0, -1)])
+def test_a_span_outside_its_sequence_is_refused(
+    dataset: IndexedDataset, offset: int, length: int | None
+) -> None:
+    with pytest.raises(ConfigError, match="sequence 3"):
+        dataset.get(3, offset, length)
+
+
+def test_it_can_be_pickled_and_sent_to_a_spawned_process(dataset: IndexedDataset) -> None:
+    copy = pickle.loads(pickle.dumps(dataset))
+    assert copy[-1].tolist() == dataset[-1].tolist()
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.apply(_total, (dataset,)) == 45
+
+
+def _total(dataset: IndexedDataset) -> int:
+    return int(sum(sequence.sum() for sequence in dataset))
+
+
+def test_the_fingerprint_follows_the_content_not_the_place(
+    make_dataset: Callable[..., IndexedDataset], tmp_path: Path
+) -> None:
+    first = make_dataset([3, 4, 5], name="first")
+    for suffix in (".bin", ".idx"):
+        shutil.copy(tmp_path / f"first{suffix}", tmp_path / f"copy{suffix}")
+    assert IndexedDataset(tmp_path / "copy").fingerprint == first.fingerprint
+    assert make_dataset([3, 5, 4], name="other").fingerprint != first.fingerprint
+    changed = bytearray((tmp_path / "copy.bin").read_bytes())
+    changed[-1] ^= 1
+    (tmp_path / "copy.bin").write_bytes(changed)
+    assert IndexedDataset(tmp_path / "copy").fingerprint != first.fingerprint
+
+
+def test_an_empty_dataset_is_a_dataset(tmp_path: Path) -> None:
+    IndexedDatasetBuilder(tmp_path / "empty").finalize()
+    dataset = IndexedDataset(tmp_path / "empty")
+    assert (len(dataset), dataset.num_documents, dataset.num_tokens) == (0, 0, 0)
+    assert list(dataset) == []
+    assert len(dataset.fingerprint) == 32
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+def test_every_dtype_comes_back(tmp_path: Path, dtype: np.dtype) -> None:
+    tokens = np.array([0, 1, 100, 127], dtype)
+    with IndexedDatasetBuilder(tmp_path / "data", dtype) as builder:
+        builder.add_document(tokens)
+    dataset = IndexedDataset(tmp_path / "data")
+    assert dataset.dtype == dtype
+    assert np.array_equal(dataset[0], tokens)
+
+
+# ---- bad files: one clear error that names the file ----
+
+
+def damage(path: Path, offset: int, data: bytes) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        file.write(data)
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_a_missing_file_is_named(dataset: IndexedDataset, tmp_path: Path, suffix: str) -> None:
+    (tmp_path / f"data{suffix}").unlink()
+    with pytest.raises(DataError, match=rf"data\{suffix} not found"):
+        IndexedDataset(tmp_path / "data")
+
+
+def test_a_prefix_with_a_suffix_gets_a_hint(dataset: IndexedDataset, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"given without \.bin or \.idx"):
+        IndexedDataset(tmp_path / "data.bin")
+
+
+@pytest.mark.parametrize("size", [0, 8, 33, 34, 35, -1])
+def test_a_truncated_index_is_refused(dataset: IndexedDataset, tmp_path: Path, size: int) -> None:
+    path = tmp_path / "data.idx"
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(DataError, match=r"data\.idx.*truncated"):
+        IndexedDataset(tmp_path / "data")
+
+
+@pytest.mark.parametrize("size", [0, 1, -1, 37])
+def test_a_truncated_or_longer_bin_is_refused(
+    dataset: IndexedDataset, tmp_path: Path, size: int
+) -> None:
+    path = tmp_path / "data.bin"
+    path.write_bytes((path.read_bytes() + b"x")[:size] if size >= 0 else path.read_bytes()[:size])
+    with pytest.raises(DataError, match=r"data\.bin has \d+ bytes, but its index ends at byte 36"):
+        IndexedDataset(tmp_path / "data")
+
+
+@pytest.mark.parametrize(
+    ("offset", "data", "message"),
+    [
+        (0, b"TNTIDX\0\0\0", "not a Megatron-LM index"),
+        (9, b"\x02", "version 2"),
+        (17, b"\x09", "dtype code 9"),
+        (17, b"\x00", "dtype code 0"),
+        (18, b"\xff" * 8, "document entries take"),
+        (18, b"\x05", "document entries take"),
+        (26, b"\x00", "document entries take"),
+        (34 + 12, b"\xff\xff\xff\xff", "negative length"),
+        (34 + 16, b"\x04", "starts at byte 4"),
+        (34 + 16 + 32, b"\x01", "from 1 to 4"),
+        (34 + 16 + 32 + 32, b"\x03", "from 0 to 3"),
+    ],
+)
+def test_a_damaged_index_is_refused_when_it_is_opened(
+    dataset: IndexedDataset, tmp_path: Path, offset: int, data: bytes, message: str
+) -> None:
+    damage(tmp_path / "data.idx", offset, data)
+    with pytest.raises(DataError, match=message):
+        IndexedDataset(tmp_path / "data")
+
+
+def test_damage_in_the_middle_is_refused_when_it_is_read(
+    dataset: IndexedDataset, tmp_path: Path
+) -> None:
+    damage(tmp_path / "data.idx", 34 + 4, b"\xff\xff\xff\xff")  # the length of sequence 1
+    damage(tmp_path / "data.idx", 34 + 16 + 16, b"\x00\x01")  # the pointer of sequence 2
+    damaged = IndexedDataset(tmp_path / "data")
+    assert damaged[0].tolist() == [1, 2, 3]
+    for number in (1, 2):
+        with pytest.raises(DataError, match=f"sequence {number}"):
+            damaged[number]
+
+
+def test_swapped_pairs_are_refused(make_dataset: Callable[..., IndexedDataset], tmp_path: Path):
+    make_dataset([3, 4], name="a")
+    make_dataset([3, 5], name="b")
+    shutil.copy(tmp_path / "a.bin", tmp_path / "b.bin")
+    with pytest.raises(DataError, match="do not belong together"):
+        IndexedDataset(tmp_path / "b")
