@@ -6,6 +6,12 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 NATIVE := CMakeLists.txt $(wildcard cpp/*.hpp cpp/*.cpp)
 SANITIZED := build/sanitize
+# -S: without the site module, so that the editable install's import hook cannot put the usual core
+# before the sanitized one; the environment's packages are then named by hand.
+SANITIZED_PYTHON = LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	PYTHONPATH="$(CURDIR)/$(SANITIZED)/site:$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
+	$(BIN)/python -S
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint types format sanitize bench clean
@@ -35,9 +41,11 @@ sanitize: $(VENV)/.package $(VENV)/.dev  ## the kernels' tests under AddressSani
 	$(PIP) install -q --no-build-isolation --no-deps --upgrade --target $(SANITIZED)/site \
 	  -C build-dir=$(SANITIZED)/build -C cmake.build-type=Debug \
 	  -C cmake.define.MILLRACE_SANITIZE=ON .
-	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
-	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-	PYTHONPATH=$(SANITIZED)/site $(BIN)/python -m pytest tests/kernels
+	@echo "== running the kernels' tests on it"
+	$(SANITIZED_PYTHON) -c 'import sys; from millrace import _core; path = _core.__file__; \
+	  ok = path.startswith("$(CURDIR)/$(SANITIZED)/") and b"__asan_init" in open(path, "rb").read(); \
+	  sys.exit(None if ok else "not the sanitized core: " + path)'
+	$(SANITIZED_PYTHON) -m pytest --capture=sys tests/kernels
 
 bench: $(VENV)/.package $(VENV)/.dev  ## measure against the peers and write benchmarks/RESULTS.md
 	$(BIN)/python benchmarks/run.py

@@ -75,9 +75,9 @@ def write_jsonl(path: Path, texts: Sequence[str]) -> Path:
     if path.suffix == ".gz":
         path.write_bytes(gzip.compress(data))
     elif path.suffix == ".zst":
-        import zstandard
+        from backports import zstd
 
-        path.write_bytes(zstandard.compress(data))
+        path.write_bytes(zstd.compress(data))
     else:
         path.write_bytes(data)
     return path

@@ -261,8 +261,8 @@ def _text(source: SampleSource, sample_number: int, add_extra_token: bool) -> li
     row = int(_entry(source.shuffle_index, sample_number))
     first, start = (int(number) for number in _entry(source.sample_index, row))
     last, stop = (int(number) for number in _entry(source.sample_index, row + 1))
-    if first > last:
-        raise ValueError(f"sample {row} starts in document {first} and ends in {last}")
+    if first > last or min(start, stop) < 0:
+        raise ValueError(f"sample {row} goes from {first, start} to {last, stop}")
     text: list[int] = []
     for place in range(first, last + 1):
         sequence = int(_entry(source.document_index, place))

@@ -179,14 +179,11 @@ class BlendedDataset:
                 )
         self.datasets = list(datasets)
         lengths = [len(dataset) for dataset in datasets]
-        if size is None:
-            self.weights = normalize(lengths)
-            self.dataset_index, self.dataset_sample_index = blend_exhaustively(lengths)
-        else:
-            self.weights = normalize(lengths if weights is None else weights)
-            self.dataset_index, self.dataset_sample_index = blend(
-                lengths if weights is None else weights, size
-            )
+        shares = lengths if weights is None else weights
+        self.dataset_index, self.dataset_sample_index = (
+            blend_exhaustively(lengths) if size is None else blend(shares, size)
+        )
+        self.weights = normalize(shares)
         self._check_sizes(lengths)
         self._sources: tuple[_core.SampleSource, ...] = tuple(d._source for d in datasets)
 

@@ -11,7 +11,7 @@ from millrace.errors import ConfigError
 from millrace.store import IndexedDataset
 from millrace.text import Tokenizer
 
-_SHOWN_TOKENS = 64
+_SHOWN_TOKENS = 256
 _BAR_WIDTH = 40
 _BINS = np.concatenate(([0, 1], 2 ** np.arange(1, 32, dtype=np.int64)))
 

@@ -56,7 +56,7 @@ def ordered_map(
         workers,
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_start_worker,
-        initargs=(context,),
+        initargs=(context, os.getpid()),
     )
     waiting: deque[Future[Result]] = deque()
     try:
@@ -78,7 +78,7 @@ def ordered_map(
 _context: Any = None
 
 
-def _start_worker(context: Any) -> None:
+def _start_worker(context: Any, parent: int) -> None:
     global _context
     _context = context
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a worker is one core's; threads would compete
@@ -86,6 +86,8 @@ def _start_worker(context: Any) -> None:
     if sys.platform == "linux":
         # A parent that is killed cannot end its workers: let the kernel do it.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was killed before we got here
+        os._exit(1)
 
 
 def _call(function: Callable[[Any, Item], Result], item: Item) -> Result:

@@ -16,7 +16,15 @@ SURPLUS = 0.005
 
 
 def normalize(weights: Sequence[float]) -> list[float]:
-    """The weights divided by their sum, in float64 and in NumPy's order of addition."""
+    """The weights divided by their sum, in float64 and in NumPy's order of addition.
+
+    Raises:
+        ConfigError: a weight that is negative or not finite, or nothing above 0.
+    """
+    if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not any(weights):
+        raise ConfigError(
+            f"the weights are {list(weights)}; they must be finite, not below 0, and not all 0"
+        )
     array = np.array(weights, dtype=np.float64)
     normalized: list[float] = (array / np.sum(array)).tolist()
     return normalized

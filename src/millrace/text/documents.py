@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import io
 import json
 import os
+import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -66,7 +66,8 @@ def read_blocks(path: str, block_size: int = BLOCK_SIZE) -> Iterator[LineBlock]:
                 yield LineBlock(path=path, first_line=line, data=rest, position=file.tell())
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise TextError(
-            f"{path}: the gzip data are damaged or truncated ({error}). Copy or write it again"
+            f"{path}: the compressed data are damaged or truncated ({error}). "
+            "Copy or write it again"
         ) from None
     except OSError as error:
         raise TextError(f"{path} cannot be read: {error.strerror or error}") from None
@@ -80,55 +81,31 @@ def _decompressed(file: BinaryIO, path: str) -> Iterator[Any]:
         with gzip.GzipFile(fileobj=file) as stream:
             yield stream
     elif magic == _ZSTD_MAGIC:
-        yield _ZstdReader(file, path)
+        zstd = _import_zstd(path)
+        window = {zstd.DecompressionParameter.window_log_max: 31}  # files of zstd --long=31 too
+        try:
+            with zstd.ZstdFile(file, options=window) as stream:
+                yield stream
+        except zstd.ZstdError as error:
+            raise TextError(
+                f"{path}: the zstd data are damaged ({error}). Copy or write it again"
+            ) from None
     else:
         yield file
 
 
-class _ZstdReader:
-    """Reads zstd frames, one after the other; unlike the library's stream reader, it tells a
-    frame that was cut off from one that ended."""
-
-    def __init__(self, file: BinaryIO, path: str) -> None:
-        try:
-            import zstandard
-        except ImportError:
-            raise TextError(
-                f"{path} is zstd-compressed, which needs the zstandard package: "
-                "pip install 'millrace[tokenizers]'"
-            ) from None
-        self._file = file
-        self._path = path
-        self._zstandard = zstandard
-        self._frame: Any = None
-        self._pending = b""
-
-    def read(self, size: int) -> bytes:
-        out = io.BytesIO()
-        while out.tell() < size:
-            data = self._pending or self._file.read(1 << 17)
-            self._pending = b""
-            if not data:
-                if self._frame is not None:
-                    raise TextError(
-                        f"{self._path}: the zstd data end in the middle of a frame: the file is "
-                        "truncated. Copy or write it again"
-                    )
-                break
-            if self._frame is None:
-                self._frame = self._zstandard.ZstdDecompressor(
-                    max_window_size=1 << 31
-                ).decompressobj()
-            try:
-                out.write(self._frame.decompress(data))
-            except self._zstandard.ZstdError as error:
-                raise TextError(
-                    f"{self._path}: the zstd data are damaged ({error}). Copy or write it again"
-                ) from None
-            if self._frame.eof:
-                self._pending = self._frame.unused_data
-                self._frame = None
-        return out.getvalue()
+def _import_zstd(path: str) -> Any:
+    try:
+        if sys.version_info >= (3, 14):
+            from compression import zstd
+        else:
+            from backports import zstd
+    except ImportError:
+        raise TextError(
+            f"{path} is zstd-compressed, which needs the backports.zstd package: "
+            "pip install 'millrace[tokenizers]'"
+        ) from None
+    return zstd
 
 
 def document_texts(block: LineBlock, keys: Sequence[str]) -> list[tuple[int, list[str]]]:

@@ -1,0 +1,186 @@
+"""Datasets: options, refusals, and damage that the core must find."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from millrace import (
+    BlendedDataset,
+    ConfigError,
+    DataError,
+    GPTDataset,
+    IndexedDataset,
+    IndexedDatasetBuilder,
+    samples_per_dataset,
+    split_ranges,
+)
+
+Make = Callable[..., IndexedDataset]
+
+
+def test_eod_options(tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(tmp_path / "data", np.uint16) as builder:
+        builder.add_document([5, 6, 0, 7, 8, 9, 0, 4, 3])
+    sample = GPTDataset(
+        IndexedDataset(tmp_path / "data"),
+        sequence_length=8,
+        seed=0,
+        eod_token=0,
+        reset_position_ids=True,
+        eod_mask_loss=True,
+    )[0]
+    assert sample["tokens"].tolist() == [5, 6, 0, 7, 8, 9, 0, 4]
+    assert sample["labels"].tolist() == [6, 0, 7, 8, 9, 0, 4, 3]
+    assert sample["position_ids"].tolist() == [0, 1, 2, 0, 1, 2, 3, 0]
+    assert sample["loss_mask"].tolist() == [1, 1, 0, 1, 1, 1, 0, 1]
+
+
+def test_a_partial_sample_is_padded_and_masked(tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(tmp_path / "data", np.uint16) as builder:
+        builder.add_document([5, 6, 7, 8])
+    dataset = GPTDataset(
+        IndexedDataset(tmp_path / "data"),
+        sequence_length=6,
+        seed=0,
+        pad_token=2,
+        drop_last_partial_sequence=False,
+    )
+    sample = dataset[0]
+    assert len(dataset) == 1
+    assert sample["tokens"].tolist() == [5, 6, 7, 8, 0, 0]
+    assert sample["labels"].tolist() == [6, 7, 8, 0, 0, 0]
+    assert sample["loss_mask"].tolist() == [1, 1, 1, 0, 0, 0]
+
+
+def test_the_count_of_the_partial_sample_is_exact() -> None:
+    """Megatron-LM counts it in 32-bit floats, and finds 11,886 here."""
+    from millrace.order import plan_gpt
+
+    plan = plan_gpt(24_342_530, None, 2048, drop_last_partial_sequence=False)
+    assert plan.num_samples == 11_887
+
+
+def test_negative_and_outside_numbers(make_dataset: Make) -> None:
+    dataset = GPTDataset(make_dataset([100]), sequence_length=8, seed=0)
+    assert np.array_equal(dataset[-1]["tokens"], dataset[len(dataset) - 1]["tokens"])
+    for number in (len(dataset), -len(dataset) - 1):
+        with pytest.raises(IndexError):
+            dataset[number]
+    with pytest.raises(IndexError, match=r"from 0 to 12 .* the dataset has 0 to 11"):
+        dataset.batch([0, 12])
+    with pytest.raises(ConfigError, match="integers"):
+        dataset.batch([0.5])
+    assert dataset.batch([])["tokens"].shape == (0, 8)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options", "message"),
+    [
+        ([], {}, "the split holds 0 tokens"),
+        ([0, 0], {}, "the split holds 0 tokens"),
+        ([8], {}, "leaves no sample"),
+        ([50], {"sequences": (1, 1)}, "the split holds 0 tokens"),
+        ([50], {"sequences": (0, 2)}, "the file has 1"),
+        ([50], {"sequence_length": 0}, "sequence_length is 0"),
+        ([50], {"num_samples": -1}, "num_samples is -1"),
+        ([50], {"seed": -1}, "the seed is -1"),
+        ([50], {"seed": 2**32}, "the seed is 4294967296"),
+        ([50], {"eod_mask_loss": True}, "give eod_token"),
+    ],
+)
+def test_what_leaves_no_order_is_refused(
+    make_dataset: Make, lengths: list[int], options: dict, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        GPTDataset(make_dataset(lengths), **{"sequence_length": 8, "seed": 0, **options})
+
+
+def test_a_split_without_documents_is_refused(make_dataset: Make) -> None:
+    """Megatron-LM looks for enough epochs of nothing, for ever."""
+    data = make_dataset([20, 20])
+    train, _, test = split_ranges(len(data), "99,0,1")
+    assert (train, test) == ((0, 2), (2, 2))
+    with pytest.raises(ConfigError, match="sequences 2 to 2: the split holds 0 tokens"):
+        GPTDataset(data, sequence_length=8, seed=0, num_samples=5, sequences=test)
+
+
+def test_tokens_that_are_no_integers_are_refused(make_dataset: Make) -> None:
+    with pytest.raises(DataError, match="float32; token ids are integers"):
+        GPTDataset(make_dataset([50], dtype=np.float32), sequence_length=8, seed=0)
+
+
+def test_a_damaged_index_is_found_when_it_is_used(make_dataset: Make, tmp_path: Path) -> None:
+    make_dataset([50, 60, 70])
+    path = tmp_path / "data.idx"
+    with open(path, "r+b") as file:  # the pointer of sequence 1
+        file.seek(34 + 3 * 4 + 8)
+        file.write(b"\xff\xff\xff\x00")
+    dataset = GPTDataset(IndexedDataset(tmp_path / "data"), sequence_length=8, seed=0)
+    with pytest.raises(DataError, match="sequence 1 starts at byte"):
+        dataset.batch(np.arange(len(dataset)))
+    with open(path, "r+b") as file:  # the length of sequence 1
+        file.seek(34 + 4)
+        file.write(b"\xff\xff\xff\xff")
+    with pytest.raises(DataError, match="sequence 1 has the length -1"):
+        GPTDataset(IndexedDataset(tmp_path / "data"), sequence_length=8, seed=0)
+
+
+# ---- blends ----
+
+
+def test_a_blend_draws_each_dataset_by_its_weight(make_dataset: Make) -> None:
+    weights = [0.5, 0.3, 0.2]
+    parts = [
+        GPTDataset(
+            make_dataset([300], name=f"part{i}"), sequence_length=8, seed=i, num_samples=count
+        )
+        for i, (_, count) in enumerate(samples_per_dataset(weights, 100))
+    ]
+    blend = BlendedDataset(parts, weights, 100)
+    assert np.bincount(blend.dataset_index).tolist() == [50, 30, 20]
+    batch = blend.batch(np.arange(100))
+    for row in range(100):
+        part, number = blend.dataset_index[row], blend.dataset_sample_index[row]
+        for name, array in parts[part][number].items():
+            assert np.array_equal(batch[name][row], array)
+
+
+def test_an_exhaustive_blend_draws_every_sample_once(make_dataset: Make) -> None:
+    parts = [
+        GPTDataset(make_dataset([length], name=f"part{i}"), sequence_length=8, seed=i)
+        for i, length in enumerate([300, 20, 90])
+    ]
+    blend = BlendedDataset(parts)
+    assert len(blend) == sum(len(part) for part in parts)
+    for i, part in enumerate(parts):
+        assert blend.dataset_sample_index[blend.dataset_index == i].tolist() == list(
+            range(len(part))
+        )
+
+
+def test_blends_that_cannot_work_are_refused(make_dataset: Make) -> None:
+    parts = [
+        GPTDataset(make_dataset([length], name=f"part{i}"), sequence_length=8, seed=i)
+        for i, length in enumerate([300, 20])
+    ]
+    with pytest.raises(ConfigError, match=r"(?s)dataset 1 .*has 2, 50 are drawn, 48 short"):
+        BlendedDataset(parts, [1, 1], 100)
+    for weights, message in [
+        ([1.0, 0.0], "weight of dataset 1 is 0.0"),
+        ([1.0, -1.0], "weight of dataset 1 is -1.0"),
+        ([float("nan"), 1.0], "weight of dataset 0 is nan"),
+        ([1.0], "1 weights for 2 datasets"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            BlendedDataset(parts, weights, 10)
+    with pytest.raises(ConfigError, match="needs a size"):
+        BlendedDataset(parts, [1, 1])
+    with pytest.raises(ConfigError, match="at least one dataset"):
+        BlendedDataset([])
+    other = GPTDataset(make_dataset([300], name="other"), sequence_length=9, seed=0)
+    with pytest.raises(ConfigError, match="make them equal"):
+        BlendedDataset([parts[0], other])

@@ -1,0 +1,227 @@
+"""The loader's laws: one global order for any number of ranks, and an exact resume."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from millrace import (
+    BlendedDataset,
+    ConfigError,
+    GPTDataset,
+    IndexedDataset,
+    Loader,
+    ResumeError,
+    SequentialSampler,
+)
+
+Make = Callable[..., IndexedDataset]
+
+
+@pytest.fixture
+def dataset(make_dataset: Make) -> GPTDataset:
+    return GPTDataset(make_dataset([30, 0, 50, 7, 101]), sequence_length=8, seed=3, num_samples=50)
+
+
+def ranks(dataset: Any, micro_batch_size: int, size: int, **options: Any) -> list[Loader]:
+    return [
+        Loader(
+            dataset,
+            micro_batch_size=micro_batch_size,
+            data_parallel_rank=rank,
+            data_parallel_size=size,
+            **options,
+        )
+        for rank in range(size)
+    ]
+
+
+def drawn(loaders: list[Loader], num_steps: int | None = None) -> np.ndarray:
+    """The tokens that all ranks see, step by step, rank by rank."""
+    rows = [np.empty((0, 8), np.int64)]
+    step = 0
+    while num_steps is None or step < num_steps:
+        batches = [batch for loader in loaders for batch in [next(loader, None)] if batch]
+        if not batches:
+            break
+        rows += [batch["tokens"] for batch in batches]
+        step += 1
+    return np.concatenate(rows)
+
+
+def test_a_batch_holds_the_four_arrays(dataset: GPTDataset) -> None:
+    batch = next(Loader(dataset, micro_batch_size=4))
+    assert {name: (array.shape, array.dtype.name) for name, array in batch.items()} == {
+        "tokens": ((4, 8), "int64"),
+        "labels": ((4, 8), "int64"),
+        "loss_mask": ((4, 8), "float32"),
+        "position_ids": ((4, 8), "int64"),
+    }
+    assert np.array_equal(batch["tokens"][:, 1:], batch["labels"][:, :-1])
+    for row in range(4):
+        for name, array in dataset[row].items():
+            assert np.array_equal(array, batch[name][row])
+
+
+def test_torch_tensors_when_asked(dataset: GPTDataset) -> None:
+    torch = pytest.importorskip("torch")
+    from millrace.torch import to_tensors
+
+    batch = next(Loader(dataset, micro_batch_size=4, transform=to_tensors))
+    plain = next(Loader(dataset, micro_batch_size=4))
+    assert batch["loss_mask"].dtype == torch.float32
+    for name, tensor in batch.items():
+        assert isinstance(tensor, torch.Tensor)
+        assert np.array_equal(tensor.numpy(), plain[name])
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    first=st.tuples(st.integers(1, 5), st.integers(1, 5)),
+    second=st.tuples(st.integers(1, 5), st.integers(1, 5)),
+    num_steps=st.integers(0, 8),
+)
+def test_one_order_and_resume_for_any_ranks_and_stopping_point(
+    dataset: GPTDataset, first: tuple[int, int], second: tuple[int, int], num_steps: int
+) -> None:
+    """The ranks' samples interleave to 0, 1, 2, ...; a stop and a resume change nothing."""
+    everything = dataset.batch(np.arange(len(dataset)))["tokens"]
+    loaders = ranks(dataset, *first)
+    before = drawn(loaders, num_steps)
+    states = [json.loads(json.dumps(loader.state_dict())) for loader in loaders]
+    assert all(state == states[0] for state in states)
+    assert states[0]["consumed_samples"] == len(before)
+    resumed = ranks(dataset, *second)
+    for loader in resumed:
+        loader.load_state_dict(states[0])
+    after = drawn(resumed)
+    seen = np.concatenate([before, after])
+    assert np.array_equal(seen, everything[: len(seen)])
+    assert len(everything) - len(seen) < second[0] * second[1]  # the incomplete last block
+
+
+@settings(max_examples=60)
+@given(
+    num_samples=st.integers(1, 60),
+    micro=st.integers(1, 5),
+    size=st.integers(1, 5),
+    drop_last=st.booleans(),
+)
+def test_the_sampler_uses_each_number_once(
+    num_samples: int, micro: int, size: int, drop_last: bool
+) -> None:
+    samplers = [
+        SequentialSampler(
+            num_samples,
+            micro_batch_size=micro,
+            data_parallel_rank=rank,
+            data_parallel_size=size,
+            drop_last=drop_last,
+        )
+        for rank in range(size)
+    ]
+    consumed, numbers = 0, []
+    while samplers[0].has_step(consumed):
+        for sampler in samplers:
+            part = sampler.sample_numbers(consumed).tolist()
+            assert len(part) == micro or not drop_last
+            numbers += part
+        consumed = samplers[0].consumed_after(consumed)
+    whole = num_samples - num_samples % (micro * size) if drop_last else num_samples
+    assert numbers == list(range(whole))
+    assert consumed == whole
+
+
+def test_without_drop_last_the_last_batch_is_shorter(dataset: GPTDataset) -> None:
+    loaders = ranks(dataset, 7, 2, drop_last=False)
+    assert len(drawn(loaders)) == len(dataset)
+    assert loaders[0].consumed_samples == len(dataset)
+
+
+def test_what_could_not_work_is_refused(dataset: GPTDataset) -> None:
+    with pytest.raises(ConfigError, match="micro_batch_size is 0"):
+        Loader(dataset, micro_batch_size=0)
+    with pytest.raises(ConfigError, match="data_parallel_rank is 2"):
+        Loader(dataset, micro_batch_size=1, data_parallel_rank=2, data_parallel_size=2)
+    with pytest.raises(ConfigError, match="no step is complete"):
+        Loader(dataset, micro_batch_size=1000)
+    with pytest.raises(ConfigError, match=r"consumed_samples is 10000; the dataset has \d+"):
+        Loader(dataset, micro_batch_size=1, consumed_samples=10000)
+
+
+# ---- a state that does not belong here ----
+
+
+def test_a_state_of_another_order_is_refused_with_what_differs(make_dataset: Make) -> None:
+    data = make_dataset([100, 200])
+    state = Loader(GPTDataset(data, sequence_length=8, seed=3), micro_batch_size=1).state_dict()
+    for changed, message in [
+        ({"seed": 4}, "seed: saved 3, now 4"),
+        ({"sequence_length": 9}, "sequence_length: saved 8, now 9"),
+        ({"num_samples": 60}, "num_epochs: saved 1, now 2"),
+        ({"sequences": (0, 1)}, r"sequences\[1\]: saved 2, now 1"),
+        ({"add_extra_token": False}, "add_extra_token: saved True, now False"),
+        ({"pad_token": 5}, "pad_token: saved -1, now 5"),
+    ]:
+        options: dict[str, Any] = {"sequence_length": 8, "seed": 3, **changed}
+        other = Loader(GPTDataset(data, **options), micro_batch_size=1)
+        with pytest.raises(ResumeError, match=message):
+            other.load_state_dict(state)
+        assert other.consumed_samples == 0
+    rewritten = GPTDataset(make_dataset([200, 100], name="b"), sequence_length=8, seed=3)
+    with pytest.raises(ResumeError, match="content: saved"):
+        Loader(rewritten, micro_batch_size=1).load_state_dict(state)
+
+
+def test_a_state_of_another_blend_is_refused(make_dataset: Make) -> None:
+    parts = [
+        GPTDataset(make_dataset([200], name=name), sequence_length=8, seed=1) for name in ("a", "b")
+    ]
+    state = Loader(BlendedDataset(parts, [0.5, 0.5], 20), micro_batch_size=1).state_dict()
+    with pytest.raises(ResumeError, match=r"weights\[0\]: saved 0.5, now 0.25"):
+        Loader(BlendedDataset(parts, [1, 3], 20), micro_batch_size=1).load_state_dict(state)
+    with pytest.raises(ResumeError, match="size: saved 20, now 21"):
+        Loader(BlendedDataset(parts, [0.5, 0.5], 21), micro_batch_size=1).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 2}, "version 2"),
+        ({"version": None}, "version None"),
+    ],
+)
+def test_a_state_of_another_version_is_refused(
+    dataset: GPTDataset, change: dict[str, Any], message: str
+) -> None:
+    loader = Loader(dataset, micro_batch_size=1)
+    with pytest.raises(ResumeError, match=message):
+        loader.load_state_dict({**loader.state_dict(), **change})
+
+
+def test_what_is_no_state_is_refused(dataset: GPTDataset) -> None:
+    with pytest.raises(ResumeError, match="no consumed_samples, fingerprint, version"):
+        Loader(dataset, micro_batch_size=1).load_state_dict({"epoch": 3})
+
+
+def test_data_that_moved_are_the_same_data(make_dataset: Make, tmp_path: Path) -> None:
+    def loader(prefix: Path) -> Loader:
+        data = GPTDataset(IndexedDataset(prefix), sequence_length=8, seed=3)
+        return Loader(data, micro_batch_size=2)
+
+    make_dataset([100, 200])
+    first = loader(tmp_path / "data")
+    next(first)
+    state = first.state_dict()
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"data{suffix}").rename(tmp_path / f"moved{suffix}")
+    second = loader(tmp_path / "moved")
+    second.load_state_dict(state)
+    assert np.array_equal(next(second)["tokens"], next(first)["tokens"])

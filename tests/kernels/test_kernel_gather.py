@@ -1,0 +1,454 @@
+"""The twin law for gather_samples, and that damaged indices are refused, never followed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import ArrayLike
+
+from millrace import _native, reference
+
+TOKEN_DTYPES = (np.uint8, np.int8, np.int16, np.uint16, np.int32, np.int64)
+NAMES = ("tokens", "labels", "loss_mask", "position_ids")
+INT64_ENDS = (-(2**63), 2**63 - 1)
+
+Arrays = dict[str, np.ndarray]
+
+
+def make_arrays(
+    seed: int,
+    sequence_length: int,
+    *,
+    extra: bool,
+    partial: bool = False,
+    dtype: Any = np.uint16,
+    index_dtypes: tuple[Any, Any] = (np.int32, np.uint32),
+    num_sequences: int = 9,
+    max_length: int = 25,
+) -> Arrays:
+    """One dataset's arrays: sequences with gaps between them, starting at any byte, two epochs."""
+    random = np.random.default_rng(seed)
+    lengths = random.integers(0, max_length + 1, num_sequences, dtype=np.int32)
+    lengths[num_sequences // 2] = max_length  # at least one has tokens
+    documents = random.permutation(np.tile(np.arange(num_sequences, dtype=np.int32), 2))
+    width = np.dtype(dtype).itemsize
+    gaps = random.integers(0, 2 * width, num_sequences)  # bytes: off the tokens' grid
+    pointers = np.cumsum(np.append(0, lengths * width + gaps)[:-1])
+    num_tokens = int(pointers[-1]) // width + max_length + 2
+    tokens = random.integers(0, 12, num_tokens).astype(dtype)  # few values: many EOD and pad
+    if tokens.dtype.kind == "i":
+        tokens[::5] = -1
+    total = 2 * int(lengths.sum()) - extra
+    num_samples = -(-total // sequence_length) if partial else total // sequence_length
+    return {
+        "tokens": tokens,
+        "sequence_pointers": pointers,
+        "sequence_lengths": lengths,
+        "document_index": documents,
+        "sample_index": reference.sample_index(
+            lengths,
+            documents,
+            sequence_length,
+            num_samples,
+            add_extra_token=extra,
+            allow_partial=partial,
+            dtype=index_dtypes[0],
+        ),
+        "shuffle_index": random.permutation(num_samples).astype(index_dtypes[1]),
+    }
+
+
+def gather(
+    module: Any,
+    arrays: list[Arrays],
+    source_numbers: ArrayLike,
+    sample_numbers: ArrayLike,
+    **options: Any,
+) -> tuple[np.ndarray, ...]:
+    everything: dict[str, Any] = {
+        "sequence_length": 8,
+        "add_extra_token": True,
+        "pad_token": -1,
+        "eod_token": -1,
+        "reset_position_ids": False,
+        "eod_mask_loss": False,
+    }
+    result: tuple[np.ndarray, ...] = module.gather_samples(
+        tuple(module.sample_source(**source) for source in arrays),
+        np.array(source_numbers, dtype=np.int64),
+        np.array(sample_numbers, dtype=np.int64),
+        **(everything | options),
+    )
+    return result
+
+
+def assert_twin(
+    arrays: list[Arrays], source_numbers: ArrayLike, sample_numbers: ArrayLike, **options: Any
+) -> None:
+    actual = gather(_native, arrays, source_numbers, sample_numbers, **options)
+    expected = gather(reference, arrays, source_numbers, sample_numbers, **options)
+    for name, left, right in zip(NAMES, actual, expected, strict=True):
+        np.testing.assert_array_equal(left, right, err_msg=name, strict=True)
+
+
+def assert_refused(
+    arrays: list[Arrays], source_numbers: ArrayLike, sample_numbers: ArrayLike, **options: Any
+) -> None:
+    for module in (reference, _native):
+        with pytest.raises(ValueError, match=r"outside|do not fit|goes from|were asked for|above"):
+            gather(module, arrays, source_numbers, sample_numbers, **options)
+
+
+@pytest.mark.parametrize("dtype", TOKEN_DTYPES)
+@pytest.mark.parametrize("extra", [False, True])
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize("sequence_length", [1, 2, 7, 8, 31, 64, 300])
+def test_equals_its_twin(dtype: Any, extra: bool, partial: bool, sequence_length: int) -> None:
+    for seed in range(2):
+        arrays = make_arrays(seed, sequence_length, extra=extra, partial=partial, dtype=dtype)
+        numbers = np.arange(len(arrays["shuffle_index"]))
+        for pad_token, eod_token in ((-1, 3), (5, 3), (3, 3), (-1, -1), (2**40, 0)):
+            assert_twin(
+                [arrays],
+                np.zeros_like(numbers),
+                numbers,
+                sequence_length=sequence_length,
+                add_extra_token=extra,
+                pad_token=pad_token,
+                eod_token=eod_token,
+                reset_position_ids=seed == 0,
+                eod_mask_loss=pad_token != 5,
+            )
+
+
+@given(data=st.data())
+@settings(deadline=None, derandomize=True, max_examples=200)
+def test_equals_its_twin_for_any_batch(data: st.DataObject) -> None:
+    sequence_length, extra = data.draw(st.integers(1, 40)), data.draw(st.booleans())
+    arrays = [
+        make_arrays(
+            data.draw(st.integers(0, 10**6)),
+            sequence_length,
+            extra=extra,
+            partial=data.draw(st.booleans()),
+            dtype=data.draw(st.sampled_from(TOKEN_DTYPES)),
+            index_dtypes=(
+                data.draw(st.sampled_from([np.int32, np.int64])),
+                data.draw(st.sampled_from([np.uint32, np.int64])),
+            ),
+            num_sequences=data.draw(st.integers(1, 12)),
+            max_length=data.draw(st.integers(1, 50)),
+        )
+        for _ in range(data.draw(st.integers(1, 4)))
+    ]
+    filled = [d for d in range(len(arrays)) if len(arrays[d]["shuffle_index"]) > 0]
+    batch = (
+        data.draw(st.lists(st.tuples(st.sampled_from(filled), st.integers(0, 10**6))))
+        if filled
+        else []
+    )
+    assert_twin(
+        arrays,
+        [d for d, _ in batch],
+        [number % len(arrays[d]["shuffle_index"]) for d, number in batch],
+        sequence_length=sequence_length,
+        add_extra_token=extra,
+        pad_token=data.draw(st.sampled_from([-1, 0, 5, 11])),
+        eod_token=data.draw(st.sampled_from([-1, 0, 5, 10])),
+        reset_position_ids=data.draw(st.booleans()),
+        eod_mask_loss=data.draw(st.booleans()),
+    )
+
+
+@pytest.mark.parametrize("batch", [0, 1, 2] + [2**k + d for k in range(2, 13) for d in (-1, 0, 1)])
+def test_equals_its_twin_for_batches_of_any_size(batch: int) -> None:
+    arrays = make_arrays(1, 3, extra=True)
+    numbers = np.random.default_rng(batch).integers(0, len(arrays["shuffle_index"]), batch)
+    assert_twin([arrays], np.zeros_like(numbers), numbers, sequence_length=3)
+
+
+@pytest.mark.parametrize("length", [2**k + d for k in range(1, 13) for d in (-1, 0, 1)])
+def test_equals_its_twin_for_sequences_of_any_size(length: int) -> None:
+    arrays = make_arrays(2, 511, extra=True, num_sequences=2, max_length=length, partial=True)
+    numbers = np.arange(len(arrays["shuffle_index"]))
+    assert_twin([arrays], np.zeros_like(numbers), numbers, sequence_length=511)
+
+
+def test_no_samples_need_no_sources() -> None:
+    assert_twin([], [], [], sequence_length=5)
+
+
+def test_a_sample_without_tokens_is_all_padding() -> None:
+    arrays = make_arrays(0, 8, extra=False)
+    end = [[17, arrays["sequence_lengths"][arrays["document_index"][17]]]]
+    arrays["sample_index"] = np.array(end * 2, np.int32)
+    arrays["shuffle_index"] = np.array([0], np.uint32)
+    for pad_token in (-1, 0, 7):
+        assert_twin([arrays], [0], [0], add_extra_token=False, pad_token=pad_token)
+
+
+@pytest.mark.parametrize("dtype", TOKEN_DTYPES)
+def test_reads_the_ends_of_the_dtype(dtype: Any) -> None:
+    limits = np.iinfo(dtype)
+    arrays = make_arrays(0, 8, extra=True, dtype=dtype)
+    arrays["tokens"][::2], arrays["tokens"][1::3] = limits.max, limits.min
+    numbers = np.arange(len(arrays["shuffle_index"]))
+    for token in (int(limits.min), int(limits.max), *INT64_ENDS):
+        assert_twin(
+            [arrays],
+            np.zeros_like(numbers),
+            numbers,
+            pad_token=token,
+            eod_token=token,
+            eod_mask_loss=True,
+            reset_position_ids=True,
+        )
+
+
+@pytest.mark.parametrize("dtype", TOKEN_DTYPES)
+def test_reads_past_2_to_the_32_bytes(dtype: Any, tmp_path: Path) -> None:
+    """From a file with a hole, which takes no room on disk or in memory."""
+    width = np.dtype(dtype).itemsize
+    pointers = np.array([0, 2**31 - 4 * width, 2**31 + 3, 2**32 - 4 * width, 2**32 + 5])
+    num_tokens = (2**32 + 1024) // width
+    path = tmp_path / "tokens.bin"
+    path.touch()
+    with open(path, "r+b") as file:
+        file.truncate(num_tokens * width)
+        for pointer in pointers.tolist():
+            file.seek(pointer)
+            file.write(np.arange(pointer % 90, pointer % 90 + 9).astype(dtype).tobytes())
+    arrays = make_arrays(0, 8, extra=True)
+    arrays |= {
+        "tokens": np.memmap(path, dtype, "r", shape=(num_tokens,)),
+        "sequence_pointers": pointers,
+        "sequence_lengths": np.full(5, 9, np.int32),
+        "document_index": np.array([4, 0, 2, 1, 3], np.int32),
+        "sample_index": np.array([[d, o] for d in range(5) for o in (0, 4)], np.int32)[:-1],
+    }
+    arrays["shuffle_index"] = np.arange(8, dtype=np.uint32)
+    assert_twin([arrays], [0] * 8, range(8))
+
+
+@pytest.mark.parametrize("dtype", TOKEN_DTYPES)
+@pytest.mark.parametrize("number", [-1, 10**6, 2**31, 2**32, *INT64_ENDS])
+def test_refuses_numbers_outside_the_arrays(dtype: Any, number: int) -> None:
+    arrays = make_arrays(0, 8, extra=True, dtype=dtype)
+    num_samples = len(arrays["shuffle_index"])
+    assert_refused([arrays], [0], [number])
+    assert_refused([arrays], [number], [0])
+    assert_refused([arrays], [0, 0, 0], [0, num_samples, 1])
+    assert_refused([arrays, arrays], [0, 2], [0, 0])
+    assert_refused([], [0], [0])
+
+
+@pytest.mark.parametrize("dtype", TOKEN_DTYPES)
+@pytest.mark.parametrize("wide", [False, True])
+def test_refuses_entries_of_the_shuffle_index_outside_the_samples(dtype: Any, wide: bool) -> None:
+    index_dtypes = (np.int64, np.int64) if wide else (np.int32, np.uint32)
+    arrays = make_arrays(0, 8, extra=True, dtype=dtype, index_dtypes=index_dtypes)
+    num_samples = len(arrays["shuffle_index"])
+    entries = [num_samples, num_samples + 1, 2**31, 2**32 - 1]
+    for entry in [*entries, -1, 2**32, *INT64_ENDS] if wide else entries:
+        arrays["shuffle_index"][2] = entry
+        assert_refused([arrays], [0, 0], [0, 2])
+    arrays["sample_index"] = arrays["sample_index"][:0]  # not even a first row
+    assert_refused([arrays], [0], [0])
+
+
+@pytest.mark.parametrize("dtype", TOKEN_DTYPES)
+@pytest.mark.parametrize("extra", [False, True])
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("row", [2, 3])
+def test_refuses_entries_of_the_sample_index_outside_the_documents(
+    dtype: Any, extra: bool, wide: bool, row: int
+) -> None:
+    """In the row where sample 2 begins, and in the one where it ends."""
+    right = make_arrays(
+        0, 8, extra=extra, dtype=dtype, index_dtypes=(np.int64 if wide else np.int32, np.uint32)
+    )
+    right["shuffle_index"] = np.arange(len(right["shuffle_index"]), dtype=np.uint32)
+    ends = INT64_ENDS if wide else (-(2**31), 2**31 - 1)
+    num_documents = len(right["document_index"])
+    # A document of -2 + 2**32 and an offset of 2**32 are right ones to code that drops high bits.
+    high = (2**32, 2**32 + int(right["sample_index"][row, 1])) if wide else ()
+    for column, wrong in ((0, (-1, num_documents)), (1, (-1, -9, 26, 1000))):
+        for entry in (*wrong, *ends, *high):
+            arrays = right | {"sample_index": right["sample_index"].copy()}
+            arrays["sample_index"][row, column] = entry
+            assert_refused([arrays], [0], [2], add_extra_token=extra)
+
+
+@pytest.mark.parametrize("dtype", TOKEN_DTYPES)
+@pytest.mark.parametrize(
+    ("first", "last"),
+    [
+        ((0, 5), (0, 3)),  # backwards in a document
+        ((1, 0), (0, 7)),  # backwards by a document, though as many tokens lie between the offsets
+        ((2, 0), (0, 7)),
+        ((0, 0), (0, 9)),  # more tokens than a sample has
+        ((0, 0), (17, 3)),
+        ((0, 20), (1, 20)),
+    ],
+)
+def test_refuses_rows_that_do_not_bound_a_sample(
+    dtype: Any, first: tuple[int, int], last: tuple[int, int]
+) -> None:
+    arrays = make_arrays(0, 8, extra=True, dtype=dtype)
+    arrays["sequence_lengths"][:] = 20
+    arrays["tokens"] = np.zeros(2000, dtype)
+    arrays["sample_index"] = np.array([first, last], np.int32)
+    arrays["shuffle_index"] = np.array([0], np.uint32)
+    assert_refused([arrays], [0], [0])
+
+
+@pytest.mark.parametrize("dtype", TOKEN_DTYPES)
+@pytest.mark.parametrize("entry", [-1, 9, 2**31 - 1, -(2**31)])
+def test_refuses_entries_of_the_document_index_outside_the_sequences(
+    dtype: Any, entry: int
+) -> None:
+    arrays = make_arrays(0, 8, extra=True, dtype=dtype)
+    arrays["document_index"][:] = entry
+    assert_refused([arrays], [0], [0])
+
+
+@pytest.mark.parametrize("dtype", TOKEN_DTYPES)
+@pytest.mark.parametrize("length", [-1, -(2**31)])
+def test_refuses_negative_lengths(dtype: Any, length: int) -> None:
+    arrays = make_arrays(0, 8, extra=True, dtype=dtype)
+    arrays["sequence_lengths"][:] = length
+    assert_refused([arrays], [0], [0])
+
+
+@pytest.mark.parametrize("dtype", TOKEN_DTYPES)
+def test_refuses_sequences_outside_the_token_file(dtype: Any) -> None:
+    width = np.dtype(dtype).itemsize
+    arrays = make_arrays(0, 8, extra=True, dtype=dtype, num_sequences=1, max_length=9)
+    arrays["tokens"] = np.arange(9).astype(dtype)
+    arrays["sequence_lengths"][:] = 9
+    arrays["sample_index"] = np.array([[0, 0], [0, 8]], np.int32)
+    arrays["shuffle_index"] = np.array([0], np.uint32)
+    arrays["sequence_pointers"] = np.array([0])
+    assert_twin([arrays], [0], [0])  # to the very last byte
+    nbytes = 9 * width
+    for pointer in (-1, 1, -width, nbytes, nbytes + 1, 2**32, -(2**32), *INT64_ENDS):
+        arrays["sequence_pointers"] = np.array([pointer])
+        assert_refused([arrays], [0], [0])
+    arrays["sequence_pointers"] = np.array([0])
+    for tokens in (arrays["tokens"][:-1], arrays["tokens"][:0]):
+        assert_refused([arrays | {"tokens": tokens}], [0], [0])
+    arrays["sequence_lengths"][:] = 2**31 - 1
+    arrays["sample_index"] = np.array([[0, 2**31 - 10], [0, 2**31 - 2]], np.int32)
+    assert_refused([arrays], [0], [0])
+
+
+@given(data=st.data())
+@settings(deadline=None, derandomize=True, max_examples=400)
+def test_any_damage_is_refused_or_read_as_the_twin_reads_it(data: st.DataObject) -> None:
+    arrays = make_arrays(
+        data.draw(st.integers(0, 50)),
+        8,
+        extra=True,
+        dtype=data.draw(st.sampled_from(TOKEN_DTYPES)),
+        index_dtypes=(np.int64, np.int64),
+    )
+    numbers = np.arange(len(arrays["shuffle_index"]))
+    for _ in range(data.draw(st.integers(1, 3))):
+        name = data.draw(st.sampled_from([name for name in arrays if name != "tokens"]))
+        limits = np.iinfo(arrays[name].dtype)
+        place = data.draw(st.integers(0, arrays[name].size - 1))
+        arrays[name].reshape(-1)[place] = data.draw(
+            st.one_of(st.integers(-3, 30), st.integers(int(limits.min), int(limits.max)))
+        )
+    try:
+        expected = gather(reference, [arrays], np.zeros_like(numbers), numbers)
+    except ValueError:
+        with pytest.raises(ValueError, match=r"outside|do not fit"):
+            gather(_native, [arrays], np.zeros_like(numbers), numbers)
+    else:
+        actual = gather(_native, [arrays], np.zeros_like(numbers), numbers)
+        for name, left, right in zip(NAMES, actual, expected, strict=True):
+            np.testing.assert_array_equal(left, right, err_msg=name, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"tokens": np.zeros(500, np.float32)}, "integer dtype"),
+        ({"tokens": np.zeros(500, np.float64)}, "integer dtype"),
+        ({"tokens": np.zeros(500, np.uint32)}, "integer dtype"),
+        ({"tokens": np.zeros(500, np.uint64)}, "integer dtype"),
+        ({"tokens": np.zeros(500, np.bool_)}, "integer dtype"),
+        ({"tokens": np.zeros((50, 10), np.int32)}, "one dimension"),
+        ({"sequence_pointers": np.zeros(9, np.int32)}, "sequence_pointers"),
+        ({"sequence_pointers": np.zeros(18, np.int64)[::2]}, "sequence_pointers"),
+        ({"sequence_pointers": np.zeros(8, np.int64)}, "differ in size"),
+        ({"sequence_lengths": np.zeros(9, np.int64)}, "sequence_lengths"),
+        ({"sequence_lengths": np.zeros((9, 1), np.int32)}, "sequence_lengths"),
+        ({"sequence_lengths": np.zeros(10, np.int32)}, "differ in size"),
+        ({"document_index": np.zeros(18, np.int64)}, "document_index"),
+        ({"sample_index": np.zeros(8, np.int32)}, "sample_index"),
+        ({"sample_index": np.zeros((4, 3), np.int32)}, "sample_index"),
+        ({"sample_index": np.zeros((4, 2), np.uint32)}, "sample_index"),
+        ({"sample_index": np.zeros((4, 2), np.float64)}, "sample_index"),
+        ({"shuffle_index": np.zeros(3, np.int32)}, "shuffle_index"),
+        ({"shuffle_index": np.zeros(3, np.uint64)}, "shuffle_index"),
+        ({"shuffle_index": np.zeros((3, 1), np.uint32)}, "shuffle_index"),
+    ],
+)
+def test_a_source_refuses_wrong_arrays(wrong: Arrays, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _native.sample_source(**(make_arrays(0, 8, extra=True) | wrong))
+
+
+def test_refuses_a_foreign_byte_order() -> None:
+    arrays = make_arrays(0, 8, extra=True)
+    with pytest.raises((ValueError, TypeError)):
+        _native.sample_source(**(arrays | {"tokens": arrays["tokens"].astype(">u2")}))
+
+
+def test_refuses_batches_whose_numbers_do_not_pair_up() -> None:
+    arrays = make_arrays(0, 8, extra=True)
+    for sources, samples in (([0], [0, 1]), ([0, 0], [0]), ([], [0])):
+        with pytest.raises(ValueError, match="differ in size"):
+            gather(_native, [arrays], sources, samples)
+
+
+# 2**62 rows of 4 and 2**63 of 2 are 0 to code that multiplies 64-bit counts.
+@pytest.mark.parametrize("sequence_length", [0, -1, -(2**63), 2**60, 2**62, 2**63 - 1])
+@pytest.mark.parametrize("batch", [0, 1, 4])
+def test_refuses_impossible_sequence_lengths(sequence_length: int, batch: int) -> None:
+    arrays = make_arrays(0, 8, extra=True)
+    with pytest.raises(ValueError, match="sequence_length"):
+        gather(_native, [arrays], [0] * batch, range(batch), sequence_length=sequence_length)
+
+
+@pytest.mark.parametrize(
+    ("source_numbers", "sample_numbers"),
+    [
+        (np.array([0.0]), np.array([0])),
+        (np.array([0]), np.array([0.7])),
+        (np.array([[0]]), np.array([[0]])),
+    ],
+)
+def test_refuses_numbers_that_are_no_vectors_of_int64(
+    source_numbers: np.ndarray, sample_numbers: np.ndarray
+) -> None:
+    source = _native.sample_source(**make_arrays(0, 8, extra=True))
+    with pytest.raises((ValueError, TypeError)):
+        _native.gather_samples(
+            (source,),
+            source_numbers,
+            sample_numbers,
+            sequence_length=8,
+            add_extra_token=True,
+            pad_token=-1,
+            eod_token=-1,
+            reset_position_ids=False,
+            eod_mask_loss=False,
+        )

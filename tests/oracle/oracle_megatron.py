@@ -1,0 +1,197 @@
+"""The oracle: Megatron-LM's own datasets from the megatron-core package, and data for both sides.
+
+Importing it imports torch, which takes some seconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import millrace
+
+# torch and megatron-core warn of their own deprecations, and of optional packages, on import.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from megatron.core.datasets import helpers
+    from megatron.core.datasets.blended_dataset import BlendedDataset
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
+        _get_size_per_split_per_dataset,
+    )
+    from megatron.core.datasets.blended_megatron_dataset_config import (
+        convert_split_vector_to_split_matrix,
+        parse_and_normalize_split,
+    )
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+    from megatron.core.datasets.indexed_dataset import (
+        DType,
+        IndexedDataset,
+        IndexedDatasetBuilder,
+    )
+    from megatron.core.datasets.utils import Split, normalize
+
+__all__ = [
+    "SAMPLE_KEYS",
+    "BlendedDataset",
+    "BlendedMegatronDatasetBuilder",
+    "DType",
+    "GPTDataset",
+    "GPTDatasetConfig",
+    "IndexedDataset",
+    "IndexedDatasetBuilder",
+    "Split",
+    "Tokenizer",
+    "_get_size_per_split_per_dataset",
+    "assert_same_indices",
+    "assert_same_samples",
+    "config_of",
+    "convert_split_vector_to_split_matrix",
+    "fresh_sample",
+    "gpt_dataset",
+    "helpers",
+    "normalize",
+    "parse_and_normalize_split",
+    "random_lengths",
+    "random_split",
+    "write_sequences",
+]
+
+SAMPLE_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
+
+NO_PAD = None
+
+
+@dataclasses.dataclass
+class Tokenizer:
+    """As much of a tokenizer as the datasets ask for."""
+
+    eod: int = 0
+    pad_id: int | None = NO_PAD
+    vocab_size: int = 1000
+
+    @property
+    def pad(self) -> int:
+        if self.pad_id is None:
+            raise NotImplementedError("no pad token")
+        return self.pad_id
+
+    @property
+    def special_tokens_dict(self) -> dict[str, int]:
+        return {"eod_token": self.eod} | ({} if self.pad_id is None else {"pad_token": self.pad_id})
+
+    @property
+    def unique_identifiers(self) -> OrderedDict[str, Any]:
+        return OrderedDict(dataclasses.asdict(self))
+
+
+def config_of(cache: Path | None, **options: Any) -> GPTDatasetConfig:
+    """A configuration; without another cache, the indices are written below each prefix."""
+    everything: dict[str, Any] = {
+        "random_seed": 1234,
+        "sequence_length": 16,
+        "blend": (["unused"], None),
+        "split": None if "blend_per_split" in options else "1,0,0",
+        "tokenizer": Tokenizer(),
+        "reset_position_ids": False,
+        "reset_attention_mask": False,
+        "eod_mask_loss": False,
+        "create_attention_mask": False,
+        "path_to_cache": None if cache is None else str(cache),
+    } | options
+    if "blend_per_split" in options:
+        everything["blend"] = None
+    return GPTDatasetConfig(**everything)
+
+
+def gpt_dataset(
+    prefix: Path,
+    config: GPTDatasetConfig,
+    sequences: tuple[int, int],
+    num_samples: int | None,
+    split: Split = Split.train,
+) -> GPTDataset:
+    indices = np.arange(*sequences, dtype=np.int32)
+    return GPTDataset(IndexedDataset(str(prefix)), str(prefix), indices, num_samples, split, config)
+
+
+def random_lengths(random: np.random.Generator, max_sequences: int = 10_000) -> NDArray[np.int32]:
+    """Lengths of 1 to `max_sequences` sequences (few more often than many), some of them empty."""
+    count = int(np.exp(random.uniform(0, np.log(max_sequences + 1))))
+    mean = random.choice([2, 10, 60])
+    lengths = random.geometric(1 / mean, size=max(count, 1)).astype(np.int32) - 1
+    lengths[random.random(len(lengths)) < random.choice([0, 0, 0.3])] = 0
+    if lengths.sum() == 0:
+        lengths[random.integers(len(lengths))] = 5
+    return lengths
+
+
+def random_split(random: np.random.Generator) -> str:
+    """Shares such as "969,30,1", "0.3,0,0.7" or "99"."""
+    kind = random.integers(4)
+    if kind == 0:
+        shares = [str(share) for share in random.integers(1, 1000, 3)]
+    elif kind == 1:
+        shares = [repr(float(share)) for share in random.random(3) + 1e-3]
+    elif kind == 2:
+        shares = [str(share) for share in random.integers(0, 3, random.integers(1, 4))]
+        shares[random.integers(len(shares))] = "1"
+    else:
+        shares = ["969", "30", "1"]
+    return ",".join(shares)
+
+
+def write_sequences(
+    prefix: Path,
+    lengths: Sequence[int] | NDArray[Any],
+    random: np.random.Generator,
+    dtype: Any = np.uint16,
+    vocabulary: tuple[int, int] = (0, 30),
+) -> Path:
+    """Writes random tokens in sequences of these lengths, of several to a document."""
+    tokens = random.integers(*vocabulary, int(np.sum(lengths))).astype(dtype)
+    with millrace.IndexedDatasetBuilder(prefix, dtype) as builder:
+        place = start = 0
+        while place < len(lengths):
+            run = [int(length) for length in lengths[place : place + random.integers(1, 200)]]
+            builder.add_document(tokens[start : start + sum(run)], run)
+            place, start = place + len(run), start + sum(run)
+    return prefix
+
+
+def assert_same_indices(ours: millrace.GPTDataset, theirs: GPTDataset) -> None:
+    assert len(ours) == len(theirs)
+    for name in ("document_index", "sample_index", "shuffle_index"):
+        np.testing.assert_array_equal(
+            getattr(ours.indices, name), getattr(theirs, name), err_msg=name, strict=True
+        )
+
+
+def fresh_sample(dataset: GPTDataset, number: int) -> dict[str, NDArray[Any]]:
+    """A sample as the dataset would give it if it were its first.
+
+    Megatron-LM keeps the first sample's loss mask for all later ones, after it has put the zeros
+    of that sample's padding into it (see test_oracle_samples).
+    """
+    dataset.masks_and_position_ids_are_cached = False
+    return {key: tensor.numpy() for key, tensor in dataset[number].items()}
+
+
+def assert_same_samples(
+    ours: millrace.GPTDataset, theirs: GPTDataset, numbers: Sequence[int]
+) -> None:
+    batch = ours.batch(numbers)
+    for row, number in enumerate(numbers):
+        sample = fresh_sample(theirs, number)
+        single = ours[number]
+        for key in SAMPLE_KEYS:
+            message = f"{key} of sample {number}"
+            np.testing.assert_array_equal(batch[key][row], sample[key], message, strict=True)
+            np.testing.assert_array_equal(single[key], sample[key], message, strict=True)

@@ -1,0 +1,33 @@
+"""Split strings."""
+
+from __future__ import annotations
+
+import pytest
+
+from millrace import ConfigError, parse_split, split_ranges
+
+
+@pytest.mark.parametrize(
+    ("split", "expected"),
+    [
+        ("1", [(0, 1.0), None, None]),
+        ("9,1,0", [(0, 0.9), (0.9, 1.0), None]),
+        ("0, 1 ,0", [None, (0, 1.0), None]),
+        ("99 / 1", [(0, 0.99), (0.99, 1.0), None]),
+        (".5,.5", [(0, 0.5), (0.5, 1.0), None]),
+    ],
+)
+def test_shares_become_bookends(split: str, expected: list[tuple[float, float] | None]) -> None:
+    assert parse_split(split) == expected
+
+
+@pytest.mark.parametrize("split", ["", "a", "0,0,0", "1,1,1,1", "-1,2", "1.2.3,1", "1e3,1", "."])
+def test_what_is_no_split_is_refused(split: str) -> None:
+    with pytest.raises(ConfigError, match="split"):
+        parse_split(split)
+
+
+def test_ranges_cover_the_sequences_without_overlap() -> None:
+    assert split_ranges(1000, "969,30,1") == [(0, 969), (969, 999), (999, 1000)]
+    assert split_ranges(3, "1,1") == [(0, 2), (2, 3), None]  # 1.5 is rounded to the even 2
+    assert split_ranges(0, "1,1,1") == [(0, 0), (0, 0), (0, 0)]

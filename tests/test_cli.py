@@ -1,0 +1,168 @@
+"""The command line as a person uses it: real processes, exit codes, no tracebacks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from millrace import IndexedDataset
+from tests.conftest import make_texts, train_tokenizer, write_jsonl
+
+
+def millrace(*arguments: object, **options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "millrace", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, **options},
+    )
+
+
+@pytest.fixture
+def tokenized(tmp_path: Path, tokenizer_file: Path) -> Path:
+    source = write_jsonl(tmp_path / "a.jsonl.gz", make_texts(50))
+    result = millrace(
+        "tokenize", "--input", source, "--output_prefix", tmp_path / "out",
+        "--tokenizer", tokenizer_file, "--append_eod", "--workers=1",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert "50 documents" in result.stdout
+    assert "MB/s" in result.stdout
+    return tmp_path / "out_text_document"
+
+
+def test_tokenize_writes_the_pair(tokenized: Path) -> None:
+    assert IndexedDataset(tokenized).num_documents == 50
+
+
+def test_inspect_shows_counts_lengths_and_a_document(tokenized: Path, tokenizer_file: Path) -> None:
+    result = millrace("inspect", tokenized, "--tokenizer", tokenizer_file, "--document", "3")
+    dataset = IndexedDataset(tokenized)
+    assert result.returncode == 0
+    assert "documents  50" in result.stdout
+    assert f"tokens     {dataset.num_tokens:,} (uint16)" in result.stdout
+    assert "###" in result.stdout
+    assert "document 3," in result.stdout
+    assert "<|endoftext|>" in result.stdout
+
+
+def test_inspect_prints_json(tokenized: Path, tokenizer_file: Path) -> None:
+    result = millrace("inspect", tokenized, "--json", "--tokenizer", tokenizer_file)
+    shown = json.loads(result.stdout)
+    dataset = IndexedDataset(tokenized)
+    assert shown["num_documents"] == 50
+    assert shown["num_sequences"] == len(dataset)
+    assert shown["num_tokens"] == dataset.num_tokens
+    assert shown["dtype"] == "uint16"
+    assert sum(count for _, _, count in shown["histogram"]) == len(dataset)
+    for low, high, count in shown["histogram"]:
+        lengths = dataset.sequence_lengths
+        assert ((lengths >= low) & (lengths <= high)).sum() == count
+    assert shown["document"]["tokens"] == dataset[0].tolist()[:256]
+    assert isinstance(shown["document"]["text"], str)
+
+
+def test_inspect_of_an_empty_dataset(tmp_path: Path, tokenizer_file: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [])
+    millrace(
+        "tokenize", "--input", source, "--output-prefix", tmp_path / "out",
+        "--tokenizer", tokenizer_file,
+    )  # fmt: skip
+    result = millrace("inspect", tmp_path / "out_text_document")
+    assert result.returncode == 0
+    assert "documents  0" in result.stdout
+
+
+@pytest.mark.parametrize("verb", [[], ["tokenize"], ["inspect"], ["demo"]])
+def test_help(verb: list[str]) -> None:
+    result = millrace(*verb, "--help")
+    assert result.returncode == 0
+    assert result.stdout.startswith("usage: millrace")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["fly"],
+        ["tokenize"],
+        ["tokenize", "--input", "a", "--output-prefix", "b"],
+        ["tokenize", "--input", "a", "--output-prefix", "b", "--tokenizer", "c", "--workers", "0"],
+        ["inspect"],
+        ["inspect", "a", "--nonsense"],
+    ],
+)
+def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
+    result = millrace(*arguments)
+    assert result.returncode == 2
+    assert "usage: millrace" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_job_that_fails_exits_with_1_and_one_message(
+    tmp_path: Path, tokenizer_file: Path
+) -> None:
+    good = write_jsonl(tmp_path / "good.jsonl", ["a"])
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": "a"}\n{"text"\n')
+    two_ends = train_tokenizer(tmp_path / "two.json", ["<eos>", "</s>"])
+    out = tmp_path / "out"
+    out.mkdir()
+    for arguments, message in [
+        (["inspect", tmp_path / "none"], "none.bin and"),
+        (["inspect", good], "not found"),
+        (["tokenize", "--input", bad, "--tokenizer", tokenizer_file], "bad.jsonl, line 2"),
+        (["tokenize", "--input", tmp_path / "no", "--tokenizer", tokenizer_file], "cannot be read"),
+        (["tokenize", "--input", good, "--tokenizer", good], "is no tokenizer file"),
+        (["tokenize", "--input", good, "--tokenizer", two_ends, "--append-eod"], "--eod-token"),
+        (
+            ["tokenize", "--input", good, "--tokenizer", tokenizer_file, "--json-keys", "body"],
+            'no key "body"',
+        ),
+    ]:
+        extra = ["--output-prefix", out / "data"] if arguments[0] == "tokenize" else []
+        result = millrace(*arguments, *extra)
+        assert result.returncode == 1, arguments
+        assert result.stderr.startswith("millrace: error: ")
+        assert message in result.stderr
+        assert "Traceback" not in result.stderr
+        assert list(out.iterdir()) == []
+
+
+def test_a_damaged_dataset_is_no_traceback(tokenized: Path) -> None:
+    path = Path(f"{tokenized}.idx")
+    path.write_bytes(path.read_bytes()[:-3])
+    result = millrace("inspect", tokenized)
+    assert result.returncode == 1
+    assert "truncated" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_output_that_nobody_reads_is_no_traceback(tokenized: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "millrace", "inspect", str(tokenized), "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait() == 0
+
+
+def test_the_demo_runs_and_proves_its_resume(tmp_path: Path) -> None:
+    result = millrace("demo", "--folder", tmp_path / "demo")
+    assert result.returncode == 0, result.stderr
+    assert "token for token" in result.stdout
+    assert "What to type next" in result.stdout
+    again = millrace("demo", "--folder", tmp_path / "demo")  # over its own files
+    assert again.returncode == 0, again.stderr
