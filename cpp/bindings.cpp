@@ -3,19 +3,30 @@
 // reading the arrays can show, and throw std::invalid_argument, which Python sees as ValueError.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdint>
+#include <cstring>
+#include <exception>
+#include <limits>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <tuple>
+#include <utility>
+#include <variant>
 #include <vector>
 
 #include "blend.hpp"
 #include "buffer.hpp"
+#include "check_index.hpp"
 #include "gather.hpp"
 #include "mt19937.hpp"
+#include "narrow.hpp"
+#include "ragged.hpp"
 #include "sample_index.hpp"
 #include "shuffle.hpp"
 
@@ -153,6 +164,178 @@ Blend py_blend_by_sizes(const In<std::int64_t>& sizes, std::int64_t total) {
   return {to_numpy(std::move(dataset_index)), to_numpy(std::move(dataset_sample_index))};
 }
 
+// ---- token files ----
+
+std::vector<Piece> pieces_from(const In<std::int64_t>& offsets, const In<std::int64_t>& counts) {
+  if (offsets.shape(0) != counts.shape(0)) {
+    throw std::invalid_argument("byte_offsets and byte_counts differ in size");
+  }
+  std::vector<Piece> pieces(offsets.shape(0));
+  for (std::size_t i = 0; i < pieces.size(); ++i) {
+    pieces[i] = {offsets(i), counts(i)};
+  }
+  return pieces;
+}
+
+Out<std::uint8_t> py_copy_pieces(const In<std::uint8_t>& bytes, const In<std::int64_t>& offsets,
+                                 const In<std::int64_t>& counts) {
+  Buffer<std::uint8_t> out;
+  {
+    nb::gil_scoped_release unlocked;
+    const std::vector<Piece> pieces = pieces_from(offsets, counts);
+    const auto size = static_cast<std::int64_t>(bytes.shape(0));
+    out = allocate<std::uint8_t>(static_cast<std::size_t>(total_size(pieces, size)));
+    copy_pieces(span_of(bytes), pieces, out.span());
+  }
+  return to_numpy(std::move(out));
+}
+
+Out<std::uint8_t> py_read_pieces(int descriptor, std::int64_t num_bytes,
+                                 const In<std::int64_t>& offsets,
+                                 const In<std::int64_t>& counts) {
+  Buffer<std::uint8_t> out;
+  {
+    nb::gil_scoped_release unlocked;
+    const std::vector<Piece> pieces = pieces_from(offsets, counts);
+    out = allocate<std::uint8_t>(static_cast<std::size_t>(total_size(pieces, num_bytes)));
+    read_pieces(descriptor, pieces, out.span());
+  }
+  return to_numpy(std::move(out));
+}
+
+std::tuple<std::int64_t, std::int64_t> py_first_bad_sequence(const In<std::int32_t>& lengths,
+                                                             const In<std::int64_t>& pointers,
+                                                             std::int64_t token_size,
+                                                             std::int64_t byte_offset) {
+  if (lengths.shape(0) != pointers.shape(0)) {
+    throw std::invalid_argument("lengths and pointers differ in size");
+  }
+  nb::gil_scoped_release unlocked;
+  const std::int64_t place =
+      first_bad_sequence(span_of(lengths), span_of(pointers), token_size, byte_offset);
+  return {place, byte_offset};
+}
+
+std::int64_t py_first_bad_document(const In<std::int64_t>& entries, std::int64_t num_sequences) {
+  nb::gil_scoped_release unlocked;
+  return first_bad_document(span_of(entries), num_sequences);
+}
+
+// Calls `use` with a span of the array's integer dtype; false for any other dtype.
+template <class Use>
+bool with_integers(const AnyArray& array, Use use) {
+  const auto try_as = [&]<class T>(T) {
+    if (array.dtype() != nb::dtype<T>()) {
+      return false;
+    }
+    use(std::span<const T>(static_cast<const T*>(array.data()), array.size()));
+    return true;
+  };
+  return try_as(std::int64_t{}) || try_as(std::int32_t{}) || try_as(std::uint16_t{}) ||
+         try_as(std::uint32_t{}) || try_as(std::uint64_t{}) || try_as(std::int16_t{}) ||
+         try_as(std::uint8_t{}) || try_as(std::int8_t{});
+}
+
+// Token ids on their way to a file, in the file's dtype: appended from arrays or lists, each id
+// checked, taken out in large blocks. An append that fails leaves no trace.
+class PyTokenBuffer {
+ public:
+  PyTokenBuffer(const std::string& dtype, std::size_t capacity)
+      : dtype_(dtype), kind_(kind_of(dtype)), bytes_(allocate<std::uint8_t>(capacity)) {}
+
+  // The number of tokens that were appended.
+  std::size_t append_array(const AnyArray& tokens) {
+    if (tokens.ndim() != 1) {
+      throw std::invalid_argument("tokens have " + std::to_string(tokens.ndim()) +
+                                  " dimensions; one dimension is needed");
+    }
+    if (!with_integers(tokens, [this](auto values) { append(values); })) {
+      throw std::invalid_argument("tokens are no integers; integers are needed");
+    }
+    return tokens.size();
+  }
+
+  std::size_t append_list(const nb::list& tokens) {
+    list_.resize(tokens.size());
+    for (std::size_t i = 0; i < list_.size(); ++i) {
+      PyObject* item = PyList_GET_ITEM(tokens.ptr(), static_cast<Py_ssize_t>(i));
+      if (!PyIndex_Check(item)) {
+        throw std::invalid_argument("tokens hold something that is no integer; integers are needed");
+      }
+      list_[i] = PyLong_AsLongLong(item);
+      if (list_[i] == -1 && PyErr_Occurred() != nullptr) {
+        throw nb::python_error();
+      }
+    }
+    append(std::span<const std::int64_t>(list_));
+    return list_.size();
+  }
+
+  // Takes back the last `count` tokens.
+  void drop(std::size_t count) {
+    const std::size_t width = std::visit([](auto zero) { return sizeof(zero); }, kind_);
+    used_ -= std::min(used_, count * width);
+  }
+
+  std::size_t num_bytes() const noexcept { return used_; }
+
+  Out<std::uint8_t> take() {
+    Buffer<std::uint8_t> full = std::move(bytes_);
+    const std::size_t size = std::exchange(used_, 0);
+    bytes_ = allocate<std::uint8_t>(full.size);
+    return to_numpy(std::move(full), {size});
+  }
+
+ private:
+  using Kind = std::variant<std::uint8_t, std::int8_t, std::int16_t, std::uint16_t, std::int32_t,
+                            std::int64_t>;
+
+  static Kind kind_of(const std::string& dtype) {
+    if (dtype == "uint8") return std::uint8_t{};
+    if (dtype == "int8") return std::int8_t{};
+    if (dtype == "int16") return std::int16_t{};
+    if (dtype == "uint16") return std::uint16_t{};
+    if (dtype == "int32") return std::int32_t{};
+    if (dtype == "int64") return std::int64_t{};
+    throw std::invalid_argument("tokens cannot be buffered as " + dtype);
+  }
+
+  template <class From>
+  void append(std::span<const From> values) {
+    std::visit([&]<class To>(To) { append_as<To>(values); }, kind_);
+  }
+
+  template <class To, class From>
+  void append_as(std::span<const From> values) {
+    const std::size_t size = values.size() * sizeof(To);
+    make_room(size);
+    const std::size_t place =
+        narrow(values, reinterpret_cast<To*>(bytes_.data.get() + used_));
+    if (place < values.size()) {
+      using Limits = std::numeric_limits<To>;
+      throw std::invalid_argument("token " + std::to_string(values[place]) + " does not fit " +
+                                  dtype_ + ", which holds " + std::to_string(Limits::min()) +
+                                  " to " + std::to_string(Limits::max()));
+    }
+    used_ += size;
+  }
+
+  void make_room(std::size_t size) {
+    if (bytes_.size - used_ >= size) {
+      return;
+    }
+    auto larger = allocate<std::uint8_t>(std::max(2 * bytes_.size, used_ + size));
+    std::memcpy(larger.data.get(), bytes_.data.get(), used_);
+    bytes_ = std::move(larger);
+  }
+
+  std::string dtype_;
+  Kind kind_;
+  Buffer<std::uint8_t> bytes_;
+  std::size_t used_ = 0;  // a multiple of the token's width, so that tokens stay aligned
+  std::vector<std::int64_t> list_;
+};
+
 // ---- samples ----
 
 // Spans over one dataset's arrays, and the references that keep them alive.
@@ -263,6 +446,15 @@ NB_MODULE(_core, module) {
   using namespace millrace;
   using namespace nb::literals;
 
+  nb::register_exception_translator([](const std::exception_ptr& raised, void*) {
+    try {
+      std::rethrow_exception(raised);
+    } catch (const std::system_error& error) {
+      errno = error.code().value();
+      PyErr_SetFromErrno(PyExc_OSError);
+    }
+  });
+
   module.def("shuffled_int32", &py_shuffled<std::int32_t>, "values"_a, "key"_a, "position"_a);
   module.def("shuffled_uint32", &py_shuffled<std::uint32_t>, "values"_a, "key"_a, "position"_a);
   module.def("shuffled_int64", &py_shuffled<std::int64_t>, "values"_a, "key"_a, "position"_a);
@@ -283,6 +475,20 @@ NB_MODULE(_core, module) {
 
   module.def("blend_by_weights", &py_blend_by_weights, "weights"_a, "size"_a);
   module.def("blend_by_sizes", &py_blend_by_sizes, "sizes"_a, "total"_a);
+
+  module.def("copy_pieces", &py_copy_pieces, "bytes"_a, "byte_offsets"_a, "byte_counts"_a);
+  module.def("read_pieces", &py_read_pieces, "descriptor"_a, "num_bytes"_a, "byte_offsets"_a,
+             "byte_counts"_a);
+  module.def("first_bad_sequence", &py_first_bad_sequence, "lengths"_a, "pointers"_a,
+             "token_size"_a, "byte_offset"_a);
+  module.def("first_bad_document", &py_first_bad_document, "entries"_a, "num_sequences"_a);
+  nb::class_<PyTokenBuffer>(module, "TokenBuffer")
+      .def(nb::init<const std::string&, std::size_t>(), "dtype"_a, "capacity"_a)
+      .def("append", &PyTokenBuffer::append_array, "tokens"_a)
+      .def("append", &PyTokenBuffer::append_list, "tokens"_a)
+      .def("drop", &PyTokenBuffer::drop, "count"_a)
+      .def("take", &PyTokenBuffer::take)
+      .def_prop_ro("num_bytes", &PyTokenBuffer::num_bytes);
 
   nb::class_<PySource>(module, "SampleSource")
       .def(nb::init<const AnyArray&, const In<std::int64_t>&, const In<std::int32_t>&,

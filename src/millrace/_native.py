@@ -268,6 +268,83 @@ def gather_samples(
     )
 
 
+def copy_pieces(
+    data: NDArray[np.uint8], byte_offsets: NDArray[np.int64], byte_counts: NDArray[np.int64]
+) -> NDArray[np.uint8]:
+    """Pieces of mapped bytes, one after the other.
+
+    Args:
+        data: uint8 [n].
+        byte_offsets, byte_counts: int64 [pieces].
+
+    Returns:
+        uint8 [sum of byte_counts].
+
+    Raises:
+        ValueError: a piece outside the data.
+    """
+    _check_vector("data", data, np.uint8)
+    _check_vector("byte_offsets", byte_offsets, np.int64)
+    _check_vector("byte_counts", byte_counts, np.int64)
+    return _core.copy_pieces(data, byte_offsets, byte_counts)
+
+
+def read_pieces(
+    descriptor: int,
+    num_bytes: int,
+    byte_offsets: NDArray[np.int64],
+    byte_counts: NDArray[np.int64],
+) -> NDArray[np.uint8]:
+    """Pieces of an open file, one after the other, read in the order of their places.
+
+    Args:
+        descriptor: of the file, open for reading.
+        num_bytes: the file's size.
+        byte_offsets, byte_counts: int64 [pieces].
+
+    Returns:
+        uint8 [sum of byte_counts].
+
+    Raises:
+        ValueError: a piece outside the file.
+        OSError: reading fails.
+    """
+    _check_vector("byte_offsets", byte_offsets, np.int64)
+    _check_vector("byte_counts", byte_counts, np.int64)
+    return _core.read_pieces(descriptor, num_bytes, byte_offsets, byte_counts)
+
+
+def first_bad_sequence(
+    lengths: NDArray[np.int32], pointers: NDArray[np.int64], token_size: int, byte_offset: int
+) -> tuple[int, int]:
+    """The first sequence that has a negative length, or does not start where the last one ended.
+
+    Args:
+        lengths: int32 [sequences], in tokens.
+        pointers: int64 [sequences], in bytes.
+        token_size: bytes in a token.
+        byte_offset: where the first of them must start.
+
+    Returns:
+        its place (the number of sequences if all are well), and where the next one after the well
+        ones must start.
+    """
+    _check_vector("lengths", lengths, np.int32)
+    _check_vector("pointers", pointers, np.int64)
+    return _core.first_bad_sequence(lengths, pointers, token_size, byte_offset)
+
+
+def first_bad_document(entries: NDArray[np.int64], num_sequences: int) -> int:
+    """The place of the first document entry that is smaller than the one before it, or outside
+    [0, num_sequences]; the number of entries if all are well.
+
+    Args:
+        entries: int64 [entries].
+    """
+    _check_vector("entries", entries, np.int64)
+    return _core.first_bad_document(entries, num_sequences)
+
+
 def _check_vector(name: str, array: NDArray[Any], dtype: type) -> None:
     if array.ndim != 1 or array.dtype != dtype or not array.flags.c_contiguous:
         raise ValueError(

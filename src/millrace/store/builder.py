@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from millrace.errors import ConfigError
+from millrace import _core
+from millrace.errors import ConfigError, DataError
+from millrace.store import entries
+from millrace.store.info import BlockHasher, Info
 from millrace.store.layout import Header, dtype_code
 from millrace.store.publish import (
     TMP,
@@ -20,12 +23,14 @@ from millrace.store.publish import (
     building,
     flush_to_disk,
     idx_path,
+    info_path,
     publish_pair,
 )
+from millrace.store.reader import IndexedDataset
 
 _MAX_LENGTH = 2**31 - 1  # lengths are int32
-_IN_MEMORY = 32 << 20  # bytes of index entries of a kind that stay in memory before they spill
-_CHUNK = 1 << 20  # index entries that are handled at a time
+_BUFFER_SIZE = 4 << 20  # bytes of tokens that are gathered before they are written
+_COPY_SIZE = 64 << 20  # bytes that a merge copies at a time
 
 
 class IndexedDatasetBuilder:
@@ -38,6 +43,11 @@ class IndexedDatasetBuilder:
         prefix: the path of the pair, without `.bin` or `.idx`; its folder must exist.
         dtype: of the tokens in the file, one of `DTYPES`.
         multimodal: store a mode (int8) for each sequence.
+        checksums: write a sidecar with checksums of both files, for `verify`.
+        provenance: where the tokens come from, for the sidecar: plain JSON values.
+
+    Attributes:
+        num_documents, num_sequences, num_tokens: what was added so far.
 
     Raises:
         ConfigError: a dtype that the format does not have, or no such folder.
@@ -56,6 +66,8 @@ class IndexedDatasetBuilder:
         dtype: DTypeLike = np.int32,
         *,
         multimodal: bool = False,
+        checksums: bool = False,
+        provenance: Mapping[str, Any] | None = None,
     ) -> None:
         self.prefix = os.fspath(prefix)
         dtype_code(dtype)
@@ -63,31 +75,40 @@ class IndexedDatasetBuilder:
         self.multimodal = multimodal
         self.num_sequences = 0
         self.num_documents = 0
-        self.num_tokens = 0
+        self._num_bytes = 0  # that were written, not those in the buffer
+        self._documents_end = 0  # the number of sequences when the last document ended
+        self._provenance = provenance
+        self._checksums = checksums
+        self._hasher = BlockHasher() if checksums else None
+        # Token ids are checked and narrowed by the core; for it, floats are bytes.
+        self._is_float = self.dtype.kind == "f"
+        self._buffer = _core.TokenBuffer(
+            "uint8" if self._is_float else self.dtype.name, _BUFFER_SIZE
+        )
         folder = os.path.dirname(self.prefix) or "."
         if not os.path.isdir(folder):
             raise ConfigError(f"{folder} is no folder; create it, or give another prefix")
+        self._lengths = entries.Entries("<i4", folder)
+        self._documents = entries.Entries("<i8", folder)
+        self._modes = entries.Entries("<i1", folder)
+        self._documents.pending.append(0)
+        self._is_open = True
         self._resources = contextlib.ExitStack()
         try:
             self._resources.enter_context(building(self.prefix))
             self._resources.callback(self._remove_temporaries)
-            self._data = self._resources.enter_context(
-                open(bin_path(self.prefix) + TMP, "wb", buffering=1 << 20)  # noqa: SIM115
+            self._data: Any = self._resources.enter_context(
+                open(bin_path(self.prefix) + TMP, "wb", buffering=0)  # noqa: SIM115
             )
-            self._lengths, self._documents, self._modes = (
-                self._resources.enter_context(
-                    tempfile.SpooledTemporaryFile(  # noqa: SIM115
-                        max_size=_IN_MEMORY, dir=folder
-                    )
-                )
-                for _ in range(3)
-            )
+            for column in (self._lengths, self._documents, self._modes):
+                self._resources.callback(column.close)
         except BaseException:
             self._resources.close()
             raise
-        self._documents.write(_int64(0))
-        self._is_open = True
-        self._documents_end = 0  # the number of sequences when the last document ended
+
+    @property
+    def num_tokens(self) -> int:
+        return (self._num_bytes + self._buffer.num_bytes) // self.dtype.itemsize
 
     def add_sequence(self, tokens: ArrayLike, mode: int = 0) -> None:
         """Appends a sequence to the document that is being written; `end_document` ends it.
@@ -99,15 +120,16 @@ class IndexedDatasetBuilder:
         Raises:
             ConfigError: a number that does not fit the dtype, or too long a sequence.
         """
-        values = self._to_dtype(tokens)
-        self._append(values, [len(values)], [mode])
+        self._add_sequences(self._append(tokens), None, [mode])
 
     def end_document(self) -> None:
         """Ends a document, which has the sequences since the last one ended (none, perhaps)."""
         self._check_open()
         self.num_documents += 1
         self._documents_end = self.num_sequences
-        self._documents.write(_int64(self.num_sequences))
+        self._documents.pending.append(self.num_sequences)
+        if len(self._documents.pending) >= entries.LIMIT:
+            self._documents.spill()
 
     def add_document(
         self,
@@ -121,19 +143,12 @@ class IndexedDatasetBuilder:
             tokens: [tokens], of all its sequences, one after the other.
             lengths: of its sequences, in tokens; their sum is the number of tokens. None: one
                 sequence. Empty: a document without sequences.
-            modes: of its sequences, in a multimodal file.
+            modes: of its sequences, in a multimodal file; None: 0.
 
         Raises:
             ConfigError: a number that does not fit the dtype, or lengths that do not add up.
         """
-        values = self._to_dtype(tokens)
-        lengths = [len(values)] if lengths is None else lengths
-        if sum(lengths) != len(values) or (len(lengths) > 0 and min(lengths) < 0):
-            raise ConfigError(
-                f"the sequences' lengths {_short(lengths)} sum to {sum(lengths)}; "
-                f"the document has {len(values)} tokens"
-            )
-        self._append(values, lengths, modes if modes is not None else [0] * len(lengths))
+        self._add_sequences(self._append(tokens), lengths, modes)
         self.end_document()
 
     def add_documents(self, tokens: ArrayLike, lengths: ArrayLike) -> None:
@@ -146,19 +161,62 @@ class IndexedDatasetBuilder:
         Raises:
             ConfigError: a number that does not fit the dtype, or lengths that do not add up.
         """
-        values = self._to_dtype(tokens)
+        values = np.asarray(tokens)
         counts = np.asarray(lengths, dtype=np.int64)
-        total = int(counts.sum())
-        if counts.ndim != 1 or total != len(values) or np.any(counts < 0):
+        least, most = int(counts.min(initial=0)), int(counts.max(initial=0))
+        if counts.ndim != 1 or least < 0 or most > _MAX_LENGTH or counts.sum() != len(values):
             raise ConfigError(
-                f"the documents' lengths sum to {total}, the least is {counts.min(initial=0)}; "
-                f"there are {len(values)} tokens"
+                f"the documents' lengths go from {least} to {most} and sum to {counts.sum()}; "
+                f"there are {len(values)} tokens, and a document has 0 to {_MAX_LENGTH}"
             )
-        present = counts[counts > 0]
-        ends = self.num_sequences + np.cumsum(counts > 0, dtype="<i8")
-        self._append(values, present, np.zeros(len(present), np.int8))
-        self._documents.write(ends.tobytes())
+        self._append_array(values)
+        present = counts > 0
+        self._lengths.extend(counts[present])
+        self._documents.extend(self.num_sequences + np.cumsum(present))
+        if self.multimodal:
+            self._modes.extend(np.zeros(np.count_nonzero(present), np.int8))
         self.num_documents += len(counts)
+        self.num_sequences += int(np.count_nonzero(present))
+        self._documents_end = self.num_sequences
+
+    def add_index(self, prefix: str | os.PathLike[str]) -> None:
+        """Appends all documents of another indexed dataset (a merge).
+
+        The bytes are copied in the kernel, or shared where the file system can.
+
+        Args:
+            prefix: of the other pair.
+
+        Raises:
+            ConfigError: it has another dtype, or only one of the two has modes, or a document is
+                still open here.
+            DataError: it is damaged.
+        """
+        self._check_open()
+        other = IndexedDataset(prefix)
+        if other.dtype != self.dtype:
+            raise ConfigError(
+                f"{other.prefix} holds {other.dtype}, the new file {self.dtype}; "
+                "`millrace convert --dtype` changes one of them"
+            )
+        if len(other) > 0 and (other.sequence_modes is not None) != self.multimodal:
+            raise ConfigError(
+                f"{other.prefix} has {'' if other.sequence_modes is not None else 'no '}modes, the "
+                f"new file has {'' if self.multimodal else 'no '}modes: only like can be merged"
+            )
+        if self._documents_end != self.num_sequences:
+            raise ConfigError("a document is still open; call end_document() before add_index()")
+        self._flush()
+        self._copy(other)
+        for start in range(0, len(other), entries.LIMIT):
+            self._lengths.extend(other.sequence_lengths[start : start + entries.LIMIT])
+            if other.sequence_modes is not None:
+                self._modes.extend(other.sequence_modes[start : start + entries.LIMIT])
+        for start in range(1, other.num_documents + 1, entries.LIMIT):
+            part = other.document_indices[start : start + entries.LIMIT]
+            self._documents.extend(part + self.num_sequences)
+        self.num_sequences += len(other)
+        self.num_documents += other.num_documents
         self._documents_end = self.num_sequences
 
     def finalize(self) -> None:
@@ -174,10 +232,24 @@ class IndexedDatasetBuilder:
                 "call end_document() before finalize()"
             )
         with self._closing():
-            flush_to_disk(self._data)
-            with open(idx_path(self.prefix) + TMP, "wb") as index:
-                self._write_index(index)
+            self._flush()
+            with open(idx_path(self.prefix) + TMP, "wb", buffering=1 << 20) as index:
+                index_hasher = BlockHasher() if self._checksums else None
+                for chunk in self._index_chunks():
+                    index.write(chunk)
+                    if index_hasher is not None:
+                        index_hasher.update(chunk)
                 flush_to_disk(index)
+            if self._checksums or self._provenance is not None:
+                info = Info(
+                    provenance=dict(self._provenance or {}),
+                    bin=None if self._hasher is None else self._hasher.finish(),
+                    idx=None if index_hasher is None else index_hasher.finish(),
+                )
+                with open(info_path(self.prefix) + TMP, "wb") as sidecar:
+                    sidecar.write(info.to_json().encode())
+                    flush_to_disk(sidecar)
+            flush_to_disk(self._data)
             publish_pair(self.prefix)
 
     def abort(self) -> None:
@@ -198,10 +270,14 @@ class IndexedDatasetBuilder:
         if kind is not None:
             self.abort()
         elif self._is_open:
-            self.finalize()
+            try:
+                self.finalize()
+            except BaseException:
+                self.abort()
+                raise
 
     @contextlib.contextmanager
-    def _closing(self) -> Any:
+    def _closing(self) -> Iterator[None]:
         self._is_open = False
         with self._resources:
             yield
@@ -211,79 +287,151 @@ class IndexedDatasetBuilder:
             raise ConfigError(f"the builder of {self.prefix} is closed; make another one")
 
     def _remove_temporaries(self) -> None:
-        for path in (bin_path(self.prefix), idx_path(self.prefix)):
+        for path in (bin_path(self.prefix), idx_path(self.prefix), info_path(self.prefix)):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path + TMP)
 
-    def _to_dtype(self, tokens: ArrayLike) -> NDArray[Any]:
-        values = np.asarray(tokens)
-        if values.ndim != 1:
-            raise ConfigError(f"tokens have shape {values.shape}; one dimension is needed")
-        if values.dtype == self.dtype or values.size == 0:
-            return values.astype(self.dtype, copy=False)
-        if self.dtype.kind in "iu":
-            limits = np.iinfo(self.dtype)
-            if values.dtype.kind not in "iu":
-                raise ConfigError(f"tokens are {values.dtype}; integers are needed")
-            low, high = int(values.min()), int(values.max())
-            if low < limits.min or high > limits.max:
-                raise ConfigError(
-                    f"token {low if low < limits.min else high} does not fit {self.dtype}, which "
-                    f"holds {limits.min} to {limits.max}; write a wider dtype (int32)"
-                )
-        return values.astype(self.dtype)
+    # ---- what is added ----
 
-    def _append(
-        self,
-        values: NDArray[Any],
-        lengths: Sequence[int] | NDArray[Any],
-        modes: Sequence[int] | NDArray[Any],
-    ) -> None:
+    def _append(self, tokens: ArrayLike) -> int:
+        """Checks and buffers tokens, and returns how many there are."""
         self._check_open()
-        if len(lengths) > 0 and max(lengths) > _MAX_LENGTH:
+        if not self._is_float:
+            with contextlib.suppress(TypeError, ValueError, OverflowError):
+                return self._buffer.append(tokens)  # type: ignore[arg-type]
+        # No plain array or list of integers: NumPy makes one of it, or we say why not.
+        values = np.asarray(tokens)
+        if values.ndim != 1 or (self._is_float and values.dtype.kind not in "iuf"):
             raise ConfigError(
-                f"a sequence has {max(lengths)} tokens; the format allows {_MAX_LENGTH}. "
-                "Cut the document into several sequences"
+                f"tokens have shape {values.shape} and dtype {values.dtype}; "
+                "numbers in one dimension are needed"
             )
-        self._data.write(np.ascontiguousarray(values).data)
-        self._lengths.write(np.asarray(lengths, "<i4").tobytes())
-        self.num_sequences += len(lengths)
-        self.num_tokens += len(values)
-        if self.multimodal:
-            if len(modes) != len(lengths):
-                raise ConfigError(f"there are {len(modes)} modes for {len(lengths)} sequences")
-            self._modes.write(np.asarray(modes, "<i1").tobytes())
+        if self._is_float:
+            self._buffer.append(np.ascontiguousarray(values, self.dtype).view(np.uint8))
+        elif values.size > 0:
+            try:
+                self._buffer.append(np.ascontiguousarray(values))
+            except ValueError as error:
+                raise ConfigError(f"{error}; or write another dtype") from None
+        return len(values)
 
-    def _write_index(self, index: Any) -> None:
+    def _append_array(self, values: NDArray[Any]) -> None:
+        """The same for an array of any size, without a copy of the whole."""
+        if values.dtype == self.dtype and values.ndim == 1:
+            self._flush()
+            self._write(np.ascontiguousarray(values).view(np.uint8))
+            return
+        if values.size > 0 and not self._is_float and values.dtype.kind in "iu":
+            limits = np.iinfo(self.dtype)
+            for extreme in (values.argmin(), values.argmax()):
+                if not limits.min <= values[extreme] <= limits.max:
+                    self._append(values[extreme : extreme + 1])  # raises, and says why
+        for start in range(0, len(values), _BUFFER_SIZE):
+            self._append(values[start : start + _BUFFER_SIZE])
+            self._flush()
+
+    def _add_sequences(
+        self, count: int, lengths: Sequence[int] | None, modes: Sequence[int] | None
+    ) -> None:
+        """Takes the lengths of sequences whose `count` tokens were appended, or drops those."""
+        try:
+            if lengths is None:
+                lengths = (count,)
+            if sum(lengths) != count or (len(lengths) > 1 and min(lengths) < 0):
+                raise ConfigError(
+                    f"the sequences' lengths {_short(lengths)} sum to {sum(lengths)}; "
+                    f"the document has {count} tokens"
+                )
+            if count > _MAX_LENGTH and max(lengths) > _MAX_LENGTH:
+                raise ConfigError(
+                    f"a sequence has {max(lengths)} tokens; the format allows {_MAX_LENGTH}. "
+                    "Cut the document into several sequences"
+                )
+            if self.multimodal:
+                self._add_modes(len(lengths), modes)
+        except BaseException:
+            self._buffer.drop(count * (self.dtype.itemsize if self._is_float else 1))
+            raise
+        self._lengths.pending.extend(lengths)
+        self.num_sequences += len(lengths)
+        if (
+            self._buffer.num_bytes >= _BUFFER_SIZE
+            or len(self._lengths.pending) >= entries.LIMIT
+            or len(self._documents.pending) >= entries.LIMIT
+        ):
+            self._flush()
+
+    def _add_modes(self, count: int, modes: Sequence[int] | None) -> None:
+        values = np.zeros(count, np.int8) if modes is None else np.asarray(modes)
+        if values.shape != (count,) or np.any(values != values.astype(np.int8)):
+            raise ConfigError(f"the modes {modes} are no {count} numbers from -128 to 127")
+        self._modes.extend(values)
+
+    # ---- what is written ----
+
+    def _flush(self) -> None:
+        for column in (self._lengths, self._documents, self._modes):
+            column.spill()
+        if self._buffer.num_bytes:
+            self._write(self._buffer.take())
+
+    def _write(self, data: NDArray[np.uint8]) -> None:
+        view = memoryview(data)
+        while len(view) > 0:  # a raw write may take less than it is given
+            view = view[self._data.write(view) :]
+        if self._hasher is not None:
+            self._hasher.update(data)
+        self._num_bytes += len(data)
+
+    def _copy(self, other: IndexedDataset) -> None:
+        """Appends the other dataset's bytes to the `.bin`."""
+        if self._hasher is not None:
+            for start in range(0, other.reader.size, _COPY_SIZE):
+                self._hasher.update(other.reader.read(start, min(_COPY_SIZE, other.reader.size - start)))
+        with open(bin_path(other.prefix), "rb", buffering=0) as source:
+            _copy_file(source, self._data, other.reader.size)
+        self._num_bytes += other.reader.size
+
+    def _index_chunks(self) -> Iterator[Any]:
+        """The bytes of the index file, in pieces."""
         header = Header(
             dtype=self.dtype,
             num_sequences=self.num_sequences,
             num_document_entries=self.num_documents + 1,
         )
-        index.write(header.pack())
-        for chunk in _chunks(self._lengths):
-            index.write(chunk)
-        pointer = np.int64(0)
-        for chunk in _chunks(self._lengths):
-            ends = np.cumsum(np.frombuffer(chunk, "<i4"), dtype="<i8") * self.dtype.itemsize
+        yield header.pack()
+        yield from self._lengths.chunks()
+        pointer = 0
+        for lengths in self._lengths.chunks():
+            ends = np.cumsum(lengths, dtype="<i8")
+            ends *= self.dtype.itemsize
+            ends += pointer
             starts = np.empty_like(ends)
-            starts[0], starts[1:] = 0, ends[:-1]
-            index.write((starts + pointer).data)
-            pointer += ends[-1]
-        for chunk in _chunks(self._documents):
-            index.write(chunk)
-        for chunk in _chunks(self._modes):
-            index.write(chunk)
+            starts[0], starts[1:] = pointer, ends[:-1]
+            yield starts
+            pointer = int(ends[-1])
+        yield from self._documents.chunks()
+        yield from self._modes.chunks()
 
 
-def _int64(value: int) -> bytes:
-    return value.to_bytes(8, "little")
-
-
-def _chunks(file: Any) -> Any:
-    file.seek(0)
-    while chunk := file.read(8 * _CHUNK):
-        yield chunk
+def _copy_file(source: BinaryIO, target: BinaryIO, size: int) -> None:
+    """Copies `size` bytes from the start of a file to the end of another, in the kernel."""
+    done = 0
+    while done < size:
+        try:
+            count = os.copy_file_range(
+                source.fileno(), target.fileno(), min(_COPY_SIZE, size - done), offset_src=done
+            )
+        except OSError as error:
+            # Across file systems, or where the file system cannot: an ordinary copy.
+            if error.errno not in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
+            count = os.sendfile(
+                target.fileno(), source.fileno(), done, min(_COPY_SIZE, size - done)
+            )
+        if count == 0:
+            raise DataError(f"{source.name} ends at byte {done} of {size}: it was truncated")
+        done += count
 
 
 def _short(lengths: Sequence[int]) -> str:

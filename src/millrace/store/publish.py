@@ -3,10 +3,11 @@
 A builder writes `PREFIX.bin.tmp` and `PREFIX.idx.tmp` under a lock, and publishes them in steps of
 which each is one rename or unlink:
 
-    1. PREFIX.bin.tmp -> PREFIX.bin.new      (both were flushed to disk before)
+    1. PREFIX.bin.tmp -> PREFIX.bin.new      (all were flushed to disk before; so does the
+                                             sidecar, PREFIX.info.json, if there is one)
     2. PREFIX.idx.tmp -> PREFIX.idx.new      from here on the new pair is the one that counts
-    3. an old PREFIX.idx goes
-    4. PREFIX.bin.new -> PREFIX.bin
+    3. an old PREFIX.idx goes, then an old sidecar
+    4. PREFIX.bin.new -> PREFIX.bin, then the sidecar
     5. PREFIX.idx.new -> PREFIX.idx
 
 Between 3 and 5 there is no PREFIX.idx, so that no reader, Megatron-LM included, pairs an old index
@@ -43,8 +44,17 @@ def idx_path(prefix: str) -> str:
     return prefix + ".idx"
 
 
-def open_pair(prefix: str) -> tuple[BinaryIO, BinaryIO]:
+def info_path(prefix: str) -> str:
+    """The sidecar, which a pair may have (see `info`)."""
+    return prefix + ".info.json"
+
+
+def open_pair(prefix: str, *, has_bin: bool = True) -> tuple[BinaryIO | None, BinaryIO]:
     """Opens a whole pair for reading: (`.bin`, `.idx`), also while a builder replaces it.
+
+    Args:
+        prefix: the path of the pair.
+        has_bin: whether the `.bin` is a file beside the index; if not, it is None.
 
     Raises:
         DataError: one or both files are missing.
@@ -54,7 +64,7 @@ def open_pair(prefix: str) -> tuple[BinaryIO, BinaryIO]:
         with contextlib.ExitStack() as opened:
             try:
                 index = opened.enter_context(open(names[1], "rb"))
-                data = opened.enter_context(open(names[0], "rb"))
+                data = opened.enter_context(open(names[0], "rb")) if has_bin else None
             except FileNotFoundError:
                 # A publication may just have renamed it; if not, the next attempts show that too.
                 time.sleep(_PAUSE)
@@ -62,11 +72,12 @@ def open_pair(prefix: str) -> tuple[BinaryIO, BinaryIO]:
             if (
                 names == _pair_to_read(prefix)
                 and _is_at(index, names[1])
-                and _is_at(data, names[0])
+                and (data is None or _is_at(data, names[0]))
             ):
                 opened.pop_all()
                 return data, index
-    missing = [path for path in (bin_path(prefix), idx_path(prefix)) if not os.path.exists(path)]
+    wanted = [bin_path(prefix), idx_path(prefix)] if has_bin else [idx_path(prefix)]
+    missing = [path for path in wanted if not os.path.exists(path)]
     if not missing:
         raise DataError(f"{prefix}.bin/.idx were replaced at every attempt to open them; try again")
     hint = (
@@ -131,27 +142,35 @@ def building(prefix: str) -> Iterator[None]:
 def _clean_up(prefix: str) -> None:
     if os.path.exists(idx_path(prefix) + NEW):
         _finish(prefix)
-    for path in (bin_path(prefix), idx_path(prefix)):
+    for path in (bin_path(prefix), info_path(prefix), idx_path(prefix)):
         for leftover in (path + TMP, path + NEW):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(leftover)
 
 
 def publish_pair(prefix: str) -> None:
-    """Publishes PREFIX.bin.tmp and PREFIX.idx.tmp, which are whole and flushed (see the top)."""
-    for path in (bin_path(prefix), idx_path(prefix)):
-        os.rename(path + TMP, path + NEW)
+    """Publishes PREFIX.bin.tmp, PREFIX.idx.tmp and, if there is one, the sidecar's temporary.
+
+    All are whole and flushed (see the top).
+    """
+    for path in (bin_path(prefix), info_path(prefix), idx_path(prefix)):
+        if path != info_path(prefix) or os.path.exists(path + TMP):
+            os.rename(path + TMP, path + NEW)
     fsync_folder(prefix)
     _finish(prefix)
 
 
 def _finish(prefix: str) -> None:
-    data, index = bin_path(prefix), idx_path(prefix)
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(index)
-    fsync_folder(prefix)
-    with contextlib.suppress(FileNotFoundError):  # a finish that was itself cut off moved it
+    """Steps 3 to 5, also of a publication that was cut off among them."""
+    data, info, index = bin_path(prefix), info_path(prefix), idx_path(prefix)
+    if os.path.exists(data + NEW):  # else the old sidecar went before, and the new one may be here
+        for old in (index, info):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(old)
+        fsync_folder(prefix)
         os.rename(data + NEW, data)
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(info + NEW, info)
     os.rename(index + NEW, index)
     fsync_folder(prefix)
 

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import mmap
 import operator
 import os
+from collections.abc import Iterator
 from functools import cached_property
-from typing import Any, BinaryIO, SupportsIndex, overload
+from typing import Any, SupportsIndex, overload
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from millrace.errors import ConfigError, DataError
+from millrace.store.bytes import Access, BinReader, MMapReader, open_bin
+from millrace.store.info import Info, read_info
 from millrace.store.layout import HEADER, parse_header
 from millrace.store.publish import open_pair
 
 
 class IndexedDataset:
-    """The sequences of a `.bin`/`.idx` pair, by number, without copying.
+    """The sequences of a `.bin`/`.idx` pair, by number.
 
     Args:
         prefix: the path of the pair, without `.bin` or `.idx`.
+        access: how to read the `.bin`: "mmap" (reads are views, without copying) or "file"
+            (positioned reads, for file systems where mapping hurts).
+        bin_reader: where the bytes of the `.bin` are, if not in a file; the index is always one.
 
     Attributes:
         prefix: str.
@@ -31,53 +38,65 @@ class IndexedDataset:
         document_indices: int64 [documents + 1]: document j has the sequences
             document_indices[j] up to document_indices[j + 1].
         sequence_modes: int8 [sequences] in a multimodal file, else None.
-        tokens: [tokens] of `dtype`: the whole `.bin`.
+        reader: the bytes of the `.bin`.
 
-    All arrays are read-only views of the mapped files. Opening looks at the header, the sizes and
+    The arrays are read-only views of the mapped index. Opening looks at the header, the sizes and
     the first and last entries alone, whatever the size. An open dataset goes on showing the files
-    that it opened when another pair is published at its prefix.
+    that it opened when another pair is published at its prefix. It can be pickled, forked and used
+    by several threads.
 
     Raises:
         DataError: a missing, truncated, damaged or foreign file.
 
     Example:
         >>> dataset = IndexedDataset("data/web_text_document")   # doctest: +SKIP
-        >>> dataset[0], dataset[-1], dataset[2:5]                # doctest: +SKIP
+        >>> dataset[0], dataset[-1], dataset[2:5], dataset.document(7)   # doctest: +SKIP
     """
 
-    def __init__(self, prefix: str | os.PathLike[str]) -> None:
+    def __init__(
+        self,
+        prefix: str | os.PathLike[str],
+        *,
+        access: Access = "mmap",
+        bin_reader: BinReader | None = None,
+    ) -> None:
         self.prefix = os.fspath(prefix)
-        bin_file, idx_file = open_pair(self.prefix)
-        with bin_file, idx_file:
-            index = _map(idx_file)
-            self._data = _map(bin_file)
-        self.header, has_modes = parse_header(
-            bytes(index[: HEADER.size]), len(index), self.prefix + ".idx"
-        )
-        header = self.header
-        count = header.num_sequences
-        self.dtype = header.dtype
+        self._reopen = {"access": access, "bin_reader": bin_reader}
+        bin_file, idx_file = open_pair(self.prefix, has_bin=bin_reader is None)
+        with idx_file, bin_file or contextlib.nullcontext():
+            size = os.fstat(idx_file.fileno()).st_size
+            self.header, has_modes = parse_header(
+                idx_file.read(HEADER.size), size, self.prefix + ".idx"
+            )
+            self._index = mmap.mmap(idx_file.fileno(), 0, prot=mmap.PROT_READ)
+            if bin_file is not None:
+                bin_reader = open_bin(bin_file, access)
+        assert bin_reader is not None
+        self.reader: BinReader = bin_reader
+        self.dtype = self.header.dtype
+        header, count = self.header, self.header.num_sequences
         self.sequence_lengths: NDArray[np.int32] = np.frombuffer(
-            index, "<i4", count, header.lengths_offset
+            self._index, "<i4", count, header.lengths_offset
         )
         self.sequence_pointers: NDArray[np.int64] = np.frombuffer(
-            index, "<i8", count, header.pointers_offset
+            self._index, "<i8", count, header.pointers_offset
         )
         self.document_indices: NDArray[np.int64] = np.frombuffer(
-            index, "<i8", header.num_document_entries, header.documents_offset
+            self._index, "<i8", header.num_document_entries, header.documents_offset
         )
         self.sequence_modes: NDArray[np.int8] | None = (
-            np.frombuffer(index, "<i1", count, header.modes_offset)
-            if has_modes and count > 0
-            else None
+            np.frombuffer(self._index, "<i1", count, header.modes_offset) if has_modes else None
         )
-        self._index = index
         self._check_ends()
-        self.tokens: NDArray[Any] = np.frombuffer(self._data, self.dtype)
+        # All tokens as one array, where they are mapped: a read is then a slice of it.
+        self._tokens: NDArray[Any] | None = (
+            bin_reader.bytes.view(self.dtype) if isinstance(bin_reader, MMapReader) else None
+        )
+        self._shift = self.dtype.itemsize.bit_length() - 1
 
     def _check_ends(self) -> None:
         """The checks that look at the first and last entries alone."""
-        idx, size = self.prefix + ".idx", len(self._data)
+        idx, size = self.prefix + ".idx", self.reader.size
         remedy = "The files do not belong together or are damaged: write them again"
         first, last = int(self.document_indices[0]), int(self.document_indices[-1])
         if first != 0 or last != len(self):
@@ -101,6 +120,8 @@ class IndexedDataset:
                 f"{'It is truncated or empty' if size < expected else 'It is too long'}. {remedy}"
             )
 
+    # ---- counts ----
+
     def __len__(self) -> int:
         """The number of sequences."""
         return self.header.num_sequences
@@ -111,30 +132,56 @@ class IndexedDataset:
 
     @property
     def num_tokens(self) -> int:
-        return len(self._data) // self.dtype.itemsize
+        return self.reader.size // self.dtype.itemsize
 
     @property
     def num_bytes(self) -> int:
         """The size of both files."""
-        return len(self._data) + len(self._index)
+        return self.reader.size + len(self._index)
+
+    @property
+    def document_lengths(self) -> NDArray[np.int64]:
+        """Tokens in each document: int64 [documents]."""
+        ends = np.concatenate(([0], np.cumsum(self.sequence_lengths, dtype=np.int64)))
+        return np.diff(ends[self.document_indices])
+
+    # ---- tokens ----
+
+    @property
+    def tokens(self) -> NDArray[Any]:
+        """The whole `.bin`, [tokens] of `dtype`: a view.
+
+        Raises:
+            ConfigError: the `.bin` is not mapped.
+        """
+        if self._tokens is None:
+            raise ConfigError(f"{self.prefix}.bin is not mapped; open it with access='mmap'")
+        return self._tokens
 
     @overload
     def __getitem__(self, index: SupportsIndex) -> NDArray[Any]: ...
     @overload
-    def __getitem__(self, index: slice) -> list[NDArray[Any]]: ...
-    def __getitem__(self, index: SupportsIndex | slice) -> NDArray[Any] | list[NDArray[Any]]:
-        """A sequence's tokens, [length] of `dtype`; for a slice, a list of them.
+    def __getitem__(self, index: slice | NDArray[Any] | list[int]) -> list[NDArray[Any]]: ...
+    def __getitem__(self, index: Any) -> NDArray[Any] | list[NDArray[Any]]:
+        """A sequence's tokens, [length] of `dtype`; a list of them for a slice, list or array.
 
         Raises:
             IndexError: no such sequence.
             DataError: the index points outside the token file.
         """
         if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
+            return self._slice(*index.indices(len(self)))
+        if isinstance(index, (np.ndarray, list)) and np.ndim(index) == 1:
+            flat, offsets = self.read(index)
+            return _cut(flat, offsets)
         number = operator.index(index)
         return self._read(
-            number, int(self.sequence_pointers[number]), int(self.sequence_lengths[number])
+            number, self.sequence_pointers.item(number), self.sequence_lengths.item(number)
         )
+
+    def __iter__(self) -> Iterator[NDArray[Any]]:
+        for start in range(0, len(self), _CHUNK):
+            yield from self[start : start + _CHUNK]
 
     def get(self, index: SupportsIndex, offset: int = 0, length: int | None = None) -> NDArray[Any]:
         """Tokens [offset, offset + length) of a sequence; without a length, all from `offset` on.
@@ -142,26 +189,106 @@ class IndexedDataset:
         Raises:
             IndexError: no such sequence.
             ConfigError: the span lies outside the sequence.
+            DataError: the index points outside the token file.
         """
         number = operator.index(index)
-        available = int(self.sequence_lengths[number])
-        count = available - offset if length is None else length
+        available = self.sequence_lengths.item(number)
+        count = available - offset if length is None else int(length)
         if offset < 0 or count < 0 or offset + count > available:
             raise ConfigError(
                 f"tokens [{offset}, {offset + count}) of sequence {number} were asked for; "
                 f"it has {available} tokens"
             )
-        byte_offset = int(self.sequence_pointers[number]) + offset * self.dtype.itemsize
-        return self._read(number, byte_offset, count)
+        start = self.sequence_pointers.item(number) + int(offset) * self.dtype.itemsize
+        return self._read(number, start, count)
+
+    def read(self, sequence_ids: ArrayLike) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """Many sequences at once, anywhere in the file, in one call of the core.
+
+        Args:
+            sequence_ids: integers [n]; negative ones count from the end.
+
+        Returns:
+            their tokens, one after the other, [tokens] of `dtype`, and where each starts: offsets
+            int64 [n + 1]; sequence i is tokens[offsets[i]:offsets[i + 1]].
+
+        Raises:
+            IndexError: no such sequence.
+            DataError: the index points outside the token file.
+        """
+        ids = np.asarray(sequence_ids)
+        if ids.size == 0:
+            ids = ids.astype(np.int64)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise ConfigError(
+                f"sequence_ids have shape {ids.shape} and dtype {ids.dtype}; integers [n] are needed"
+            )
+        counts = self.sequence_lengths[ids].astype(np.int64)
+        counts <<= self._shift
+        try:
+            flat = self.reader.gather(self.sequence_pointers[ids], counts)
+        except ValueError as error:
+            raise DataError(
+                f"{self.prefix}.idx: {error} (of the sequences that were asked for). "
+                "The index is damaged: write the pair again"
+            ) from None
+        offsets = np.zeros(len(ids) + 1, np.int64)
+        np.cumsum(counts, out=offsets[1:])
+        offsets >>= self._shift
+        return flat.view(self.dtype), offsets
+
+    def document(self, number: SupportsIndex) -> NDArray[Any]:
+        """A document's tokens, all its sequences one after the other: [length] of `dtype`.
+
+        Raises:
+            IndexError: no such document.
+            DataError: the index points outside the token file.
+        """
+        place = operator.index(number)
+        place += self.num_documents if place < 0 else 0
+        if not 0 <= place < self.num_documents:
+            raise IndexError(
+                f"there is no document {number}; {self.prefix} has 0 to {self.num_documents - 1}"
+            )
+        first, last = self.document_indices[place : place + 2].tolist()
+        if not 0 <= first <= last <= len(self):
+            raise DataError(
+                f"{self.prefix}.idx: document {place} has the sequences {first} to {last} of "
+                f"{len(self)}. The index is damaged: write the pair again"
+            )
+        return self.read(np.arange(first, last))[0] if last != first + 1 else self[first]
+
+    def _slice(self, start: int, stop: int, step: int) -> list[NDArray[Any]]:
+        pointers = self.sequence_pointers[start:stop:step] if step > 0 else None
+        if self._tokens is None or pointers is None:
+            flat, offsets = self.read(np.arange(start, stop, step))
+            return _cut(flat, offsets)
+        counts = self.sequence_lengths[start:stop:step]
+        starts = pointers >> self._shift
+        ends = starts + counts
+        if len(counts) and (
+            counts.min() < 0
+            or starts.min() < 0
+            or ends.max() > len(self._tokens)
+            or np.any(starts << self._shift != pointers)
+        ):
+            return [self[number] for number in range(start, stop, step)]  # one of them raises
+        tokens = self._tokens
+        return [tokens[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
 
     def _read(self, number: int, byte_offset: int, count: int) -> NDArray[Any]:
-        if count < 0 or not 0 <= byte_offset <= len(self._data) - count * self.dtype.itemsize:
+        if count < 0 or not 0 <= byte_offset <= self.reader.size - (count << self._shift):
             raise DataError(
                 f"{self.prefix}.idx: sequence {number} has {count} tokens from byte {byte_offset} "
-                f"on, outside the .bin of {len(self._data)} bytes. "
+                f"on, outside the .bin of {self.reader.size} bytes. "
                 "The index is damaged: write the pair again"
             )
-        return np.frombuffer(self._data, self.dtype, count, byte_offset)
+        start = byte_offset >> self._shift
+        if self._tokens is not None and start << self._shift == byte_offset:
+            return self._tokens[start : start + count]
+        return self.reader.read(byte_offset, count << self._shift).view(self.dtype)
+
+    # ---- identity ----
 
     @cached_property
     def fingerprint(self) -> str:
@@ -171,15 +298,24 @@ class IndexedDataset:
         costs the same for any size; it tells datasets apart, and is no proof against damage.
         """
         digest = hashlib.blake2b(digest_size=16)
-        for data in (self._index, self._data):
-            digest.update(len(data).to_bytes(8, "little"))
+        index = np.frombuffer(self._index, np.uint8)
+        sizes_and_reads = (
+            (len(index), lambda start, count: index[start : start + count]),
+            (self.reader.size, self.reader.read),
+        )
+        for size, read in sizes_and_reads:
+            digest.update(size.to_bytes(8, "little"))
             for piece in range(_FINGERPRINT_BLOCKS):
-                start = (len(data) - _BLOCK) * piece // (_FINGERPRINT_BLOCKS - 1)
-                digest.update(data[max(start, 0) : max(start, 0) + _BLOCK])
+                start = max((size - _BLOCK) * piece // (_FINGERPRINT_BLOCKS - 1), 0)
+                digest.update(read(start, min(_BLOCK, size - start)))
         return digest.hexdigest()
 
-    def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str]]:
-        return type(self), (self.prefix,)
+    def info(self) -> Info | None:
+        """The sidecar's checksums and provenance; None where there is no sidecar."""
+        return read_info(self.prefix)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _open, (type(self), self.prefix, self._reopen)
 
     def __repr__(self) -> str:
         return (
@@ -188,12 +324,15 @@ class IndexedDataset:
         )
 
 
+_CHUNK = 1024  # sequences that iteration reads at a time
 _BLOCK = 4096
 _FINGERPRINT_BLOCKS = 16
 
 
-def _map(file: BinaryIO) -> mmap.mmap | bytes:
-    """The file's bytes, mapped; an empty file cannot be."""
-    if os.fstat(file.fileno()).st_size == 0:
-        return b""
-    return mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+def _open(kind: type[IndexedDataset], prefix: str, options: dict[str, Any]) -> IndexedDataset:
+    return kind(prefix, **options)
+
+
+def _cut(flat: NDArray[Any], offsets: NDArray[np.int64]) -> list[NDArray[Any]]:
+    bounds = offsets.tolist()
+    return [flat[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]

@@ -1,0 +1,131 @@
+#include "ragged.hpp"
+
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <numeric>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+#include <vector>
+
+namespace millrace {
+namespace {
+
+// How many pieces ahead their first bytes are asked for: a random piece starts with a wait for
+// memory, and a piece of some hundred tokens takes less time to copy than that wait.
+constexpr std::size_t prefetch_distance = 8;
+constexpr std::int64_t prefetch_bytes = 512;  // the hardware follows from there
+constexpr std::int64_t line_size = 64;
+
+// Pieces that one preadv takes: the kernel's own limit (UIO_MAXIOV) is 1024.
+constexpr std::size_t max_vectors = 512;
+
+void prefetch(const std::uint8_t* start, std::int64_t count) {
+  for (std::int64_t at = 0; at < std::min(count, prefetch_bytes); at += line_size) {
+    __builtin_prefetch(start + at);
+  }
+}
+
+// Reads a run of the file into vectors that lie anywhere; a read may come back short.
+void read_run(int descriptor, std::int64_t offset, std::vector<iovec>& vectors) {
+  std::size_t first = 0;
+  while (first < vectors.size()) {
+    const ssize_t got = preadv(descriptor, vectors.data() + first,
+                               static_cast<int>(vectors.size() - first), offset);
+    if (got < 0) {
+      if (errno == EINTR) {
+        continue;
+      }
+      throw std::system_error(errno, std::generic_category(), "preadv");
+    }
+    if (got == 0) {
+      throw std::invalid_argument("the file ends at byte " + std::to_string(offset) +
+                                  ", before a piece that was asked for");
+    }
+    offset += got;
+    auto left = static_cast<std::size_t>(got);
+    while (first < vectors.size() && left >= vectors[first].iov_len) {
+      left -= vectors[first].iov_len;
+      ++first;
+    }
+    if (left > 0) {
+      vectors[first].iov_base = static_cast<char*>(vectors[first].iov_base) + left;
+      vectors[first].iov_len -= left;
+    }
+  }
+}
+
+}  // namespace
+
+std::int64_t total_size(std::span<const Piece> pieces, std::int64_t num_bytes) {
+  std::int64_t total = 0;
+  for (std::size_t i = 0; i < pieces.size(); ++i) {
+    const Piece& piece = pieces[i];
+    if (piece.offset < 0 || piece.count < 0 || piece.offset > num_bytes - piece.count) {
+      throw std::invalid_argument("piece " + std::to_string(i) + " has " +
+                                  std::to_string(piece.count) + " bytes from byte " +
+                                  std::to_string(piece.offset) + " on, outside the file of " +
+                                  std::to_string(num_bytes));
+    }
+    if (__builtin_add_overflow(total, piece.count, &total)) {
+      throw std::invalid_argument("the pieces' total size does not fit 64 bits");
+    }
+  }
+  return total;
+}
+
+void copy_pieces(std::span<const std::uint8_t> bytes, std::span<const Piece> pieces,
+                 std::span<std::uint8_t> out) {
+  std::uint8_t* to = out.data();
+  for (std::size_t i = 0; i < pieces.size(); ++i) {
+    if (i + prefetch_distance < pieces.size()) {
+      const Piece& ahead = pieces[i + prefetch_distance];
+      prefetch(bytes.data() + ahead.offset, ahead.count);
+    }
+    if (pieces[i].count > 0) {
+      std::memcpy(to, bytes.data() + pieces[i].offset, static_cast<std::size_t>(pieces[i].count));
+      to += pieces[i].count;
+    }
+  }
+}
+
+void read_pieces(int descriptor, std::span<const Piece> pieces, std::span<std::uint8_t> out) {
+  std::vector<std::uint8_t*> targets(pieces.size());
+  std::uint8_t* to = out.data();
+  for (std::size_t i = 0; i < pieces.size(); ++i) {
+    targets[i] = to;
+    to += pieces[i].count;
+  }
+  std::vector<std::size_t> order(pieces.size());
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
+    return pieces[a].offset < pieces[b].offset;
+  });
+  std::vector<iovec> vectors;
+  std::int64_t start = 0;
+  std::int64_t end = 0;
+  for (const std::size_t i : order) {
+    const Piece& piece = pieces[i];
+    if (piece.count == 0) {
+      continue;
+    }
+    if (!vectors.empty() && (piece.offset != end || vectors.size() == max_vectors)) {
+      read_run(descriptor, start, vectors);
+      vectors.clear();
+    }
+    if (vectors.empty()) {
+      start = piece.offset;
+    }
+    vectors.push_back({targets[i], static_cast<std::size_t>(piece.count)});
+    end = piece.offset + piece.count;
+  }
+  if (!vectors.empty()) {
+    read_run(descriptor, start, vectors);
+  }
+}
+
+}  // namespace millrace

@@ -1,0 +1,26 @@
+// Many pieces of a file at once.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+namespace millrace {
+
+// A piece of a file: `count` bytes from `offset` on.
+struct Piece {
+  std::int64_t offset;
+  std::int64_t count;
+};
+
+// The pieces' total size. Throws std::invalid_argument for a piece outside [0, num_bytes).
+std::int64_t total_size(std::span<const Piece> pieces, std::int64_t num_bytes);
+
+// Copies the pieces of `bytes`, one after the other. They have been checked.
+void copy_pieces(std::span<const std::uint8_t> bytes, std::span<const Piece> pieces,
+                 std::span<std::uint8_t> out);
+
+// Reads the pieces of an open file, in the order of their offsets, neighbours in one preadv.
+// Throws std::system_error where reading fails, std::invalid_argument where the file ends early.
+void read_pieces(int descriptor, std::span<const Piece> pieces, std::span<std::uint8_t> out);
+
+}  // namespace millrace

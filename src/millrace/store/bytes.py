@@ -1,0 +1,126 @@
+"""Where the bytes of a `.bin` are: mapped, read from a file, or anywhere that fits the protocol."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable
+from typing import Any, BinaryIO, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace import _native
+from millrace.errors import ConfigError, DataError
+
+Bytes = NDArray[np.uint8]
+Access = Literal["mmap", "file"]
+
+
+class BinReader(Protocol):
+    """The bytes of one `.bin`. This is where object stores plug in.
+
+    A reader must not change once it is made, and may be used by several threads at once.
+    `gather_in_turn` is a `gather` for readers that have nothing better.
+
+    Attributes:
+        size: of the `.bin`, in bytes.
+    """
+
+    size: int
+
+    def read(self, byte_offset: int, num_bytes: int) -> Bytes:
+        """Bytes [byte_offset, byte_offset + num_bytes): uint8 [num_bytes], perhaps read-only."""
+        ...
+
+    def gather(self, byte_offsets: NDArray[np.int64], byte_counts: NDArray[np.int64]) -> Bytes:
+        """Many pieces, one after the other: uint8 [sum of byte_counts].
+
+        Args:
+            byte_offsets, byte_counts: int64 [pieces].
+        """
+        ...
+
+
+def gather_in_turn(
+    read: Callable[[int, int], Bytes],
+    byte_offsets: NDArray[np.int64],
+    byte_counts: NDArray[np.int64],
+) -> Bytes:
+    """The pieces, read one by one."""
+    pieces = [
+        read(offset, count)
+        for offset, count in zip(byte_offsets.tolist(), byte_counts.tolist(), strict=True)
+    ]
+    return np.concatenate([np.empty(0, np.uint8), *pieces])
+
+
+class MMapReader:
+    """The file's pages in the page cache, mapped: reads are views.
+
+    Args:
+        file: open for reading; it may be closed afterwards.
+        random: tell the kernel that reads are at random places, so that it reads nothing ahead.
+            Measured where files are larger than memory; without it, reading ahead helps.
+    """
+
+    def __init__(self, file: BinaryIO, *, random: bool = False) -> None:
+        self.size = os.fstat(file.fileno()).st_size
+        self._map = None if self.size == 0 else mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        self.bytes: Bytes = np.frombuffer(b"" if self._map is None else self._map, np.uint8)
+        if random and self._map is not None:
+            self._map.madvise(mmap.MADV_RANDOM)
+
+    def read(self, byte_offset: int, num_bytes: int) -> Bytes:
+        return self.bytes[byte_offset : byte_offset + num_bytes]
+
+    def gather(self, byte_offsets: NDArray[np.int64], byte_counts: NDArray[np.int64]) -> Bytes:
+        return _native.copy_pieces(self.bytes, byte_offsets, byte_counts)
+
+
+class FileReader:
+    """Positioned reads into memory of our own, for file systems where mapping hurts.
+
+    Memory is bounded by what is asked for; threads share the descriptor without a lock.
+
+    Args:
+        file: open for reading; it may be closed afterwards.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.size = os.fstat(file.fileno()).st_size
+        self._file = os.fdopen(os.dup(file.fileno()), "rb", buffering=0)
+
+    def read(self, byte_offset: int, num_bytes: int) -> Bytes:
+        data = np.empty(num_bytes, np.uint8)
+        view = memoryview(data)
+        done = 0
+        while done < num_bytes:
+            count = os.preadv(self._file.fileno(), [view[done:]], byte_offset + done)
+            if count == 0:
+                raise DataError(
+                    f"the .bin ends at byte {byte_offset + done}, before the end of a sequence: "
+                    "it was truncated after it was opened"
+                )
+            done += count
+        return data
+
+    def gather(self, byte_offsets: NDArray[np.int64], byte_counts: NDArray[np.int64]) -> Bytes:
+        return _native.read_pieces(self._file.fileno(), self.size, byte_offsets, byte_counts)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            self._file.close()
+
+
+def open_bin(file: BinaryIO, access: Access) -> BinReader:
+    """A reader of an open file.
+
+    Raises:
+        ConfigError: no such access.
+    """
+    readers: dict[str, Any] = {"mmap": MMapReader, "file": FileReader}
+    if access not in readers:
+        raise ConfigError(f"access is {access!r}; it is one of {', '.join(readers)}")
+    reader: BinReader = readers[access](file)
+    return reader

@@ -1,0 +1,62 @@
+"""Index entries on their way to disk: memory stays bounded however many there are."""
+
+from __future__ import annotations
+
+import array
+import tempfile
+from collections.abc import Iterator
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_TYPECODES = {"<i4": "i", "<i8": "q", "<i1": "b"}
+LIMIT = 1 << 20
+"""Entries of a kind that are kept in memory, and that are handed out at a time."""
+
+
+class Entries:
+    """A column of an index, appended to at its end and read back from its start.
+
+    The first entries stay in memory; what exceeds that is written to a nameless temporary file,
+    which is gone with its process.
+
+    Args:
+        dtype: "<i4", "<i8" or "<i1".
+        folder: where the temporary file goes; it must hold the column.
+
+    Attributes:
+        pending: an `array.array` to append to; call `spill` when it may be long.
+    """
+
+    def __init__(self, dtype: str, folder: str) -> None:
+        self.dtype = np.dtype(dtype)
+        self.pending: array.array[int] = array.array(_TYPECODES[dtype])
+        self._folder = folder
+        self._file: IO[bytes] | None = None
+
+    def extend(self, values: NDArray[Any]) -> None:
+        """Appends an array."""
+        self.pending.frombytes(np.ascontiguousarray(values, self.dtype).view(np.uint8).data)
+        self.spill()
+
+    def spill(self) -> None:
+        """Writes the pending entries to the file, if they are many."""
+        if len(self.pending) >= LIMIT:
+            if self._file is None:
+                self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115
+            self._file.write(self.pending.tobytes())
+            del self.pending[:]
+
+    def chunks(self) -> Iterator[NDArray[Any]]:
+        """The entries from the first to the last, at most LIMIT at a time."""
+        if self._file is not None:
+            self._file.seek(0)
+            while data := self._file.read(LIMIT * self.dtype.itemsize):
+                yield np.frombuffer(data, self.dtype)
+        if self.pending:
+            yield np.frombuffer(self.pending.tobytes(), self.dtype)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()

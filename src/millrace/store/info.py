@@ -1,0 +1,145 @@
+"""The sidecar `PREFIX.info.json`: checksums of both files, and where they came from.
+
+It is optional: a pair without one is a whole dataset. Checksums are XXH3-64 of each block of 4 MiB,
+in hex; the provenance is whatever the writer knows (tool, tokenizer, options).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from millrace.errors import ConfigError, DataError
+from millrace.store.publish import info_path
+
+BLOCK_SIZE = 4 << 20
+ALGORITHM = "xxh3_64"
+_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checksums:
+    """The checksums of one file.
+
+    Attributes:
+        size: of the file, in bytes.
+        blocks: of each block of BLOCK_SIZE bytes, 16 hex digits.
+    """
+
+    size: int
+    blocks: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Info:
+    """What a sidecar says.
+
+    Attributes:
+        provenance: where the files came from.
+        bin, idx: checksums, or None.
+    """
+
+    provenance: dict[str, Any] = field(default_factory=dict)
+    bin: Checksums | None = None  # the file's own suffix
+    idx: Checksums | None = None
+
+    def to_json(self) -> str:
+        document: dict[str, Any] = {"version": _VERSION, "provenance": self.provenance}
+        if self.bin is not None and self.idx is not None:
+            document["checksums"] = {
+                "algorithm": ALGORITHM,
+                "block_size": BLOCK_SIZE,
+                "bin": {"size": self.bin.size, "blocks": self.bin.blocks},
+                "idx": {"size": self.idx.size, "blocks": self.idx.blocks},
+            }
+        return json.dumps(document, indent=1) + "\n"
+
+
+def read_info(prefix: str) -> Info | None:
+    """The sidecar of a pair; None where it has none.
+
+    Raises:
+        DataError: it is damaged, or of a later version.
+    """
+    path = info_path(prefix)
+    try:
+        with open(path, "rb") as file:
+            document = json.load(file)
+        if document["version"] != _VERSION:
+            raise DataError(f"{path} has version {document['version']}; {_VERSION} can be read")
+        sums = document.get("checksums")
+        if sums is not None and (sums["algorithm"], sums["block_size"]) != (ALGORITHM, BLOCK_SIZE):
+            raise DataError(
+                f"{path} has checksums of {sums['algorithm']} in blocks of {sums['block_size']}; "
+                f"{ALGORITHM} in blocks of {BLOCK_SIZE} can be verified"
+            )
+        return Info(
+            provenance=dict(document["provenance"]),
+            bin=None if sums is None else _checksums(sums["bin"]),
+            idx=None if sums is None else _checksums(sums["idx"]),
+        )
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(
+            f"{path} is damaged ({type(error).__name__}: {error}). The token files may be well: "
+            "remove it, or write the pair again"
+        ) from None
+
+
+def _checksums(document: Mapping[str, Any]) -> Checksums:
+    blocks, size = document["blocks"], document["size"]
+    if not isinstance(size, int) or len(blocks) != -(-size // BLOCK_SIZE):
+        raise ValueError(f"{len(blocks)} blocks for {size} bytes")
+    return Checksums(size=size, blocks=[str(block) for block in blocks])
+
+
+def block_hash(data: Any) -> str:
+    """The checksum of one block, 16 hex digits."""
+    return _xxhash().xxh3_64_hexdigest(data)  # type: ignore[no-any-return]
+
+
+class BlockHasher:
+    """The checksums of a file that is written piece by piece."""
+
+    def __init__(self) -> None:
+        self._state = _xxhash().xxh3_64()
+        self._in_block = 0
+        self._size = 0
+        self._blocks: list[str] = []
+
+    def update(self, data: Any) -> None:
+        """Takes the next bytes: any contiguous buffer of them."""
+        view = memoryview(data).cast("B") if len(data) else memoryview(b"")
+        self._size += len(view)
+        while len(view) > 0:
+            part = view[: BLOCK_SIZE - self._in_block]
+            self._state.update(part)
+            self._in_block += len(part)
+            view = view[len(part) :]
+            if self._in_block == BLOCK_SIZE:
+                self._end_block()
+
+    def finish(self) -> Checksums:
+        if self._in_block:
+            self._end_block()
+        return Checksums(size=self._size, blocks=self._blocks)
+
+    def _end_block(self) -> None:
+        self._blocks.append(self._state.hexdigest())
+        self._state.reset()
+        self._in_block = 0
+
+
+def _xxhash() -> Any:
+    try:
+        import xxhash
+    except ImportError:
+        raise ConfigError(
+            "checksums need the xxhash package: pip install 'millrace[tokenizers]'"
+        ) from None
+    return xxhash
