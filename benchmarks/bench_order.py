@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import LOWER, Report, Row, alternate, finish, number_of_runs, parser
+from common import LOWER, Report, Row, alternate, file_field, finish, number_of_runs, parser
 
 SIZE = 100_000_000
 QUICK_SIZE = 300_000
@@ -126,7 +126,9 @@ def _row(
 
 
 def _fill_mib(count: int) -> int:
-    return max(1, count * FILL_BYTES // 2**20)
+    """At most half of the memory that is free now."""
+    available_kib = int(file_field("/proc/meminfo", "MemAvailable").split()[0])
+    return max(1, min(count * FILL_BYTES // 2**20, available_kib // 2048))
 
 
 def _count(size: int) -> str:

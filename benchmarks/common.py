@@ -175,8 +175,8 @@ def _spread(spread: Spread) -> str:
 def machine() -> dict[str, str]:
     """What the numbers depend on: processor, memory, kernel settings, versions, other load."""
     return {
-        "CPU": f"{_field('/proc/cpuinfo', 'model name')}, {os.cpu_count()} cores",
-        "memory": f"{int(_field('/proc/meminfo', 'MemTotal').split()[0]) / 2**20:.1f} GiB",
+        "CPU": f"{file_field('/proc/cpuinfo', 'model name')}, {os.cpu_count()} cores",
+        "memory": f"{int(file_field('/proc/meminfo', 'MemTotal').split()[0]) / 2**20:.1f} GiB",
         "kernel": f"{platform.system()} {platform.release()}",
         "huge pages": _read("/sys/kernel/mm/transparent_hugepage/enabled"),
         "Python": platform.python_version(),
@@ -190,7 +190,8 @@ def _now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
 
 
-def _field(path: str, name: str) -> str:
+def file_field(path: str, name: str) -> str:
+    """The value in the line "name: value" of a file under /proc."""
     for line in _read(path).splitlines():
         key, _, value = line.partition(":")
         if key.strip() == name:

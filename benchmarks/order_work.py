@@ -7,8 +7,8 @@ and inputs had taken, and a digest of the results, by which the two sides are kn
 same work. Reading inputs, importing and hashing are not timed.
 
 In a virtual machine, memory that the guest has not used for some seconds may have to be fetched
-from the host page by page: that made 0.9 s of the first 400 MB here, whoever asked for them. So that
-neither side's time holds this, another process fills `fill_mib` of memory and ends just before.
+from the host page by page: that took 0.9 s for the first 400 MB here, whoever asked for them. So
+that no time includes this, another process fills `fill_mib` of memory and ends just before.
 """
 
 from __future__ import annotations

@@ -1,13 +1,18 @@
 #include "gather.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <numeric>
 #include <stdexcept>
 #include <string>
 
+#include "vector.hpp"
+
 namespace millrace {
 namespace {
+
+constexpr std::int64_t max_offset = std::int64_t{1} << 31;
 
 [[noreturn]] void fail(const std::string& what) { throw std::invalid_argument(what); }
 
@@ -46,17 +51,35 @@ void widen(const T* base, std::int64_t byte_offset, std::int64_t count, std::int
   }
 }
 
-// A text of at most `capacity` tokens that is laid down part by part, as tokens (its first
-// sequence_length) and as labels (one token further on).
-class Text {
- public:
-  Text(const SampleSource& source, const SampleOptions& options, const SampleRow& row)
-      : source_(source),
-        row_(row),
-        sequence_length_(options.sequence_length),
-        capacity_(options.sequence_length + (options.add_extra_token ? 1 : 0)) {}
+// Lays a text down piece by piece, as tokens (its first sequence_length) and as labels (one token
+// further on). Returns the number of tokens.
+template <class T>
+std::int64_t lay_down(const T* base, std::span<const Piece> pieces, std::int64_t sequence_length,
+                      const SampleRow& row) {
+  constexpr auto width = static_cast<std::int64_t>(sizeof(T));
+  std::int64_t size = 0;
+  for (const Piece& piece : pieces) {
+    const std::int64_t count = piece.count / width;
+    widen(base, piece.offset, std::min(count, sequence_length - size), row.tokens + size);
+    const std::int64_t skipped = size == 0 ? 1 : 0;  // the first token is no label
+    widen(base, piece.offset + skipped * width, count - skipped,
+          row.labels + (size - 1 + skipped));
+    size += count;
+  }
+  return size;
+}
 
-  // Appends tokens [offset, offset + count) of a sequence, or all from `offset` on if count < 0.
+// The pieces of one sample, each checked against its sequence, the token file and the room left.
+class Finder {
+ public:
+  Finder(const SampleSource& source, std::int64_t capacity, std::vector<Piece>& pieces)
+      : source_(source),
+        capacity_(capacity),
+        width_(std::visit([](auto base) { return static_cast<std::int64_t>(sizeof(*base)); },
+                          source.tokens)),
+        pieces_(pieces) {}
+
+  // Appends tokens [offset, offset + count) of a document, or all from `offset` on if count < 0.
   void append(std::int64_t document, std::int64_t offset, std::int64_t count) {
     checked(document, static_cast<std::int64_t>(source_.document_index.size()),
             "a document in sample_index");
@@ -74,41 +97,124 @@ class Text {
            ", do not fit a sample of " + std::to_string(capacity_) + " that has " +
            std::to_string(size_));
     }
-    if (count > 0) {
-      std::visit([&](auto base) { copy(base, sequence, offset, count); }, source_.tokens);
-      size_ += count;
+    if (count == 0) {
+      return;
     }
-  }
-
-  std::int64_t size() const noexcept { return size_; }
-
- private:
-  template <class T>
-  void copy(const T* base, std::size_t sequence, std::int64_t offset, std::int64_t count) {
     const std::int64_t pointer = source_.sequence_pointers[sequence];
-    const auto width = static_cast<std::int64_t>(sizeof(T));
     if (pointer < 0 || pointer > source_.num_bytes ||
-        (source_.num_bytes - pointer) / width < offset + count) {
+        (source_.num_bytes - pointer) / width_ < offset + count) {
       fail("sequence " + std::to_string(sequence) + " starts at byte " + std::to_string(pointer) +
            " of the token file, which has " + std::to_string(source_.num_bytes) +
            ": tokens up to " + std::to_string(offset + count) + " lie outside it");
     }
-    const std::int64_t byte_offset = pointer + offset * width;
-    const std::int64_t as_tokens = std::min(count, sequence_length_ - size_);
-    widen(base, byte_offset, as_tokens, row_.tokens + size_);
-    const std::int64_t skipped = size_ == 0 ? 1 : 0;  // the first token is no label
-    widen(base, byte_offset + skipped * width, count - skipped, row_.labels + size_ - 1 + skipped);
+    pieces_.push_back({pointer + offset * width_, count * width_});
+    size_ += count;
   }
 
+ private:
   const SampleSource& source_;
-  const SampleRow& row_;
-  std::int64_t sequence_length_;
   std::int64_t capacity_;
+  std::int64_t width_;
+  std::vector<Piece>& pieces_;
   std::int64_t size_ = 0;
 };
 
+// ---- asking for memory ahead ----
+//
+// A sample follows four indices to some documents, each a random place in a large array: done one
+// after the other, most of the time goes into waiting. So a group of samples goes through each step
+// together, and each step asks for what the next one reads. What is asked for need not exist.
+
+constexpr std::size_t group_size = 8;
+constexpr std::int64_t max_documents = 64;  // of a sample; the hardware's queues are full by then
+
+template <class T>
+void ask_for(std::span<const T> array, std::int64_t place) {
+  if (place >= 0 && static_cast<std::size_t>(place) < array.size()) {
+    __builtin_prefetch(array.data() + place);
+  }
+}
+
+std::int64_t shuffled_at(const SampleSource& source, std::int64_t number) {
+  return std::visit(
+      [number](auto index) {
+        return static_cast<std::int64_t>(index[static_cast<std::size_t>(number)]);
+      },
+      source.shuffle_index);
+}
+
+std::int64_t num_rows(const SampleSource& source) {
+  return std::visit([](auto rows) { return static_cast<std::int64_t>(rows.size() / 2); },
+                    source.sample_index);
+}
+
+void ask_for_shuffled(const SampleSource& source, std::int64_t number) {
+  std::visit([number](auto index) { ask_for(index, number); }, source.shuffle_index);
+}
+
+void ask_for_rows(const SampleSource& source, std::int64_t number) {
+  if (number >= 0 && number < source.num_samples()) {
+    const std::int64_t row = shuffled_at(source, number);
+    std::visit([row](auto rows) { ask_for(rows, 2 * row); }, source.sample_index);
+  }
+}
+
+template <class Use>
+void for_documents(const SampleSource& source, std::int64_t number, Use use) {
+  if (number < 0 || number >= source.num_samples()) {
+    return;
+  }
+  const std::int64_t row = shuffled_at(source, number);
+  if (row < 0 || row + 1 >= num_rows(source)) {
+    return;
+  }
+  const std::int64_t first = place_at(source, row).document;
+  const std::int64_t last = std::min(place_at(source, row + 1).document, first + max_documents);
+  for (std::int64_t document = std::max<std::int64_t>(first, 0);
+       document <= last && document < static_cast<std::int64_t>(source.document_index.size());
+       ++document) {
+    use(document);
+  }
+}
+
+void ask_for_sequences(const SampleSource& source, std::int64_t number) {
+  for_documents(source, number, [&source](std::int64_t document) {
+    const std::int32_t sequence = source.document_index[static_cast<std::size_t>(document)];
+    ask_for(source.sequence_lengths, sequence);
+    ask_for(source.sequence_pointers, sequence);
+  });
+}
+
+void ask_for_tokens(const SampleSource& source, std::span<const Piece> pieces) {
+  constexpr std::int64_t line_size = 64;
+  constexpr std::int64_t lines = 4;  // the hardware follows from there
+  std::visit(
+      [pieces](auto base) {
+        const auto* bytes = reinterpret_cast<const unsigned char*>(base);
+        for (const Piece& piece : pieces) {
+          for (std::int64_t at = 0; at < std::min(piece.count, lines * line_size);
+               at += line_size) {
+            __builtin_prefetch(bytes + piece.offset + at);
+          }
+        }
+      },
+      source.tokens);
+}
+
+// Whether a pad is among the numbers; most samples have none, and looking is cheaper than writing.
+bool holds(const std::int64_t* numbers, std::int64_t count, std::int64_t pad) {
+  std::int64_t found = 0;
+  for (std::int64_t i = 0; i < count; ++i) {
+    found |= numbers[i] == pad ? 1 : 0;
+  }
+  return found != 0;
+}
+
 void mask_pads(const SampleOptions& options, const SampleRow& row) {
   const std::int64_t pad = options.pad_token;
+  if (row.tokens[0] != pad && !holds(row.labels, options.sequence_length, pad)) {
+    return;  // every other token is a label too
+  }
   for (std::int64_t i = 0; i < options.sequence_length; ++i) {
     row.loss_mask[i] = row.labels[i] == pad ? 0.0F : row.loss_mask[i];
     row.tokens[i] = row.tokens[i] == pad ? 0 : row.tokens[i];
@@ -131,41 +237,49 @@ std::int64_t SampleSource::num_samples() const noexcept {
                     shuffle_index);
 }
 
-void gather_sample(const SampleSource& source, std::int64_t sample_number,
-                   const SampleOptions& options, const SampleRow& row) {
+void find_pieces(const SampleSource& source, std::int64_t sample_number,
+                 const SampleOptions& options, std::vector<Piece>& pieces) {
   checked(sample_number, source.num_samples(), "the sample number");
-  const std::int64_t shuffled = std::visit(
-      [sample_number](auto index) {
-        return static_cast<std::int64_t>(index[static_cast<std::size_t>(sample_number)]);
-      },
-      source.shuffle_index);
-  const auto num_rows = static_cast<std::int64_t>(
-      std::visit([](auto rows) { return rows.size() / 2; }, source.sample_index));
-  checked(shuffled, num_rows - 1, "an entry of shuffle_index");
+  const std::int64_t shuffled = checked(shuffled_at(source, sample_number), num_rows(source) - 1,
+                                        "an entry of shuffle_index");
   const Place begin = place_at(source, shuffled);
   const Place end = place_at(source, shuffled + 1);
   const std::int64_t extra = options.add_extra_token ? 1 : 0;
+  const std::int64_t capacity = options.sequence_length + extra;
 
-  Text text(source, options, row);
-  if (begin.document >= end.document) {
-    const std::int64_t count = end.offset - begin.offset + extra;
-    checked(count, options.sequence_length + extra + 1, "a sample's length in sample_index");
-    text.append(begin.document, begin.offset, count);
-  } else {
-    text.append(begin.document, begin.offset, -1);
-    for (std::int64_t document = begin.document + 1; document < end.document; ++document) {
-      text.append(document, 0, -1);
-    }
-    checked(end.offset + extra, options.sequence_length + extra + 1,
-            "a sample's end in sample_index");
-    text.append(end.document, 0, end.offset + extra);
+  // Lengths are int32: with larger offsets the sums below could overflow.
+  checked(begin.offset, max_offset, "an offset in sample_index");
+  checked(end.offset, max_offset, "an offset in sample_index");
+  if (begin.document > end.document) {
+    fail("sample " + std::to_string(shuffled) + " goes from document " +
+         std::to_string(begin.document) + " back to " + std::to_string(end.document) +
+         " in sample_index, outside the order");
   }
+  Finder finder(source, capacity, pieces);
+  if (begin.document == end.document) {
+    const std::int64_t count = end.offset - begin.offset + extra;
+    checked(count, capacity + 1, "a sample's length in sample_index");
+    finder.append(begin.document, begin.offset, count);
+  } else {
+    finder.append(begin.document, begin.offset, -1);
+    for (std::int64_t document = begin.document + 1; document < end.document; ++document) {
+      finder.append(document, 0, -1);
+    }
+    checked(end.offset + extra, capacity + 1, "a sample's end in sample_index");
+    finder.append(end.document, 0, end.offset + extra);
+  }
+}
 
+MILLRACE_VECTOR_CODE
+void fill_row(const Tokens& tokens, std::span<const Piece> pieces, const SampleOptions& options,
+              const SampleRow& row) {
   const std::int64_t length = options.sequence_length;
-  const std::int64_t pad = options.pad_token;
-  std::fill(row.tokens + std::min(text.size(), length), row.tokens + length, pad);
+  const std::int64_t size = std::visit(
+      [&](auto base) { return lay_down(base, pieces, length, row); }, tokens);
+  std::fill(row.tokens + std::min(size, length), row.tokens + length, options.pad_token);
   // With no token at all there is no label before the first either.
-  std::fill(row.labels + std::max<std::int64_t>(text.size() - 1, 0), row.labels + length, pad);
+  std::fill(row.labels + std::max<std::int64_t>(size - 1, 0), row.labels + length,
+            options.pad_token);
 
   std::fill_n(row.loss_mask, length, 1.0F);
   if (options.eod_mask_loss) {
@@ -178,13 +292,51 @@ void gather_sample(const SampleSource& source, std::int64_t sample_number,
   } else {
     std::iota(row.position_ids, row.position_ids + length, std::int64_t{0});
   }
-  // Unsigned tokens never equal a negative pad: a full sample needs no second pass then.
-  const bool is_full = text.size() == length + extra && options.add_extra_token;
+  // Unsigned tokens never equal a negative pad: a full sample needs no second look then.
+  const bool is_full = size == length + 1;
   const bool is_signed = std::visit(
-      [](auto base) { return std::is_signed_v<std::remove_cvref_t<decltype(*base)>>; },
-      source.tokens);
-  if (!is_full || is_signed || pad >= 0) {
+      [](auto base) { return std::is_signed_v<std::remove_cvref_t<decltype(*base)>>; }, tokens);
+  if (!is_full || is_signed || options.pad_token >= 0) {
     mask_pads(options, row);
+  }
+}
+
+void gather_samples(std::span<const SampleSource* const> sources,
+                    std::span<const std::int64_t> numbers, const SampleOptions& options,
+                    const SampleRow& first_row) {
+  std::vector<Piece> pieces;
+  std::array<std::size_t, group_size + 1> bounds;
+  for (std::size_t start = 0; start < numbers.size(); start += group_size) {
+    const std::size_t stop = std::min(start + group_size, numbers.size());
+    for (std::size_t i = start; i < stop; ++i) {
+      ask_for_shuffled(*sources[i], numbers[i]);
+    }
+    for (std::size_t i = start; i < stop; ++i) {
+      ask_for_rows(*sources[i], numbers[i]);
+    }
+    for (std::size_t i = start; i < stop; ++i) {
+      for_documents(*sources[i], numbers[i], [&source = *sources[i]](std::int64_t document) {
+        ask_for(source.document_index, document);
+      });
+    }
+    for (std::size_t i = start; i < stop; ++i) {
+      ask_for_sequences(*sources[i], numbers[i]);
+    }
+    pieces.clear();
+    bounds[0] = 0;
+    for (std::size_t i = start; i < stop; ++i) {
+      find_pieces(*sources[i], numbers[i], options, pieces);
+      bounds[i - start + 1] = pieces.size();
+      ask_for_tokens(*sources[i], std::span(pieces).subspan(bounds[i - start]));
+    }
+    for (std::size_t i = start; i < stop; ++i) {
+      const auto at = static_cast<std::ptrdiff_t>(i) * options.sequence_length;
+      const std::size_t first = bounds[i - start];
+      fill_row(sources[i]->tokens,
+               std::span(pieces).subspan(first, bounds[i - start + 1] - first), options,
+               {first_row.tokens + at, first_row.labels + at, first_row.loss_mask + at,
+                first_row.position_ids + at});
+    }
   }
 }
 

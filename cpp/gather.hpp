@@ -5,6 +5,9 @@
 #include <cstdint>
 #include <span>
 #include <variant>
+#include <vector>
+
+#include "ragged.hpp"
 
 namespace millrace {
 
@@ -34,7 +37,7 @@ struct SampleOptions {
   bool eod_mask_loss;
 };
 
-// One row of a batch; each holds sequence_length numbers.
+// One row of a batch; each array holds sequence_length numbers, and the next row follows it.
 struct SampleRow {
   std::int64_t* tokens;
   std::int64_t* labels;
@@ -42,9 +45,18 @@ struct SampleRow {
   std::int64_t* position_ids;
 };
 
-// Fills `row` with sample `sample_number` of `source`.
+// Appends the pieces of the token file that make up sample `sample_number`, in bytes.
 // Throws std::invalid_argument where the indices point outside their arrays or the token file.
-void gather_sample(const SampleSource& source, std::int64_t sample_number,
-                   const SampleOptions& options, const SampleRow& row);
+void find_pieces(const SampleSource& source, std::int64_t sample_number,
+                 const SampleOptions& options, std::vector<Piece>& pieces);
+
+// Fills a row with the tokens of its pieces, padded and masked.
+void fill_row(const Tokens& tokens, std::span<const Piece> pieces, const SampleOptions& options,
+              const SampleRow& row);
+
+// Fills row i with sample numbers[i] of *sources[i], straight from the mapped token files.
+void gather_samples(std::span<const SampleSource* const> sources,
+                    std::span<const std::int64_t> numbers, const SampleOptions& options,
+                    const SampleRow& first_row);
 
 }  // namespace millrace

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <bit>
-#include <numeric>
 #include <utility>
 
 namespace millrace {
@@ -95,7 +94,10 @@ void shuffle_ranges(std::span<const Range> ranges, std::span<T> values, Mt19937&
     const auto run = static_cast<std::size_t>(range.stop - range.start);
     T* begin = out;
     for (std::int64_t copy = 0; copy < range.copies; ++copy, out += run) {
-      std::iota(out, out + run, static_cast<T>(range.start));
+      // Not std::iota: it would step past the last number, which may be the largest of T.
+      for (std::size_t i = 0; i < run; ++i) {
+        out[i] = static_cast<T>(range.start + static_cast<std::int64_t>(i));
+      }
     }
     shuffle(std::span<T>(begin, out), random);
   }

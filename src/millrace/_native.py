@@ -67,11 +67,13 @@ def shuffled_ranges(
         raise ValueError(f"dtype is {dtype}; int32, uint32 or int64 is needed")
     limits = np.iinfo(dtype)
     for start, stop, copies in ranges:
-        if not limits.min <= start <= stop <= limits.max + 1 or copies < 0:
+        if not limits.min <= start <= stop <= min(limits.max + 1, MAX_INT64) or copies < 0:
             raise ValueError(
                 f"the range ({start}, {stop}) times {copies} is empty backwards, has a negative "
                 f"count or does not fit {dtype}"
             )
+    # The core would count through the copies of nothing, and overflow on none of very much.
+    ranges = [(start, stop, copies) for start, stop, copies in ranges if start < stop and copies > 0]
     if sum((stop - start) * copies for start, stop, copies in ranges) > MAX_INT64 // 8:
         raise ValueError(f"the ranges {list(ranges)} hold more numbers than memory can")
     key, position = _get_state(random)
@@ -136,8 +138,9 @@ def sample_index(
         raise ValueError(f"dtype is {dtype}; int32 or int64 is needed")
     if not 1 <= sequence_length <= MAX_INT64 // 4:
         raise ValueError(f"sequence_length is {sequence_length}; at least 1 is needed")
-    # A sample takes at least a token: a larger count cannot be met, and would only fill memory.
-    if not 0 <= num_samples <= MAX_INT64 // 32 or (num_samples > 0 and document_index.size == 0):
+    # Even the longest documents could not meet a larger count: it would only fill memory.
+    num_tokens = document_index.size * MAX_INT32
+    if num_samples < 0 or num_samples > 0 and (num_samples - 1) * sequence_length > num_tokens:
         raise ValueError(
             f"num_samples is {num_samples} for {document_index.size} documents; "
             "at least 0 and, without documents, 0 is needed"
@@ -255,6 +258,10 @@ def gather_samples(
         tokens int64, labels int64, loss_mask float32 and position_ids int64, each
         [batch, sequence_length].
     """
+    _check_vector("source_numbers", source_numbers, np.int64)
+    _check_vector("sample_numbers", sample_numbers, np.int64)
+    if not 1 <= sequence_length <= MAX_INT64 // 16 // max(sample_numbers.size, 1):
+        raise ValueError(f"sequence_length is {sequence_length}; at least 1 is needed")
     return _core.gather_samples(
         sources,
         source_numbers,

@@ -99,9 +99,15 @@ def assert_twin(
 def assert_refused(
     arrays: list[Arrays], source_numbers: ArrayLike, sample_numbers: ArrayLike, **options: Any
 ) -> None:
+    # Behind each array's end lies its content once more: a read there would go unnoticed, but for
+    # the missing error.
+    roomy = [
+        {name: np.concatenate([array, array])[: len(array)] for name, array in source.items()}
+        for source in arrays
+    ]
     for module in (reference, _native):
         with pytest.raises(ValueError, match=r"outside|do not fit|goes from|were asked for|above"):
-            gather(module, arrays, source_numbers, sample_numbers, **options)
+            gather(module, roomy, source_numbers, sample_numbers, **options)
 
 
 @pytest.mark.parametrize("dtype", TOKEN_DTYPES)
@@ -291,6 +297,7 @@ def test_refuses_entries_of_the_sample_index_outside_the_documents(
         ((0, 5), (0, 3)),  # backwards in a document
         ((1, 0), (0, 7)),  # backwards by a document, though as many tokens lie between the offsets
         ((2, 0), (0, 7)),
+        ((1, 15), (0, 2)),
         ((0, 0), (0, 9)),  # more tokens than a sample has
         ((0, 0), (17, 3)),
         ((0, 20), (1, 20)),
@@ -345,6 +352,30 @@ def test_refuses_sequences_outside_the_token_file(dtype: Any) -> None:
     arrays["sequence_lengths"][:] = 2**31 - 1
     arrays["sample_index"] = np.array([[0, 2**31 - 10], [0, 2**31 - 2]], np.int32)
     assert_refused([arrays], [0], [0])
+
+
+def test_refuses_one_past_the_end_where_all_else_is_right() -> None:
+    right: Arrays = {
+        "tokens": np.arange(40, dtype=np.uint16),
+        "sequence_pointers": np.array([0, 40]),
+        "sequence_lengths": np.array([20, 20], np.int32),
+        "document_index": np.array([0, 1], np.int32),
+        "sample_index": np.array([[0, 0], [1, 0], [1, 8]], np.int32),
+        "shuffle_index": np.array([1, 1], np.uint32),
+    }
+    assert_twin([right], [0, 0], [0, 1])
+    for name, size in (
+        ("tokens", 28),
+        ("document_index", 1),
+        ("sample_index", 2),
+        ("shuffle_index", 1),
+    ):
+        short = right | {name: right[name][:size]}  # what is cut off still lies behind the end
+        with pytest.raises(ValueError, match="outside"):
+            gather(_native, [short], [0, 0], [0, 1])
+    short = {name: array[:1] if "sequence" in name else array for name, array in right.items()}
+    with pytest.raises(ValueError, match="outside"):
+        gather(_native, [short], [0], [0])
 
 
 @given(data=st.data())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -174,6 +176,17 @@ def test_refuses_a_sample_count_that_no_documents_can_meet() -> None:
     """Before memory is asked for: 2**50 rows would take 8 PiB."""
     with pytest.raises(ValueError, match=r"too few|num_samples"):
         _native.sample_index(int32([5]), int32([0]), 2, 2**50)
+
+
+def test_refuses_more_documents_than_int32_rows_can_name(tmp_path: Path) -> None:
+    path = tmp_path / "documents"
+    path.touch()
+    os.truncate(path, 4 * 2**31)  # a hole: it takes no room
+    documents = np.memmap(path, np.int32, "r")
+    with pytest.raises(ValueError, match="int64 sample index"):
+        _native.sample_index(int32([9]), documents, 2, 1)
+    rows = _native.sample_index(int32([9]), documents, 2, 1, dtype=np.int64)
+    assert rows.tolist() == [[0, 0], [0, 2]]
 
 
 @pytest.mark.parametrize(

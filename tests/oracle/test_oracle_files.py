@@ -12,6 +12,11 @@ import torch
 
 import millrace
 
+# Megatron-LM's builder makes an array of a tensor in a way that NumPy 2 deprecates.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
+)
+
 DTYPES = (
     np.uint8,
     np.int8,

@@ -1,0 +1,289 @@
+"""Blends: which dataset each sample comes from, of which number, and the samples themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import oracle_megatron as megatron
+import pytest
+
+import millrace
+from millrace.order import blend, blend_exhaustively
+
+S = 8  # the sequence length
+SEED = 77
+
+
+def random_weights(random: np.random.Generator) -> list[float]:
+    """1 to 60 weights: alike, with many ties, or of very different size."""
+    count = int(random.integers(1, 61))
+    kind = random.integers(4)
+    if kind == 0:
+        return (random.random(count) + 0.01).tolist()
+    if kind == 1:
+        return random.integers(1, 4, count).astype(float).tolist()
+    if kind == 2:
+        return (10.0 ** random.uniform(-12, 12, count)).tolist()
+    return [1.0] * count
+
+
+def assert_equal(actual: Any, expected: Any) -> None:
+    for left, right in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(left, right, strict=True)
+
+
+def theirs_by_weights(weights: list[float], size: int) -> tuple[np.ndarray, np.ndarray]:
+    out = np.zeros(size, np.int16), np.zeros(size, np.int64)
+    normalized = megatron.normalize(weights)
+    megatron.helpers.build_blending_indices(*out, normalized, len(weights), size, False)
+    return out
+
+
+def theirs_by_sizes(sizes: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    out = np.zeros(sum(sizes), np.int16), np.zeros(sum(sizes), np.int64)
+    megatron.helpers.build_exhaustive_blending_indices(*out, sizes, len(sizes))
+    return out
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_random_blends_by_weight_are_equal(seed: int) -> None:
+    random = np.random.default_rng([20, seed])
+    weights, size = random_weights(random), int(random.integers(0, 20_000))
+    assert_equal(blend(weights, size), theirs_by_weights(weights, size))
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        [1.0],
+        [1.0, 1e-15],
+        [1e-15, 1.0],
+        [1e-300, 1.0],
+        [1e300, 1e-5, 1e299],
+        [1 / 3] * 3,
+        [0.1] * 10,
+        [1.0] * 60,
+        [0.7, 0.2, 0.1],
+        [2**53 + 1.0, 1.0],
+    ],
+)
+def test_extreme_blends_by_weight_are_equal(weights: list[float]) -> None:
+    assert_equal(blend(weights, 30_000), theirs_by_weights(weights, 30_000))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_exhaustive_blends_are_equal(seed: int) -> None:
+    random = np.random.default_rng([21, seed])
+    sizes = (random.geometric(1 / random.choice([2, 50, 500]), random.integers(1, 61))).tolist()
+    if seed % 5 == 0:
+        sizes[0] = 20_000  # one dataset outlasts all others
+    assert_equal(blend_exhaustively(sizes), theirs_by_sizes(sizes))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_samples_of_each_dataset_are_equal_in_number(seed: int) -> None:
+    random = np.random.default_rng([22, seed])
+    weights = megatron.normalize(random_weights(random))
+    assert millrace.normalize(weights) == megatron.normalize(weights)
+    sizes = [int(size) for size in random.integers(0, 10**9, 3)]
+    for surplus in (0.0, 0.005, 0.5):
+        targets = megatron._get_size_per_split_per_dataset(weights, sizes)
+        buffers = megatron._get_size_per_split_per_dataset(weights, sizes, surplus)
+        for split, size in enumerate(sizes):
+            assert millrace.samples_per_dataset(weights, size, surplus) == [
+                (target[split], buffer[split])
+                for target, buffer in zip(targets, buffers, strict=True)
+            ]
+
+
+def write_datasets(random: np.random.Generator, folder: Path, count: int) -> list[Path]:
+    """Files that differ in size, each large enough for samples in every split."""
+    return [
+        megatron.write_sequences(
+            folder / f"data-{number}", random.integers(5, 40, random.integers(12, 120)), random
+        )
+        for number in range(count)
+    ]
+
+
+def our_datasets(
+    prefixes: list[Path], split: str, place: int, num_samples: list[int | None]
+) -> list[millrace.GPTDataset]:
+    datasets = []
+    for prefix, count in zip(prefixes, num_samples, strict=True):
+        dataset = millrace.IndexedDataset(prefix)
+        sequences = millrace.split_ranges(len(dataset), split)[place]
+        datasets.append(
+            millrace.GPTDataset(
+                dataset,
+                sequence_length=S,
+                seed=SEED,
+                num_samples=count,
+                sequences=sequences,
+                eod_token=3,
+                pad_token=4,
+                reset_position_ids=True,
+                eod_mask_loss=True,
+            )
+        )
+    return datasets
+
+
+def their_splits(sizes: list[int | None], **options: Any) -> list[Any]:
+    """Indices lie below each prefix: elsewhere a BlendedDataset asks for torch.distributed."""
+    config = megatron.config_of(
+        None,
+        sequence_length=S,
+        random_seed=SEED,
+        tokenizer=megatron.Tokenizer(eod=3, pad_id=4),
+        reset_position_ids=True,
+        eod_mask_loss=True,
+        **options,
+    )
+    builder = megatron.BlendedMegatronDatasetBuilder(
+        megatron.GPTDataset, sizes, lambda: True, config
+    )
+    splits: list[Any] = builder.build()
+    return splits
+
+
+def assert_same_blend(ours: millrace.BlendedDataset, theirs: megatron.BlendedDataset) -> None:
+    assert len(ours) == len(theirs)
+    for left, right in zip(ours.datasets, theirs.datasets, strict=True):
+        megatron.assert_same_indices(left, right)
+    assert_equal(
+        (ours.dataset_index, ours.dataset_sample_index),
+        (theirs.dataset_index, theirs.dataset_sample_index),
+    )
+    numbers = np.random.default_rng(0).integers(0, len(ours), 25)
+    batch = ours.batch(numbers)
+    for row, number in enumerate(numbers.tolist()):
+        sample, single = theirs[number], ours[number]
+        for key in megatron.SAMPLE_KEYS:
+            expected = sample[key].numpy()
+            np.testing.assert_array_equal(batch[key][row], expected, key, strict=True)
+            np.testing.assert_array_equal(single[key], expected, key, strict=True)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_blend_by_weight_is_the_builders(seed: int, tmp_path: Path) -> None:
+    random = np.random.default_rng([23, seed])
+    count = int(random.integers(1, 9))
+    prefixes = write_datasets(random, tmp_path, count)
+    weights = (random.random(count) ** 3 + 0.01).tolist()
+    sizes: list[int | None] = [int(size) for size in random.integers(100, 1500, 3)]
+    split = "5,3,2" if seed % 2 else "0.6,0.4"
+    names = [str(prefix) for prefix in prefixes]
+    splits = their_splits(sizes, blend=(names, weights), split=split)
+    # The builder normalises the weights, and a BlendedDataset normalises them once more.
+    normalized = millrace.normalize(weights)
+    for place, (theirs, size) in enumerate(zip(splits, sizes, strict=True)):
+        if theirs is None:
+            assert split == "0.6,0.4"
+            continue
+        assert size is not None
+        counts = millrace.samples_per_dataset(normalized, size)
+        datasets = our_datasets(prefixes, split, place, [buffer for _, buffer in counts])
+        total = sum(target for target, _ in counts)
+        assert_same_blend(millrace.BlendedDataset(datasets, normalized, total), theirs)
+
+
+def test_the_builders_weights_are_normalised_twice(tmp_path: Path) -> None:
+    """By the builder and by the blend; one weight may change by its last bit, and break a tie."""
+    random = np.random.default_rng(28)
+    prefixes, weights, size = write_datasets(random, tmp_path, 2), [0.15, 0.79], 1000
+    once = millrace.normalize(weights)
+    assert millrace.normalize(once) != once
+    assert blend(once, size)[0].tolist() != blend(weights, size)[0].tolist()
+    names = [str(prefix) for prefix in prefixes]
+    theirs = their_splits([size, 1, 1], blend=(names, weights), split="1")[0]
+    counts = millrace.samples_per_dataset(once, size)
+    datasets = our_datasets(prefixes, "1", 0, [buffer for _, buffer in counts])
+    total = sum(target for target, _ in counts)
+    assert_same_blend(millrace.BlendedDataset(datasets, once, total), theirs)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("sized", [False, True])
+def test_a_blend_without_weights_is_the_builders(sized: bool, seed: int, tmp_path: Path) -> None:
+    random = np.random.default_rng([24, seed])
+    prefixes = write_datasets(random, tmp_path, int(random.integers(2, 9)))
+    sizes = [[40, 10**6, 7][(seed + place) % 3] if sized else None for place in range(3)]
+    names = [str(prefix) for prefix in prefixes]
+    splits = their_splits(sizes, blend=(names, None), split="5,4")
+    assert splits[2] is None
+    for place, (theirs, size) in enumerate(zip(splits[:2], sizes[:2], strict=True)):
+        datasets = our_datasets(prefixes, "5,4", place, [None] * len(prefixes))
+        limit = sum(len(dataset) for dataset in datasets)
+        ours = millrace.BlendedDataset(datasets, None, None if size is None else min(size, limit))
+        assert_same_blend(ours, theirs)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_blend_of_its_own_for_each_split_is_the_builders(seed: int, tmp_path: Path) -> None:
+    random = np.random.default_rng([25, seed])
+    prefixes = write_datasets(random, tmp_path, 6)
+    names = [str(prefix) for prefix in prefixes]
+    weights = (random.random(3) + 0.1).tolist()
+    train, valid, test = their_splits(
+        [500, None, 50],
+        blend_per_split=[(names[:3], weights), (names[2:5], None), (names[5:], None)],
+    )
+    counts = millrace.samples_per_dataset(millrace.normalize(weights), 500)
+    datasets = our_datasets(prefixes[:3], "1", 0, [buffer for _, buffer in counts])
+    total = sum(target for target, _ in counts)
+    ours = millrace.BlendedDataset(datasets, millrace.normalize(weights), total)
+    assert_same_blend(ours, train)
+    datasets = our_datasets(prefixes[2:5], "1", 0, [None] * 3)
+    assert_same_blend(millrace.BlendedDataset(datasets), valid)
+    (single,) = our_datasets(prefixes[5:], "1", 0, [50])  # one prefix is not blended
+    megatron.assert_same_indices(single, test)
+    megatron.assert_same_samples(single, test, range(len(single)))
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_a_blend_of_datasets_built_one_by_one_is_equal(seed: int, tmp_path: Path) -> None:
+    random = np.random.default_rng([26, seed])
+    count = int(random.integers(1, 6))
+    prefixes = write_datasets(random, tmp_path, count)
+    weights, size = (10.0 ** random.uniform(-3, 3, count)).tolist(), 300
+    config = megatron.config_of(
+        None,
+        sequence_length=S,
+        random_seed=SEED,
+        tokenizer=megatron.Tokenizer(eod=3, pad_id=4),
+        reset_position_ids=True,
+        eod_mask_loss=True,
+    )
+    theirs = [
+        megatron.gpt_dataset(
+            prefix, config, (0, len(millrace.IndexedDataset(prefix))), size, megatron.Split.train
+        )
+        for prefix in prefixes
+    ]
+    ours = our_datasets(prefixes, "1", 0, [size] * count)
+    assert_same_blend(
+        millrace.BlendedDataset(ours, weights, size),
+        megatron.BlendedDataset(theirs, weights, size, config),
+    )
+
+
+def test_a_blend_that_draws_too_much_of_a_dataset_is_refused_by_both(tmp_path: Path) -> None:
+    random = np.random.default_rng(27)
+    prefixes = write_datasets(random, tmp_path, 2)
+    config = megatron.config_of(
+        None, sequence_length=S, random_seed=SEED, tokenizer=megatron.Tokenizer(eod=3, pad_id=4)
+    )
+    ours = our_datasets(prefixes, "1", 0, [None, None])
+    theirs = [
+        megatron.gpt_dataset(prefix, config, dataset.sequences, None)
+        for prefix, dataset in zip(prefixes, ours, strict=True)
+    ]
+    for weights in ([1.0, 1e-6], [1e-6, 1.0]):
+        size = len(ours[weights.index(1.0)]) + 5
+        with pytest.raises(IndexError, match="oversamples"):
+            megatron.BlendedDataset(theirs, weights, size, config)
+        with pytest.raises(millrace.ConfigError, match="draws more samples"):
+            millrace.BlendedDataset(ours, weights, size)

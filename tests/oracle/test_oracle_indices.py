@@ -1,0 +1,333 @@
+"""The order law: document, sample and shuffle index of every split are Megatron-LM's."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import oracle_megatron as megatron
+import pytest
+
+import millrace
+from millrace import reference
+from millrace.order import build_gpt_indices, plan_gpt
+
+Split = megatron.Split
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What decides an order."""
+
+    prefix: Path
+    sequences: tuple[int, int]
+    split: Split
+    num_samples: int | None
+    sequence_length: int
+    seed: int
+    add_extra_token: bool
+    drop_last: bool
+
+    def ours(self) -> millrace.GPTDataset:
+        return millrace.GPTDataset(
+            millrace.IndexedDataset(self.prefix),
+            sequence_length=self.sequence_length,
+            seed=self.seed,
+            num_samples=self.num_samples,
+            sequences=self.sequences,
+            add_extra_token=self.add_extra_token,
+            # Megatron-LM has this option for the validation split alone.
+            drop_last_partial_sequence=self.drop_last or self.split is not Split.valid,
+        )
+
+    def theirs(self, cache: Path) -> megatron.GPTDataset:
+        config = megatron.config_of(
+            cache,
+            sequence_length=self.sequence_length,
+            random_seed=self.seed,
+            add_extra_token_to_sequence=self.add_extra_token,
+            drop_last_partial_validation_sequence=self.drop_last,
+        )
+        return megatron.gpt_dataset(
+            self.prefix, config, self.sequences, self.num_samples, self.split
+        )
+
+
+def check(case: Case, cache: Path) -> str:
+    """Compares the indices, where Megatron-LM gives any; says which way it went."""
+    start, stop = case.sequences
+    lengths = millrace.IndexedDataset(case.prefix).sequence_lengths
+    num_tokens = int(lengths[start:stop].sum())
+    if num_tokens == 0:
+        with pytest.raises(millrace.ConfigError, match="0 tokens"):
+            case.ours()  # Megatron-LM would loop for ever
+        return "no tokens"
+    try:
+        theirs = case.theirs(cache)
+    except AssertionError:
+        # Its last offset is -1: the last document is empty, and cannot name the end of a partial
+        # sample that includes the extra token.
+        assert case.split is Split.valid
+        assert case.add_extra_token
+        assert not case.drop_last
+        ours = case.ours()
+        last = ours.indices.document_index[-1]
+        assert lengths[last] == 0
+        expected = reference.sample_index(
+            lengths,
+            ours.indices.document_index,
+            case.sequence_length,
+            len(ours),
+            allow_partial=True,
+        )
+        np.testing.assert_array_equal(ours.indices.sample_index, expected, strict=True)
+        assert ours.indices.sample_index.min() >= 0
+        return "no name for the end"
+    if len(theirs) == 0:
+        with pytest.raises(millrace.ConfigError, match="leaves no sample"):
+            case.ours()
+        return "no sample"
+    ours = case.ours()
+    megatron.assert_same_indices(ours, theirs)
+    return "same"
+
+
+def random_case(random: np.random.Generator, folder: Path, max_sequences: int) -> list[Case]:
+    """One file, and a case for each split that has a share of it."""
+    lengths = megatron.random_lengths(random, max_sequences)
+    prefix = megatron.write_sequences(folder / "data", lengths, random)
+    # Mostly several samples to a split: a sequence length beyond its tokens is one case among many.
+    sequence_length = int(np.exp(random.uniform(0, min(7, max(0, np.log(lengths.sum()) - 1)))))
+    extra = bool(random.integers(2))
+    cases = []
+    ranges = millrace.split_ranges(len(lengths), megatron.random_split(random))
+    for split, sequences in zip(Split, ranges, strict=True):
+        if sequences is None:
+            continue
+        num_tokens = int(lengths[slice(*sequences)].sum())
+        epochs = random.choice([0, 0.3, 1, 1.1, 1.7, 1.95, 2, 2.5, 3, 4.05, 4.9, 5])
+        num_samples = int(epochs * num_tokens / sequence_length)
+        cases.append(
+            Case(
+                prefix=prefix,
+                sequences=sequences,
+                split=split,
+                num_samples=None if random.random() < 0.15 else min(num_samples, 50_000),
+                sequence_length=sequence_length,
+                seed=int(random.choice([0, 1234, 2**32 - 1, random.integers(2**32)])),
+                add_extra_token=extra,
+                drop_last=bool(random.integers(2)),
+            )
+        )
+    return cases
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_indices_of_random_data_are_equal(seed: int, tmp_path: Path) -> None:
+    random = np.random.default_rng([3, seed])
+    max_sequences = 10_000 if seed % 4 == 0 else 200
+    for case in random_case(random, tmp_path, max_sequences):
+        check(case, tmp_path / "cache" / case.split.name)
+
+
+def test_most_random_cases_compare_something(tmp_path: Path) -> None:
+    """The comparison above would be worth little if Megatron-LM mostly gave nothing to compare."""
+    ways = []
+    for seed in range(60):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        for case in random_case(np.random.default_rng([4, seed]), folder, 100):
+            ways.append(check(case, folder / "cache" / case.split.name))
+    assert ways.count("same") > 0.6 * len(ways)
+
+
+@pytest.mark.parametrize("num_epochs", [1, 2, 3, 5])
+@pytest.mark.parametrize("extra", [False, True])
+def test_the_final_epoch_is_cut_off_at_the_same_count(
+    num_epochs: int, extra: bool, tmp_path: Path
+) -> None:
+    """Every sample count of an epoch: below 0.80 of it the final epoch is shuffled by itself."""
+    random = np.random.default_rng(5)
+    prefix = megatron.write_sequences(tmp_path / "data", [7, 0, 13, 1, 29, 3, 11], random)
+    num_tokens, sequence_length = 64, 4
+    first = ((num_epochs - 1) * num_tokens - extra) // sequence_length
+    cuts = set()
+    for num_samples in range(
+        max(first, 1), (num_epochs * num_tokens - extra) // sequence_length + 1
+    ):
+        case = Case(
+            prefix=prefix,
+            sequences=(0, 7),
+            split=Split.train,
+            num_samples=num_samples,
+            sequence_length=sequence_length,
+            seed=num_samples,
+            add_extra_token=extra,
+            drop_last=True,
+        )
+        assert check(case, tmp_path / f"cache-{num_samples}") == "same"
+        cuts.add(case.ours().plan.num_samples_before_final_epoch is None)
+    assert cuts == ({True} if num_epochs == 1 else {True, False})
+
+
+@pytest.mark.parametrize("sequence_length", range(1, 14))
+def test_every_sequence_length_of_a_small_file(sequence_length: int, tmp_path: Path) -> None:
+    """Documents that end where samples do, and all the ways for a last sample to be partial."""
+    random = np.random.default_rng(6)
+    prefix = megatron.write_sequences(tmp_path / "data", [3, 0, 4, 1, 0, 5, 0], random)
+    for number, (extra, drop_last, num_samples, seed) in enumerate(
+        (extra, drop_last, num_samples, seed)
+        for extra in (False, True)
+        for drop_last in (False, True)
+        for num_samples in (None, 1, 2, 5)
+        for seed in range(2)
+    ):
+        case = Case(
+            prefix=prefix,
+            sequences=(0, 7),
+            split=Split.valid,
+            num_samples=num_samples,
+            sequence_length=sequence_length,
+            seed=seed,
+            add_extra_token=extra,
+            drop_last=drop_last,
+        )
+        check(case, tmp_path / f"cache-{number}")
+
+
+@pytest.mark.parametrize("extra", [False, True])
+def test_more_than_2_to_the_31_tokens(extra: bool, tmp_path: Path) -> None:
+    """Indices and samples of a 4.4 GB file that is nearly all hole, and so takes no room."""
+    random = np.random.default_rng(7)
+    lengths = random.integers(1, 2_000_001, 2200).astype(np.int32)
+    lengths[[5, 900, 2199]] = 0
+    assert lengths.sum(dtype=np.int64) > 2**31
+    prefix = tmp_path / "data"
+    with millrace.IndexedDatasetBuilder(prefix, np.uint16) as builder:
+        builder.add_document([], [0] * len(lengths))
+    write_hole(prefix, lengths)
+    num_samples = int(1.3 * lengths.sum(dtype=np.int64)) // 65_536
+    for split in (Split.train, Split.valid):
+        case = Case(
+            prefix=prefix,
+            sequences=(100, 2200) if split is Split.train else (0, 2200),
+            split=split,
+            num_samples=num_samples if split is Split.train else None,
+            sequence_length=65_536,
+            seed=99,
+            add_extra_token=extra,
+            drop_last=True,
+        )
+        theirs, ours = case.theirs(tmp_path / "cache"), case.ours()
+        megatron.assert_same_indices(ours, theirs)
+        assert len(ours) > 2**31 // 65_536
+        numbers = random.integers(0, len(ours), 15).tolist()
+        megatron.assert_same_samples(ours, theirs, numbers)
+        assert ours.batch(numbers)["tokens"].any()
+
+
+def write_hole(prefix: Path, lengths: np.ndarray) -> None:
+    """Rewrites a pair for these lengths; only each sequence's first and last tokens are not 0."""
+    path = Path(f"{prefix}.idx")
+    header = bytearray(path.read_bytes())
+    pointers = np.append(0, np.cumsum(lengths[:-1], dtype=np.int64) * 2)
+    header[34 : 34 + 12 * len(lengths)] = lengths.tobytes() + pointers.tobytes()
+    path.write_bytes(header)
+    with open(f"{prefix}.bin", "r+b") as file:
+        os.truncate(file.fileno(), int(lengths.sum(dtype=np.int64)) * 2)
+        for number, (pointer, length) in enumerate(
+            zip(pointers.tolist(), lengths.tolist(), strict=True)
+        ):
+            for token in {0, length // 2, length - 1} - {-1}:
+                file.seek(pointer + 2 * token)
+                file.write((number + 1).to_bytes(2, "little") if length else b"")
+
+
+def test_2_to_the_32_tokens_of_two_epochs_in_lengths_alone(tmp_path: Path) -> None:
+    lengths = np.array([2**31 - 1, 0, 2**30, 1, 2**31 - 1, 77], dtype=np.int32)
+
+    class LowLevelDataset:
+        sequence_lengths = lengths
+        path_prefix = str(tmp_path)
+
+    num_tokens = int(lengths.sum(dtype=np.int64))
+    for extra in (False, True):
+        sequence_length, seed = 2**20 + 7, 4
+        num_samples = int(1.9 * num_tokens) // sequence_length
+        config = megatron.config_of(
+            tmp_path / f"cache-{extra}",
+            sequence_length=sequence_length,
+            random_seed=seed,
+            add_extra_token_to_sequence=extra,
+        )
+        theirs = megatron.GPTDataset(
+            LowLevelDataset(),
+            "unused",
+            np.arange(6, dtype=np.int32),
+            num_samples,
+            Split.train,
+            config,
+        )
+        plan = plan_gpt(num_tokens, num_samples, sequence_length, add_extra_token=extra)
+        assert plan.num_epochs == 2
+        ours = build_gpt_indices(lengths, (0, 6), plan, seed)
+        for name in ("document_index", "sample_index", "shuffle_index"):
+            np.testing.assert_array_equal(
+                getattr(ours, name), getattr(theirs, name), name, strict=True
+            )
+
+
+def sample_index_of_one_document(num_tokens: int, sequence_length: int, drop_last: bool) -> Any:
+    lengths, documents = np.array([num_tokens], np.int32), np.zeros(1, np.int32)
+    return megatron.helpers.build_sample_idx(
+        lengths, documents, sequence_length, 1, num_tokens, drop_last, True
+    )
+
+
+def test_the_last_partial_sample_is_counted_exactly_where_megatron_rounds() -> None:
+    """Megatron-LM divides in 32-bit floats: it loses a sample of 24,342,530 tokens at 2,048."""
+    plan = plan_gpt(24_342_530, None, 2048, drop_last_partial_sequence=False)
+    assert plan.num_samples == 11_887 == -(-(24_342_530 - 1) // 2048)
+    theirs = sample_index_of_one_document(24_342_530, 2048, drop_last=False)
+    assert len(theirs) - 1 == 11_886
+    lengths = np.array([24_342_530], np.int32)
+    ours = build_gpt_indices(lengths, (0, 1), plan, 0).sample_index
+    np.testing.assert_array_equal(ours[:-1], theirs, strict=True)
+    assert ours[-1].tolist() == [0, 24_342_529]
+
+
+@pytest.mark.parametrize("num_tokens", [2**24 - 1, 2**24, 2**23 + 2, 2**24 - 2**11 + 2])
+@pytest.mark.parametrize("sequence_length", [2, 1024, 2047, 2048, 4096])
+def test_the_last_partial_sample_is_megatrons_up_to_2_to_the_24(
+    num_tokens: int, sequence_length: int
+) -> None:
+    plan = plan_gpt(num_tokens, None, sequence_length, drop_last_partial_sequence=False)
+    theirs = sample_index_of_one_document(num_tokens, sequence_length, drop_last=False)
+    ours = build_gpt_indices(np.array([num_tokens], np.int32), (0, 1), plan, 0).sample_index
+    np.testing.assert_array_equal(ours, theirs, strict=True)
+
+
+def test_a_split_without_tokens_is_refused(tmp_path: Path) -> None:
+    """Megatron-LM adds epochs of nothing for ever."""
+    random = np.random.default_rng(0)
+    prefix = megatron.write_sequences(tmp_path / "data", [4, 5, 0, 0], random)
+    dataset = millrace.IndexedDataset(prefix)
+    for sequences in ((2, 4), (1, 1), (4, 4)):
+        with pytest.raises(millrace.ConfigError, match="0 tokens"):
+            millrace.GPTDataset(
+                dataset, sequence_length=2, seed=0, num_samples=1, sequences=sequences
+            )
+
+
+def test_the_end_of_a_partial_sample_is_named_before_trailing_empty_documents() -> None:
+    """Megatron-LM names it (last document, -1) there, and fails."""
+    lengths, documents = np.array([5, 0, 4], np.int32), np.array([2, 0, 1, 1], np.int32)
+    with pytest.raises(AssertionError):
+        megatron.helpers.build_sample_idx(lengths, documents, 3, 1, 9, False, True)
+    plan = plan_gpt(9, None, 3, drop_last_partial_sequence=False)
+    assert plan.num_samples == 3
+    ours = reference.sample_index(lengths, documents, 3, 3, allow_partial=True)
+    assert ours.tolist() == [[0, 0], [0, 3], [1, 2], [1, 4]]

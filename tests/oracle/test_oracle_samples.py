@@ -1,0 +1,197 @@
+"""The order law, to its end: tokens, labels, loss masks and position ids are Megatron-LM's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import oracle_megatron as megatron
+import pytest
+
+import millrace
+
+# Said of a tokenizer whose pad token is its EOD: the pad becomes -1 then, which is tested here.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The pad token id in the tokenizer collides with another special token id:UserWarning"
+)
+
+Split = megatron.Split
+INTEGER_DTYPES = (np.uint8, np.int8, np.int16, np.uint16, np.int32, np.int64)
+
+
+def both(
+    prefix: Path,
+    cache: Path,
+    *,
+    sequences: tuple[int, int],
+    sequence_length: int,
+    seed: int = 0,
+    num_samples: int | None = None,
+    split: Split = Split.train,
+    eod: int = 0,
+    pad: int | None = None,
+    reset_position_ids: bool = False,
+    eod_mask_loss: bool = False,
+    add_extra_token: bool = True,
+    drop_last: bool = True,
+) -> tuple[millrace.GPTDataset, megatron.GPTDataset]:
+    config = megatron.config_of(
+        cache,
+        sequence_length=sequence_length,
+        random_seed=seed,
+        tokenizer=megatron.Tokenizer(eod=eod, pad_id=pad),
+        reset_position_ids=reset_position_ids,
+        eod_mask_loss=eod_mask_loss,
+        add_extra_token_to_sequence=add_extra_token,
+        drop_last_partial_validation_sequence=drop_last,
+    )
+    theirs = megatron.gpt_dataset(prefix, config, sequences, num_samples, split)
+    ours = millrace.GPTDataset(
+        millrace.IndexedDataset(prefix),
+        sequence_length=sequence_length,
+        seed=seed,
+        num_samples=num_samples,
+        sequences=sequences,
+        eod_token=eod,
+        # A pad that collides with another special token is none, by Megatron-LM's rule.
+        pad_token=None if pad == eod else pad,
+        reset_position_ids=reset_position_ids,
+        eod_mask_loss=eod_mask_loss,
+        drop_last_partial_sequence=drop_last or split is not Split.valid,
+        add_extra_token=add_extra_token,
+    )
+    return ours, theirs
+
+
+@pytest.mark.parametrize("seed", range(250))
+def test_samples_of_random_data_are_equal(seed: int, tmp_path: Path) -> None:
+    random = np.random.default_rng([10, seed])
+    dtype = INTEGER_DTYPES[seed % len(INTEGER_DTYPES)]
+    lengths = megatron.random_lengths(random, 10_000 if seed % 10 == 0 else 300)
+    lengths = np.append(lengths, np.int32(1 + random.integers(60)))
+    # Few different tokens, so that EOD and pad are everywhere; below 0 where the dtype allows it.
+    lowest = -3 if np.dtype(dtype).kind == "i" else 0
+    prefix = megatron.write_sequences(tmp_path / "data", lengths, random, dtype, (lowest, 12))
+    num_tokens = int(lengths.sum())
+    sequence_length = int(np.exp(random.uniform(0, min(6, np.log(num_tokens)))))
+    eod, pad = (int(token) for token in random.integers(lowest, 14, 2))
+    num_samples = int(random.choice([0.5, 1, 2.3]) * num_tokens / sequence_length)
+    options: dict[str, Any] = {
+        "sequences": (0, len(lengths)),
+        "sequence_length": max(1, min(sequence_length, num_tokens - 1)),
+        "seed": int(random.integers(2**32)),
+        "num_samples": None if random.random() < 0.3 else num_samples,
+        "eod": eod,
+        "pad": [None, pad, pad, eod][random.integers(4)],
+        "reset_position_ids": bool(random.integers(2)),
+        "eod_mask_loss": bool(random.integers(2)),
+        "add_extra_token": bool(random.integers(2)),
+    }
+    if num_tokens == 1:
+        options["add_extra_token"] = False
+    ours, theirs = both(prefix, tmp_path / "cache", **options)
+    numbers = random.integers(0, len(ours), 12).tolist()
+    megatron.assert_same_samples(ours, theirs, [0, len(ours) - 1, *numbers])
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_a_partial_last_validation_sample_is_padded_alike(seed: int, tmp_path: Path) -> None:
+    random = np.random.default_rng([11, seed])
+    lengths = np.maximum(megatron.random_lengths(random, 60), 1)  # empty ones: test_oracle_indices
+    prefix = megatron.write_sequences(tmp_path / "data", lengths, random, np.int16, (-1, 6))
+    num_tokens = int(lengths.sum())
+    extra = bool(random.integers(2)) and num_tokens > 1
+    sequence_length = int(random.integers(1, 2 * num_tokens + 2))
+    eod = int(random.integers(-1, 6))
+    ours, theirs = both(
+        prefix,
+        tmp_path / "cache",
+        sequences=(0, len(lengths)),
+        sequence_length=sequence_length,
+        seed=seed,
+        num_samples=[None, 1, 2][seed % 3],
+        split=Split.valid,
+        eod=eod,
+        pad=[None, 3, eod][random.integers(3)],
+        reset_position_ids=bool(random.integers(2)),
+        eod_mask_loss=bool(random.integers(2)),
+        add_extra_token=extra,
+        drop_last=False,
+    )
+    megatron.assert_same_indices(ours, theirs)
+    last = int(np.flatnonzero(ours.indices.shuffle_index == len(ours) - 1)[0])
+    megatron.assert_same_samples(ours, theirs, [last, 0, len(ours) - 1, last])
+
+
+def test_the_padding_of_a_partial_sample_is_never_trained_on(tmp_path: Path) -> None:
+    random = np.random.default_rng(12)
+    prefix = megatron.write_sequences(tmp_path / "data", [9], random, np.uint16, (1, 6))
+    ours, theirs = both(
+        prefix,
+        tmp_path / "cache",
+        sequences=(0, 1),
+        sequence_length=20,
+        split=Split.valid,
+        drop_last=False,
+    )
+    megatron.assert_same_samples(ours, theirs, [0])
+    assert ours[0]["loss_mask"].tolist() == [1.0] * 8 + [0.0] * 12
+    assert ours[0]["tokens"].tolist() == millrace.IndexedDataset(prefix)[0].tolist() + [0] * 11
+
+
+def test_a_partial_sample_before_trailing_empty_documents_holds_all_tokens(tmp_path: Path) -> None:
+    """Megatron-LM cannot build it: its end would be (empty document, offset -1)."""
+    random = np.random.default_rng(13)
+    lengths = [5, 0, 0, 0, 0, 0, 3]
+    prefix = megatron.write_sequences(tmp_path / "data", lengths, random, np.uint16, (1, 9))
+    dataset = millrace.IndexedDataset(prefix)
+    found = 0
+    for seed in range(20):
+        ours = millrace.GPTDataset(
+            dataset, sequence_length=5, seed=seed, drop_last_partial_sequence=False
+        )
+        found += lengths[ours.indices.document_index[-1]] == 0
+        text = np.concatenate([dataset[number] for number in ours.indices.document_index])
+        rows = {int(row): ours[number] for number, row in enumerate(ours.indices.shuffle_index)}
+        assert len(rows) == 2
+        assert rows[0]["tokens"].tolist() == text[:5].tolist()
+        assert rows[0]["labels"].tolist() == text[1:6].tolist()
+        assert rows[1]["tokens"].tolist() == [*text[5:].tolist(), 0, 0]
+        assert rows[1]["labels"].tolist() == [*text[6:].tolist(), 0, 0, 0]
+        assert rows[1]["loss_mask"].tolist() == [1.0, 1.0, 0.0, 0.0, 0.0]
+    assert found > 5
+
+
+@pytest.mark.parametrize("extra", [False, True])
+def test_every_sample_of_an_epoch_is_equal(extra: bool, tmp_path: Path) -> None:
+    random = np.random.default_rng(14)
+    lengths = random.integers(0, 30, 200)
+    prefix = megatron.write_sequences(tmp_path / "data", lengths, random)
+    ours, theirs = both(
+        prefix,
+        tmp_path / "cache",
+        sequences=(20, 180),
+        sequence_length=17,
+        pad=5,
+        reset_position_ids=True,
+        add_extra_token=extra,
+    )
+    megatron.assert_same_samples(ours, theirs, range(len(ours)))
+
+
+def test_loss_masks_do_not_depend_on_which_sample_was_first(tmp_path: Path) -> None:
+    """In Megatron-LM they do: the first sample's padding stays in the mask that it keeps."""
+    with millrace.IndexedDatasetBuilder(tmp_path / "data", np.uint16) as builder:
+        builder.add_document([1, 2, 3, 9, 9, 9, 4, 5, 6, 7, 8, 1, 2])  # 9 is the pad
+    ours, theirs = both(
+        tmp_path / "data", tmp_path / "cache", sequences=(0, 1), sequence_length=6, pad=9
+    )
+    padded, other = ours.indices.shuffle_index.tolist().index(0), None
+    other = 1 - padded
+    expected = [1.0] * 6
+    assert ours[padded]["loss_mask"].tolist() == [1.0, 1.0, 0.0, 0.0, 0.0, 1.0]
+    assert ours[other]["loss_mask"].tolist() == expected
+    assert theirs[padded]["loss_mask"].tolist() == [1.0, 1.0, 0.0, 0.0, 0.0, 1.0]
+    assert theirs[other]["loss_mask"].tolist() == [1.0, 1.0, 0.0, 0.0, 0.0, 1.0]  # not its own
+    assert megatron.fresh_sample(theirs, other)["loss_mask"].tolist() == expected
