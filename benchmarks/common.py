@@ -10,7 +10,9 @@ import argparse
 import contextlib
 import dataclasses
 import datetime
+import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import logging
 import os
@@ -130,6 +132,8 @@ def finish(report: Report, options: argparse.Namespace) -> None:
         report.rows = [dataclasses.replace(row, bar=None) for row in report.rows]
     print(f"\n{report.title}, {report.runs} runs of each side in alternation")
     print(table(report.rows))
+    if report.machine["compiled core"] != _core_digest():
+        raise RuntimeError("millrace was rebuilt during the measurement; run it again")
     if options.json:
         report.save(options.json)
 
@@ -182,6 +186,7 @@ def machine() -> dict[str, str]:
         "Python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in _PACKAGES},
         "commit": _commit(),
+        "compiled core": _core_digest(),
         "load average at the start": f"{os.getloadavg()[0]:.2f}",
     }
 
@@ -215,6 +220,14 @@ def _commit() -> str:
     changes = [*git, "status", "--porcelain", "src", "cpp", "CMakeLists.txt", "pyproject.toml"]
     changed = subprocess.run(changes, capture_output=True, text=True).stdout
     return head.stdout.strip() + ("+" if changed else "")
+
+
+def _core_digest() -> str:
+    """Of the compiled core: the commit alone does not say what was built."""
+    spec = importlib.util.find_spec("millrace._core")
+    if spec is None or spec.origin is None:
+        raise RuntimeError("millrace's compiled core is not installed")
+    return hashlib.blake2b(Path(spec.origin).read_bytes(), digest_size=4).hexdigest()
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@
 #include <numeric>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "vector.hpp"
 
@@ -42,8 +43,7 @@ Place place_at(const SampleSource& source, std::int64_t row) {
 // The widening copy. Token files may hold sequences at any byte, hence memcpy for each token; it
 // compiles to plain (vector) loads.
 template <class T>
-void widen(const T* base, std::int64_t byte_offset, std::int64_t count, std::int64_t* out) {
-  const auto* bytes = reinterpret_cast<const unsigned char*>(base) + byte_offset;
+void widen(const unsigned char* bytes, std::int64_t count, std::int64_t* out) {
   for (std::int64_t i = 0; i < count; ++i) {
     T token;
     std::memcpy(&token, bytes + static_cast<std::size_t>(i) * sizeof(T), sizeof(T));
@@ -51,19 +51,34 @@ void widen(const T* base, std::int64_t byte_offset, std::int64_t count, std::int
   }
 }
 
-// Lays a text down piece by piece, as tokens (its first sequence_length) and as labels (one token
+// How many runs ahead their tokens are asked for while rows are filled, and how many bytes of each:
+// the hardware follows from there.
+constexpr std::size_t runs_ahead = 8;
+constexpr std::int64_t bytes_ahead = 512;
+
+void ask_for_tokens(const Run& run) {
+  constexpr std::int64_t line_size = 64;
+  for (std::int64_t at = 0; at < std::min(run.count, bytes_ahead); at += line_size) {
+    __builtin_prefetch(run.bytes + at);
+  }
+}
+
+// Lays a text down run by run, as tokens (its first sequence_length) and as labels (one token
 // further on). Returns the number of tokens.
 template <class T>
-std::int64_t lay_down(const T* base, std::span<const Piece> pieces, std::int64_t sequence_length,
-                      const SampleRow& row) {
+std::int64_t lay_down(std::span<const Run> runs, std::span<const Run> ahead,
+                      std::int64_t sequence_length, const SampleRow& row) {
   constexpr auto width = static_cast<std::int64_t>(sizeof(T));
   std::int64_t size = 0;
-  for (const Piece& piece : pieces) {
-    const std::int64_t count = piece.count / width;
-    widen(base, piece.offset, std::min(count, sequence_length - size), row.tokens + size);
+  for (std::size_t i = 0; i < runs.size(); ++i) {
+    if (i < ahead.size()) {
+      ask_for_tokens(ahead[i]);
+    }
+    const std::int64_t count = runs[i].count / width;
+    widen<T>(runs[i].bytes, std::min(count, sequence_length - size), row.tokens + size);
     const std::int64_t skipped = size == 0 ? 1 : 0;  // the first token is no label
-    widen(base, piece.offset + skipped * width, count - skipped,
-          row.labels + (size - 1 + skipped));
+    widen<T>(runs[i].bytes + skipped * width, count - skipped,
+             row.labels + (size - 1 + skipped));
     size += count;
   }
   return size;
@@ -148,6 +163,11 @@ std::int64_t num_rows(const SampleSource& source) {
                     source.sample_index);
 }
 
+const unsigned char* bytes_of(const Tokens& tokens) {
+  return std::visit([](auto base) { return reinterpret_cast<const unsigned char*>(base); },
+                    tokens);
+}
+
 void ask_for_shuffled(const SampleSource& source, std::int64_t number) {
   std::visit([number](auto index) { ask_for(index, number); }, source.shuffle_index);
 }
@@ -177,6 +197,11 @@ void for_documents(const SampleSource& source, std::int64_t number, Use use) {
   }
 }
 
+void ask_for_documents(const SampleSource& source, std::int64_t number) {
+  for_documents(source, number,
+                [&source](std::int64_t document) { ask_for(source.document_index, document); });
+}
+
 void ask_for_sequences(const SampleSource& source, std::int64_t number) {
   for_documents(source, number, [&source](std::int64_t document) {
     const std::int32_t sequence = source.document_index[static_cast<std::size_t>(document)];
@@ -185,36 +210,26 @@ void ask_for_sequences(const SampleSource& source, std::int64_t number) {
   });
 }
 
-void ask_for_tokens(const SampleSource& source, std::span<const Piece> pieces) {
-  constexpr std::int64_t line_size = 64;
-  constexpr std::int64_t lines = 4;  // the hardware follows from there
-  std::visit(
-      [pieces](auto base) {
-        const auto* bytes = reinterpret_cast<const unsigned char*>(base);
-        for (const Piece& piece : pieces) {
-          for (std::int64_t at = 0; at < std::min(piece.count, lines * line_size);
-               at += line_size) {
-            __builtin_prefetch(bytes + piece.offset + at);
-          }
-        }
-      },
-      source.tokens);
-}
-
-// Whether a pad is among the numbers; most samples have none, and looking is cheaper than writing.
-bool holds(const std::int64_t* numbers, std::int64_t count, std::int64_t pad) {
-  std::int64_t found = 0;
-  for (std::int64_t i = 0; i < count; ++i) {
-    found |= numbers[i] == pad ? 1 : 0;
+// Whether a token is among the runs. Most samples hold no pad, and to look for it among the narrow
+// tokens of the file costs a tenth of a pass over the row.
+template <class T>
+bool holds(std::span<const Run> runs, std::int64_t wanted) {
+  if (!std::in_range<T>(wanted)) {
+    return false;
+  }
+  T found = 0;  // as wide as a token, so that vector code need not widen
+  for (const Run& run : runs) {
+    for (std::int64_t at = 0; at < run.count; at += static_cast<std::int64_t>(sizeof(T))) {
+      T token;
+      std::memcpy(&token, run.bytes + at, sizeof(T));
+      found = static_cast<T>(found | static_cast<T>(token == static_cast<T>(wanted)));
+    }
   }
   return found != 0;
 }
 
 void mask_pads(const SampleOptions& options, const SampleRow& row) {
   const std::int64_t pad = options.pad_token;
-  if (row.tokens[0] != pad && !holds(row.labels, options.sequence_length, pad)) {
-    return;  // every other token is a label too
-  }
   for (std::int64_t i = 0; i < options.sequence_length; ++i) {
     row.loss_mask[i] = row.labels[i] == pad ? 0.0F : row.loss_mask[i];
     row.tokens[i] = row.tokens[i] == pad ? 0 : row.tokens[i];
@@ -271,11 +286,11 @@ void find_pieces(const SampleSource& source, std::int64_t sample_number,
 }
 
 MILLRACE_VECTOR_CODE
-void fill_row(const Tokens& tokens, std::span<const Piece> pieces, const SampleOptions& options,
-              const SampleRow& row) {
+void fill_row(const Tokens& tokens, std::span<const Run> runs, std::span<const Run> ahead,
+              const SampleOptions& options, const SampleRow& row) {
   const std::int64_t length = options.sequence_length;
   const std::int64_t size = std::visit(
-      [&](auto base) { return lay_down(base, pieces, length, row); }, tokens);
+      [&]<class T>(const T*) { return lay_down<T>(runs, ahead, length, row); }, tokens);
   std::fill(row.tokens + std::min(size, length), row.tokens + length, options.pad_token);
   // With no token at all there is no label before the first either.
   std::fill(row.labels + std::max<std::int64_t>(size - 1, 0), row.labels + length,
@@ -292,11 +307,10 @@ void fill_row(const Tokens& tokens, std::span<const Piece> pieces, const SampleO
   } else {
     std::iota(row.position_ids, row.position_ids + length, std::int64_t{0});
   }
-  // Unsigned tokens never equal a negative pad: a full sample needs no second look then.
-  const bool is_full = size == length + 1;
-  const bool is_signed = std::visit(
-      [](auto base) { return std::is_signed_v<std::remove_cvref_t<decltype(*base)>>; }, tokens);
-  if (!is_full || is_signed || options.pad_token >= 0) {
+  const bool is_padded = size < length + 1;
+  if (is_padded || std::visit(
+                       [&]<class T>(const T*) { return holds<T>(runs, options.pad_token); },
+                       tokens)) {
     mask_pads(options, row);
   }
 }
@@ -305,6 +319,7 @@ void gather_samples(std::span<const SampleSource* const> sources,
                     std::span<const std::int64_t> numbers, const SampleOptions& options,
                     const SampleRow& first_row) {
   std::vector<Piece> pieces;
+  std::vector<Run> runs;
   std::array<std::size_t, group_size + 1> bounds;
   for (std::size_t start = 0; start < numbers.size(); start += group_size) {
     const std::size_t stop = std::min(start + group_size, numbers.size());
@@ -315,25 +330,30 @@ void gather_samples(std::span<const SampleSource* const> sources,
       ask_for_rows(*sources[i], numbers[i]);
     }
     for (std::size_t i = start; i < stop; ++i) {
-      for_documents(*sources[i], numbers[i], [&source = *sources[i]](std::int64_t document) {
-        ask_for(source.document_index, document);
-      });
+      ask_for_documents(*sources[i], numbers[i]);
     }
     for (std::size_t i = start; i < stop; ++i) {
       ask_for_sequences(*sources[i], numbers[i]);
     }
-    pieces.clear();
+    runs.clear();
     bounds[0] = 0;
     for (std::size_t i = start; i < stop; ++i) {
+      pieces.clear();
       find_pieces(*sources[i], numbers[i], options, pieces);
-      bounds[i - start + 1] = pieces.size();
-      ask_for_tokens(*sources[i], std::span(pieces).subspan(bounds[i - start]));
+      for (const Piece& piece : pieces) {
+        runs.push_back({bytes_of(sources[i]->tokens) + piece.offset, piece.count});
+        if (runs.size() <= runs_ahead) {
+          ask_for_tokens(runs.back());
+        }
+      }
+      bounds[i - start + 1] = runs.size();
     }
+    const std::span<const Run> all = runs;
     for (std::size_t i = start; i < stop; ++i) {
-      const auto at = static_cast<std::ptrdiff_t>(i) * options.sequence_length;
       const std::size_t first = bounds[i - start];
-      fill_row(sources[i]->tokens,
-               std::span(pieces).subspan(first, bounds[i - start + 1] - first), options,
+      const auto at = static_cast<std::ptrdiff_t>(i) * options.sequence_length;
+      fill_row(sources[i]->tokens, all.subspan(first, bounds[i - start + 1] - first),
+               all.subspan(std::min(first + runs_ahead, all.size())), options,
                {first_row.tokens + at, first_row.labels + at, first_row.loss_mask + at,
                 first_row.position_ids + at});
     }

@@ -50,9 +50,16 @@ struct SampleRow {
 void find_pieces(const SampleSource& source, std::int64_t sample_number,
                  const SampleOptions& options, std::vector<Piece>& pieces);
 
-// Fills a row with the tokens of its pieces, padded and masked.
-void fill_row(const Tokens& tokens, std::span<const Piece> pieces, const SampleOptions& options,
-              const SampleRow& row);
+// A piece in memory: `count` bytes.
+struct Run {
+  const unsigned char* bytes;
+  std::int64_t count;
+};
+
+// Fills a row with the tokens of its runs, padded and masked; `tokens` says of which type they are.
+// `ahead` are runs that will be read next: they are asked for while this row is filled.
+void fill_row(const Tokens& tokens, std::span<const Run> runs, std::span<const Run> ahead,
+              const SampleOptions& options, const SampleRow& row);
 
 // Fills row i with sample numbers[i] of *sources[i], straight from the mapped token files.
 void gather_samples(std::span<const SampleSource* const> sources,

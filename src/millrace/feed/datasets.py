@@ -235,12 +235,14 @@ def _check_numbers(sample_numbers: ArrayLike, limit: int) -> NDArray[np.int64]:
             f"sample_numbers have shape {numbers.shape} and dtype {numbers.dtype}; "
             "integers of shape [batch] are needed"
         )
-    if numbers.size > 0 and not (numbers.min() >= 0 and numbers.max() < limit):
+    numbers = numbers.astype(np.int64, copy=False)
+    # As unsigned numbers negative ones are large: one look finds both.
+    if numbers.size > 0 and numbers.view(np.uint64).max() >= limit:
         raise IndexError(
             f"sample numbers from {numbers.min()} to {numbers.max()} were asked for; "
             f"the dataset has 0 to {limit - 1}"
         )
-    return numbers.astype(np.int64, copy=False)
+    return numbers
 
 
 def _one(dataset: GPTDataset | BlendedDataset, sample_number: SupportsIndex) -> Batch:
