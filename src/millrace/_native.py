@@ -73,7 +73,9 @@ def shuffled_ranges(
                 f"count or does not fit {dtype}"
             )
     # The core would count through the copies of nothing, and overflow on none of very much.
-    ranges = [(start, stop, copies) for start, stop, copies in ranges if start < stop and copies > 0]
+    ranges = [
+        (start, stop, copies) for start, stop, copies in ranges if start < stop and copies > 0
+    ]
     if sum((stop - start) * copies for start, stop, copies in ranges) > MAX_INT64 // 8:
         raise ValueError(f"the ranges {list(ranges)} hold more numbers than memory can")
     key, position = _get_state(random)
@@ -140,7 +142,7 @@ def sample_index(
         raise ValueError(f"sequence_length is {sequence_length}; at least 1 is needed")
     # Even the longest documents could not meet a larger count: it would only fill memory.
     num_tokens = document_index.size * MAX_INT32
-    if num_samples < 0 or num_samples > 0 and (num_samples - 1) * sequence_length > num_tokens:
+    if num_samples < 0 or (num_samples > 0 and (num_samples - 1) * sequence_length > num_tokens):
         raise ValueError(
             f"num_samples is {num_samples} for {document_index.size} documents; "
             "at least 0 and, without documents, 0 is needed"

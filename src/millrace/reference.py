@@ -7,6 +7,7 @@ to them. They check what only reading the data can show, and leave dtypes and sh
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -303,3 +304,58 @@ def _entry(values: Any, number: int) -> Any:
     if not 0 <= number < len(values):
         raise ValueError(f"{number} is outside [0, {len(values)})")
     return values[number]
+
+
+def copy_pieces(
+    data: NDArray[np.uint8], byte_offsets: NDArray[np.int64], byte_counts: NDArray[np.int64]
+) -> NDArray[np.uint8]:
+    """Pieces of some bytes, one after the other: uint8 [sum of byte_counts].
+
+    Raises:
+        ValueError: a piece outside the data.
+    """
+    pieces = [np.empty(0, np.uint8)]
+    for offset, count in zip(byte_offsets.tolist(), byte_counts.tolist(), strict=True):
+        if offset < 0 or count < 0 or offset + count > len(data):
+            raise ValueError(f"{count} bytes from byte {offset} on lie outside {len(data)}")
+        pieces.append(data[offset : offset + count])
+    return np.concatenate(pieces)
+
+
+def read_pieces(
+    descriptor: int,
+    num_bytes: int,
+    byte_offsets: NDArray[np.int64],
+    byte_counts: NDArray[np.int64],
+) -> NDArray[np.uint8]:
+    """Pieces of an open file, one after the other: uint8 [sum of byte_counts].
+
+    Raises:
+        ValueError: a piece outside the file.
+    """
+    data = np.frombuffer(os.pread(descriptor, num_bytes, 0), np.uint8)
+    return copy_pieces(data, byte_offsets, byte_counts)
+
+
+def first_bad_sequence(
+    lengths: NDArray[np.int32], pointers: NDArray[np.int64], token_size: int, byte_offset: int
+) -> tuple[int, int]:
+    """The first sequence with a negative length, or that does not start where the last one ended,
+    and where the next one after the well ones must start."""
+    for place, (length, pointer) in enumerate(
+        zip(lengths.tolist(), pointers.tolist(), strict=True)
+    ):
+        if length < 0 or pointer != byte_offset:
+            return place, byte_offset
+        byte_offset += length * token_size
+    return len(lengths), byte_offset
+
+
+def first_bad_document(entries: NDArray[np.int64], num_sequences: int) -> int:
+    """The first entry that is smaller than the one before it, or outside [0, num_sequences]."""
+    previous = 0
+    for place, entry in enumerate(entries.tolist()):
+        if not previous <= entry <= num_sequences:
+            return place
+        previous = entry
+    return len(entries)

@@ -146,7 +146,9 @@ class BlendedDataset:
 
     Args:
         datasets: of one sequence length and the same options.
-        weights: one for each dataset; None: each dataset's length.
+        weights: one for each dataset; None: each dataset's length. They are normalised here;
+            Megatron-LM's builder has normalised them once before, which may change their last bit:
+            pass `normalize(weights)` for its order.
         size: number of samples; None (without weights): all of every dataset's.
 
     Attributes:

@@ -21,7 +21,8 @@ def normalize(weights: Sequence[float]) -> list[float]:
     Raises:
         ConfigError: a weight that is negative or not finite, or nothing above 0.
     """
-    if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not any(weights):
+    total = sum(weights) if all(weight >= 0 for weight in weights) else math.nan
+    if not (math.isfinite(total) and total > 0):
         raise ConfigError(
             f"the weights are {list(weights)}; they must be finite, not below 0, and not all 0"
         )
@@ -64,9 +65,11 @@ def blend(weights: Sequence[float], size: int) -> tuple[NDArray[np.int16], NDArr
         ConfigError: a weight that is not positive and finite, or too many datasets.
     """
     _check_weights(weights)
-    if size < 0:
+    if not 0 <= size <= _native.MAX_INT64 // 8:
         raise ConfigError(f"the blend's size is {size}; at least 0 is needed")
-    return _native.blend_by_weights(np.array(normalize(weights)), size)
+    normalized = normalize(weights)
+    _check_weights(normalized)  # a weight beside a far larger one may have become 0
+    return _native.blend_by_weights(np.array(normalized), size)
 
 
 def blend_exhaustively(sizes: Sequence[int]) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
@@ -82,9 +85,10 @@ def blend_exhaustively(sizes: Sequence[int]) -> tuple[NDArray[np.int16], NDArray
         ConfigError: a negative size, or too many datasets.
     """
     _check_count(len(sizes))
-    if min(sizes) < 0:
+    if min(sizes) < 0 or sum(sizes) > _native.MAX_INT64 // 8:
         raise ConfigError(
-            f"dataset {_first(sizes, min(sizes))} has the size {min(sizes)}; not below 0"
+            f"the datasets' sizes go from {min(sizes)} to {max(sizes)} and sum to {sum(sizes)}; "
+            "they are not below 0, and their sum must fit memory"
         )
     return _native.blend_by_sizes(np.array(sizes, dtype=np.int64))
 
@@ -105,7 +109,3 @@ def _check_weights(weights: Sequence[float]) -> None:
                 f"the weight of dataset {number} is {weight}; weights are positive and finite. "
                 "Leave a dataset out to draw nothing from it"
             )
-
-
-def _first(values: Sequence[int], value: int) -> int:
-    return list(values).index(value)

@@ -108,7 +108,7 @@ class IndexedDatasetBuilder:
 
     @property
     def num_tokens(self) -> int:
-        return (self._num_bytes + self._buffer.num_bytes) // self.dtype.itemsize
+        return int(self._num_bytes + self._buffer.num_bytes) // self.dtype.itemsize
 
     def add_sequence(self, tokens: ArrayLike, mode: int = 0) -> None:
         """Appends a sequence to the document that is being written; `end_document` ends it.
@@ -376,7 +376,7 @@ class IndexedDatasetBuilder:
             self._write(self._buffer.take())
 
     def _write(self, data: NDArray[np.uint8]) -> None:
-        view = memoryview(data)
+        view = memoryview(data.data)
         while len(view) > 0:  # a raw write may take less than it is given
             view = view[self._data.write(view) :]
         if self._hasher is not None:
@@ -387,7 +387,9 @@ class IndexedDatasetBuilder:
         """Appends the other dataset's bytes to the `.bin`."""
         if self._hasher is not None:
             for start in range(0, other.reader.size, _COPY_SIZE):
-                self._hasher.update(other.reader.read(start, min(_COPY_SIZE, other.reader.size - start)))
+                self._hasher.update(
+                    other.reader.read(start, min(_COPY_SIZE, other.reader.size - start))
+                )
         with open(bin_path(other.prefix), "rb", buffering=0) as source:
             _copy_file(source, self._data, other.reader.size)
         self._num_bytes += other.reader.size

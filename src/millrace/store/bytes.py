@@ -93,7 +93,7 @@ class FileReader:
 
     def read(self, byte_offset: int, num_bytes: int) -> Bytes:
         data = np.empty(num_bytes, np.uint8)
-        view = memoryview(data)
+        view = memoryview(data.data)
         done = 0
         while done < num_bytes:
             count = os.preadv(self._file.fileno(), [view[done:]], byte_offset + done)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import mmap
 import operator
 import os
@@ -159,7 +160,7 @@ class IndexedDataset:
         return self._tokens
 
     @overload
-    def __getitem__(self, index: SupportsIndex) -> NDArray[Any]: ...
+    def __getitem__(self, index: int | np.integer[Any]) -> NDArray[Any]: ...
     @overload
     def __getitem__(self, index: slice | NDArray[Any] | list[int]) -> list[NDArray[Any]]: ...
     def __getitem__(self, index: Any) -> NDArray[Any] | list[NDArray[Any]]:
@@ -221,7 +222,8 @@ class IndexedDataset:
             ids = ids.astype(np.int64)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise ConfigError(
-                f"sequence_ids have shape {ids.shape} and dtype {ids.dtype}; integers [n] are needed"
+                f"sequence_ids have shape {ids.shape} and dtype {ids.dtype}; "
+                "integers of shape [n] are needed"
             )
         counts = self.sequence_lengths[ids].astype(np.int64)
         counts <<= self._shift
@@ -307,7 +309,7 @@ class IndexedDataset:
             digest.update(size.to_bytes(8, "little"))
             for piece in range(_FINGERPRINT_BLOCKS):
                 start = max((size - _BLOCK) * piece // (_FINGERPRINT_BLOCKS - 1), 0)
-                digest.update(read(start, min(_BLOCK, size - start)))
+                digest.update(read(start, min(_BLOCK, size - start)).data)
         return digest.hexdigest()
 
     def info(self) -> Info | None:
@@ -335,4 +337,4 @@ def _open(kind: type[IndexedDataset], prefix: str, options: dict[str, Any]) -> I
 
 def _cut(flat: NDArray[Any], offsets: NDArray[np.int64]) -> list[NDArray[Any]]:
     bounds = offsets.tolist()
-    return [flat[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [flat[a:b] for a, b in itertools.pairwise(bounds)]

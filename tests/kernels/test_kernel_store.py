@@ -1,0 +1,190 @@
+"""The twin law for the store's kernels, and the token buffer against NumPy's own casts."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace import _core, _native, reference
+
+INTEGERS = ("uint8", "int8", "int16", "uint16", "int32", "int64")
+SOURCES = (*INTEGERS, "uint32", "uint64")
+COUNTS = sorted({0, 1, 1023, 1024, 1025} | {2**k + d for k in (3, 7, 9, 12) for d in (-1, 0, 1)})
+
+
+def int64(values: object) -> np.ndarray:
+    return np.array(values, np.int64).reshape(-1)
+
+
+# ---- pieces ----
+
+
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(data=st.data())
+def test_pieces_equal_their_twins(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject):
+    size = data.draw(st.integers(0, 300))
+    content = np.random.default_rng(size).integers(0, 256, size).astype(np.uint8)
+    pieces = data.draw(
+        st.lists(
+            st.integers(0, size).flatmap(
+                lambda start: st.tuples(st.just(start), st.integers(0, size - start))
+            ),
+            max_size=40,
+        )
+    )
+    offsets, counts = int64([p[0] for p in pieces]), int64([p[1] for p in pieces])
+    expected = reference.copy_pieces(content, offsets, counts)
+    assert np.array_equal(_native.copy_pieces(content, offsets, counts), expected)
+    path = tmp_path_factory.mktemp("pieces") / "data"
+    path.write_bytes(content.tobytes())
+    with open(path, "rb") as file:
+        for module in (_native, reference):
+            got = module.read_pieces(file.fileno(), size, offsets, counts)
+            assert np.array_equal(got, expected)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_many_neighbours_take_several_reads(tmp_path: Path, count: int) -> None:
+    content = np.arange(3 * count, dtype=np.uint8)
+    (tmp_path / "data").write_bytes(content.tobytes())
+    order = np.random.default_rng(count).permutation(count)
+    offsets, counts = 3 * order.astype(np.int64), np.full(count, 3, np.int64)
+    expected = content.reshape(-1, 3)[order].reshape(-1)
+    with open(tmp_path / "data", "rb") as file:
+        got = _native.read_pieces(file.fileno(), len(content), offsets, counts)
+    assert np.array_equal(got, expected)
+    assert np.array_equal(_native.copy_pieces(content, offsets, counts), expected)
+
+
+@pytest.mark.parametrize(
+    ("offset", "count"),
+    [(-1, 1), (0, 11), (10, 1), (11, 0), (0, -1), (2**62, 2**62), (-(2**63), 5), (5, 2**63 - 1)],
+)
+def test_pieces_outside_are_refused(tmp_path: Path, offset: int, count: int) -> None:
+    content = np.arange(20, dtype=np.uint8)[:10]
+    (tmp_path / "data").write_bytes(content.tobytes())
+    with open(tmp_path / "data", "rb") as file:
+        for module in (_native, reference):
+            with pytest.raises(ValueError, match="outside"):
+                module.copy_pieces(content, int64([0, offset]), int64([1, count]))
+            with pytest.raises(ValueError, match="outside"):
+                module.read_pieces(file.fileno(), 10, int64([0, offset]), int64([1, count]))
+
+
+def test_a_file_that_ends_early_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(b"12345")
+    with (
+        open(tmp_path / "data", "rb") as file,
+        pytest.raises(ValueError, match="the file ends at byte 5"),
+    ):
+        _native.read_pieces(file.fileno(), 10, int64([3]), int64([5]))
+
+
+def test_a_descriptor_that_is_none_is_an_os_error() -> None:
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        _native.read_pieces(-1, 10, int64([3]), int64([5]))
+
+
+def test_a_total_that_overflows_is_refused() -> None:
+    content = np.zeros(2**16, np.uint8)
+    with pytest.raises(ValueError, match="differ in size"):
+        _native.copy_pieces(content, int64([0]), int64([]))
+
+
+# ---- the index ----
+
+
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(data=st.data())
+def test_the_first_bad_sequence_equals_its_twin(data: st.DataObject) -> None:
+    size = data.draw(st.integers(0, 40))
+    random = np.random.default_rng(size)
+    lengths = random.integers(0, 2**31, size).astype(np.int32)
+    width = data.draw(st.sampled_from([1, 2, 4, 8]))
+    start = data.draw(st.integers(0, 2**40))
+    pointers = int64(start + np.concatenate(([0], np.cumsum(int64(lengths) * width)))[:size])
+    if size and data.draw(st.booleans()):
+        place = data.draw(st.integers(0, size - 1))
+        if data.draw(st.booleans()):
+            lengths[place] = data.draw(st.integers(-(2**31), 2**31 - 1))
+        else:
+            pointers[place] = data.draw(st.integers(-(2**63), 2**63 - 1))
+    assert _native.first_bad_sequence(lengths, pointers, width, start) == (
+        reference.first_bad_sequence(lengths, pointers, width, start)
+    )
+
+
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(entries=st.lists(st.integers(-3, 12), max_size=30), num_sequences=st.integers(0, 10))
+def test_the_first_bad_document_equals_its_twin(entries: list[int], num_sequences: int) -> None:
+    for values in (entries, sorted(entries)):
+        assert _native.first_bad_document(int64(values), num_sequences) == (
+            reference.first_bad_document(int64(values), num_sequences)
+        )
+
+
+# ---- the token buffer ----
+
+
+@pytest.mark.parametrize(("target", "source"), list(itertools.product(INTEGERS, SOURCES)))
+def test_the_buffer_takes_what_fits_and_nothing_else(target: str, source: str) -> None:
+    limits, of_source = np.iinfo(target), np.iinfo(source)
+    low, high = max(limits.min, of_source.min), min(limits.max, of_source.max)
+    buffer = _core.TokenBuffer(target, 16)
+    expected = [np.empty(0, target)]
+    for count in COUNTS:
+        values = np.random.default_rng(count).integers(low, high, count, source, endpoint=True)
+        if count:
+            values[count // 2], values[-1] = low, high
+        assert buffer.append(values) == count
+        expected.append(values.astype(target))
+        for misfit in (limits.min - 1, limits.max + 1, of_source.min, of_source.max):
+            if count and of_source.min <= misfit <= of_source.max and not low <= misfit <= high:
+                for place in (0, count // 2, count - 1):
+                    bad = values.copy()
+                    bad[place] = misfit
+                    with pytest.raises(ValueError, match=f"token {misfit} does not fit {target}"):
+                        buffer.append(bad)
+    whole = np.concatenate(expected)
+    assert buffer.num_bytes == whole.nbytes
+    assert np.array_equal(buffer.take().view(target), whole)
+    assert buffer.num_bytes == 0
+    assert len(buffer.take()) == 0
+
+
+def test_the_buffer_takes_lists() -> None:
+    buffer = _core.TokenBuffer("uint16", 4)
+    assert buffer.append([1, np.int64(2), 65535, True]) == 4
+    assert buffer.append([]) == 0
+    for bad in ([1, 65536], [-1], [1.5], ["1"], [None]):
+        with pytest.raises(ValueError, match=r"does not fit|integers are needed"):
+            buffer.append(bad)
+    with pytest.raises(OverflowError):
+        buffer.append([2**63])
+    assert buffer.take().view(np.uint16).tolist() == [1, 2, 65535, 1]
+
+
+def test_the_buffer_gives_back_what_is_dropped() -> None:
+    buffer = _core.TokenBuffer("int32", 4)
+    buffer.append([1, 2, 3])
+    buffer.drop(2)
+    buffer.append([4])
+    assert buffer.take().view(np.int32).tolist() == [1, 4]
+    buffer.drop(5)
+    assert buffer.num_bytes == 0
+
+
+def test_the_buffer_refuses_other_shapes_and_dtypes() -> None:
+    buffer = _core.TokenBuffer("int32", 4)
+    with pytest.raises(ValueError, match="2 dimensions"):
+        buffer.append(np.zeros((2, 2), np.int32))
+    with pytest.raises(ValueError, match="integers are needed"):
+        buffer.append(np.zeros(2))
+    with pytest.raises(ValueError, match="cannot be buffered as float32"):
+        _core.TokenBuffer("float32", 4)
+    assert buffer.num_bytes == 0
