@@ -338,21 +338,34 @@ class PyTokenBuffer {
 
 // ---- samples ----
 
+Tokens tokens_of(const AnyArray& array) {
+  const void* data = array.data();
+  const nb::dlpack::dtype dtype = array.dtype();
+  if (dtype == nb::dtype<std::uint8_t>()) return static_cast<const std::uint8_t*>(data);
+  if (dtype == nb::dtype<std::int8_t>()) return static_cast<const std::int8_t*>(data);
+  if (dtype == nb::dtype<std::int16_t>()) return static_cast<const std::int16_t*>(data);
+  if (dtype == nb::dtype<std::uint16_t>()) return static_cast<const std::uint16_t*>(data);
+  if (dtype == nb::dtype<std::int32_t>()) return static_cast<const std::int32_t*>(data);
+  if (dtype == nb::dtype<std::int64_t>()) return static_cast<const std::int64_t*>(data);
+  throw std::invalid_argument("tokens must be of an integer dtype");
+}
+
 // Spans over one dataset's arrays, and the references that keep them alive.
 class PySource {
  public:
   PySource(const AnyArray& tokens, const In<std::int64_t>& sequence_pointers,
            const In<std::int32_t>& sequence_lengths, const In<std::int32_t>& document_index,
-           const AnyArray& sample_index, const AnyArray& shuffle_index)
+           const AnyArray& sample_index, const AnyArray& shuffle_index, std::int64_t num_bytes)
       : kept_(tokens, sequence_pointers, sequence_lengths, document_index, sample_index,
               shuffle_index),
         source_{tokens_of(tokens),
-                static_cast<std::int64_t>(tokens.nbytes()),
+                num_bytes,
                 span_of(sequence_pointers),
                 span_of(sequence_lengths),
                 span_of(document_index),
                 {},
                 {}} {
+    is_mapped_ = static_cast<std::int64_t>(tokens.nbytes()) == num_bytes;
     if (sequence_pointers.shape(0) != sequence_lengths.shape(0)) {
       throw std::invalid_argument("sequence_pointers and sequence_lengths differ in size");
     }
@@ -373,6 +386,7 @@ class PySource {
   }
 
   const SampleSource& source() const noexcept { return source_; }
+  bool is_mapped() const noexcept { return is_mapped_; }
 
  private:
   template <class T>
@@ -380,21 +394,45 @@ class PySource {
     return {static_cast<const T*>(array.data()), array.size()};
   }
 
-  static Tokens tokens_of(const AnyArray& array) {
-    const void* data = array.data();
-    const nb::dlpack::dtype dtype = array.dtype();
-    if (dtype == nb::dtype<std::uint8_t>()) return static_cast<const std::uint8_t*>(data);
-    if (dtype == nb::dtype<std::int8_t>()) return static_cast<const std::int8_t*>(data);
-    if (dtype == nb::dtype<std::int16_t>()) return static_cast<const std::int16_t*>(data);
-    if (dtype == nb::dtype<std::uint16_t>()) return static_cast<const std::uint16_t*>(data);
-    if (dtype == nb::dtype<std::int32_t>()) return static_cast<const std::int32_t*>(data);
-    if (dtype == nb::dtype<std::int64_t>()) return static_cast<const std::int64_t*>(data);
-    throw std::invalid_argument("tokens must be of an integer dtype");
-  }
-
   std::tuple<AnyArray, In<std::int64_t>, In<std::int32_t>, In<std::int32_t>, AnyArray, AnyArray>
       kept_;
   SampleSource source_;
+  bool is_mapped_ = false;
+};
+
+// Four arrays of one row for each sample, in one allocation. As four, glibc gives the end of its
+// heap back to the kernel with every batch that is freed, and the next batch faults all its pages in
+// again: half of the time of a batch.
+class Rows {
+ public:
+  Rows(std::size_t num_rows, std::int64_t sequence_length)
+      : num_rows_(num_rows),
+        length_(static_cast<std::size_t>(sequence_length)),
+        memory_(allocate<std::int64_t>(3 * size() + (size() + 1) / 2)) {}
+
+  SampleRow first() noexcept {
+    std::int64_t* tokens = memory_.data.get();
+    return {tokens, tokens + size(), reinterpret_cast<float*>(tokens + 3 * size()),
+            tokens + 2 * size()};
+  }
+
+  auto take() {
+    const SampleRow row = first();
+    nb::capsule owner(memory_.data.release(),
+                      [](void* pointer) noexcept { FreeMemory{}(pointer); });
+    const std::initializer_list<std::size_t> shape{num_rows_, length_};
+    return std::tuple(Out<std::int64_t>(row.tokens, shape, owner),
+                      Out<std::int64_t>(row.labels, shape, owner),
+                      Out<float>(row.loss_mask, shape, owner),
+                      Out<std::int64_t>(row.position_ids, shape, owner));
+  }
+
+ private:
+  std::size_t size() const noexcept { return num_rows_ * length_; }
+
+  std::size_t num_rows_;
+  std::size_t length_;
+  Buffer<std::int64_t> memory_;
 };
 
 using Samples = std::tuple<Out<std::int64_t>, Out<std::int64_t>, Out<float>, Out<std::int64_t>>;
@@ -415,29 +453,80 @@ Samples py_gather_samples(const nb::tuple& sources, const In<std::int64_t>& sour
       throw std::invalid_argument("source number " + std::to_string(number) + " is outside [0, " +
                                   std::to_string(sources.size()) + ")");
     }
-    chosen.push_back(&nb::cast<const PySource&>(sources[static_cast<std::size_t>(number)]).source());
+    const auto& source = nb::cast<const PySource&>(sources[static_cast<std::size_t>(number)]);
+    if (!source.is_mapped()) {
+      throw std::invalid_argument("source " + std::to_string(number) + " is not mapped");
+    }
+    chosen.push_back(&source.source());
   }
   const SampleOptions options{sequence_length, add_extra_token,    pad_token,
                               eod_token,       reset_position_ids, eod_mask_loss};
-  const auto length = static_cast<std::size_t>(sequence_length);
-  // The four arrays share one allocation. As four, glibc gives the end of its heap back to the
-  // kernel with every batch that is freed, and the next batch faults all its pages in again: half
-  // of the time of a batch.
-  const std::size_t size = num_samples * length;
-  auto memory = allocate<std::int64_t>(3 * size + (size + 1) / 2);
-  std::int64_t* tokens = memory.data.get();
-  std::int64_t* labels = tokens + size;
-  std::int64_t* position_ids = labels + size;
-  auto* loss_mask = reinterpret_cast<float*>(position_ids + size);
+  Rows rows(num_samples, sequence_length);
   {
     nb::gil_scoped_release unlocked;
-    gather_samples(chosen, span_of(sample_numbers), options,
-                   {tokens, labels, loss_mask, position_ids});
+    gather_samples(chosen, span_of(sample_numbers), options, rows.first());
   }
-  nb::capsule owner(memory.data.release(), [](void* pointer) noexcept { FreeMemory{}(pointer); });
-  const std::initializer_list<std::size_t> shape{num_samples, length};
-  return {Out<std::int64_t>(tokens, shape, owner), Out<std::int64_t>(labels, shape, owner),
-          Out<float>(loss_mask, shape, owner), Out<std::int64_t>(position_ids, shape, owner)};
+  return rows.take();
+}
+
+// For token files that are not mapped: which bytes the samples take, and where each sample's pieces
+// end.
+std::tuple<Out<std::int64_t>, Out<std::int64_t>, Out<std::int64_t>> py_find_pieces(
+    const PySource& source, const In<std::int64_t>& sample_numbers, std::int64_t sequence_length,
+    bool add_extra_token) {
+  const SampleOptions options{sequence_length, add_extra_token, -1, -1, false, false};
+  const std::size_t num_samples = sample_numbers.shape(0);
+  auto bounds = allocate<std::int64_t>(num_samples + 1);
+  Buffer<std::int64_t> offsets;
+  Buffer<std::int64_t> counts;
+  {
+    nb::gil_scoped_release unlocked;
+    std::vector<Piece> pieces;
+    bounds.span()[0] = 0;
+    for (std::size_t i = 0; i < num_samples; ++i) {
+      find_pieces(source.source(), sample_numbers(i), options, pieces);
+      bounds.span()[i + 1] = static_cast<std::int64_t>(pieces.size());
+    }
+    offsets = allocate<std::int64_t>(pieces.size());
+    counts = allocate<std::int64_t>(pieces.size());
+    for (std::size_t i = 0; i < pieces.size(); ++i) {
+      offsets.span()[i] = pieces[i].offset;
+      counts.span()[i] = pieces[i].count;
+    }
+  }
+  return {to_numpy(std::move(offsets)), to_numpy(std::move(counts)), to_numpy(std::move(bounds))};
+}
+
+// Rows from tokens that lie one after the other; row i has the tokens up to ends[i], from where the
+// row before it ends.
+Samples py_fill_rows(const AnyArray& tokens, const In<std::int64_t>& ends,
+                     std::int64_t sequence_length, bool add_extra_token, std::int64_t pad_token,
+                     std::int64_t eod_token, bool reset_position_ids, bool eod_mask_loss) {
+  const SampleOptions options{sequence_length, add_extra_token,    pad_token,
+                              eod_token,       reset_position_ids, eod_mask_loss};
+  const Tokens kind = tokens_of(tokens);
+  const auto width = static_cast<std::int64_t>(tokens.itemsize());
+  const auto* bytes = static_cast<const unsigned char*>(tokens.data());
+  const std::int64_t capacity = sequence_length + (add_extra_token ? 1 : 0);
+  Rows rows(ends.shape(0), sequence_length);
+  {
+    nb::gil_scoped_release unlocked;
+    SampleRow row = rows.first();
+    std::int64_t start = 0;
+    for (const std::int64_t end : span_of(ends)) {
+      if (end < start || end - start > capacity ||
+          end > static_cast<std::int64_t>(tokens.size())) {
+        throw std::invalid_argument("a row from token " + std::to_string(start) + " to " +
+                                    std::to_string(end) + " does not fit");
+      }
+      const Run run{bytes + start * width, (end - start) * width};
+      fill_row(kind, std::span(&run, end > start ? 1 : 0), {}, options, row);
+      row = {row.tokens + sequence_length, row.labels + sequence_length,
+             row.loss_mask + sequence_length, row.position_ids + sequence_length};
+      start = end;
+    }
+  }
+  return rows.take();
 }
 
 }  // namespace
@@ -493,9 +582,14 @@ NB_MODULE(_core, module) {
 
   nb::class_<PySource>(module, "SampleSource")
       .def(nb::init<const AnyArray&, const In<std::int64_t>&, const In<std::int32_t>&,
-                    const In<std::int32_t>&, const AnyArray&, const AnyArray&>(),
+                    const In<std::int32_t>&, const AnyArray&, const AnyArray&, std::int64_t>(),
            "tokens"_a, "sequence_pointers"_a, "sequence_lengths"_a, "document_index"_a,
-           "sample_index"_a, "shuffle_index"_a);
+           "sample_index"_a, "shuffle_index"_a, "num_bytes"_a);
+  module.def("find_pieces", &py_find_pieces, "source"_a, "sample_numbers"_a, "sequence_length"_a,
+             "add_extra_token"_a);
+  module.def("fill_rows", &py_fill_rows, "tokens"_a, "ends"_a, "sequence_length"_a,
+             "add_extra_token"_a, "pad_token"_a, "eod_token"_a, "reset_position_ids"_a,
+             "eod_mask_loss"_a);
   module.def("gather_samples", &py_gather_samples, "sources"_a, "source_numbers"_a,
              "sample_numbers"_a, "sequence_length"_a, "add_extra_token"_a, "pad_token"_a,
              "eod_token"_a, "reset_position_ids"_a, "eod_mask_loss"_a);

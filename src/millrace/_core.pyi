@@ -80,8 +80,27 @@ class SampleSource:
         document_index: NDArray[np.int32],
         sample_index: NDArray[Any],
         shuffle_index: NDArray[Any],
+        num_bytes: int,
     ) -> None: ...
 
+_Samples = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]
+
+def find_pieces(
+    source: SampleSource,
+    sample_numbers: NDArray[np.int64],
+    sequence_length: int,
+    add_extra_token: bool,
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]: ...
+def fill_rows(
+    tokens: NDArray[Any],
+    ends: NDArray[np.int64],
+    sequence_length: int,
+    add_extra_token: bool,
+    pad_token: int,
+    eod_token: int,
+    reset_position_ids: bool,
+    eod_mask_loss: bool,
+) -> _Samples: ...
 def gather_samples(
     sources: tuple[SampleSource, ...],
     source_numbers: NDArray[np.int64],
@@ -92,4 +111,4 @@ def gather_samples(
     eod_token: int,
     reset_position_ids: bool,
     eod_mask_loss: bool,
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]: ...
+) -> _Samples: ...

@@ -213,16 +213,18 @@ def sample_source(
     document_index: NDArray[np.int32],
     sample_index: NDArray[Any],
     shuffle_index: NDArray[Any],
+    num_bytes: int | None = None,
 ) -> _core.SampleSource:
     """One dataset's arrays, held for `gather_samples` (which then converts none of them again).
 
     Args:
-        tokens: [n], an integer dtype: the whole token file.
+        tokens: [n], an integer dtype: the whole token file; empty if it is not mapped.
         sequence_pointers: int64 [sequences], byte offsets into it.
         sequence_lengths: int32 [sequences], in tokens.
         document_index: int32 [documents].
         sample_index: int32 or int64 [samples + 1, 2].
         shuffle_index: uint32 or int64 [samples].
+        num_bytes: the size of the token file; None: that of `tokens`.
     """
     _check_vector("sequence_pointers", sequence_pointers, np.int64)
     _check_vector("sequence_lengths", sequence_lengths, np.int32)
@@ -232,7 +234,13 @@ def sample_source(
     if tokens.ndim != 1 or shuffle_index.ndim != 1:
         raise ValueError("tokens and shuffle_index must have one dimension")
     return _core.SampleSource(
-        tokens, sequence_pointers, sequence_lengths, document_index, sample_index, shuffle_index
+        tokens,
+        sequence_pointers,
+        sequence_lengths,
+        document_index,
+        sample_index,
+        shuffle_index,
+        tokens.nbytes if num_bytes is None else num_bytes,
     )
 
 
@@ -268,6 +276,65 @@ def gather_samples(
         sources,
         source_numbers,
         sample_numbers,
+        sequence_length,
+        add_extra_token,
+        pad_token,
+        eod_token,
+        reset_position_ids,
+        eod_mask_loss,
+    )
+
+
+def find_pieces(
+    source: _core.SampleSource,
+    sample_numbers: NDArray[np.int64],
+    sequence_length: int,
+    add_extra_token: bool,
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Which bytes of its token file some samples of one source take.
+
+    Args:
+        sample_numbers: int64 [batch].
+
+    Returns:
+        byte_offsets and byte_counts, int64 [pieces], and bounds, int64 [batch + 1]: sample i has
+        the pieces bounds[i] up to bounds[i + 1].
+
+    Raises:
+        ValueError: the indices point outside their arrays or the token file.
+    """
+    _check_vector("sample_numbers", sample_numbers, np.int64)
+    if not 1 <= sequence_length <= MAX_INT64 // 16:
+        raise ValueError(f"sequence_length is {sequence_length}; at least 1 is needed")
+    return _core.find_pieces(source, sample_numbers, sequence_length, add_extra_token)
+
+
+def fill_rows(
+    tokens: NDArray[Any],
+    ends: NDArray[np.int64],
+    *,
+    sequence_length: int,
+    add_extra_token: bool,
+    pad_token: int,
+    eod_token: int,
+    reset_position_ids: bool,
+    eod_mask_loss: bool,
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]:
+    """What `gather_samples` returns, from tokens that were read.
+
+    Args:
+        tokens: [n], an integer dtype: all samples' tokens, one after the other.
+        ends: int64 [batch], where each sample's tokens end.
+
+    Raises:
+        ValueError: a sample that is longer than its row, or ends outside the tokens.
+    """
+    _check_vector("ends", ends, np.int64)
+    if not 1 <= sequence_length <= MAX_INT64 // 16 // max(ends.size, 1):
+        raise ValueError(f"sequence_length is {sequence_length}; at least 1 is needed")
+    return _core.fill_rows(
+        tokens,
+        ends,
         sequence_length,
         add_extra_token,
         pad_token,

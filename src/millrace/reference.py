@@ -236,35 +236,130 @@ def gather_samples(
     Raises:
         ValueError: a number, or an entry of an index, that points outside its array.
     """
-    shape = (len(sample_numbers), sequence_length)
+    pairs = zip(source_numbers.tolist(), sample_numbers.tolist(), strict=True)
+    texts = [
+        _text(_entry(sources, source_number), sample_number, add_extra_token)
+        for source_number, sample_number in pairs
+    ]
+    return _fill(
+        texts,
+        sequence_length,
+        add_extra_token,
+        pad_token,
+        eod_token,
+        reset_position_ids,
+        eod_mask_loss,
+    )
+
+
+def find_pieces(
+    source: SampleSource,
+    sample_numbers: NDArray[np.int64],
+    sequence_length: int,
+    add_extra_token: bool,
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Which bytes of its token file some samples of one source take.
+
+    Returns:
+        byte_offsets and byte_counts, int64 [pieces], and bounds, int64 [batch + 1].
+
+    Raises:
+        ValueError: a number, or an entry of an index, that points outside its array.
+    """
+    width = source.tokens.itemsize
+    offsets, counts, bounds = [], [], [0]
+    for number in sample_numbers.tolist():
+        for sequence, begin, end in _parts(source, number, add_extra_token):
+            if begin < end:
+                _stored(source, sequence, begin, end)  # or it raises
+                offsets.append(int(source.sequence_pointers[sequence]) + begin * width)
+                counts.append((end - begin) * width)
+        bounds.append(len(offsets))
+        num_tokens = sum(counts[bounds[-2] :]) // width
+        if num_tokens > sequence_length + (1 if add_extra_token else 0):
+            raise ValueError(f"sample {number} has {num_tokens} tokens")
+    return np.array(offsets, np.int64), np.array(counts, np.int64), np.array(bounds, np.int64)
+
+
+def fill_rows(
+    tokens: NDArray[Any],
+    ends: NDArray[np.int64],
+    *,
+    sequence_length: int,
+    add_extra_token: bool,
+    pad_token: int,
+    eod_token: int,
+    reset_position_ids: bool,
+    eod_mask_loss: bool,
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]:
+    """What `gather_samples` returns, from tokens that were read: row i has those up to ends[i].
+
+    Raises:
+        ValueError: a sample that is longer than its row, or ends outside the tokens.
+    """
+    starts = [0, *ends.tolist()]
+    for start, end in zip(starts, ends.tolist(), strict=False):
+        if not start <= end <= len(tokens):
+            raise ValueError(f"a row from token {start} to {end} does not fit")
+    texts = [tokens[a:b].tolist() for a, b in zip(starts, ends.tolist(), strict=False)]
+    return _fill(
+        texts,
+        sequence_length,
+        add_extra_token,
+        pad_token,
+        eod_token,
+        reset_position_ids,
+        eod_mask_loss,
+    )
+
+
+def _fill(
+    texts: list[list[int]],
+    sequence_length: int,
+    add_extra_token: bool,
+    pad_token: int,
+    eod_token: int,
+    reset_position_ids: bool,
+    eod_mask_loss: bool,
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]:
+    """The rows of some texts, padded and masked."""
+    shape = (len(texts), sequence_length)
     tokens, labels = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     loss_mask, position_ids = np.ones(shape, np.float32), np.zeros(shape, np.int64)
     capacity = sequence_length + (1 if add_extra_token else 0)
-    pairs = zip(source_numbers.tolist(), sample_numbers.tolist(), strict=True)
-    for i, (source_number, sample_number) in enumerate(pairs):
-        source = _entry(sources, source_number)
-        text = _text(source, sample_number, add_extra_token)
+    for i, text in enumerate(texts):
         if len(text) > capacity:
-            raise ValueError(f"sample {sample_number} has {len(text)} tokens, above {capacity}")
-        text += [pad_token] * (sequence_length + 1 - len(text))  # without the extra token too
-        tokens[i], labels[i] = text[:-1], text[1:]
+            raise ValueError(f"row {i} has {len(text)} tokens, above {capacity}; does not fit")
+        padded = text + [pad_token] * (sequence_length + 1 - len(text))
+        tokens[i], labels[i] = padded[:-1], padded[1:]
         if eod_mask_loss:
             loss_mask[i][tokens[i] == eod_token] = 0.0
         loss_mask[i][labels[i] == pad_token] = 0.0
-        position_ids[i] = _positions(text[:-1], eod_token if reset_position_ids else None)
+        position_ids[i] = _positions(padded[:-1], eod_token if reset_position_ids else None)
     tokens[tokens == pad_token] = 0
     labels[labels == pad_token] = 0
     return tokens, labels, loss_mask, position_ids
 
 
 def _text(source: SampleSource, sample_number: int, add_extra_token: bool) -> list[int]:
-    """A sample's tokens: from one row of the sample index to the next, and the extra one."""
+    """A sample's tokens."""
+    text: list[int] = []
+    for sequence, begin, end in _parts(source, sample_number, add_extra_token):
+        text += _stored(source, sequence, begin, end)
+    return text
+
+
+def _parts(
+    source: SampleSource, sample_number: int, add_extra_token: bool
+) -> list[tuple[int, int, int]]:
+    """A sample as tokens [begin, end) of sequences: from one row of the sample index to the next,
+    and the extra one."""
     row = int(_entry(source.shuffle_index, sample_number))
     first, start = (int(number) for number in _entry(source.sample_index, row))
     last, stop = (int(number) for number in _entry(source.sample_index, row + 1))
     if first > last or min(start, stop) < 0:
         raise ValueError(f"sample {row} goes from {first, start} to {last, stop}")
-    text: list[int] = []
+    parts = []
     for place in range(first, last + 1):
         sequence = int(_entry(source.document_index, place))
         length = int(_entry(source.sequence_lengths, sequence))
@@ -272,8 +367,8 @@ def _text(source: SampleSource, sample_number: int, add_extra_token: bool) -> li
         end = stop + (1 if add_extra_token else 0) if place == last else length
         if not 0 <= begin <= end <= length:
             raise ValueError(f"tokens {begin} to {end} of a sequence of {length} were asked for")
-        text += _stored(source, sequence, begin, end)
-    return text
+        parts.append((sequence, begin, end))
+    return parts
 
 
 def _stored(source: SampleSource, sequence: int, begin: int, end: int) -> list[int]:

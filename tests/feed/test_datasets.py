@@ -18,6 +18,7 @@ from millrace import (
     samples_per_dataset,
     split_ranges,
 )
+from millrace.store import gather_in_turn
 
 Make = Callable[..., IndexedDataset]
 
@@ -184,3 +185,54 @@ def test_blends_that_cannot_work_are_refused(make_dataset: Make) -> None:
     other = GPTDataset(make_dataset([300], name="other"), sequence_length=9, seed=0)
     with pytest.raises(ConfigError, match="make them equal"):
         BlendedDataset([parts[0], other])
+
+
+# ---- token files that are not mapped ----
+
+
+class SlowStore:
+    """A reader such as an object store's: ranges of bytes that are somewhere else."""
+
+    def __init__(self, path: Path) -> None:
+        self.content = np.frombuffer(path.read_bytes(), np.uint8)
+        self.size = len(self.content)
+
+    def read(self, byte_offset: int, num_bytes: int) -> np.ndarray:
+        assert 0 <= byte_offset <= byte_offset + num_bytes <= self.size
+        return self.content[byte_offset : byte_offset + num_bytes].copy()
+
+    def gather(self, byte_offsets: np.ndarray, byte_counts: np.ndarray) -> np.ndarray:
+        return gather_in_turn(self.read, byte_offsets, byte_counts)
+
+
+def test_every_reader_gives_the_same_samples(make_dataset: Make, tmp_path: Path) -> None:
+    make_dataset([100, 0, 30, 250])
+    prefix = tmp_path / "data"
+    readers = [
+        IndexedDataset(prefix),
+        IndexedDataset(prefix, access="file"),
+        IndexedDataset(prefix, bin_reader=SlowStore(tmp_path / "data.bin")),
+    ]
+    options = {"sequence_length": 16, "seed": 5, "drop_last_partial_sequence": False}
+    parts = [GPTDataset(reader, **options) for reader in readers]
+    numbers = np.arange(len(parts[0]))
+    for part in parts[1:]:
+        assert part.fingerprint() == parts[0].fingerprint()
+        for name, array in part.batch(numbers).items():
+            assert np.array_equal(array, parts[0].batch(numbers)[name])
+    mixed, mapped = BlendedDataset(parts), BlendedDataset([parts[0]] * 3)
+    numbers = np.arange(len(mixed))
+    for name, array in mixed.batch(numbers).items():
+        assert np.array_equal(array, mapped.batch(numbers)[name])
+    assert mixed.batch([])["tokens"].shape == (0, 16)
+
+
+def test_damage_is_found_by_every_reader(make_dataset: Make, tmp_path: Path) -> None:
+    make_dataset([50, 60, 70])
+    with open(tmp_path / "data.idx", "r+b") as file:  # the pointer of sequence 1
+        file.seek(34 + 3 * 4 + 8)
+        file.write(b"\xff\xff\xff\x00")
+    data = IndexedDataset(tmp_path / "data", access="file")
+    dataset = GPTDataset(data, sequence_length=8, seed=0)
+    with pytest.raises(DataError, match="sequence 1 starts at byte"):
+        dataset.batch(np.arange(len(dataset)))

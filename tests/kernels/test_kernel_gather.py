@@ -15,6 +15,14 @@ from millrace import _native, reference
 
 TOKEN_DTYPES = (np.uint8, np.int8, np.int16, np.uint16, np.int32, np.int64)
 NAMES = ("tokens", "labels", "loss_mask", "position_ids")
+DEFAULTS: dict[str, Any] = {
+    "sequence_length": 8,
+    "add_extra_token": True,
+    "pad_token": -1,
+    "eod_token": -1,
+    "reset_position_ids": False,
+    "eod_mask_loss": False,
+}
 INT64_ENDS = (-(2**63), 2**63 - 1)
 
 Arrays = dict[str, np.ndarray]
@@ -70,19 +78,11 @@ def gather(
     sample_numbers: ArrayLike,
     **options: Any,
 ) -> tuple[np.ndarray, ...]:
-    everything: dict[str, Any] = {
-        "sequence_length": 8,
-        "add_extra_token": True,
-        "pad_token": -1,
-        "eod_token": -1,
-        "reset_position_ids": False,
-        "eod_mask_loss": False,
-    }
     result: tuple[np.ndarray, ...] = module.gather_samples(
         tuple(module.sample_source(**source) for source in arrays),
         np.array(source_numbers, dtype=np.int64),
         np.array(sample_numbers, dtype=np.int64),
-        **(everything | options),
+        **(DEFAULTS | options),
     )
     return result
 
@@ -92,8 +92,32 @@ def assert_twin(
 ) -> None:
     actual = gather(_native, arrays, source_numbers, sample_numbers, **options)
     expected = gather(reference, arrays, source_numbers, sample_numbers, **options)
-    for name, left, right in zip(NAMES, actual, expected, strict=True):
-        np.testing.assert_array_equal(left, right, err_msg=name, strict=True)
+    read = gather_by_reading(arrays, source_numbers, sample_numbers, **options)
+    for other in (actual, *read):
+        for name, left, right in zip(NAMES, other, expected, strict=True):
+            np.testing.assert_array_equal(left, right, err_msg=name, strict=True)
+
+
+def gather_by_reading(
+    arrays: list[Arrays], source_numbers: ArrayLike, sample_numbers: ArrayLike, **options: Any
+) -> list[tuple[np.ndarray, ...]]:
+    """The same where token files are not mapped, for batches of one source: find, read, fill."""
+    numbers = np.array(sample_numbers, dtype=np.int64)
+    if not arrays or np.any(np.array(source_numbers) != 0):
+        return []
+    everything = DEFAULTS | options
+    shape = (everything["sequence_length"], everything["add_extra_token"])
+    found = [
+        module.find_pieces(module.sample_source(**arrays[0]), numbers, *shape)
+        for module in (_native, reference)
+    ]
+    for left, right in zip(*found, strict=True):
+        np.testing.assert_array_equal(left, right, strict=True)
+    offsets, counts, bounds = found[0]
+    tokens = arrays[0]["tokens"]
+    flat = reference.copy_pieces(tokens.view(np.uint8), offsets, counts).view(tokens.dtype)
+    ends = np.append(0, np.cumsum(counts // tokens.itemsize))[bounds[1:]]
+    return [module.fill_rows(flat, ends, **everything) for module in (_native, reference)]
 
 
 def assert_refused(
@@ -483,3 +507,20 @@ def test_refuses_numbers_that_are_no_vectors_of_int64(
             reset_position_ids=False,
             eod_mask_loss=False,
         )
+
+
+@pytest.mark.parametrize("ends", [[9, 8], [10], [0, 41], [-1], [2**63 - 1]])
+def test_fill_rows_refuses_what_does_not_fit(ends: list[int]) -> None:
+    tokens = np.arange(80, dtype=np.uint16)[:40]
+    for module in (_native, reference):
+        with pytest.raises(ValueError, match="does not fit"):
+            module.fill_rows(tokens, np.array(ends, np.int64), **DEFAULTS)
+
+
+def test_a_source_that_is_not_mapped_is_refused() -> None:
+    arrays = make_arrays(0, 8, extra=True)
+    empty = arrays | {"tokens": arrays["tokens"][:0]}
+    source = _native.sample_source(**empty, num_bytes=arrays["tokens"].nbytes)
+    numbers = np.zeros(1, np.int64)
+    with pytest.raises(ValueError, match="not mapped"):
+        _native.gather_samples((source,), numbers, numbers, **DEFAULTS)

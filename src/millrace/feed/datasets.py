@@ -12,6 +12,7 @@ from millrace import _core, _native
 from millrace.errors import ConfigError, DataError
 from millrace.order import blend, blend_exhaustively, build_gpt_indices, normalize, plan_gpt
 from millrace.store import IndexedDataset
+from millrace.store.bytes import MMapReader
 
 Batch = dict[str, NDArray[Any]]
 
@@ -86,7 +87,7 @@ class GPTDataset:
         except ValueError as error:
             kind = ConfigError if isinstance(error, ConfigError) else DataError
             raise kind(f"{dataset.prefix}: {error}") from None
-        self._options = {
+        self._options: dict[str, Any] = {
             "sequence_length": sequence_length,
             "add_extra_token": add_extra_token,
             "pad_token": NO_TOKEN if pad_token is None else pad_token,
@@ -94,13 +95,15 @@ class GPTDataset:
             "reset_position_ids": reset_position_ids,
             "eod_mask_loss": eod_mask_loss,
         }
+        self._is_mapped = isinstance(dataset.reader, MMapReader)
         self._source = _native.sample_source(
-            dataset.tokens,
+            dataset.tokens if self._is_mapped else np.empty(0, dataset.dtype),
             dataset.sequence_pointers,
             dataset.sequence_lengths,
             self.indices.document_index,
             self.indices.sample_index,
             self.indices.shuffle_index,
+            dataset.reader.size,
         )
 
     def __len__(self) -> int:
@@ -125,7 +128,22 @@ class GPTDataset:
             DataError: an index entry that points outside the token file.
         """
         numbers = _check_numbers(sample_numbers, len(self))
-        return _gather((self._source,), np.zeros(len(numbers), np.int64), numbers, self._options)
+        try:
+            if not self._is_mapped:
+                return _batch(self._read(numbers))
+            zeros = np.zeros(len(numbers), np.int64)
+            return _batch(_native.gather_samples((self._source,), zeros, numbers, **self._options))
+        except ValueError as error:
+            raise _damaged(error) from None
+
+    def _read(self, numbers: NDArray[np.int64]) -> Any:
+        """The samples' arrays where the token file is not mapped: find, read, fill."""
+        offsets, counts, bounds = _native.find_pieces(
+            self._source, numbers, self.sequence_length, self._options["add_extra_token"]
+        )
+        tokens = self.dataset.reader.gather(offsets, counts).view(self.dataset.dtype)
+        ends = np.concatenate(([0], np.cumsum(counts // self.dataset.dtype.itemsize)))
+        return _native.fill_rows(tokens, ends[bounds[1:]].astype(np.int64), **self._options)
 
     def fingerprint(self) -> dict[str, Any]:
         """What decides the samples and their order, for comparison with a saved state."""
@@ -213,12 +231,28 @@ class BlendedDataset:
     def batch(self, sample_numbers: ArrayLike) -> Batch:
         """The samples of these numbers: as `GPTDataset.batch`, in one call of the core."""
         numbers = _check_numbers(sample_numbers, len(self))
-        return _gather(
-            self._sources,
-            self.dataset_index[numbers].astype(np.int64),
-            self.dataset_sample_index[numbers],
-            self.datasets[0]._options,
-        )
+        sources = self.dataset_index[numbers].astype(np.int64)
+        in_source = self.dataset_sample_index[numbers]
+        if not all(self.datasets[number]._is_mapped for number in np.unique(sources)):
+            return self._batch_by_dataset(sources, in_source)
+        try:
+            return _batch(
+                _native.gather_samples(
+                    self._sources, sources, in_source, **self.datasets[0]._options
+                )
+            )
+        except ValueError as error:
+            raise _damaged(error) from None
+
+    def _batch_by_dataset(self, sources: NDArray[np.int64], in_source: NDArray[np.int64]) -> Batch:
+        """Where a token file is not mapped: a batch of each dataset, put in its rows."""
+        batch: Batch = {}
+        for number in np.unique(sources):
+            rows = sources == number
+            for name, array in self.datasets[number].batch(in_source[rows]).items():
+                shape = (len(sources), *array.shape[1:])
+                batch.setdefault(name, np.empty(shape, array.dtype))[rows] = array
+        return batch
 
     def fingerprint(self) -> dict[str, Any]:
         """What decides the samples and their order, for comparison with a saved state."""
@@ -254,21 +288,11 @@ def _one(dataset: GPTDataset | BlendedDataset, sample_number: SupportsIndex) -> 
     return {name: array[0] for name, array in dataset.batch([number]).items()}
 
 
-def _gather(
-    sources: tuple[_core.SampleSource, ...],
-    source_numbers: NDArray[np.int64],
-    sample_numbers: NDArray[np.int64],
-    options: dict[str, Any],
-) -> Batch:
-    try:
-        tokens, labels, loss_mask, position_ids = _native.gather_samples(
-            sources, source_numbers, sample_numbers, **options
-        )
-    except ValueError as error:
-        raise DataError(f"an index points outside its data: {error}. Write it again") from None
-    return {
-        "tokens": tokens,
-        "labels": labels,
-        "loss_mask": loss_mask,
-        "position_ids": position_ids,
-    }
+def _batch(arrays: tuple[NDArray[Any], ...]) -> Batch:
+    return dict(zip(("tokens", "labels", "loss_mask", "position_ids"), arrays, strict=True))
+
+
+def _damaged(error: ValueError) -> DataError:
+    if isinstance(error, DataError):
+        return error
+    return DataError(f"an index points outside its data: {error}. Write it again")

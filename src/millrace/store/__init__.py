@@ -3,11 +3,26 @@
 An indexed dataset lies at one *path prefix*: `PREFIX.bin` holds the tokens of all sequences, one
 after the other; `PREFIX.idx` says how long each sequence is, where it starts and which sequences
 make a document. `layout` knows the bytes of the index, `publish` how a pair of files appears
-whole or not at all, `reader` and `builder` are what people use.
+whole or not at all, `bytes` where the tokens are read from, `info` the sidecar with checksums;
+`reader`, `builder` and `verify` are what people use.
 """
 
 from millrace.store.builder import IndexedDatasetBuilder
+from millrace.store.bytes import BinReader, gather_in_turn
+from millrace.store.info import Checksums, Info
 from millrace.store.layout import DTYPES, optimal_dtype
 from millrace.store.reader import IndexedDataset
+from millrace.store.verify import Report, verify
 
-__all__ = ["DTYPES", "IndexedDataset", "IndexedDatasetBuilder", "optimal_dtype"]
+__all__ = [
+    "DTYPES",
+    "BinReader",
+    "Checksums",
+    "IndexedDataset",
+    "IndexedDatasetBuilder",
+    "Info",
+    "Report",
+    "gather_in_turn",
+    "optimal_dtype",
+    "verify",
+]

@@ -108,7 +108,8 @@ class IndexedDatasetBuilder:
 
     @property
     def num_tokens(self) -> int:
-        return int(self._num_bytes + self._buffer.num_bytes) // self.dtype.itemsize
+        num_bytes = self._num_bytes + self._buffer.num_bytes
+        return num_bytes // int(self.dtype.itemsize)
 
     def add_sequence(self, tokens: ArrayLike, mode: int = 0) -> None:
         """Appends a sequence to the document that is being written; `end_document` ends it.
