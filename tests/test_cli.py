@@ -65,8 +65,11 @@ def test_inspect_prints_json(tokenized: Path, tokenizer_file: Path) -> None:
     for low, high, count in shown["histogram"]:
         lengths = dataset.sequence_lengths
         assert ((lengths >= low) & (lengths <= high)).sum() == count
-    assert shown["document"]["tokens"] == dataset[0].tolist()[:256]
-    assert isinstance(shown["document"]["text"], str)
+    assert shown["document"]["head"]["tokens"] == dataset[0].tolist()[:256]
+    assert isinstance(shown["document"]["head"]["text"], str)
+    assert shown["special_tokens"] == {"<|endoftext|>": len(dataset)}
+    assert shown["has_checksums"]
+    assert shown["provenance"]["append_eod"] is True
 
 
 def test_inspect_of_an_empty_dataset(tmp_path: Path, tokenizer_file: Path) -> None:

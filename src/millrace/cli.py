@@ -9,8 +9,11 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from typing import Any
 
-from millrace.errors import MillraceError
+import numpy as np
+
+from millrace.errors import DataError, MillraceError
 
 EXIT_FAILED = 1  # the job failed; argparse exits with 2 for usage
 
@@ -60,6 +63,10 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     _add_tokenize(verbs)
     _add_inspect(verbs)
+    _add_verify(verbs)
+    _add_merge(verbs)
+    _add_split(verbs)
+    _add_convert(verbs)
     _add_demo(verbs)
     return parser
 
@@ -97,6 +104,7 @@ def _add_tokenize(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--workers", type=_positive, metavar="N", help="worker processes (default: one a core)"
     )
+    _add_checksums(parser)
     parser.set_defaults(run=_tokenize)
 
 
@@ -111,6 +119,7 @@ def _tokenize(options: argparse.Namespace) -> None:
         json_keys=options.json_keys,
         append_eod=options.append_eod,
         workers=options.workers,
+        checksums=options.checksums,
         show_progress=True,
     )
     rate = result.num_bytes / 1e6 / max(result.seconds, 1e-9)
@@ -126,7 +135,8 @@ def _add_inspect(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser = verbs.add_parser(
         "inspect",
         help="show what is in a token file",
-        description="Shows a token file's counts, dtype, length histogram and one document.",
+        description="Shows a token file's counts, dtype, lengths, and the head and tail of a "
+        "document; with a tokenizer, decoded, and how often each special token occurs.",
     )
     parser.add_argument("prefix", metavar="PREFIX", help="path of the pair, without .bin or .idx")
     parser.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json to decode with")
@@ -152,6 +162,134 @@ def _inspect(options: argparse.Namespace) -> None:
         print(format_description(description))
 
 
+def _add_checksums(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--no-checksums",
+        dest="checksums",
+        action="store_false",
+        help="write no sidecar PREFIX.info.json, with which verify finds any changed byte",
+    )
+
+
+def _add_verify(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = verbs.add_parser(
+        "verify",
+        help="check token files",
+        description="Checks token files: their structure always, and every byte where there is a "
+        "sidecar with checksums. Names the damaged blocks, sequences and documents. Exits with 1 "
+        "if anything is damaged.",
+    )
+    parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="paths without .bin or .idx")
+    parser.add_argument(
+        "--threads", type=_positive, metavar="N", help="that read and hash (default: one a core)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=_verify)
+
+
+def _verify(options: argparse.Namespace) -> None:
+    from millrace.store import verify
+
+    reports = verify(options.prefixes, threads=options.threads)
+    if options.json:
+        print(json.dumps([dataclasses.asdict(report) for report in reports], indent=2))
+    else:
+        for report in reports:
+            what = "structure and checksums" if report.has_checksums else "structure (no checksums)"
+            print(f"{report.prefix}: {'DAMAGED' if report.problems else 'well'}, {what}")
+            for problem in report.problems:
+                print(f"  {problem}")
+    damaged = sum(1 for report in reports if report.problems)
+    if damaged:
+        raise DataError(f"{damaged} of {len(reports)} datasets are damaged")
+
+
+def _add_merge(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = verbs.add_parser(
+        "merge",
+        help="append token files to each other",
+        description="Appends token files to each other; documents keep their order.",
+    )
+    parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="the files to append")
+    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="the new file")
+    _add_checksums(parser)
+    parser.set_defaults(run=_merge)
+
+
+def _merge(options: argparse.Namespace) -> None:
+    from millrace.jobs import merge
+
+    print(merge(options.prefixes, options.output_prefix, checksums=options.checksums))
+
+
+def _add_split(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = verbs.add_parser(
+        "split",
+        help="cut a token file into shards",
+        description="Cuts a token file into shards PREFIX_00000, PREFIX_00001, ... of whole "
+        "documents. Merging them gives the file back.",
+    )
+    parser.add_argument("prefix", metavar="PREFIX", help="the file to cut")
+    parser.add_argument(
+        "--output-prefix", required=True, metavar="PREFIX", help="first part of the shards' names"
+    )
+    size = parser.add_mutually_exclusive_group(required=True)
+    size.add_argument("--documents", type=_positive, metavar="N", help="documents in each shard")
+    size.add_argument(
+        "--size", type=_size, metavar="BYTES", help="of tokens in each shard, at most: 500M, 20G"
+    )
+    _add_checksums(parser)
+    parser.set_defaults(run=_split)
+
+
+def _split(options: argparse.Namespace) -> None:
+    from millrace.jobs import split
+    from millrace.store import IndexedDataset
+
+    prefixes = split(
+        options.prefix,
+        options.output_prefix,
+        documents=options.documents,
+        num_bytes=options.size,
+        checksums=options.checksums,
+    )
+    for prefix in prefixes:
+        print(IndexedDataset(prefix))
+
+
+def _add_convert(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = verbs.add_parser(
+        "convert",
+        help="token arrays to token files and back; other dtypes",
+        description="Converts between token files and arrays of tokens, and from one dtype to "
+        "another. NAME.npy is a NumPy array (one dimension: a stream of tokens; two: each row a "
+        "document), NAME.bin without NAME.idx the bare tokens, anything else a path prefix.",
+    )
+    parser.add_argument("source", metavar="SOURCE", help="what to read")
+    parser.add_argument("target", metavar="TARGET", help="what to write")
+    parser.add_argument("--dtype", type=_dtype, metavar="DTYPE", help="of the target")
+    parser.add_argument("--source-dtype", type=_dtype, metavar="DTYPE", help="of bare tokens")
+    parser.add_argument(
+        "--document-end", type=int, metavar="ID", help="the token that ends each document"
+    )
+    _add_checksums(parser)
+    parser.set_defaults(run=_convert)
+
+
+def _convert(options: argparse.Namespace) -> None:
+    from millrace.jobs import convert
+
+    convert(
+        options.source,
+        options.target,
+        dtype=options.dtype,
+        source_dtype=options.source_dtype,
+        document_end=options.document_end,
+        checksums=options.checksums,
+    )
+    print(f"{options.target} is written")
+
+
 def _add_demo(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = verbs.add_parser(
         "demo",
@@ -173,6 +311,24 @@ def _demo(options: argparse.Namespace) -> None:
     from millrace.demo import run_demo
 
     run_demo(options.folder)
+
+
+def _dtype(text: str) -> np.dtype[Any]:
+    try:
+        dtype = np.dtype(text)
+    except TypeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no dtype; write uint16 or int32") from None
+    return dtype
+
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+def _size(text: str) -> int:
+    number, unit = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
+    if not number.isdecimal() or int(number) < 1 or unit not in _UNITS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 500M or 20G")
+    return int(number) * _UNITS[unit]
 
 
 def _positive(text: str) -> int:

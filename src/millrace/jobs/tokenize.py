@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,7 @@ def tokenize(
     json_keys: Sequence[str] = ("text",),
     append_eod: bool = False,
     workers: int | None = None,
+    checksums: bool = False,
     show_progress: bool = False,
 ) -> TokenizeResult:
     """Writes `{output_prefix}_{key}_document.bin/.idx` for each key.
@@ -81,6 +83,7 @@ def tokenize(
         json_keys: whose values are texts.
         append_eod: end each document with the tokenizer's EOD.
         workers: processes; None: as many as there are cores.
+        checksums: write a sidecar with checksums and provenance for each pair.
         show_progress: on stderr.
 
     Raises:
@@ -104,7 +107,12 @@ def tokenize(
     with contextlib.ExitStack() as stack:
         builders = [
             stack.enter_context(
-                IndexedDatasetBuilder(f"{output_prefix}_{key}_document", tokenizer.dtype)
+                IndexedDatasetBuilder(
+                    f"{output_prefix}_{key}_document",
+                    tokenizer.dtype,
+                    checksums=checksums,
+                    provenance=_provenance(recipe, inputs, key) if checksums else None,
+                )
             )
             for key in keys
         ]
@@ -125,6 +133,22 @@ def tokenize(
         num_bytes=num_bytes,
         seconds=time.monotonic() - start,
     )
+
+
+def _provenance(recipe: _Recipe, inputs: Sequence[str], key: str) -> dict[str, Any]:
+    """What a sidecar says of where the tokens come from."""
+    return {
+        "tool": f"millrace {version('millrace')} tokenize",
+        "tokenizer": {
+            "path": recipe.tokenizer.path,
+            "sha256": recipe.tokenizer.fingerprint,
+            "vocabulary_size": recipe.tokenizer.vocabulary_size,
+        },
+        "inputs": list(inputs),
+        "json_key": key,
+        "append_eod": recipe.append_eod,
+        "eod_token": recipe.tokenizer.eod_token,
+    }
 
 
 def _blocks(inputs: Sequence[str], sizes: Sequence[int]) -> Iterator[tuple[int, LineBlock]]:

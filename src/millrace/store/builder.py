@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from millrace import _core
+from millrace import _core, _native
 from millrace.errors import ConfigError, DataError
 from millrace.store import entries
 from millrace.store.info import BlockHasher, Info
@@ -24,6 +24,7 @@ from millrace.store.publish import (
     flush_to_disk,
     idx_path,
     info_path,
+    open_pair,
     publish_pair,
 )
 from millrace.store.reader import IndexedDataset
@@ -180,22 +181,36 @@ class IndexedDatasetBuilder:
         self.num_sequences += int(np.count_nonzero(present))
         self._documents_end = self.num_sequences
 
-    def add_index(self, prefix: str | os.PathLike[str]) -> None:
-        """Appends all documents of another indexed dataset (a merge).
+    def add_index(
+        self,
+        prefix: str | os.PathLike[str],
+        documents: tuple[int, int] | None = None,
+        *,
+        change_dtype: bool = False,
+    ) -> None:
+        """Appends the documents of another indexed dataset (a merge), or some of them.
 
         The bytes are copied in the kernel, or shared where the file system can.
 
         Args:
             prefix: of the other pair.
+            documents: (start, stop), the documents to take; None: all.
+            change_dtype: take another dtype too; each token is checked.
 
         Raises:
-            ConfigError: it has another dtype, or only one of the two has modes, or a document is
-                still open here.
-            DataError: it is damaged.
+            ConfigError: another dtype, only one of the two has modes, a token does not fit, there
+                are no such documents, or a document is still open here.
+            DataError: the other one is damaged.
         """
         self._check_open()
         other = IndexedDataset(prefix)
-        if other.dtype != self.dtype:
+        start, stop = (0, other.num_documents) if documents is None else documents
+        if not 0 <= start <= stop <= other.num_documents:
+            raise ConfigError(
+                f"documents {start} to {stop} of {other.prefix} were asked for; it has "
+                f"{other.num_documents}"
+            )
+        if other.dtype != self.dtype and not change_dtype:
             raise ConfigError(
                 f"{other.prefix} holds {other.dtype}, the new file {self.dtype}; "
                 "`millrace convert --dtype` changes one of them"
@@ -207,17 +222,24 @@ class IndexedDatasetBuilder:
             )
         if self._documents_end != self.num_sequences:
             raise ConfigError("a document is still open; call end_document() before add_index()")
+        first, last = (int(entry) for entry in other.document_indices[[start, stop]])
+        if not 0 <= first <= last <= len(other):
+            raise DataError(
+                f"{other.prefix}.idx: documents {start} to {stop} have the sequences {first} to "
+                f"{last} of {len(other)}. The index is damaged: write the pair again"
+            )
         self._flush()
-        self._copy(other)
-        for start in range(0, len(other), entries.LIMIT):
-            self._lengths.extend(other.sequence_lengths[start : start + entries.LIMIT])
+        self._copy_tokens(other, first, last)
+        for place in range(first, last, entries.LIMIT):
+            part = slice(place, min(place + entries.LIMIT, last))
+            self._lengths.extend(other.sequence_lengths[part])
             if other.sequence_modes is not None:
-                self._modes.extend(other.sequence_modes[start : start + entries.LIMIT])
-        for start in range(1, other.num_documents + 1, entries.LIMIT):
-            part = other.document_indices[start : start + entries.LIMIT]
-            self._documents.extend(part + self.num_sequences)
-        self.num_sequences += len(other)
-        self.num_documents += other.num_documents
+                self._modes.extend(other.sequence_modes[part])
+        for place in range(start + 1, stop + 1, entries.LIMIT):
+            ends = other.document_indices[place : min(place + entries.LIMIT, stop + 1)]
+            self._documents.extend(ends + (self.num_sequences - first))
+        self.num_sequences += last - first
+        self.num_documents += stop - start
         self._documents_end = self.num_sequences
 
     def finalize(self) -> None:
@@ -384,16 +406,35 @@ class IndexedDatasetBuilder:
             self._hasher.update(data)
         self._num_bytes += len(data)
 
-    def _copy(self, other: IndexedDataset) -> None:
-        """Appends the other dataset's bytes to the `.bin`."""
-        if self._hasher is not None:
-            for start in range(0, other.reader.size, _COPY_SIZE):
-                self._hasher.update(
-                    other.reader.read(start, min(_COPY_SIZE, other.reader.size - start))
+    def _copy_tokens(self, other: IndexedDataset, first: int, last: int) -> None:
+        """Appends the tokens of sequences [first, last), which lie one after the other."""
+        start = _start_of(other, first)
+        stop = _start_of(other, last)
+        for place in range(first, last, entries.LIMIT):
+            part = slice(place, min(place + entries.LIMIT, last))
+            lengths, pointers = other.sequence_lengths[part], other.sequence_pointers[part]
+            offset = _start_of(other, place)
+            bad, offset = _native.first_bad_sequence(
+                lengths, pointers, other.dtype.itemsize, offset
+            )
+            if bad < len(lengths) or offset != _start_of(other, part.stop):
+                raise DataError(
+                    f"{other.prefix}.idx: sequence {place + bad} does not start where the one "
+                    "before it ends. The index is damaged: write the pair again"
                 )
-        with open(bin_path(other.prefix), "rb", buffering=0) as source:
-            _copy_file(source, self._data, other.reader.size)
-        self._num_bytes += other.reader.size
+        if other.dtype != self.dtype:
+            for at in range(start, stop, _COPY_SIZE):
+                data = other.reader.read(at, min(_COPY_SIZE, stop - at))
+                self._append_array(data.view(other.dtype))
+            return
+        if self._hasher is not None:
+            for at in range(start, stop, _COPY_SIZE):
+                self._hasher.update(other.reader.read(at, min(_COPY_SIZE, stop - at)))
+        bin_file, idx_file = open_pair(other.prefix)
+        assert bin_file is not None
+        with bin_file, idx_file:
+            _copy_file(bin_file, self._data, start, stop)
+        self._num_bytes += stop - start
 
     def _index_chunks(self) -> Iterator[Any]:
         """The bytes of the index file, in pieces."""
@@ -417,24 +458,28 @@ class IndexedDatasetBuilder:
         yield from self._modes.chunks()
 
 
-def _copy_file(source: BinaryIO, target: BinaryIO, size: int) -> None:
-    """Copies `size` bytes from the start of a file to the end of another, in the kernel."""
-    done = 0
-    while done < size:
+def _start_of(dataset: IndexedDataset, sequence: int) -> int:
+    """The byte at which a sequence starts; for the number after the last one, the end."""
+    return (
+        int(dataset.sequence_pointers[sequence]) if sequence < len(dataset) else dataset.reader.size
+    )
+
+
+def _copy_file(source: BinaryIO, target: BinaryIO, start: int, stop: int) -> None:
+    """Copies bytes [start, stop) of a file to the end of another, in the kernel."""
+    at = start
+    while at < stop:
+        size = min(_COPY_SIZE, stop - at)
         try:
-            count = os.copy_file_range(
-                source.fileno(), target.fileno(), min(_COPY_SIZE, size - done), offset_src=done
-            )
+            count = os.copy_file_range(source.fileno(), target.fileno(), size, offset_src=at)
         except OSError as error:
             # Across file systems, or where the file system cannot: an ordinary copy.
             if error.errno not in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
                 raise
-            count = os.sendfile(
-                target.fileno(), source.fileno(), done, min(_COPY_SIZE, size - done)
-            )
+            count = os.sendfile(target.fileno(), source.fileno(), at, size)
         if count == 0:
-            raise DataError(f"{source.name} ends at byte {done} of {size}: it was truncated")
-        done += count
+            raise DataError(f"{source.name} ends at byte {at}, not {stop}: it was truncated")
+        at += count
 
 
 def _short(lengths: Sequence[int]) -> str:

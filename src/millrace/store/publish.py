@@ -175,6 +175,20 @@ def _finish(prefix: str) -> None:
     fsync_folder(prefix)
 
 
+@contextlib.contextmanager
+def atomic_file(path: str) -> Iterator[BinaryIO]:
+    """A file that appears at `path` whole when the block ends, or not at all if it fails."""
+    try:
+        with open(path + TMP, "wb") as file:
+            yield file
+            flush_to_disk(file)
+        os.rename(path + TMP, path)
+        fsync_folder(path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path + TMP)
+
+
 def flush_to_disk(file: IO[bytes]) -> None:
     file.flush()
     os.fsync(file.fileno())

@@ -80,6 +80,11 @@ class Tokenizer:
         number: int = self._tokenizer.token_to_id(self.eod_token)
         return number
 
+    def special_tokens(self) -> dict[str, int]:
+        """The ids of the tokens that stand for no text, by their names."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {token.content: number for number, token in added.items() if token.special}
+
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text.
 

@@ -1,0 +1,51 @@
+"""Damaged token files: some thousand of the cases that `python -m tests.store.fuzz` runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.store import fuzz
+
+
+def test_damaged_files_are_refused_or_read_as_the_format_says() -> None:
+    findings = fuzz.fuzz(cases=2000, seed=0)
+    assert not findings, fuzz.report(findings, seed=0)
+
+
+def test_every_kind_of_mutation_is_met() -> None:
+    """The cases are what they claim to be: some stay valid, most do not, all kinds occur."""
+    cache: dict[int, object] = {}
+    kinds, valid = set(), 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fuzz.publish, "fsync_folder", lambda path: None)
+        import tempfile
+
+        with tempfile.TemporaryDirectory() as name:
+            for number in range(500):
+                _, mutator = fuzz.case_of(0, number, Path(name), cache)
+                kinds |= {kind.split(":")[0] for kind in mutator.names}
+                valid += fuzz.parse(mutator.pair) is not None
+    assert len(kinds) == 17
+    assert 50 < valid < 450
+
+
+def test_a_crash_is_a_finding_with_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes are watched: one that is killed in a case is reported, and the rest goes on."""
+    child = fuzz.Child(seed=0, start=0, stop=300)
+    try:
+        child.poll()
+        assert child._process is not None
+        while child.now() < 5:
+            assert not child.poll()
+        os.kill(child._process.pid, signal.SIGSEGV)
+        while not child.poll():
+            pass
+        assert ["a crash: exit status -11" in finding.what for finding in child.findings] == [True]
+        assert 5 <= child.findings[0].number < 300
+        assert child.now() == 299
+    finally:
+        child.close()
