@@ -169,3 +169,54 @@ def test_the_demo_runs_and_proves_its_resume(tmp_path: Path) -> None:
     assert "What to type next" in result.stdout
     again = millrace("demo", "--folder", tmp_path / "demo")  # over its own files
     assert again.returncode == 0, again.stderr
+
+
+def test_verify_merge_split_and_convert(tokenized: Path, tmp_path: Path) -> None:
+    result = millrace("verify", tokenized)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "well, structure and checksums" in result.stdout
+    shards = millrace("split", tokenized, "--output-prefix", tmp_path / "s", "--documents", "20")
+    assert shards.returncode == 0
+    names = [str(tmp_path / f"s_{i:05}") for i in range(3)]
+    assert all(name in shards.stdout for name in names)
+    merged = millrace("merge", *names, "--output-prefix", tmp_path / "merged")
+    assert merged.returncode == 0
+    for suffix in (".bin", ".idx"):
+        assert Path(f"{tmp_path}/merged{suffix}").read_bytes() == (
+            Path(f"{tokenized}{suffix}").read_bytes()
+        )
+    sized = millrace("split", tokenized, "--output_prefix", tmp_path / "z", "--size", "1K")
+    assert sized.returncode == 0
+    array = tmp_path / "tokens.npy"
+    assert millrace("convert", tokenized, array, "--dtype", "int32").returncode == 0
+    assert millrace("convert", array, tmp_path / "stream", "--no-checksums").returncode == 0
+    assert not (tmp_path / "stream.info.json").exists()
+    assert (IndexedDataset(tmp_path / "stream").tokens == IndexedDataset(tokenized).tokens).all()
+
+
+def test_verify_names_the_damage_and_exits_with_1(tokenized: Path) -> None:
+    path = Path(f"{tokenized}.bin")
+    data = bytearray(path.read_bytes())
+    data[10] ^= 1
+    path.write_bytes(data)
+    result = millrace("verify", tokenized)
+    assert result.returncode == 1
+    assert "DAMAGED" in result.stdout
+    assert "block 0" in result.stdout
+    assert "1 of 1 datasets are damaged" in result.stderr
+    shown = json.loads(millrace("verify", tokenized, "--json").stdout)
+    assert len(shown[0]["problems"]) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["split", "a", "--output-prefix", "b"],
+        ["split", "a", "--output-prefix", "b", "--documents", "1", "--size", "2"],
+        ["split", "a", "--output-prefix", "b", "--size", "2Q"],
+        ["convert", "a", "b", "--dtype", "token"],
+        ["verify"],
+    ],
+)
+def test_wrong_usage_of_the_store_verbs_exits_with_2(arguments: list[str]) -> None:
+    assert millrace(*arguments).returncode == 2

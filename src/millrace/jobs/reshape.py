@@ -34,11 +34,12 @@ def merge(
     """
     if not prefixes:
         raise ConfigError("there is nothing to merge; give at least one prefix")
-    first = IndexedDataset(prefixes[0])
+    parts = [IndexedDataset(prefix) for prefix in prefixes]
     with IndexedDatasetBuilder(
         output_prefix,
-        first.dtype,
-        multimodal=first.sequence_modes is not None,
+        parts[0].dtype,
+        # Only a part with sequences shows whether it has modes.
+        multimodal=any(part.sequence_modes is not None for part in parts),
         checksums=checksums,
         provenance={"merged": list(prefixes)} if checksums else None,
     ) as builder:

@@ -9,10 +9,10 @@ whole or not at all, `bytes` where the tokens are read from, `info` the sidecar 
 
 from millrace.store.builder import IndexedDatasetBuilder
 from millrace.store.bytes import BinReader, gather_in_turn
+from millrace.store.checking import Report, verify
 from millrace.store.info import Checksums, Info
 from millrace.store.layout import DTYPES, optimal_dtype
 from millrace.store.reader import IndexedDataset
-from millrace.store.verify import Report, verify
 
 __all__ = [
     "DTYPES",

@@ -1,0 +1,199 @@
+"""Merging, splitting and converting token files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from millrace import ConfigError, DataError, IndexedDataset, IndexedDatasetBuilder
+from millrace.jobs import convert, merge, split
+from millrace.store import verify
+
+
+def write(prefix: Path, seed: int = 0, *, dtype: Any = np.uint16, modes: bool = False) -> None:
+    """Documents of zero to three sequences of zero to six tokens."""
+    random = np.random.default_rng(seed)
+    with IndexedDatasetBuilder(prefix, dtype, multimodal=modes) as builder:
+        for _ in range(random.integers(1, 30)):
+            lengths = random.integers(0, 7, random.integers(0, 4)).tolist()
+            tokens = random.integers(0, 100, sum(lengths)).astype(dtype)
+            kinds = random.integers(0, 3, len(lengths)).tolist() if modes else None
+            builder.add_document(tokens, lengths, kinds)
+
+
+def content(prefix: str | Path) -> tuple[bytes, bytes]:
+    return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
+
+
+@pytest.mark.parametrize("modes", [False, True])
+def test_a_merge_has_all_documents_in_order(tmp_path: Path, modes: bool) -> None:
+    parts = []
+    for seed in range(4):
+        write(tmp_path / f"part{seed}", seed, modes=modes)
+        parts.append(IndexedDataset(tmp_path / f"part{seed}"))
+    merged = merge([part.prefix for part in parts], str(tmp_path / "all"), checksums=True)
+    expected = [part.document(j).tolist() for part in parts for j in range(part.num_documents)]
+    assert [merged.document(j).tolist() for j in range(merged.num_documents)] == expected
+    if modes:
+        joined = np.concatenate([part.sequence_modes for part in parts])
+        assert np.array_equal(merged.sequence_modes, joined)
+    report = verify([merged.prefix])[0]
+    assert report.problems == []
+    assert report.has_checksums
+
+
+@pytest.mark.parametrize("modes", [False, True])
+@pytest.mark.parametrize("options", [{"documents": 1}, {"documents": 4}, {"num_bytes": 30}])
+@pytest.mark.parametrize("checksums", [False, True])
+def test_a_split_that_is_merged_is_the_same_file(
+    tmp_path: Path, modes: bool, options: dict[str, int], checksums: bool
+) -> None:
+    for seed in range(6):
+        source = tmp_path / f"whole{seed}"
+        write(source, seed, modes=modes)
+        dataset = IndexedDataset(source)
+        shards = split(str(source), str(tmp_path / f"s{seed}"), checksums=checksums, **options)
+        for shard in shards:
+            part = IndexedDataset(shard)
+            assert part.num_documents == options.get("documents", part.num_documents) or (
+                shard == shards[-1]
+            )
+            if "num_bytes" in options and part.num_documents > 1:
+                assert part.reader.size <= options["num_bytes"]
+            assert verify([shard])[0].problems == []
+        assert shards[0].endswith("_00000")
+        assert sum(IndexedDataset(s).num_documents for s in shards) == dataset.num_documents
+        merge(shards, str(tmp_path / "again"))
+        assert content(tmp_path / "again") == content(source)
+
+
+def test_a_merge_may_replace_one_of_its_parts(tmp_path: Path) -> None:
+    write(tmp_path / "a", 1)
+    write(tmp_path / "b", 2)
+    a, b = (IndexedDataset(tmp_path / name) for name in "ab")
+    merged = merge([a.prefix, b.prefix], a.prefix)
+    assert np.array_equal(merged.tokens, np.concatenate([a.tokens, b.tokens]))
+
+
+def test_what_is_not_alike_cannot_be_merged(tmp_path: Path) -> None:
+    write(tmp_path / "a", 1)
+    write(tmp_path / "wide", 1, dtype=np.int32)
+    write(tmp_path / "modes", 1, modes=True)
+    for other, message in [("wide", "holds int32, the new file uint16"), ("modes", "has modes")]:
+        with pytest.raises(ConfigError, match=message):
+            merge([str(tmp_path / "a"), str(tmp_path / other)], str(tmp_path / "all"))
+    with pytest.raises(ConfigError, match="nothing to merge"):
+        merge([], str(tmp_path / "all"))
+    with pytest.raises(DataError, match="not found"):
+        merge([str(tmp_path / "a"), str(tmp_path / "none")], str(tmp_path / "all"))
+    assert not list(tmp_path.glob("all*"))
+
+
+def test_a_damaged_part_cannot_be_merged(tmp_path: Path) -> None:
+    write(tmp_path / "a", 1)
+    size = len(IndexedDataset(tmp_path / "a"))
+    with open(tmp_path / "a.idx", "r+b") as file:
+        file.seek(34 + 4 * size + 8 * (size // 2))
+        file.write(b"\x01")
+    with pytest.raises(DataError, match="does not start where"):
+        merge([str(tmp_path / "a")], str(tmp_path / "all"))
+    assert not list(tmp_path.glob("all*"))
+
+
+@pytest.mark.parametrize("options", [{}, {"documents": 1, "num_bytes": 1}, {"documents": 0}])
+def test_a_split_needs_one_size(tmp_path: Path, options: dict[str, int]) -> None:
+    write(tmp_path / "a")
+    with pytest.raises(ConfigError, match="give one of them, at least 1"):
+        split(str(tmp_path / "a"), str(tmp_path / "s"), **options)
+
+
+def test_a_dtype_can_be_changed_and_changed_back(tmp_path: Path) -> None:
+    write(tmp_path / "a", 3)
+    convert(str(tmp_path / "a"), str(tmp_path / "wide"), dtype=np.int32, checksums=True)
+    wide = IndexedDataset(tmp_path / "wide")
+    assert wide.dtype == np.int32
+    assert np.array_equal(wide.tokens, IndexedDataset(tmp_path / "a").tokens)
+    convert(str(tmp_path / "wide"), str(tmp_path / "back"), dtype=np.uint16)
+    assert content(tmp_path / "back") == content(tmp_path / "a")
+    with IndexedDatasetBuilder(tmp_path / "big", np.int32) as builder:
+        builder.add_document([70_000])
+    with pytest.raises(ConfigError, match="70000 does not fit uint16"):
+        convert(str(tmp_path / "big"), str(tmp_path / "small"), dtype=np.uint16)
+    assert not list(tmp_path.glob("small*"))
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".bin"])
+def test_arrays_become_datasets_and_arrays_again(tmp_path: Path, suffix: str) -> None:
+    tokens = np.array([5, 6, 0, 7, 0, 0, 8, 9], np.uint16)
+    source, target = str(tmp_path / f"in{suffix}"), str(tmp_path / "data")
+    (np.save if suffix == ".npy" else lambda path, array: array.tofile(path))(source, tokens)
+    options: dict[str, Any] = {} if suffix == ".npy" else {"source_dtype": np.uint16}
+    convert(source, target, **options)
+    assert [s.tolist() for s in IndexedDataset(target)] == [tokens.tolist()]
+    convert(source, target, document_end=0, **options)
+    assert [s.tolist() for s in IndexedDataset(target)] == [[5, 6, 0], [7, 0], [0], [8, 9]]
+    assert IndexedDataset(target).num_documents == 4
+    back = str(tmp_path / f"back{suffix}")
+    convert(target, back, dtype=np.int32)
+    again = np.load(back) if suffix == ".npy" else np.fromfile(back, np.int32)
+    assert again.dtype == np.int32
+    assert np.array_equal(again, tokens)
+
+
+def test_rows_become_documents(tmp_path: Path) -> None:
+    rows = np.arange(12, dtype=np.uint32).reshape(3, 4)
+    np.save(tmp_path / "rows.npy", rows)
+    convert(str(tmp_path / "rows.npy"), str(tmp_path / "data"))
+    dataset = IndexedDataset(tmp_path / "data")
+    assert dataset.dtype == np.int32  # the format has no uint32
+    assert [s.tolist() for s in dataset] == rows.tolist()
+    assert dataset.num_documents == 3
+
+
+def test_documents_longer_than_a_chunk_are_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from millrace.jobs import reshape
+
+    tokens = np.random.default_rng(0).integers(0, 9, 200).astype(np.uint16)
+    tokens[60:140] = 5
+    np.save(tmp_path / "in.npy", tokens)
+    convert(str(tmp_path / "in.npy"), str(tmp_path / "a"), document_end=0)
+    monkeypatch.setattr(reshape, "_CHUNK", 7)
+    monkeypatch.setattr(reshape, "_MAX_LENGTH", 1000)
+    convert(str(tmp_path / "in.npy"), str(tmp_path / "b"), document_end=0)
+    assert content(tmp_path / "a") == content(tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "options", "message"),
+    [
+        ("a.npy", b"", {}, "no array of tokens|cannot be read"),
+        ("a.npy", b"garbage" * 9, {}, "no array of tokens"),
+        ("a.bin", b"123", {"source_dtype": "u2"}, "no multiple of 2"),
+        ("a.bin", b"1234", {}, "--source-dtype"),
+        ("a.bin", b"\0" * 8, {"source_dtype": "f4"}, "integers in one or two dimensions"),
+        ("a", b"", {}, "not found"),
+        ("none.npy", None, {}, "cannot be read"),
+    ],
+)
+def test_what_is_no_array_of_tokens_is_refused(
+    tmp_path: Path, name: str, data: bytes | None, options: dict[str, Any], message: str
+) -> None:
+    if data is not None:
+        (tmp_path / name).write_bytes(data)
+    with pytest.raises((ConfigError, DataError), match=message):
+        convert(str(tmp_path / name), str(tmp_path / "out"), **options)
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_tokens_that_do_not_fit_an_array_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a", 3)
+    with IndexedDatasetBuilder(tmp_path / "big", np.int32) as builder:
+        builder.add_document([1, 300])
+    with pytest.raises(ConfigError, match="token 300 at place 1 does not fit uint8"):
+        convert(str(tmp_path / "big"), str(tmp_path / "out.npy"), dtype=np.uint8)
+    assert not list(tmp_path.glob("out*"))

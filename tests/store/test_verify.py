@@ -1,0 +1,142 @@
+"""verify: every damaged byte is found where there are checksums, and named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from millrace import ConfigError, DataError, IndexedDataset, IndexedDatasetBuilder
+from millrace.store import info, verify
+from millrace.store.info import BlockHasher
+
+
+@pytest.fixture
+def prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Ten documents of 100 tokens of two bytes, in blocks of 256 bytes."""
+    for module in ("millrace.store.info", "millrace.store.checking"):
+        monkeypatch.setattr(f"{module}.BLOCK_SIZE", 256)
+    with IndexedDatasetBuilder(
+        tmp_path / "data", np.uint16, checksums=True, provenance={"from": "here"}
+    ) as builder:
+        for number in range(10):
+            builder.add_document(np.full(100, number), lengths=[60, 40])
+    return tmp_path / "data"
+
+
+def flip(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 0x10
+    path.write_bytes(data)
+
+
+def test_what_is_well_is_well(prefix: Path) -> None:
+    report = verify([prefix])[0]
+    assert report.problems == []
+    assert report.has_checksums
+    assert report.num_bytes == IndexedDataset(prefix).num_bytes
+    sidecar = IndexedDataset(prefix).info()
+    assert sidecar is not None
+    assert sidecar.provenance == {"from": "here"}
+
+
+def test_every_flipped_bit_is_found(prefix: Path) -> None:
+    for suffix in (".bin", ".idx"):
+        path = Path(f"{prefix}{suffix}")
+        whole = path.read_bytes()
+        for place in range(0, len(whole), 7):
+            flip(path, place)
+            problems = verify([prefix], threads=1)[0].problems
+            assert any(f"{suffix}: block {place // 256} " in text for text in problems), place
+            path.write_bytes(whole)
+    assert verify([prefix])[0].problems == []
+
+
+def test_damage_is_named_by_block_sequence_and_document(prefix: Path) -> None:
+    flip(Path(f"{prefix}.bin"), 700)  # in block 2: bytes 512 to 767, tokens 256 to 383
+    assert verify([prefix])[0].problems == [
+        f"{prefix}.bin: block 2 (bytes 512 to 767) is damaged: sequences 4 to 7, documents 2 to 3"
+    ]
+
+
+def test_damage_in_the_index_is_named_by_its_columns(prefix: Path) -> None:
+    flip(Path(f"{prefix}.idx"), 34 + 20 * 4 + 8 * 3)  # the pointer of sequence 3
+    problems = verify([prefix])[0].problems
+    assert any("block 0" in text and "pointers of sequences 0 to 17" in text for text in problems)
+    assert any("sequence 3 has the length 40 and starts at byte" in text for text in problems)
+
+
+def test_structure_is_checked_without_checksums(tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(tmp_path / "data", np.uint16) as builder:
+        for number in range(10):
+            builder.add_document(np.full(100, number), lengths=[60, 40])
+    assert not verify([tmp_path / "data"])[0].has_checksums
+    path = tmp_path / "data.idx"
+    whole = path.read_bytes()
+    for place, message in [
+        (34 + 4 * 3, "sequence 4 has the length"),
+        (34 + 80 + 8 * 5, "sequence 5"),
+        (34 + 240 + 8 * 4, "document entry"),
+    ]:
+        flip(path, place)
+        assert any(message in text for text in verify([tmp_path / "data"])[0].problems)
+        path.write_bytes(whole)
+    path.write_bytes(whole[:-1])
+    assert "truncated" in verify([tmp_path / "data"])[0].problems[0]
+
+
+def test_files_of_another_size_are_named(prefix: Path) -> None:
+    path = Path(f"{prefix}.bin")
+    path.write_bytes(path.read_bytes()[:-2])
+    problems = verify([prefix])[0].problems
+    assert any("when its checksums were made it had 2000" in text for text in problems)
+
+
+def test_several_prefixes_and_a_missing_one(prefix: Path) -> None:
+    reports = verify([prefix, f"{prefix}-none"], threads=3)
+    assert [bool(report.problems) for report in reports] == [False, True]
+    with pytest.raises(ConfigError, match="threads is 0"):
+        verify([prefix], threads=0)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{}", b"[]", b'{"version": 1}', b'{"version": 2, "provenance": {}}', b"\xff"],
+)
+def test_a_damaged_sidecar_is_a_problem_of_its_own(prefix: Path, content: bytes) -> None:
+    Path(f"{prefix}.info.json").write_bytes(content)
+    problems = verify([prefix])[0].problems
+    assert len(problems) == 1
+    assert "info.json" in problems[0]
+    with pytest.raises(DataError, match=r"info\.json"):
+        IndexedDataset(prefix).info()
+
+
+def test_a_sidecar_with_too_few_blocks_is_damaged(prefix: Path) -> None:
+    path = Path(f"{prefix}.info.json")
+    document = json.loads(path.read_text())
+    document["checksums"]["bin"]["blocks"].pop()
+    path.write_text(json.dumps(document))
+    assert "damaged" in verify([prefix])[0].problems[0]
+
+
+def test_a_new_pair_without_a_sidecar_has_none(prefix: Path) -> None:
+    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+        builder.add_document([1])
+    assert IndexedDataset(prefix).info() is None
+    assert not Path(f"{prefix}.info.json").exists()
+
+
+def test_the_pieces_that_are_hashed_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(info, "BLOCK_SIZE", 100)
+    data = np.random.default_rng(0).integers(0, 256, 1234).astype(np.uint8)
+    sums = []
+    for size in (1, 7, 99, 100, 101, 250, 1234):
+        hasher = BlockHasher()
+        for start in range(0, len(data), size):
+            hasher.update(data[start : start + size])
+        sums.append(hasher.finish())
+    assert all(other == sums[0] for other in sums)
+    assert len(sums[0].blocks) == 13
