@@ -59,7 +59,7 @@ $(VENV)/bin/python:
 
 $(VENV)/.build-tools: $(VENV)/bin/python
 	@echo "== installing what the build needs"
-	$(PIP) install -q "scikit-build-core>=0.11" "nanobind>=2.9" "cmake>=3.18" ninja
+	$(PIP) install -q "scikit-build-core>=0.11" "nanobind>=2.9" "numpy>=2.0" "cmake>=3.19" ninja
 	@touch $@
 
 $(VENV)/.package: $(VENV)/.build-tools pyproject.toml $(NATIVE)

@@ -70,9 +70,10 @@ NOTES = [
     "Writing: 1 M documents of 600 tokens on average (uint16), each in one sequence: the same "
     "1,000 again and again, in the call that preprocess_data.py makes, `add_document(ids, "
     "[length])`, or by ours in chunks of 10,000, `add_documents(ids, lengths)`. Opening and "
-    "finalising are included. Both sides' files were compared: equal. Ours flushes its files to the disk (fsync) "
-    'before it publishes them; theirs leaves 1.2 GB to the page cache. "fsync apart": without the '
-    "time that ours spent in `os.fsync`, measured in the same runs; in /dev/shm it is nothing.",
+    "finalising are included. Both sides' files were compared: equal. Ours flushes its files to "
+    'the disk (fsync) before it publishes them; theirs leaves 1.2 GB to the page cache. "fsync '
+    'apart": without the time that ours spent in `os.fsync`, measured in the same runs; in '
+    "/dev/shm it is nothing.",
     "Finalising: processes of their own; sequences of one token (uint8). Only `finalize` is timed; "
     "memory is the growth of the peak resident size over adding and finalising. Theirs has its "
     "lists extended at once, and lengths of 1 are objects that Python shares: real ones would take "
@@ -375,6 +376,7 @@ def place_rows(folder: Path, place: str, count: int, runs: int) -> list[Row]:
 
 def time_write(write: Callable[[str], None], prefix: str) -> tuple[float, float]:
     """Seconds, and those in `os.fsync` among them. The files are removed."""
+    os.sync()  # so that nothing of the side before is still on its way to the disk
     with store_work.timed_fsync() as fsyncs:
         start = time.perf_counter()
         write(prefix)

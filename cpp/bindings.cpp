@@ -1,6 +1,9 @@
 // The one file that knows Python: arrays in, arrays out, the GIL released around each kernel.
 // Shapes, dtypes and ranges are checked in src/millrace/_native.py; the kernels check what only
 // reading the arrays can show, and throw std::invalid_argument, which Python sees as ValueError.
+#define NPY_NO_DEPRECATED_API NPY_1_7_API_VERSION
+#include <numpy/arrayobject.h>  // for views alone: NumPy makes one in half the time of Python's a[i:j]
+
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
@@ -203,6 +206,26 @@ Out<std::uint8_t> py_read_pieces(int descriptor, std::int64_t num_bytes,
   return to_numpy(std::move(out));
 }
 
+std::tuple<Out<std::uint8_t>, Out<std::int64_t>> py_copy_sequences(
+    const In<std::uint8_t>& bytes, const In<std::int64_t>& pointers,
+    const In<std::int32_t>& lengths, const In<std::int64_t>& ids, std::int64_t token_size) {
+  if (pointers.shape(0) != lengths.shape(0)) {
+    throw std::invalid_argument("pointers and lengths differ in size");
+  }
+  Buffer<std::uint8_t> out;
+  auto offsets = allocate<std::int64_t>(ids.shape(0) + 1);
+  {
+    nb::gil_scoped_release unlocked;
+    std::vector<Piece> pieces(ids.shape(0));
+    locate_sequences(span_of(pointers), span_of(lengths), span_of(ids), token_size, pieces,
+                     offsets.span());
+    const auto size = static_cast<std::int64_t>(bytes.shape(0));
+    out = allocate<std::uint8_t>(static_cast<std::size_t>(total_size(pieces, size)));
+    copy_pieces(span_of(bytes), pieces, out.span());
+  }
+  return {to_numpy(std::move(out)), to_numpy(std::move(offsets))};
+}
+
 std::tuple<std::int64_t, std::int64_t> py_first_bad_sequence(const In<std::int32_t>& lengths,
                                                              const In<std::int64_t>& pointers,
                                                              std::int64_t token_size,
@@ -336,6 +359,86 @@ class PyTokenBuffer {
   std::vector<std::int64_t> list_;
 };
 
+// The sequences of a mapped token file as views of its one array of tokens.
+class PySequenceViews {
+ public:
+  PySequenceViews(const nb::object& tokens, const In<std::int64_t>& sequence_pointers,
+                  const In<std::int32_t>& sequence_lengths)
+      : array_(tokens), pointers_(sequence_pointers), lengths_(sequence_lengths) {
+    if (!PyArray_Check(tokens.ptr()) || pointers_.shape(0) != lengths_.shape(0)) {
+      throw std::invalid_argument("an array of tokens, and as many pointers as lengths are needed");
+    }
+    auto* base = reinterpret_cast<PyArrayObject*>(tokens.ptr());
+    if (PyArray_NDIM(base) != 1 || !PyArray_IS_C_CONTIGUOUS(base)) {
+      throw std::invalid_argument("tokens must be one contiguous run");
+    }
+    num_bytes_ = static_cast<std::int64_t>(PyArray_NBYTES(base));
+    width_ = static_cast<std::int64_t>(PyArray_ITEMSIZE(base));
+  }
+
+  nb::object one(const nb::object& index) const {
+    if (!PyIndex_Check(index.ptr())) {
+      throw nb::type_error("a sequence's number is an integer");
+    }
+    const auto size = static_cast<std::int64_t>(lengths_.shape(0));
+    std::int64_t number = PyNumber_AsSsize_t(index.ptr(), PyExc_IndexError);
+    if (number == -1 && PyErr_Occurred() != nullptr) {
+      throw nb::python_error();
+    }
+    number += number < 0 ? size : 0;
+    if (number < 0 || number >= size) {
+      throw nb::index_error(
+          ("there is no such sequence; the dataset has 0 to " + std::to_string(size - 1)).c_str());
+    }
+    return view(static_cast<std::size_t>(number));
+  }
+
+  // The sequences start, start + step, ... before stop (after it, for a negative step).
+  nb::list many(std::int64_t start, std::int64_t stop, std::int64_t step) const {
+    const auto size = static_cast<std::int64_t>(lengths_.shape(0));
+    nb::list views;
+    for (std::int64_t number = start; step > 0 ? number < stop : number > stop; number += step) {
+      if (number < 0 || number >= size) {
+        throw nb::index_error("the slice has not been cut to the dataset");
+      }
+      views.append(view(static_cast<std::size_t>(number)));
+    }
+    return views;
+  }
+
+ private:
+  nb::object view(std::size_t number) const {
+    const std::int64_t pointer = pointers_(number);
+    npy_intp length = lengths_(number);
+    if (length < 0 || pointer < 0 || pointer % width_ != 0 ||
+        pointer > num_bytes_ - length * width_) {
+      throw std::invalid_argument("sequence " + std::to_string(number) +
+                                  " lies outside the token file or off its grid");
+    }
+    auto* base = reinterpret_cast<PyArrayObject*>(array_.ptr());
+    PyArray_Descr* dtype = PyArray_DESCR(base);
+    Py_INCREF(dtype);  // the new array takes a reference to it, and one to its base
+    PyObject* made = PyArray_NewFromDescr(&PyArray_Type, dtype, 1, &length, nullptr,
+                                          PyArray_BYTES(base) + pointer, 0, nullptr);
+    if (made == nullptr) {
+      throw nb::python_error();
+    }
+    nb::object result = nb::steal(made);
+    Py_INCREF(base);
+    if (PyArray_SetBaseObject(reinterpret_cast<PyArrayObject*>(made),
+                              reinterpret_cast<PyObject*>(base)) < 0) {
+      throw nb::python_error();
+    }
+    return result;
+  }
+
+  nb::object array_;
+  In<std::int64_t> pointers_;
+  In<std::int32_t> lengths_;
+  std::int64_t num_bytes_ = 0;
+  std::int64_t width_ = 1;
+};
+
 // ---- samples ----
 
 Tokens tokens_of(const AnyArray& array) {
@@ -365,7 +468,9 @@ class PySource {
                 span_of(document_index),
                 {},
                 {}} {
-    is_mapped_ = static_cast<std::int64_t>(tokens.nbytes()) == num_bytes;
+    // A damaged file may end in a part of a token, which the array of tokens leaves out.
+    is_mapped_ = num_bytes - static_cast<std::int64_t>(tokens.nbytes()) <
+                 static_cast<std::int64_t>(tokens.itemsize());
     if (sequence_pointers.shape(0) != sequence_lengths.shape(0)) {
       throw std::invalid_argument("sequence_pointers and sequence_lengths differ in size");
     }
@@ -536,6 +641,9 @@ NB_MODULE(_core, module) {
   using namespace millrace;
   using namespace nb::literals;
 
+  if (_import_array() < 0) {
+    throw nb::python_error();
+  }
   nb::register_exception_translator([](const std::exception_ptr& raised, void*) {
     try {
       std::rethrow_exception(raised);
@@ -569,6 +677,8 @@ NB_MODULE(_core, module) {
   module.def("copy_pieces", &py_copy_pieces, "bytes"_a, "byte_offsets"_a, "byte_counts"_a);
   module.def("read_pieces", &py_read_pieces, "descriptor"_a, "num_bytes"_a, "byte_offsets"_a,
              "byte_counts"_a);
+  module.def("copy_sequences", &py_copy_sequences, "bytes"_a, "pointers"_a, "lengths"_a, "ids"_a,
+             "token_size"_a);
   module.def("first_bad_sequence", &py_first_bad_sequence, "lengths"_a, "pointers"_a,
              "token_size"_a, "byte_offset"_a);
   module.def("first_bad_document", &py_first_bad_document, "entries"_a, "num_sequences"_a);
@@ -579,6 +689,12 @@ NB_MODULE(_core, module) {
       .def("drop", &PyTokenBuffer::drop, "count"_a)
       .def("take", &PyTokenBuffer::take)
       .def_prop_ro("num_bytes", &PyTokenBuffer::num_bytes);
+
+  nb::class_<PySequenceViews>(module, "SequenceViews")
+      .def(nb::init<const nb::object&, const In<std::int64_t>&, const In<std::int32_t>&>(),
+           "tokens"_a, "sequence_pointers"_a, "sequence_lengths"_a)
+      .def("one", &PySequenceViews::one, "index"_a)
+      .def("many", &PySequenceViews::many, "start"_a, "stop"_a, "step"_a);
 
   nb::class_<PySource>(module, "SampleSource")
       .def(nb::init<const AnyArray&, const In<std::int64_t>&, const In<std::int32_t>&,

@@ -78,6 +78,37 @@ std::int64_t total_size(std::span<const Piece> pieces, std::int64_t num_bytes) {
   return total;
 }
 
+void locate_sequences(std::span<const std::int64_t> pointers, std::span<const std::int32_t> lengths,
+                      std::span<const std::int64_t> ids, std::int64_t token_size,
+                      std::span<Piece> pieces, std::span<std::int64_t> offsets) {
+  constexpr std::size_t ahead = 16;  // entries of a large index are a wait for memory each
+  const auto size = static_cast<std::int64_t>(lengths.size());
+  const auto place_of = [&](std::size_t i) { return ids[i] < 0 ? ids[i] + size : ids[i]; };
+  offsets[0] = 0;
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    if (i + ahead < ids.size()) {
+      const std::int64_t next = place_of(i + ahead);
+      if (next >= 0 && next < size) {
+        __builtin_prefetch(lengths.data() + next);
+        __builtin_prefetch(pointers.data() + next);
+      }
+    }
+    const std::int64_t place = place_of(i);
+    if (place < 0 || place >= size) {
+      throw std::out_of_range("there is no sequence " + std::to_string(ids[i]) +
+                              "; the dataset has 0 to " + std::to_string(size - 1));
+    }
+    const auto sequence = static_cast<std::size_t>(place);
+    const std::int64_t length = lengths[sequence];
+    if (length < 0) {
+      throw std::invalid_argument("sequence " + std::to_string(place) + " has the length " +
+                                  std::to_string(length) + ", which is outside [0, 2147483647]");
+    }
+    pieces[i] = {pointers[sequence], length * token_size};
+    offsets[i + 1] = offsets[i] + length;
+  }
+}
+
 void copy_pieces(std::span<const std::uint8_t> bytes, std::span<const Piece> pieces,
                  std::span<std::uint8_t> out) {
   std::uint8_t* to = out.data();

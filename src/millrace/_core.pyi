@@ -1,6 +1,6 @@
 """The native core as Python sees it. Call it through `millrace._native`, which checks arguments."""
 
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +58,13 @@ def read_pieces(
     byte_offsets: NDArray[np.int64],
     byte_counts: NDArray[np.int64],
 ) -> NDArray[np.uint8]: ...
+def copy_sequences(
+    bytes: NDArray[np.uint8],  # noqa: A002
+    pointers: NDArray[np.int64],
+    lengths: NDArray[np.int32],
+    ids: NDArray[np.int64],
+    token_size: int,
+) -> tuple[NDArray[np.uint8], NDArray[np.int64]]: ...
 def first_bad_sequence(
     lengths: NDArray[np.int32], pointers: NDArray[np.int64], token_size: int, byte_offset: int
 ) -> tuple[int, int]: ...
@@ -70,6 +77,16 @@ class TokenBuffer:
     def take(self) -> NDArray[np.uint8]: ...
     @property
     def num_bytes(self) -> int: ...
+
+class SequenceViews:
+    def __init__(
+        self,
+        tokens: NDArray[Any],
+        sequence_pointers: NDArray[np.int64],
+        sequence_lengths: NDArray[np.int32],
+    ) -> None: ...
+    def one(self, index: SupportsIndex) -> NDArray[Any]: ...
+    def many(self, start: int, stop: int, step: int) -> list[NDArray[Any]]: ...
 
 class SampleSource:
     def __init__(

@@ -390,6 +390,37 @@ def read_pieces(
     return _core.read_pieces(descriptor, num_bytes, byte_offsets, byte_counts)
 
 
+def copy_sequences(
+    data: NDArray[np.uint8],
+    pointers: NDArray[np.int64],
+    lengths: NDArray[np.int32],
+    ids: NDArray[np.int64],
+    token_size: int,
+) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Sequences of a mapped token file, one after the other.
+
+    Args:
+        data: uint8 [n], the token file.
+        pointers, lengths: int64 and int32 [sequences], in bytes and in tokens.
+        ids: int64 [batch]; negative ones count from the end.
+        token_size: bytes in a token, 1 to 8.
+
+    Returns:
+        uint8 [bytes], and where each sequence starts among the tokens, int64 [batch + 1].
+
+    Raises:
+        IndexError: no such sequence.
+        ValueError: a sequence outside the data.
+    """
+    _check_vector("data", data, np.uint8)
+    _check_vector("pointers", pointers, np.int64)
+    _check_vector("lengths", lengths, np.int32)
+    _check_vector("ids", ids, np.int64)
+    if not 1 <= token_size <= 8:
+        raise ValueError(f"token_size is {token_size}; 1 to 8 is possible")
+    return _core.copy_sequences(data, pointers, lengths, ids, token_size)
+
+
 def first_bad_sequence(
     lengths: NDArray[np.int32], pointers: NDArray[np.int64], token_size: int, byte_offset: int
 ) -> tuple[int, int]:

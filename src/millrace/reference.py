@@ -417,6 +417,27 @@ def copy_pieces(
     return np.concatenate(pieces)
 
 
+def copy_sequences(
+    data: NDArray[np.uint8],
+    pointers: NDArray[np.int64],
+    lengths: NDArray[np.int32],
+    ids: NDArray[np.int64],
+    token_size: int,
+) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Sequences of a token file, one after the other: uint8 [bytes], and where each starts among
+    the tokens, int64 [batch + 1].
+
+    Raises:
+        IndexError: no such sequence.
+        ValueError: a sequence outside the data.
+    """
+    counts = lengths[ids].astype(np.int64)
+    if np.any(counts < 0):
+        raise ValueError("a length is outside [0, 2**31 - 1]")
+    flat = copy_pieces(data, pointers[ids], counts * token_size)
+    return flat, np.concatenate(([0], np.cumsum(counts)))
+
+
 def read_pieces(
     descriptor: int,
     num_bytes: int,

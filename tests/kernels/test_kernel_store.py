@@ -96,6 +96,79 @@ def test_a_total_that_overflows_is_refused() -> None:
         _native.copy_pieces(content, int64([0]), int64([]))
 
 
+# ---- sequences ----
+
+
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(data=st.data())
+def test_sequences_equal_their_twin(data: st.DataObject) -> None:
+    num_sequences = data.draw(st.integers(0, 40))
+    width = data.draw(st.sampled_from([1, 2, 4, 8]))
+    random = np.random.default_rng(num_sequences)
+    lengths = random.integers(0, 30, num_sequences).astype(np.int32)
+    pointers = int64(np.concatenate(([0], np.cumsum(int64(lengths) * width)))[:-1])
+    content = random.integers(0, 256, int(lengths.sum()) * width).astype(np.uint8)
+    some = st.lists(st.integers(-num_sequences, num_sequences - 1), max_size=50)
+    ids = int64(data.draw(some) if num_sequences else [])
+    found = [
+        module.copy_sequences(content, pointers, lengths, ids, width)
+        for module in (_native, reference)
+    ]
+    for left, right in zip(*found, strict=True):
+        np.testing.assert_array_equal(left, right, strict=True)
+    for bad in (num_sequences, -num_sequences - 1, 2**62, -(2**62)):
+        for module in (_native, reference):
+            with pytest.raises(IndexError):
+                module.copy_sequences(content, pointers, lengths, int64([bad]), width)
+    if num_sequences:
+        place = data.draw(st.integers(0, num_sequences - 1))
+        for name, value in (("lengths", -1), ("lengths", 2**31 - 1), ("pointers", -1)):
+            arrays = {"lengths": lengths.copy(), "pointers": pointers.copy()}
+            arrays[name][place] = value
+            for module in (_native, reference):
+                with pytest.raises(ValueError, match="outside"):
+                    module.copy_sequences(content, ids=int64([place]), token_size=width, **arrays)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_views_are_the_sequences(count: int) -> None:
+    lengths = np.random.default_rng(count).integers(0, 5, count).astype(np.int32)
+    ends = np.cumsum(int64(lengths))
+    tokens = np.arange(ends[-1] if count else 0, dtype=np.uint16)
+    pointers = int64(2 * (ends - lengths))
+    views = _core.SequenceViews(tokens, pointers, lengths)
+    expected = [tokens[b - a : b].tolist() for a, b in zip(lengths, ends, strict=True)]
+    assert [views.one(i).tolist() for i in range(count)] == expected
+    assert [views.one(np.int64(i - count)).tolist() for i in range(count)] == expected
+    for start, stop, step in ((0, count, 1), (count - 1, -1, -1), (0, count, 3), (0, 0, 1)):
+        got = views.many(start, stop, step)
+        assert [v.tolist() for v in got] == [expected[i] for i in range(start, stop, step)]
+    for bad in (count, -count - 1, 2**70):
+        with pytest.raises(IndexError):
+            views.one(bad)
+    for other in (1.0, None, "1", slice(1)):
+        with pytest.raises(TypeError):
+            views.one(other)
+    with pytest.raises(IndexError):
+        views.many(0, count + 1, 1)
+
+
+def test_views_refuse_what_lies_outside_and_cannot_be_written() -> None:
+    tokens = np.arange(10, dtype=np.uint16)
+    for pointer, length in ((-2, 1), (0, -1), (20, 1), (2, 10), (1, 2), (2**62, 1)):
+        views = _core.SequenceViews(tokens, int64([pointer]), np.array([length], np.int32))
+        with pytest.raises(ValueError, match="outside"):
+            views.one(0)
+    view = _core.SequenceViews(tokens, int64([4]), np.array([3], np.int32)).one(0)
+    assert view.base is tokens
+    assert view.dtype == np.uint16
+    with pytest.raises(ValueError, match="read-only"):
+        view[0] = 1
+    for bad in ([1, 2], tokens.reshape(2, 5), tokens[::2]):
+        with pytest.raises(ValueError, match="tokens"):
+            _core.SequenceViews(bad, int64([0]), np.array([1], np.int32))
+
+
 # ---- the index ----
 
 

@@ -69,10 +69,16 @@ class GPTDataset:
         self.seed = seed
         self.sequences = (0, len(dataset)) if sequences is None else sequences
         start, stop = self.sequences
-        lengths = dataset.sequence_lengths[start:stop]
+        num_tokens = int(np.sum(dataset.sequence_lengths[start:stop], dtype=np.int64))
+        if num_tokens > dataset.num_tokens:
+            raise DataError(
+                f"{dataset.prefix}.idx: sequences {start} to {stop} have {num_tokens} tokens by "
+                f"their lengths; the .bin holds {dataset.num_tokens}. The index is damaged: write "
+                "the pair again"
+            )
         try:
             self.plan = plan_gpt(
-                int(np.sum(lengths, dtype=np.int64)),
+                num_tokens,
                 num_samples,
                 sequence_length,
                 add_extra_token=add_extra_token,

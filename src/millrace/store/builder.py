@@ -131,7 +131,7 @@ class IndexedDatasetBuilder:
         self._documents_end = self.num_sequences
         self._documents.pending.append(self.num_sequences)
         if len(self._documents.pending) >= entries.LIMIT:
-            self._documents.spill()
+            self._flush()
 
     def add_document(
         self,
@@ -171,12 +171,14 @@ class IndexedDatasetBuilder:
                 f"the documents' lengths go from {least} to {most} and sum to {counts.sum()}; "
                 f"there are {len(values)} tokens, and a document has 0 to {_MAX_LENGTH}"
             )
+        self._check_open()
         self._append_array(values)
         present = counts > 0
-        self._lengths.extend(counts[present])
-        self._documents.extend(self.num_sequences + np.cumsum(present))
-        if self.multimodal:
-            self._modes.extend(np.zeros(np.count_nonzero(present), np.int8))
+        with self._or_abort():
+            self._lengths.extend(counts[present])
+            self._documents.extend(self.num_sequences + np.cumsum(present))
+            if self.multimodal:
+                self._modes.extend(np.zeros(np.count_nonzero(present), np.int8))
         self.num_documents += len(counts)
         self.num_sequences += int(np.count_nonzero(present))
         self._documents_end = self.num_sequences
@@ -228,16 +230,17 @@ class IndexedDatasetBuilder:
                 f"{other.prefix}.idx: documents {start} to {stop} have the sequences {first} to "
                 f"{last} of {len(other)}. The index is damaged: write the pair again"
             )
-        self._flush()
-        self._copy_tokens(other, first, last)
-        for place in range(first, last, entries.LIMIT):
-            part = slice(place, min(place + entries.LIMIT, last))
-            self._lengths.extend(other.sequence_lengths[part])
-            if other.sequence_modes is not None:
-                self._modes.extend(other.sequence_modes[part])
-        for place in range(start + 1, stop + 1, entries.LIMIT):
-            ends = other.document_indices[place : min(place + entries.LIMIT, stop + 1)]
-            self._documents.extend(ends + (self.num_sequences - first))
+        with self._or_abort():
+            self._flush()
+            self._copy_tokens(other, first, last)
+            for place in range(first, last, entries.LIMIT):
+                part = slice(place, min(place + entries.LIMIT, last))
+                self._lengths.extend(other.sequence_lengths[part])
+                if other.sequence_modes is not None:
+                    self._modes.extend(other.sequence_modes[part])
+            for place in range(start + 1, stop + 1, entries.LIMIT):
+                ends = other.document_indices[place : min(place + entries.LIMIT, stop + 1)]
+                self._documents.extend(ends + (self.num_sequences - first))
         self.num_sequences += last - first
         self.num_documents += stop - start
         self._documents_end = self.num_sequences
@@ -392,16 +395,27 @@ class IndexedDatasetBuilder:
 
     # ---- what is written ----
 
+    @contextlib.contextmanager
+    def _or_abort(self) -> Iterator[None]:
+        """What fails in the middle of writing has left half of something: nothing can follow it."""
+        try:
+            yield
+        except BaseException:
+            self.abort()
+            raise
+
     def _flush(self) -> None:
-        for column in (self._lengths, self._documents, self._modes):
-            column.spill()
+        with self._or_abort():
+            for column in (self._lengths, self._documents, self._modes):
+                column.spill()
         if self._buffer.num_bytes:
             self._write(self._buffer.take())
 
     def _write(self, data: NDArray[np.uint8]) -> None:
         view = memoryview(data.data)
-        while len(view) > 0:  # a raw write may take less than it is given
-            view = view[self._data.write(view) :]
+        with self._or_abort():
+            while len(view) > 0:  # a raw write may take less than it is given
+                view = view[self._data.write(view) :]
         if self._hasher is not None:
             self._hasher.update(data)
         self._num_bytes += len(data)

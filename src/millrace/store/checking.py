@@ -22,10 +22,11 @@ from millrace import _native
 from millrace.errors import ConfigError, DataError
 from millrace.store.info import BLOCK_SIZE, Checksums, Info, block_hash, read_info
 from millrace.store.layout import HEADER, Header, parse_header
-from millrace.store.publish import open_pair
+from millrace.store.publish import bin_path, idx_path, info_to_read, open_pair
 from millrace.store.reader import IndexedDataset
 
 _ENTRIES = 1 << 20  # index entries that are checked at a time
+_ATTEMPTS = 10  # to check a pair; one fails only where the pair is replaced meanwhile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,31 @@ def verify(
     if threads < 1:
         raise ConfigError(f"threads is {threads}; at least 1 is needed")
     with ThreadPoolExecutor(threads) as pool:
-        return [_verify_one(os.fspath(prefix), pool, on_bytes) for prefix in prefixes]
+        return [_verify_settled(os.fspath(prefix), pool, on_bytes) for prefix in prefixes]
+
+
+def _verify_settled(
+    prefix: str, pool: ThreadPoolExecutor, on_bytes: Callable[[int], Any] | None
+) -> Report:
+    """Checks again if a new pair was published meanwhile: its files are not the old sidecar's."""
+    for _ in range(_ATTEMPTS):
+        before = _identity(prefix)
+        report = _verify_one(prefix, pool, on_bytes)
+        if not report.problems or _identity(prefix) == before:
+            break
+    return report
+
+
+def _identity(prefix: str) -> list[tuple[int, int] | None]:
+    """Which files are at the prefix."""
+    found: list[tuple[int, int] | None] = []
+    for path in (idx_path(prefix), bin_path(prefix), info_to_read(prefix)):
+        try:
+            stat = os.stat(path)
+            found.append((stat.st_ino, stat.st_mtime_ns))
+        except OSError:
+            found.append(None)
+    return found
 
 
 def _verify_one(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from millrace.errors import ConfigError, DataError
-from millrace.store.publish import info_path
+from millrace.store.publish import info_to_read
 
 BLOCK_SIZE = 4 << 20
 ALGORITHM = "xxh3_64"
@@ -63,7 +63,7 @@ def read_info(prefix: str) -> Info | None:
     Raises:
         DataError: it is damaged, or of a later version.
     """
-    path = info_path(prefix)
+    path = info_to_read(prefix)
     try:
         with open(path, "rb") as file:
             document = json.load(file)
@@ -82,7 +82,7 @@ def read_info(prefix: str) -> Info | None:
         )
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         if isinstance(error, DataError):
             raise
         raise DataError(

@@ -95,6 +95,17 @@ def _pair_to_read(prefix: str) -> tuple[str, str]:
     return data, index
 
 
+def info_to_read(prefix: str) -> str:
+    """The path of the sidecar of the pair that counts; there may be no such file."""
+    data, info, index = bin_path(prefix), info_path(prefix), idx_path(prefix)
+    if os.path.exists(index) or not os.path.exists(index + NEW):
+        return info
+    # Between steps 3 and 5. While PREFIX.bin.new is there, PREFIX.info.json is the old pair's.
+    if os.path.exists(info + NEW) or os.path.exists(data + NEW):
+        return info + NEW
+    return info
+
+
 def _is_at(file: IO[bytes], path: str) -> bool:
     try:
         there = os.stat(path)

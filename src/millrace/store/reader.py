@@ -15,6 +15,7 @@ from typing import Any, SupportsIndex, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from millrace import _core, _native
 from millrace.errors import ConfigError, DataError
 from millrace.store.bytes import Access, BinReader, MMapReader, open_bin
 from millrace.store.info import Info, read_info
@@ -89,10 +90,15 @@ class IndexedDataset:
             np.frombuffer(self._index, "<i1", count, header.modes_offset) if has_modes else None
         )
         self._check_ends()
-        # All tokens as one array, where they are mapped: a read is then a slice of it.
-        self._tokens: NDArray[Any] | None = (
-            bin_reader.bytes.view(self.dtype) if isinstance(bin_reader, MMapReader) else None
-        )
+        # All tokens as one array, where they are mapped, and its sequences as views.
+        self._tokens: NDArray[Any] | None = None
+        self._views: _core.SequenceViews | None = None
+        if isinstance(bin_reader, MMapReader):
+            whole = bin_reader.size - bin_reader.size % self.dtype.itemsize
+            self._tokens = bin_reader.bytes[:whole].view(self.dtype)
+            self._views = _core.SequenceViews(
+                self._tokens, self.sequence_pointers, self.sequence_lengths
+            )
         self._shift = self.dtype.itemsize.bit_length() - 1
 
     def _check_ends(self) -> None:
@@ -170,6 +176,12 @@ class IndexedDataset:
             IndexError: no such sequence.
             DataError: the index points outside the token file.
         """
+        if self._views is not None:
+            try:  # not contextlib.suppress: it would take longer than the read
+                return self._views.one(index)
+            except (TypeError, ValueError):
+                pass
+        # No number, a file that is not mapped, or a damaged index, and then the rest says how.
         if isinstance(index, slice):
             return self._slice(*index.indices(len(self)))
         if isinstance(index, (np.ndarray, list)) and np.ndim(index) == 1:
@@ -225,9 +237,18 @@ class IndexedDataset:
                 f"sequence_ids have shape {ids.shape} and dtype {ids.dtype}; "
                 "integers of shape [n] are needed"
             )
-        counts = self.sequence_lengths[ids].astype(np.int64)
-        counts <<= self._shift
         try:
+            if isinstance(self.reader, MMapReader):
+                flat, offsets = _native.copy_sequences(
+                    self.reader.bytes,
+                    self.sequence_pointers,
+                    self.sequence_lengths,
+                    np.ascontiguousarray(ids, np.int64),
+                    self.dtype.itemsize,
+                )
+                return flat.view(self.dtype), offsets
+            counts = self.sequence_lengths[ids].astype(np.int64)
+            counts <<= self._shift
             flat = self.reader.gather(self.sequence_pointers[ids], counts)
         except ValueError as error:
             raise DataError(
@@ -261,22 +282,12 @@ class IndexedDataset:
         return self.read(np.arange(first, last))[0] if last != first + 1 else self[first]
 
     def _slice(self, start: int, stop: int, step: int) -> list[NDArray[Any]]:
-        pointers = self.sequence_pointers[start:stop:step] if step > 0 else None
-        if self._tokens is None or pointers is None:
-            flat, offsets = self.read(np.arange(start, stop, step))
-            return _cut(flat, offsets)
-        counts = self.sequence_lengths[start:stop:step]
-        starts = pointers >> self._shift
-        ends = starts + counts
-        if len(counts) and (
-            counts.min() < 0
-            or starts.min() < 0
-            or ends.max() > len(self._tokens)
-            or np.any(starts << self._shift != pointers)
-        ):
+        if self._views is not None:
+            with contextlib.suppress(ValueError):
+                return self._views.many(start, stop, step)
             return [self[number] for number in range(start, stop, step)]  # one of them raises
-        tokens = self._tokens
-        return [tokens[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
+        flat, offsets = self.read(np.arange(start, stop, step))
+        return _cut(flat, offsets)
 
     def _read(self, number: int, byte_offset: int, count: int) -> NDArray[Any]:
         if count < 0 or not 0 <= byte_offset <= self.reader.size - (count << self._shift):
@@ -285,9 +296,6 @@ class IndexedDataset:
                 f"on, outside the .bin of {self.reader.size} bytes. "
                 "The index is damaged: write the pair again"
             )
-        start = byte_offset >> self._shift
-        if self._tokens is not None and start << self._shift == byte_offset:
-            return self._tokens[start : start + count]
         return self.reader.read(byte_offset, count << self._shift).view(self.dtype)
 
     # ---- identity ----

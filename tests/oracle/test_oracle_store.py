@@ -1,0 +1,235 @@
+"""The format law in hundreds of random cases: either side writes, merges and reads the same."""
+
+from __future__ import annotations
+
+import http.client
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import oracle_megatron as megatron
+import pytest
+from numpy.typing import NDArray
+from test_oracle_files import DTYPES, random_documents, tokens_of, write_ours, write_theirs
+
+import millrace
+
+# Megatron-LM's builder makes an array of a tensor in a way that NumPy 2 deprecates.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
+)
+
+CASES = 320
+WRITERS = (write_ours, write_theirs)
+
+
+class RangeServer(ThreadingHTTPServer):
+    """Serves byte ranges of the files in one folder, and counts the requests."""
+
+    daemon_threads = True
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), RangeHandler)
+        self.folder = folder
+        self.num_requests = 0
+
+
+class RangeHandler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: RangeServer
+
+    def do_HEAD(self) -> None:
+        self._answer(200, b"", (self.server.folder / self.path[1:]).stat().st_size)
+
+    def do_GET(self) -> None:
+        self.server.num_requests += 1
+        first, last = self.headers["Range"].removeprefix("bytes=").split("-")
+        with open(self.server.folder / self.path[1:], "rb") as file:
+            file.seek(int(first))
+            data = file.read(int(last) + 1 - int(first))
+        self._answer(206, data, len(data))
+
+    def _answer(self, status: int, data: bytes, size: int) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(size))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *arguments: Any) -> None:  # noqa: A002
+        """Says nothing."""
+
+
+class HttpReader:
+    """A `.bin` on a server: what an object store's reader looks like."""
+
+    def __init__(self, port: int, name: str) -> None:
+        self._port, self._name = port, name
+        self.size = int(self._request("HEAD", {})[1])
+
+    def read(self, byte_offset: int, num_bytes: int) -> NDArray[np.uint8]:
+        if num_bytes == 0:  # HTTP has no empty ranges
+            return np.empty(0, np.uint8)
+        span = f"bytes={byte_offset}-{byte_offset + num_bytes - 1}"
+        return np.frombuffer(self._request("GET", {"Range": span})[0], np.uint8)
+
+    def gather(
+        self, byte_offsets: NDArray[np.int64], byte_counts: NDArray[np.int64]
+    ) -> NDArray[np.uint8]:
+        return millrace.store.gather_in_turn(self.read, byte_offsets, byte_counts)
+
+    def _request(self, method: str, headers: dict[str, str]) -> tuple[bytes, str]:
+        # A connection for each request: a reader may be used by several threads at once.
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=30)
+        try:
+            connection.request(method, f"/{self._name}", headers=headers)
+            response = connection.getresponse()
+            return response.read(), response.headers["Content-Length"]
+        finally:
+            connection.close()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RangeServer]:
+    with RangeServer(tmp_path) as running:
+        thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield running
+        running.shutdown()
+        thread.join()
+
+
+def merge_ours(prefix: Path, parts: list[Path], dtype: Any, *, multimodal: bool) -> None:
+    with millrace.IndexedDatasetBuilder(prefix, dtype, multimodal=multimodal) as builder:
+        for part in parts:
+            builder.add_index(part)
+
+
+def merge_theirs(prefix: Path, parts: list[Path], dtype: Any, *, multimodal: bool) -> None:
+    builder = megatron.IndexedDatasetBuilder(f"{prefix}.bin", dtype, multimodal)
+    for part in parts:
+        builder.add_index(str(part))
+    builder.finalize(f"{prefix}.idx")
+
+
+def bytes_of(prefix: Path) -> tuple[bytes, bytes]:
+    return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
+
+
+def assert_equal(left: Any, right: Any, what: str) -> None:
+    # To the bit, NaN included; numpy's own comparison takes most of the time where it is used.
+    assert left.dtype == right.dtype, what
+    assert left.shape == right.shape, what
+    assert left.tobytes() == right.tobytes(), what
+
+
+def assert_lists_equal(left: Any, right: Any, what: str) -> None:
+    assert len(left) == len(right), what
+    for one, other in zip(left, right, strict=True):
+        assert_equal(one, other, what)
+
+
+def assert_reads_alike(
+    ours: millrace.IndexedDataset, theirs: megatron.IndexedDataset, random: np.random.Generator
+) -> None:
+    """Every way to read ours gives what Megatron-LM's gives."""
+    assert ours.dtype == theirs.index.dtype
+    assert len(ours) == len(theirs)
+    assert_equal(ours.sequence_lengths, theirs.sequence_lengths, "lengths")
+    assert_equal(ours.sequence_pointers, theirs.index.sequence_pointers, "pointers")
+    assert_equal(ours.document_indices, theirs.document_indices, "documents")
+    if ours.sequence_modes is None:
+        assert theirs.index.sequence_modes is None
+    else:
+        assert_equal(ours.sequence_modes, theirs.index.sequence_modes, "modes")
+    all_theirs = [tokens_of(theirs[number]) for number in range(len(theirs))]
+    assert_lists_equal([ours[number] for number in range(len(ours))], all_theirs, "[i]")
+    assert_lists_equal([ours.get(number) for number in range(len(ours))], all_theirs, "get(i)")
+    assert_lists_equal(list(ours), all_theirs, "iteration")
+    assert_lists_equal(ours[:], tokens_of(theirs[:]), "[:]")
+    ids = random.integers(-len(ours), len(ours), random.integers(1, 20))
+    flat, offsets = ours.read(ids)
+    parts = [all_theirs[number] for number in ids.tolist()]
+    assert_equal(flat, np.concatenate(parts), "read(ids)")
+    assert_equal(offsets, np.cumsum([0, *map(len, parts)]), "read(ids) offsets")
+    assert_lists_equal(ours[ids], parts, "[ids]")
+    for number in random.integers(0, len(ours), 8).tolist():
+        length = int(ours.sequence_lengths[number])
+        offset = int(random.integers(0, length + 1))
+        count = int(random.integers(0, length - offset + 1))
+        rest, piece = theirs.get(number, offset), theirs.get(number, offset, count)
+        assert_equal(ours.get(number, offset), tokens_of(rest), "get(i, offset)")
+        assert_equal(ours.get(number, offset, count), tokens_of(piece), "get(i, offset, length)")
+        stop = number + int(random.integers(1, 9))
+        assert_lists_equal(ours[number:stop], tokens_of(theirs[number:stop]), "[a:b]")
+        assert_lists_equal(ours[stop:number:-2], all_theirs[stop:number:-2], "[b:a:-2]")
+    ends = theirs.document_indices.tolist()
+    empty = np.empty(0, ours.dtype)
+    sizes = []
+    for number in range(ours.num_documents):
+        expected = np.concatenate([empty, *all_theirs[ends[number] : ends[number + 1]]])
+        assert_equal(ours.document(number), expected, "document(j)")
+        sizes.append(len(expected))
+    assert_equal(ours.document_lengths, np.array(sizes, np.int64), "document_lengths")
+
+
+@pytest.mark.parametrize("seed", range(CASES))
+def test_written_merged_and_read_alike(seed: int, tmp_path: Path, server: RangeServer) -> None:
+    """Parts by either side, merged by either side, read by both in every way."""
+    random = np.random.default_rng([30, seed])
+    dtype = DTYPES[seed % len(DTYPES)]
+    multimodal = seed // len(DTYPES) % 3 == 2
+    parts = []
+    for number in range(int(random.integers(1, 4))):
+        documents = random_documents(random, dtype, int(random.choice([0, 1, 3, 20])))
+        if number == 0:  # Megatron-LM maps no empty .bin, nor merges an index without sequences
+            documents.append((np.ones(2, dtype), [0, 2], [5, 1]))
+        whole = bool(random.integers(2))
+        written = []
+        for side, write in zip("ot", WRITERS, strict=True):
+            prefix = tmp_path / f"part-{number}-{side}"
+            write(prefix, documents, dtype, multimodal=multimodal, whole=whole)
+            written.append(prefix)
+        assert bytes_of(written[0]) == bytes_of(written[1])
+        parts.append(written[int(random.integers(2))])
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    merge_ours(ours, parts, dtype, multimodal=multimodal)
+    merge_theirs(theirs, parts, dtype, multimodal=multimodal)
+    assert bytes_of(ours) == bytes_of(theirs)
+
+    opened = [
+        # Crosswise: either reader on the other one's file.
+        partial(millrace.IndexedDataset, theirs, access="mmap"),
+        partial(millrace.IndexedDataset, theirs, access="file"),
+    ]
+    if seed % 20 == 0:
+        reader = HttpReader(server.server_port, "theirs.bin")
+        opened.append(partial(millrace.IndexedDataset, theirs, bin_reader=reader))
+    for mapped in (True, False):
+        reference = megatron.IndexedDataset(str(ours), multimodal=multimodal, mmap=mapped)
+        for open_ours in opened:
+            assert_reads_alike(open_ours(), reference, random)
+    assert (server.num_requests > 0) == (seed % 20 == 0)
+    assert millrace.store.verify([theirs])[0].problems == []
+
+
+def test_a_dataset_without_its_bin_is_read_from_a_server(
+    tmp_path: Path, server: RangeServer
+) -> None:
+    """Only the index is a file here, and samples come over the wire as they come from a file."""
+    with millrace.IndexedDatasetBuilder(tmp_path / "data", np.uint16) as builder:
+        for length in (40, 7, 0, 90):
+            builder.add_document(np.arange(length))
+    local = millrace.GPTDataset(
+        millrace.IndexedDataset(tmp_path / "data"), sequence_length=8, seed=3
+    ).batch(np.arange(16))
+    (tmp_path / "data.bin").rename(tmp_path / "far.bin")
+    dataset = millrace.IndexedDataset(
+        tmp_path / "data", bin_reader=HttpReader(server.server_port, "far.bin")
+    )
+    far = millrace.GPTDataset(dataset, sequence_length=8, seed=3).batch(np.arange(16))
+    for name, array in local.items():
+        assert_equal(far[name], array, name)

@@ -1,0 +1,248 @@
+"""A full disk, a limit on file sizes, kill -9: the old pair stays, and the next run succeeds."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import random
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import millrace
+from millrace.store import entries, verify
+from tests.store import kill
+
+ROOT = Path(__file__).parent.parent.parent
+PAGE = 4096  # bytes; a tmpfs gives out pages
+NUM_DOCUMENTS = 3000
+SOURCE = "source"  # the pair that a merge takes
+
+
+def build(folder: Path) -> None:
+    """3,000 documents of 1 to 7 tokens: 24 KB of tokens and 60 KB of index, and a sidecar."""
+    with millrace.IndexedDatasetBuilder(folder / "data", np.uint16, checksums=True) as builder:
+        for number in range(NUM_DOCUMENTS):
+            builder.add_document(np.full(1 + number % 7, number))
+
+
+def merge(folder: Path) -> None:
+    """The same, copied in the kernel, twice over."""
+    with millrace.IndexedDatasetBuilder(folder / "data", np.uint16) as builder:
+        for _ in range(2):
+            builder.add_index(folder / SOURCE)
+
+
+def build_old(folder: Path) -> dict[str, bytes]:
+    """The pair that is there before, and the merge's source; returns the old pair's files."""
+    build(folder)
+    for path in folder.glob("data.*"):
+        path.rename(folder / path.name.replace("data", SOURCE))
+    with millrace.IndexedDatasetBuilder(folder / "data", np.int32, checksums=True) as builder:
+        builder.add_document([1, 2, 3])
+    return pair_in(folder)
+
+
+def pair_in(folder: Path) -> dict[str, bytes]:
+    """All files but the merge's source and the ballast."""
+    return {
+        path.name: path.read_bytes()
+        for path in folder.iterdir()
+        if not path.name.startswith((SOURCE, "ballast"))
+    }
+
+
+def check_new(folder: Path) -> None:
+    """The new pair is whole, and nothing else is left."""
+    names = set(pair_in(folder))
+    assert {"data.bin", "data.idx"} <= names <= kill.PAIR
+    assert verify([folder / "data"])[0].problems == []
+    assert len(millrace.IndexedDataset(folder / "data")) % NUM_DOCUMENTS == 0
+
+
+@contextlib.contextmanager
+def size_limit(num_bytes: int) -> Iterator[None]:
+    """No file may grow beyond this; Python ignores the signal, so that a write raises OSError."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def sweep_file_sizes(folder: Path, write: Callable[[Path], None]) -> tuple[int, int]:
+    """Writes under every limit on a file's size; returns (refusals, successes)."""
+    old = build_old(folder)
+    refusals = successes = 0
+    for limit in [0, 1, 100, *range(2000, 140_000, 6000)]:
+        try:
+            with size_limit(limit):
+                write(folder)
+        except OSError as error:
+            if error.errno != errno.EFBIG:
+                raise
+            assert pair_in(folder) == old
+            refusals += 1
+        else:
+            check_new(folder)
+            successes += 1
+            old = pair_in(folder)
+    write(folder)
+    check_new(folder)
+    return refusals, successes
+
+
+# ---- a full disk ----
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    result = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)],
+        capture_output=True,
+        text=True,
+    )
+    if result.returncode != 0:
+        pytest.skip(f"a tmpfs cannot be mounted here: {result.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(folder: Path, left: int) -> None:
+    """Takes all room but `left` bytes."""
+    with open(folder / "ballast", "wb", buffering=0) as file:
+        with contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(PAGE))
+        file.truncate(max(0, file.tell() - left))
+
+
+@pytest.mark.parametrize("limit", [entries.LIMIT, 64], ids=["in memory", "spilled"])
+@pytest.mark.parametrize("write", [build, merge])
+def test_a_full_disk_leaves_the_old_pair(
+    disk: Path, write: Callable[[Path], None], limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With room for 0, 1, 2, ... pages: it ends in the tokens, the index, the sidecar."""
+    old = build_old(disk)
+    monkeypatch.setattr(entries, "LIMIT", limit)
+    refusals = successes = 0
+    for pages in [*range(0, 60, 3), *range(60, 90, 10)]:
+        fill(disk, pages * PAGE)
+        try:
+            write(disk)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            assert pair_in(disk) == old
+            refusals += 1
+        else:
+            check_new(disk)
+            successes += 1
+            old = pair_in(disk)
+        (disk / "ballast").unlink()
+        write(disk)  # with room again, it succeeds
+        check_new(disk)
+        old = pair_in(disk)
+    assert refusals >= 3
+    assert successes >= 1
+
+
+def test_a_builder_whose_write_failed_publishes_nothing_false(disk: Path) -> None:
+    """Whoever catches the error and goes on, with room again, gets no pair with a hole in it."""
+    old = build_old(disk)
+    builder = millrace.IndexedDatasetBuilder(disk / "data", np.int64)
+    tokens = np.arange(1000, dtype=np.int64)
+    builder.add_document(tokens)
+    fill(disk, 2 * PAGE)
+    refused = 0
+    for _ in range(3):
+        try:
+            builder.add_documents(tokens, [500, 500])  # written at once
+        except (OSError, millrace.MillraceError):  # the first failure closes the builder
+            refused += 1
+    assert refused > 0
+    (disk / "ballast").unlink()
+    try:
+        builder.add_documents(tokens, [999, 1])
+        builder.finalize()
+    except (OSError, millrace.MillraceError):
+        builder.abort()
+        assert pair_in(disk) == old
+    else:
+        assert verify([disk / "data"])[0].problems == []
+        dataset = millrace.IndexedDataset(disk / "data")
+        assert len(dataset.tokens) == 1000 * (1 + (3 - refused) + 1)
+        assert dataset[-2].tolist() == list(range(999))
+    build(disk)
+    check_new(disk)
+
+
+# ---- a limit on the size of files ----
+
+
+@pytest.mark.parametrize("kind", ["build", "merge"])
+def test_a_limit_on_file_sizes_leaves_the_old_pair(kind: str, tmp_path: Path) -> None:
+    code = (
+        "import sys, pathlib; from tests.store import test_faults as t; "
+        "print(*t.sweep_file_sizes(pathlib.Path(sys.argv[1]), getattr(t, sys.argv[2])))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code, str(tmp_path), kind],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    refusals, successes = map(int, result.stdout.split())
+    assert refusals >= 3
+    assert successes >= 1
+
+
+# ---- kill -9 ----
+
+
+@pytest.mark.parametrize("kind", kill.KINDS)
+def test_kill_9_at_random_moments(kind: str, tmp_path: Path) -> None:
+    """In a process of its own, which forks: this one has threads."""
+    assert_runs(
+        "import sys, pathlib, random; from tests.store import kill; "
+        "print(kill.kill_at_random_moments(pathlib.Path(sys.argv[1]), sys.argv[2], 10, "
+        f"random.Random({random.getrandbits(32)})))",
+        tmp_path,
+        kind,
+    )
+
+
+@pytest.mark.parametrize("kind", kill.KINDS)
+@pytest.mark.parametrize(("old", "new"), [(1, 2), (2, 3), (2, 4)])
+def test_kill_9_before_every_step(kind: str, old: int, new: int, tmp_path: Path) -> None:
+    """Old and new pairs with and without a sidecar."""
+    assert_runs(
+        "import sys, pathlib, xxhash; from tests.store import kill; "
+        f"print(kill.kill_before_every_step(pathlib.Path(sys.argv[1]), sys.argv[2], {old}, {new}, "
+        "successors=1))",
+        tmp_path,
+        kind,
+    )
+
+
+def assert_runs(code: str, *arguments: object) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, f"{code}\n{result.stderr}"
