@@ -279,19 +279,8 @@ class PyTokenBuffer {
   }
 
   std::size_t append_list(const nb::list& tokens) {
-    list_.resize(tokens.size());
-    for (std::size_t i = 0; i < list_.size(); ++i) {
-      PyObject* item = PyList_GET_ITEM(tokens.ptr(), static_cast<Py_ssize_t>(i));
-      if (!PyIndex_Check(item)) {
-        throw std::invalid_argument("tokens hold something that is no integer; integers are needed");
-      }
-      list_[i] = PyLong_AsLongLong(item);
-      if (list_[i] == -1 && PyErr_Occurred() != nullptr) {
-        throw nb::python_error();
-      }
-    }
-    append(std::span<const std::int64_t>(list_));
-    return list_.size();
+    std::visit([&]<class To>(To) { append_items<To>(tokens); }, kind_);
+    return tokens.size();
   }
 
   // Takes back the last `count` tokens.
@@ -323,6 +312,57 @@ class PyTokenBuffer {
     throw std::invalid_argument("tokens cannot be buffered as " + dtype);
   }
 
+  template <class To>
+  [[noreturn]] void refuse(const std::string& token) const {
+    using Limits = std::numeric_limits<To>;
+    throw std::invalid_argument("token " + token + " does not fit " + dtype_ + ", which holds " +
+                                std::to_string(Limits::min()) + " to " +
+                                std::to_string(Limits::max()));
+  }
+
+  template <class To>
+  void append_items(const nb::list& tokens) {
+    const std::size_t count = tokens.size();
+    make_room(count * sizeof(To));
+    To* out = reinterpret_cast<To*>(bytes_.data.get() + used_);
+    for (std::size_t i = 0; i < count; ++i) {
+      PyObject* item = PyList_GET_ITEM(tokens.ptr(), static_cast<Py_ssize_t>(i));
+      std::int64_t value = 0;
+#if PY_VERSION_HEX >= 0x030c0000
+      if (PyLong_CheckExact(item) &&
+          PyUnstable_Long_IsCompact(reinterpret_cast<PyLongObject*>(item))) {
+        value = PyUnstable_Long_CompactValue(reinterpret_cast<PyLongObject*>(item));
+      } else {
+        value = slow_value(item);
+      }
+#else
+      // An int of one digit (below 2**30) holds it in plain sight; a call takes five times longer.
+      if (PyLong_CheckExact(item) && static_cast<std::size_t>(Py_SIZE(item) + 1) <= 2) {
+        value = Py_SIZE(item) * static_cast<std::int64_t>(
+                                    reinterpret_cast<PyLongObject*>(item)->ob_digit[0]);
+      } else {
+        value = slow_value(item);
+      }
+#endif
+      out[i] = static_cast<To>(value);
+      if (!std::in_range<To>(value)) [[unlikely]] {
+        refuse<To>(std::to_string(value));
+      }
+    }
+    used_ += count * sizeof(To);
+  }
+
+  static std::int64_t slow_value(PyObject* item) {
+    if (!PyIndex_Check(item)) {
+      throw std::invalid_argument("tokens hold something that is no integer; integers are needed");
+    }
+    const std::int64_t value = PyLong_AsLongLong(item);
+    if (value == -1 && PyErr_Occurred() != nullptr) {
+      throw nb::python_error();
+    }
+    return value;
+  }
+
   template <class From>
   void append(std::span<const From> values) {
     std::visit([&]<class To>(To) { append_as<To>(values); }, kind_);
@@ -335,10 +375,7 @@ class PyTokenBuffer {
     const std::size_t place =
         narrow(values, reinterpret_cast<To*>(bytes_.data.get() + used_));
     if (place < values.size()) {
-      using Limits = std::numeric_limits<To>;
-      throw std::invalid_argument("token " + std::to_string(values[place]) + " does not fit " +
-                                  dtype_ + ", which holds " + std::to_string(Limits::min()) +
-                                  " to " + std::to_string(Limits::max()));
+      refuse<To>(std::to_string(values[place]));
     }
     used_ += size;
   }
@@ -356,7 +393,6 @@ class PyTokenBuffer {
   Kind kind_;
   Buffer<std::uint8_t> bytes_;
   std::size_t used_ = 0;  // a multiple of the token's width, so that tokens stay aligned
-  std::vector<std::int64_t> list_;
 };
 
 // The sequences of a mapped token file as views of its one array of tokens.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import http.client
 import threading
 from collections.abc import Iterator
@@ -92,6 +93,14 @@ class HttpReader:
             connection.close()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _quick_collections() -> Iterator[None]:
+    """Megatron-LM's add_index collects garbage, among all that torch has made: 0.3 s each time."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[RangeServer]:
     with RangeServer(tmp_path) as running:
@@ -177,7 +186,9 @@ def assert_reads_alike(
 
 
 @pytest.mark.parametrize("seed", range(CASES))
-def test_written_merged_and_read_alike(seed: int, tmp_path: Path, server: RangeServer) -> None:
+def test_written_merged_and_read_alike(
+    seed: int, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """Parts by either side, merged by either side, read by both in every way."""
     random = np.random.default_rng([30, seed])
     dtype = DTYPES[seed % len(DTYPES)]
@@ -206,13 +217,15 @@ def test_written_merged_and_read_alike(seed: int, tmp_path: Path, server: RangeS
         partial(millrace.IndexedDataset, theirs, access="file"),
     ]
     if seed % 20 == 0:
+        server = request.getfixturevalue("server")
         reader = HttpReader(server.server_port, "theirs.bin")
         opened.append(partial(millrace.IndexedDataset, theirs, bin_reader=reader))
     for mapped in (True, False):
         reference = megatron.IndexedDataset(str(ours), multimodal=multimodal, mmap=mapped)
         for open_ours in opened:
             assert_reads_alike(open_ours(), reference, random)
-    assert (server.num_requests > 0) == (seed % 20 == 0)
+    if seed % 20 == 0:
+        assert server.num_requests > 0
     assert millrace.store.verify([theirs])[0].problems == []
 
 

@@ -16,19 +16,14 @@ def test_damaged_files_are_refused_or_read_as_the_format_says() -> None:
     assert not findings, fuzz.report(findings, seed=0)
 
 
-def test_every_kind_of_mutation_is_met() -> None:
+def test_every_kind_of_mutation_is_met(tmp_path: Path) -> None:
     """The cases are what they claim to be: some stay valid, most do not, all kinds occur."""
     cache: dict[int, object] = {}
     kinds, valid = set(), 0
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fuzz.publish, "fsync_folder", lambda path: None)
-        import tempfile
-
-        with tempfile.TemporaryDirectory() as name:
-            for number in range(500):
-                _, mutator = fuzz.case_of(0, number, Path(name), cache)
-                kinds |= {kind.split(":")[0] for kind in mutator.names}
-                valid += fuzz.parse(mutator.pair) is not None
+    for number in range(500):
+        _, mutator = fuzz.case_of(0, number, tmp_path, cache)
+        kinds |= {kind.split(":")[0] for kind in mutator.names}
+        valid += fuzz.parse(mutator.pair) is not None
     assert len(kinds) == 17
     assert 50 < valid < 450
 

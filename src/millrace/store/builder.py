@@ -31,6 +31,7 @@ from millrace.store.reader import IndexedDataset
 
 _MAX_LENGTH = 2**31 - 1  # lengths are int32
 _BUFFER_SIZE = 4 << 20  # bytes of tokens that are gathered before they are written
+_CHUNK = 16 << 20  # tokens of an array that are checked at a time
 _COPY_SIZE = 64 << 20  # bytes that a merge copies at a time
 
 
@@ -123,6 +124,8 @@ class IndexedDatasetBuilder:
             ConfigError: a number that does not fit the dtype, or too long a sequence.
         """
         self._add_sequences(self._append(tokens), None, [mode])
+        if self._buffer.num_bytes >= _BUFFER_SIZE or len(self._lengths.pending) >= entries.LIMIT:
+            self._flush()
 
     def end_document(self) -> None:
         """Ends a document, which has the sequences since the last one ended (none, perhaps)."""
@@ -150,8 +153,24 @@ class IndexedDatasetBuilder:
         Raises:
             ConfigError: a number that does not fit the dtype, or lengths that do not add up.
         """
-        self._add_sequences(self._append(tokens), lengths, modes)
-        self.end_document()
+        count = self._append(tokens)
+        if modes is None and (lengths is None or lengths == [count]) and 0 < count <= _MAX_LENGTH:
+            # One sequence, as almost always: the general way would take twice as long.
+            self._lengths.pending.append(count)
+            self.num_sequences += 1
+            if self.multimodal:
+                self._modes.pending.append(0)
+        else:
+            self._add_sequences(count, lengths, modes)
+        self.num_documents += 1
+        self._documents_end = self.num_sequences
+        self._documents.pending.append(self.num_sequences)
+        if (
+            self._buffer.num_bytes >= _BUFFER_SIZE
+            or len(self._documents.pending) >= entries.LIMIT
+            or len(self._lengths.pending) >= entries.LIMIT
+        ):
+            self._flush()
 
     def add_documents(self, tokens: ArrayLike, lengths: ArrayLike) -> None:
         """Appends many documents of one sequence each; one without tokens gets no sequence.
@@ -321,10 +340,12 @@ class IndexedDatasetBuilder:
 
     def _append(self, tokens: ArrayLike) -> int:
         """Checks and buffers tokens, and returns how many there are."""
-        self._check_open()
-        if not self._is_float:
-            with contextlib.suppress(TypeError, ValueError, OverflowError):
+        if self._is_open and not self._is_float:
+            try:  # not contextlib.suppress: it would take as long as the append
                 return self._buffer.append(tokens)  # type: ignore[arg-type]
+            except (TypeError, ValueError, OverflowError):
+                pass
+        self._check_open()
         # No plain array or list of integers: NumPy makes one of it, or we say why not.
         values = np.asarray(tokens)
         if values.ndim != 1 or (self._is_float and values.dtype.kind not in "iuf"):
@@ -347,14 +368,16 @@ class IndexedDatasetBuilder:
             self._flush()
             self._write(np.ascontiguousarray(values).view(np.uint8))
             return
-        if values.size > 0 and not self._is_float and values.dtype.kind in "iu":
-            limits = np.iinfo(self.dtype)
-            for extreme in (values.argmin(), values.argmax()):
-                if not limits.min <= values[extreme] <= limits.max:
-                    self._append(values[extreme : extreme + 1])  # raises, and says why
-        for start in range(0, len(values), _BUFFER_SIZE):
-            self._append(values[start : start + _BUFFER_SIZE])
-            self._flush()
+        self._flush()
+        for start in range(0, len(values), _CHUNK):
+            try:
+                self._append(values[start : start + _CHUNK])
+            except ConfigError:
+                if start > 0:  # the tokens before it are written: nothing can follow them
+                    self.abort()
+                raise
+            if self._buffer.num_bytes >= _BUFFER_SIZE:
+                self._flush()
 
     def _add_sequences(
         self, count: int, lengths: Sequence[int] | None, modes: Sequence[int] | None
@@ -380,12 +403,6 @@ class IndexedDatasetBuilder:
             raise
         self._lengths.pending.extend(lengths)
         self.num_sequences += len(lengths)
-        if (
-            self._buffer.num_bytes >= _BUFFER_SIZE
-            or len(self._lengths.pending) >= entries.LIMIT
-            or len(self._documents.pending) >= entries.LIMIT
-        ):
-            self._flush()
 
     def _add_modes(self, count: int, modes: Sequence[int] | None) -> None:
         values = np.zeros(count, np.int8) if modes is None else np.asarray(modes)
