@@ -172,27 +172,35 @@ void ask_for_shuffled(const SampleSource& source, std::int64_t number) {
   std::visit([number](auto index) { ask_for(index, number); }, source.shuffle_index);
 }
 
+// The row of the sample index that a sample number leads to; -1 where it leads nowhere.
+std::int64_t row_of(const SampleSource& source, std::int64_t number) {
+  if (number < 0 || number >= source.num_samples()) {
+    return -1;
+  }
+  const std::int64_t row = shuffled_at(source, number);
+  return row < num_rows(source) - 1 ? row : -1;
+}
+
 void ask_for_rows(const SampleSource& source, std::int64_t number) {
-  if (number >= 0 && number < source.num_samples()) {
-    const std::int64_t row = shuffled_at(source, number);
+  const std::int64_t row = row_of(source, number);
+  if (row >= 0) {
     std::visit([row](auto rows) { ask_for(rows, 2 * row); }, source.sample_index);
   }
 }
 
 template <class Use>
 void for_documents(const SampleSource& source, std::int64_t number, Use use) {
-  if (number < 0 || number >= source.num_samples()) {
+  const std::int64_t row = row_of(source, number);
+  if (row < 0) {
     return;
   }
-  const std::int64_t row = shuffled_at(source, number);
-  if (row < 0 || row + 1 >= num_rows(source)) {
-    return;
-  }
-  const std::int64_t first = place_at(source, row).document;
-  const std::int64_t last = std::min(place_at(source, row + 1).document, first + max_documents);
-  for (std::int64_t document = std::max<std::int64_t>(first, 0);
-       document <= last && document < static_cast<std::int64_t>(source.document_index.size());
-       ++document) {
+  const auto size = static_cast<std::int64_t>(source.document_index.size());
+  const std::int64_t first =
+      std::clamp<std::int64_t>(place_at(source, row).document, 0, size);
+  const std::int64_t last =
+      std::clamp<std::int64_t>(place_at(source, row + 1).document, -1, size - 1);
+  for (std::int64_t document = first;
+       document <= last && document < first + max_documents; ++document) {
     use(document);
   }
 }

@@ -478,13 +478,13 @@ class IndexedDatasetBuilder:
         yield from self._lengths.chunks()
         pointer = 0
         for lengths in self._lengths.chunks():
-            ends = np.cumsum(lengths, dtype="<i8")
-            ends *= self.dtype.itemsize
-            ends += pointer
-            starts = np.empty_like(ends)
-            starts[0], starts[1:] = pointer, ends[:-1]
-            yield starts
-            pointer = int(ends[-1])
+            starts = np.empty(len(lengths) + 1, "<i8")
+            starts[0] = pointer
+            # In two steps: a cumsum that also converts is three times slower.
+            np.multiply(lengths, self.dtype.itemsize, out=starts[1:], dtype="<i8")
+            np.cumsum(starts, out=starts)
+            yield starts[:-1]
+            pointer = int(starts[-1])
         yield from self._documents.chunks()
         yield from self._modes.chunks()
 
