@@ -60,16 +60,13 @@ class MMapReader:
 
     Args:
         file: open for reading; it may be closed afterwards.
-        random: tell the kernel that reads are at random places, so that it reads nothing ahead.
-            Measured where files are larger than memory; without it, reading ahead helps.
     """
 
-    def __init__(self, file: BinaryIO, *, random: bool = False) -> None:
+    def __init__(self, file: BinaryIO) -> None:
         self.size = os.fstat(file.fileno()).st_size
-        self._map = None if self.size == 0 else mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-        self.bytes: Bytes = np.frombuffer(b"" if self._map is None else self._map, np.uint8)
-        if random and self._map is not None:
-            self._map.madvise(mmap.MADV_RANDOM)
+        # An empty file cannot be mapped.
+        content = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) if self.size else b""
+        self.bytes: Bytes = np.frombuffer(content, np.uint8)
 
     def read(self, byte_offset: int, num_bytes: int) -> Bytes:
         return self.bytes[byte_offset : byte_offset + num_bytes]

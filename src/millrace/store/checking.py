@@ -154,13 +154,6 @@ def _check_structure(dataset: IndexedDataset) -> Iterator[str]:
 # ---- checksums ----
 
 
-class _Buffers(threading.local):
-    """A block's memory for each thread."""
-
-    def __init__(self) -> None:
-        self.block = np.empty(BLOCK_SIZE, np.uint8)
-
-
 def _check_blocks(
     prefix: str,
     bin_sums: Checksums,
@@ -175,7 +168,7 @@ def _check_blocks(
         return [], 0  # opening the dataset says so
     problems: list[str] = []
     num_bytes = 0
-    buffers = _Buffers()
+    memory = threading.local()  # a block for each thread
     assert bin_file is not None
     with bin_file, idx_file:
         for suffix, file, sums in ((".idx", idx_file, idx_sums), (".bin", bin_file, bin_sums)):
@@ -189,10 +182,12 @@ def _check_blocks(
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
             def is_well(block: int, file: Any = file, sums: Checksums = sums) -> bool:
-                count = _read_block(file.fileno(), block, buffers.block)
+                if not hasattr(memory, "block"):
+                    memory.block = np.empty(BLOCK_SIZE, np.uint8)
+                count = _read_block(file.fileno(), block, memory.block)
                 if on_bytes is not None:
                     on_bytes(count)
-                return block_hash(buffers.block[:count].data) == sums.blocks[block]
+                return block_hash(memory.block[:count].data) == sums.blocks[block]
 
             bad = [
                 block

@@ -148,7 +148,17 @@ class IndexedDataset:
 
     @property
     def document_lengths(self) -> NDArray[np.int64]:
-        """Tokens in each document: int64 [documents]."""
+        """Tokens in each document: int64 [documents].
+
+        Raises:
+            DataError: document entries that are out of order.
+        """
+        bad = _native.first_bad_document(self.document_indices, len(self))
+        if bad < len(self.document_indices):
+            raise DataError(
+                f"{self.prefix}.idx: document entry {bad} is {self.document_indices[bad]}, out of "
+                "order. The index is damaged: write the pair again"
+            )
         ends = np.concatenate(([0], np.cumsum(self.sequence_lengths, dtype=np.int64)))
         return np.diff(ends[self.document_indices])
 
