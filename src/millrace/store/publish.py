@@ -123,30 +123,45 @@ def building(prefix: str) -> Iterator[None]:
         MillraceError: another process is building this prefix.
     """
     lock = prefix + LOCK
-    while True:
-        descriptor = os.open(lock, os.O_CREAT | os.O_RDWR, 0o666)
+    with contextlib.ExitStack() as held:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                os.close(descriptor)
-                raise MillraceError(
-                    f"{prefix} is being built by another process (it holds {lock}). "
-                    "Wait for it, or give another prefix"
-                ) from None
-            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
-                os.close(descriptor)
-                raise
-            # A file system without locks: one builder to a prefix is then up to the caller.
+            held.enter_context(file_lock(lock, wait=False))
+        except BlockingIOError:
+            raise MillraceError(
+                f"{prefix} is being built by another process (it holds {lock}). "
+                "Wait for it, or give another prefix"
+            ) from None
+        _clean_up(prefix)
+        yield
+
+
+@contextlib.contextmanager
+def file_lock(path: str, *, wait: bool = True) -> Iterator[None]:
+    """Holds a lock that processes share by the name of a file, which exists only while it is held.
+
+    The kernel lets go of it when its holder dies. On a file system without locks nothing is held:
+    that only one process is at work is then up to the caller.
+
+    Raises:
+        BlockingIOError: another process holds it, and `wait` is False.
+    """
+    while True:
+        descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o666)
         with os.fdopen(descriptor, "rb") as held:
-            if not _is_at(held, lock):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except OSError as error:
+                if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                    raise BlockingIOError(error.errno, "held by another process", path) from None
+                if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+                    raise
+            if not _is_at(held, path):
                 continue  # its holder let go of it, and unlinked it, while we waited
             try:
-                _clean_up(prefix)
                 yield
             finally:
                 with contextlib.suppress(FileNotFoundError):
-                    os.unlink(lock)
+                    os.unlink(path)
             return
 
 
