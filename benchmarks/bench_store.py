@@ -113,12 +113,7 @@ def main() -> None:
 
 def _options() -> Any:
     options = parser(__doc__ or "")
-    options.add_argument(
-        "--only",
-        type=lambda text: text.split(","),
-        default=list(PARTS),
-        help=f"of {','.join(PARTS)}",
-    )
+    options.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     return options.parse_args()
 
 

@@ -32,6 +32,7 @@
 #include "ragged.hpp"
 #include "sample_index.hpp"
 #include "shuffle.hpp"
+#include "write_behind.hpp"
 
 namespace nb = nanobind;
 
@@ -244,43 +245,72 @@ std::int64_t py_first_bad_document(const In<std::int64_t>& entries, std::int64_t
   return first_bad_document(span_of(entries), num_sequences);
 }
 
-// Calls `use` with a span of the array's integer dtype; false for any other dtype.
-template <class Use>
-bool with_integers(const AnyArray& array, Use use) {
-  const auto try_as = [&]<class T>(T) {
-    if (array.dtype() != nb::dtype<T>()) {
-      return false;
-    }
-    use(std::span<const T>(static_cast<const T*>(array.data()), array.size()));
-    return true;
-  };
-  return try_as(std::int64_t{}) || try_as(std::int32_t{}) || try_as(std::uint16_t{}) ||
-         try_as(std::uint32_t{}) || try_as(std::uint64_t{}) || try_as(std::int16_t{}) ||
-         try_as(std::uint8_t{}) || try_as(std::int8_t{});
+void py_start_writeback(int file, std::int64_t start, std::int64_t size) {
+  nb::gil_scoped_release unlocked;
+  start_writeback(file, start, size);
 }
 
-// Token ids on their way to a file, in the file's dtype: appended from arrays or lists, each id
-// checked, taken out in large blocks. An append that fails leaves no trace.
+// Documents on their way to a token file: token ids, each checked and narrowed to the file's dtype,
+// the lengths of sequences and where documents end. Full buffers are written by a thread that needs
+// no Python, while the next one fills.
 class PyTokenBuffer {
  public:
-  PyTokenBuffer(const std::string& dtype, std::size_t capacity)
-      : dtype_(dtype), kind_(kind_of(dtype)), bytes_(allocate<std::uint8_t>(capacity)) {}
+  // A negative `file` is none: then `take` alone empties the buffer.
+  PyTokenBuffer(const std::string& dtype, std::size_t capacity, int file)
+      : dtype_(dtype),
+        kind_(kind_of(dtype)),
+        capacity_(capacity),
+        bytes_(allocate<std::uint8_t>(capacity)),
+        writer_(file) {}
 
   // The number of tokens that were appended.
-  std::size_t append_array(const AnyArray& tokens) {
-    if (tokens.ndim() != 1) {
-      throw std::invalid_argument("tokens have " + std::to_string(tokens.ndim()) +
-                                  " dimensions; one dimension is needed");
+  std::size_t append(nb::handle tokens) {
+    if (PyList_Check(tokens.ptr())) {
+      std::visit([&]<class To>(To) { append_items<To>(tokens); }, kind_);
+      return static_cast<std::size_t>(PyList_GET_SIZE(tokens.ptr()));
     }
-    if (!with_integers(tokens, [this](auto values) { append(values); })) {
-      throw std::invalid_argument("tokens are no integers; integers are needed");
+    if (PyArray_Check(tokens.ptr())) {
+      return append_array(reinterpret_cast<PyArrayObject*>(tokens.ptr()));
     }
-    return tokens.size();
+    // A tensor of torch: a view of it in NumPy takes a fifth of the time of an exchange by DLPack.
+    const nb::object array = tokens.attr("numpy")();
+    if (!PyArray_Check(array.ptr())) {
+      throw std::invalid_argument("tokens are neither a list nor an array");
+    }
+    return append_array(reinterpret_cast<PyArrayObject*>(array.ptr()));
   }
 
-  std::size_t append_list(const nb::list& tokens) {
-    std::visit([&]<class To>(To) { append_items<To>(tokens); }, kind_);
-    return tokens.size();
+  // Appends a document: `lengths` is None for one sequence, or a list. Returns whether it is time
+  // to flush. Adds nothing if it throws.
+  bool add_document(nb::handle tokens, nb::handle lengths) {
+    const std::size_t used = used_;
+    const std::size_t count = append(tokens);
+    try {
+      if (lengths.is_none()) {
+        end_sequence(static_cast<std::int64_t>(count));
+      } else {
+        end_sequences(nb::cast<nb::list>(lengths), static_cast<std::int64_t>(count));
+      }
+    } catch (...) {
+      used_ = used;
+      throw;
+    }
+    end_document();
+    return is_full();
+  }
+
+  void end_sequence(std::int64_t length) {
+    if (!std::in_range<std::int32_t>(length) || length < 0) {
+      throw std::invalid_argument("a sequence's length is " + std::to_string(length) +
+                                  "; 0 to 2147483647 is possible");
+    }
+    lengths_.push_back(static_cast<std::int32_t>(length));
+    ++num_sequences_;
+  }
+
+  void end_document() {
+    document_ends_.push_back(num_sequences_);
+    ++num_documents_;
   }
 
   // Takes back the last `count` tokens.
@@ -289,7 +319,15 @@ class PyTokenBuffer {
     used_ -= std::min(used_, count * width);
   }
 
+  bool is_full() const noexcept {
+    return used_ >= capacity_ || lengths_.size() >= max_entries ||
+           document_ends_.size() >= max_entries;
+  }
+
   std::size_t num_bytes() const noexcept { return used_; }
+
+  // What is in the buffer, until it is changed.
+  Out<std::uint8_t> view() { return Out<std::uint8_t>(bytes_.data.get(), {used_}, nb::find(this)); }
 
   Out<std::uint8_t> take() {
     Buffer<std::uint8_t> full = std::move(bytes_);
@@ -298,9 +336,41 @@ class PyTokenBuffer {
     return to_numpy(std::move(full), {size});
   }
 
+  // The lengths of sequences and the ends of documents since the last call.
+  std::tuple<Out<std::int32_t>, Out<std::int64_t>> take_entries() {
+    return {take_all(lengths_), take_all(document_ends_)};
+  }
+
+  // Starts to write the buffer to the end of the file, and goes on with an empty one.
+  void flush() {
+    wait();
+    writer_.start(bytes_, std::exchange(used_, 0));
+    if (bytes_.size < capacity_) {
+      bytes_ = allocate<std::uint8_t>(capacity_);
+    }
+  }
+
+  // Returns when all is written that was flushed.
+  void wait() {
+    int error = 0;
+    {
+      nb::gil_scoped_release unlocked;
+      error = writer_.wait();
+    }
+    if (error != 0) {
+      errno = error;
+      PyErr_SetFromErrno(PyExc_OSError);
+      throw nb::python_error();
+    }
+  }
+
+  std::int64_t num_sequences_ = 0;
+  std::int64_t num_documents_ = 0;
+
  private:
   using Kind = std::variant<std::uint8_t, std::int8_t, std::int16_t, std::uint16_t, std::int32_t,
                             std::int64_t>;
+  static constexpr std::size_t max_entries = std::size_t{1} << 16;
 
   static Kind kind_of(const std::string& dtype) {
     if (dtype == "uint8") return std::uint8_t{};
@@ -312,6 +382,34 @@ class PyTokenBuffer {
     throw std::invalid_argument("tokens cannot be buffered as " + dtype);
   }
 
+  template <class T>
+  static Out<T> take_all(std::vector<T>& entries) {
+    auto out = allocate<T>(entries.size());
+    std::copy(entries.begin(), entries.end(), out.data.get());
+    entries.clear();
+    return to_numpy(std::move(out));
+  }
+
+  void end_sequences(const nb::list& lengths, std::int64_t num_tokens) {
+    const std::size_t num_before = lengths_.size();
+    std::int64_t sum = 0;
+    try {
+      for (const nb::handle item : lengths) {
+        const std::int64_t length = integer_of(item.ptr());
+        end_sequence(length);
+        sum += length;
+      }
+      if (sum != num_tokens) {
+        throw std::invalid_argument("the sequences' lengths sum to " + std::to_string(sum) +
+                                    "; the document has " + std::to_string(num_tokens) + " tokens");
+      }
+    } catch (...) {
+      num_sequences_ -= static_cast<std::int64_t>(lengths_.size() - num_before);
+      lengths_.resize(num_before);
+      throw;
+    }
+  }
+
   template <class To>
   [[noreturn]] void refuse(const std::string& token) const {
     using Limits = std::numeric_limits<To>;
@@ -320,30 +418,41 @@ class PyTokenBuffer {
                                 std::to_string(Limits::max()));
   }
 
+  std::size_t append_array(PyArrayObject* array) {
+    if (PyArray_NDIM(array) != 1) {
+      throw std::invalid_argument("tokens have " + std::to_string(PyArray_NDIM(array)) +
+                                  " dimensions; one dimension is needed");
+    }
+    if (!PyArray_ISCARRAY_RO(array)) {
+      throw std::invalid_argument("tokens must be one contiguous run");
+    }
+    const auto count = static_cast<std::size_t>(PyArray_SIZE(array));
+    const auto append_as_type = [&]<class From>(From) {
+      append_values(std::span<const From>(static_cast<const From*>(PyArray_DATA(array)), count));
+    };
+    const bool is_signed = PyArray_ISSIGNED(array);
+    switch (PyArray_ISINTEGER(array) ? PyArray_ITEMSIZE(array) : 0) {
+      case 1: is_signed ? append_as_type(std::int8_t{}) : append_as_type(std::uint8_t{}); break;
+      case 2: is_signed ? append_as_type(std::int16_t{}) : append_as_type(std::uint16_t{}); break;
+      case 4: is_signed ? append_as_type(std::int32_t{}) : append_as_type(std::uint32_t{}); break;
+      case 8: is_signed ? append_as_type(std::int64_t{}) : append_as_type(std::uint64_t{}); break;
+      default: throw std::invalid_argument("tokens are no integers; integers are needed");
+    }
+    return count;
+  }
+
   template <class To>
-  void append_items(const nb::list& tokens) {
-    const std::size_t count = tokens.size();
+  void append_items(nb::handle tokens) {
+    const auto count = static_cast<std::size_t>(PyList_GET_SIZE(tokens.ptr()));
     make_room(count * sizeof(To));
     To* out = reinterpret_cast<To*>(bytes_.data.get() + used_);
     for (std::size_t i = 0; i < count; ++i) {
-      PyObject* item = PyList_GET_ITEM(tokens.ptr(), static_cast<Py_ssize_t>(i));
-      std::int64_t value = 0;
-#if PY_VERSION_HEX >= 0x030c0000
-      if (PyLong_CheckExact(item) &&
-          PyUnstable_Long_IsCompact(reinterpret_cast<PyLongObject*>(item))) {
-        value = PyUnstable_Long_CompactValue(reinterpret_cast<PyLongObject*>(item));
-      } else {
-        value = slow_value(item);
+      // An item's __index__ may change the list.
+      if (i >= static_cast<std::size_t>(PyList_GET_SIZE(tokens.ptr()))) {
+        throw std::invalid_argument("the list of tokens was changed while it was read");
       }
-#else
-      // An int of one digit (below 2**30) holds it in plain sight; a call takes five times longer.
-      if (PyLong_CheckExact(item) && static_cast<std::size_t>(Py_SIZE(item) + 1) <= 2) {
-        value = Py_SIZE(item) * static_cast<std::int64_t>(
-                                    reinterpret_cast<PyLongObject*>(item)->ob_digit[0]);
-      } else {
-        value = slow_value(item);
-      }
-#endif
+      const std::int64_t value =
+          integer_of(PyList_GET_ITEM(tokens.ptr(), static_cast<Py_ssize_t>(i)));
       out[i] = static_cast<To>(value);
       if (!std::in_range<To>(value)) [[unlikely]] {
         refuse<To>(std::to_string(value));
@@ -352,10 +461,23 @@ class PyTokenBuffer {
     used_ += count * sizeof(To);
   }
 
-  static std::int64_t slow_value(PyObject* item) {
+  static std::int64_t integer_of(PyObject* item) {
+#if PY_VERSION_HEX >= 0x030c0000
+    if (PyLong_CheckExact(item) &&
+        PyUnstable_Long_IsCompact(reinterpret_cast<PyLongObject*>(item))) {
+      return PyUnstable_Long_CompactValue(reinterpret_cast<PyLongObject*>(item));
+    }
+#else
+    // An int of one digit (below 2**30) holds it in plain sight; a call takes five times longer.
+    if (PyLong_CheckExact(item) && static_cast<std::size_t>(Py_SIZE(item) + 1) <= 2) {
+      return Py_SIZE(item) *
+             static_cast<std::int64_t>(reinterpret_cast<PyLongObject*>(item)->ob_digit[0]);
+    }
+#endif
     if (!PyIndex_Check(item)) {
       throw std::invalid_argument("tokens hold something that is no integer; integers are needed");
     }
+    const nb::object held = nb::borrow(item);  // its __index__ may take it out of its list
     const std::int64_t value = PyLong_AsLongLong(item);
     if (value == -1 && PyErr_Occurred() != nullptr) {
       throw nb::python_error();
@@ -364,7 +486,7 @@ class PyTokenBuffer {
   }
 
   template <class From>
-  void append(std::span<const From> values) {
+  void append_values(std::span<const From> values) {
     std::visit([&]<class To>(To) { append_as<To>(values); }, kind_);
   }
 
@@ -391,8 +513,12 @@ class PyTokenBuffer {
 
   std::string dtype_;
   Kind kind_;
+  std::size_t capacity_;
   Buffer<std::uint8_t> bytes_;
   std::size_t used_ = 0;  // a multiple of the token's width, so that tokens stay aligned
+  std::vector<std::int32_t> lengths_;
+  std::vector<std::int64_t> document_ends_;
+  WriteBehind writer_;
 };
 
 // The sequences of a mapped token file as views of its one array of tokens.
@@ -718,13 +844,24 @@ NB_MODULE(_core, module) {
   module.def("first_bad_sequence", &py_first_bad_sequence, "lengths"_a, "pointers"_a,
              "token_size"_a, "byte_offset"_a);
   module.def("first_bad_document", &py_first_bad_document, "entries"_a, "num_sequences"_a);
+  module.def("start_writeback", &py_start_writeback, "file"_a, "start"_a, "size"_a);
   nb::class_<PyTokenBuffer>(module, "TokenBuffer")
-      .def(nb::init<const std::string&, std::size_t>(), "dtype"_a, "capacity"_a)
-      .def("append", &PyTokenBuffer::append_array, "tokens"_a)
-      .def("append", &PyTokenBuffer::append_list, "tokens"_a)
+      .def(nb::init<const std::string&, std::size_t, int>(), "dtype"_a, "capacity"_a,
+           "file"_a = -1)
+      .def("append", &PyTokenBuffer::append, "tokens"_a)
+      .def("add_document", &PyTokenBuffer::add_document, "tokens"_a, "lengths"_a.none())
+      .def("end_sequence", &PyTokenBuffer::end_sequence, "length"_a)
+      .def("end_document", &PyTokenBuffer::end_document)
       .def("drop", &PyTokenBuffer::drop, "count"_a)
+      .def("view", &PyTokenBuffer::view)
       .def("take", &PyTokenBuffer::take)
-      .def_prop_ro("num_bytes", &PyTokenBuffer::num_bytes);
+      .def("take_entries", &PyTokenBuffer::take_entries)
+      .def("flush", &PyTokenBuffer::flush)
+      .def("wait", &PyTokenBuffer::wait)
+      .def_prop_ro("is_full", &PyTokenBuffer::is_full)
+      .def_prop_ro("num_bytes", &PyTokenBuffer::num_bytes)
+      .def_rw("num_sequences", &PyTokenBuffer::num_sequences_)
+      .def_rw("num_documents", &PyTokenBuffer::num_documents_);
 
   nb::class_<PySequenceViews>(module, "SequenceViews")
       .def(nb::init<const nb::object&, const In<std::int64_t>&, const In<std::int32_t>&>(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from pathlib import Path
 
 import numpy as np
@@ -261,3 +262,69 @@ def test_the_buffer_refuses_other_shapes_and_dtypes() -> None:
     with pytest.raises(ValueError, match="cannot be buffered as float32"):
         _core.TokenBuffer("float32", 4)
     assert buffer.num_bytes == 0
+
+
+@settings(deadline=None, derandomize=True, max_examples=100)
+@given(data=st.data())
+def test_the_buffer_writes_documents_behind(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Documents of every kind, refused ones among them, in buffers of every size."""
+    path = tmp_path_factory.mktemp("buffer") / "tokens"
+    documents = data.draw(st.lists(st.lists(st.integers(-1, 300), max_size=40), max_size=30))
+    tokens: list[int] = []
+    lengths: list[int] = []
+    ends: list[int] = []
+    with open(path, "wb", buffering=0) as file:
+        buffer = _core.TokenBuffer("uint8", data.draw(st.integers(0, 64)), file.fileno())
+        for document in documents:
+            cuts = sorted(data.draw(st.lists(st.integers(0, len(document)), max_size=3)))
+            parts = np.diff([0, *cuts, len(document)]).tolist()
+            given_lengths = data.draw(st.sampled_from([None, parts, [*parts, 1], [-1, 1, *parts]]))
+            values = data.draw(st.sampled_from([document, int64(document)]))
+            fits = all(0 <= token <= 255 for token in document)
+            if fits and given_lengths in (None, parts):
+                wants_flush = buffer.add_document(values, given_lengths)
+                assert wants_flush == buffer.is_full
+                tokens += document
+                lengths += parts if given_lengths is not None else [len(document)]
+                ends.append(len(lengths))
+                if wants_flush:
+                    buffer.flush()
+            else:
+                with pytest.raises(ValueError, match=r"fit|sum to|length is"):
+                    buffer.add_document(values, given_lengths)
+        assert (buffer.num_sequences, buffer.num_documents) == (len(lengths), len(ends))
+        assert [array.tolist() for array in buffer.take_entries()] == [lengths, ends]
+        assert [array.tolist() for array in buffer.take_entries()] == [[], []]
+        assert buffer.view().tolist() == tokens[len(tokens) - buffer.num_bytes :]
+        buffer.flush()
+        buffer.wait()
+        assert path.read_bytes() == bytes(tokens)
+
+
+def test_the_buffer_says_what_stopped_a_write(tmp_path: Path) -> None:
+    (tmp_path / "read-only").touch()
+    with open(tmp_path / "read-only", "rb") as file:
+        buffer = _core.TokenBuffer("uint8", 4, file.fileno())
+    buffer.append([1])
+    buffer.flush()  # on a descriptor of its own, of a file that is open for reading
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        buffer.wait()
+    with pytest.raises(ValueError, match="no valid descriptor"):
+        _core.TokenBuffer("uint8", 4, file=10**6)
+
+
+@pytest.mark.filterwarnings("ignore:This process.*fork:DeprecationWarning")
+def test_a_forked_child_drops_a_buffer_that_is_being_written(tmp_path: Path) -> None:
+    with open(tmp_path / "tokens", "wb", buffering=0) as file:
+        buffer = _core.TokenBuffer("uint8", 1 << 24, file.fileno())
+        buffer.append(np.zeros(1 << 24, np.uint8))
+        buffer.flush()
+        child = os.fork()
+        if child == 0:
+            del buffer  # would wait for ever for a thread that only the parent has
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        buffer.wait()
+    assert (tmp_path / "tokens").stat().st_size == 1 << 24

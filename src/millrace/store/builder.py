@@ -30,8 +30,8 @@ from millrace.store.publish import (
 from millrace.store.reader import IndexedDataset
 
 _MAX_LENGTH = 2**31 - 1  # lengths are int32
-_BUFFER_SIZE = 4 << 20  # bytes of tokens that are gathered before they are written
-_CHUNK = 16 << 20  # tokens of an array that are checked at a time
+_BUFFER_SIZE = 1 << 20  # bytes of tokens that are gathered before they are written
+_CHUNK = 1 << 19  # tokens of an array that are checked at a time
 _COPY_SIZE = 64 << 20  # bytes that a merge copies at a time
 
 
@@ -75,25 +75,20 @@ class IndexedDatasetBuilder:
         dtype_code(dtype)
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self.multimodal = multimodal
-        self.num_sequences = 0
-        self.num_documents = 0
         self._num_bytes = 0  # that were written, not those in the buffer
-        self._documents_end = 0  # the number of sequences when the last document ended
+        self._has_open_document = False
         self._provenance = provenance
         self._checksums = checksums
         self._hasher = BlockHasher() if checksums else None
         # Token ids are checked and narrowed by the core; for it, floats are bytes.
         self._is_float = self.dtype.kind == "f"
-        self._buffer = _core.TokenBuffer(
-            "uint8" if self._is_float else self.dtype.name, _BUFFER_SIZE
-        )
         folder = os.path.dirname(self.prefix) or "."
         if not os.path.isdir(folder):
             raise ConfigError(f"{folder} is no folder; create it, or give another prefix")
         self._lengths = entries.Entries("<i4", folder)
         self._documents = entries.Entries("<i8", folder)
         self._modes = entries.Entries("<i1", folder)
-        self._documents.pending.append(0)
+        self._documents.extend(np.zeros(1, np.int64))
         self._is_open = True
         self._resources = contextlib.ExitStack()
         try:
@@ -102,11 +97,22 @@ class IndexedDatasetBuilder:
             self._data: Any = self._resources.enter_context(
                 open(bin_path(self.prefix) + TMP, "wb", buffering=0)  # noqa: SIM115
             )
+            self._buffer = _core.TokenBuffer(
+                "uint8" if self._is_float else self.dtype.name, _BUFFER_SIZE, self._data.fileno()
+            )
             for column in (self._lengths, self._documents, self._modes):
                 self._resources.callback(column.close)
         except BaseException:
             self._resources.close()
             raise
+
+    @property
+    def num_documents(self) -> int:
+        return self._buffer.num_documents
+
+    @property
+    def num_sequences(self) -> int:
+        return self._buffer.num_sequences
 
     @property
     def num_tokens(self) -> int:
@@ -124,16 +130,16 @@ class IndexedDatasetBuilder:
             ConfigError: a number that does not fit the dtype, or too long a sequence.
         """
         self._add_sequences(self._append(tokens), None, [mode])
-        if self._buffer.num_bytes >= _BUFFER_SIZE or len(self._lengths.pending) >= entries.LIMIT:
+        self._has_open_document = True
+        if self._buffer.is_full:
             self._flush()
 
     def end_document(self) -> None:
         """Ends a document, which has the sequences since the last one ended (none, perhaps)."""
         self._check_open()
-        self.num_documents += 1
-        self._documents_end = self.num_sequences
-        self._documents.pending.append(self.num_sequences)
-        if len(self._documents.pending) >= entries.LIMIT:
+        self._buffer.end_document()
+        self._has_open_document = False
+        if self._buffer.is_full:
             self._flush()
 
     def add_document(
@@ -153,24 +159,16 @@ class IndexedDatasetBuilder:
         Raises:
             ConfigError: a number that does not fit the dtype, or lengths that do not add up.
         """
-        count = self._append(tokens)
-        if modes is None and (lengths is None or lengths == [count]) and 0 < count <= _MAX_LENGTH:
-            # One sequence, as almost always: the general way would take twice as long.
-            self._lengths.pending.append(count)
-            self.num_sequences += 1
-            if self.multimodal:
-                self._modes.pending.append(0)
-        else:
-            self._add_sequences(count, lengths, modes)
-        self.num_documents += 1
-        self._documents_end = self.num_sequences
-        self._documents.pending.append(self.num_sequences)
-        if (
-            self._buffer.num_bytes >= _BUFFER_SIZE
-            or len(self._documents.pending) >= entries.LIMIT
-            or len(self._lengths.pending) >= entries.LIMIT
-        ):
-            self._flush()
+        if modes is None and self._is_open and not (self._is_float or self.multimodal):
+            try:
+                if self._buffer.add_document(tokens, lengths):  # type: ignore[arg-type]
+                    self._flush()
+                self._has_open_document = False
+                return
+            except (TypeError, ValueError, OverflowError, AttributeError):
+                pass  # the general way takes more kinds of arguments, and says what is wrong
+        self._add_sequences(self._append(tokens), lengths, modes)
+        self.end_document()
 
     def add_documents(self, tokens: ArrayLike, lengths: ArrayLike) -> None:
         """Appends many documents of one sequence each; one without tokens gets no sequence.
@@ -194,13 +192,14 @@ class IndexedDatasetBuilder:
         self._append_array(values)
         present = counts > 0
         with self._or_abort():
+            self._flush_entries()
             self._lengths.extend(counts[present])
             self._documents.extend(self.num_sequences + np.cumsum(present))
             if self.multimodal:
                 self._modes.extend(np.zeros(np.count_nonzero(present), np.int8))
-        self.num_documents += len(counts)
-        self.num_sequences += int(np.count_nonzero(present))
-        self._documents_end = self.num_sequences
+        self._buffer.num_documents += len(counts)
+        self._buffer.num_sequences += int(np.count_nonzero(present))
+        self._has_open_document = False
 
     def add_index(
         self,
@@ -241,7 +240,7 @@ class IndexedDatasetBuilder:
                 f"{other.prefix} has {'' if other.sequence_modes is not None else 'no '}modes, the "
                 f"new file has {'' if self.multimodal else 'no '}modes: only like can be merged"
             )
-        if self._documents_end != self.num_sequences:
+        if self._has_open_document:
             raise ConfigError("a document is still open; call end_document() before add_index()")
         first, last = (int(entry) for entry in other.document_indices[[start, stop]])
         if not 0 <= first <= last <= len(other):
@@ -260,9 +259,8 @@ class IndexedDatasetBuilder:
             for place in range(start + 1, stop + 1, entries.LIMIT):
                 ends = other.document_indices[place : min(place + entries.LIMIT, stop + 1)]
                 self._documents.extend(ends + (self.num_sequences - first))
-        self.num_sequences += last - first
-        self.num_documents += stop - start
-        self._documents_end = self.num_sequences
+        self._buffer.num_sequences += last - first
+        self._buffer.num_documents += stop - start
 
     def finalize(self) -> None:
         """Writes the index and publishes the pair.
@@ -271,19 +269,24 @@ class IndexedDatasetBuilder:
             ConfigError: sequences after the last document's end.
         """
         self._check_open()
-        if self._documents_end != self.num_sequences:
+        if self._has_open_document:
             raise ConfigError(
-                f"{self.num_sequences - self._documents_end} sequences belong to no document yet; "
+                "the last sequences belong to no document yet; "
                 "call end_document() before finalize()"
             )
         with self._closing():
             self._flush()
+            self._buffer.wait()
             with open(idx_path(self.prefix) + TMP, "wb", buffering=1 << 20) as index:
                 index_hasher = BlockHasher() if self._checksums else None
+                written = 0
                 for chunk in self._index_chunks():
                     index.write(chunk)
                     if index_hasher is not None:
                         index_hasher.update(chunk)
+                    index.flush()
+                    _core.start_writeback(index.fileno(), written, index.tell() - written)
+                    written = index.tell()
                 flush_to_disk(index)
             if self._checksums or self._provenance is not None:
                 info = Info(
@@ -342,8 +345,8 @@ class IndexedDatasetBuilder:
         """Checks and buffers tokens, and returns how many there are."""
         if self._is_open and not self._is_float:
             try:  # not contextlib.suppress: it would take as long as the append
-                return self._buffer.append(tokens)  # type: ignore[arg-type]
-            except (TypeError, ValueError, OverflowError):
+                return self._buffer.append(tokens)
+            except (TypeError, ValueError, OverflowError, AttributeError):
                 pass
         self._check_open()
         # No plain array or list of integers: NumPy makes one of it, or we say why not.
@@ -363,11 +366,7 @@ class IndexedDatasetBuilder:
         return len(values)
 
     def _append_array(self, values: NDArray[Any]) -> None:
-        """The same for an array of any size, without a copy of the whole."""
-        if values.dtype == self.dtype and values.ndim == 1:
-            self._flush()
-            self._write(np.ascontiguousarray(values).view(np.uint8))
-            return
+        """The same for an array of any size: a chunk is checked while the one before is written."""
         self._flush()
         for start in range(0, len(values), _CHUNK):
             try:
@@ -376,8 +375,7 @@ class IndexedDatasetBuilder:
                 if start > 0:  # the tokens before it are written: nothing can follow them
                     self.abort()
                 raise
-            if self._buffer.num_bytes >= _BUFFER_SIZE:
-                self._flush()
+            self._flush()
 
     def _add_sequences(
         self, count: int, lengths: Sequence[int] | None, modes: Sequence[int] | None
@@ -401,8 +399,8 @@ class IndexedDatasetBuilder:
         except BaseException:
             self._buffer.drop(count * (self.dtype.itemsize if self._is_float else 1))
             raise
-        self._lengths.pending.extend(lengths)
-        self.num_sequences += len(lengths)
+        for length in lengths:
+            self._buffer.end_sequence(int(length))
 
     def _add_modes(self, count: int, modes: Sequence[int] | None) -> None:
         values = np.zeros(count, np.int8) if modes is None else np.asarray(modes)
@@ -422,20 +420,19 @@ class IndexedDatasetBuilder:
             raise
 
     def _flush(self) -> None:
+        """Starts to write what is buffered, while more can be added."""
         with self._or_abort():
-            for column in (self._lengths, self._documents, self._modes):
-                column.spill()
-        if self._buffer.num_bytes:
-            self._write(self._buffer.take())
+            self._flush_entries()
+            if self._hasher is not None:
+                self._hasher.update(self._buffer.view())
+            self._num_bytes += self._buffer.num_bytes
+            self._buffer.flush()
 
-    def _write(self, data: NDArray[np.uint8]) -> None:
-        view = memoryview(data.data)
-        with self._or_abort():
-            while len(view) > 0:  # a raw write may take less than it is given
-                view = view[self._data.write(view) :]
-        if self._hasher is not None:
-            self._hasher.update(data)
-        self._num_bytes += len(data)
+    def _flush_entries(self) -> None:
+        lengths, documents = self._buffer.take_entries()
+        self._lengths.extend(lengths)
+        self._documents.extend(documents)
+        self._modes.spill()
 
     def _copy_tokens(self, other: IndexedDataset, first: int, last: int) -> None:
         """Appends the tokens of sequences [first, last), which lie one after the other."""
@@ -461,6 +458,7 @@ class IndexedDatasetBuilder:
         if self._hasher is not None:
             for at in range(start, stop, _COPY_SIZE):
                 self._hasher.update(other.reader.read(at, min(_COPY_SIZE, stop - at)))
+        self._buffer.wait()
         bin_file, idx_file = open_pair(other.prefix)
         assert bin_file is not None
         with bin_file, idx_file:

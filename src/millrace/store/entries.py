@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 _TYPECODES = {"<i4": "i", "<i8": "q", "<i1": "b"}
 LIMIT = 1 << 20
-"""Entries of a kind that are kept in memory, and that are handed out at a time."""
+"""Entries of a kind that are kept in memory."""
+_PIECE = 1 << 17  # entries that are handed out at a time: they stay in a core's cache
 
 
 class Entries:
@@ -49,13 +50,13 @@ class Entries:
             del self.pending[:]
 
     def chunks(self) -> Iterator[NDArray[Any]]:
-        """The entries from the first to the last, at most LIMIT at a time."""
+        """The entries from the first to the last, in pieces."""
         if self._file is not None:
             self._file.seek(0)
-            while data := self._file.read(LIMIT * self.dtype.itemsize):
+            while data := self._file.read(_PIECE * self.dtype.itemsize):
                 yield np.frombuffer(data, self.dtype)
-        if self.pending:
-            yield np.frombuffer(self.pending.tobytes(), self.dtype)
+        for start in range(0, len(self.pending), _PIECE):
+            yield np.array(self.pending[start : start + _PIECE], self.dtype)
 
     def close(self) -> None:
         if self._file is not None:

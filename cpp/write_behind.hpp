@@ -1,0 +1,42 @@
+// A file that grows by whole buffers, written by a thread while the next one fills.
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <future>
+
+#include "buffer.hpp"
+
+namespace millrace {
+
+// Lets the kernel start to bring these bytes to the disk, so that less is left to do for an fsync.
+// Left alone it would begin after seconds, or after gigabytes.
+void start_writeback(int file, std::int64_t start, std::int64_t size);
+
+class WriteBehind {
+ public:
+  // Works on a descriptor of its own, so that nobody closes it in the middle of a write. A negative
+  // `file` is none, and nothing can be written.
+  explicit WriteBehind(int file);
+  ~WriteBehind();
+  WriteBehind(const WriteBehind&) = delete;
+  WriteBehind& operator=(const WriteBehind&) = delete;
+
+  // Takes the buffer, whose first `size` bytes it starts to write, and leaves the one before in its
+  // place, to be filled again (at first an empty one). Call `wait` before.
+  void start(Buffer<std::uint8_t>& buffer, std::size_t size);
+
+  // Returns when all is written: 0, or the number of the error that stopped it. From then on what is
+  // in the file is not known, and nothing more should be written.
+  int wait();
+
+ private:
+  int file_;
+  pid_t owner_;  // a forked child has this object, and not its thread
+  Buffer<std::uint8_t> written_;
+  std::future<int> result_;
+};
+
+}  // namespace millrace
