@@ -8,6 +8,7 @@
 #include <string>
 #include <utility>
 
+#include "pages.hpp"
 #include "vector.hpp"
 
 namespace millrace {
@@ -355,6 +356,11 @@ void gather_samples(std::span<const SampleSource* const> sources,
         }
       }
       bounds[i - start + 1] = runs.size();
+    }
+    if (runs.size() > 1 && runs[0].count > 0 && is_cold(runs[0].bytes)) {
+      for (const Run& run : runs) {
+        ask_for_pages(run.bytes, run.count);
+      }
     }
     const std::span<const Run> all = runs;
     for (std::size_t i = start; i < stop; ++i) {

@@ -12,23 +12,43 @@
 #include <system_error>
 #include <vector>
 
+#include "pages.hpp"
+
 namespace millrace {
 namespace {
 
 // How many pieces ahead their first bytes are asked for: a random piece starts with a wait for
 // memory, and a piece of some hundred tokens takes less time to copy than that wait.
 constexpr std::size_t prefetch_distance = 8;
-constexpr std::int64_t prefetch_bytes = 512;  // the hardware follows from there
+constexpr std::int64_t prefetch_bytes = 2048;  // most pieces whole; the hardware stops at each page
 constexpr std::int64_t line_size = 64;
 
 // Pieces that one preadv takes: the kernel's own limit (UIO_MAXIOV) is 1024.
 constexpr std::size_t max_vectors = 512;
+
+// Pieces that are asked for at once where the data are cold.
+constexpr std::size_t block_size = 1024;
 
 void prefetch(const std::uint8_t* start, std::int64_t count) {
   for (std::int64_t at = 0; at < std::min(count, prefetch_bytes); at += line_size) {
     __builtin_prefetch(start + at);
   }
 }
+
+void ask_for_cold(std::span<const std::uint8_t> bytes, std::span<const Piece> pieces) {
+  if (pieces.size() > 1 && pieces[0].count > 0 && is_cold(bytes.data() + pieces[0].offset)) {
+    for (const Piece& piece : pieces.subspan(1)) {
+      ask_for_pages(bytes.data() + piece.offset, piece.count);
+    }
+  }
+}
+
+// Bytes of a file that lie one after the other, and where they go.
+struct FileRun {
+  std::int64_t start;
+  std::int64_t stop;
+  std::vector<iovec> vectors;
+};
 
 // Reads a run of the file into vectors that lie anywhere; a read may come back short.
 void read_run(int descriptor, std::int64_t offset, std::vector<iovec>& vectors) {
@@ -113,6 +133,9 @@ void copy_pieces(std::span<const std::uint8_t> bytes, std::span<const Piece> pie
                  std::span<std::uint8_t> out) {
   std::uint8_t* to = out.data();
   for (std::size_t i = 0; i < pieces.size(); ++i) {
+    if (i % block_size == 0) {
+      ask_for_cold(bytes, pieces.subspan(i, std::min(block_size, pieces.size() - i)));
+    }
     if (i + prefetch_distance < pieces.size()) {
       const Piece& ahead = pieces[i + prefetch_distance];
       prefetch(bytes.data() + ahead.offset, ahead.count);
@@ -136,26 +159,27 @@ void read_pieces(int descriptor, std::span<const Piece> pieces, std::span<std::u
   std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
     return pieces[a].offset < pieces[b].offset;
   });
-  std::vector<iovec> vectors;
-  std::int64_t start = 0;
-  std::int64_t end = 0;
+  std::vector<FileRun> runs;
   for (const std::size_t i : order) {
     const Piece& piece = pieces[i];
     if (piece.count == 0) {
       continue;
     }
-    if (!vectors.empty() && (piece.offset != end || vectors.size() == max_vectors)) {
-      read_run(descriptor, start, vectors);
-      vectors.clear();
+    if (runs.empty() || piece.offset != runs.back().stop ||
+        runs.back().vectors.size() == max_vectors) {
+      runs.push_back({piece.offset, piece.offset, {}});
     }
-    if (vectors.empty()) {
-      start = piece.offset;
-    }
-    vectors.push_back({targets[i], static_cast<std::size_t>(piece.count)});
-    end = piece.offset + piece.count;
+    runs.back().vectors.push_back({targets[i], static_cast<std::size_t>(piece.count)});
+    runs.back().stop += piece.count;
   }
-  if (!vectors.empty()) {
-    read_run(descriptor, start, vectors);
+  for (std::size_t i = 0; i < runs.size(); ++i) {
+    const DiskWatch watch;
+    read_run(descriptor, runs[i].start, runs[i].vectors);
+    if (i % block_size == 0 && watch.has_read()) {
+      for (std::size_t ahead = i + 1; ahead < std::min(i + block_size, runs.size()); ++ahead) {
+        ask_for_range(descriptor, runs[ahead].start, runs[ahead].stop - runs[ahead].start);
+      }
+    }
   }
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import shutil
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 
 from millrace import ConfigError, DataError, IndexedDataset, IndexedDatasetBuilder
 from millrace.store import DTYPES
+from millrace.store.bytes import Access
 
 
 @pytest.fixture
@@ -188,3 +190,22 @@ def test_swapped_pairs_are_refused(make_dataset: Callable[..., IndexedDataset], 
     shutil.copy(tmp_path / "a.bin", tmp_path / "b.bin")
     with pytest.raises(DataError, match="do not belong together"):
         IndexedDataset(tmp_path / "b")
+
+
+@pytest.mark.parametrize("access", ["mmap", "file"])
+def test_reads_of_a_cold_file_are_equal(tmp_path: Path, access: Access) -> None:
+    """Out of the page cache: what is to be read next is then asked for ahead."""
+    random = np.random.default_rng(5)
+    lengths = random.integers(0, 3000, 3000)
+    tokens = random.integers(0, 60000, lengths.sum(), dtype=np.uint16)
+    with IndexedDatasetBuilder(tmp_path / "data", np.uint16) as builder:
+        builder.add_documents(tokens, lengths)
+    sequences = np.split(tokens, np.cumsum(lengths)[:-1])
+    sequences = [sequence for sequence in sequences if len(sequence)]
+    with open(tmp_path / "data.bin", "rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    dataset = IndexedDataset(tmp_path / "data", access=access)
+    ids = random.permutation(len(sequences))
+    flat, offsets = dataset.read(ids)
+    assert np.array_equal(flat, np.concatenate([sequences[i] for i in ids]))
+    assert np.array_equal(np.diff(offsets), [len(sequences[i]) for i in ids])
