@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from millrace.errors import ConfigError, DataError
+from millrace.files import atomic_file
 from millrace.store import IndexedDataset, IndexedDatasetBuilder
-from millrace.store.publish import atomic_file
 
 _CHUNK = 16 << 20  # tokens that are converted at a time
 _MAX_LENGTH = 2**31 - 1  # of a sequence

@@ -14,14 +14,13 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from millrace import _core, _native
 from millrace.errors import ConfigError, DataError
+from millrace.files import TMP, flush_to_disk
 from millrace.store import entries
 from millrace.store.info import BlockHasher, Info
 from millrace.store.layout import Header, dtype_code
 from millrace.store.publish import (
-    TMP,
     bin_path,
     building,
-    flush_to_disk,
     idx_path,
     info_path,
     open_pair,

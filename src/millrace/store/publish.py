@@ -19,16 +19,14 @@ finishes a publication that reached step 2 and drops everything that did not.
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import os
 import time
 from collections.abc import Iterator
-from typing import IO, BinaryIO
+from typing import BinaryIO
 
 from millrace.errors import DataError, MillraceError
+from millrace.files import TMP, file_lock, fsync_folder, is_at
 
-TMP = ".tmp"
 NEW = ".new"
 LOCK = ".tmp.lock"
 
@@ -71,8 +69,8 @@ def open_pair(prefix: str, *, has_bin: bool = True) -> tuple[BinaryIO | None, Bi
                 continue
             if (
                 names == _pair_to_read(prefix)
-                and _is_at(index, names[1])
-                and (data is None or _is_at(data, names[0]))
+                and is_at(index, names[1])
+                and (data is None or is_at(data, names[0]))
             ):
                 opened.pop_all()
                 return data, index
@@ -106,15 +104,6 @@ def info_to_read(prefix: str) -> str:
     return info
 
 
-def _is_at(file: IO[bytes], path: str) -> bool:
-    try:
-        there = os.stat(path)
-    except FileNotFoundError:
-        return False
-    here = os.fstat(file.fileno())
-    return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
-
-
 @contextlib.contextmanager
 def building(prefix: str) -> Iterator[None]:
     """Holds the lock of a prefix, and cleans up after a builder that died.
@@ -133,36 +122,6 @@ def building(prefix: str) -> Iterator[None]:
             ) from None
         _clean_up(prefix)
         yield
-
-
-@contextlib.contextmanager
-def file_lock(path: str, *, wait: bool = True) -> Iterator[None]:
-    """Holds a lock that processes share by the name of a file, which exists only while it is held.
-
-    The kernel lets go of it when its holder dies. On a file system without locks nothing is held:
-    that only one process is at work is then up to the caller.
-
-    Raises:
-        BlockingIOError: another process holds it, and `wait` is False.
-    """
-    while True:
-        descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o666)
-        with os.fdopen(descriptor, "rb") as held:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            except OSError as error:
-                if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                    raise BlockingIOError(error.errno, "held by another process", path) from None
-                if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
-                    raise
-            if not _is_at(held, path):
-                continue  # its holder let go of it, and unlinked it, while we waited
-            try:
-                yield
-            finally:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
-            return
 
 
 def _clean_up(prefix: str) -> None:
@@ -199,31 +158,3 @@ def _finish(prefix: str) -> None:
         os.rename(info + NEW, info)
     os.rename(index + NEW, index)
     fsync_folder(prefix)
-
-
-@contextlib.contextmanager
-def atomic_file(path: str) -> Iterator[BinaryIO]:
-    """A file that appears at `path` whole when the block ends, or not at all if it fails."""
-    try:
-        with open(path + TMP, "wb") as file:
-            yield file
-            flush_to_disk(file)
-        os.rename(path + TMP, path)
-        fsync_folder(path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path + TMP)
-
-
-def flush_to_disk(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def fsync_folder(path: str) -> None:
-    """Flushes the folder that holds `path`: a rename is on disk only then."""
-    descriptor = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
