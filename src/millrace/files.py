@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and locks that die with their holder."""
+"""Files that appear whole or not at all, locks that die with their holder, and a checksum."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import errno
 import fcntl
 import os
 from collections.abc import Iterator
-from typing import IO, BinaryIO
+from typing import IO, Any, BinaryIO
 
 TMP = ".tmp"
 """What the name of a file ends with while it is written."""
@@ -79,3 +79,10 @@ def is_at(file: IO[bytes], path: str) -> bool:
         return False
     here = os.fstat(file.fileno())
     return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
+
+
+def xxh3() -> Any:
+    """A new XXH3-64, with `update` and `hexdigest`: 14 GB/s a core, where a read gives that."""
+    import xxhash  # 2 ms that `import millrace` does without
+
+    return xxhash.xxh3_64()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -10,14 +12,108 @@ from numpy.typing import ArrayLike, NDArray
 
 from millrace import _core, _native
 from millrace.errors import ConfigError, DataError
-from millrace.order import blend, blend_exhaustively, build_gpt_indices, normalize, plan_gpt
+from millrace.order import (
+    GPTIndices,
+    GPTPlan,
+    blend,
+    blend_exhaustively,
+    build_gpt_indices,
+    normalize,
+    plan_gpt,
+)
 from millrace.store import IndexedDataset
 from millrace.store.bytes import MMapReader
+
+_COUNTED = 1 << 22  # entries of a dataset index that are counted at a time
 
 Batch = dict[str, NDArray[Any]]
 
 NO_TOKEN = -1
 """A pad or EOD id that no token equals."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleOptions:
+    """What a sample looks like; see `GPTDataset` for each.
+
+    Raises:
+        ConfigError: an option that needs another one.
+    """
+
+    sequence_length: int
+    add_extra_token: bool = True
+    eod_token: int | None = None
+    pad_token: int | None = None
+    reset_position_ids: bool = False
+    eod_mask_loss: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.reset_position_ids or self.eod_mask_loss) and self.eod_token is None:
+            raise ConfigError("reset_position_ids and eod_mask_loss look for EOD: give eod_token")
+
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        """The same, as the core takes it."""
+        return {
+            "sequence_length": self.sequence_length,
+            "add_extra_token": self.add_extra_token,
+            "pad_token": NO_TOKEN if self.pad_token is None else self.pad_token,
+            "eod_token": NO_TOKEN if self.eod_token is None else self.eod_token,
+            "reset_position_ids": self.reset_position_ids,
+            "eod_mask_loss": self.eod_mask_loss,
+        }
+
+
+def plan_dataset(
+    dataset: IndexedDataset,
+    sequences: tuple[int, int],
+    num_samples: int | None,
+    options: SampleOptions,
+    *,
+    drop_last_partial_sequence: bool = True,
+) -> GPTPlan:
+    """Epochs and samples of a range of sequences of a token file.
+
+    Raises:
+        ConfigError: no tokens or too few for a sample.
+        DataError: tokens that are no integers, or a damaged index.
+    """
+    if dataset.dtype.kind not in "iu":
+        raise DataError(f"{dataset.prefix} holds {dataset.dtype}; token ids are integers")
+    start, stop = sequences
+    num_tokens = int(np.sum(dataset.sequence_lengths[start:stop], dtype=np.int64))
+    if num_tokens > dataset.num_tokens:
+        raise DataError(
+            f"{dataset.prefix}.idx: sequences {start} to {stop} have {num_tokens} tokens by "
+            f"their lengths; the .bin holds {dataset.num_tokens}. The index is damaged: write "
+            "the pair again"
+        )
+    try:
+        return plan_gpt(
+            num_tokens,
+            num_samples,
+            options.sequence_length,
+            add_extra_token=options.add_extra_token,
+            drop_last_partial_sequence=drop_last_partial_sequence,
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{dataset.prefix}, sequences {start} to {stop}: {error}") from None
+
+
+def build_indices(
+    dataset: IndexedDataset, sequences: tuple[int, int], plan: GPTPlan, seed: int
+) -> GPTIndices:
+    """The three indices of a range of sequences of a token file.
+
+    Raises:
+        ConfigError: a seed or range outside its limits.
+        DataError: a damaged index.
+    """
+    try:
+        return build_gpt_indices(dataset.sequence_lengths, sequences, plan, seed)
+    except ValueError as error:
+        kind = ConfigError if isinstance(error, ConfigError) else DataError
+        raise kind(f"{dataset.prefix}: {error}") from None
 
 
 class GPTDataset:
@@ -60,57 +156,106 @@ class GPTDataset:
         drop_last_partial_sequence: bool = True,
         add_extra_token: bool = True,
     ) -> None:
-        if (reset_position_ids or eod_mask_loss) and eod_token is None:
-            raise ConfigError("reset_position_ids and eod_mask_loss look for EOD: give eod_token")
-        if dataset.dtype.kind not in "iu":
-            raise DataError(f"{dataset.prefix} holds {dataset.dtype}; token ids are integers")
-        self.dataset = dataset
-        self.sequence_length = sequence_length
+        options = SampleOptions(
+            sequence_length=sequence_length,
+            add_extra_token=add_extra_token,
+            eod_token=eod_token,
+            pad_token=pad_token,
+            reset_position_ids=reset_position_ids,
+            eod_mask_loss=eod_mask_loss,
+        )
+        start, stop = (0, len(dataset)) if sequences is None else sequences
+        plan = plan_dataset(
+            dataset,
+            (start, stop),
+            num_samples,
+            options,
+            drop_last_partial_sequence=drop_last_partial_sequence,
+        )
+        self._set(dataset.prefix, (start, stop), seed, plan, options)
+        self.__dict__["dataset"] = dataset
+        self.__dict__["indices"] = build_indices(dataset, (start, stop), plan, seed)
+
+    @classmethod
+    def stored(
+        cls,
+        prefix: str,
+        sequences: tuple[int, int],
+        seed: int,
+        plan: GPTPlan,
+        options: SampleOptions,
+        *,
+        open_dataset: Callable[[], IndexedDataset],
+        load_indices: Callable[[], GPTIndices],
+        content: str | None = None,
+    ) -> GPTDataset:
+        """A dataset whose indices are there already: nothing is opened before the first sample.
+
+        Args:
+            plan: of the range of sequences.
+            open_dataset, load_indices: called at the first sample; they must be picklable where
+                the dataset is to be sent to other processes.
+            content: the token file's fingerprint, if it is known.
+        """
+        self = cls.__new__(cls)
+        self._set(prefix, sequences, seed, plan, options)
+        self._open_dataset, self._load_indices, self._content = open_dataset, load_indices, content
+        return self
+
+    def _set(
+        self,
+        prefix: str,
+        sequences: tuple[int, int],
+        seed: int,
+        plan: GPTPlan,
+        options: SampleOptions,
+    ) -> None:
+        self.prefix = prefix
+        self.sequences = sequences
         self.seed = seed
-        self.sequences = (0, len(dataset)) if sequences is None else sequences
-        start, stop = self.sequences
-        num_tokens = int(np.sum(dataset.sequence_lengths[start:stop], dtype=np.int64))
-        if num_tokens > dataset.num_tokens:
-            raise DataError(
-                f"{dataset.prefix}.idx: sequences {start} to {stop} have {num_tokens} tokens by "
-                f"their lengths; the .bin holds {dataset.num_tokens}. The index is damaged: write "
-                "the pair again"
-            )
-        try:
-            self.plan = plan_gpt(
-                num_tokens,
-                num_samples,
-                sequence_length,
-                add_extra_token=add_extra_token,
-                drop_last_partial_sequence=drop_last_partial_sequence,
-            )
-        except ConfigError as error:
-            raise ConfigError(f"{dataset.prefix}, sequences {start} to {stop}: {error}") from None
-        try:
-            self.indices = build_gpt_indices(
-                dataset.sequence_lengths, self.sequences, self.plan, seed
-            )
-        except ValueError as error:
-            kind = ConfigError if isinstance(error, ConfigError) else DataError
-            raise kind(f"{dataset.prefix}: {error}") from None
-        self._options: dict[str, Any] = {
-            "sequence_length": sequence_length,
-            "add_extra_token": add_extra_token,
-            "pad_token": NO_TOKEN if pad_token is None else pad_token,
-            "eod_token": NO_TOKEN if eod_token is None else eod_token,
-            "reset_position_ids": reset_position_ids,
-            "eod_mask_loss": eod_mask_loss,
-        }
-        self._is_mapped = isinstance(dataset.reader, MMapReader)
-        self._source = _native.sample_source(
-            dataset.tokens if self._is_mapped else np.empty(0, dataset.dtype),
-            dataset.sequence_pointers,
-            dataset.sequence_lengths,
+        self.plan = plan
+        self.sequence_length = plan.sequence_length
+        self.options = options
+        self._open_dataset: Callable[[], IndexedDataset] | None = None
+        self._load_indices: Callable[[], GPTIndices] | None = None
+        self._content: str | None = None
+
+    @cached_property
+    def dataset(self) -> IndexedDataset:
+        """The token file."""
+        assert self._open_dataset is not None
+        return self._open_dataset()
+
+    @cached_property
+    def indices(self) -> GPTIndices:
+        """The document index, sample index and shuffle index."""
+        assert self._load_indices is not None
+        return self._load_indices()
+
+    @cached_property
+    def _is_mapped(self) -> bool:
+        return isinstance(self.dataset.reader, MMapReader)
+
+    @cached_property
+    def _source(self) -> _core.SampleSource:
+        return _native.sample_source(
+            self.dataset.tokens if self._is_mapped else np.empty(0, self.dataset.dtype),
+            self.dataset.sequence_pointers,
+            self.dataset.sequence_lengths,
             self.indices.document_index,
             self.indices.sample_index,
             self.indices.shuffle_index,
-            dataset.reader.size,
+            self.dataset.reader.size,
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        state.pop("_source", None)  # made again where it is needed
+        if self._open_dataset is not None:
+            state.pop("dataset", None)
+        if self._load_indices is not None:
+            state.pop("indices", None)
+        return state
 
     def __len__(self) -> int:
         return self.plan.num_samples
@@ -138,30 +283,34 @@ class GPTDataset:
             if not self._is_mapped:
                 return _batch(self._read(numbers))
             zeros = np.zeros(len(numbers), np.int64)
-            return _batch(_native.gather_samples((self._source,), zeros, numbers, **self._options))
+            return _batch(
+                _native.gather_samples((self._source,), zeros, numbers, **self.options.arguments)
+            )
         except ValueError as error:
             raise _damaged(error) from None
 
     def _read(self, numbers: NDArray[np.int64]) -> Any:
         """The samples' arrays where the token file is not mapped: find, read, fill."""
         offsets, counts, bounds = _native.find_pieces(
-            self._source, numbers, self.sequence_length, self._options["add_extra_token"]
+            self._source, numbers, self.sequence_length, self.options.add_extra_token
         )
         tokens = self.dataset.reader.gather(offsets, counts).view(self.dataset.dtype)
         ends = np.concatenate(([0], np.cumsum(counts // self.dataset.dtype.itemsize)))
-        return _native.fill_rows(tokens, ends[bounds[1:]].astype(np.int64), **self._options)
+        return _native.fill_rows(
+            tokens, ends[bounds[1:]].astype(np.int64), **self.options.arguments
+        )
 
     def fingerprint(self) -> dict[str, Any]:
         """What decides the samples and their order, for comparison with a saved state."""
         return {
             "kind": "gpt",
-            "content": self.dataset.fingerprint,
+            "content": self._content or self.dataset.fingerprint,
             "sequences": list(self.sequences),
             "num_samples": len(self),
             "num_epochs": self.plan.num_epochs,
             "samples_before_final_epoch": self.plan.num_samples_before_final_epoch,
             "seed": self.seed,
-            **self._options,
+            **self.options.arguments,
         }
 
 
@@ -198,37 +347,65 @@ class BlendedDataset:
                 "a blend with weights needs a size; without weights it may be left out"
             )
         for number, dataset in enumerate(datasets):
-            if dataset._options != datasets[0]._options:
+            if dataset.options != datasets[0].options:
                 raise ConfigError(
-                    f"dataset {number} ({dataset.dataset.prefix}) has the options "
-                    f"{dataset._options}, dataset 0 {datasets[0]._options}: make them equal"
+                    f"dataset {number} ({dataset.prefix}) has the options {dataset.options}, "
+                    f"dataset 0 {datasets[0].options}: make them equal"
                 )
-        self.datasets = list(datasets)
         lengths = [len(dataset) for dataset in datasets]
         shares = lengths if weights is None else weights
-        self.dataset_index, self.dataset_sample_index = (
-            blend_exhaustively(lengths) if size is None else blend(shares, size)
-        )
-        self.weights = normalize(shares)
-        self._check_sizes(lengths)
-        self._sources: tuple[_core.SampleSource, ...] = tuple(d._source for d in datasets)
+        arrays = blend_exhaustively(lengths) if size is None else blend(shares, size)
+        check_draws([dataset.prefix for dataset in datasets], lengths, arrays[0])
+        self._set(list(datasets), normalize(shares), len(arrays[0]))
+        self.__dict__["_arrays"] = arrays
 
-    def _check_sizes(self, lengths: list[int]) -> None:
-        wanted = np.bincount(self.dataset_index, minlength=len(lengths)).tolist()
-        short = [d for d, length in enumerate(lengths) if wanted[d] > length]
-        if short:
-            table = "\n".join(
-                f"  dataset {d} ({self.datasets[d].dataset.prefix}): has {lengths[d]}, "
-                f"{wanted[d]} are drawn, {wanted[d] - lengths[d]} short"
-                for d in short
-            )
-            raise ConfigError(
-                f"the blend draws more samples than {len(short)} of its datasets have:\n{table}\n"
-                "Build these with a larger num_samples (see samples_per_dataset)"
-            )
+    @classmethod
+    def stored(
+        cls,
+        datasets: Sequence[GPTDataset],
+        weights: Sequence[float],
+        size: int,
+        load_arrays: Callable[[], tuple[NDArray[np.int16], NDArray[np.int64]]],
+    ) -> BlendedDataset:
+        """A blend whose index is there already, and is loaded for the first sample.
+
+        Args:
+            weights: normalised.
+            load_arrays: gives the dataset index and the dataset sample index; must be picklable
+                where the blend is to be sent to other processes.
+        """
+        self = cls.__new__(cls)
+        self._set(list(datasets), list(weights), size)
+        self._load_arrays = load_arrays
+        return self
+
+    def _set(self, datasets: list[GPTDataset], weights: list[float], size: int) -> None:
+        self.datasets = datasets
+        self.weights = weights
+        self._size = size
+        self._load_arrays: Callable[[], tuple[NDArray[np.int16], NDArray[np.int64]]] | None = None
+
+    @cached_property
+    def _arrays(self) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+        assert self._load_arrays is not None
+        return self._load_arrays()
+
+    @property
+    def dataset_index(self) -> NDArray[np.int16]:
+        return self._arrays[0]
+
+    @property
+    def dataset_sample_index(self) -> NDArray[np.int64]:
+        return self._arrays[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        if self._load_arrays is not None:
+            state.pop("_arrays", None)
+        return state
 
     def __len__(self) -> int:
-        return len(self.dataset_index)
+        return self._size
 
     def __getitem__(self, sample_number: SupportsIndex) -> Batch:
         """One sample: the arrays of `batch` without their first dimension."""
@@ -237,28 +414,27 @@ class BlendedDataset:
     def batch(self, sample_numbers: ArrayLike) -> Batch:
         """The samples of these numbers: as `GPTDataset.batch`, in one call of the core."""
         numbers = _check_numbers(sample_numbers, len(self))
-        sources = self.dataset_index[numbers].astype(np.int64)
+        drawn, sources = np.unique(self.dataset_index[numbers], return_inverse=True)
         in_source = self.dataset_sample_index[numbers]
-        if not all(self.datasets[number]._is_mapped for number in np.unique(sources)):
-            return self._batch_by_dataset(sources, in_source)
+        if drawn.size > 0 and not 0 <= drawn[0] <= drawn[-1] < len(self.datasets):
+            raise DataError(
+                f"the dataset index has entries from {drawn[0]} to {drawn[-1]}; there are "
+                f"{len(self.datasets)} datasets. It is damaged: build it again"
+            )
+        datasets = [self.datasets[number] for number in drawn.tolist()] or self.datasets[:1]
+        if not all(dataset._is_mapped for dataset in datasets):
+            return _batch_by_dataset(datasets, sources, in_source)
         try:
             return _batch(
                 _native.gather_samples(
-                    self._sources, sources, in_source, **self.datasets[0]._options
+                    tuple(dataset._source for dataset in datasets),
+                    sources.astype(np.int64, copy=False),
+                    in_source,
+                    **datasets[0].options.arguments,
                 )
             )
         except ValueError as error:
             raise _damaged(error) from None
-
-    def _batch_by_dataset(self, sources: NDArray[np.int64], in_source: NDArray[np.int64]) -> Batch:
-        """Where a token file is not mapped: a batch of each dataset, put in its rows."""
-        batch: Batch = {}
-        for number in np.unique(sources):
-            rows = sources == number
-            for name, array in self.datasets[number].batch(in_source[rows]).items():
-                shape = (len(sources), *array.shape[1:])
-                batch.setdefault(name, np.empty(shape, array.dtype))[rows] = array
-        return batch
 
     def fingerprint(self) -> dict[str, Any]:
         """What decides the samples and their order, for comparison with a saved state."""
@@ -268,6 +444,44 @@ class BlendedDataset:
             "weights": self.weights,
             "datasets": [dataset.fingerprint() for dataset in self.datasets],
         }
+
+
+def check_draws(
+    prefixes: Sequence[str], lengths: Sequence[int], dataset_index: NDArray[np.int16]
+) -> None:
+    """Checks that each dataset has the samples that a blend draws from it.
+
+    Raises:
+        ConfigError: a table of those that have too few.
+    """
+    wanted = np.zeros(len(lengths), np.int64)
+    for start in range(0, len(dataset_index), _COUNTED):  # it takes 8 bytes for each entry
+        part = dataset_index[start : start + _COUNTED]
+        wanted += np.bincount(part, minlength=len(lengths))
+    short = [d for d, length in enumerate(lengths) if wanted[d] > length]
+    if short:
+        table = "\n".join(
+            f"  dataset {d} ({prefixes[d]}): has {lengths[d]}, {wanted[d]} are drawn, "
+            f"{wanted[d] - lengths[d]} short"
+            for d in short
+        )
+        raise ConfigError(
+            f"the blend draws more samples than {len(short)} of its datasets have:\n{table}\n"
+            "Build these with a larger num_samples or surplus (see samples_per_dataset)"
+        )
+
+
+def _batch_by_dataset(
+    datasets: Sequence[GPTDataset], sources: NDArray[Any], in_source: NDArray[np.int64]
+) -> Batch:
+    """Where a token file is not mapped: a batch of each dataset, put in its rows."""
+    batch: Batch = {}
+    for number, dataset in enumerate(datasets):
+        rows = sources == number
+        for name, array in dataset.batch(in_source[rows]).items():
+            shape = (len(sources), *array.shape[1:])
+            batch.setdefault(name, np.empty(shape, array.dtype))[rows] = array
+    return batch
 
 
 def _check_numbers(sample_numbers: ArrayLike, limit: int) -> NDArray[np.int64]:

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from millrace.errors import ConfigError, DataError
+from millrace.errors import DataError
+from millrace.files import xxh3
 from millrace.store.publish import info_to_read
 
 BLOCK_SIZE = 4 << 20
@@ -100,14 +101,16 @@ def _checksums(document: Mapping[str, Any]) -> Checksums:
 
 def block_hash(data: Any) -> str:
     """The checksum of one block, 16 hex digits."""
-    return _xxhash().xxh3_64_hexdigest(data)  # type: ignore[no-any-return]
+    digest = xxh3()
+    digest.update(data)
+    return str(digest.hexdigest())
 
 
 class BlockHasher:
     """The checksums of a file that is written piece by piece."""
 
     def __init__(self) -> None:
-        self._state = _xxhash().xxh3_64()
+        self._state = xxh3()
         self._in_block = 0
         self._size = 0
         self._blocks: list[str] = []
@@ -133,13 +136,3 @@ class BlockHasher:
         self._blocks.append(self._state.hexdigest())
         self._state.reset()
         self._in_block = 0
-
-
-def _xxhash() -> Any:
-    try:
-        import xxhash
-    except ImportError:
-        raise ConfigError(
-            "checksums need the xxhash package: pip install 'millrace[tokenizers]'"
-        ) from None
-    return xxhash

@@ -1,0 +1,264 @@
+"""Arrays in a folder under one name: published together, built once, mapped by everyone.
+
+A set `NAME` is a file `NAME.json`, which says what it is made of and from what, and an array in a
+plain `NAME-ARRAY.npy` each. The JSON file comes last and goes first, so that a set without it does
+not count. While it is made, `NAME.lock` is held.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import math
+import mmap
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.errors import DataError
+from millrace.files import TMP, atomic_file, file_lock, flush_to_disk, fsync_folder, xxh3
+
+LOGIC_VERSION = 1
+"""Rises when the same key would lead to other arrays; sets of other versions are not used."""
+
+JSON = ".json"
+LOCK = ".lock"
+_BLOCK = 64 << 20  # bytes that a check of contents reads at a time
+
+Layout = Mapping[str, tuple[Any, tuple[int, ...]]]
+"""Each array's dtype and shape."""
+
+
+def fingerprint(key: Any) -> str:
+    """A name for plain JSON values: 32 hexadecimal digits."""
+    text = json.dumps([LOGIC_VERSION, key], sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+class ArrayWriter:
+    """Writes the rows of one array into its file, in any order and from any thread."""
+
+    def __init__(self, file: BinaryIO, dtype: Any, shape: tuple[int, ...]) -> None:
+        self.dtype, self.shape = np.dtype(dtype), shape
+        header = _npy_header(self.dtype, shape)
+        self._file, self._offset = file, len(header)
+        self._row_size = self.dtype.itemsize * math.prod(shape[1:])
+        file.write(header)
+        file.truncate(len(header) + self._row_size * shape[0])
+
+    def write(self, first_row: int, rows: NDArray[Any]) -> None:
+        """Writes rows, of any dtype that the array's can hold, at their place."""
+        if rows.shape[1:] != self.shape[1:] or not 0 <= first_row <= self.shape[0] - len(rows):
+            raise ValueError(
+                f"rows of shape {rows.shape} from row {first_row} on do not fit {self.shape}"
+            )
+        data = memoryview(np.ascontiguousarray(rows, self.dtype).reshape(-1).view(np.uint8).data)
+        at = self._offset + first_row * self._row_size
+        while len(data) > 0:  # one call writes 2 GiB at most
+            count = os.pwrite(self._file.fileno(), data, at)
+            data, at = data[count:], at + count
+
+
+@dataclass(frozen=True)
+class ArraySet:
+    """A published set. Each array is mapped when it is first asked for.
+
+    Attributes:
+        folder, name: where it is.
+        key: what it was made from.
+        layout: dtype and shape of each array.
+        checksums: XXH3-64 of each array's file, as hexadecimal digits.
+    """
+
+    folder: str
+    name: str
+    key: Any
+    layout: Layout
+    checksums: Mapping[str, str]
+    _mapped: dict[str, NDArray[Any]] = field(default_factory=dict, repr=False, compare=False)
+
+    def __getitem__(self, array: str) -> NDArray[Any]:
+        """An array, read-only.
+
+        Raises:
+            DataError: its file is missing, truncated, or another array.
+        """
+        if array not in self._mapped:
+            self._mapped[array] = _map_array(self.path(array), *self.layout[array])
+        return self._mapped[array]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ArraySet, (self.folder, self.name, self.key, self.layout, self.checksums)
+
+    def path(self, array: str) -> str:
+        return array_path(self.folder, self.name, array)
+
+    def size(self) -> int:
+        """Bytes of all arrays."""
+        return sum(
+            np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in self.layout.values()
+        )
+
+    def damage(self, *, contents: bool = False) -> list[str]:
+        """What is wrong with the files, a line each.
+
+        Args:
+            contents: read them and compare the checksums; else sizes and headers alone.
+        """
+        found = []
+        for array in self.layout:
+            try:
+                self[array]
+                if contents and _checksum(self.path(array)) != self.checksums[array]:
+                    found.append(f"{self.path(array)} is damaged: another checksum than recorded")
+            except DataError as error:
+                found.append(str(error))
+        return found
+
+
+def array_path(folder: str, name: str, array: str) -> str:
+    return os.path.join(folder, f"{name}-{array}.npy")
+
+
+def load(folder: str, name: str) -> ArraySet | None:
+    """The set of that name; None where there is none, or one of another version."""
+    try:
+        with open(os.path.join(folder, name + JSON), encoding="utf-8") as file:
+            record = json.load(file)
+        if record["logic"] != LOGIC_VERSION:
+            return None
+        layout = {
+            array: (np.dtype(entry["dtype"]), tuple(entry["shape"]))
+            for array, entry in record["arrays"].items()
+        }
+        checksums = {array: entry["xxh3"] for array, entry in record["arrays"].items()}
+        return ArraySet(folder, name, record["key"], layout, checksums)
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # a file of that name that is no record is somebody else's, or damaged
+
+
+def load_or_build(
+    folder: str,
+    name: str,
+    key: Any,
+    layout: Callable[[], Layout],
+    build: Callable[[Mapping[str, ArrayWriter]], None],
+) -> tuple[ArraySet, bool]:
+    """The set of that name, made first where it is missing or does not fit.
+
+    Of several processes that need it one makes it, and the others wait; if it dies, another does.
+
+    Args:
+        key: what the arrays are a function of: plain JSON values, compared with the record.
+        layout: called for the arrays' forms, if they must be made.
+        build: writes them.
+
+    Returns:
+        the set, and whether it was made here.
+
+    Raises:
+        OSError: it must be made, and the folder cannot be written.
+    """
+    found = _usable(folder, name, key)
+    if found is not None:
+        return found, False
+    os.makedirs(folder, exist_ok=True)
+    with file_lock(os.path.join(folder, name + LOCK)):
+        found = _usable(folder, name, key)
+        if found is not None:
+            return found, False
+        return _publish(folder, name, key, layout(), build), True
+
+
+def _usable(folder: str, name: str, key: Any) -> ArraySet | None:
+    found = load(folder, name)
+    return found if found is not None and found.key == key and not found.damage() else None
+
+
+def _publish(
+    folder: str,
+    name: str,
+    key: Any,
+    layout: Layout,
+    build: Callable[[Mapping[str, ArrayWriter]], None],
+) -> ArraySet:
+    """Writes all arrays, then their names, then the record: the order of the top's promise."""
+    record_path = os.path.join(folder, name + JSON)
+    paths = {array: array_path(folder, name, array) for array in layout}
+    with contextlib.ExitStack() as stack:
+        files: dict[str, BinaryIO] = {}
+        for array, path in paths.items():
+            stack.callback(_unlink, path + TMP)
+            files[array] = stack.enter_context(open(path + TMP, "wb", buffering=0))
+        build({array: ArrayWriter(files[array], *form) for array, form in layout.items()})
+        for file in files.values():
+            flush_to_disk(file)
+        checksums = {array: _checksum(path + TMP) for array, path in paths.items()}
+        _unlink(record_path)
+        for path in paths.values():
+            os.rename(path + TMP, path)
+        fsync_folder(record_path)
+    record = {
+        "logic": LOGIC_VERSION,
+        "key": key,
+        "arrays": {
+            array: {"dtype": np.dtype(dtype).str, "shape": shape, "xxh3": checksums[array]}
+            for array, (dtype, shape) in layout.items()
+        },
+    }
+    with atomic_file(record_path) as file:
+        file.write(json.dumps(record).encode())
+    return ArraySet(folder, name, key, layout, checksums)
+
+
+def _unlink(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def _npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    buffer = io.BytesIO()
+    description = {
+        "descr": np.lib.format.dtype_to_descr(dtype),
+        "fortran_order": False,
+        "shape": shape,
+    }
+    np.lib.format.write_array_header_1_0(buffer, description)
+    return buffer.getvalue()
+
+
+def _map_array(path: str, dtype: Any, shape: tuple[int, ...]) -> NDArray[Any]:
+    dtype = np.dtype(dtype)
+    header = _npy_header(dtype, shape)
+    size = len(header) + dtype.itemsize * math.prod(shape)
+    try:
+        with open(path, "rb") as file:
+            if os.fstat(file.fileno()).st_size != size or file.read(len(header)) != header:
+                raise DataError(
+                    f"{path} is not the array {dtype} {list(shape)} that its set records, or is "
+                    "truncated"
+                )
+            content = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    except (FileNotFoundError, NotADirectoryError):
+        raise DataError(f"{path} is missing") from None
+    return np.frombuffer(content, dtype, offset=len(header)).reshape(shape)
+
+
+def _checksum(path: str) -> str:
+    digest = xxh3()
+    with open(path, "rb") as file:
+        for block in _blocks(file):
+            digest.update(block)
+    return str(digest.hexdigest())
+
+
+def _blocks(file: BinaryIO) -> Iterator[memoryview]:
+    buffer = bytearray(min(_BLOCK, max(os.fstat(file.fileno()).st_size, 1)))
+    while count := file.readinto(buffer):  # type: ignore[attr-defined]
+        yield memoryview(buffer)[:count]
