@@ -3,8 +3,23 @@
 Megatron-LM's token files and its exact sample order, fast, resumable to the sample.
 """
 
-from millrace.errors import ConfigError, DataError, MillraceError, ResumeError, TextError
-from millrace.feed import BlendedDataset, GPTDataset, Loader, SequentialSampler
+from millrace.errors import (
+    ConfigError,
+    DataError,
+    DuplicateDataWarning,
+    MillraceError,
+    ResumeError,
+    TextError,
+)
+from millrace.feed import (
+    BlendedDataset,
+    DatasetConfig,
+    Datasets,
+    GPTDataset,
+    Loader,
+    SequentialSampler,
+    build_datasets,
+)
 from millrace.order import normalize, parse_split, samples_per_dataset, split_ranges
 from millrace.store import IndexedDataset, IndexedDatasetBuilder, optimal_dtype
 
@@ -12,6 +27,9 @@ __all__ = [
     "BlendedDataset",
     "ConfigError",
     "DataError",
+    "DatasetConfig",
+    "Datasets",
+    "DuplicateDataWarning",
     "GPTDataset",
     "IndexedDataset",
     "IndexedDatasetBuilder",
@@ -20,6 +38,7 @@ __all__ = [
     "ResumeError",
     "SequentialSampler",
     "TextError",
+    "build_datasets",
     "normalize",
     "optimal_dtype",
     "parse_split",

@@ -6,10 +6,19 @@
     ├── TextError       an input text, line or tokenizer that cannot be read (also a ValueError)
     └── ResumeError     a saved state that belongs to other data or another order
 
+    DuplicateDataWarning  a blend that holds the same data twice (a UserWarning)
+
 Each message gives the place, the value, the limit and the remedy.
 """
 
-__all__ = ["ConfigError", "DataError", "MillraceError", "ResumeError", "TextError"]
+__all__ = [
+    "ConfigError",
+    "DataError",
+    "DuplicateDataWarning",
+    "MillraceError",
+    "ResumeError",
+    "TextError",
+]
 
 
 class MillraceError(Exception):
@@ -30,3 +39,7 @@ class TextError(MillraceError, ValueError):
 
 class ResumeError(MillraceError):
     """A saved state that does not belong to this data and order."""
+
+
+class DuplicateDataWarning(UserWarning):
+    """A blend that holds the same data twice, and so draws the same samples twice."""

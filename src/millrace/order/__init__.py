@@ -2,14 +2,15 @@
 
 `splits` cuts a dataset into train, valid and test; `gpt` makes the document index, sample index
 and shuffle index of one dataset and split; `blend` says which dataset each sample comes from. All
-of them give Megatron-LM's results, bit for bit.
+of them give Megatron-LM's results, bit for bit. `arrays` keeps what they made in a folder.
 """
 
 from millrace.order.blend import blend, blend_exhaustively, normalize, samples_per_dataset
 from millrace.order.gpt import GPTIndices, GPTPlan, build_gpt_indices, plan_gpt
-from millrace.order.splits import parse_split, split_ranges
+from millrace.order.splits import SPLITS, parse_split, split_ranges
 
 __all__ = [
+    "SPLITS",
     "GPTIndices",
     "GPTPlan",
     "blend",

@@ -1,0 +1,386 @@
+"""The datasets of a training run, from one configuration.
+
+    config ──> plan: which ranges of which token files, how many samples of each, what blends
+           ──> indices: built in parallel, or found in the cache folder
+           ──> train, valid, test
+
+In a cache folder lie, for each split, one set of arrays (see `order.arrays`) that holds the indices
+of all its datasets one after the other, named by what they are a function of; and, for each
+configuration, a manifest that says which token files it was made from, what they held, and which
+sets it needs. A start with a manifest opens no token file before the first sample.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.errors import ConfigError, DataError
+from millrace.feed.config import DatasetConfig
+from millrace.feed.datasets import BlendedDataset, GPTDataset, build_indices, check_draws
+from millrace.feed.manifest import is_unchanged, manifest_path, read_manifest, write_manifest
+from millrace.feed.plan import DatasetPlan, RunPlan, SplitPlan, TokenFile, plan_run
+from millrace.order import GPTIndices, arrays, blend, blend_exhaustively, normalize
+from millrace.store import IndexedDataset
+from millrace.store.bytes import Access
+
+Arrays = tuple[NDArray[np.int16], NDArray[np.int64]]
+"""A dataset index and a dataset sample index."""
+
+
+class Datasets(NamedTuple):
+    """The three splits; None where a split has no share. Several validation sets are a list."""
+
+    train: GPTDataset | BlendedDataset | None
+    valid: GPTDataset | BlendedDataset | list[GPTDataset] | None
+    test: GPTDataset | BlendedDataset | None
+
+
+Progress = Callable[[int, int], None]
+"""Called with the number of datasets whose indices are there, and of all."""
+
+
+def build_datasets(config: DatasetConfig, *, progress: Progress | None = None) -> Datasets:
+    """The train, valid and test datasets of a run, in Megatron-LM's order.
+
+    With a cache folder, indices that are there are mapped, and others are built and kept. Of
+    several processes that start together one builds, and the others wait for it; if it dies,
+    another one goes on. Without a cache folder, indices are built in memory.
+
+    Raises:
+        ConfigError: data that cannot give what the configuration asks for, or, with
+            `trust_cache`, no manifest.
+        DataError: a token file that is missing or damaged.
+        OSError: indices must be built, and the cache folder cannot be written.
+    """
+    return build_planned(config, progress=progress)[1]
+
+
+def build_planned(
+    config: DatasetConfig, *, progress: Progress | None = None
+) -> tuple[RunPlan, Datasets]:
+    """The same, and the plan that it was made by."""
+    if config.cache is None:
+        opened, plan = plan_run(config)
+        return plan, _in_memory(config, plan, opened, progress)
+    folder = os.fspath(config.cache)
+    found = _from_manifest(config, folder)
+    if found is not None:
+        return found
+    if config.trust_cache:
+        raise ConfigError(
+            f"{folder} has no manifest for this configuration: build it ahead with `millrace "
+            "index`, or leave trust_cache out"
+        )
+    opened, plan = plan_run(config)
+    sets = _build_sets(config, folder, plan, opened, progress)
+    write_manifest(config, plan, sets)
+    return plan, _from_sets(config, plan, sets)
+
+
+# ---- indices in memory ----
+
+
+def _in_memory(
+    config: DatasetConfig,
+    plan: RunPlan,
+    opened: Sequence[IndexedDataset],
+    progress: Progress | None,
+) -> Datasets:
+    count = _counter(plan, progress)
+
+    def build(dataset: DatasetPlan) -> GPTIndices:
+        indices = build_indices(opened[dataset.file], dataset.sequences, dataset.gpt, config.seed)
+        count()
+        return indices
+
+    made: list[Any] = []
+    with ThreadPoolExecutor(config.num_threads) as pool:
+        for split in plan.splits:
+            if split is None:
+                made.append(None)
+                continue
+            draws = _draw(plan, split) if split.kind == "blend" else None
+            parts = [
+                _dataset(
+                    config,
+                    plan.files[dataset.file],
+                    dataset,
+                    open_dataset=functools.partial(_same, opened[dataset.file]),
+                    load_indices=functools.partial(_same, indices),
+                )
+                for dataset, indices in zip(
+                    split.datasets, pool.map(build, split.datasets), strict=True
+                )
+            ]
+            made.append(_assemble(split, parts, functools.partial(_same, draws)))
+    return Datasets(*made)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _counter(plan: RunPlan, progress: Progress | None) -> Callable[[], None]:
+    total = sum(len(split.datasets) for split in plan.splits if split is not None)
+    numbers = itertools.count(1)
+    if progress is not None:
+        progress(0, total)
+    return lambda: None if progress is None else progress(next(numbers), total)
+
+
+def _draw(plan: RunPlan, split: SplitPlan) -> Arrays:
+    """The dataset index and dataset sample index of a blend."""
+    lengths = [dataset.gpt.num_samples for dataset in split.datasets]
+    if split.size is None:
+        drawn = blend_exhaustively(lengths)
+    else:
+        drawn = blend(split.weights or lengths, split.size)
+    prefixes = [plan.files[dataset.file].prefix for dataset in split.datasets]
+    try:
+        check_draws(prefixes, lengths, drawn[0])
+    except ConfigError as error:
+        raise ConfigError(f"the {split.name} split: {error}") from None
+    return drawn
+
+
+def _dataset(
+    config: DatasetConfig,
+    file: TokenFile,
+    dataset: DatasetPlan,
+    *,
+    open_dataset: Callable[[], IndexedDataset],
+    load_indices: Callable[[], GPTIndices],
+) -> GPTDataset:
+    return GPTDataset.stored(
+        file.prefix,
+        dataset.sequences,
+        config.seed,
+        dataset.gpt,
+        config.sample_options,
+        open_dataset=open_dataset,
+        load_indices=load_indices,
+        content=file.content,
+    )
+
+
+def _assemble(
+    split: SplitPlan,
+    parts: list[GPTDataset],
+    load_arrays: Callable[[], Arrays],
+) -> GPTDataset | BlendedDataset | list[GPTDataset]:
+    if split.kind == "apart":
+        return parts
+    if split.kind == "one":
+        return parts[0]
+    lengths = [len(part) for part in parts]
+    size = sum(lengths) if split.size is None else split.size
+    return BlendedDataset.stored(parts, normalize(split.weights or lengths), size, load_arrays)
+
+
+# ---- indices in a cache folder ----
+
+
+def set_key(config: DatasetConfig, plan: RunPlan, split: SplitPlan) -> dict[str, Any]:
+    """What the arrays of a split are a function of: plain JSON values."""
+    return {
+        "kind": split.kind,
+        "seed": config.seed,
+        "sequence_length": config.sequence_length,
+        "add_extra_token": config.add_extra_token,
+        "datasets": [
+            [
+                plan.files[dataset.file].lengths,
+                plan.files[dataset.file].num_sequences,
+                *dataset.sequences,
+                dataset.gpt.num_samples,
+                dataset.gpt.num_epochs,
+                dataset.gpt.num_samples_before_final_epoch,
+                dataset.gpt.allow_partial,
+            ]
+            for dataset in split.datasets
+        ],
+        "weights": None if split.weights is None else list(split.weights),
+        "size": split.size,
+    }
+
+
+def _build_sets(
+    config: DatasetConfig,
+    folder: str,
+    plan: RunPlan,
+    opened: Sequence[IndexedDataset],
+    progress: Progress | None,
+) -> list[arrays.ArraySet | None]:
+    count = _counter(plan, progress)
+    sets: list[arrays.ArraySet | None] = []
+    for split in plan.splits:
+        if split is None:
+            sets.append(None)
+            continue
+        key = set_key(config, plan, split)
+        build = functools.partial(_build_split, config, plan, split, opened, count)
+        layout = functools.partial(_layout, split)
+        sets.append(arrays.load_or_build(folder, arrays.fingerprint(key), key, layout, build)[0])
+    return sets
+
+
+def _layout(split: SplitPlan) -> dict[str, tuple[Any, tuple[int, ...]]]:
+    """The forms of a split's arrays: those of all its datasets, one after the other."""
+    places = _places(split)[-1]
+    most_documents = max(_num_entries(dataset) for dataset in split.datasets)
+    most_samples = max(dataset.gpt.num_samples for dataset in split.datasets)
+    layout: dict[str, tuple[Any, tuple[int, ...]]] = {
+        "document_index": (np.int32, (places.documents.stop,)),
+        "sample_index": (
+            np.int32 if most_documents < 2**31 else np.int64,
+            (places.rows.stop, 2),
+        ),
+        "shuffle_index": (
+            np.uint32 if most_samples < 2**32 - 2 else np.int64,
+            (places.samples.stop,),
+        ),
+    }
+    if split.kind == "blend":
+        lengths = [dataset.gpt.num_samples for dataset in split.datasets]
+        size = sum(lengths) if split.size is None else split.size
+        layout["dataset_index"] = (np.int16, (size,))
+        layout["dataset_sample_index"] = (np.int64, (size,))
+    return layout
+
+
+class _Places(NamedTuple):
+    """Where a dataset's indices are in the arrays of its split."""
+
+    documents: slice
+    rows: slice
+    samples: slice
+
+
+def _places(split: SplitPlan) -> list[_Places]:
+    found = []
+    documents = rows = samples = 0
+    for dataset in split.datasets:
+        count, size = _num_entries(dataset), dataset.gpt.num_samples
+        found.append(
+            _Places(
+                slice(documents, documents + count),
+                slice(rows, rows + size + 1),
+                slice(samples, samples + size),
+            )
+        )
+        documents, rows, samples = documents + count, rows + size + 1, samples + size
+    return found
+
+
+def _num_entries(dataset: DatasetPlan) -> int:
+    """Of its document index."""
+    start, stop = dataset.sequences
+    return (stop - start) * dataset.gpt.num_epochs
+
+
+def _build_split(
+    config: DatasetConfig,
+    plan: RunPlan,
+    split: SplitPlan,
+    opened: Sequence[IndexedDataset],
+    count: Callable[[], None],
+    writers: Mapping[str, arrays.ArrayWriter],
+) -> None:
+    if split.kind == "blend":
+        dataset_index, dataset_sample_index = _draw(plan, split)
+        writers["dataset_index"].write(0, dataset_index)
+        writers["dataset_sample_index"].write(0, dataset_sample_index)
+        del dataset_index, dataset_sample_index
+
+    def build(dataset: DatasetPlan, places: _Places) -> None:
+        indices = build_indices(opened[dataset.file], dataset.sequences, dataset.gpt, config.seed)
+        writers["document_index"].write(places.documents.start, indices.document_index)
+        writers["sample_index"].write(places.rows.start, indices.sample_index)
+        writers["shuffle_index"].write(places.samples.start, indices.shuffle_index)
+        count()
+
+    with ThreadPoolExecutor(config.num_threads) as pool:
+        for _ in pool.map(build, split.datasets, _places(split)):
+            pass
+
+
+def _from_sets(
+    config: DatasetConfig, plan: RunPlan, sets: Sequence[arrays.ArraySet | None]
+) -> Datasets:
+    made: list[Any] = []
+    for split, stored in zip(plan.splits, sets, strict=True):
+        if split is None or stored is None:
+            made.append(None)
+            continue
+        parts = [
+            _dataset(
+                config,
+                plan.files[dataset.file],
+                dataset,
+                open_dataset=functools.partial(
+                    _open_unchanged, plan.files[dataset.file], config.access
+                ),
+                load_indices=functools.partial(_load_indices, stored, places),
+            )
+            for dataset, places in zip(split.datasets, _places(split), strict=True)
+        ]
+        made.append(_assemble(split, parts, functools.partial(_load_blend, stored)))
+    return Datasets(*made)
+
+
+def _open_unchanged(file: TokenFile, access: Access) -> IndexedDataset:
+    """Opens a token file that a manifest knows.
+
+    Raises:
+        DataError: it holds other counts than when its indices were built.
+    """
+    dataset = IndexedDataset(file.prefix, access=access)
+    now = (len(dataset), dataset.num_documents, dataset.num_tokens)
+    then = (file.num_sequences, file.num_documents, file.num_tokens)
+    if now != then:
+        raise DataError(
+            f"{file.prefix} has {now} sequences, documents and tokens; its indices were built for "
+            f"{then}. Build them again with `millrace index`, and do not change data of a run"
+        )
+    return dataset
+
+
+def _load_indices(stored: arrays.ArraySet, places: _Places) -> GPTIndices:
+    return GPTIndices(
+        document_index=stored["document_index"][places.documents],
+        sample_index=stored["sample_index"][places.rows],
+        shuffle_index=stored["shuffle_index"][places.samples],
+    )
+
+
+def _load_blend(stored: arrays.ArraySet) -> Arrays:
+    return stored["dataset_index"], stored["dataset_sample_index"]
+
+
+def _from_manifest(config: DatasetConfig, folder: str) -> tuple[RunPlan, Datasets] | None:
+    """The datasets by the manifest, if there is one that fits the token files and its sets."""
+    found = read_manifest(manifest_path(config))
+    if found is None or found[0] != config.order_key():
+        return None
+    _, plan, names = found
+    sets = [None if name is None else arrays.load(folder, name) for name in names]
+    for split, stored, name in zip(plan.splits, sets, names, strict=True):
+        if (split is None) != (name is None) or (name is not None and stored is None):
+            return None
+        if split is not None and stored is not None:
+            forms = {array: (np.dtype(d), s) for array, (d, s) in _layout(split).items()}
+            if stored.key != set_key(config, plan, split) or stored.layout != forms:
+                return None
+            if stored.damage():
+                return None
+    if not config.trust_cache and not all(is_unchanged(file) for file in plan.files):
+        return None
+    return plan, _from_sets(config, plan, sets)

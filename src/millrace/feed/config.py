@@ -1,0 +1,168 @@
+"""What a training run asks of its data."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from millrace.errors import ConfigError
+from millrace.feed.datasets import SampleOptions
+from millrace.order import SPLITS, normalize
+from millrace.order.blend import SURPLUS
+from millrace.order.gpt import MAX_SEED
+from millrace.order.splits import Bookends
+from millrace.store.bytes import Access
+
+Blend = tuple[Sequence[str], Sequence[float] | None]
+"""Path prefixes, and a weight for each; None: their lengths are the weights."""
+
+_VALID = SPLITS.index("valid")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetConfig:
+    """What to draw samples from, how many, and how they look.
+
+    Args:
+        sequence_length: tokens to train on in a sample.
+        seed: of the order, 0 to 2**32 - 1.
+        num_samples: of train, valid and test: at least so many; None: what one epoch gives.
+        blend: one distribution, cut into train, valid and test by `split`.
+        split: shares such as "969,30,1", or where each split starts and ends as fractions.
+        blend_per_split: a distribution for each split of its own; None where there is none.
+        multiple_validation_sets: each prefix of the validation blend is a dataset by itself.
+        full_validation: validation is one epoch of its data; `num_samples[1]` must be None.
+        surplus: what is built of each dataset beyond its share of a blend.
+        drop_last_partial_validation_sequence: leave out a last validation sample that the tokens
+            do not fill.
+        add_extra_token, eod_token, pad_token, reset_position_ids, eod_mask_loss: see `GPTDataset`.
+        access: how to read token files: "mmap" or "file".
+        cache: a folder to keep index arrays in; None: they are built in memory.
+        trust_cache: take the manifest in the cache folder as it is, without a look at any token
+            file; it must be there.
+        num_threads: that build indices side by side; each needs the memory of one dataset's.
+
+    Raises:
+        ConfigError: options outside their limits, or that do not go together.
+    """
+
+    sequence_length: int
+    seed: int
+    num_samples: tuple[int | None, int | None, int | None]
+    blend: Blend | None = None
+    split: str | Sequence[Bookends | None] | None = None
+    blend_per_split: Sequence[Blend | None] | None = None
+    multiple_validation_sets: bool = False
+    full_validation: bool = False
+    surplus: float = SURPLUS
+    drop_last_partial_validation_sequence: bool = True
+    add_extra_token: bool = True
+    eod_token: int | None = None
+    pad_token: int | None = None
+    reset_position_ids: bool = False
+    eod_mask_loss: bool = False
+    access: Access = "mmap"
+    cache: str | os.PathLike[str] | None = None
+    trust_cache: bool = False
+    num_threads: int = 1
+
+    def __post_init__(self) -> None:
+        if (self.blend is None) == (self.blend_per_split is None):
+            raise ConfigError("give a blend and a split, or a blend_per_split: one of the two")
+        if (self.blend is None) != (self.split is None):
+            raise ConfigError(
+                f"the split is {self.split}: a blend needs one, and with a blend_per_split there "
+                "is none"
+            )
+        if self.blend_per_split is not None and len(self.blend_per_split) != len(SPLITS):
+            raise ConfigError(
+                f"blend_per_split has {len(self.blend_per_split)} entries; give one for each of "
+                f"{', '.join(SPLITS)}, None for those that you do without"
+            )
+        if len(self.num_samples) != len(SPLITS):
+            raise ConfigError(
+                f"num_samples has {len(self.num_samples)} entries; give one for each of "
+                f"{', '.join(SPLITS)}"
+            )
+        if not 0 <= self.seed <= MAX_SEED:
+            raise ConfigError(f"the seed is {self.seed}; 0 to {MAX_SEED} is possible")
+        if not self.surplus >= 0:
+            raise ConfigError(f"the surplus is {self.surplus}; at least 0 is needed")
+        if self.num_threads < 1:
+            raise ConfigError(f"num_threads is {self.num_threads}; at least 1 is needed")
+        if self.trust_cache and self.cache is None:
+            raise ConfigError("trust_cache needs a cache folder: give cache")
+        if self.full_validation and self.num_samples[_VALID] is not None:
+            raise ConfigError(
+                f"full_validation takes one epoch, and num_samples asks for "
+                f"{self.num_samples[_VALID]} validation samples: make that None"
+            )
+        if self.multiple_validation_sets and self.blend_per_split is None:
+            raise ConfigError("multiple_validation_sets needs a blend_per_split")
+        self._check_blends()
+        _ = self.sample_options
+
+    def _check_blends(self) -> None:
+        for name, prefixes, weights, size in self._blends():
+            if len(prefixes) == 0 or isinstance(prefixes, str):
+                raise ConfigError(f"the {name} blend is {prefixes!r}; a list of prefixes is needed")
+            if weights is None:
+                continue
+            if len(weights) != len(prefixes):
+                raise ConfigError(
+                    f"the {name} blend has {len(weights)} weights for {len(prefixes)} prefixes"
+                )
+            normalize(weights)
+            if size is None and not (self.blend_per_split is not None and len(prefixes) == 1):
+                raise ConfigError(
+                    f"the {name} blend has weights, and num_samples is None: weights say how to "
+                    "mix a number of samples. Give the number, or leave the weights out"
+                )
+
+    def _blends(self) -> list[tuple[str, Sequence[str], Sequence[float] | None, int | None]]:
+        """(split, prefixes, weights, number of samples) of each."""
+        found = []
+        for number, name in enumerate(SPLITS):
+            given = self.blend or (self.blend_per_split or [])[number]
+            if given is not None and not (number == _VALID and self.multiple_validation_sets):
+                found.append((name, *given, self.num_samples[number]))
+        return found
+
+    @functools.cached_property
+    def sample_options(self) -> SampleOptions:
+        return SampleOptions(
+            sequence_length=self.sequence_length,
+            add_extra_token=self.add_extra_token,
+            eod_token=self.eod_token,
+            pad_token=self.pad_token,
+            reset_position_ids=self.reset_position_ids,
+            eod_mask_loss=self.eod_mask_loss,
+        )
+
+    def order_key(self) -> dict[str, Any]:
+        """What decides the order, apart from what is in the token files: plain JSON values."""
+
+        def plain(given: Blend | None) -> Any:
+            if given is None:
+                return None
+            prefixes, weights = given
+            return [[os.fspath(p) for p in prefixes], None if weights is None else list(weights)]
+
+        per_split = self.blend_per_split
+        return {
+            "sequence_length": self.sequence_length,
+            "seed": self.seed,
+            "num_samples": list(self.num_samples),
+            "blend": plain(self.blend),
+            "split": self.split
+            if isinstance(self.split, str) or self.split is None
+            else [None if ends is None else list(ends) for ends in self.split],
+            "blend_per_split": None if per_split is None else [plain(given) for given in per_split],
+            "multiple_validation_sets": self.multiple_validation_sets,
+            "surplus": self.surplus,
+            "drop_last_partial_validation_sequence": self.drop_last_partial_validation_sequence,
+            "add_extra_token": self.add_extra_token,
+        }
