@@ -4,6 +4,7 @@ Megatron-LM's token files and its exact sample order, fast, resumable to the sam
 """
 
 from millrace.errors import (
+    CacheError,
     ConfigError,
     DataError,
     DuplicateDataWarning,
@@ -25,6 +26,7 @@ from millrace.store import IndexedDataset, IndexedDatasetBuilder, optimal_dtype
 
 __all__ = [
     "BlendedDataset",
+    "CacheError",
     "ConfigError",
     "DataError",
     "DatasetConfig",

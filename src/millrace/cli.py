@@ -67,6 +67,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_merge(verbs)
     _add_split(verbs)
     _add_convert(verbs)
+    _add_index(verbs)
+    _add_cache(verbs)
     _add_demo(verbs)
     return parser
 
@@ -288,6 +290,143 @@ def _convert(options: argparse.Namespace) -> None:
         checksums=options.checksums,
     )
     print(f"{options.target} is written")
+
+
+def _add_index(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = verbs.add_parser(
+        "index",
+        help="build the indices of a training run ahead of time",
+        description="Builds every index of a training run, so that it starts without building "
+        "any. The arguments are Megatron-LM's, in a YAML or TOML file, as options, or both (an "
+        "option counts more).",
+    )
+    parser.add_argument("config", nargs="?", metavar="FILE", help="YAML or TOML with arguments")
+    parser.add_argument(
+        "--megatron-cache",
+        metavar="DIR",
+        help="write the files that Megatron-LM itself looks for (its --data-cache-path)",
+    )
+    parser.add_argument(
+        "--tokenizer-identifiers",
+        metavar="JSON",
+        help="what Megatron-LM's tokenizer calls itself, a part of those files' names: JSON, "
+        "a file of it, or a *-description.txt that Megatron-LM wrote",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    data = parser.add_argument_group("data", "a list is prefixes, or a weight before each prefix")
+    data.add_argument("--data-path", nargs="+", metavar="ITEM", help="one list, cut by --split")
+    for name in ("train", "valid", "test"):
+        data.add_argument(
+            f"--{name}-data-path", nargs="+", metavar="ITEM", help=f"a list for {name} alone"
+        )
+    data.add_argument("--data-args-path", metavar="FILE", help="that holds the one list")
+    data.add_argument(
+        "--per-split-data-args-path", metavar="FILE", help="JSON with train, valid and test lists"
+    )
+    data.add_argument("--split", metavar="SHARES", help='train, valid, test: "969,30,1"')
+    order = parser.add_argument_group("order")
+    for name in ("seq-length", "seed", "train-samples", "train-iters", "global-batch-size"):
+        order.add_argument(f"--{name}", metavar="N")
+    for name in ("eval-iters", "eval-interval", "num-dataset-builder-threads"):
+        order.add_argument(f"--{name}", metavar="N")
+    order.add_argument(
+        "--num-samples",
+        nargs=3,
+        metavar=("TRAIN", "VALID", "TEST"),
+        help="in place of iterations and batch sizes: whole numbers, or none for one epoch",
+    )
+    order.add_argument("--mid-level-dataset-surplus", metavar="SHARE")
+    for name in ("skip-train", "full-validation", "multiple-validation-sets"):
+        order.add_argument(f"--{name}", action="store_true", default=None)
+    order.add_argument(
+        "--data-cache-path", "--cache", metavar="DIR", help="where millrace keeps its indices"
+    )
+    parser.set_defaults(run=_index)
+
+
+def _index(options: argparse.Namespace) -> None:
+    from millrace.jobs import arguments, index
+    from millrace.jobs.index import format_result
+
+    given = arguments.read_arguments(options.config) if options.config else {}
+    tokenizer = given.pop("tokenizer_identifiers", None)
+    left_out = arguments.unknown_arguments(given)
+    chosen = {name: value for name, value in vars(options).items() if name in arguments.NAMES}
+    given.update({name: value for name, value in chosen.items() if value is not None})
+    if options.tokenizer_identifiers:
+        tokenizer = arguments.read_identifiers(options.tokenizer_identifiers)
+    result = index(
+        arguments.config_from(given),
+        megatron_cache_folder=options.megatron_cache,
+        tokenizer=tokenizer,
+        show_progress=True,
+    )
+    if options.json:
+        print(json.dumps(dataclasses.asdict(result), indent=2))
+        return
+    print(format_result(result))
+    if left_out:
+        print(f"not about data, and left out: {', '.join(left_out)}")
+
+
+def _add_cache(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = verbs.add_parser(
+        "cache",
+        help="list, check and prune cached indices",
+        description="Shows what millrace keeps in a cache folder, and removes what no run can use.",
+    )
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    for name, text in (
+        ("list", "show what is there"),
+        ("check", "read every array and compare its checksum; exits with 1 if one is damaged"),
+        (
+            "prune",
+            "remove leftovers, damaged sets, runs whose token files are gone or changed, and sets "
+            "that no run needs",
+        ),
+    ):
+        action = actions.add_parser(name, help=text, description=f"{text.capitalize()}.")
+        action.add_argument("folder", metavar="DIR", help="the cache folder")
+        action.add_argument("--json", action="store_true", help="print JSON")
+        action.set_defaults(run=_cache, action=name)
+        if name == "prune":
+            action.add_argument(
+                "--older-than",
+                type=float,
+                metavar="DAYS",
+                help="remove runs that were indexed longer ago, too",
+            )
+            action.add_argument("--dry-run", action="store_true", help="remove nothing")
+
+
+def _cache(options: argparse.Namespace) -> None:
+    from millrace.jobs import list_cache, prune_cache
+
+    if options.action == "prune":
+        entries = prune_cache(
+            options.folder, older_than_days=options.older_than, dry_run=options.dry_run
+        )
+        what = "to remove" if options.dry_run else "removed"
+    else:
+        entries = list_cache(options.folder, check_contents=options.action == "check")
+        what = "there" if options.action == "list" else "checked"
+    if options.json:
+        print(json.dumps([dataclasses.asdict(entry) for entry in entries], indent=2))
+    else:
+        for entry in entries:
+            data = f", of {len(entry.prefixes)} token files" if entry.prefixes else ""
+            sets = f", needs {', '.join(entry.sets)}" if entry.sets else ""
+            print(
+                f"{entry.kind:8} {entry.name}  {entry.num_bytes / 1e6:,.1f} MB, "
+                f"{entry.age / (24 * 60 * 60):.1f} days old{data}{sets}"
+            )
+            for problem in entry.problems:
+                print(f"  {problem}")
+        total = sum(entry.num_bytes for entry in entries) / 1e6
+        print(f"{len(entries)} entries {what}, {total:,.1f} MB")
+    damaged = sum(1 for entry in entries if entry.problems and entry.kind == "set")
+    if options.action == "check" and damaged:
+        raise DataError(f"{damaged} sets of arrays are damaged; `millrace cache prune` them")
 
 
 def _add_demo(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

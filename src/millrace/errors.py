@@ -4,6 +4,7 @@
     ├── ConfigError     an argument or option that cannot work (also a ValueError)
     ├── DataError       a token file that is missing, damaged or foreign (also a ValueError)
     ├── TextError       an input text, line or tokenizer that cannot be read (also a ValueError)
+    ├── CacheError      a cache folder that cannot be written (also an OSError)
     └── ResumeError     a saved state that belongs to other data or another order
 
     DuplicateDataWarning  a blend that holds the same data twice (a UserWarning)
@@ -12,6 +13,7 @@ Each message gives the place, the value, the limit and the remedy.
 """
 
 __all__ = [
+    "CacheError",
     "ConfigError",
     "DataError",
     "DuplicateDataWarning",
@@ -31,6 +33,10 @@ class ConfigError(MillraceError, ValueError):
 
 class DataError(MillraceError, ValueError):
     """A token file that is missing, truncated, damaged or of another format."""
+
+
+class CacheError(MillraceError, OSError):
+    """A cache folder that cannot be written, where indices must be built."""
 
 
 class TextError(MillraceError, ValueError):

@@ -1,11 +1,19 @@
-"""torch at the edge: the only module that imports it."""
+"""torch at the edge: tensors, and processes that torch.distributed connects."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
 
 import torch
 from numpy.typing import NDArray
+from torch import distributed
+
+from millrace.errors import ConfigError
+from millrace.feed import DatasetConfig, Datasets
+from millrace.feed import build_datasets as _build_datasets
+
+T = TypeVar("T")
 
 
 def to_tensors(batch: dict[str, NDArray[Any]]) -> dict[str, torch.Tensor]:
@@ -18,3 +26,69 @@ def to_tensors(batch: dict[str, NDArray[Any]]) -> dict[str, torch.Tensor]:
         CPU tensors of the same shapes and dtypes.
     """
     return {name: torch.from_numpy(array) for name, array in batch.items()}
+
+
+def build_datasets(
+    config: DatasetConfig,
+    *,
+    builders: Literal["one", "one per node"] = "one",
+    local_rank: int | None = None,
+    group: distributed.ProcessGroup | None = None,
+) -> Datasets:
+    """`millrace.build_datasets` on every rank: the indices are built first, then mapped by all.
+
+    Every rank of the group must call it. Where torch.distributed is not initialised it is the same
+    as `millrace.build_datasets`.
+
+    Args:
+        config: with a cache folder, so that what is built reaches the others.
+        builders: "one": rank 0 builds, for a cache folder that all share; "one per node": the rank
+            with local_rank 0 of each node does, for cache folders on local disks.
+        local_rank: of this process on its node; needed for "one per node".
+        group: None: all ranks.
+
+    Raises:
+        What `millrace.build_datasets` raises on any rank is raised on every rank: none is left
+        waiting.
+    """
+    if builders not in ("one", "one per node"):
+        raise ConfigError(f"builders is {builders!r}; 'one' or 'one per node' is possible")
+    if builders == "one per node" and local_rank is None:
+        raise ConfigError("one builder per node needs to know which rank that is: give local_rank")
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return _build_datasets(config)
+    rank = distributed.get_rank(group) if builders == "one" else local_rank
+    first = together(lambda: _build_datasets(config) if rank == 0 else None, group)
+    rest = together(lambda: _build_datasets(config) if rank != 0 else None, group)
+    made = first if rank == 0 else rest
+    assert made is not None
+    return made
+
+
+def together(work: Callable[[], T], group: distributed.ProcessGroup | None = None) -> T:
+    """Does work on each rank, and waits for all; an error on one rank is raised on every rank."""
+    result: T | None = None
+    error: Exception | None = None
+    try:
+        result = work()
+    except Exception as caught:
+        error = caught
+    errors: list[Any] = [None] * distributed.get_world_size(group)
+    distributed.all_gather_object(errors, _portable(error), group=group)
+    if error is not None:
+        raise error
+    for rank, other in enumerate(errors):
+        if other is not None:
+            other.add_note(f"raised on rank {rank}") if hasattr(other, "add_note") else None
+            raise other
+    return result  # type: ignore[return-value]
+
+
+def _portable(error: Exception | None) -> Exception | None:
+    """The error without what only its own process can hold; errors are sent by pickle."""
+    import pickle
+
+    try:
+        return pickle.loads(pickle.dumps(error))  # type: ignore[no-any-return]
+    except Exception:
+        return RuntimeError(repr(error))

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.errors import ConfigError, DataError
+from millrace.errors import CacheError, ConfigError, DataError
 from millrace.feed.config import DatasetConfig
 from millrace.feed.datasets import BlendedDataset, GPTDataset, build_indices, check_draws
 from millrace.feed.manifest import is_unchanged, manifest_path, read_manifest, write_manifest
@@ -58,7 +58,7 @@ def build_datasets(config: DatasetConfig, *, progress: Progress | None = None) -
         ConfigError: data that cannot give what the configuration asks for, or, with
             `trust_cache`, no manifest.
         DataError: a token file that is missing or damaged.
-        OSError: indices must be built, and the cache folder cannot be written.
+        CacheError: indices must be built, and the cache folder cannot be written.
     """
     return build_planned(config, progress=progress)[1]
 
@@ -80,8 +80,15 @@ def build_planned(
             "index`, or leave trust_cache out"
         )
     opened, plan = plan_run(config)
-    sets = _build_sets(config, folder, plan, opened, progress)
-    write_manifest(config, plan, sets)
+    try:
+        sets = _build_sets(config, folder, plan, opened, progress)
+        write_manifest(config, plan, sets)
+    except OSError as error:
+        raise CacheError(
+            f"the indices must be built, and {error.filename or folder} cannot be written: "
+            f"{error.strerror or error}. Give a cache folder that can be written and has room, or "
+            "build them ahead with `millrace index`"
+        ) from error
     return plan, _from_sets(config, plan, sets)
 
 
@@ -107,7 +114,7 @@ def _in_memory(
             if split is None:
                 made.append(None)
                 continue
-            draws = _draw(plan, split) if split.kind == "blend" else None
+            draws = draw(plan, split) if split.kind == "blend" else None
             parts = [
                 _dataset(
                     config,
@@ -136,7 +143,7 @@ def _counter(plan: RunPlan, progress: Progress | None) -> Callable[[], None]:
     return lambda: None if progress is None else progress(next(numbers), total)
 
 
-def _draw(plan: RunPlan, split: SplitPlan) -> Arrays:
+def draw(plan: RunPlan, split: SplitPlan) -> Arrays:
     """The dataset index and dataset sample index of a blend."""
     lengths = [dataset.gpt.num_samples for dataset in split.datasets]
     if split.size is None:
@@ -181,8 +188,8 @@ def _assemble(
     if split.kind == "one":
         return parts[0]
     lengths = [len(part) for part in parts]
-    size = sum(lengths) if split.size is None else split.size
-    return BlendedDataset.stored(parts, normalize(split.weights or lengths), size, load_arrays)
+    weights = normalize(split.weights or lengths)
+    return BlendedDataset.stored(parts, weights, split.num_samples, load_arrays)
 
 
 # ---- indices in a cache folder ----
@@ -249,10 +256,8 @@ def _layout(split: SplitPlan) -> dict[str, tuple[Any, tuple[int, ...]]]:
         ),
     }
     if split.kind == "blend":
-        lengths = [dataset.gpt.num_samples for dataset in split.datasets]
-        size = sum(lengths) if split.size is None else split.size
-        layout["dataset_index"] = (np.int16, (size,))
-        layout["dataset_sample_index"] = (np.int64, (size,))
+        layout["dataset_index"] = (np.int16, (split.num_samples,))
+        layout["dataset_sample_index"] = (np.int64, (split.num_samples,))
     return layout
 
 
@@ -295,7 +300,7 @@ def _build_split(
     writers: Mapping[str, arrays.ArrayWriter],
 ) -> None:
     if split.kind == "blend":
-        dataset_index, dataset_sample_index = _draw(plan, split)
+        dataset_index, dataset_sample_index = draw(plan, split)
         writers["dataset_index"].write(0, dataset_index)
         writers["dataset_sample_index"].write(0, dataset_sample_index)
         del dataset_index, dataset_sample_index

@@ -81,6 +81,12 @@ class SplitPlan:
     weights: Sequence[float] | None
     size: int | None
 
+    @property
+    def num_samples(self) -> int:
+        """Of the blend, the dataset, or the datasets together."""
+        built = sum(dataset.gpt.num_samples for dataset in self.datasets)
+        return built if self.size is None else self.size
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:

@@ -1,0 +1,101 @@
+"""build_datasets among processes that torch.distributed connects."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import millrace
+from millrace import ConfigError, DatasetConfig, IndexedDatasetBuilder
+
+RANKS = 3
+
+
+def config_of(folder: Path, **options: Any) -> DatasetConfig:
+    prefix = folder / "data"
+    if not (folder / "data.idx").exists():
+        with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+            for length in range(1, 60):
+                builder.add_document(np.arange(length))
+    given: dict[str, Any] = {
+        "sequence_length": 16,
+        "seed": 5,
+        "num_samples": (300, 20, None),
+        "blend": ([str(prefix)], None),
+        "split": "8,2,0",
+        "cache": str(folder / "cache"),
+    }
+    return DatasetConfig(**{**given, **options})
+
+
+Case = tuple[DatasetConfig, dict[str, Any]]
+
+
+def _rank(rank: int, meeting: str, cases: list[Case], out: Any) -> None:
+    from torch import distributed
+
+    from millrace.torch import build_datasets
+
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS
+    )
+    for number, (config, options) in enumerate(cases):
+        try:
+            train = build_datasets(config, **options).train
+            assert train is not None
+            out.put((number, rank, train.batch(np.arange(300))["tokens"].tolist()))
+        except Exception as error:
+            out.put((number, rank, f"{type(error).__name__}: {error}"))
+    distributed.destroy_process_group()
+
+
+def test_ranks_get_the_same_datasets_and_the_same_errors(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    (tmp_path / "file").write_text("where the cache folder should be")
+    cases: list[Case] = [
+        (config, {"builders": "one"}),
+        # Three nodes of one rank each.
+        (config_of(tmp_path, cache=str(tmp_path / "local")), {"builders": "one per node"}),
+        (config_of(tmp_path, cache=str(tmp_path / "file")), {}),
+        (config_of(tmp_path, blend=([str(tmp_path / "nowhere")], None)), {}),
+    ]
+    cases[1][1]["local_rank"] = 0
+    context = multiprocessing.get_context("spawn")
+    out = context.Queue()
+    processes = [
+        context.Process(target=_rank, args=(rank, str(tmp_path / "meeting"), cases, out))
+        for rank in range(RANKS)
+    ]
+    for process in processes:
+        process.start()
+    found = sorted(out.get(timeout=200) for _ in range(RANKS * len(cases)))
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    alone = millrace.build_datasets(config_of(tmp_path, cache=None)).train
+    assert alone is not None
+    expected = alone.batch(np.arange(300))["tokens"].tolist()
+    by_case = [[result for number, _, result in found if number == n] for n in range(len(cases))]
+    assert by_case[0] == by_case[1] == [expected] * RANKS
+    assert all(text.startswith("CacheError: the indices must be built") for text in by_case[2]), (
+        by_case[2]
+    )
+    assert all(text.startswith("DataError") for text in by_case[3]), by_case[3]
+
+
+def test_without_a_process_group_it_is_the_same(tmp_path: Path) -> None:
+    from millrace.torch import build_datasets
+
+    config = config_of(tmp_path)
+    ours, torch_ours = millrace.build_datasets(config).train, build_datasets(config).train
+    assert ours is not None
+    assert torch_ours is not None
+    assert ours.fingerprint() == torch_ours.fingerprint()
+    with pytest.raises(ConfigError, match="give local_rank"):
+        build_datasets(config, builders="one per node")
+    with pytest.raises(ConfigError, match="'one' or 'one per node'"):
+        build_datasets(config, builders="two")  # type: ignore[arg-type]
