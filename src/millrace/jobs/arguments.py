@@ -38,8 +38,6 @@ NAMES = (
     "dataloader_fast_cache_load",
     "num_dataset_builder_threads",
     "mid_level_dataset_surplus",
-    "reset_position_ids",
-    "eod_mask_loss",
     "mmap_bin_files",
     "no_mmap_bin_files",
 )

@@ -1,0 +1,185 @@
+"""`millrace index --megatron-cache`: Megatron-LM finds every index there, and the reverse."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import oracle_megatron as megatron
+import pytest
+import torch
+from tests.test_cli import millrace as run_millrace
+
+import millrace
+from millrace import DatasetConfig
+from millrace.jobs import index
+
+TOKENIZER = megatron.Tokenizer()
+DATASETS = 5
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    random = np.random.default_rng(3)
+    folder = tmp_path_factory.mktemp("data")
+    for number in range(DATASETS):
+        with millrace.IndexedDatasetBuilder(folder / f"d{number}", np.uint16) as builder:
+            for _ in range(int(random.integers(50, 200))):
+                builder.add_document(random.integers(1, 1000, random.integers(1, 80)))
+    return [str(folder / f"d{number}") for number in range(DATASETS)]
+
+
+def cases(data: list[str]) -> dict[str, dict[str, Any]]:
+    """Options that both sides take, and the sizes."""
+    weights = [0.1, 3.0, 0.7]
+    return {
+        "one": {"blend": (data[:1], None), "split": "8,1,1", "sizes": (700, 20, None)},
+        "weights": {"blend": (data[:3], weights), "split": "8, 1, 1", "sizes": (900, 10, 0)},
+        "lengths": {"blend": (data[:3], None), "split": "1,1,0", "sizes": (50, None, None)},
+        "apart": {
+            "blend_per_split": [(data[:3], weights), (data[3:4], [1.0]), None],
+            "sizes": (400, 30, 0),
+        },
+        "validation sets": {
+            "blend_per_split": [(data[:2], None), (data[2:], None), (data[:1], None)],
+            "multiple_validation_sets": True,
+            "full_validation": True,
+            "sizes": (None, None, 20),
+        },
+    }
+
+
+NAMES = list(cases(["a"] * DATASETS))
+
+
+def ours_of(case: dict[str, Any], **options: Any) -> DatasetConfig:
+    given = {name: value for name, value in case.items() if name != "sizes"}
+    return DatasetConfig(
+        sequence_length=16, seed=99, num_samples=case["sizes"], **{**given, **options}
+    )
+
+
+def build_theirs(case: dict[str, Any], cache: Path) -> list[Any]:
+    given = {name: value for name, value in case.items() if name != "sizes"}
+    config = megatron.config_of(cache, random_seed=99, tokenizer=TOKENIZER, **given)
+    builder = megatron.BlendedMegatronDatasetBuilder(
+        megatron.GPTDataset, list(case["sizes"]), lambda: True, config
+    )
+    return list(builder.build())
+
+
+def state_of(folder: Path) -> dict[str, tuple[int, int]]:
+    return {
+        entry.name: (entry.stat().st_ino, entry.stat().st_mtime_ns) for entry in os.scandir(folder)
+    }
+
+
+@contextlib.contextmanager
+def process_group(folder: Path) -> Iterator[None]:
+    """Megatron-LM builds a missing cache on rank 0 alone, and so asks for a rank."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder / 'meeting'}", rank=0, world_size=1
+    )
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_megatron_starts_on_what_we_wrote_and_builds_none(
+    data: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    case, cache = cases(data)[name], tmp_path / "cache"
+    identifiers = json.loads(json.dumps(TOKENIZER.unique_identifiers))
+    result = index(ours_of(case), megatron_cache_folder=cache, tokenizer=identifiers)
+    assert result.num_found == 0
+    written = state_of(cache)
+    assert len([file for file in written if file.endswith("description.txt")]) == result.num_built
+    caplog.set_level(logging.INFO)
+    with process_group(tmp_path):
+        theirs = build_theirs(case, cache)
+    messages = [record.getMessage() for record in caplog.records]
+    assert not [message for message in messages if "Build and save" in message]
+    loads = [m for m in messages if m.startswith("Load the") and m.endswith("indices")]
+    assert len(loads) == result.num_built
+    assert state_of(cache) == written
+    ours = millrace.build_datasets(ours_of(case))
+    for our, their in zip(ours, theirs, strict=True):
+        assert_same(our, their)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_we_start_on_what_megatron_wrote_and_build_none(
+    data: list[str], tmp_path: Path, name: str
+) -> None:
+    case, cache = cases(data)[name], tmp_path / "cache"
+    with process_group(tmp_path):
+        build_theirs(case, cache)
+    written = state_of(cache)
+    identifiers = json.loads(json.dumps(TOKENIZER.unique_identifiers))
+    result = index(ours_of(case), megatron_cache_folder=cache, tokenizer=identifiers)
+    assert result.num_built == 0
+    assert state_of(cache) == written
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    if isinstance(theirs, list):
+        assert len(ours) == len(theirs)
+        for our, their in zip(ours, theirs, strict=True):
+            assert_same(our, their)
+        return
+    assert (ours is None) == (theirs is None)
+    if theirs is None:
+        return
+    assert len(ours) == len(theirs)
+    for number in range(0, len(theirs), max(len(theirs) // 50, 1)):
+        expected = theirs[number]
+        for key, array in ours[number].items():
+            assert np.array_equal(array, expected[key].numpy()), key
+
+
+def test_the_command_line_writes_the_same_files(data: list[str], tmp_path: Path) -> None:
+    """From a config file, twice: the second time there is nothing to do."""
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"data-path: [0.1, {data[0]}, 3.0, {data[1]}, 0.7, {data[2]}]\nsplit: 8, 1, 1\n"
+        "seq-length: 16\nseed: 99\nnum-samples: [900, 10, 0]\nhidden-size: 8\n"
+    )
+    identifiers = json.dumps(TOKENIZER.unique_identifiers)
+    arguments = [
+        "index", config, "--megatron-cache", tmp_path / "theirs", "--cache", tmp_path / "ours",
+        "--tokenizer_identifiers", identifiers,
+    ]  # fmt: skip
+    first, second = run_millrace(*arguments), run_millrace(*arguments, "--json")
+    assert first.returncode == 0, first.stderr
+    assert "train" in first.stdout
+    assert "indices: 21 built, 0 were there" in first.stdout  # 3 splits: 2 x 3 datasets, 1 blend
+    assert "left out: hidden_size" in first.stdout
+    assert json.loads(second.stdout)["num_built"] == 0
+    case = cases(data)["weights"]
+    index(ours_of(case), megatron_cache_folder=tmp_path / "api", tokenizer=json.loads(identifiers))
+    names = sorted(os.listdir(tmp_path / "api"))
+    assert names == sorted(os.listdir(tmp_path / "theirs"))
+    for file in names:
+        assert (tmp_path / "api" / file).read_bytes() == (tmp_path / "theirs" / file).read_bytes()
+    listed = run_millrace("cache", "list", tmp_path / "ours")
+    assert listed.stdout.count("set ") == 3
+    assert listed.stdout.count("run ") == 1
+
+
+def test_what_is_missing_for_megatrons_names_is_said(data: list[str], tmp_path: Path) -> None:
+    case = cases(data)["one"]
+    with pytest.raises(millrace.ConfigError, match="nowhere to put"):
+        index(ours_of(case))
+    with pytest.raises(millrace.ConfigError, match="tokenizer's identifiers"):
+        index(ours_of(case), megatron_cache_folder=tmp_path)
+    fractions = ours_of(case, split=[(0, 0.5), (0.5, 1.0), None])
+    with pytest.raises(millrace.ConfigError, match="takes a string"):
+        index(fractions, megatron_cache_folder=tmp_path, tokenizer={})
