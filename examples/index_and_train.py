@@ -1,26 +1,32 @@
-"""Index a run ahead of time, then start it from what is there.
+"""Index a run ahead of time (`millrace index`), start it from what is there, look at the cache."""
 
-    python examples/index_and_train.py CACHE_FOLDER PREFIX...
+import tempfile
 
-The command line does the first half as `millrace index`.
-"""
+import numpy as np
 
-import sys
-
-from millrace import DatasetConfig, Loader, build_datasets
-from millrace.jobs import index
+from millrace import DatasetConfig, IndexedDatasetBuilder, Loader, build_datasets
+from millrace.jobs import index, list_cache
 from millrace.jobs.index import format_result
 
-cache, *prefixes = sys.argv[1:]
-config = DatasetConfig(
-    sequence_length=64,
-    seed=1234,
-    num_samples=(1000, None, None),
-    blend_per_split=[(prefixes, None), None, None],
-    cache=cache,
-)
-print(format_result(index(config)))
+with tempfile.TemporaryDirectory() as folder:
+    prefixes = [f"{folder}/web_text_document", f"{folder}/books_text_document"]
+    for prefix in prefixes:
+        with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+            for length in range(1, 300):
+                builder.add_document(np.arange(length))
 
-train = build_datasets(config).train  # opens no token file before the first sample
-batch = next(Loader(train, micro_batch_size=4))
-print({name: array.shape for name, array in batch.items()})
+    config = DatasetConfig(
+        sequence_length=64,
+        seed=1234,
+        num_samples=(1000, 50, None),
+        blend_per_split=[(prefixes, [0.7, 0.3]), (prefixes, None), None],
+        cache=f"{folder}/indices",
+    )
+    print(format_result(index(config)))
+
+    train = build_datasets(config).train  # opens no token file before the first sample
+    batch = next(Loader(train, micro_batch_size=4))
+    print({name: array.shape for name, array in batch.items()})
+
+    for entry in list_cache(f"{folder}/indices"):
+        print(entry.kind, entry.name, entry.num_bytes)
