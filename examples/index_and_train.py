@@ -10,9 +10,9 @@ from millrace.jobs.index import format_result
 
 with tempfile.TemporaryDirectory() as folder:
     prefixes = [f"{folder}/web_text_document", f"{folder}/books_text_document"]
-    for prefix in prefixes:
+    for number, prefix in enumerate(prefixes):
         with IndexedDatasetBuilder(prefix, np.uint16) as builder:
-            for length in range(1, 300):
+            for length in range(1, 300 + 100 * number):
                 builder.add_document(np.arange(length))
 
     config = DatasetConfig(
