@@ -37,6 +37,7 @@ from millrace.store.publish import atomic_file, file_lock
 GPT_ARRAYS = ("document_index", "sample_index", "shuffle_index")
 BLEND_ARRAYS = ("dataset_index", "dataset_sample_index")
 
+_UNUSABLE = (FileNotFoundError, NotADirectoryError, DataError)
 _DESCRIPTION = "description.txt"
 _LOCK = "lock"
 _CHECKED_ROWS = 4096  # of the sample index, at each end: a few pages, whatever its size
@@ -220,13 +221,13 @@ def load_or_build(
     Raises:
         OSError: the set has to be built, and the folder cannot be written.
     """
-    with contextlib.suppress(FileNotFoundError, DataError):
+    with contextlib.suppress(*_UNUSABLE):
         return load(files, check)
     with locked(files):
         try:
             return load(files, check)
-        except (FileNotFoundError, DataError) as error:
-            save(files, build("" if isinstance(error, FileNotFoundError) else str(error)))
+        except _UNUSABLE as error:
+            save(files, build(str(error) if isinstance(error, DataError) else ""))
     return load(files, check)
 
 
@@ -241,6 +242,23 @@ def locked(files: CacheSet) -> Iterator[None]:
 def gpt_arrays(indices: GPTIndices) -> Arrays:
     """The arrays of a GPT dataset's set by their names."""
     return {name: getattr(indices, name) for name in GPT_ARRAYS}
+
+
+def check_gpt_forms(arrays: Arrays) -> None:
+    """Checks that arrays can be a GPT dataset's, where there is no plan to hold them to.
+
+    Raises:
+        DataError: dtypes or shapes that do not go together.
+    """
+    documents, samples, shuffle = (arrays[name] for name in GPT_ARRAYS)
+    num_samples = max(len(samples) - 1, 0) if samples.ndim > 0 else 0
+    row_dtype = np.int64 if samples.dtype == np.int64 else np.int32
+    shuffle_dtype = np.int64 if shuffle.dtype == np.int64 else np.uint32
+    _check_form("document_index", documents, np.int32, (documents.size,))
+    _check_form("sample_index", samples, row_dtype, (num_samples + 1, 2))
+    _check_form("shuffle_index", shuffle, shuffle_dtype, (num_samples,))
+    if documents.size > 0:
+        _check_below("sample_index", samples[-1:, 0], documents.size)
 
 
 def check_gpt_arrays(

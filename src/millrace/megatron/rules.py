@@ -1,0 +1,130 @@
+"""The rules of a GPT dataset, one by one: how many samples, in which order, with which masks."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from millrace.order import GPTIndices, GPTPlan, build_gpt_indices, plan_gpt
+
+
+def plan_samples(
+    num_tokens_per_epoch: int,
+    num_samples: int | None,
+    sequence_length: int,
+    *,
+    add_extra_token: bool,
+    drop_last_partial_sequence: bool,
+) -> GPTPlan:
+    """`plan_gpt`, but with an empty plan where one epoch is asked for and gives no sample.
+
+    A negative number of samples asks for one epoch, as 0 does.
+
+    Raises:
+        ConfigError: a sequence length below 1, or samples of no tokens.
+    """
+    extra = 1 if add_extra_token else 0
+    wanted = None if num_samples is None else max(num_samples, 0)
+    usable = num_tokens_per_epoch - extra
+    needed = 0 if num_samples is None else num_samples * sequence_length + extra
+    is_empty = usable < (sequence_length if drop_last_partial_sequence else 1)
+    if not wanted and is_empty and needed <= num_tokens_per_epoch and sequence_length >= 1:
+        return GPTPlan(
+            num_tokens_per_epoch=num_tokens_per_epoch,
+            num_epochs=1,
+            num_samples=0,
+            num_samples_before_final_epoch=None,
+            sequence_length=sequence_length,
+            add_extra_token=add_extra_token,
+            allow_partial=not drop_last_partial_sequence,
+        )
+    return plan_gpt(
+        num_tokens_per_epoch,
+        wanted,
+        sequence_length,
+        add_extra_token=add_extra_token,
+        drop_last_partial_sequence=drop_last_partial_sequence,
+    )
+
+
+def build_indices(
+    sequence_lengths: NDArray[np.int32], indices: NDArray[np.int32], plan: GPTPlan, seed: int
+) -> GPTIndices:
+    """The three indices of any choice of sequences.
+
+    Args:
+        indices: int32 [sequences]; a run of consecutive numbers, as the builder gives it, is the
+            quick case.
+    """
+    run = as_range(indices)
+    if run is not None:
+        return build_gpt_indices(sequence_lengths, run, plan, seed)
+    # The order is drawn for the numbers 0 to n - 1: a shuffle moves places, whatever is there.
+    chosen = np.ascontiguousarray(sequence_lengths[indices])
+    built = build_gpt_indices(chosen, (0, len(indices)), plan, seed)
+    return GPTIndices(
+        document_index=np.asarray(indices, np.int32)[built.document_index],
+        sample_index=built.sample_index,
+        shuffle_index=built.shuffle_index,
+    )
+
+
+def as_range(indices: NDArray[np.int32]) -> tuple[int, int] | None:
+    """(start, stop) of consecutive numbers, as the builder gives them; None of any others."""
+    if len(indices) == 0:
+        return 0, 0
+    start, stop = int(indices[0]), int(indices[-1]) + 1
+    if stop - start != len(indices) or start < 0:
+        return None
+    return (start, stop) if np.array_equal(indices, np.arange(start, stop)) else None
+
+
+def get_ltor_masks_and_position_ids(
+    data: torch.Tensor,
+    eod_token: int,
+    reset_position_ids: bool,
+    reset_attention_mask: bool,
+    eod_mask_loss: bool,
+    create_attention_mask: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """The masks and position ids of some tokens, for subclasses with tokens of their own.
+
+    Args:
+        data: int64 [length].
+
+    Returns:
+        attention_mask bool [1, length, length] (None where none is asked for), True where masked;
+        loss_mask float32 [length]; position_ids int64 [length].
+    """
+    is_end = data == eod_token
+    loss_mask = torch.ones(len(data))
+    if eod_mask_loss:
+        loss_mask[is_end] = 0.0
+    places = torch.arange(len(data))
+    # Where the document of each place starts: behind the last EOD before it.
+    ends = torch.where(is_end, places + 1, 0)
+    starts = torch.cat([ends.new_zeros(1), ends])[: len(data)].cummax(0).values
+    attention_mask = None
+    if create_attention_mask:
+        attention_mask = causal_mask(len(data))
+        if reset_attention_mask:
+            attention_mask = mask_across_documents(attention_mask, places - starts)
+    return attention_mask, loss_mask, places - starts if reset_position_ids else places
+
+
+def causal_mask(length: int) -> torch.Tensor:
+    """No attention to what comes later: bool [1, length, length], True where masked."""
+    return torch.ones(1, length, length, dtype=torch.bool).triu(diagonal=1)
+
+
+def mask_across_documents(mask: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+    """A mask with no attention to earlier documents either.
+
+    Args:
+        mask: bool [1, length, length].
+        position_ids: int64 [length]; a document starts where they are 0.
+    """
+    documents = (position_ids == 0).cumsum(0)
+    other: torch.Tensor = documents[:, None] != documents[None, :]
+    return mask | other
