@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -171,3 +172,12 @@ def test_a_cache_that_cannot_be_written_is_an_os_error(tmp_path: Path) -> None:
     files, arrays, check = make(tmp_path / "file" / "cache")
     with pytest.raises(OSError, match="file"):
         cache.load_or_build(files, check, lambda problem: arrays)
+
+
+def test_threads_load_at_once(tmp_path: Path) -> None:
+    """On Python 3.11 NumPy alone fails here, every few hundred loads."""
+    files, arrays, check = make(tmp_path)
+    cache.save(files, arrays)
+    with ThreadPoolExecutor(8) as pool:
+        for future in [pool.submit(cache.load, files, check) for _ in range(600)]:
+            future.result()

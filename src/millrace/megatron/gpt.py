@@ -356,6 +356,7 @@ class GPTDataset(MegatronDataset):
         if config.fast_cache_load:
             arrays = open_arrays(files, what, cache.check_gpt_forms)
         else:
+            self._plan()  # what cannot be built is said before the cache is touched
             arrays = prepare_arrays(files if folder else None, what, self._check, self._build)
         num_samples = arrays["sample_index"].shape[0] - 1
         log_on_first_rank(logger, logging.INFO, f"> total number of samples: {num_samples}")

@@ -23,6 +23,7 @@ import contextlib
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,9 @@ BLEND_ARRAYS = ("dataset_index", "dataset_sample_index")
 _UNUSABLE = (FileNotFoundError, NotADirectoryError, DataError)
 _DESCRIPTION = "description.txt"
 _LOCK = "lock"
+# NumPy reads a header by ast.literal_eval, which on Python 3.11 fails in two threads at once (with
+# "AST constructor recursion depth mismatch").
+_ONE_HEADER_AT_A_TIME = threading.Lock()
 _CHECKED_ROWS = 4096  # of the sample index, at each end: a few pages, whatever its size
 
 
@@ -181,7 +185,8 @@ def load_array(path: str) -> NDArray[Any]:
         DataError: the file is truncated, too long or no array.
     """
     try:
-        array: np.memmap[Any, Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+        with _ONE_HEADER_AT_A_TIME:
+            array: np.memmap[Any, Any] = np.load(path, mmap_mode="r", allow_pickle=False)
         expected = array.offset + array.nbytes
     except (ValueError, EOFError, AttributeError, SyntaxError) as error:
         raise DataError(f"{path} is no array of numbers, or truncated: {error}") from None
