@@ -41,10 +41,14 @@ with warnings.catch_warnings():
         blended_megatron_dataset_builder,
         gpt_dataset,
         helpers,
+        indexed_dataset,
     )
 
 import millrace
 import millrace.megatron as ours
+
+# It raises for a dataset that could not be opened, at any later time.
+indexed_dataset.IndexedDataset.__del__ = lambda self: None
 
 GPT_ARRAYS = ("document_index", "sample_index", "shuffle_index")
 BLEND_ARRAYS = ("dataset_index", "dataset_sample_index")
@@ -543,6 +547,16 @@ def same_sample(mine: Any, their: Any, number: Any, where: str) -> None:
             require(type(left[key]) is type(value) and left[key] == value, f"{where} {key}")
 
 
+def same_query(mine: Any, their: Any, number: Any, where: str) -> None:
+    """The hook that subclasses override."""
+    where = f"{where}: query of {number}"
+    left, my_error = outcome(lambda: mine._query_document_sample_shuffle_indices(number))
+    right, their_error = outcome(lambda: their._query_document_sample_shuffle_indices(number))
+    same_error(my_error, their_error, where)
+    for pair in zip(left or (), right or (), strict=True):
+        same_array(*pair, where)
+
+
 def same_samples(mine: Any, their: Any, random: Generator, where: str) -> None:
     if isinstance(their, list):
         for number, pair in enumerate(zip(mine, their, strict=True)):
@@ -561,6 +575,8 @@ def same_samples(mine: Any, their: Any, random: Generator, where: str) -> None:
             same_samples(*pair, random, f"{where}.datasets[{chosen}]")
         else:
             same_sample(mine, their, None, where)
+            for number in numbers:
+                same_query(mine, their, number, where)
 
 
 def cached_files(folder: Path) -> dict[str, Path]:

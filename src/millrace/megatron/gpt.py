@@ -23,6 +23,7 @@ from millrace.megatron.errors import (
 )
 from millrace.megatron.indexed import BinReader, IndexedDataset, is_object_store_path
 from millrace.megatron.rules import (
+    NO_TOKEN,
     as_range,
     build_indices,
     causal_mask,
@@ -35,8 +36,6 @@ from millrace.order import megatron_cache as cache
 from millrace.store.bytes import MMapReader
 
 logger = logging.getLogger(__name__)
-
-_NO_TOKEN = -(2**62)  # what no token of any file equals
 
 Sample = dict[str, torch.Tensor]
 Arrays = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]
@@ -82,7 +81,7 @@ class GPTDataset(MegatronDataset):
         )
         self._source: Any = None
         self._source_of: tuple[Any, ...] = ()
-        self._causal_mask: torch.Tensor | None = None
+        self._causal_mask: NDArray[np.bool_] | None = None
         self._made_plan: GPTPlan | None = None
         self.document_index: Any
         self.sample_index: Any
@@ -152,9 +151,9 @@ class GPTDataset(MegatronDataset):
         else:
             text, _ = self._query_document_sample_shuffle_indices(number)
             arrays = self._fill(np.asarray(text))
-        sample = self._sample(*arrays)
         if idx is None:
-            sample["loss_mask"] = torch.zeros_like(sample["loss_mask"])
+            arrays[2][:] = 0.0
+        sample = self._sample(*arrays)
         if self.config.inter_document_masking:
             self._add_document_bounds(sample, number)
         return sample
@@ -206,8 +205,8 @@ class GPTDataset(MegatronDataset):
         pad = self._pad_token_id
         return {
             "add_extra_token": bool(config.add_extra_token_to_sequence),
-            "pad_token": _NO_TOKEN if pad is None else int(pad),
-            "eod_token": int(config.tokenizer.eod) if looks_for_eod else _NO_TOKEN,
+            "pad_token": NO_TOKEN if pad is None else int(pad),
+            "eod_token": int(config.tokenizer.eod) if looks_for_eod else NO_TOKEN,
             # The attention mask is made of the position ids.
             "reset_position_ids": bool(config.reset_position_ids or self._masks_documents()),
             "eod_mask_loss": bool(config.eod_mask_loss),
@@ -286,16 +285,15 @@ class GPTDataset(MegatronDataset):
         position_ids: NDArray[np.int64],
     ) -> Sample:
         sample = {"tokens": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
-        positions = torch.from_numpy(position_ids)
         if self.config.create_attention_mask and not self.config.inter_document_masking:
-            sample["attention_mask"] = self._attention_mask(positions)
+            sample["attention_mask"] = torch.from_numpy(self._attention_mask(position_ids))
         if self._masks_documents() and not self.config.reset_position_ids:
-            positions = torch.arange(len(tokens))
+            position_ids = np.arange(len(tokens))
         sample["loss_mask"] = torch.from_numpy(loss_mask)
-        sample["position_ids"] = positions
+        sample["position_ids"] = torch.from_numpy(position_ids)
         return sample
 
-    def _attention_mask(self, position_ids: torch.Tensor) -> torch.Tensor:
+    def _attention_mask(self, position_ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         length = len(position_ids)
         if self._causal_mask is None or self._causal_mask.shape[-1] != length:
             self._causal_mask = causal_mask(length)

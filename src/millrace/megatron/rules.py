@@ -6,7 +6,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from millrace import _native
 from millrace.order import GPTIndices, GPTPlan, build_gpt_indices, plan_gpt
+
+NO_TOKEN = -(2**62)
+"""What no token of any file equals."""
 
 
 def plan_samples(
@@ -97,34 +101,54 @@ def get_ltor_masks_and_position_ids(
         attention_mask bool [1, length, length] (None where none is asked for), True where masked;
         loss_mask float32 [length]; position_ids int64 [length].
     """
-    is_end = data == eod_token
-    loss_mask = torch.ones(len(data))
-    if eod_mask_loss:
-        loss_mask[is_end] = 0.0
-    places = torch.arange(len(data))
-    # Where the document of each place starts: behind the last EOD before it.
-    ends = torch.where(is_end, places + 1, 0)
-    starts = torch.cat([ends.new_zeros(1), ends])[: len(data)].cummax(0).values
-    attention_mask = None
+    tokens = np.ascontiguousarray(data.numpy(), np.int64)
+    _, _, loss_mask, position_ids = (
+        rows[0]
+        for rows in _native.fill_rows(
+            tokens,
+            np.array([len(tokens)]),
+            sequence_length=len(tokens),
+            add_extra_token=False,
+            pad_token=NO_TOKEN,
+            eod_token=eod_token,
+            reset_position_ids=bool(reset_position_ids or reset_attention_mask),
+            eod_mask_loss=bool(eod_mask_loss),
+        )
+    )
+    loss_mask[-1] = 1.0 - (bool(eod_mask_loss) and tokens[-1] == eod_token)
+    mask = None
     if create_attention_mask:
-        attention_mask = causal_mask(len(data))
+        mask = causal_mask(len(tokens))
         if reset_attention_mask:
-            attention_mask = mask_across_documents(attention_mask, places - starts)
-    return attention_mask, loss_mask, places - starts if reset_position_ids else places
+            mask = mask_across_documents(mask, position_ids)
+    if not reset_position_ids:
+        position_ids = np.arange(len(tokens))
+    return (
+        None if mask is None else torch.from_numpy(mask),
+        torch.from_numpy(loss_mask),
+        torch.from_numpy(position_ids),
+    )
 
 
-def causal_mask(length: int) -> torch.Tensor:
+# Masks are made by NumPy: torch's own functions are parallel here, and hang in a forked process if
+# its parent has used them.
+
+
+def causal_mask(length: int) -> NDArray[np.bool_]:
     """No attention to what comes later: bool [1, length, length], True where masked."""
-    return torch.ones(1, length, length, dtype=torch.bool).triu(diagonal=1)
+    mask: NDArray[np.bool_] = ~np.tri(length, dtype=np.bool_)[None]
+    return mask
 
 
-def mask_across_documents(mask: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+def mask_across_documents(
+    mask: NDArray[np.bool_], position_ids: NDArray[np.int64]
+) -> NDArray[np.bool_]:
     """A mask with no attention to earlier documents either.
 
     Args:
         mask: bool [1, length, length].
         position_ids: int64 [length]; a document starts where they are 0.
     """
-    documents = (position_ids == 0).cumsum(0)
-    other: torch.Tensor = documents[:, None] != documents[None, :]
-    return mask | other
+    documents = np.cumsum(position_ids == 0, dtype=np.int32)
+    masked: NDArray[np.bool_] = mask | (documents[:, None] != documents[None, :])
+    return masked
