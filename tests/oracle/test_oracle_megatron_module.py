@@ -993,3 +993,128 @@ def test_workers_of_a_data_loader_read_it(
     rows = [row for batch in loader for row in batch["tokens"]]
     expected = [dataset[number]["tokens"] for number in range(len(dataset))]
     assert_alike(rows, expected)
+
+
+# ---- what Megatron-LM cannot do ----
+
+
+def test_a_split_without_tokens_is_empty_at_any_length(prefix: Path, tmp_path: Path) -> None:
+    """At length 1, with the extra token, Megatron-LM writes before the start of an array."""
+    nothing = np.arange(0, dtype=np.int32)
+    for length in (1, 2):
+        for more in ({}, {"defer_npy_index_mmap": True}):
+            dataset = gpt(
+                SIDES[0], prefix, tmp_path, indices=nothing, num_samples=None,
+                sequence_length=length, **more,
+            )  # fmt: skip
+            assert len(dataset) == 0
+            with pytest.raises(IndexError):
+                dataset[0]
+    # Its deferred length is below 0.
+    their = gpt(
+        SIDES[1], prefix, tmp_path, indices=nothing, num_samples=None, defer_npy_index_mmap=True
+    )
+    with pytest.raises(ValueError, match="should return >= 0"):
+        len(their)
+
+
+def test_a_cached_blend_needs_no_process_group(prefix: Path, tmp_path: Path) -> None:
+    def work(side: Any) -> Any:
+        folder = tmp_path / str(side is SIDES[0])
+        parts = [gpt(side, prefix, folder) for _ in range(2)]
+        return side.BlendedDataset(parts, [1.0, 3.0], 40, config(side, folder))
+
+    blend = work(SIDES[0])
+    assert len(blend) == 40
+    assert blend[3]["dataset_id"].dtype == np.int16
+    with pytest.raises(ValueError, match="process group"):
+        work(SIDES[1])
+
+
+def test_weights_that_are_whole_floats_are_sizes(prefix: Path, tmp_path: Path) -> None:
+    def work(side: Any, weights: list[Any]) -> Any:
+        parts = [gpt(side, prefix, tmp_path / str(side is SIDES[0])) for _ in range(2)]
+        return side.BlendedDataset(parts, weights, None, config(side, path_to_cache=""))
+
+    mine, their = work(SIDES[0], [10.0, 20.0]), work(SIDES[1], [10, 20])
+    assert_alike(mine.dataset_index, their.dataset_index)
+    assert_alike(mine.dataset_sample_index, their.dataset_sample_index)
+    with pytest.raises(TypeError):
+        work(SIDES[1], [10.0, 20.0])
+
+
+def test_an_empty_file_is_opened(tmp_path: Path) -> None:
+    """Megatron-LM cannot map it: see test_oracle_files."""
+    with millrace.IndexedDatasetBuilder(tmp_path / "empty", np.uint16) as builder:
+        builder.add_document([], [])
+    for mapped in (True, False):
+        assert len(ours.IndexedDataset(str(tmp_path / "empty"), mmap=mapped)) == 0
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_modes_are_kept(tmp_path: Path) -> None:
+    with_modes, plain = tmp_path / "modes", tmp_path / "plain"
+    builder = ours.IndexedDatasetBuilder(f"{with_modes}.bin", np.uint16, True)
+    builder.add_document(np.arange(5), [2, 3])
+    builder.finalize(f"{with_modes}.idx")
+    dataset = ours.IndexedDataset(str(with_modes), multimodal=True)
+    assert dataset.sequence_modes.tolist() == [0, 0]
+    with pytest.raises(ValueError, match="ambiguous"):
+        _ = oracle.IndexedDataset(str(with_modes), multimodal=True).sequence_modes
+    their = oracle.IndexedDatasetBuilder(f"{plain}-theirs.bin", np.uint16, True)
+    with pytest.raises(TypeError):
+        their.add_document(np.arange(5), [2, 3])
+    their.data_file.close()
+    merged = ours.IndexedDatasetBuilder(f"{plain}.bin", np.uint16)
+    with pytest.raises(ConfigError, match="only like can be merged"):
+        merged.add_index(str(with_modes))
+    merged._builder.abort()
+    with pytest.raises(AssertionError, match="without multimodal"):
+        _ = ours.IndexedDataset(str(with_modes)).sequence_modes
+
+
+def test_arrays_outlive_their_dataset(prefix: Path) -> None:
+    expected = millrace.IndexedDataset(prefix)[5].tolist()
+    arrays = [ours.IndexedDataset(str(prefix))[5] for _ in range(50)]
+    assert all(array.tolist() == expected for array in arrays)
+
+
+def test_sums_of_nothing_are_refused_at_once() -> None:
+    for split in ("0,0,0", "", "0.0"):
+        with pytest.raises(AssertionError, match="not all 0"):
+            ours.parse_and_normalize_split(split)
+    for weights in ([0.0, 0.0], [1.0, -1.0], [float("inf"), 1.0], [float("nan")]):
+        with pytest.raises(AssertionError, match="no shares"):
+            ours.normalize(weights)
+    assert ours.normalize([]) == []
+
+
+def test_paths_in_object_stores_are_refused() -> None:
+    for path in ("s3://bucket/data", "msc://profile/data"):
+        with pytest.raises(AssertionError, match="object store"):
+            ours.IndexedDataset(path)
+        with pytest.raises(AssertionError, match="object store"):
+            ours.GPTDataset.build_low_level_dataset(path, config(SIDES[0]))
+
+
+def test_a_builder_keeps_to_its_prefix(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"end in \.bin"):
+        ours.IndexedDatasetBuilder(str(tmp_path / "data"))
+    builder = ours.IndexedDatasetBuilder(str(tmp_path / "data.bin"))
+    builder.add_item(torch.arange(3))
+    builder.end_document()
+    with pytest.raises(AssertionError, match=r"data\.idx, not"):
+        builder.finalize(str(tmp_path / "other.idx"))
+    builder.finalize(str(tmp_path / "data.idx"))
+    assert ours.IndexedDataset(str(tmp_path / "data"))[0].tolist() == [0, 1, 2]
+
+
+def test_a_damaged_index_is_an_error_in_the_sample(prefix: Path, tmp_path: Path) -> None:
+    dataset = gpt(SIDES[0], prefix, tmp_path)
+    dataset.document_index = np.full_like(dataset.document_index, 10_000)
+    with pytest.raises(DataError, match="points outside"):
+        dataset[0]
+    with pytest.raises(ConfigError, match="asked for"):
+        dataset.dataset.get(3, 0, 10_000)
+    with pytest.raises(DataError, match="damaged"):
+        dataset.dataset.bin_reader.read(np.int32, 10**6, 0)

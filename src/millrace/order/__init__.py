@@ -2,7 +2,8 @@
 
 `splits` cuts a dataset into train, valid and test; `gpt` makes the document index, sample index
 and shuffle index of one dataset and split; `blend` says which dataset each sample comes from. All
-of them give Megatron-LM's results, bit for bit.
+of them give Megatron-LM's results, bit for bit. `megatron_cache` alone knows files: those in which
+Megatron-LM keeps the indices.
 """
 
 from millrace.order.blend import blend, blend_exhaustively, normalize, samples_per_dataset
