@@ -25,6 +25,7 @@ FLOORS = [
     {"text"},
     {"feed"},
     {"jobs", "inspect", "torch"},
+    {"megatron"},
     {"demo"},
     {"cli"},
     {"__main__"},
@@ -66,13 +67,19 @@ def test_imports_point_down() -> None:
     assert seen <= set(floor)
 
 
-def test_torch_is_imported_in_one_module_alone() -> None:
-    users = [
-        path.name
+def test_torch_is_imported_in_two_rooms_alone() -> None:
+    users = {
+        path.relative_to(SOURCE).with_suffix("").parts[0]
         for path in SOURCE.rglob("*.py")
         if any(m.split(".")[0] == "torch" for m in imports_of(path))
-    ]
-    assert users == ["torch.py"]
+    }
+    assert users == {"megatron", "torch"}
+
+
+def test_nothing_stands_on_the_drop_in() -> None:
+    for path in SOURCE.rglob("*.py"):
+        if path.parent.name != "megatron":
+            assert not any(m.startswith("millrace.megatron") for m in imports_of(path)), path
 
 
 def test_the_import_needs_numpy_alone() -> None:

@@ -58,11 +58,16 @@ def build_datasets(
     if not (distributed.is_available() and distributed.is_initialized()):
         return _build_datasets(config)
     rank = distributed.get_rank(group) if builders == "one" else local_rank
-    first = together(lambda: _build_datasets(config) if rank == 0 else None, group)
-    rest = together(lambda: _build_datasets(config) if rank != 0 else None, group)
-    made = first if rank == 0 else rest
-    assert made is not None
-    return made
+    return first_then_rest(lambda: _build_datasets(config), rank == 0, group)
+
+
+def first_then_rest(
+    work: Callable[[], T], is_first: bool, group: distributed.ProcessGroup | None = None
+) -> T:
+    """Does work on the first ranks, then on all others; an error is raised on every rank."""
+    result = together(lambda: work() if is_first else None, group)
+    other = together(lambda: None if is_first else work(), group)
+    return result if is_first else other  # type: ignore[return-value]
 
 
 def together(work: Callable[[], T], group: distributed.ProcessGroup | None = None) -> T:

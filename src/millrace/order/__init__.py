@@ -2,7 +2,8 @@
 
 `splits` cuts a dataset into train, valid and test; `gpt` makes the document index, sample index
 and shuffle index of one dataset and split; `blend` says which dataset each sample comes from. All
-of them give Megatron-LM's results, bit for bit. `arrays` keeps what they made in a folder.
+of them give Megatron-LM's results, bit for bit. Two modules know files: `arrays` keeps what was
+made in a folder, `megatron_cache` does so as Megatron-LM does.
 """
 
 from millrace.order.blend import blend, blend_exhaustively, normalize, samples_per_dataset

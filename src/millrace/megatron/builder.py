@@ -1,0 +1,300 @@
+"""`BlendedMegatronDatasetBuilder`: the datasets of all splits, from a configuration."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from millrace.megatron.base import MegatronDataset
+from millrace.megatron.blended import BlendedDataset
+from millrace.megatron.config import BlendedMegatronDatasetConfig, SplitMatrix
+from millrace.megatron.errors import BuildError, require
+from millrace.megatron.utils import Blend, Split, distributed_rank, log_on_first_rank, normalize
+from millrace.torch import first_then_rest, together
+
+logger = logging.getLogger(__name__)
+
+Sizes = Sequence[int | None]
+
+
+class BlendedMegatronDatasetBuilder:
+    """Builds the datasets of train, valid and test.
+
+    With torch.distributed every rank must call `build`: rank 0 builds and caches first, the others
+    load after it.
+
+    Args:
+        cls: the class of the datasets below the blend, such as `GPTDataset`.
+        sizes: how many samples each split must have at least; None: one epoch (without weights
+            alone).
+        is_built_on_rank: whether this rank needs the datasets; rank 0 must. It is asked where
+            torch.distributed is initialised.
+        config: the options.
+
+    Raises:
+        ConfigAssertionError: weights for a split without a size.
+    """
+
+    def __init__(
+        self,
+        cls: Any,
+        sizes: Sizes,
+        is_built_on_rank: Callable[[], bool],
+        config: BlendedMegatronDatasetConfig,
+    ) -> None:
+        self.cls = cls
+        self.sizes = sizes
+        self.is_built_on_rank = is_built_on_rank
+        self.config = config
+        message = f"Building {cls.__name__} splits with sizes={sizes} and config={config}"
+        log_on_first_rank(logger, logging.INFO, message)
+        if config.mock:
+            return
+        for split in Split:
+            blends = config.blend_per_split
+            blend = config.blend if blends is None else blends[split.value]
+            require(
+                sizes[split.value] is not None or blend is None or blend[1] is None,
+                f"the {split.name} split has weights and no size: give the number of samples, or "
+                "None for the weights (several validation sets need none)",
+            )
+
+    def build(self) -> list[Any]:
+        """The datasets of train, valid and test.
+
+        A split without a share or blend is None. One prefix (without weights, where all splits
+        share a blend) gives a dataset of `cls`; several give a `BlendedDataset`, or in the
+        validation split a list, with `multiple_validation_sets`. With a size and weights, a blend
+        has the sum of the datasets' shares, each rounded up; with a size alone, at most what the
+        datasets have; with neither, all of it.
+
+        Raises:
+            ConfigAssertionError, OversampledError, MissingFileError, DataAssertionError: as the
+                datasets do.
+            BuildError: the cache cannot be written (with torch.distributed, on rank 0), or mock
+                datasets cannot be built.
+        """
+        datasets = self._build_blended_dataset_splits()
+        for dataset in datasets:
+            if isinstance(dataset, BlendedDataset):
+                wanted = dataset.size
+            elif isinstance(dataset, MegatronDataset):
+                wanted = dataset.num_samples
+            else:
+                continue
+            require(
+                wanted is None or len(dataset) == 0 or wanted <= len(dataset),
+                f"{wanted} samples were asked for, and {len(dataset)} built",
+            )
+        return datasets
+
+    def _build_blended_dataset_splits(self) -> list[Any]:
+        config = self.config
+        if config.mock:
+            try:
+                return self._build_megatron_dataset_splits(None, _matrix(config), self.sizes)
+            except Exception as error:
+                raise BuildError(f"{self.cls.__name__} could not be built as a mock") from error
+        if config.blend:
+            return self._build_one_blend(config.blend)
+        assert config.blend_per_split is not None
+        return [
+            None if blend is None else self._build_own_blend(split, blend)
+            for split, blend in zip(Split, config.blend_per_split, strict=True)
+        ]
+
+    def _build_one_blend(self, blend: Blend) -> list[Any]:
+        """All splits from one blend."""
+        prefixes, weights = blend[0], blend[1]
+        matrix = _matrix(self.config)
+        if len(prefixes) == 1 and weights is None:
+            return self._build_megatron_dataset_splits(prefixes[0], matrix, self.sizes)
+        shares = None if weights is None else normalize(weights)
+        built = self._build_parts(prefixes, shares, matrix, self.sizes)
+        return [
+            None
+            if matrix[split.value] is None
+            else self._build_blend(built[split.value], shares, self.sizes[split.value])
+            for split in Split
+        ]
+
+    def _build_own_blend(self, split: Split, blend: Blend) -> Any:
+        """One split from a blend of its own: a list of datasets where they are kept apart."""
+        prefixes, weights = blend[0], blend[1]
+        place, size = split.value, self.sizes[split.value]
+        matrix: SplitMatrix = [(0.0, 1.0) if other is split else None for other in Split]
+        sizes = [size if other is split else 0 for other in Split]
+        if len(prefixes) == 1:  # weights or not
+            return self._build_megatron_dataset_splits(prefixes[0], matrix, sizes)[place]
+        if self.config.multiple_validation_sets and split is Split.valid:
+            require(
+                not self.config.full_validation or size is None,
+                f"full_validation takes one epoch of each set; the size is {size}, not None",
+            )
+            return [
+                self._build_megatron_dataset_splits(prefix, matrix, sizes)[place]
+                for prefix in prefixes
+            ]
+        shares = None if weights is None else normalize(weights)
+        built = self._build_parts(prefixes, shares, matrix, sizes)
+        return self._build_blend(built[place], shares, size)
+
+    def _build_parts(
+        self, prefixes: list[str], shares: list[float] | None, matrix: SplitMatrix, sizes: Sizes
+    ) -> list[list[Any]]:
+        """The datasets of a blend, for each split: one epoch of each, or its share and a bit."""
+        sizes_per_dataset: list[Any] = [[None for _ in Split] for _ in prefixes]
+        if shares is not None:
+            surplus = self.config.mid_level_dataset_surplus
+            sizes_per_dataset = _get_size_per_split_per_dataset(shares, sizes, surplus)
+        return self._build_megatron_datasets_parallel(prefixes, matrix, sizes_per_dataset)
+
+    def _build_blend(
+        self, datasets: list[Any], shares: list[float] | None, size: int | None
+    ) -> Any:
+        weights: list[Any]
+        if shares is not None:
+            weights = shares
+            size = sum(row[0] for row in _get_size_per_split_per_dataset(shares, [size]))
+        else:
+            # On a rank that builds none, the datasets are None.
+            weights = [0 if dataset is None else len(dataset) for dataset in datasets]
+            size = None if size is None else min(size, sum(weights))
+        return self.build_generic_dataset(
+            BlendedDataset,
+            self.is_built_on_rank,
+            not self._trusts_cache(),
+            datasets,
+            weights,
+            size,
+            self.config,
+        )
+
+    def _build_megatron_datasets_parallel(
+        self, prefixes: list[str], split: SplitMatrix, sizes_per_dataset: Sequence[Sizes]
+    ) -> list[list[Any]]:
+        """For each split, the datasets of all prefixes; on rank 0 first, if there are ranks."""
+
+        def build_all(num_threads: int) -> list[list[Any]]:
+            with ThreadPoolExecutor(num_threads) as pool:
+                futures = [
+                    pool.submit(self._build_megatron_dataset_splits, prefix, split, sizes, False)
+                    for prefix, sizes in zip(prefixes, sizes_per_dataset, strict=True)
+                ]
+                splits = [future.result() for future in futures]
+            return [[datasets[place] for datasets in splits] for place in range(len(Split))]
+
+        num_threads = self.config.num_dataset_builder_threads
+        rank = distributed_rank()
+        if rank is None or self._trusts_cache():
+            return build_all(num_threads)
+        return first_then_rest(lambda: build_all(num_threads), rank == 0)
+
+    def _build_megatron_dataset_splits(
+        self,
+        dataset_path: str | None,
+        split: SplitMatrix,
+        sizes: Sizes,
+        synchronize_ranks: bool = True,
+    ) -> list[Any]:
+        """One token file's dataset for each split; None for a split without a share."""
+        if distributed_rank() is not None and not self.is_built_on_rank():
+            if synchronize_ranks:  # wait for the others, as often as they do
+                together(lambda: None)
+                for _ in filter(None, split):
+                    first_then_rest(lambda: None, False)
+            return [None] * len(Split)
+
+        def open_dataset() -> Any:
+            return self.cls.build_low_level_dataset(dataset_path, self.config)
+
+        if synchronize_ranks and distributed_rank() is not None:
+            low_level_dataset = together(open_dataset)
+        else:
+            low_level_dataset = open_dataset()
+        num_elements = self.cls.numel_low_level_dataset(low_level_dataset)
+        return [
+            None
+            if ends is None
+            else self.build_generic_dataset(
+                self.cls,
+                self.is_built_on_rank,
+                synchronize_ranks,
+                low_level_dataset,
+                dataset_path,
+                None if self._trusts_cache() else _range(ends, num_elements),
+                size,
+                which,
+                self.config,
+            )
+            for which, ends, size in zip(Split, split, sizes, strict=True)
+        ]
+
+    def _trusts_cache(self) -> bool:
+        return bool(getattr(self.config, "fast_cache_load", False))
+
+    @staticmethod
+    def build_generic_dataset(
+        cls: Any, is_built_on_rank: Callable[[], bool], synchronize_ranks: bool, *args: Any
+    ) -> Any:
+        """Calls `cls` with the arguments: on rank 0 first, then on the others.
+
+        An error on one rank is raised on every rank. (Megatron-LM leaves the others waiting.)
+
+        Returns:
+            what it makes; None on a rank that does not build.
+
+        Raises:
+            BuildError: it raised an OSError on rank 0 of torch.distributed.
+        """
+        rank = distributed_rank()
+        if rank is None:
+            return cls(*args)
+
+        def build() -> Any:
+            if not is_built_on_rank():
+                return None
+            try:
+                return cls(*args)
+            except OSError as error:
+                if rank != 0:
+                    raise
+                raise BuildError(
+                    f"the indices could not be read or cached: {error}. Give a path_to_cache that "
+                    "can be written"
+                ) from error
+
+        return first_then_rest(build, rank == 0) if synchronize_ranks else build()
+
+
+def _matrix(config: BlendedMegatronDatasetConfig) -> SplitMatrix:
+    assert config.split_matrix is not None
+    return config.split_matrix
+
+
+def _range(ends: tuple[float, float], num_elements: int) -> Any:
+    """A split's elements: its ends are rounded, halves to even numbers."""
+    first, last = (round(end * float(num_elements)) for end in ends)
+    return np.arange(first, last, dtype=np.int32)
+
+
+def _get_size_per_split_per_dataset(
+    normalized_weights: Sequence[float], target_size_per_split: Sizes, surplus: float = 0.0
+) -> list[list[int]]:
+    """How many samples each dataset gives to each split: its share rounded up, and the surplus."""
+    require(
+        np.isclose(sum(normalized_weights), 1.0),
+        f"the weights sum to {sum(normalized_weights)}, not 1: normalize() makes that so",
+    )
+    return [
+        [
+            math.ceil(math.ceil(size * weight) * (1 + surplus))  # type: ignore[operator]
+            for size in target_size_per_split
+        ]
+        for weight in normalized_weights
+    ]

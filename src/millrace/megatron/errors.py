@@ -1,0 +1,54 @@
+"""Errors that are Megatron-LM's kinds of error too, so that code which catches those goes on.
+
+ConfigAssertionError    a ConfigError where Megatron-LM asserts
+DataAssertionError      a DataError where Megatron-LM asserts
+└── MissingFileError    also a FileNotFoundError: Megatron-LM raises the one or the other
+OversampledError        a ConfigError where Megatron-LM raises IndexError
+BuildError              where Megatron-LM raises a plain Exception
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from millrace.errors import ConfigError, DataError, MillraceError
+
+
+class ConfigAssertionError(ConfigError, AssertionError):
+    """An argument or option that cannot work."""
+
+
+class DataAssertionError(DataError, AssertionError):
+    """A token file or cache file that is damaged or does not fit."""
+
+
+class MissingFileError(DataAssertionError, FileNotFoundError):
+    """A token file or cache file that is not there."""
+
+
+class OversampledError(ConfigError, IndexError):
+    """A blend that draws more samples of a dataset than it has."""
+
+
+class BuildError(MillraceError):
+    """Datasets that could not be built; the cause says why."""
+
+
+def require(condition: object, message: str) -> None:
+    """Raises ConfigAssertionError with the message, unless the condition holds."""
+    if not condition:
+        raise ConfigAssertionError(message)
+
+
+@contextlib.contextmanager
+def as_assertions() -> Iterator[None]:
+    """Turns the errors of the rooms below into those of this one."""
+    try:
+        yield
+    except (ConfigAssertionError, DataAssertionError):
+        raise
+    except DataError as error:
+        raise DataAssertionError(str(error)) from error
+    except ConfigError as error:
+        raise ConfigAssertionError(str(error)) from error

@@ -1,0 +1,449 @@
+"""`GPTDataset`: samples of fixed length, in Megatron-LM's order."""
+
+from __future__ import annotations
+
+import logging
+import operator
+import os
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from millrace import _native
+from millrace.errors import ConfigError
+from millrace.megatron.base import MegatronDataset
+from millrace.megatron.caching import MappedArrays, open_arrays, prepare_arrays
+from millrace.megatron.config import GPTDatasetConfig
+from millrace.megatron.errors import (
+    ConfigAssertionError,
+    DataAssertionError,
+    require,
+)
+from millrace.megatron.indexed import BinReader, IndexedDataset, is_object_store_path
+from millrace.megatron.rules import (
+    NO_TOKEN,
+    as_range,
+    build_indices,
+    causal_mask,
+    mask_across_documents,
+    plan_samples,
+)
+from millrace.megatron.utils import Split, log_on_first_rank
+from millrace.order import GPTPlan
+from millrace.order import megatron_cache as cache
+from millrace.store.bytes import MMapReader
+
+logger = logging.getLogger(__name__)
+
+Sample = dict[str, torch.Tensor]
+Arrays = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]
+
+
+class GPTDataset(MegatronDataset):
+    """Samples of fixed length from the sequences of a token file, in shuffled order.
+
+    Args:
+        indexed_dataset: the token file.
+        dataset_path: its path prefix.
+        indexed_indices: int32 [sequences], which of its sequences to draw from; None (with
+            `fast_cache_load` alone): the cached indices know.
+        num_samples: to have at least; None: what one epoch gives.
+        index_split: the split that this is.
+        config: the options.
+
+    Attributes:
+        document_index: int32 [epochs * sequences].
+        sample_index: int32 or int64 [samples + 1, 2].
+        shuffle_index: uint32 or int64 [samples]. With `defer_npy_index_mmap` all three are None
+            until the first sample.
+
+    Raises:
+        ConfigAssertionError: options outside their limits, or samples of a split without tokens.
+        DataAssertionError: a damaged token file; with `fast_cache_load`, a damaged cache.
+        OSError: the indices cannot be cached; with `fast_cache_load`, they are missing.
+    """
+
+    config: GPTDatasetConfig
+
+    def __init__(
+        self,
+        indexed_dataset: Any,
+        dataset_path: str | None,
+        indexed_indices: NDArray[np.int32],
+        num_samples: int | None,
+        index_split: Split,
+        config: GPTDatasetConfig,
+    ) -> None:
+        super().__init__(
+            indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config
+        )
+        self._source: Any = None
+        self._source_of: tuple[Any, ...] = ()
+        self._causal_mask: NDArray[np.bool_] | None = None
+        self._made_plan: GPTPlan | None = None
+        self.document_index: Any
+        self.sample_index: Any
+        self.shuffle_index: Any
+        self.document_index, self.sample_index, self.shuffle_index = (
+            self._build_document_sample_shuffle_indices()
+        )
+
+    @staticmethod
+    def numel_low_level_dataset(low_level_dataset: Any) -> int:
+        """The number of sequences: GPT datasets are split by sequence, not by document."""
+        return int(low_level_dataset.sequence_lengths.shape[0])
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> IndexedDataset:  # type: ignore[override]
+        """Opens the token file at a path prefix.
+
+        Raises:
+            MissingFileError, DataAssertionError: as `IndexedDataset`.
+            KeyError: it is not in `sequences_per_dataset`.
+        """
+        require(
+            not is_object_store_path(dataset_path),
+            f"{dataset_path} is in an object store; copy it to a file system",
+        )
+        counts = config.sequences_per_dataset
+        return IndexedDataset(
+            dataset_path,
+            multimodal=False,
+            mmap=config.mmap_bin_files,
+            fast_cache_load=config.fast_cache_load,
+            sequences_per_dataset=counts[dataset_path] if counts else None,
+            dtype_code=config.token_dtype_code,
+        )
+
+    def __len__(self) -> int:
+        """The number of samples; with `defer_npy_index_mmap`, by the plan alone."""
+        if self.config.defer_npy_index_mmap:
+            return self._plan().num_samples
+        return int(self.sample_index.shape[0]) - 1
+
+    # ---- samples ----
+
+    def __getitem__(self, idx: Any) -> Sample:
+        """A sample.
+
+        Args:
+            idx: its number; negative ones count from the end. None: sample 0 with a loss mask of
+                zeros, to fill a batch.
+
+        Returns:
+            `tokens`, `labels` and `position_ids` int64 and `loss_mask` float32, each
+            [sequence_length]. With `create_attention_mask`, also `attention_mask`, bool
+            [1, sequence_length, sequence_length], True where there is no attention; without
+            `reset_attention_mask` all samples share one, which must not be written to. With
+            `inter_document_masking`, instead of it `cu_seqlens` int32 [sequence_length + 1], where
+            the documents start (the rest is sequence_length), and `max_seqlen` int32 [].
+
+        Raises:
+            IndexError: no such sample.
+            DataAssertionError: an index that points outside the token file.
+        """
+        number = 0 if idx is None else idx
+        self._open_deferred()
+        if self._is_plain():
+            arrays = self._gather(number)
+        else:
+            text, _ = self._query_document_sample_shuffle_indices(number)
+            arrays = self._fill(np.asarray(text))
+        if idx is None:
+            arrays[2][:] = 0.0
+        sample = self._sample(*arrays)
+        if self.config.inter_document_masking:
+            self._add_document_bounds(sample, number)
+        return sample
+
+    def _query_document_sample_shuffle_indices(
+        self, idx: Any
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """A sample's tokens with the extra one, padded if short, and the sequences they are from.
+
+        This is the hook of subclasses with tokens of their own; where it is not overridden, samples
+        are gathered in one call of the core instead.
+
+        Returns:
+            int64 [sequence_length, + 1 with the extra token], and int64 [parts].
+        """
+        self._open_deferred()
+        row = self.shuffle_index[idx]
+        (first, start), (last, stop) = self.sample_index[row : int(row) + 2].tolist()
+        extra = 1 if self.config.add_extra_token_to_sequence else 0
+        sequences = self.document_index[first : last + 1]
+        parts = []
+        for place, sequence in enumerate(sequences, start=first):
+            begin = start if place == first else 0
+            length = stop + extra - begin if place == last else None
+            parts.append(self.dataset.get(sequence, offset=begin, length=length))
+        missing = self.config.sequence_length + extra - sum(len(part) for part in parts)
+        if missing > 0:
+            parts.append([self._pad_token_id] * missing)
+        return np.concatenate(parts, dtype=np.int64), np.array(sequences, dtype=np.int64)
+
+    def _is_plain(self) -> bool:
+        """Whether the samples are runs of a token file that the core can read by itself."""
+        kind = type(self)
+        return (
+            kind._query_document_sample_shuffle_indices
+            is GPTDataset._query_document_sample_shuffle_indices
+            and isinstance(self.dataset, IndexedDataset)
+            and type(self.dataset).get is IndexedDataset.get
+            and type(self.dataset.bin_reader) is BinReader
+            and self.dataset.stored.dtype.kind in "iu"
+            and not self.dataset.multimodal
+        )
+
+    def _row_options(self) -> dict[str, Any]:
+        config = self.config
+        looks_for_eod = (
+            config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss
+        )
+        pad = self._pad_token_id
+        return {
+            "add_extra_token": bool(config.add_extra_token_to_sequence),
+            "pad_token": NO_TOKEN if pad is None else int(pad),
+            "eod_token": int(config.tokenizer.eod) if looks_for_eod else NO_TOKEN,
+            # The attention mask is made of the position ids.
+            "reset_position_ids": bool(config.reset_position_ids or self._masks_documents()),
+            "eod_mask_loss": bool(config.eod_mask_loss),
+        }
+
+    def _masks_documents(self) -> bool:
+        config = self.config
+        return bool(config.reset_attention_mask and config.create_attention_mask)
+
+    def _gather(self, idx: Any) -> Arrays:
+        number = operator.index(idx)
+        count = len(self.shuffle_index)
+        if not -count <= number < count:
+            raise IndexError(f"there is no sample {number}; the dataset has 0 to {count - 1}")
+        numbers = np.array([number % count])
+        options = self._row_options() | {"sequence_length": self.config.sequence_length}
+        source = self._get_source()
+        try:
+            if isinstance(self.dataset.stored.reader, MMapReader):
+                arrays = _native.gather_samples(
+                    (source,), np.zeros(1, np.int64), numbers, **options
+                )
+            else:
+                offsets, counts, _ = _native.find_pieces(
+                    source, numbers, options["sequence_length"], options["add_extra_token"]
+                )
+                data = self.dataset.stored.reader.gather(offsets, counts)
+                tokens = data.view(self.dataset.stored.dtype)
+                arrays = _native.fill_rows(tokens, np.array([len(tokens)]), **options)
+        except ValueError as error:
+            raise DataAssertionError(
+                f"{self.dataset_path}, sample {number}: an index points outside its data: {error}. "
+                "Remove the cached indices, and see `millrace verify`"
+            ) from None
+        return tuple(array[0] for array in arrays)
+
+    def _get_source(self) -> Any:
+        """The core's view of the token file and the indices, made again when one was replaced."""
+        made_of = (
+            self.dataset.stored,
+            self.document_index,
+            self.sample_index,
+            self.shuffle_index,
+        )
+        if self._source is None or any(map(operator.is_not, made_of, self._source_of)):
+            stored = self.dataset.stored
+            is_mapped = isinstance(stored.reader, MMapReader)
+            documents, samples, shuffle = (np.asarray(array) for array in made_of[1:])
+            self._source = _native.sample_source(
+                stored.tokens if is_mapped else np.empty(0, stored.dtype),
+                stored.sequence_pointers,
+                stored.sequence_lengths,
+                documents,
+                samples,
+                shuffle,
+                stored.reader.size,
+            )
+            self._source_of = made_of
+        return self._source
+
+    def _fill(self, text: NDArray[Any]) -> Arrays:
+        """The arrays of a sample from its tokens, however a subclass came by them."""
+        tokens = text.astype(np.int64, copy=False)
+        options = self._row_options()
+        length = len(tokens) - options["add_extra_token"]
+        arrays = _native.fill_rows(
+            tokens, np.array([len(tokens)]), sequence_length=length, **options
+        )
+        return tuple(array[0] for array in arrays)
+
+    def _sample(
+        self,
+        tokens: NDArray[np.int64],
+        labels: NDArray[np.int64],
+        loss_mask: NDArray[np.float32],
+        position_ids: NDArray[np.int64],
+    ) -> Sample:
+        sample = {"tokens": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
+        if self.config.create_attention_mask and not self.config.inter_document_masking:
+            sample["attention_mask"] = torch.from_numpy(self._attention_mask(position_ids))
+        if self._masks_documents() and not self.config.reset_position_ids:
+            position_ids = np.arange(len(tokens))
+        sample["loss_mask"] = torch.from_numpy(loss_mask)
+        sample["position_ids"] = torch.from_numpy(position_ids)
+        return sample
+
+    def _attention_mask(self, position_ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        length = len(position_ids)
+        if self._causal_mask is None or self._causal_mask.shape[-1] != length:
+            self._causal_mask = causal_mask(length)
+        if not self._masks_documents():
+            return self._causal_mask
+        return mask_across_documents(self._causal_mask, position_ids)
+
+    def _add_document_bounds(self, sample: Sample, idx: Any) -> None:
+        """Adds where the sample's documents start, and restarts the position ids there."""
+        length = self.config.sequence_length
+        ends = np.cumsum(self._part_lengths(idx))
+        if len(ends) > length:  # more empty documents than there is room for
+            ends = np.unique(ends)
+            ends = ends[ends > 0]
+        bounds = np.concatenate(([0], ends))
+        lengths = np.diff(bounds)
+        cu_seqlens = np.full(length + 1, length, np.int32)
+        cu_seqlens[: len(bounds)] = bounds
+        starts = np.repeat(bounds[:-1], lengths)
+        sample["position_ids"] = torch.from_numpy(np.arange(length) - starts)
+        sample["cu_seqlens"] = torch.from_numpy(cu_seqlens)
+        sample["max_seqlen"] = torch.tensor(int(lengths.max()), dtype=torch.int32)
+
+    def _part_lengths(self, idx: Any) -> NDArray[np.int64]:
+        """Tokens of a sample's documents, without the extra one; their sum is sequence_length."""
+        row = int(self.shuffle_index[idx])
+        (first, start), (last, stop) = self.sample_index[row : row + 2].tolist()
+        sequences = self.document_index[first : last + 1]
+        lengths: NDArray[np.int64] = self.dataset.sequence_lengths[sequences].astype(np.int64)
+        lengths[-1] = stop
+        lengths[0] -= start
+        if self.config.add_extra_token_to_sequence and lengths[-1] == 0 and len(lengths) > 1:
+            lengths = lengths[:-1]  # the extra token was all that it gave
+        lengths[-1] += self.config.sequence_length - lengths.sum()  # padding
+        return lengths
+
+    # ---- indices ----
+
+    def _build_document_sample_shuffle_indices(self) -> tuple[Any, Any, Any]:
+        """Loads the three indices, or builds and caches them; (None, None, None) if deferred."""
+        config = self.config
+        folder = config.path_to_cache
+        if folder is None and not config.mock:
+            folder = os.path.join(
+                self.dataset.path_prefix, "cache", f"{type(self).__name__}_indices"
+            )
+        files = cache.CacheSet(
+            folder=folder or "",
+            stem=f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}",
+            description=self.unique_description,
+            arrays=cache.GPT_ARRAYS,
+        )
+        if config.defer_npy_index_mmap:
+            for name in cache.GPT_ARRAYS:
+                setattr(self, f"path_to_{name}", files.path(name))
+            return None, None, None
+        what = f"{type(self).__name__} {self.index_split.name} indices"
+        if config.fast_cache_load:
+            arrays = open_arrays(files, what, cache.check_gpt_forms)
+        else:
+            self._plan()  # what cannot be built is said before the cache is touched
+            arrays = prepare_arrays(files if folder else None, what, self._check, self._build)
+        num_samples = arrays["sample_index"].shape[0] - 1
+        log_on_first_rank(logger, logging.INFO, f"> total number of samples: {num_samples}")
+        return arrays["document_index"], arrays["sample_index"], arrays["shuffle_index"]
+
+    def _open_deferred(self) -> None:
+        if self.shuffle_index is not None:
+            return
+        folder, name = os.path.split(getattr(self, "path_to_shuffle_index"))  # noqa: B009
+        files = cache.CacheSet(
+            folder=folder,
+            stem=name.removesuffix("-shuffle_index.npy"),
+            description=self.unique_description,
+            arrays=cache.GPT_ARRAYS,
+        )
+        check = cache.check_gpt_forms if self.indices is None else self._check
+        what = f"{type(self).__name__} {self.index_split.name} indices"
+        arrays = open_arrays(files, what, check)
+        self.document_index = arrays["document_index"]
+        self.sample_index = arrays["sample_index"]
+        self.shuffle_index = arrays["shuffle_index"]
+
+    def _check(self, arrays: cache.Arrays) -> None:
+        lengths = self.dataset.sequence_lengths
+        cache.check_gpt_arrays(arrays, self._plan(), len(self._get_indices()), lengths)
+
+    def _build(self) -> cache.Arrays:
+        plan = self._plan()
+        log_on_first_rank(logger, logging.INFO, f"> total number of epochs: {plan.num_epochs}")
+        lengths = self.dataset.sequence_lengths
+        require(
+            lengths.dtype == np.int32, f"the sequence lengths are {lengths.dtype}; int32 is needed"
+        )
+        indices = self._get_indices()
+        try:
+            built = build_indices(lengths, indices, plan, self.config.random_seed)
+        except ConfigError as error:
+            raise ConfigAssertionError(f"{self.dataset_path}: {error}") from error
+        except ValueError as error:
+            raise DataAssertionError(f"{self.dataset_path}: {error}; see `verify`") from error
+        return cache.gpt_arrays(built)
+
+    def _plan(self) -> GPTPlan:
+        """Epochs and samples, worked out once.
+
+        Raises:
+            ConfigAssertionError: no tokens, and samples are wanted: Megatron-LM would look for
+                enough epochs for ever.
+        """
+        if self._made_plan is None:
+            config = self.config
+            drops_partial = (
+                self.index_split.name != Split.valid.name
+                or config.drop_last_partial_validation_sequence
+            )
+            try:
+                self._made_plan = plan_samples(
+                    self._get_num_tokens_per_epoch(),
+                    self.num_samples,
+                    config.sequence_length,
+                    add_extra_token=bool(config.add_extra_token_to_sequence),
+                    drop_last_partial_sequence=bool(drops_partial),
+                )
+            except ValueError as error:
+                where = f"{self.dataset_path}, {self.index_split.name} split"
+                raise ConfigAssertionError(f"{where}: {error}") from error
+        return self._made_plan
+
+    def _get_indices(self) -> NDArray[np.int32]:
+        if self.indices is None:
+            return np.arange(len(self.dataset.sequence_lengths), dtype=np.int32)
+        return self.indices
+
+    def _get_num_tokens_per_epoch(self) -> int:
+        indices = self._get_indices()
+        run = as_range(indices)
+        lengths = self.dataset.sequence_lengths
+        return int(np.sum(lengths[slice(*run) if run else indices], dtype=np.int64))
+
+    def _get_num_epochs(self, num_tokens_per_epoch: int) -> int:
+        """The least number of epochs that holds the samples."""
+        return self._plan().num_epochs
+
+    # ---- pickling ----
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        state["_source"], state["_source_of"], state["_causal_mask"] = None, (), None
+        return MappedArrays.put_into(state, cache.GPT_ARRAYS)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(MappedArrays.open_in(state))

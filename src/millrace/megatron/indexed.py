@@ -1,0 +1,404 @@
+"""Token files under Megatron-LM's names: `IndexedDataset`, its builder, and the dtypes."""
+
+from __future__ import annotations
+
+import os
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+from millrace import store
+from millrace.errors import ConfigError, DataError
+from millrace.megatron.errors import (
+    ConfigAssertionError,
+    DataAssertionError,
+    MissingFileError,
+    as_assertions,
+    require,
+)
+
+OBJECT_STORE_PREFIXES = ("s3://", "msc://")
+
+
+class DType(Enum):
+    """The codes of token dtypes in an index file."""
+
+    uint8 = 1
+    int8 = 2
+    int16 = 3
+    int32 = 4
+    int64 = 5
+    float64 = 6
+    float32 = 7
+    uint16 = 8
+
+    @classmethod
+    def code_from_dtype(cls, value: Any) -> int:
+        """The code of a NumPy type such as `numpy.uint16`; KeyError where there is none."""
+        return int(cls[np.dtype(value).name].value)
+
+    @classmethod
+    def dtype_from_code(cls, value: int) -> Any:
+        """The NumPy type of a code; ValueError where there is none."""
+        return getattr(np, cls(value).name)
+
+    @staticmethod
+    def size(key: Any) -> int:
+        """Bytes of a token, by its code or its NumPy type; ValueError for anything else."""
+        if isinstance(key, int):
+            key = DType.dtype_from_code(key)
+        if not (isinstance(key, type) and issubclass(key, np.number)):
+            raise ConfigError(f"{key!r} is neither the code of a dtype nor a NumPy number type")
+        return np.dtype(key).itemsize
+
+    @staticmethod
+    def optimal_dtype(cardinality: int | None) -> Any:
+        """The NumPy type for a vocabulary: uint16 below 65,500 tokens, else int32."""
+        return store.optimal_dtype(cardinality).type
+
+
+class IndexReader:
+    """The index of a token file: what `IndexedDataset.index` gives to code that reaches for it.
+
+    Attributes:
+        dtype: the NumPy type of the tokens.
+        dtype_size: its bytes.
+        sequence_count: number of sequences.
+        document_count: number of document entries, which is one more than there are documents.
+        sequence_lengths: int32 [sequences], in tokens.
+        sequence_pointers: int64 [sequences], byte offsets into the `.bin`.
+        document_indices: int64 [document_count].
+        sequence_modes: int8 [sequences], or None.
+    """
+
+    def __init__(self, stored: store.IndexedDataset, multimodal: bool) -> None:
+        self.dtype: Any = stored.dtype.type
+        self.dtype_size = stored.dtype.itemsize
+        self.sequence_count = stored.header.num_sequences
+        self.document_count = stored.header.num_document_entries
+        self.sequence_lengths = stored.sequence_lengths
+        self.sequence_pointers = stored.sequence_pointers
+        self.document_indices = stored.document_indices
+        self.sequence_modes = stored.sequence_modes if multimodal else None
+
+    def __len__(self) -> int:
+        return self.sequence_count
+
+    def __getitem__(self, idx: Any) -> tuple[Any, Any, Any]:
+        """A sequence's pointer, length and mode (None where there are no modes)."""
+        mode = None if self.sequence_modes is None else self.sequence_modes[idx]
+        return self.sequence_pointers[idx], self.sequence_lengths[idx], mode
+
+
+class BinReader:
+    """The tokens of a token file: what `IndexedDataset.bin_reader` gives to code that reaches."""
+
+    def __init__(self, stored: store.IndexedDataset) -> None:
+        self._stored = stored
+
+    def read(self, dtype: Any, count: int, offset: int) -> NDArray[Any]:
+        """`count` numbers of a dtype from byte `offset` on; read-only where the file is mapped.
+
+        Raises:
+            DataAssertionError: they lie outside the file.
+        """
+        num_bytes = int(count) * np.dtype(dtype).itemsize
+        reader = self._stored.reader
+        if num_bytes < 0 or not 0 <= offset <= reader.size - num_bytes:
+            raise DataAssertionError(
+                f"{self._stored.prefix}.bin has {reader.size} bytes; {num_bytes} from byte "
+                f"{offset} on were asked for. The index is damaged: write the pair again"
+            )
+        return reader.read(int(offset), num_bytes).view(dtype)
+
+
+class IndexedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
+    """The sequences of a `.bin`/`.idx` pair.
+
+    Args:
+        path_prefix: the path of the pair, without `.bin` or `.idx`.
+        multimodal: give the sequences' modes too; the file must hold them.
+        mmap: map the `.bin`, or read it by positioned reads.
+        object_storage_config, s3_config: not supported here: see `millrace.store.BinReader`.
+        fast_cache_load: accepted; opening looks at a few bytes anyway.
+        sequences_per_dataset: the number of sequences and of document entries that the index must
+            have.
+        dtype_code: accepted; the index says what the dtype is. (Megatron-LM trusts this code where
+            sequences_per_dataset is given.)
+
+    Raises:
+        MissingFileError: one of the files is missing.
+        DataAssertionError: a damaged or foreign file, or other counts than were given.
+        ConfigAssertionError: a path in an object store.
+    """
+
+    def __init__(
+        self,
+        path_prefix: str,
+        multimodal: bool = False,
+        mmap: bool = True,
+        object_storage_config: Any = None,
+        s3_config: Any = None,
+        fast_cache_load: bool = False,
+        sequences_per_dataset: tuple[int, int] | None = None,
+        dtype_code: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.initialize(
+            path_prefix,
+            multimodal,
+            mmap,
+            object_storage_config or s3_config,
+            fast_cache_load,
+            sequences_per_dataset,
+            dtype_code,
+        )
+
+    def initialize(
+        self,
+        path_prefix: str,
+        multimodal: bool,
+        mmap: bool,
+        object_storage_config: Any,
+        fast_cache_load: bool = False,
+        sequences_per_dataset: tuple[int, int] | None = None,
+        dtype_code: int | None = None,
+    ) -> None:
+        """Opens the files; see the class for the arguments."""
+        require(
+            object_storage_config is None and not is_object_store_path(path_prefix),
+            f"{path_prefix} is in an object store; copy it to a file system, or read it with "
+            "millrace.IndexedDataset and a bin_reader of your own",
+        )
+        self.path_prefix = os.fspath(path_prefix)
+        self.multimodal = multimodal
+        self.mmap = mmap
+        self.object_storage_config = None
+        self.fast_cache_load = fast_cache_load
+        self.sequences_per_dataset = sequences_per_dataset
+        self.dtype_code = dtype_code
+        self.stored = _open(self.path_prefix, mmap)
+        if multimodal and self.stored.sequence_modes is None:
+            raise DataAssertionError(
+                f"{path_prefix}.idx holds no modes; open it without multimodal"
+            )
+        self.index = IndexReader(self.stored, multimodal)
+        self.bin_reader = BinReader(self.stored)
+        counts = (self.index.sequence_count, self.index.document_count)
+        if sequences_per_dataset and tuple(sequences_per_dataset) != counts:
+            raise DataAssertionError(
+                f"{path_prefix}.idx has {counts[0]} sequences and {counts[1]} document entries; "
+                f"sequences_per_dataset says {tuple(sequences_per_dataset)}. Count them again"
+            )
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return (
+            self.path_prefix,
+            self.multimodal,
+            self.mmap,
+            self.object_storage_config,
+            self.fast_cache_load,
+            self.sequences_per_dataset,
+            self.dtype_code,
+        )
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.initialize(*state)
+
+    def __len__(self) -> int:
+        """The number of sequences."""
+        return len(self.index)
+
+    def __getitem__(self, idx: Any) -> Any:
+        """A sequence's tokens, [length]; a list of them for a slice without steps.
+
+        Of a multimodal file, a pair: tokens and mode, or a list and an int8 array of modes. The
+        slice of no sequences gives a list of one empty array, as in Megatron-LM.
+
+        Raises:
+            IndexError: no such sequence.
+            ConfigError: a slice with steps (a ValueError).
+            TypeError: neither an integer nor a slice.
+        """
+        if isinstance(idx, (int, np.integer)):
+            pointer, length, mode = self.index[idx]
+            tokens = self.bin_reader.read(dtype=self.index.dtype, count=length, offset=pointer)
+            return tokens if mode is None else (tokens, mode)
+        if not isinstance(idx, slice):
+            raise TypeError(f"a sequence's number is an int or a slice, not {type(idx).__name__}")
+        start, _, step = idx.indices(len(self))
+        if step != 1:
+            raise ConfigError(f"the slice {idx} has the step {step}; only runs can be read at once")
+        ends = np.cumsum(self.index.sequence_lengths[idx], dtype=np.int64)
+        tokens = self.bin_reader.read(
+            dtype=self.index.dtype,
+            count=0 if len(ends) == 0 else int(ends[-1]),
+            offset=self.index.sequence_pointers[start],
+        )
+        sequences = np.split(tokens, ends[:-1])
+        modes = self.index.sequence_modes
+        return sequences if modes is None else (sequences, modes[idx])
+
+    def get(self, idx: Any, offset: int = 0, length: Any = None) -> Any:
+        """Tokens [offset, offset + length) of a sequence; without a length, all from `offset` on.
+
+        Of a multimodal file, a pair: tokens and mode.
+
+        Raises:
+            IndexError: no such sequence.
+            ConfigAssertionError: the span lies outside the sequence. (Megatron-LM reads on.)
+        """
+        pointer, available, mode = self.index[idx]
+        count = available - offset if length is None else length
+        require(
+            offset >= 0 and count >= 0 and offset + count <= available,
+            f"tokens [{offset}, {offset + count}) of sequence {idx} of {self.path_prefix} were "
+            f"asked for; it has {available}",
+        )
+        tokens = self.bin_reader.read(
+            dtype=self.index.dtype,
+            count=count,
+            offset=int(pointer) + int(offset) * self.index.dtype_size,
+        )
+        return tokens if mode is None else (tokens, mode)
+
+    @property
+    def sequence_lengths(self) -> NDArray[np.int32]:
+        """int32 [sequences], in tokens."""
+        return self.index.sequence_lengths
+
+    @property
+    def document_indices(self) -> NDArray[np.int64]:
+        """int64 [documents + 1]: the first sequence of each document, and their number."""
+        return self.index.document_indices
+
+    def get_document_indices(self) -> NDArray[np.int64]:
+        """The same as the property."""
+        return self.index.document_indices
+
+    def set_document_indices(self, document_indices: NDArray[np.int64]) -> None:
+        """Puts others in their place, in memory alone."""
+        self.index.document_indices = document_indices
+
+    @property
+    def sequence_modes(self) -> NDArray[np.int8]:
+        """int8 [sequences], of a multimodal file.
+
+        Raises:
+            ConfigAssertionError: the file was not opened as multimodal.
+        """
+        modes = self.index.sequence_modes
+        if modes is None:
+            raise ConfigAssertionError(f"{self.path_prefix} was opened without multimodal=True")
+        return modes
+
+    @staticmethod
+    def exists(path_prefix: str) -> bool:
+        """Whether both files are there."""
+        return os.path.exists(get_idx_path(path_prefix)) and os.path.exists(
+            get_bin_path(path_prefix)
+        )
+
+
+class IndexedDatasetBuilder:
+    """Writes a `.bin`/`.idx` pair, which appears when it is finalised.
+
+    Args:
+        bin_path: PREFIX.bin.
+        dtype: the NumPy type of the tokens in the file.
+        multimodal: store a mode for each sequence.
+
+    Raises:
+        MissingFileError: there is no such folder.
+        ConfigAssertionError: another ending than `.bin`, or a dtype that the format does not have.
+    """
+
+    def __init__(self, bin_path: str, dtype: Any = np.int32, multimodal: bool = False) -> None:
+        self._prefix, ending = os.path.splitext(os.fspath(bin_path))
+        require(ending == ".bin", f"{bin_path} must end in .bin: a pair is PREFIX.bin, PREFIX.idx")
+        if not os.path.isdir(os.path.dirname(self._prefix) or "."):
+            raise MissingFileError(f"{bin_path} is in no folder; create it, or give another path")
+        self.dtype = dtype
+        self.multimodal = multimodal
+        with as_assertions():
+            self._builder = store.IndexedDatasetBuilder(self._prefix, dtype, multimodal=multimodal)
+
+    def add_item(self, tensor: ArrayLike, mode: int = 0) -> None:
+        """Appends a sequence to the document that is being written.
+
+        Args:
+            tensor: tokens, a tensor or array of any shape.
+            mode: of the sequence, in a multimodal file.
+        """
+        with as_assertions():
+            self._builder.add_sequence(np.asarray(tensor).reshape(-1), mode)
+
+    def add_document(
+        self, tensor: ArrayLike, lengths: list[int], modes: list[int] | None = None
+    ) -> None:
+        """Appends a whole document.
+
+        Args:
+            tensor: the tokens of all its sequences.
+            lengths: of its sequences.
+            modes: of its sequences, in a multimodal file; None: 0. (Megatron-LM fails on None.)
+        """
+        with as_assertions():
+            self._builder.add_document(
+                np.asarray(tensor).reshape(-1), [int(length) for length in lengths], modes
+            )
+
+    def end_document(self) -> None:
+        """Ends the document that `add_item` wrote."""
+        self._builder.end_document()
+
+    def add_index(self, path_prefix: str) -> None:
+        """Appends all documents of another pair, of the same dtype.
+
+        Raises:
+            MissingFileError: it is not there.
+            ConfigAssertionError: another dtype, or only one of the two has modes.
+        """
+        if not IndexedDataset.exists(path_prefix):
+            raise MissingFileError(f"{path_prefix}.idx and .bin are not both there")
+        with as_assertions():
+            self._builder.add_index(path_prefix)
+
+    def finalize(self, idx_path: str) -> None:
+        """Writes the index and publishes the pair.
+
+        Args:
+            idx_path: PREFIX.idx, with the prefix of `bin_path`.
+        """
+        require(
+            os.fspath(idx_path) == get_idx_path(self._prefix),
+            f"the index of {self._prefix}.bin is {self._prefix}.idx, not {idx_path}",
+        )
+        with as_assertions():
+            self._builder.finalize()
+
+
+def get_idx_path(path_prefix: str) -> str:
+    """PREFIX.idx."""
+    return path_prefix + ".idx"
+
+
+def get_bin_path(path_prefix: str) -> str:
+    """PREFIX.bin."""
+    return path_prefix + ".bin"
+
+
+def is_object_store_path(path: str | None) -> bool:
+    """Whether a path names an object in a store, by its start."""
+    return path is not None and str(path).startswith(OBJECT_STORE_PREFIXES)
+
+
+def _open(prefix: str, mmap: bool) -> store.IndexedDataset:
+    try:
+        return store.IndexedDataset(prefix, access="mmap" if mmap else "file")
+    except DataError as error:
+        kind = DataAssertionError if IndexedDataset.exists(prefix) else MissingFileError
+        raise kind(str(error)) from None

@@ -1,0 +1,154 @@
+"""The rules of a GPT dataset, one by one: how many samples, in which order, with which masks."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from millrace import _native
+from millrace.order import GPTIndices, GPTPlan, build_gpt_indices, plan_gpt
+
+NO_TOKEN = -(2**62)
+"""What no token of any file equals."""
+
+
+def plan_samples(
+    num_tokens_per_epoch: int,
+    num_samples: int | None,
+    sequence_length: int,
+    *,
+    add_extra_token: bool,
+    drop_last_partial_sequence: bool,
+) -> GPTPlan:
+    """`plan_gpt`, but with an empty plan where one epoch is asked for and gives no sample.
+
+    A negative number of samples asks for one epoch, as 0 does.
+
+    Raises:
+        ConfigError: a sequence length below 1, or samples of no tokens.
+    """
+    extra = 1 if add_extra_token else 0
+    wanted = None if num_samples is None else max(num_samples, 0)
+    usable = num_tokens_per_epoch - extra
+    needed = 0 if num_samples is None else num_samples * sequence_length + extra
+    is_empty = usable < (sequence_length if drop_last_partial_sequence else 1)
+    if not wanted and is_empty and needed <= num_tokens_per_epoch and sequence_length >= 1:
+        return GPTPlan(
+            num_tokens_per_epoch=num_tokens_per_epoch,
+            num_epochs=1,
+            num_samples=0,
+            num_samples_before_final_epoch=None,
+            sequence_length=sequence_length,
+            add_extra_token=add_extra_token,
+            allow_partial=not drop_last_partial_sequence,
+        )
+    return plan_gpt(
+        num_tokens_per_epoch,
+        wanted,
+        sequence_length,
+        add_extra_token=add_extra_token,
+        drop_last_partial_sequence=drop_last_partial_sequence,
+    )
+
+
+def build_indices(
+    sequence_lengths: NDArray[np.int32], indices: NDArray[np.int32], plan: GPTPlan, seed: int
+) -> GPTIndices:
+    """The three indices of any choice of sequences.
+
+    Args:
+        indices: int32 [sequences]; a run of consecutive numbers, as the builder gives it, is the
+            quick case.
+    """
+    run = as_range(indices)
+    if run is not None:
+        return build_gpt_indices(sequence_lengths, run, plan, seed)
+    # The order is drawn for the numbers 0 to n - 1: a shuffle moves places, whatever is there.
+    chosen = np.ascontiguousarray(sequence_lengths[indices])
+    built = build_gpt_indices(chosen, (0, len(indices)), plan, seed)
+    return GPTIndices(
+        document_index=np.asarray(indices, np.int32)[built.document_index],
+        sample_index=built.sample_index,
+        shuffle_index=built.shuffle_index,
+    )
+
+
+def as_range(indices: NDArray[np.int32]) -> tuple[int, int] | None:
+    """(start, stop) of consecutive numbers, as the builder gives them; None of any others."""
+    if len(indices) == 0:
+        return 0, 0
+    start, stop = int(indices[0]), int(indices[-1]) + 1
+    if stop - start != len(indices) or start < 0:
+        return None
+    return (start, stop) if np.array_equal(indices, np.arange(start, stop)) else None
+
+
+def get_ltor_masks_and_position_ids(
+    data: torch.Tensor,
+    eod_token: int,
+    reset_position_ids: bool,
+    reset_attention_mask: bool,
+    eod_mask_loss: bool,
+    create_attention_mask: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """The masks and position ids of some tokens, for subclasses with tokens of their own.
+
+    Args:
+        data: int64 [length].
+
+    Returns:
+        attention_mask bool [1, length, length] (None where none is asked for), True where masked;
+        loss_mask float32 [length]; position_ids int64 [length].
+    """
+    tokens = np.ascontiguousarray(data.numpy(), np.int64)
+    _, _, loss_mask, position_ids = (
+        rows[0]
+        for rows in _native.fill_rows(
+            tokens,
+            np.array([len(tokens)]),
+            sequence_length=len(tokens),
+            add_extra_token=False,
+            pad_token=NO_TOKEN,
+            eod_token=eod_token,
+            reset_position_ids=bool(reset_position_ids or reset_attention_mask),
+            eod_mask_loss=bool(eod_mask_loss),
+        )
+    )
+    loss_mask[-1] = 1.0 - (bool(eod_mask_loss) and tokens[-1] == eod_token)
+    mask = None
+    if create_attention_mask:
+        mask = causal_mask(len(tokens))
+        if reset_attention_mask:
+            mask = mask_across_documents(mask, position_ids)
+    if not reset_position_ids:
+        position_ids = np.arange(len(tokens))
+    return (
+        None if mask is None else torch.from_numpy(mask),
+        torch.from_numpy(loss_mask),
+        torch.from_numpy(position_ids),
+    )
+
+
+# Masks are made by NumPy: torch's own functions are parallel here, and hang in a forked process if
+# its parent has used them.
+
+
+def causal_mask(length: int) -> NDArray[np.bool_]:
+    """No attention to what comes later: bool [1, length, length], True where masked."""
+    mask: NDArray[np.bool_] = ~np.tri(length, dtype=np.bool_)[None]
+    return mask
+
+
+def mask_across_documents(
+    mask: NDArray[np.bool_], position_ids: NDArray[np.int64]
+) -> NDArray[np.bool_]:
+    """A mask with no attention to earlier documents either.
+
+    Args:
+        mask: bool [1, length, length].
+        position_ids: int64 [length]; a document starts where they are 0.
+    """
+    documents = np.cumsum(position_ids == 0, dtype=np.int32)
+    masked: NDArray[np.bool_] = mask | (documents[:, None] != documents[None, :])
+    return masked

@@ -1,0 +1,20 @@
+"""A few of the differential's random cases in every test run; `differential.py` runs any number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from differential import main, run_case
+
+
+@pytest.mark.parametrize("number", range(60))
+def test_a_random_case_is_equal_on_both_sides(number: int, tmp_path: Path) -> None:
+    run_case(0, number, tmp_path)
+
+
+def test_the_command_says_how_many_cases_went_which_way(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["--cases", "3", "--seed", "5"]) == 0
+    assert "seed 5: 3 cases" in capsys.readouterr().out
