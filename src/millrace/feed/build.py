@@ -28,7 +28,7 @@ from millrace.errors import CacheError, ConfigError, DataError
 from millrace.feed.config import DatasetConfig
 from millrace.feed.datasets import BlendedDataset, GPTDataset, build_indices, check_draws
 from millrace.feed.manifest import is_unchanged, manifest_path, read_manifest, write_manifest
-from millrace.feed.plan import DatasetPlan, RunPlan, SplitPlan, TokenFile, plan_run
+from millrace.feed.plan import DatasetPlan, RunPlan, SplitPlan, TokenFile, plan_run, warn_of_copies
 from millrace.order import GPTIndices, arrays, blend, blend_exhaustively, normalize
 from millrace.store import IndexedDataset
 from millrace.store.bytes import Access
@@ -71,28 +71,14 @@ def build_planned(
     """The same, and the plan that it was made by."""
     if config.cache is None:
         opened, plan = plan_run(config)
-        return plan, _in_memory(config, plan, opened, progress)
-    folder = os.fspath(config.cache)
-    with _uncollected():
-        found = _from_manifest(config, folder)
-    if found is not None:
-        return found
-    if config.trust_cache:
-        raise ConfigError(
-            f"{folder} has no manifest for this configuration: build it ahead with `millrace "
-            "index`, or leave trust_cache out"
-        )
-    opened, plan = plan_run(config)
-    try:
-        sets = _build_sets(config, folder, plan, opened, progress)
-        write_manifest(config, plan, sets)
-    except OSError as error:
-        raise CacheError(
-            f"the indices must be built, and {error.filename or folder} cannot be written: "
-            f"{error.strerror or error}. Give a cache folder that can be written and has room, or "
-            "build them ahead with `millrace index`"
-        ) from error
-    return plan, _from_sets(config, plan, sets)
+        made = plan, _in_memory(config, plan, opened, progress)
+    else:
+        folder = os.fspath(config.cache)
+        with _uncollected():
+            found = _from_manifest(config, folder)
+        made = found or _with_cache(config, folder, progress)
+    warn_of_copies(made[0])
+    return made
 
 
 @contextlib.contextmanager
@@ -233,6 +219,27 @@ def set_key(config: DatasetConfig, plan: RunPlan, split: SplitPlan) -> dict[str,
         "weights": None if split.weights is None else list(split.weights),
         "size": split.size,
     }
+
+
+def _with_cache(
+    config: DatasetConfig, folder: str, progress: Progress | None
+) -> tuple[RunPlan, Datasets]:
+    if config.trust_cache:
+        raise ConfigError(
+            f"{folder} has no manifest for this configuration: build it ahead with `millrace "
+            "index`, or leave trust_cache out"
+        )
+    opened, plan = plan_run(config)
+    try:
+        sets = _build_sets(config, folder, plan, opened, progress)
+        write_manifest(config, plan, sets)
+    except OSError as error:
+        raise CacheError(
+            f"the indices must be built, and {error.filename or folder} cannot be written: "
+            f"{error.strerror or error}. Give a cache folder that can be written and has room, or "
+            "build them ahead with `millrace index`"
+        ) from error
+    return plan, _from_sets(config, plan, sets)
 
 
 def _build_sets(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -121,11 +121,30 @@ def plan_run(config: DatasetConfig) -> tuple[list[IndexedDataset], RunPlan]:
         if any(sequences is None for sequences in ranges):
             splits.append(None)
             continue
-        _warn_of_copies(name, [files[file] for file in numbers])
         splits.append(
             _plan_split(config, number, name, numbers, opened, ranges, given[1])  # type: ignore[arg-type]
         )
     return opened, RunPlan(files=files, splits=splits)
+
+
+def warn_of_copies(plan: RunPlan) -> None:
+    """Warns of the same data, wherever it lies, twice in a blend."""
+    for split in plan.splits:
+        if split is None or split.kind != "blend":
+            continue
+        first: dict[tuple[str, str], str] = {}
+        for dataset in split.datasets:
+            file = plan.files[dataset.file]
+            same_data = (file.content, file.lengths)
+            if same_data in first:
+                warnings.warn(
+                    f"the {split.name} blend has the data of {file.prefix} twice (also as "
+                    f"{first[same_data]}): the same samples are drawn twice, in the same order. "
+                    "Give it once, with the sum of the weights",
+                    DuplicateDataWarning,
+                    stacklevel=4,  # the line that calls `build_datasets`
+                )
+            first.setdefault(same_data, file.prefix)
 
 
 def look_at(dataset: IndexedDataset) -> TokenFile:
@@ -153,20 +172,6 @@ def _range_of(config: DatasetConfig, number: int, dataset: IndexedDataset) -> Ra
     if config.split is None:
         return 0, len(dataset)
     return split_ranges(len(dataset), config.split)[number]
-
-
-def _warn_of_copies(split: str, files: Iterable[TokenFile]) -> None:
-    first: dict[tuple[str, str], str] = {}
-    for file in files:
-        other = first.setdefault((file.content, file.lengths), file.prefix)
-        if other is not file.prefix or list(first.values()).count(file.prefix) > 1:
-            warnings.warn(
-                f"the {split} blend has the data of {file.prefix} twice (also as {other}): the "
-                "same samples are drawn twice, in the same order. Give it once, with the sum of "
-                "the weights",
-                DuplicateDataWarning,
-                stacklevel=2,
-            )
 
 
 def _plan_split(
