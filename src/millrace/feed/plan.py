@@ -192,7 +192,10 @@ def _plan_split(
         counts = [None] * len(files)
     else:
         weights = normalize(weights)
-        shares = samples_per_dataset(weights, asked or 0, config.surplus)
+        try:
+            shares = samples_per_dataset(weights, asked or 0, config.surplus)
+        except ConfigError as error:
+            raise ConfigError(f"the {name} split: {error}") from None
         counts = [built for _, built in shares]
         asked = sum(share for share, _ in shares)
 
