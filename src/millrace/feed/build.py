@@ -28,7 +28,15 @@ from millrace.errors import CacheError, ConfigError, DataError
 from millrace.feed.config import DatasetConfig
 from millrace.feed.datasets import BlendedDataset, GPTDataset, build_indices, check_draws
 from millrace.feed.manifest import is_unchanged, manifest_path, read_manifest, write_manifest
-from millrace.feed.plan import DatasetPlan, RunPlan, SplitPlan, TokenFile, plan_run, warn_of_copies
+from millrace.feed.plan import (
+    DatasetPlan,
+    RunPlan,
+    SplitPlan,
+    TokenFile,
+    has_same_times,
+    plan_run,
+    warn_of_copies,
+)
 from millrace.order import GPTIndices, arrays, blend, blend_exhaustively, normalize
 from millrace.store import IndexedDataset
 from millrace.store.bytes import Access
@@ -226,14 +234,17 @@ def _with_cache(
 ) -> tuple[RunPlan, Datasets]:
     if config.trust_cache:
         raise ConfigError(
-            f"{folder} has no manifest for this configuration: build it ahead with `millrace "
-            "index`, or leave trust_cache out"
+            f"{folder} has no manifest for this configuration, or sets of arrays that it needs are "
+            "damaged: build it ahead with `millrace index`, or leave trust_cache out"
         )
     opened, plan = plan_run(config)
+    is_built = True
     try:
-        sets = _build_sets(config, folder, plan, opened, progress)
+        sets, is_built = _build_sets(config, folder, plan, opened, progress)
         write_manifest(config, plan, sets)
     except OSError as error:
+        if not is_built:  # all sets were there: only the next start's short way is lost
+            return plan, _from_sets(config, plan, sets)
         raise CacheError(
             f"the indices must be built, and {error.filename or folder} cannot be written: "
             f"{error.strerror or error}. Give a cache folder that can be written and has room, or "
@@ -248,9 +259,11 @@ def _build_sets(
     plan: RunPlan,
     opened: Sequence[IndexedDataset],
     progress: Progress | None,
-) -> list[arrays.ArraySet | None]:
+) -> tuple[list[arrays.ArraySet | None], bool]:
+    """The set of each split, and whether any was built here."""
     count = _counter(plan, progress)
     sets: list[arrays.ArraySet | None] = []
+    is_any_built = False
     for split in plan.splits:
         if split is None:
             sets.append(None)
@@ -258,8 +271,11 @@ def _build_sets(
         key = set_key(config, plan, split)
         build = functools.partial(_build_split, config, plan, split, opened, count)
         layout = functools.partial(_layout, split)
-        sets.append(arrays.load_or_build(folder, arrays.fingerprint(key), key, layout, build)[0])
-    return sets
+        name = arrays.fingerprint(key)
+        stored, is_built = arrays.load_or_build(folder, name, key, layout, build)
+        sets.append(stored)
+        is_any_built |= is_built
+    return sets, is_any_built
 
 
 def _layout(split: SplitPlan) -> dict[str, tuple[Any, tuple[int, ...]]]:
@@ -368,15 +384,17 @@ def _open_unchanged(file: TokenFile, access: Access) -> IndexedDataset:
     """Opens a token file that a manifest knows.
 
     Raises:
-        DataError: it holds other counts than when its indices were built.
+        DataError: it is not what its indices were built for.
     """
+    is_same = has_same_times(file)  # before it is opened: see `look_at`
     dataset = IndexedDataset(file.prefix, access=access)
     now = (len(dataset), dataset.num_documents, dataset.num_tokens)
     then = (file.num_sequences, file.num_documents, file.num_tokens)
-    if now != then:
+    if now != then or not (is_same or dataset.fingerprint == file.content):
         raise DataError(
             f"{file.prefix} has {now} sequences, documents and tokens; its indices were built for "
-            f"{then}. Build them again with `millrace index`, and do not change data of a run"
+            f"{then}{', but for other ones' if now == then else ''}. Build them again with "
+            "`millrace index`, and do not change data of a run"
         )
     return dataset
 

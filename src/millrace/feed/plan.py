@@ -18,6 +18,7 @@ from millrace.files import xxh3
 from millrace.order import SPLITS, GPTPlan, normalize, samples_per_dataset, split_ranges
 from millrace.order.splits import Range
 from millrace.store import IndexedDataset
+from millrace.store.bytes import Access
 from millrace.store.publish import bin_path, idx_path
 
 _VALID = SPLITS.index("valid")
@@ -108,8 +109,8 @@ def plan_run(config: DatasetConfig) -> tuple[list[IndexedDataset], RunPlan]:
         for prefix in given[0] if given is not None else []:
             prefixes.setdefault(os.fspath(prefix), len(prefixes))
     with ThreadPoolExecutor(config.num_threads) as pool:
-        opened = list(pool.map(functools.partial(IndexedDataset, access=config.access), prefixes))
-        files = list(pool.map(look_at, opened))
+        looked = list(pool.map(functools.partial(look_at, access=config.access), prefixes))
+    opened, files = [dataset for dataset, _ in looked], [file for _, file in looked]
     splits: list[SplitPlan | None] = []
     for number, name in enumerate(SPLITS):
         given = config.blend or (config.blend_per_split or [])[number]
@@ -147,13 +148,17 @@ def warn_of_copies(plan: RunPlan) -> None:
             first.setdefault(same_data, file.prefix)
 
 
-def look_at(dataset: IndexedDataset) -> TokenFile:
+def look_at(prefix: str, access: Access = "mmap") -> tuple[IndexedDataset, TokenFile]:
+    """Opens a token file, and says what is in it."""
+    # Before it is opened: of a file that is replaced meanwhile, the times are then the old ones,
+    # and the next look at it finds out.
+    _, times = _sizes_and_times(prefix)
+    dataset = IndexedDataset(prefix, access=access)
     digest = xxh3()
     digest.update(np.ascontiguousarray(dataset.sequence_lengths).view(np.uint8).data)
-    sizes, times = file_times(dataset.prefix)
-    return TokenFile(
-        prefix=dataset.prefix,
-        sizes=sizes,
+    return dataset, TokenFile(
+        prefix=prefix,
+        sizes=(dataset.reader.size, dataset.num_bytes - dataset.reader.size),
         times=times,
         content=dataset.fingerprint,
         lengths=digest.hexdigest(),
@@ -163,8 +168,16 @@ def look_at(dataset: IndexedDataset) -> TokenFile:
     )
 
 
-def file_times(prefix: str) -> tuple[tuple[int, int], tuple[int, int]]:
-    data, index = os.stat(bin_path(prefix)), os.stat(idx_path(prefix))
+def has_same_times(file: TokenFile) -> bool:
+    """Whether a token file has the sizes and times that it had."""
+    return _sizes_and_times(file.prefix) == (file.sizes, file.times)
+
+
+def _sizes_and_times(prefix: str) -> tuple[tuple[int, int], tuple[int, int]]:
+    try:
+        data, index = os.stat(bin_path(prefix)), os.stat(idx_path(prefix))
+    except FileNotFoundError:
+        return (0, 0), (0, 0)  # missing, or published halfway, which opening it tells apart
     return (data.st_size, index.st_size), (data.st_mtime_ns, index.st_mtime_ns)
 
 
