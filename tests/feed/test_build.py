@@ -39,9 +39,10 @@ from millrace import (
     ResumeError,
     build_datasets,
 )
-from millrace.feed.build import build_planned
+from millrace.feed.build import _layout, build_planned
 from millrace.feed.manifest import read_manifest
-from millrace.feed.plan import DatasetPlan, RunPlan
+from millrace.feed.plan import DatasetPlan, RunPlan, SplitPlan
+from millrace.order import plan_gpt
 
 S = 8  # the sequence length
 
@@ -972,3 +973,47 @@ def made_alone(plan: RunPlan, dataset: DatasetPlan, config: DatasetConfig) -> GP
         drop_last_partial_sequence=not dataset.gpt.allow_partial,
         add_extra_token=config.add_extra_token,
     )
+
+
+# ---- counts beyond 32 bits ----
+
+
+@pytest.mark.parametrize(
+    ("num_sequences", "num_epochs", "num_samples", "rows", "shuffle"),
+    [
+        (2**31 - 1, 1, 5, np.int32, np.uint32),
+        (2**31, 1, 5, np.int64, np.uint32),
+        (2**20, 2**11, 5, np.int64, np.uint32),
+        (5, 1, 2**32 - 3, np.int32, np.uint32),
+        (5, 1, 2**32 - 2, np.int32, np.int64),
+    ],
+)
+def test_large_counts_have_wide_arrays(
+    num_sequences: int, num_epochs: int, num_samples: int, rows: Any, shuffle: Any
+) -> None:
+    """The dtypes are Megatron-LM's, and `build_gpt_indices` gives the same."""
+    gpt = dataclasses.replace(plan_gpt(9, None, 8), num_epochs=num_epochs, num_samples=num_samples)
+    dataset = DatasetPlan(file=0, sequences=(0, num_sequences), num_samples=None, gpt=gpt)
+    split = SplitPlan(name="train", datasets=[dataset], kind="one", weights=None, size=None)
+    assert _layout(split) == {
+        "document_index": (np.int32, (num_sequences * num_epochs,)),
+        "sample_index": (rows, (num_samples + 1, 2)),
+        "shuffle_index": (shuffle, (num_samples,)),
+    }
+
+
+def test_more_datasets_than_int16_can_number_are_refused(prefixes: list[str]) -> None:
+    names = prefixes[:1] * 32767
+    with pytest.raises(ConfigError, match="a blend has 32767 datasets; 1 to 32766"):
+        build(blend=(names, [1.0] * len(names)))
+
+
+def test_an_index_whose_lengths_exceed_its_tokens_is_refused(
+    prefixes: list[str], tmp_path: Path
+) -> None:
+    with open(prefixes[0] + ".idx", "r+b") as file:  # the length of sequence 1
+        file.seek(34 + 4)
+        file.write(np.int32(2**31 - 1).tobytes())
+    for cache in (None, tmp_path / "cache"):
+        with pytest.raises(DataError, match=r"have 21474\d+ tokens by .* the .bin holds"):
+            build(blend=(prefixes, None), cache=cache)
