@@ -748,15 +748,31 @@ def test_a_read_only_folder(
         build(**{**options, "blend": (renamed, [1, 2, 3])}, trust_cache=True)
 
 
-def _build_as_nobody(config: DatasetConfig, out: Any) -> None:
-    os.setgroups([])
-    os.setgid(65534)
-    os.setuid(65534)
+def _build_and_tell(config: DatasetConfig, as_nobody: bool, out: Any) -> None:
+    if as_nobody:
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
     try:
         build_datasets(config)
         out.put("built")
     except Exception as error:
         out.put(f"{type(error).__name__}: {error}")
+
+
+def said_by_processes(config: DatasetConfig, *, as_nobody: bool = False) -> list[str]:
+    """What four processes say that build the same at once."""
+    context = multiprocessing.get_context("fork")
+    out = context.Queue()
+    made = [
+        context.Process(target=_build_and_tell, args=(config, as_nobody, out)) for _ in range(4)
+    ]
+    for process in made:
+        process.start()
+    said = [out.get(timeout=60) for _ in made]
+    for process in made:
+        process.join()
+    return said
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become nobody")
@@ -768,19 +784,37 @@ def test_a_folder_of_somebody_else_is_a_clear_error_on_every_process(prefixes: l
             data.append(shutil.copy(prefix + ".bin", name).removesuffix(".bin"))
             shutil.copy(prefix + ".idx", name)
         os.mkdir(f"{name}/cache", 0o755)
-        config = config_of(blend=(data, None), cache=f"{name}/cache")
-        context = multiprocessing.get_context("fork")
-        out = context.Queue()
-        made = [context.Process(target=_build_as_nobody, args=(config, out)) for _ in range(4)]
-        for process in made:
-            process.start()
-        said = [out.get(timeout=60) for _ in made]
-        for process in made:
-            process.join()
+        said = said_by_processes(
+            config_of(blend=(data, None), cache=f"{name}/cache"), as_nobody=True
+        )
         assert os.listdir(f"{name}/cache") == []
     for line in said:
         assert line.startswith("CacheError: the indices must be built, and ")
         assert "cannot be written: Permission denied. Give a cache folder" in line
+
+
+def test_a_refusal_is_the_same_on_every_process(prefixes: list[str], tmp_path: Path) -> None:
+    """Also where it comes from the one that holds the lock: none waits for ever."""
+    write(tmp_path / "damaged", [50, 60, 70])
+    with open(tmp_path / "damaged.idx", "r+b") as file:  # the length of sequence 1
+        file.seek(34 + 4)
+        file.write(np.int32(-60).tobytes())
+    options: dict[str, Any] = {"split": "1", "cache": tmp_path / "cache"}
+    said = said_by_processes(config_of(blend=([str(tmp_path / "damaged")], None), **options))
+    assert set(said) == {said[0]}
+    assert said[0].startswith("DataError: ")
+    assert "sequence 1 has the length -60" in said[0]
+    assert list((tmp_path / "cache").glob("*")) == []
+
+
+def test_a_full_disk_is_a_clear_error_on_every_process(
+    prefixes: list[str], mounted: Callable[[str], Path]
+) -> None:
+    disk = mounted("size=16k")
+    for line in said_by_processes(config_of(blend=(prefixes, [1, 2, 3]), cache=disk / "cache")):
+        assert line.startswith("CacheError: the indices must be built, and ")
+        assert "cannot be written: No space left on device. Give a cache folder" in line
+    assert names_left(disk / "cache") <= {".npy", ".json"}
 
 
 def test_a_full_disk_is_a_clear_error(prefixes: list[str], mounted: Callable[[str], Path]) -> None:
