@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 
 from millrace import ConfigError, parse_split, split_ranges
@@ -31,3 +34,33 @@ def test_ranges_cover_the_sequences_without_overlap() -> None:
     assert split_ranges(1000, "969,30,1") == [(0, 969), (969, 999), (999, 1000)]
     assert split_ranges(3, "1,1") == [(0, 2), (2, 3), None]  # 1.5 is rounded to the even 2
     assert split_ranges(0, "1,1,1") == [(0, 0), (0, 0), (0, 0)]
+
+
+def test_fractions_may_leave_gaps_and_come_in_any_order() -> None:
+    assert split_ranges(100, [(0.5, 1), (0, 0.25), None]) == [(50, 100), (0, 25), None]
+    assert split_ranges(100, [None, (np.float32(0.5), 1), None]) == [None, (50, 100), None]
+
+
+@pytest.mark.parametrize(
+    ("fractions", "message"),
+    [
+        ([(0, 0.5)], "three entries"),
+        ([], "three entries"),
+        ([None, None, None], "not all None"),
+        ([(0, 0.5), (0.4, 1), None], "overlap"),
+        ([(0, 1), None, (0, 1)], "overlap"),
+        ([(0, 0.5), (0.5, 1.001), None], "0 <= start < end <= 1"),
+        ([(-0.1, 0.5), None, None], "0 <= start < end <= 1"),
+        ([(0.5, 0.5), None, None], "0 <= start < end <= 1"),
+        ([(0.5, 0.1), None, None], "0 <= start < end <= 1"),
+        ([(0, float("nan")), None, None], "0 <= start < end <= 1"),
+        ([(float("nan"), 1), None, None], "0 <= start < end <= 1"),
+        ([(0, 0.1, 0.2), None, None], "0 <= start < end <= 1"),
+        (["a", (0.5, 1), None], "pair of numbers"),
+        ([0.5, 0.25, 0.25], "pair of numbers"),
+        (7, "pair of numbers"),
+    ],
+)
+def test_fractions_that_are_no_split_are_refused(fractions: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"fractions of the split are .*{message}"):
+        split_ranges(100, fractions)

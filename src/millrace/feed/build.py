@@ -28,7 +28,15 @@ from millrace.errors import CacheError, ConfigError, DataError
 from millrace.feed.config import DatasetConfig
 from millrace.feed.datasets import BlendedDataset, GPTDataset, build_indices, check_draws
 from millrace.feed.manifest import is_unchanged, manifest_path, read_manifest, write_manifest
-from millrace.feed.plan import DatasetPlan, RunPlan, SplitPlan, TokenFile, plan_run
+from millrace.feed.plan import (
+    DatasetPlan,
+    RunPlan,
+    SplitPlan,
+    TokenFile,
+    has_same_times,
+    plan_run,
+    warn_of_copies,
+)
 from millrace.order import GPTIndices, arrays, blend, blend_exhaustively, normalize
 from millrace.store import IndexedDataset
 from millrace.store.bytes import Access
@@ -71,28 +79,14 @@ def build_planned(
     """The same, and the plan that it was made by."""
     if config.cache is None:
         opened, plan = plan_run(config)
-        return plan, _in_memory(config, plan, opened, progress)
-    folder = os.fspath(config.cache)
-    with _uncollected():
-        found = _from_manifest(config, folder)
-    if found is not None:
-        return found
-    if config.trust_cache:
-        raise ConfigError(
-            f"{folder} has no manifest for this configuration: build it ahead with `millrace "
-            "index`, or leave trust_cache out"
-        )
-    opened, plan = plan_run(config)
-    try:
-        sets = _build_sets(config, folder, plan, opened, progress)
-        write_manifest(config, plan, sets)
-    except OSError as error:
-        raise CacheError(
-            f"the indices must be built, and {error.filename or folder} cannot be written: "
-            f"{error.strerror or error}. Give a cache folder that can be written and has room, or "
-            "build them ahead with `millrace index`"
-        ) from error
-    return plan, _from_sets(config, plan, sets)
+        made = plan, _in_memory(config, plan, opened, progress)
+    else:
+        folder = os.fspath(config.cache)
+        with _uncollected():
+            found = _from_manifest(config, folder)
+        made = found or _with_cache(config, folder, progress)
+    warn_of_copies(made[0])
+    return made
 
 
 @contextlib.contextmanager
@@ -235,15 +229,41 @@ def set_key(config: DatasetConfig, plan: RunPlan, split: SplitPlan) -> dict[str,
     }
 
 
+def _with_cache(
+    config: DatasetConfig, folder: str, progress: Progress | None
+) -> tuple[RunPlan, Datasets]:
+    if config.trust_cache:
+        raise ConfigError(
+            f"{folder} has no manifest for this configuration, or sets of arrays that it needs are "
+            "damaged: build it ahead with `millrace index`, or leave trust_cache out"
+        )
+    opened, plan = plan_run(config)
+    is_built = True
+    try:
+        sets, is_built = _build_sets(config, folder, plan, opened, progress)
+        write_manifest(config, plan, sets)
+    except OSError as error:
+        if not is_built:  # all sets were there: only the next start's short way is lost
+            return plan, _from_sets(config, plan, sets)
+        raise CacheError(
+            f"the indices must be built, and {error.filename or folder} cannot be written: "
+            f"{error.strerror or error}. Give a cache folder that can be written and has room, or "
+            "build them ahead with `millrace index`"
+        ) from error
+    return plan, _from_sets(config, plan, sets)
+
+
 def _build_sets(
     config: DatasetConfig,
     folder: str,
     plan: RunPlan,
     opened: Sequence[IndexedDataset],
     progress: Progress | None,
-) -> list[arrays.ArraySet | None]:
+) -> tuple[list[arrays.ArraySet | None], bool]:
+    """The set of each split, and whether any was built here."""
     count = _counter(plan, progress)
     sets: list[arrays.ArraySet | None] = []
+    is_any_built = False
     for split in plan.splits:
         if split is None:
             sets.append(None)
@@ -251,8 +271,11 @@ def _build_sets(
         key = set_key(config, plan, split)
         build = functools.partial(_build_split, config, plan, split, opened, count)
         layout = functools.partial(_layout, split)
-        sets.append(arrays.load_or_build(folder, arrays.fingerprint(key), key, layout, build)[0])
-    return sets
+        name = arrays.fingerprint(key)
+        stored, is_built = arrays.load_or_build(folder, name, key, layout, build)
+        sets.append(stored)
+        is_any_built |= is_built
+    return sets, is_any_built
 
 
 def _layout(split: SplitPlan) -> dict[str, tuple[Any, tuple[int, ...]]]:
@@ -361,15 +384,17 @@ def _open_unchanged(file: TokenFile, access: Access) -> IndexedDataset:
     """Opens a token file that a manifest knows.
 
     Raises:
-        DataError: it holds other counts than when its indices were built.
+        DataError: it is not what its indices were built for.
     """
+    is_same = has_same_times(file)  # before it is opened: see `look_at`
     dataset = IndexedDataset(file.prefix, access=access)
     now = (len(dataset), dataset.num_documents, dataset.num_tokens)
     then = (file.num_sequences, file.num_documents, file.num_tokens)
-    if now != then:
+    if now != then or not (is_same or dataset.fingerprint == file.content):
         raise DataError(
             f"{file.prefix} has {now} sequences, documents and tokens; its indices were built for "
-            f"{then}. Build them again with `millrace index`, and do not change data of a run"
+            f"{then}{', but for other ones' if now == then else ''}. Build them again with "
+            "`millrace index`, and do not change data of a run"
         )
     return dataset
 

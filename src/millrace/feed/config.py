@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
+import numbers
+import operator
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +13,7 @@ from typing import Any
 
 from millrace.errors import ConfigError
 from millrace.feed.datasets import SampleOptions
-from millrace.order import SPLITS, normalize
+from millrace.order import SPLITS, normalize, split_ranges
 from millrace.order.blend import SURPLUS
 from millrace.order.gpt import MAX_SEED
 from millrace.order.splits import Bookends
@@ -82,15 +85,11 @@ class DatasetConfig:
                 f"blend_per_split has {len(self.blend_per_split)} entries; give one for each of "
                 f"{', '.join(SPLITS)}, None for those that you do without"
             )
-        if len(self.num_samples) != len(SPLITS):
-            raise ConfigError(
-                f"num_samples has {len(self.num_samples)} entries; give one for each of "
-                f"{', '.join(SPLITS)}"
-            )
+        self._check_numbers()
         if not 0 <= self.seed <= MAX_SEED:
             raise ConfigError(f"the seed is {self.seed}; 0 to {MAX_SEED} is possible")
-        if not self.surplus >= 0:
-            raise ConfigError(f"the surplus is {self.surplus}; at least 0 is needed")
+        if not 0 <= self.surplus < math.inf:
+            raise ConfigError(f"the surplus is {self.surplus}; a number from 0 on is needed")
         if self.num_threads < 1:
             raise ConfigError(f"num_threads is {self.num_threads}; at least 1 is needed")
         if self.trust_cache and self.cache is None:
@@ -103,14 +102,43 @@ class DatasetConfig:
         if self.multiple_validation_sets and self.blend_per_split is None:
             raise ConfigError("multiple_validation_sets needs a blend_per_split")
         self._check_blends()
+        if self.split is not None:
+            split_ranges(0, self.split)
         _ = self.sample_options
 
+    def _check_numbers(self) -> None:
+        """Numbers of any integer type become Python's, whose sums are exact."""
+        if isinstance(self.num_samples, int) or len(self.num_samples) != len(SPLITS):
+            raise ConfigError(
+                f"num_samples is {self.num_samples}; give an entry for each of {', '.join(SPLITS)}"
+            )
+        counts = tuple(None if n is None else _integer("num_samples", n) for n in self.num_samples)
+        if any(count is not None and count < 0 for count in counts):
+            raise ConfigError(f"num_samples is {counts}; each is at least 0, or None for one epoch")
+        object.__setattr__(self, "num_samples", counts)
+        for name in ("sequence_length", "seed", "num_threads"):
+            object.__setattr__(self, name, _integer(name, getattr(self, name)))
+
     def _check_blends(self) -> None:
+        blends = self.blend_per_split or [self.blend]
+        if all(given is None for given in blends):
+            raise ConfigError("no split has a blend; give at least one")
+        for given in blends:
+            if given is not None and (isinstance(given, str) or len(given) != 2):
+                raise ConfigError(
+                    f"a blend is {given!r}; it must be (prefixes, weights), and the weights None "
+                    "where the data's lengths decide"
+                )
         for name, prefixes, weights, size in self._blends():
-            if len(prefixes) == 0 or isinstance(prefixes, str):
+            if isinstance(prefixes, (str, os.PathLike)) or len(prefixes) == 0:
                 raise ConfigError(f"the {name} blend is {prefixes!r}; a list of prefixes is needed")
+            for prefix in prefixes:
+                if not isinstance(prefix, (str, os.PathLike)):
+                    raise ConfigError(f"the {name} blend has {prefix!r}; prefixes are paths")
             if weights is None:
                 continue
+            if not all(isinstance(weight, numbers.Real) for weight in weights):
+                raise ConfigError(f"the {name} blend's weights are {weights!r}; give numbers")
             if len(weights) != len(prefixes):
                 raise ConfigError(
                     f"the {name} blend has {len(weights)} weights for {len(prefixes)} prefixes"
@@ -149,7 +177,8 @@ class DatasetConfig:
             if given is None:
                 return None
             prefixes, weights = given
-            return [[os.fspath(p) for p in prefixes], None if weights is None else list(weights)]
+            paths = [os.fspath(prefix) for prefix in prefixes]
+            return [paths, None if weights is None else [float(weight) for weight in weights]]
 
         per_split = self.blend_per_split
         return {
@@ -159,10 +188,17 @@ class DatasetConfig:
             "blend": plain(self.blend),
             "split": self.split
             if isinstance(self.split, str) or self.split is None
-            else [None if ends is None else list(ends) for ends in self.split],
+            else [None if ends is None else [float(end) for end in ends] for ends in self.split],
             "blend_per_split": None if per_split is None else [plain(given) for given in per_split],
             "multiple_validation_sets": self.multiple_validation_sets,
-            "surplus": self.surplus,
+            "surplus": float(self.surplus),
             "drop_last_partial_validation_sequence": self.drop_last_partial_validation_sequence,
             "add_extra_token": self.add_extra_token,
         }
+
+
+def _integer(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ConfigError(f"{name} has {value!r}; a whole number is needed") from None

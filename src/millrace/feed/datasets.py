@@ -26,6 +26,7 @@ from millrace.store.bytes import MMapReader
 
 _COUNTED = 1 << 22  # entries of a dataset index that are counted at a time
 
+_MAX_INDEX_BYTES = 1 << 46  # 64 TiB: what a process can address is 128
 Batch = dict[str, NDArray[Any]]
 
 NO_TOKEN = -1
@@ -89,7 +90,7 @@ def plan_dataset(
             "the pair again"
         )
     try:
-        return plan_gpt(
+        plan = plan_gpt(
             num_tokens,
             num_samples,
             options.sequence_length,
@@ -98,6 +99,13 @@ def plan_dataset(
         )
     except ConfigError as error:
         raise ConfigError(f"{dataset.prefix}, sequences {start} to {stop}: {error}") from None
+    if _index_bytes((start, stop), plan) > _MAX_INDEX_BYTES:
+        raise ConfigError(
+            f"{dataset.prefix}, sequences {start} to {stop}: {plan.num_samples:,} samples take "
+            f"{plan.num_epochs:,} epochs and {_index_bytes((start, stop), plan):,} bytes of "
+            f"indices; {_MAX_INDEX_BYTES:,} is the limit. Ask for fewer samples, or give more data"
+        )
+    return plan
 
 
 def build_indices(
@@ -108,12 +116,25 @@ def build_indices(
     Raises:
         ConfigError: a seed or range outside its limits.
         DataError: a damaged index.
+        MemoryError: they do not fit; the message gives their size.
     """
     try:
         return build_gpt_indices(dataset.sequence_lengths, sequences, plan, seed)
     except ValueError as error:
         kind = ConfigError if isinstance(error, ConfigError) else DataError
         raise kind(f"{dataset.prefix}: {error}") from None
+    except MemoryError:
+        raise MemoryError(
+            f"{dataset.prefix}: the indices of {plan.num_samples:,} samples take "
+            f"{_index_bytes(sequences, plan):,} bytes, and there is no memory for them. Ask for "
+            "fewer samples, or build with fewer threads"
+        ) from None
+
+
+def _index_bytes(sequences: tuple[int, int], plan: GPTPlan) -> int:
+    """What the three indices take, in their smallest dtypes."""
+    start, stop = sequences
+    return 4 * (stop - start) * plan.num_epochs + (8 + 4) * plan.num_samples + 8
 
 
 class GPTDataset:

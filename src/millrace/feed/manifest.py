@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Sequence
 from typing import Any
 
+from millrace.errors import DataError
 from millrace.feed.config import DatasetConfig
-from millrace.feed.plan import DatasetPlan, RunPlan, SplitPlan, TokenFile, file_times, look_at
+from millrace.feed.plan import DatasetPlan, RunPlan, SplitPlan, TokenFile, has_same_times, look_at
 from millrace.files import atomic_file, file_lock
 from millrace.order import GPTPlan, arrays
-from millrace.store import IndexedDataset
 
 MANIFEST = "run-"
 """What the names of manifests start with; then follow a fingerprint and .json."""
@@ -37,30 +36,36 @@ def write_manifest(
         "splits": [None if split is None else dataclasses.asdict(split) for split in plan.splits],
         "sets": [None if stored is None else stored.name for stored in sets],
     }
-    text = json.dumps(record)
+    text = arrays.seal(record)
     path = manifest_path(config)
+    if _holds(path, text):
+        return
+    with file_lock(path.removesuffix(arrays.JSON) + arrays.LOCK):
+        if not _holds(path, text):  # of many that waited, the first one wrote it
+            with atomic_file(path) as out:
+                out.write(text)
+
+
+def _holds(path: str, text: bytes) -> bool:
     try:
-        with open(path, encoding="utf-8") as file:
-            if file.read() == text:
-                return
-    except (FileNotFoundError, ValueError):
-        pass
-    with file_lock(path.removesuffix(arrays.JSON) + arrays.LOCK), atomic_file(path) as out:
-        out.write(text.encode())
+        with open(path, "rb") as file:
+            return file.read() == text
+    except FileNotFoundError:
+        return False
 
 
 def read_manifest(path: str) -> tuple[dict[str, Any], RunPlan, list[str | None]] | None:
     """(the configuration's `order_key`, the plan, the sets' names); None where there is none."""
     try:
-        with open(path, encoding="utf-8") as file:
-            record = json.load(file)
+        with open(path, "rb") as file:
+            record = arrays.unseal(file.read())
         if record["logic"] != arrays.LOGIC_VERSION:
             return None
         files = [TokenFile(**_with_tuples(entry)) for entry in record["files"]]
         splits = [None if entry is None else _split_from(entry) for entry in record["splits"]]
         plan = RunPlan(files=files, splits=splits)
         return record["config"], plan, record["sets"]
-    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, AttributeError):
+    except arrays.NO_RECORD:
         return None  # no record of ours, or a damaged one: it is made again
 
 
@@ -83,12 +88,9 @@ def _with_tuples(entry: dict[str, Any]) -> dict[str, Any]:
 
 def is_unchanged(file: TokenFile) -> bool:
     """Whether a token file is what a manifest says: by sizes and times, else by its content."""
+    if has_same_times(file):
+        return True
     try:
-        sizes, times = file_times(file.prefix)
-        if sizes != file.sizes:
-            return False
-        return times == file.times or (
-            dataclasses.replace(look_at(IndexedDataset(file.prefix)), times=file.times) == file
-        )
-    except FileNotFoundError:
+        return dataclasses.replace(look_at(file.prefix)[1], times=file.times) == file
+    except DataError:
         return False

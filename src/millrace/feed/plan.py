@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -18,6 +18,7 @@ from millrace.files import xxh3
 from millrace.order import SPLITS, GPTPlan, normalize, samples_per_dataset, split_ranges
 from millrace.order.splits import Range
 from millrace.store import IndexedDataset
+from millrace.store.bytes import Access
 from millrace.store.publish import bin_path, idx_path
 
 _VALID = SPLITS.index("valid")
@@ -108,8 +109,8 @@ def plan_run(config: DatasetConfig) -> tuple[list[IndexedDataset], RunPlan]:
         for prefix in given[0] if given is not None else []:
             prefixes.setdefault(os.fspath(prefix), len(prefixes))
     with ThreadPoolExecutor(config.num_threads) as pool:
-        opened = list(pool.map(functools.partial(IndexedDataset, access=config.access), prefixes))
-        files = list(pool.map(look_at, opened))
+        looked = list(pool.map(functools.partial(look_at, access=config.access), prefixes))
+    opened, files = [dataset for dataset, _ in looked], [file for _, file in looked]
     splits: list[SplitPlan | None] = []
     for number, name in enumerate(SPLITS):
         given = config.blend or (config.blend_per_split or [])[number]
@@ -121,20 +122,43 @@ def plan_run(config: DatasetConfig) -> tuple[list[IndexedDataset], RunPlan]:
         if any(sequences is None for sequences in ranges):
             splits.append(None)
             continue
-        _warn_of_copies(name, [files[file] for file in numbers])
         splits.append(
             _plan_split(config, number, name, numbers, opened, ranges, given[1])  # type: ignore[arg-type]
         )
     return opened, RunPlan(files=files, splits=splits)
 
 
-def look_at(dataset: IndexedDataset) -> TokenFile:
+def warn_of_copies(plan: RunPlan) -> None:
+    """Warns of the same data, wherever it lies, twice in a blend."""
+    for split in plan.splits:
+        if split is None or split.kind != "blend":
+            continue
+        first: dict[tuple[str, str], str] = {}
+        for dataset in split.datasets:
+            file = plan.files[dataset.file]
+            same_data = (file.content, file.lengths)
+            if same_data in first:
+                warnings.warn(
+                    f"the {split.name} blend has the data of {file.prefix} twice (also as "
+                    f"{first[same_data]}): the same samples are drawn twice, in the same order. "
+                    "Give it once, with the sum of the weights",
+                    DuplicateDataWarning,
+                    stacklevel=4,  # the line that calls `build_datasets`
+                )
+            first.setdefault(same_data, file.prefix)
+
+
+def look_at(prefix: str, access: Access = "mmap") -> tuple[IndexedDataset, TokenFile]:
+    """Opens a token file, and says what is in it."""
+    # Before it is opened: of a file that is replaced meanwhile, the times are then the old ones,
+    # and the next look at it finds out.
+    _, times = _sizes_and_times(prefix)
+    dataset = IndexedDataset(prefix, access=access)
     digest = xxh3()
     digest.update(np.ascontiguousarray(dataset.sequence_lengths).view(np.uint8).data)
-    sizes, times = file_times(dataset.prefix)
-    return TokenFile(
-        prefix=dataset.prefix,
-        sizes=sizes,
+    return dataset, TokenFile(
+        prefix=prefix,
+        sizes=(dataset.reader.size, dataset.num_bytes - dataset.reader.size),
         times=times,
         content=dataset.fingerprint,
         lengths=digest.hexdigest(),
@@ -144,8 +168,16 @@ def look_at(dataset: IndexedDataset) -> TokenFile:
     )
 
 
-def file_times(prefix: str) -> tuple[tuple[int, int], tuple[int, int]]:
-    data, index = os.stat(bin_path(prefix)), os.stat(idx_path(prefix))
+def has_same_times(file: TokenFile) -> bool:
+    """Whether a token file has the sizes and times that it had."""
+    return _sizes_and_times(file.prefix) == (file.sizes, file.times)
+
+
+def _sizes_and_times(prefix: str) -> tuple[tuple[int, int], tuple[int, int]]:
+    try:
+        data, index = os.stat(bin_path(prefix)), os.stat(idx_path(prefix))
+    except FileNotFoundError:
+        return (0, 0), (0, 0)  # missing, or published halfway, which opening it tells apart
     return (data.st_size, index.st_size), (data.st_mtime_ns, index.st_mtime_ns)
 
 
@@ -153,20 +185,6 @@ def _range_of(config: DatasetConfig, number: int, dataset: IndexedDataset) -> Ra
     if config.split is None:
         return 0, len(dataset)
     return split_ranges(len(dataset), config.split)[number]
-
-
-def _warn_of_copies(split: str, files: Iterable[TokenFile]) -> None:
-    first: dict[tuple[str, str], str] = {}
-    for file in files:
-        other = first.setdefault((file.content, file.lengths), file.prefix)
-        if other is not file.prefix or list(first.values()).count(file.prefix) > 1:
-            warnings.warn(
-                f"the {split} blend has the data of {file.prefix} twice (also as {other}): the "
-                "same samples are drawn twice, in the same order. Give it once, with the sum of "
-                "the weights",
-                DuplicateDataWarning,
-                stacklevel=2,
-            )
 
 
 def _plan_split(
@@ -187,7 +205,10 @@ def _plan_split(
         counts = [None] * len(files)
     else:
         weights = normalize(weights)
-        shares = samples_per_dataset(weights, asked or 0, config.surplus)
+        try:
+            shares = samples_per_dataset(weights, asked or 0, config.surplus)
+        except ConfigError as error:
+            raise ConfigError(f"the {name} split: {error}") from None
         counts = [built for _, built in shares]
         asked = sum(share for share, _ in shares)
 

@@ -31,6 +31,12 @@ JSON = ".json"
 LOCK = ".lock"
 _BLOCK = 64 << 20  # bytes that a check of contents reads at a time
 
+_END = 4096  # bytes at each end of an array's file that every start looks at
+_SEAL_SIZE = len('{"xxh3": "0123456789abcdef", ')
+
+NO_RECORD = (OSError, ValueError, KeyError, TypeError, AttributeError)
+"""What reading a record raises where there is none, or one that is damaged or somebody else's."""
+
 Layout = Mapping[str, tuple[Any, tuple[int, ...]]]
 """Each array's dtype and shape."""
 
@@ -39,6 +45,29 @@ def fingerprint(key: Any) -> str:
     """A name for plain JSON values: 32 hexadecimal digits."""
     text = json.dumps([LOGIC_VERSION, key], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def seal(record: Mapping[str, Any]) -> bytes:
+    """A record as JSON that starts with a checksum of the rest."""
+    rest = json.dumps(record).encode()[1:]
+    return _seal_of(rest) + rest
+
+
+def unseal(text: bytes) -> dict[str, Any]:
+    """The record in a text that `seal` made.
+
+    Raises:
+        ValueError: it is damaged, or no such text.
+    """
+    seal, rest = text[:_SEAL_SIZE], text[_SEAL_SIZE:]
+    if seal != _seal_of(rest):
+        raise ValueError("no record, or a damaged one")
+    record: dict[str, Any] = json.loads(b"{" + rest)
+    return record
+
+
+def _seal_of(rest: bytes) -> bytes:
+    return b'{"xxh3": "%s", ' % _digest(rest).encode()
 
 
 class ArrayWriter:
@@ -74,6 +103,8 @@ class ArraySet:
         key: what it was made from.
         layout: dtype and shape of each array.
         checksums: XXH3-64 of each array's file, as hexadecimal digits.
+        ends: the same of its first and last 4 KiB, which mapping an array compares: it tells
+            apart arrays of one form.
     """
 
     folder: str
@@ -81,6 +112,7 @@ class ArraySet:
     key: Any
     layout: Layout
     checksums: Mapping[str, str]
+    ends: Mapping[str, str]
     _mapped: dict[str, NDArray[Any]] = field(default_factory=dict, repr=False, compare=False)
 
     def __getitem__(self, array: str) -> NDArray[Any]:
@@ -90,11 +122,20 @@ class ArraySet:
             DataError: its file is missing, truncated, or another array.
         """
         if array not in self._mapped:
-            self._mapped[array] = _map_array(self.path(array), *self.layout[array])
+            self._mapped[array] = _map_array(
+                self.path(array), *self.layout[array], self.ends[array]
+            )
         return self._mapped[array]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ArraySet, (self.folder, self.name, self.key, self.layout, self.checksums)
+        return ArraySet, (
+            self.folder,
+            self.name,
+            self.key,
+            self.layout,
+            self.checksums,
+            self.ends,
+        )
 
     def path(self, array: str) -> str:
         return array_path(self.folder, self.name, array)
@@ -109,7 +150,7 @@ class ArraySet:
         """What is wrong with the files, a line each.
 
         Args:
-            contents: read them and compare the checksums; else sizes and headers alone.
+            contents: read them and compare the checksums; else sizes, headers and ends alone.
         """
         found = []
         for array in self.layout:
@@ -129,8 +170,8 @@ def array_path(folder: str, name: str, array: str) -> str:
 def load(folder: str, name: str) -> ArraySet | None:
     """The set of that name; None where there is none, or one of another version."""
     try:
-        with open(os.path.join(folder, name + JSON), encoding="utf-8") as file:
-            record = json.load(file)
+        with open(os.path.join(folder, name + JSON), "rb") as file:
+            record = unseal(file.read())
         if record["logic"] != LOGIC_VERSION:
             return None
         layout = {
@@ -138,8 +179,9 @@ def load(folder: str, name: str) -> ArraySet | None:
             for array, entry in record["arrays"].items()
         }
         checksums = {array: entry["xxh3"] for array, entry in record["arrays"].items()}
-        return ArraySet(folder, name, record["key"], layout, checksums)
-    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, AttributeError):
+        ends = {array: entry["ends"] for array, entry in record["arrays"].items()}
+        return ArraySet(folder, name, record["key"], layout, checksums, ends)
+    except NO_RECORD:
         return None  # a file of that name that is no record is somebody else's, or damaged
 
 
@@ -200,6 +242,7 @@ def _publish(
         for file in files.values():
             flush_to_disk(file)
         checksums = {array: _checksum(path + TMP) for array, path in paths.items()}
+        ends = {array: _checksum_of_ends(path + TMP) for array, path in paths.items()}
         _unlink(record_path)
         for path in paths.values():
             os.rename(path + TMP, path)
@@ -208,13 +251,18 @@ def _publish(
         "logic": LOGIC_VERSION,
         "key": key,
         "arrays": {
-            array: {"dtype": np.dtype(dtype).str, "shape": shape, "xxh3": checksums[array]}
+            array: {
+                "dtype": np.dtype(dtype).str,
+                "shape": shape,
+                "xxh3": checksums[array],
+                "ends": ends[array],
+            }
             for array, (dtype, shape) in layout.items()
         },
     }
     with atomic_file(record_path) as file:
-        file.write(json.dumps(record).encode())
-    return ArraySet(folder, name, key, layout, checksums)
+        file.write(seal(record))
+    return ArraySet(folder, name, key, layout, checksums, ends)
 
 
 def _unlink(path: str) -> None:
@@ -233,21 +281,41 @@ def _npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
     return buffer.getvalue()
 
 
-def _map_array(path: str, dtype: Any, shape: tuple[int, ...]) -> NDArray[Any]:
+def _map_array(path: str, dtype: Any, shape: tuple[int, ...], ends: str) -> NDArray[Any]:
     dtype = np.dtype(dtype)
     header = _npy_header(dtype, shape)
     size = len(header) + dtype.itemsize * math.prod(shape)
     try:
-        with open(path, "rb") as file:
-            if os.fstat(file.fileno()).st_size != size or file.read(len(header)) != header:
+        with open(path, "rb", buffering=0) as file:
+            first, last = _ends(file)
+            if os.fstat(file.fileno()).st_size != size or not first.startswith(header):
                 raise DataError(
                     f"{path} is not the array {dtype} {list(shape)} that its set records, or is "
                     "truncated"
                 )
+            if _digest(first, last) != ends:
+                raise DataError(f"{path} is damaged, or another set's: its ends have changed")
             content = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-    except (FileNotFoundError, NotADirectoryError):
-        raise DataError(f"{path} is missing") from None
+    except OSError as error:
+        raise DataError(f"{path} is missing, or cannot be read: {error.strerror}") from None
     return np.frombuffer(content, dtype, offset=len(header)).reshape(shape)
+
+
+def _ends(file: BinaryIO) -> tuple[bytes, bytes]:
+    size = os.fstat(file.fileno()).st_size
+    return os.pread(file.fileno(), _END, 0), os.pread(file.fileno(), _END, max(size - _END, 0))
+
+
+def _checksum_of_ends(path: str) -> str:
+    with open(path, "rb", buffering=0) as file:
+        return _digest(*_ends(file))
+
+
+def _digest(*parts: bytes) -> str:
+    digest = xxh3()
+    for part in parts:
+        digest.update(part)
+    return str(digest.hexdigest())
 
 
 def _checksum(path: str) -> str:

@@ -14,6 +14,8 @@ SPLITS = ("train", "valid", "test")
 Bookends = tuple[float, float]
 Range = tuple[int, int]
 
+_ONE = 1 + 1e-12  # what shares may add up to in float64
+
 
 def parse_split(split: str) -> list[Bookends | None]:
     """The fractions at which each split starts and ends, from a string such as "969,30,1".
@@ -56,12 +58,35 @@ def split_ranges(num_sequences: int, split: str | Sequence[Bookends | None]) -> 
 
     Args:
         num_sequences: of the dataset.
-        split: a string for `parse_split`, or its result.
+        split: a string for `parse_split`, or fractions such as its result.
+
+    Raises:
+        ConfigError: see `parse_split`; fractions outside [0, 1], or of splits that overlap.
     """
-    bookends = parse_split(split) if isinstance(split, str) else split
+    bookends = parse_split(split) if isinstance(split, str) else _checked(split)
     return [
         None
         if ends is None
         else (round(ends[0] * float(num_sequences)), round(ends[1] * float(num_sequences)))
         for ends in bookends
     ]
+
+
+def _checked(bookends: Sequence[Bookends | None]) -> Sequence[Bookends | None]:
+    problem = None
+    try:
+        shares = sorted(tuple(ends) for ends in bookends if ends is not None)
+        if len(bookends) != len(SPLITS) or not shares:
+            problem = "there must be three entries, and not all None"
+        elif any(len(ends) != 2 or not 0 <= ends[0] < ends[1] <= _ONE for ends in shares):
+            problem = "each must be (start, end) with 0 <= start < end <= 1"
+        elif any(low[1] > high[0] for low, high in itertools.pairwise(shares)):
+            problem = "they overlap, so that one split would train on another's data"
+    except TypeError:
+        problem = "each must be a pair of numbers, or None"
+    if problem is not None:
+        raise ConfigError(
+            f"the fractions of the split are {bookends!r}: {problem}. Write "
+            "[(0, 0.9), (0.9, 1.0), None] for train, valid and test"
+        )
+    return bookends

@@ -1,0 +1,23 @@
+"""A small race; `python -m tests.feed.race` is the large one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.feed import race
+
+
+@pytest.mark.parametrize("stage", race.STAGES)
+def test_the_others_go_on_where_a_builder_dies(
+    stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(race, "STAGES", [stage])
+    report = race.race(tmp_path, processes=4, kills=1, seed=stage, documents=60)
+    assert (report.kills, report.finished, report.sets) == (1, 3, 3)
+
+
+def test_a_small_race(tmp_path: Path) -> None:
+    report = race.race(tmp_path, processes=12, kills=1, seed=1, documents=200)
+    assert (report.kills, report.finished, report.sets) == (1, 11, 3)

@@ -1,0 +1,359 @@
+"""Sets of arrays in a folder: published whole, found again, never used where they do not fit."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from millrace.errors import DataError
+from millrace.order import arrays
+
+FORMS: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "rows": (np.int32, (3000, 2)),
+    "numbers": (np.uint32, (5000,)),
+    "nothing": (np.int64, (0,)),
+}
+FORK = multiprocessing.get_context("fork")
+
+
+def content(key: int) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(key)
+    return {
+        name: random.integers(0, 2**31, shape).astype(dtype)
+        for name, (dtype, shape) in FORMS.items()
+    }
+
+
+def build(key: int, writers: Mapping[str, arrays.ArrayWriter]) -> None:
+    for name, array in content(key).items():
+        half = len(array) // 2
+        writers[name].write(half, array[half:])
+        writers[name].write(0, array[:half])
+
+
+def load_or_build(folder: Path, key: int = 1) -> tuple[arrays.ArraySet, bool]:
+    return arrays.load_or_build(
+        str(folder), name_of(key), key, lambda: FORMS, lambda writers: build(key, writers)
+    )
+
+
+def name_of(key: int) -> str:
+    return arrays.fingerprint(key)
+
+
+def assert_holds(found: arrays.ArraySet, key: int = 1) -> None:
+    assert found.damage(contents=True) == []
+    for name, array in content(key).items():
+        np.testing.assert_array_equal(found[name], array, strict=True)
+
+
+def stamps(folder: Path) -> dict[str, tuple[int, int]]:
+    """Inode and time of every file."""
+    stats = {path.name: path.stat() for path in folder.iterdir()}
+    return {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in stats.items()}
+
+
+def files_of(folder: Path, key: int = 1) -> list[Path]:
+    record = folder / f"{name_of(key)}.json"
+    return [record, *(Path(arrays.array_path(str(folder), name_of(key), n)) for n in FORMS)]
+
+
+# ---- what is there ----
+
+
+def test_a_set_is_built_once_and_found_again(tmp_path: Path) -> None:
+    found, is_built = load_or_build(tmp_path / "deep" / "cache")
+    assert is_built
+    assert_holds(found)
+    before = stamps(tmp_path / "deep" / "cache")
+    found, is_built = load_or_build(tmp_path / "deep" / "cache")
+    assert not is_built
+    assert_holds(found)
+    assert stamps(tmp_path / "deep" / "cache") == before
+    assert set(before) == {path.name for path in files_of(tmp_path)}  # no lock, no temporary
+
+
+def test_arrays_are_plain_npy_files(tmp_path: Path) -> None:
+    found, _ = load_or_build(tmp_path)
+    for name, array in content(1).items():
+        loaded = np.load(found.path(name), allow_pickle=False)
+        np.testing.assert_array_equal(loaded, array, strict=True)
+        np.save(tmp_path / "numpys", array)
+        assert (tmp_path / "numpys.npy").read_bytes() == Path(found.path(name)).read_bytes()
+    assert found.size() == sum(array.nbytes for array in content(1).values())
+
+
+def test_arrays_are_read_only(tmp_path: Path) -> None:
+    found, _ = load_or_build(tmp_path)
+    with pytest.raises(ValueError, match="read-only"):
+        found["rows"][0] = 1
+
+
+def test_other_keys_are_other_sets(tmp_path: Path) -> None:
+    for key in (1, 2, 3):
+        assert load_or_build(tmp_path, key)[1]
+    for key in (1, 2, 3):
+        found, is_built = load_or_build(tmp_path, key)
+        assert not is_built
+        assert_holds(found, key)
+
+
+@pytest.mark.parametrize("key", [{"a": [1, None]}, {"a": [1.0, None]}, {"a": ["1"]}, [], None, {}])
+def test_names_tell_keys_apart(key: Any) -> None:
+    assert arrays.fingerprint(key) == arrays.fingerprint(json.loads(json.dumps(key)))
+    others = [{"a": [2, None]}, {"b": [1, None]}, [[]], 0, ""]
+    assert arrays.fingerprint(key) not in map(arrays.fingerprint, others)
+
+
+def test_a_set_survives_pickling(tmp_path: Path) -> None:
+    found, _ = load_or_build(tmp_path)
+    assert len(pickle.dumps(found)) < 2000
+    assert_holds(pickle.loads(pickle.dumps(found)))
+
+
+def test_rows_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    def write_too_much(writers: Mapping[str, arrays.ArrayWriter]) -> None:
+        writers["numbers"].write(4999, np.zeros(2, np.uint32))
+
+    with pytest.raises(ValueError, match=r"\(2,\) from row 4999 on do not fit \(5000,\)"):
+        arrays.load_or_build(str(tmp_path), name_of(1), 1, lambda: FORMS, write_too_much)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- what does not fit ----
+
+
+def cut_half(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def flip(place: float) -> Callable[[bytes], bytes]:
+    """Changes one byte, at a share of the length."""
+
+    def flipped(data: bytes) -> bytes:
+        at = min(int(len(data) * place), len(data) - 1)
+        return data[:at] + bytes([data[at] ^ 0x01]) + data[at + 1 :]
+
+    return flipped
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda data: b"",
+    "one byte short": lambda data: data[:-1],
+    "half": cut_half,
+    "too long": lambda data: data + b"\0",
+    "zeros": lambda data: bytes(len(data)),
+    "garbage": lambda data: np.random.default_rng(0).bytes(len(data)),
+    "text": lambda data: b"not ours",
+    "a pickle": lambda data: pickle.dumps([1, 2, 3]),
+    "an array of objects": lambda data: b"\x93NUMPY\x01\0\x06\0{'a'}\n" + data[:100],
+    "first byte": flip(0),
+    "a byte near the start": lambda data: data[:200] + bytes([data[200] ^ 1]) + data[201:],
+    "last byte": flip(1),
+    "JSON of another kind": lambda data: b"[1, 2]",
+    "a JSON number": lambda data: b"17",
+    "null": lambda data: b"null",
+    "nested JSON": lambda data: b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("file", [0, 1, 2])
+def test_damage_is_found_and_mended(tmp_path: Path, file: int, damage: str) -> None:
+    load_or_build(tmp_path)
+    path = files_of(tmp_path)[file]
+    path.write_bytes(DAMAGES[damage](path.read_bytes()))
+    found, is_built = load_or_build(tmp_path)
+    assert is_built
+    assert_holds(found)
+    assert not load_or_build(tmp_path)[1]
+
+
+@pytest.mark.parametrize("file", [0, 1, 2, 3])
+def test_a_missing_file_is_made_again(tmp_path: Path, file: int) -> None:
+    load_or_build(tmp_path)
+    files_of(tmp_path)[file].unlink()
+    found, is_built = load_or_build(tmp_path)
+    assert is_built
+    assert_holds(found)
+
+
+def test_every_byte_of_a_record_counts(tmp_path: Path) -> None:
+    load_or_build(tmp_path)
+    record = files_of(tmp_path)[0]
+    data = record.read_bytes()
+    for at in range(len(data)):
+        record.write_bytes(data[:at] + bytes([data[at] ^ (1 << at % 8)]) + data[at + 1 :])
+        assert arrays.load(str(tmp_path), name_of(1)) is None, at
+        record.write_bytes(data[:at])
+        assert arrays.load(str(tmp_path), name_of(1)) is None, at
+
+
+def test_every_byte_of_a_small_array_counts(tmp_path: Path) -> None:
+    forms: dict[str, Any] = {"numbers": (np.int64, (40,))}
+
+    def write(writers: Mapping[str, arrays.ArrayWriter]) -> None:
+        writers["numbers"].write(0, np.arange(40))
+
+    found, _ = arrays.load_or_build(str(tmp_path), "name", 1, lambda: forms, write)
+    path = Path(found.path("numbers"))
+    data = path.read_bytes()
+    for at in range(len(data)):
+        path.write_bytes(data[:at] + bytes([data[at] ^ (1 << at % 8)]) + data[at + 1 :])
+        opened = arrays.load(str(tmp_path), "name")
+        assert opened is not None
+        assert len(opened.damage()) == 1, at
+
+
+def test_damage_in_the_middle_of_a_large_array_is_found_by_its_checksum(tmp_path: Path) -> None:
+    """A start looks at the ends alone; `millrace cache check` reads everything."""
+    found, _ = load_or_build(tmp_path)
+    path = Path(found.path("rows"))
+    path.write_bytes(flip(0.5)(path.read_bytes()))
+    opened = arrays.load(str(tmp_path), name_of(1))
+    assert opened is not None
+    assert opened.damage() == []
+    assert opened.damage(contents=True) == [f"{path} is damaged: another checksum than recorded"]
+
+
+def test_swapped_arrays_of_one_form_are_found(tmp_path: Path) -> None:
+    """Another set's file, whole and of the same dtype and shape."""
+    for key in (1, 2):
+        load_or_build(tmp_path, key)
+    one, two = files_of(tmp_path, 1)[1], files_of(tmp_path, 2)[1]
+    one.rename(tmp_path / "saved")
+    two.rename(one)
+    (tmp_path / "saved").rename(two)
+    for key in (1, 2):
+        found, is_built = load_or_build(tmp_path, key)
+        assert is_built
+        assert_holds(found, key)
+
+
+def test_another_sets_files_under_this_name_are_not_used(tmp_path: Path) -> None:
+    load_or_build(tmp_path, 2)
+    for mine, other in zip(files_of(tmp_path, 1), files_of(tmp_path, 2), strict=True):
+        other.rename(mine)
+    found, is_built = load_or_build(tmp_path, 1)
+    assert is_built
+    assert_holds(found, 1)
+
+
+def test_sets_of_another_logic_are_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_or_build(tmp_path)
+    old = name_of(1)
+    monkeypatch.setattr(arrays, "LOGIC_VERSION", arrays.LOGIC_VERSION + 1)
+    assert name_of(1) != old
+    assert load_or_build(tmp_path)[1]
+    # Neither by its name, where an old one should lie there.
+    assert arrays.load(str(tmp_path), old) is None
+
+
+def test_damage_after_loading_is_a_clear_error(tmp_path: Path) -> None:
+    load_or_build(tmp_path)
+    found = arrays.load(str(tmp_path), name_of(1))
+    assert found is not None
+    path = Path(found.path("numbers"))
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(DataError, match=r"numbers.npy is not the array uint32 \[5000\]"):
+        found["numbers"]
+    path.unlink()
+    with pytest.raises(DataError, match=r"numbers.npy is missing"):
+        found["numbers"]
+
+
+def test_half_written_files_of_the_dead_are_no_obstacle(tmp_path: Path) -> None:
+    for path in files_of(tmp_path):
+        Path(f"{path}.tmp").write_bytes(b"half")
+    (tmp_path / f"{name_of(1)}.lock").write_bytes(b"")  # nobody holds it
+    found, is_built = load_or_build(tmp_path)
+    assert is_built
+    assert_holds(found)
+    assert set(stamps(tmp_path)) == {path.name for path in files_of(tmp_path)}
+
+
+# ---- many at once ----
+
+
+@contextlib.contextmanager
+def processes(count: int, target: Callable[..., None], *given: Any) -> Iterator[list[Any]]:
+    made = [FORK.Process(target=target, args=(number, *given)) for number in range(count)]
+    for process in made:
+        process.start()
+    try:
+        yield made
+    finally:
+        for process in made:
+            process.join(60)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _load_and_tell(number: int, folder: Path, out: Any) -> None:
+    found, is_built = load_or_build(folder)
+    assert_holds(found)
+    out.put(is_built)
+
+
+def test_one_of_many_processes_builds(tmp_path: Path) -> None:
+    out = FORK.Queue()
+    with processes(8, _load_and_tell, tmp_path, out):
+        assert sorted(out.get(timeout=60) for _ in range(8)) == [False] * 7 + [True]
+
+
+def test_one_of_many_threads_builds(tmp_path: Path) -> None:
+    built: list[bool] = []
+    threads = [
+        threading.Thread(target=lambda: built.append(load_or_build(tmp_path)[1])) for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(built) == [False] * 7 + [True]
+
+
+def _build_and_stop(number: int, folder: Path, stopped: Any) -> None:
+    def write(writers: Mapping[str, arrays.ArrayWriter]) -> None:
+        writers["rows"].write(0, content(1)["rows"])
+        stopped.put(os.getpid())
+        signal.pause()
+
+    arrays.load_or_build(str(folder), name_of(1), 1, lambda: FORMS, write)
+
+
+def test_the_death_of_the_builder_frees_the_lock(tmp_path: Path) -> None:
+    stopped, out = FORK.Queue(), FORK.Queue()
+    with processes(1, _build_and_stop, tmp_path, stopped):
+        builder = stopped.get(timeout=60)
+        with processes(3, _load_and_tell, tmp_path, out):
+            assert arrays.load(str(tmp_path), name_of(1)) is None
+            assert out.empty()
+            os.kill(builder, signal.SIGKILL)
+            assert sorted(out.get(timeout=60) for _ in range(3)) == [False, False, True]
+    assert set(stamps(tmp_path)) == {path.name for path in files_of(tmp_path)}
+
+
+def test_an_error_of_the_builder_leaves_nothing(tmp_path: Path) -> None:
+    def write(writers: Mapping[str, arrays.ArrayWriter]) -> None:
+        writers["rows"].write(0, content(1)["rows"])
+        raise DataError("the data is damaged")
+
+    for _ in range(2):
+        with pytest.raises(DataError, match="the data is damaged"):
+            arrays.load_or_build(str(tmp_path), name_of(1), 1, lambda: FORMS, write)
+        assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,36 @@
+"""Counts beyond 32 bits, and ranges that no index can number: the numbers alone, no such data."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from millrace import ConfigError
+from millrace.order import build_gpt_indices, plan_gpt
+from millrace.order.gpt import MAX_SEED
+
+
+@pytest.mark.parametrize("tokens", [2**31 - 1, 2**31, 2**32 + 1, 2**53 + 1, 2**62 + 3])
+@pytest.mark.parametrize("length", [1, 2048, 2**31])
+def test_plans_are_exact_at_any_size(tokens: int, length: int) -> None:
+    plan = plan_gpt(tokens, None, length, drop_last_partial_sequence=False)
+    assert plan.num_samples == (tokens - 1 + length - 1) // length
+    samples = 3 * tokens // length + 5
+    plan = plan_gpt(tokens, samples, length)
+    assert plan.num_epochs * tokens >= samples * length + 1
+    assert (plan.num_epochs - 1) * tokens < samples * length + 1
+    assert plan.num_samples == (plan.num_epochs * tokens - 1) // length >= samples
+
+
+def test_more_sequences_than_int32_can_number_are_refused() -> None:
+    lengths = np.broadcast_to(np.int32(1), 2**31 + 10)  # four bytes
+    plan = plan_gpt(100, None, 8)
+    for sequences in ((2**31 - 5, 2**31 + 1), (0, 2**31 + 10)):
+        with pytest.raises(ConfigError, match="at most 2147483648 can be numbered"):
+            build_gpt_indices(lengths, sequences, plan, 0)
+
+
+@pytest.mark.parametrize("seed", [-1, MAX_SEED + 1])
+def test_seeds_have_32_bits(seed: int) -> None:
+    with pytest.raises(ConfigError, match=f"seed is {seed}; 0 to 4294967295"):
+        build_gpt_indices(np.ones(9, np.int32), (0, 9), plan_gpt(9, None, 8), seed)
