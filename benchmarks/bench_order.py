@@ -1,10 +1,11 @@
-"""The order: shuffles and the three indices of a GPT dataset, against megatron-core.
+"""The order: shuffles, the indices of a GPT dataset, and blends, against megatron-core.
 
-Measured at 100 M elements, each run in a fresh process, ours and theirs in alternation:
+Each run in a fresh process, ours and theirs in alternation:
 
 1. a shuffle of 100 M numbers, as both draw it for the shuffle index;
 2. sum of lengths, document index, sample index and shuffle index of 100 M documents of 600 tokens
-   on average, at sequence length 4,096, for one epoch and for 3.5 epochs: time and peak memory.
+   on average, at sequence length 4,096, for one epoch and for 3.5 epochs: time and peak memory;
+3. blends of 10 M samples of 8 to 4,096 datasets, by weights and until all are used up.
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ MAX_LENGTH = 1200  # lengths are uniform in [1, 1200): 600 on average
 
 FILL_BYTES = 28  # for each number or document and epoch: what the larger peak takes, rounded up
 
-SHUFFLE_BAR, INDICES_BAR, MEMORY_BAR = 5, 4, 1
+SHUFFLE_BAR, INDICES_BAR, MEMORY_BAR = 5, 5, 1
+BLEND_SIZE, QUICK_BLEND_SIZE = 10_000_000, 50_000
+BLEND_BARS = {8: 1.5, 64: 4, 512: 30, 4096: 100}  # by the number of datasets
+EXHAUSTIVE_BARS = {64: 3, 512: 3, 4096: 3}
+MEMORY_SHARE = 1.1  # of what is returned, and of the lengths that are read
 
 NOTES = [
     "Each run is a process of its own; imports, reading the lengths and hashing the results are "
@@ -40,7 +45,12 @@ NOTES = [
     "`plan_gpt` and `build_gpt_indices`, including the sum of the lengths. Lengths are uniform in "
     "[1, 1200), in memory; sequence length 4,096. Ours uses two threads, theirs has one.",
     "Memory: growth of the peak resident memory (VmHWM) over imports and inputs, results included. "
-    "Theirs is given the range of sequences (int32) as an input, though its users hold it too.",
+    "Theirs is given the range of sequences (int32) as an input, though its users hold it too. "
+    '"Returned": the arrays that ours returns, and 10 % more; the lengths are inputs.',
+    "Blends: `_native.blend_by_weights` and `blend_by_sizes` against Megatron-LM's "
+    "`build_blending_indices` and `build_exhaustive_blending_indices` into arrays of zeros, as its "
+    "`BlendedDataset` calls them. Weights are random, uniform in [0.001, 1.001), with the sum 1; "
+    "sizes are proportional to such weights, with the sum 10 M.",
 ]
 
 
@@ -49,7 +59,14 @@ def main() -> None:
     runs = number_of_runs(options)
     size = QUICK_SIZE if options.quick else SIZE
     report = Report("The order: shuffle and indices", NOTES, runs)
-    report.rows += shuffle_rows(size, runs)
+    blend_size = QUICK_BLEND_SIZE if options.quick else BLEND_SIZE
+    if "blends" in options.only:
+        report.rows += blend_rows(blend_size, runs)
+    if "shuffle" in options.only:
+        report.rows += shuffle_rows(size, runs)
+    if "indices" not in options.only:
+        finish(report, options)
+        return
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
         lengths = Path(folder) / "lengths.npy"
         num_tokens = write_lengths(lengths, size)
@@ -63,7 +80,28 @@ def _options() -> Any:
     options.add_argument(
         "--one-epoch", action="store_true", help="skip 3.5 epochs (which takes 9 GiB and a while)"
     )
+    parts = ["blends", "shuffle", "indices"]
+    options.add_argument("--only", nargs="+", choices=parts, default=parts)
     return options.parse_args()
+
+
+def blend_rows(size: int, runs: int) -> list[Row]:
+    rows = []
+    for exhausts, bars in ((False, BLEND_BARS), (True, EXHAUSTIVE_BARS)):
+        for count, bar in bars.items():
+            kind = "exhaustive blend" if exhausts else "blend"
+            name = f"{kind} of {_count(size)} samples of {count:,} datasets"
+            task = {"work": "blend", "datasets": count, "exhausts": exhausts, "size": size}
+            results = measure({**task, "fill_mib": _fill_mib(size)}, runs)
+            rows.append(_row(name, results, "seconds", "s", bar))
+            rows.append(_memory_limit_row(f"{name}: peak memory", results))
+    return rows
+
+
+def _memory_limit_row(name: str, results: dict[str, list[dict[str, Any]]]) -> Row:
+    ours = [run["peak_mib"] for run in results["ours"]]
+    limits = [MEMORY_SHARE * run["returned_mib"] for run in results["ours"]]
+    return Row.compare(f"{name}, returned", ours, limits, "MiB", better=LOWER, bar=1)
 
 
 def write_lengths(path: Path, size: int) -> int:
@@ -94,6 +132,7 @@ def indices_rows(lengths: Path, size: int, num_tokens: int, epochs: float, runs:
     return [
         _row(f"{name}: time", results, "seconds", "s", INDICES_BAR),
         _row(f"{name}: peak memory", results, "peak_mib", "MiB", MEMORY_BAR),
+        _memory_limit_row(f"{name}: peak memory", results),
     ]
 
 

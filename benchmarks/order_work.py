@@ -103,6 +103,52 @@ def indices_theirs(task: dict[str, Any]) -> Work:
     return work
 
 
+def blend_ours(task: dict[str, Any]) -> Work:
+    """A blend of random weights, or of random sizes until all are used up."""
+    from millrace import _native
+
+    shares = _shares(task)
+    if task["exhausts"]:
+        return lambda: _native.blend_by_sizes(shares)
+    return lambda: _native.blend_by_weights(shares, task["size"])
+
+
+def blend_theirs(task: dict[str, Any]) -> Work:
+    """The same by Megatron-LM's helpers, with the arrays that its `BlendedDataset` makes."""
+    with quiet_megatron():
+        from megatron.core.datasets import helpers
+
+    shares = _shares(task).tolist()
+    count, size = len(shares), task["size"]
+
+    def work() -> Arrays:
+        dataset_index = np.zeros(size, np.int16)
+        dataset_sample_index = np.zeros(size, np.int64)
+        if task["exhausts"]:
+            helpers.build_exhaustive_blending_indices(
+                dataset_index, dataset_sample_index, shares, count
+            )
+        else:
+            helpers.build_blending_indices(
+                dataset_index, dataset_sample_index, shares, count, size, False
+            )
+        return dataset_index, dataset_sample_index
+
+    return work
+
+
+def _shares(task: dict[str, Any]) -> np.ndarray:
+    """Random weights with the sum 1, or random sizes with the sum that is asked for."""
+    random = np.random.default_rng(task["datasets"])
+    weights = random.random(task["datasets"]) + 1e-3
+    weights /= weights.sum()
+    if not task["exhausts"]:
+        return weights
+    sizes = 1 + np.floor(weights * (task["size"] - len(weights))).astype(np.int64)
+    sizes[0] += task["size"] - sizes.sum()
+    return sizes
+
+
 class _Lengths:
     """All that the three indices need of an indexed dataset."""
 
@@ -115,6 +161,8 @@ PREPARE = {
     ("shuffle", "theirs"): shuffle_theirs,
     ("indices", "ours"): indices_ours,
     ("indices", "theirs"): indices_theirs,
+    ("blend", "ours"): blend_ours,
+    ("blend", "theirs"): blend_theirs,
 }
 
 
@@ -148,7 +196,13 @@ def main() -> None:
     arrays = work()
     seconds = time.perf_counter() - start
     peak = peak_mib() - before
-    print(json.dumps({"seconds": seconds, "peak_mib": peak, "digest": digest(arrays)}))
+    result = {
+        "seconds": seconds,
+        "peak_mib": peak,
+        "returned_mib": sum(array.nbytes for array in arrays) / 2**20,
+        "digest": digest(arrays),
+    }
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":
