@@ -507,7 +507,9 @@ class PyTokenBuffer {
       return;
     }
     auto larger = allocate<std::uint8_t>(std::max(2 * bytes_.size, used_ + size));
-    std::memcpy(larger.data.get(), bytes_.data.get(), used_);
+    if (used_ > 0) {  // else there may be no memory to copy from
+      std::memcpy(larger.data.get(), bytes_.data.get(), used_);
+    }
     bytes_ = std::move(larger);
   }
 
