@@ -1,10 +1,11 @@
-"""The order: shuffles and the three indices of a GPT dataset, against megatron-core.
+"""The order: shuffles, the three indices of a GPT dataset and blends, against megatron-core.
 
-Measured at 100 M elements, each run in a fresh process, ours and theirs in alternation:
+Each run is a fresh process, ours and theirs in alternation:
 
 1. a shuffle of 100 M numbers, as both draw it for the shuffle index;
 2. sum of lengths, document index, sample index and shuffle index of 100 M documents of 600 tokens
-   on average, at sequence length 4,096, for one epoch and for 3.5 epochs: time and peak memory.
+   on average, at sequence length 4,096, for one epoch and for 3.5 epochs: time and peak memory;
+3. blends of 10 M samples over 8 to 4,096 datasets, by weights and exhaustive: time and peak memory.
 """
 
 from __future__ import annotations
@@ -24,9 +25,17 @@ QUICK_SIZE = 300_000
 SEQUENCE_LENGTH = 4096
 MAX_LENGTH = 1200  # lengths are uniform in [1, 1200): 600 on average
 
+BLEND_SIZE = 10_000_000
+QUICK_BLEND_SIZE = 100_000
+
+PARTS = ("shuffle", "indices", "blends")
+
 FILL_BYTES = 28  # for each number or document and epoch: what the larger peak takes, rounded up
 
 SHUFFLE_BAR, INDICES_BAR, MEMORY_BAR = 5, 4, 1
+BLEND_BARS = {8: 1.5, 64: 4, 512: 30, 4096: 100}  # by the number of datasets
+EXHAUSTIVE_BARS = {64: 3, 512: 3, 4096: 3}
+BLEND_MEMORY_BAR = 0.9  # theirs takes the arrays alone; ours at most 1.1 times that
 
 NOTES = [
     "Each run is a process of its own; imports, reading the lengths and hashing the results are "
@@ -41,6 +50,9 @@ NOTES = [
     "[1, 1200), in memory; sequence length 4,096. Ours uses two threads, theirs has one.",
     "Memory: growth of the peak resident memory (VmHWM) over imports and inputs, results included. "
     "Theirs is given the range of sequences (int32) as an input, though its users hold it too.",
+    "Blends: `helpers.build_blending_indices` and `build_exhaustive_blending_indices` into arrays "
+    "of zeros, as `BlendedDataset` calls them, against `_native.blend_by_weights` and "
+    "`blend_by_sizes`. Weights are uniform in (0, 1), normalised; sizes are in the same proportion.",
 ]
 
 
@@ -48,13 +60,17 @@ def main() -> None:
     options = _options()
     runs = number_of_runs(options)
     size = QUICK_SIZE if options.quick else SIZE
-    report = Report("The order: shuffle and indices", NOTES, runs)
-    report.rows += shuffle_rows(size, runs)
-    with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
-        lengths = Path(folder) / "lengths.npy"
-        num_tokens = write_lengths(lengths, size)
-        for epochs in [1] if options.one_epoch else [1, 3.5]:
-            report.rows += indices_rows(lengths, size, num_tokens, epochs, runs)
+    report = Report("The order: shuffle, indices and blends", NOTES, runs)
+    if "shuffle" in options.only:
+        report.rows += shuffle_rows(size, runs)
+    if "indices" in options.only:
+        with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
+            lengths = Path(folder) / "lengths.npy"
+            num_tokens = write_lengths(lengths, size)
+            for epochs in [1] if options.one_epoch else [1, 3.5]:
+                report.rows += indices_rows(lengths, size, num_tokens, epochs, runs)
+    if "blends" in options.only:
+        report.rows += blend_rows(QUICK_BLEND_SIZE if options.quick else BLEND_SIZE, runs)
     finish(report, options)
 
 
@@ -62,6 +78,12 @@ def _options() -> Any:
     options = parser(__doc__ or "")
     options.add_argument(
         "--one-epoch", action="store_true", help="skip 3.5 epochs (which takes 9 GiB and a while)"
+    )
+    options.add_argument(
+        "--only",
+        type=lambda text: text.split(","),
+        default=list(PARTS),
+        help=f"of {','.join(PARTS)}",
     )
     return options.parse_args()
 
@@ -97,9 +119,36 @@ def indices_rows(lengths: Path, size: int, num_tokens: int, epochs: float, runs:
     ]
 
 
+def blend_rows(size: int, runs: int) -> list[Row]:
+    """By weights and exhaustive, over ever more datasets; memory for the most of them."""
+    rows = []
+    for count, bar in BLEND_BARS.items():
+        weights = _weights(count)
+        task = {"work": "blend", "size": size, "weights": weights.tolist()}
+        results = measure({**task, "fill_mib": _fill_mib(size)}, runs)
+        name = f"blend of {_count(size)} samples over {count:,} datasets"
+        rows.append(_row(f"{name}: time", results, "seconds", "s", bar))
+    rows.append(_row(f"{name}: peak memory", results, "peak_mib", "MiB", BLEND_MEMORY_BAR))
+    for count, bar in EXHAUSTIVE_BARS.items():
+        sizes = np.floor(_weights(count) * size).astype(np.int64)
+        sizes[0] += size - sizes.sum()
+        task = {"work": "exhaustive blend", "sizes": sizes.tolist()}
+        results = measure({**task, "fill_mib": _fill_mib(size)}, runs)
+        name = f"exhaustive blend of {_count(size)} samples over {count:,} datasets"
+        rows.append(_row(f"{name}: time", results, "seconds", "s", bar))
+    rows.append(_row(f"{name}: peak memory", results, "peak_mib", "MiB", BLEND_MEMORY_BAR))
+    return rows
+
+
+def _weights(count: int) -> np.ndarray:
+    weights = np.random.default_rng(count).random(count)
+    return weights / weights.sum()
+
+
 def measure(task: dict[str, Any], runs: int) -> dict[str, list[dict[str, Any]]]:
     """Each side's runs. Raises RuntimeError where the sides did not do the same work."""
-    print(f"{task['work']}, {task.get('num_samples') or 'one epoch'}", flush=True)
+    shown = (f"{key} {value}" for key, value in task.items() if not isinstance(value, list))
+    print(", ".join(shown), flush=True)
     results = alternate(
         runs, {side: lambda side=side: _run({**task, "side": side}) for side in ("ours", "theirs")}
     )

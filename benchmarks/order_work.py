@@ -110,11 +110,61 @@ class _Lengths:
         self.sequence_lengths = sequence_lengths
 
 
+def blend_ours(task: dict[str, Any]) -> Work:
+    """Which dataset each sample of a greedy blend comes from."""
+    from millrace import _native
+
+    weights = np.array(task["weights"])
+    return lambda: _native.blend_by_weights(weights, task["size"])
+
+
+def blend_theirs(task: dict[str, Any]) -> Work:
+    """The same as `BlendedDataset` has it made, into arrays of zeros."""
+    with quiet_megatron():
+        from megatron.core.datasets import helpers
+
+    weights, size = np.array(task["weights"]), task["size"]
+
+    def work() -> Arrays:
+        out = np.zeros(size, np.int16), np.zeros(size, np.int64)
+        helpers.build_blending_indices(*out, weights, len(weights), size, False)
+        return out
+
+    return work
+
+
+def exhaustive_blend_ours(task: dict[str, Any]) -> Work:
+    """The same for a blend that uses up every dataset."""
+    from millrace import _native
+
+    sizes = np.array(task["sizes"])
+    return lambda: _native.blend_by_sizes(sizes)
+
+
+def exhaustive_blend_theirs(task: dict[str, Any]) -> Work:
+    """Its sizes are a list, as `BlendedDataset` gives them."""
+    with quiet_megatron():
+        from megatron.core.datasets import helpers
+
+    sizes = task["sizes"]
+
+    def work() -> Arrays:
+        out = np.zeros(sum(sizes), np.int16), np.zeros(sum(sizes), np.int64)
+        helpers.build_exhaustive_blending_indices(*out, sizes, len(sizes))
+        return out
+
+    return work
+
+
 PREPARE = {
     ("shuffle", "ours"): shuffle_ours,
     ("shuffle", "theirs"): shuffle_theirs,
     ("indices", "ours"): indices_ours,
     ("indices", "theirs"): indices_theirs,
+    ("blend", "ours"): blend_ours,
+    ("blend", "theirs"): blend_theirs,
+    ("exhaustive blend", "ours"): exhaustive_blend_ours,
+    ("exhaustive blend", "theirs"): exhaustive_blend_theirs,
 }
 
 
