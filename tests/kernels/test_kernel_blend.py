@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from millrace import _native, reference
 
+KINDS = ["uniform", "zipf", "one dominates", "nearly equal", "few weights"]
 SIZES = sorted({0, 1} | {2**k + d for k in range(1, 13) for d in (-1, 0, 1)})
 
 
@@ -60,6 +61,77 @@ def test_by_weights_equals_its_twin_for_extreme_weights(weights: list[float]) ->
     assert_weights_twin(np.array(weights), 2000)
 
 
+@pytest.mark.parametrize(
+    "kind", ["uniform", "zipf", "one dominates", "nearly equal", "few weights"]
+)
+@pytest.mark.parametrize("num_datasets", [9, 17, 65, 150, 400])
+def test_by_weights_equals_its_twin_where_not_all_datasets_are_candidates(
+    num_datasets: int, kind: str
+) -> None:
+    """Enough samples for the floor below which datasets wait to be raised and lowered."""
+    random = np.random.default_rng(num_datasets)
+    size = 400_000 // num_datasets
+    assert_weights_twin(normalized(weights_of(kind, num_datasets, random)), size)
+
+
+@pytest.mark.parametrize("scale", [1e-9, 0.5, 3.0, 1e9, 1e-300, 1e300])
+def test_by_weights_equals_its_twin_for_weights_that_are_not_normalised(scale: float) -> None:
+    random = np.random.default_rng(1)
+    for kind in ("uniform", "zipf", "few weights"):
+        assert_weights_twin(normalized(weights_of(kind, 100, random)) * scale, 1500)
+
+
+@pytest.mark.parametrize("num_datasets", [80, 32_766])
+def test_equal_weights_take_turns(num_datasets: int) -> None:
+    """Where errors are too large to tell two counts apart, the first one is taken every time."""
+    size = 2 * num_datasets + 3
+    index, sample_index = _native.blend_by_weights(np.full(num_datasets, 1 / num_datasets), size)
+    np.testing.assert_array_equal(index, np.arange(size) % num_datasets)
+    np.testing.assert_array_equal(sample_index, np.arange(size) // num_datasets)
+    index, sample_index = _native.blend_by_weights(np.full(num_datasets, 1e30), size)
+    np.testing.assert_array_equal(index, np.zeros(size))
+    np.testing.assert_array_equal(sample_index, np.arange(size))
+
+
+def test_by_weights_equals_its_twin_where_counts_stop_to_count() -> None:
+    """Errors around 2**52 and 2**53: there the turns of equal weights end."""
+    for scale in (2.0**42, 2.0**43, 2.0**44, 2.0**45):
+        assert_weights_twin(np.repeat([scale, scale / 2, scale + 2.0**-8], 30), 1100)
+
+
+def weights_of(kind: str, num_datasets: int, random: np.random.Generator) -> np.ndarray:
+    if kind == "zipf":
+        return random.permutation(1 / np.arange(1.0, num_datasets + 1))
+    if kind == "one dominates":
+        weights = random.random(num_datasets) + 1e-6
+        weights[num_datasets // 2] = 9 * num_datasets
+        return weights
+    if kind == "nearly equal":
+        return 1 + 1e-12 * random.random(num_datasets)
+    if kind == "few weights":
+        return random.integers(1, 6, num_datasets).astype(float)
+    return random.random(num_datasets) + 1e-3
+
+
+@given(
+    base=st.lists(
+        st.floats(min_value=0, exclude_min=True, allow_infinity=False), min_size=1, max_size=6
+    ),
+    places=st.lists(st.integers(0, 5), min_size=1, max_size=100),
+    normalise=st.booleans(),
+    size=st.integers(0, 400),
+)
+@settings(deadline=None, derandomize=True, max_examples=100)
+def test_by_weights_equals_its_twin_for_any_equal_weights(
+    base: list[float], places: list[int], normalise: bool, size: int
+) -> None:
+    weights = np.array([base[place % len(base)] for place in places])
+    with np.errstate(over="ignore", under="ignore"):
+        scaled = normalized(weights)
+    usable = normalise and bool(np.all(np.isfinite(scaled) & (scaled > 0)))
+    assert_weights_twin(scaled if usable else weights, size)
+
+
 @given(
     weights=st.lists(
         st.floats(min_value=0, exclude_min=True, allow_infinity=False), min_size=1, max_size=20
@@ -90,6 +162,18 @@ def test_by_sizes_equals_its_twin_for_any_sizes(sizes: list[int]) -> None:
 def test_by_sizes_equals_its_twin_for_many_datasets(num_datasets: int) -> None:
     sizes = np.zeros(num_datasets, np.int64)
     sizes[[0, num_datasets // 2, -1]] = 5, 3, 9
+    assert_sizes_twin(sizes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_datasets", [9, 17, 65, 150, 400])
+def test_by_sizes_equals_its_twin_where_not_all_datasets_are_candidates(
+    num_datasets: int, kind: str
+) -> None:
+    random = np.random.default_rng(num_datasets)
+    shares = normalized(weights_of(kind, num_datasets, random))
+    sizes = np.ceil(shares * (200_000 // num_datasets)).astype(np.int64)
+    sizes[:: num_datasets // 4] = 0
     assert_sizes_twin(sizes)
 
 

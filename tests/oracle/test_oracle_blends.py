@@ -10,6 +10,7 @@ import oracle_megatron as megatron
 import pytest
 
 import millrace
+from millrace import _native
 from millrace.order import blend, blend_exhaustively
 
 S = 8  # the sequence length
@@ -52,6 +53,62 @@ def test_random_blends_by_weight_are_equal(seed: int) -> None:
     random = np.random.default_rng([20, seed])
     weights, size = random_weights(random), int(random.integers(0, 20_000))
     assert_equal(blend(weights, size), theirs_by_weights(weights, size))
+
+
+def many_weights(kind: str, count: int, random: np.random.Generator) -> np.ndarray:
+    if kind == "uniform":
+        return random.random(count) + 1e-3
+    if kind == "zipf":
+        return random.permutation(1 / np.arange(1.0, count + 1))
+    if kind == "dirichlet":
+        return random.dirichlet(np.full(count, 0.1)) + 1e-12
+    if kind == "geometric":
+        return random.permutation(0.97 ** np.arange(count)) + 1e-300
+    if kind == "one dominates":
+        weights = random.random(count)
+        weights[count // 3] = 9 * count
+        return weights
+    if kind == "few weights":
+        return random.integers(1, 8, count).astype(float)
+    if kind == "nearly equal":
+        return 1 + 1e-9 * random.random(count)
+    return np.ones(count)
+
+
+KINDS = [
+    *("uniform", "zipf", "dirichlet", "geometric"),
+    *("one dominates", "few weights", "nearly equal", "equal"),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", [20, 70, 300, 1000, 4096])
+def test_blends_of_many_datasets_by_weight_are_equal(count: int, kind: str) -> None:
+    """Long enough for the set of candidates to change many times over."""
+    random = np.random.default_rng([29, count])
+    weights = many_weights(kind, count, random).tolist()
+    assert_equal(blend(weights, 200_000), theirs_by_weights(weights, 200_000))
+
+
+@pytest.mark.parametrize("scale", [1e-9, 0.9, 1.1, 1e9])
+def test_blends_by_weights_that_are_not_normalised_are_equal(scale: float) -> None:
+    """Megatron-LM's helper takes them as they are, as our kernel does."""
+    random = np.random.default_rng(30)
+    for count in (5, 70, 1000):
+        weights = random.random(count)
+        weights *= scale / weights.sum()
+        out = np.zeros(30_000, np.int16), np.zeros(30_000, np.int64)
+        megatron.helpers.build_blending_indices(*out, weights, count, 30_000, False)
+        assert_equal(_native.blend_by_weights(weights, 30_000), out)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", [20, 70, 300, 1000, 4096])
+def test_exhaustive_blends_of_many_datasets_are_equal(count: int, kind: str) -> None:
+    random = np.random.default_rng([31, count])
+    weights = many_weights(kind, count, random)
+    sizes = np.ceil(weights / weights.sum() * 150_000).astype(int).tolist()
+    assert_equal(blend_exhaustively(sizes), theirs_by_sizes(sizes))
 
 
 @pytest.mark.parametrize(
