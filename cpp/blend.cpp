@@ -214,18 +214,22 @@ MILLRACE_INLINE Drawn draw_from(const Columns<V>& lanes, Blend& blend, std::int6
     lanes.error[i] = lanes.weight[i] * position - lanes.taken[i];
   }
   for (; sample < stop; ++sample) {
-    Doubles largest = lanes.error[0];
+    // In two halves, as one chain of maxima or sums would take twice as long.
+    Doubles largest = lanes.error[0], other = largest;
     for (std::size_t i = 1; i < lanes.count; ++i) {
-      largest = largest > lanes.error[i] ? largest : lanes.error[i];
+      Doubles& part = i % 2 != 0 ? other : largest;
+      part = part > lanes.error[i] ? part : lanes.error[i];
     }
+    largest = largest > other ? largest : other;
     const double best = fold<V>(largest, larger);
     if (best < floor) {
       return {sample, End::below_floor, 0};
     }
-    Doubles tags = {};
+    Doubles tags = {}, more_tags = {};
     for (std::size_t i = 0; i < lanes.count; ++i) {
-      tags += lanes.error[i] == best ? lanes.tag[i] : Doubles{};
+      (i % 2 != 0 ? more_tags : tags) += lanes.error[i] == best ? lanes.tag[i] : Doubles{};
     }
+    tags += more_tags;
     double winner = fold<V>(tags, sum);
     if (__builtin_expect(winner >= 2.0 * one_hit, 0)) {
       winner = first_tag<V>(lanes, blend, best);
