@@ -52,7 +52,8 @@ NOTES = [
     "Theirs is given the range of sequences (int32) as an input, though its users hold it too.",
     "Blends: `helpers.build_blending_indices` and `build_exhaustive_blending_indices` into arrays "
     "of zeros, as `BlendedDataset` calls them, against `_native.blend_by_weights` and "
-    "`blend_by_sizes`. Weights are uniform in (0, 1), normalised; sizes are in the same proportion.",
+    "`blend_by_sizes`. Weights are uniform in (0, 1), normalised; sizes are in that proportion, and "
+    "at least 1 (theirs writes past its arrays at a size of 0).",
 ]
 
 
@@ -130,7 +131,7 @@ def blend_rows(size: int, runs: int) -> list[Row]:
         rows.append(_row(f"{name}: time", results, "seconds", "s", bar))
     rows.append(_row(f"{name}: peak memory", results, "peak_mib", "MiB", BLEND_MEMORY_BAR))
     for count, bar in EXHAUSTIVE_BARS.items():
-        sizes = np.floor(_weights(count) * size).astype(np.int64)
+        sizes = np.floor(_weights(count) * (size - count)).astype(np.int64) + 1
         sizes[0] += size - sizes.sum()
         task = {"work": "exhaustive blend", "sizes": sizes.tolist()}
         results = measure({**task, "fill_mib": _fill_mib(size)}, runs)
