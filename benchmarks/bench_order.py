@@ -52,8 +52,8 @@ NOTES = [
     "Theirs is given the range of sequences (int32) as an input, though its users hold it too.",
     "Blends: `helpers.build_blending_indices` and `build_exhaustive_blending_indices` into arrays "
     "of zeros, as `BlendedDataset` calls them, against `_native.blend_by_weights` and "
-    "`blend_by_sizes`. Weights are uniform in (0, 1), normalised; sizes are in that proportion, and "
-    "at least 1 (theirs writes past its arrays at a size of 0).",
+    "`blend_by_sizes`. Weights are uniform in (0, 1), normalised; sizes are in that proportion, "
+    "and at least 1 (theirs writes past its arrays at a size of 0).",
 ]
 
 
