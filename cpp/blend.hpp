@@ -1,4 +1,5 @@
-// Which dataset each sample of a blend is drawn from.
+// Which dataset each sample of a blend is drawn from. The rules are here; how they are followed
+// without a look at every dataset for every sample, and why that is exact, is told in blend.cpp.
 #pragma once
 
 #include <cstdint>
