@@ -255,7 +255,7 @@ void py_start_writeback(int file, std::int64_t start, std::int64_t size) {
 // no Python, while the next one fills.
 class PyTokenBuffer {
  public:
-  // A negative `file` is none: then `take` alone empties the buffer.
+  // A negative `file` is none: then nothing can be flushed.
   PyTokenBuffer(const std::string& dtype, std::size_t capacity, int file)
       : dtype_(dtype),
         kind_(kind_of(dtype)),
@@ -328,13 +328,6 @@ class PyTokenBuffer {
 
   // What is in the buffer, until it is changed.
   Out<std::uint8_t> view() { return Out<std::uint8_t>(bytes_.data.get(), {used_}, nb::find(this)); }
-
-  Out<std::uint8_t> take() {
-    Buffer<std::uint8_t> full = std::move(bytes_);
-    const std::size_t size = std::exchange(used_, 0);
-    bytes_ = allocate<std::uint8_t>(full.size);
-    return to_numpy(std::move(full), {size});
-  }
 
   // The lengths of sequences and the ends of documents since the last call.
   std::tuple<Out<std::int32_t>, Out<std::int64_t>> take_entries() {
@@ -856,7 +849,6 @@ NB_MODULE(_core, module) {
       .def("end_document", &PyTokenBuffer::end_document)
       .def("drop", &PyTokenBuffer::drop, "count"_a)
       .def("view", &PyTokenBuffer::view)
-      .def("take", &PyTokenBuffer::take)
       .def("take_entries", &PyTokenBuffer::take_entries)
       .def("flush", &PyTokenBuffer::flush)
       .def("wait", &PyTokenBuffer::wait)

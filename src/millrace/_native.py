@@ -270,8 +270,7 @@ def gather_samples(
     """
     _check_vector("source_numbers", source_numbers, np.int64)
     _check_vector("sample_numbers", sample_numbers, np.int64)
-    if not 1 <= sequence_length <= MAX_INT64 // 16 // max(sample_numbers.size, 1):
-        raise ValueError(f"sequence_length is {sequence_length}; at least 1 is needed")
+    _check_rows(sequence_length, sample_numbers.size)
     return _core.gather_samples(
         sources,
         source_numbers,
@@ -304,8 +303,7 @@ def find_pieces(
         ValueError: the indices point outside their arrays or the token file.
     """
     _check_vector("sample_numbers", sample_numbers, np.int64)
-    if not 1 <= sequence_length <= MAX_INT64 // 16:
-        raise ValueError(f"sequence_length is {sequence_length}; at least 1 is needed")
+    _check_rows(sequence_length, 1)
     return _core.find_pieces(source, sample_numbers, sequence_length, add_extra_token)
 
 
@@ -330,8 +328,7 @@ def fill_rows(
         ValueError: a sample that is longer than its row, or ends outside the tokens.
     """
     _check_vector("ends", ends, np.int64)
-    if not 1 <= sequence_length <= MAX_INT64 // 16 // max(ends.size, 1):
-        raise ValueError(f"sequence_length is {sequence_length}; at least 1 is needed")
+    _check_rows(sequence_length, ends.size)
     return _core.fill_rows(
         tokens,
         ends,
@@ -463,6 +460,12 @@ def _check_vector(name: str, array: NDArray[Any], dtype: type) -> None:
 def _check_num_datasets(count: int) -> None:
     if not 1 <= count <= MAX_DATASETS:
         raise ValueError(f"there are {count} datasets; 1 to {MAX_DATASETS} can be blended")
+
+
+def _check_rows(sequence_length: int, num_rows: int) -> None:
+    """A row has a token at least, and the bytes of all rows can be counted."""
+    if not 1 <= sequence_length <= MAX_INT64 // 16 // max(num_rows, 1):
+        raise ValueError(f"sequence_length is {sequence_length}; at least 1 is needed")
 
 
 def _get_state(random: np.random.RandomState) -> tuple[NDArray[np.uint32], int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
@@ -84,15 +85,14 @@ def together(work: Callable[[], T], group: distributed.ProcessGroup | None = Non
         raise error
     for rank, other in enumerate(errors):
         if other is not None:
-            other.add_note(f"raised on rank {rank}") if hasattr(other, "add_note") else None
+            if hasattr(other, "add_note"):  # not on Python 3.10
+                other.add_note(f"raised on rank {rank}")
             raise other
     return result  # type: ignore[return-value]
 
 
 def _portable(error: Exception | None) -> Exception | None:
     """The error without what only its own process can hold; errors are sent by pickle."""
-    import pickle
-
     try:
         return pickle.loads(pickle.dumps(error))  # type: ignore[no-any-return]
     except Exception:

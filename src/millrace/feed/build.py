@@ -370,7 +370,7 @@ def _from_sets(
                 plan.files[dataset.file],
                 dataset,
                 open_dataset=functools.partial(
-                    _open_unchanged, plan.files[dataset.file], config.access
+                    open_unchanged, plan.files[dataset.file], config.access
                 ),
                 load_indices=functools.partial(_load_indices, stored, places),
             )
@@ -380,7 +380,7 @@ def _from_sets(
     return Datasets(*made)
 
 
-def _open_unchanged(file: TokenFile, access: Access) -> IndexedDataset:
+def open_unchanged(file: TokenFile, access: Access) -> IndexedDataset:
     """Opens a token file that a manifest knows.
 
     Raises:

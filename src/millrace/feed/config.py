@@ -16,13 +16,11 @@ from millrace.feed.datasets import SampleOptions
 from millrace.order import SPLITS, normalize, split_ranges
 from millrace.order.blend import SURPLUS
 from millrace.order.gpt import MAX_SEED
-from millrace.order.splits import Bookends
+from millrace.order.splits import VALID, Bookends
 from millrace.store.bytes import Access
 
 Blend = tuple[Sequence[str], Sequence[float] | None]
 """Path prefixes, and a weight for each; None: their lengths are the weights."""
-
-_VALID = SPLITS.index("valid")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,10 +92,10 @@ class DatasetConfig:
             raise ConfigError(f"num_threads is {self.num_threads}; at least 1 is needed")
         if self.trust_cache and self.cache is None:
             raise ConfigError("trust_cache needs a cache folder: give cache")
-        if self.full_validation and self.num_samples[_VALID] is not None:
+        if self.full_validation and self.num_samples[VALID] is not None:
             raise ConfigError(
                 f"full_validation takes one epoch, and num_samples asks for "
-                f"{self.num_samples[_VALID]} validation samples: make that None"
+                f"{self.num_samples[VALID]} validation samples: make that None"
             )
         if self.multiple_validation_sets and self.blend_per_split is None:
             raise ConfigError("multiple_validation_sets needs a blend_per_split")
@@ -150,12 +148,16 @@ class DatasetConfig:
                     "mix a number of samples. Give the number, or leave the weights out"
                 )
 
+    def blend_of(self, split: int) -> Blend | None:
+        """The blend that a split draws from, by its number in SPLITS."""
+        return self.blend if self.blend_per_split is None else self.blend_per_split[split]
+
     def _blends(self) -> list[tuple[str, Sequence[str], Sequence[float] | None, int | None]]:
         """(split, prefixes, weights, number of samples) of each."""
         found = []
         for number, name in enumerate(SPLITS):
-            given = self.blend or (self.blend_per_split or [])[number]
-            if given is not None and not (number == _VALID and self.multiple_validation_sets):
+            given = self.blend_of(number)
+            if given is not None and not (number == VALID and self.multiple_validation_sets):
                 found.append((name, *given, self.num_samples[number]))
         return found
 

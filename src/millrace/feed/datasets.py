@@ -18,15 +18,15 @@ from millrace.order import (
     blend,
     blend_exhaustively,
     build_gpt_indices,
+    count_draws,
     normalize,
     plan_gpt,
 )
 from millrace.store import IndexedDataset
 from millrace.store.bytes import MMapReader
 
-_COUNTED = 1 << 22  # entries of a dataset index that are counted at a time
-
 _MAX_INDEX_BYTES = 1 << 46  # 64 TiB: what a process can address is 128
+
 Batch = dict[str, NDArray[Any]]
 
 NO_TOKEN = -1
@@ -475,10 +475,7 @@ def check_draws(
     Raises:
         ConfigError: a table of those that have too few.
     """
-    wanted = np.zeros(len(lengths), np.int64)
-    for start in range(0, len(dataset_index), _COUNTED):  # it takes 8 bytes for each entry
-        part = dataset_index[start : start + _COUNTED]
-        wanted += np.bincount(part, minlength=len(lengths))
+    wanted = count_draws(dataset_index, len(lengths))
     short = [d for d, length in enumerate(lengths) if wanted[d] > length]
     if short:
         table = "\n".join(

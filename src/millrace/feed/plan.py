@@ -16,12 +16,10 @@ from millrace.feed.config import DatasetConfig
 from millrace.feed.datasets import plan_dataset
 from millrace.files import xxh3
 from millrace.order import SPLITS, GPTPlan, normalize, samples_per_dataset, split_ranges
-from millrace.order.splits import Range
+from millrace.order.splits import VALID, Range
 from millrace.store import IndexedDataset
 from millrace.store.bytes import Access
 from millrace.store.publish import bin_path, idx_path
-
-_VALID = SPLITS.index("valid")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +103,7 @@ def plan_run(config: DatasetConfig) -> tuple[list[IndexedDataset], RunPlan]:
     """
     prefixes: dict[str, int] = {}
     for number in range(len(SPLITS)):
-        given = config.blend or (config.blend_per_split or [])[number]
+        given = config.blend_of(number)
         for prefix in given[0] if given is not None else []:
             prefixes.setdefault(os.fspath(prefix), len(prefixes))
     with ThreadPoolExecutor(config.num_threads) as pool:
@@ -113,7 +111,7 @@ def plan_run(config: DatasetConfig) -> tuple[list[IndexedDataset], RunPlan]:
     opened, files = [dataset for dataset, _ in looked], [file for _, file in looked]
     splits: list[SplitPlan | None] = []
     for number, name in enumerate(SPLITS):
-        given = config.blend or (config.blend_per_split or [])[number]
+        given = config.blend_of(number)
         if given is None:
             splits.append(None)
             continue
@@ -197,7 +195,7 @@ def _plan_split(
     weights: Sequence[float] | None,
 ) -> SplitPlan:
     asked = config.num_samples[number]
-    is_apart = number == _VALID and config.multiple_validation_sets and len(files) > 1
+    is_apart = number == VALID and config.multiple_validation_sets and len(files) > 1
     is_one = len(files) == 1 and (weights is None or config.blend_per_split is not None)
     if is_apart or is_one:
         weights, counts = None, [asked] * len(files)
@@ -218,7 +216,7 @@ def _plan_split(
             sequences,
             count,
             config.sample_options,
-            drop_last_partial_sequence=number != _VALID
+            drop_last_partial_sequence=number != VALID
             or config.drop_last_partial_validation_sequence,
         )
         return DatasetPlan(file=file, sequences=sequences, num_samples=count, gpt=gpt)

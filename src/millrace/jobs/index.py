@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from millrace.errors import ConfigError
 from millrace.feed import DatasetConfig
-from millrace.feed.build import Progress, build_planned, draw
+from millrace.feed.build import Progress, build_planned, draw, open_unchanged
 from millrace.feed.datasets import build_indices
 from millrace.feed.plan import DatasetPlan, RunPlan, SplitPlan, plan_run
 from millrace.jobs.progress import Progress as ProgressBar
@@ -98,7 +98,10 @@ def index(
             built, found = counts[0], _num_datasets(plan) - counts[0]
         if megatron_cache_folder is not None:
             bar = _bar(shown, "Megatron-LM's cache") if show_progress else _no_bar
-            opened, plan = plan_run(config)
+            if config.cache is None:
+                opened, plan = plan_run(config)
+            else:  # what the first half has found out holds
+                opened = [open_unchanged(file, config.access) for file in plan.files]
             folder = os.fspath(megatron_cache_folder)
             for is_new in write_megatron_cache(config, plan, opened, folder, tokenizer):
                 built, found = built + is_new, found + (not is_new)
@@ -181,7 +184,7 @@ def _write_dataset(
         indices = build_indices(opened, dataset.sequences, dataset.gpt, config.seed)
         return megatron_cache.gpt_arrays(indices)
 
-    return _is_built(files, check, build)
+    return megatron_cache.load_or_build(files, check, build)[1]
 
 
 def _write_blend(
@@ -201,23 +204,7 @@ def _write_blend(
     def build(_: str) -> megatron_cache.Arrays:
         return dict(zip(megatron_cache.BLEND_ARRAYS, draw(plan, split), strict=True))
 
-    return _is_built(files, check, build)
-
-
-def _is_built(
-    files: megatron_cache.CacheSet,
-    check: Callable[[megatron_cache.Arrays], None],
-    build: Callable[[str], megatron_cache.Arrays],
-) -> bool:
-    """Whether `load_or_build` had to build."""
-    calls = []
-
-    def build_and_tell(reason: str) -> megatron_cache.Arrays:
-        calls.append(reason)
-        return build(reason)
-
-    megatron_cache.load_or_build(files, check, build_and_tell)
-    return len(calls) > 0
+    return megatron_cache.load_or_build(files, check, build)[1]
 
 
 def _bar(shown: contextlib.ExitStack, label: str) -> Progress:

@@ -16,6 +16,7 @@ from millrace.megatron.caching import MappedArrays, open_arrays, prepare_arrays
 from millrace.megatron.config import BlendedMegatronDatasetConfig
 from millrace.megatron.errors import ConfigAssertionError, OversampledError, require
 from millrace.megatron.utils import log_on_first_rank, normalize
+from millrace.order import count_draws
 from millrace.order import megatron_cache as cache
 
 logger = logging.getLogger(__name__)
@@ -130,7 +131,7 @@ class BlendedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
         return dict(zip(cache.BLEND_ARRAYS, built, strict=True))
 
     def _check_sizes(self, dataset_index: NDArray[np.int16]) -> None:
-        wanted = np.bincount(dataset_index, minlength=len(self.datasets)).tolist()
+        wanted = count_draws(dataset_index, len(self.datasets)).tolist()
         for number, (dataset, count) in enumerate(zip(self.datasets, wanted, strict=True)):
             if count > len(dataset):
                 raise OversampledError(

@@ -28,11 +28,8 @@ def prepare_arrays(
         files: where they are cached; None: nowhere.
         what: they are, for the log, such as "GPTDataset train indices".
     """
-    was_built = False
 
     def build_and_say(problem: str) -> cache.Arrays:
-        nonlocal was_built
-        was_built = True
         if problem:
             message = f"The cached {what} do not fit, and are replaced: {problem}"
             log_on_first_rank(logger, logging.WARNING, message)
@@ -43,8 +40,8 @@ def prepare_arrays(
         message = f"The {what} are not saved: path_to_cache is empty"
         log_on_first_rank(logger, logging.WARNING, message)
         return build_and_say("")
-    arrays = cache.load_or_build(files, check, build_and_say)
-    if not was_built:
+    arrays, is_built = cache.load_or_build(files, check, build_and_say)
+    if not is_built:
         _say_loaded(files, what)
     return arrays
 

@@ -335,27 +335,18 @@ class GPTDataset(MegatronDataset):
     def _build_document_sample_shuffle_indices(self) -> tuple[Any, Any, Any]:
         """Loads the three indices, or builds and caches them; (None, None, None) if deferred."""
         config = self.config
-        folder = config.path_to_cache
-        if folder is None and not config.mock:
-            folder = os.path.join(
-                self.dataset.path_prefix, "cache", f"{type(self).__name__}_indices"
-            )
-        files = cache.CacheSet(
-            folder=folder or "",
-            stem=f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}",
-            description=self.unique_description,
-            arrays=cache.GPT_ARRAYS,
-        )
+        files = self._files()
         if config.defer_npy_index_mmap:
             for name in cache.GPT_ARRAYS:
                 setattr(self, f"path_to_{name}", files.path(name))
             return None, None, None
-        what = f"{type(self).__name__} {self.index_split.name} indices"
         if config.fast_cache_load:
-            arrays = open_arrays(files, what, cache.check_gpt_forms)
+            arrays = open_arrays(files, self._what(), cache.check_gpt_forms)
         else:
             self._plan()  # what cannot be built is said before the cache is touched
-            arrays = prepare_arrays(files if folder else None, what, self._check, self._build)
+            arrays = prepare_arrays(
+                files if files.folder else None, self._what(), self._check, self._build
+            )
         num_samples = arrays["sample_index"].shape[0] - 1
         log_on_first_rank(logger, logging.INFO, f"> total number of samples: {num_samples}")
         return arrays["document_index"], arrays["sample_index"], arrays["shuffle_index"]
@@ -363,19 +354,27 @@ class GPTDataset(MegatronDataset):
     def _open_deferred(self) -> None:
         if self.shuffle_index is not None:
             return
-        folder, name = os.path.split(getattr(self, "path_to_shuffle_index"))  # noqa: B009
-        files = cache.CacheSet(
-            folder=folder,
-            stem=name.removesuffix("-shuffle_index.npy"),
-            description=self.unique_description,
-            arrays=cache.GPT_ARRAYS,
-        )
         check = cache.check_gpt_forms if self.indices is None else self._check
-        what = f"{type(self).__name__} {self.index_split.name} indices"
-        arrays = open_arrays(files, what, check)
+        arrays = open_arrays(self._files(), self._what(), check)
         self.document_index = arrays["document_index"]
         self.sample_index = arrays["sample_index"]
         self.shuffle_index = arrays["shuffle_index"]
+
+    def _files(self) -> cache.CacheSet:
+        folder = self.config.path_to_cache
+        if folder is None and not self.config.mock:
+            folder = os.path.join(
+                self.dataset.path_prefix, "cache", f"{type(self).__name__}_indices"
+            )
+        return cache.CacheSet(
+            folder=os.fspath(folder or ""),
+            stem=f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}",
+            description=self.unique_description,
+            arrays=cache.GPT_ARRAYS,
+        )
+
+    def _what(self) -> str:
+        return f"{type(self).__name__} {self.index_split.name} indices"
 
     def _check(self, arrays: cache.Arrays) -> None:
         lengths = self.dataset.sequence_lengths

@@ -6,7 +6,13 @@ of them give Megatron-LM's results, bit for bit. Two modules know files: `arrays
 made in a folder, `megatron_cache` does so as Megatron-LM does.
 """
 
-from millrace.order.blend import blend, blend_exhaustively, normalize, samples_per_dataset
+from millrace.order.blend import (
+    blend,
+    blend_exhaustively,
+    count_draws,
+    normalize,
+    samples_per_dataset,
+)
 from millrace.order.gpt import GPTIndices, GPTPlan, build_gpt_indices, plan_gpt
 from millrace.order.splits import SPLITS, parse_split, split_ranges
 
@@ -17,6 +23,7 @@ __all__ = [
     "blend",
     "blend_exhaustively",
     "build_gpt_indices",
+    "count_draws",
     "normalize",
     "parse_split",
     "plan_gpt",

@@ -14,6 +14,8 @@ from millrace.errors import ConfigError
 SURPLUS = 0.005
 """What Megatron-LM builds of each dataset beyond its share of a blend."""
 
+_COUNTED = 1 << 22  # entries that are counted at a time: np.bincount takes 8 bytes for each
+
 
 def normalize(weights: Sequence[float]) -> list[float]:
     """The weights divided by their sum, in float64 and in NumPy's order of addition.
@@ -91,6 +93,15 @@ def blend_exhaustively(sizes: Sequence[int]) -> tuple[NDArray[np.int16], NDArray
             "they are not below 0, and their sum must fit memory"
         )
     return _native.blend_by_sizes(np.array(sizes, dtype=np.int64))
+
+
+def count_draws(dataset_index: NDArray[np.int16], num_datasets: int) -> NDArray[np.int64]:
+    """How many samples a blend draws from each dataset: int64 [num_datasets]."""
+    counts = np.zeros(num_datasets, np.int64)
+    for start in range(0, len(dataset_index), _COUNTED):
+        part = dataset_index[start : start + _COUNTED]
+        counts += np.bincount(part, minlength=num_datasets)
+    return counts
 
 
 def _check_count(count: int) -> None:

@@ -214,7 +214,7 @@ def save(files: CacheSet, arrays: Mapping[str, NDArray[Any]]) -> None:
 
 def load_or_build(
     files: CacheSet, check: Callable[[Arrays], None], build: Callable[[str], Mapping[str, Any]]
-) -> Arrays:
+) -> tuple[Arrays, bool]:
     """Loads a set; where it is missing or does not fit, builds and saves it first.
 
     Of several processes one builds, and the others wait for it and load.
@@ -223,17 +223,20 @@ def load_or_build(
         check: raises DataError for arrays that do not fit.
         build: makes the arrays; it is told what is the matter with the set that is there.
 
+    Returns:
+        the arrays, mapped, and whether they were built here.
+
     Raises:
         OSError: the set has to be built, and the folder cannot be written.
     """
     with contextlib.suppress(*_UNUSABLE):
-        return load(files, check)
+        return load(files, check), False
     with locked(files):
         try:
-            return load(files, check)
+            return load(files, check), False
         except _UNUSABLE as error:
             save(files, build(str(error) if isinstance(error, DataError) else ""))
-    return load(files, check)
+    return load(files, check), True
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from millrace.errors import ConfigError
 from millrace.order.blend import normalize
 
 SPLITS = ("train", "valid", "test")
+VALID = SPLITS.index("valid")
 
 Bookends = tuple[float, float]
 Range = tuple[int, int]

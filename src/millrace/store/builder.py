@@ -160,12 +160,14 @@ class IndexedDatasetBuilder:
         """
         if modes is None and self._is_open and not (self._is_float or self.multimodal):
             try:
-                if self._buffer.add_document(tokens, lengths):  # type: ignore[arg-type]
-                    self._flush()
-                self._has_open_document = False
-                return
+                is_full = self._buffer.add_document(tokens, lengths)  # type: ignore[arg-type]
             except (TypeError, ValueError, OverflowError, AttributeError):
                 pass  # the general way takes more kinds of arguments, and says what is wrong
+            else:
+                self._has_open_document = False
+                if is_full:
+                    self._flush()
+                return
         self._add_sequences(self._append(tokens), lengths, modes)
         self.end_document()
 
@@ -431,7 +433,6 @@ class IndexedDatasetBuilder:
         lengths, documents = self._buffer.take_entries()
         self._lengths.extend(lengths)
         self._documents.extend(documents)
-        self._modes.spill()
 
     def _copy_tokens(self, other: IndexedDataset, first: int, last: int) -> None:
         """Appends the tokens of sequences [first, last), which lie one after the other."""

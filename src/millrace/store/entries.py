@@ -25,29 +25,26 @@ class Entries:
     Args:
         dtype: "<i4", "<i8" or "<i1".
         folder: where the temporary file goes; it must hold the column.
-
-    Attributes:
-        pending: an `array.array` to append to; call `spill` when it may be long.
     """
 
     def __init__(self, dtype: str, folder: str) -> None:
         self.dtype = np.dtype(dtype)
-        self.pending: array.array[int] = array.array(_TYPECODES[dtype])
+        self._pending: array.array[int] = array.array(_TYPECODES[dtype])
         self._folder = folder
         self._file: IO[bytes] | None = None
 
     def extend(self, values: NDArray[Any]) -> None:
         """Appends an array."""
-        self.pending.frombytes(np.ascontiguousarray(values, self.dtype).view(np.uint8).data)
-        self.spill()
+        self._pending.frombytes(np.ascontiguousarray(values, self.dtype).view(np.uint8).data)
+        self._spill()
 
-    def spill(self) -> None:
+    def _spill(self) -> None:
         """Writes the pending entries to the file, if they are many."""
-        if len(self.pending) >= LIMIT:
+        if len(self._pending) >= LIMIT:
             if self._file is None:
                 self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115
-            self._file.write(self.pending.tobytes())
-            del self.pending[:]
+            self._file.write(self._pending.tobytes())
+            del self._pending[:]
 
     def chunks(self) -> Iterator[NDArray[Any]]:
         """The entries from the first to the last, in pieces."""
@@ -55,8 +52,8 @@ class Entries:
             self._file.seek(0)
             while data := self._file.read(_PIECE * self.dtype.itemsize):
                 yield np.frombuffer(data, self.dtype)
-        for start in range(0, len(self.pending), _PIECE):
-            yield np.array(self.pending[start : start + _PIECE], self.dtype)
+        for start in range(0, len(self._pending), _PIECE):
+            yield np.array(self._pending[start : start + _PIECE], self.dtype)
 
     def close(self) -> None:
         if self._file is not None:
