@@ -51,7 +51,8 @@ NOTES = [
     "Blends: `_native.blend_by_weights` and `blend_by_sizes` against Megatron-LM's "
     "`build_blending_indices` and `build_exhaustive_blending_indices` into arrays of zeros, as its "
     "`BlendedDataset` calls them. Weights are random, uniform in [0.001, 1.001), with the sum 1; "
-    "sizes are proportional to such weights.",
+    "sizes are proportional to such weights. Ours takes a thread for each core, theirs has one; "
+    "in the rows of one core, ours has one too.",
 ]
 
 
@@ -92,8 +93,10 @@ def blend_rows(size: int, runs: int) -> list[Row]:
             kind = "exhaustive blend" if exhausts else "blend"
             name = f"{kind} of {_count(size)} samples of {count:,} datasets"
             task = {"work": "blend", "datasets": count, "exhausts": exhausts, "size": size}
-            results = measure({**task, "fill_mib": _fill_mib(size)}, runs)
+            results = measure({**task, "fill_mib": _fill_mib(size)}, runs, one_core=True)
             rows.append(_row(name, results, "seconds", "s", bar))
+            alone = {"ours": results["ours, one core"], "theirs": results["theirs"]}
+            rows.append(_row(f"{name}, one core", alone, "seconds", "s", None))
             rows.append(_memory_limit_row(f"{name}: peak memory", results))
     return rows
 
@@ -136,11 +139,16 @@ def indices_rows(lengths: Path, size: int, num_tokens: int, epochs: float, runs:
     ]
 
 
-def measure(task: dict[str, Any], runs: int) -> dict[str, list[dict[str, Any]]]:
-    """Each side's runs. Raises RuntimeError where the sides did not do the same work."""
-    print(f"{task['work']}, {task.get('num_samples') or 'one epoch'}", flush=True)
+def measure(
+    task: dict[str, Any], runs: int, *, one_core: bool = False
+) -> dict[str, list[dict[str, Any]]]:
+    """Each side's runs, and ours on one core. Raises RuntimeError if they did not do the same."""
+    print(", ".join(f"{key} {value}" for key, value in task.items()), flush=True)
+    tasks = {"ours": {"side": "ours"}, "theirs": {"side": "theirs"}}
+    if one_core:
+        tasks["ours, one core"] = {"side": "ours", "one_core": True}
     results = alternate(
-        runs, {side: lambda side=side: _run({**task, "side": side}) for side in ("ours", "theirs")}
+        runs, {name: lambda more=more: _run({**task, **more}) for name, more in tasks.items()}
     )
     digests = {result["digest"] for side in results.values() for result in side}
     if len(digests) != 1:
@@ -158,7 +166,7 @@ def _run(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def _row(
-    name: str, results: dict[str, list[dict[str, Any]]], key: str, unit: str, bar: float
+    name: str, results: dict[str, list[dict[str, Any]]], key: str, unit: str, bar: float | None
 ) -> Row:
     ours, theirs = ([run[key] for run in results[side]] for side in ("ours", "theirs"))
     return Row.compare(name, ours, theirs, unit, better=LOWER, bar=bar)

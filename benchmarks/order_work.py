@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -189,6 +190,8 @@ def digest(arrays: Arrays) -> str:
 
 def main() -> None:
     task = json.loads(sys.argv[1])
+    if task.get("one_core"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     work = PREPARE[task["work"], task["side"]](task)
     fill_memory(task["fill_mib"])
     before = peak_mib()

@@ -148,22 +148,22 @@ Out<T> py_sample_index(const In<std::int32_t>& sequence_lengths,
 
 using Blend = std::tuple<Out<std::int16_t>, Out<std::int64_t>>;
 
-Blend py_blend_by_weights(const In<double>& weights, std::int64_t size) {
+Blend py_blend_by_weights(const In<double>& weights, std::int64_t size, int threads) {
   auto dataset_index = allocate<std::int16_t>(static_cast<std::size_t>(size));
   auto dataset_sample_index = allocate<std::int64_t>(static_cast<std::size_t>(size));
   {
     nb::gil_scoped_release unlocked;
-    blend_by_weights(span_of(weights), dataset_index.span(), dataset_sample_index.span());
+    blend_by_weights(span_of(weights), dataset_index.span(), dataset_sample_index.span(), threads);
   }
   return {to_numpy(std::move(dataset_index)), to_numpy(std::move(dataset_sample_index))};
 }
 
-Blend py_blend_by_sizes(const In<std::int64_t>& sizes, std::int64_t total) {
+Blend py_blend_by_sizes(const In<std::int64_t>& sizes, std::int64_t total, int threads) {
   auto dataset_index = allocate<std::int16_t>(static_cast<std::size_t>(total));
   auto dataset_sample_index = allocate<std::int64_t>(static_cast<std::size_t>(total));
   {
     nb::gil_scoped_release unlocked;
-    blend_by_sizes(span_of(sizes), dataset_index.span(), dataset_sample_index.span());
+    blend_by_sizes(span_of(sizes), dataset_index.span(), dataset_sample_index.span(), threads);
   }
   return {to_numpy(std::move(dataset_index)), to_numpy(std::move(dataset_sample_index))};
 }
@@ -828,8 +828,8 @@ NB_MODULE(_core, module) {
              "document_index"_a, "sequence_length"_a, "num_samples"_a, "add_extra_token"_a,
              "allow_partial"_a);
 
-  module.def("blend_by_weights", &py_blend_by_weights, "weights"_a, "size"_a);
-  module.def("blend_by_sizes", &py_blend_by_sizes, "sizes"_a, "total"_a);
+  module.def("blend_by_weights", &py_blend_by_weights, "weights"_a, "size"_a, "threads"_a);
+  module.def("blend_by_sizes", &py_blend_by_sizes, "sizes"_a, "total"_a, "threads"_a);
 
   module.def("copy_pieces", &py_copy_pieces, "bytes"_a, "byte_offsets"_a, "byte_counts"_a);
   module.def("read_pieces", &py_read_pieces, "descriptor"_a, "num_bytes"_a, "byte_offsets"_a,

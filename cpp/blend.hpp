@@ -1,5 +1,6 @@
 // Which dataset each sample of a blend is drawn from. The rules are here; how they are followed
-// without a look at every dataset for every sample, and why that is exact, is told in blend.cpp.
+// without a look at every dataset for every sample, and why that is exact, is told in blend.cpp and
+// blend_team.hpp.
 #pragma once
 
 #include <cstdint>
@@ -11,13 +12,14 @@ namespace millrace {
 //     error[d] = weight[d] * max(n, 1) - taken[d]
 // in float64, the first of equals; the product and the difference are each rounded (this file is
 // compiled without contraction to fused multiply-adds). `dataset_index` gets d,
-// `dataset_sample_index` the number of samples that were taken from d before.
+// `dataset_sample_index` the number of samples that were taken from d before. As many threads draw;
+// their number changes nothing else.
 void blend_by_weights(std::span<const double> weights, std::span<std::int16_t> dataset_index,
-                      std::span<std::int64_t> dataset_sample_index);
+                      std::span<std::int64_t> dataset_sample_index, int threads);
 
 // The exhaustive rule: the same with weights size[d] / sum(sizes), over the datasets that are not
 // spent, until every dataset is. The outputs hold sum(sizes) numbers.
 void blend_by_sizes(std::span<const std::int64_t> sizes, std::span<std::int16_t> dataset_index,
-                    std::span<std::int64_t> dataset_sample_index);
+                    std::span<std::int64_t> dataset_sample_index, int threads);
 
 }  // namespace millrace

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace import _core
+from millrace.cores import available_cores
 
 MAX_INT32 = 2**31 - 1
 MAX_INT64 = 2**63 - 1
@@ -161,7 +162,7 @@ def sample_index(
 
 
 def blend_by_weights(
-    weights: NDArray[np.float64], size: int
+    weights: NDArray[np.float64], size: int, threads: int | None = None
 ) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
     """The greedy blend: each sample comes from the dataset that lags most behind its weight.
 
@@ -172,6 +173,7 @@ def blend_by_weights(
         weights: float64 [datasets], positive and finite, at most 32,766 of them; they are used as
             they are (normalise them first).
         size: number of samples.
+        threads: that draw, which changes nothing else; None: one for each core.
 
     Returns:
         dataset_index int16 [size] and dataset_sample_index int64 [size], the count of samples that
@@ -183,10 +185,12 @@ def blend_by_weights(
         raise ValueError(f"weights are {weights}; each must be positive and finite")
     if not 0 <= size <= MAX_INT64 // 8:
         raise ValueError(f"size is {size}; at least 0 is needed")
-    return _core.blend_by_weights(weights, size)
+    return _core.blend_by_weights(weights, size, _number_of(threads))
 
 
-def blend_by_sizes(sizes: NDArray[np.int64]) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+def blend_by_sizes(
+    sizes: NDArray[np.int64], threads: int | None = None
+) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
     """The exhaustive blend: exactly sizes[d] samples of each dataset d, evenly mixed.
 
     The greedy rule with the weights sizes / sum(sizes), over the datasets that are not spent:
@@ -194,6 +198,7 @@ def blend_by_sizes(sizes: NDArray[np.int64]) -> tuple[NDArray[np.int16], NDArray
 
     Args:
         sizes: int64 [datasets], at least 0, at most 32,766 of them.
+        threads: that draw, which changes nothing else; None: one for each core.
 
     Returns:
         dataset_index int16 [sum(sizes)] and dataset_sample_index int64 [sum(sizes)].
@@ -203,7 +208,7 @@ def blend_by_sizes(sizes: NDArray[np.int64]) -> tuple[NDArray[np.int16], NDArray
     total = sum(sizes.tolist())
     if np.any(sizes < 0) or total > MAX_INT64 // 8:
         raise ValueError(f"sizes are {sizes}; each must be at least 0, and their sum fit memory")
-    return _core.blend_by_sizes(sizes, total)
+    return _core.blend_by_sizes(sizes, total, _number_of(threads))
 
 
 def sample_source(
@@ -460,6 +465,13 @@ def _check_vector(name: str, array: NDArray[Any], dtype: type) -> None:
 def _check_num_datasets(count: int) -> None:
     if not 1 <= count <= MAX_DATASETS:
         raise ValueError(f"there are {count} datasets; 1 to {MAX_DATASETS} can be blended")
+
+
+def _number_of(threads: int | None) -> int:
+    threads = available_cores() if threads is None else threads
+    if not 1 <= threads <= MAX_INT32:
+        raise ValueError(f"threads is {threads}; at least 1 is needed")
+    return threads
 
 
 def _check_rows(sequence_length: int, num_rows: int) -> None:

@@ -142,7 +142,7 @@ def blend_by_weights(
     Returns:
         dataset_index int16 [size] and dataset_sample_index int64 [size].
     """
-    return _blend(weights.tolist(), [size] * len(weights), size)
+    return _blend(weights, np.full(len(weights), size), size)
 
 
 def blend_by_sizes(sizes: NDArray[np.int64]) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
@@ -154,25 +154,24 @@ def blend_by_sizes(sizes: NDArray[np.int64]) -> tuple[NDArray[np.int16], NDArray
     Returns:
         dataset_index int16 [sum(sizes)] and dataset_sample_index int64 [sum(sizes)].
     """
-    limits = sizes.tolist()
-    total = sum(limits)
-    return _blend([limit / max(total, 1) for limit in limits], limits, total)
+    total = int(sizes.sum())
+    return _blend(sizes / max(total, 1), sizes, total)
 
 
 def _blend(
-    weights: list[float], limits: list[int], size: int
+    weights: NDArray[np.float64], limits: NDArray[np.int64], size: int
 ) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
     """`size` samples, at most limits[d] of them from dataset d."""
-    taken = [0] * len(weights)
-    rows = []
+    taken = np.zeros(len(weights), np.int64)
+    dataset_index = np.zeros(size, np.int16)
+    dataset_sample_index = np.zeros(size, np.int64)
     for sample in range(size):
-        unspent = [d for d in range(len(weights)) if taken[d] < limits[d]]
-        # max() keeps the first of equals, as Megatron-LM does.
-        best = max(unspent, key=lambda d: weights[d] * max(float(sample), 1.0) - float(taken[d]))
-        rows.append((best, taken[best]))
+        with np.errstate(over="ignore"):
+            errors = weights * max(sample, 1) - taken
+        best = np.argmax(np.where(taken < limits, errors, -np.inf))  # the first of equals
+        dataset_index[sample], dataset_sample_index[sample] = best, taken[best]
         taken[best] += 1
-    table = np.array(rows, dtype=np.int64).reshape(-1, 2)
-    return table[:, 0].astype(np.int16), table[:, 1].copy()
+    return dataset_index, dataset_sample_index
 
 
 class SampleSource(NamedTuple):

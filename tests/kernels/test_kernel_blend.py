@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from millrace import _native, reference
 
-KINDS = ["uniform", "zipf", "one dominates", "nearly equal", "few weights"]
+KINDS = ["uniform", "zipf", "one dominates", "nearly equal", "few weights", "halves", "heavy tail"]
 SIZES = sorted({0, 1} | {2**k + d for k in range(1, 13) for d in (-1, 0, 1)})
 
 
@@ -17,18 +19,23 @@ def normalized(weights: np.ndarray) -> np.ndarray:
     return weights / weights.sum()
 
 
-def assert_weights_twin(weights: np.ndarray, size: int) -> None:
-    actual, expected = (f.blend_by_weights(weights, size) for f in (_native, reference))
-    for left, right in zip(actual, expected, strict=True):
-        np.testing.assert_array_equal(left, right, strict=True)
+def assert_weights_twin(weights: np.ndarray, size: int, threads: Sequence[int] = (1,)) -> None:
+    expected = reference.blend_by_weights(weights, size)
+    for number in threads:
+        assert_same(_native.blend_by_weights(weights, size, number), expected)
 
 
-def assert_sizes_twin(sizes: np.ndarray) -> None:
-    actual, expected = (f.blend_by_sizes(sizes) for f in (_native, reference))
+def assert_sizes_twin(sizes: np.ndarray, threads: Sequence[int] = (1,)) -> None:
+    expected = reference.blend_by_sizes(sizes)
+    for number in threads:
+        actual = _native.blend_by_sizes(sizes, number)
+        assert_same(actual, expected)
+        np.testing.assert_array_equal(np.bincount(actual[0], minlength=len(sizes)), sizes)
+
+
+def assert_same(actual: tuple[np.ndarray, ...], expected: tuple[np.ndarray, ...]) -> None:
     for left, right in zip(actual, expected, strict=True):
         np.testing.assert_array_equal(left, right, strict=True)
-    counts = np.bincount(actual[0], minlength=len(sizes))
-    np.testing.assert_array_equal(counts, sizes)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -61,9 +68,32 @@ def test_by_weights_equals_its_twin_for_extreme_weights(weights: list[float]) ->
     assert_weights_twin(np.array(weights), 2000)
 
 
-@pytest.mark.parametrize(
-    "kind", ["uniform", "zipf", "one dominates", "nearly equal", "few weights"]
-)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_datasets", [3, 24, 25, 192, 193, 400])
+def test_by_weights_equals_its_twin_in_many_parts(num_datasets: int, kind: str) -> None:
+    """Enough samples for parts, up to eight for each thread, and for guesses that are mended."""
+    random = np.random.default_rng(num_datasets)
+    weights = normalized(weights_of(kind, num_datasets, random))
+    assert_weights_twin(weights, 50_000 + num_datasets, threads=(1, 2, 5))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_datasets", [3, 25, 193])
+def test_by_sizes_equals_its_twin_in_many_parts(num_datasets: int, kind: str) -> None:
+    random = np.random.default_rng(num_datasets)
+    shares = normalized(weights_of(kind, num_datasets, random))
+    assert_sizes_twin(np.ceil(shares * 40_000).astype(np.int64), threads=(1, 2, 5))
+
+
+@pytest.mark.parametrize("scale", [1e-300, 1e-9, 0.9, 1.1, 1e9, 1e300])
+def test_parts_of_weights_that_are_not_normalised(scale: float) -> None:
+    """Where no start of a part can be guessed, there is but one."""
+    random = np.random.default_rng(2)
+    for kind in ("uniform", "few weights"):
+        assert_weights_twin(normalized(weights_of(kind, 30, random)) * scale, 20_000)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_datasets", [9, 17, 65, 150, 400])
 def test_by_weights_equals_its_twin_where_not_all_datasets_are_candidates(
     num_datasets: int, kind: str
@@ -88,9 +118,9 @@ def test_equal_weights_take_turns(num_datasets: int) -> None:
     index, sample_index = _native.blend_by_weights(np.full(num_datasets, 1 / num_datasets), size)
     np.testing.assert_array_equal(index, np.arange(size) % num_datasets)
     np.testing.assert_array_equal(sample_index, np.arange(size) // num_datasets)
-    index, sample_index = _native.blend_by_weights(np.full(num_datasets, 1e30), size)
-    np.testing.assert_array_equal(index, np.zeros(size))
-    np.testing.assert_array_equal(sample_index, np.arange(size))
+    index, sample_index = _native.blend_by_weights(np.full(num_datasets, 1e30), 1000)
+    np.testing.assert_array_equal(index, np.zeros(1000))
+    np.testing.assert_array_equal(sample_index, np.arange(1000))
 
 
 def test_by_weights_equals_its_twin_where_counts_stop_to_count() -> None:
@@ -110,6 +140,10 @@ def weights_of(kind: str, num_datasets: int, random: np.random.Generator) -> np.
         return 1 + 1e-12 * random.random(num_datasets)
     if kind == "few weights":
         return random.integers(1, 6, num_datasets).astype(float)
+    if kind == "halves":
+        return 0.5 ** np.minimum(np.arange(num_datasets), 1000)
+    if kind == "heavy tail":
+        return random.gamma(0.1, size=num_datasets) + 1e-12
     return random.random(num_datasets) + 1e-3
 
 
@@ -200,6 +234,14 @@ def test_datasets_without_samples_are_never_drawn() -> None:
 def test_by_weights_refuses_wrong_weights(weights: np.ndarray) -> None:
     with pytest.raises(ValueError, match=r"weights|datasets"):
         _native.blend_by_weights(weights, 10)
+
+
+@pytest.mark.parametrize("threads", [0, -1, 2**40])
+def test_a_number_of_threads_is_refused(threads: int) -> None:
+    with pytest.raises(ValueError, match="threads"):
+        _native.blend_by_weights(np.array([1.0]), 10, threads)
+    with pytest.raises(ValueError, match="threads"):
+        _native.blend_by_sizes(np.array([3]), threads)
 
 
 @pytest.mark.parametrize("size", [-1, 2**62, 2**63])

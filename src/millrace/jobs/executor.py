@@ -21,13 +21,6 @@ Result = TypeVar("Result")
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
-def available_cores() -> int:
-    """The cores that this process may use (not all that the machine has)."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def ordered_map(
     function: Callable[[Any, Item], Result],
     items: Iterable[Item],

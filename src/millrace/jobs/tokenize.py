@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace.cores import available_cores
 from millrace.errors import ConfigError, TextError
-from millrace.jobs.executor import available_cores, ordered_map
+from millrace.jobs.executor import ordered_map
 from millrace.jobs.progress import Progress
 from millrace.store import IndexedDatasetBuilder
 from millrace.text.documents import LineBlock, document_texts, file_size, read_blocks

@@ -52,47 +52,55 @@ def samples_per_dataset(
     return [(share, math.ceil(share * (1 + surplus))) for share in shares]
 
 
-def blend(weights: Sequence[float], size: int) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+def blend(
+    weights: Sequence[float], size: int, *, threads: int | None = None
+) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
     """Mixes datasets by weight: each sample comes from the one that lags most behind its weight.
 
     Args:
         weights: one for each dataset, positive; they are normalised.
         size: number of samples.
+        threads: that draw, which changes nothing else; None: one for each core.
 
     Returns:
         dataset_index int16 [size], and dataset_sample_index int64 [size]: the sample's number in
         that dataset.
 
     Raises:
-        ConfigError: a weight that is not positive and finite, or too many datasets.
+        ConfigError: a weight that is not positive and finite, too many datasets, or no thread.
     """
+    _check_threads(threads)
     _check_weights(weights)
     if not 0 <= size <= _native.MAX_INT64 // 8:
         raise ConfigError(f"the blend's size is {size}; at least 0 is needed")
     normalized = normalize(weights)
     _check_weights(normalized)  # a weight beside a far larger one may have become 0
-    return _native.blend_by_weights(np.array(normalized), size)
+    return _native.blend_by_weights(np.array(normalized), size, threads)
 
 
-def blend_exhaustively(sizes: Sequence[int]) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+def blend_exhaustively(
+    sizes: Sequence[int], *, threads: int | None = None
+) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
     """Mixes datasets evenly until each has given all its samples.
 
     Args:
         sizes: each dataset's number of samples, at least 0.
+        threads: that draw, which changes nothing else; None: one for each core.
 
     Returns:
         dataset_index int16 [sum of sizes], and dataset_sample_index int64 [sum of sizes].
 
     Raises:
-        ConfigError: a negative size, or too many datasets.
+        ConfigError: a negative size, too many datasets, or no thread.
     """
+    _check_threads(threads)
     _check_count(len(sizes))
     if min(sizes) < 0 or sum(sizes) > _native.MAX_INT64 // 8:
         raise ConfigError(
             f"the datasets' sizes go from {min(sizes)} to {max(sizes)} and sum to {sum(sizes)}; "
             "they are not below 0, and their sum must fit memory"
         )
-    return _native.blend_by_sizes(np.array(sizes, dtype=np.int64))
+    return _native.blend_by_sizes(np.array(sizes, dtype=np.int64), threads)
 
 
 def count_draws(dataset_index: NDArray[np.int16], num_datasets: int) -> NDArray[np.int64]:
@@ -102,6 +110,11 @@ def count_draws(dataset_index: NDArray[np.int16], num_datasets: int) -> NDArray[
         part = dataset_index[start : start + _COUNTED]
         counts += np.bincount(part, minlength=num_datasets)
     return counts
+
+
+def _check_threads(threads: int | None) -> None:
+    if threads is not None and threads < 1:
+        raise ConfigError(f"threads is {threads}; at least 1 is needed")
 
 
 def _check_count(count: int) -> None:

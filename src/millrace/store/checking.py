@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace import _native
+from millrace.cores import available_cores
 from millrace.errors import ConfigError, DataError
 from millrace.store.info import BLOCK_SIZE, Checksums, Info, block_hash, read_info
 from millrace.store.layout import HEADER, Header, parse_header
@@ -66,7 +67,7 @@ def verify(
     Raises:
         ConfigError: fewer than one thread.
     """
-    threads = (os.cpu_count() or 1) if threads is None else threads
+    threads = available_cores() if threads is None else threads
     if threads < 1:
         raise ConfigError(f"threads is {threads}; at least 1 is needed")
     with ThreadPoolExecutor(threads) as pool:
