@@ -1,18 +1,20 @@
 // How a blend is drawn at many places at once, though each sample depends on all before it.
 //
-// All that later samples depend on is how many were drawn of each dataset so far. So the blend is cut
-// into parts, and each part but the first starts from a guess of these numbers, a little before it
-// begins: a warm-up. Then every part's numbers at its beginning are compared with those at the end of
-// the part before it. Where they are equal, and the part before is right, so is this one; where they
-// are not, it is drawn again from the right ones. At least the first wrong part is mended each time,
-// so this ends, with the samples that one part alone would give.
+// All that later samples depend on is how many were drawn of each dataset so far. So the blend is
+// cut into parts, and each part but the first starts from a guess of these numbers, a little before
+// it begins: a warm-up. Then every part's numbers at its beginning are compared with those at the
+// end of the part before it. Where they are equal, and the part before is right, so is this one;
+// where they are not, it is drawn again from the right ones. At least the first wrong part is
+// mended each time, so this ends, with the samples that one part alone would give.
 //
-// Why it ends soon: two runs of the greedy rule that have drawn as many samples, but not the same
-// ones, come together. If one draws a where the other draws b, the first one's error of a, and the
-// other one's of b, is the larger: the one lags behind in a, the other in b (or they are equal in
-// both), and each makes up for it. So the differences never grow, and most are gone after a few
-// samples a dataset. They last only where a dataset is hardly ever drawn. And the guess is a good one:
-// at any time all errors lie in an interval of length 1, or nearly so.
+// Why it ends soon: two runs of the greedy rule that have drawn equally many samples, but not the
+// same ones, come together. Let the first draw a where the second draws b. Then the error of a is
+// at least that of b in the first run, and at most that of b in the second. So the first run's lead
+// over the second in a is smaller than its lead in b (if they were equal, so were the errors, and
+// both would draw the first of equals); now it grows by one in a and falls by one in b. The sum of
+// all leads, taken as positive, thus never grows, and after a few samples a dataset it is mostly 0.
+// It lasts only where a dataset is hardly ever drawn. And the guess is a good one: at any time all
+// errors lie in an interval of length 1, or nearly so.
 #include "blend.hpp"
 
 #include <algorithm>
@@ -80,8 +82,8 @@ BlendGroups group(std::span<const double> weights, std::span<const double> limit
 }
 
 // How many samples of each group are drawn before `sample`, about: as if a dataset were drawn as
-// soon as its error passes a level, which is the same for all and such that the sum is right. Nothing
-// where float64 cannot tell such a level.
+// soon as its error passes a level, which is the same for all and such that the sum is right.
+// Nothing where float64 cannot tell such a level.
 std::optional<Drawn> guess(const BlendGroups& groups, std::int64_t sample) {
   const auto position = static_cast<double>(sample);
   const auto drawn_above = [&](double level, std::size_t number) {
@@ -123,8 +125,9 @@ std::optional<Drawn> guess(const BlendGroups& groups, std::int64_t sample) {
   return missing == 0 ? std::optional(std::move(drawn)) : std::nullopt;
 }
 
-// The parts of a blend: part p starts at p * length, and its own samples begin a warm-up later, where
-// those of the part before it end. What it draws before that is drawn again by that part, later.
+// The parts of a blend: part p starts at p * length, and its own samples begin a warm-up later,
+// where those of the part before it end. What it draws before that is drawn again by that part,
+// later.
 class Parts {
  public:
   Parts(const BlendGroups& groups, std::span<std::int16_t> dataset_index,

@@ -23,8 +23,8 @@ constexpr std::size_t few_groups = 24;   // so few are all in the table, and blo
 constexpr std::size_t few_listed = 192;  // the same for the list and long blocks
 constexpr std::size_t many_rows = 16, many_listed = 256;  // beyond them, margins shrink faster
 
-// A candidate's key is (dataset << 16) + its place in the list; in the table it is float64, as errors
-// are. The smallest key of those with the largest error is that of the first dataset.
+// A candidate's key is (dataset << 16) + its place in the list; in the table it is float64, as
+// errors are. The smallest key of those with the largest error is that of the first dataset.
 constexpr int place_bits = 16;
 
 MILLRACE_INLINE std::int32_t key_of(std::int32_t dataset, std::size_t place) {
@@ -87,8 +87,8 @@ struct BlendCode {
 #ifdef MILLRACE_X86_MASKS
     // Not by the intrinsics' names, which only functions for one kind of processor may call.
     if constexpr (width == 8) {
-      constexpr int all = 0xff;
-      return __builtin_ia32_cmppd512_mask(errors, floors, _CMP_GE_OS, all, _MM_FROUND_CUR_DIRECTION);
+      constexpr int all = 0xff, no_rounding = _MM_FROUND_CUR_DIRECTION;
+      return __builtin_ia32_cmppd512_mask(errors, floors, _CMP_GE_OS, all, no_rounding);
     } else if constexpr (width == 4) {
       return static_cast<unsigned>(__builtin_ia32_movmskpd256(errors >= floors));
     } else if constexpr (width == 2) {
@@ -121,6 +121,7 @@ struct BlendCode {
     }
   }
 
+  // Makes a part's list, for the rest of its long block.
   template <std::size_t width>
   static MILLRACE_INLINE void fill_list(BlendTeam& team, std::size_t number) {
     BlendTeam::Part& part = team.parts_[number];
@@ -145,6 +146,7 @@ struct BlendCode {
     }
   }
 
+  // Makes a part's column of the table, for the rest of its block.
   template <std::size_t width>
   static MILLRACE_INLINE void fill_table(BlendTeam& team, std::size_t number) {
     BlendTeam::Part& part = team.parts_[number];
@@ -168,6 +170,7 @@ struct BlendCode {
     part.num_rows = count;
   }
 
+  // Draws as many samples of each part, all of its present block, but of those that have stopped.
   template <std::size_t width>
   static MILLRACE_INLINE void draw(BlendTeam& team, std::int64_t num_samples) {
     using Doubles = typename Vectors<width>::Aligned;
@@ -196,6 +199,8 @@ struct BlendCode {
         Doubles largest[2] = {-none, -none};
         for (std::size_t row = 0; row < num_rows; row += 2) {
           for (std::size_t i = 0; i < 2; ++i) {
+            // Counting the last winner here, in whole vectors, spares the wait for a load from
+            // where a single number was just stored.
             BlendTeam::Row& candidates = table[row + i];
             const Doubles taken =
                 *at(candidates.key) == winner ? *at(candidates.taken) + one : *at(candidates.taken);

@@ -1,21 +1,21 @@
 // Draws several parts of a blend side by side, each by the greedy rule of blend.hpp from a start of
-// its own: one part waits for the winner of each sample before the next can be thought of, eight of
+// its own: one part waits for the winner of each sample before it can look for the next, eight of
 // them fill a vector.
 //
-// How a winner is found without looking at every group for every sample: by two lists of those that
-// can win at all. The short list holds the groups whose error reaches some floor by the end of a long
-// block of samples; the table holds those of them whose error reaches a higher floor by the end of a
-// short block. In the table errors are computed and compared sample by sample, by the rule itself;
-// if the largest one is not below the floor, it is the largest of all. If it is below, the floor is
-// lowered, and the lists are made anew.
+// How a winner is found without looking at every group for every sample: by keeping those that can
+// win at all, in two steps. A part's list holds the groups whose error reaches some floor by the
+// end of a long block of samples; its column of the table, those of them whose error reaches a
+// higher floor by the end of a block. In the table errors are computed and compared sample by
+// sample, by the rule itself; if the largest one is not below the floor, it is the largest of all.
+// If it is, the floor is lowered, and the list and the column are made anew.
 //
-// Why this is exact, for any weights: rounding is monotone, so as long as nothing is taken of a group
-// the rounded product weight * n and the rounded difference to `taken` never fall as n grows, and
-// they never rise as `taken` does. A group whose error, computed by the rule's own arithmetic, is
-// below a floor at the last sample of a block is thus below it at every earlier one. Nothing depends
-// on a bound on rounding errors, nor on weights that sum to 1; if they are far from it, only speed is
-// lost. The floors are guesses: they follow the winners, by a margin that grows when one was too high
-// and shrinks while none is.
+// Why this is exact, for any weights: rounding is monotone, so as long as nothing is taken of a
+// group the rounded product weight * n and the rounded difference to `taken` never fall as n grows,
+// and they never rise as `taken` does. A group whose error, computed by the rule's own arithmetic,
+// is below a floor at the last sample of a block is thus below it at every earlier one. Nothing
+// depends on a bound on rounding errors, nor on weights that sum to 1; if they are far from it,
+// only speed is lost. The floors are guesses: they follow the winners, by a margin that grows when
+// one was too high and shrinks while none is.
 #pragma once
 
 #include <array>
@@ -68,26 +68,27 @@ class BlendTeam {
   Drawn drawn(std::size_t part);
 
  private:
-  friend struct BlendCode;  // draws, in the vector code of one kind of processor
+  friend struct BlendCode;  // what is done in vectors
 
   static constexpr double infinity = std::numeric_limits<double>::infinity();
 
   struct Part {
-    std::int64_t sample = 0, stop = 0;
-    std::int64_t block_end = 0, long_block_end = 0;
-    double floor = 0, margin = 0, list_floor = 0, list_margin = 0;
-    double lowest_best = 0;    // of the largest errors since the block began
+    std::int64_t sample = 0, stop = 0;              // the next one; what follows the last
+    std::int64_t block_end = 0, long_block_end = 0;  // the samples that follow them
+    double floor = 0, list_floor = 0;
+    double margin = 0, list_margin = 0;  // by how much they are set below `lowest_best`
+    double lowest_best = 0;              // of the errors of the block's winners
     // What was taken of each group, infinity if it is spent: of those in the list, not up to date.
     std::vector<double> taken;
     std::vector<std::int32_t> turn;  // of each group, in `members`: whose turn it is
-    // The short list. Its arrays have room for all groups, most of which is never touched.
+    // The list. Its arrays have room for all groups, most of which is never touched.
     std::size_t list_size = 0;
     std::unique_ptr<double[]> list_weight, list_taken;
     std::unique_ptr<std::int32_t[]> list_key, list_group, list_row;
     std::size_t num_rows = 0;  // that it has in the table
   };
 
-  // Of the table: one candidate of each part. One that is none has the error -infinity.
+  // Of the table, which has a column for each part. An empty place has the error -infinity.
   struct alignas(64) Row {
     double weight[num_parts], taken[num_parts], error[num_parts], key[num_parts];
 
@@ -102,11 +103,16 @@ class BlendTeam {
     }
   };
 
+  // Parts go by their number, candidates by their place in the part's list.
   void begin_block(std::size_t number);
+  // For a sample whose largest error in the table is below the floor. Returns the winner's key.
   double lower_floor(std::size_t number);
+  // Counts a sample where there are turns or limits.
   void take(std::size_t number, std::size_t place, std::int32_t key);
+  // Brings `taken` up to date with the list.
   void settle(Part& part) const;
   void count_rows(const Part& part);
+  // What errors of neighbours differ by, about, if they lie in an interval of length 1.
   double spacing() const;
 
   const BlendGroups& groups_;

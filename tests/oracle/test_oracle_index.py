@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import logging
 import os
@@ -113,6 +114,30 @@ def test_megatron_starts_on_what_we_wrote_and_builds_none(
     ours = millrace.build_datasets(ours_of(case))
     for our, their in zip(ours, theirs, strict=True):
         assert_same(our, their)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_both_caches_take_one_build(
+    data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The second is written from what the first one holds."""
+    case = cases(data)[name]
+    identifiers = json.loads(json.dumps(TOKENIZER.unique_identifiers))
+    index(ours_of(case), megatron_cache_folder=tmp_path / "alone", tokenizer=identifiers)
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("built again")
+
+    module = importlib.import_module("millrace.jobs.index")
+    monkeypatch.setattr(module, "build_indices", refuse)
+    monkeypatch.setattr(module, "draw", refuse)
+    config = ours_of(case, cache=tmp_path / "ours")
+    index(config, megatron_cache_folder=tmp_path / "both", tokenizer=identifiers)
+    alone, both = (
+        {path.name: path.read_bytes() for path in (tmp_path / folder).iterdir()}
+        for folder in ("alone", "both")
+    )
+    assert alone == both
 
 
 @pytest.mark.parametrize("name", NAMES)

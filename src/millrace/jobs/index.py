@@ -8,15 +8,18 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from millrace.errors import ConfigError
-from millrace.feed import DatasetConfig
-from millrace.feed.build import Progress, build_planned, draw, open_unchanged
+from millrace.feed import BlendedDataset, DatasetConfig, Datasets, GPTDataset
+from millrace.feed.build import Progress, build_planned, draw
 from millrace.feed.datasets import build_indices
 from millrace.feed.plan import DatasetPlan, RunPlan, SplitPlan, plan_run
 from millrace.jobs.progress import Progress as ProgressBar
-from millrace.order import megatron_cache, normalize, parse_split
+from millrace.order import GPTIndices, megatron_cache, normalize, parse_split
 from millrace.store import IndexedDataset
 
 
@@ -94,16 +97,18 @@ def index(
         if config.cache is not None:
             counts = [0]
             bar = _bar(shown, "indices") if show_progress else _no_bar
-            plan, _ = build_planned(config, progress=functools.partial(_count, counts, bar))
+            plan, made = build_planned(config, progress=functools.partial(_count, counts, bar))
             built, found = counts[0], _num_datasets(plan) - counts[0]
         if megatron_cache_folder is not None:
             bar = _bar(shown, "Megatron-LM's cache") if show_progress else _no_bar
+            source: Source
             if config.cache is None:
                 opened, plan = plan_run(config)
-            else:  # what the first half has found out holds
-                opened = [open_unchanged(file, config.access) for file in plan.files]
+                source = Built(config, plan, opened)
+            else:
+                source = Mapped(plan, made)
             folder = os.fspath(megatron_cache_folder)
-            for is_new in write_megatron_cache(config, plan, opened, folder, tokenizer):
+            for is_new in write_megatron_cache(config, plan, source, folder, tokenizer):
                 built, found = built + is_new, found + (not is_new)
                 bar(built + found, _num_datasets(plan) + _num_blends(plan))
     return IndexResult(
@@ -114,17 +119,78 @@ def index(
     )
 
 
+class Source(Protocol):
+    """Where the arrays of a cache come from. `split` and `number` count splits and their datasets."""
+
+    def token_file(self, split: int, number: int) -> IndexedDataset: ...
+    def indices(self, split: int, number: int) -> GPTIndices: ...
+    def blend(self, split: int) -> tuple[NDArray[np.int16], NDArray[np.int64]]: ...
+
+
+class Built(NamedTuple):
+    """They are built, each when it is asked for."""
+
+    config: DatasetConfig
+    plan: RunPlan
+    opened: Sequence[IndexedDataset]
+
+    def token_file(self, split: int, number: int) -> IndexedDataset:
+        return self.opened[_split(self.plan, split).datasets[number].file]
+
+    def indices(self, split: int, number: int) -> GPTIndices:
+        dataset = _split(self.plan, split).datasets[number]
+        opened = self.opened[dataset.file]
+        return build_indices(opened, dataset.sequences, dataset.gpt, self.config.seed)
+
+    def blend(self, split: int) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+        return draw(self.plan, _split(self.plan, split))
+
+
+class Mapped(NamedTuple):
+    """They lie in the run's own cache."""
+
+    plan: RunPlan
+    datasets: Datasets
+
+    def token_file(self, split: int, number: int) -> IndexedDataset:
+        return self._part(split, number).dataset
+
+    def indices(self, split: int, number: int) -> GPTIndices:
+        return self._part(split, number).indices
+
+    def blend(self, split: int) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+        made = self.datasets[split]
+        assert isinstance(made, BlendedDataset)
+        return made.dataset_index, made.dataset_sample_index
+
+    def _part(self, split: int, number: int) -> GPTDataset:
+        made = self.datasets[split]
+        if isinstance(made, BlendedDataset):
+            made = made.datasets
+        if isinstance(made, list):
+            return made[number]
+        assert made is not None
+        return made
+
+
+def _split(plan: RunPlan, number: int) -> SplitPlan:
+    split = plan.splits[number]
+    assert split is not None
+    return split
+
+
 def write_megatron_cache(
     config: DatasetConfig,
     plan: RunPlan,
-    opened: Sequence[IndexedDataset],
+    source: Source,
     folder: str,
     tokenizer: Any,
 ) -> Iterator[bool]:
     """Writes the files that Megatron-LM's datasets look for; those that fit are left alone.
 
     Args:
-        plan, opened: of the configuration, from `plan_run`.
+        plan: of the configuration.
+        source: of the arrays that are not there.
         folder: its `--data-cache-path`.
         tokenizer: see `index`.
 
@@ -139,16 +205,15 @@ def write_megatron_cache(
         raise ConfigError(
             f"the split is {config.split}; Megatron-LM takes a string such as '969,30,1' alone"
         )
-    for split in plan.splits:
+    for place, split in enumerate(plan.splits):
         if split is None:
             continue
         named = [_identifiers(config, plan, split, part, tokenizer) for part in split.datasets]
-        write = functools.partial(_write_dataset, config, split, folder)
+        write = functools.partial(_write_dataset, source, place, split, folder)
         with ThreadPoolExecutor(config.num_threads) as pool:
-            files = [opened[dataset.file] for dataset in split.datasets]
-            yield from pool.map(write, files, split.datasets, named)
+            yield from pool.map(write, range(len(named)), named)
         if split.kind == "blend":
-            yield _write_blend(plan, split, folder, named)
+            yield _write_blend(source, place, split, folder, named)
 
 
 def _identifiers(
@@ -167,28 +232,33 @@ def _identifiers(
 
 
 def _write_dataset(
-    config: DatasetConfig,
+    source: Source,
+    place: int,
     split: SplitPlan,
     folder: str,
-    opened: IndexedDataset,
-    dataset: DatasetPlan,
+    number: int,
     identifiers: Mapping[str, Any],
 ) -> bool:
     files = megatron_cache.cache_set(folder, identifiers, split.name, megatron_cache.GPT_ARRAYS)
+    dataset = split.datasets[number]
     start, stop = dataset.sequences
 
     def check(arrays: megatron_cache.Arrays) -> None:
-        megatron_cache.check_gpt_arrays(arrays, dataset.gpt, stop - start, opened.sequence_lengths)
+        lengths = source.token_file(place, number).sequence_lengths
+        megatron_cache.check_gpt_arrays(arrays, dataset.gpt, stop - start, lengths)
 
     def build(_: str) -> megatron_cache.Arrays:
-        indices = build_indices(opened, dataset.sequences, dataset.gpt, config.seed)
-        return megatron_cache.gpt_arrays(indices)
+        return megatron_cache.gpt_arrays(source.indices(place, number))
 
     return megatron_cache.load_or_build(files, check, build)[1]
 
 
 def _write_blend(
-    plan: RunPlan, split: SplitPlan, folder: str, named: Sequence[Mapping[str, Any]]
+    source: Source,
+    place: int,
+    split: SplitPlan,
+    folder: str,
+    named: Sequence[Mapping[str, Any]],
 ) -> bool:
     lengths = [dataset.gpt.num_samples for dataset in split.datasets]
     # With a size, Megatron-LM's blend normalises what its builder has normalised before.
@@ -202,7 +272,7 @@ def _write_blend(
         megatron_cache.check_blend_arrays(arrays, split.num_samples, len(lengths))
 
     def build(_: str) -> megatron_cache.Arrays:
-        return dict(zip(megatron_cache.BLEND_ARRAYS, draw(plan, split), strict=True))
+        return dict(zip(megatron_cache.BLEND_ARRAYS, source.blend(place), strict=True))
 
     return megatron_cache.load_or_build(files, check, build)[1]
 

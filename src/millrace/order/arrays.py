@@ -140,12 +140,6 @@ class ArraySet:
     def path(self, array: str) -> str:
         return array_path(self.folder, self.name, array)
 
-    def size(self) -> int:
-        """Bytes of all arrays."""
-        return sum(
-            np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in self.layout.values()
-        )
-
     def damage(self, *, contents: bool = False) -> list[str]:
         """What is wrong with the files, a line each.
 
