@@ -120,7 +120,7 @@ def index(
 
 
 class Source(Protocol):
-    """Where the arrays of a cache come from. `split` and `number` count splits and their datasets."""
+    """Where a cache's arrays come from; `split` and `number` count splits and their datasets."""
 
     def token_file(self, split: int, number: int) -> IndexedDataset: ...
     def indices(self, split: int, number: int) -> GPTIndices: ...
