@@ -111,8 +111,9 @@ struct BlendCode {
     for (std::size_t start = 0; start < count; start += BlendGroups::word_size) {
       std::uint64_t found = 0;
       for (std::size_t i = 0; i < BlendGroups::word_size; i += width) {
-        const Doubles error = *reinterpret_cast<const Doubles*>(weight + start + i) * position -
-                              *reinterpret_cast<const Doubles*>(taken + start + i);
+        const typename Vectors<width>::Aligned error =
+            *reinterpret_cast<const Doubles*>(weight + start + i) * position -
+            *reinterpret_cast<const Doubles*>(taken + start + i);
         found |= reaching<width>(error, floor) << i;
       }
       for (; found != 0; found &= found - 1) {
