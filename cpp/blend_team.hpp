@@ -36,8 +36,8 @@ struct BlendGroups {
   std::vector<std::int32_t> begin;    // of each group, in `members`; and the end of the last one
   std::vector<double> weight;         // of each group; padded with zeros
   std::vector<double> limit;          // what may be taken of each member of a group
-  bool turns = false;         // some group has several members
-  bool limited = false;  // some limit is below infinity
+  bool turns = false;                 // some group has several members
+  bool limited = false;               // some limit is below infinity
 
   // Loops go over whole words of numbers: an array is padded with what never wins.
   static constexpr std::size_t word_size = 64;
@@ -73,7 +73,7 @@ class BlendTeam {
   static constexpr double infinity = std::numeric_limits<double>::infinity();
 
   struct Part {
-    std::int64_t sample = 0, stop = 0;              // the next one; what follows the last
+    std::int64_t sample = 0, stop = 0;               // the next one; what follows the last
     std::int64_t block_end = 0, long_block_end = 0;  // the samples that follow them
     double floor = 0, list_floor = 0;
     double margin = 0, list_margin = 0;  // by how much they are set below `lowest_best`
