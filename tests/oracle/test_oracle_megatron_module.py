@@ -553,6 +553,7 @@ def test_other_errors_are_alike(prefix: Path, tmp_path: Path) -> None:
         lambda side: side._get_size_per_split_per_dataset([0.5, 0.5], [1, None]),
         lambda side: gpt(side, prefix, tmp_path, random_seed=2**32),
         lambda side: gpt(side, prefix, tmp_path, random_seed=-1),
+        lambda side: gpt(side, prefix, Path(f"{prefix}.bin"), random_seed=-1),  # no folder either
         lambda side: side.MockGPTDataset(None, None, None, 1, side.Split.train, config(side)),
         lambda side: gpt(side, prefix, tmp_path)[10_000],
         lambda side: gpt(side, prefix, tmp_path)[-10_000],

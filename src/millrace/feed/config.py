@@ -15,7 +15,7 @@ from millrace.errors import ConfigError
 from millrace.feed.datasets import SampleOptions
 from millrace.order import SPLITS, normalize, split_ranges
 from millrace.order.blend import SURPLUS
-from millrace.order.gpt import MAX_SEED
+from millrace.order.gpt import check_seed
 from millrace.order.splits import VALID, Bookends
 from millrace.store.bytes import Access
 
@@ -84,8 +84,7 @@ class DatasetConfig:
                 f"{', '.join(SPLITS)}, None for those that you do without"
             )
         self._check_numbers()
-        if not 0 <= self.seed <= MAX_SEED:
-            raise ConfigError(f"the seed is {self.seed}; 0 to {MAX_SEED} is possible")
+        check_seed(self.seed)
         if not 0 <= self.surplus < math.inf:
             raise ConfigError(f"the surplus is {self.surplus}; a number from 0 on is needed")
         if self.num_threads < 1:

@@ -33,6 +33,7 @@ from millrace.megatron.rules import (
 from millrace.megatron.utils import Split, log_on_first_rank
 from millrace.order import GPTPlan
 from millrace.order import megatron_cache as cache
+from millrace.order.gpt import check_seed
 from millrace.store.bytes import MMapReader
 
 logger = logging.getLogger(__name__)
@@ -344,6 +345,7 @@ class GPTDataset(MegatronDataset):
             arrays = open_arrays(files, self._what(), cache.check_gpt_forms)
         else:
             self._plan()  # what cannot be built is said before the cache is touched
+            check_seed(config.random_seed)
             arrays = prepare_arrays(
                 files if files.folder else None, self._what(), self._check, self._build
             )

@@ -123,6 +123,12 @@ def plan_gpt(
     )
 
 
+def check_seed(seed: int) -> None:
+    """Raises ConfigError for a seed that `RandomState` does not take."""
+    if not 0 <= seed <= MAX_SEED:
+        raise ConfigError(f"the seed is {seed}; 0 to {MAX_SEED} is possible")
+
+
 def build_gpt_indices(
     sequence_lengths: NDArray[np.int32],
     sequences: tuple[int, int],
@@ -144,8 +150,7 @@ def build_gpt_indices(
         ConfigError: a seed or range outside its limits.
     """
     start, stop = sequences
-    if not 0 <= seed <= MAX_SEED:
-        raise ConfigError(f"the seed is {seed}; 0 to {MAX_SEED} is possible")
+    check_seed(seed)
     if not 0 <= start <= stop <= len(sequence_lengths) or stop > _native.MAX_INT32 + 1:
         raise ConfigError(
             f"the range of sequences is ({start}, {stop}); the file has {len(sequence_lengths)}, "
