@@ -8,19 +8,19 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any
 
 from millrace.errors import ConfigError
 from millrace.feed import BlendedDataset, DatasetConfig, Datasets, GPTDataset
-from millrace.feed.build import Progress, build_planned, draw
+from millrace.feed.build import Progress, build_planned, draw, open_unchanged
 from millrace.feed.datasets import build_indices
 from millrace.feed.plan import DatasetPlan, RunPlan, SplitPlan, plan_run
 from millrace.jobs.progress import Progress as ProgressBar
-from millrace.order import GPTIndices, megatron_cache, normalize, parse_split
+from millrace.order import megatron_cache, normalize, parse_split
 from millrace.store import IndexedDataset
+
+Whole = GPTDataset | BlendedDataset | list[GPTDataset]
+"""What a split is in `Datasets`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +94,7 @@ def index(
         )
     with contextlib.ExitStack() as shown:
         built = found = 0
+        made: Datasets | None = None
         if config.cache is not None:
             counts = [0]
             bar = _bar(shown, "indices") if show_progress else _no_bar
@@ -101,14 +102,12 @@ def index(
             built, found = counts[0], _num_datasets(plan) - counts[0]
         if megatron_cache_folder is not None:
             bar = _bar(shown, "Megatron-LM's cache") if show_progress else _no_bar
-            source: Source
-            if config.cache is None:
+            if made is None:
                 opened, plan = plan_run(config)
-                source = Built(config, plan, opened)
-            else:
-                source = Mapped(plan, made)
+            else:  # what the first half has found out holds
+                opened = [open_unchanged(file, config.access) for file in plan.files]
             folder = os.fspath(megatron_cache_folder)
-            for is_new in write_megatron_cache(config, plan, source, folder, tokenizer):
+            for is_new in write_megatron_cache(config, plan, opened, made, folder, tokenizer):
                 built, found = built + is_new, found + (not is_new)
                 bar(built + found, _num_datasets(plan) + _num_blends(plan))
     return IndexResult(
@@ -119,78 +118,19 @@ def index(
     )
 
 
-class Source(Protocol):
-    """Where a cache's arrays come from; `split` and `number` count splits and their datasets."""
-
-    def token_file(self, split: int, number: int) -> IndexedDataset: ...
-    def indices(self, split: int, number: int) -> GPTIndices: ...
-    def blend(self, split: int) -> tuple[NDArray[np.int16], NDArray[np.int64]]: ...
-
-
-class Built(NamedTuple):
-    """They are built, each when it is asked for."""
-
-    config: DatasetConfig
-    plan: RunPlan
-    opened: Sequence[IndexedDataset]
-
-    def token_file(self, split: int, number: int) -> IndexedDataset:
-        return self.opened[_split(self.plan, split).datasets[number].file]
-
-    def indices(self, split: int, number: int) -> GPTIndices:
-        dataset = _split(self.plan, split).datasets[number]
-        opened = self.opened[dataset.file]
-        return build_indices(opened, dataset.sequences, dataset.gpt, self.config.seed)
-
-    def blend(self, split: int) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
-        return draw(self.plan, _split(self.plan, split))
-
-
-class Mapped(NamedTuple):
-    """They lie in the run's own cache."""
-
-    plan: RunPlan
-    datasets: Datasets
-
-    def token_file(self, split: int, number: int) -> IndexedDataset:
-        return self._part(split, number).dataset
-
-    def indices(self, split: int, number: int) -> GPTIndices:
-        return self._part(split, number).indices
-
-    def blend(self, split: int) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
-        made = self.datasets[split]
-        assert isinstance(made, BlendedDataset)
-        return made.dataset_index, made.dataset_sample_index
-
-    def _part(self, split: int, number: int) -> GPTDataset:
-        made = self.datasets[split]
-        if isinstance(made, BlendedDataset):
-            made = made.datasets
-        if isinstance(made, list):
-            return made[number]
-        assert made is not None
-        return made
-
-
-def _split(plan: RunPlan, number: int) -> SplitPlan:
-    split = plan.splits[number]
-    assert split is not None
-    return split
-
-
 def write_megatron_cache(
     config: DatasetConfig,
     plan: RunPlan,
-    source: Source,
+    opened: Sequence[IndexedDataset],
+    made: Datasets | None,
     folder: str,
     tokenizer: Any,
 ) -> Iterator[bool]:
     """Writes the files that Megatron-LM's datasets look for; those that fit are left alone.
 
     Args:
-        plan: of the configuration.
-        source: of the arrays that are not there.
+        plan, opened: of the configuration, from `plan_run`.
+        made: its datasets, if they have been built: their indices are taken.
         folder: its `--data-cache-path`.
         tokenizer: see `index`.
 
@@ -205,15 +145,24 @@ def write_megatron_cache(
         raise ConfigError(
             f"the split is {config.split}; Megatron-LM takes a string such as '969,30,1' alone"
         )
-    for place, split in enumerate(plan.splits):
+    for split, whole in zip(plan.splits, made or [None] * len(plan.splits), strict=True):
         if split is None:
             continue
         named = [_identifiers(config, plan, split, part, tokenizer) for part in split.datasets]
-        write = functools.partial(_write_dataset, source, place, split, folder)
+        write = functools.partial(_write_dataset, config, split, folder)
         with ThreadPoolExecutor(config.num_threads) as pool:
-            yield from pool.map(write, range(len(named)), named)
+            files = [opened[dataset.file] for dataset in split.datasets]
+            parts = [None] * len(files) if whole is None else _parts(whole)
+            yield from pool.map(write, files, split.datasets, parts, named)
         if split.kind == "blend":
-            yield _write_blend(source, place, split, folder, named)
+            yield _write_blend(plan, split, whole, folder, named)
+
+
+def _parts(whole: Whole) -> list[GPTDataset]:
+    """The datasets of a split."""
+    if isinstance(whole, BlendedDataset):
+        return whole.datasets
+    return whole if isinstance(whole, list) else [whole]
 
 
 def _identifiers(
@@ -232,31 +181,33 @@ def _identifiers(
 
 
 def _write_dataset(
-    source: Source,
-    place: int,
+    config: DatasetConfig,
     split: SplitPlan,
     folder: str,
-    number: int,
+    opened: IndexedDataset,
+    dataset: DatasetPlan,
+    made: GPTDataset | None,
     identifiers: Mapping[str, Any],
 ) -> bool:
     files = megatron_cache.cache_set(folder, identifiers, split.name, megatron_cache.GPT_ARRAYS)
-    dataset = split.datasets[number]
     start, stop = dataset.sequences
 
     def check(arrays: megatron_cache.Arrays) -> None:
-        lengths = source.token_file(place, number).sequence_lengths
-        megatron_cache.check_gpt_arrays(arrays, dataset.gpt, stop - start, lengths)
+        megatron_cache.check_gpt_arrays(arrays, dataset.gpt, stop - start, opened.sequence_lengths)
 
     def build(_: str) -> megatron_cache.Arrays:
-        return megatron_cache.gpt_arrays(source.indices(place, number))
+        if made is not None:
+            return megatron_cache.gpt_arrays(made.indices)
+        indices = build_indices(opened, dataset.sequences, dataset.gpt, config.seed)
+        return megatron_cache.gpt_arrays(indices)
 
     return megatron_cache.load_or_build(files, check, build)[1]
 
 
 def _write_blend(
-    source: Source,
-    place: int,
+    plan: RunPlan,
     split: SplitPlan,
+    made: Whole | None,
     folder: str,
     named: Sequence[Mapping[str, Any]],
 ) -> bool:
@@ -272,7 +223,11 @@ def _write_blend(
         megatron_cache.check_blend_arrays(arrays, split.num_samples, len(lengths))
 
     def build(_: str) -> megatron_cache.Arrays:
-        return dict(zip(megatron_cache.BLEND_ARRAYS, source.blend(place), strict=True))
+        if isinstance(made, BlendedDataset):
+            drawn = made.dataset_index, made.dataset_sample_index
+        else:
+            drawn = draw(plan, split)
+        return dict(zip(megatron_cache.BLEND_ARRAYS, drawn, strict=True))
 
     return megatron_cache.load_or_build(files, check, build)[1]
 
