@@ -18,10 +18,8 @@
 #include "blend.hpp"
 
 #include <algorithm>
-#include <cmath>
 #include <cstddef>
 #include <future>
-#include <limits>
 #include <memory>
 #include <numeric>
 #include <optional>
@@ -33,8 +31,6 @@
 
 namespace millrace {
 namespace {
-
-constexpr double infinity = std::numeric_limits<double>::infinity();
 
 constexpr std::int64_t shortest_part = 4096;  // samples
 constexpr std::int64_t part_per_group = 64;   // samples; a part needs some 40 bytes for a group

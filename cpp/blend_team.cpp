@@ -14,7 +14,6 @@
 namespace millrace {
 namespace {
 
-constexpr double infinity = std::numeric_limits<double>::infinity();
 constexpr double no_floor = std::numeric_limits<double>::lowest();  // what can be drawn reaches it
 
 // Blends of 64, 512 and 4,096 datasets take the least time about here.
@@ -172,6 +171,7 @@ struct BlendCode {
   }
 
   // Draws as many samples of each part, all of its present block, but of those that have stopped.
+  // Leaves the table without the last winners: the next block makes it anew.
   template <std::size_t width>
   static MILLRACE_INLINE void draw(BlendTeam& team, std::int64_t num_samples) {
     using Doubles = typename Vectors<width>::Aligned;
@@ -246,15 +246,6 @@ struct BlendCode {
         }
       }
     }
-    // What the next sample of the block would do first.
-    BlendTeam::Row* table = team.table_.data();
-    for (std::size_t row = 0; row < team.num_rows_; ++row) {
-      for (std::size_t piece = 0; piece < num_parts; piece += width) {
-        Doubles& taken = *reinterpret_cast<Doubles*>(table[row].taken + piece);
-        const Doubles& key = *reinterpret_cast<Doubles*>(table[row].key + piece);
-        taken += key == *reinterpret_cast<Doubles*>(keys + piece) ? Doubles{} + 1.0 : Doubles{};
-      }
-    }
     for (std::size_t number = 0; number < num_parts; ++number) {
       team.parts_[number].lowest_best = lowest[number];
     }
@@ -313,7 +304,7 @@ BlendTeam::BlendTeam(const BlendGroups& groups, std::int16_t* dataset_index,
 void BlendTeam::start(std::size_t number, const Drawn& drawn, std::int64_t sample,
                       std::int64_t stop) {
   Part& part = parts_[number];
-  part.sample = part.block_end = part.long_block_end = sample;
+  part.sample = part.long_block_end = sample;
   part.stop = stop;
   part.margin = part.list_margin = 8 * spacing();
   const std::size_t room = BlendGroups::padded(groups_.size());
@@ -364,9 +355,7 @@ void BlendTeam::run(std::int64_t num_samples) {
       Part& part = parts_[number];
       if (part.sample < part.stop) {
         is_done = false;
-        if (part.sample == part.block_end) {
-          begin_block(number);
-        }
+        begin_block(number);
         count_rows(part);
         steps = std::min({steps, part.block_end - part.sample, part.stop - part.sample});
       }
@@ -405,7 +394,7 @@ void BlendTeam::begin_block(std::size_t number) {
     part.block_end = part.stop;
     part.floor = no_floor;
   } else {
-    part.block_end = part.sample + block_size;
+    part.block_end = std::min(part.sample + block_size, part.long_block_end);
     part.margin *= shrink(part.num_rows, many_rows);
     part.floor = std::max(part.lowest_best - part.margin, part.list_floor);
   }

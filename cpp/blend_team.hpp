@@ -27,6 +27,8 @@
 
 namespace millrace {
 
+inline constexpr double infinity = std::numeric_limits<double>::infinity();
+
 // What is drawn from: groups of datasets of equal weight and limit.
 //
 // The errors of a group's datasets are equal as long as as many samples were taken of each, so they
@@ -69,8 +71,6 @@ class BlendTeam {
 
  private:
   friend struct BlendCode;  // what is done in vectors
-
-  static constexpr double infinity = std::numeric_limits<double>::infinity();
 
   struct Part {
     std::int64_t sample = 0, stop = 0;               // the next one; what follows the last
