@@ -10,6 +10,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -290,15 +291,20 @@ def test_others_may_open_a_lock_whatever_the_umask(mask: int, tmp_path: Path) ->
         os.umask(before)
 
 
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that every user may enter; pytest closes its own."""
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o755)
+        yield Path(name)
+
+
 @pytest.mark.skipif(not IS_ROOT, reason="only root can be another user")
 @pytest.mark.parametrize("mode", [0o644, 0o600])
 @pytest.mark.parametrize("folder_mode", [0o777, 0o1777])
-def test_a_stale_lock_of_another_user(mode: int, folder_mode: int, tmp_path: Path) -> None:
-    for folder in (tmp_path, *tmp_path.parents):
-        if not folder.stat().st_mode & 0o001:
-            folder.chmod(folder.stat().st_mode | 0o001)
-    tmp_path.chmod(folder_mode)
-    path = tmp_path / "lock"
+def test_a_stale_lock_of_another_user(mode: int, folder_mode: int, open_folder: Path) -> None:
+    open_folder.chmod(folder_mode)
+    path = open_folder / "lock"
     path.touch()
     path.chmod(mode)
     code = (
@@ -319,8 +325,8 @@ def test_a_stale_lock_of_another_user(mode: int, folder_mode: int, tmp_path: Pat
 
 
 @pytest.mark.skipif(not IS_ROOT, reason="only root can be another user")
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "lock"
+def test_a_folder_that_cannot_be_written_is_named(open_folder: Path) -> None:
+    path = open_folder / "lock"
     code = (
         "import os, sys; from millrace.files import *\n"
         "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
