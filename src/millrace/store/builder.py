@@ -137,6 +137,15 @@ class IndexedDatasetBuilder:
         Raises:
             ConfigError: a number that does not fit the dtype, or too long a sequence.
         """
+        if not self.multimodal:
+            try:  # not contextlib.suppress: it would take as long as the addition
+                is_full = self._buffer.add_sequences(tokens, None, None, False)
+            except _NOT_PLAIN:
+                pass  # the general way takes more kinds of arguments, and says what is wrong
+            else:
+                if is_full:
+                    self._flush()
+                return
         self._add(tokens, None, [mode], ends_document=False)
 
     def end_document(self) -> None:
@@ -166,6 +175,15 @@ class IndexedDatasetBuilder:
         Raises:
             ConfigError: a number that does not fit the dtype, or lengths that do not add up.
         """
+        if not self.multimodal:
+            try:
+                is_full = self._buffer.add_document(tokens, lengths)
+            except _NOT_PLAIN:
+                pass
+            else:
+                if is_full:
+                    self._flush()
+                return
         self._add(tokens, lengths, modes, ends_document=True)
 
     def add_documents(self, tokens: ArrayLike, lengths: ArrayLike) -> None:
@@ -336,20 +354,12 @@ class IndexedDatasetBuilder:
         *,
         ends_document: bool,
     ) -> None:
-        if not self.multimodal:
-            modes = None
-            try:  # not contextlib.suppress: it would take as long as the addition
-                is_full = self._buffer.add_sequences(tokens, lengths, None, ends_document)
-            except _NOT_PLAIN:
-                pass  # the general way takes more kinds of arguments, and says what is wrong
-            else:
-                if is_full:
-                    self._flush()
-                return
         self._check_open()
         values = self._as_tokens(tokens)
         counts = _as_lengths([len(values)] if lengths is None else lengths, len(values))
-        kinds = None if modes is None else _as_modes(modes, len(counts))
+        kinds = None
+        if self.multimodal and modes is not None:
+            kinds = _as_modes(modes, len(counts))
         with self._alone():
             self._append(values)
             if self._buffer.add_sequences(None, counts, kinds, ends_document):
