@@ -524,7 +524,7 @@ class PyTokenBuffer {
     if (sum != count) {
       refuse_sum(sum, count);
     }
-    const auto kinds = modes.is_none() ? In<std::int8_t>() : nb::cast<In<std::int8_t>>(modes);
+    const auto kinds = modes.is_none() ? In<std::int8_t>() : array_of<std::int8_t>(modes);
     if (kinds.is_valid() && kinds.shape(0) != parts.size()) {
       throw std::invalid_argument("there are " + std::to_string(kinds.shape(0)) + " modes for " +
                                   std::to_string(parts.size()) + " sequences");
@@ -532,6 +532,15 @@ class PyTokenBuffer {
     for (std::size_t i = 0; i < parts.size(); ++i) {
       end_sequence(parts[i], kinds.is_valid() ? kinds(i) : std::int8_t{0});
     }
+  }
+
+  template <class T>
+  static In<T> array_of(nb::handle numbers) {
+    In<T> array;
+    if (!nb::try_cast(numbers, array, false)) {  // no conversion: it would cut floats
+      throw std::invalid_argument("lengths or modes are no plain array of their dtype");
+    }
+    return array;
   }
 
   static std::vector<std::int64_t> integers_of(nb::handle numbers) {
@@ -542,7 +551,7 @@ class PyTokenBuffer {
         out.push_back(integer_of(PyList_GET_ITEM(numbers.ptr(), i)));
       }
     } else {
-      const auto array = nb::cast<In<std::int64_t>>(numbers);
+      const auto array = array_of<std::int64_t>(numbers);
       out.assign(array.data(), array.data() + array.shape(0));
     }
     return out;

@@ -373,7 +373,7 @@ class IndexedDatasetBuilder:
             raise ConfigError(f"tokens are no numbers in one dimension: {error}") from None
         is_float = self.dtype.kind == "f"
         if values.ndim == 1 and (values.dtype == object or values.size == 0) and not is_float:
-            return whole_numbers("tokens", tokens)
+            return whole_numbers("tokens", values.tolist())
         if values.ndim != 1 or values.dtype.kind not in ("iuf" if is_float else "iu"):
             raise ConfigError(
                 f"tokens have shape {values.shape} and dtype {values.dtype}; "

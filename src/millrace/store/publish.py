@@ -162,9 +162,13 @@ def building(prefix: str) -> Iterator[Temporaries]:
             for path in _paths(prefix):
                 for leftover in temporaries_of(path):
                     _remove(leftover)
-        for path in (temporaries.bin, temporaries.idx, temporaries.info):
-            held.callback(_remove, path)
-        yield temporaries
+        builder = os.getpid()
+        try:
+            yield temporaries
+        finally:
+            if os.getpid() == builder:  # not a forked child, which drops what it has inherited
+                for path in (temporaries.bin, temporaries.idx, temporaries.info):
+                    _remove(path)
 
 
 def _paths(prefix: str) -> tuple[str, str, str]:
