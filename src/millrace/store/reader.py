@@ -181,6 +181,7 @@ class IndexedDataset:
             ConfigError: the `.bin` is not mapped.
         """
         if self._tokens is None:
+            self._check_open()
             raise ConfigError(f"{self.prefix}.bin is not mapped; open it with access='mmap'")
         return self._tokens
 
