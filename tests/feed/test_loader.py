@@ -168,7 +168,7 @@ def test_a_state_of_another_order_is_refused_with_what_differs(make_dataset: Mak
         ({"num_samples": 60}, "num_epochs: saved 1, now 2"),
         ({"sequences": (0, 1)}, r"sequences\[1\]: saved 2, now 1"),
         ({"add_extra_token": False}, "add_extra_token: saved True, now False"),
-        ({"pad_token": 5}, "pad_token: saved -1, now 5"),
+        ({"pad_token": 5}, "pad_token: saved None, now 5"),
     ]:
         options: dict[str, Any] = {"sequence_length": 8, "seed": 3, **changed}
         other = Loader(GPTDataset(data, **options), micro_batch_size=1)
@@ -194,7 +194,9 @@ def test_a_state_of_another_blend_is_refused(make_dataset: Make) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 2}, "version 2"),
+        ({"version": 1}, r"version 1, .* Loader\(\.\.\., consumed_samples=0\)"),
+        ({"version": 3}, "version 3; this millrace reads 2"),
+        ({"version": "2"}, "version '2'"),
         ({"version": None}, "version None"),
     ],
 )
