@@ -117,7 +117,8 @@ def whole_numbers(name: str, values: ArrayLike) -> NDArray[np.int64]:
     array = np.asarray(values)
     if array.ndim == 1 and array.size == 0:
         return np.empty(0, np.int64)
-    if array.ndim == 1 and not isinstance(values, np.ndarray) and array.dtype.kind in "fO":
+    is_list = not isinstance(values, np.ndarray)
+    if array.ndim == 1 and (array.dtype.kind == "O" or (is_list and array.dtype.kind == "f")):
         # NumPy makes floats of a list of int64 and uint64, and objects of large ints.
         return np.array(
             [
@@ -143,5 +144,5 @@ def shown(value: Any, most: int = 200) -> str:
     try:
         text = repr(value)
     except ValueError:  # an int of more digits than Python prints
-        text = f"{value:#x}"
+        text = f"{value:#x}" if isinstance(value, int) else f"a {type(value).__name__}"
     return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from millrace import _core, _native
 from millrace._native import MAX_INT32
-from millrace.checks import flag, shown, token, whole, whole_numbers
+from millrace.checks import MAX_INT64, flag, shown, token, whole, whole_numbers
 from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.order import (
     GPTIndices,
@@ -85,6 +85,8 @@ def plan_dataset(
     if dataset.dtype.kind not in "iu":
         raise DataError(f"{dataset.prefix} holds {dataset.dtype}; token ids are integers")
     start, stop = check_range(sequences, len(dataset))
+    if num_samples is not None:
+        num_samples = whole("num_samples", num_samples, 0, MAX_INT64)
     num_tokens = int(np.sum(dataset.sequence_lengths[start:stop], dtype=np.int64))
     if num_tokens > dataset.num_tokens:
         raise DataError(

@@ -37,8 +37,8 @@ class SequentialSampler:
         drop_last: bool = True,
     ) -> None:
         self.num_samples = whole("num_samples", num_samples, 1, MAX_INT64)
-        micro_batch_size = whole("micro_batch_size", micro_batch_size, 1)
-        data_parallel_size = whole("data_parallel_size", data_parallel_size, 1)
+        micro_batch_size = whole("micro_batch_size", micro_batch_size, 1, MAX_INT64)
+        data_parallel_size = whole("data_parallel_size", data_parallel_size, 1, MAX_INT64)
         rank = whole("data_parallel_rank", data_parallel_rank, 0, data_parallel_size - 1)
         self.block_size = micro_batch_size * data_parallel_size
         self.drop_last = flag("drop_last", drop_last)

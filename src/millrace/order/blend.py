@@ -100,13 +100,9 @@ def blend_exhaustively(
         ConfigError: a negative size, too many datasets, or no thread.
     """
     threads = _checked_threads(threads)
-    sizes = [whole("a dataset's size", size) for size in sizes]
+    sizes = [whole("a dataset's size", size, 0) for size in sizes]
     _check_count(len(sizes))
-    if min(sizes) < 0 or sum(sizes) > _native.MAX_INT64 // 8:
-        raise ConfigError(
-            f"the datasets' sizes go from {min(sizes)} to {max(sizes)} and sum to {sum(sizes)}; "
-            "they are not below 0, and their sum must fit memory"
-        )
+    whole("the sum of the datasets' sizes", sum(sizes), most=_native.MAX_INT64 // 8)
     return _native.blend_by_sizes(np.array(sizes, dtype=np.int64), threads)
 
 

@@ -89,12 +89,13 @@ def plan_gpt(
     is_cut = flag("drop_last_partial_sequence", drop_last_partial_sequence)
     extra = 1 if add_extra_token else 0
     sequence_length = whole("sequence_length", sequence_length, 1)
-    num_samples = None if num_samples is None else whole("num_samples", num_samples, 0)
+    if num_samples is not None:
+        num_samples = whole("num_samples", num_samples, 0)
     num_tokens_per_epoch = whole("num_tokens_per_epoch", num_tokens_per_epoch)
     if num_tokens_per_epoch <= 0:
         raise ConfigError(
-            f"the split holds {num_tokens_per_epoch} tokens; there is nothing to draw samples "
-            "from. Give it a larger share, more documents, or leave it out"
+            f"the split holds {shown(num_tokens_per_epoch)} tokens; there is nothing to draw "
+            "samples from. Give it a larger share, more documents, or leave it out"
         )
     requested = 0 if num_samples is None else num_samples * sequence_length + extra
     num_epochs = max(1, -(-requested // num_tokens_per_epoch))
@@ -104,9 +105,9 @@ def plan_gpt(
         available = -(-tokens // sequence_length)
     if available < 1:
         raise ConfigError(
-            f"sequence_length {sequence_length} (and {extra} extra token) leaves no sample: the "
-            f"split holds {num_tokens_per_epoch} tokens. Choose a shorter sequence_length, or more "
-            "documents"
+            f"sequence_length {shown(sequence_length)} (and {extra} extra token) leaves no sample: "
+            f"the split holds {shown(num_tokens_per_epoch)} tokens. Choose a shorter "
+            "sequence_length, or more documents"
         )
     cut = None
     if num_epochs > 1 and num_samples is not None:
