@@ -6,6 +6,7 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 
@@ -16,6 +17,7 @@
 #include <exception>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <system_error>
@@ -28,6 +30,7 @@
 #include "blend.hpp"
 #include "buffer.hpp"
 #include "check_index.hpp"
+#include "column.hpp"
 #include "gather.hpp"
 #include "mapping.hpp"
 #include "mt19937.hpp"
@@ -51,7 +54,16 @@ using Out = nb::ndarray<nb::numpy, T>;
 using AnyArray = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
 
 template <class T>
+Column<T> column_of(const In<T>& array) {
+  return {array.data(), array.shape(0)};
+}
+
+// For kernels that read plain arrays.
+template <class T>
 std::span<const T> span_of(const In<T>& array) {
+  if (reinterpret_cast<std::uintptr_t>(array.data()) % alignof(T) != 0) {
+    throw std::invalid_argument("an array is not aligned to its numbers' size");
+  }
   return {array.data(), array.shape(0)};
 }
 
@@ -141,7 +153,7 @@ Out<T> py_sample_index(const In<std::int32_t>& sequence_lengths,
   auto rows = allocate<T>(2 * num_rows);
   {
     nb::gil_scoped_release unlocked;
-    walk_samples(span_of(sequence_lengths), span_of(document_index), sequence_length,
+    walk_samples(column_of(sequence_lengths), column_of(document_index), sequence_length,
                  std::int64_t{add_extra_token ? 1 : 0}, allow_partial, rows.span());
   }
   return to_numpy(std::move(rows), {num_rows, std::size_t{2}});
@@ -179,7 +191,7 @@ std::vector<Piece> pieces_from(const In<std::int64_t>& offsets, const In<std::in
   }
   std::vector<Piece> pieces(offsets.shape(0));
   for (std::size_t i = 0; i < pieces.size(); ++i) {
-    pieces[i] = {offsets(i), counts(i)};
+    pieces[i] = {column_of(offsets)[i], column_of(counts)[i]};
   }
   return pieces;
 }
@@ -222,7 +234,7 @@ std::tuple<Out<std::uint8_t>, Out<std::int64_t>> py_copy_sequences(
     nb::gil_scoped_release unlocked;
     std::vector<Piece> pieces(ids.shape(0));
     read_mapped([&] {
-      locate_sequences(span_of(pointers), span_of(lengths), span_of(ids), token_size, pieces,
+      locate_sequences(column_of(pointers), column_of(lengths), column_of(ids), token_size, pieces,
                        offsets.span());
     });
     const auto size = static_cast<std::int64_t>(bytes.shape(0));
@@ -242,7 +254,7 @@ std::tuple<std::int64_t, std::int64_t> py_first_bad_sequence(const In<std::int32
   nb::gil_scoped_release unlocked;
   std::tuple<std::int64_t, std::int64_t> found{0, byte_offset};
   read_mapped([&] {
-    std::get<0>(found) = first_bad_sequence(span_of(lengths), span_of(pointers), token_size,
+    std::get<0>(found) = first_bad_sequence(column_of(lengths), column_of(pointers), token_size,
                                             std::get<1>(found));
   });
   return found;
@@ -251,7 +263,7 @@ std::tuple<std::int64_t, std::int64_t> py_first_bad_sequence(const In<std::int32
 std::int64_t py_first_bad_document(const In<std::int64_t>& entries, std::int64_t num_sequences) {
   nb::gil_scoped_release unlocked;
   std::int64_t place = 0;
-  read_mapped([&] { place = first_bad_document(span_of(entries), num_sequences); });
+  read_mapped([&] { place = first_bad_document(column_of(entries), num_sequences); });
   return place;
 }
 
@@ -742,19 +754,23 @@ class PySequenceViews {
   nb::list many(std::int64_t start, std::int64_t stop, std::int64_t step) const {
     const auto size = static_cast<std::int64_t>(lengths_.shape(0));
     nb::list views;
-    for (std::int64_t number = start; step > 0 ? number < stop : number > stop; number += step) {
+    std::int64_t number = start;
+    while (step > 0 ? number < stop : number > stop) {
       if (number < 0 || number >= size) {
         throw nb::index_error("the slice has not been cut to the dataset");
       }
       views.append(view(static_cast<std::size_t>(number)));
+      if (__builtin_add_overflow(number, step, &number)) {
+        break;  // such a step leads out of any slice
+      }
     }
     return views;
   }
 
  private:
   nb::object view(std::size_t number) const {
-    const std::int64_t pointer = pointers_(number);
-    npy_intp length = lengths_(number);
+    const std::int64_t pointer = column_of(pointers_)[number];
+    npy_intp length = column_of(lengths_)[number];
     if (length < 0 || pointer < 0 || pointer % width_ != 0 ||
         pointer > num_bytes_ - length * width_) {
       throw std::invalid_argument("sequence " + std::to_string(number) +
@@ -808,9 +824,9 @@ class PySource {
               shuffle_index),
         source_{tokens_of(tokens),
                 num_bytes,
-                span_of(sequence_pointers),
-                span_of(sequence_lengths),
-                span_of(document_index),
+                column_of(sequence_pointers),
+                column_of(sequence_lengths),
+                column_of(document_index),
                 {},
                 {}} {
     // A damaged file may end in a part of a token, which the array of tokens leaves out.
@@ -840,8 +856,8 @@ class PySource {
 
  private:
   template <class T>
-  static std::span<const T> flat(const AnyArray& array) {
-    return {static_cast<const T*>(array.data()), array.size()};
+  static Column<T> flat(const AnyArray& array) {
+    return {array.data(), array.size()};
   }
 
   std::tuple<AnyArray, In<std::int64_t>, In<std::int32_t>, In<std::int32_t>, AnyArray, AnyArray>
@@ -889,8 +905,8 @@ using Samples = std::tuple<Out<std::int64_t>, Out<std::int64_t>, Out<float>, Out
 
 Samples py_gather_samples(const nb::tuple& sources, const In<std::int64_t>& source_numbers,
                           const In<std::int64_t>& sample_numbers, std::int64_t sequence_length,
-                          bool add_extra_token, std::int64_t pad_token, std::int64_t eod_token,
-                          bool reset_position_ids, bool eod_mask_loss) {
+                          bool add_extra_token, std::optional<std::int64_t> pad_token,
+                          std::optional<std::int64_t> eod_token, bool reset_position_ids, bool eod_mask_loss) {
   const std::size_t num_samples = sample_numbers.shape(0);
   if (source_numbers.shape(0) != num_samples) {
     throw std::invalid_argument("source_numbers and sample_numbers differ in size");
@@ -898,7 +914,7 @@ Samples py_gather_samples(const nb::tuple& sources, const In<std::int64_t>& sour
   std::vector<const SampleSource*> chosen;
   chosen.reserve(num_samples);
   for (std::size_t i = 0; i < num_samples; ++i) {
-    const std::int64_t number = source_numbers(i);
+    const std::int64_t number = column_of(source_numbers)[i];
     if (number < 0 || static_cast<std::size_t>(number) >= sources.size()) {
       throw std::invalid_argument("source number " + std::to_string(number) + " is outside [0, " +
                                   std::to_string(sources.size()) + ")");
@@ -914,7 +930,10 @@ Samples py_gather_samples(const nb::tuple& sources, const In<std::int64_t>& sour
   Rows rows(num_samples, sequence_length);
   {
     nb::gil_scoped_release unlocked;
-    gather_samples(chosen, span_of(sample_numbers), options, rows.first());
+    GatherSpace space;
+    read_mapped([&] {
+      gather_samples(chosen, column_of(sample_numbers), options, rows.first(), space);
+    });
   }
   return rows.take();
 }
@@ -924,7 +943,7 @@ Samples py_gather_samples(const nb::tuple& sources, const In<std::int64_t>& sour
 std::tuple<Out<std::int64_t>, Out<std::int64_t>, Out<std::int64_t>> py_find_pieces(
     const PySource& source, const In<std::int64_t>& sample_numbers, std::int64_t sequence_length,
     bool add_extra_token) {
-  const SampleOptions options{sequence_length, add_extra_token, -1, -1, false, false};
+  const SampleOptions options{sequence_length, add_extra_token, std::nullopt, std::nullopt, false, false};
   const std::size_t num_samples = sample_numbers.shape(0);
   auto bounds = allocate<std::int64_t>(num_samples + 1);
   Buffer<std::int64_t> offsets;
@@ -934,7 +953,9 @@ std::tuple<Out<std::int64_t>, Out<std::int64_t>, Out<std::int64_t>> py_find_piec
     std::vector<Piece> pieces;
     bounds.span()[0] = 0;
     for (std::size_t i = 0; i < num_samples; ++i) {
-      find_pieces(source.source(), sample_numbers(i), options, pieces);
+      read_mapped([&] {
+        find_pieces(source.source(), column_of(sample_numbers)[i], options, pieces);
+      });
       bounds.span()[i + 1] = static_cast<std::int64_t>(pieces.size());
     }
     offsets = allocate<std::int64_t>(pieces.size());
@@ -950,8 +971,9 @@ std::tuple<Out<std::int64_t>, Out<std::int64_t>, Out<std::int64_t>> py_find_piec
 // Rows from tokens that lie one after the other; row i has the tokens up to ends[i], from where the
 // row before it ends.
 Samples py_fill_rows(const AnyArray& tokens, const In<std::int64_t>& ends,
-                     std::int64_t sequence_length, bool add_extra_token, std::int64_t pad_token,
-                     std::int64_t eod_token, bool reset_position_ids, bool eod_mask_loss) {
+                     std::int64_t sequence_length, bool add_extra_token,
+                     std::optional<std::int64_t> pad_token,
+                     std::optional<std::int64_t> eod_token, bool reset_position_ids, bool eod_mask_loss) {
   const SampleOptions options{sequence_length, add_extra_token,    pad_token,
                               eod_token,       reset_position_ids, eod_mask_loss};
   const Tokens kind = tokens_of(tokens);
@@ -963,7 +985,8 @@ Samples py_fill_rows(const AnyArray& tokens, const In<std::int64_t>& ends,
     nb::gil_scoped_release unlocked;
     SampleRow row = rows.first();
     std::int64_t start = 0;
-    for (const std::int64_t end : span_of(ends)) {
+    for (std::size_t i = 0; i < ends.shape(0); ++i) {
+      const std::int64_t end = column_of(ends)[i];
       if (end < start || end - start > capacity ||
           end > static_cast<std::int64_t>(tokens.size())) {
         throw std::invalid_argument("a row from token " + std::to_string(start) + " to " +
@@ -995,6 +1018,9 @@ NB_MODULE(_core, module) {
     } catch (const std::system_error& error) {
       errno = error.code().value();
       PyErr_SetFromErrno(PyExc_OSError);
+    } catch (const LostPage& error) {
+      PyErr_SetString(nb::module_::import_("millrace.errors").attr("DataError").ptr(),
+                      error.what());
     }
   });
 
@@ -1067,9 +1093,9 @@ NB_MODULE(_core, module) {
   module.def("find_pieces", &py_find_pieces, "source"_a, "sample_numbers"_a, "sequence_length"_a,
              "add_extra_token"_a);
   module.def("fill_rows", &py_fill_rows, "tokens"_a, "ends"_a, "sequence_length"_a,
-             "add_extra_token"_a, "pad_token"_a, "eod_token"_a, "reset_position_ids"_a,
+             "add_extra_token"_a, "pad_token"_a.none(), "eod_token"_a.none(), "reset_position_ids"_a,
              "eod_mask_loss"_a);
   module.def("gather_samples", &py_gather_samples, "sources"_a, "source_numbers"_a,
-             "sample_numbers"_a, "sequence_length"_a, "add_extra_token"_a, "pad_token"_a,
-             "eod_token"_a, "reset_position_ids"_a, "eod_mask_loss"_a);
+             "sample_numbers"_a, "sequence_length"_a, "add_extra_token"_a, "pad_token"_a.none(),
+             "eod_token"_a.none(), "reset_position_ids"_a, "eod_mask_loss"_a);
 }

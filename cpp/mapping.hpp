@@ -30,15 +30,23 @@ class MappedRead {
   MappedRead* outer_;
 };
 
+// A page of a mapped file that was there when it was mapped.
+class LostPage : public std::runtime_error {
+ public:
+  LostPage()
+      : std::runtime_error(
+            "a mapped file has become shorter, or its storage fails: a page of it cannot be read. "
+            "Restore the file; files that are mapped are replaced by renames, never cut short") {}
+};
+
 // Runs `work`, which reads mapped files. As a jump may end it in the middle, nothing that it makes
-// itself may need a destructor; it fills what was made outside. Throws std::runtime_error if a page
-// was not there.
+// itself may need a destructor; it fills what was made outside. Throws LostPage if a page was not
+// there.
 template <class Work>
 void read_mapped(Work&& work) {
   MappedRead read;
   if (sigsetjmp(read.jump, 0) != 0) {
-    throw std::runtime_error(
-        "a mapped file has become shorter, or its storage fails: a page of it cannot be read");
+    throw LostPage();
   }
   std::forward<Work>(work)();
 }

@@ -136,8 +136,8 @@ def fill_rows(
     ends: NDArray[np.int64],
     sequence_length: int,
     add_extra_token: bool,
-    pad_token: int,
-    eod_token: int,
+    pad_token: int | None,
+    eod_token: int | None,
     reset_position_ids: bool,
     eod_mask_loss: bool,
 ) -> _Samples: ...
@@ -147,8 +147,8 @@ def gather_samples(
     sample_numbers: NDArray[np.int64],
     sequence_length: int,
     add_extra_token: bool,
-    pad_token: int,
-    eod_token: int,
+    pad_token: int | None,
+    eod_token: int | None,
     reset_position_ids: bool,
     eod_mask_loss: bool,
 ) -> _Samples: ...

@@ -265,11 +265,9 @@ class IndexedDataset:
             counts = self.sequence_lengths[ids].astype(np.int64)
             counts <<= self._shift
             flat = self.reader.gather(self.sequence_pointers[ids], counts)
-        except RuntimeError as error:
-            raise DataError(f"{self.prefix}.bin/.idx: {error}") from None
         except ValueError as error:
-            if isinstance(error, DataError):
-                raise
+            if isinstance(error, DataError):  # it says itself what is wrong
+                raise DataError(f"{self.prefix}.bin/.idx: {error}") from None
             raise DataError(
                 f"{self.prefix}.idx: {error} (of the sequences that were asked for). "
                 "The index is damaged: write the pair again"
