@@ -49,6 +49,7 @@ def test_temporaries_of_one_file_alone(name: str, tmp_path: Path) -> None:
     for file in own + others:
         Path(file).touch()
     assert temporaries_of(path) == sorted(own)
+    assert len(temporaries_of(str(tmp_path) + "//" + name, path + ".bak")) == len(own) + 2
     assert temporaries_of(str(tmp_path / "nowhere" / "x")) == []
 
 

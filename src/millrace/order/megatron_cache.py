@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.errors import DataError
-from millrace.files import atomic_file, file_lock
+from millrace.files import atomic_file, file_lock, temporaries_of
 from millrace.order.gpt import GPTIndices, GPTPlan
 
 GPT_ARRAYS = ("document_index", "sample_index", "shuffle_index")
@@ -217,7 +217,8 @@ def load_or_build(
 ) -> tuple[Arrays, bool]:
     """Loads a set; where it is missing or does not fit, builds and saves it first.
 
-    Of several processes one builds, and the others wait for it and load.
+    Of several processes one builds, and the others wait for it and load. Where the file system has
+    no locks, several build the same.
 
     Args:
         check: raises DataError for arrays that do not fit.
@@ -235,15 +236,28 @@ def load_or_build(
         try:
             return load(files, check), False
         except _UNUSABLE as error:
-            save(files, build(str(error) if isinstance(error, DataError) else ""))
-    return load(files, check), True
+            built = dict(build(str(error) if isinstance(error, DataError) else ""))
+            save(files, built)
+    try:
+        return load(files, check), True
+    except _UNUSABLE:  # without locks: another process is just putting its own in their place
+        check(built)
+        return built, True
 
 
 @contextlib.contextmanager
 def locked(files: CacheSet) -> Iterator[None]:
-    """Holds the lock of a set, which is a file beside it as long as it is held."""
+    """Holds the lock of a set, which is a file beside it as long as it is held.
+
+    What a builder that died has left is removed.
+    """
     os.makedirs(files.folder, exist_ok=True)
-    with file_lock(os.path.join(files.folder, f"{files.stem}-{_LOCK}")):
+    with file_lock(os.path.join(files.folder, f"{files.stem}-{_LOCK}")) as is_alone:
+        if is_alone:  # else a temporary may be that of a living process
+            paths = [files.path(name) for name in files.arrays]
+            for temporary in temporaries_of(files.description_path, *paths):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(temporary)
         yield
 
 
