@@ -19,6 +19,7 @@ import pytest
 
 from millrace import files
 from millrace.files import TMP, atomic_file, file_lock, temporaries_of, temporary_name
+from tests.no_flock import no_flock
 
 IS_ROOT = os.geteuid() == 0
 HANG = 60.0  # seconds
@@ -338,13 +339,7 @@ def test_a_folder_that_cannot_be_written_is_named(open_folder: Path) -> None:
     assert str(path) in said
 
 
-NO_FLOCK = "#include <errno.h>\nint flock(int f, int o) { errno = ENOSYS; return -1; }\n"
-
-
 def test_a_file_system_without_locks(tmp_path: Path) -> None:
-    source, library = tmp_path / "no_flock.c", tmp_path / "no_flock.so"
-    source.write_text(NO_FLOCK)
-    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source], check=True)
     code = (
         "import sys; from millrace.files import *\n"
         "with file_lock(sys.argv[1]) as first, file_lock(sys.argv[1]) as second:\n"
@@ -353,7 +348,7 @@ def test_a_file_system_without_locks(tmp_path: Path) -> None:
     said = subprocess.check_output(
         [sys.executable, "-c", code, str(tmp_path / "lock")],
         text=True,
-        env={**os.environ, "LD_PRELOAD": str(library)},
+        env=no_flock(tmp_path),
     )
     assert said == "False False\n"
     assert not (tmp_path / "lock").exists()

@@ -233,7 +233,7 @@ def load_or_build(
 
 
 def usable(folder: str, name: str, key: Any) -> ArraySet | None:
-    """The set of that name, if it was made from that key and nothing is seen to be wrong with it."""
+    """The set of that name, if it was made from that key and shows no damage."""
     found = load(folder, name)
     return found if found is not None and found.key == key and not found.damage() else None
 
