@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from millrace import _core, _native
 from millrace.errors import ConfigError, DataError
+from millrace.files import xxh3
 from millrace.order import (
     GPTIndices,
     GPTPlan,
@@ -209,6 +210,7 @@ class GPTDataset:
         open_dataset: Callable[[], IndexedDataset],
         load_indices: Callable[[], GPTIndices],
         content: str | None = None,
+        lengths: str | None = None,
     ) -> GPTDataset:
         """A dataset whose indices are there already: nothing is opened before the first sample.
 
@@ -217,10 +219,12 @@ class GPTDataset:
             open_dataset, load_indices: called at the first sample; they must be picklable where
                 the dataset is to be sent to other processes.
             content: the token file's fingerprint, if it is known.
+            lengths: the checksum of its sequence lengths, if it is known.
         """
         self = cls.__new__(cls)
         self._set(prefix, sequences, seed, plan, options)
-        self._open_dataset, self._load_indices, self._content = open_dataset, load_indices, content
+        self._open_dataset, self._load_indices = open_dataset, load_indices
+        self._content, self._lengths = content, lengths
         return self
 
     def _set(
@@ -240,6 +244,7 @@ class GPTDataset:
         self._open_dataset: Callable[[], IndexedDataset] | None = None
         self._load_indices: Callable[[], GPTIndices] | None = None
         self._content: str | None = None
+        self._lengths: str | None = None
 
     @cached_property
     def dataset(self) -> IndexedDataset:
@@ -323,9 +328,12 @@ class GPTDataset:
 
     def fingerprint(self) -> dict[str, Any]:
         """What decides the samples and their order, for comparison with a saved state."""
+        if self._lengths is None:
+            self._lengths = checksum_of_lengths(self.dataset)
         return {
             "kind": "gpt",
             "content": self._content or self.dataset.fingerprint,
+            "lengths": self._lengths,
             "sequences": list(self.sequences),
             "num_samples": len(self),
             "num_epochs": self.plan.num_epochs,
@@ -465,6 +473,13 @@ class BlendedDataset:
             "weights": self.weights,
             "datasets": [dataset.fingerprint() for dataset in self.datasets],
         }
+
+
+def checksum_of_lengths(dataset: IndexedDataset) -> str:
+    """XXH3-64 of all sequence lengths, which decide the indices, as hexadecimal digits."""
+    digest = xxh3()
+    digest.update(np.ascontiguousarray(dataset.sequence_lengths).view(np.uint8).data)
+    return str(digest.hexdigest())
 
 
 def check_draws(

@@ -174,12 +174,20 @@ def array_path(folder: str, name: str, array: str) -> str:
     return os.path.join(folder, f"{name}-{array}.npy")
 
 
+def read_record(path: str) -> dict[str, Any] | None:
+    """What `seal` wrote into a file; None where there is no such file, or one of somebody else."""
+    try:
+        with open(path, "rb") as file:
+            return unseal(file.read())
+    except NO_RECORD:
+        return None
+
+
 def load(folder: str, name: str) -> ArraySet | None:
     """The set of that name; None where there is none, or one of another version."""
+    record = read_record(os.path.join(folder, name + JSON))
     try:
-        with open(os.path.join(folder, name + JSON), "rb") as file:
-            record = unseal(file.read())
-        if record["logic"] != LOGIC_VERSION:
+        if record is None or record["logic"] != LOGIC_VERSION:
             return None
         layout = {
             array: (np.dtype(entry["dtype"]), tuple(entry["shape"]))
