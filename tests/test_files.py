@@ -15,10 +15,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from millrace import files
 from millrace.files import TMP, atomic_file, file_lock, temporaries_of, temporary_name
+from millrace.jobs import convert
 from tests.no_flock import no_flock
 
 IS_ROOT = os.geteuid() == 0
@@ -123,6 +125,29 @@ def test_errors_of_others_in_the_block_stay_what_they_are(tmp_path: Path) -> Non
         open(tmp_path / "nowhere")  # noqa: SIM115
     assert caught.value.filename == str(tmp_path / "nowhere")
     assert os.listdir(tmp_path) == []
+
+
+def test_two_converts_to_one_file_leave_it_whole_at_every_moment(tmp_path: Path) -> None:
+    """It was empty or short for 100 ms."""
+    source, target = tmp_path / "in.npy", tmp_path / "out.npy"
+    np.save(source, np.arange(400_000, dtype=np.int32))
+    code = (
+        "import sys; from millrace.jobs import convert\n"
+        "for _ in range(20): convert(sys.argv[1], sys.argv[2], dtype='int32')\n"
+    )
+    prefix, expected = str(tmp_path / "data"), np.load(source).tobytes()
+    convert(str(source), prefix)
+    convert(prefix, str(target), dtype="int32")
+    size = target.stat().st_size
+    with ended(
+        subprocess.Popen([sys.executable, "-c", code, prefix, str(target)]) for _ in range(2)
+    ) as converts:
+        while any(process.poll() is None for process in converts):
+            content = target.read_bytes()
+            assert len(content) == size
+            assert content.endswith(expected)
+        assert [process.returncode for process in converts] == [0, 0]
+    assert not list(tmp_path.glob("*.tmp"))
 
 
 # ---- locks ----

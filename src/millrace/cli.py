@@ -324,6 +324,12 @@ def _add_index(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "--per-split-data-args-path", metavar="FILE", help="JSON with train, valid and test lists"
     )
     data.add_argument("--split", metavar="SHARES", help='train, valid, test: "969,30,1"')
+    parser.add_argument(
+        "--wait-limit",
+        type=float,
+        metavar="SECONDS",
+        help="to wait for another process that builds the same (default: no limit)",
+    )
     order = parser.add_argument_group("order")
     for name in ("seq-length", "seed", "train-samples", "train-iters", "global-batch-size"):
         order.add_argument(f"--{name}", metavar="N")
@@ -359,6 +365,7 @@ def _index(options: argparse.Namespace) -> None:
         arguments.config_from(given),
         megatron_cache_folder=options.megatron_cache,
         tokenizer=tokenizer,
+        wait_limit=options.wait_limit,
         show_progress=True,
     )
     if options.json:

@@ -42,6 +42,7 @@ from millrace import (
 from millrace.feed.build import _layout, build_planned
 from millrace.feed.manifest import read_manifest
 from millrace.feed.plan import DatasetPlan, RunPlan, SplitPlan
+from millrace.files import file_lock
 from millrace.order import plan_gpt
 
 S = 8  # the sequence length
@@ -784,6 +785,23 @@ def test_a_read_only_folder(
     assert num_built(**{**options, "blend": (renamed, [1, 2, 3])}) == 0
     with pytest.raises(ConfigError, match="no manifest"):
         build(**{**options, "blend": (renamed, [1, 2, 3])}, trust_cache=True)
+
+
+def test_waiting_for_another_builder_has_a_limit(prefixes: list[str], tmp_path: Path) -> None:
+    options: dict[str, Any] = {"blend": (prefixes, None), "cache": tmp_path / "cache"}
+    build(**options)
+    for lock in ("manifests", next(iter(set_names(tmp_path / "cache")))):
+        for path in (tmp_path / "cache").glob("*.json"):
+            path.unlink()
+        with file_lock(str(tmp_path / "cache" / f"{lock}.lock")):
+            said = f"another process builds the indices: .*lock is held by process {os.getpid()} on"
+            with pytest.raises(CacheError, match=said):
+                build_datasets(config_of(**options), wait_limit=0.05)
+        build_datasets(config_of(**options), wait_limit=0.05)
+
+
+def set_names(cache: Path) -> set[str]:
+    return {path.stem for path in cache.glob("*.json") if not path.name.startswith("run-")}
 
 
 def _build_and_tell(config: DatasetConfig, as_nobody: bool, out: Any) -> None:

@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.errors import DataError
-from millrace.files import atomic_file, file_lock, temporaries_of
+from millrace.files import atomic_file, file_lock, fsync_folder, temporaries_of
 from millrace.order.gpt import GPTIndices, GPTPlan
 
 GPT_ARRAYS = ("document_index", "sample_index", "shuffle_index")
@@ -202,9 +202,10 @@ def save(files: CacheSet, arrays: Mapping[str, NDArray[Any]]) -> None:
         OSError: the folder cannot be made or written.
     """
     os.makedirs(files.folder, exist_ok=True)
-    # An old description must not stand beside new arrays.
+    # An old description must not stand beside new arrays, also after a power cut.
     with contextlib.suppress(FileNotFoundError):
         os.unlink(files.description_path)
+        fsync_folder(files.description_path)
     for name in files.arrays:
         with atomic_file(files.path(name)) as file:
             np.save(file, arrays[name], allow_pickle=False)
@@ -213,7 +214,11 @@ def save(files: CacheSet, arrays: Mapping[str, NDArray[Any]]) -> None:
 
 
 def load_or_build(
-    files: CacheSet, check: Callable[[Arrays], None], build: Callable[[str], Mapping[str, Any]]
+    files: CacheSet,
+    check: Callable[[Arrays], None],
+    build: Callable[[str], Mapping[str, Any]],
+    *,
+    limit: float | None = None,
 ) -> tuple[Arrays, bool]:
     """Loads a set; where it is missing or does not fit, builds and saves it first.
 
@@ -223,16 +228,18 @@ def load_or_build(
     Args:
         check: raises DataError for arrays that do not fit.
         build: makes the arrays; it is told what is the matter with the set that is there.
+        limit: Seconds to wait for another process that builds them; None: no limit.
 
     Returns:
         the arrays, mapped, and whether they were built here.
 
     Raises:
+        BlockingIOError: another process still builds them when the limit is over.
         OSError: the set has to be built, and the folder cannot be written.
     """
     with contextlib.suppress(*_UNUSABLE):
         return load(files, check), False
-    with locked(files):
+    with locked(files, limit=limit):
         try:
             return load(files, check), False
         except _UNUSABLE as error:
@@ -246,13 +253,14 @@ def load_or_build(
 
 
 @contextlib.contextmanager
-def locked(files: CacheSet) -> Iterator[None]:
-    """Holds the lock of a set, which is a file beside it as long as it is held.
+def locked(files: CacheSet, *, limit: float | None = None) -> Iterator[None]:
+    """Holds the lock of a set, which is a file beside it as long as it is held; see `file_lock`.
 
     What a builder that died has left is removed.
     """
     os.makedirs(files.folder, exist_ok=True)
-    with file_lock(os.path.join(files.folder, f"{files.stem}-{_LOCK}")) as is_alone:
+    lock = os.path.join(files.folder, f"{files.stem}-{_LOCK}")
+    with file_lock(lock, limit=limit) as is_alone:
         if is_alone:  # else a temporary may be that of a living process
             paths = [files.path(name) for name in files.arrays]
             for temporary in temporaries_of(files.description_path, *paths):
