@@ -1,10 +1,11 @@
-"""kill -9 at any moment of a build or a merge: `python -m tests.store.kill --kills 200 --seed 1`.
+"""kill -9 at any moment of a write: `python -m tests.store.kill --kills 200 --seed 1`.
 
-A writer writes generations of one pair, each with other sizes and tokens, and says when it starts
-and when it is done. It is killed at a random moment, or just before its n-th step in the file
-system, for every n. Readers (millrace's, and a plain one that knows the format alone) look while it
-works and after its death, and must find all of one generation, to the byte: the one that was done
-last, or the one that was under way.
+A writer writes generations of one pair, or of several at once, each with other sizes and tokens,
+and says when it starts and when it is done. It builds them, merges, converts or splits other pairs,
+or builds the pairs of several keys. It is killed at a random moment, or just before its n-th step
+in the file system, for every n. Readers (millrace's, and a plain one that knows the format alone)
+look while it works and after its death, and must find all of one generation in each pair, to the
+byte: the one that was done last, or the one that was under way.
 """
 
 from __future__ import annotations
@@ -27,14 +28,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 import millrace
-from millrace.store import verify
+from millrace.jobs import convert, split
+from millrace.store import finalize_together, verify
 
-KINDS = ("build", "merge")
+PAIRS = {
+    "build": ("data",),
+    "merge": ("data",),
+    "convert": ("data",),
+    "split": ("data_00000", "data_00001", "data_00002"),
+    "keys": ("data_title", "data_text"),
+}
+KINDS = tuple(PAIRS)
 HEADER = struct.Struct("<9sQBQQ")
-PAIR = {"data.bin", "data.idx", "data.info.json"}
-LEFTOVER = re.compile(r"data\.(bin|idx|info\.json)(\.[0-9a-f]{12}\.tmp|\.new)|data\.tmp\.lock")
+NAME = re.compile(r"(data\w*)\.(bin|idx|info\.json)")
+LEFTOVER = re.compile(r"data\w*\.((bin|idx|info\.json)(\.[0-9a-f]{12}\.tmp|\.new)|tmp\.lock)")
 # What a step is: events that Python reports of itself, before they happen.
 STEPS = {"open", "os.rename", "os.remove", "fcntl.flock", "os.truncate", "os.link"}
+
+
+Generations = list[int]
+"""The generation of each pair."""
 
 
 class MixtureError(AssertionError):
@@ -44,26 +57,35 @@ class MixtureError(AssertionError):
 # ---- generations ----
 
 
-def documents_of(kind: str, generation: int) -> list[NDArray[np.int32]]:
-    """The documents of a generation: its number comes first, and the sizes differ."""
+def documents_of(kind: str, generation: int, place: int) -> list[NDArray[np.int32]]:
+    """The documents of a generation's pair: its number comes first, and the sizes differ.
+
+    All shards of a split have the same number of documents.
+    """
     draw = np.random.default_rng([KINDS.index(kind), generation])
-    lengths = draw.integers(0, draw.choice([5, 300, 20_000]), draw.integers(1, 40))
+    count, most = draw.integers(1, 40), draw.choice([5, 300, 20_000])
+    lengths = np.random.default_rng([generation, place]).integers(0, most, count)
     head = np.array([generation], np.int32)
     return [head, *(np.full(length, generation, np.int32) for length in lengths)]
 
 
-def parts_of(kind: str, generation: int) -> list[list[NDArray[np.int32]]]:
-    """The documents in parts: a merge takes each but the first from a pair of its own."""
-    documents = documents_of(kind, generation)
-    if kind == "build":
-        return [documents]
-    middle = len(documents) // 2
-    return [documents[:1], documents[1:middle], documents[middle:]]
+def sources_of(kind: str, generation: int) -> list[list[NDArray[np.int32]]]:
+    """The documents of the pairs that a generation is made from."""
+    if kind == "merge":
+        documents = documents_of(kind, generation, 0)
+        middle = len(documents) // 2
+        return [documents[1:middle], documents[middle:]]
+    if kind == "convert":
+        return [documents_of(kind, generation, 0)]
+    if kind == "split":
+        places = range(len(PAIRS[kind]))
+        return [[one for place in places for one in documents_of(kind, generation, place)]]
+    return []
 
 
-def expected_of(kind: str, generation: int) -> tuple[bytes, bytes]:
+def expected_of(kind: str, generation: int, place: int) -> tuple[bytes, bytes]:
     """The bytes of both files, by the format."""
-    documents = documents_of(kind, generation)
+    documents = documents_of(kind, generation, place)
     lengths = np.array([len(document) for document in documents])
     ends = np.cumsum(lengths) * 4
     index = [
@@ -76,23 +98,38 @@ def expected_of(kind: str, generation: int) -> tuple[bytes, bytes]:
 
 
 def write(folder: Path, kind: str, generation: int) -> None:
-    """Writes a generation at `folder/data`; every other one has checksums."""
-    own, *others = parts_of(kind, generation)
-    with millrace.IndexedDatasetBuilder(
-        folder / "data", np.int32, checksums=generation % 2 == 0
-    ) as builder:
-        for document in own:
-            builder.add_document(document)
-        for number in range(len(others)):
-            builder.add_index(folder / "sources" / f"{generation}-{number}")
+    """Writes a generation at `folder/data...`; every other one has checksums."""
+    checksums = generation % 2 == 0
+    sources = [
+        folder / "sources" / f"{generation}-{number}"
+        for number in range(len(sources_of(kind, generation)))
+    ]
+    if kind == "convert":
+        convert(sources[0], folder / "data", dtype=np.int32, checksums=checksums)
+    elif kind == "split":
+        size = len(documents_of(kind, generation, 0))
+        split(sources[0], folder / "data", documents=size, checksums=checksums)
+    else:
+        builders = [
+            millrace.IndexedDatasetBuilder(folder / name, np.int32, checksums=checksums)
+            for name in PAIRS[kind]
+        ]
+        for place, builder in enumerate(builders):
+            documents = documents_of(kind, generation, place)
+            for document in documents[:1] if kind == "merge" else documents:
+                builder.add_document(document)
+        for source in sources:
+            builders[0].add_index(source)
+        finalize_together(builders)
 
 
 def write_sources(folder: Path, kind: str, generation: int) -> None:
-    """The pairs that the generation merges, made before anything is killed."""
+    """The pairs that the generation is made from, written before anything is killed."""
     (folder / "sources").mkdir(exist_ok=True)
-    for number, documents in enumerate(parts_of(kind, generation)[1:]):
+    dtype = np.int64 if kind == "convert" else np.int32
+    for number, documents in enumerate(sources_of(kind, generation)):
         with millrace.IndexedDatasetBuilder(
-            folder / "sources" / f"{generation}-{number}", np.int32
+            folder / "sources" / f"{generation}-{number}", dtype
         ) as builder:
             for document in documents:
                 builder.add_document(document)
@@ -101,9 +138,11 @@ def write_sources(folder: Path, kind: str, generation: int) -> None:
 # ---- readers ----
 
 
-def read_ours(folder: Path, kind: str, allowed: range) -> int:
+def read_ours(folder: Path, kind: str, place: int, allowed: range) -> int:
     """The generation that millrace reads."""
-    dataset = millrace.IndexedDataset(folder / "data", access=random.choice(["mmap", "file"]))
+    dataset = millrace.IndexedDataset(
+        folder / PAIRS[kind][place], access=random.choice(["mmap", "file"])
+    )
     data = dataset.reader.read(0, dataset.reader.size).tobytes()
     index = [
         HEADER.pack(b"MMIDIDX\0\0", 1, 4, len(dataset), dataset.num_documents + 1),
@@ -111,16 +150,17 @@ def read_ours(folder: Path, kind: str, allowed: range) -> int:
         dataset.sequence_pointers.tobytes(),
         dataset.document_indices.tobytes(),
     ]
-    return generation_of(data, b"".join(index), kind, allowed, "millrace")
+    return generation_of(data, b"".join(index), kind, place, allowed, "millrace")
 
 
-def read_plainly(folder: Path, kind: str, allowed: range) -> int | None:
-    """The generation in data.bin and data.idx; None where there is no data.idx just now.
+def read_plainly(folder: Path, kind: str, place: int, allowed: range) -> int | None:
+    """The generation in PAIR.bin and PAIR.idx; None where there is no PAIR.idx just now.
 
     While a writer works, two files cannot be opened at one instant: the index must be the same
     file before and after the tokens are opened.
     """
-    bin_path, idx_path = folder / "data.bin", folder / "data.idx"
+    prefix = folder / PAIRS[kind][place]
+    bin_path, idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
     with (
         contextlib.suppress(FileNotFoundError),
         open(idx_path, "rb") as index,
@@ -128,48 +168,53 @@ def read_plainly(folder: Path, kind: str, allowed: range) -> int | None:
     ):
         if os.fstat(index.fileno()).st_ino != os.stat(idx_path).st_ino:
             return None
-        return generation_of(data.read(), index.read(), kind, allowed, "a plain reader")
+        return generation_of(data.read(), index.read(), kind, place, allowed, "a plain reader")
     return None
 
 
-def generation_of(data: bytes, index: bytes, kind: str, allowed: range, reader: str) -> int:
+def generation_of(
+    data: bytes, index: bytes, kind: str, place: int, allowed: range, reader: str
+) -> int:
     generation = int.from_bytes(data[:4], "little")
     if generation not in allowed:
         raise MixtureError(f"{reader} found generation {generation}, not one of {allowed}")
-    expected = expected_of(kind, generation)
-    for name, actual, wanted in zip(("data.bin", "data.idx"), (data, index), expected, strict=True):
+    expected = expected_of(kind, generation, place)
+    for name, actual, wanted in zip(("bin", "idx"), (data, index), expected, strict=True):
         if actual != wanted:
             raise MixtureError(
-                f"{reader} found {len(actual)} bytes of {name} that are not generation "
-                f"{generation}'s {len(wanted)}"
+                f"{reader} found {len(actual)} bytes of {PAIRS[kind][place]}.{name} that are not "
+                f"generation {generation}'s {len(wanted)}"
             )
     return generation
 
 
-def check_after_death(folder: Path, kind: str, done: int, started: int) -> int:
-    """What may lie there when the writer is dead; returns the generation that is there."""
-    allowed = range(done, started + 1)
+def check_after_death(folder: Path, kind: str, done: Generations, started: int) -> Generations:
+    """What may lie there when the writer is dead; returns the generations that are there."""
     names = names_in(folder)
-    unknown = {name for name in names - PAIR if not LEFTOVER.fullmatch(name)}
+    unknown = {name for name in names if not (NAME.fullmatch(name) or LEFTOVER.fullmatch(name))}
     if unknown:
         raise MixtureError(f"unknown names are left: {unknown}")
-    generation = read_ours(folder, kind, allowed)
-    if "data.idx" in names and read_plainly(folder, kind, allowed) != generation:
-        raise MixtureError("the two readers found different generations")
-    problems = verify([folder / "data"], threads=1)[0].problems
-    if problems:
-        raise MixtureError(f"verify, after a death with {sorted(names)}: {problems}")
-    return generation
+    there = []
+    for place, name in enumerate(PAIRS[kind]):
+        allowed = range(done[place], started + 1)
+        generation = read_ours(folder, kind, place, allowed)
+        if f"{name}.idx" in names and read_plainly(folder, kind, place, allowed) != generation:
+            raise MixtureError("the two readers found different generations")
+        problems = verify([folder / name], threads=1)[0].problems
+        if problems:
+            raise MixtureError(f"verify, after a death with {sorted(names)}: {problems}")
+        there.append(generation)
+    return there
 
 
-def check_next_run(folder: Path, kind: str, generation: int) -> None:
-    """The next run succeeds, over whatever is left, and leaves nothing but the pair."""
+def check_next_run(folder: Path, kind: str, generation: int) -> Generations:
+    """The next run succeeds, over whatever is left, and leaves nothing but its pairs."""
     write_sources(folder, kind, generation)
     write(folder, kind, generation)
-    wanted = {"data.bin", "data.idx"} | ({"data.info.json"} if generation % 2 == 0 else set())
-    if names_in(folder) != wanted:
+    suffixes = ("bin", "idx", "info.json") if generation % 2 == 0 else ("bin", "idx")
+    if names_in(folder) != {f"{name}.{suffix}" for name in PAIRS[kind] for suffix in suffixes}:
         raise MixtureError(f"a finished run left {sorted(names_in(folder))}")
-    check_after_death(folder, kind, generation, generation)
+    return check_after_death(folder, kind, [generation] * len(PAIRS[kind]), generation)
 
 
 def names_in(folder: Path) -> set[str]:
@@ -210,25 +255,26 @@ def run_generations(folder: Path, kind: str, generations: range, pipe: int) -> N
 def kill_at_random_moments(
     folder: Path, kind: str, kills: int, draw: random.Random, ahead: int = 24
 ) -> dict[str, int]:
-    """Kills writers of one pair, `kills` times; returns how often readers saw what."""
-    seen = {"old": 0, "new": 0, "reads": 0, "without .idx": 0}
-    generation = 1
-    check_next_run(folder, kind, generation)
+    """Kills writers, `kills` times; returns how often readers saw what."""
+    seen = {"old": 0, "new": 0, "mixed": 0, "reads": 0, "without .idx": 0}
+    there = check_next_run(folder, kind, 1)
+    places = range(len(there))
     for _ in range(kills):
-        for number in range(generation + 1, generation + ahead):
+        work = range(max(there) + 1, max(there) + ahead)
+        for number in work:
             write_sources(folder, kind, number)
-        work = range(generation + 1, generation + ahead)
         with forked(lambda pipe, work=work: run_generations(folder, kind, work, pipe)) as (
             process,
             pipe,
         ):
             # Long enough for some generations, short enough never to meet the last.
-            deadline = time.monotonic() + draw.random() ** 2 * 0.06
-            last = generation
+            deadline = time.monotonic() + draw.random() ** 2 * 0.06 * len(there)
+            last = list(there)
             while time.monotonic() < deadline:
-                # What is seen never goes back.
-                last = read_ours(folder, kind, range(last, work.stop))
-                last = read_plainly(folder, kind, range(last, work.stop)) or last
+                for place in places:  # what is seen never goes back
+                    last[place] = read_ours(folder, kind, place, range(last[place], work.stop))
+                    allowed = range(last[place], work.stop)
+                    last[place] = read_plainly(folder, kind, place, allowed) or last[place]
                 seen["reads"] += 1
             os.kill(process, signal.SIGKILL)
             _, status = os.waitpid(process, 0)
@@ -236,19 +282,19 @@ def kill_at_random_moments(
         states = [value for (value,) in said]
         if not os.WIFSIGNALED(status) and states[-1:] != [1 - work.stop]:
             raise MixtureError(f"a writer failed (status {status}) in generation {states[-1:]}")
-        done = max([-value for value in states if value < 0], default=generation)
-        started = max([value for value in states if value > 0], default=generation)
-        seen["without .idx"] += not (folder / "data.idx").exists()
-        found = check_after_death(folder, kind, max(done, last), started)
+        done = max([-value for value in states if value < 0], default=0)
+        started = max([value for value in states if value > 0], default=max(there))
+        seen["without .idx"] += any(not (folder / f"{name}.idx").exists() for name in PAIRS[kind])
+        least = [max(done, last[place]) for place in places]
+        there = check_after_death(folder, kind, least, started)
         if started > done:
-            seen["new" if found == started else "old"] += 1
-        generation = found
+            news = sum(generation == started for generation in there)
+            seen["new" if news == len(there) else "mixed" if news else "old"] += 1
         if draw.random() < 0.5:  # else the next writer meets what this one left, and dies as well
-            generation += 1
-            check_next_run(folder, kind, generation)
+            there = check_next_run(folder, kind, max(there) + 1)
         for path in (folder / "sources").glob("*"):
             path.unlink()
-    check_next_run(folder, kind, generation + 1)
+    check_next_run(folder, kind, max(there) + 1)
     return seen
 
 
@@ -283,16 +329,17 @@ def kill_before_every_step(
     """
     kills, step, was_killed = 0, 0, True
     while was_killed:
-        check_next_run(folder, kind, old)
+        there = check_next_run(folder, kind, old)
         write_sources(folder, kind, new)
         write_sources(folder, kind, new + 1)
         was_killed = kill_before_step(folder, kind, new, step)
-        found = check_after_death(folder, kind, old if was_killed else new, new)
+        there = check_after_death(folder, kind, there if was_killed else [new] * len(there), new)
         # The next writer dies as well, a step later each time: while it cleans up, at first.
         second = 0
         while was_killed and second < successors:
             is_dead = kill_before_step(folder, kind, new + 1, second)
-            found = check_after_death(folder, kind, found if is_dead else new + 1, new + 1)
+            least = there if is_dead else [new + 1] * len(there)
+            there = check_after_death(folder, kind, least, new + 1)
             kills += is_dead
             if not is_dead:
                 break

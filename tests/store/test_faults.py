@@ -60,7 +60,7 @@ def pair_in(folder: Path) -> dict[str, bytes]:
 def check_new(folder: Path) -> None:
     """The new pair is whole, and nothing else is left."""
     names = set(pair_in(folder))
-    assert {"data.bin", "data.idx"} <= names <= kill.PAIR
+    assert {"data.bin", "data.idx"} <= names <= {"data.bin", "data.idx", "data.info.json"}
     assert verify([folder / "data"])[0].problems == []
     assert len(millrace.IndexedDataset(folder / "data")) % NUM_DOCUMENTS == 0
 
@@ -226,7 +226,8 @@ def test_kill_9_at_random_moments(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "old", "new"), [("build", 1, 2), ("merge", 2, 3), ("build", 2, 4)]
+    ("kind", "old", "new"),
+    [("build", 1, 2), ("merge", 2, 3), ("build", 2, 4), ("keys", 1, 2), ("convert", 2, 4)],
 )
 def test_kill_9_before_every_step(kind: str, old: int, new: int, tmp_path: Path) -> None:
     """Old and new pairs with and without a sidecar."""
