@@ -5,7 +5,8 @@ Each run in a fresh process, ours and theirs in alternation:
 1. a shuffle of 100 M numbers, as both draw it for the shuffle index;
 2. sum of lengths, document index, sample index and shuffle index of 100 M documents of 600 tokens
    on average, at sequence length 4,096, for one epoch and for 3.5 epochs: time and peak memory;
-3. blends of 8 to 4,096 datasets: of 10 M samples by weights, of 1 M until all are used up.
+3. blends of 8 to 4,096 datasets: of 10 M samples by weights, of 1 M until all are used up, and
+   smaller ones by weights that are nearly equal.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ BLEND_SIZE, QUICK_BLEND_SIZE = 10_000_000, 50_000
 EXHAUSTIVE_SIZE = 1_000_000  # theirs takes 20 us a sample of 4,096 datasets
 BLEND_BARS = {8: 1.5, 64: 4, 512: 30, 4096: 100}  # by the number of datasets
 EXHAUSTIVE_BARS = {64: 3, 512: 3, 4096: 3}
+NEARLY_EQUAL_BARS = {1000: 1, 4096: 1}
+NEARLY_EQUAL_SIZES = (100_000, 1_000_000)
 MEMORY_SHARE = 1.1  # of what is returned, and of the lengths that are read
 
 NOTES = [
@@ -51,8 +54,9 @@ NOTES = [
     "Blends: `_native.blend_by_weights` and `blend_by_sizes` against Megatron-LM's "
     "`build_blending_indices` and `build_exhaustive_blending_indices` into arrays of zeros, as its "
     "`BlendedDataset` calls them. Weights are random, uniform in [0.001, 1.001), with the sum 1; "
-    "sizes are proportional to such weights. Ours takes a thread for each core, theirs has one; "
-    "in the rows of one core, ours has one too.",
+    "sizes are proportional to such weights. Nearly equal weights differ by at most "
+    "0.1 %. Ours takes a thread for each core, theirs has one; in the rows of one core, ours has "
+    "one too.",
 ]
 
 
@@ -92,13 +96,29 @@ def blend_rows(size: int, runs: int) -> list[Row]:
         for count, bar in bars.items():
             kind = "exhaustive blend" if exhausts else "blend"
             name = f"{kind} of {_count(size)} samples of {count:,} datasets"
-            task = {"work": "blend", "datasets": count, "exhausts": exhausts, "size": size}
-            results = measure({**task, "fill_mib": _fill_mib(size)}, runs, one_core=True)
-            rows.append(_row(name, results, "seconds", "s", bar))
-            alone = {"ours": results["ours, one core"], "theirs": results["theirs"]}
-            rows.append(_row(f"{name}, one core", alone, "seconds", "s", None))
+            task = {"datasets": count, "exhausts": exhausts, "size": size}
+            results = _measure_blend(task, runs)
+            rows += _blend_time_rows(name, results, bar)
             rows.append(_memory_limit_row(f"{name}: peak memory", results))
+    for count, bar in NEARLY_EQUAL_BARS.items():
+        for smaller in sorted({min(size, each) for each in NEARLY_EQUAL_SIZES}):
+            name = f"blend of {_count(smaller)} samples of {count:,} nearly equal datasets"
+            task = {"datasets": count, "exhausts": False, "size": smaller, "nearly_equal": True}
+            rows += _blend_time_rows(name, _measure_blend(task, runs), bar)
     return rows
+
+
+def _measure_blend(task: dict[str, Any], runs: int) -> dict[str, list[dict[str, Any]]]:
+    fill_mib = _fill_mib(task["size"])
+    return measure({"work": "blend", **task, "fill_mib": fill_mib}, runs, one_core=True)
+
+
+def _blend_time_rows(name: str, results: dict[str, list[dict[str, Any]]], bar: float) -> list[Row]:
+    alone = {"ours": results["ours, one core"], "theirs": results["theirs"]}
+    return [
+        _row(name, results, "seconds", "s", bar),
+        _row(f"{name}, one core", alone, "seconds", "s", None),
+    ]
 
 
 def _memory_limit_row(name: str, results: dict[str, list[dict[str, Any]]]) -> Row:

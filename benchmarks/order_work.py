@@ -140,8 +140,9 @@ def blend_theirs(task: dict[str, Any]) -> Work:
 
 def _shares(task: dict[str, Any]) -> np.ndarray:
     """Random weights with the sum 1, or random sizes with the sum that is asked for."""
-    random = np.random.default_rng(task["datasets"])
-    weights = random.random(task["datasets"]) + 1e-3
+    weights = np.random.default_rng(task["datasets"]).random(task["datasets"]) + 1e-3
+    if task.get("nearly_equal"):
+        weights = 1 + 1e-3 * weights
     weights /= weights.sum()
     if not task["exhausts"]:
         return weights

@@ -45,10 +45,12 @@ double shrink(std::size_t count, std::size_t many) {
 
 struct BlendFunctions {
   void (*draw)(BlendTeam& team, std::int64_t num_samples);
+  void (*draw_alone)(BlendTeam& team, std::size_t number);
   void (*fill_list)(BlendTeam& team, std::size_t number);
   void (*fill_table)(BlendTeam& team, std::size_t number);
   double (*largest_error)(const double* weight, const double* taken, std::size_t count,
                           std::int64_t sample);
+  std::int32_t (*find_winner)(const BlendTeam& team, std::size_t number, double best);
 };
 
 // By vectors of `width` numbers. The loops over arrays go over whole words of 64 numbers.
@@ -121,6 +123,19 @@ struct BlendCode {
     }
   }
 
+  // The key of the first dataset in a part's list with the largest error, `best`.
+  template <std::size_t width>
+  static MILLRACE_INLINE std::int32_t find_winner(const BlendTeam& team, std::size_t number,
+                                                  double best) {
+    const BlendTeam::Part& part = team.parts_[number];
+    std::int32_t key = std::numeric_limits<std::int32_t>::max();
+    sift<width>(part.list_weight.get(), part.list_taken.get(), part.list_size, part.sample, best,
+                [&](std::size_t place) __attribute__((always_inline)) {
+                  key = std::min(key, part.list_key[place]);
+                });
+    return key;
+  }
+
   // Makes a part's list, for the rest of its long block.
   template <std::size_t width>
   static MILLRACE_INLINE void fill_list(BlendTeam& team, std::size_t number) {
@@ -146,39 +161,41 @@ struct BlendCode {
     }
   }
 
-  // Makes a part's column of the table, for the rest of its block.
+  // Makes a part's column of the table, for the rest of its block, if it fits.
   template <std::size_t width>
   static MILLRACE_INLINE void fill_table(BlendTeam& team, std::size_t number) {
     BlendTeam::Part& part = team.parts_[number];
-    if (team.table_.size() < part.list_size + 1) {
-      team.table_.resize(2 * part.list_size + 2);
-    }
     BlendTeam::Row* table = team.table_.data();
     std::size_t count = 0;
     sift<width>(part.list_weight.get(), part.list_taken.get(), part.list_size, part.block_end - 1,
                 part.floor, [&](std::size_t place) __attribute__((always_inline)) {
-                  BlendTeam::Row& row = table[count];
-                  row.weight[number] = part.list_weight[place];
-                  row.taken[number] = part.list_taken[place];
-                  row.key[number] = part.list_key[place];
-                  part.list_row[place] = static_cast<std::int32_t>(count);
+                  if (count < BlendTeam::most_rows) {
+                    BlendTeam::Row& row = table[count];
+                    row.weight[number] = part.list_weight[place];
+                    row.taken[number] = part.list_taken[place];
+                    row.key[number] = part.list_key[place];
+                    part.list_row[place] = static_cast<std::int32_t>(count);
+                  }
                   ++count;
                 });
-    for (std::size_t row = count; row < part.num_rows; ++row) {
+    const std::size_t num_rows = std::min(count, BlendTeam::most_rows);
+    for (std::size_t row = num_rows; row < part.num_rows; ++row) {
       table[row].clear(number);
     }
-    part.num_rows = count;
+    part.num_rows = num_rows;
+    part.in_table = true;
+    if (count > BlendTeam::most_rows) {
+      team.leave_table(number);
+    }
   }
 
-  // Draws as many samples of each part, all of its present block, but of those that have stopped.
-  // Leaves the table without the last winners: the next block makes it anew.
+  // Draws as many samples of each part that is in the table, all of its present block, but no more
+  // of one that leaves it. Leaves the table without the last winners: the next block makes it anew.
   template <std::size_t width>
   static MILLRACE_INLINE void draw(BlendTeam& team, std::int64_t num_samples) {
     using Doubles = typename Vectors<width>::Aligned;
     constexpr std::size_t num_parts = BlendTeam::num_parts;
     const bool is_plain = !team.groups_.turns && !team.groups_.limited;
-    std::int16_t* dataset_index = team.dataset_index_;
-    std::int64_t* dataset_sample_index = team.dataset_sample_index_;
     alignas(64) double samples[num_parts], best[num_parts], lowest[num_parts], keys[num_parts];
     for (std::size_t i = 0; i < num_parts; ++i) {
       samples[i] = static_cast<double>(team.parts_[i].sample);
@@ -226,28 +243,52 @@ struct BlendCode {
       }
       for (std::size_t number = 0; number < num_parts; ++number) {
         BlendTeam::Part& part = team.parts_[number];
-        if (part.sample == part.stop) {
+        if (!part.in_table) {
           continue;
         }
         if (__builtin_expect(best[number] < part.floor, 0)) {
           keys[number] = team.lower_floor(number);
           lowest[number] = part.lowest_best;
         }
-        const auto key = static_cast<std::int32_t>(keys[number]);
-        const auto place = static_cast<std::size_t>(key & ((1 << place_bits) - 1));
-        const double taken = part.list_taken[place];
-        dataset_index[part.sample] = static_cast<std::int16_t>(key >> place_bits);
-        dataset_sample_index[part.sample] = static_cast<std::int64_t>(taken);
-        ++part.sample;
-        if (is_plain) {
-          part.list_taken[place] = taken + 1.0;
-        } else {
-          team.take(number, place, key);
-        }
+        record(team, number, static_cast<std::int32_t>(keys[number]), is_plain);
       }
     }
     for (std::size_t number = 0; number < num_parts; ++number) {
       team.parts_[number].lowest_best = lowest[number];
+    }
+  }
+
+  // Draws the samples of a part up to its pause by a look at its whole list for each.
+  template <std::size_t width>
+  static MILLRACE_INLINE void draw_alone(BlendTeam& team, std::size_t number) {
+    BlendTeam::Part& part = team.parts_[number];
+    const bool is_plain = !team.groups_.turns && !team.groups_.limited;
+    part.lowest_best = infinity;
+    while (part.sample < part.pause) {
+      double best = largest_error<width>(part.list_weight.get(), part.list_taken.get(),
+                                         part.list_size, part.sample);
+      if (__builtin_expect(best < part.list_floor, 0)) {
+        best = team.lower_list_floor(number);
+      }
+      part.lowest_best = std::min(part.lowest_best, best);
+      record(team, number, find_winner<width>(team, number, best), is_plain);
+    }
+  }
+
+ private:
+  // Notes what a part's next sample is drawn from.
+  static MILLRACE_INLINE void record(BlendTeam& team, std::size_t number, std::int32_t key,
+                                     bool is_plain) {
+    BlendTeam::Part& part = team.parts_[number];
+    const auto place = static_cast<std::size_t>(key & ((1 << place_bits) - 1));
+    const double taken = part.list_taken[place];
+    team.dataset_index_[part.sample] = static_cast<std::int16_t>(key >> place_bits);
+    team.dataset_sample_index_[part.sample] = static_cast<std::int64_t>(taken);
+    ++part.sample;
+    if (is_plain) {
+      part.list_taken[place] = taken + 1.0;
+    } else {
+      team.take(number, place, key);
     }
   }
 };
@@ -259,6 +300,9 @@ namespace {
     target static void draw(BlendTeam& team, std::int64_t num_samples) {                         \
       BlendCode::draw<width>(team, num_samples);                                                 \
     }                                                                                            \
+    target static void draw_alone(BlendTeam& team, std::size_t number) {                         \
+      BlendCode::draw_alone<width>(team, number);                                                \
+    }                                                                                            \
     target static void fill_list(BlendTeam& team, std::size_t number) {                          \
       BlendCode::fill_list<width>(team, number);                                                 \
     }                                                                                            \
@@ -269,7 +313,12 @@ namespace {
                                        std::size_t count, std::int64_t sample) {                 \
       return BlendCode::largest_error<width>(weight, taken, count, sample);                      \
     }                                                                                            \
-    static constexpr BlendFunctions functions = {draw, fill_list, fill_table, largest_error};    \
+    target static std::int32_t find_winner(const BlendTeam& team, std::size_t number,            \
+                                           double best) {                                        \
+      return BlendCode::find_winner<width>(team, number, best);                                  \
+    }                                                                                            \
+    static constexpr BlendFunctions functions = {draw,       draw_alone,    fill_list,           \
+                                                 fill_table, largest_error, find_winner};        \
   };
 
 MILLRACE_BLEND_FUNCTIONS(Portable, 2, )
@@ -349,13 +398,14 @@ Drawn BlendTeam::drawn(std::size_t number) {
 void BlendTeam::run(std::int64_t num_samples) {
   while (num_samples > 0) {
     std::int64_t steps = num_samples;
-    bool is_done = true;
+    bool is_done = true, uses_table = false;
     num_rows_ = 0;
     for (std::size_t number = 0; number < num_parts; ++number) {
       Part& part = parts_[number];
       if (part.sample < part.stop) {
         is_done = false;
         begin_block(number);
+        uses_table |= part.in_table;
         count_rows(part);
         steps = std::min({steps, part.block_end - part.sample, part.stop - part.sample});
       }
@@ -363,16 +413,22 @@ void BlendTeam::run(std::int64_t num_samples) {
     if (is_done) {
       return;
     }
-    functions_.draw(*this, steps);
-    num_samples -= steps;
+    for (Part& part : parts_) {
+      part.pause = std::min(part.sample + steps, part.stop);
+    }
+    if (uses_table) {
+      functions_.draw(*this, steps);
+    }
     for (std::size_t number = 0; number < num_parts; ++number) {
       Part& part = parts_[number];
+      if (part.sample < part.pause) {
+        functions_.draw_alone(*this, number);
+      }
       if (part.sample == part.stop) {
-        for (; part.num_rows > 0; --part.num_rows) {
-          table_[part.num_rows - 1].clear(number);
-        }
+        leave_table(number);
       }
     }
+    num_samples -= steps;
   }
 }
 
@@ -380,6 +436,7 @@ void BlendTeam::begin_block(std::size_t number) {
   Part& part = parts_[number];
   if (part.sample == part.long_block_end) {
     settle(part);
+    static_assert(few_listed <= most_rows);  // no part draws alone for ever
     if (groups_.size() <= few_listed) {
       part.long_block_end = part.stop;
       part.list_floor = no_floor;
@@ -389,6 +446,9 @@ void BlendTeam::begin_block(std::size_t number) {
       part.list_floor = part.lowest_best - part.list_margin;
     }
     functions_.fill_list(*this, number);
+  } else if (!part.in_table) {  // it draws alone
+    part.block_end = part.long_block_end;
+    return;
   }
   if (groups_.size() <= few_groups) {
     part.block_end = part.stop;
@@ -401,38 +461,44 @@ void BlendTeam::begin_block(std::size_t number) {
   functions_.fill_table(*this, number);
 }
 
-double BlendTeam::lower_floor(std::size_t number) {
+std::int32_t BlendTeam::lower_floor(std::size_t number) {
   Part& part = parts_[number];
   double best = functions_.largest_error(part.list_weight.get(), part.list_taken.get(),
                                          part.list_size, part.sample);
   if (best < part.list_floor) {
-    settle(part);
-    best = functions_.largest_error(groups_.weight.data(), part.taken.data(), groups_.size(),
-                                    part.sample);
-    part.list_margin = 2 * part.list_margin + spacing();
-    part.list_floor = best - part.list_margin;
-    functions_.fill_list(*this, number);
+    best = lower_list_floor(number);
   }
   part.margin = 2 * part.margin + spacing();
   part.floor = std::max(best - part.margin, part.list_floor);
   part.lowest_best = best;
   functions_.fill_table(*this, number);
   count_rows(part);
-  double key = infinity;
-  const double position = position_of(part.sample);
-  for (std::size_t row = 0; row < part.num_rows; ++row) {
-    const Row& candidates = table_[row];
-    if (candidates.weight[number] * position - candidates.taken[number] == best) {
-      key = std::min(key, candidates.key[number]);
-    }
+  return functions_.find_winner(*this, number, best);
+}
+
+double BlendTeam::lower_list_floor(std::size_t number) {
+  Part& part = parts_[number];
+  settle(part);
+  const double best = functions_.largest_error(groups_.weight.data(), part.taken.data(),
+                                               groups_.size(), part.sample);
+  part.list_margin = 2 * part.list_margin + spacing();
+  part.list_floor = best - part.list_margin;
+  functions_.fill_list(*this, number);
+  return best;
+}
+
+void BlendTeam::leave_table(std::size_t number) {
+  Part& part = parts_[number];
+  part.in_table = false;
+  for (; part.num_rows > 0; --part.num_rows) {
+    table_[part.num_rows - 1].clear(number);
   }
-  return key;
 }
 
 void BlendTeam::take(std::size_t number, std::size_t place, std::int32_t key) {
   Part& part = parts_[number];
   const auto group = static_cast<std::size_t>(part.list_group[place]);
-  Row& candidates = table_[static_cast<std::size_t>(part.list_row[place])];
+  Row* row = part.in_table ? &table_[static_cast<std::size_t>(part.list_row[place])] : nullptr;
   double taken = part.list_taken[place] + 1.0;
   if (groups_.turns) {
     std::int32_t& turn = part.turn[group];
@@ -444,15 +510,20 @@ void BlendTeam::take(std::size_t number, std::size_t place, std::int32_t key) {
     if (next_key != key) {
       // `draw` finds the winner in the table by its key, and no longer will.
       part.list_key[place] = next_key;
-      candidates.key[number] = next_key;
-      candidates.taken[number] += is_finished ? 1.0 : 0.0;
+      if (row != nullptr) {
+        row->key[number] = next_key;
+        row->taken[number] += is_finished ? 1.0 : 0.0;
+      }
     }
     if (!is_finished) {
       return;
     }
   }
   if (taken == groups_.limit[group]) {
-    taken = candidates.taken[number] = infinity;
+    taken = infinity;
+    if (row != nullptr) {
+      row->taken[number] = infinity;
+    }
   }
   part.list_taken[place] = taken;
 }

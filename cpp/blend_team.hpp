@@ -9,6 +9,11 @@
 // sample, by the rule itself; if the largest one is not below the floor, it is the largest of all.
 // If it is, the floor is lowered, and the list and the column are made anew.
 //
+// Where weights are nearly equal, errors differ by less than they grow by in a block. So most
+// groups can win, and a part's column does not fit into the table. Such a part draws alone until
+// its next long block: it looks at its whole list for each sample, at as many neighbours at a time
+// as fill a vector.
+//
 // Why this is exact, for any weights: rounding is monotone, so as long as nothing is taken of a
 // group the rounded product weight * n and the rounded difference to `taken` never fall as n grows,
 // and they never rise as `taken` does. A group whose error, computed by the rule's own arithmetic,
@@ -75,6 +80,7 @@ class BlendTeam {
   struct Part {
     std::int64_t sample = 0, stop = 0;               // the next one; what follows the last
     std::int64_t block_end = 0, long_block_end = 0;  // the samples that follow them
+    std::int64_t pause = 0;                          // what follows those drawn in one go
     double floor = 0, list_floor = 0;
     double margin = 0, list_margin = 0;  // by how much they are set below `lowest_best`
     double lowest_best = 0;              // of the errors of the block's winners
@@ -85,8 +91,11 @@ class BlendTeam {
     std::size_t list_size = 0;
     std::unique_ptr<double[]> list_weight, list_taken;
     std::unique_ptr<std::int32_t[]> list_key, list_group, list_row;
+    bool in_table = false;     // else it draws alone, or has stopped
     std::size_t num_rows = 0;  // that it has in the table
   };
+
+  static constexpr std::size_t most_rows = 192;  // even; beyond them, drawing alone is faster
 
   // Of the table, which has a column for each part. An empty place has the error -infinity.
   struct alignas(64) Row {
@@ -106,7 +115,10 @@ class BlendTeam {
   // Parts go by their number, candidates by their place in the part's list.
   void begin_block(std::size_t number);
   // For a sample whose largest error in the table is below the floor. Returns the winner's key.
-  double lower_floor(std::size_t number);
+  std::int32_t lower_floor(std::size_t number);
+  // The same for the list. Returns the largest error of all.
+  double lower_list_floor(std::size_t number);
+  void leave_table(std::size_t number);
   // Counts a sample where there are turns or limits.
   void take(std::size_t number, std::size_t place, std::int32_t key);
   // Brings `taken` up to date with the list.
@@ -120,7 +132,7 @@ class BlendTeam {
   std::int64_t* dataset_sample_index_;
   const struct BlendFunctions& functions_;
   std::array<Part, num_parts> parts_;
-  std::vector<Row> table_;
+  std::array<Row, most_rows> table_;
   std::size_t num_rows_ = 0;  // the most that a part has, made even
 };
 

@@ -77,6 +77,32 @@ def test_by_weights_equals_its_twin_in_many_parts(num_datasets: int, kind: str) 
     assert_weights_twin(weights, 50_000 + num_datasets, threads=(1, 2, 5))
 
 
+@pytest.mark.parametrize("spread", [1e-2, 1e-3, 1e-15])
+@pytest.mark.parametrize(
+    "kind", ["all", "in pairs", "half of them", "in two groups", "but for one"]
+)
+def test_by_weights_equals_its_twin_for_nearly_equal_weights(kind: str, spread: float) -> None:
+    """Where more datasets can win than fit the table: parts draw alone, and return to it."""
+    random = np.random.default_rng(3)
+    weights = 1 + spread * random.random(400)
+    if kind == "in pairs":
+        weights = np.repeat(weights, 2)
+    elif kind == "half of them":
+        weights[::2] = random.random(200) + 1e-3
+    elif kind == "in two groups":
+        weights[100:] /= 3
+    elif kind == "but for one":
+        weights[7] = 400
+    assert_weights_twin(normalized(weights), 60_000, threads=(1, 2))
+    assert_weights_twin(normalized(weights), 300)
+
+
+def test_by_sizes_equals_its_twin_for_nearly_equal_sizes() -> None:
+    """At the end, too, more datasets can win than fit the table; then they are spent."""
+    sizes = 500 + np.arange(300) % 151  # few enough of each for them not to take turns
+    assert_sizes_twin(np.random.default_rng(0).permutation(sizes), threads=(1, 2))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_datasets", [3, 25, 193])
 def test_by_sizes_equals_its_twin_in_many_parts(num_datasets: int, kind: str) -> None:
