@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from millrace.errors import TextError
+from millrace.errors import ConfigError, TextError
 from millrace.store import optimal_dtype
 
 EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
@@ -29,10 +29,13 @@ class Tokenizer:
 
     Raises:
         TextError: no tokenizer file, or no such token.
+        ConfigError: an `eod_token` that is no text.
     """
 
     def __init__(self, path: str | os.PathLike[str], eod_token: str | None = None) -> None:
-        self.path = os.fspath(path)
+        self.path = os.fsdecode(path)
+        if eod_token is not None and not isinstance(eod_token, str):
+            raise ConfigError(f"eod_token is {eod_token!r}; give the token's text")
         try:
             with open(self.path, "rb") as file:
                 content = file.read()

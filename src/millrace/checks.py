@@ -1,0 +1,139 @@
+"""One door for what callers give as numbers and flags: exact Python values, or a ConfigError.
+
+NumPy's integers are welcome, and come out as Python's, whose sums do not overflow and which JSON
+can hold. Floats and bools are no counts, however they look.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from millrace.errors import ConfigError
+
+MAX_INT64 = 2**63 - 1
+_MIN_INT64 = -(2**63)
+_MOST_SHOWN = 200  # characters of a value in a message
+
+
+def whole(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
+    """A whole number as Python's int.
+
+    Args:
+        name: what to call it in a message.
+        value: an int of Python's or NumPy's, or whatever else has `__index__`, but no bool.
+        least, most: its limits; None: there is none.
+
+    Raises:
+        ConfigError: it is no whole number, or outside its limits.
+    """
+    try:
+        if isinstance(value, (bool, np.bool_)):
+            raise TypeError
+        number = int(operator.index(value))
+    except TypeError:
+        raise ConfigError(f"{name} is {shown(value)}; a whole number is needed") from None
+    if (least is not None and number < least) or (most is not None and number > most):
+        if most is None:
+            limits = f"at least {least} is needed"
+        elif least is None:
+            limits = f"at most {most} is possible"
+        else:
+            limits = f"{least} to {most} is possible"
+        raise ConfigError(f"{name} is {shown(number)}; {limits}")
+    return number
+
+
+def token(name: str, value: Any) -> int | None:
+    """A token id, which any file may hold, or None for no token.
+
+    Raises:
+        ConfigError: it is no whole number, or one beyond 64 bits.
+    """
+    return None if value is None else whole(name, value, _MIN_INT64, MAX_INT64)
+
+
+def flag(name: str, value: Any) -> bool:
+    """A switch: True or False, of Python or NumPy.
+
+    Raises:
+        ConfigError: it is anything else.
+    """
+    if not isinstance(value, (bool, np.bool_)):
+        raise ConfigError(f"{name} is {shown(value)}; give True or False")
+    return bool(value)
+
+
+def real(name: str, value: Any) -> float:
+    """A number as Python's float: of Python, NumPy, `fractions` or `decimal`.
+
+    Raises:
+        ConfigError: it is no number, or too large for a float.
+    """
+    try:
+        if isinstance(value, (str, bytes, bytearray, bool, np.bool_, np.complexfloating)):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{name} is {shown(value)}; a number is needed") from None
+    except OverflowError:
+        raise ConfigError(f"{name} is {shown(value)}; that is too large for float64") from None
+
+
+def reals(name: str, values: Any) -> list[float]:
+    """Numbers as a list of Python's floats.
+
+    Raises:
+        ConfigError: no list of numbers.
+    """
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        raise ConfigError(f"{name} are {shown(values)}; give a list of numbers")
+    return [real(f"number {place} of {name}", value) for place, value in enumerate(values)]
+
+
+def whole_numbers(name: str, values: ArrayLike) -> NDArray[np.int64]:
+    """Whole numbers as one contiguous array of int64 in the machine's byte order.
+
+    Args:
+        name: what to call them in a message, in the plural.
+        values: a list, or an array [n] of any integer dtype, byte order, stride and alignment.
+
+    Returns:
+        int64 [n]; it is `values` itself where that is so already.
+
+    Raises:
+        ConfigError: another shape, no whole numbers, or numbers beyond int64.
+    """
+    array = np.asarray(values)
+    if array.ndim == 1 and array.size == 0:
+        return np.empty(0, np.int64)
+    if array.ndim == 1 and not isinstance(values, np.ndarray) and array.dtype.kind in "fO":
+        # NumPy makes floats of a list of int64 and uint64, and objects of large ints.
+        return np.array(
+            [
+                whole(f"one of {name}", value, _MIN_INT64, MAX_INT64)
+                for value in values  # type: ignore[union-attr]
+            ],
+            np.int64,
+        )
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise ConfigError(
+            f"{name} have shape {list(array.shape)} and dtype {array.dtype}; integers of shape [n] "
+            "are needed"
+        )
+    if array.dtype.kind == "u" and array.dtype.itemsize == 8 and array.max() > MAX_INT64:
+        raise ConfigError(f"{name} go up to {array.max()}; at most {MAX_INT64} is possible")
+    return np.require(array, np.int64, ["C_CONTIGUOUS", "ALIGNED"])
+
+
+def shown(value: Any) -> str:
+    """A value as a message shows it: its repr, cut where it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # an int of more digits than Python prints
+        text = f"{value:#x}"
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}... ({len(text)} characters)"
