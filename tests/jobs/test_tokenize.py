@@ -358,6 +358,19 @@ def test_wrong_arguments_are_refused_before_any_work(
     assert list(folder.iterdir()) == []
 
 
+def test_inputs_that_cannot_be_read_and_kept_are_refused(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    source = write_jsonl(tmp_path / "out_text_document.bin", ["a"])
+    content = source.read_bytes()
+    with pytest.raises(ConfigError, match="is an input, and would be written"):
+        run(tmp_path, [source], tokenizer)
+    assert source.read_bytes() == content
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="is given twice, but a pipe can be read once"):
+        run(tmp_path / "other", [tmp_path / "pipe", source, tmp_path / "pipe"], tokenizer)
+
+
 def test_wrong_arguments_of_the_parts_are_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
     with pytest.raises(ConfigError, match="eod_token is 0; give the token's text"):
         Tokenizer(tokenizer.path, 0)  # type: ignore[arg-type]

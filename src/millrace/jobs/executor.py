@@ -153,7 +153,7 @@ class _Pool:
         except OSError as error:
             raise MillraceError(
                 f"worker process {len(self._workers) + 1} of {self._size} cannot be started: "
-                f"{error.strerror}. Run again with fewer workers"
+                f"{error}. Run again with fewer workers; workers=1 starts none"
             ) from None
         # Its first answer says that it has started, and listens.
         messages = deque([self._work, item])

@@ -21,6 +21,7 @@ from millrace.jobs.executor import ordered_map
 from millrace.jobs.interrupts import interruptible, interrupts_held
 from millrace.jobs.progress import Progress
 from millrace.store import IndexedDatasetBuilder
+from millrace.store.publish import bin_path, idx_path, info_path
 from millrace.text.documents import LineBlock, document_texts, input_size, read_blocks
 from millrace.text.tokenizer import InvalidUnicodeError, Tokenizer, flatten
 
@@ -112,6 +113,8 @@ def tokenize(
         _ = tokenizer.eod  # an error before any work
     recipe = _Recipe(tokenizer=tokenizer, keys=keys, append_eod=append_eod)
     sizes = [input_size(path) for path in paths]
+    prefixes = [f"{output_prefix}_{key}_document" for key in keys]
+    _check_inputs(paths, sizes, prefixes)
     total = None if None in sizes else sum(size for size in sizes if size)
     start = time.monotonic()
     num_documents = num_bytes = 0
@@ -119,13 +122,13 @@ def tokenize(
         builders = [
             stack.enter_context(
                 IndexedDatasetBuilder(
-                    f"{output_prefix}_{key}_document",
+                    prefix,
                     tokenizer.dtype,
                     checksums=checksums,
                     provenance=_provenance(recipe, paths, key) if checksums else None,
                 )
             )
-            for key in keys
+            for key, prefix in zip(keys, prefixes, strict=True)
         ]
         progress = stack.enter_context(Progress("tokenize", total)) if show_progress else None
         blocks = _blocks(paths, sizes)
@@ -158,6 +161,21 @@ def _listed(name: str, given: Any, kinds: tuple[type, ...]) -> list[Any]:
         names = " or ".join(kind.__name__ for kind in kinds)
         raise ConfigError(f"{name} is {checks.shown(given)}; a list of {names} is needed")
     return values
+
+
+def _check_inputs(
+    paths: Sequence[str], sizes: Sequence[int | None], prefixes: Sequence[str]
+) -> None:
+    outputs = {
+        os.path.realpath(name(prefix))
+        for prefix in prefixes
+        for name in (bin_path, idx_path, info_path)
+    }
+    for place, (path, size) in enumerate(zip(paths, sizes, strict=True)):
+        if os.path.realpath(path) in outputs:
+            raise ConfigError(f"{path} is an input, and would be written; give another prefix")
+        if size is None and path in paths[:place]:
+            raise ConfigError(f"{path} is given twice, but a pipe can be read once alone")
 
 
 def _provenance(recipe: _Recipe, inputs: Sequence[str], key: str) -> dict[str, Any]:
