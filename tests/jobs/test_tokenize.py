@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from millrace import ConfigError, IndexedDataset, MillraceError, TextError
 from millrace.jobs import executor, progress, tokenize
-from millrace.text import Tokenizer, documents, read_blocks
+from millrace.text import LineBlock, Tokenizer, document_texts, documents, read_blocks
 from tests.conftest import make_texts, train_tokenizer, write_jsonl
 
 
@@ -325,16 +325,17 @@ def test_paths_of_any_kind_and_numpys_numbers(tmp_path: Path, tokenizer: Tokeniz
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"inputs": "a.jsonl"}, r"inputs is 'a.jsonl'; a list is needed: \['a.jsonl'\]"),
-        ({"inputs": Path("a.jsonl")}, r"inputs is .*; a list is needed: \[PosixPath"),
-        ({"inputs": b"a.jsonl"}, "inputs is b'a.jsonl'; a list is needed"),
-        ({"inputs": []}, r"inputs is \[\]; a list of str or PathLike is needed"),
-        ({"inputs": [3]}, r"inputs is \[3\]; a list of str or PathLike is needed"),
-        ({"inputs": None}, "inputs is None; a list of str or PathLike is needed"),
-        ({"json_keys": "text"}, r"json_keys is 'text'; a list is needed: \['text'\]"),
-        ({"json_keys": []}, r"json_keys is \[\]; a list of str is needed"),
-        ({"json_keys": ["text", 1]}, r"json_keys is \['text', 1\]; a list of str"),
-        ({"json_keys": ["text", "text"]}, r"json_keys are \['text', 'text'\]; give each once"),
+        ({"inputs": "a.jsonl"}, r"inputs is 'a.jsonl'.*; give a list: \['a.jsonl'\]"),
+        ({"inputs": Path("a.jsonl")}, r"inputs is .*; give a list: \[PosixPath"),
+        ({"inputs": b"a.jsonl"}, r"inputs is b'a.jsonl'.*; give a list: \[b'a.jsonl'\]"),
+        ({"inputs": []}, "there are no inputs"),
+        ({"inputs": [3]}, r"inputs are \[3\]; give a list of paths"),
+        ({"inputs": None}, "inputs are None; give a list of paths"),
+        ({"json_keys": "text"}, r"json_keys is 'text', one key alone; give a list: \['text'\]"),
+        ({"json_keys": []}, r"json_keys are \[\]; give a list of at least one key"),
+        ({"json_keys": 3}, "json_keys are 3; give a list of at least one key"),
+        ({"json_keys": ["text", 1]}, r"json_keys are \['text', 1\]; give a list"),
+        ({"json_keys": ["text", "text"]}, r"json_keys are \['text', 'text'\]; .* each once"),
         ({"workers": 2.0}, "workers is 2.0; a whole number is needed"),
         ({"workers": True}, "workers is True; a whole number is needed"),
         ({"workers": -1}, "workers is -1; at least 1 is needed"),
@@ -374,6 +375,12 @@ def test_inputs_that_cannot_be_read_and_kept_are_refused(
 def test_wrong_arguments_of_the_parts_are_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
     with pytest.raises(ConfigError, match="eod_token is 0; give the token's text"):
         Tokenizer(tokenizer.path, 0)  # type: ignore[arg-type]
+    for texts in ("water", ["water", 3]):
+        with pytest.raises(ConfigError, match=r"texts are .*; give a list of texts"):
+            tokenizer.encode(texts)  # type: ignore[arg-type]
+    block = LineBlock(path="a", first_line=1, data=b'{"text": "a"}', position=0)
+    with pytest.raises(ConfigError, match=r"give a list: \['text'\]"):
+        document_texts(block, "text")
     for block_size in (0, 1.5, True):
         with pytest.raises(ConfigError, match=f"block_size is {block_size}"):
             read_blocks(tmp_path / "a.jsonl", block_size)  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -22,7 +22,7 @@ from millrace.jobs.interrupts import interruptible, interrupts_held
 from millrace.jobs.progress import Progress
 from millrace.store import IndexedDatasetBuilder
 from millrace.store.publish import bin_path, idx_path, info_path
-from millrace.text.documents import LineBlock, document_texts, input_size, read_blocks
+from millrace.text.documents import LineBlock, check_keys, document_texts, input_size, read_blocks
 from millrace.text.tokenizer import InvalidUnicodeError, Tokenizer, flatten
 
 
@@ -96,10 +96,10 @@ def tokenize(
         ConfigError: no input, no key, fewer than one worker, or arguments of another kind.
         MillraceError: a worker process died, or another process is building a pair.
     """
-    paths = [os.fsdecode(path) for path in _listed("inputs", inputs, (str, os.PathLike))]
-    keys = tuple(_listed("json_keys", json_keys, (str,)))
-    if len(set(keys)) < len(keys):
-        raise ConfigError(f"json_keys are {checks.shown(list(keys))}; give each once")
+    paths = checks.paths("inputs", inputs)
+    if not paths:
+        raise ConfigError("there are no inputs; give at least one file")
+    keys = check_keys(json_keys)
     output_prefix = os.fsdecode(output_prefix)
     if isinstance(tokenizer, (str, os.PathLike)):
         raise ConfigError(
@@ -150,17 +150,6 @@ def tokenize(
         num_bytes=num_bytes,
         seconds=time.monotonic() - start,
     )
-
-
-def _listed(name: str, given: Any, kinds: tuple[type, ...]) -> list[Any]:
-    """A list of at least one value of some kinds, where a single one is a common slip."""
-    if isinstance(given, (*kinds, bytes)):
-        raise ConfigError(f"{name} is {given!r}; a list is needed: [{given!r}]")
-    values = list(given) if isinstance(given, Iterable) else []
-    if not values or not all(isinstance(value, kinds) for value in values):
-        names = " or ".join(kind.__name__ for kind in kinds)
-        raise ConfigError(f"{name} is {checks.shown(given)}; a list of {names} is needed")
-    return values
 
 
 def _check_inputs(

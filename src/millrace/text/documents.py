@@ -10,12 +10,12 @@ import os
 import stat
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from millrace import checks
-from millrace.errors import TextError
+from millrace.errors import ConfigError, TextError
 
 BLOCK_SIZE = 1 << 20
 """Bytes of text that are read, and handed to a worker, at a time; a longer line stays whole."""
@@ -163,8 +163,10 @@ def document_texts(block: LineBlock, keys: Sequence[str]) -> list[tuple[int, lis
     Blank lines hold no document and are passed over.
 
     Raises:
+        ConfigError: keys that are no list of texts.
         TextError: a line that is no JSON object in UTF-8, or has no text under a key.
     """
+    keys = check_keys(keys)
     documents = []
     for number, line in enumerate(block.data.split(b"\n"), start=block.first_line):
         if not line or line.isspace():
@@ -173,6 +175,22 @@ def document_texts(block: LineBlock, keys: Sequence[str]) -> list[tuple[int, lis
         record = _parse(line, place)
         documents.append((number, [_text(record, key, place) for key in keys]))
     return documents
+
+
+def check_keys(keys: Sequence[str]) -> tuple[str, ...]:
+    """The keys whose values are texts.
+
+    Raises:
+        ConfigError: no list of texts, an empty one, or a key twice.
+    """
+    if isinstance(keys, str):
+        raise ConfigError(f"json_keys is {keys!r}, one key alone; give a list: [{keys!r}]")
+    found = tuple(keys) if isinstance(keys, Iterable) else ()
+    if not found or not all(isinstance(key, str) for key in found) or len({*found}) < len(found):
+        raise ConfigError(
+            f"json_keys are {checks.shown(keys)}; give a list of at least one key, each once"
+        )
+    return found
 
 
 def _parse(line: bytes, place: str) -> dict[str, Any]:

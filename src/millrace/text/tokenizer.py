@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from millrace.checks import shown
 from millrace.errors import ConfigError, TextError
 from millrace.store import optimal_dtype
 
@@ -92,11 +93,14 @@ class Tokenizer:
         """The ids of each text.
 
         Raises:
+            ConfigError: no list of texts.
             TextError: a text that is no valid Unicode.
         """
         try:
             return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts)]
         except TypeError:
+            if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
+                raise ConfigError(f"texts are {shown(texts)}; give a list of texts") from None
             for number, text in enumerate(texts):
                 try:
                     text.encode()
