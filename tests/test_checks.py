@@ -1,0 +1,156 @@
+"""The door for numbers and flags: what comes in, and as what it goes on."""
+
+from __future__ import annotations
+
+import json
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millrace.checks import flag, real, reals, shown, token, whole, whole_numbers
+from millrace.errors import ConfigError
+
+INTEGERS = [np.dtype(code) for code in "bBhHiIlLqQ"]
+
+
+@given(st.data())
+def test_every_integer_type_becomes_pythons(data: st.DataObject) -> None:
+    dtype = data.draw(st.sampled_from(INTEGERS))
+    limits = np.iinfo(dtype)
+    number = data.draw(st.integers(int(limits.min), int(limits.max)))
+    for value in (
+        dtype.type(number),
+        np.array(number, dtype),
+        np.array(number, dtype.newbyteorder()),
+    ):
+        assert whole("size", value) == number
+        assert type(whole("size", value)) is int
+    assert json.dumps(whole("size", dtype.type(number))) == str(number)
+
+
+@pytest.mark.parametrize(
+    "value", [2.0, 2.5, True, np.True_, np.float64(2), "2", b"2", None, [2], np.array([2]), 2 + 0j]
+)
+def test_what_is_no_whole_number_is_refused_by_name(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^size is .*; a whole number is needed$"):
+        whole("size", value)
+
+
+def test_limits_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"^size is 0; at least 1 is needed$"):
+        whole("size", np.int8(0), 1)
+    with pytest.raises(ConfigError, match=r"^seed is 4294967296; 0 to 4294967295 is possible$"):
+        whole("seed", 2**32, 0, 2**32 - 1)
+    with pytest.raises(ConfigError, match=r"^size is 0x.* 0 to 1 is possible$"):
+        whole("size", 10**5000, 0, 1)
+    with pytest.raises(ConfigError, match="at most 5 is possible"):
+        whole("size", 6, most=5)
+
+
+def test_any_number_of_64_bits_is_a_token() -> None:
+    assert [token("pad_token", t) for t in (None, -1, np.int64(-(2**63)), 2**63 - 1)] == [
+        None,
+        -1,
+        -(2**63),
+        2**63 - 1,
+    ]
+    for value in (2**63, 1.0, True, "0"):
+        with pytest.raises(ConfigError, match="pad_token is"):
+            token("pad_token", value)
+
+
+def test_flags_are_bools() -> None:
+    assert flag("drop_last", np.True_) is True
+    assert flag("drop_last", False) is False
+    for value in (0, 1, None, "no", np.int64(1), [True]):
+        with pytest.raises(ConfigError, match=r"^drop_last is .*; give True or False$"):
+            flag("drop_last", value)
+
+
+def test_reals_are_of_any_exact_or_floating_kind() -> None:
+    values = [1, 0.5, np.float32(0.5), np.int16(3), Fraction(1, 4), Decimal("0.25")]
+    found = reals("the weights", values)
+    assert found == [1.0, 0.5, 0.5, 3.0, 0.25, 0.25]
+    assert {type(value) for value in found} == {float}
+    assert reals("the weights", np.array([1, 2], ">i4")) == [1.0, 2.0]
+    for value in ("1", b"1", True, None, 1j, np.complex64(1), [1.0], Decimal("sNaN")):
+        with pytest.raises(ConfigError, match=r"the weight is .*; a number is needed"):
+            real("the weight", value)
+    with pytest.raises(ConfigError, match="too large"):
+        real("the weight", Fraction(10) ** 400)
+    for values in ("12", 1.0):
+        with pytest.raises(ConfigError, match=r"the weights are .*; give a list"):
+            reals("the weights", values)
+
+
+@given(st.data())
+def test_arrays_of_whole_numbers_come_in_any_form(data: st.DataObject) -> None:
+    dtype = data.draw(st.sampled_from(INTEGERS))
+    limits = np.iinfo(dtype)
+    most = min(int(limits.max), 2**63 - 1)
+    numbers = data.draw(st.lists(st.integers(int(limits.min), most), max_size=20))
+    array = np.array(numbers, dtype)
+    unaligned = np.frombuffer(b"x" + array.tobytes(), dtype, offset=1)
+    read_only = array.copy()
+    read_only.setflags(write=False)
+    for form in (
+        numbers,
+        tuple(numbers),
+        list(array),
+        array,
+        array.astype(dtype.newbyteorder()),
+        np.repeat(array, 3)[::3],
+        array[::-1].copy()[::-1],
+        unaligned,
+        read_only,
+        array.astype(object).tolist(),
+    ):
+        found = whole_numbers("the ids", form)
+        assert found.tolist() == numbers
+        assert found.dtype == np.int64
+        assert found.dtype.isnative
+        assert found.flags.c_contiguous
+        assert found.flags.aligned
+
+
+def test_int64_is_not_copied() -> None:
+    ids = np.arange(5)
+    assert whole_numbers("the ids", ids) is ids
+
+
+def test_mixed_lists_are_exact() -> None:
+    large = 2**53 + 1
+    assert whole_numbers("the ids", [np.int64(-1), np.uint64(large)]).tolist() == [-1, large]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [0.0],
+        [0.5, 1],
+        np.array([1.0]),
+        [True, False],
+        np.array([True]),
+        ["1"],
+        5,
+        [[1], [2]],
+        np.array([2**63], np.uint64),
+        [2**63],
+        [-(2**63) - 1],
+        [None],
+        "12",
+    ],
+)
+def test_other_arrays_are_refused(values: Any) -> None:
+    with pytest.raises(ConfigError, match="the ids"):
+        whole_numbers("the ids", values)
+
+
+def test_long_values_are_cut() -> None:
+    assert len(shown("x" * 10**6)) < 300
+    assert shown(5) == "5"
