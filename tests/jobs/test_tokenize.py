@@ -532,6 +532,17 @@ def _fail(_: None, item: int) -> float:
     return 1 / item
 
 
+def test_of_several_errors_the_first_items_is_raised() -> None:
+    for _ in range(3):
+        with pytest.raises(TextError, match=r"item 0\.3"):
+            list(executor.ordered_map(_fail_later, [0.3, 0, 0.1, 0], context=None, workers=3))
+
+
+def _fail_later(_: None, seconds: float) -> None:
+    time.sleep(seconds)
+    raise TextError(f"item {seconds}")
+
+
 def test_every_worker_starts_and_slow_ones_do_not_change_the_order() -> None:
     items = [0.3, 0, 0.2, 0, 0, 0.1, 0, 0]
     results = list(executor.ordered_map(_sleep, items, context=None, workers=3))

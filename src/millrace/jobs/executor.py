@@ -28,6 +28,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+_READY = None, None  # what a worker answers when it has started, and when it knows the function
 
 
 def ordered_map(
@@ -110,7 +111,8 @@ class _Pool:
         size: how many processes there may be.
 
     Attributes:
-        results: that have come back, by the numbers of their items.
+        results: that have come back, by the numbers of their items: each a value and None, or an
+            error and its traceback.
     """
 
     def __init__(self, work: bytes, size: int) -> None:
@@ -118,7 +120,7 @@ class _Pool:
         self._size = size
         self._workers: dict[Connection, _Worker] = {}
         self._idle: list[Connection] = []
-        self.results: dict[int, Any] = {}
+        self.results: dict[int, tuple[Any, str | None]] = {}
 
     def give(self, number: int, item: bytes) -> None:
         """Hands an item to a worker; waits for one if all are busy."""
@@ -132,10 +134,13 @@ class _Pool:
         self._send(connection, item)
 
     def take(self, number: int) -> Any:
-        """The result of an item; waits for it."""
+        """The result of an item; waits for it. An error is raised: that of the first bad item."""
         while number not in self.results:
             self._receive()
-        return self.results.pop(number)
+        value, trace = self.results.pop(number)
+        if trace is not None:
+            raise value from (RuntimeError(trace) if trace else None)
+        return value
 
     def kill(self) -> None:
         """Ends the workers, whatever they are at."""
@@ -171,14 +176,12 @@ class _Pool:
                     data = connection.recv_bytes()
             except (EOFError, OSError):
                 raise self._death_of(connection) from None
-            value, trace = pickle.loads(data)
-            if trace is not None:
-                raise value from (RuntimeError(trace) if trace else None)
+            result = pickle.loads(data)
             worker = self._workers[connection]
-            if worker.messages:
+            if worker.messages and result == _READY:
                 self._send(connection, worker.messages.popleft())
             else:
-                self.results[worker.number] = value
+                self.results[worker.number] = result
                 self._idle.append(connection)
 
     def _send(self, connection: Connection, message: bytes) -> None:
@@ -235,7 +238,7 @@ def work(descriptor: int, parent: int) -> None:
         # A parent that is killed cannot end its workers: let the kernel do it.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     function, context = None, None
-    answer = pickle.dumps((None, None))
+    answer = pickle.dumps(_READY)
     with Connection(descriptor) as connection:
         while os.getppid() == parent:
             try:
