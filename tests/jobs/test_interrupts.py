@@ -25,14 +25,6 @@ MESSAGE = "millrace: error: interrupted; nothing half-written was left behind\n"
 OLD = {f"out_text_document{suffix}": b"old" for suffix in (".bin", ".idx")}
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Input for some ten seconds of work."""
-    path = write_jsonl(tmp_path_factory.mktemp("input") / "a.jsonl", make_texts(5000))
-    path.write_bytes(path.read_bytes() * 40)
-    return path
-
-
 def interrupt_tokenize(
     folder: Path, command: Sequence[object], pauses: Sequence[float]
 ) -> tuple[int, str]:
@@ -86,9 +78,11 @@ def assert_nothing_changed(folder: Path, status: int, stderr: str, pauses: objec
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == OLD
 
 
-def test_ctrl_c_at_random_instants(tmp_path: Path, source: Path, tokenizer_file: Path) -> None:
+def test_ctrl_c_at_random_instants(tmp_path: Path, tokenizer_file: Path) -> None:
     """While workers are started, import, work; and again while the job cleans up."""
-    command = ["tokenize", "--input", source, "--tokenizer", tokenizer_file, "--workers", 2]
+    source = write_jsonl(tmp_path / "a.jsonl", make_texts(20_000))
+    inputs = [source] * 100  # a minute of work, or more
+    command = ["tokenize", "--input", *inputs, "--tokenizer", tokenizer_file, "--workers", 2]
     for number in range(8):
         pauses = [random.uniform(0, 1)]
         pauses += [random.choice([0, random.uniform(0, 0.02)]) for _ in range(number % 4)]
