@@ -938,6 +938,30 @@ Samples py_gather_samples(const nb::tuple& sources, const In<std::int64_t>& sour
   return rows.take();
 }
 
+// From which dataset, and as which of its samples, a blend draws some of its own.
+std::tuple<Out<std::int16_t>, Out<std::int64_t>> py_look_up_draws(
+    const In<std::int16_t>& dataset_index, const In<std::int64_t>& dataset_sample_index,
+    const In<std::int64_t>& numbers) {
+  const auto size = static_cast<std::int64_t>(dataset_index.shape(0));
+  if (dataset_sample_index.shape(0) != dataset_index.shape(0)) {
+    throw std::invalid_argument("dataset_index and dataset_sample_index differ in size");
+  }
+  auto datasets = allocate<std::int16_t>(numbers.shape(0));
+  auto samples = allocate<std::int64_t>(numbers.shape(0));
+  read_mapped([&] {
+    for (std::size_t i = 0; i < numbers.shape(0); ++i) {
+      if (numbers(i) < 0 || numbers(i) >= size) {
+        throw std::out_of_range("there is no sample " + std::to_string(numbers(i)) +
+                                "; the blend has 0 to " + std::to_string(size - 1));
+      }
+      const auto place = static_cast<std::size_t>(numbers(i));
+      datasets.span()[i] = column_of(dataset_index)[place];
+      samples.span()[i] = column_of(dataset_sample_index)[place];
+    }
+  });
+  return {to_numpy(std::move(datasets)), to_numpy(std::move(samples))};
+}
+
 // For token files that are not mapped: which bytes the samples take, and where each sample's pieces
 // end.
 std::tuple<Out<std::int64_t>, Out<std::int64_t>, Out<std::int64_t>> py_find_pieces(
@@ -1093,6 +1117,8 @@ NB_MODULE(_core, module) {
                     const In<std::int32_t>&, const AnyArray&, const AnyArray&, std::int64_t>(),
            "tokens"_a, "sequence_pointers"_a, "sequence_lengths"_a, "document_index"_a,
            "sample_index"_a, "shuffle_index"_a, "num_bytes"_a);
+  module.def("look_up_draws", &py_look_up_draws, "dataset_index"_a, "dataset_sample_index"_a,
+             "sample_numbers"_a);
   module.def("find_pieces", &py_find_pieces, "source"_a, "sample_numbers"_a, "sequence_length"_a,
              "add_extra_token"_a);
   module.def("fill_rows", &py_fill_rows, "tokens"_a, "ends"_a, "sequence_length"_a,

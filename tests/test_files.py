@@ -15,10 +15,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from millrace import files
 from millrace.files import TMP, atomic_file, file_lock, temporaries_of, temporary_name
+from millrace.jobs import convert
+from tests.no_flock import no_flock
 
 IS_ROOT = os.geteuid() == 0
 HANG = 60.0  # seconds
@@ -49,6 +52,7 @@ def test_temporaries_of_one_file_alone(name: str, tmp_path: Path) -> None:
     for file in own + others:
         Path(file).touch()
     assert temporaries_of(path) == sorted(own)
+    assert len(temporaries_of(str(tmp_path) + "//" + name, path + ".bak")) == len(own) + 2
     assert temporaries_of(str(tmp_path / "nowhere" / "x")) == []
 
 
@@ -121,6 +125,29 @@ def test_errors_of_others_in_the_block_stay_what_they_are(tmp_path: Path) -> Non
         open(tmp_path / "nowhere")  # noqa: SIM115
     assert caught.value.filename == str(tmp_path / "nowhere")
     assert os.listdir(tmp_path) == []
+
+
+def test_two_converts_to_one_file_leave_it_whole_at_every_moment(tmp_path: Path) -> None:
+    """It was empty or short for 100 ms."""
+    source, target = tmp_path / "in.npy", tmp_path / "out.npy"
+    np.save(source, np.arange(400_000, dtype=np.int32))
+    code = (
+        "import sys; from millrace.jobs import convert\n"
+        "for _ in range(20): convert(sys.argv[1], sys.argv[2], dtype='int32')\n"
+    )
+    prefix, expected = str(tmp_path / "data"), np.load(source).tobytes()
+    convert(str(source), prefix)
+    convert(prefix, str(target), dtype="int32")
+    size = target.stat().st_size
+    with ended(
+        subprocess.Popen([sys.executable, "-c", code, prefix, str(target)]) for _ in range(2)
+    ) as converts:
+        while any(process.poll() is None for process in converts):
+            content = target.read_bytes()
+            assert len(content) == size
+            assert content.endswith(expected)
+        assert [process.returncode for process in converts] == [0, 0]
+    assert not list(tmp_path.glob("*.tmp"))
 
 
 # ---- locks ----
@@ -337,13 +364,7 @@ def test_a_folder_that_cannot_be_written_is_named(open_folder: Path) -> None:
     assert str(path) in said
 
 
-NO_FLOCK = "#include <errno.h>\nint flock(int f, int o) { errno = ENOSYS; return -1; }\n"
-
-
 def test_a_file_system_without_locks(tmp_path: Path) -> None:
-    source, library = tmp_path / "no_flock.c", tmp_path / "no_flock.so"
-    source.write_text(NO_FLOCK)
-    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source], check=True)
     code = (
         "import sys; from millrace.files import *\n"
         "with file_lock(sys.argv[1]) as first, file_lock(sys.argv[1]) as second:\n"
@@ -352,7 +373,7 @@ def test_a_file_system_without_locks(tmp_path: Path) -> None:
     said = subprocess.check_output(
         [sys.executable, "-c", code, str(tmp_path / "lock")],
         text=True,
-        env={**os.environ, "LD_PRELOAD": str(library)},
+        env=no_flock(tmp_path),
     )
     assert said == "False False\n"
     assert not (tmp_path / "lock").exists()

@@ -125,6 +125,11 @@ class SampleSource:
 
 _Samples = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]
 
+def look_up_draws(
+    dataset_index: NDArray[np.int16],
+    dataset_sample_index: NDArray[np.int64],
+    sample_numbers: NDArray[np.int64],
+) -> tuple[NDArray[np.int16], NDArray[np.int64]]: ...
 def find_pieces(
     source: SampleSource,
     sample_numbers: NDArray[np.int64],

@@ -25,18 +25,24 @@ def temporary_name(path: str) -> str:
     return f"{path}.{os.urandom(6).hex()}{TMP}"
 
 
-def temporaries_of(path: str) -> list[str]:
-    """The temporaries of `path` that are there, those of living writers among them.
+def temporaries_of(*paths: str) -> list[str]:
+    """The temporaries of files that are there, those of living writers among them.
 
-    The names of `temporary_name`, and `path` + ".tmp", which older versions wrote.
+    The names of `temporary_name`, and the path + ".tmp", which older versions wrote.
     """
-    folder, name = os.path.split(path)
-    is_temporary = re.compile(re.escape(name) + r"(\.[0-9a-f]{12})?" + re.escape(TMP)).fullmatch
-    try:
-        there = os.listdir(folder or ".")
-    except FileNotFoundError:
-        return []
-    return [os.path.join(folder, file) for file in sorted(there) if is_temporary(file)]
+    found = []
+    for folder in {os.path.dirname(path) for path in paths}:
+        names = {os.path.basename(path) for path in paths if os.path.dirname(path) == folder}
+        with contextlib.suppress(FileNotFoundError):
+            there = os.listdir(folder or ".")
+            found += [os.path.join(folder, file) for file in there if written_name(file) in names]
+    return sorted(found)
+
+
+def written_name(temporary: str) -> str | None:
+    """The name that a temporary gets when it is whole; None for other files."""
+    match = re.fullmatch(r"(.*?)(\.[0-9a-f]{12})?" + re.escape(TMP), temporary, re.DOTALL)
+    return None if match is None else match[1]
 
 
 @contextlib.contextmanager
@@ -72,6 +78,11 @@ def naming(path: str) -> Iterator[None]:
             raise
         # NumPy's error of a short write has a text alone.
         raise OSError(error.errno or errno.EIO, error.strerror or str(error), path) from error
+
+
+def is_of_the_process(error: OSError) -> bool:
+    """Whether an error says nothing about the file: there are too many open ones, or no memory."""
+    return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 def flush_to_disk(file: IO[bytes]) -> None:

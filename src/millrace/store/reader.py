@@ -22,7 +22,7 @@ from millrace.files import xxh3
 from millrace.store.bytes import Access, BinReader, MMapReader, open_bin
 from millrace.store.info import Info, read_info
 from millrace.store.layout import HEADER, parse_header
-from millrace.store.publish import bin_path, open_pair
+from millrace.store.publish import bin_path, idx_path, open_pair
 
 
 class IndexedDataset:
@@ -361,6 +361,24 @@ class IndexedDataset:
                 return None
             opened.pop_all()
             return file
+
+    def check_sizes(self) -> None:
+        """Looks whether the files, if they are still at the prefix, have become shorter.
+
+        Raises:
+            DataError: one has.
+        """
+        paths = [idx_path(self.prefix), bin_path(self.prefix)]
+        for path, opened in zip(paths, reversed(self._files), strict=False):
+            try:
+                now = os.stat(path)
+            except OSError:
+                continue  # gone from its name: what was opened stays
+            if (now.st_dev, now.st_ino) == opened[:2] and now.st_size < opened[2]:
+                raise DataError(
+                    f"{path} has {now.st_size} bytes; it had {opened[2]} when it was opened, and "
+                    "was cut short since. Restore it: files in use are replaced by renames"
+                )
 
     # ---- an end, and other processes ----
 
