@@ -1036,6 +1036,9 @@ NB_MODULE(_core, module) {
   if (_import_array() < 0) {
     throw nb::python_error();
   }
+  // What nanobind takes for a leak at the end of Python is alive by right: a DataLoader's worker, or
+  // any daemon thread, holds its dataset until the process is gone, plain Python objects included.
+  nb::set_leak_warnings(false);
   nb::register_exception_translator([](const std::exception_ptr& raised, void*) {
     try {
       std::rethrow_exception(raised);

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,85 @@ def test_a_job_that_fails_exits_with_1_and_one_message(
         assert message in result.stderr
         assert "Traceback" not in result.stderr
         assert list(out.iterdir()) == []
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    result = subprocess.run(mount, capture_output=True, text=True)
+    if result.returncode != 0:
+        pytest.skip(f"a tmpfs cannot be mounted here: {result.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_a_full_disk_is_named_with_the_file_and_the_remedy(
+    disk: Path, tmp_path: Path, tokenizer_file: Path
+) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", make_texts(20_000))
+    command = ["tokenize", "--input", source, "--tokenizer", tokenizer_file, "--workers", 2]
+    result = millrace(*command, "--output-prefix", tmp_path / "whole")
+    assert result.returncode == 0, result.stderr
+    for failing in (
+        [*command, "--output-prefix", disk / "out"],
+        ["merge", tmp_path / "whole_text_document", "--output-prefix", disk / "out"],
+        ["convert", tmp_path / "whole_text_document", disk / "out.npy"],
+    ):
+        result = millrace(*failing)
+        assert result.returncode == 1
+        assert result.stderr.startswith(f"millrace: error: {disk}/out"), result.stderr
+        assert "No space left on device. Make room on that disk, or write elsewhere" in (
+            result.stderr
+        )
+        assert "nothing half-written was left behind" in result.stderr
+        assert result.stderr.count("\n") == 1
+        assert list(disk.iterdir()) == []
+
+
+def test_a_limit_on_file_sizes_is_named(tokenized: Path, tmp_path: Path) -> None:
+    merge = f"{sys.executable} -m millrace merge {tokenized} --output-prefix {tmp_path}/new"
+    result = subprocess.run(
+        ["bash", "-c", f"ulimit -f 1; {merge}"], capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 1
+    assert result.stderr.startswith(f"millrace: error: {tmp_path}/new"), result.stderr
+    assert "File too large. Raise the limit on file sizes (`ulimit -f`)" in result.stderr
+    assert list(tmp_path.glob("new*")) == []
+
+
+@pytest.mark.parametrize(
+    ("redirection", "status", "message"),
+    [
+        (">&-", 0, ""),
+        ("> /dev/full", 1, "the job is done, but its report cannot be written: No space left"),
+        ("2> /dev/full", 0, ""),
+        ("2>&-", 0, ""),
+    ],
+)
+def test_a_report_that_cannot_be_written_does_not_end_the_job(
+    tmp_path: Path, tokenizer_file: Path, redirection: str, status: int, message: str
+) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", make_texts(50))
+    line = (
+        f"{sys.executable} -m millrace tokenize --input {source} --tokenizer {tokenizer_file} "
+        f"--output-prefix {tmp_path}/out --workers 1 {redirection}"
+    )
+    result = subprocess.run(
+        ["bash", "-c", line],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONUNBUFFERED": ""},
+    )
+    assert result.returncode == status
+    assert message in result.stderr
+    assert result.stderr.count("\n") == (1 if message else 0)
+    assert IndexedDataset(tmp_path / "out_text_document").num_documents == 50
 
 
 def test_a_damaged_dataset_is_no_traceback(tokenized: Path) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import errno
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -19,20 +22,81 @@ EXIT_FAILED = 1  # the job failed; argparse exits with 2 for usage
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command. Returns 0, or 1 if the job failed; wrong usage exits with 2."""
-    options = _parser().parse_args(_with_dashes(sys.argv[1:] if arguments is None else arguments))
+    """Runs a command. Returns 0, or 1 if the job failed; wrong usage exits with 2.
+
+    Args:
+        arguments: None: those of the process, which ends with the command.
+    """
+    if arguments is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _InterruptOnce())
+    try:
+        status = _run(sys.argv[1:] if arguments is None else arguments)
+    except KeyboardInterrupt:
+        status = _fail("interrupted; nothing half-written was left behind")
+    if arguments is None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Python's own end is no place to interrupt
+    return status
+
+
+class _InterruptOnce:
+    """A signal handler: the first Ctrl-C ends the command, and none disturbs its cleaning up."""
+
+    def __init__(self) -> None:
+        self._is_over = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if not self._is_over:
+            self._is_over = True
+            raise KeyboardInterrupt
+
+
+def _run(arguments: Sequence[str]) -> int:
+    options = _parser().parse_args(_with_dashes(arguments))
     try:
         options.run(options)
-        sys.stdout.flush()
     except MillraceError as error:
         return _fail(str(error))
     except BrokenPipeError:  # the reader of our output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
+        return 0
     except OSError as error:
-        return _fail(f"{error.filename or 'the system'}: {error.strerror or error}")
-    except KeyboardInterrupt:
-        return _fail("interrupted; nothing half-written was left behind")
+        return _fail(_what_failed(error, options))
+    try:
+        if sys.stdout is not None:  # as it is for a process without one
+            sys.stdout.flush()
+    except BrokenPipeError:
+        _drop_output()
+    except OSError as error:
+        _drop_output()
+        return _fail(f"the job is done, but its report cannot be written: {error.strerror}")
     return 0
+
+
+def _drop_output() -> None:
+    """Sends nowhere what is still to be printed, so that Python's end does not try again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _what_failed(error: OSError, options: argparse.Namespace) -> str:
+    """An error of the system as a message; if it names no file, with what was to be written."""
+    outputs = (getattr(options, name, None) for name in ("output_prefix", "target", "folder"))
+    place = error.filename or next(filter(None, outputs), "the system")
+    if isinstance(place, bytes):
+        place = os.fsdecode(place)
+    text = f"{place}: {error.strerror or error}"
+    if error.errno in _NO_ROOM:
+        text += (
+            f". {_NO_ROOM[error.errno]}, or write elsewhere, and run again: nothing half-written "
+            "was left behind, and an old file is as it was"
+        )
+    return text
+
+
+_NO_ROOM = {
+    errno.ENOSPC: "Make room on that disk",
+    errno.EDQUOT: "Make room in your quota",
+    errno.EFBIG: "Raise the limit on file sizes (`ulimit -f`)",
+}
 
 
 def _fail(message: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from types import TracebackType
@@ -15,17 +16,19 @@ _BAR_WIDTH = 24
 class Progress:
     """Shows how far a job is, its rate and the time left.
 
+    A job does not end because nobody can read this: what cannot be written is left out.
+
     Args:
         label: what the job does.
-        total: in the unit of `update`.
+        total: in the unit of `update`; None: nobody knows, and the time so far is shown.
         stream: where to write; None: stderr.
     """
 
-    def __init__(self, label: str, total: int, stream: TextIO | None = None) -> None:
+    def __init__(self, label: str, total: int | None, stream: TextIO | None = None) -> None:
         self._label = label
-        self._total = max(total, 1)
-        self._stream = sys.stderr if stream is None else stream
-        self._is_terminal = self._stream.isatty()
+        self._total = total
+        self._stream: TextIO | None = sys.stderr if stream is None else stream
+        self._is_terminal = self._stream is not None and self._stream.isatty()
         self._interval = _TERMINAL_INTERVAL if self._is_terminal else _LOG_INTERVAL
         self._start = time.monotonic()
         self._last = self._start
@@ -39,18 +42,27 @@ class Progress:
             self._show(done, detail, now)
 
     def _show(self, done: int, detail: str, now: float) -> None:
-        share = min(done / self._total, 1.0)
         elapsed = now - self._start
-        left = elapsed * (1 - share) / share if share > 0 else float("inf")
-        text = f"{share:4.0%}  {detail}  {duration(left)} left"
-        if self._is_terminal:
+        if self._total is None:
+            bar, text = "", f"{detail}  {duration(elapsed)}"
+        else:
+            share = min(done / max(self._total, 1), 1.0)
+            left = elapsed * (1 - share) / share if share > 0 else float("inf")
             full = round(share * _BAR_WIDTH)
-            line = f"{self._label} [{'#' * full}{'.' * (_BAR_WIDTH - full)}] {text}"
-            self._stream.write("\r" + line.ljust(self._width))
+            bar = f"[{'#' * full}{'.' * (_BAR_WIDTH - full)}] "
+            text = f"{share:4.0%}  {detail}  {duration(left)} left"
+        if self._is_terminal:
+            line = f"{self._label} {bar}{text}"
+            self._write("\r" + line.ljust(self._width))
             self._width = len(line)
         else:
-            self._stream.write(f"{self._label} {text}\n")
-        self._stream.flush()
+            self._write(f"{self._label} {text}\n")
+
+    def _write(self, text: str) -> None:
+        if self._stream is not None:  # as it is for a process without stderr
+            with contextlib.suppress(OSError, ValueError):
+                self._stream.write(text)
+                self._stream.flush()
 
     def __enter__(self) -> Progress:
         return self
@@ -62,8 +74,7 @@ class Progress:
         traceback: TracebackType | None,
     ) -> None:
         if self._is_terminal and self._width:
-            self._stream.write("\r" + " " * self._width + "\r")
-            self._stream.flush()
+            self._write("\r" + " " * self._width + "\r")
 
 
 def duration(seconds: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,12 +14,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace import checks
 from millrace.cores import available_cores
 from millrace.errors import ConfigError, TextError
 from millrace.jobs.executor import ordered_map
+from millrace.jobs.interrupts import interruptible, interrupts_held
 from millrace.jobs.progress import Progress
 from millrace.store import IndexedDatasetBuilder
-from millrace.text.documents import LineBlock, document_texts, file_size, read_blocks
+from millrace.store.publish import bin_path, idx_path, info_path
+from millrace.text.documents import LineBlock, check_keys, document_texts, input_size, read_blocks
 from millrace.text.tokenizer import InvalidUnicodeError, Tokenizer, flatten
 
 
@@ -61,8 +65,8 @@ class _Recipe:
 
 
 def tokenize(
-    inputs: Sequence[str],
-    output_prefix: str,
+    inputs: Sequence[str | os.PathLike[str]],
+    output_prefix: str | os.PathLike[str],
     tokenizer: Tokenizer,
     *,
     json_keys: Sequence[str] = ("text",),
@@ -75,10 +79,10 @@ def tokenize(
 
     Documents keep the order of the files and lines. A document is one sequence; a document without
     tokens has none, and gets no EOD. The output does not depend on the number of workers. All
-    pairs appear when all is done; a job that fails leaves nothing behind.
+    pairs appear when all is done; a job that fails, or is ended by Ctrl-C, leaves nothing behind.
 
     Args:
-        inputs: JSONL files, plain, gzip or zstd.
+        inputs: JSONL files, plain, gzip or zstd; each is read once, so that it may be a pipe.
         output_prefix: its folder must exist.
         tokenizer: whose vocabulary decides the dtype: uint16 below 65,500 ids, else int32.
         json_keys: whose values are texts.
@@ -89,37 +93,47 @@ def tokenize(
 
     Raises:
         TextError: an input that cannot be read; the message names file and line.
-        ConfigError: no input, no key, or fewer than one worker.
+        ConfigError: no input, no key, fewer than one worker, or arguments of another kind.
+        MillraceError: a worker process died, or another process is building a pair.
     """
-    keys = tuple(json_keys)
-    workers = available_cores() if workers is None else workers
-    if not inputs or not keys or len(set(keys)) < len(keys):
+    paths = checks.paths("inputs", inputs)
+    if not paths:
+        raise ConfigError("there are no inputs; give at least one file")
+    keys = check_keys(json_keys)
+    output_prefix = os.fsdecode(output_prefix)
+    if isinstance(tokenizer, (str, os.PathLike)):
         raise ConfigError(
-            f"inputs are {list(inputs)} and keys {keys}: give at least one, each once"
+            f"tokenizer is {tokenizer!r}; give millrace.text.Tokenizer({tokenizer!r})"
         )
-    if workers < 1:
-        raise ConfigError(f"workers is {workers}; at least 1 is needed")
+    workers = checks.whole("workers", available_cores() if workers is None else workers, 1)
+    append_eod = checks.flag("append_eod", append_eod)
+    checksums = checks.flag("checksums", checksums)
+    show_progress = checks.flag("show_progress", show_progress)
     if append_eod:
         _ = tokenizer.eod  # an error before any work
     recipe = _Recipe(tokenizer=tokenizer, keys=keys, append_eod=append_eod)
-    sizes = [file_size(path) for path in inputs]
+    sizes = [input_size(path) for path in paths]
+    prefixes = [f"{output_prefix}_{key}_document" for key in keys]
+    _check_inputs(paths, sizes, prefixes)
+    total = None if None in sizes else sum(size for size in sizes if size)
     start = time.monotonic()
     num_documents = num_bytes = 0
-    with contextlib.ExitStack() as stack:
+    with interrupts_held(), contextlib.ExitStack() as stack:
         builders = [
             stack.enter_context(
                 IndexedDatasetBuilder(
-                    f"{output_prefix}_{key}_document",
+                    prefix,
                     tokenizer.dtype,
                     checksums=checksums,
-                    provenance=_provenance(recipe, inputs, key) if checksums else None,
+                    provenance=_provenance(recipe, paths, key) if checksums else None,
                 )
             )
-            for key in keys
+            for key, prefix in zip(keys, prefixes, strict=True)
         ]
-        progress = stack.enter_context(Progress("tokenize", sum(sizes))) if show_progress else None
-        blocks = _blocks(inputs, sizes)
-        for encoded in ordered_map(_encode, blocks, context=recipe, workers=workers):
+        progress = stack.enter_context(Progress("tokenize", total)) if show_progress else None
+        blocks = _blocks(paths, sizes)
+        results = ordered_map(_encode, blocks, context=recipe, workers=workers)
+        for encoded in stack.enter_context(contextlib.closing(results)):
             for builder, (tokens, lengths) in zip(builders, encoded.keys, strict=True):
                 builder.add_documents(tokens, lengths)
             num_documents += encoded.num_documents
@@ -127,6 +141,8 @@ def tokenize(
             if progress:
                 rate = num_bytes / 1e6 / max(time.monotonic() - start, 1e-9)
                 progress.update(encoded.position, f"{num_documents:,} documents  {rate:.1f} MB/s")
+        with interruptible():  # for the last time: the pairs are published now
+            pass
     return TokenizeResult(
         prefixes={key: builder.prefix for key, builder in zip(keys, builders, strict=True)},
         num_documents=num_documents,
@@ -134,6 +150,21 @@ def tokenize(
         num_bytes=num_bytes,
         seconds=time.monotonic() - start,
     )
+
+
+def _check_inputs(
+    paths: Sequence[str], sizes: Sequence[int | None], prefixes: Sequence[str]
+) -> None:
+    outputs = {
+        os.path.realpath(name(prefix))
+        for prefix in prefixes
+        for name in (bin_path, idx_path, info_path)
+    }
+    for place, (path, size) in enumerate(zip(paths, sizes, strict=True)):
+        if os.path.realpath(path) in outputs:
+            raise ConfigError(f"{path} is an input, and would be written; give another prefix")
+        if size is None and path in paths[:place]:
+            raise ConfigError(f"{path} is given twice, but a pipe can be read once alone")
 
 
 def _provenance(recipe: _Recipe, inputs: Sequence[str], key: str) -> dict[str, Any]:
@@ -152,13 +183,13 @@ def _provenance(recipe: _Recipe, inputs: Sequence[str], key: str) -> dict[str, A
     }
 
 
-def _blocks(inputs: Sequence[str], sizes: Sequence[int]) -> Iterator[tuple[int, LineBlock]]:
+def _blocks(inputs: Sequence[str], sizes: Sequence[int | None]) -> Iterator[tuple[int, LineBlock]]:
     """Each block with the bytes of input that are read once it is done."""
     before = 0
     for path, size in zip(inputs, sizes, strict=True):
         for block in read_blocks(path):
             yield before + block.position, block
-        before += size
+        before += size or 0
 
 
 def _encode(recipe: _Recipe, item: tuple[int, LineBlock]) -> _Encoded:

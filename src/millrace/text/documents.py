@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gzip
 import json
 import os
+import stat
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from millrace.errors import TextError
+from millrace import checks
+from millrace.errors import ConfigError, TextError
 
 BLOCK_SIZE = 1 << 20
 """Bytes of text that are read, and handed to a worker, at a time; a longer line stays whole."""
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+_ZSTD_SKIPPABLE = b"\x2a\x4d\x18"  # after one byte from 0x50 to 0x5f: a frame without text
 _UTF8_BOM = b"\xef\xbb\xbf"
 
 
@@ -39,31 +43,32 @@ class LineBlock:
     position: int
 
 
-def read_blocks(path: str, block_size: int = BLOCK_SIZE) -> Iterator[LineBlock]:
+def read_blocks(path: str | os.PathLike[str], block_size: int = BLOCK_SIZE) -> Iterator[LineBlock]:
     """The lines of a file in blocks of about `block_size` bytes.
 
-    Gzip and zstd are known by their first bytes, whatever the file's name.
+    Gzip and zstd are known by their first bytes, whatever the file's name. The file is opened once
+    and read from its start to its end, so that it may be a pipe.
 
     Raises:
-        TextError: a missing or unreadable file, or damaged or truncated compressed data.
+        ConfigError: a block size that is no whole number above 0.
+        TextError: a missing or unreadable file, damaged or truncated compressed data, or a file
+            that was truncated while it was read.
     """
+    path = os.fsdecode(path)
+    return _read_blocks(path, checks.whole("block_size", block_size, 1))
+
+
+def _read_blocks(path: str, block_size: int) -> Iterator[LineBlock]:
     try:
-        with open(path, "rb") as file, _decompressed(file, path) as stream:
-            line = 1
-            rest = b""
-            while chunk := stream.read(block_size):
-                if line == 1 and not rest and chunk.startswith(_UTF8_BOM):
-                    chunk = chunk[len(_UTF8_BOM) :]
-                head, newline, tail = chunk.rpartition(b"\n")
-                if not newline:
-                    rest += chunk
-                    continue
-                data = rest + head + newline
-                yield LineBlock(path=path, first_line=line, data=data, position=file.tell())
-                line += data.count(b"\n")
-                rest = tail
-            if rest:
-                yield LineBlock(path=path, first_line=line, data=rest, position=file.tell())
+        with open(path, "rb") as file:
+            source = _Source(file)
+            with _decompressed(source, path) as stream:
+                yield from _whole_lines(stream, source, path, block_size)
+            if source.position < source.size:
+                raise TextError(
+                    f"{path} had {source.size} bytes when it was opened, and ended after "
+                    f"{source.position}: it was truncated in between. Run again with the whole file"
+                )
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise TextError(
             f"{path}: the compressed data are damaged or truncated ({error}). "
@@ -73,25 +78,69 @@ def read_blocks(path: str, block_size: int = BLOCK_SIZE) -> Iterator[LineBlock]:
         raise TextError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
+def _whole_lines(stream: Any, source: _Source, path: str, block_size: int) -> Iterator[LineBlock]:
+    line = 1
+    rest: list[bytes] = []  # of a line whose end is still to come
+
+    def block(*parts: bytes) -> LineBlock:
+        data = b"".join((*rest, *parts))
+        if line == 1:
+            data = data.removeprefix(_UTF8_BOM)
+        return LineBlock(path=path, first_line=line, data=data, position=source.position)
+
+    while chunk := stream.read(block_size):
+        lines, newline, tail = chunk.rpartition(b"\n")
+        if newline:
+            whole = block(lines, newline)
+            yield whole
+            line += whole.data.count(b"\n")
+            rest = []
+        rest.append(tail)
+    if any(rest):
+        yield block()
+
+
+class _Source:
+    """A file whose first bytes are looked at before it is read, without seeking: a pipe cannot.
+
+    Attributes:
+        first_bytes: the first four, or all of a shorter file.
+        size: of the file when it was opened; 0 for a pipe.
+        position: bytes that were read.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.size = _size_of(os.fstat(file.fileno())) or 0
+        self.first_bytes = self._unread = file.read(4)
+        self.position = 0
+
+    def read(self, size: int) -> bytes:
+        """At most `size` bytes, and none at the end alone."""
+        data, self._unread = self._unread[:size], self._unread[size:]
+        data = data or self._file.read(size)
+        self.position += len(data)
+        return data
+
+
 @contextlib.contextmanager
-def _decompressed(file: BinaryIO, path: str) -> Iterator[Any]:
-    magic = file.read(4)
-    file.seek(0)
+def _decompressed(source: _Source, path: str) -> Iterator[Any]:
+    magic = source.first_bytes
     if magic.startswith(_GZIP_MAGIC):
-        with gzip.GzipFile(fileobj=file) as stream:
+        with gzip.GzipFile(fileobj=source) as stream:  # type: ignore[call-overload]
             yield stream
-    elif magic == _ZSTD_MAGIC:
+    elif magic == _ZSTD_MAGIC or (magic[1:] == _ZSTD_SKIPPABLE and magic[0] & 0xF0 == 0x50):
         zstd = _import_zstd(path)
         window = {zstd.DecompressionParameter.window_log_max: 31}  # files of zstd --long=31 too
         try:
-            with zstd.ZstdFile(file, options=window) as stream:
+            with zstd.ZstdFile(source, options=window) as stream:
                 yield stream
         except zstd.ZstdError as error:
             raise TextError(
                 f"{path}: the zstd data are damaged ({error}). Copy or write it again"
             ) from None
     else:
-        yield file
+        yield source
 
 
 def _import_zstd(path: str) -> Any:
@@ -114,8 +163,10 @@ def document_texts(block: LineBlock, keys: Sequence[str]) -> list[tuple[int, lis
     Blank lines hold no document and are passed over.
 
     Raises:
+        ConfigError: keys that are no list of texts.
         TextError: a line that is no JSON object in UTF-8, or has no text under a key.
     """
+    keys = check_keys(keys)
     documents = []
     for number, line in enumerate(block.data.split(b"\n"), start=block.first_line):
         if not line or line.isspace():
@@ -124,6 +175,22 @@ def document_texts(block: LineBlock, keys: Sequence[str]) -> list[tuple[int, lis
         record = _parse(line, place)
         documents.append((number, [_text(record, key, place) for key in keys]))
     return documents
+
+
+def check_keys(keys: Sequence[str]) -> tuple[str, ...]:
+    """The keys whose values are texts.
+
+    Raises:
+        ConfigError: no list of texts, an empty one, or a key twice.
+    """
+    if isinstance(keys, str):
+        raise ConfigError(f"json_keys is {keys!r}, one key alone; give a list: [{keys!r}]")
+    found = tuple(keys) if isinstance(keys, Iterable) else ()
+    if not found or not all(isinstance(key, str) for key in found) or len({*found}) < len(found):
+        raise ConfigError(
+            f"json_keys are {checks.shown(keys)}; give a list of at least one key, each once"
+        )
+    return found
 
 
 def _parse(line: bytes, place: str) -> dict[str, Any]:
@@ -170,15 +237,22 @@ def _excerpt(line: bytes) -> str:
     return repr(text + "..." if len(line) > 60 else text)
 
 
-def file_size(path: str) -> int:
-    """The size of an input file, in bytes.
+def input_size(path: str) -> int | None:
+    """The size of an input file, in bytes; None for a pipe or a device.
 
     Raises:
-        TextError: there is no such file.
+        TextError: there is no such file, or it may not be read.
     """
     try:
-        if os.path.isdir(path):
-            raise TextError(f"{path} is a folder; name its files")
-        return os.stat(path).st_size
+        status = os.stat(path)
     except OSError as error:
         raise TextError(f"{path} cannot be read: {error.strerror}") from None
+    if stat.S_ISDIR(status.st_mode):
+        raise TextError(f"{path} is a folder; name its files")
+    if not os.access(path, os.R_OK):
+        raise TextError(f"{path} cannot be read: {os.strerror(errno.EACCES)}")
+    return _size_of(status)
+
+
+def _size_of(status: os.stat_result) -> int | None:
+    return status.st_size if stat.S_ISREG(status.st_mode) else None

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from millrace.errors import TextError
+from millrace.checks import shown
+from millrace.errors import ConfigError, TextError
 from millrace.store import optimal_dtype
 
 EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
@@ -29,10 +30,13 @@ class Tokenizer:
 
     Raises:
         TextError: no tokenizer file, or no such token.
+        ConfigError: an `eod_token` that is no text.
     """
 
     def __init__(self, path: str | os.PathLike[str], eod_token: str | None = None) -> None:
-        self.path = os.fspath(path)
+        self.path = os.fsdecode(path)
+        if eod_token is not None and not isinstance(eod_token, str):
+            raise ConfigError(f"eod_token is {eod_token!r}; give the token's text")
         try:
             with open(self.path, "rb") as file:
                 content = file.read()
@@ -89,11 +93,14 @@ class Tokenizer:
         """The ids of each text.
 
         Raises:
+            ConfigError: no list of texts.
             TextError: a text that is no valid Unicode.
         """
         try:
             return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts)]
         except TypeError:
+            if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
+                raise ConfigError(f"texts are {shown(texts)}; give a list of texts") from None
             for number, text in enumerate(texts):
                 try:
                     text.encode()

@@ -1,0 +1,76 @@
+"""Ctrl-C in a job: it is taken where the job waits, so that it leaves nothing half done."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+
+@contextlib.contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Inside the block Ctrl-C is taken once, and in `interruptible` blocks alone.
+
+    Python raises KeyboardInterrupt between any two instructions: also where a file or a process has
+    just been made and nothing knows of it yet, and again in the midst of cleaning up. Here what
+    comes elsewhere waits, until the next `interruptible` block or the end of this one.
+
+    Does nothing outside the main thread, where Python raises none, and where the program wants
+    Ctrl-C to do nothing or to kill it.
+    """
+    previous = signal.getsignal(signal.SIGINT)
+    if not callable(previous) or not _is_main_thread():
+        yield
+        return
+    held = _Held(previous)
+    signal.signal(signal.SIGINT, held)
+    try:
+        yield
+    except KeyboardInterrupt:
+        held.is_waiting = False  # further ones wanted the same
+        raise
+    finally:
+        signal.signal(signal.SIGINT, previous)
+        if held.is_waiting:
+            previous(signal.SIGINT, None)
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """A block of which the job can do without the rest, in `interrupts_held`: Ctrl-C ends it."""
+    held = signal.getsignal(signal.SIGINT)
+    if not isinstance(held, _Held) or not _is_main_thread():
+        yield
+        return
+    try:
+        held.is_open = True
+        if held.is_waiting:
+            held.is_waiting = False
+            held(signal.SIGINT, None)
+        yield
+    finally:
+        held.is_open = False
+
+
+class _Held:
+    """A signal handler that keeps what comes at the wrong time."""
+
+    def __init__(self, previous: Callable[[int, FrameType | None], Any]) -> None:
+        self._previous = previous
+        self.is_open = False
+        self.is_waiting = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if not self.is_open:
+            self.is_waiting = True
+            return
+        self.is_open = False  # first: nothing disturbs what follows the error
+        self._previous(number, frame)
+        self.is_open = True
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

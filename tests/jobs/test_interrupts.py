@@ -1,0 +1,152 @@
+"""Ctrl-C, once and more often, at any instant: real processes that get it as a terminal sends it.
+
+A round is one `millrace tokenize` in a session of its own; the signal goes to all its processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from millrace.jobs.interrupts import interruptible, interrupts_held
+from tests.conftest import make_texts, write_jsonl
+
+MESSAGE = "millrace: error: interrupted; nothing half-written was left behind\n"
+OLD = {f"out_text_document{suffix}": b"old" for suffix in (".bin", ".idx")}
+
+
+def interrupt_tokenize(
+    folder: Path, command: Sequence[object], pauses: Sequence[float]
+) -> tuple[int, str]:
+    """Sends Ctrl-C after each of some pauses (in seconds), the first from the first file on.
+
+    Returns the exit status and stderr. Nothing of the session is left when it returns.
+    """
+    folder.mkdir()
+    for name, content in OLD.items():
+        (folder / name).write_bytes(content)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "millrace", *map(str, command), "--output-prefix", folder / "out"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        while len(list(folder.iterdir())) <= len(OLD):
+            assert process.poll() is None
+            time.sleep(0.001)
+        for pause in pauses:
+            time.sleep(pause)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
+        left = members_of(process.pid)
+        assert left == [], f"{pauses}: processes are left: {left}"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return process.returncode, stderr
+
+
+def members_of(session: int) -> list[str]:
+    """The processes of a session that are alive."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session and fields[0] != "Z":
+                found.append((path.parent / "cmdline").read_text())
+        except OSError:
+            continue
+    return found
+
+
+def assert_nothing_changed(folder: Path, status: int, stderr: str, pauses: object) -> None:
+    assert (status, stderr) == (1, MESSAGE), pauses
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == OLD
+
+
+def test_ctrl_c_at_random_instants(tmp_path: Path, tokenizer_file: Path) -> None:
+    """While workers are started, import, work; and again while the job cleans up."""
+    source = write_jsonl(tmp_path / "a.jsonl", make_texts(20_000))
+    inputs = [source] * 100  # a minute of work, or more
+    command = ["tokenize", "--input", *inputs, "--tokenizer", tokenizer_file, "--workers", 2]
+    for number in range(8):
+        pauses = [random.uniform(0, 1)]
+        pauses += [random.choice([0, random.uniform(0, 0.02)]) for _ in range(number % 4)]
+        folder = tmp_path / str(number)
+        status, stderr = interrupt_tokenize(folder, command, pauses)
+        assert_nothing_changed(folder, status, stderr, pauses)
+
+
+def test_ctrl_c_while_it_waits_for_a_pipe(tmp_path: Path, tokenizer_file: Path) -> None:
+    """An input that nobody writes to, on one core and on two."""
+    os.mkfifo(tmp_path / "pipe")
+    for workers in (1, 2):
+        command = [
+            "tokenize", "--input", tmp_path / "pipe", "--tokenizer", tokenizer_file,
+            "--workers", workers,
+        ]  # fmt: skip
+        folder = tmp_path / str(workers)
+        status, stderr = interrupt_tokenize(folder, command, [0.2])
+        assert_nothing_changed(folder, status, stderr, workers)
+
+
+def test_what_is_held_comes_at_the_next_open_place_and_only_once() -> None:
+    order = []
+
+    def job() -> None:
+        with interrupts_held():
+            signal.raise_signal(signal.SIGINT)
+            order.append("held")
+            try:
+                with interruptible():
+                    order.append("never")
+            finally:
+                signal.raise_signal(signal.SIGINT)
+                order.append("cleaned up")
+
+    with pytest.raises(KeyboardInterrupt):
+        job()
+    assert order == ["held", "cleaned up"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_what_comes_too_late_comes_after_the_block() -> None:
+    order = []
+
+    def job() -> None:
+        with interrupts_held():
+            with interruptible():
+                order.append("open")
+            signal.raise_signal(signal.SIGINT)
+            order.append("done")
+
+    with pytest.raises(KeyboardInterrupt):
+        job()
+    assert order == ["open", "done"]
+
+
+def test_a_job_in_another_thread_leaves_ctrl_c_to_the_main_thread() -> None:
+    seen = []
+
+    def job() -> None:
+        with interrupts_held(), interruptible():
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=job)
+    thread.start()
+    thread.join()
+    assert seen == [signal.default_int_handler]
