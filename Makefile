@@ -6,12 +6,13 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 NATIVE := CMakeLists.txt $(wildcard cpp/*.hpp cpp/*.cpp)
 SANITIZED := build/sanitize
-# -S: without the site module, so that the editable install's import hook cannot put the usual core
-# before the sanitized one; the environment's packages are then named by hand.
+# The interpreter that the environment was made from, with the environment's packages named by hand:
+# so no import hook of the editable install puts the usual core before the sanitized one, here or in
+# the processes that tests start.
 SANITIZED_PYTHON = LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	PYTHONPATH="$(CURDIR)/$(SANITIZED)/site:$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
-	$(BIN)/python -S
+	"$$($(BIN)/python -c 'import sys; print(sys._base_executable)')"
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint types format sanitize bench clean
@@ -45,7 +46,7 @@ sanitize: $(VENV)/.package $(VENV)/.dev  ## kernels, store, order and feed under
 	$(SANITIZED_PYTHON) -c 'import sys; from millrace import _core; path = _core.__file__; \
 	  ok = path.startswith("$(CURDIR)/$(SANITIZED)/") and b"__asan_init" in open(path, "rb").read(); \
 	  sys.exit(None if ok else "not the sanitized core: " + path)'
-	$(SANITIZED_PYTHON) -m pytest --capture=sys tests/kernels tests/store tests/order tests/feed
+	$(SANITIZED_PYTHON) -m pytest --capture=sys --durations=25 tests/kernels tests/store tests/order tests/feed
 
 bench: $(VENV)/.package $(VENV)/.dev  ## measure against the peers and write benchmarks/RESULTS.md
 	$(BIN)/python benchmarks/run.py

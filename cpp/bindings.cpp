@@ -750,8 +750,10 @@ class PySequenceViews {
     return view(static_cast<std::size_t>(number));
   }
 
-  // The sequences start, start + step, ... before stop (after it, for a negative step).
-  nb::list many(std::int64_t start, std::int64_t stop, std::int64_t step) const {
+  // The sequences start, start + step, ... before stop (after it, for a negative step). A slice's
+  // step may be any int; one beyond 64 bits leads as far as the largest.
+  nb::list many(std::int64_t start, std::int64_t stop, const nb::int_& any_step) const {
+    const std::int64_t step = PyNumber_AsSsize_t(any_step.ptr(), nullptr);
     const auto size = static_cast<std::int64_t>(lengths_.shape(0));
     nb::list views;
     std::int64_t number = start;

@@ -83,7 +83,7 @@ def test_reals_are_of_any_exact_or_floating_kind() -> None:
             real("the weight", value)
     with pytest.raises(ConfigError, match="too large"):
         real("the weight", Fraction(10) ** 400)
-    for values in ("12", 1.0):
+    for values in ("12", 1.0, np.array(1.0), None):
         with pytest.raises(ConfigError, match=r"the weights are .*; give a list"):
             reals("the weights", values)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -94,11 +93,15 @@ def reals(name: str, values: Any) -> list[float]:
     Raises:
         ConfigError: no list of numbers.
     """
-    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
-        raise ConfigError(f"{name} are {shown(values)}; give a list of numbers")
+    try:
+        if isinstance(values, (str, bytes)):
+            raise TypeError
+        found = list(values)
+    except TypeError:
+        raise ConfigError(f"{name} are {shown(values)}; give a list of numbers") from None
     return [
         value if type(value) is float else real(f"number {place} of {name}", value)
-        for place, value in enumerate(values)
+        for place, value in enumerate(found)
     ]
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import pickle
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -234,9 +236,9 @@ def test_what_differs_is_said_in_few_words(make_dataset: Make) -> None:
     others = BlendedDataset(parts[1:2] * 400).fingerprint()
     others["datasets"] = [{**one, "seed": 2} for one in others["datasets"]]
     assert "and 390 more" in message(parts[1:2] * 400, state | {"fingerprint": others})
-    for wrong in ("x" * 10**6, [0] * 10**6, None, {"kind": "x" * 10**6}):
+    for wrong in ("x" * 10**6, [0] * 10**6, None, {"kind": "x" * 10**6}, {"kind": np.zeros(9)}):
         message(parts, state | {"fingerprint": wrong})
-    for wrong in ("x" * 10**6, None, 10**5000):
+    for wrong in ("x" * 10**6, None, np.zeros(9), 10**5000):
         message(parts, state | {"version": wrong})
 
 
@@ -326,6 +328,33 @@ def test_a_transform_may_use_its_loader(dataset: GPTDataset) -> None:
     loader.transform = seek
     assert np.array_equal(next(loader)["tokens"], dataset.batch([4, 5])["tokens"])
     assert loader.consumed_samples == 20
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_fork_in_the_middle_of_a_step_goes_on(dataset: GPTDataset) -> None:
+    """The step that another thread makes is not the child's."""
+    is_stepping, may_end = threading.Event(), threading.Event()
+
+    def wait(batch: Any) -> Any:
+        if threading.current_thread() is thread:
+            is_stepping.set()
+            may_end.wait()
+        return batch
+
+    loader = Loader(dataset, micro_batch_size=2, transform=wait)
+    thread = threading.Thread(target=next, args=(loader,))
+    thread.start()
+    is_stepping.wait()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)  # a lock that nobody gives back
+        tokens = next(loader)["tokens"]
+        is_first = np.array_equal(tokens, dataset.batch([0, 1])["tokens"])
+        os._exit(0 if is_first and loader.consumed_samples == 2 else 1)
+    may_end.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
+    assert loader.consumed_samples == 2
 
 
 def test_copies_go_on_by_themselves(dataset: GPTDataset) -> None:

@@ -54,14 +54,32 @@ def both(
         num_samples=num_samples,
         sequences=sequences,
         eod_token=eod,
-        # A pad that collides with another special token is none, by Megatron-LM's rule.
-        pad_token=None if pad == eod else pad,
+        # A pad that collides with another special token is none, by Megatron-LM's rule, and none
+        # is -1.
+        pad_token=-1 if pad in (None, eod) else pad,
         reset_position_ids=reset_position_ids,
         eod_mask_loss=eod_mask_loss,
         drop_last_partial_sequence=drop_last or split is not Split.valid,
         add_extra_token=add_extra_token,
     )
     return ours, theirs
+
+
+def test_a_file_may_hold_minus_one(tmp_path: Path) -> None:
+    """Megatron-LM's pad id where there is none: it takes such tokens for padding, we do not."""
+    document = [5, -1, 6, -1, -1, 7, 8, 9, 5]
+    with millrace.IndexedDatasetBuilder(tmp_path / "data", np.int32) as builder:
+        builder.add_document(document)
+    ours, theirs = both(tmp_path / "data", tmp_path / "cache", sequences=(0, 1), sequence_length=8)
+    megatron.assert_same_samples(ours, theirs, [0])
+    assert ours[0]["tokens"].tolist() == [5, 0, 6, 0, 0, 7, 8, 9]
+    assert ours[0]["loss_mask"].tolist() == [0, 1, 0, 0, 1, 1, 1, 1]
+    kept = millrace.GPTDataset(
+        millrace.IndexedDataset(tmp_path / "data"), sequence_length=8, seed=0, eod_token=0
+    )[0]
+    assert kept["tokens"].tolist() == document[:-1]
+    assert kept["labels"].tolist() == document[1:]
+    assert kept["loss_mask"].tolist() == [1] * 8
 
 
 @pytest.mark.parametrize("seed", range(250))

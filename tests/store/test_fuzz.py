@@ -36,10 +36,10 @@ def test_a_crash_is_a_finding_with_its_number(monkeypatch: pytest.MonkeyPatch) -
         assert child._process is not None
         while child.now() < 5:
             assert not child.poll()
-        os.kill(child._process.pid, signal.SIGSEGV)
+        os.kill(child._process.pid, signal.SIGABRT)
         while not child.poll():
             pass
-        assert ["a crash: exit status -11" in finding.what for finding in child.findings] == [True]
+        assert ["a crash: exit status -6" in finding.what for finding in child.findings] == [True]
         assert 5 <= child.findings[0].number < 300
         assert child.now() == 299
     finally:

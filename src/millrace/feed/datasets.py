@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from millrace import _core, _native
 from millrace._native import MAX_INT32
-from millrace.checks import MAX_INT64, flag, shown, token, whole, whole_numbers
+from millrace.checks import MAX_INT64, flag, reals, shown, token, whole, whole_numbers
 from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.order import (
     GPTIndices,
@@ -386,6 +386,8 @@ class BlendedDataset:
         if len(datasets) == 0:
             raise ConfigError("a blend needs at least one dataset")
         size = None if size is None else whole("the blend's size", size, 0)
+        if weights is not None:
+            weights = reals("the weights", weights)
         if weights is not None and len(weights) != len(datasets):
             raise ConfigError(f"there are {len(weights)} weights for {len(datasets)} datasets")
         if weights is not None and size is None:

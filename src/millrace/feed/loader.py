@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
+import numpy as np
 from numpy.typing import ArrayLike
 
 from millrace.checks import shown, whole
@@ -16,6 +19,7 @@ from millrace.feed.samplers import SequentialSampler
 STATE_VERSION = 2
 """Rises when states of earlier versions cannot be compared with fingerprints of today."""
 
+_PLAIN = (str, int, float, np.generic, type(None))  # the leaves of a fingerprint
 _MOST_LINES = 10  # of what differs, in a message
 _MOST_SHOWN = 80  # characters of a value in such a line
 
@@ -89,6 +93,7 @@ class Loader:
             )
         self.transform = transform
         self._lock = threading.RLock()
+        _loaders.add(self)
         # `_next` is where the next step starts: ahead of what was handed out, while one is made.
         self._next = self._consumed_samples = 0
         self._seek(consumed_samples)
@@ -120,7 +125,13 @@ class Loader:
         return {name: value for name, value in self.__dict__.items() if name != "_lock"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=threading.RLock())
+        self.__dict__.update(state)
+        self._renew()
+        _loaders.add(self)
+
+    def _renew(self) -> None:
+        """In another process there is no step under way."""
+        self._lock = threading.RLock()
         self._next = self._consumed_samples
 
     def state_dict(self) -> dict[str, Any]:
@@ -145,13 +156,14 @@ class Loader:
         if missing:
             raise ResumeError(f"the state has no {', '.join(sorted(missing))}: it is no Loader's")
         version, consumed_samples = state["version"], state["consumed_samples"]
-        if version == 1:
+        is_number = isinstance(version, (int, np.integer))
+        if is_number and version == 1:
             raise ResumeError(
                 "the state has version 1, of an earlier millrace, which noted less of the data: it "
                 "cannot be compared. The order has stayed the same: if data and options have too, "
                 f"go on with Loader(..., consumed_samples={shown(consumed_samples)})"
             )
-        if version != STATE_VERSION:
+        if not is_number or version != STATE_VERSION:
             raise ResumeError(
                 f"the state has version {shown(version)}; this millrace reads {STATE_VERSION}"
             )
@@ -176,6 +188,17 @@ class Loader:
             self._next = self._consumed_samples = consumed_samples
 
 
+_loaders: weakref.WeakSet[Loader] = weakref.WeakSet()
+
+
+def _renew_all() -> None:
+    for loader in _loaders:
+        loader._renew()
+
+
+os.register_at_fork(after_in_child=_renew_all)  # the thread that held a lock is not there any more
+
+
 def _differences(saved: Any, present: Any, place: str = "") -> Iterator[str]:
     """Where two fingerprints differ, a short line each."""
     if isinstance(saved, Mapping) and isinstance(present, Mapping):
@@ -194,5 +217,5 @@ def _differences(saved: Any, present: Any, place: str = "") -> Iterator[str]:
             counts = f"{place}: saved {len(saved)} entries, now {len(present)}"
             first = next(inside, None)
             yield counts if first is None else f"{counts}; first difference at {first}"
-    elif saved != present:
+    elif not isinstance(saved, _PLAIN) or saved != present:
         yield f"{place}: saved {shown(saved, _MOST_SHOWN)}, now {shown(present, _MOST_SHOWN)}"

@@ -15,6 +15,8 @@ from millrace.errors import ConfigError
 SURPLUS = 0.005
 """What Megatron-LM builds of each dataset beyond its share of a blend."""
 
+_MOST_SURPLUS = 1_000_000  # so that what is built of a dataset can be counted
+
 _COUNTED = 1 << 22  # entries that are counted at a time: np.bincount takes 8 bytes for each
 
 
@@ -127,8 +129,8 @@ def count_draws(dataset_index: NDArray[np.int16], num_datasets: int) -> NDArray[
 def check_surplus(surplus: float) -> float:
     """The surplus as a float; raises ConfigError for one that cannot be."""
     number = real("the surplus", surplus)
-    if not 0 <= number < math.inf:
-        raise ConfigError(f"the surplus is {number}; a number from 0 on is needed")
+    if not 0 <= number <= _MOST_SURPLUS:
+        raise ConfigError(f"the surplus is {number}; 0 to {_MOST_SURPLUS:,} is possible")
     return number
 
 

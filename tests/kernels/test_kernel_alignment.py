@@ -1,0 +1,113 @@
+"""Arrays that start at any byte, as the columns of a mapped index do: the results are the same.
+
+On most machines a misaligned load works by itself; `make sanitize` is where these tests can fail.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.kernels.test_kernel_gather import DEFAULTS, make_arrays
+
+from millrace import GPTDataset, IndexedDataset, IndexedDatasetBuilder, _core, _native
+
+
+def moved(array: np.ndarray) -> np.ndarray:
+    """The same array, at an odd address."""
+    memory = np.frombuffer(bytearray(array.nbytes + 64), np.uint8)
+    start = 1 - memory.ctypes.data % 2
+    there = memory[start : start + array.nbytes]
+    there[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    out = there.view(array.dtype).reshape(array.shape)
+    assert out.ctypes.data % 2 == 1
+    return out
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.int64])
+@pytest.mark.parametrize("index_dtypes", [(np.int32, np.uint32), (np.int64, np.int64)])
+def test_samples(dtype: Any, index_dtypes: tuple[Any, Any]) -> None:
+    arrays = make_arrays(3, 8, extra=True, dtype=dtype, index_dtypes=index_dtypes)
+    numbers = np.arange(len(arrays["shuffle_index"]))
+    zeros = np.zeros_like(numbers)
+    source = _native.sample_source(**arrays)
+    other = _native.sample_source(**{name: moved(array) for name, array in arrays.items()})
+    expected = _native.gather_samples((source,), zeros, numbers, **DEFAULTS)
+    found = _native.gather_samples((other,), moved(zeros), moved(numbers), **DEFAULTS)
+    assert all(map(np.array_equal, found, expected))
+    pieces = _native.find_pieces(source, numbers, 8, True)
+    assert all(map(np.array_equal, _native.find_pieces(other, moved(numbers), 8, True), pieces))
+    tokens, ends = np.arange(40).astype(dtype), np.array([9, 9, 12, 21])
+    rows = _native.fill_rows(tokens, ends, **DEFAULTS)
+    assert all(map(np.array_equal, _native.fill_rows(moved(tokens), moved(ends), **DEFAULTS), rows))
+
+
+def test_index_columns() -> None:
+    lengths = np.array([3, 0, 5, 2], np.int32)
+    pointers = np.array([0, 6, 6, 16])
+    entries = np.array([0, 2, 4])
+    documents = np.array([2, 0, 3, 1], np.int32)
+    data = np.arange(20, dtype=np.uint8)
+    ids = np.array([2, -1, 0])
+    calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
+        (_native.first_bad_sequence, (lengths, pointers, 2, 0)),
+        (_native.first_bad_document, (entries, 4)),
+        (_native.sample_index, (lengths, documents, 2, 4)),
+        (_native.copy_sequences, (data, pointers, lengths, ids, 2)),
+        (_native.copy_pieces, (data, pointers[:2], np.array([4, 2]))),
+    ]
+    for function, arguments in calls:
+        there = [moved(a) if isinstance(a, np.ndarray) else a for a in arguments]
+        results = [function(*there), function(*arguments)]
+        left, right = (r if isinstance(r, tuple) else (r,) for r in results)
+        assert all(map(np.array_equal, left, right)), function.__name__
+
+
+def test_shuffles() -> None:
+    values = np.arange(100)
+    left, right = np.random.RandomState(1), np.random.RandomState(1)
+    assert np.array_equal(_native.shuffled(moved(values), left), _native.shuffled(values, right))
+
+
+def test_blends_refuse_what_they_cannot_read() -> None:
+    with pytest.raises(ValueError, match="not aligned"):
+        _native.blend_by_weights(moved(np.array([0.5, 0.5])), 4)
+
+
+def test_views_and_samples_of_a_mapped_file(tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(tmp_path / "data", np.int32) as builder:
+        for length in (3, 0, 40, 17, 1, 9, 30):
+            builder.add_document(np.arange(length))
+    dataset = IndexedDataset(tmp_path / "data")
+    assert not dataset.sequence_pointers.flags.aligned
+    assert [len(view) for view in dataset] == [3, 0, 40, 17, 1, 9, 30]
+    assert dataset[2].tolist() == list(range(40))
+    samples = GPTDataset(dataset, sequence_length=4, seed=0, num_samples=100)
+    assert samples.batch(np.arange(100))["tokens"].shape == (100, 4)
+
+
+def test_slices_with_steps_of_any_size(tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(tmp_path / "data", np.uint16) as builder:
+        for number in range(9):
+            builder.add_document([number])
+    dataset = IndexedDataset(tmp_path / "data")
+    huge = sys.maxsize
+    for cut in (
+        slice(5, None, huge),
+        slice(None, None, huge),
+        slice(8, None, huge - 1),
+        slice(None, None, -huge),
+        slice(5, None, -huge - 1),
+        slice(None, None, 10**30),
+        slice(None, None, -(10**30)),
+        slice(-huge - 1, huge, 2),
+        slice(20, -20, -3),
+    ):
+        assert [int(view[0]) for view in dataset[cut]] == list(range(9))[cut]
+    views = _core.SequenceViews(dataset.tokens, dataset.sequence_pointers, dataset.sequence_lengths)
+    with pytest.raises(IndexError, match="not been cut"):
+        views.many(0, 10, 1)
