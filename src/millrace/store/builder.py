@@ -113,6 +113,21 @@ class IndexedDatasetBuilder:
     def num_sequences(self) -> int:
         return self._buffer.num_sequences
 
+    def columns(self) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int8]]:
+        """The index so far, read back: costs memory, and time that grows with it.
+
+        Returns:
+            lengths int32 [sequences], document entries int64 [documents + 1] and modes int8
+            [sequences] (empty in a file without modes).
+        """
+        self._check_open()
+        self._flush_entries()
+        lengths, documents, modes = (
+            np.concatenate([np.empty(0, column.dtype), *column.chunks()])
+            for column in (self._lengths, self._documents, self._modes)
+        )
+        return lengths, documents, modes
+
     @property
     def num_tokens(self) -> int:
         num_bytes = self._num_bytes + self._buffer.num_bytes
