@@ -177,6 +177,8 @@ def test_readers_of_object_stores_refuse(kind: str, tmp_path: Path) -> None:
         ours.OBJECT_STORAGE_BIN_READERS[kind](path, config)
     with pytest.raises(AssertionError, match="copy it to a file system"):
         ours.IndexedDataset(path, mmap=False, object_storage_config=config)
+    with pytest.raises(AssertionError, match="leave it out"):
+        ours.IndexedDataset(str(tmp_path / "data"), mmap=False, s3_config=config)
 
 
 @pytest.mark.parametrize("seed", range(20))

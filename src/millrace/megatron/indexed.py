@@ -276,9 +276,13 @@ class IndexedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
         dtype_code: int | None = None,
     ) -> None:
         """Opens the files; see the class for the arguments."""
-        if object_storage_config is not None or is_object_storage_path(os.fspath(path_prefix)):
-            _refuse_object_store(path_prefix)
         self.path_prefix = os.fspath(path_prefix)
+        if is_object_storage_path(self.path_prefix):
+            _refuse_object_store(self.path_prefix)
+        require(
+            object_storage_config is None,
+            f"{path_prefix} is in a file system, and object_storage_config is given: leave it out",
+        )
         self.multimodal = multimodal
         self.mmap = mmap
         self.object_storage_config = None
