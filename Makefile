@@ -36,16 +36,16 @@ format: $(VENV)/.dev  ## let ruff format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-sanitize: $(VENV)/.package $(VENV)/.dev  ## the kernels' tests under AddressSanitizer and UBSan
+sanitize: $(VENV)/.package $(VENV)/.dev  ## kernels, store, order and feed under AddressSanitizer and UBSan
 	@echo "== building the core with sanitizers in $(SANITIZED)"
 	$(PIP) install -q --no-build-isolation --no-deps --upgrade --target $(SANITIZED)/site \
 	  -C build-dir=$(SANITIZED)/build -C cmake.build-type=Debug \
 	  -C cmake.define.MILLRACE_SANITIZE=ON .
-	@echo "== running the kernels' tests on it"
+	@echo "== running the tests of whatever calls it"
 	$(SANITIZED_PYTHON) -c 'import sys; from millrace import _core; path = _core.__file__; \
 	  ok = path.startswith("$(CURDIR)/$(SANITIZED)/") and b"__asan_init" in open(path, "rb").read(); \
 	  sys.exit(None if ok else "not the sanitized core: " + path)'
-	$(SANITIZED_PYTHON) -m pytest --capture=sys tests/kernels
+	$(SANITIZED_PYTHON) -m pytest --capture=sys tests/kernels tests/store tests/order tests/feed
 
 bench: $(VENV)/.package $(VENV)/.dev  ## measure against the peers and write benchmarks/RESULTS.md
 	$(BIN)/python benchmarks/run.py

@@ -145,9 +145,9 @@ constexpr std::size_t group_size = 8;
 constexpr std::int64_t max_documents = 64;  // of a sample; the hardware's queues are full by then
 
 template <class T>
-void ask_for(std::span<const T> array, std::int64_t place) {
-  if (place >= 0 && static_cast<std::size_t>(place) < array.size()) {
-    __builtin_prefetch(array.data() + place);
+void ask_for(Column<T> column, std::int64_t place) {
+  if (place >= 0 && static_cast<std::size_t>(place) < column.size()) {
+    __builtin_prefetch(column.at(static_cast<std::size_t>(place)));
   }
 }
 
@@ -237,21 +237,23 @@ bool holds(std::span<const Run> runs, std::int64_t wanted) {
   return found != 0;
 }
 
-void mask_pads(const SampleOptions& options, const SampleRow& row) {
-  const std::int64_t pad = options.pad_token;
-  for (std::int64_t i = 0; i < options.sequence_length; ++i) {
+void mask_pads(std::int64_t pad, std::int64_t length, const SampleRow& row) {
+  for (std::int64_t i = 0; i < length; ++i) {
     row.loss_mask[i] = row.labels[i] == pad ? 0.0F : row.loss_mask[i];
     row.tokens[i] = row.tokens[i] == pad ? 0 : row.tokens[i];
     row.labels[i] = row.labels[i] == pad ? 0 : row.labels[i];
   }
 }
 
-void restart_positions(const SampleOptions& options, const SampleRow& row) {
+// Position ids that start again after each EOD among the first `count` tokens.
+void restart_positions(std::int64_t eod, std::int64_t count, std::int64_t length,
+                       const SampleRow& row) {
   std::int64_t start = 0;
-  for (std::int64_t i = 0; i < options.sequence_length; ++i) {
+  for (std::int64_t i = 0; i < count; ++i) {
     row.position_ids[i] = i - start;
-    start = row.tokens[i] == options.eod_token ? i + 1 : start;
+    start = row.tokens[i] == eod ? i + 1 : start;
   }
+  std::iota(row.position_ids + count, row.position_ids + length, count - start);
 }
 
 }  // namespace
@@ -300,35 +302,40 @@ void fill_row(const Tokens& tokens, std::span<const Run> runs, std::span<const R
   const std::int64_t length = options.sequence_length;
   const std::int64_t size = std::visit(
       [&]<class T>(const T*) { return lay_down<T>(runs, ahead, length, row); }, tokens);
-  std::fill(row.tokens + std::min(size, length), row.tokens + length, options.pad_token);
+  const std::int64_t num_tokens = std::min(size, length);
   // With no token at all there is no label before the first either.
-  std::fill(row.labels + std::max<std::int64_t>(size - 1, 0), row.labels + length,
-            options.pad_token);
+  const std::int64_t num_labels = std::max<std::int64_t>(size - 1, 0);
+  const std::optional<std::int64_t> pad = options.pad_token;
+  std::fill(row.tokens + num_tokens, row.tokens + length, pad.value_or(0));
+  std::fill(row.labels + num_labels, row.labels + length, pad.value_or(0));
 
+  // A pad token counts as what it is, which may be EOD too; other filling is no token.
+  const std::int64_t num_seen = pad ? length : num_tokens;
   std::fill_n(row.loss_mask, length, 1.0F);
-  if (options.eod_mask_loss) {
-    for (std::int64_t i = 0; i < length; ++i) {
-      row.loss_mask[i] = row.tokens[i] == options.eod_token ? 0.0F : 1.0F;
+  if (options.eod_mask_loss && options.eod_token) {
+    const std::int64_t eod = *options.eod_token;
+    for (std::int64_t i = 0; i < num_seen; ++i) {
+      row.loss_mask[i] = row.tokens[i] == eod ? 0.0F : 1.0F;
     }
   }
-  if (options.reset_position_ids) {
-    restart_positions(options, row);
+  if (options.reset_position_ids && options.eod_token) {
+    restart_positions(*options.eod_token, num_seen, length, row);
   } else {
     std::iota(row.position_ids, row.position_ids + length, std::int64_t{0});
   }
-  const bool is_padded = size < length + 1;
-  if (is_padded || std::visit(
-                       [&]<class T>(const T*) { return holds<T>(runs, options.pad_token); },
-                       tokens)) {
-    mask_pads(options, row);
+  if (!pad) {
+    std::fill(row.loss_mask + num_labels, row.loss_mask + length, 0.0F);
+  } else if (num_labels < length ||
+             std::visit([&]<class T>(const T*) { return holds<T>(runs, *pad); }, tokens)) {
+    mask_pads(*pad, length, row);
   }
 }
 
 void gather_samples(std::span<const SampleSource* const> sources,
-                    std::span<const std::int64_t> numbers, const SampleOptions& options,
-                    const SampleRow& first_row) {
-  std::vector<Piece> pieces;
-  std::vector<Run> runs;
+                    Column<std::int64_t> numbers, const SampleOptions& options,
+                    const SampleRow& first_row, GatherSpace& space) {
+  std::vector<Piece>& pieces = space.pieces;
+  std::vector<Run>& runs = space.runs;
   std::array<std::size_t, group_size + 1> bounds;
   for (std::size_t start = 0; start < numbers.size(); start += group_size) {
     const std::size_t stop = std::min(start + group_size, numbers.size());

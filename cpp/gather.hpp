@@ -3,10 +3,12 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <variant>
 #include <vector>
 
+#include "column.hpp"
 #include "ragged.hpp"
 
 namespace millrace {
@@ -19,11 +21,11 @@ using Tokens = std::variant<const std::uint8_t*, const std::int8_t*, const std::
 struct SampleSource {
   Tokens tokens;
   std::int64_t num_bytes;  // of the token file
-  std::span<const std::int64_t> sequence_pointers;
-  std::span<const std::int32_t> sequence_lengths;
-  std::span<const std::int32_t> document_index;
-  std::variant<std::span<const std::int32_t>, std::span<const std::int64_t>> sample_index;
-  std::variant<std::span<const std::uint32_t>, std::span<const std::int64_t>> shuffle_index;
+  Column<std::int64_t> sequence_pointers;
+  Column<std::int32_t> sequence_lengths;
+  Column<std::int32_t> document_index;
+  std::variant<Column<std::int32_t>, Column<std::int64_t>> sample_index;
+  std::variant<Column<std::uint32_t>, Column<std::int64_t>> shuffle_index;
 
   std::int64_t num_samples() const noexcept;
 };
@@ -31,8 +33,8 @@ struct SampleSource {
 struct SampleOptions {
   std::int64_t sequence_length;
   bool add_extra_token;
-  std::int64_t pad_token;  // labels with this value are masked; -1 where no token is meant
-  std::int64_t eod_token;  // used by the two switches below alone
+  std::optional<std::int64_t> pad_token;  // labels with this value are masked
+  std::optional<std::int64_t> eod_token;  // used by the two switches below alone
   bool reset_position_ids;
   bool eod_mask_loss;
 };
@@ -57,13 +59,22 @@ struct Run {
 };
 
 // Fills a row with the tokens of its runs, padded and masked; `tokens` says of which type they are.
+// What the runs lack is filled with the pad token; where there is none, with 0, which is masked and
+// taken for no token.
 // `ahead` are runs that will be read next: they are asked for while this row is filled.
 void fill_row(const Tokens& tokens, std::span<const Run> runs, std::span<const Run> ahead,
               const SampleOptions& options, const SampleRow& row);
 
+// What a gathering notes on its way. It is the caller's: a read of mapped memory may end in a jump
+// (see mapping.hpp).
+struct GatherSpace {
+  std::vector<Piece> pieces;
+  std::vector<Run> runs;
+};
+
 // Fills row i with sample numbers[i] of *sources[i], straight from the mapped token files.
 void gather_samples(std::span<const SampleSource* const> sources,
-                    std::span<const std::int64_t> numbers, const SampleOptions& options,
-                    const SampleRow& first_row);
+                    Column<std::int64_t> numbers, const SampleOptions& options,
+                    const SampleRow& first_row, GatherSpace& space);
 
 }  // namespace millrace

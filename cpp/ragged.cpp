@@ -98,19 +98,22 @@ std::int64_t total_size(std::span<const Piece> pieces, std::int64_t num_bytes) {
   return total;
 }
 
-void locate_sequences(std::span<const std::int64_t> pointers, std::span<const std::int32_t> lengths,
-                      std::span<const std::int64_t> ids, std::int64_t token_size,
+void locate_sequences(Column<std::int64_t> pointers, Column<std::int32_t> lengths,
+                      Column<std::int64_t> ids, std::int64_t token_size,
                       std::span<Piece> pieces, std::span<std::int64_t> offsets) {
   constexpr std::size_t ahead = 16;  // entries of a large index are a wait for memory each
   const auto size = static_cast<std::int64_t>(lengths.size());
-  const auto place_of = [&](std::size_t i) { return ids[i] < 0 ? ids[i] + size : ids[i]; };
+  const auto place_of = [&](std::size_t i) {
+    const std::int64_t id = ids[i];
+    return id < 0 ? id + size : id;
+  };
   offsets[0] = 0;
   for (std::size_t i = 0; i < ids.size(); ++i) {
     if (i + ahead < ids.size()) {
       const std::int64_t next = place_of(i + ahead);
       if (next >= 0 && next < size) {
-        __builtin_prefetch(lengths.data() + next);
-        __builtin_prefetch(pointers.data() + next);
+        __builtin_prefetch(lengths.at(static_cast<std::size_t>(next)));
+        __builtin_prefetch(pointers.at(static_cast<std::size_t>(next)));
       }
     }
     const std::int64_t place = place_of(i);

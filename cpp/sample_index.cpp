@@ -10,7 +10,7 @@ namespace {
 // Lengths are read at random (the documents are shuffled): ask for them this many steps ahead.
 constexpr std::size_t prefetch_distance = 32;
 
-std::int64_t length_of(std::span<const std::int32_t> sequence_lengths, std::int32_t sequence) {
+std::int64_t length_of(Column<std::int32_t> sequence_lengths, std::int32_t sequence) {
   if (sequence < 0 || static_cast<std::size_t>(sequence) >= sequence_lengths.size()) {
     throw std::invalid_argument("document_index holds " + std::to_string(sequence) +
                                 ", but there are " + std::to_string(sequence_lengths.size()) +
@@ -27,8 +27,8 @@ std::int64_t length_of(std::span<const std::int32_t> sequence_lengths, std::int3
 }  // namespace
 
 template <class T>
-void walk_samples(std::span<const std::int32_t> sequence_lengths,
-                  std::span<const std::int32_t> document_index, std::int64_t sequence_length,
+void walk_samples(Column<std::int32_t> sequence_lengths,
+                  Column<std::int32_t> document_index, std::int64_t sequence_length,
                   std::int64_t extra_tokens, bool allow_partial, std::span<T> rows) {
   const std::size_t num_rows = rows.size() / 2;
   rows[0] = 0;
@@ -40,7 +40,7 @@ void walk_samples(std::span<const std::int32_t> sequence_lengths,
   for (std::size_t place = 0; place < num_documents && row < num_rows; ++place) {
     if (place + prefetch_distance < num_documents) {
       const std::int32_t ahead = document_index[place + prefetch_distance];
-      __builtin_prefetch(sequence_lengths.data() + std::max(ahead, 0));
+      __builtin_prefetch(sequence_lengths.at(static_cast<std::size_t>(std::max(ahead, 0))));
     }
     const std::int64_t document_end =
         document_start + length_of(sequence_lengths, document_index[place]);
@@ -74,9 +74,9 @@ void walk_samples(std::span<const std::int32_t> sequence_lengths,
   throw std::invalid_argument("the documents hold no tokens");
 }
 
-template void walk_samples(std::span<const std::int32_t>, std::span<const std::int32_t>,
+template void walk_samples(Column<std::int32_t>, Column<std::int32_t>,
                            std::int64_t, std::int64_t, bool, std::span<std::int32_t>);
-template void walk_samples(std::span<const std::int32_t>, std::span<const std::int32_t>,
+template void walk_samples(Column<std::int32_t>, Column<std::int32_t>,
                            std::int64_t, std::int64_t, bool, std::span<std::int64_t>);
 
 }  // namespace millrace

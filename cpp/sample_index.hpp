@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <span>
 
+#include "column.hpp"
+
 namespace millrace {
 
 // Row k of the sample index says where sample k starts: (place in the document index, token offset
@@ -21,8 +23,8 @@ namespace millrace {
 // Throws std::invalid_argument for an entry of the document index outside `sequence_lengths`, a
 // negative length, or too few tokens.
 template <class T>
-void walk_samples(std::span<const std::int32_t> sequence_lengths,
-                  std::span<const std::int32_t> document_index, std::int64_t sequence_length,
+void walk_samples(Column<std::int32_t> sequence_lengths,
+                  Column<std::int32_t> document_index, std::int64_t sequence_length,
                   std::int64_t extra_tokens, bool allow_partial, std::span<T> rows);
 
 }  // namespace millrace

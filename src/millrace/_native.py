@@ -1,5 +1,8 @@
 """The doors to the native core: they check dtype, shape and range, then call a kernel.
 
+What is wrong with the arguments is a ConfigError; what only reading the data shows, such as an
+index that points outside its array, is a plain ValueError of the kernel.
+
 Each function here has a slow twin of the same name in `millrace.reference`.
 """
 
@@ -13,6 +16,7 @@ from numpy.typing import NDArray
 
 from millrace import _core
 from millrace.cores import available_cores
+from millrace.errors import ConfigError
 
 MAX_INT32 = 2**31 - 1
 MAX_INT64 = 2**63 - 1
@@ -36,7 +40,7 @@ def shuffled(values: NDArray[Any], random: np.random.RandomState) -> NDArray[Any
         shape [n], the dtype of `values`.
     """
     if values.ndim != 1 or values.dtype not in _SHUFFLED:
-        raise ValueError(
+        raise ConfigError(
             f"values has shape {values.shape} and dtype {values.dtype}; "
             "[n] of int32, uint32 or int64 is needed"
         )
@@ -65,11 +69,11 @@ def shuffled_ranges(
     """
     dtype = np.dtype(dtype)
     if dtype not in _SHUFFLED:
-        raise ValueError(f"dtype is {dtype}; int32, uint32 or int64 is needed")
+        raise ConfigError(f"dtype is {dtype}; int32, uint32 or int64 is needed")
     limits = np.iinfo(dtype)
     for start, stop, copies in ranges:
         if not limits.min <= start <= stop <= min(limits.max + 1, MAX_INT64) or copies < 0:
-            raise ValueError(
+            raise ConfigError(
                 f"the range ({start}, {stop}) times {copies} is empty backwards, has a negative "
                 f"count or does not fit {dtype}"
             )
@@ -78,7 +82,7 @@ def shuffled_ranges(
         (start, stop, copies) for start, stop, copies in ranges if start < stop and copies > 0
     ]
     if sum((stop - start) * copies for start, stop, copies in ranges) > MAX_INT64 // 8:
-        raise ValueError(f"the ranges {list(ranges)} hold more numbers than memory can")
+        raise ConfigError(f"the ranges {list(ranges)} hold more numbers than memory can")
     key, position = _get_state(random)
     table = np.array(ranges, dtype=np.int64).reshape(-1, 3)
     out: NDArray[Any]
@@ -97,7 +101,7 @@ def draw_targets(first: int, count: int, random: np.random.RandomState) -> NDArr
         int64 [count].
     """
     if not 0 <= count <= first <= MAX_INT64:
-        raise ValueError(f"count is {count} and first is {first}; 0 <= count <= first is needed")
+        raise ConfigError(f"count is {count} and first is {first}; 0 <= count <= first is needed")
     key, position = _get_state(random)
     out, state = _core.draw_targets(first, count, key, position)
     _set_state(random, state)
@@ -138,18 +142,18 @@ def sample_index(
     _check_vector("document_index", document_index, np.int32)
     dtype = np.dtype(dtype)
     if dtype not in (np.dtype(np.int32), np.dtype(np.int64)):
-        raise ValueError(f"dtype is {dtype}; int32 or int64 is needed")
+        raise ConfigError(f"dtype is {dtype}; int32 or int64 is needed")
     if not 1 <= sequence_length <= MAX_INT64 // 4:
-        raise ValueError(f"sequence_length is {sequence_length}; at least 1 is needed")
+        raise ConfigError(f"sequence_length is {sequence_length}; at least 1 is needed")
     # Even the longest documents could not meet a larger count: it would only fill memory.
     num_tokens = document_index.size * MAX_INT32
     if num_samples < 0 or (num_samples > 0 and (num_samples - 1) * sequence_length > num_tokens):
-        raise ValueError(
+        raise ConfigError(
             f"num_samples is {num_samples} for {document_index.size} documents; "
             "at least 0 and, without documents, 0 is needed"
         )
     if dtype == np.int32 and document_index.size > MAX_INT32:
-        raise ValueError(f"{document_index.size} documents need an int64 sample index")
+        raise ConfigError(f"{document_index.size} documents need an int64 sample index")
     kernel = _core.sample_index_int32 if dtype == np.int32 else _core.sample_index_int64
     return kernel(
         sequence_lengths,
@@ -182,9 +186,9 @@ def blend_by_weights(
     _check_vector("weights", weights, np.float64)
     _check_num_datasets(weights.size)
     if not np.all(np.isfinite(weights) & (weights > 0)):
-        raise ValueError(f"weights are {weights}; each must be positive and finite")
+        raise ConfigError(f"weights are {weights}; each must be positive and finite")
     if not 0 <= size <= MAX_INT64 // 8:
-        raise ValueError(f"size is {size}; at least 0 is needed")
+        raise ConfigError(f"size is {size}; at least 0 is needed")
     return _core.blend_by_weights(weights, size, _number_of(threads))
 
 
@@ -207,7 +211,7 @@ def blend_by_sizes(
     _check_num_datasets(sizes.size)
     total = sum(sizes.tolist())
     if np.any(sizes < 0) or total > MAX_INT64 // 8:
-        raise ValueError(f"sizes are {sizes}; each must be at least 0, and their sum fit memory")
+        raise ConfigError(f"sizes are {sizes}; each must be at least 0, and their sum fit memory")
     return _core.blend_by_sizes(sizes, total, _number_of(threads))
 
 
@@ -235,9 +239,11 @@ def sample_source(
     _check_vector("sequence_lengths", sequence_lengths, np.int32)
     _check_vector("document_index", document_index, np.int32)
     if sample_index.ndim != 2 or sample_index.shape[1] != 2:
-        raise ValueError(f"sample_index has shape {sample_index.shape}; [samples + 1, 2] is needed")
+        raise ConfigError(
+            f"sample_index has shape {sample_index.shape}; [samples + 1, 2] is needed"
+        )
     if tokens.ndim != 1 or shuffle_index.ndim != 1:
-        raise ValueError("tokens and shuffle_index must have one dimension")
+        raise ConfigError("tokens and shuffle_index must have one dimension")
     return _core.SampleSource(
         tokens,
         sequence_pointers,
@@ -256,8 +262,8 @@ def gather_samples(
     *,
     sequence_length: int,
     add_extra_token: bool,
-    pad_token: int,
-    eod_token: int,
+    pad_token: int | None,
+    eod_token: int | None,
     reset_position_ids: bool,
     eod_mask_loss: bool,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]:
@@ -266,8 +272,9 @@ def gather_samples(
     Args:
         source_numbers, sample_numbers: int64 [batch].
         pad_token: fills what a partial sample lacks; where a label equals it the loss mask is 0,
-            and it becomes token 0 in tokens and labels.
-        eod_token: the token that `reset_position_ids` and `eod_mask_loss` look for.
+            and it becomes token 0 in tokens and labels. None: what a sample lacks is token 0, its
+            labels are masked, and no token of the sample is.
+        eod_token: the token that `reset_position_ids` and `eod_mask_loss` look for; None: none.
 
     Returns:
         tokens int64, labels int64, loss_mask float32 and position_ids int64, each
@@ -318,8 +325,8 @@ def fill_rows(
     *,
     sequence_length: int,
     add_extra_token: bool,
-    pad_token: int,
-    eod_token: int,
+    pad_token: int | None,
+    eod_token: int | None,
     reset_position_ids: bool,
     eod_mask_loss: bool,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]:
@@ -419,7 +426,7 @@ def copy_sequences(
     _check_vector("lengths", lengths, np.int32)
     _check_vector("ids", ids, np.int64)
     if not 1 <= token_size <= 8:
-        raise ValueError(f"token_size is {token_size}; 1 to 8 is possible")
+        raise ConfigError(f"token_size is {token_size}; 1 to 8 is possible")
     return _core.copy_sequences(data, pointers, lengths, ids, token_size)
 
 
@@ -456,7 +463,7 @@ def first_bad_document(entries: NDArray[np.int64], num_sequences: int) -> int:
 
 def _check_vector(name: str, array: NDArray[Any], dtype: type) -> None:
     if array.ndim != 1 or array.dtype != dtype or not array.flags.c_contiguous:
-        raise ValueError(
+        raise ConfigError(
             f"{name} has shape {array.shape} and dtype {array.dtype}; "
             f"a contiguous [n] of {np.dtype(dtype)} is needed"
         )
@@ -464,26 +471,26 @@ def _check_vector(name: str, array: NDArray[Any], dtype: type) -> None:
 
 def _check_num_datasets(count: int) -> None:
     if not 1 <= count <= MAX_DATASETS:
-        raise ValueError(f"there are {count} datasets; 1 to {MAX_DATASETS} can be blended")
+        raise ConfigError(f"there are {count} datasets; 1 to {MAX_DATASETS} can be blended")
 
 
 def _number_of(threads: int | None) -> int:
     threads = available_cores() if threads is None else threads
     if not 1 <= threads <= MAX_INT32:
-        raise ValueError(f"threads is {threads}; at least 1 is needed")
+        raise ConfigError(f"threads is {threads}; at least 1 is needed")
     return threads
 
 
 def _check_rows(sequence_length: int, num_rows: int) -> None:
     """A row has a token at least, and the bytes of all rows can be counted."""
     if not 1 <= sequence_length <= MAX_INT64 // 16 // max(num_rows, 1):
-        raise ValueError(f"sequence_length is {sequence_length}; at least 1 is needed")
+        raise ConfigError(f"sequence_length is {sequence_length}; at least 1 is needed")
 
 
 def _get_state(random: np.random.RandomState) -> tuple[NDArray[np.uint32], int]:
     state = random.get_state(legacy=False)
     if state["bit_generator"] != "MT19937":
-        raise ValueError("the random state is not an MT19937 generator")
+        raise ConfigError("the random state is not an MT19937 generator")
     inner = state["state"]
     return inner["key"], inner["pos"]
 

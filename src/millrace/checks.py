@@ -7,6 +7,7 @@ can hold. Floats and bools are no counts, however they look.
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,7 +18,7 @@ from millrace.errors import ConfigError
 
 MAX_INT64 = 2**63 - 1
 _MIN_INT64 = -(2**63)
-_MOST_SHOWN = 200  # characters of a value in a message
+_INT64 = np.dtype(np.int64)
 
 
 def whole(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
@@ -31,12 +32,15 @@ def whole(name: str, value: Any, least: int | None = None, most: int | None = No
     Raises:
         ConfigError: it is no whole number, or outside its limits.
     """
-    try:
-        if isinstance(value, (bool, np.bool_)):
-            raise TypeError
-        number = int(operator.index(value))
-    except TypeError:
-        raise ConfigError(f"{name} is {shown(value)}; a whole number is needed") from None
+    if type(value) is int:
+        number = value
+    else:
+        try:
+            if isinstance(value, (bool, np.bool_)):
+                raise TypeError
+            number = int(operator.index(value))
+        except TypeError:
+            raise ConfigError(f"{name} is {shown(value)}; a whole number is needed") from None
     if (least is not None and number < least) or (most is not None and number > most):
         if most is None:
             limits = f"at least {least} is needed"
@@ -92,7 +96,10 @@ def reals(name: str, values: Any) -> list[float]:
     """
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
         raise ConfigError(f"{name} are {shown(values)}; give a list of numbers")
-    return [real(f"number {place} of {name}", value) for place, value in enumerate(values)]
+    return [
+        value if type(value) is float else real(f"number {place} of {name}", value)
+        for place, value in enumerate(values)
+    ]
 
 
 def whole_numbers(name: str, values: ArrayLike) -> NDArray[np.int64]:
@@ -111,7 +118,8 @@ def whole_numbers(name: str, values: ArrayLike) -> NDArray[np.int64]:
     array = np.asarray(values)
     if array.ndim == 1 and array.size == 0:
         return np.empty(0, np.int64)
-    if array.ndim == 1 and not isinstance(values, np.ndarray) and array.dtype.kind in "fO":
+    is_list = not isinstance(values, np.ndarray)
+    if array.ndim == 1 and (array.dtype.kind == "O" or (is_list and array.dtype.kind == "f")):
         # NumPy makes floats of a list of int64 and uint64, and objects of large ints.
         return np.array(
             [
@@ -125,15 +133,36 @@ def whole_numbers(name: str, values: ArrayLike) -> NDArray[np.int64]:
             f"{name} have shape {list(array.shape)} and dtype {array.dtype}; integers of shape [n] "
             "are needed"
         )
+    if array.dtype == _INT64 and array.flags.c_contiguous and array.flags.aligned:
+        return array
     if array.dtype.kind == "u" and array.dtype.itemsize == 8 and array.max() > MAX_INT64:
         raise ConfigError(f"{name} go up to {array.max()}; at most {MAX_INT64} is possible")
     return np.require(array, np.int64, ["C_CONTIGUOUS", "ALIGNED"])
 
 
-def shown(value: Any) -> str:
-    """A value as a message shows it: its repr, cut where it is long."""
+def paths(name: str, values: Any) -> list[str]:
+    """A list of paths as texts.
+
+    Args:
+        name: what to call it in a message.
+        values: texts or `os.PathLike`s; one alone is no list.
+
+    Raises:
+        ConfigError: no list of paths.
+    """
+    if isinstance(values, (str, bytes, os.PathLike)):
+        raise ConfigError(f"{name} is {shown(values)}, one path alone; give a list: [{values!r}]")
+    try:
+        found = [os.fspath(value) for value in values]
+    except TypeError:
+        raise ConfigError(f"{name} are {shown(values)}; give a list of paths") from None
+    return [os.fsdecode(path) for path in found]
+
+
+def shown(value: Any, most: int = 200) -> str:
+    """A value as a message shows it: its repr, cut after so many characters."""
     try:
         text = repr(value)
     except ValueError:  # an int of more digits than Python prints
-        text = f"{value:#x}"
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}... ({len(text)} characters)"
+        text = f"{value:#x}" if isinstance(value, int) else f"a {type(value).__name__}"
+    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"

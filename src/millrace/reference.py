@@ -215,8 +215,8 @@ def gather_samples(
     *,
     sequence_length: int,
     add_extra_token: bool,
-    pad_token: int,
-    eod_token: int,
+    pad_token: int | None,
+    eod_token: int | None,
     reset_position_ids: bool,
     eod_mask_loss: bool,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]:
@@ -225,8 +225,9 @@ def gather_samples(
     Args:
         source_numbers, sample_numbers: int64 [batch].
         pad_token: fills what a partial sample lacks; where a label equals it the loss mask is 0,
-            and it becomes token 0 in tokens and labels.
-        eod_token: the token that `reset_position_ids` and `eod_mask_loss` look for.
+            and it becomes token 0 in tokens and labels. None: what a sample lacks is token 0, its
+            labels are masked, and no token of the sample is.
+        eod_token: the token that `reset_position_ids` and `eod_mask_loss` look for; None: none.
 
     Returns:
         tokens int64, labels int64, loss_mask float32 and position_ids int64, each
@@ -286,8 +287,8 @@ def fill_rows(
     *,
     sequence_length: int,
     add_extra_token: bool,
-    pad_token: int,
-    eod_token: int,
+    pad_token: int | None,
+    eod_token: int | None,
     reset_position_ids: bool,
     eod_mask_loss: bool,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]:
@@ -316,8 +317,8 @@ def _fill(
     texts: list[list[int]],
     sequence_length: int,
     add_extra_token: bool,
-    pad_token: int,
-    eod_token: int,
+    pad_token: int | None,
+    eod_token: int | None,
     reset_position_ids: bool,
     eod_mask_loss: bool,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]:
@@ -329,14 +330,15 @@ def _fill(
     for i, text in enumerate(texts):
         if len(text) > capacity:
             raise ValueError(f"row {i} has {len(text)} tokens, above {capacity}; does not fit")
-        padded = text + [pad_token] * (sequence_length + 1 - len(text))
-        tokens[i], labels[i] = padded[:-1], padded[1:]
+        padded = [*text, *[pad_token] * (sequence_length + 1 - len(text))]
+        ends = [token is not None and token == eod_token for token in padded]
+        is_pad = [token == pad_token for token in padded]
+        plain = [0 if token is None or token == pad_token else token for token in padded]
+        tokens[i], labels[i] = plain[:-1], plain[1:]
         if eod_mask_loss:
-            loss_mask[i][tokens[i] == eod_token] = 0.0
-        loss_mask[i][labels[i] == pad_token] = 0.0
-        position_ids[i] = _positions(padded[:-1], eod_token if reset_position_ids else None)
-    tokens[tokens == pad_token] = 0
-    labels[labels == pad_token] = 0
+            loss_mask[i][ends[:-1]] = 0.0
+        loss_mask[i][is_pad[1:]] = 0.0
+        position_ids[i] = _positions(ends[:-1] if reset_position_ids else [False] * sequence_length)
     return tokens, labels, loss_mask, position_ids
 
 
@@ -383,13 +385,13 @@ def _stored(source: SampleSource, sequence: int, begin: int, end: int) -> list[i
     return tokens
 
 
-def _positions(tokens: list[int], eod_token: int | None) -> list[int]:
-    """0, 1, 2, ...; from 0 again after each `eod_token`."""
+def _positions(ends: list[bool]) -> list[int]:
+    """0, 1, 2, ...; from 0 again after each end of a document."""
     positions: list[int] = []
     position = 0
-    for token in tokens:
+    for is_end in ends:
         positions.append(position)
-        position = 0 if token == eod_token else position + 1
+        position = 0 if is_end else position + 1
     return positions
 
 

@@ -120,10 +120,13 @@ NAN, INF = float("nan"), float("inf")
         ({"blend": ("AB", [0.0, 0.0])}, "not all 0"),
         ({"blend": ("AB", [1.0, 0.0])}, "train split: the weight of dataset 1 is 0.0"),
         ({"blend": ("AB", [1e300, 1e-300])}, "train split: the weight of dataset 1 is 0.0"),
-        ({"blend": ("AB", ["1", "2"])}, "give numbers"),
+        ({"blend": ("AB", ["1", "2"])}, "a number is needed"),
         ({"blend": ("AB", None), "num_samples": (1, 2)}, r"\(1, 2\); give an entry for each"),
         ({"blend": ("AB", None), "num_samples": 7}, "is 7; give an entry for each"),
-        ({"blend": ("AB", None), "num_samples": (-1, 2, 3)}, r"\(-1, 2, 3\); each is at least 0"),
+        (
+            {"blend": ("AB", None), "num_samples": (-1, 2, 3)},
+            "num_samples of train is -1; at least 0",
+        ),
         ({"blend": ("AB", None), "num_samples": (1.5, 2, 3)}, "1.5; a whole number"),
         ({"blend": ("AB", [1, 2]), "num_samples": (9, None, 9)}, "valid blend has weights, and"),
         ({"blend": ("", None)}, "list of prefixes is needed"),
@@ -146,7 +149,7 @@ NAN, INF = float("nan"), float("inf")
         ({"blend": ("A", None), "full_validation": True}, "asks for 20 validation samples"),
         ({"blend": ("A", None), "multiple_validation_sets": True}, "needs a blend_per_split"),
         ({"blend": ("A", None), "eod_mask_loss": True}, "give eod_token"),
-        ({"blend": ("A", None), "sequence_length": 0}, "sequence_length is 0; at least 1"),
+        ({"blend": ("A", None), "sequence_length": 0}, "sequence_length is 0; 1 to 2147483647"),
         ({"blend": ("A", None), "access": "carrier pigeon"}, "it is one of mmap, file"),
         (
             {"blend": ("ABC", None), "sequence_length": 150, "num_samples": (None,) * 3},
@@ -159,7 +162,7 @@ NAN, INF = float("nan"), float("inf")
         ),
         (
             {"blend": ("AB", [1, 1]), "num_samples": (10**30, 1, 1)},
-            "bytes of indices; 70,368,744,177,664 is the limit",
+            "the train split: num_samples is 10+; 0 to 9223372036854775807 is possible",
         ),
     ],
 )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -168,7 +171,7 @@ def test_a_state_of_another_order_is_refused_with_what_differs(make_dataset: Mak
         ({"num_samples": 60}, "num_epochs: saved 1, now 2"),
         ({"sequences": (0, 1)}, r"sequences\[1\]: saved 2, now 1"),
         ({"add_extra_token": False}, "add_extra_token: saved True, now False"),
-        ({"pad_token": 5}, "pad_token: saved -1, now 5"),
+        ({"pad_token": 5}, "pad_token: saved None, now 5"),
     ]:
         options: dict[str, Any] = {"sequence_length": 8, "seed": 3, **changed}
         other = Loader(GPTDataset(data, **options), micro_batch_size=1)
@@ -194,7 +197,9 @@ def test_a_state_of_another_blend_is_refused(make_dataset: Make) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 2}, "version 2"),
+        ({"version": 1}, r"version 1, .* Loader\(\.\.\., consumed_samples=0\)"),
+        ({"version": 3}, "version 3; this millrace reads 2"),
+        ({"version": "2"}, "version '2'"),
         ({"version": None}, "version None"),
     ],
 )
@@ -209,6 +214,131 @@ def test_a_state_of_another_version_is_refused(
 def test_what_is_no_state_is_refused(dataset: GPTDataset) -> None:
     with pytest.raises(ResumeError, match="no consumed_samples, fingerprint, version"):
         Loader(dataset, micro_batch_size=1).load_state_dict({"epoch": 3})
+
+
+def test_what_differs_is_said_in_few_words(make_dataset: Make) -> None:
+    """A state of 400 datasets against 401, against other ones, and against anything at all."""
+    data = [make_dataset([200 + i], name=f"part{i}") for i in range(3)]
+    parts = [GPTDataset(one, sequence_length=8, seed=1) for one in data]
+    state = Loader(BlendedDataset(parts[:1] * 400), micro_batch_size=1).state_dict()
+
+    def message(datasets: list[GPTDataset], state: dict[str, Any]) -> str:
+        with pytest.raises(ResumeError) as caught:
+            Loader(BlendedDataset(datasets), micro_batch_size=1).load_state_dict(state)
+        assert len(str(caught.value)) < 3000
+        return str(caught.value)
+
+    more = message([*parts[:1] * 17, parts[1], *parts[:1] * 383], state)
+    assert "datasets: saved 400 entries, now 401; first difference at datasets[17].content" in more
+    assert "datasets: saved 400 entries, now 401\n" in message(parts[:1] * 401, state)
+    others = BlendedDataset(parts[1:2] * 400).fingerprint()
+    others["datasets"] = [{**one, "seed": 2} for one in others["datasets"]]
+    assert "and 390 more" in message(parts[1:2] * 400, state | {"fingerprint": others})
+    for wrong in ("x" * 10**6, [0] * 10**6, None, {"kind": "x" * 10**6}):
+        message(parts, state | {"fingerprint": wrong})
+    for wrong in ("x" * 10**6, None, 10**5000):
+        message(parts, state | {"version": wrong})
+
+
+@pytest.mark.parametrize(
+    "consumed_samples", [2.5, "2", True, None, -1, pytest.param(10**5000, id="huge")]
+)
+def test_the_number_in_a_state_is_checked(dataset: GPTDataset, consumed_samples: Any) -> None:
+    loader = Loader(dataset, micro_batch_size=1, consumed_samples=3)
+    state = loader.state_dict() | {"consumed_samples": consumed_samples}
+    with pytest.raises(ConfigError, match="consumed_samples is"):
+        loader.load_state_dict(state)
+    with pytest.raises(ResumeError, match="it is no Loader's"):
+        loader.load_state_dict([state])  # type: ignore[arg-type]
+    assert loader.consumed_samples == 3
+    loader.load_state_dict(loader.state_dict() | {"consumed_samples": np.int8(5)})
+    assert json.dumps(loader.state_dict()["consumed_samples"]) == "5"
+
+
+# ---- several threads, errors, copies ----
+
+
+def test_threads_get_each_step_once(make_dataset: Make) -> None:
+    data = GPTDataset(make_dataset([8 * 4000 + 1]), sequence_length=8, seed=3)
+    loader = Loader(data, micro_batch_size=2)
+    seen: list[list[int]] = [[] for _ in range(8)]
+    states = []
+    start = threading.Barrier(9)
+
+    def draw(mine: list[int]) -> None:
+        start.wait()
+        for batch in loader:
+            mine += [int(row[0]) << 32 | int(row[1]) for row in batch["tokens"][:, :2]]
+            mine.append(-1)
+
+    def save() -> None:
+        start.wait()
+        states.extend(loader.state_dict()["consumed_samples"] for _ in range(200))
+
+    threads = [threading.Thread(target=draw, args=(mine,)) for mine in seen]
+    threads.append(threading.Thread(target=save))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(part.count(-1) for part in seen) == len(data) // 2
+    everything = data.batch(np.arange(len(data)))["tokens"]
+    expected = sorted(int(row[0]) << 32 | int(row[1]) for row in everything[:, :2])
+    assert sorted(number for part in seen for number in part if number >= 0) == expected
+    assert states == sorted(states)
+    assert all(state % 2 == 0 for state in states)
+    assert loader.consumed_samples == len(data)
+
+
+def test_an_error_leaves_the_position_where_it_was(dataset: GPTDataset) -> None:
+    failures = [ValueError("first"), KeyboardInterrupt()]
+
+    def fail_twice(batch: Any) -> Any:
+        if failures:
+            raise failures.pop(0)
+        return batch
+
+    loader = Loader(dataset, micro_batch_size=2, consumed_samples=4, transform=fail_twice)
+    for error in (ValueError, KeyboardInterrupt):
+        with pytest.raises(error):
+            next(loader)
+        assert loader.consumed_samples == 4
+    assert np.array_equal(next(loader)["tokens"], dataset.batch([4, 5])["tokens"])
+    assert loader.consumed_samples == 6
+
+
+def test_a_transform_may_use_its_loader(dataset: GPTDataset) -> None:
+    """Its state does not count the batch in hand, and a batch it asks for is the next one."""
+    states = []
+
+    def skip_the_first(batch: Any) -> Any:
+        states.append(loader.state_dict()["consumed_samples"])
+        return next(loader) if len(states) == 1 else batch
+
+    loader = Loader(dataset, micro_batch_size=2, transform=skip_the_first)
+    assert np.array_equal(next(loader)["tokens"], dataset.batch([2, 3])["tokens"])
+    assert (states, loader.consumed_samples) == ([0, 0], 4)
+
+    def seek(batch: Any) -> Any:
+        loader.load_state_dict(loader.state_dict() | {"consumed_samples": 20})
+        return batch
+
+    loader.transform = seek
+    assert np.array_equal(next(loader)["tokens"], dataset.batch([4, 5])["tokens"])
+    assert loader.consumed_samples == 20
+
+
+def test_copies_go_on_by_themselves(dataset: GPTDataset) -> None:
+    loader = Loader(dataset, micro_batch_size=2)
+    next(loader)
+    for other in (
+        copy.copy(loader),
+        copy.deepcopy(loader),
+        pickle.loads(pickle.dumps(loader)),
+    ):
+        assert other.state_dict() == loader.state_dict()
+        assert np.array_equal(next(other)["tokens"], dataset.batch([2, 3])["tokens"])
+        assert (loader.consumed_samples, other.consumed_samples) == (2, 4)
 
 
 def test_data_that_moved_are_the_same_data(make_dataset: Make, tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ NAMES = ("tokens", "labels", "loss_mask", "position_ids")
 DEFAULTS: dict[str, Any] = {
     "sequence_length": 8,
     "add_extra_token": True,
-    "pad_token": -1,
-    "eod_token": -1,
+    "pad_token": None,
+    "eod_token": None,
     "reset_position_ids": False,
     "eod_mask_loss": False,
 }
@@ -142,7 +142,15 @@ def test_equals_its_twin(dtype: Any, extra: bool, partial: bool, sequence_length
     for seed in range(2):
         arrays = make_arrays(seed, sequence_length, extra=extra, partial=partial, dtype=dtype)
         numbers = np.arange(len(arrays["shuffle_index"]))
-        for pad_token, eod_token in ((-1, 3), (5, 3), (3, 3), (-1, -1), (2**40, 0)):
+        for pad_token, eod_token in (
+            (None, 3),
+            (5, 3),
+            (3, 3),
+            (None, None),
+            (-1, -1),
+            (None, 0),
+            (2**40, 0),
+        ):
             assert_twin(
                 [arrays],
                 np.zeros_like(numbers),
@@ -188,7 +196,7 @@ def test_equals_its_twin_for_any_batch(data: st.DataObject) -> None:
         [number % len(arrays[d]["shuffle_index"]) for d, number in batch],
         sequence_length=sequence_length,
         add_extra_token=extra,
-        pad_token=data.draw(st.sampled_from([-1, 0, 5, 11])),
+        pad_token=data.draw(st.sampled_from([None, -1, 0, 5, 11])),
         eod_token=data.draw(st.sampled_from([-1, 0, 5, 10])),
         reset_position_ids=data.draw(st.booleans()),
         eod_mask_loss=data.draw(st.booleans()),
@@ -218,7 +226,7 @@ def test_a_sample_without_tokens_is_all_padding() -> None:
     end = [[17, arrays["sequence_lengths"][arrays["document_index"][17]]]]
     arrays["sample_index"] = np.array(end * 2, np.int32)
     arrays["shuffle_index"] = np.array([0], np.uint32)
-    for pad_token in (-1, 0, 7):
+    for pad_token in (None, -1, 0, 7):
         assert_twin([arrays], [0], [0], add_extra_token=False, pad_token=pad_token)
 
 
@@ -502,8 +510,8 @@ def test_refuses_numbers_that_are_no_vectors_of_int64(
             sample_numbers,
             sequence_length=8,
             add_extra_token=True,
-            pad_token=-1,
-            eod_token=-1,
+            pad_token=None,
+            eod_token=None,
             reset_position_ids=False,
             eod_mask_loss=False,
         )

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import math
-import numbers
-import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from millrace.checks import flag, reals, whole
 from millrace.errors import ConfigError
 from millrace.feed.datasets import SampleOptions
 from millrace.order import SPLITS, normalize, split_ranges
-from millrace.order.blend import SURPLUS
+from millrace.order.blend import SURPLUS, check_surplus
 from millrace.order.gpt import check_seed
 from millrace.order.splits import VALID, Bookends
 from millrace.store.bytes import Access
@@ -83,12 +82,7 @@ class DatasetConfig:
                 f"blend_per_split has {len(self.blend_per_split)} entries; give one for each of "
                 f"{', '.join(SPLITS)}, None for those that you do without"
             )
-        self._check_numbers()
-        check_seed(self.seed)
-        if not 0 <= self.surplus < math.inf:
-            raise ConfigError(f"the surplus is {self.surplus}; a number from 0 on is needed")
-        if self.num_threads < 1:
-            raise ConfigError(f"num_threads is {self.num_threads}; at least 1 is needed")
+        self._make_plain()
         if self.trust_cache and self.cache is None:
             raise ConfigError("trust_cache needs a cache folder: give cache")
         if self.full_validation and self.num_samples[VALID] is not None:
@@ -101,20 +95,33 @@ class DatasetConfig:
         self._check_blends()
         if self.split is not None:
             split_ranges(0, self.split)
-        _ = self.sample_options
 
-    def _check_numbers(self) -> None:
-        """Numbers of any integer type become Python's, whose sums are exact."""
-        if isinstance(self.num_samples, int) or len(self.num_samples) != len(SPLITS):
+    def _make_plain(self) -> None:
+        """Numbers and flags of any type become Python's, whose sums are exact."""
+        if not isinstance(self.num_samples, Collection) or len(self.num_samples) != len(SPLITS):
             raise ConfigError(
                 f"num_samples is {self.num_samples}; give an entry for each of {', '.join(SPLITS)}"
             )
-        counts = tuple(None if n is None else _integer("num_samples", n) for n in self.num_samples)
-        if any(count is not None and count < 0 for count in counts):
-            raise ConfigError(f"num_samples is {counts}; each is at least 0, or None for one epoch")
-        object.__setattr__(self, "num_samples", counts)
-        for name in ("sequence_length", "seed", "num_threads"):
-            object.__setattr__(self, name, _integer(name, getattr(self, name)))
+        plain: dict[str, Any] = {
+            "num_samples": tuple(
+                None if count is None else whole(f"num_samples of {name}", count, 0)
+                for name, count in zip(SPLITS, self.num_samples, strict=True)
+            ),
+            "seed": check_seed(self.seed),
+            "surplus": check_surplus(self.surplus),
+            "num_threads": whole("num_threads", self.num_threads, 1),
+        }
+        for name in (
+            "multiple_validation_sets",
+            "full_validation",
+            "drop_last_partial_validation_sequence",
+            "trust_cache",
+        ):
+            plain[name] = flag(name, getattr(self, name))
+        for field in dataclasses.fields(SampleOptions):
+            plain[field.name] = getattr(self.sample_options, field.name)
+        for name, value in plain.items():
+            object.__setattr__(self, name, value)
 
     def _check_blends(self) -> None:
         blends = self.blend_per_split or [self.blend]
@@ -134,8 +141,7 @@ class DatasetConfig:
                     raise ConfigError(f"the {name} blend has {prefix!r}; prefixes are paths")
             if weights is None:
                 continue
-            if not all(isinstance(weight, numbers.Real) for weight in weights):
-                raise ConfigError(f"the {name} blend's weights are {weights!r}; give numbers")
+            weights = reals(f"the {name} blend's weights", weights)
             if len(weights) != len(prefixes):
                 raise ConfigError(
                     f"the {name} blend has {len(weights)} weights for {len(prefixes)} prefixes"
@@ -196,10 +202,3 @@ class DatasetConfig:
             "drop_last_partial_validation_sequence": self.drop_last_partial_validation_sequence,
             "add_extra_token": self.add_extra_token,
         }
-
-
-def _integer(name: str, value: Any) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise ConfigError(f"{name} has {value!r}; a whole number is needed") from None

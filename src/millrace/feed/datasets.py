@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +12,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from millrace import _core, _native
-from millrace.errors import ConfigError, DataError
+from millrace._native import MAX_INT32
+from millrace.checks import MAX_INT64, flag, shown, token, whole, whole_numbers
+from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.order import (
     GPTIndices,
     GPTPlan,
@@ -22,6 +25,7 @@ from millrace.order import (
     normalize,
     plan_gpt,
 )
+from millrace.order.gpt import check_range, check_seed
 from millrace.store import IndexedDataset
 from millrace.store.bytes import MMapReader
 
@@ -29,16 +33,13 @@ _MAX_INDEX_BYTES = 1 << 46  # 64 TiB: what a process can address is 128
 
 Batch = dict[str, NDArray[Any]]
 
-NO_TOKEN = -1
-"""A pad or EOD id that no token equals."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOptions:
     """What a sample looks like; see `GPTDataset` for each.
 
     Raises:
-        ConfigError: an option that needs another one.
+        ConfigError: an option outside its limits, or that needs another one.
     """
 
     sequence_length: int
@@ -49,20 +50,22 @@ class SampleOptions:
     eod_mask_loss: bool = False
 
     def __post_init__(self) -> None:
+        plain: dict[str, Any] = {
+            "sequence_length": whole("sequence_length", self.sequence_length, 1, MAX_INT32),
+            "eod_token": token("eod_token", self.eod_token),
+            "pad_token": token("pad_token", self.pad_token),
+        }
+        for name in ("add_extra_token", "reset_position_ids", "eod_mask_loss"):
+            plain[name] = flag(name, getattr(self, name))
+        for name, value in plain.items():
+            object.__setattr__(self, name, value)
         if (self.reset_position_ids or self.eod_mask_loss) and self.eod_token is None:
             raise ConfigError("reset_position_ids and eod_mask_loss look for EOD: give eod_token")
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
         """The same, as the core takes it."""
-        return {
-            "sequence_length": self.sequence_length,
-            "add_extra_token": self.add_extra_token,
-            "pad_token": NO_TOKEN if self.pad_token is None else self.pad_token,
-            "eod_token": NO_TOKEN if self.eod_token is None else self.eod_token,
-            "reset_position_ids": self.reset_position_ids,
-            "eod_mask_loss": self.eod_mask_loss,
-        }
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
 def plan_dataset(
@@ -81,7 +84,9 @@ def plan_dataset(
     """
     if dataset.dtype.kind not in "iu":
         raise DataError(f"{dataset.prefix} holds {dataset.dtype}; token ids are integers")
-    start, stop = sequences
+    start, stop = check_range(sequences, len(dataset))
+    if num_samples is not None:
+        num_samples = whole("num_samples", num_samples, 0, MAX_INT64)
     num_tokens = int(np.sum(dataset.sequence_lengths[start:stop], dtype=np.int64))
     if num_tokens > dataset.num_tokens:
         raise DataError(
@@ -142,7 +147,7 @@ class GPTDataset:
 
     Args:
         dataset: the token file.
-        sequence_length: tokens to train on in a sample.
+        sequence_length: tokens to train on in a sample, 1 to 2**31 - 1.
         seed: of the order, 0 to 2**32 - 1.
         num_samples: to have at least; the sequences are repeated for as many epochs as that takes.
             None: what one epoch gives.
@@ -152,7 +157,8 @@ class GPTDataset:
         reset_position_ids: position ids start again after each EOD.
         eod_mask_loss: the loss mask is 0 where the input is EOD.
         pad_token: the padding token, which is never trained on: where a label equals it, the
-            loss mask is 0. None where the token file holds no padding.
+            loss mask is 0. None where the token file holds no padding: every token is trained on,
+            whatever its number.
         drop_last_partial_sequence: leave out a last sample that the tokens do not fill.
         add_extra_token: draw one token more in each sample, the last label. Without it the last
             label is missing and masked.
@@ -185,17 +191,18 @@ class GPTDataset:
             reset_position_ids=reset_position_ids,
             eod_mask_loss=eod_mask_loss,
         )
-        start, stop = (0, len(dataset)) if sequences is None else sequences
+        seed = check_seed(seed)
+        sequences = check_range((0, len(dataset)) if sequences is None else sequences, len(dataset))
         plan = plan_dataset(
             dataset,
-            (start, stop),
+            sequences,
             num_samples,
             options,
             drop_last_partial_sequence=drop_last_partial_sequence,
         )
-        self._set(dataset.prefix, (start, stop), seed, plan, options)
+        self._set(dataset.prefix, sequences, seed, plan, options)
         self.__dict__["dataset"] = dataset
-        self.__dict__["indices"] = build_indices(dataset, (start, stop), plan, seed)
+        self.__dict__["indices"] = build_indices(dataset, sequences, plan, seed)
 
     @classmethod
     def stored(
@@ -289,13 +296,15 @@ class GPTDataset:
         """The samples of these numbers, in one call of the core.
 
         Args:
-            sample_numbers: integers [batch], each in [0, len).
+            sample_numbers: integers [batch], each in [0, len); a list, or an array of any integer
+                dtype, byte order and stride.
 
         Returns:
             `tokens` int64, `labels` int64, `loss_mask` float32 and `position_ids` int64, each
             [batch, sequence_length].
 
         Raises:
+            ConfigError: sample numbers that are no integers, or have another shape.
             IndexError: no such sample.
             DataError: an index entry that points outside the token file.
         """
@@ -361,6 +370,7 @@ class BlendedDataset:
     ) -> None:
         if len(datasets) == 0:
             raise ConfigError("a blend needs at least one dataset")
+        size = None if size is None else whole("the blend's size", size, 0)
         if weights is not None and len(weights) != len(datasets):
             raise ConfigError(f"there are {len(weights)} weights for {len(datasets)} datasets")
         if weights is not None and size is None:
@@ -503,13 +513,7 @@ def _batch_by_dataset(
 
 
 def _check_numbers(sample_numbers: ArrayLike, limit: int) -> NDArray[np.int64]:
-    numbers = np.asarray(sample_numbers)
-    if numbers.ndim != 1 or (numbers.size > 0 and numbers.dtype.kind not in "iu"):
-        raise ConfigError(
-            f"sample_numbers have shape {numbers.shape} and dtype {numbers.dtype}; "
-            "integers of shape [batch] are needed"
-        )
-    numbers = numbers.astype(np.int64, copy=False)
+    numbers = whole_numbers("sample numbers", sample_numbers)
     # As unsigned numbers negative ones are large: one look finds both.
     if numbers.size > 0 and numbers.view(np.uint64).max() >= limit:
         raise IndexError(
@@ -520,9 +524,12 @@ def _check_numbers(sample_numbers: ArrayLike, limit: int) -> NDArray[np.int64]:
 
 
 def _one(dataset: GPTDataset | BlendedDataset, sample_number: SupportsIndex) -> Batch:
-    number = sample_number.__index__()
-    if number < 0:
-        number += len(dataset)
+    number = whole("the sample number", sample_number)
+    number += len(dataset) if number < 0 else 0
+    if not 0 <= number < len(dataset):
+        raise IndexError(
+            f"there is no sample {shown(number)}; the dataset has 0 to {len(dataset) - 1}"
+        )
     return {name: array[0] for name, array in dataset.batch([number]).items()}
 
 
@@ -530,7 +537,7 @@ def _batch(arrays: tuple[NDArray[Any], ...]) -> Batch:
     return dict(zip(("tokens", "labels", "loss_mask", "position_ids"), arrays, strict=True))
 
 
-def _damaged(error: ValueError) -> DataError:
-    if isinstance(error, DataError):
+def _damaged(error: ValueError) -> ValueError:
+    if isinstance(error, MillraceError):  # of what was opened for this, or of the arguments
         return error
     return DataError(f"an index points outside its data: {error}. Write it again")

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from numpy.typing import ArrayLike
 
+from millrace.checks import shown, whole
 from millrace.errors import ConfigError, ResumeError
 from millrace.feed.datasets import Batch
 from millrace.feed.samplers import SequentialSampler
 
-STATE_VERSION = 1
+STATE_VERSION = 2
+"""Rises when states of earlier versions cannot be compared with fingerprints of today."""
+
+_MOST_LINES = 10  # of what differs, in a message
+_MOST_SHOWN = 80  # characters of a value in such a line
 
 
 class Dataset(Protocol):
@@ -30,6 +36,11 @@ class Loader:
     All ranks together see the samples in one global order, whatever their number, their micro
     batch and the places where they stopped: a state that was saved by one rank of a run resumes
     every rank of another one at the very next sample.
+
+    Several threads may draw from one loader: each step is handed out once, in any order among them,
+    and one at a time. After an error in a step, which `transform` may raise too, the position is
+    where it was before: the next call tries the same step again. `transform` may use the loader:
+    a batch that it asks for is that of the next step.
 
     Args:
         dataset: `GPTDataset` or `BlendedDataset`.
@@ -77,7 +88,9 @@ class Loader:
                 "pass drop_last=False"
             )
         self.transform = transform
-        self._consumed_samples = 0
+        self._lock = threading.RLock()
+        # `_next` is where the next step starts: ahead of what was handed out, while one is made.
+        self._next = self._consumed_samples = 0
         self._seek(consumed_samples)
 
     @property
@@ -89,12 +102,26 @@ class Loader:
         return self
 
     def __next__(self) -> Any:
-        if not self.sampler.has_step(self._consumed_samples):
-            raise StopIteration
-        batch = self.dataset.batch(self.sampler.sample_numbers(self._consumed_samples))
-        result = batch if self.transform is None else self.transform(batch)
-        self._consumed_samples = self.sampler.consumed_after(self._consumed_samples)
-        return result
+        with self._lock:
+            start = self._next
+            if not self.sampler.has_step(start):
+                raise StopIteration
+            self._next = self.sampler.consumed_after(start)
+            try:
+                batch = self.dataset.batch(self.sampler.sample_numbers(start))
+                result = batch if self.transform is None else self.transform(batch)
+            except BaseException:
+                self._next = self._consumed_samples = start
+                raise
+            self._consumed_samples = self._next
+            return result
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.RLock())
+        self._next = self._consumed_samples
 
     def state_dict(self) -> dict[str, Any]:
         """The state to save with a checkpoint: plain numbers, strings, lists and dicts."""
@@ -110,44 +137,62 @@ class Loader:
         Raises:
             ResumeError: the state is of other data, another order or another version; the message
                 says what differs.
+            ConfigError: its consumed_samples is no whole number, or more than the dataset has.
         """
+        if not isinstance(state, Mapping):
+            raise ResumeError(f"the state is {shown(state)}: it is no Loader's")
         missing = {"version", "consumed_samples", "fingerprint"} - set(state)
         if missing:
             raise ResumeError(f"the state has no {', '.join(sorted(missing))}: it is no Loader's")
-        if state["version"] != STATE_VERSION:
+        version, consumed_samples = state["version"], state["consumed_samples"]
+        if version == 1:
             raise ResumeError(
-                f"the state has version {state['version']}; this millrace reads {STATE_VERSION}"
+                "the state has version 1, of an earlier millrace, which noted less of the data: it "
+                "cannot be compared. The order has stayed the same: if data and options have too, "
+                f"go on with Loader(..., consumed_samples={shown(consumed_samples)})"
             )
-        differences = _differences(state["fingerprint"], self.dataset.fingerprint())
-        if differences:
-            shown = "\n".join(f"  {line}" for line in differences[:20])
-            more = f"\n  and {len(differences) - 20} more" if len(differences) > 20 else ""
+        if version != STATE_VERSION:
             raise ResumeError(
-                f"the state was saved with other data or another order:\n{shown}{more}\n"
+                f"the state has version {shown(version)}; this millrace reads {STATE_VERSION}"
+            )
+        lines = list(_differences(state["fingerprint"], self.dataset.fingerprint()))
+        if lines:
+            listed = "\n".join(f"  {line}" for line in lines[:_MOST_LINES])
+            more = f"\n  and {len(lines) - _MOST_LINES} more" if len(lines) > _MOST_LINES else ""
+            raise ResumeError(
+                f"the state was saved with other data or another order:\n{listed}{more}\n"
                 "Restore what differs, or start a new order with consumed_samples=0"
             )
-        self._seek(state["consumed_samples"])
+        self._seek(consumed_samples)
 
     def _seek(self, consumed_samples: int) -> None:
-        if not 0 <= consumed_samples <= len(self.dataset):
+        consumed_samples = whole("consumed_samples", consumed_samples, 0)
+        if consumed_samples > len(self.dataset):
             raise ConfigError(
-                f"consumed_samples is {consumed_samples}; the dataset has {len(self.dataset)} "
-                "samples. Build it with a larger num_samples to train on"
+                f"consumed_samples is {shown(consumed_samples)}; the dataset has "
+                f"{len(self.dataset)} samples. Build it with a larger num_samples to train on"
             )
-        self._consumed_samples = consumed_samples
+        with self._lock:
+            self._next = self._consumed_samples = consumed_samples
 
 
-def _differences(saved: Any, present: Any, place: str = "") -> list[str]:
-    """Where two fingerprints differ, a line each."""
-    if isinstance(saved, dict) and isinstance(present, dict):
-        keys = list(dict.fromkeys([*saved, *present]))
-        pairs = [
-            (f"{place}.{key}" if place else key, saved.get(key), present.get(key)) for key in keys
-        ]
-    elif isinstance(saved, list) and isinstance(present, list) and len(saved) == len(present):
-        pairs = [
-            (f"{place}[{i}]", *pair) for i, pair in enumerate(zip(saved, present, strict=True))
-        ]
-    else:
-        return [] if saved == present else [f"{place}: saved {saved!r}, now {present!r}"]
-    return [line for pair in pairs for line in _differences(pair[1], pair[2], pair[0])]
+def _differences(saved: Any, present: Any, place: str = "") -> Iterator[str]:
+    """Where two fingerprints differ, a short line each."""
+    if isinstance(saved, Mapping) and isinstance(present, Mapping):
+        for key in dict.fromkeys([*saved, *present]):
+            at = f"{place}.{key}" if place else str(key)
+            yield from _differences(saved.get(key), present.get(key), at)
+    elif isinstance(saved, (list, tuple)) and isinstance(present, (list, tuple)):
+        inside = (
+            line
+            for number, pair in enumerate(zip(saved, present, strict=False))
+            for line in _differences(*pair, f"{place}[{number}]")
+        )
+        if len(saved) == len(present):
+            yield from inside
+        else:
+            counts = f"{place}: saved {len(saved)} entries, now {len(present)}"
+            first = next(inside, None)
+            yield counts if first is None else f"{counts}; first difference at {first}"
+    elif saved != present:
+        yield f"{place}: saved {shown(saved, _MOST_SHOWN)}, now {shown(present, _MOST_SHOWN)}"

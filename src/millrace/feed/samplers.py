@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.errors import ConfigError
+from millrace.checks import MAX_INT64, flag, whole
 
 
 class SequentialSampler:
@@ -36,32 +36,30 @@ class SequentialSampler:
         data_parallel_size: int = 1,
         drop_last: bool = True,
     ) -> None:
-        if num_samples < 1:
-            raise ConfigError(f"there are {num_samples} samples; at least 1 is needed")
-        if micro_batch_size < 1:
-            raise ConfigError(f"micro_batch_size is {micro_batch_size}; at least 1 is needed")
-        if not 0 <= data_parallel_rank < data_parallel_size:
-            raise ConfigError(
-                f"data_parallel_rank is {data_parallel_rank}; with data_parallel_size "
-                f"{data_parallel_size} it is 0 to {data_parallel_size - 1}"
-            )
-        self.num_samples = num_samples
+        self.num_samples = whole("num_samples", num_samples, 1, MAX_INT64)
+        micro_batch_size = whole("micro_batch_size", micro_batch_size, 1, MAX_INT64)
+        data_parallel_size = whole("data_parallel_size", data_parallel_size, 1, MAX_INT64)
+        rank = whole("data_parallel_rank", data_parallel_rank, 0, data_parallel_size - 1)
         self.block_size = micro_batch_size * data_parallel_size
-        self.drop_last = drop_last
-        self._start = data_parallel_rank * micro_batch_size
+        self.drop_last = flag("drop_last", drop_last)
+        self._start = rank * micro_batch_size
         self._stop = self._start + micro_batch_size
 
     def has_step(self, consumed_samples: int) -> bool:
         """Whether a step is left after that many samples."""
+        consumed_samples = whole("consumed_samples", consumed_samples, 0)
         need = self.block_size if self.drop_last else 1
         return consumed_samples + need <= self.num_samples
 
     def sample_numbers(self, consumed_samples: int) -> NDArray[np.int64]:
         """The rank's sample numbers at the step that starts there: int64 [micro_batch_size]."""
+        consumed_samples = whole("consumed_samples", consumed_samples, 0)
         end = min(consumed_samples + self.block_size, self.num_samples)
         start = min(consumed_samples + self._start, end)
         return np.arange(start, min(consumed_samples + self._stop, end), dtype=np.int64)
 
     def consumed_after(self, consumed_samples: int) -> int:
         """The number of consumed samples after the step that starts there."""
-        return min(consumed_samples + self.block_size, self.num_samples)
+        return min(
+            whole("consumed_samples", consumed_samples, 0) + self.block_size, self.num_samples
+        )

@@ -23,7 +23,6 @@ from millrace.megatron.errors import (
 )
 from millrace.megatron.indexed import IndexedDataset, _LocalBinReader
 from millrace.megatron.rules import (
-    NO_TOKEN,
     as_range,
     build_indices,
     causal_mask,
@@ -204,8 +203,8 @@ class GPTDataset(MegatronDataset):
         pad = self._pad_token_id
         return {
             "add_extra_token": bool(config.add_extra_token_to_sequence),
-            "pad_token": NO_TOKEN if pad is None else int(pad),
-            "eod_token": int(config.tokenizer.eod) if looks_for_eod else NO_TOKEN,
+            "pad_token": None if pad is None else int(pad),
+            "eod_token": int(config.tokenizer.eod) if looks_for_eod else None,
             # The attention mask is made of the position ids.
             "reset_position_ids": bool(config.reset_position_ids or self._masks_documents()),
             "eod_mask_loss": bool(config.eod_mask_loss),

@@ -9,9 +9,6 @@ from numpy.typing import NDArray
 from millrace import _native
 from millrace.order import GPTIndices, GPTPlan, build_gpt_indices, plan_gpt
 
-NO_TOKEN = -(2**62)
-"""What no token of any file equals."""
-
 
 def plan_samples(
     num_tokens_per_epoch: int,
@@ -154,7 +151,7 @@ def get_ltor_masks_and_position_ids(
             np.array([len(tokens)]),
             sequence_length=len(tokens),
             add_extra_token=False,
-            pad_token=NO_TOKEN,
+            pad_token=None,
             eod_token=eod_token,
             reset_position_ids=bool(reset_position_ids or reset_attention_mask),
             eod_mask_loss=bool(eod_mask_loss),

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace import _native
+from millrace.checks import real, reals, shown, whole, whole_numbers
 from millrace.errors import ConfigError
 
 SURPLUS = 0.005
@@ -21,12 +22,13 @@ def normalize(weights: Sequence[float]) -> list[float]:
     """The weights divided by their sum, in float64 and in NumPy's order of addition.
 
     Raises:
-        ConfigError: a weight that is negative or not finite, or nothing above 0.
+        ConfigError: a weight that is no number, negative or not finite, or nothing above 0.
     """
+    weights = reals("the weights", weights)
     total = sum(weights) if all(weight >= 0 for weight in weights) else math.nan
     if not (math.isfinite(total) and total > 0):
         raise ConfigError(
-            f"the weights are {list(weights)}; they must be finite, not below 0, and not all 0"
+            f"the weights are {shown(weights)}; they must be finite, not below 0, and not all 0"
         )
     array = np.array(weights, dtype=np.float64)
     normalized: list[float] = (array / np.sum(array)).tolist()
@@ -44,8 +46,14 @@ def samples_per_dataset(
     Args:
         weights: as `normalize` gives them: positive, with the sum 1.
         num_samples: that the blend shall have at least.
+        surplus: what to build beyond each share, as a part of it.
+
+    Raises:
+        ConfigError: weights with another sum, or a number outside its limits.
     """
-    _check_weights(weights)
+    num_samples = whole("num_samples", num_samples, 0, _native.MAX_INT64)
+    surplus = check_surplus(surplus)
+    weights = _checked_weights(weights)
     if not math.isclose(sum(weights), 1.0, rel_tol=1e-5):
         raise ConfigError(f"the weights sum to {sum(weights)}; normalize() makes that 1")
     shares = [math.ceil(num_samples * weight) for weight in weights]
@@ -69,12 +77,10 @@ def blend(
     Raises:
         ConfigError: a weight that is not positive and finite, too many datasets, or no thread.
     """
-    _check_threads(threads)
-    _check_weights(weights)
-    if not 0 <= size <= _native.MAX_INT64 // 8:
-        raise ConfigError(f"the blend's size is {size}; at least 0 is needed")
-    normalized = normalize(weights)
-    _check_weights(normalized)  # a weight beside a far larger one may have become 0
+    threads = _checked_threads(threads)
+    size = whole("the blend's size", size, 0, _native.MAX_INT64 // 8)
+    normalized = normalize(_checked_weights(weights))
+    _checked_weights(normalized)  # a weight beside a far larger one may have become 0
     return _native.blend_by_weights(np.array(normalized), size, threads)
 
 
@@ -93,28 +99,41 @@ def blend_exhaustively(
     Raises:
         ConfigError: a negative size, too many datasets, or no thread.
     """
-    _check_threads(threads)
+    threads = _checked_threads(threads)
+    sizes = [whole("a dataset's size", size, 0) for size in sizes]
     _check_count(len(sizes))
-    if min(sizes) < 0 or sum(sizes) > _native.MAX_INT64 // 8:
-        raise ConfigError(
-            f"the datasets' sizes go from {min(sizes)} to {max(sizes)} and sum to {sum(sizes)}; "
-            "they are not below 0, and their sum must fit memory"
-        )
+    whole("the sum of the datasets' sizes", sum(sizes), most=_native.MAX_INT64 // 8)
     return _native.blend_by_sizes(np.array(sizes, dtype=np.int64), threads)
 
 
 def count_draws(dataset_index: NDArray[np.int16], num_datasets: int) -> NDArray[np.int64]:
-    """How many samples a blend draws from each dataset: int64 [num_datasets]."""
-    counts = np.zeros(num_datasets, np.int64)
+    """How many samples a blend draws from each dataset: int64 [num_datasets].
+
+    Raises:
+        ConfigError: an entry that is no dataset.
+    """
+    counts = np.zeros(whole("num_datasets", num_datasets, 0), np.int64)
     for start in range(0, len(dataset_index), _COUNTED):
-        part = dataset_index[start : start + _COUNTED]
-        counts += np.bincount(part, minlength=num_datasets)
+        part = whole_numbers("the dataset numbers", dataset_index[start : start + _COUNTED])
+        if not 0 <= part.min() <= part.max() < len(counts):
+            raise ConfigError(
+                f"the dataset numbers go from {part.min()} to {part.max()}; there are "
+                f"{len(counts)} datasets"
+            )
+        counts += np.bincount(part, minlength=len(counts))
     return counts
 
 
-def _check_threads(threads: int | None) -> None:
-    if threads is not None and threads < 1:
-        raise ConfigError(f"threads is {threads}; at least 1 is needed")
+def check_surplus(surplus: float) -> float:
+    """The surplus as a float; raises ConfigError for one that cannot be."""
+    number = real("the surplus", surplus)
+    if not 0 <= number < math.inf:
+        raise ConfigError(f"the surplus is {number}; a number from 0 on is needed")
+    return number
+
+
+def _checked_threads(threads: int | None) -> int | None:
+    return None if threads is None else whole("threads", threads, 1, _native.MAX_INT32)
 
 
 def _check_count(count: int) -> None:
@@ -125,7 +144,8 @@ def _check_count(count: int) -> None:
         )
 
 
-def _check_weights(weights: Sequence[float]) -> None:
+def _checked_weights(weights: Sequence[float]) -> list[float]:
+    weights = reals("the weights", weights)
     _check_count(len(weights))
     for number, weight in enumerate(weights):
         if not (math.isfinite(weight) and weight > 0):
@@ -133,3 +153,4 @@ def _check_weights(weights: Sequence[float]) -> None:
                 f"the weight of dataset {number} is {weight}; weights are positive and finite. "
                 "Leave a dataset out to draw nothing from it"
             )
+    return weights

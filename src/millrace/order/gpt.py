@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace import _native
+from millrace.checks import flag, shown, whole, whole_numbers
 from millrace.errors import ConfigError
 
 FINAL_EPOCH_THRESHOLD = 0.80
@@ -82,29 +83,31 @@ def plan_gpt(
             (Megatron-LM counts it in 32-bit floats, and so miscounts from 2**24 tokens on.)
 
     Raises:
-        ConfigError: no tokens, or too few for one sample.
+        ConfigError: no tokens, too few for one sample, or a number outside its limits.
     """
+    add_extra_token = flag("add_extra_token", add_extra_token)
+    is_cut = flag("drop_last_partial_sequence", drop_last_partial_sequence)
     extra = 1 if add_extra_token else 0
-    if sequence_length < 1:
-        raise ConfigError(f"sequence_length is {sequence_length}; at least 1 is needed")
-    if num_samples is not None and num_samples < 0:
-        raise ConfigError(f"num_samples is {num_samples}; at least 0 is needed")
+    sequence_length = whole("sequence_length", sequence_length, 1)
+    if num_samples is not None:
+        num_samples = whole("num_samples", num_samples, 0)
+    num_tokens_per_epoch = whole("num_tokens_per_epoch", num_tokens_per_epoch)
     if num_tokens_per_epoch <= 0:
         raise ConfigError(
-            f"the split holds {num_tokens_per_epoch} tokens; there is nothing to draw samples "
-            "from. Give it a larger share, more documents, or leave it out"
+            f"the split holds {shown(num_tokens_per_epoch)} tokens; there is nothing to draw "
+            "samples from. Give it a larger share, more documents, or leave it out"
         )
     requested = 0 if num_samples is None else num_samples * sequence_length + extra
     num_epochs = max(1, -(-requested // num_tokens_per_epoch))
     tokens = num_epochs * num_tokens_per_epoch - extra
     available = tokens // sequence_length
-    if not drop_last_partial_sequence:
+    if not is_cut:
         available = -(-tokens // sequence_length)
     if available < 1:
         raise ConfigError(
-            f"sequence_length {sequence_length} (and {extra} extra token) leaves no sample: the "
-            f"split holds {num_tokens_per_epoch} tokens. Choose a shorter sequence_length, or more "
-            "documents"
+            f"sequence_length {shown(sequence_length)} (and {extra} extra token) leaves no sample: "
+            f"the split holds {shown(num_tokens_per_epoch)} tokens. Choose a shorter "
+            "sequence_length, or more documents"
         )
     cut = None
     if num_epochs > 1 and num_samples is not None:
@@ -119,14 +122,30 @@ def plan_gpt(
         num_samples_before_final_epoch=cut,
         sequence_length=sequence_length,
         add_extra_token=add_extra_token,
-        allow_partial=not drop_last_partial_sequence,
+        allow_partial=not is_cut,
     )
 
 
-def check_seed(seed: int) -> None:
-    """Raises ConfigError for a seed that `RandomState` does not take."""
-    if not 0 <= seed <= MAX_SEED:
-        raise ConfigError(f"the seed is {seed}; 0 to {MAX_SEED} is possible")
+def check_seed(seed: int) -> int:
+    """The seed as an int; raises ConfigError for one that `RandomState` does not take."""
+    return whole("the seed", seed, 0, MAX_SEED)
+
+
+def check_range(sequences: tuple[int, int], num_sequences: int) -> tuple[int, int]:
+    """A range of sequences as ints; raises ConfigError for one that does not lie in the file."""
+    try:
+        start, stop = sequences
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"the range of sequences is {shown(sequences)}; give (start, stop)"
+        ) from None
+    start, stop = (whole("an end of the range of sequences", end) for end in (start, stop))
+    if not 0 <= start <= stop <= num_sequences or stop > _native.MAX_INT32 + 1:
+        raise ConfigError(
+            f"the range of sequences is ({shown(start)}, {shown(stop)}); the file has "
+            f"{num_sequences}, and at most {_native.MAX_INT32 + 1} can be numbered (int32)"
+        )
+    return start, stop
 
 
 def build_gpt_indices(
@@ -141,7 +160,8 @@ def build_gpt_indices(
     tokens: it is drawn while the sample index is walked, in another thread.
 
     Args:
-        sequence_lengths: int32 [sequences of the file], in tokens.
+        sequence_lengths: int32 [sequences of the file], in tokens. It is used as it is; other
+            integer types, byte orders and strides are converted first.
         sequences: (start, stop), the range to draw from.
         plan: of that range, from `plan_gpt`.
         seed: 0 to 2**32 - 1.
@@ -149,14 +169,9 @@ def build_gpt_indices(
     Raises:
         ConfigError: a seed or range outside its limits.
     """
-    start, stop = sequences
-    check_seed(seed)
-    if not 0 <= start <= stop <= len(sequence_lengths) or stop > _native.MAX_INT32 + 1:
-        raise ConfigError(
-            f"the range of sequences is ({start}, {stop}); the file has {len(sequence_lengths)}, "
-            f"and at most {_native.MAX_INT32 + 1} can be numbered (int32)"
-        )
-    random = np.random.RandomState(seed)
+    start, stop = check_range(sequences, len(sequence_lengths))
+    sequence_lengths = _lengths(sequence_lengths)
+    random = np.random.RandomState(check_seed(seed))
     cut = plan.num_samples_before_final_epoch
     final_epochs = 0 if cut is None else 1
     document_index = _native.shuffled_ranges(
@@ -186,3 +201,16 @@ def build_gpt_indices(
             sample_index=sample_index,
             shuffle_index=shuffle_index.result(),
         )
+
+
+def _lengths(values: NDArray[Any]) -> NDArray[np.int32]:
+    """int32 in one run. A mapped index is that already, if at an odd byte, and may be large."""
+    if isinstance(values, np.ndarray) and values.dtype == np.int32 and values.flags.c_contiguous:
+        return values
+    lengths = whole_numbers("the sequence lengths", values)
+    if lengths.size > 0 and not 0 <= lengths.min() <= lengths.max() <= _native.MAX_INT32:
+        raise ConfigError(
+            f"the sequence lengths go from {lengths.min()} to {lengths.max()}; 0 to "
+            f"{_native.MAX_INT32} is possible"
+        )
+    return lengths.astype(np.int32)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Sequence
+from typing import Any
 
+from millrace.checks import MAX_INT64, reals, shown, whole
 from millrace.errors import ConfigError
 from millrace.order.blend import normalize
 
@@ -64,30 +66,31 @@ def split_ranges(num_sequences: int, split: str | Sequence[Bookends | None]) -> 
     Raises:
         ConfigError: see `parse_split`; fractions outside [0, 1], or of splits that overlap.
     """
+    size = float(whole("num_sequences", num_sequences, 0, MAX_INT64))
     bookends = parse_split(split) if isinstance(split, str) else _checked(split)
     return [
-        None
-        if ends is None
-        else (round(ends[0] * float(num_sequences)), round(ends[1] * float(num_sequences)))
+        None if ends is None else (round(ends[0] * size), round(ends[1] * size))
         for ends in bookends
     ]
 
 
-def _checked(bookends: Sequence[Bookends | None]) -> Sequence[Bookends | None]:
+def _checked(bookends: Sequence[Bookends | None]) -> list[Bookends | None]:
     problem = None
+    found: list[Any] = []
     try:
-        shares = sorted(tuple(ends) for ends in bookends if ends is not None)
-        if len(bookends) != len(SPLITS) or not shares:
+        found = [None if ends is None else tuple(reals("fractions", ends)) for ends in bookends]
+        shares = sorted(ends for ends in found if ends is not None)
+        if len(found) != len(SPLITS) or not shares:
             problem = "there must be three entries, and not all None"
         elif any(len(ends) != 2 or not 0 <= ends[0] < ends[1] <= _ONE for ends in shares):
             problem = "each must be (start, end) with 0 <= start < end <= 1"
         elif any(low[1] > high[0] for low, high in itertools.pairwise(shares)):
             problem = "they overlap, so that one split would train on another's data"
-    except TypeError:
+    except (TypeError, ConfigError):
         problem = "each must be a pair of numbers, or None"
     if problem is not None:
         raise ConfigError(
-            f"the fractions of the split are {bookends!r}: {problem}. Write "
+            f"the fractions of the split are {shown(bookends)}: {problem}. Write "
             "[(0, 0.9), (0.9, 1.0), None] for train, valid and test"
         )
-    return bookends
+    return found

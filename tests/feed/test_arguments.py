@@ -1,0 +1,428 @@
+"""Numbers, flags and arrays from callers: of any exact type the same result, of others an error."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from millrace import (
+    BlendedDataset,
+    ConfigError,
+    DatasetConfig,
+    GPTDataset,
+    IndexedDataset,
+    IndexedDatasetBuilder,
+    Loader,
+    SequentialSampler,
+    build_datasets,
+    samples_per_dataset,
+    split_ranges,
+)
+from millrace.order import (
+    blend,
+    blend_exhaustively,
+    build_gpt_indices,
+    count_draws,
+    normalize,
+    plan_gpt,
+)
+
+Make = Callable[..., IndexedDataset]
+INTEGERS = [np.dtype(code) for code in "bBhHiIlLqQ"]
+NO_COUNTS = (2.0, 10 / 4, np.float64(3), True, np.True_, "3", None, [3], 1j)
+NO_FLAGS = (0, 1, None, "no", np.int64(1))
+
+
+@pytest.fixture
+def data(make_dataset: Make) -> IndexedDataset:
+    return make_dataset([30, 0, 50, 7, 101])
+
+
+@pytest.fixture
+def dataset(data: IndexedDataset) -> GPTDataset:
+    return GPTDataset(data, sequence_length=8, seed=3, num_samples=50)
+
+
+# ---- one result for all integer types ----
+
+
+def test_many_samples_do_not_overflow_32_bits(make_dataset: Make) -> None:
+    data = make_dataset([100_000])
+    counts = [
+        len(GPTDataset(data, sequence_length=n(1024), seed=n(1), num_samples=n(3_000_000)))
+        for n in (int, np.int32)
+    ]
+    assert counts[0] == counts[1] >= 3_000_000
+
+
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(draw=st.data())
+def test_a_run_of_any_integer_types_is_the_same(data: IndexedDataset, draw: st.DataObject) -> None:
+    def any_type(number: int) -> Any:
+        return draw.draw(st.sampled_from(INTEGERS)).type(number)
+
+    def run(n: Callable[[int], Any], flag: Callable[[bool], Any]) -> tuple[Any, ...]:
+        dataset = GPTDataset(
+            data,
+            sequence_length=n(8),
+            seed=n(3),
+            num_samples=n(100),
+            sequences=(n(0), n(4)),
+            eod_token=n(5),
+            pad_token=n(7),
+            reset_position_ids=flag(True),
+            drop_last_partial_sequence=flag(False),
+        )
+        loader = Loader(
+            dataset,
+            micro_batch_size=n(3),
+            data_parallel_rank=n(1),
+            data_parallel_size=n(2),
+            consumed_samples=n(12),
+            drop_last=flag(True),
+        )
+        batch = next(loader)
+        return json.dumps(loader.state_dict()), {k: v.tolist() for k, v in batch.items()}
+
+    assert run(any_type, np.bool_) == run(int, bool)
+
+
+def test_a_blend_of_numpys_numbers_is_the_same(make_dataset: Make) -> None:
+    parts = [
+        GPTDataset(make_dataset([300], name=f"part{i}"), sequence_length=8, seed=i, num_samples=40)
+        for i in range(3)
+    ]
+    one = BlendedDataset(parts, [0.5, 0.25, 0.25], 50)
+    for weights in (
+        np.array([0.5, 0.25, 0.25], np.float32),
+        np.array([2, 1, 1], ">i2"),
+        [Fraction(1, 2), Fraction(1, 4), Decimal("0.25")],
+        (np.float16(0.5), 0.25, np.float64(0.25)),
+    ):
+        other = BlendedDataset(parts, weights, np.int8(50))
+        assert np.array_equal(other.dataset_index, one.dataset_index)
+        text = json.dumps(Loader(other, micro_batch_size=1).state_dict())
+        assert text == json.dumps(Loader(one, micro_batch_size=1).state_dict())
+
+
+def test_a_configuration_holds_pythons_numbers(make_dataset: Make, tmp_path: Path) -> None:
+    prefix = make_dataset([300, 200]).prefix
+    plain: dict[str, Any] = {
+        "sequence_length": 8,
+        "seed": 3,
+        "num_samples": (20, 5, None),
+        "eod_token": 5,
+        "pad_token": 2,
+        "reset_position_ids": True,
+        "num_threads": 2,
+        "surplus": 0.5,
+    }
+    mixed = {
+        "sequence_length": np.int8(8),
+        "seed": np.uint64(3),
+        "num_samples": [np.int16(20), np.uint8(5), None],
+        "eod_token": np.int32(5),
+        "pad_token": np.int64(2),
+        "reset_position_ids": np.True_,
+        "num_threads": np.uint8(2),
+        "surplus": Fraction(1, 2),
+    }
+    split = [(0, np.float16(0.5)), (Decimal("0.5"), 1), None]
+    configs = [
+        DatasetConfig(blend=([prefix], None), split=[(0.0, 0.5), (0.5, 1.0), None], **plain),
+        DatasetConfig(blend=([prefix], None), split=split, **mixed),
+    ]
+    for field in dataclasses.fields(DatasetConfig):
+        if field.name not in ("split", "blend"):
+            left, right = (getattr(config, field.name) for config in configs)
+            assert (left, type(left)) == (right, type(right)), field.name
+    texts = [json.dumps(config.order_key()) for config in configs]
+    assert texts[0] == texts[1]
+    cached = [dataclasses.replace(config, cache=tmp_path / "cache") for config in configs]
+    states = [
+        json.dumps(Loader(built, micro_batch_size=1).state_dict())
+        for config in (*configs, *cached)
+        for built in [build_datasets(config).train]
+    ]
+    assert len(set(states)) == 1
+
+
+def test_orders_of_numpys_numbers_are_the_same() -> None:
+    assert plan_gpt(np.int32(10**6), np.int32(3 * 10**6), np.int32(1024)) == plan_gpt(
+        10**6, 3 * 10**6, 1024
+    )
+    assert samples_per_dataset(np.array([0.5, 0.5]), np.int8(100)) == samples_per_dataset(
+        [0.5, 0.5], 100
+    )
+    assert normalize([Decimal(1), Fraction(3)]) == normalize(np.array([1, 3])) == [0.25, 0.75]
+    for left, right in (
+        (blend([1, 3], np.uint8(200), threads=np.int8(1)), blend([1, 3], 200)),
+        (blend_exhaustively(np.array([100, 100], np.uint8)), blend_exhaustively([100, 100])),
+    ):
+        assert all(map(np.array_equal, left, right))
+    # In float32, 0.1 of 10,000,019 would be another number.
+    assert split_ranges(np.int32(10_000_019), [(0, np.float32(0.1)), None, None]) == split_ranges(
+        10_000_019, [(0, float(np.float32(0.1))), None, None]
+    )
+
+
+# ---- what is refused, when the object is made ----
+
+
+@pytest.mark.parametrize("value", NO_COUNTS)
+@pytest.mark.parametrize(
+    "name", ["sequence_length", "seed", "num_samples", "eod_token", "pad_token", "sequences"]
+)
+def test_a_dataset_refuses_what_is_no_count(data: IndexedDataset, name: str, value: Any) -> None:
+    if value is None and name in ("num_samples", "eod_token", "pad_token", "sequences"):
+        return
+    options = {"sequence_length": 8, "seed": 3, name: value}
+    if name == "sequences":
+        options[name] = (0, value)
+    shown = "seed is|an end of the range of sequences is" if name in ("seed", "sequences") else name
+    with pytest.raises(ConfigError, match=f"{shown}.*a whole number is needed"):
+        GPTDataset(data, **options)
+
+
+@pytest.mark.parametrize("value", NO_COUNTS)
+@pytest.mark.parametrize(
+    "name", ["micro_batch_size", "data_parallel_rank", "data_parallel_size", "consumed_samples"]
+)
+def test_a_loader_refuses_what_is_no_count(dataset: GPTDataset, name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is .*; a whole number is needed"):
+        Loader(dataset, **{"micro_batch_size": 2, name: value})
+
+
+@pytest.mark.parametrize("value", NO_COUNTS)
+def test_other_functions_refuse_what_is_no_count(dataset: GPTDataset, value: Any) -> None:
+    sampler = SequentialSampler(50, micro_batch_size=2)
+    calls: list[Callable[[], Any]] = [
+        lambda: sampler.has_step(value),
+        lambda: sampler.sample_numbers(value),
+        lambda: sampler.consumed_after(value),
+        lambda: SequentialSampler(value, micro_batch_size=2),
+        lambda: dataset[value],
+        lambda: blend([1.0], value),
+        lambda: blend([1.0], 5, threads=value if value is not None else 0.5),
+        lambda: blend_exhaustively([5, value]),
+        lambda: samples_per_dataset([1.0], value),
+        lambda: split_ranges(value, "1,1"),
+        lambda: plan_gpt(value, 5, 8),
+        lambda: plan_gpt(100, 5, value),
+        lambda: count_draws(np.zeros(3, np.int16), value),
+    ]
+    for number, call in enumerate(calls):
+        with pytest.raises(ConfigError, match="a whole number is needed"):
+            raise AssertionError(f"call {number} gave {call()}")
+
+
+@pytest.mark.parametrize("value", NO_FLAGS)
+def test_flags_are_bools(data: IndexedDataset, dataset: GPTDataset, value: Any) -> None:
+    for name in (
+        "add_extra_token",
+        "reset_position_ids",
+        "eod_mask_loss",
+        "drop_last_partial_sequence",
+    ):
+        options = {"sequence_length": 8, "seed": 3, "eod_token": 1, name: value}
+        with pytest.raises(ConfigError, match=f"{name} is .*; give True or False"):
+            GPTDataset(data, **options)
+    with pytest.raises(ConfigError, match="drop_last is"):
+        Loader(dataset, micro_batch_size=1, drop_last=value)
+    for name in ("multiple_validation_sets", "full_validation", "trust_cache"):
+        options = {"sequence_length": 8, "seed": 3, "num_samples": (1, 1, 1), name: value}
+        with pytest.raises(ConfigError, match=f"{name} is .*; give True or False"):
+            DatasetConfig(blend=(["a"], None), split="1", **options)
+
+
+@pytest.mark.parametrize("token", [2**63, -(2**63) - 1, 1.0])
+def test_a_token_has_64_bits(data: IndexedDataset, token: Any) -> None:
+    for name in ("eod_token", "pad_token"):
+        with pytest.raises(ConfigError, match=f"{name} is"):
+            GPTDataset(data, **{"sequence_length": 8, "seed": 3, name: token})
+
+
+@pytest.mark.parametrize(
+    "sequences",
+    [(5, 2), (-1, 3), (0, 6), (6, 6), (0, 2**63), (0,), (0, 1, 2), 5, "01", (0, 10**5000)],
+)
+def test_a_range_that_is_none_is_refused(data: IndexedDataset, sequences: Any) -> None:
+    with pytest.raises(ConfigError, match="the range of sequences is") as caught:
+        GPTDataset(data, sequence_length=8, seed=3, sequences=sequences)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    "number", [2**31, 2**32, 2**63, 2**64, pytest.param(10**5000, id="huge"), -1]
+)
+def test_numbers_beyond_all_limits_are_refused(
+    data: IndexedDataset, dataset: GPTDataset, number: int
+) -> None:
+    calls: list[Callable[[], Any]] = [
+        lambda: GPTDataset(data, sequence_length=number, seed=3),
+        lambda: GPTDataset(data, sequence_length=8, seed=number if number != 2**31 else -1),
+        lambda: GPTDataset(data, sequence_length=8, seed=3, num_samples=max(number, -1) * 10**6),
+        lambda: Loader(dataset, micro_batch_size=number),
+        lambda: Loader(dataset, micro_batch_size=1, data_parallel_rank=number),
+        lambda: Loader(dataset, micro_batch_size=1, consumed_samples=number),
+        lambda: BlendedDataset([dataset], [1.0], number if number > 2**60 else -1),
+        lambda: blend_exhaustively([number if number > 2**60 else -1]),
+        lambda: dataset.batch([number]),
+        lambda: dataset[number if number > 0 else -1000],
+    ]
+    for call in calls:
+        with pytest.raises((ConfigError, IndexError)) as caught:
+            call()
+        assert type(caught.value) in (ConfigError, IndexError)
+        assert len(str(caught.value)) < 1000
+
+
+def test_weights_that_are_none_are_refused(dataset: GPTDataset) -> None:
+    for weights in (["1"], [True], [None], [1j], [[1.0]], "1", [Decimal("NaN")], [10**400], [-1.0]):
+        with pytest.raises(ConfigError, match="weight"):
+            BlendedDataset([dataset], weights, 5)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="weight"):
+            DatasetConfig(
+                sequence_length=8,
+                seed=1,
+                num_samples=(1, 1, 1),
+                blend=(["a"], weights),  # type: ignore[arg-type]
+                split="1",
+            )
+
+
+# ---- arrays in any form ----
+
+
+def forms(numbers: np.ndarray) -> dict[str, Any]:
+    """The same numbers as arrays of other layouts and types, and as lists."""
+    read_only = numbers.copy()
+    read_only.setflags(write=False)
+    dtype = numbers.dtype
+    return {
+        "strided": np.repeat(numbers, 3)[::3],
+        "backwards": numbers[::-1].copy()[::-1],
+        "a column": np.stack([numbers, numbers], axis=1)[:, 0],
+        "big-endian": numbers.astype(dtype.newbyteorder(">")),
+        "unaligned": np.frombuffer(b"x" + numbers.tobytes(), dtype, offset=1),
+        "read-only": read_only,
+        "uint64": numbers.astype(np.uint64),
+        "uint16": numbers.astype(np.uint16),
+        "a list": numbers.tolist(),
+        "a list of numpy's": list(numbers.astype(np.uint64)),
+        "a mixed list": [np.uint64(numbers[0]), *numbers[1:]],
+        "a tuple": tuple(numbers.tolist()),
+        "objects": numbers.astype(object),
+    }
+
+
+@pytest.mark.parametrize("form", list(forms(np.arange(2))))
+def test_a_batch_takes_numbers_in_any_form(dataset: GPTDataset, form: str) -> None:
+    numbers = np.array([3, 1, 4, 1, 5, 9])
+    blended = BlendedDataset([dataset, dataset], [0.5, 0.5], 50)
+    for source in (dataset, blended):
+        expected, found = source.batch(numbers), source.batch(forms(numbers)[form])
+        for name in expected:
+            assert np.array_equal(found[name], expected[name])
+
+
+def test_ranks_may_slice_their_numbers(dataset: GPTDataset) -> None:
+    ids = np.random.default_rng(0).permutation(len(dataset))
+    whole = dataset.batch(ids)["tokens"]
+    for rank in range(3):
+        assert np.array_equal(dataset.batch(ids[rank::3])["tokens"], whole[rank::3])
+
+
+@pytest.mark.parametrize("form", list(forms(np.arange(2))))
+def test_an_order_takes_lengths_in_any_form(form: str) -> None:
+    lengths = np.array([30, 1, 50, 7, 101], np.int32)
+    plan = plan_gpt(int(lengths.sum()), 100, 8)
+    expected = build_gpt_indices(lengths, (0, 5), plan, 3)
+    found = build_gpt_indices(forms(lengths)[form], (0, 5), plan, 3)
+    for field in dataclasses.fields(expected):
+        assert np.array_equal(getattr(found, field.name), getattr(expected, field.name))
+    sizes = lengths.astype(np.int64)
+    assert all(
+        map(np.array_equal, blend_exhaustively(forms(sizes)[form]), blend_exhaustively(sizes))
+    )
+    assert count_draws(forms(np.array([1, 0, 1], np.int16))[form], 2).tolist() == [1, 2]
+
+
+def test_wrong_arguments_are_no_damaged_data(dataset: GPTDataset) -> None:
+    wrong: list[Any] = [[0.5], [[1]], "1", [None], np.array([2**63], np.uint64), np.zeros(3), 5]
+    for numbers in wrong:
+        for source in (dataset, BlendedDataset([dataset], [1.0], 20)):
+            with pytest.raises(ConfigError, match="sample numbers"):
+                source.batch(numbers)
+
+
+# ---- any number is a token ----
+
+
+@pytest.mark.parametrize("access", ["mmap", "file"])
+@pytest.mark.parametrize("dtype", [np.int8, np.int32, np.int64])
+def test_without_a_pad_token_every_token_is_trained_on(
+    tmp_path: Path, dtype: Any, access: Any
+) -> None:
+    limits = np.iinfo(dtype)
+    document = [-1, 5, 0, -1, int(limits.min), int(limits.max), -1, 3]
+    if limits.min <= -(2**62):
+        document += [-(2**62), 2**62]
+    with IndexedDatasetBuilder(tmp_path / "data", dtype) as builder:
+        builder.add_document(document)
+    sample = GPTDataset(
+        IndexedDataset(tmp_path / "data", access=access),
+        sequence_length=len(document) - 1,
+        seed=0,
+    )[0]
+    assert sample["tokens"].tolist() == document[:-1]
+    assert sample["labels"].tolist() == document[1:]
+    assert sample["loss_mask"].tolist() == [1] * (len(document) - 1)
+
+
+@pytest.mark.parametrize("access", ["mmap", "file"])
+@pytest.mark.parametrize("eod_token", [-1, 0, 5])
+def test_what_fills_a_sample_is_no_token(tmp_path: Path, eod_token: int, access: Any) -> None:
+    """Its zeros are masked, end no document, and leave the sample's own zeros alone."""
+    document = [7, eod_token, 0, -1, 8]
+    with IndexedDatasetBuilder(tmp_path / "data", np.int32) as builder:
+        builder.add_document(document)
+    sample = GPTDataset(
+        IndexedDataset(tmp_path / "data", access=access),
+        sequence_length=8,
+        seed=0,
+        eod_token=eod_token,
+        reset_position_ids=True,
+        eod_mask_loss=True,
+        drop_last_partial_sequence=False,
+    )[0]
+    ends = [token == eod_token for token in document]
+    position, positions = 0, []
+    for place in range(8):
+        positions.append(position)
+        position = 0 if place < 5 and ends[place] else position + 1
+    assert sample["tokens"].tolist() == [*document, 0, 0, 0]
+    assert sample["labels"].tolist() == [*document[1:], 0, 0, 0, 0]
+    assert sample["loss_mask"].tolist() == [0.0 if end else 1.0 for end in ends[:4]] + [0.0] * 4
+    assert sample["position_ids"].tolist() == positions
+
+
+def test_minus_one_can_be_the_pad_token(tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(tmp_path / "data", np.int32) as builder:
+        builder.add_document([4, -1, 5, 6, -1])
+    sample = GPTDataset(IndexedDataset(tmp_path / "data"), sequence_length=4, seed=0, pad_token=-1)[
+        0
+    ]
+    assert sample["tokens"].tolist() == [4, 0, 5, 6]
+    assert sample["labels"].tolist() == [0, 5, 6, 0]
+    assert sample["loss_mask"].tolist() == [0, 1, 1, 0]
