@@ -12,7 +12,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from millrace import store
-from millrace.checks import shown, whole_numbers
+from millrace.checks import shown
 from millrace.errors import ConfigError, DataError
 from millrace.megatron.errors import (
     ConfigAssertionError,
@@ -483,11 +483,7 @@ class IndexedDatasetBuilder:
                 the number of tokens.
         """
         with as_assertions():
-            self._builder.add_document(
-                _as_tokens(tensor, self.dtype),
-                whole_numbers("lengths", lengths).tolist(),
-                None if modes is None else whole_numbers("modes", modes).tolist(),
-            )
+            self._builder.add_document(_as_tokens(tensor, self.dtype), lengths, modes)
 
     def end_document(self) -> None:
         """Ends the document that `add_item` wrote."""
