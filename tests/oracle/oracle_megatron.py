@@ -6,6 +6,7 @@ Importing it imports torch, which takes some seconds.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -39,6 +40,7 @@ with warnings.catch_warnings():
     from megatron.core.datasets.utils import Split, normalize
 
 __all__ = [
+    "MODULES",
     "SAMPLE_KEYS",
     "BlendedDataset",
     "BlendedMegatronDatasetBuilder",
@@ -57,12 +59,27 @@ __all__ = [
     "fresh_sample",
     "gpt_dataset",
     "helpers",
+    "module_of_megatron",
+    "name_of_megatron",
     "normalize",
     "parse_and_normalize_split",
     "random_lengths",
     "random_split",
     "write_sequences",
 ]
+
+MODULES = (
+    "blended_dataset",
+    "blended_megatron_dataset_builder",
+    "blended_megatron_dataset_config",
+    "gpt_dataset",
+    "helpers",
+    "indexed_dataset",
+    "megatron_dataset",
+    "object_storage_utils",
+    "utils",
+)
+"""The modules of `megatron.core.datasets` that `millrace.megatron` can take the place of."""
 
 SAMPLE_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 
@@ -90,6 +107,17 @@ class Tokenizer:
     @property
     def unique_identifiers(self) -> OrderedDict[str, Any]:
         return OrderedDict(dataclasses.asdict(self))
+
+
+def module_of_megatron(name: str) -> Any:
+    """One of `MODULES`."""
+    return importlib.import_module(f"megatron.core.datasets.{name}")
+
+
+def name_of_megatron(name: str) -> Any:
+    """What a name stands for in the first of `MODULES` that has it."""
+    modules = map(module_of_megatron, MODULES)
+    return next(vars(module)[name] for module in modules if name in vars(module))
 
 
 def config_of(cache: Path | None, **options: Any) -> GPTDatasetConfig:

@@ -8,7 +8,6 @@ import logging
 import multiprocessing
 import os
 import pickle
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,10 +17,6 @@ import numpy as np
 import oracle_megatron as oracle
 import pytest
 import torch
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from megatron.core.datasets import gpt_dataset, megatron_dataset, utils
 
 import millrace
 import millrace.megatron as ours
@@ -36,37 +31,11 @@ pytestmark = pytest.mark.filterwarnings(
 # It raises for a dataset that could not be opened, at any later time.
 oracle.IndexedDataset.__del__ = lambda self: None
 
-THEIR_NAMES: dict[str, Any] = {
-    "BlendedDataset": oracle.BlendedDataset,
-    "BlendedMegatronDatasetBuilder": oracle.BlendedMegatronDatasetBuilder,
-    "BlendedMegatronDatasetConfig": gpt_dataset.BlendedMegatronDatasetConfig,
-    "DType": oracle.DType,
-    "GPTDataset": oracle.GPTDataset,
-    "GPTDatasetConfig": oracle.GPTDatasetConfig,
-    "IndexedDataset": oracle.IndexedDataset,
-    "IndexedDatasetBuilder": oracle.IndexedDatasetBuilder,
-    "MegatronDataset": megatron_dataset.MegatronDataset,
-    "MockGPTDataset": gpt_dataset.MockGPTDataset,
-    "MockGPTLowLevelDataset": gpt_dataset.MockGPTLowLevelDataset,
-    "Split": oracle.Split,
-    "_get_ltor_masks_and_position_ids": gpt_dataset._get_ltor_masks_and_position_ids,
-    "_get_size_per_split_per_dataset": oracle._get_size_per_split_per_dataset,
-    "build_blending_indices": oracle.helpers.build_blending_indices,
-    "build_exhaustive_blending_indices": oracle.helpers.build_exhaustive_blending_indices,
-    "build_sample_idx": oracle.helpers.build_sample_idx,
-    "convert_split_vector_to_split_matrix": oracle.convert_split_vector_to_split_matrix,
-    "get_bin_path": __import__(
-        "megatron.core.datasets.indexed_dataset", fromlist=["x"]
-    ).get_bin_path,
-    "get_blend_from_list": utils.get_blend_from_list,
-    "get_idx_path": __import__(
-        "megatron.core.datasets.indexed_dataset", fromlist=["x"]
-    ).get_idx_path,
-    "helpers": oracle.helpers,
-    "normalize": utils.normalize,
-    "parse_and_normalize_split": oracle.parse_and_normalize_split,
-}
 OUR_NAMES = {name: getattr(ours, name) for name in ours.__all__}
+THEIR_NAMES = {
+    name: oracle.helpers if name == "helpers" else oracle.name_of_megatron(name)
+    for name in ours.__all__
+}
 
 
 class Namespace:

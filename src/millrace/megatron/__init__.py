@@ -11,10 +11,14 @@ Megatron-LM fails and this does not. `errors` says which errors are raised.
 """
 
 from millrace.megatron import helpers
-from millrace.megatron.base import MegatronDataset
+from millrace.megatron.base import IMPOSSIBLE_PAD_TOKEN as _PAD_TOKEN_ID
+from millrace.megatron.base import LowLevelDataset, MegatronDataset
 from millrace.megatron.blended import BlendedDataset
 from millrace.megatron.builder import (
     BlendedMegatronDatasetBuilder,
+    DistributedDataset,
+    MidLevelDataset,
+    TopLevelDataset,
     _get_size_per_split_per_dataset,
 )
 from millrace.megatron.config import (
@@ -28,43 +32,87 @@ from millrace.megatron.helpers import (
     build_blending_indices,
     build_exhaustive_blending_indices,
     build_sample_idx,
+    build_sample_idx_int32,
+    build_sample_idx_int64,
 )
 from millrace.megatron.indexed import (
+    OBJECT_STORAGE_BIN_READERS,
     DType,
     IndexedDataset,
     IndexedDatasetBuilder,
+    _BinReader,
+    _FileBinReader,
+    _IndexReader,
+    _MMapBinReader,
+    _MultiStorageClientBinReader,
+    _S3BinReader,
     get_bin_path,
     get_idx_path,
 )
 from millrace.megatron.mock import MockGPTDataset, MockGPTLowLevelDataset
+from millrace.megatron.object_storage import (
+    MSC_PREFIX,
+    S3_PREFIX,
+    ObjectStorageConfig,
+    S3Client,
+    S3Config,
+    is_object_storage_path,
+)
+from millrace.megatron.rules import build_document_index as _build_document_index
+from millrace.megatron.rules import build_shuffle_index as _build_shuffle_index
 from millrace.megatron.rules import (
     get_ltor_masks_and_position_ids as _get_ltor_masks_and_position_ids,
 )
-from millrace.megatron.utils import Split, get_blend_from_list, normalize
+from millrace.megatron.utils import Split, compile_helpers, get_blend_from_list, normalize
+from millrace.store.layout import MAGIC as _INDEX_HEADER
 
 __all__ = [
+    "MSC_PREFIX",
+    "OBJECT_STORAGE_BIN_READERS",
+    "S3_PREFIX",
+    "_INDEX_HEADER",
+    "_PAD_TOKEN_ID",
     "BlendedDataset",
     "BlendedMegatronDatasetBuilder",
     "BlendedMegatronDatasetConfig",
     "DType",
+    "DistributedDataset",
     "GPTDataset",
     "GPTDatasetConfig",
     "IndexedDataset",
     "IndexedDatasetBuilder",
+    "LowLevelDataset",
     "MegatronDataset",
+    "MidLevelDataset",
     "MockGPTDataset",
     "MockGPTLowLevelDataset",
+    "ObjectStorageConfig",
+    "S3Client",
+    "S3Config",
     "Split",
+    "TopLevelDataset",
+    "_BinReader",
+    "_FileBinReader",
+    "_IndexReader",
+    "_MMapBinReader",
+    "_MultiStorageClientBinReader",
+    "_S3BinReader",
+    "_build_document_index",
+    "_build_shuffle_index",
     "_get_ltor_masks_and_position_ids",
     "_get_size_per_split_per_dataset",
     "build_blending_indices",
     "build_exhaustive_blending_indices",
     "build_sample_idx",
+    "build_sample_idx_int32",
+    "build_sample_idx_int64",
+    "compile_helpers",
     "convert_split_vector_to_split_matrix",
     "get_bin_path",
     "get_blend_from_list",
     "get_idx_path",
     "helpers",
+    "is_object_storage_path",
     "normalize",
     "parse_and_normalize_split",
 ]

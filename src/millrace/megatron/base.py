@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,12 @@ import torch
 from numpy.typing import NDArray
 
 from millrace.megatron.config import BlendedMegatronDatasetConfig
+from millrace.megatron.indexed import IndexedDataset
 from millrace.megatron.utils import Split
 from millrace.order import megatron_cache as cache
+
+LowLevelDataset = IndexedDataset | Iterable[Any]
+"""What a `MegatronDataset` draws from."""
 
 IMPOSSIBLE_PAD_TOKEN = -1
 """The pad id where the tokenizer has none, or one that is another special token too."""

@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import torch
 
-from millrace.megatron.base import MegatronDataset
+from millrace.megatron.base import LowLevelDataset, MegatronDataset
 from millrace.megatron.blended import BlendedDataset
 from millrace.megatron.config import BlendedMegatronDatasetConfig, SplitMatrix
 from millrace.megatron.errors import BuildError, require
@@ -20,6 +21,10 @@ from millrace.torch import first_then_rest, together
 logger = logging.getLogger(__name__)
 
 Sizes = Sequence[int | None]
+
+MidLevelDataset = MegatronDataset
+TopLevelDataset = BlendedDataset | MidLevelDataset
+DistributedDataset = TopLevelDataset | LowLevelDataset | torch.utils.data.Dataset
 
 
 class BlendedMegatronDatasetBuilder:

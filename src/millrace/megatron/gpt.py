@@ -21,7 +21,7 @@ from millrace.megatron.errors import (
     DataAssertionError,
     require,
 )
-from millrace.megatron.indexed import BinReader, IndexedDataset, is_object_store_path
+from millrace.megatron.indexed import IndexedDataset, _LocalBinReader
 from millrace.megatron.rules import (
     as_range,
     build_indices,
@@ -103,10 +103,6 @@ class GPTDataset(MegatronDataset):
             MissingFileError, DataAssertionError: as `IndexedDataset`.
             KeyError: it is not in `sequences_per_dataset`.
         """
-        require(
-            not is_object_store_path(dataset_path),
-            f"{dataset_path} is in an object store; copy it to a file system",
-        )
         counts = config.sequences_per_dataset
         return IndexedDataset(
             dataset_path,
@@ -149,7 +145,7 @@ class GPTDataset(MegatronDataset):
         if self._is_plain():
             arrays = self._gather(number)
         else:
-            text, _ = self._query_document_sample_shuffle_indices(number)
+            text, *_ = self._query_document_sample_shuffle_indices(number)
             arrays = self._fill(np.asarray(text))
         if idx is None:
             arrays[2][:] = 0.0
@@ -186,13 +182,15 @@ class GPTDataset(MegatronDataset):
 
     def _is_plain(self) -> bool:
         """Whether the samples are runs of a token file that the core can read by itself."""
-        kind = type(self)
+        kind, reader = type(self), getattr(self.dataset, "bin_reader", None)
         return (
             kind._query_document_sample_shuffle_indices
             is GPTDataset._query_document_sample_shuffle_indices
             and isinstance(self.dataset, IndexedDataset)
             and type(self.dataset).get is IndexedDataset.get
-            and type(self.dataset.bin_reader) is BinReader
+            and isinstance(reader, _LocalBinReader)
+            and type(reader).read is _LocalBinReader.read
+            and reader.opened is self.dataset.stored.reader
             and self.dataset.stored.dtype.kind in "iu"
             and not self.dataset.multimodal
         )

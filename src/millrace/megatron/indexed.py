@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
 from millrace import store
+from millrace.checks import shown
 from millrace.errors import ConfigError, DataError
 from millrace.megatron.errors import (
     ConfigAssertionError,
@@ -19,8 +21,8 @@ from millrace.megatron.errors import (
     as_assertions,
     require,
 )
-
-OBJECT_STORE_PREFIXES = ("s3://", "msc://")
+from millrace.megatron.object_storage import ObjectStorageConfig, is_object_storage_path
+from millrace.store.bytes import Access, open_bin
 
 
 class DType(Enum):
@@ -60,8 +62,15 @@ class DType(Enum):
         return store.optimal_dtype(cardinality).type
 
 
-class IndexReader:
+class _IndexReader:
     """The index of a token file: what `IndexedDataset.index` gives to code that reaches for it.
+
+    Args:
+        idx_path: PREFIX.idx; PREFIX.bin must lie beside it.
+        multimodal: give the sequences' modes too; the file must hold them.
+        sequences_per_dataset: the number of sequences and of document entries that it must have.
+        dtype_code: accepted; the index says what the dtype is.
+        stored: the pair, where it is open already.
 
     Attributes:
         dtype: the NumPy type of the tokens.
@@ -72,9 +81,23 @@ class IndexReader:
         sequence_pointers: int64 [sequences], byte offsets into the `.bin`.
         document_indices: int64 [document_count].
         sequence_modes: int8 [sequences], or None.
+
+    Raises:
+        MissingFileError, DataAssertionError: as `IndexedDataset`.
     """
 
-    def __init__(self, stored: store.IndexedDataset, multimodal: bool) -> None:
+    def __init__(
+        self,
+        idx_path: str,
+        multimodal: bool,
+        sequences_per_dataset: tuple[int, int] | None = None,
+        dtype_code: int | None = None,
+        stored: store.IndexedDataset | None = None,
+    ) -> None:
+        if stored is None:
+            stored = _open(os.fspath(idx_path).removesuffix(".idx"), mmap=True)
+        if multimodal and stored.sequence_modes is None:
+            raise DataAssertionError(f"{idx_path} holds no modes; open it without multimodal")
         self.dtype: Any = stored.dtype.type
         self.dtype_size = stored.dtype.itemsize
         self.sequence_count = stored.header.num_sequences
@@ -83,6 +106,12 @@ class IndexReader:
         self.sequence_pointers = stored.sequence_pointers
         self.document_indices = stored.document_indices
         self.sequence_modes = stored.sequence_modes if multimodal else None
+        counts = (self.sequence_count, self.document_count)
+        if sequences_per_dataset and tuple(sequences_per_dataset) != counts:
+            raise DataAssertionError(
+                f"{idx_path} has {counts[0]} sequences and {counts[1]} document entries; "
+                f"sequences_per_dataset says {tuple(sequences_per_dataset)}. Count them again"
+            )
 
     def __len__(self) -> int:
         return self.sequence_count
@@ -93,26 +122,105 @@ class IndexReader:
         return self.sequence_pointers[idx], self.sequence_lengths[idx], mode
 
 
-class BinReader:
-    """The tokens of a token file: what `IndexedDataset.bin_reader` gives to code that reaches."""
+class _BinReader(ABC):
+    """The tokens of a token file: what `IndexedDataset.bin_reader` gives to code that reaches.
 
-    def __init__(self, stored: store.IndexedDataset) -> None:
-        self._stored = stored
+    Its class says how they are read.
+    """
 
+    @abstractmethod
     def read(self, dtype: Any, count: int, offset: int) -> NDArray[Any]:
         """`count` numbers of a dtype from byte `offset` on; read-only where the file is mapped.
 
         Raises:
             DataAssertionError: they lie outside the file.
         """
+
+
+class _LocalBinReader(_BinReader):
+    """A `.bin` in a file system."""
+
+    _ACCESS: ClassVar[Access]
+
+    def _take(self, bin_path: str, opened: store.BinReader | None) -> None:
+        self._bin_path = bin_path
+        if opened is None:
+            with open(bin_path, "rb") as file:
+                opened = open_bin(file, self._ACCESS)
+        self.opened = opened
+
+    def read(self, dtype: Any, count: int, offset: int) -> NDArray[Any]:
         num_bytes = int(count) * np.dtype(dtype).itemsize
-        reader = self._stored.reader
-        if num_bytes < 0 or not 0 <= offset <= reader.size - num_bytes:
+        if num_bytes < 0 or not 0 <= offset <= self.opened.size - num_bytes:
             raise DataAssertionError(
-                f"{self._stored.prefix}.bin has {reader.size} bytes; {num_bytes} from byte "
-                f"{offset} on were asked for. The index is damaged: write the pair again"
+                f"{self._bin_path} has {self.opened.size} bytes; {num_bytes} from byte {offset} on "
+                "were asked for. The index is damaged: write the pair again"
             )
-        return reader.read(int(offset), num_bytes).view(dtype)
+        return self.opened.read(int(offset), num_bytes).view(dtype)
+
+
+class _MMapBinReader(_LocalBinReader):
+    """A mapped `.bin`.
+
+    Args:
+        bin_path: PREFIX.bin.
+        opened: its bytes, where they are mapped already.
+    """
+
+    _ACCESS = "mmap"
+
+    def __init__(self, bin_path: str, opened: store.BinReader | None = None) -> None:
+        self._take(bin_path, opened)
+
+
+class _FileBinReader(_LocalBinReader):
+    """A `.bin` that is read by positioned reads.
+
+    Args:
+        bin_path: PREFIX.bin.
+        num_max_retries, sleep_duration_start: kept for other code; a read that fails is an error
+            at once.
+        opened: its bytes, where it is open already.
+    """
+
+    _ACCESS = "file"
+
+    def __init__(
+        self,
+        bin_path: str,
+        num_max_retries: int = 3,
+        sleep_duration_start: int = 10,
+        opened: store.BinReader | None = None,
+    ) -> None:
+        self.num_max_retries = num_max_retries
+        self.sleep_duration_start = sleep_duration_start
+        self._take(bin_path, opened)
+
+
+class _ObjectStoreBinReader(_BinReader):
+    """A `.bin` in an object store: refused, until those can be read.
+
+    Raises:
+        ConfigAssertionError: always.
+    """
+
+    def __init__(self, bin_path: str, object_storage_config: ObjectStorageConfig) -> None:
+        _refuse_object_store(bin_path)
+
+    def read(self, dtype: Any, count: int, offset: int) -> NDArray[Any]:
+        raise NotImplementedError
+
+
+class _S3BinReader(_ObjectStoreBinReader):
+    """A `.bin` in S3."""
+
+
+class _MultiStorageClientBinReader(_ObjectStoreBinReader):
+    """A `.bin` that the multi-storage client reads."""
+
+
+OBJECT_STORAGE_BIN_READERS = {"s3": _S3BinReader, "msc": _MultiStorageClientBinReader}
+"""The reader of each kind of object store."""
 
 
 class IndexedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
@@ -122,7 +230,7 @@ class IndexedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
         path_prefix: the path of the pair, without `.bin` or `.idx`.
         multimodal: give the sequences' modes too; the file must hold them.
         mmap: map the `.bin`, or read it by positioned reads.
-        object_storage_config, s3_config: not supported here: see `millrace.store.BinReader`.
+        object_storage_config, s3_config: refused: see `millrace.store.BinReader`.
         fast_cache_load: accepted; opening looks at a few bytes anyway.
         sequences_per_dataset: the number of sequences and of document entries that the index must
             have.
@@ -168,12 +276,13 @@ class IndexedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
         dtype_code: int | None = None,
     ) -> None:
         """Opens the files; see the class for the arguments."""
-        require(
-            object_storage_config is None and not is_object_store_path(path_prefix),
-            f"{path_prefix} is in an object store; copy it to a file system, or read it with "
-            "millrace.IndexedDataset and a bin_reader of your own",
-        )
         self.path_prefix = os.fspath(path_prefix)
+        if is_object_storage_path(self.path_prefix):
+            _refuse_object_store(self.path_prefix)
+        require(
+            object_storage_config is None,
+            f"{path_prefix} is in a file system, and object_storage_config is given: leave it out",
+        )
         self.multimodal = multimodal
         self.mmap = mmap
         self.object_storage_config = None
@@ -181,18 +290,17 @@ class IndexedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
         self.sequences_per_dataset = sequences_per_dataset
         self.dtype_code = dtype_code
         self.stored = _open(self.path_prefix, mmap)
-        if multimodal and self.stored.sequence_modes is None:
-            raise DataAssertionError(
-                f"{path_prefix}.idx holds no modes; open it without multimodal"
-            )
-        self.index = IndexReader(self.stored, multimodal)
-        self.bin_reader = BinReader(self.stored)
-        counts = (self.index.sequence_count, self.index.document_count)
-        if sequences_per_dataset and tuple(sequences_per_dataset) != counts:
-            raise DataAssertionError(
-                f"{path_prefix}.idx has {counts[0]} sequences and {counts[1]} document entries; "
-                f"sequences_per_dataset says {tuple(sequences_per_dataset)}. Count them again"
-            )
+        self.index = _IndexReader(
+            get_idx_path(self.path_prefix),
+            multimodal,
+            sequences_per_dataset,
+            dtype_code,
+            self.stored,
+        )
+        reader = _MMapBinReader if mmap else _FileBinReader
+        self.bin_reader: _BinReader = reader(
+            get_bin_path(self.path_prefix), opened=self.stored.reader
+        )
 
     def __getstate__(self) -> tuple[Any, ...]:
         return (
@@ -311,6 +419,12 @@ class IndexedDatasetBuilder:
         dtype: the NumPy type of the tokens in the file.
         multimodal: store a mode for each sequence.
 
+    Attributes:
+        sequence_lengths: list [sequences], in tokens. These three are read back from disk at each
+            use, until the pair is finalised.
+        document_indices: list [documents + 1], each document's first sequence.
+        sequence_modes: list [sequences], or None.
+
     Raises:
         MissingFileError: there is no such folder.
         ConfigAssertionError: another ending than `.bin`, or a dtype that the format does not have.
@@ -326,30 +440,50 @@ class IndexedDatasetBuilder:
         with as_assertions():
             self._builder = store.IndexedDatasetBuilder(self._prefix, dtype, multimodal=multimodal)
 
+    @property
+    def sequence_lengths(self) -> list[int]:
+        values: list[int] = self._builder.columns()[0].tolist()
+        return values
+
+    @property
+    def document_indices(self) -> list[int]:
+        values: list[int] = self._builder.columns()[1].tolist()
+        return values
+
+    @property
+    def sequence_modes(self) -> list[int] | None:
+        return self._builder.columns()[2].tolist() if self.multimodal else None
+
     def add_item(self, tensor: ArrayLike, mode: int = 0) -> None:
         """Appends a sequence to the document that is being written.
 
         Args:
-            tensor: tokens, a tensor or array of any shape.
+            tensor: tokens of any shape: whatever `numpy.array(tensor, dtype)` takes and leaves as
+                it is, such as tensors, nested lists, strings of digits and whole floats.
             mode: of the sequence, in a multimodal file.
+
+        Raises:
+            ConfigAssertionError: a token that the dtype cannot hold.
         """
         with as_assertions():
-            self._builder.add_sequence(np.asarray(tensor).reshape(-1), mode)
+            self._builder.add_sequence(_as_tokens(tensor, self.dtype), mode)
 
     def add_document(
-        self, tensor: ArrayLike, lengths: list[int], modes: list[int] | None = None
+        self, tensor: ArrayLike, lengths: ArrayLike, modes: ArrayLike | None = None
     ) -> None:
         """Appends a whole document.
 
         Args:
-            tensor: the tokens of all its sequences.
-            lengths: of its sequences.
-            modes: of its sequences, in a multimodal file; None: 0. (Megatron-LM fails on None.)
+            tensor: the tokens of all its sequences, as of `add_item`.
+            lengths: integers [sequences], in tokens.
+            modes: integers [sequences], in a multimodal file; None: 0. (Megatron-LM fails on None.)
+
+        Raises:
+            ConfigAssertionError: a token that the dtype cannot hold, or lengths that do not sum to
+                the number of tokens.
         """
         with as_assertions():
-            self._builder.add_document(
-                np.asarray(tensor).reshape(-1), [int(length) for length in lengths], modes
-            )
+            self._builder.add_document(_as_tokens(tensor, self.dtype), lengths, modes)
 
     def end_document(self) -> None:
         """Ends the document that `add_item` wrote."""
@@ -391,9 +525,11 @@ def get_bin_path(path_prefix: str) -> str:
     return path_prefix + ".bin"
 
 
-def is_object_store_path(path: str | None) -> bool:
-    """Whether a path names an object in a store, by its start."""
-    return path is not None and str(path).startswith(OBJECT_STORE_PREFIXES)
+def _refuse_object_store(path: str) -> None:
+    raise ConfigAssertionError(
+        f"{path} is in an object store; copy it to a file system, or read it with "
+        "millrace.IndexedDataset and a bin_reader of your own"
+    )
 
 
 def _open(prefix: str, mmap: bool) -> store.IndexedDataset:
@@ -402,3 +538,27 @@ def _open(prefix: str, mmap: bool) -> store.IndexedDataset:
     except DataError as error:
         kind = DataAssertionError if IndexedDataset.exists(prefix) else MissingFileError
         raise kind(str(error)) from None
+
+
+def _as_tokens(tokens: Any, dtype: Any) -> NDArray[Any]:
+    """The tokens as numbers, [tokens]: `numpy.array(tokens, dtype)`, where that changes none.
+
+    Raises:
+        ConfigAssertionError: something that is no number, or one that would be cut or wrap around.
+    """
+    try:
+        given = np.asarray(tokens)
+        if given.dtype.kind in "iu":  # the builder checks that they fit
+            return given.reshape(-1)
+        with np.errstate(invalid="ignore"):  # NaN and infinity: they do not stay as they are
+            taken = np.array(tokens, dtype)
+        is_whole = taken.dtype.kind == "f" or np.array_equal(taken, np.array(tokens, np.float64))
+    except (TypeError, ValueError, OverflowError) as error:
+        problem = str(error)
+    else:
+        if is_whole and given.dtype.kind != "c":
+            return taken.reshape(-1)
+        problem = "not all are whole numbers within its limits"
+    raise ConfigAssertionError(
+        f"the tokens {shown(tokens)} cannot be stored as {np.dtype(dtype)}: {problem}"
+    )

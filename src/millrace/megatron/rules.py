@@ -71,6 +71,51 @@ def build_indices(
     )
 
 
+def build_document_index(
+    documents: NDArray[np.int32],
+    num_epochs: int,
+    numpy_random_state: np.random.RandomState,
+    separate_final_epoch: bool,
+) -> NDArray[np.int32]:
+    """A shuffled document index, for subclasses that build indices of their own.
+
+    Args:
+        documents: int32 [documents], the numbers that each epoch holds.
+        num_epochs: how often each of them comes.
+        numpy_random_state: is advanced by the draws.
+        separate_final_epoch: the last epoch is shuffled by itself.
+
+    Returns:
+        int32 [num_epochs * documents].
+    """
+    final_epochs = 1 if separate_final_epoch and num_epochs > 1 else 0
+    count = len(documents)
+    places = _native.shuffled_ranges(
+        [(0, count, num_epochs - final_epochs), (0, count, final_epochs)],
+        np.int32,
+        numpy_random_state,
+    )
+    index: NDArray[np.int32] = np.asarray(documents, np.int32)[places]
+    return index
+
+
+def build_shuffle_index(
+    num_samples: int, total_size: int, numpy_random_state: np.random.RandomState
+) -> NDArray[np.uint32] | NDArray[np.int64]:
+    """The numbers up to `num_samples`, shuffled, and then those up to `total_size`.
+
+    Args:
+        numpy_random_state: is advanced by the draws.
+
+    Returns:
+        uint32 [total_size], or int64 for 2**32 - 2 samples and more.
+    """
+    dtype = np.uint32 if total_size < np.iinfo(np.uint32).max - 1 else np.int64
+    return _native.shuffled_ranges(
+        [(0, num_samples, 1), (num_samples, total_size, 1)], dtype, numpy_random_state
+    )
+
+
 def as_range(indices: NDArray[np.int32]) -> tuple[int, int] | None:
     """(start, stop) of consecutive numbers, as the builder gives them; None of any others."""
     if len(indices) == 0:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from enum import Enum
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,40 +42,54 @@ def normalize(weights: Sequence[float]) -> list[float]:
     return normalized
 
 
-def get_blend_from_list(blend: list[str] | None) -> Blend | None:
+def get_blend_from_list(blend: Sequence[Any] | None) -> Blend | None:
     """Reads the words of an argument such as --data-path.
 
     Args:
-        blend: path prefixes alone, or weights and path prefixes by turns; None: no blend. An odd
-            number of words, or no number at any weight's place, means prefixes alone.
+        blend: path prefixes alone, or weights and path prefixes by turns, the weights as words or
+            numbers; None: no blend. An odd number of words, or no number at any weight's place,
+            means prefixes alone.
 
     Returns:
         the prefixes and the weights (None without weights), or None.
 
     Raises:
-        ConfigAssertionError: no words, or numbers at some of the weights' places only.
+        ConfigAssertionError: no words, a number at a prefix's place, or numbers at some of the
+            weights' places only.
     """
     if blend is None:
         return None
-    require(blend, "the blend is an empty list; give path prefixes, or None")
-    prefixes = [word.strip() for word in blend]
+    require(len(blend) > 0, "the blend is an empty list; give path prefixes, or None")
     weights = [_weight(word) for word in blend[::2]]
     if len(blend) % 2 == 1 or all(weight is None for weight in weights):
-        return prefixes, None
+        return [_prefix(word) for word in blend], None
     known = [weight for weight in weights if weight is not None]
     require(
         len(known) == len(weights),
         f"{len(known)} of {len(weights)} words at the weights' places are numbers: {blend[::2]}. "
         "Write a weight before each prefix, or none",
     )
-    return prefixes[1::2], known
+    return [_prefix(word) for word in blend[1::2]], known
 
 
-def _weight(word: str) -> float | None:
+def _weight(word: Any) -> float | None:
     try:
         return float(word)
-    except ValueError:
+    except (TypeError, ValueError):
         return None
+
+
+def _prefix(word: Any) -> str:
+    require(
+        isinstance(word, (str, os.PathLike)),
+        f"the blend has {word!r} at the place of a path prefix; write prefixes alone, or a weight "
+        "before each prefix",
+    )
+    return str(os.fspath(word)).strip()
+
+
+def compile_helpers() -> None:
+    """Does nothing: the core is compiled when millrace is installed."""
 
 
 def distributed_rank() -> int | None:

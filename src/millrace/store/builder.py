@@ -127,6 +127,21 @@ class IndexedDatasetBuilder:
     def num_tokens(self) -> int:
         return self._buffer.num_tokens
 
+    def columns(self) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int8]]:
+        """The index so far, read back: costs memory, and time that grows with it.
+
+        Returns:
+            lengths int32 [sequences], document entries int64 [documents + 1] and modes int8
+            [sequences] (empty in a file without modes).
+        """
+        with self._alone():
+            self._flush_entries()
+            lengths, documents, modes = (
+                np.concatenate([np.empty(0, column.dtype), *column.chunks()])
+                for column in (self._lengths, self._documents, self._modes)
+            )
+        return lengths, documents, modes
+
     def add_sequence(self, tokens: ArrayLike, mode: int = 0) -> None:
         """Appends a sequence to the document that is being written; `end_document` ends it.
 

@@ -1,0 +1,280 @@
+"""Every name of the modules that `millrace.megatron` takes the place of, and the import hook."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import oracle_megatron as oracle
+import pytest
+
+import millrace.megatron as ours
+from millrace.megatron import errors
+
+GUIDE = (Path(__file__).parents[2] / "docs" / "megatron.md").read_text(encoding="utf-8")
+FINALISERS = ("__del__",)  # nobody calls them by name; ours keep files open as long as arrays live
+
+
+def missing_names() -> set[tuple[str, str]]:
+    """(module, name) of the guide's table."""
+    table = re.findall(r"^\| (`\w+`|all) \| (`.*`) \| ", GUIDE, re.MULTILINE)
+    names = set()
+    for where, cell in table:
+        modules = oracle.MODULES if where == "all" else [where.strip("`")]
+        names |= {(module, name) for module in modules for name in re.findall(r"`([\w.]+)`", cell)}
+    return names
+
+
+def defined_names(module: ModuleType) -> Iterator[str]:
+    """What a module defines at its top level, and not what it imports by name."""
+    assert module.__file__ is not None
+    for node in ast.parse(Path(module.__file__).read_text(encoding="utf-8")).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Assign):
+            yield from (target.id for target in node.targets if isinstance(target, ast.Name))
+        elif isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+            star = sys.modules[str(node.module)]
+            yield from (name for name in vars(star) if not name.startswith("_"))
+
+
+def every_name() -> list[tuple[str, str]]:
+    return [
+        (module, name)
+        for module in oracle.MODULES
+        for name in defined_names(oracle.module_of_megatron(module))
+    ]
+
+
+def parameters(function: Any) -> list[inspect.Parameter] | None:
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except ValueError:  # compiled
+        return None
+
+
+def assert_same_parameters(where: str, mine: Any, theirs: Any) -> None:
+    expected = parameters(theirs)
+    if expected is None:
+        return
+    given = parameters(mine)
+    assert given is not None, where
+    extra = given[len(expected) :]
+    assert [p.name for p in given[: len(expected)]] == [p.name for p in expected], where
+    assert all(p.default is not p.empty or p.kind is p.VAR_KEYWORD for p in extra), where
+
+
+def methods(kind: type) -> Iterator[tuple[str, Any]]:
+    """What a class of Megatron-LM's defines itself, with what its decorators make of it."""
+    for name, member in vars(kind).items():
+        inner = getattr(member, "__func__", getattr(member, "__wrapped__", member))
+        is_theirs = str(getattr(inner, "__module__", "")).startswith("megatron.")
+        if is_theirs or isinstance(member, property) or not name.startswith("_"):
+            yield name, getattr(kind, name)
+
+
+@pytest.mark.parametrize(("module", "name"), every_name())
+def test_each_name_is_there_or_named_as_missing(module: str, name: str) -> None:
+    missing = missing_names()
+    if (module, name) in missing:
+        assert name not in ours.__all__
+        return
+    assert name in ours.__all__
+    theirs, mine = vars(oracle.module_of_megatron(module))[name], getattr(ours, name)
+    if not inspect.isclass(theirs):
+        if inspect.isroutine(theirs):
+            assert_same_parameters(name, mine, theirs)
+            assert mine.__doc__
+        elif isinstance(theirs, (str, bytes, int)):
+            assert mine == theirs
+        return
+    assert mine.__name__ == theirs.__name__
+    for method, member in methods(theirs):
+        where = f"{name}.{method}"
+        if (module, where) in missing:
+            assert not hasattr(mine, method), where
+        elif method not in FINALISERS:
+            assert hasattr(mine, method), where
+            if inspect.isroutine(member):
+                assert_same_parameters(where, getattr(mine, method), member)
+
+
+def test_what_is_named_as_missing_exists() -> None:
+    for module, name in missing_names():
+        there: Any = oracle.module_of_megatron(module)
+        if name == "logger" and not hasattr(there, name):
+            continue
+        for part in name.split("."):
+            there = getattr(there, part)
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_the_reader_in_use_has_a_class_of_its_own(tmp_path: Path, mapped: bool) -> None:
+    prefix = oracle.write_sequences(
+        tmp_path / "data", np.arange(9), np.random.default_rng(0), np.int32, (0, 12)
+    )
+    kinds = {True: "_MMapBinReader", False: "_FileBinReader"}
+    used, other = getattr(ours, kinds[mapped]), getattr(ours, kinds[not mapped])
+    dataset = ours.IndexedDataset(str(prefix), mmap=mapped)
+    assert isinstance(dataset.bin_reader, used)
+    assert isinstance(dataset.bin_reader, ours._BinReader)
+    assert not isinstance(dataset.bin_reader, other)
+    # They can be made by themselves, as Megatron-LM's.
+    for kind in (used, other):
+        reader = kind(f"{prefix}.bin")
+        np.testing.assert_array_equal(reader.read(np.int32, 8, 28 * 4), dataset[8])
+        with pytest.raises(errors.DataAssertionError, match=r"data\.bin has 144 bytes"):
+            reader.read(np.int32, 8, 29 * 4)
+    index = ours._IndexReader(f"{prefix}.idx", False)
+    assert (index.sequence_count, index.document_count) == (9, 2)
+    np.testing.assert_array_equal(index.sequence_lengths, np.arange(9))
+
+
+def test_a_reader_that_was_replaced_is_used(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    lengths = np.full(9, 20)
+    first, second = (
+        oracle.write_sequences(tmp_path / name, lengths, random, np.int32, (0, 900))
+        for name in ("first", "second")
+    )
+    config = ours.GPTDatasetConfig(
+        random_seed=1,
+        sequence_length=8,
+        blend=([str(first)], None),
+        split="1,0,0",
+        tokenizer=oracle.Tokenizer(),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        path_to_cache=str(tmp_path / "cache"),
+    )
+
+    def samples(prefix: Path, bin_path: Path) -> list[Any]:
+        low = ours.IndexedDataset(str(prefix))
+        low.bin_reader = ours._FileBinReader(f"{bin_path}.bin")
+        indices = np.arange(9, dtype=np.int32)
+        dataset = ours.GPTDataset(low, str(prefix), indices, 20, ours.Split.train, config)
+        return [dataset[number]["tokens"].tolist() for number in range(20)]
+
+    assert samples(first, second) == samples(second, second) != samples(first, first)
+
+
+@pytest.mark.parametrize("kind", sorted(ours.OBJECT_STORAGE_BIN_READERS))
+def test_readers_of_object_stores_refuse(kind: str, tmp_path: Path) -> None:
+    path = f"{kind}://bucket/data"
+    assert ours.is_object_storage_path(path)
+    config = ours.ObjectStorageConfig(path_to_idx_cache=str(tmp_path))
+    with pytest.raises(AssertionError, match="copy it to a file system"):
+        ours.OBJECT_STORAGE_BIN_READERS[kind](path, config)
+    with pytest.raises(AssertionError, match="copy it to a file system"):
+        ours.IndexedDataset(path, mmap=False, object_storage_config=config)
+    with pytest.raises(AssertionError, match="leave it out"):
+        ours.IndexedDataset(str(tmp_path / "data"), mmap=False, s3_config=config)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_indices_by_themselves_are_alike(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    documents = random.integers(0, 1000, random.integers(0, 30)).astype(np.int32)
+    num_epochs, separate = int(random.integers(1, 5)), bool(random.integers(2))
+    total = int(random.integers(0, 50))
+    first = int(random.integers(0, total + 1))
+
+    def draw(side: Any) -> list[Any]:
+        state = np.random.RandomState(seed)
+        return [
+            side["_build_document_index"](documents, num_epochs, state, separate),
+            side["_build_shuffle_index"](first, total, state),
+            state.randint(1 << 30),
+        ]
+
+    for mine, theirs in zip(
+        draw(vars(ours)), draw(vars(oracle.module_of_megatron("gpt_dataset"))), strict=True
+    ):
+        np.testing.assert_array_equal(mine, theirs)
+        assert np.asarray(mine).dtype == np.asarray(theirs).dtype
+
+
+def test_there_is_nothing_to_compile() -> None:
+    assert ours.compile_helpers() is None
+
+
+PROGRAM = """
+import numpy
+import megatron.core.datasets.utils
+from megatron.core.datasets import helpers
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, _MMapBinReader
+from megatron.core.datasets.multimodal_dataset import MockMultimodalDataset
+from megatron.core.datasets.utils import Split, compile_helpers, get_blend_from_list
+
+
+class Tokenizer:
+    eod, pad, vocab_size = 0, 1, 1000
+    unique_identifiers = {"class": "Tokenizer"}
+
+
+if __name__ == "__main__":
+    for name in ("a", "b"):
+        builder = IndexedDatasetBuilder(f"{name}.bin", dtype=numpy.uint16)
+        for length in range(1, 50):
+            builder.add_document([str(number) for number in range(length)], [length])
+        builder.finalize(f"{name}.idx")
+    config = GPTDatasetConfig(
+        random_seed=1234,
+        sequence_length=16,
+        blend=get_blend_from_list([30, "a", 0.7, "b"]),
+        split="9,1,0",
+        tokenizer=Tokenizer(),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+    )
+    train, valid, test = BlendedMegatronDatasetBuilder(
+        GPTDataset, [20, 4, 0], lambda: True, config
+    ).build()
+    assert isinstance(train, BlendedDataset) and test is None
+    assert isinstance(train.datasets[0].dataset.bin_reader, _MMapBinReader)
+    assert issubclass(MockMultimodalDataset, MockGPTDataset)
+    assert megatron.core.datasets.utils.Split is Split
+    names = (type(train), type(train.datasets[0]), _MMapBinReader, Split, helpers.build_sample_idx)
+    print(*[name.__module__ for name in names])
+    print([train[number]["tokens"].tolist() for number in range(20)])
+"""
+
+
+def test_the_hook_of_the_guide_serves_an_unmodified_program(tmp_path: Path) -> None:
+    hook = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
+    assert len(hook) == 1
+    printed = {}
+    for side, text in (("millrace", hook[0]), ("megatron", "")):
+        folder = tmp_path / side
+        folder.mkdir()
+        (folder / "sitecustomize.py").write_text(text)
+        (folder / "program.py").write_text(PROGRAM)
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "program.py"],
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": str(folder)},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        printed[side] = done.stdout.splitlines()
+    rooms = ("blended", "gpt", "indexed", "utils", "helpers")
+    assert printed["millrace"][0].split() == [f"millrace.megatron.{room}" for room in rooms]
+    assert all(name.startswith("megatron.core.") for name in printed["megatron"][0].split())
+    assert printed["millrace"][1] == printed["megatron"][1]
