@@ -18,7 +18,7 @@ import pytest
 
 import millrace
 from millrace import ConfigError, DatasetConfig, build_datasets
-from millrace.files import file_lock
+from millrace.files import file_lock, temporary_name
 from millrace.jobs import list_cache, prune_cache
 from millrace.order import arrays
 from tests.no_flock import no_flock
@@ -111,6 +111,16 @@ def test_old_runs_go_with_the_sets_that_they_alone_need(folder: Path) -> None:
     own = set(runs[0].sets) - set(runs[1].sets) - {None}
     assert {entry.name for entry in removed} == {runs[0].name} | own
     assert kinds(folder) == ["run", "set", "set"]
+
+
+def test_leftovers_beside_a_whole_set_go_alone(folder: Path) -> None:
+    cache = folder / "cache"
+    entries = list_cache(cache)
+    for entry in entries:
+        Path(temporary_name(entry.paths[0])).touch()
+    assert [entry.kind for entry in prune_cache(cache)] == ["leftover"] * 5
+    assert list_cache(cache)[0].paths == entries[0].paths
+    assert kinds(folder) == ["run", "run", "set", "set", "set"]
 
 
 def test_what_a_process_builds_is_left_alone(folder: Path) -> None:

@@ -115,8 +115,9 @@ def read_manifest(path: str) -> Manifest | None:
 
 def _paths(record: dict[str, Any], plan: RunPlan) -> list[str | None]:
     """Older manifests have only the prefixes as they were given."""
-    given = [file.prefix if os.path.isabs(file.prefix) else None for file in plan.files]
-    return record.get("paths", given)  # type: ignore[no-any-return]
+    if "paths" in record:
+        return list(record["paths"])
+    return [file.prefix if os.path.isabs(file.prefix) else None for file in plan.files]
 
 
 def _split_from(entry: dict[str, Any]) -> SplitPlan:

@@ -22,7 +22,7 @@ _DAY = 24 * 60 * 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class CacheEntry:
-    """A manifest, a set of arrays, or what is left of one.
+    """A manifest, a set of arrays, or what is left of one that was not written to its end.
 
     Attributes:
         name: that its files share.
@@ -61,7 +61,8 @@ def list_cache(folder: str | os.PathLike[str], *, check_contents: bool = False) 
     place = os.fspath(folder)
     if not os.path.isdir(place):
         raise ConfigError(f"{place} is no folder; give the cache folder of a run")
-    return [_entry(place, *group, check_contents) for group in _paths_by_name(place).items()]
+    groups = _groups(place)
+    return [_entry(place, name, groups[name, half], check_contents) for name, half in groups]
 
 
 def prune_cache(
@@ -121,34 +122,29 @@ def _useless(entries: list[CacheEntry], older_than_days: float | None) -> list[C
             return f"{entry.age / _DAY:.1f} days old"
         return ""
 
-    reasons = {entry.name: reason_of(entry) for entry in entries}
-    needed = {name for entry in entries if not reasons[entry.name] for name in entry.sets}
-    for entry in entries:
-        if entry.kind == "set" and not (
-            reasons[entry.name] or entry.name in needed or entry.doubts
-        ):
-            reasons[entry.name] = "no run needs it"
-    found = [
-        dataclasses.replace(entry, reason=reasons[entry.name])
-        for entry in entries
-        if reasons[entry.name]
-    ]
+    judged = [dataclasses.replace(entry, reason=reason_of(entry)) for entry in entries]
+    needed = {name for entry in judged if not entry.reason for name in entry.sets}
+    for place, entry in enumerate(judged):
+        is_needed = entry.name in needed or bool(entry.doubts)
+        if entry.kind == "set" and not (entry.reason or is_needed):
+            judged[place] = dataclasses.replace(entry, reason="no run needs it")
+    found = [entry for entry in judged if entry.reason]
     return sorted(found, key=lambda entry: entry.kind != "run")
 
 
-def _paths_by_name(folder: str) -> dict[str, list[str]]:
-    """The files of each entry."""
-    groups: dict[str, list[str]] = {}
+def _groups(folder: str) -> dict[tuple[str, bool], list[str]]:
+    """The files of each entry, by its name and whether they are temporaries."""
+    groups: dict[tuple[str, bool], list[str]] = {}
     for file in sorted(os.listdir(folder)):
-        name = _name_of(file)
+        written = written_name(file)
+        name = _name_of(file if written is None else written)
         if name is not None:
-            groups.setdefault(name, []).append(os.path.join(folder, file))
+            groups.setdefault((name, written is not None), []).append(os.path.join(folder, file))
     return groups
 
 
-def _name_of(file: str) -> str | None:
+def _name_of(rest: str) -> str | None:
     """The name of the entry that a file belongs to; None for files that are not ours."""
-    rest = written_name(file) or file
     prefix = MANIFEST if rest.startswith(MANIFEST) else ""
     digits = rest[len(prefix) : len(prefix) + 32]
     tail = rest[len(prefix) + 32 :]
@@ -166,6 +162,8 @@ def _entry(folder: str, name: str, paths: list[str], check_contents: bool) -> Ca
         num_bytes=sum(stat.st_size for stat in stats),
         age=time.time() - max((stat.st_mtime for stat in stats), default=0.0),
     )
+    if paths and written_name(paths[0]) is not None:
+        return dataclasses.replace(entry, kind="leftover")
     unreadable = list(_unreadable(paths))
     if unreadable:
         return dataclasses.replace(entry, doubts=unreadable)
@@ -271,7 +269,8 @@ def _remove(folder: str, entry: CacheEntry) -> bool:
         with file_lock(os.path.join(folder, entry.name + arrays.LOCK), wait=False) as is_alone:
             if not is_alone and entry.kind != "run" and entry.age < _DAY:
                 return False
-            paths = _paths_by_name(folder).get(entry.name, [])
+            is_half = written_name(entry.paths[0]) is not None
+            paths = _groups(folder).get((entry.name, is_half), [])
             now = _entry(folder, entry.name, paths, check_contents=False)
             if (now.kind, now.paths, now.problems) != (entry.kind, entry.paths, entry.problems):
                 return False  # it was built to its end, or anew, since it was looked at
