@@ -6,6 +6,7 @@
 #include <cerrno>
 #include <new>
 #include <stdexcept>
+#include <system_error>
 #include <utility>
 
 namespace millrace {
@@ -40,7 +41,10 @@ void start_writeback(int file, std::int64_t start, std::int64_t size) {
 
 WriteBehind::WriteBehind(int file) : file_(file < 0 ? -1 : ::dup(file)), owner_(::getpid()) {
   if (file >= 0 && file_ < 0) {
-    throw std::invalid_argument("the file cannot be written to: it has no valid descriptor");
+    if (errno == EBADF) {
+      throw std::invalid_argument("the file cannot be written to: it has no valid descriptor");
+    }
+    throw std::system_error(errno, std::generic_category(), "dup");
   }
 }
 

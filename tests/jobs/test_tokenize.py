@@ -21,7 +21,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from millrace import ConfigError, IndexedDataset, MillraceError, TextError
+from millrace import (
+    ConfigError,
+    IndexedDataset,
+    IndexedDatasetBuilder,
+    MillraceError,
+    TextError,
+)
 from millrace.jobs import executor, progress, tokenize
 from millrace.text import LineBlock, Tokenizer, document_texts, documents, read_blocks
 from tests.conftest import make_texts, train_tokenizer, write_jsonl
@@ -655,3 +661,38 @@ def test_gzip_is_known_by_its_bytes_not_its_name(tmp_path: Path, tokenizer: Toke
     path = tmp_path / "a.jsonl"
     path.write_bytes(gzip.compress(b'{"text": "mill"}\n'))
     assert tokenizer.decode(run(tmp_path, [path], tokenizer)[0]) == "mill"
+
+
+def test_of_several_keys_all_pairs_are_published_or_none(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "a.jsonl"
+    keys = ("title", "text")
+
+    def job(word: str) -> None:
+        source.write_text(json.dumps(dict.fromkeys(keys, f"the {word}")) + "\n")
+        tokenize([source], tmp_path / "out", tokenizer, json_keys=keys, workers=1)
+
+    def found() -> list[str]:
+        datasets = [IndexedDataset(tmp_path / f"out_{key}_document") for key in keys]
+        return [tokenizer.decode(dataset[0]) for dataset in datasets]
+
+    job("mill")
+    assert found() == ["the mill"] * 2
+    for place in range(2):
+        write_files = IndexedDatasetBuilder._write_files
+
+        def write_or_fail(self: Any, place: int = place, write: Any = write_files) -> None:
+            if keys[place] in os.path.basename(self.prefix):
+                os.mkdir(self._temporaries.idx)  # so that the index cannot be written
+            write(self)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(IndexedDatasetBuilder, "_write_files", write_or_fail)
+            with pytest.raises(IsADirectoryError):
+                job("wheel")
+        for folder in tmp_path.glob("*.tmp"):
+            folder.rmdir()
+        assert found() == ["the mill"] * 2
+    job("race")
+    assert found() == ["the race"] * 2

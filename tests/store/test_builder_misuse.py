@@ -197,6 +197,14 @@ def test_a_prefix_with_an_ending_is_refused(tmp_path: Path, ending: str) -> None
         IndexedDatasetBuilder(tmp_path / f"data{ending}")
 
 
+@pytest.mark.parametrize("suffix", [".bin", ".idx", ".info.json"])
+def test_a_folder_in_the_way_is_refused_before_any_work(tmp_path: Path, suffix: str) -> None:
+    (tmp_path / f"data{suffix}").mkdir()
+    with pytest.raises(ConfigError, match="is a folder"):
+        IndexedDatasetBuilder(tmp_path / "data")
+    assert names(tmp_path) == [f"data{suffix}"]
+
+
 @pytest.mark.parametrize("provenance", [{"path": Path("x")}, {"a": {1, 2}}, {"n": np.int64(3)}])
 def test_provenance_that_is_no_json_is_refused_before_any_work(
     tmp_path: Path, provenance: Any

@@ -20,7 +20,7 @@ from millrace.errors import ConfigError, TextError
 from millrace.jobs.executor import ordered_map
 from millrace.jobs.interrupts import interruptible, interrupts_held
 from millrace.jobs.progress import Progress
-from millrace.store import IndexedDatasetBuilder
+from millrace.store import IndexedDatasetBuilder, finalize_together
 from millrace.store.publish import bin_path, idx_path, info_path
 from millrace.text.documents import LineBlock, check_keys, document_texts, input_size, read_blocks
 from millrace.text.tokenizer import InvalidUnicodeError, Tokenizer, flatten
@@ -143,6 +143,7 @@ def tokenize(
                 progress.update(encoded.position, f"{num_documents:,} documents  {rate:.1f} MB/s")
         with interruptible():  # for the last time: the pairs are published now
             pass
+        finalize_together(builders)
     return TokenizeResult(
         prefixes={key: builder.prefix for key, builder in zip(keys, builders, strict=True)},
         num_documents=num_documents,

@@ -23,7 +23,7 @@ from millrace.store import entries
 from millrace.store.checking import check_documents, check_sequences
 from millrace.store.info import BlockHasher, Info
 from millrace.store.layout import Header, dtype_code
-from millrace.store.publish import bin_path, building, publish
+from millrace.store.publish import bin_path, building, idx_path, info_path, publish
 from millrace.store.reader import IndexedDataset
 
 _MAX_LENGTH = 2**31 - 1  # lengths are int32
@@ -86,6 +86,9 @@ class IndexedDatasetBuilder:
             raise ConfigError(
                 f"the prefix is {self.prefix}; give it without {self.prefix[-4:]}, which is added"
             )
+        for path in (bin_path(self.prefix), idx_path(self.prefix), info_path(self.prefix)):
+            if os.path.isdir(path):
+                raise ConfigError(f"{path} is a folder; remove it, or give another prefix")
         dtype_code(dtype)
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self.multimodal = flag("multimodal", multimodal)
