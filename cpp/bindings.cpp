@@ -16,11 +16,13 @@
 #include <cstring>
 #include <exception>
 #include <limits>
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
 #include <system_error>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -30,6 +32,7 @@
 #include "check_index.hpp"
 #include "column.hpp"
 #include "gather.hpp"
+#include "mapping.hpp"
 #include "mt19937.hpp"
 #include "narrow.hpp"
 #include "ragged.hpp"
@@ -201,7 +204,7 @@ Out<std::uint8_t> py_copy_pieces(const In<std::uint8_t>& bytes, const In<std::in
     const std::vector<Piece> pieces = pieces_from(offsets, counts);
     const auto size = static_cast<std::int64_t>(bytes.shape(0));
     out = allocate<std::uint8_t>(static_cast<std::size_t>(total_size(pieces, size)));
-    copy_pieces(span_of(bytes), pieces, out.span());
+    read_mapped([&] { copy_pieces(span_of(bytes), pieces, out.span()); });
   }
   return to_numpy(std::move(out));
 }
@@ -230,11 +233,13 @@ std::tuple<Out<std::uint8_t>, Out<std::int64_t>> py_copy_sequences(
   {
     nb::gil_scoped_release unlocked;
     std::vector<Piece> pieces(ids.shape(0));
-    locate_sequences(column_of(pointers), column_of(lengths), column_of(ids), token_size, pieces,
-                     offsets.span());
+    read_mapped([&] {
+      locate_sequences(column_of(pointers), column_of(lengths), column_of(ids), token_size, pieces,
+                       offsets.span());
+    });
     const auto size = static_cast<std::int64_t>(bytes.shape(0));
     out = allocate<std::uint8_t>(static_cast<std::size_t>(total_size(pieces, size)));
-    copy_pieces(span_of(bytes), pieces, out.span());
+    read_mapped([&] { copy_pieces(span_of(bytes), pieces, out.span()); });
   }
   return {to_numpy(std::move(out)), to_numpy(std::move(offsets))};
 }
@@ -247,14 +252,38 @@ std::tuple<std::int64_t, std::int64_t> py_first_bad_sequence(const In<std::int32
     throw std::invalid_argument("lengths and pointers differ in size");
   }
   nb::gil_scoped_release unlocked;
-  const std::int64_t place =
-      first_bad_sequence(column_of(lengths), column_of(pointers), token_size, byte_offset);
-  return {place, byte_offset};
+  std::tuple<std::int64_t, std::int64_t> found{0, byte_offset};
+  read_mapped([&] {
+    std::get<0>(found) = first_bad_sequence(column_of(lengths), column_of(pointers), token_size,
+                                            std::get<1>(found));
+  });
+  return found;
 }
 
 std::int64_t py_first_bad_document(const In<std::int64_t>& entries, std::int64_t num_sequences) {
   nb::gil_scoped_release unlocked;
-  return first_bad_document(column_of(entries), num_sequences);
+  std::int64_t place = 0;
+  read_mapped([&] { place = first_bad_document(column_of(entries), num_sequences); });
+  return place;
+}
+
+// The whole of an open file, mapped: it stays so when the descriptor is closed.
+nb::ndarray<nb::numpy, const std::uint8_t> py_map_file(int descriptor, std::size_t size) {
+  if (size == 0) {  // cannot be mapped
+    static constexpr std::uint8_t nothing = 0;
+    return {&nothing, {0}, nb::handle()};
+  }
+  struct Mapped {
+    const std::uint8_t* start;
+    std::size_t size;
+  };
+  auto mapped = std::make_unique<Mapped>(Mapped{map_file(descriptor, size), size});
+  nb::capsule owner(mapped.release(), [](void* pointer) noexcept {
+    const std::unique_ptr<Mapped> last(static_cast<Mapped*>(pointer));
+    unmap_file(last->start, last->size);
+  });
+  const auto* start = static_cast<const Mapped*>(owner.data())->start;
+  return {start, {size}, owner};
 }
 
 void py_start_writeback(int file, std::int64_t start, std::int64_t size) {
@@ -262,9 +291,13 @@ void py_start_writeback(int file, std::int64_t start, std::int64_t size) {
   start_writeback(file, start, size);
 }
 
-// Documents on their way to a token file: token ids, each checked and narrowed to the file's dtype,
-// the lengths of sequences and where documents end. Full buffers are written by a thread that needs
-// no Python, while the next one fills.
+// Documents on their way to a token file: tokens, each checked and narrowed to the file's dtype, the
+// lengths and modes of sequences, and where documents end. Full buffers are written by a thread that
+// needs no Python, while the next one fills.
+//
+// A call adds all that it is given or, if it throws, nothing; it runs no Python code once it has
+// begun to add. So with the GIL no thread and no signal handler sees half of it. What takes several
+// calls is fenced off by `is_busy`: meanwhile additions throw.
 class PyTokenBuffer {
  public:
   // A negative `file` is none: then nothing can be flushed.
@@ -275,60 +308,82 @@ class PyTokenBuffer {
         bytes_(allocate<std::uint8_t>(capacity)),
         writer_(file) {}
 
-  // The number of tokens that were appended.
+  // Appends tokens, a list of ints or an array in one contiguous run, that belong to no sequence
+  // yet. Whether `is_busy` makes no difference here.
   std::size_t append(nb::handle tokens) {
-    if (PyList_Check(tokens.ptr())) {
-      std::visit([&]<class To>(To) { append_items<To>(tokens); }, kind_);
-      return static_cast<std::size_t>(PyList_GET_SIZE(tokens.ptr()));
-    }
-    if (PyArray_Check(tokens.ptr())) {
-      return append_array(reinterpret_cast<PyArrayObject*>(tokens.ptr()));
-    }
-    // A tensor of torch: a view of it in NumPy takes a fifth of the time of an exchange by DLPack.
-    const nb::object array = tokens.attr("numpy")();
-    if (!PyArray_Check(array.ptr())) {
-      throw std::invalid_argument("tokens are neither a list nor an array");
-    }
-    return append_array(reinterpret_cast<PyArrayObject*>(array.ptr()));
+    const std::size_t count = append_tokens(tokens);
+    num_loose_ += static_cast<std::int64_t>(count);
+    return count;
   }
 
-  // Appends a document: `lengths` is None for one sequence, or a list. Returns whether it is time
-  // to flush. Adds nothing if it throws.
-  bool add_document(nb::handle tokens, nb::handle lengths) {
+  // Appends tokens as one sequence (`lengths` is None) or several (a list of ints, or an int64
+  // array), with their modes (None: 0; or an int8 array). Where `tokens` is None, the sequences are
+  // made of the tokens that `append` took. Returns whether it is time to flush.
+  bool add_sequences(nb::handle tokens, nb::handle lengths, nb::handle modes, bool ends_document) {
+    if (tokens.is_none()) {
+      end_sequences(num_loose_, lengths, modes, ends_document);
+      num_loose_ = 0;
+      return is_full();
+    }
+    nb::object view;
+    if (!PyList_Check(tokens.ptr()) && !PyArray_Check(tokens.ptr())) {
+      // A tensor of torch: a view of it in NumPy takes a fifth of the time of an exchange by DLPack.
+      view = tokens.attr("numpy")();
+      tokens = view;
+    }
+    check_free();
     const std::size_t used = used_;
-    const std::size_t count = append(tokens);
+    const auto count = static_cast<std::int64_t>(append_tokens(tokens));
     try {
-      if (lengths.is_none()) {
-        end_sequence(static_cast<std::int64_t>(count));
-      } else {
-        end_sequences(nb::cast<nb::list>(lengths), static_cast<std::int64_t>(count));
-      }
+      end_sequences(count, lengths, modes, ends_document);
     } catch (...) {
       used_ = used;
       throw;
     }
-    end_document();
     return is_full();
   }
 
-  void end_sequence(std::int64_t length) {
-    if (!std::in_range<std::int32_t>(length) || length < 0) {
-      throw std::invalid_argument("a sequence's length is " + std::to_string(length) +
-                                  "; 0 to 2147483647 is possible");
+  // `add_sequences` of a whole document without modes: two arguments less to take apart.
+  bool add_document(nb::handle tokens, nb::handle lengths) {
+    return add_sequences(tokens, lengths, Py_None, true);
+  }
+
+  // Appends documents of one sequence each, but of none where a document has no tokens. `tokens` as
+  // above; their lengths are an int64 array.
+  bool add_documents(nb::handle tokens, const In<std::int64_t>& lengths) {
+    std::int64_t sum = 0;
+    for (const std::int64_t length : span_of(lengths)) {
+      check_length(length);
+      sum += length;  // int32 each, so that no array in memory can overflow it
     }
-    lengths_.push_back(static_cast<std::int32_t>(length));
-    ++num_sequences_;
+    const std::size_t used = used_;
+    std::int64_t count = num_loose_;
+    if (!tokens.is_none()) {
+      check_free();
+      count = static_cast<std::int64_t>(append_tokens(tokens));
+    }
+    if (sum != count) {
+      used_ = tokens.is_none() ? used_ : used;
+      refuse_sum(sum, count);
+    }
+    for (const std::int64_t length : span_of(lengths)) {
+      if (length > 0) {
+        end_sequence(length, 0);
+      }
+      end_document();
+    }
+    num_loose_ = tokens.is_none() ? 0 : num_loose_;
+    return is_full();
   }
 
-  void end_document() {
-    document_ends_.push_back(num_sequences_);
-    ++num_documents_;
-  }
-
-  // Takes back the last `count` tokens.
-  void drop(std::size_t count) {
-    const std::size_t width = std::visit([](auto zero) { return sizeof(zero); }, kind_);
-    used_ -= std::min(used_, count * width);
+  // Ends a document, which has the sequences since the last one ended. `is_alone`: the caller is the
+  // one that has fenced the others off.
+  bool finish_document(bool is_alone) {
+    if (!is_alone) {
+      check_free();
+    }
+    end_document();
+    return is_full();
   }
 
   bool is_full() const noexcept {
@@ -336,14 +391,24 @@ class PyTokenBuffer {
            document_ends_.size() >= max_entries;
   }
 
+  // Whether sequences were added that belong to no document yet.
+  bool has_open_document() const noexcept { return has_open_document_; }
+
   std::size_t num_bytes() const noexcept { return used_; }
 
   // What is in the buffer, until it is changed.
   Out<std::uint8_t> view() { return Out<std::uint8_t>(bytes_.data.get(), {used_}, nb::find(this)); }
 
-  // The lengths of sequences and the ends of documents since the last call.
-  std::tuple<Out<std::int32_t>, Out<std::int64_t>> take_entries() {
-    return {take_all(lengths_), take_all(document_ends_)};
+  // The lengths and modes of sequences and the ends of documents since the last call.
+  std::tuple<Out<std::int32_t>, Out<std::int8_t>, Out<std::int64_t>> take_entries() {
+    return {take_all(lengths_), take_all(modes_), take_all(document_ends_)};
+  }
+
+  // Counts what reaches the files by another way.
+  void count(std::int64_t num_sequences, std::int64_t num_documents, std::int64_t num_tokens) {
+    num_sequences_ += num_sequences;
+    num_documents_ += num_documents;
+    num_tokens_ += num_tokens;
   }
 
   // Starts to write the buffer to the end of the file, and goes on with an empty one.
@@ -369,12 +434,24 @@ class PyTokenBuffer {
     }
   }
 
+  // Gives up the descriptor and the memory, when what is being written is written. The counts stay.
+  void close() {
+    {
+      nb::gil_scoped_release unlocked;
+      writer_.close();
+    }
+    bytes_ = {};
+    used_ = capacity_ = 0;
+  }
+
   std::int64_t num_sequences_ = 0;
   std::int64_t num_documents_ = 0;
+  std::int64_t num_tokens_ = 0;  // of all sequences
+  bool is_busy_ = false;
 
  private:
   using Kind = std::variant<std::uint8_t, std::int8_t, std::int16_t, std::uint16_t, std::int32_t,
-                            std::int64_t>;
+                            std::int64_t, float, double>;
   static constexpr std::size_t max_entries = std::size_t{1} << 16;
 
   static Kind kind_of(const std::string& dtype) {
@@ -384,7 +461,15 @@ class PyTokenBuffer {
     if (dtype == "uint16") return std::uint16_t{};
     if (dtype == "int32") return std::int32_t{};
     if (dtype == "int64") return std::int64_t{};
+    if (dtype == "float32") return float{};
+    if (dtype == "float64") return double{};
     throw std::invalid_argument("tokens cannot be buffered as " + dtype);
+  }
+
+  void check_free() const {
+    if (is_busy_) {
+      throw std::invalid_argument("the buffer is being flushed, or closed");
+    }
   }
 
   template <class T>
@@ -395,24 +480,93 @@ class PyTokenBuffer {
     return to_numpy(std::move(out));
   }
 
-  void end_sequences(const nb::list& lengths, std::int64_t num_tokens) {
-    const std::size_t num_before = lengths_.size();
-    std::int64_t sum = 0;
-    try {
-      for (const nb::handle item : lengths) {
-        const std::int64_t length = integer_of(item.ptr());
-        end_sequence(length);
-        sum += length;
-      }
-      if (sum != num_tokens) {
-        throw std::invalid_argument("the sequences' lengths sum to " + std::to_string(sum) +
-                                    "; the document has " + std::to_string(num_tokens) + " tokens");
-      }
-    } catch (...) {
-      num_sequences_ -= static_cast<std::int64_t>(lengths_.size() - num_before);
-      lengths_.resize(num_before);
-      throw;
+  static void check_length(std::int64_t length) {
+    if (!std::in_range<std::int32_t>(length) || length < 0) {
+      throw std::invalid_argument("the sequences' lengths hold " + std::to_string(length) +
+                                  "; 0 to 2147483647 is possible");
     }
+  }
+
+  [[noreturn]] static void refuse_sum(std::int64_t sum, std::int64_t count) {
+    throw std::invalid_argument("the sequences' lengths sum to " + std::to_string(sum) +
+                                "; there are " + std::to_string(count) + " tokens");
+  }
+
+  void end_sequence(std::int64_t length, std::int8_t mode) {
+    lengths_.push_back(static_cast<std::int32_t>(length));
+    modes_.push_back(mode);
+    num_tokens_ += length;
+    ++num_sequences_;
+    has_open_document_ = true;
+  }
+
+  void end_document() {
+    document_ends_.push_back(num_sequences_);
+    ++num_documents_;
+    has_open_document_ = false;
+  }
+
+  void end_sequences(std::int64_t count, nb::handle lengths, nb::handle modes, bool ends_document) {
+    const bool is_one = lengths.is_none() || (PyList_Check(lengths.ptr()) &&
+                                              PyList_GET_SIZE(lengths.ptr()) == 1);
+    if (is_one && modes.is_none()) {  // by far the most
+      const std::int64_t length =
+          lengths.is_none() ? count : integer_of(PyList_GET_ITEM(lengths.ptr(), 0));
+      check_length(length);
+      if (length != count) {
+        refuse_sum(length, count);
+      }
+      end_sequence(length, 0);
+    } else {
+      end_each(count, lengths, modes);
+    }
+    if (ends_document) {
+      end_document();
+    }
+  }
+
+  void end_each(std::int64_t count, nb::handle lengths, nb::handle modes) {
+    const std::vector<std::int64_t> parts =
+        lengths.is_none() ? std::vector<std::int64_t>{count} : integers_of(lengths);
+    std::int64_t sum = 0;
+    for (const std::int64_t length : parts) {
+      check_length(length);
+      sum += length;
+    }
+    if (sum != count) {
+      refuse_sum(sum, count);
+    }
+    const auto kinds = modes.is_none() ? In<std::int8_t>() : array_of<std::int8_t>(modes);
+    if (kinds.is_valid() && kinds.shape(0) != parts.size()) {
+      throw std::invalid_argument("there are " + std::to_string(kinds.shape(0)) + " modes for " +
+                                  std::to_string(parts.size()) + " sequences");
+    }
+    for (std::size_t i = 0; i < parts.size(); ++i) {
+      end_sequence(parts[i], kinds.is_valid() ? kinds(i) : std::int8_t{0});
+    }
+  }
+
+  template <class T>
+  static In<T> array_of(nb::handle numbers) {
+    In<T> array;
+    if (!nb::try_cast(numbers, array, false)) {  // no conversion: it would cut floats
+      throw std::invalid_argument("lengths or modes are no plain array of their dtype");
+    }
+    return array;
+  }
+
+  static std::vector<std::int64_t> integers_of(nb::handle numbers) {
+    std::vector<std::int64_t> out;
+    if (PyList_Check(numbers.ptr())) {
+      const Py_ssize_t size = PyList_GET_SIZE(numbers.ptr());
+      for (Py_ssize_t i = 0; i < size; ++i) {
+        out.push_back(integer_of(PyList_GET_ITEM(numbers.ptr(), i)));
+      }
+    } else {
+      const auto array = array_of<std::int64_t>(numbers);
+      out.assign(array.data(), array.data() + array.shape(0));
+    }
+    return out;
   }
 
   template <class To>
@@ -421,6 +575,18 @@ class PyTokenBuffer {
     throw std::invalid_argument("token " + token + " does not fit " + dtype_ + ", which holds " +
                                 std::to_string(Limits::min()) + " to " +
                                 std::to_string(Limits::max()));
+  }
+
+  // The number of tokens that were appended.
+  std::size_t append_tokens(nb::handle tokens) {
+    if (PyList_Check(tokens.ptr())) {
+      std::visit([&]<class To>(To) { append_items<To>(tokens); }, kind_);
+      return static_cast<std::size_t>(PyList_GET_SIZE(tokens.ptr()));
+    }
+    if (!PyArray_Check(tokens.ptr())) {
+      throw std::invalid_argument("tokens are neither a list nor an array");
+    }
+    return append_array(reinterpret_cast<PyArrayObject*>(tokens.ptr()));
   }
 
   std::size_t append_array(PyArrayObject* array) {
@@ -432,6 +598,10 @@ class PyTokenBuffer {
       throw std::invalid_argument("tokens must be one contiguous run");
     }
     const auto count = static_cast<std::size_t>(PyArray_SIZE(array));
+    if (std::holds_alternative<float>(kind_) || std::holds_alternative<double>(kind_)) {
+      append_floats(array, count);
+      return count;
+    }
     const auto append_as_type = [&]<class From>(From) {
       append_values(std::span<const From>(static_cast<const From*>(PyArray_DATA(array)), count));
     };
@@ -446,26 +616,40 @@ class PyTokenBuffer {
     return count;
   }
 
-  template <class To>
-  void append_items(nb::handle tokens) {
-    const auto count = static_cast<std::size_t>(PyList_GET_SIZE(tokens.ptr()));
-    make_room(count * sizeof(To));
-    To* out = reinterpret_cast<To*>(bytes_.data.get() + used_);
-    for (std::size_t i = 0; i < count; ++i) {
-      // An item's __index__ may change the list.
-      if (i >= static_cast<std::size_t>(PyList_GET_SIZE(tokens.ptr()))) {
-        throw std::invalid_argument("the list of tokens was changed while it was read");
-      }
-      const std::int64_t value =
-          integer_of(PyList_GET_ITEM(tokens.ptr(), static_cast<Py_ssize_t>(i)));
-      out[i] = static_cast<To>(value);
-      if (!std::in_range<To>(value)) [[unlikely]] {
-        refuse<To>(std::to_string(value));
-      }
+  void append_floats(PyArrayObject* array, std::size_t count) {
+    const std::size_t width = std::visit([](auto zero) { return sizeof(zero); }, kind_);
+    if (!PyArray_ISFLOAT(array) || static_cast<std::size_t>(PyArray_ITEMSIZE(array)) != width) {
+      throw std::invalid_argument("tokens are not " + dtype_);
     }
-    used_ += count * sizeof(To);
+    make_room(count * width);
+    if (count > 0) {
+      std::memcpy(bytes_.data.get() + used_, PyArray_DATA(array), count * width);
+    }
+    used_ += count * width;
   }
 
+  template <class To>
+  void append_items(nb::handle tokens) {
+    if constexpr (std::is_floating_point_v<To>) {
+      throw std::invalid_argument("tokens of a list cannot be taken as " + dtype_);
+    } else {
+      const auto count = static_cast<std::size_t>(PyList_GET_SIZE(tokens.ptr()));
+      make_room(count * sizeof(To));
+      To* out = reinterpret_cast<To*>(bytes_.data.get() + used_);
+      for (std::size_t i = 0; i < count; ++i) {
+        const std::int64_t value =
+            integer_of(PyList_GET_ITEM(tokens.ptr(), static_cast<Py_ssize_t>(i)));
+        out[i] = static_cast<To>(value);
+        if (!std::in_range<To>(value)) [[unlikely]] {
+          refuse<To>(std::to_string(value));
+        }
+      }
+      used_ += count * sizeof(To);
+    }
+  }
+
+  // Of an int and nothing else: the __index__ of another type may run any code, also some that uses
+  // this buffer.
   static std::int64_t integer_of(PyObject* item) {
 #if PY_VERSION_HEX >= 0x030c0000
     if (PyLong_CheckExact(item) &&
@@ -479,10 +663,9 @@ class PyTokenBuffer {
              static_cast<std::int64_t>(reinterpret_cast<PyLongObject*>(item)->ob_digit[0]);
     }
 #endif
-    if (!PyIndex_Check(item)) {
-      throw std::invalid_argument("tokens hold something that is no integer; integers are needed");
+    if (!PyLong_CheckExact(item)) {
+      throw std::invalid_argument("tokens hold something that is no int");
     }
-    const nb::object held = nb::borrow(item);  // its __index__ may take it out of its list
     const std::int64_t value = PyLong_AsLongLong(item);
     if (value == -1 && PyErr_Occurred() != nullptr) {
       throw nb::python_error();
@@ -497,14 +680,16 @@ class PyTokenBuffer {
 
   template <class To, class From>
   void append_as(std::span<const From> values) {
-    const std::size_t size = values.size() * sizeof(To);
-    make_room(size);
-    const std::size_t place =
-        narrow(values, reinterpret_cast<To*>(bytes_.data.get() + used_));
-    if (place < values.size()) {
-      refuse<To>(std::to_string(values[place]));
+    if constexpr (std::is_integral_v<To>) {
+      const std::size_t size = values.size() * sizeof(To);
+      make_room(size);
+      const std::size_t place =
+          narrow(values, reinterpret_cast<To*>(bytes_.data.get() + used_));
+      if (place < values.size()) {
+        refuse<To>(std::to_string(values[place]));
+      }
+      used_ += size;
     }
-    used_ += size;
   }
 
   void make_room(std::size_t size) {
@@ -524,7 +709,10 @@ class PyTokenBuffer {
   Buffer<std::uint8_t> bytes_;
   std::size_t used_ = 0;  // a multiple of the token's width, so that tokens stay aligned
   std::vector<std::int32_t> lengths_;
+  std::vector<std::int8_t> modes_;
   std::vector<std::int64_t> document_ends_;
+  std::int64_t num_loose_ = 0;  // tokens that belong to no sequence yet
+  bool has_open_document_ = false;
   WriteBehind writer_;
 };
 
@@ -744,9 +932,36 @@ Samples py_gather_samples(const nb::tuple& sources, const In<std::int64_t>& sour
   Rows rows(num_samples, sequence_length);
   {
     nb::gil_scoped_release unlocked;
-    gather_samples(chosen, column_of(sample_numbers), options, rows.first());
+    GatherSpace space;
+    read_mapped([&] {
+      gather_samples(chosen, column_of(sample_numbers), options, rows.first(), space);
+    });
   }
   return rows.take();
+}
+
+// From which dataset, and as which of its samples, a blend draws some of its own.
+std::tuple<Out<std::int16_t>, Out<std::int64_t>> py_look_up_draws(
+    const In<std::int16_t>& dataset_index, const In<std::int64_t>& dataset_sample_index,
+    const In<std::int64_t>& numbers) {
+  const auto size = static_cast<std::int64_t>(dataset_index.shape(0));
+  if (dataset_sample_index.shape(0) != dataset_index.shape(0)) {
+    throw std::invalid_argument("dataset_index and dataset_sample_index differ in size");
+  }
+  auto datasets = allocate<std::int16_t>(numbers.shape(0));
+  auto samples = allocate<std::int64_t>(numbers.shape(0));
+  read_mapped([&] {
+    for (std::size_t i = 0; i < numbers.shape(0); ++i) {
+      if (numbers(i) < 0 || numbers(i) >= size) {
+        throw std::out_of_range("there is no sample " + std::to_string(numbers(i)) +
+                                "; the blend has 0 to " + std::to_string(size - 1));
+      }
+      const auto place = static_cast<std::size_t>(numbers(i));
+      datasets.span()[i] = column_of(dataset_index)[place];
+      samples.span()[i] = column_of(dataset_sample_index)[place];
+    }
+  });
+  return {to_numpy(std::move(datasets)), to_numpy(std::move(samples))};
 }
 
 // For token files that are not mapped: which bytes the samples take, and where each sample's pieces
@@ -764,7 +979,9 @@ std::tuple<Out<std::int64_t>, Out<std::int64_t>, Out<std::int64_t>> py_find_piec
     std::vector<Piece> pieces;
     bounds.span()[0] = 0;
     for (std::size_t i = 0; i < num_samples; ++i) {
-      find_pieces(source.source(), column_of(sample_numbers)[i], options, pieces);
+      read_mapped([&] {
+        find_pieces(source.source(), column_of(sample_numbers)[i], options, pieces);
+      });
       bounds.span()[i + 1] = static_cast<std::int64_t>(pieces.size());
     }
     offsets = allocate<std::int64_t>(pieces.size());
@@ -827,6 +1044,9 @@ NB_MODULE(_core, module) {
     } catch (const std::system_error& error) {
       errno = error.code().value();
       PyErr_SetFromErrno(PyExc_OSError);
+    } catch (const LostPage& error) {
+      PyErr_SetString(nb::module_::import_("millrace.errors").attr("DataError").ptr(),
+                      error.what());
     }
   });
 
@@ -859,23 +1079,31 @@ NB_MODULE(_core, module) {
   module.def("first_bad_sequence", &py_first_bad_sequence, "lengths"_a, "pointers"_a,
              "token_size"_a, "byte_offset"_a);
   module.def("first_bad_document", &py_first_bad_document, "entries"_a, "num_sequences"_a);
+  module.def("map_file", &py_map_file, "descriptor"_a, "size"_a);
   module.def("start_writeback", &py_start_writeback, "file"_a, "start"_a, "size"_a);
   nb::class_<PyTokenBuffer>(module, "TokenBuffer")
       .def(nb::init<const std::string&, std::size_t, int>(), "dtype"_a, "capacity"_a,
            "file"_a = -1)
       .def("append", &PyTokenBuffer::append, "tokens"_a)
+      .def("add_sequences", &PyTokenBuffer::add_sequences, "tokens"_a.none(),
+           "lengths"_a.none() = nb::none(), "modes"_a.none() = nb::none(),
+           "ends_document"_a = false)
       .def("add_document", &PyTokenBuffer::add_document, "tokens"_a, "lengths"_a.none())
-      .def("end_sequence", &PyTokenBuffer::end_sequence, "length"_a)
-      .def("end_document", &PyTokenBuffer::end_document)
-      .def("drop", &PyTokenBuffer::drop, "count"_a)
+      .def("add_documents", &PyTokenBuffer::add_documents, "tokens"_a.none(), "lengths"_a)
+      .def("end_document", &PyTokenBuffer::finish_document, "is_alone"_a = false)
+      .def("count", &PyTokenBuffer::count, "num_sequences"_a, "num_documents"_a, "num_tokens"_a)
       .def("view", &PyTokenBuffer::view)
       .def("take_entries", &PyTokenBuffer::take_entries)
       .def("flush", &PyTokenBuffer::flush)
       .def("wait", &PyTokenBuffer::wait)
+      .def("close", &PyTokenBuffer::close)
       .def_prop_ro("is_full", &PyTokenBuffer::is_full)
+      .def_prop_ro("has_open_document", &PyTokenBuffer::has_open_document)
       .def_prop_ro("num_bytes", &PyTokenBuffer::num_bytes)
-      .def_rw("num_sequences", &PyTokenBuffer::num_sequences_)
-      .def_rw("num_documents", &PyTokenBuffer::num_documents_);
+      .def_ro("num_tokens", &PyTokenBuffer::num_tokens_)
+      .def_ro("num_sequences", &PyTokenBuffer::num_sequences_)
+      .def_ro("num_documents", &PyTokenBuffer::num_documents_)
+      .def_rw("is_busy", &PyTokenBuffer::is_busy_);
 
   nb::class_<PySequenceViews>(module, "SequenceViews")
       .def(nb::init<const nb::object&, const In<std::int64_t>&, const In<std::int32_t>&>(),
@@ -888,6 +1116,8 @@ NB_MODULE(_core, module) {
                     const In<std::int32_t>&, const AnyArray&, const AnyArray&, std::int64_t>(),
            "tokens"_a, "sequence_pointers"_a, "sequence_lengths"_a, "document_index"_a,
            "sample_index"_a, "shuffle_index"_a, "num_bytes"_a);
+  module.def("look_up_draws", &py_look_up_draws, "dataset_index"_a, "dataset_sample_index"_a,
+             "sample_numbers"_a);
   module.def("find_pieces", &py_find_pieces, "source"_a, "sample_numbers"_a, "sequence_length"_a,
              "add_extra_token"_a);
   module.def("fill_rows", &py_fill_rows, "tokens"_a, "ends"_a, "sequence_length"_a,

@@ -333,9 +333,9 @@ void fill_row(const Tokens& tokens, std::span<const Run> runs, std::span<const R
 
 void gather_samples(std::span<const SampleSource* const> sources,
                     Column<std::int64_t> numbers, const SampleOptions& options,
-                    const SampleRow& first_row) {
-  std::vector<Piece> pieces;
-  std::vector<Run> runs;
+                    const SampleRow& first_row, GatherSpace& space) {
+  std::vector<Piece>& pieces = space.pieces;
+  std::vector<Run>& runs = space.runs;
   std::array<std::size_t, group_size + 1> bounds;
   for (std::size_t start = 0; start < numbers.size(); start += group_size) {
     const std::size_t stop = std::min(start + group_size, numbers.size());

@@ -65,9 +65,16 @@ struct Run {
 void fill_row(const Tokens& tokens, std::span<const Run> runs, std::span<const Run> ahead,
               const SampleOptions& options, const SampleRow& row);
 
+// What a gathering notes on its way. It is the caller's: a read of mapped memory may end in a jump
+// (see mapping.hpp).
+struct GatherSpace {
+  std::vector<Piece> pieces;
+  std::vector<Run> runs;
+};
+
 // Fills row i with sample numbers[i] of *sources[i], straight from the mapped token files.
 void gather_samples(std::span<const SampleSource* const> sources,
                     Column<std::int64_t> numbers, const SampleOptions& options,
-                    const SampleRow& first_row);
+                    const SampleRow& first_row, GatherSpace& space);
 
 }  // namespace millrace

@@ -44,7 +44,9 @@ WriteBehind::WriteBehind(int file) : file_(file < 0 ? -1 : ::dup(file)), owner_(
   }
 }
 
-WriteBehind::~WriteBehind() {
+WriteBehind::~WriteBehind() { close(); }
+
+void WriteBehind::close() {
   if (owner_ == ::getpid()) {
     wait();
   } else if (result_.valid()) {
@@ -52,8 +54,9 @@ WriteBehind::~WriteBehind() {
     (void)new (std::nothrow) std::future<int>(std::move(result_));
     (void)written_.data.release();
   }
+  written_ = {};
   if (file_ >= 0) {
-    ::close(file_);
+    ::close(std::exchange(file_, -1));
   }
 }
 

@@ -32,6 +32,9 @@ class WriteBehind {
   // in the file is not known, and nothing more should be written.
   int wait();
 
+  // Waits, and gives up the descriptor and the memory: nothing can be written any more.
+  void close();
+
  private:
   int file_;
   pid_t owner_;  // a forked child has this object, and not its thread

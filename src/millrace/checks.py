@@ -7,6 +7,7 @@ can hold. Floats and bools are no counts, however they look.
 from __future__ import annotations
 
 import operator
+import os
 from typing import Any
 
 import numpy as np
@@ -140,6 +141,25 @@ def whole_numbers(name: str, values: ArrayLike) -> NDArray[np.int64]:
     if array.dtype.kind == "u" and array.dtype.itemsize == 8 and array.max() > MAX_INT64:
         raise ConfigError(f"{name} go up to {array.max()}; at most {MAX_INT64} is possible")
     return np.require(array, np.int64, ["C_CONTIGUOUS", "ALIGNED"])
+
+
+def paths(name: str, values: Any) -> list[str]:
+    """A list of paths as texts.
+
+    Args:
+        name: what to call it in a message.
+        values: texts or `os.PathLike`s; one alone is no list.
+
+    Raises:
+        ConfigError: no list of paths.
+    """
+    if isinstance(values, (str, bytes, os.PathLike)):
+        raise ConfigError(f"{name} is {shown(values)}, one path alone; give a list: [{values!r}]")
+    try:
+        found = [os.fspath(value) for value in values]
+    except TypeError:
+        raise ConfigError(f"{name} are {shown(values)}; give a list of paths") from None
+    return [os.fsdecode(path) for path in found]
 
 
 def shown(value: Any, most: int = 200) -> str:

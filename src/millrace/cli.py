@@ -324,6 +324,12 @@ def _add_index(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "--per-split-data-args-path", metavar="FILE", help="JSON with train, valid and test lists"
     )
     data.add_argument("--split", metavar="SHARES", help='train, valid, test: "969,30,1"')
+    parser.add_argument(
+        "--wait-limit",
+        type=float,
+        metavar="SECONDS",
+        help="to wait for another process that builds the same (default: no limit)",
+    )
     order = parser.add_argument_group("order")
     for name in ("seq-length", "seed", "train-samples", "train-iters", "global-batch-size"):
         order.add_argument(f"--{name}", metavar="N")
@@ -359,6 +365,7 @@ def _index(options: argparse.Namespace) -> None:
         arguments.config_from(given),
         megatron_cache_folder=options.megatron_cache,
         tokenizer=tokenizer,
+        wait_limit=options.wait_limit,
         show_progress=True,
     )
     if options.json:
@@ -382,7 +389,7 @@ def _add_cache(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         (
             "prune",
             "remove leftovers, damaged sets, runs whose token files are gone or changed, and sets "
-            "that no run needs",
+            "that no run needs; what is being built, or cannot be judged from here, stays",
         ),
     ):
         action = actions.add_parser(name, help=text, description=f"{text.capitalize()}.")
@@ -394,7 +401,7 @@ def _add_cache(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
                 "--older-than",
                 type=float,
                 metavar="DAYS",
-                help="remove runs that were indexed longer ago, too",
+                help="remove runs that were indexed longer ago, and what cannot be judged, too",
             )
             action.add_argument("--dry-run", action="store_true", help="remove nothing")
 
@@ -420,8 +427,8 @@ def _cache(options: argparse.Namespace) -> None:
                 f"{entry.kind:8} {entry.name}  {entry.num_bytes / 1e6:,.1f} MB, "
                 f"{entry.age / (24 * 60 * 60):.1f} days old{data}{sets}"
             )
-            for problem in entry.problems:
-                print(f"  {problem}")
+            for line in [entry.reason] if entry.reason else [*entry.problems, *entry.doubts]:
+                print(f"  {line}")
         total = sum(entry.num_bytes for entry in entries) / 1e6
         print(f"{len(entries)} entries {what}, {total:,.1f} MB")
     damaged = sum(1 for entry in entries if entry.problems and entry.kind == "set")

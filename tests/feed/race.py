@@ -10,6 +10,9 @@ finish without them. Then
     each set was built to its end once,
     all processes that live found the same arrays and samples, which are those built in memory,
     nothing is left in the folder but whole sets and a manifest.
+
+With --no-flock the processes find no locks, so that they all build at once; then a set is built by
+several, and what the dead have left stays. The rest must hold.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import multiprocessing.connection
 import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -35,7 +39,9 @@ from unittest import mock
 import numpy as np
 
 from millrace import DatasetConfig, Datasets, IndexedDatasetBuilder, build_datasets
+from millrace.files import TMP, file_lock
 from millrace.order import arrays
+from tests.no_flock import no_flock
 
 FORK = multiprocessing.get_context("fork")
 PATIENCE = 300.0  # seconds until a process that says nothing hangs
@@ -52,13 +58,15 @@ class Report:
     Attributes:
         kills: builders that were killed, each while it held a lock.
         finished: the processes that lived.
-        sets: of arrays in the folder, each built once.
+        sets: of arrays in the folder.
+        builds: of sets, to their end: without locks, more than there are sets.
         stages: where the builders were killed.
     """
 
     kills: int
     finished: int
     sets: int
+    builds: int
     stages: list[int]
 
 
@@ -116,13 +124,14 @@ class Builder:
         gate: an event.
         said: the end of a pipe.
         stages: where each death happens.
-        deaths: how many there have been.
+        deaths: how many are taken.
     """
 
     def __init__(self, number: int, gate: Any, said: Any, stages: list[int], deaths: Any) -> None:
         self.number, self.gate, self.said = number, gate, said
         self.stages, self.deaths = stages, deaths
         self.place = 0
+        self.is_doomed = False
         self.is_publishing = False
         self.publish = arrays._publish
 
@@ -144,25 +153,36 @@ class Builder:
 
         def build_and_wait(writers: Mapping[str, arrays.ArrayWriter]) -> None:
             self.say("begins", name)
+            self.place = 0
+            self.is_doomed = self.takes_death()
+            if self.is_doomed:
+                self.say("doomed", name)
             build(writers)
-            self.place, self.is_publishing = 0, True
-            self.wait_here()
+            self.is_publishing = True
+            self.wait_if(self.is_doomed)
 
         result = self.publish(folder, name, key, layout, build_and_wait)
         self.is_publishing = False
         self.say("built", name)
         self.place = PUBLISHED
-        self.wait_here()
+        self.wait_if(self.takes_death())
         return result
 
     def hook(self, event: str, arguments: Any) -> None:
         if event == "os.rename" and self.is_publishing:
             self.place += 1
-            self.wait_here()
+            self.wait_if(self.takes_death())
 
-    def wait_here(self) -> None:
-        """For ever, if this is where the next death happens."""
-        if self.deaths.value < len(self.stages) and self.place == self.stages[self.deaths.value]:
+    def takes_death(self) -> bool:
+        """Whether this is where the next death happens; it is then this process's."""
+        with self.deaths.get_lock():
+            number = self.deaths.value
+            is_here = number < len(self.stages) and self.place == self.stages[number]
+            self.deaths.value += is_here
+        return is_here
+
+    def wait_if(self, is_doomed: bool) -> None:
+        if is_doomed:
             self.say("waits", str(self.place))
             while True:
                 signal.pause()
@@ -196,8 +216,13 @@ def started(
 
 @dataclasses.dataclass
 class Referee:
-    """What has been said so far."""
+    """What has been said so far.
 
+    Attributes:
+        has_locks: so that one process alone builds a set.
+    """
+
+    has_locks: bool
     begun: list[tuple[int, str]] = dataclasses.field(default_factory=list)
     built: Counter[str] = dataclasses.field(default_factory=Counter)
     digests: dict[int, str] = dataclasses.field(default_factory=dict)
@@ -206,7 +231,7 @@ class Referee:
     def hear(self, kind: str, number: int, value: str) -> None:
         if kind == "begins":
             others = [n for n, name in self.begun if name == value and n not in self.dead]
-            if self.built[value] > 0 or others:
+            if self.has_locks and (self.built[value] > 0 or others):
                 raise RaceError(
                     f"process {number} begins the set {value}, which is built "
                     f"{self.built[value]} times, and is being built by {others}"
@@ -227,21 +252,21 @@ def race(folder: Path, processes: int, kills: int, seed: int, documents: int = 2
     draw = random.Random(seed)
     stages = draw_stages(draw, kills)
     deaths = FORK.Value("i", 0)
-    referee = Referee()
+    with file_lock(str(folder / "lock")) as has_locks:
+        referee = Referee(has_locks)
     with started(processes, config, stages, deaths) as (made, pipes):
         for kind, number, value in listen(pipes):
             referee.hear(kind, number, value)
-            is_early = kind == "begins" and deaths.value < kills and stages[deaths.value] == 0
-            if is_early:
+            if kind == "doomed":
                 time.sleep(draw.random() * 0.05)
-            if is_early or (kind == "waits" and number not in referee.dead):
+            if kind in ("doomed", "waits") and number not in referee.dead:
                 referee.dead.add(number)
-                deaths.value += 1  # before the next builder asks
                 made[number].kill()
                 made[number].join()
     check_end(processes, referee, expected)
     sets = check_folder(Path(str(config.cache)), referee, stages)
-    return Report(len(referee.dead), len(referee.digests), sets, stages)
+    builds = sum(referee.built.values())
+    return Report(len(referee.dead), len(referee.digests), sets, builds, stages)
 
 
 def draw_stages(draw: random.Random, kills: int) -> list[int]:
@@ -279,10 +304,12 @@ def check_end(processes: int, referee: Referee, expected: str) -> None:
 def check_folder(cache: Path, referee: Referee, stages: list[int]) -> int:
     """Whole sets and a manifest, each set built once; returns the number of sets."""
     names = {path.stem for path in cache.glob("*.json") if not path.name.startswith("run-")}
-    if dict(referee.built) != dict.fromkeys(names, 1) or len(names) != 3:
+    is_once = dict(referee.built) == dict.fromkeys(names, 1) or not referee.has_locks
+    if set(referee.built) != names or not is_once or len(names) != 3:
         raise RaceError(f"there are the sets {sorted(names)}; built were {dict(referee.built)}")
     in_vain = sum(stage != PUBLISHED for stage in stages)
-    if len(referee.dead) != len(stages) or len(referee.begun) != len(names) + in_vain:
+    is_once = len(referee.begun) == len(names) + in_vain or not referee.has_locks
+    if len(referee.dead) != len(stages) or not is_once:
         raise RaceError(f"{referee.begun} were begun for {len(names)} sets and {stages} deaths")
     for name in names:
         found = arrays.load(str(cache), name)
@@ -290,6 +317,8 @@ def check_folder(cache: Path, referee: Referee, stages: list[int]) -> int:
             raise RaceError(f"the set {name} is damaged: {found and found.damage(contents=True)}")
     # Who dies behind the last rename leaves a lock that nobody may need any more.
     known = {".json", ".npy"} | ({".lock"} if PUBLISHED in stages else set())
+    if stages and not referee.has_locks:
+        known |= {TMP, ".lock"}
     left = sorted(path.name for path in cache.iterdir() if path.suffix not in known)
     if left or len(list(cache.glob("run-*.json"))) != 1:
         raise RaceError(f"these files are left: {left}, or there is not one manifest")
@@ -303,14 +332,20 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--documents", type=int, default=2000, help="in each of three files")
     parser.add_argument("--folder", help="where to work (its file system matters); else /tmp")
+    parser.add_argument("--no-flock", action="store_true", help="as on a file system without locks")
     options = parser.parse_args()
+    if options.no_flock:
+        with tempfile.TemporaryDirectory() as name:
+            again = [sys.executable, "-m", "tests.feed.race", *sys.argv[1:]]
+            again.remove("--no-flock")
+            return subprocess.run(again, env=no_flock(Path(name))).returncode
     began = time.monotonic()
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         report = race(Path(name), options.processes, options.kills, options.seed, options.documents)
     print(
-        f"{report.finished} of {options.processes} processes agree on {report.sets} sets, each "
-        f"built once; {report.kills} builders were killed, at the stages {report.stages}; "
-        f"{time.monotonic() - began:.0f} s"
+        f"{report.finished} of {options.processes} processes agree on {report.sets} sets, built "
+        f"{report.builds} times; {report.kills} builders were killed, at the stages "
+        f"{report.stages}; {time.monotonic() - began:.0f} s"
     )
     return 0
 

@@ -42,6 +42,7 @@ from millrace import (
 from millrace.feed.build import _layout, build_planned
 from millrace.feed.manifest import read_manifest
 from millrace.feed.plan import DatasetPlan, RunPlan, SplitPlan
+from millrace.files import file_lock
 from millrace.order import plan_gpt
 
 S = 8  # the sequence length
@@ -202,7 +203,7 @@ def test_oversampling_is_refused_with_a_table(tmp_path: Path) -> None:
     for cache in (None, tmp_path / "cache", tmp_path / "cache"):
         with pytest.raises(ConfigError, match=table):
             build(**options, surplus=0, cache=cache)
-    assert list((tmp_path / "cache").glob("*")) == []
+    assert list((tmp_path / "cache").glob("*")) == [manifest_of(tmp_path / "cache")]
     train = build(**options).train  # with the usual surplus, as Megatron-LM does it
     assert train is not None
     assert len(train) == 27
@@ -514,8 +515,9 @@ def test_other_counts_are_built_again_even_at_the_same_times(
 
 @pytest.mark.parametrize("changed", ["lengths", "counts"])
 @pytest.mark.parametrize("trust", [False, True])
+@pytest.mark.parametrize("later", [0, 10**9])  # nanoseconds
 def test_data_that_changes_after_the_start_is_refused_at_the_first_sample(
-    prefixes: list[str], changed: str, trust: bool, tmp_path: Path
+    prefixes: list[str], changed: str, trust: bool, later: int, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {"blend": (prefixes, None), "cache": tmp_path / "cache"}
     build(**options)
@@ -525,7 +527,7 @@ def test_data_that_changes_after_the_start_is_refused_at_the_first_sample(
     write(
         Path(prefixes[0]), other_lengths(prefixes[0]) if changed == "lengths" else [12] * 30, seed=1
     )
-    set_times(prefixes[0], times, later=10**9)
+    set_times(prefixes[0], times, later=later)
     with pytest.raises(DataError, match=r"data-1 has .* its indices were built for .* again"):
         train.batch(np.arange(len(train)))
     if trust:  # the next one as well
@@ -533,6 +535,43 @@ def test_data_that_changes_after_the_start_is_refused_at_the_first_sample(
         assert again is not None
         with pytest.raises(DataError, match=r"data-1 has .* its indices were built for .* again"):
             again.batch(np.arange(len(again)))
+
+
+def swap_two_lengths(prefix: str) -> None:
+    """Of neighbours, where the fingerprint of the content, which looks at places, does not look."""
+    before = IndexedDataset(prefix)
+    content, fingerprint = Path(prefix + ".idx").read_bytes(), before.fingerprint
+    header = before.header
+    for place in range(len(before) // 2, len(before) - 1):
+        index = bytearray(content)
+        lengths = np.frombuffer(index, "<i4", len(before), header.lengths_offset)
+        pointers = np.frombuffer(index, "<i8", len(before), header.pointers_offset)
+        lengths[[place, place + 1]] = lengths[[place + 1, place]]
+        pointers[place + 1] = pointers[place] + 2 * lengths[place]
+        Path(prefix + ".idx").write_bytes(index)
+        if IndexedDataset(prefix).fingerprint == fingerprint:
+            return
+    raise AssertionError("the fingerprint looks everywhere")
+
+
+def test_a_change_of_the_lengths_alone_is_seen(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "data", [3 + place % 2 for place in range(40_000)])
+    options: dict[str, Any] = {"blend": ([prefix], None), "cache": tmp_path / "cache"}
+    started = build(**options).train
+    assert started is not None
+    states = [Loader(d, micro_batch_size=4).state_dict() for d in (started, memory_of(prefix))]
+    assert states[0] == states[1]
+    swap_two_lengths(prefix)
+    with pytest.raises(DataError, match="but for other ones"):
+        build(**options, trust_cache=True).train.batch([0])  # type: ignore[union-attr]
+    for dataset in (memory_of(prefix), build(**options).train):
+        assert dataset is not None
+        with pytest.raises(ResumeError, match=r"order:\n  lengths: saved '[0-9a-f]{16}', now"):
+            Loader(dataset, micro_batch_size=4).load_state_dict(states[0])
+
+
+def memory_of(prefix: str) -> Any:
+    return build(blend=([prefix], None)).train
 
 
 def test_tokens_decide_no_index(prefixes: list[str], tmp_path: Path) -> None:
@@ -751,6 +790,23 @@ def test_a_read_only_folder(
         build(**{**options, "blend": (renamed, [1, 2, 3])}, trust_cache=True)
 
 
+def test_waiting_for_another_builder_has_a_limit(prefixes: list[str], tmp_path: Path) -> None:
+    options: dict[str, Any] = {"blend": (prefixes, None), "cache": tmp_path / "cache"}
+    build(**options)
+    for lock in ("manifests", next(iter(set_names(tmp_path / "cache")))):
+        for path in (tmp_path / "cache").glob("*.json"):
+            path.unlink()
+        with file_lock(str(tmp_path / "cache" / f"{lock}.lock")):
+            said = f"another process builds the indices: .*lock is held by process {os.getpid()} on"
+            with pytest.raises(CacheError, match=said):
+                build_datasets(config_of(**options), wait_limit=0.05)
+        build_datasets(config_of(**options), wait_limit=0.05)
+
+
+def set_names(cache: Path) -> set[str]:
+    return {path.stem for path in cache.glob("*.json") if not path.name.startswith("run-")}
+
+
 def _build_and_tell(config: DatasetConfig, as_nobody: bool, out: Any) -> None:
     if as_nobody:
         os.setgroups([])
@@ -807,7 +863,7 @@ def test_a_refusal_is_the_same_on_every_process(prefixes: list[str], tmp_path: P
     assert set(said) == {said[0]}
     assert said[0].startswith("DataError: ")
     assert "sequence 1 has the length -60" in said[0]
-    assert list((tmp_path / "cache").glob("*")) == []
+    assert list((tmp_path / "cache").glob("*")) == [manifest_of(tmp_path / "cache")]
 
 
 def test_a_full_disk_is_a_clear_error_on_every_process(

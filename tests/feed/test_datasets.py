@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +23,9 @@ from millrace import (
     samples_per_dataset,
     split_ranges,
 )
+from millrace.feed.datasets import SizeWatch
 from millrace.store import gather_in_turn
+from tests.conftest import write_documents
 
 Make = Callable[..., IndexedDataset]
 
@@ -236,3 +243,68 @@ def test_damage_is_found_by_every_reader(make_dataset: Make, tmp_path: Path) -> 
     dataset = GPTDataset(data, sequence_length=8, seed=0)
     with pytest.raises(DataError, match="sequence 1 starts at byte"):
         dataset.batch(np.arange(len(dataset)))
+
+
+# ---- descriptors, and files that are cut short ----
+
+_BLEND_OF_600 = """
+import os, resource, sys, numpy as np
+import millrace
+resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
+prefixes = [f"{sys.argv[1]}/data-{number}" for number in range(600)]
+config = millrace.DatasetConfig(
+    sequence_length=8, seed=1, num_samples=(3000, 0, 0), blend_per_split=[(prefixes, [1.0] * 600),
+    None, None], cache=sys.argv[1] + "/cache", access=sys.argv[2])
+for _ in range(2):  # built, then from the cache
+    datasets = millrace.build_datasets(config)
+    batch = datasets.train.batch(np.arange(len(datasets.train)))
+    print(len(batch["tokens"]), len(os.listdir("/proc/self/fd")) < 700)
+"""
+
+
+@pytest.mark.parametrize("access", ["mmap", "file"])
+def test_a_blend_of_600_needs_no_more_than_1024_descriptors(tmp_path: Path, access: str) -> None:
+    write_documents(tmp_path / "data-0", [np.arange(50)])
+    for number in range(1, 600):
+        for suffix in (".bin", ".idx"):
+            os.link(tmp_path / f"data-0{suffix}", tmp_path / f"data-{number}{suffix}")
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _BLEND_OF_600, str(tmp_path), access],
+        capture_output=True,
+        text=True,
+    )
+    assert result.stdout == "3000 True\n" * 2, result.stderr
+
+
+def test_a_page_of_which_a_part_is_gone_is_seen_at_the_next_look(
+    make_dataset: Callable[..., IndexedDataset], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is no bus error: what is gone reads as zeros."""
+    dataset = make_dataset([1000])
+    samples = GPTDataset(dataset, sequence_length=10, seed=1)
+    blend = BlendedDataset([samples, samples], [0.5, 0.5], size=50)
+    samples.batch([0])
+    blend.batch([0])
+    os.truncate(f"{dataset.prefix}.bin", 1998)
+    time.sleep(0.05)  # longer than between two looks
+    for one in (samples, blend):
+        with pytest.raises(DataError, match="has 1998 bytes; it had 2000"):
+            one.batch([0])
+
+
+def test_another_file_at_the_prefix_is_not_looked_at(
+    make_dataset: Callable[..., IndexedDataset],
+) -> None:
+    dataset = make_dataset([1000])
+    samples = GPTDataset(dataset, sequence_length=10, seed=1)
+    before = samples.batch(np.arange(50))["tokens"]
+    make_dataset([20])  # a smaller pair under the same name
+    time.sleep(0.05)
+    assert np.array_equal(samples.batch(np.arange(50))["tokens"], before)
+
+
+def test_a_watch_starts_anew_in_another_process() -> None:
+    watch = SizeWatch()
+    watch.look([])
+    assert watch._next > 0
+    assert pickle.loads(pickle.dumps(watch))._next == 0

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import subprocess
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +102,75 @@ def test_without_a_process_group_it_is_the_same(tmp_path: Path) -> None:
         build_datasets(config, builders="one per node")
     with pytest.raises(ConfigError, match="'one' or 'one per node'"):
         build_datasets(config, builders="two")  # type: ignore[arg-type]
+
+
+# What the rank does that is stopped, in its turn, and in which turn that is.
+STOPS = {
+    "Ctrl-C": (True, "os.kill(os.getpid(), signal.SIGINT); time.sleep(600)"),
+    "sys.exit": (False, "sys.exit(3)"),
+}
+
+STOPPED = """
+import os, signal, sys, threading, time
+from torch import distributed
+from millrace.torch import first_then_rest
+rank, meeting, is_first = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "True"
+distributed.init_process_group("gloo", init_method="file://" + meeting, rank=rank, world_size=3)
+def work():
+    if rank == 1:
+        exec(sys.argv[4])
+    return "done"
+try:
+    print(first_then_rest(work, (rank == 1) == is_first))
+except BaseException as error:
+    print(f"{type(error).__name__}: {error}", flush=True)
+sys.stdin.read()  # it lives on, as a notebook does: the others learn of it by no closed connection
+"""
+
+
+def said_by_ranks(tmp_path: Path, is_first: bool, code: str) -> list[str]:
+    meeting = tmp_path / "meeting"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", STOPPED, str(rank), str(meeting), str(is_first), code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(RANKS)
+    ]
+    timer = threading.Timer(120, lambda: [process.kill() for process in processes])
+    timer.start()
+    try:
+        return [process.stdout.readline().strip() for process in processes if process.stdout]
+    finally:
+        timer.cancel()
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.parametrize("case", STOPS)
+def test_a_rank_that_is_stopped_stops_the_others(case: str, tmp_path: Path) -> None:
+    said = said_by_ranks(tmp_path, *STOPS[case])
+    own = "SystemExit(3)" if case == "sys.exit" else "KeyboardInterrupt()"
+    others = f"MillraceError: rank 1 was stopped by {own}; so every rank stops"
+    assert said[0] == said[2] == others, said
+    assert said[1].startswith(own.partition("(")[0])
+
+
+def test_ctrl_c_of_a_rank_that_waits_reaches_the_others(tmp_path: Path) -> None:
+    """Rank 1 works in the second turn; the signal comes while it waits for the first one's end."""
+    code = "raise AssertionError('it has been interrupted')"
+    press = "threading.Timer(2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()"
+    slow = STOPPED.replace('    return "done"', '    time.sleep(4)\n    return "done"')
+    slow = slow.replace("try:\n", f"if rank == 1: {press}\ntry:\n", 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[__name__], "STOPPED", slow)
+        said = said_by_ranks(tmp_path, False, code)
+    assert (
+        said[0]
+        == said[2]
+        == ("MillraceError: rank 1 was stopped by KeyboardInterrupt(); so every rank stops")
+    ), said
+    assert said[1].startswith("KeyboardInterrupt")

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
+import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,8 @@ import millrace
 from millrace import ConfigError, DatasetConfig, build_datasets
 from millrace.files import file_lock
 from millrace.jobs import list_cache, prune_cache
+from millrace.order import arrays
+from tests.no_flock import no_flock
 from tests.test_cli import millrace as run_millrace
 
 
@@ -144,3 +150,204 @@ def test_the_command_lists_and_prunes(folder: Path) -> None:
     assert run_millrace("cache", "list", folder / "cache").returncode == 1
     with pytest.raises(ConfigError, match="is no folder"):
         list_cache(folder / "cache")
+
+
+# ---- what prune must leave ----
+
+
+def write_data(prefix: Path, count: int = 40) -> None:
+    with millrace.IndexedDatasetBuilder(prefix, np.uint16) as builder:
+        for length in range(1, count):
+            builder.add_document(np.arange(length))
+
+
+def index_data(prefix: str, cache: Path, **options: Any) -> millrace.Datasets:
+    given: dict[str, Any] = {"seed": 1, "num_samples": (100, 10, None), "split": "8,2,0", **options}
+    return build_datasets(
+        DatasetConfig(sequence_length=8, blend=([prefix], None), cache=cache, **given)
+    )
+
+
+def test_relative_prefixes_are_judged_where_they_were_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    write_data(tmp_path / "here" / "data")
+    index_data("data", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path / "there")
+    assert prune_cache(tmp_path / "cache") == []
+    write_data(tmp_path / "there" / "data", 30)  # as little as another "data" here
+    assert prune_cache(tmp_path / "cache") == []
+    write_data(tmp_path / "here" / "data", 30)
+    removed = prune_cache(tmp_path / "cache")
+    assert sorted(entry.kind for entry in removed) == ["run", "set", "set"]
+    assert f"{tmp_path}/here/data is not what it was" in removed[0].reason
+    assert {entry.reason for entry in removed[1:]} == {"no run needs it"}
+
+
+@pytest.mark.parametrize("is_empty", [False, True])
+def test_data_that_are_not_mounted_are_not_judged(is_empty: bool, tmp_path: Path) -> None:
+    disk, cache = tmp_path / "disk", tmp_path / "cache"
+    disk.mkdir()
+    write_data(disk / "data")
+    index_data(str(disk / "data"), cache)
+    disk.rename(tmp_path / "elsewhere")
+    if is_empty:  # as a mount point is
+        disk.mkdir()
+    assert prune_cache(cache) == []
+    entry = next(entry for entry in list_cache(cache) if entry.kind == "run")
+    assert "not mounted" in entry.doubts[0]
+    assert "not mounted" in run_millrace("cache", "list", cache).stdout
+    assert len(prune_cache(cache, older_than_days=1)) == 0
+    assert len(prune_cache(cache, older_than_days=-1)) == 3
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+@pytest.mark.parametrize("closed", ["data", "cache"])
+def test_what_may_not_be_read_is_not_judged(closed: str) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        (folder / "data").mkdir()
+        write_data(folder / "data" / "x")
+        index_data(str(folder / "data" / "x"), folder / "cache")
+        (folder / "cache").chmod(0o777)
+        for path in (folder / closed).iterdir():
+            path.chmod(0o600)
+        (folder / "data").chmod(0o700 if closed == "data" else 0o755)
+        code = (
+            "import os, sys; from millrace.jobs import list_cache, prune_cache\n"
+            "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
+            "print([entry.reason for entry in prune_cache(sys.argv[1])])\n"
+            "print(sum(len(entry.doubts) for entry in list_cache(sys.argv[1])) > 0)"
+        )
+        said = subprocess.check_output([sys.executable, "-c", code, folder / "cache"], text=True)
+        assert said == "[]\nTrue\n"
+
+
+def test_records_of_another_version_are_not_judged(folder: Path) -> None:
+    cache = folder / "cache"
+    for path in cache.glob("*.json"):
+        record = arrays.unseal(path.read_bytes())
+        path.write_bytes(arrays.seal({**record, "logic": 99, "splits": "in another form"}))
+    assert prune_cache(cache) == []
+    assert all("another version" in entry.doubts[0] for entry in list_cache(cache))
+    assert len(prune_cache(cache, older_than_days=-1)) == 5
+
+
+def test_manifests_of_the_version_before_are_read(folder: Path) -> None:
+    cache = folder / "cache"
+    for path in cache.glob("run-*.json"):
+        record = arrays.unseal(path.read_bytes())
+        del record["paths"]
+        path.write_bytes(arrays.seal(record))
+    assert prune_cache(cache) == []
+    build_datasets(config_of(folder, 10, trust_cache=True))
+    write_data(folder / "b", 30)
+    assert len(prune_cache(cache)) == 5
+
+
+BUILD = """
+import pickle, sys
+from pathlib import Path
+import numpy as np
+from tests.jobs.test_cache import index_data
+folder, number = Path(sys.argv[1]), int(sys.argv[2])
+for seed in range(number * 1000, number * 1000 + 25):
+    made = index_data(str(folder / "data"), folder / "cache", seed=seed)
+    for dataset in pickle.loads(pickle.dumps(made[:2])):  # whose arrays are not mapped yet
+        dataset.batch(np.arange(5))
+"""
+
+
+PRUNE = """
+import sys, time
+from millrace.jobs import prune_cache
+while True:
+    prune_cache(sys.argv[1])
+    time.sleep(0.02)  # a prune that holds the lock at every moment lets nobody begin
+"""
+
+
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_what_is_built_meanwhile_is_left_alone(has_locks: bool, tmp_path: Path) -> None:
+    write_data(tmp_path / "data")
+    (tmp_path / "cache").mkdir()
+    environment = {**(dict(os.environ) if has_locks else no_flock(tmp_path)), "PYTHONPATH": "."}
+    pruner = subprocess.Popen(
+        [sys.executable, "-c", PRUNE, tmp_path / "cache"], env=environment, stderr=subprocess.PIPE
+    )
+    builders = [
+        subprocess.Popen(
+            [sys.executable, "-c", BUILD, tmp_path, str(number)],
+            env=environment,
+            stderr=subprocess.PIPE,
+        )
+        for number in range(3)
+    ]
+    try:
+        for builder in builders:
+            _, errors = builder.communicate(timeout=120)
+            assert builder.returncode == 0, errors.decode()
+        assert pruner.poll() is None, pruner.communicate()[1]
+    finally:
+        for process in (pruner, *builders):
+            process.kill()
+            process.communicate()
+    assert kinds(tmp_path) == ["run"] * 75 + ["set"] * 150
+
+
+def test_a_build_that_died_keeps_what_it_finished(folder: Path) -> None:
+    cache = folder / "cache"
+    run = next(entry for entry in list_cache(cache) if entry.kind == "run")
+    for path in cache.glob(f"{run.sets[1]}*"):
+        path.unlink()
+    assert prune_cache(cache) == []
+    entry = next(entry for entry in list_cache(cache) if entry.name == run.name)
+    assert f"{run.sets[1]}.json is not there" in entry.doubts[0]
+
+
+def test_a_set_that_went_after_the_start_is_an_error_with_a_remedy(folder: Path) -> None:
+    made = build_datasets(config_of(folder, 10))
+    copy = pickle.loads(pickle.dumps(made.train))
+    shutil.rmtree(folder / "cache")
+    assert made.train is not None
+    made.train.batch([0])  # it is mapped here
+    with pytest.raises(millrace.DataError, match=r"is missing.*start it again, or run `millrace i"):
+        copy.batch([0])
+
+
+def test_the_command_says_why(folder: Path) -> None:
+    for suffix in (".bin", ".idx"):
+        (folder / f"b{suffix}").unlink()
+    for options in (["--dry-run"], []):
+        shown = run_millrace("cache", "prune", folder / "cache", *options).stdout
+        assert f"  {folder}/b is gone or damaged" in shown
+        assert shown.count("  no run needs it\n") == 3
+    write_data(folder / "b")
+    index_data(str(folder / "b"), folder / "cache")
+    listed = run_millrace("cache", "prune", folder / "cache", "--older-than=-1", "--json").stdout
+    assert sorted(entry["reason"][-8:] for entry in json.loads(listed)) == [
+        "days old",
+        "needs it",
+        "needs it",
+    ]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_what_cannot_be_removed_is_named() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o1777)  # in such a folder each removes what is his
+        for digit in "01":
+            Path(name, f"{digit * 32}-sample_index.npy.tmp").touch()
+        code = (
+            "import os, sys; from pathlib import Path; from millrace.jobs import prune_cache\n"
+            "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
+            "Path(sys.argv[1], '2' * 32 + '-sample_index.npy.tmp').touch()\n"
+            "try: prune_cache(sys.argv[1])\n"
+            "except Exception as error: print(error)"
+        )
+        said = subprocess.check_output([sys.executable, "-c", code, name], text=True)
+        assert said.startswith(f"1 entries are removed; 2 could not be: {name}/0000")

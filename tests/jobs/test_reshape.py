@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -197,3 +198,85 @@ def test_tokens_that_do_not_fit_an_array_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="token 300 at place 1 does not fit uint8"):
         convert(str(tmp_path / "big"), str(tmp_path / "out.npy"), dtype=np.uint8)
     assert not list(tmp_path.glob("out*"))
+
+
+# ---- damage, and leftovers ----
+
+
+def write_with_bad_entry(prefix: Path, entry: int, value: int) -> None:
+    """A pair of 10 documents, one of whose document entries is damaged."""
+    write(prefix)
+    with IndexedDatasetBuilder(prefix, np.int32) as builder:
+        for number in range(10):
+            builder.add_document([number], lengths=[1])
+    index = bytearray(Path(f"{prefix}.idx").read_bytes())
+    place = 34 + 12 * 10 + 8 * entry
+    index[place : place + 8] = value.to_bytes(8, "little", signed=True)
+    Path(f"{prefix}.idx").write_bytes(index)
+
+
+@pytest.mark.parametrize(("entry", "value"), [(4, 2), (4, 7), (5, -1), (9, 11), (1, 2**62)])
+def test_damaged_document_entries_are_not_passed_on(tmp_path: Path, entry: int, value: int) -> None:
+    write_with_bad_entry(tmp_path / "bad", entry, value)
+    for work in (
+        lambda: merge([tmp_path / "bad"], tmp_path / "out", checksums=True),
+        lambda: split(tmp_path / "bad", tmp_path / "out", documents=3, checksums=True),
+        lambda: split(tmp_path / "bad", tmp_path / "out", num_bytes=8),
+        lambda: convert(tmp_path / "bad", tmp_path / "out", dtype=np.int64, checksums=True),
+        lambda: convert(tmp_path / "bad", tmp_path / "out.npy"),
+    ):
+        with pytest.raises(DataError, match="The index is damaged"):
+            work()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.bin", "bad.idx"]
+
+
+def test_a_second_split_leaves_no_shard_of_the_first(tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(tmp_path / "data", np.int32) as builder:
+        for number in range(10):
+            builder.add_document([number])
+    split(tmp_path / "data", tmp_path / "shard", documents=1, checksums=True)
+    others = ["shard_x.idx", "shard_000005.idx", "shard_00005_text.idx", "my_shard_00005.idx"]
+    for name in others:
+        (tmp_path / name).write_bytes(b"of somebody else")
+    assert len(list(tmp_path.glob("shard_0000[0-9].*"))) == 30
+    shards = split(tmp_path / "data", tmp_path / "shard", documents=5)
+    left = {path.name for path in tmp_path.glob("*shard*")}
+    assert left == {f"shard_0000{n}.{suffix}" for n in (0, 1) for suffix in ("bin", "idx")} | {
+        *others
+    }
+    assert len(merge(shards, tmp_path / "whole")) == 10
+
+
+def test_a_split_does_not_remove_its_source(tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(tmp_path / "shard_00007", np.int32) as builder:
+        builder.add_document([1])
+    split(tmp_path / "shard_00007", tmp_path / "shard", documents=1)
+    assert len(IndexedDataset(tmp_path / "shard_00007")) == 1
+
+
+def test_two_writers_of_one_array_leave_it_whole(tmp_path: Path) -> None:
+    """Each has a temporary of its own: readers see one or the other, whole, at every instant."""
+    for number in range(2):
+        with IndexedDatasetBuilder(tmp_path / f"data{number}", np.int32) as builder:
+            builder.add_document(np.full(200_000, number))
+    stop = threading.Event()
+    errors: list[BaseException] = []
+
+    def write_all_the_time(number: int) -> None:
+        try:
+            while not stop.is_set():
+                convert(tmp_path / f"data{number}", tmp_path / "out.npy")
+        except BaseException as error:
+            errors.append(error)
+
+    convert(tmp_path / "data0", tmp_path / "out.npy")
+    threads = [threading.Thread(target=write_all_the_time, args=(n,)) for n in range(2)]
+    for thread in threads:
+        thread.start()
+    for _ in range(300):
+        assert np.unique(np.load(tmp_path / "out.npy")).tolist() in ([0], [1])
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert not list(tmp_path.glob("*.tmp"))

@@ -279,8 +279,9 @@ def test_a_killed_job_leaves_no_pair_no_worker_and_the_next_run_succeeds(
         str(tmp_path / "out"), "--tokenizer", tokenizer.path, "--workers", "2",
     ]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    temporary = tmp_path / "out_text_document.bin.tmp"
-    while not (temporary.exists() and len(children(process.pid)) >= 2):
+    while not (
+        list(tmp_path.glob("out_text_document.bin.*.tmp")) and len(children(process.pid)) >= 2
+    ):
         assert process.poll() is None
         time.sleep(0.01)
     workers = children(process.pid)

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from millrace.errors import DataError
+from millrace.files import file_lock, temporary_name
 from millrace.order import arrays
 
 FORMS: dict[str, tuple[Any, tuple[int, ...]]] = {
@@ -356,3 +357,53 @@ def test_an_error_of_the_builder_leaves_nothing(tmp_path: Path) -> None:
         with pytest.raises(DataError, match="the data is damaged"):
             arrays.load_or_build(str(tmp_path), name_of(1), 1, lambda: FORMS, write)
         assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_nothing_gets_its_name_before_it_is_on_disk(
+    is_damaged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order of what is flushed and renamed; the real calls are made."""
+    done: list[tuple[str, str]] = []
+    flush, rename = os.fsync, os.rename
+
+    def watched_flush(descriptor: int) -> None:
+        done.append(("flush", os.readlink(f"/proc/self/fd/{descriptor}")))
+        flush(descriptor)
+
+    def watched_rename(source: str, target: str) -> None:
+        assert ("flush", source) in done
+        done.append(("rename", target))
+        rename(source, target)
+
+    if is_damaged:
+        load_or_build(tmp_path)
+        os.truncate(files_of(tmp_path)[1], 10)
+    monkeypatch.setattr(os, "fsync", watched_flush)
+    monkeypatch.setattr(os, "rename", watched_rename)
+    assert load_or_build(tmp_path)[1]
+    record, *paths = map(str, files_of(tmp_path))
+    folder = ("flush", str(tmp_path))
+    published = [step for step in done if step[0] == "rename" or step == folder]
+    names = [("rename", path) for path in paths]
+    assert published == [*names, folder, ("rename", record), folder]
+
+
+def test_what_a_dead_builder_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    for path in files_of(tmp_path):
+        Path(temporary_name(str(path))).touch()
+    other = Path(temporary_name(str(files_of(tmp_path, 2)[0])))
+    other.touch()
+    load_or_build(tmp_path)
+    assert set(tmp_path.iterdir()) == {*files_of(tmp_path), other}
+
+
+def test_waiting_has_a_limit(tmp_path: Path) -> None:
+    with (
+        file_lock(str(tmp_path / f"{name_of(1)}.lock")),
+        pytest.raises(BlockingIOError, match=f"held by process {os.getpid()} on "),
+    ):
+        arrays.load_or_build(
+            str(tmp_path), name_of(1), 1, lambda: FORMS, lambda w: build(1, w), limit=0.05
+        )
+    assert load_or_build(tmp_path)[1]

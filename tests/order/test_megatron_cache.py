@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,8 +14,10 @@ import numpy as np
 import pytest
 
 from millrace.errors import DataError
+from millrace.files import TMP, temporary_name
 from millrace.order import build_gpt_indices, plan_gpt
 from millrace.order import megatron_cache as cache
+from tests.no_flock import no_flock
 
 LENGTHS = np.array([5, 0, 7, 1, 0, 12, 3, 0, 0, 9], np.int32)
 
@@ -181,3 +186,53 @@ def test_threads_load_at_once(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         for future in [pool.submit(cache.load, files, check) for _ in range(600)]:
             future.result()
+
+
+BUILD = """
+import os, sys
+from pathlib import Path
+import numpy as np
+from millrace.order import megatron_cache as cache
+from tests.order.test_megatron_cache import make
+lengths = np.full(20_000, 9, np.int32)
+for seed in range(20):
+    files, arrays, check = make(Path(sys.argv[1]), lengths=lengths, num_samples=None, seed=seed)
+    loaded, _ = cache.load_or_build(files, check, lambda _: arrays)
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(loaded[name], array, strict=True)
+"""
+
+
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_processes_that_build_one_set_all_get_it(has_locks: bool, tmp_path: Path) -> None:
+    environment = {**(dict(os.environ) if has_locks else no_flock(tmp_path)), "PYTHONPATH": "."}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", BUILD, tmp_path / "cache"],
+            env=environment,
+            stderr=subprocess.PIPE,
+        )
+        for _ in range(6)
+    ]
+    try:
+        for process in processes:
+            _, errors = process.communicate(timeout=120)
+            assert process.returncode == 0, errors.decode()
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    left = [path.name for path in (tmp_path / "cache").iterdir()]
+    assert len(left) == 20 * 4, sorted(left)
+
+
+def test_what_a_dead_builder_left_is_removed(tmp_path: Path) -> None:
+    files, arrays, check = make(tmp_path)
+    for path in (files.path("sample_index"), files.description_path):
+        Path(temporary_name(path)).touch()
+        Path(path + TMP).touch()
+    other = Path(temporary_name(files.path("other_index")))
+    other.touch()
+    cache.load_or_build(files, check, lambda _: arrays)
+    assert len(list(tmp_path.iterdir())) == 4 + 1
+    assert other.exists()

@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import os
 import random
+import re
 import signal
 import struct
 import sys
@@ -31,7 +32,7 @@ from millrace.store import verify
 KINDS = ("build", "merge")
 HEADER = struct.Struct("<9sQBQQ")
 PAIR = {"data.bin", "data.idx", "data.info.json"}
-LEFTOVERS = {f"{name}{suffix}" for name in PAIR for suffix in (".tmp", ".new")} | {"data.tmp.lock"}
+LEFTOVER = re.compile(r"data\.(bin|idx|info\.json)(\.[0-9a-f]{12}\.tmp|\.new)|data\.tmp\.lock")
 # What a step is: events that Python reports of itself, before they happen.
 STEPS = {"open", "os.rename", "os.remove", "fcntl.flock", "os.truncate", "os.link"}
 
@@ -149,8 +150,9 @@ def check_after_death(folder: Path, kind: str, done: int, started: int) -> int:
     """What may lie there when the writer is dead; returns the generation that is there."""
     allowed = range(done, started + 1)
     names = names_in(folder)
-    if not names <= PAIR | LEFTOVERS:
-        raise MixtureError(f"unknown names are left: {names - PAIR - LEFTOVERS}")
+    unknown = {name for name in names - PAIR if not LEFTOVER.fullmatch(name)}
+    if unknown:
+        raise MixtureError(f"unknown names are left: {unknown}")
     generation = read_ours(folder, kind, allowed)
     if "data.idx" in names and read_plainly(folder, kind, allowed) != generation:
         raise MixtureError("the two readers found different generations")

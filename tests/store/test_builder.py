@@ -195,14 +195,17 @@ def test_a_death_between_any_two_steps_leaves_the_old_or_the_new_pair(
         if has_old_pair:
             with IndexedDatasetBuilder(folder / "data") as old:
                 old.add_document([1])
-        for suffix, data in ((".bin", b"\x02\0\0\0\x03\0\0\0"), (".idx", _index_of_two_tokens())):
-            (folder / f"data{suffix}.tmp").write_bytes(data)
+        temporaries = publish.Temporaries(
+            *(str(folder / f"data.{x}.tmp") for x in ("bin", "idx", "info.json"))
+        )
+        Path(temporaries.bin).write_bytes(b"\x02\0\0\0\x03\0\0\0")
+        Path(temporaries.idx).write_bytes(_index_of_two_tokens())
         left = [steps]
         with monkeypatch.context() as patch:
             for name in ("rename", "unlink"):
                 patch.setattr(os, name, _dying(getattr(os, name), left))
             try:
-                publish.publish_pair(str(folder / "data"))
+                publish.publish([(str(folder / "data"), temporaries)])
                 finished = True
             except DiedError:
                 finished = False

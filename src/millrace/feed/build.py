@@ -7,7 +7,7 @@
 In a cache folder lie, for each split, one set of arrays (see `order.arrays`) that holds the indices
 of all its datasets one after the other, named by what they are a function of; and, for each
 configuration, a manifest that says which token files it was made from, what they held, and which
-sets it needs. A start with a manifest opens no token file before the first sample.
+sets it needs. A start with a manifest and its sets opens no token file before the first sample.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ from numpy.typing import NDArray
 
 from millrace.errors import CacheError, ConfigError, DataError
 from millrace.feed.config import DatasetConfig
-from millrace.feed.datasets import BlendedDataset, GPTDataset, build_indices, check_draws
+from millrace.feed.datasets import (
+    BlendedDataset,
+    GPTDataset,
+    build_indices,
+    check_draws,
+)
 from millrace.feed.manifest import is_unchanged, manifest_path, read_manifest, write_manifest
 from millrace.feed.plan import (
     DatasetPlan,
@@ -57,24 +62,31 @@ Progress = Callable[[int, int], None]
 """Called with the number of datasets whose indices are there, and of all."""
 
 
-def build_datasets(config: DatasetConfig, *, progress: Progress | None = None) -> Datasets:
+def build_datasets(
+    config: DatasetConfig, *, progress: Progress | None = None, wait_limit: float | None = None
+) -> Datasets:
     """The train, valid and test datasets of a run, in Megatron-LM's order.
 
     With a cache folder, indices that are there are mapped, and others are built and kept. Of
     several processes that start together one builds, and the others wait for it; if it dies,
     another one goes on. Without a cache folder, indices are built in memory.
 
+    Args:
+        progress: See `Progress`.
+        wait_limit: Seconds to wait for another process that builds the same; None: no limit.
+
     Raises:
         ConfigError: data that cannot give what the configuration asks for, or, with
             `trust_cache`, no manifest.
         DataError: a token file that is missing or damaged.
-        CacheError: indices must be built, and the cache folder cannot be written.
+        CacheError: indices must be built, and the cache folder cannot be written, or another
+            process still builds them when the limit is over.
     """
-    return build_planned(config, progress=progress)[1]
+    return build_planned(config, progress=progress, wait_limit=wait_limit)[1]
 
 
 def build_planned(
-    config: DatasetConfig, *, progress: Progress | None = None
+    config: DatasetConfig, *, progress: Progress | None = None, wait_limit: float | None = None
 ) -> tuple[RunPlan, Datasets]:
     """The same, and the plan that it was made by."""
     if config.cache is None:
@@ -84,7 +96,7 @@ def build_planned(
         folder = os.fspath(config.cache)
         with _uncollected():
             found = _from_manifest(config, folder)
-        made = found or _with_cache(config, folder, progress)
+        made = found or _with_cache(config, folder, progress, wait_limit)
     warn_of_copies(made[0])
     return made
 
@@ -185,6 +197,7 @@ def _dataset(
         open_dataset=open_dataset,
         load_indices=load_indices,
         content=file.content,
+        lengths=file.lengths,
     )
 
 
@@ -230,21 +243,31 @@ def set_key(config: DatasetConfig, plan: RunPlan, split: SplitPlan) -> dict[str,
 
 
 def _with_cache(
-    config: DatasetConfig, folder: str, progress: Progress | None
+    config: DatasetConfig, folder: str, progress: Progress | None, wait_limit: float | None
 ) -> tuple[RunPlan, Datasets]:
     if config.trust_cache:
         raise ConfigError(
             f"{folder} has no manifest for this configuration, or sets of arrays that it needs are "
-            "damaged: build it ahead with `millrace index`, or leave trust_cache out"
+            "missing or damaged: build it ahead with `millrace index`, or leave trust_cache out"
         )
     opened, plan = plan_run(config)
-    is_built = True
+    keys = [None if split is None else set_key(config, plan, split) for split in plan.splits]
+    names = [None if key is None else arrays.fingerprint(key) for key in keys]
     try:
-        sets, is_built = _build_sets(config, folder, plan, opened, progress)
-        write_manifest(config, plan, sets)
+        # First, so that what is built now is this run's for a `prune` in another process.
+        write_manifest(config, plan, names, limit=wait_limit)
+        sets = _build_sets(config, folder, plan, opened, keys, progress, wait_limit)
     except OSError as error:
-        if not is_built:  # all sets were there: only the next start's short way is lost
-            return plan, _from_sets(config, plan, sets)
+        found = [
+            None if name is None else arrays.usable(folder, name, key)
+            for name, key in zip(names, keys, strict=True)
+        ]
+        if [stored and stored.name for stored in found] == names:
+            return plan, _from_sets(config, plan, found)  # only the next start's short way is lost
+        if isinstance(error, BlockingIOError):
+            raise CacheError(
+                f"another process builds the indices: {error.filename} is {error.strerror}"
+            ) from error
         raise CacheError(
             f"the indices must be built, and {error.filename or folder} cannot be written: "
             f"{error.strerror or error}. Give a cache folder that can be written and has room, or "
@@ -258,24 +281,23 @@ def _build_sets(
     folder: str,
     plan: RunPlan,
     opened: Sequence[IndexedDataset],
+    keys: Sequence[dict[str, Any] | None],
     progress: Progress | None,
-) -> tuple[list[arrays.ArraySet | None], bool]:
-    """The set of each split, and whether any was built here."""
+    wait_limit: float | None,
+) -> list[arrays.ArraySet | None]:
+    """The set of each split."""
     count = _counter(plan, progress)
     sets: list[arrays.ArraySet | None] = []
-    is_any_built = False
-    for split in plan.splits:
-        if split is None:
+    for split, key in zip(plan.splits, keys, strict=True):
+        if split is None or key is None:
             sets.append(None)
             continue
-        key = set_key(config, plan, split)
         build = functools.partial(_build_split, config, plan, split, opened, count)
         layout = functools.partial(_layout, split)
         name = arrays.fingerprint(key)
-        stored, is_built = arrays.load_or_build(folder, name, key, layout, build)
+        stored, _ = arrays.load_or_build(folder, name, key, layout, build, limit=wait_limit)
         sets.append(stored)
-        is_any_built |= is_built
-    return sets, is_any_built
+    return sets
 
 
 def _layout(split: SplitPlan) -> dict[str, tuple[Any, tuple[int, ...]]]:
@@ -390,7 +412,8 @@ def open_unchanged(file: TokenFile, access: Access) -> IndexedDataset:
     dataset = IndexedDataset(file.prefix, access=access)
     now = (len(dataset), dataset.num_documents, dataset.num_tokens)
     then = (file.num_sequences, file.num_documents, file.num_tokens)
-    if now != then or not (is_same or dataset.fingerprint == file.content):
+    has_content = is_same or dataset.fingerprint == file.content
+    if now != then or not has_content or dataset.lengths_checksum != file.lengths:
         raise DataError(
             f"{file.prefix} has {now} sequences, documents and tokens; its indices were built for "
             f"{then}{', but for other ones' if now == then else ''}. Build them again with "
@@ -400,23 +423,37 @@ def open_unchanged(file: TokenFile, access: Access) -> IndexedDataset:
 
 
 def _load_indices(stored: arrays.ArraySet, places: _Places) -> GPTIndices:
-    return GPTIndices(
-        document_index=stored["document_index"][places.documents],
-        sample_index=stored["sample_index"][places.rows],
-        shuffle_index=stored["shuffle_index"][places.samples],
-    )
+    with _remedy():
+        return GPTIndices(
+            document_index=stored["document_index"][places.documents],
+            sample_index=stored["sample_index"][places.rows],
+            shuffle_index=stored["shuffle_index"][places.samples],
+        )
 
 
 def _load_blend(stored: arrays.ArraySet) -> Arrays:
-    return stored["dataset_index"], stored["dataset_sample_index"]
+    with _remedy():
+        return stored["dataset_index"], stored["dataset_sample_index"]
+
+
+@contextlib.contextmanager
+def _remedy() -> Iterator[None]:
+    """For a set that went, or was damaged, between the start and its first sample."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(
+            f"{error}. It was whole when the run started: start it again, or run `millrace index`, "
+            "and it is built anew"
+        ) from None
 
 
 def _from_manifest(config: DatasetConfig, folder: str) -> tuple[RunPlan, Datasets] | None:
     """The datasets by the manifest, if there is one that fits the token files and its sets."""
     found = read_manifest(manifest_path(config))
-    if found is None or found[0] != config.order_key():
+    if found is None or found.config != config.order_key():
         return None
-    _, plan, names = found
+    plan, names = found.plan, found.sets
     sets = [None if name is None else arrays.load(folder, name) for name in names]
     for split, stored, name in zip(plan.splits, sets, names, strict=True):
         if (split is None) != (name is None) or (name is not None and stored is None):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, SupportsIndex
@@ -216,6 +217,7 @@ class GPTDataset:
         open_dataset: Callable[[], IndexedDataset],
         load_indices: Callable[[], GPTIndices],
         content: str | None = None,
+        lengths: str | None = None,
     ) -> GPTDataset:
         """A dataset whose indices are there already: nothing is opened before the first sample.
 
@@ -224,10 +226,12 @@ class GPTDataset:
             open_dataset, load_indices: called at the first sample; they must be picklable where
                 the dataset is to be sent to other processes.
             content: the token file's fingerprint, if it is known.
+            lengths: the checksum of its sequence lengths, if it is known.
         """
         self = cls.__new__(cls)
         self._set(prefix, sequences, seed, plan, options)
-        self._open_dataset, self._load_indices, self._content = open_dataset, load_indices, content
+        self._open_dataset, self._load_indices = open_dataset, load_indices
+        self._content, self._lengths = content, lengths
         return self
 
     def _set(
@@ -244,15 +248,22 @@ class GPTDataset:
         self.plan = plan
         self.sequence_length = plan.sequence_length
         self.options = options
+        self._watch = SizeWatch()
         self._open_dataset: Callable[[], IndexedDataset] | None = None
         self._load_indices: Callable[[], GPTIndices] | None = None
         self._content: str | None = None
+        self._lengths: str | None = None
 
     @cached_property
     def dataset(self) -> IndexedDataset:
         """The token file."""
         assert self._open_dataset is not None
         return self._open_dataset()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the token file was opened, as it is for the first sample."""
+        return "dataset" in self.__dict__
 
     @cached_property
     def indices(self) -> GPTIndices:
@@ -312,6 +323,7 @@ class GPTDataset:
         try:
             if not self._is_mapped:
                 return _batch(self._read(numbers))
+            self._watch.look((self.dataset,))
             zeros = np.zeros(len(numbers), np.int64)
             return _batch(
                 _native.gather_samples((self._source,), zeros, numbers, **self.options.arguments)
@@ -332,9 +344,12 @@ class GPTDataset:
 
     def fingerprint(self) -> dict[str, Any]:
         """What decides the samples and their order, for comparison with a saved state."""
+        if self._lengths is None:
+            self._lengths = self.dataset.lengths_checksum
         return {
             "kind": "gpt",
             "content": self._content or self.dataset.fingerprint,
+            "lengths": self._lengths,
             "sequences": list(self.sequences),
             "num_samples": len(self),
             "num_epochs": self.plan.num_epochs,
@@ -416,6 +431,7 @@ class BlendedDataset:
         self.datasets = datasets
         self.weights = weights
         self._size = size
+        self._watch = SizeWatch()
         self._load_arrays: Callable[[], tuple[NDArray[np.int16], NDArray[np.int64]]] | None = None
 
     @cached_property
@@ -447,8 +463,8 @@ class BlendedDataset:
     def batch(self, sample_numbers: ArrayLike) -> Batch:
         """The samples of these numbers: as `GPTDataset.batch`, in one call of the core."""
         numbers = _check_numbers(sample_numbers, len(self))
-        drawn, sources = np.unique(self.dataset_index[numbers], return_inverse=True)
-        in_source = self.dataset_sample_index[numbers]
+        dataset_numbers, in_source = _core.look_up_draws(*self._arrays, numbers)
+        drawn, sources = np.unique(dataset_numbers, return_inverse=True)
         if drawn.size > 0 and not 0 <= drawn[0] <= drawn[-1] < len(self.datasets):
             raise DataError(
                 f"the dataset index has entries from {drawn[0]} to {drawn[-1]}; there are "
@@ -457,6 +473,7 @@ class BlendedDataset:
         datasets = [self.datasets[number] for number in drawn.tolist()] or self.datasets[:1]
         if not all(dataset._is_mapped for dataset in datasets):
             return _batch_by_dataset(datasets, sources, in_source)
+        self._watch.look(one.dataset for one in self.datasets if one.is_open)
         try:
             return _batch(
                 _native.gather_samples(
@@ -477,6 +494,38 @@ class BlendedDataset:
             "weights": self.weights,
             "datasets": [dataset.fingerprint() for dataset in self.datasets],
         }
+
+
+class SizeWatch:
+    """Looks now and then whether token files were cut short.
+
+    Where a page is gone, a batch is an error anyway; a page of which a part is gone reads as zeros.
+    A look takes 3 us a file, a tenth of a batch: so not at every batch, but at every step of a
+    training run, which takes longer than `_PAUSE`.
+    """
+
+    _PAUSE = 0.01  # seconds between looks, at least
+    _SHARE = 200  # times as long as a look itself
+
+    def __init__(self) -> None:
+        self._next = 0.0
+
+    def look(self, datasets: Iterable[IndexedDataset]) -> None:
+        """Looks, if it is time to.
+
+        Raises:
+            DataError: a file has become shorter.
+        """
+        start = time.monotonic()
+        if start < self._next:
+            return
+        for dataset in datasets:
+            dataset.check_sizes()
+        end = time.monotonic()
+        self._next = end + max(self._PAUSE, self._SHARE * (end - start))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SizeWatch, ()  # another machine has another clock
 
 
 def check_draws(

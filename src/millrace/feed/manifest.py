@@ -1,20 +1,50 @@
-"""The manifest of a run: from which token files its indices were made, and where they lie."""
+"""The manifest of a run: from which token files its indices are made, and where they lie.
+
+It is written before the first set is built, so that `prune` in another process leaves them to the
+run; one whose sets are missing is not used. Whoever writes or removes one holds the folder's lock.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from millrace.errors import DataError
 from millrace.feed.config import DatasetConfig
 from millrace.feed.plan import DatasetPlan, RunPlan, SplitPlan, TokenFile, has_same_times, look_at
-from millrace.files import atomic_file, file_lock
+from millrace.files import atomic_file, file_lock, temporaries_of
 from millrace.order import GPTPlan, arrays
 
 MANIFEST = "run-"
 """What the names of manifests start with; then follow a fingerprint and .json."""
+
+_LOCK = "manifests.lock"
+
+
+class Manifest(NamedTuple):
+    """What a manifest says.
+
+    Attributes:
+        config: the configuration's `order_key`.
+        plan: of the run; the prefixes of its token files are as they were given.
+        sets: the name of each split's arrays; None for a split without a share.
+        paths: the absolute path of each token file's prefix; None where it is not known.
+    """
+
+    config: dict[str, Any]
+    plan: RunPlan
+    sets: list[str | None]
+    paths: list[str | None]
+
+
+@contextlib.contextmanager
+def manifests_lock(folder: str, *, limit: float | None = None) -> Iterator[bool]:
+    """Holds the lock of all manifests of a folder; see `file_lock`."""
+    with file_lock(os.path.join(folder, _LOCK), limit=limit) as is_held:
+        yield is_held
 
 
 def manifest_path(config: DatasetConfig) -> str:
@@ -27,21 +57,36 @@ def manifest_path(config: DatasetConfig) -> str:
 def write_manifest(
     config: DatasetConfig,
     plan: RunPlan,
-    sets: Sequence[arrays.ArraySet | None],
+    sets: Sequence[str | None],
+    *,
+    limit: float | None = None,
 ) -> None:
+    """Writes it, or makes one that says the same as young as a new one.
+
+    Args:
+        sets: the name of each split's arrays.
+        limit: Seconds to wait for the folder's lock; None: no limit.
+    """
     record = {
         "logic": arrays.LOGIC_VERSION,
         "config": config.order_key(),
         "files": [dataclasses.asdict(file) for file in plan.files],
         "splits": [None if split is None else dataclasses.asdict(split) for split in plan.splits],
-        "sets": [None if stored is None else stored.name for stored in sets],
+        "sets": list(sets),
+        "paths": [os.path.abspath(file.prefix) for file in plan.files],
     }
     text = arrays.seal(record)
     path = manifest_path(config)
-    if _holds(path, text):
-        return
-    with file_lock(path.removesuffix(arrays.JSON) + arrays.LOCK):
-        if not _holds(path, text):  # of many that waited, the first one wrote it
+    folder = os.path.dirname(path)
+    os.makedirs(folder, exist_ok=True)
+    with manifests_lock(folder, limit=limit) as is_alone:
+        if is_alone:  # else a temporary may be that of a living process
+            for temporary in temporaries_of(path):
+                os.unlink(temporary)
+        if _holds(path, text):
+            with contextlib.suppress(PermissionError):  # another user's, as young as it is
+                os.utime(path)
+        else:
             with atomic_file(path) as out:
                 out.write(text)
 
@@ -54,19 +99,24 @@ def _holds(path: str, text: bytes) -> bool:
         return False
 
 
-def read_manifest(path: str) -> tuple[dict[str, Any], RunPlan, list[str | None]] | None:
-    """(the configuration's `order_key`, the plan, the sets' names); None where there is none."""
+def read_manifest(path: str) -> Manifest | None:
+    """What a manifest says; None where there is none, or none of this version."""
+    record = arrays.read_record(path)
     try:
-        with open(path, "rb") as file:
-            record = arrays.unseal(file.read())
-        if record["logic"] != arrays.LOGIC_VERSION:
+        if record is None or record["logic"] != arrays.LOGIC_VERSION:
             return None
         files = [TokenFile(**_with_tuples(entry)) for entry in record["files"]]
         splits = [None if entry is None else _split_from(entry) for entry in record["splits"]]
         plan = RunPlan(files=files, splits=splits)
-        return record["config"], plan, record["sets"]
+        return Manifest(record["config"], plan, record["sets"], _paths(record, plan))
     except arrays.NO_RECORD:
         return None  # no record of ours, or a damaged one: it is made again
+
+
+def _paths(record: dict[str, Any], plan: RunPlan) -> list[str | None]:
+    """Older manifests have only the prefixes as they were given."""
+    given = [file.prefix if os.path.isabs(file.prefix) else None for file in plan.files]
+    return record.get("paths", given)  # type: ignore[no-any-return]
 
 
 def _split_from(entry: dict[str, Any]) -> SplitPlan:

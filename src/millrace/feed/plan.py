@@ -9,12 +9,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import numpy as np
-
 from millrace.errors import ConfigError, DuplicateDataWarning
 from millrace.feed.config import DatasetConfig
 from millrace.feed.datasets import plan_dataset
-from millrace.files import xxh3
 from millrace.order import SPLITS, GPTPlan, normalize, samples_per_dataset, split_ranges
 from millrace.order.splits import VALID, Range
 from millrace.store import IndexedDataset
@@ -152,14 +149,12 @@ def look_at(prefix: str, access: Access = "mmap") -> tuple[IndexedDataset, Token
     # and the next look at it finds out.
     _, times = _sizes_and_times(prefix)
     dataset = IndexedDataset(prefix, access=access)
-    digest = xxh3()
-    digest.update(np.ascontiguousarray(dataset.sequence_lengths).view(np.uint8).data)
     return dataset, TokenFile(
         prefix=prefix,
         sizes=(dataset.reader.size, dataset.num_bytes - dataset.reader.size),
         times=times,
         content=dataset.fingerprint,
-        lengths=digest.hexdigest(),
+        lengths=dataset.lengths_checksum,
         num_sequences=len(dataset),
         num_documents=dataset.num_documents,
         num_tokens=dataset.num_tokens,

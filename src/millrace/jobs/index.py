@@ -69,6 +69,7 @@ def index(
     *,
     megatron_cache_folder: str | os.PathLike[str] | None = None,
     tokenizer: Any = None,
+    wait_limit: float | None = None,
     show_progress: bool = False,
 ) -> IndexResult:
     """Builds a run's indices into its cache folder, or into one for Megatron-LM, or both.
@@ -79,6 +80,7 @@ def index(
             `--data-cache-path`), so that it starts without building any.
         tokenizer: the unique identifiers of Megatron-LM's tokenizer, which are part of those
             files' names: plain JSON values, as in its `*-description.txt`.
+        wait_limit: Seconds to wait for another process that builds the same; None: no limit.
         show_progress: on stderr.
 
     Raises:
@@ -98,7 +100,8 @@ def index(
         if config.cache is not None:
             counts = [0]
             bar = _bar(shown, "indices") if show_progress else _no_bar
-            plan, made = build_planned(config, progress=functools.partial(_count, counts, bar))
+            count = functools.partial(_count, counts, bar)
+            plan, made = build_planned(config, progress=count, wait_limit=wait_limit)
             built, found = counts[0], _num_datasets(plan) - counts[0]
         if megatron_cache_folder is not None:
             bar = _bar(shown, "Megatron-LM's cache") if show_progress else _no_bar
@@ -107,7 +110,9 @@ def index(
             else:  # what the first half has found out holds
                 opened = [open_unchanged(file, config.access) for file in plan.files]
             folder = os.fspath(megatron_cache_folder)
-            for is_new in write_megatron_cache(config, plan, opened, made, folder, tokenizer):
+            for is_new in write_megatron_cache(
+                config, plan, opened, made, folder, tokenizer, wait_limit
+            ):
                 built, found = built + is_new, found + (not is_new)
                 bar(built + found, _num_datasets(plan) + _num_blends(plan))
     return IndexResult(
@@ -125,6 +130,7 @@ def write_megatron_cache(
     made: Datasets | None,
     folder: str,
     tokenizer: Any,
+    wait_limit: float | None = None,
 ) -> Iterator[bool]:
     """Writes the files that Megatron-LM's datasets look for; those that fit are left alone.
 
@@ -132,7 +138,7 @@ def write_megatron_cache(
         plan, opened: of the configuration, from `plan_run`.
         made: its datasets, if they have been built: their indices are taken.
         folder: its `--data-cache-path`.
-        tokenizer: see `index`.
+        tokenizer, wait_limit: see `index`.
 
     Yields:
         for each dataset and blend, whether its files were written now.
@@ -149,13 +155,13 @@ def write_megatron_cache(
         if split is None:
             continue
         named = [_identifiers(config, plan, split, part, tokenizer) for part in split.datasets]
-        write = functools.partial(_write_dataset, config, split, folder)
+        write = functools.partial(_write_dataset, config, split, folder, wait_limit)
         with ThreadPoolExecutor(config.num_threads) as pool:
             files = [opened[dataset.file] for dataset in split.datasets]
             parts = [None] * len(files) if whole is None else _parts(whole)
             yield from pool.map(write, files, split.datasets, parts, named)
         if split.kind == "blend":
-            yield _write_blend(plan, split, whole, folder, named)
+            yield _write_blend(plan, split, whole, folder, wait_limit, named)
 
 
 def _parts(whole: Whole) -> list[GPTDataset]:
@@ -184,6 +190,7 @@ def _write_dataset(
     config: DatasetConfig,
     split: SplitPlan,
     folder: str,
+    wait_limit: float | None,
     opened: IndexedDataset,
     dataset: DatasetPlan,
     made: GPTDataset | None,
@@ -201,7 +208,7 @@ def _write_dataset(
         indices = build_indices(opened, dataset.sequences, dataset.gpt, config.seed)
         return megatron_cache.gpt_arrays(indices)
 
-    return megatron_cache.load_or_build(files, check, build)[1]
+    return megatron_cache.load_or_build(files, check, build, limit=wait_limit)[1]
 
 
 def _write_blend(
@@ -209,6 +216,7 @@ def _write_blend(
     split: SplitPlan,
     made: Whole | None,
     folder: str,
+    wait_limit: float | None,
     named: Sequence[Mapping[str, Any]],
 ) -> bool:
     lengths = [dataset.gpt.num_samples for dataset in split.datasets]
@@ -229,7 +237,7 @@ def _write_blend(
             drawn = draw(plan, split)
         return dict(zip(megatron_cache.BLEND_ARRAYS, drawn, strict=True))
 
-    return megatron_cache.load_or_build(files, check, build)[1]
+    return megatron_cache.load_or_build(files, check, build, limit=wait_limit)[1]
 
 
 def _bar(shown: contextlib.ExitStack, label: str) -> Progress:

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from millrace.checks import paths, whole
 from millrace.errors import ConfigError, DataError
 from millrace.files import atomic_file
 from millrace.store import IndexedDataset, IndexedDatasetBuilder
+from millrace.store.checking import require_sound
+from millrace.store.publish import bin_path, building, idx_path, info_path
 
 _CHUNK = 16 << 20  # tokens that are converted at a time
 _MAX_LENGTH = 2**31 - 1  # of a sequence
 
 
+StrPath = str | os.PathLike[str]
+
+
 def merge(
-    prefixes: Sequence[str], output_prefix: str, *, checksums: bool = False
+    prefixes: Sequence[StrPath], output_prefix: StrPath, *, checksums: bool = False
 ) -> IndexedDataset:
     """Appends indexed datasets to each other; documents keep their order.
 
@@ -32,25 +40,26 @@ def merge(
         ConfigError: nothing to merge, or pairs that are not alike.
         DataError: a pair that is missing or damaged.
     """
-    if not prefixes:
+    names = paths("prefixes", prefixes)
+    if not names:
         raise ConfigError("there is nothing to merge; give at least one prefix")
-    parts = [IndexedDataset(prefix) for prefix in prefixes]
+    parts = [IndexedDataset(name) for name in names]
     with IndexedDatasetBuilder(
         output_prefix,
         parts[0].dtype,
         # Only a part with sequences shows whether it has modes.
         multimodal=any(part.sequence_modes is not None for part in parts),
         checksums=checksums,
-        provenance={"merged": list(prefixes)} if checksums else None,
+        provenance={"merged": names} if checksums else None,
     ) as builder:
-        for prefix in prefixes:
-            builder.add_index(prefix)
+        for part in parts:  # as they were opened, whatever is at their prefixes by now
+            builder.add_index(part)
     return IndexedDataset(output_prefix)
 
 
 def split(
-    prefix: str,
-    output_prefix: str,
+    prefix: StrPath,
+    output_prefix: StrPath,
     *,
     documents: int | None = None,
     num_bytes: int | None = None,
@@ -59,7 +68,8 @@ def split(
     """Cuts an indexed dataset into shards of whole documents.
 
     Shard i gets the path prefix `{output_prefix}_{i:05}`; merging the shards gives the dataset
-    back, byte for byte.
+    back, byte for byte. The shards of an earlier split at the same place are replaced: those that
+    the new one does not have are removed, so that a pattern over the names finds no others.
 
     Args:
         prefix: of the pair.
@@ -76,16 +86,18 @@ def split(
         ConfigError: not exactly one of `documents` and `num_bytes`, or less than 1.
         DataError: the pair is missing or damaged.
     """
-    size = documents if num_bytes is None else num_bytes
-    if (documents is None) == (num_bytes is None) or size is None or size < 1:
+    size = documents if num_bytes is None else whole("num_bytes", num_bytes)
+    if (documents is None) == (num_bytes is None) or size is None or whole("documents", size) < 1:
         raise ConfigError(
             f"documents is {documents} and num_bytes {num_bytes}; give one of them, at least 1"
         )
     dataset = IndexedDataset(prefix)
+    require_sound(dataset)
     if documents is not None:
-        bounds = [*range(0, dataset.num_documents, documents), dataset.num_documents]
+        bounds = [*range(0, dataset.num_documents, size), dataset.num_documents]
     else:
         bounds = _bounds_by_size(dataset, size)
+    prefix, output_prefix = dataset.prefix, os.fspath(output_prefix)
     prefixes = []
     for number, (start, stop) in enumerate(itertools.pairwise(bounds)):
         prefixes.append(f"{output_prefix}_{number:05}")
@@ -96,8 +108,26 @@ def split(
             checksums=checksums,
             provenance={"split": prefix, "documents": [start, stop]} if checksums else None,
         ) as builder:
-            builder.add_index(prefix, (start, stop))
+            builder.add_index(dataset, (start, stop))
+    for shard in _shards_from(output_prefix, len(prefixes)):
+        if os.path.abspath(shard) == os.path.abspath(prefix):
+            continue
+        with building(shard):  # nobody else is at work on it
+            # The index first: without it the rest does not count.
+            for path in (idx_path(shard), info_path(shard), bin_path(shard)):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
     return prefixes
+
+
+def _shards_from(output_prefix: str, number: int) -> Iterator[str]:
+    """The prefixes of shards that are there, from a number on."""
+    folder, name = os.path.split(output_prefix)
+    index_name = re.compile(re.escape(name) + r"_(\d{5}|[1-9]\d{5,})\.idx")
+    for file in sorted(os.listdir(folder or ".")):
+        match = index_name.fullmatch(file)
+        if match is not None and int(match[1]) >= number:
+            yield os.path.join(folder, file.removesuffix(".idx"))
 
 
 def _bounds_by_size(dataset: IndexedDataset, num_bytes: int) -> list[int]:
@@ -112,8 +142,8 @@ def _bounds_by_size(dataset: IndexedDataset, num_bytes: int) -> list[int]:
 
 
 def convert(
-    source: str,
-    target: str,
+    source: StrPath,
+    target: StrPath,
     *,
     dtype: DTypeLike | None = None,
     source_dtype: DTypeLike | None = None,
@@ -141,6 +171,9 @@ def convert(
         ConfigError: a token that does not fit the dtype, or an option that is missing or of no use.
         DataError: a source that is missing, damaged or of another kind.
     """
+    source, target = os.fspath(source), os.fspath(target)
+    if document_end is not None:
+        document_end = whole("document_end", document_end)
     array = _open_array(source, source_dtype)
     if array is None and document_end is not None:
         raise ConfigError("document_end cuts a stream of tokens; an indexed dataset has documents")
@@ -149,6 +182,7 @@ def convert(
         _change_dtype(source, target, dtype, checksums)
     elif array is None:
         dataset = IndexedDataset(source)
+        require_sound(dataset)
         _write_array(target, dataset.tokens, dataset.dtype if dtype is None else dtype)
     elif to_array:
         flat = array.reshape(-1)
@@ -199,7 +233,7 @@ def _change_dtype(source: str, target: str, dtype: DTypeLike | None, checksums: 
         checksums=checksums,
         provenance={"converted": source} if checksums else None,
     ) as builder:
-        builder.add_index(source, change_dtype=True)
+        builder.add_index(dataset, change_dtype=True)
 
 
 def _write_array(target: str, tokens: NDArray[Any], dtype: DTypeLike) -> None:

@@ -3,6 +3,10 @@
 A set `NAME` is a file `NAME.json`, which says what it is made of and from what, and an array in a
 plain `NAME-ARRAY.npy` each. The JSON file comes last and goes first, so that a set without it does
 not count. While it is made, `NAME.lock` is held.
+
+Where the file system has no locks, several processes may make one set at once. Each writes files of
+its own and renames them, and their bytes are equal: whatever order the renames take, a reader finds
+a whole set or none.
 """
 
 from __future__ import annotations
@@ -12,7 +16,6 @@ import hashlib
 import io
 import json
 import math
-import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,8 +24,19 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace import _core
 from millrace.errors import DataError
-from millrace.files import TMP, atomic_file, file_lock, flush_to_disk, fsync_folder, xxh3
+from millrace.files import (
+    atomic_file,
+    file_lock,
+    flush_to_disk,
+    fsync_folder,
+    is_of_the_process,
+    naming,
+    temporaries_of,
+    temporary_name,
+    xxh3,
+)
 
 LOGIC_VERSION = 1
 """Rises when the same key would lead to other arrays; sets of other versions are not used."""
@@ -161,12 +175,22 @@ def array_path(folder: str, name: str, array: str) -> str:
     return os.path.join(folder, f"{name}-{array}.npy")
 
 
+def read_record(path: str) -> dict[str, Any] | None:
+    """What `seal` wrote into a file; None where there is no such file, or one of somebody else."""
+    try:
+        with open(path, "rb") as file:
+            return unseal(file.read())
+    except NO_RECORD as error:
+        if isinstance(error, OSError) and is_of_the_process(error):
+            raise
+        return None
+
+
 def load(folder: str, name: str) -> ArraySet | None:
     """The set of that name; None where there is none, or one of another version."""
+    record = read_record(os.path.join(folder, name + JSON))
     try:
-        with open(os.path.join(folder, name + JSON), "rb") as file:
-            record = unseal(file.read())
-        if record["logic"] != LOGIC_VERSION:
+        if record is None or record["logic"] != LOGIC_VERSION:
             return None
         layout = {
             array: (np.dtype(entry["dtype"]), tuple(entry["shape"]))
@@ -185,6 +209,8 @@ def load_or_build(
     key: Any,
     layout: Callable[[], Layout],
     build: Callable[[Mapping[str, ArrayWriter]], None],
+    *,
+    limit: float | None = None,
 ) -> tuple[ArraySet, bool]:
     """The set of that name, made first where it is missing or does not fit.
 
@@ -194,25 +220,31 @@ def load_or_build(
         key: what the arrays are a function of: plain JSON values, compared with the record.
         layout: called for the arrays' forms, if they must be made.
         build: writes them.
+        limit: Seconds to wait for another process that makes it; None: no limit.
 
     Returns:
         the set, and whether it was made here.
 
     Raises:
+        BlockingIOError: another process still makes it when the limit is over.
         OSError: it must be made, and the folder cannot be written.
     """
-    found = _usable(folder, name, key)
+    found = usable(folder, name, key)
     if found is not None:
         return found, False
     os.makedirs(folder, exist_ok=True)
-    with file_lock(os.path.join(folder, name + LOCK)):
-        found = _usable(folder, name, key)
+    with file_lock(os.path.join(folder, name + LOCK), limit=limit) as is_alone:
+        found = usable(folder, name, key)
         if found is not None:
             return found, False
-        return _publish(folder, name, key, layout(), build), True
+        forms = layout()
+        if is_alone:  # else a temporary may be that of a living process
+            _remove_temporaries(folder, name, forms)
+        return _publish(folder, name, key, forms, build), True
 
 
-def _usable(folder: str, name: str, key: Any) -> ArraySet | None:
+def usable(folder: str, name: str, key: Any) -> ArraySet | None:
+    """The set of that name, if it was made from that key and shows no damage."""
     found = load(folder, name)
     return found if found is not None and found.key == key and not found.damage() else None
 
@@ -227,19 +259,24 @@ def _publish(
     """Writes all arrays, then their names, then the record: the order of the top's promise."""
     record_path = os.path.join(folder, name + JSON)
     paths = {array: array_path(folder, name, array) for array in layout}
+    temporaries = {array: temporary_name(path) for array, path in paths.items()}
     with contextlib.ExitStack() as stack:
         files: dict[str, BinaryIO] = {}
-        for array, path in paths.items():
-            stack.callback(_unlink, path + TMP)
-            files[array] = stack.enter_context(open(path + TMP, "wb", buffering=0))
+        for array, path in temporaries.items():
+            stack.callback(_unlink, path)
+            files[array] = stack.enter_context(open(path, "xb", buffering=0))
         build({array: ArrayWriter(files[array], *form) for array, form in layout.items()})
-        for file in files.values():
-            flush_to_disk(file)
-        checksums = {array: _checksum(path + TMP) for array, path in paths.items()}
-        ends = {array: _checksum_of_ends(path + TMP) for array, path in paths.items()}
-        _unlink(record_path)
-        for path in paths.values():
-            os.rename(path + TMP, path)
+        for array, file in files.items():
+            with naming(paths[array]):
+                flush_to_disk(file)
+        checksums = {array: _checksum(path) for array, path in temporaries.items()}
+        ends = {array: _checksum_of_ends(path) for array, path in temporaries.items()}
+        found = load(folder, name)
+        if found is not None and found.key != key:
+            _unlink(record_path)  # another one's record must not stand beside these arrays
+            fsync_folder(record_path)
+        for array, path in paths.items():
+            os.rename(temporaries[array], path)
         fsync_folder(record_path)
     record = {
         "logic": LOGIC_VERSION,
@@ -257,6 +294,13 @@ def _publish(
     with atomic_file(record_path) as file:
         file.write(seal(record))
     return ArraySet(folder, name, key, layout, checksums, ends)
+
+
+def _remove_temporaries(folder: str, name: str, layout: Layout) -> None:
+    """What a builder that died has left."""
+    paths = [array_path(folder, name, array) for array in layout]
+    for temporary in temporaries_of(os.path.join(folder, name + JSON), *paths):
+        _unlink(temporary)
 
 
 def _unlink(path: str) -> None:
@@ -289,8 +333,10 @@ def _map_array(path: str, dtype: Any, shape: tuple[int, ...], ends: str) -> NDAr
                 )
             if _digest(first, last) != ends:
                 raise DataError(f"{path} is damaged, or another set's: its ends have changed")
-            content = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+            content = _core.map_file(file.fileno(), size)
     except OSError as error:
+        if is_of_the_process(error):
+            raise
         raise DataError(f"{path} is missing, or cannot be read: {error.strerror}") from None
     return np.frombuffer(content, dtype, offset=len(header)).reshape(shape)
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,8 +32,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace import _core
 from millrace.errors import DataError
-from millrace.files import atomic_file, file_lock
+from millrace.files import atomic_file, file_lock, fsync_folder, temporaries_of
 from millrace.order.gpt import GPTIndices, GPTPlan
 
 GPT_ARRAYS = ("document_index", "sample_index", "shuffle_index")
@@ -44,6 +46,10 @@ _LOCK = "lock"
 # NumPy reads a header by ast.literal_eval, which on Python 3.11 fails in two threads at once (with
 # "AST constructor recursion depth mismatch").
 _ONE_HEADER_AT_A_TIME = threading.Lock()
+_HEADERS: dict[tuple[int, int], Callable[[Any], tuple[Any, bool, np.dtype[Any]]]] = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
 _CHECKED_ROWS = 4096  # of the sample index, at each end: a few pages, whatever its size
 
 
@@ -185,14 +191,28 @@ def load_array(path: str) -> NDArray[Any]:
         DataError: the file is truncated, too long or no array.
     """
     try:
-        with _ONE_HEADER_AT_A_TIME:
-            array: np.memmap[Any, Any] = np.load(path, mmap_mode="r", allow_pickle=False)
-        expected = array.offset + array.nbytes
+        with open(path, "rb") as file:
+            read_header = _HEADERS.get(np.lib.format.read_magic(file))
+            if read_header is None:
+                raise DataError(f"{path} is an array of a version that cannot be read here")
+            with _ONE_HEADER_AT_A_TIME:
+                shape, is_fortran, dtype = read_header(file)
+            offset, size = file.tell(), os.fstat(file.fileno()).st_size
+            if dtype.hasobject:
+                raise DataError(f"{path} holds Python objects, not numbers")
+            expected = offset + dtype.itemsize * math.prod(shape)
+            if expected != size:
+                raise DataError(f"{path} has {size} bytes; its header says {expected}")
+            content = _core.map_file(file.fileno(), size)
     except (ValueError, EOFError, AttributeError, SyntaxError) as error:
+        if isinstance(error, DataError):
+            raise
         raise DataError(f"{path} is no array of numbers, or truncated: {error}") from None
-    if expected != os.path.getsize(path):
-        raise DataError(f"{path} has {os.path.getsize(path)} bytes; its header says {expected}")
-    return array
+    array = np.ndarray(shape, dtype, content, offset, order="F" if is_fortran else "C")
+    # As `np.load` gives it, which would keep a descriptor open for each array.
+    mapped: NDArray[Any] = array.view(np.memmap)
+    vars(mapped).update(filename=os.path.abspath(path), offset=offset, mode="r")
+    return mapped
 
 
 def save(files: CacheSet, arrays: Mapping[str, NDArray[Any]]) -> None:
@@ -202,9 +222,10 @@ def save(files: CacheSet, arrays: Mapping[str, NDArray[Any]]) -> None:
         OSError: the folder cannot be made or written.
     """
     os.makedirs(files.folder, exist_ok=True)
-    # An old description must not stand beside new arrays.
+    # An old description must not stand beside new arrays, also after a power cut.
     with contextlib.suppress(FileNotFoundError):
         os.unlink(files.description_path)
+        fsync_folder(files.description_path)
     for name in files.arrays:
         with atomic_file(files.path(name)) as file:
             np.save(file, arrays[name], allow_pickle=False)
@@ -213,37 +234,58 @@ def save(files: CacheSet, arrays: Mapping[str, NDArray[Any]]) -> None:
 
 
 def load_or_build(
-    files: CacheSet, check: Callable[[Arrays], None], build: Callable[[str], Mapping[str, Any]]
+    files: CacheSet,
+    check: Callable[[Arrays], None],
+    build: Callable[[str], Mapping[str, Any]],
+    *,
+    limit: float | None = None,
 ) -> tuple[Arrays, bool]:
     """Loads a set; where it is missing or does not fit, builds and saves it first.
 
-    Of several processes one builds, and the others wait for it and load.
+    Of several processes one builds, and the others wait for it and load. Where the file system has
+    no locks, several build the same.
 
     Args:
         check: raises DataError for arrays that do not fit.
         build: makes the arrays; it is told what is the matter with the set that is there.
+        limit: Seconds to wait for another process that builds them; None: no limit.
 
     Returns:
         the arrays, mapped, and whether they were built here.
 
     Raises:
+        BlockingIOError: another process still builds them when the limit is over.
         OSError: the set has to be built, and the folder cannot be written.
     """
     with contextlib.suppress(*_UNUSABLE):
         return load(files, check), False
-    with locked(files):
+    with locked(files, limit=limit):
         try:
             return load(files, check), False
         except _UNUSABLE as error:
-            save(files, build(str(error) if isinstance(error, DataError) else ""))
-    return load(files, check), True
+            built = dict(build(str(error) if isinstance(error, DataError) else ""))
+            save(files, built)
+    try:
+        return load(files, check), True
+    except _UNUSABLE:  # without locks: another process is just putting its own in their place
+        check(built)
+        return built, True
 
 
 @contextlib.contextmanager
-def locked(files: CacheSet) -> Iterator[None]:
-    """Holds the lock of a set, which is a file beside it as long as it is held."""
+def locked(files: CacheSet, *, limit: float | None = None) -> Iterator[None]:
+    """Holds the lock of a set, which is a file beside it as long as it is held; see `file_lock`.
+
+    What a builder that died has left is removed.
+    """
     os.makedirs(files.folder, exist_ok=True)
-    with file_lock(os.path.join(files.folder, f"{files.stem}-{_LOCK}")):
+    lock = os.path.join(files.folder, f"{files.stem}-{_LOCK}")
+    with file_lock(lock, limit=limit) as is_alone:
+        if is_alone:  # else a temporary may be that of a living process
+            paths = [files.path(name) for name in files.arrays]
+            for temporary in temporaries_of(files.description_path, *paths):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(temporary)
         yield
 
 

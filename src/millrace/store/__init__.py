@@ -7,7 +7,7 @@ whole or not at all, `bytes` where the tokens are read from, `info` the sidecar 
 `reader`, `builder` and `verify` are what people use.
 """
 
-from millrace.store.builder import IndexedDatasetBuilder
+from millrace.store.builder import IndexedDatasetBuilder, finalize_together
 from millrace.store.bytes import BinReader, gather_in_turn
 from millrace.store.checking import Report, verify
 from millrace.store.info import Checksums, Info
@@ -22,6 +22,7 @@ __all__ = [
     "IndexedDatasetBuilder",
     "Info",
     "Report",
+    "finalize_together",
     "gather_in_turn",
     "optimal_dtype",
     "verify",

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
+import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -12,20 +15,15 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from millrace import _core, _native
+from millrace import _core
+from millrace.checks import flag, whole, whole_numbers
 from millrace.errors import ConfigError, DataError
-from millrace.files import TMP, flush_to_disk
+from millrace.files import flush_to_disk, naming
 from millrace.store import entries
+from millrace.store.checking import check_documents, check_sequences
 from millrace.store.info import BlockHasher, Info
 from millrace.store.layout import Header, dtype_code
-from millrace.store.publish import (
-    bin_path,
-    building,
-    idx_path,
-    info_path,
-    open_pair,
-    publish_pair,
-)
+from millrace.store.publish import bin_path, building, publish
 from millrace.store.reader import IndexedDataset
 
 _MAX_LENGTH = 2**31 - 1  # lengths are int32
@@ -33,12 +31,21 @@ _BUFFER_SIZE = 1 << 20  # bytes of tokens that are gathered before they are writ
 _CHUNK = 1 << 19  # tokens of an array that are checked at a time
 _COPY_SIZE = 64 << 20  # bytes that a merge copies at a time
 
+# What the core raises for arguments that it does not take as they are.
+_NOT_PLAIN = (TypeError, ValueError, OverflowError, AttributeError)
+
 
 class IndexedDatasetBuilder:
     """Writes a `.bin`/`.idx` pair that is byte-identical to Megatron-LM's.
 
     The pair appears at `prefix` when it is finalised, whole or not at all; until then an old pair
     stays as it was. Index entries spill to disk, so that memory stays bounded.
+
+    Each call adds all that it is given, or nothing. A call that fails in the middle of its work (a
+    full disk, Ctrl-C, a token that does not fit after half a million others were written) closes
+    the builder and discards what it wrote. Threads may share a builder: their calls take turns. A
+    forked process cannot use it, and leaves its files alone. A builder that is dropped without
+    `finalize` or `abort` aborts.
 
     Args:
         prefix: the path of the pair, without `.bin` or `.idx`; its folder must exist.
@@ -51,7 +58,8 @@ class IndexedDatasetBuilder:
         num_documents, num_sequences, num_tokens: what was added so far.
 
     Raises:
-        ConfigError: a dtype that the format does not have, or no such folder.
+        ConfigError: a dtype that the format does not have, no such folder, a prefix that ends in
+            `.bin` or `.idx`, or provenance that is not plain JSON.
         MillraceError: another process is building this prefix.
 
     Example:
@@ -71,39 +79,41 @@ class IndexedDatasetBuilder:
         provenance: Mapping[str, Any] | None = None,
     ) -> None:
         self.prefix = os.fspath(prefix)
-        dtype_code(dtype)
-        self.dtype = np.dtype(dtype).newbyteorder("<")
-        self.multimodal = multimodal
-        self._num_bytes = 0  # that were written, not those in the buffer
-        self._has_open_document = False
-        self._provenance = provenance
-        self._checksums = checksums
-        self._hasher = BlockHasher() if checksums else None
-        # Token ids are checked and narrowed by the core; for it, floats are bytes.
-        self._is_float = self.dtype.kind == "f"
         folder = os.path.dirname(self.prefix) or "."
         if not os.path.isdir(folder):
             raise ConfigError(f"{folder} is no folder; create it, or give another prefix")
+        if self.prefix.endswith((".bin", ".idx")):
+            raise ConfigError(
+                f"the prefix is {self.prefix}; give it without {self.prefix[-4:]}, which is added"
+            )
+        dtype_code(dtype)
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        self.multimodal = flag("multimodal", multimodal)
+        self._num_bytes = 0  # that were written, not those in the buffer
+        self._provenance = _plain_json(provenance)
+        self._hasher = BlockHasher() if flag("checksums", checksums) else None
         self._lengths = entries.Entries("<i4", folder)
         self._documents = entries.Entries("<i8", folder)
         self._modes = entries.Entries("<i1", folder)
         self._documents.extend(np.zeros(1, np.int64))
-        self._is_open = True
-        self._resources = contextlib.ExitStack()
+        self._lock = threading.Lock()
+        self._lock_holder: int | None = None
+        resources = contextlib.ExitStack()
         try:
-            self._resources.enter_context(building(self.prefix))
-            self._resources.callback(self._remove_temporaries)
-            self._data: Any = self._resources.enter_context(
-                open(bin_path(self.prefix) + TMP, "wb", buffering=0)  # noqa: SIM115
-            )
-            self._buffer = _core.TokenBuffer(
-                "uint8" if self._is_float else self.dtype.name, _BUFFER_SIZE, self._data.fileno()
+            self._temporaries = resources.enter_context(building(self.prefix))
+            self._data: Any = resources.enter_context(
+                open(self._temporaries.bin, "wb", buffering=0)  # noqa: SIM115
             )
             for column in (self._lengths, self._documents, self._modes):
-                self._resources.callback(column.close)
+                resources.callback(column.close)
+            self._buffer = _core.TokenBuffer(self.dtype.name, _BUFFER_SIZE, self._data.fileno())
+            resources.callback(self._buffer.close)
         except BaseException:
-            self._resources.close()
+            resources.close()
             raise
+        self._closed_because: str | None = None
+        self._discard = weakref.finalize(self, resources.close)
+        _OPEN.add(self)
 
     @property
     def num_documents(self) -> int:
@@ -115,8 +125,7 @@ class IndexedDatasetBuilder:
 
     @property
     def num_tokens(self) -> int:
-        num_bytes = self._num_bytes + self._buffer.num_bytes
-        return num_bytes // int(self.dtype.itemsize)
+        return self._buffer.num_tokens
 
     def add_sequence(self, tokens: ArrayLike, mode: int = 0) -> None:
         """Appends a sequence to the document that is being written; `end_document` ends it.
@@ -128,24 +137,32 @@ class IndexedDatasetBuilder:
         Raises:
             ConfigError: a number that does not fit the dtype, or too long a sequence.
         """
-        self._add_sequences(self._append(tokens), None, [mode])
-        self._has_open_document = True
-        if self._buffer.is_full:
-            self._flush()
+        if not self.multimodal:
+            try:  # not contextlib.suppress: it would take as long as the addition
+                is_full = self._buffer.add_sequences(tokens, None, None, False)
+            except _NOT_PLAIN:
+                pass  # the general way takes more kinds of arguments, and says what is wrong
+            else:
+                if is_full:
+                    self._flush()
+                return
+        self._add(tokens, None, [mode], ends_document=False)
 
     def end_document(self) -> None:
         """Ends a document, which has the sequences since the last one ended (none, perhaps)."""
-        self._check_open()
-        self._buffer.end_document()
-        self._has_open_document = False
-        if self._buffer.is_full:
+        try:
+            is_full = self._buffer.end_document()
+        except ValueError:  # another thread is in the middle of something, or it is closed
+            with self._alone():
+                is_full = self._buffer.end_document(is_alone=True)
+        if is_full:
             self._flush()
 
     def add_document(
         self,
         tokens: ArrayLike,
-        lengths: Sequence[int] | None = None,
-        modes: Sequence[int] | None = None,
+        lengths: ArrayLike | None = None,
+        modes: ArrayLike | None = None,
     ) -> None:
         """Appends a whole document.
 
@@ -158,18 +175,16 @@ class IndexedDatasetBuilder:
         Raises:
             ConfigError: a number that does not fit the dtype, or lengths that do not add up.
         """
-        if modes is None and self._is_open and not (self._is_float or self.multimodal):
+        if not self.multimodal:
             try:
-                is_full = self._buffer.add_document(tokens, lengths)  # type: ignore[arg-type]
-            except (TypeError, ValueError, OverflowError, AttributeError):
-                pass  # the general way takes more kinds of arguments, and says what is wrong
+                is_full = self._buffer.add_document(tokens, lengths)
+            except _NOT_PLAIN:
+                pass
             else:
-                self._has_open_document = False
                 if is_full:
                     self._flush()
                 return
-        self._add_sequences(self._append(tokens), lengths, modes)
-        self.end_document()
+        self._add(tokens, lengths, modes, ends_document=True)
 
     def add_documents(self, tokens: ArrayLike, lengths: ArrayLike) -> None:
         """Appends many documents of one sequence each; one without tokens gets no sequence.
@@ -181,30 +196,16 @@ class IndexedDatasetBuilder:
         Raises:
             ConfigError: a number that does not fit the dtype, or lengths that do not add up.
         """
-        values = np.asarray(tokens)
-        counts = np.asarray(lengths, dtype=np.int64)
-        least, most = int(counts.min(initial=0)), int(counts.max(initial=0))
-        if counts.ndim != 1 or least < 0 or most > _MAX_LENGTH or counts.sum() != len(values):
-            raise ConfigError(
-                f"the documents' lengths go from {least} to {most} and sum to {counts.sum()}; "
-                f"there are {len(values)} tokens, and a document has 0 to {_MAX_LENGTH}"
-            )
-        self._check_open()
-        self._append_array(values)
-        present = counts > 0
-        with self._or_abort():
-            self._flush_entries()
-            self._lengths.extend(counts[present])
-            self._documents.extend(self.num_sequences + np.cumsum(present))
-            if self.multimodal:
-                self._modes.extend(np.zeros(np.count_nonzero(present), np.int8))
-        self._buffer.num_documents += len(counts)
-        self._buffer.num_sequences += int(np.count_nonzero(present))
-        self._has_open_document = False
+        values = self._as_tokens(tokens)
+        counts = _as_lengths(lengths, len(values))
+        with self._alone():
+            self._append(values)
+            self._buffer.add_documents(None, counts)
+            self._flush_now()
 
     def add_index(
         self,
-        prefix: str | os.PathLike[str],
+        source: str | os.PathLike[str] | IndexedDataset,
         documents: tuple[int, int] | None = None,
         *,
         change_dtype: bool = False,
@@ -214,7 +215,8 @@ class IndexedDatasetBuilder:
         The bytes are copied in the kernel, or shared where the file system can.
 
         Args:
-            prefix: of the other pair.
+            source: the other dataset, or the path prefix of its pair. A dataset gives what it
+                opened, also when another pair is at its prefix by now.
             documents: (start, stop), the documents to take; None: all.
             change_dtype: take another dtype too; each token is checked.
 
@@ -224,14 +226,9 @@ class IndexedDatasetBuilder:
             DataError: the other one is damaged.
         """
         self._check_open()
-        other = IndexedDataset(prefix)
-        start, stop = (0, other.num_documents) if documents is None else documents
-        if not 0 <= start <= stop <= other.num_documents:
-            raise ConfigError(
-                f"documents {start} to {stop} of {other.prefix} were asked for; it has "
-                f"{other.num_documents}"
-            )
-        if other.dtype != self.dtype and not change_dtype:
+        other = source if isinstance(source, IndexedDataset) else IndexedDataset(source)
+        start, stop = _checked_range(documents, other)
+        if other.dtype != self.dtype and not flag("change_dtype", change_dtype):
             raise ConfigError(
                 f"{other.prefix} holds {other.dtype}, the new file {self.dtype}; "
                 "`millrace convert --dtype` changes one of them"
@@ -241,17 +238,15 @@ class IndexedDatasetBuilder:
                 f"{other.prefix} has {'' if other.sequence_modes is not None else 'no '}modes, the "
                 f"new file has {'' if self.multimodal else 'no '}modes: only like can be merged"
             )
-        if self._has_open_document:
-            raise ConfigError("a document is still open; call end_document() before add_index()")
-        first, last = (int(entry) for entry in other.document_indices[[start, stop]])
-        if not 0 <= first <= last <= len(other):
-            raise DataError(
-                f"{other.prefix}.idx: documents {start} to {stop} have the sequences {first} to "
-                f"{last} of {len(other)}. The index is damaged: write the pair again"
-            )
-        with self._or_abort():
-            self._flush()
-            self._copy_tokens(other, first, last)
+        first, last = check_documents(other, start, stop)
+        first_byte, last_byte = check_sequences(other, first, last)
+        with self._alone():
+            if self._buffer.has_open_document:
+                raise ConfigError(
+                    "a document is still open; call end_document() before add_index()"
+                )
+            self._flush_now()
+            self._copy_tokens(other, first_byte, last_byte)
             for place in range(first, last, entries.LIMIT):
                 part = slice(place, min(place + entries.LIMIT, last))
                 self._lengths.extend(other.sequence_lengths[part])
@@ -260,52 +255,28 @@ class IndexedDatasetBuilder:
             for place in range(start + 1, stop + 1, entries.LIMIT):
                 ends = other.document_indices[place : min(place + entries.LIMIT, stop + 1)]
                 self._documents.extend(ends + (self.num_sequences - first))
-        self._buffer.num_sequences += last - first
-        self._buffer.num_documents += stop - start
+            self._buffer.count(
+                num_sequences=last - first,
+                num_documents=stop - start,
+                num_tokens=(last_byte - first_byte) // other.dtype.itemsize,
+            )
 
     def finalize(self) -> None:
         """Writes the index and publishes the pair.
 
         Raises:
             ConfigError: sequences after the last document's end.
+            DataError: what was written is not what was added; nothing is published.
         """
-        self._check_open()
-        if self._has_open_document:
-            raise ConfigError(
-                "the last sequences belong to no document yet; "
-                "call end_document() before finalize()"
-            )
-        with self._closing():
-            self._flush()
-            self._buffer.wait()
-            with open(idx_path(self.prefix) + TMP, "wb", buffering=1 << 20) as index:
-                index_hasher = BlockHasher() if self._checksums else None
-                written = 0
-                for chunk in self._index_chunks():
-                    index.write(chunk)
-                    if index_hasher is not None:
-                        index_hasher.update(chunk)
-                    index.flush()
-                    _core.start_writeback(index.fileno(), written, index.tell() - written)
-                    written = index.tell()
-                flush_to_disk(index)
-            if self._checksums or self._provenance is not None:
-                info = Info(
-                    provenance=dict(self._provenance or {}),
-                    bin=None if self._hasher is None else self._hasher.finish(),
-                    idx=None if index_hasher is None else index_hasher.finish(),
-                )
-                with open(info_path(self.prefix) + TMP, "wb") as sidecar:
-                    sidecar.write(info.to_json().encode())
-                    flush_to_disk(sidecar)
-            flush_to_disk(self._data)
-            publish_pair(self.prefix)
+        finalize_together([self])
 
     def abort(self) -> None:
         """Discards what was written; an old pair at the prefix stays. May be called twice."""
-        if self._is_open:
-            with self._closing():
-                pass
+        if self._lock_holder == threading.get_ident():  # in a signal handler: the call ends first
+            self._closed_because = self._closed_because or "it was aborted"
+            return
+        with self._lock:
+            self._close("it was aborted")
 
     def __enter__(self) -> IndexedDatasetBuilder:
         return self
@@ -316,162 +287,196 @@ class IndexedDatasetBuilder:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if kind is not None:
-            self.abort()
-        elif self._is_open:
-            try:
+        try:
+            if kind is None and self._closed_because is None:
                 self.finalize()
-            except BaseException:
-                self.abort()
-                raise
-
-    @contextlib.contextmanager
-    def _closing(self) -> Iterator[None]:
-        self._is_open = False
-        with self._resources:
-            yield
+        finally:
+            self.abort()
 
     def _check_open(self) -> None:
-        if not self._is_open:
-            raise ConfigError(f"the builder of {self.prefix} is closed; make another one")
+        if self._closed_because is not None:
+            raise ConfigError(
+                f"the builder of {self.prefix} is closed ({self._closed_because}); make another one"
+            )
 
-    def _remove_temporaries(self) -> None:
-        for path in (bin_path(self.prefix), idx_path(self.prefix), info_path(self.prefix)):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path + TMP)
+    def _close(self, reason: str) -> None:
+        """Discards what is not published yet, and gives everything back."""
+        if self._closed_because is None:
+            self._closed_because = reason
+        self._buffer.is_busy = True  # for good: the core adds nothing any more
+        self._discard()
+
+    def _disown(self) -> None:
+        """In a forked process: the files and the lock are its parent's."""
+        self._lock, self._lock_holder = threading.Lock(), None
+        if self._closed_because is None:
+            self._closed_because = "it belongs to the process that this one was forked from"
+            self._buffer.is_busy = True
+            self._discard.detach()
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Work of several steps, which no other thread may see half-done.
+
+        An error in it closes the builder: something is half-done now. A ConfigError does not, as
+        it comes before the first step.
+        """
+        if self._lock_holder == threading.get_ident():
+            raise ConfigError(
+                f"the builder of {self.prefix} was called from within one of its own calls, by a "
+                "signal handler perhaps: let the call end first"
+            )
+        with self._lock:
+            try:
+                self._lock_holder = threading.get_ident()
+                self._check_open()
+                self._buffer.is_busy = True
+                with naming(bin_path(self.prefix)):
+                    yield
+            except BaseException as error:
+                if not isinstance(error, ConfigError):
+                    self._close(f"an addition failed: {error!r}")
+                raise
+            finally:
+                self._lock_holder = None
+                if self._closed_because is None:
+                    self._buffer.is_busy = False
+                else:  # perhaps by `abort` in a signal handler
+                    self._close(self._closed_because)
 
     # ---- what is added ----
 
-    def _append(self, tokens: ArrayLike) -> int:
-        """Checks and buffers tokens, and returns how many there are."""
-        if self._is_open and not self._is_float:
-            try:  # not contextlib.suppress: it would take as long as the append
-                return self._buffer.append(tokens)
-            except (TypeError, ValueError, OverflowError, AttributeError):
-                pass
+    def _add(
+        self,
+        tokens: ArrayLike,
+        lengths: ArrayLike | None,
+        modes: ArrayLike | None,
+        *,
+        ends_document: bool,
+    ) -> None:
         self._check_open()
-        # No plain array or list of integers: NumPy makes one of it, or we say why not.
-        values = np.asarray(tokens)
-        if values.ndim != 1 or (self._is_float and values.dtype.kind not in "iuf"):
+        values = self._as_tokens(tokens)
+        counts = _as_lengths([len(values)] if lengths is None else lengths, len(values))
+        kinds = None
+        if self.multimodal and modes is not None:
+            kinds = _as_modes(modes, len(counts))
+        with self._alone():
+            self._append(values)
+            if self._buffer.add_sequences(None, counts, kinds, ends_document):
+                self._flush_now()
+
+    def _as_tokens(self, tokens: ArrayLike) -> NDArray[Any]:
+        """Tokens as an array that the core takes: one run of native numbers."""
+        try:
+            values = np.asarray(tokens)
+        except ValueError as error:
+            raise ConfigError(f"tokens are no numbers in one dimension: {error}") from None
+        is_float = self.dtype.kind == "f"
+        if values.ndim == 1 and (values.dtype == object or values.size == 0) and not is_float:
+            return whole_numbers("tokens", values.tolist())
+        if values.ndim != 1 or values.dtype.kind not in ("iuf" if is_float else "iu"):
             raise ConfigError(
                 f"tokens have shape {values.shape} and dtype {values.dtype}; "
-                "numbers in one dimension are needed"
+                f"{'numbers' if is_float else 'integers'} are needed, in one dimension"
             )
-        if self._is_float:
-            self._buffer.append(np.ascontiguousarray(values, self.dtype).view(np.uint8))
-        elif values.size > 0:
-            try:
-                self._buffer.append(np.ascontiguousarray(values))
-            except ValueError as error:
-                raise ConfigError(f"{error}; or write another dtype") from None
-        return len(values)
+        dtype = self.dtype if is_float else values.dtype
+        return np.require(values, dtype.newbyteorder("="), ["C", "A"])
 
-    def _append_array(self, values: NDArray[Any]) -> None:
-        """The same for an array of any size: a chunk is checked while the one before is written."""
-        self._flush()
+    def _append(self, values: NDArray[Any]) -> None:
+        """Buffers tokens: a chunk is checked while the one before is written."""
         for start in range(0, len(values), _CHUNK):
             try:
-                self._append(values[start : start + _CHUNK])
-            except ConfigError:
+                self._buffer.append(values[start : start + _CHUNK])
+            except ValueError as error:
                 if start > 0:  # the tokens before it are written: nothing can follow them
-                    self.abort()
-                raise
-            self._flush()
-
-    def _add_sequences(
-        self, count: int, lengths: Sequence[int] | None, modes: Sequence[int] | None
-    ) -> None:
-        """Takes the lengths of sequences whose `count` tokens were appended, or drops those."""
-        try:
-            if lengths is None:
-                lengths = (count,)
-            if sum(lengths) != count or (len(lengths) > 1 and min(lengths) < 0):
-                raise ConfigError(
-                    f"the sequences' lengths {_short(lengths)} sum to {sum(lengths)}; "
-                    f"the document has {count} tokens"
-                )
-            if count > _MAX_LENGTH and max(lengths) > _MAX_LENGTH:
-                raise ConfigError(
-                    f"a sequence has {max(lengths)} tokens; the format allows {_MAX_LENGTH}. "
-                    "Cut the document into several sequences"
-                )
-            if self.multimodal:
-                self._add_modes(len(lengths), modes)
-        except BaseException:
-            self._buffer.drop(count * (self.dtype.itemsize if self._is_float else 1))
-            raise
-        for length in lengths:
-            self._buffer.end_sequence(int(length))
-
-    def _add_modes(self, count: int, modes: Sequence[int] | None) -> None:
-        values = np.zeros(count, np.int8) if modes is None else np.asarray(modes)
-        if values.shape != (count,) or np.any(values != values.astype(np.int8)):
-            raise ConfigError(f"the modes {modes} are no {count} numbers from -128 to 127")
-        self._modes.extend(values)
+                    self._close(f"an addition failed: {error}")
+                raise ConfigError(f"{error}; or write another dtype") from None
+            if start + _CHUNK < len(values):
+                self._flush_now()
 
     # ---- what is written ----
 
-    @contextlib.contextmanager
-    def _or_abort(self) -> Iterator[None]:
-        """What fails in the middle of writing has left half of something: nothing can follow it."""
-        try:
-            yield
-        except BaseException:
-            self.abort()
-            raise
-
     def _flush(self) -> None:
+        with self._alone():
+            self._flush_now()
+
+    def _flush_now(self) -> None:
         """Starts to write what is buffered, while more can be added."""
-        with self._or_abort():
-            self._flush_entries()
-            if self._hasher is not None:
-                self._hasher.update(self._buffer.view())
-            self._num_bytes += self._buffer.num_bytes
-            self._buffer.flush()
+        self._flush_entries()
+        if self._hasher is not None:
+            self._hasher.update(self._buffer.view())
+        self._num_bytes += self._buffer.num_bytes
+        self._buffer.flush()
 
     def _flush_entries(self) -> None:
-        lengths, documents = self._buffer.take_entries()
+        lengths, modes, documents = self._buffer.take_entries()
         self._lengths.extend(lengths)
         self._documents.extend(documents)
+        if self.multimodal:
+            self._modes.extend(modes)
 
-    def _copy_tokens(self, other: IndexedDataset, first: int, last: int) -> None:
-        """Appends the tokens of sequences [first, last), which lie one after the other."""
-        start = _start_of(other, first)
-        stop = _start_of(other, last)
-        for place in range(first, last, entries.LIMIT):
-            part = slice(place, min(place + entries.LIMIT, last))
-            lengths, pointers = other.sequence_lengths[part], other.sequence_pointers[part]
-            offset = _start_of(other, place)
-            bad, offset = _native.first_bad_sequence(
-                lengths, pointers, other.dtype.itemsize, offset
-            )
-            if bad < len(lengths) or offset != _start_of(other, part.stop):
-                raise DataError(
-                    f"{other.prefix}.idx: sequence {place + bad} does not start where the one "
-                    "before it ends. The index is damaged: write the pair again"
-                )
+    def _copy_tokens(self, other: IndexedDataset, start: int, stop: int) -> None:
+        """Appends bytes [start, stop) of another `.bin`."""
         if other.dtype != self.dtype:
-            for at in range(start, stop, _COPY_SIZE):
-                data = other.reader.read(at, min(_COPY_SIZE, stop - at))
-                self._append_array(data.view(other.dtype))
+            try:
+                for data in _blocks(other, start, stop):
+                    self._append(self._as_tokens(data.view(other.dtype)))
+                    self._flush_now()
+            except ConfigError as error:
+                self._close(f"an addition failed: {error}")
+                raise
             return
         if self._hasher is not None:
-            for at in range(start, stop, _COPY_SIZE):
-                self._hasher.update(other.reader.read(at, min(_COPY_SIZE, stop - at)))
+            for data in _blocks(other, start, stop):
+                self._hasher.update(data)
         self._buffer.wait()
-        bin_file, idx_file = open_pair(other.prefix)
-        assert bin_file is not None
-        with bin_file, idx_file:
-            _copy_file(bin_file, self._data, start, stop)
+        source = other.reopen_bin()
+        if source is not None:
+            with source:
+                _copy_file(source, self._data, start, stop)
+        else:  # no file, or another one is there by now
+            for data in _blocks(other, start, stop):
+                _write_all(self._data, data)
         self._num_bytes += stop - start
 
-    def _index_chunks(self) -> Iterator[Any]:
-        """The bytes of the index file, in pieces."""
+    def _write_files(self) -> None:
+        """Brings all that there is to the disk, under temporary names, and checks it."""
+        self._flush_now()
+        self._buffer.wait()
+        index_hasher = None if self._hasher is None else BlockHasher()
         header = Header(
             dtype=self.dtype,
             num_sequences=self.num_sequences,
             num_document_entries=self.num_documents + 1,
         )
+        with open(self._temporaries.idx, "wb", buffering=1 << 20) as index:
+            written = 0
+            for chunk in self._index_chunks(header):
+                index.write(chunk)
+                if index_hasher is not None:
+                    index_hasher.update(chunk)
+                index.flush()
+                _core.start_writeback(index.fileno(), written, index.tell() - written)
+                written = index.tell()
+            flush_to_disk(index)
+        if written != header.modes_offset + (self.num_sequences if self.multimodal else 0):
+            raise DataError(
+                f"{self.prefix}: {written} bytes of index were written for {self.num_sequences} "
+                f"sequences and {self.num_documents} documents. Nothing is published"
+            )
+        if self._hasher is not None or self._provenance is not None:
+            info = Info(
+                provenance=self._provenance or {},
+                bin=None if self._hasher is None else self._hasher.finish(),
+                idx=None if index_hasher is None else index_hasher.finish(),
+            )
+            with open(self._temporaries.info, "wb") as sidecar:
+                sidecar.write(info.to_json().encode())
+                flush_to_disk(sidecar)
+        flush_to_disk(self._data)
+
+    def _index_chunks(self, header: Header) -> Iterator[Any]:
+        """The bytes of the index file, in pieces."""
         yield header.pack()
         yield from self._lengths.chunks()
         pointer = 0
@@ -483,15 +488,112 @@ class IndexedDatasetBuilder:
             np.cumsum(starts, out=starts)
             yield starts[:-1]
             pointer = int(starts[-1])
+        size = os.fstat(self._data.fileno()).st_size
+        counted = self.num_tokens * self.dtype.itemsize
+        if not pointer == counted == self._num_bytes == size:
+            raise DataError(
+                f"{self.prefix}: the sequences' lengths make {pointer} bytes of tokens, {counted} "
+                f"were added, {self._num_bytes} were written, and the file has {size}. Something "
+                "else writes to it, or an addition was cut off: nothing is published"
+            )
         yield from self._documents.chunks()
         yield from self._modes.chunks()
 
 
-def _start_of(dataset: IndexedDataset, sequence: int) -> int:
-    """The byte at which a sequence starts; for the number after the last one, the end."""
-    return (
-        int(dataset.sequence_pointers[sequence]) if sequence < len(dataset) else dataset.reader.size
-    )
+_OPEN: weakref.WeakSet[IndexedDatasetBuilder] = weakref.WeakSet()
+
+
+def _disown_all() -> None:
+    for builder in list(_OPEN):
+        builder._disown()
+
+
+os.register_at_fork(after_in_child=_disown_all)
+
+
+def finalize_together(builders: Sequence[IndexedDatasetBuilder]) -> None:
+    """Finalises several builders: every file is whole and on the disk before the first pair
+    appears. If one of them fails, none is published.
+
+    Raises:
+        What `IndexedDatasetBuilder.finalize` raises.
+    """
+    with contextlib.ExitStack() as held:
+        for builder in builders:
+            held.enter_context(builder._alone())
+            if builder._buffer.has_open_document:
+                raise ConfigError(
+                    f"the last sequences of {builder.prefix} belong to no document yet; "
+                    "call end_document() before finalize()"
+                )
+        try:
+            for builder in builders:
+                with naming(bin_path(builder.prefix)):
+                    builder._write_files()
+                builder._check_open()
+            publish([(builder.prefix, builder._temporaries) for builder in builders])
+        finally:
+            for builder in builders:
+                builder._close("it was finalised")
+
+
+def _plain_json(provenance: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    try:
+        plain: dict[str, Any] | None = json.loads(json.dumps(provenance))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the provenance cannot be written as JSON ({error}); give texts, numbers, lists and "
+            "dicts"
+        ) from None
+    return plain
+
+
+def _as_lengths(lengths: ArrayLike, num_tokens: int) -> NDArray[np.int64]:
+    """The lengths of sequences, which must add up: int64 [sequences]."""
+    counts = whole_numbers("lengths", lengths)
+    least, most = int(counts.min(initial=0)), int(counts.max(initial=0))
+    if least < 0 or most > _MAX_LENGTH:
+        raise ConfigError(
+            f"the sequences' lengths {_short(counts)} go from {least} to {most}; 0 to "
+            f"{_MAX_LENGTH} is possible. Cut longer ones into several sequences"
+        )
+    if counts.sum() != num_tokens:
+        raise ConfigError(
+            f"the sequences' lengths {_short(counts)} sum to {counts.sum()}; there are "
+            f"{num_tokens} tokens"
+        )
+    return counts
+
+
+def _as_modes(modes: ArrayLike, count: int) -> NDArray[np.int8]:
+    values = whole_numbers("modes", modes)
+    if values.shape != (count,) or np.any(values != values.astype(np.int8)):
+        raise ConfigError(f"the modes {_short(values)} are no {count} numbers from -128 to 127")
+    return values.astype(np.int8)
+
+
+def _checked_range(documents: tuple[int, int] | None, other: IndexedDataset) -> tuple[int, int]:
+    if documents is None:
+        return 0, other.num_documents
+    start, stop = (whole("documents", number) for number in documents)
+    if not 0 <= start <= stop <= other.num_documents:
+        raise ConfigError(
+            f"documents {start} to {stop} of {other.prefix} were asked for; it has "
+            f"{other.num_documents}"
+        )
+    return start, stop
+
+
+def _blocks(dataset: IndexedDataset, start: int, stop: int) -> Iterator[NDArray[np.uint8]]:
+    """Bytes [start, stop) of its `.bin`, some at a time."""
+    for at in range(start, stop, _COPY_SIZE):
+        yield dataset.reader.read(at, min(_COPY_SIZE, stop - at))
+
+
+def _write_all(file: BinaryIO, data: NDArray[np.uint8]) -> None:
+    view = memoryview(data.data)
+    while len(view) > 0:  # one call writes 2 GiB at most, and less on a full disk
+        view = view[file.write(view) :]
 
 
 def _copy_file(source: BinaryIO, target: BinaryIO, start: int, stop: int) -> None:
@@ -511,6 +613,6 @@ def _copy_file(source: BinaryIO, target: BinaryIO, start: int, stop: int) -> Non
         at += count
 
 
-def _short(lengths: Sequence[int]) -> str:
-    text = ", ".join(str(length) for length in list(lengths)[:6])
+def _short(lengths: NDArray[Any]) -> str:
+    text = ", ".join(map(str, lengths[:6].tolist()))
     return f"[{text}, ...]" if len(lengths) > 6 else f"[{text}]"

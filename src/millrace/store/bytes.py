@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Callable
 from typing import Any, BinaryIO, Literal, Protocol
@@ -10,7 +9,7 @@ from typing import Any, BinaryIO, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace import _native
+from millrace import _core, _native
 from millrace.errors import ConfigError, DataError
 
 Bytes = NDArray[np.uint8]
@@ -64,9 +63,7 @@ class MMapReader:
 
     def __init__(self, file: BinaryIO) -> None:
         self.size = os.fstat(file.fileno()).st_size
-        # An empty file cannot be mapped.
-        content = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) if self.size else b""
-        self.bytes: Bytes = np.frombuffer(content, np.uint8)
+        self.bytes: Bytes = _core.map_file(file.fileno(), self.size)
 
     def read(self, byte_offset: int, num_bytes: int) -> Bytes:
         return self.bytes[byte_offset : byte_offset + num_bytes]

@@ -13,14 +13,16 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from millrace import _native
+from millrace.checks import paths, whole
 from millrace.cores import available_cores
-from millrace.errors import ConfigError, DataError
+from millrace.errors import DataError
+from millrace.files import naming
 from millrace.store.info import BLOCK_SIZE, Checksums, Info, block_hash, read_info
 from millrace.store.layout import HEADER, Header, parse_header
 from millrace.store.publish import bin_path, idx_path, info_to_read, open_pair
@@ -67,11 +69,10 @@ def verify(
     Raises:
         ConfigError: fewer than one thread.
     """
-    threads = available_cores() if threads is None else threads
-    if threads < 1:
-        raise ConfigError(f"threads is {threads}; at least 1 is needed")
+    names = paths("prefixes", prefixes)
+    threads = available_cores() if threads is None else whole("threads", threads, least=1)
     with ThreadPoolExecutor(threads) as pool:
-        return [_verify_settled(os.fspath(prefix), pool, on_bytes) for prefix in prefixes]
+        return [_verify_settled(name, pool, on_bytes) for name in names]
 
 
 def _verify_settled(
@@ -103,21 +104,37 @@ def _verify_one(
 ) -> Report:
     problems: list[str] = []
     info: Info | None = None
+    num_bytes = 0
+    # Positioned reads, of one opening: a file that is cut short meanwhile is a problem to report,
+    # where a map would end the process.
     try:
         info = read_info(prefix)
-    except DataError as error:
-        problems.append(str(error))
-    num_bytes = 0
-    if info is not None and info.bin is not None and info.idx is not None:
-        found, num_bytes = _check_blocks(prefix, info.bin, info.idx, pool, on_bytes)
-        problems += found
+    except (DataError, OSError) as error:
+        problems.append(_told(prefix, error))
     try:
-        dataset = IndexedDataset(prefix)
-    except DataError as error:
-        problems.append(str(error))
-    else:
-        problems += _check_structure(dataset)
-        num_bytes = num_bytes or dataset.num_bytes - dataset.reader.size
+        bin_file, idx_file = open_pair(prefix)
+        assert bin_file is not None
+        with bin_file, idx_file:
+            if info is not None and info.bin is not None and info.idx is not None:
+                parts = (".idx", idx_file, info.idx), (".bin", bin_file, info.bin)
+                for suffix, file, sums in parts:
+                    size = os.fstat(file.fileno()).st_size
+                    if size != sums.size:
+                        problems.append(
+                            f"{prefix}{suffix} has {size} bytes; when its checksums were made it "
+                            f"had {sums.size}"
+                        )
+                        continue
+                    with naming(prefix + suffix):
+                        bad = _bad_blocks(file, sums, pool, on_bytes)
+                    problems += [
+                        _name_block(prefix, suffix, block, size, idx_file) for block in bad
+                    ]
+                    num_bytes += size
+            problems += _check_structure(prefix, bin_file, idx_file)
+            num_bytes = num_bytes or os.fstat(idx_file.fileno()).st_size
+    except (DataError, OSError) as error:
+        problems.append(_told(prefix, error))
     return Report(
         prefix=prefix,
         problems=problems,
@@ -126,101 +143,182 @@ def _verify_one(
     )
 
 
+def _told(prefix: str, error: DataError | OSError) -> str:
+    """An error as a problem of a pair."""
+    if isinstance(error, OSError):
+        return f"{error.filename or prefix} cannot be read: {error.strerror or error}"
+    return str(error)
+
+
 # ---- structure ----
 
 
-def _check_structure(dataset: IndexedDataset) -> Iterator[str]:
+def _check_structure(prefix: str, bin_file: BinaryIO, idx_file: BinaryIO) -> Iterator[str]:
     """The first thing that is wrong with the sequences, and with the documents."""
-    idx, width = f"{dataset.prefix}.idx", dataset.dtype.itemsize
-    offset = 0
-    for start in range(0, len(dataset), _ENTRIES):
-        lengths = dataset.sequence_lengths[start : start + _ENTRIES]
-        pointers = dataset.sequence_pointers[start : start + _ENTRIES]
-        place, offset = _native.first_bad_sequence(lengths, pointers, width, offset)
+    idx, size = f"{prefix}.idx", os.fstat(bin_file.fileno()).st_size
+    head = os.pread(idx_file.fileno(), HEADER.size, 0)
+    header, _ = parse_header(head, os.fstat(idx_file.fileno()).st_size, idx)
+    columns = {
+        name: _Column(prefix, idx_file, dtype, offset, count)
+        for name, dtype, offset, count in (
+            ("lengths", "<i4", header.lengths_offset, header.num_sequences),
+            ("pointers", "<i8", header.pointers_offset, header.num_sequences),
+            ("documents", "<i8", header.documents_offset, header.num_document_entries),
+        )
+    }
+    byte = 0
+    for start in range(0, header.num_sequences, _ENTRIES):
+        lengths = columns["lengths"][start : start + _ENTRIES]
+        pointers = columns["pointers"][start : start + _ENTRIES]
+        place, byte = _native.first_bad_sequence(lengths, pointers, header.dtype.itemsize, byte)
         if place < len(lengths):
             yield (
                 f"{idx}: sequence {start + place} has the length {lengths[place]} and starts at "
-                f"byte {pointers[place]}; it should start at byte {offset}, with no negative length"
+                f"byte {pointers[place]}; it should start at byte {byte}, with no negative length"
             )
             break
-    entries = dataset.document_indices
-    place = _native.first_bad_document(entries, len(dataset))
-    if place < len(entries):
-        yield (
-            f"{idx}: document entry {place} is {entries[place]}; it should be at least "
-            f"{entries[place - 1] if place else 0} and at most {len(dataset)}"
+    else:
+        if byte != size:
+            yield (
+                f"{prefix}.bin has {size} bytes, but its index ends at byte {byte}. "
+                f"{'It is truncated or empty' if size < byte else 'It is too long'}. The files do "
+                "not belong together or are damaged: write them again"
+            )
+    least = 0
+    for start in range(0, header.num_document_entries, _ENTRIES):
+        documents = columns["documents"][start : start + _ENTRIES]
+        # The entries of a part go on from the last of the part before.
+        place = _native.first_bad_document(
+            np.concatenate(([least], documents)), header.num_sequences
         )
+        if place <= len(documents):
+            yield (
+                f"{idx}: document entry {start + place - 1} is {documents[place - 1]}; it should "
+                f"be at least {documents[place - 2] if place > 1 else least} and at most "
+                f"{header.num_sequences}"
+            )
+            return
+        least = int(documents[-1])
+    first = int(columns["documents"][:1][0])
+    if first != 0 or least != header.num_sequences:
+        yield (
+            f"{idx}: the document indices go from {first} to {least}, not from 0 to "
+            f"{header.num_sequences}, the number of sequences"
+        )
+
+
+@dataclass(frozen=True)
+class _Column:
+    """A column of an index that is read, not mapped."""
+
+    prefix: str
+    file: BinaryIO
+    dtype: str
+    offset: int
+    count: int
+
+    def __getitem__(self, part: slice) -> NDArray[Any]:
+        start, stop, _ = part.indices(self.count)
+        values = np.empty(stop - start, self.dtype)
+        at = self.offset + start * values.itemsize
+        if _read_at(self.file, at, values.view(np.uint8)) < values.nbytes:
+            raise DataError(f"{self.prefix}.idx was cut short while it was read: verify it again")
+        return values
+
+
+def check_documents(dataset: IndexedDataset, start: int, stop: int) -> tuple[int, int]:
+    """Checks the entries of documents [start, stop); returns the sequences that they have.
+
+    Raises:
+        DataError: entries that are out of order.
+    """
+    part = dataset.document_indices[start : stop + 1]
+    bad = _native.first_bad_document(part, len(dataset))
+    if bad < len(part):
+        raise DataError(
+            f"{dataset.prefix}.idx: document entry {start + bad} is {part[bad]}, out of order or "
+            f"not within the {len(dataset)} sequences. The index is damaged: write the pair again"
+        )
+    return int(part[0]), int(part[-1])
+
+
+def check_sequences(dataset: IndexedDataset, first: int, last: int) -> tuple[int, int]:
+    """Checks that sequences [first, last) lie one after the other; returns their bytes, (start,
+    stop).
+
+    Raises:
+        DataError: a sequence that does not start where the one before it ends.
+    """
+    start, stop = (
+        int(dataset.sequence_pointers[number]) if number < len(dataset) else dataset.reader.size
+        for number in (first, last)
+    )
+    lengths = dataset.sequence_lengths[first:last]
+    pointers = dataset.sequence_pointers[first:last]
+    bad, end = _native.first_bad_sequence(lengths, pointers, dataset.dtype.itemsize, start)
+    if bad < len(lengths) or end != stop or not 0 <= start <= stop <= dataset.reader.size:
+        raise DataError(
+            f"{dataset.prefix}.idx: sequence {first + bad} does not start where the one before it "
+            "ends. The index is damaged: write the pair again"
+        )
+    return start, stop
+
+
+def require_sound(dataset: IndexedDataset) -> None:
+    """Checks the whole index of a dataset.
+
+    Raises:
+        DataError: entries that do not agree with each other.
+    """
+    check_documents(dataset, 0, dataset.num_documents)
+    check_sequences(dataset, 0, len(dataset))
 
 
 # ---- checksums ----
 
 
-def _check_blocks(
-    prefix: str,
-    bin_sums: Checksums,
-    idx_sums: Checksums,
+def _bad_blocks(
+    file: BinaryIO,
+    sums: Checksums,
     pool: ThreadPoolExecutor,
     on_bytes: Callable[[int], Any] | None,
-) -> tuple[list[str], int]:
-    """What the checksums show, and how many bytes were read."""
-    try:
-        bin_file, idx_file = open_pair(prefix)
-    except DataError:
-        return [], 0  # opening the dataset says so
-    problems: list[str] = []
-    num_bytes = 0
+) -> list[int]:
+    """The blocks of a file whose checksums are others."""
+    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
     memory = threading.local()  # a block for each thread
-    assert bin_file is not None
-    with bin_file, idx_file:
-        for suffix, file, sums in ((".idx", idx_file, idx_sums), (".bin", bin_file, bin_sums)):
-            size = os.fstat(file.fileno()).st_size
-            if size != sums.size:
-                problems.append(
-                    f"{prefix}{suffix} has {size} bytes; when its checksums were made it had "
-                    f"{sums.size}"
-                )
-                continue
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
-            def is_well(block: int, file: Any = file, sums: Checksums = sums) -> bool:
-                if not hasattr(memory, "block"):
-                    memory.block = np.empty(BLOCK_SIZE, np.uint8)
-                count = _read_block(file.fileno(), block, memory.block)
-                if on_bytes is not None:
-                    on_bytes(count)
-                return block_hash(memory.block[:count].data) == sums.blocks[block]
+    def is_well(block: int) -> bool:
+        if not hasattr(memory, "block"):
+            memory.block = np.empty(BLOCK_SIZE, np.uint8)
+        count = _read_at(file, block * BLOCK_SIZE, memory.block)
+        if on_bytes is not None:
+            on_bytes(count)
+        return block_hash(memory.block[:count].data) == sums.blocks[block]
 
-            bad = [
-                block
-                for block, well in enumerate(pool.map(is_well, range(len(sums.blocks))))
-                if not well
-            ]
-            num_bytes += size
-            problems += [_name_block(prefix, suffix, block, size) for block in bad]
-    return problems, num_bytes
+    wells = pool.map(is_well, range(len(sums.blocks)))
+    return [block for block, well in enumerate(wells) if not well]
 
 
-def _read_block(descriptor: int, block: int, buffer: NDArray[np.uint8]) -> int:
+def _read_at(file: BinaryIO, offset: int, buffer: NDArray[np.uint8]) -> int:
+    """Fills a buffer from a place in a file; returns how many bytes there were."""
     view = memoryview(buffer.data)
     done = 0
     while done < len(view):
-        count = os.preadv(descriptor, [view[done:]], block * BLOCK_SIZE + done)
+        count = os.preadv(file.fileno(), [view[done:]], offset + done)
         if count == 0:
             break
         done += count
     return done
 
 
-def _name_block(prefix: str, suffix: str, block: int, size: int) -> str:
+def _name_block(prefix: str, suffix: str, block: int, size: int, idx_file: BinaryIO) -> str:
     """A damaged block, with what lies in it."""
     start, stop = block * BLOCK_SIZE, min((block + 1) * BLOCK_SIZE, size)
     text = f"{prefix}{suffix}: block {block} (bytes {start} to {stop - 1}) is damaged"
     try:
-        with open(f"{prefix}.idx", "rb") as file:
-            header, _ = parse_header(
-                file.read(HEADER.size), os.fstat(file.fileno()).st_size, f"{prefix}.idx"
-            )
         if suffix == ".idx":
+            head = os.pread(idx_file.fileno(), HEADER.size, 0)
+            header, _ = parse_header(head, os.fstat(idx_file.fileno()).st_size, f"{prefix}.idx")
             return f"{text}: {_name_columns(header, start, stop)}"
         dataset = IndexedDataset(prefix)
         first = int(np.searchsorted(dataset.sequence_pointers, start, side="right")) - 1

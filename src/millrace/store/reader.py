@@ -5,22 +5,24 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import mmap
 import operator
 import os
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any, SupportsIndex, overload
+from types import TracebackType
+from typing import Any, BinaryIO, SupportsIndex, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from millrace import _core, _native
+from millrace.checks import whole, whole_numbers
 from millrace.errors import ConfigError, DataError
+from millrace.files import xxh3
 from millrace.store.bytes import Access, BinReader, MMapReader, open_bin
 from millrace.store.info import Info, read_info
 from millrace.store.layout import HEADER, parse_header
-from millrace.store.publish import open_pair
+from millrace.store.publish import bin_path, idx_path, open_pair
 
 
 class IndexedDataset:
@@ -43,12 +45,18 @@ class IndexedDataset:
         reader: the bytes of the `.bin`.
 
     The arrays are read-only views of the mapped index. Opening looks at the header, the sizes and
-    the first and last entries alone, whatever the size. An open dataset goes on showing the files
-    that it opened when another pair is published at its prefix. It can be pickled, forked and used
-    by several threads.
+    the first and last entries alone, whatever the size. No descriptor stays open behind a map. An
+    open dataset goes on showing the files that it opened when another pair is published at its
+    prefix. It can be forked and used by several threads, and pickled: where the pickle is opened,
+    the same data must be at the prefix.
+
+    A mapped file that another program cuts short is a bus error, which ends the process, for
+    whoever touches a view of what is gone; `read`, `GPTDataset.batch` and the `Loader` raise
+    DataError instead.
 
     Raises:
-        DataError: a missing, truncated, damaged or foreign file.
+        DataError: a missing, truncated, damaged or foreign file; in a pickle that is opened, other
+            data than were pickled.
 
     Example:
         >>> dataset = IndexedDataset("data/web_text_document")   # doctest: +SKIP
@@ -63,14 +71,15 @@ class IndexedDataset:
         bin_reader: BinReader | None = None,
     ) -> None:
         self.prefix = os.fspath(prefix)
-        self._reopen = {"access": access, "bin_reader": bin_reader}
+        self._options = {"access": access, "bin_reader": bin_reader}
         bin_file, idx_file = open_pair(self.prefix, has_bin=bin_reader is None)
         with idx_file, bin_file or contextlib.nullcontext():
             size = os.fstat(idx_file.fileno()).st_size
             self.header, has_modes = parse_header(
                 idx_file.read(HEADER.size), size, self.prefix + ".idx"
             )
-            self._index = mmap.mmap(idx_file.fileno(), 0, prot=mmap.PROT_READ)
+            self._index = _core.map_file(idx_file.fileno(), size)
+            self._files = [_identity(file) for file in (bin_file, idx_file) if file is not None]
             if bin_file is not None:
                 bin_reader = open_bin(bin_file, access)
         assert bin_reader is not None
@@ -172,6 +181,7 @@ class IndexedDataset:
             ConfigError: the `.bin` is not mapped.
         """
         if self._tokens is None:
+            self._check_open()
             raise ConfigError(f"{self.prefix}.bin is not mapped; open it with access='mmap'")
         return self._tokens
 
@@ -216,14 +226,15 @@ class IndexedDataset:
         """
         number = operator.index(index)
         available = self.sequence_lengths.item(number)
-        count = available - offset if length is None else int(length)
-        if offset < 0 or count < 0 or offset + count > available:
+        start = whole("offset", offset)
+        count = available - start if length is None else whole("length", length)
+        if start < 0 or count < 0 or start + count > available:
             raise ConfigError(
-                f"tokens [{offset}, {offset + count}) of sequence {number} were asked for; "
+                f"tokens [{start}, {start + count}) of sequence {number} were asked for; "
                 f"it has {available} tokens"
             )
-        start = self.sequence_pointers.item(number) + int(offset) * self.dtype.itemsize
-        return self._read(number, start, count)
+        pointer = self.sequence_pointers.item(number)
+        return self._read(number, pointer + start * self.dtype.itemsize, count)
 
     def read(self, sequence_ids: ArrayLike) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """Many sequences at once, anywhere in the file, in one call of the core.
@@ -239,21 +250,15 @@ class IndexedDataset:
             IndexError: no such sequence.
             DataError: the index points outside the token file.
         """
-        ids = np.asarray(sequence_ids)
-        if ids.size == 0:
-            ids = ids.astype(np.int64)
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise ConfigError(
-                f"sequence_ids have shape {ids.shape} and dtype {ids.dtype}; "
-                "integers of shape [n] are needed"
-            )
+        ids = whole_numbers("sequence_ids", sequence_ids)
+        self._check_open()
         try:
             if isinstance(self.reader, MMapReader):
                 flat, offsets = _native.copy_sequences(
                     self.reader.bytes,
                     self.sequence_pointers,
                     self.sequence_lengths,
-                    np.ascontiguousarray(ids, np.int64),
+                    ids,
                     self.dtype.itemsize,
                 )
                 return flat.view(self.dtype), offsets
@@ -261,6 +266,8 @@ class IndexedDataset:
             counts <<= self._shift
             flat = self.reader.gather(self.sequence_pointers[ids], counts)
         except ValueError as error:
+            if isinstance(error, DataError):  # it says itself what is wrong
+                raise DataError(f"{self.prefix}.bin/.idx: {error}") from None
             raise DataError(
                 f"{self.prefix}.idx: {error} (of the sequences that were asked for). "
                 "The index is damaged: write the pair again"
@@ -281,7 +288,7 @@ class IndexedDataset:
         place += self.num_documents if place < 0 else 0
         if not 0 <= place < self.num_documents:
             raise IndexError(
-                f"there is no document {number}; {self.prefix} has 0 to {self.num_documents - 1}"
+                f"there is no document {place}; {self.prefix} has 0 to {self.num_documents - 1}"
             )
         first, last = self.document_indices[place : place + 2].tolist()
         if not 0 <= first <= last <= len(self):
@@ -330,12 +337,86 @@ class IndexedDataset:
                 digest.update(read(start, min(_BLOCK, size - start)).data)
         return digest.hexdigest()
 
+    @cached_property
+    def lengths_checksum(self) -> str:
+        """A checksum (XXH3-64, 16 hex digits) of all sequence lengths, which decide the order."""
+        digest = xxh3()
+        digest.update(np.ascontiguousarray(self.sequence_lengths).view(np.uint8).data)
+        return str(digest.hexdigest())
+
     def info(self) -> Info | None:
         """The sidecar's checksums and provenance; None where there is no sidecar."""
         return read_info(self.prefix)
 
+    def reopen_bin(self) -> BinaryIO | None:
+        """The `.bin` as a file; None if it is none, or another one is at its name by now."""
+        if self._options["bin_reader"] is not None:
+            return None
+        with contextlib.ExitStack() as opened:
+            try:
+                file = opened.enter_context(open(bin_path(self.prefix), "rb", buffering=0))
+            except OSError:
+                return None
+            if _identity(file) != self._files[0]:
+                return None
+            opened.pop_all()
+            return file
+
+    def check_sizes(self) -> None:
+        """Looks whether the files, if they are still at the prefix, have become shorter.
+
+        Raises:
+            DataError: one has.
+        """
+        paths = [idx_path(self.prefix), bin_path(self.prefix)]
+        for path, opened in zip(paths, reversed(self._files), strict=False):
+            try:
+                now = os.stat(path)
+            except OSError:
+                continue  # gone from its name: what was opened stays
+            if (now.st_dev, now.st_ino) == opened[:2] and now.st_size < opened[2]:
+                raise DataError(
+                    f"{path} has {now.st_size} bytes; it had {opened[2]} when it was opened, and "
+                    "was cut short since. Restore it: files in use are replaced by renames"
+                )
+
+    # ---- an end, and other processes ----
+
+    def close(self) -> None:
+        """Lets go of the files. Arrays that were taken from the dataset stay as they are.
+
+        Without it, that happens when the dataset and its last array are gone.
+        """
+        for name in ("_index", "reader", *_COLUMNS):
+            self.__dict__.pop(name, None)
+        self.sequence_modes = self._tokens = self._views = None
+        self._options = {}
+
+    def _check_open(self) -> None:
+        if not self._options:
+            raise ConfigError(f"{self.prefix} is closed; open it again")
+
+    def __getattr__(self, name: str) -> Any:
+        # Reached for names alone that are not there: those that `close` takes away, and wrong ones.
+        if "_options" in self.__dict__:
+            self._check_open()
+        raise AttributeError(f"an {type(self).__name__} has no {name}")
+
+    def __enter__(self) -> IndexedDataset:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return _open, (type(self), self.prefix, self._reopen)
+        self._check_open()
+        pickled = (self._files, self.fingerprint, self.lengths_checksum)
+        return _open_same, (type(self), self.prefix, self._options, pickled)
 
     def __repr__(self) -> str:
         return (
@@ -344,13 +425,33 @@ class IndexedDataset:
         )
 
 
+_COLUMNS = ("sequence_lengths", "sequence_pointers", "document_indices")
 _CHUNK = 1024  # sequences that iteration reads at a time
 _BLOCK = 4096
 _FINGERPRINT_BLOCKS = 16
 
 
-def _open(kind: type[IndexedDataset], prefix: str, options: dict[str, Any]) -> IndexedDataset:
-    return kind(prefix, **options)
+def _open_same(
+    kind: type[IndexedDataset], prefix: str, options: dict[str, Any], pickled: tuple[Any, ...]
+) -> IndexedDataset:
+    """Opens a pickled dataset, if the very data are there that it had."""
+    dataset = kind(prefix, **options)
+    # The same files, or (on another machine, or after a copy) the same content.
+    if dataset._files != pickled[0] and pickled[1:] != (
+        dataset.fingerprint,
+        dataset.lengths_checksum,
+    ):
+        raise DataError(
+            f"{prefix}.bin/.idx hold other data than the dataset that was pickled: they were "
+            "replaced since. Open the dataset anew, and pickle that one"
+        )
+    return dataset
+
+
+def _identity(file: BinaryIO) -> tuple[int, ...]:
+    """Which file it is, and in which state."""
+    stat = os.fstat(file.fileno())
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def _cut(flat: NDArray[Any], offsets: NDArray[np.int64]) -> list[NDArray[Any]]:

@@ -1,0 +1,74 @@
+#include "mapping.hpp"
+
+#include <signal.h>
+#include <sys/mman.h>
+
+#include <cerrno>
+#include <mutex>
+#include <system_error>
+
+namespace millrace {
+namespace {
+
+// What a signal handler needs cannot be passed to it: the reads of this thread, innermost first, and
+// the handler that ours has replaced.
+thread_local MappedRead* innermost = nullptr;
+struct sigaction previous = {};
+std::mutex installing;
+
+void on_bus_error(int number, siginfo_t* info, void* context) {
+  if (innermost != nullptr) {
+    siglongjmp(innermost->jump, 1);
+  }
+  if ((previous.sa_flags & SA_SIGINFO) != 0) {
+    previous.sa_sigaction(number, info, context);
+  } else if (previous.sa_handler != SIG_DFL && previous.sa_handler != SIG_IGN) {
+    previous.sa_handler(number);
+  } else {
+    (void)::sigaction(number, &previous, nullptr);  // the read is tried again, and it decides
+  }
+}
+
+// Others set handlers too (torch in its DataLoader's workers, faulthandler): looked at each time,
+// which takes less than a tenth of a microsecond.
+void install() {
+  struct sigaction present = {};
+  if (::sigaction(SIGBUS, nullptr, &present) != 0 ||
+      ((present.sa_flags & SA_SIGINFO) != 0 && present.sa_sigaction == on_bus_error)) {
+    return;
+  }
+  const std::lock_guard<std::mutex> guard(installing);
+  (void)::sigaction(SIGBUS, nullptr, &present);
+  if ((present.sa_flags & SA_SIGINFO) != 0 && present.sa_sigaction == on_bus_error) {
+    return;
+  }
+  previous = present;
+  struct sigaction ours = {};
+  ours.sa_sigaction = on_bus_error;
+  // Not blocked while it runs, as it may end in a jump; on the thread's other stack, if it has one.
+  ours.sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK;
+  (void)::sigaction(SIGBUS, &ours, nullptr);
+}
+
+}  // namespace
+
+const std::uint8_t* map_file(int descriptor, std::size_t size) {
+  void* start = ::mmap(nullptr, size, PROT_READ, MAP_SHARED, descriptor, 0);
+  if (start == MAP_FAILED) {
+    throw std::system_error(errno, std::generic_category(), "mmap");
+  }
+  return static_cast<const std::uint8_t*>(start);
+}
+
+void unmap_file(const std::uint8_t* start, std::size_t size) noexcept {
+  (void)::munmap(const_cast<std::uint8_t*>(start), size);
+}
+
+MappedRead::MappedRead() : outer_(innermost) {
+  install();
+  innermost = this;
+}
+
+MappedRead::~MappedRead() { innermost = outer_; }
+
+}  // namespace millrace

@@ -1,0 +1,54 @@
+// Mapped files, and reads of them that end in an error where the file has become shorter.
+#pragma once
+
+#include <csetjmp>
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <utility>
+
+namespace millrace {
+
+// Maps the first `size` bytes of an open file, read-only; the descriptor is not kept. Throws
+// std::system_error.
+const std::uint8_t* map_file(int descriptor, std::size_t size);
+void unmap_file(const std::uint8_t* start, std::size_t size) noexcept;
+
+// Mapped pages that a file no longer has, or that its storage cannot deliver, raise SIGBUS, which
+// ends the process. While one of these lives, a SIGBUS of its thread comes back to where its `jump`
+// was set instead; any other one goes to whoever would have had it before.
+class MappedRead {
+ public:
+  MappedRead();
+  ~MappedRead();
+  MappedRead(const MappedRead&) = delete;
+  MappedRead& operator=(const MappedRead&) = delete;
+
+  sigjmp_buf jump;
+
+ private:
+  MappedRead* outer_;
+};
+
+// A page of a mapped file that was there when it was mapped.
+class LostPage : public std::runtime_error {
+ public:
+  LostPage()
+      : std::runtime_error(
+            "a mapped file has become shorter, or its storage fails: a page of it cannot be read. "
+            "Restore the file; files that are mapped are replaced by renames, never cut short") {}
+};
+
+// Runs `work`, which reads mapped files. As a jump may end it in the middle, nothing that it makes
+// itself may need a destructor; it fills what was made outside. Throws LostPage if a page was not
+// there.
+template <class Work>
+void read_mapped(Work&& work) {
+  MappedRead read;
+  if (sigsetjmp(read.jump, 0) != 0) {
+    throw LostPage();
+  }
+  std::forward<Work>(work)();
+}
+
+}  // namespace millrace

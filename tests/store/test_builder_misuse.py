@@ -1,0 +1,383 @@
+"""A builder in the hands of threads, forks, signals and odd arguments."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from millrace import ConfigError, DataError, IndexedDataset, IndexedDatasetBuilder, MillraceError
+from millrace.store import finalize_together, verify
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def descriptors() -> set[str]:
+    """What this process has open."""
+    open_files = set()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            open_files.add(os.readlink(f"/proc/self/fd/{number}"))
+    return open_files
+
+
+def run(code: str, *arguments: object, timeout: float = 60) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert result.returncode == 0, f"{result.returncode}: {result.stderr}"
+    return result.stdout
+
+
+# ---- Ctrl-C, then "finalise what there is" ----
+
+
+@contextlib.contextmanager
+def interrupted_after(seconds: float) -> Iterator[None]:
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an open file
+@pytest.mark.parametrize("kind", ["sequences", "documents", "many", "merge"])
+def test_what_is_finalised_after_ctrl_c_is_whole(tmp_path: Path, kind: str) -> None:
+    with IndexedDatasetBuilder(tmp_path / "source") as source:
+        for number in range(20_000):
+            source.add_document([number])
+    tokens = np.arange(700_000, dtype=np.int32)  # more than is checked at a time
+    draw = random.Random(kind)
+    published = 0
+    for number in range(60):
+        prefix = tmp_path / f"data{number % 2}"
+        builder = IndexedDatasetBuilder(prefix)
+        try:
+            with interrupted_after(draw.random() * 0.03 + 1e-4):
+                while True:
+                    if kind == "sequences":
+                        builder.add_sequence(tokens[: draw.randrange(3000)])
+                        builder.end_document()
+                    elif kind == "documents":
+                        builder.add_document(list(range(draw.randrange(300))))
+                    elif kind == "many":
+                        builder.add_documents(tokens, [350_000, 350_000])
+                    else:
+                        builder.add_index(tmp_path / "source")
+        except KeyboardInterrupt:
+            pass
+        try:
+            with contextlib.suppress(ConfigError):  # a document is open, or the builder is closed
+                builder.end_document()
+            builder.finalize()
+            published += 1
+        except ConfigError:
+            builder.abort()
+        if (tmp_path / f"data{number % 2}.idx").exists():
+            assert verify([prefix])[0].problems == []
+    if kind in ("sequences", "documents"):
+        assert published > 0
+    assert not [name for name in names(tmp_path) if ".tmp" in name or ".new" in name]
+
+
+def test_what_was_written_is_compared_before_it_is_published(tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(tmp_path / "data") as builder:
+        builder.add_document([1, 2])
+    builder = IndexedDatasetBuilder(tmp_path / "data")
+    builder.add_document([3])
+    (temporary,) = tmp_path.glob("data.bin.*.tmp")
+    with open(temporary, "ab") as file:
+        file.write(b"not ours")
+    with pytest.raises(DataError, match=r"the file has 8.*nothing is published"):
+        builder.finalize()
+    assert names(tmp_path) == ["data.bin", "data.idx"]
+    assert IndexedDataset(tmp_path / "data")[0].tolist() == [1, 2]
+
+
+# ---- arguments ----
+
+
+@pytest.mark.parametrize("lengths", [[1.5, 1.5], ["1", "2"], [[1], [2]], 3, np.array([3.0])])
+def test_lengths_that_are_no_whole_numbers_are_refused(tmp_path: Path, lengths: Any) -> None:
+    builder = IndexedDatasetBuilder(tmp_path / "data")
+    for add in (builder.add_document, builder.add_documents):
+        with pytest.raises(ConfigError, match="lengths"):
+            add([1, 2, 3], lengths)
+    builder.add_document([4])
+    builder.finalize()
+    assert [sequence.tolist() for sequence in IndexedDataset(tmp_path / "data")] == [[4]]
+
+
+class Seven:
+    def __index__(self) -> int:
+        return 7
+
+
+def unaligned(values: np.ndarray) -> np.ndarray:
+    raw = bytearray(1) + values.tobytes()
+    return np.frombuffer(raw, values.dtype, offset=1)
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int64, np.float32])
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        (1, 2, 3),
+        [np.int64(1), np.uint8(2), 3],
+        np.array([1, 2, 3], ">i4"),
+        np.array([1, 0, 2, 0, 3])[::2],
+        unaligned(np.array([1, 2, 3], np.int32)),
+        np.array([1, 2, 3], object),
+    ],
+    ids=["tuple", "NumPy's ints", "big-endian", "strided", "unaligned", "objects"],
+)
+@pytest.mark.parametrize(
+    "lengths",
+    [(2, 1), [np.int64(2), np.int32(1)], np.array([2, 1], np.uint64), np.array([2, 1], ">i2")],
+    ids=["tuple", "NumPy's ints", "uint64", "big-endian"],
+)
+def test_tokens_and_lengths_of_every_kind_are_taken(
+    tmp_path: Path, dtype: Any, tokens: Any, lengths: Any
+) -> None:
+    if dtype is np.float32 and isinstance(tokens, np.ndarray) and tokens.dtype.kind == "O":
+        tokens = tokens.astype(np.int8)
+    with IndexedDatasetBuilder(tmp_path / "data", dtype) as builder:
+        builder.add_document(tokens, lengths=lengths)
+        builder.add_documents(tokens, lengths)
+        builder.add_sequence(tokens)
+        builder.end_document()
+    dataset = IndexedDataset(tmp_path / "data")
+    assert [s.tolist() for s in dataset] == [[1, 2], [3], [1, 2], [3], [1, 2, 3]]
+    assert dataset.document_indices.tolist() == [0, 2, 3, 4, 5]
+
+
+def test_a_token_that_uses_the_builder_itself_is_harmless(tmp_path: Path) -> None:
+    """Its `__index__` adds documents, and grows the buffer that its own document goes to."""
+    builder = IndexedDatasetBuilder(tmp_path / "data")
+
+    class Busy:
+        def __index__(self) -> int:
+            builder.add_document(np.arange(300_000))
+            return 9
+
+    for tokens in ([1, Busy(), 2], (Busy(),), [Seven()]):
+        builder.add_document(tokens)  # type: ignore[arg-type]
+    builder.finalize()
+    lengths = IndexedDataset(tmp_path / "data").sequence_lengths.tolist()
+    assert lengths.count(300_000) == 2
+    assert verify([tmp_path / "data"])[0].problems == []
+
+
+@pytest.mark.parametrize("ending", [".bin", ".idx"])
+def test_a_prefix_with_an_ending_is_refused(tmp_path: Path, ending: str) -> None:
+    with pytest.raises(ConfigError, match=f"give it without {ending}"):
+        IndexedDatasetBuilder(tmp_path / f"data{ending}")
+
+
+@pytest.mark.parametrize("provenance", [{"path": Path("x")}, {"a": {1, 2}}, {"n": np.int64(3)}])
+def test_provenance_that_is_no_json_is_refused_before_any_work(
+    tmp_path: Path, provenance: Any
+) -> None:
+    with pytest.raises(ConfigError, match="cannot be written as JSON"):
+        IndexedDatasetBuilder(tmp_path / "data", provenance=provenance)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["multimodal", "checksums"])
+def test_flags_are_flags(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is 1; give True or False"):
+        IndexedDatasetBuilder(tmp_path / "data", **{name: 1})  # type: ignore[arg-type]
+    IndexedDatasetBuilder(tmp_path / "data", **{name: np.True_}).abort()  # type: ignore[arg-type]
+
+
+# ---- several builders ----
+
+
+def test_of_several_builders_all_are_published_or_none(tmp_path: Path) -> None:
+    def start(token: int) -> list[IndexedDatasetBuilder]:
+        builders = [IndexedDatasetBuilder(tmp_path / name) for name in ("a", "b", "c")]
+        for builder in builders:
+            builder.add_document([token])
+        return builders
+
+    def found() -> list[int]:
+        return [int(IndexedDataset(tmp_path / name)[0][0]) for name in ("a", "b", "c")]
+
+    finalize_together(start(1))
+    assert found() == [1, 1, 1]
+    builders = start(2)
+    builders[1].add_sequence([2])
+    with pytest.raises(ConfigError, match="call end_document"):
+        finalize_together(builders)
+    builders[1].end_document()
+    finalize_together(builders)  # the refusal closed none of them
+    assert found() == [2, 2, 2]
+    for broken in range(3):
+        builders = start(3)
+        os.mkdir(builders[broken]._temporaries.idx)
+        with pytest.raises(IsADirectoryError):
+            finalize_together(builders)
+        assert found() == [2, 2, 2]
+        for path in tmp_path.glob("*.tmp"):
+            path.rmdir()
+        assert names(tmp_path) == ["a.bin", "a.idx", "b.bin", "b.idx", "c.bin", "c.idx"]
+
+
+# ---- threads ----
+
+
+def test_threads_take_turns(tmp_path: Path) -> None:
+    code = """
+import sys, threading, numpy as np
+from millrace import IndexedDatasetBuilder
+builder = IndexedDatasetBuilder(sys.argv[1], np.int32, checksums=True)
+def add(number):
+    for size in range(400):
+        builder.add_document([number] * (size % 50))
+        builder.add_document(np.full(size * 37, number))
+        builder.add_documents(np.full(3000, number), [1000, 2000])
+threads = [threading.Thread(target=add, args=(n,)) for n in range(4)]
+sys.setswitchinterval(1e-5)
+[t.start() for t in threads]; [t.join() for t in threads]
+builder.finalize()
+"""
+    run(code, tmp_path / "data")
+    dataset = IndexedDataset(tmp_path / "data")
+    assert verify([tmp_path / "data"])[0].problems == []
+    assert dataset.num_documents == 4 * 400 * 4
+    assert all(len(np.unique(sequence)) <= 1 for sequence in dataset)
+
+
+def test_an_end_in_another_thread_ends_every_call(tmp_path: Path) -> None:
+    """`abort` and `finalize` wait for a call that is under way; later ones say so."""
+    for end in ("abort", "finalize"):
+        builder = IndexedDatasetBuilder(tmp_path / "data")
+        errors: list[str] = []
+
+        def add(builder: IndexedDatasetBuilder = builder, errors: list[str] = errors) -> None:
+            try:
+                while True:
+                    builder.add_documents(np.arange(600_000), [600_000])
+            except MillraceError as error:
+                errors.append(str(error))
+
+        thread = threading.Thread(target=add)
+        thread.start()
+        while builder.num_documents < 3:
+            pass
+        getattr(builder, end)()
+        thread.join(30)
+        assert not thread.is_alive()
+        assert "is closed" in errors[0]
+    assert verify([tmp_path / "data"])[0].problems == []
+
+
+def test_a_call_from_within_a_call_is_refused(tmp_path: Path) -> None:
+    builder = IndexedDatasetBuilder(tmp_path / "data")
+    with builder._alone(), pytest.raises(ConfigError, match="from within one of its own calls"):
+        builder.add_document((1, 2))
+    builder.add_document([3])
+    builder.finalize()
+    assert len(IndexedDataset(tmp_path / "data")) == 1
+
+
+# ---- forks ----
+
+
+def test_a_forked_child_leaves_its_parents_builder_alone(tmp_path: Path) -> None:
+    code = """
+import os, sys, numpy as np
+from millrace import IndexedDatasetBuilder, MillraceError
+builder = IndexedDatasetBuilder(sys.argv[1], np.int32)
+builder.add_document(np.arange(1000))
+builder._flush()
+child = os.fork()
+if child == 0:
+    for use in (lambda: builder.add_document([1]), lambda: builder.add_document((1,)),
+                lambda: builder.add_documents([1], [1]), builder.end_document, builder.finalize,
+                lambda: IndexedDatasetBuilder(sys.argv[1])):
+        try:
+            use()
+        except MillraceError as error:
+            continue
+        sys.exit(3)
+    builder.abort()
+    sys.exit(0)  # a normal exit, with all its clean-up
+assert os.waitpid(child, 0)[1] == 0
+builder.add_document([7])
+builder.finalize()
+"""
+    run(code, tmp_path / "data")
+    assert [len(s) for s in IndexedDataset(tmp_path / "data")] == [1000, 1]
+    assert names(tmp_path) == ["data.bin", "data.idx"]
+
+
+# ---- what is left behind ----
+
+
+def add_much(builder: IndexedDatasetBuilder) -> None:
+    builder.add_documents(np.zeros(1_200_000, np.int32), np.ones(1_200_000, np.int64))  # spills
+
+
+@pytest.mark.parametrize("end", ["finalize", "abort", "drop"])
+def test_an_ended_builder_keeps_no_descriptor_and_no_file(tmp_path: Path, end: str) -> None:
+    before = descriptors()
+    builder: IndexedDatasetBuilder | None = IndexedDatasetBuilder(tmp_path / "data")
+    assert builder is not None
+    add_much(builder)
+    assert len(descriptors() - before) >= 2
+    if end == "drop":
+        del builder
+        gc.collect()
+    else:
+        getattr(builder, end)()
+        assert builder.num_tokens == 1_200_000
+    assert {path for path in descriptors() - before if str(tmp_path) in path} == set()
+    assert names(tmp_path) == (["data.bin", "data.idx"] if end == "finalize" else [])
+
+
+def test_a_script_that_ends_with_an_open_builder_leaves_nothing(tmp_path: Path) -> None:
+    code = (
+        "import sys, millrace; b = millrace.IndexedDatasetBuilder(sys.argv[1]); b.add_document([1])"
+    )
+    run(code, tmp_path / "data")
+    assert names(tmp_path) == []
+
+
+def test_an_error_of_the_system_names_the_file(tmp_path: Path) -> None:
+    code = """
+import json, resource, sys, numpy as np
+from millrace import IndexedDatasetBuilder
+builder = IndexedDatasetBuilder(sys.argv[1], np.int32)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, -1))
+try:
+    builder.add_documents(np.zeros(1 << 20, np.int32), [1 << 20])
+    builder.finalize()
+except OSError as error:
+    print(json.dumps([error.errno, error.filename]))
+"""
+    assert json.loads(run(code, tmp_path / "data")) == [27, f"{tmp_path}/data.bin"]
+    assert names(tmp_path) == []

@@ -1,0 +1,421 @@
+"""Pairs that are replaced, cut short or left half-published while others use them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import millrace
+from millrace import ConfigError, DataError, IndexedDataset, IndexedDatasetBuilder
+from millrace.jobs import merge, split
+from millrace.store import publish, verify
+
+
+def write(prefix: Path, token: int, length: int = 100, count: int = 20) -> None:
+    with IndexedDatasetBuilder(prefix, np.int32) as builder:
+        for _ in range(count):
+            builder.add_document(np.full(length, token))
+
+
+def run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+# ---- readers while a pair is replaced ----
+
+_PUBLISH = """
+import sys, numpy as np
+from millrace import IndexedDatasetBuilder
+number = 0
+while True:
+    number += 1
+    with IndexedDatasetBuilder(sys.argv[1], np.int32) as builder:
+        for _ in range(20):  # always as many tokens: the sizes of the pairs are equal
+            builder.add_document(np.full(60 + number % 41, number))
+        builder.add_document(np.full(20 * (40 - number % 41), number))
+    print(number, flush=True)
+"""
+
+
+@contextlib.contextmanager
+def publisher(prefix: Path) -> Iterator[None]:
+    """A process that replaces a pair all the time."""
+    command = [sys.executable, "-c", _PUBLISH, str(prefix)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def is_one_generation(dataset: IndexedDataset) -> bool:
+    number = int(dataset[0][0])
+    lengths = [60 + number % 41] * 20 + [20 * (40 - number % 41)]
+    return dataset.sequence_lengths.tolist() == lengths and np.all(dataset.tokens == number)
+
+
+@pytest.mark.parametrize("checksums", [False, True])
+def test_a_merge_takes_lengths_and_tokens_of_one_pair(tmp_path: Path, checksums: bool) -> None:
+    with publisher(tmp_path / "source"):
+        for _ in range(80):
+            merged = merge([tmp_path / "source"], tmp_path / "merged", checksums=checksums)
+            assert is_one_generation(merged)
+
+
+def test_a_split_takes_all_shards_of_one_pair(tmp_path: Path) -> None:
+    with publisher(tmp_path / "source"):
+        for _ in range(15):
+            shards = split(tmp_path / "source", tmp_path / "shard", documents=3)
+            assert len(shards) == 7
+            assert is_one_generation(merge(shards, tmp_path / "merged"))
+
+
+def test_a_pickle_refuses_other_data_than_its_own(tmp_path: Path) -> None:
+    write(tmp_path / "data", 1)
+    dataset = IndexedDataset(tmp_path / "data")
+    pickled = pickle.dumps(dataset)
+    assert pickle.loads(pickled)[0].tolist() == [1] * 100
+    os.utime(tmp_path / "data.idx")  # other times, the same data
+    assert pickle.loads(pickled)[0].tolist() == [1] * 100
+    for suffix in (".bin", ".idx"):  # another place with the same content, as on another machine
+        shutil.copy(tmp_path / f"data{suffix}", tmp_path / f"copy{suffix}")
+        os.replace(tmp_path / f"copy{suffix}", tmp_path / f"data{suffix}")
+    assert pickle.loads(pickled)[0].tolist() == [1] * 100
+    pickled = pickle.dumps(dataset)
+    write(tmp_path / "data", 2)
+    with pytest.raises(DataError, match="hold other data than the dataset that was pickled"):
+        pickle.loads(pickled)
+    assert dataset[0].tolist() == [1] * 100  # the parent goes on with what it opened
+    with pytest.raises(DataError, match="other data"):
+        pickle.loads(pickle.dumps(dataset))
+
+
+def test_a_pickle_sees_that_lengths_alone_have_changed(tmp_path: Path) -> None:
+    """In an index so large that its fingerprint does not look at most of it."""
+
+    def write_lengths(first: int) -> None:
+        lengths = np.full(200_000, 2)
+        lengths[[70_001, 70_002]] = first, 4 - first
+        with IndexedDatasetBuilder(tmp_path / "data", np.uint8) as builder:
+            builder.add_documents(np.zeros(400_000, np.uint8), lengths)
+
+    write_lengths(2)
+    dataset = IndexedDataset(tmp_path / "data")
+    pickled = pickle.dumps(dataset)
+    write_lengths(1)
+    assert IndexedDataset(tmp_path / "data").fingerprint == dataset.fingerprint
+    with pytest.raises(DataError, match="other data"):
+        pickle.loads(pickled)
+
+
+# ---- files that are cut short under a reader ----
+
+_CUT_SHORT = """
+import os, sys, numpy as np
+import millrace
+prefix, kind, suffix = sys.argv[1:]
+dataset = millrace.IndexedDataset(prefix)
+gpt = millrace.GPTDataset(dataset, sequence_length=64, seed=1)
+loader = millrace.Loader(gpt, micro_batch_size=4)
+next(loader)
+os.truncate(prefix + suffix, 4096 if suffix == ".bin" else 34)
+try:
+    if kind == "loader":
+        for batch in loader:
+            pass
+    elif kind == "batch":
+        gpt.batch(np.arange(len(gpt)))
+    elif kind == "read":
+        dataset.read(np.arange(len(dataset)))
+    else:
+        millrace.jobs.merge([prefix], prefix + "-merged")
+except millrace.DataError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+@pytest.mark.parametrize("kind", ["loader", "batch", "read"])
+def test_a_mapped_file_that_is_cut_short_is_an_error(
+    tmp_path: Path, kind: str, suffix: str
+) -> None:
+    """It is a bus error, which would end the process."""
+    write(tmp_path / "data", 7, length=1000, count=2000)
+    result = run(_CUT_SHORT, tmp_path / "data", kind, suffix)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert re.search("become shorter|cut short|outside", result.stdout)
+
+
+def test_a_bus_error_of_others_is_theirs(tmp_path: Path) -> None:
+    """faulthandler reports it, and it ends the process, also after reads of ours."""
+    code = _CUT_SHORT.replace(
+        "os.truncate", "import faulthandler; faulthandler.enable(); dataset.read([0]); os.truncate"
+    ).replace('kind == "loader"', 'kind == "views" and dataset[len(dataset) - 1].sum()')
+    write(tmp_path / "data", 7, length=1000, count=2000)
+    result = run(code, tmp_path / "data", "views", ".bin")
+    assert result.returncode < 0
+    assert "Bus error" in result.stderr
+
+
+def test_verify_ends_well_while_files_are_cut_short(tmp_path: Path) -> None:
+    """Whatever it finds: a bus error would end this process."""
+    for suffix in (".bin", ".idx"):
+        for checksums in (False, True):
+            with IndexedDatasetBuilder(tmp_path / "data", np.uint8, checksums=checksums) as builder:
+                builder.add_documents(np.zeros(3_000_000, np.uint8), np.ones(3_000_000, np.int64))
+            path = tmp_path / f"data{suffix}"
+            cut = threading.Event()
+            verified: list[Any] = []
+
+            def check(verified: list[Any] = verified, cut: threading.Event = cut) -> None:
+                while not cut.is_set():
+                    verified.append(verify([tmp_path / "data"], threads=1)[0].problems)
+                verified.append(verify([tmp_path / "data"], threads=1)[0].problems)
+
+            thread = threading.Thread(target=check)
+            thread.start()
+            for size in range(path.stat().st_size, 0, -400_000):
+                os.truncate(path, size)
+            cut.set()
+            thread.join()
+            assert verified[-1]
+
+
+# ---- descriptors ----
+
+_AT_1024 = """
+import resource, sys, numpy as np
+import millrace
+from millrace.jobs import merge
+resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
+prefixes = [f"{sys.argv[1]}-{number}" for number in range(int(sys.argv[2]))]
+merged = merge(prefixes, sys.argv[1] + "-merged")
+print(merged.num_documents, len(merged.tokens))
+"""
+
+
+def test_merging_5000_pairs_needs_few_descriptors(tmp_path: Path) -> None:
+    write(tmp_path / "data-0", 3, length=5, count=2)
+    for number in range(1, 5000):
+        for suffix in (".bin", ".idx"):
+            os.link(tmp_path / f"data-0{suffix}", tmp_path / f"data-{number}{suffix}")
+    result = run(_AT_1024, tmp_path / "data", 5000)
+    assert (result.returncode, result.stdout) == (0, "10000 50000\n"), result.stderr
+
+
+def test_no_descriptor_stays_open_behind_a_map(tmp_path: Path) -> None:
+    write(tmp_path / "data", 1)
+    before = len(os.listdir("/proc/self/fd"))
+    datasets = [IndexedDataset(tmp_path / "data") for _ in range(20)]
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert all(dataset[3].tolist() == [1] * 100 for dataset in datasets)
+
+
+def test_too_many_open_files_are_not_taken_for_damage(tmp_path: Path) -> None:
+    write(tmp_path / "data", 1)
+    code = """
+import errno, os, resource, sys, millrace
+from millrace.store import verify
+millrace.IndexedDataset(sys.argv[1])
+verify([sys.argv[1]])
+resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))
+files = []
+try:
+    while True:
+        files.append(os.open("/dev/null", os.O_RDONLY))
+except OSError:
+    pass
+try:
+    millrace.IndexedDataset(sys.argv[1])
+except OSError as error:
+    print(error.errno == errno.EMFILE, isinstance(error, millrace.MillraceError))
+print(verify([sys.argv[1]])[0].problems)
+"""
+    result = run(code, tmp_path / "data")
+    assert result.stdout.startswith("True False\n"), result.stdout + result.stderr
+    assert "Too many open files" in result.stdout.splitlines()[1]
+
+
+# ---- an end ----
+
+
+def test_a_closed_dataset_says_so_and_its_arrays_stay(tmp_path: Path) -> None:
+    write(tmp_path / "data", 1)
+    with IndexedDataset(tmp_path / "data") as dataset:
+        view, lengths = dataset[0], dataset.sequence_lengths
+    for use in (
+        lambda: dataset[0],
+        lambda: dataset[:2],
+        lambda: dataset[[0, 1]],
+        lambda: dataset.get(0),
+        lambda: dataset.document(0),
+        lambda: dataset.read([0]),
+        lambda: dataset.tokens,
+        lambda: dataset.sequence_lengths,
+        lambda: dataset.document_lengths,
+        lambda: dataset.fingerprint,
+        lambda: list(dataset),
+        lambda: pickle.dumps(dataset),
+        lambda: IndexedDatasetBuilder(tmp_path / "other").add_index(dataset),
+    ):
+        with pytest.raises(ConfigError, match="is closed; open it again"):
+            use()
+    dataset.close()
+    assert view.tolist() == [1] * 100
+    assert lengths.tolist() == [100] * 20
+    with pytest.raises(AttributeError, match="has no nonsense"):
+        _ = IndexedDataset(tmp_path / "data").nonsense
+
+
+# ---- publications that were cut off ----
+
+
+class DiedError(Exception):
+    """Stands for a death of the process."""
+
+
+def half_publish(prefix: Path, token: int, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A builder that dies after some renames and unlinks of its publication."""
+    left = [steps]
+
+    def dying(function: Any) -> Any:
+        def wrapped(*arguments: Any) -> Any:
+            if left[0] == 0:
+                raise DiedError
+            left[0] -= 1
+            return function(*arguments)
+
+        return wrapped
+
+    builder = IndexedDatasetBuilder(prefix)
+    builder.add_document([token])
+    builder._write_files()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", dying(os.rename))
+        patch.setattr(os, "unlink", dying(os.unlink))
+        with pytest.raises(DiedError):
+            publish.publish([(str(prefix), builder._temporaries)])
+    builder.abort()
+
+
+@pytest.mark.parametrize("steps", [2, 3, 5])
+def test_a_later_pair_of_another_tool_is_not_replaced(
+    tmp_path: Path, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a dead builder has left counts only until another tool writes the prefix."""
+    prefix = tmp_path / "data"
+    write(prefix, 1)
+    half_publish(prefix, 2, steps, monkeypatch)
+    assert (tmp_path / "data.idx.new").exists()
+    write(tmp_path / "other", 3, length=1, count=1)
+    for suffix in (".bin", ".idx"):  # written in place, as Megatron-LM does
+        (tmp_path / f"data{suffix}").write_bytes((tmp_path / f"other{suffix}").read_bytes())
+        if suffix == ".bin" and steps == 5:
+            with pytest.raises(DataError):  # no index yet, and the one that waits is not its
+                IndexedDataset(prefix)
+    assert IndexedDataset(prefix)[0].tolist() == [3]
+    IndexedDatasetBuilder(prefix).abort()  # cleans up
+    assert IndexedDataset(prefix)[0].tolist() == [3]
+    assert not (tmp_path / "data.idx.new").exists()
+
+
+def test_the_folder_is_flushed_between_all_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system may bring renames to the disk in another order than they were made in."""
+    steps: list[str] = []
+
+    def noted(name: str) -> Any:
+        function = getattr(os, name)
+
+        def wrapped(*arguments: Any) -> Any:
+            if name != "fsync":
+                steps.append(os.path.basename(arguments[-1]))
+            elif os.path.isdir(f"/proc/self/fd/{arguments[0]}"):
+                steps.append("flush")
+            return function(*arguments)
+
+        return wrapped
+
+    for prefix in (tmp_path / "data", tmp_path / "data"):
+        with IndexedDatasetBuilder(prefix, checksums=True) as builder:
+            builder.add_document([1])
+            for name in ("rename", "unlink", "fsync"):
+                monkeypatch.setattr(os, name, noted(name))
+        monkeypatch.undo()
+    first = ["data.bin", "data.info.json", "flush", "data.idx", "flush"]
+    second = [
+        *("data.bin.new", "data.info.json.new", "flush", "data.idx.new", "flush"),
+        *("data.idx", "data.info.json", "flush"),
+        *("data.bin", "data.info.json", "flush", "data.idx", "flush"),
+    ]
+    shown = [step for step in steps if not step.endswith((".tmp", ".lock"))]
+    assert shown == first + second
+
+
+# ---- arguments ----
+
+
+def test_ids_of_every_integer_type_are_read(tmp_path: Path) -> None:
+    write(tmp_path / "data", 1, count=5)
+    for access in ("mmap", "file"):
+        dataset = IndexedDataset(tmp_path / "data", access=access)  # type: ignore[arg-type]
+        for dtype in (np.uint64, np.int8, ">i4", np.uint16):
+            ids = np.array([4, 0, 3, 1])[::2].astype(dtype)
+            assert dataset.read(ids)[1].tolist() == [0, 100, 200]
+        for bad in (2**64 - 1, 2**63):
+            with pytest.raises(ConfigError, match="sequence_ids go up to"):
+                dataset.read(np.array([bad], np.uint64))
+        for bad_ids in ([0.5], [[1]], ["a"], 3):
+            with pytest.raises(ConfigError, match="sequence_ids"):
+                dataset.read(bad_ids)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="whole number"):
+            dataset.get(0, 0.5)  # type: ignore[arg-type]
+        assert dataset.get(np.int8(1), np.int8(90), np.uint8(10)).tolist() == [1] * 10
+
+
+def test_one_prefix_is_no_list_of_prefixes(tmp_path: Path) -> None:
+    write(tmp_path / "p", 1)
+    for one in ("p", tmp_path / "p"):
+        with pytest.raises(ConfigError, match="give a list"):
+            verify(one)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="give a list"):
+            merge(one, tmp_path / "merged")  # type: ignore[arg-type]
+    merge([tmp_path / "p"], tmp_path / "merged", checksums=True)
+    info = IndexedDataset(tmp_path / "merged").info()
+    assert info is not None
+    assert info.provenance == {"merged": [str(tmp_path / "p")]}
+    assert millrace.jobs.split(tmp_path / "p", tmp_path / "s", documents=np.int64(20)) == [
+        f"{tmp_path}/s_00000"
+    ]
+
+
+def test_verify_reports_what_cannot_be_read_and_goes_on(tmp_path: Path) -> None:
+    write(tmp_path / "well", 1)
+    write(tmp_path / "folder", 1)
+    os.unlink(tmp_path / "folder.bin")
+    os.mkdir(tmp_path / "folder.bin")
+    (tmp_path / "folder.info.json").mkdir()
+    reports = verify([tmp_path / "none", tmp_path / "folder", tmp_path / "well"])
+    assert [bool(report.problems) for report in reports] == [True, True, False]
+    assert any("Is a directory" in problem for problem in reports[1].problems)

@@ -1,0 +1,379 @@
+"""Temporary names, atomic files and locks, by real processes."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import resource
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from millrace import files
+from millrace.files import TMP, atomic_file, file_lock, temporaries_of, temporary_name
+from millrace.jobs import convert
+from tests.no_flock import no_flock
+
+IS_ROOT = os.geteuid() == 0
+HANG = 60.0  # seconds
+
+
+def test_each_temporary_has_a_name_of_its_own(tmp_path: Path) -> None:
+    path = str(tmp_path / "x.bin")
+    code = "import sys; from millrace.files import *; print(temporary_name(sys.argv[1]))"
+    names = {temporary_name(path), temporary_name(path)}
+    for _ in range(2):
+        names.add(subprocess.check_output([sys.executable, "-c", code, path], text=True).strip())
+    reading, writing = os.pipe()
+    if os.fork() == 0:
+        os.write(writing, temporary_name(path).encode())
+        os._exit(0)
+    names.add(os.read(reading, 1000).decode())
+    os.wait()
+    assert len(names) == 5
+    assert all(name.startswith(path + ".") and name.endswith(TMP) for name in names)
+
+
+@pytest.mark.parametrize("name", ["x.bin", "a[0-9]*?.bin", "x"])
+def test_temporaries_of_one_file_alone(name: str, tmp_path: Path) -> None:
+    path = str(tmp_path / name)
+    own = [path + TMP, temporary_name(path), temporary_name(path)]
+    others = [path + ".bak" + TMP, temporary_name(path + ".bak"), path + TMP + ".lock", path]
+    others += [str(tmp_path / "a5.bin") + TMP, temporary_name(path) + TMP, path + ".0123" + TMP]
+    for file in own + others:
+        Path(file).touch()
+    assert temporaries_of(path) == sorted(own)
+    assert len(temporaries_of(str(tmp_path) + "//" + name, path + ".bak")) == len(own) + 2
+    assert temporaries_of(str(tmp_path / "nowhere" / "x")) == []
+
+
+def test_temporaries_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("x" + TMP).touch()
+    assert temporaries_of("x") == ["x.tmp"]
+
+
+def test_two_writers_do_not_touch_each_others_file(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    with atomic_file(str(path)) as first:
+        first.write(b"first")
+        first.flush()
+        with atomic_file(str(path)) as second:
+            second.write(b"second, and longer")
+        assert path.read_bytes() == b"second, and longer"
+    assert path.read_bytes() == b"first"
+    assert os.listdir(tmp_path) == ["x"]
+
+
+def test_a_reader_never_sees_a_part_of_many_writers_files(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    code = (
+        "import sys; from millrace.files import *\n"
+        "for _ in range(60):\n"
+        "    with atomic_file(sys.argv[1]) as file:\n"
+        "        for _ in range(100): file.write(sys.argv[2].encode() * 1000); file.flush()\n"
+    )
+    path.write_bytes(b"a" * 100_000)
+    with ended(
+        subprocess.Popen([sys.executable, "-c", code, str(path), letter]) for letter in "abc"
+    ) as writers:
+        while any(writer.poll() is None for writer in writers):
+            content = path.read_bytes()
+            assert content == content[:1] * 100_000
+        assert [writer.returncode for writer in writers] == [0, 0, 0]
+    assert os.listdir(tmp_path) == ["x"]
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+def test_permissions_are_those_of_the_umask(mask: int, tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    before = os.umask(mask)
+    try:
+        with atomic_file(str(path)) as file:
+            file.write(b"x")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask
+
+
+def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        with pytest.raises(OSError, match="too large") as caught, atomic_file(str(path)) as file:
+            file.write(bytes(100_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.filename == str(path)
+    assert os.listdir(tmp_path) == []
+
+
+def test_errors_of_others_in_the_block_stay_what_they_are(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as caught, atomic_file(str(tmp_path / "x")):
+        open(tmp_path / "nowhere")  # noqa: SIM115
+    assert caught.value.filename == str(tmp_path / "nowhere")
+    assert os.listdir(tmp_path) == []
+
+
+def test_two_converts_to_one_file_leave_it_whole_at_every_moment(tmp_path: Path) -> None:
+    """It was empty or short for 100 ms."""
+    source, target = tmp_path / "in.npy", tmp_path / "out.npy"
+    np.save(source, np.arange(400_000, dtype=np.int32))
+    code = (
+        "import sys; from millrace.jobs import convert\n"
+        "for _ in range(20): convert(sys.argv[1], sys.argv[2], dtype='int32')\n"
+    )
+    prefix, expected = str(tmp_path / "data"), np.load(source).tobytes()
+    convert(str(source), prefix)
+    convert(prefix, str(target), dtype="int32")
+    size = target.stat().st_size
+    with ended(
+        subprocess.Popen([sys.executable, "-c", code, prefix, str(target)]) for _ in range(2)
+    ) as converts:
+        while any(process.poll() is None for process in converts):
+            content = target.read_bytes()
+            assert len(content) == size
+            assert content.endswith(expected)
+        assert [process.returncode for process in converts] == [0, 0]
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+# ---- locks ----
+
+HOLD = """
+import os, sys, time
+from millrace.files import file_lock
+with file_lock(sys.argv[1]) as is_held:
+    print(is_held, flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def ended(processes: Iterator[subprocess.Popen[str]]) -> Iterator[list[subprocess.Popen[str]]]:
+    made = list(processes)
+    try:
+        yield made
+    finally:
+        for process in made:
+            process.kill()
+            process.communicate()
+
+
+@contextlib.contextmanager
+def holder(path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds a lock until it dies or its input ends."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with ended(iter([process])):
+        assert process.stdout is not None
+        assert process.stdout.readline() == "True\n"
+        yield process
+
+
+def is_free(path: Path) -> bool:
+    code = (
+        "import sys; from millrace.files import *\n"
+        "try:\n"
+        "    with file_lock(sys.argv[1], wait=False): print('free')\n"
+        "except BlockingIOError: print('held')"
+    )
+    said = subprocess.check_output([sys.executable, "-c", code, str(path)], text=True)
+    return said == "free\n"
+
+
+def test_the_file_is_there_as_long_as_the_lock(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with file_lock(str(path)) as is_held:
+        assert is_held
+        assert not is_free(path)
+        assert path.exists()
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("limit", [0.05, 0])
+def test_a_limit_names_the_holder(limit: float, tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with holder(path) as other:
+        with pytest.raises(BlockingIOError, match=f"process {other.pid} on ") as caught:
+            file_lock(str(path), limit=limit).__enter__()
+        assert caught.value.filename == str(path)
+    with file_lock(str(path), limit=limit) as is_held:  # it dies with its holder
+        assert is_held
+
+
+def test_waiting_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "lock"
+    monkeypatch.setattr(files, "SAY_AFTER", 0.1)
+    with holder(path) as other, caplog.at_level(logging.WARNING):
+        with pytest.raises(BlockingIOError):
+            file_lock(str(path), limit=1.0).__enter__()
+        said = [record.getMessage() for record in caplog.records]
+        assert len(said) == 1
+        assert f"waiting for {path}, held by process {other.pid} on " in said[0]
+
+
+def test_waiting_ends_with_ctrl_c(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with holder(path):
+        waiting = subprocess.Popen(
+            [sys.executable, "-c", "print(flush=True)\n" + HOLD, str(path)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        with ended(iter([waiting])):
+            assert waiting.stdout is not None
+            waiting.stdout.readline()
+            time.sleep(0.5)  # so that it waits by then
+            waiting.send_signal(signal.SIGINT)
+            _, errors = waiting.communicate(timeout=HANG)
+            assert "KeyboardInterrupt" in errors
+        assert not is_free(path)
+
+
+def test_who_waits_gets_a_lock_that_others_see(tmp_path: Path) -> None:
+    """Each adds to a number in a file, under the lock, which is unlinked between."""
+    path, counter = tmp_path / "lock", tmp_path / "count"
+    counter.write_text("0")
+    code = (
+        "import sys, pathlib; from millrace.files import *\n"
+        "for _ in range(100):\n"
+        "    with file_lock(sys.argv[1]):\n"
+        "        file = pathlib.Path(sys.argv[2])\n"
+        "        file.write_text(str(int(file.read_text()) + 1))\n"
+    )
+    with ended(
+        subprocess.Popen([sys.executable, "-c", code, str(path), str(counter)]) for _ in range(4)
+    ) as processes:
+        assert [process.wait(HANG) for process in processes] == [0] * 4
+    assert counter.read_text() == "400"
+    assert sorted(os.listdir(tmp_path)) == ["count"]
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_forked_child_holds_nothing(is_killed: bool, tmp_path: Path) -> None:
+    """It leaves the block without a trace, and keeps nothing locked when its parent dies."""
+    path = tmp_path / "lock"
+    code = (
+        "import os, sys, time; from millrace.files import *\n"
+        "with file_lock(sys.argv[1]):\n"
+        "    child = os.fork()\n"
+        "    if child and not int(sys.argv[2]): os.waitpid(child, 0)\n"
+        "    if child: print(child, flush=True); sys.stdin.read()\n"
+        "    elif int(sys.argv[2]): os.close(1); time.sleep(600)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(path), str(int(is_killed))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    child = 0
+    try:
+        with ended(iter([process])):
+            assert process.stdout is not None
+            child = int(process.stdout.readline())
+            assert path.exists()
+            assert not is_free(path)
+        assert is_free(path)
+    finally:
+        if is_killed:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_two_threads_of_a_process_exclude_each_other(tmp_path: Path) -> None:
+    path = str(tmp_path / "lock")
+    with file_lock(path), pytest.raises(BlockingIOError):
+        file_lock(path, wait=False).__enter__()
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_others_may_open_a_lock_whatever_the_umask(mask: int, tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    before = os.umask(mask)
+    try:
+        with file_lock(str(path)):
+            assert stat.S_IMODE(path.stat().st_mode) == 0o666
+    finally:
+        os.umask(before)
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that every user may enter; pytest closes its own."""
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o755)
+        yield Path(name)
+
+
+@pytest.mark.skipif(not IS_ROOT, reason="only root can be another user")
+@pytest.mark.parametrize("mode", [0o644, 0o600])
+@pytest.mark.parametrize("folder_mode", [0o777, 0o1777])
+def test_a_stale_lock_of_another_user(mode: int, folder_mode: int, open_folder: Path) -> None:
+    open_folder.chmod(folder_mode)
+    path = open_folder / "lock"
+    path.touch()
+    path.chmod(mode)
+    code = (
+        "import os, sys; from millrace.files import *\n"
+        "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
+        "try:\n"
+        "    with file_lock(sys.argv[1]) as is_held: print(is_held)\n"
+        "except OSError as error: print(error)"
+    )
+    said = subprocess.check_output([sys.executable, "-c", code, str(path)], text=True)
+    if mode == 0o644:
+        assert said == "True\n"
+        assert path.exists() == (folder_mode == 0o1777)  # sticky: who does not own it leaves it
+    else:
+        assert "the user with number 0" in said
+        assert "chmod 666" in said
+        assert str(path) in said
+
+
+@pytest.mark.skipif(not IS_ROOT, reason="only root can be another user")
+def test_a_folder_that_cannot_be_written_is_named(open_folder: Path) -> None:
+    path = open_folder / "lock"
+    code = (
+        "import os, sys; from millrace.files import *\n"
+        "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
+        "try: file_lock(sys.argv[1]).__enter__()\n"
+        "except PermissionError as error: print(error)"
+    )
+    said = subprocess.check_output([sys.executable, "-c", code, str(path)], text=True)
+    assert str(path) in said
+
+
+def test_a_file_system_without_locks(tmp_path: Path) -> None:
+    code = (
+        "import sys; from millrace.files import *\n"
+        "with file_lock(sys.argv[1]) as first, file_lock(sys.argv[1]) as second:\n"
+        "    print(first, second)"
+    )
+    said = subprocess.check_output(
+        [sys.executable, "-c", code, str(tmp_path / "lock")],
+        text=True,
+        env=no_flock(tmp_path),
+    )
+    assert said == "False False\n"
+    assert not (tmp_path / "lock").exists()
