@@ -24,6 +24,8 @@ from millrace.order import arrays
 from tests.no_flock import no_flock
 from tests.test_cli import millrace as run_millrace
 
+ROOT = Path(__file__).parent.parent.parent
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -285,7 +287,7 @@ while True:
 def test_what_is_built_meanwhile_is_left_alone(has_locks: bool, tmp_path: Path) -> None:
     write_data(tmp_path / "data")
     (tmp_path / "cache").mkdir()
-    environment = {**(dict(os.environ) if has_locks else no_flock(tmp_path)), "PYTHONPATH": "."}
+    environment = dict(os.environ) if has_locks else no_flock(tmp_path)
     pruner = subprocess.Popen(
         [sys.executable, "-c", PRUNE, tmp_path / "cache"], env=environment, stderr=subprocess.PIPE
     )
@@ -293,6 +295,7 @@ def test_what_is_built_meanwhile_is_left_alone(has_locks: bool, tmp_path: Path) 
         subprocess.Popen(
             [sys.executable, "-c", BUILD, tmp_path, str(number)],
             env=environment,
+            cwd=ROOT,
             stderr=subprocess.PIPE,
         )
         for number in range(3)

@@ -21,6 +21,8 @@ from tests.no_flock import no_flock
 
 LENGTHS = np.array([5, 0, 7, 1, 0, 12, 3, 0, 0, 9], np.int32)
 
+ROOT = Path(__file__).parent.parent.parent
+
 
 def make(
     folder: Path, *, sequence_length: int = 4, num_samples: int | None = 20, **options: Any
@@ -205,11 +207,12 @@ for seed in range(20):
 
 @pytest.mark.parametrize("has_locks", [True, False])
 def test_processes_that_build_one_set_all_get_it(has_locks: bool, tmp_path: Path) -> None:
-    environment = {**(dict(os.environ) if has_locks else no_flock(tmp_path)), "PYTHONPATH": "."}
+    environment = dict(os.environ) if has_locks else no_flock(tmp_path)
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", BUILD, tmp_path / "cache"],
             env=environment,
+            cwd=ROOT,
             stderr=subprocess.PIPE,
         )
         for _ in range(6)
