@@ -12,22 +12,37 @@
 namespace millrace {
 namespace {
 
-// What a signal handler needs cannot be passed to it: the reads of this thread, innermost first, and
-// the handler that ours has replaced.
+// What a signal handler needs cannot be passed to it: the reads of this thread, innermost first, the
+// handler that ours has replaced, and the address of the last error of this thread that it got.
 thread_local MappedRead* innermost = nullptr;
 struct sigaction previous = {};
+thread_local const void* handed_on = nullptr;
 std::mutex installing;
 
 void on_bus_error(int number, siginfo_t* info, void* context) {
   if (innermost != nullptr) {
     siglongjmp(innermost->jump, 1);
   }
+  const bool is_sent = info->si_code <= 0;  // by kill or raise: no read is tried again
+  // A handler that has come between two of our installations hands back to us, and one that has been
+  // taken out does nothing: the same error a second time ends the process.
+  const bool is_back = handed_on != nullptr && (is_sent || info->si_addr == handed_on);
+  const bool has_handler = (previous.sa_flags & SA_SIGINFO) != 0 ||
+                           (previous.sa_handler != SIG_DFL && previous.sa_handler != SIG_IGN);
+  if (is_back || !has_handler) {
+    struct sigaction plain = {};
+    plain.sa_handler = is_back ? SIG_DFL : previous.sa_handler;
+    (void)::sigaction(number, &plain, nullptr);
+    if (is_sent) {
+      (void)::raise(number);
+    }
+    return;  // the read is tried again, and ends the process
+  }
+  handed_on = info->si_addr;
   if ((previous.sa_flags & SA_SIGINFO) != 0) {
     previous.sa_sigaction(number, info, context);
-  } else if (previous.sa_handler != SIG_DFL && previous.sa_handler != SIG_IGN) {
-    previous.sa_handler(number);
   } else {
-    (void)::sigaction(number, &previous, nullptr);  // the read is tried again, and it decides
+    previous.sa_handler(number);
   }
 }
 
@@ -77,6 +92,7 @@ void unmap_file(const std::uint8_t* start, std::size_t size) noexcept {
 MappedRead::MappedRead() : outer_(innermost) {
   install();
   innermost = this;
+  handed_on = nullptr;
 }
 
 MappedRead::~MappedRead() { innermost = outer_; }

@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -175,6 +176,37 @@ def test_a_bus_error_of_others_is_theirs(tmp_path: Path) -> None:
     result = run(code, tmp_path / "data", "views", ".bin")
     assert result.returncode < 0
     assert "Bus error" in result.stderr
+
+
+_HANDLERS = """
+import faulthandler, os, sys
+from millrace import IndexedDataset
+dataset = IndexedDataset(sys.argv[1])
+view = dataset[len(dataset) - 1]
+for step in sys.argv[2:]:
+    dataset.read([0]) if step == "read" else getattr(faulthandler, step)()
+os.truncate(sys.argv[1] + ".bin", 0)
+view.sum()
+"""
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        ("read", "enable"),
+        ("read", "enable", "read"),
+        ("read", "enable", "read", "disable"),
+        ("enable", "read", "disable", "enable", "read"),
+    ],
+)
+def test_handlers_that_come_and_go_hand_a_bus_error_on_once(
+    tmp_path: Path, steps: tuple[str, ...]
+) -> None:
+    """Two that have each replaced the other would call each other for ever."""
+    write(tmp_path / "data", 7, length=1000, count=2000)
+    result = run(_HANDLERS, tmp_path / "data", *steps)
+    assert result.returncode == -signal.SIGBUS
+    assert result.stderr.count("Bus error") == (steps[-1] != "disable")
 
 
 def test_verify_ends_well_while_files_are_cut_short(tmp_path: Path) -> None:
