@@ -118,7 +118,10 @@ def whole_numbers(name: str, values: ArrayLike) -> NDArray[np.int64]:
     Raises:
         ConfigError: another shape, no whole numbers, or numbers beyond int64.
     """
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError) as error:  # lists of different lengths, tensors of other devices
+        raise ConfigError(f"{name} are no numbers of shape [n]: {error}") from None
     if array.ndim == 1 and array.size == 0:
         return np.empty(0, np.int64)
     is_list = not isinstance(values, np.ndarray)

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from millrace import checks
 from millrace.cores import available_cores
 from millrace.errors import ConfigError, TextError
+from millrace.interrupts import interruptible, interrupts_held
 from millrace.jobs.executor import ordered_map
-from millrace.jobs.interrupts import interruptible, interrupts_held
 from millrace.jobs.progress import Progress
 from millrace.store import IndexedDatasetBuilder, finalize_together
 from millrace.store.publish import bin_path, idx_path, info_path

@@ -111,10 +111,10 @@ def _is_half_published(prefix: str) -> bool:
 
 
 def _written_at(path: str) -> int | None:
-    """When a file was last written, in nanoseconds; None where there is none."""
+    """When a file was last written, in nanoseconds; None where there is none, or none to see."""
     try:
         return os.stat(path).st_mtime_ns
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
         return None
 
 
