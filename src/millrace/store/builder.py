@@ -106,22 +106,24 @@ class IndexedDatasetBuilder:
         self._lock_holder: int | None = None
         resources = contextlib.ExitStack()
         try:
-            # Wherever the program goes meanwhile, the files stay in this folder.
-            self._place = os.path.join(os.path.realpath(folder), os.path.basename(self.prefix))
-            self._temporaries = resources.enter_context(building(self._place))
-            self._data: Any = resources.enter_context(
-                open(self._temporaries.bin, "wb", buffering=0)  # noqa: SIM115
-            )
-            for column in (self._lengths, self._documents, self._modes):
-                resources.callback(column.close)
-            self._buffer = _core.TokenBuffer(self.dtype.name, _BUFFER_SIZE, self._data.fileno())
-            resources.callback(self._buffer.close)
+            with interrupts_held():
+                # Wherever the program goes meanwhile, the files stay in this folder.
+                self._place = os.path.join(os.path.realpath(folder), os.path.basename(self.prefix))
+                self._temporaries = resources.enter_context(building(self._place))
+                self._data: Any = resources.enter_context(
+                    open(self._temporaries.bin, "wb", buffering=0)  # noqa: SIM115
+                )
+                for column in (self._lengths, self._documents, self._modes):
+                    resources.callback(column.close)
+                self._buffer = _core.TokenBuffer(self.dtype.name, _BUFFER_SIZE, self._data.fileno())
+                resources.callback(self._buffer.close)
+                self._drop = weakref.finalize(self, _drop, self._lock, self._buffer, resources)
         except BaseException:
-            resources.close()
+            with interrupts_held():
+                resources.close()
             raise
         self._closed_because: str | None = None
         self._resources = resources
-        self._drop = weakref.finalize(self, _drop, self._lock, self._buffer, resources)
         _OPEN.add(self)
 
     @property
