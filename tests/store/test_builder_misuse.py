@@ -507,3 +507,15 @@ for number in range(rounds):
 
 def test_ctrl_c_again_and_again_leaves_nothing(tmp_path: Path) -> None:
     run(_STORM, tmp_path / "data", 100)
+
+
+def test_paths_are_of_every_kind_or_refused(tmp_path: Path) -> None:
+    for prefix in (tmp_path / "data", str(tmp_path / "data"), os.fsencode(tmp_path / "data")):
+        with IndexedDatasetBuilder(prefix) as builder:  # type: ignore[arg-type]
+            builder.add_document([1])
+        assert IndexedDataset(prefix).prefix == str(tmp_path / "data")  # type: ignore[arg-type]
+    for other in (3, None, ["data"]):
+        with pytest.raises(ConfigError, match="give a path"):
+            IndexedDatasetBuilder(other)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="give a path"):
+            IndexedDataset(other)  # type: ignore[arg-type]

@@ -100,7 +100,7 @@ def tokenize(
     if not paths:
         raise ConfigError("there are no inputs; give at least one file")
     keys = check_keys(json_keys)
-    output_prefix = os.fsdecode(output_prefix)
+    output_prefix = checks.one_path("output_prefix", output_prefix)
     if isinstance(tokenizer, (str, os.PathLike)):
         raise ConfigError(
             f"tokenizer is {tokenizer!r}; give millrace.text.Tokenizer({tokenizer!r})"

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from millrace import _core
-from millrace.checks import flag, shown, whole, whole_numbers
+from millrace.checks import flag, one_path, shown, whole, whole_numbers
 from millrace.errors import ConfigError, DataError
 from millrace.files import flush_to_disk, naming
 from millrace.interrupts import interrupts_held
@@ -81,7 +81,7 @@ class IndexedDatasetBuilder:
         checksums: bool = False,
         provenance: Mapping[str, Any] | None = None,
     ) -> None:
-        self.prefix = os.fspath(prefix)
+        self.prefix = one_path("prefix", prefix)
         folder = os.path.dirname(self.prefix) or "."
         if not os.path.isdir(folder):
             raise ConfigError(f"{folder} is no folder; create it, or give another prefix")

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from millrace import _core, _native
-from millrace.checks import whole, whole_numbers
+from millrace.checks import one_path, whole, whole_numbers
 from millrace.errors import ConfigError, DataError
 from millrace.files import xxh3
 from millrace.store.bytes import Access, BinReader, MMapReader, open_bin
@@ -70,7 +70,7 @@ class IndexedDataset:
         access: Access = "mmap",
         bin_reader: BinReader | None = None,
     ) -> None:
-        self.prefix = os.fspath(prefix)
+        self.prefix = one_path("prefix", prefix)
         self._options = {"access": access, "bin_reader": bin_reader}
         bin_file, idx_file = open_pair(self.prefix, has_bin=bin_reader is None)
         with idx_file, bin_file or contextlib.nullcontext():
