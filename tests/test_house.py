@@ -17,7 +17,7 @@ SOURCE = Path(millrace.__file__).parent
 
 # Imports point down this list only; rooms on one line know nothing of each other.
 FLOORS = [
-    {"cores", "errors", "files"},
+    {"cores", "errors", "files", "interrupts"},
     {"checks"},
     {"_core"},
     {"_native", "reference"},

@@ -118,7 +118,10 @@ def whole_numbers(name: str, values: ArrayLike) -> NDArray[np.int64]:
     Raises:
         ConfigError: another shape, no whole numbers, or numbers beyond int64.
     """
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError) as error:  # lists of different lengths, tensors of other devices
+        raise ConfigError(f"{name} are no numbers of shape [n]: {error}") from None
     if array.ndim == 1 and array.size == 0:
         return np.empty(0, np.int64)
     is_list = not isinstance(values, np.ndarray)
@@ -143,6 +146,22 @@ def whole_numbers(name: str, values: ArrayLike) -> NDArray[np.int64]:
     return np.require(array, np.int64, ["C_CONTIGUOUS", "ALIGNED"])
 
 
+def one_path(name: str, value: Any) -> str:
+    """A path as a text.
+
+    Args:
+        name: what to call it in a message.
+        value: a text, bytes or an `os.PathLike`.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    try:
+        return os.fsdecode(value)
+    except TypeError:
+        raise ConfigError(f"{name} is {shown(value)}; give a path") from None
+
+
 def paths(name: str, values: Any) -> list[str]:
     """A list of paths as texts.
 
@@ -156,10 +175,9 @@ def paths(name: str, values: Any) -> list[str]:
     if isinstance(values, (str, bytes, os.PathLike)):
         raise ConfigError(f"{name} is {shown(values)}, one path alone; give a list: [{values!r}]")
     try:
-        found = [os.fspath(value) for value in values]
+        return [os.fsdecode(value) for value in values]
     except TypeError:
         raise ConfigError(f"{name} are {shown(values)}; give a list of paths") from None
-    return [os.fsdecode(path) for path in found]
 
 
 def shown(value: Any, most: int = 200) -> str:

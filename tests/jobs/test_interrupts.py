@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.jobs.interrupts import interruptible, interrupts_held
+from millrace.interrupts import interruptible, interrupts_held
 from tests.conftest import make_texts, write_jsonl
 
 MESSAGE = "millrace: error: interrupted; nothing half-written was left behind\n"

@@ -389,3 +389,133 @@ except OSError as error:
 """
     assert json.loads(run(code, tmp_path / "data")) == [27, f"{tmp_path}/data.bin"]
     assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("value", [[[1], [2, 3]], object(), "abc", {1: 2}, 7, None])
+def test_what_is_no_list_of_numbers_is_refused_as_such(tmp_path: Path, value: Any) -> None:
+    with IndexedDatasetBuilder(tmp_path / "data") as builder:
+        with pytest.raises(ConfigError):
+            builder.add_document(value)
+        with pytest.raises(ConfigError):
+            builder.add_documents([1, 2], value)
+    for options in ({"dtype": "no dtype"}, {"provenance": [1]}):
+        with pytest.raises(ConfigError):
+            IndexedDatasetBuilder(tmp_path / "data", **options)  # type: ignore[arg-type]
+
+
+def test_a_source_that_is_closed_in_the_middle_closes_the_builder(tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(tmp_path / "source", np.uint8) as builder:
+        builder.add_document(np.zeros(5_000_000, np.uint8))
+    source = IndexedDataset(tmp_path / "source")
+
+    class Reader:
+        """Bytes whose dataset another thread closes after the first read."""
+
+        size = 5_000_000
+
+        def read(self, byte_offset: int, num_bytes: int) -> Any:
+            raise AssertionError
+
+        def gather(self, byte_offsets: Any, byte_counts: Any) -> Any:
+            source.close()
+            return np.zeros(byte_counts.sum(), np.uint8)
+
+    source = IndexedDataset(tmp_path / "source", bin_reader=Reader())
+    builder = IndexedDatasetBuilder(tmp_path / "data", np.uint8, checksums=True)
+    with pytest.raises(ConfigError, match="is closed"):
+        builder.add_index(source)
+    with pytest.raises(ConfigError, match=r"builder of .* is closed"):
+        builder.add_document([1])
+
+
+_DAEMON = """
+import sys, threading, time
+import numpy as np
+from millrace import IndexedDatasetBuilder
+builder = IndexedDatasetBuilder(sys.argv[1], np.int32, checksums=True)
+tokens = np.arange(3_000_000)
+def add():
+    while True:
+        builder.add_document(tokens)
+threading.Thread(target=add, daemon=True).start()
+time.sleep(float(sys.argv[2]))
+"""
+
+
+def test_a_thread_that_adds_until_the_process_ends_leaves_nothing(tmp_path: Path) -> None:
+    for round_ in range(8):
+        result = subprocess.run(
+            [sys.executable, "-c", _DAEMON, tmp_path / "data", str(0.05 + 0.01 * round_)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert (result.returncode, result.stderr, names(tmp_path)) == (0, "", [])
+
+
+def test_the_files_stay_where_the_builder_was_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with IndexedDatasetBuilder("data") as builder:
+        builder.add_document([1, 2])
+        monkeypatch.chdir(tmp_path / "elsewhere")
+    assert names(tmp_path) == ["data.bin", "data.idx", "elsewhere"]
+    assert names(tmp_path / "elsewhere") == []
+
+
+_STORM = """
+import os, signal, sys, threading, time
+import numpy as np
+from millrace import IndexedDatasetBuilder, MillraceError
+prefix, main, rounds = sys.argv[1], threading.main_thread().ident, int(sys.argv[2])
+
+def press(delay, stop):
+    time.sleep(delay)
+    while not stop.is_set():
+        signal.pthread_kill(main, signal.SIGINT)
+        time.sleep(2e-4)
+
+for number in range(rounds):
+    stop = threading.Event()
+    thread = threading.Thread(target=press, args=(0.0002 * (number % 50), stop))
+    builder = IndexedDatasetBuilder(prefix, np.int32)
+    try:
+        thread.start()
+        while True:
+            builder.add_document(np.arange(100_000))
+    except KeyboardInterrupt:
+        pass
+    while True:
+        try:
+            builder.abort()
+            break
+        except KeyboardInterrupt:
+            pass
+    while thread.is_alive():
+        try:
+            stop.set()
+            thread.join()
+        except KeyboardInterrupt:
+            pass
+    builder = None
+    left = os.listdir(os.path.dirname(prefix))
+    assert not left, (number, left)
+"""
+
+
+def test_ctrl_c_again_and_again_leaves_nothing(tmp_path: Path) -> None:
+    run(_STORM, tmp_path / "data", 100)
+
+
+def test_paths_are_of_every_kind_or_refused(tmp_path: Path) -> None:
+    for prefix in (tmp_path / "data", str(tmp_path / "data"), os.fsencode(tmp_path / "data")):
+        with IndexedDatasetBuilder(prefix) as builder:  # type: ignore[arg-type]
+            builder.add_document([1])
+        assert IndexedDataset(prefix).prefix == str(tmp_path / "data")  # type: ignore[arg-type]
+    for other in (3, None, ["data"]):
+        with pytest.raises(ConfigError, match="give a path"):
+            IndexedDatasetBuilder(other)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="give a path"):
+            IndexedDataset(other)  # type: ignore[arg-type]

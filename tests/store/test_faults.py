@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import random
 import resource
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -248,3 +251,41 @@ def assert_runs(code: str, *arguments: object) -> None:
         text=True,
     )
     assert result.returncode == 0, f"{code}\n{result.stderr}"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_files_of_another_user_are_left_and_leave_nothing() -> None:
+    """In a folder where each may remove the own files alone."""
+    folder = Path(tempfile.mkdtemp())
+    code = """
+import os, sys
+from millrace import IndexedDatasetBuilder
+folder = sys.argv[1]
+with IndexedDatasetBuilder(folder + "/old") as builder:
+    builder.add_document([1, 2, 3])
+open(folder + "/new.bin.0123456789ab.tmp", "w").close()
+os.chmod(folder, 0o1777)
+os.setresuid(65534, 65534, 65534)
+with IndexedDatasetBuilder(folder + "/new") as builder:
+    builder.add_document([4])
+try:
+    with IndexedDatasetBuilder(folder + "/old") as builder:
+        builder.add_document([4])
+except PermissionError as error:
+    print(error.filename)
+"""
+    try:
+        result = subprocess.run(
+            [sys.executable, "-c", code, folder], capture_output=True, text=True, timeout=60
+        )
+        assert (result.stderr, result.stdout) == ("", f"{folder}/old.idx\n")
+        assert sorted(path.name for path in folder.iterdir()) == [
+            "new.bin",
+            "new.bin.0123456789ab.tmp",
+            "new.idx",
+            "old.bin",
+            "old.idx",
+        ]
+        assert millrace.IndexedDataset(folder / "old")[0].tolist() == [1, 2, 3]
+    finally:
+        shutil.rmtree(folder)

@@ -132,7 +132,7 @@ def test_a_pickle_sees_that_lengths_alone_have_changed(tmp_path: Path) -> None:
 # ---- files that are cut short under a reader ----
 
 _CUT_SHORT = """
-import os, sys, numpy as np
+import os, pickle, sys, numpy as np
 import millrace
 prefix, kind, suffix = sys.argv[1:]
 dataset = millrace.IndexedDataset(prefix)
@@ -148,6 +148,12 @@ try:
         gpt.batch(np.arange(len(gpt)))
     elif kind == "read":
         dataset.read(np.arange(len(dataset)))
+    elif kind == "pickle":
+        pickle.dumps(dataset)
+    elif kind in ("checksums", "dtype"):
+        dtype = np.int64 if kind == "dtype" else np.int32
+        with millrace.IndexedDatasetBuilder(prefix + "-2", dtype, checksums=True) as builder:
+            builder.add_index(dataset, change_dtype=True)
     else:
         millrace.jobs.merge([prefix], prefix + "-merged")
 except millrace.DataError as error:
@@ -156,7 +162,7 @@ except millrace.DataError as error:
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
-@pytest.mark.parametrize("kind", ["loader", "batch", "read"])
+@pytest.mark.parametrize("kind", ["loader", "batch", "read", "pickle", "checksums", "dtype"])
 def test_a_mapped_file_that_is_cut_short_is_an_error(
     tmp_path: Path, kind: str, suffix: str
 ) -> None:
@@ -176,6 +182,36 @@ def test_a_bus_error_of_others_is_theirs(tmp_path: Path) -> None:
     result = run(code, tmp_path / "data", "views", ".bin")
     assert result.returncode < 0
     assert "Bus error" in result.stderr
+
+
+_REWRITE = """
+import sys
+prefix = sys.argv[1]
+contents = {name: open(prefix + name, "rb").read() for name in (".bin", ".idx")}
+while True:
+    for name, data in contents.items():
+        with open(prefix + name, "wb") as file:
+            file.write(data)
+"""
+
+_OPEN = """
+import sys, time
+import millrace
+for _ in range(10_000):
+    try:
+        millrace.IndexedDataset(sys.argv[1]).lengths_checksum
+    except millrace.DataError:
+        pass
+"""
+
+
+def test_a_pair_that_is_written_in_place_is_opened_or_an_error(tmp_path: Path) -> None:
+    """As Megatron-LM's builder writes: the files are empty for a moment."""
+    write(tmp_path / "data", 7, length=10, count=5000)
+    with subprocess.Popen([sys.executable, "-c", _REWRITE, tmp_path / "data"]) as writer:
+        result = run(_OPEN, tmp_path / "data")
+        writer.kill()
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 _HANDLERS = """

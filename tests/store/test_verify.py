@@ -140,3 +140,15 @@ def test_the_pieces_that_are_hashed_do_not_matter(monkeypatch: pytest.MonkeyPatc
         sums.append(hasher.finish())
     assert all(other == sums[0] for other in sums)
     assert len(sums[0].blocks) == 13
+
+
+def test_prefixes_that_no_file_can_have_are_reported(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"")
+    with IndexedDatasetBuilder(tmp_path / "data") as builder:
+        builder.add_document([1, 2, 3])
+    prefixes = [f"{file}/x", "x" * 5000, "a\0b", "a\ud800", str(tmp_path / "data")]
+    reports = verify(prefixes)
+    assert [report.prefix for report in reports] == prefixes
+    assert all(report.problems for report in reports[:-1])
+    assert not reports[-1].problems

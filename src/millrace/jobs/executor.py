@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from millrace import checks
 from millrace.errors import ConfigError, MillraceError
-from millrace.jobs.interrupts import interruptible
+from millrace.interrupts import interruptible
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

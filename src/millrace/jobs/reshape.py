@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from millrace.checks import paths, whole
+from millrace.checks import one_path, paths, whole
 from millrace.errors import ConfigError, DataError
 from millrace.files import atomic_file
 from millrace.store import IndexedDataset, IndexedDatasetBuilder
@@ -97,7 +97,7 @@ def split(
         bounds = [*range(0, dataset.num_documents, size), dataset.num_documents]
     else:
         bounds = _bounds_by_size(dataset, size)
-    prefix, output_prefix = dataset.prefix, os.fspath(output_prefix)
+    prefix, output_prefix = dataset.prefix, one_path("output_prefix", output_prefix)
     prefixes = []
     for number, (start, stop) in enumerate(itertools.pairwise(bounds)):
         prefixes.append(f"{output_prefix}_{number:05}")
@@ -171,7 +171,7 @@ def convert(
         ConfigError: a token that does not fit the dtype, or an option that is missing or of no use.
         DataError: a source that is missing, damaged or of another kind.
     """
-    source, target = os.fspath(source), os.fspath(target)
+    source, target = one_path("source", source), one_path("target", target)
     if document_end is not None:
         document_end = whole("document_end", document_end)
     array = _open_array(source, source_dtype)

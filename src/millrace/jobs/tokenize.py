@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from millrace import checks
 from millrace.cores import available_cores
 from millrace.errors import ConfigError, TextError
+from millrace.interrupts import interruptible, interrupts_held
 from millrace.jobs.executor import ordered_map
-from millrace.jobs.interrupts import interruptible, interrupts_held
 from millrace.jobs.progress import Progress
 from millrace.store import IndexedDatasetBuilder, finalize_together
 from millrace.store.publish import bin_path, idx_path, info_path
@@ -100,7 +100,7 @@ def tokenize(
     if not paths:
         raise ConfigError("there are no inputs; give at least one file")
     keys = check_keys(json_keys)
-    output_prefix = os.fsdecode(output_prefix)
+    output_prefix = checks.one_path("output_prefix", output_prefix)
     if isinstance(tokenizer, (str, os.PathLike)):
         raise ConfigError(
             f"tokenizer is {tokenizer!r}; give millrace.text.Tokenizer({tokenizer!r})"

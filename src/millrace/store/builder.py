@@ -16,9 +16,10 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from millrace import _core
-from millrace.checks import flag, whole, whole_numbers
+from millrace.checks import flag, one_path, shown, whole, whole_numbers
 from millrace.errors import ConfigError, DataError
 from millrace.files import flush_to_disk, naming
+from millrace.interrupts import interrupts_held
 from millrace.store import entries
 from millrace.store.checking import check_documents, check_sequences
 from millrace.store.info import BlockHasher, Info
@@ -29,7 +30,9 @@ from millrace.store.reader import IndexedDataset
 _MAX_LENGTH = 2**31 - 1  # lengths are int32
 _BUFFER_SIZE = 1 << 20  # bytes of tokens that are gathered before they are written
 _CHUNK = 1 << 19  # tokens of an array that are checked at a time
-_COPY_SIZE = 64 << 20  # bytes that a merge copies at a time
+_COPY_SIZE = 64 << 20  # bytes that a merge lets the kernel copy at a time
+_READ_SIZE = 2 << 20  # bytes that it reads at a time where it must see them
+_LAST_WAIT = 5.0  # seconds that the end of a process waits for a thread that adds something
 
 # What the core raises for arguments that it does not take as they are.
 _NOT_PLAIN = (TypeError, ValueError, OverflowError, AttributeError)
@@ -78,7 +81,7 @@ class IndexedDatasetBuilder:
         checksums: bool = False,
         provenance: Mapping[str, Any] | None = None,
     ) -> None:
-        self.prefix = os.fspath(prefix)
+        self.prefix = one_path("prefix", prefix)
         folder = os.path.dirname(self.prefix) or "."
         if not os.path.isdir(folder):
             raise ConfigError(f"{folder} is no folder; create it, or give another prefix")
@@ -103,19 +106,24 @@ class IndexedDatasetBuilder:
         self._lock_holder: int | None = None
         resources = contextlib.ExitStack()
         try:
-            self._temporaries = resources.enter_context(building(self.prefix))
-            self._data: Any = resources.enter_context(
-                open(self._temporaries.bin, "wb", buffering=0)  # noqa: SIM115
-            )
-            for column in (self._lengths, self._documents, self._modes):
-                resources.callback(column.close)
-            self._buffer = _core.TokenBuffer(self.dtype.name, _BUFFER_SIZE, self._data.fileno())
-            resources.callback(self._buffer.close)
+            with interrupts_held():
+                # Wherever the program goes meanwhile, the files stay in this folder.
+                self._place = os.path.join(os.path.realpath(folder), os.path.basename(self.prefix))
+                self._temporaries = resources.enter_context(building(self._place))
+                self._data: Any = resources.enter_context(
+                    open(self._temporaries.bin, "wb", buffering=0)  # noqa: SIM115
+                )
+                for column in (self._lengths, self._documents, self._modes):
+                    resources.callback(column.close)
+                self._buffer = _core.TokenBuffer(self.dtype.name, _BUFFER_SIZE, self._data.fileno())
+                resources.callback(self._buffer.close)
+                self._drop = weakref.finalize(self, _drop, self._lock, self._buffer, resources)
         except BaseException:
-            resources.close()
+            with interrupts_held():
+                resources.close()
             raise
         self._closed_because: str | None = None
-        self._discard = weakref.finalize(self, resources.close)
+        self._resources = resources
         _OPEN.add(self)
 
     @property
@@ -264,15 +272,12 @@ class IndexedDatasetBuilder:
                     "a document is still open; call end_document() before add_index()"
                 )
             self._flush_now()
-            self._copy_tokens(other, first_byte, last_byte)
-            for place in range(first, last, entries.LIMIT):
-                part = slice(place, min(place + entries.LIMIT, last))
-                self._lengths.extend(other.sequence_lengths[part])
-                if other.sequence_modes is not None:
-                    self._modes.extend(other.sequence_modes[part])
-            for place in range(start + 1, stop + 1, entries.LIMIT):
-                ends = other.document_indices[place : min(place + entries.LIMIT, stop + 1)]
-                self._documents.extend(ends + (self.num_sequences - first))
+            try:
+                self._copy_tokens(other, first_byte, last_byte)
+                self._copy_entries(other, (first, last), (start, stop))
+            except ConfigError as error:  # a token that does not fit, or `other` was closed
+                self._close(f"an addition failed: {error}")
+                raise
             self._buffer.count(
                 num_sequences=last - first,
                 num_documents=stop - start,
@@ -321,8 +326,10 @@ class IndexedDatasetBuilder:
         """Discards what is not published yet, and gives everything back."""
         if self._closed_because is None:
             self._closed_because = reason
-        self._buffer.is_busy = True  # for good: the core adds nothing any more
-        self._discard()
+        with interrupts_held():  # a second Ctrl-C leaves nothing behind
+            self._buffer.is_busy = True  # for good: the core adds nothing any more
+            self._drop.detach()
+            self._resources.close()
 
     def _disown(self) -> None:
         """In a forked process: the files and the lock are its parent's."""
@@ -330,7 +337,8 @@ class IndexedDatasetBuilder:
         if self._closed_because is None:
             self._closed_because = "it belongs to the process that this one was forked from"
             self._buffer.is_busy = True
-            self._discard.detach()
+            self._drop.detach()
+            self._data.close()
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -387,7 +395,7 @@ class IndexedDatasetBuilder:
         """Tokens as an array that the core takes: one run of native numbers."""
         try:
             values = np.asarray(tokens)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             raise ConfigError(f"tokens are no numbers in one dimension: {error}") from None
         is_float = self.dtype.kind == "f"
         if values.ndim == 1 and (values.dtype == object or values.size == 0) and not is_float:
@@ -436,13 +444,9 @@ class IndexedDatasetBuilder:
     def _copy_tokens(self, other: IndexedDataset, start: int, stop: int) -> None:
         """Appends bytes [start, stop) of another `.bin`."""
         if other.dtype != self.dtype:
-            try:
-                for data in _blocks(other, start, stop):
-                    self._append(self._as_tokens(data.view(other.dtype)))
-                    self._flush_now()
-            except ConfigError as error:
-                self._close(f"an addition failed: {error}")
-                raise
+            for data in _blocks(other, start, stop):
+                self._append(self._as_tokens(data.view(other.dtype)))
+                self._flush_now()
             return
         if self._hasher is not None:
             for data in _blocks(other, start, stop):
@@ -456,6 +460,19 @@ class IndexedDatasetBuilder:
             for data in _blocks(other, start, stop):
                 _write_all(self._data, data)
         self._num_bytes += stop - start
+
+    def _copy_entries(
+        self, other: IndexedDataset, sequences: tuple[int, int], documents: tuple[int, int]
+    ) -> None:
+        """Appends the entries of sequences and documents [start, stop) of another index."""
+        for place in range(*sequences, entries.LIMIT):
+            part = slice(place, min(place + entries.LIMIT, sequences[1]))
+            self._lengths.extend(other.sequence_lengths[part])
+            if self.multimodal and other.sequence_modes is not None:
+                self._modes.extend(other.sequence_modes[part])
+        for place in range(documents[0] + 1, documents[1] + 1, entries.LIMIT):
+            ends = other.document_indices[place : min(place + entries.LIMIT, documents[1] + 1)]
+            self._documents.extend(ends + (self.num_sequences - sequences[0]))
 
     def _write_files(self) -> None:
         """Brings all that there is to the disk, under temporary names, and checks it."""
@@ -549,16 +566,29 @@ def finalize_together(builders: Sequence[IndexedDatasetBuilder]) -> None:
                 with naming(bin_path(builder.prefix)):
                     builder._write_files()
                 builder._check_open()
-            publish([(builder.prefix, builder._temporaries) for builder in builders])
+            with interrupts_held():
+                publish([(builder._place, builder._temporaries) for builder in builders])
         finally:
             for builder in builders:
                 builder._close("it was finalised")
 
 
+def _drop(lock: threading.Lock, buffer: _core.TokenBuffer, resources: contextlib.ExitStack) -> None:
+    """The end of a builder that nobody ended: it is collected, or the process ends."""
+    # A daemon thread may be at work until the very end: its call is let to finish, and no other one
+    # begins. One that takes too long leaves its files, as if it had been killed.
+    if lock.acquire(timeout=_LAST_WAIT):
+        buffer.is_busy = True
+        with interrupts_held():
+            resources.close()
+
+
 def _plain_json(provenance: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if provenance is not None and not isinstance(provenance, Mapping):
+        raise ConfigError(f"provenance is {shown(provenance)}; a dict is needed")
     try:
         plain: dict[str, Any] | None = json.loads(json.dumps(provenance))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"the provenance cannot be written as JSON ({error}); give texts, numbers, lists and "
             "dicts"
@@ -603,9 +633,12 @@ def _checked_range(documents: tuple[int, int] | None, other: IndexedDataset) -> 
 
 
 def _blocks(dataset: IndexedDataset, start: int, stop: int) -> Iterator[NDArray[np.uint8]]:
-    """Bytes [start, stop) of its `.bin`, some at a time."""
-    for at in range(start, stop, _COPY_SIZE):
-        yield dataset.reader.read(at, min(_COPY_SIZE, stop - at))
+    """Bytes [start, stop) of its `.bin`, some at a time.
+
+    They are gathered, not read: of a mapped file a read is a view, which may be a bus error.
+    """
+    for at in range(start, stop, _READ_SIZE):
+        yield dataset.reader.gather(np.array([at]), np.array([min(_READ_SIZE, stop - at)]))
 
 
 def _write_all(file: BinaryIO, data: NDArray[np.uint8]) -> None:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import os
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,11 +91,11 @@ def _verify_settled(
 def _identity(prefix: str) -> list[tuple[int, int] | None]:
     """Which files are at the prefix."""
     found: list[tuple[int, int] | None] = []
-    for path in (idx_path(prefix), bin_path(prefix), info_to_read(prefix)):
+    for name in (idx_path, bin_path, info_to_read):
         try:
-            stat = os.stat(path)
+            stat = os.stat(name(prefix))
             found.append((stat.st_ino, stat.st_mtime_ns))
-        except OSError:
+        except (OSError, ValueError):
             found.append(None)
     return found
 
@@ -109,7 +110,7 @@ def _verify_one(
     # where a map would end the process.
     try:
         info = read_info(prefix)
-    except (DataError, OSError) as error:
+    except (OSError, ValueError) as error:  # DataErrors, and paths that no file can have
         problems.append(_told(prefix, error))
     try:
         bin_file, idx_file = open_pair(prefix)
@@ -133,7 +134,7 @@ def _verify_one(
                     num_bytes += size
             problems += _check_structure(prefix, bin_file, idx_file)
             num_bytes = num_bytes or os.fstat(idx_file.fileno()).st_size
-    except (DataError, OSError) as error:
+    except (OSError, ValueError) as error:
         problems.append(_told(prefix, error))
     return Report(
         prefix=prefix,
@@ -143,11 +144,13 @@ def _verify_one(
     )
 
 
-def _told(prefix: str, error: DataError | OSError) -> str:
+def _told(prefix: str, error: OSError | ValueError) -> str:
     """An error as a problem of a pair."""
+    if isinstance(error, DataError):
+        return str(error)
     if isinstance(error, OSError):
         return f"{error.filename or prefix} cannot be read: {error.strerror or error}"
-    return str(error)
+    return f"{prefix!a} cannot be the name of a file: {error}"
 
 
 # ---- structure ----
@@ -156,16 +159,7 @@ def _told(prefix: str, error: DataError | OSError) -> str:
 def _check_structure(prefix: str, bin_file: BinaryIO, idx_file: BinaryIO) -> Iterator[str]:
     """The first thing that is wrong with the sequences, and with the documents."""
     idx, size = f"{prefix}.idx", os.fstat(bin_file.fileno()).st_size
-    head = os.pread(idx_file.fileno(), HEADER.size, 0)
-    header, _ = parse_header(head, os.fstat(idx_file.fileno()).st_size, idx)
-    columns = {
-        name: _Column(prefix, idx_file, dtype, offset, count)
-        for name, dtype, offset, count in (
-            ("lengths", "<i4", header.lengths_offset, header.num_sequences),
-            ("pointers", "<i8", header.pointers_offset, header.num_sequences),
-            ("documents", "<i8", header.documents_offset, header.num_document_entries),
-        )
-    }
+    header, columns = _header(prefix, idx_file), _columns(prefix, idx_file)
     byte = 0
     for start in range(0, header.num_sequences, _ENTRIES):
         lengths = columns["lengths"][start : start + _ENTRIES]
@@ -199,12 +193,29 @@ def _check_structure(prefix: str, bin_file: BinaryIO, idx_file: BinaryIO) -> Ite
             )
             return
         least = int(documents[-1])
-    first = int(columns["documents"][:1][0])
+    first = columns["documents"][0]
     if first != 0 or least != header.num_sequences:
         yield (
             f"{idx}: the document indices go from {first} to {least}, not from 0 to "
             f"{header.num_sequences}, the number of sequences"
         )
+
+
+def _header(prefix: str, idx_file: BinaryIO) -> Header:
+    head = os.pread(idx_file.fileno(), HEADER.size, 0)
+    return parse_header(head, os.fstat(idx_file.fileno()).st_size, f"{prefix}.idx")[0]
+
+
+def _columns(prefix: str, idx_file: BinaryIO) -> dict[str, _Column]:
+    header = _header(prefix, idx_file)
+    return {
+        name: _Column(prefix, idx_file, dtype, offset, count)
+        for name, dtype, offset, count in (
+            ("lengths", "<i4", header.lengths_offset, header.num_sequences),
+            ("pointers", "<i8", header.pointers_offset, header.num_sequences),
+            ("documents", "<i8", header.documents_offset, header.num_document_entries),
+        )
+    }
 
 
 @dataclass(frozen=True)
@@ -217,7 +228,16 @@ class _Column:
     offset: int
     count: int
 
-    def __getitem__(self, part: slice) -> NDArray[Any]:
+    def __len__(self) -> int:
+        return self.count
+
+    @overload
+    def __getitem__(self, part: int) -> int: ...
+    @overload
+    def __getitem__(self, part: slice) -> NDArray[Any]: ...
+    def __getitem__(self, part: Any) -> Any:
+        if not isinstance(part, slice):
+            return int(self[part : part + 1][0])
         start, stop, _ = part.indices(self.count)
         values = np.empty(stop - start, self.dtype)
         at = self.offset + start * values.itemsize
@@ -317,14 +337,14 @@ def _name_block(prefix: str, suffix: str, block: int, size: int, idx_file: Binar
     text = f"{prefix}{suffix}: block {block} (bytes {start} to {stop - 1}) is damaged"
     try:
         if suffix == ".idx":
-            head = os.pread(idx_file.fileno(), HEADER.size, 0)
-            header, _ = parse_header(head, os.fstat(idx_file.fileno()).st_size, f"{prefix}.idx")
-            return f"{text}: {_name_columns(header, start, stop)}"
-        dataset = IndexedDataset(prefix)
-        first = int(np.searchsorted(dataset.sequence_pointers, start, side="right")) - 1
-        last = int(np.searchsorted(dataset.sequence_pointers, stop - 1, side="right")) - 1
-        documents = np.searchsorted(dataset.document_indices, [first, last], side="right") - 1
-        return f"{text}: sequences {first} to {last}, documents {documents[0]} to {documents[1]}"
+            return f"{text}: {_name_columns(_header(prefix, idx_file), start, stop)}"
+        columns = _columns(prefix, idx_file)
+        sequences = [bisect_right(columns["pointers"], byte) - 1 for byte in (start, stop - 1)]
+        documents = [bisect_right(columns["documents"], number) - 1 for number in sequences]
+        return (
+            f"{text}: sequences {sequences[0]} to {sequences[1]}, "
+            f"documents {documents[0]} to {documents[1]}"
+        )
     except (DataError, OSError):
         return text  # the index is damaged as well, and named by itself
 

@@ -58,10 +58,14 @@ def dtype_code(dtype: DTypeLike) -> int:
     Raises:
         ConfigError: the format has no code for it.
     """
-    code = _CODES.get(np.dtype(dtype).newbyteorder("<"))
+    try:
+        dtype = np.dtype(dtype)
+        code = _CODES.get(dtype.newbyteorder("<"))
+    except (TypeError, ValueError):  # NumPy knows no such dtype
+        code = None
     if code is None:
         names = ", ".join(str(known) for known in DTYPES.values())
-        raise ConfigError(f"dtype {np.dtype(dtype)} cannot be stored; choose one of {names}")
+        raise ConfigError(f"dtype {dtype} cannot be stored; choose one of {names}")
     return code
 
 

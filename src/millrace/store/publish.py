@@ -111,10 +111,10 @@ def _is_half_published(prefix: str) -> bool:
 
 
 def _written_at(path: str) -> int | None:
-    """When a file was last written, in nanoseconds; None where there is none."""
+    """When a file was last written, in nanoseconds; None where there is none, or none to see."""
     try:
         return os.stat(path).st_mtime_ns
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
         return None
 
 
@@ -161,7 +161,8 @@ def building(prefix: str) -> Iterator[Temporaries]:
         if is_locked:  # else temporaries may be those of a builder that is at work
             for path in _paths(prefix):
                 for leftover in temporaries_of(path):
-                    _remove(leftover)
+                    with contextlib.suppress(OSError):  # another user's: it is in nobody's way
+                        _remove(leftover)
         builder = os.getpid()
         try:
             yield temporaries
@@ -217,6 +218,14 @@ def publish(pairs: Sequence[tuple[str, Temporaries]]) -> None:
         _finish(prefixes)
     except KeyboardInterrupt:  # the pairs count already: they must not wait for a next builder
         _finish(prefixes)
+        raise
+    except OSError:
+        # Old files that we may not remove, another user's perhaps: as long as all old indices are
+        # there, the old pairs count, and the new ones must not appear later.
+        if is_replacing and all(os.path.exists(idx_path(prefix)) for prefix in prefixes):
+            for prefix in prefixes:
+                for path in (idx_path(prefix), info_path(prefix), bin_path(prefix)):
+                    _remove(path + NEW)
         raise
 
 

@@ -8,7 +8,7 @@ import itertools
 import operator
 import os
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from types import TracebackType
 from typing import Any, BinaryIO, SupportsIndex, overload
 
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from millrace import _core, _native
-from millrace.checks import whole, whole_numbers
+from millrace.checks import one_path, whole, whole_numbers
 from millrace.errors import ConfigError, DataError
 from millrace.files import xxh3
 from millrace.store.bytes import Access, BinReader, MMapReader, open_bin
@@ -70,7 +70,7 @@ class IndexedDataset:
         access: Access = "mmap",
         bin_reader: BinReader | None = None,
     ) -> None:
-        self.prefix = os.fspath(prefix)
+        self.prefix = one_path("prefix", prefix)
         self._options = {"access": access, "bin_reader": bin_reader}
         bin_file, idx_file = open_pair(self.prefix, has_bin=bin_reader is None)
         with idx_file, bin_file or contextlib.nullcontext():
@@ -79,6 +79,7 @@ class IndexedDataset:
                 idx_file.read(HEADER.size), size, self.prefix + ".idx"
             )
             self._index = _core.map_file(idx_file.fileno(), size)
+            ends = self._read_ends(idx_file)
             self._files = [_identity(file) for file in (bin_file, idx_file) if file is not None]
             if bin_file is not None:
                 bin_reader = open_bin(bin_file, access)
@@ -98,7 +99,7 @@ class IndexedDataset:
         self.sequence_modes: NDArray[np.int8] | None = (
             np.frombuffer(self._index, "<i1", count, header.modes_offset) if has_modes else None
         )
-        self._check_ends()
+        self._check_ends(*ends)
         # All tokens as one array, where they are mapped, and its sequences as views.
         self._tokens: NDArray[Any] | None = None
         self._views: _core.SequenceViews | None = None
@@ -110,11 +111,26 @@ class IndexedDataset:
             )
         self._shift = self.dtype.itemsize.bit_length() - 1
 
-    def _check_ends(self) -> None:
+    def _read_ends(self, idx_file: BinaryIO) -> list[int]:
+        """The first and last document index, the first and last pointer, and the last length.
+
+        They are read, not looked up in the map: the file may be cut short at this moment.
+        """
+        header = self.header
+        places = (
+            (header.documents_offset, 8),
+            (header.modes_offset - 8, 8),
+            (header.pointers_offset, 8),
+            (header.documents_offset - 8, 8),
+            (header.pointers_offset - 4, 4),
+        )
+        entries = (os.pread(idx_file.fileno(), width, place) for place, width in places)
+        return [int.from_bytes(entry, "little", signed=True) for entry in entries]
+
+    def _check_ends(self, first: int, last: int, start: int, pointer: int, length: int) -> None:
         """The checks that look at the first and last entries alone."""
         idx, size = self.prefix + ".idx", self.reader.size
         remedy = "The files do not belong together or are damaged: write them again"
-        first, last = int(self.document_indices[0]), int(self.document_indices[-1])
         if first != 0 or last != len(self):
             raise DataError(
                 f"{idx}: the document indices go from {first} to {last}, "
@@ -122,9 +138,7 @@ class IndexedDataset:
             )
         expected = 0
         if len(self) > 0:
-            start = int(self.sequence_pointers[0])
-            length = int(self.sequence_lengths[-1])
-            expected = int(self.sequence_pointers[-1]) + length * self.dtype.itemsize
+            expected = pointer + length * self.dtype.itemsize
             if start != 0 or length < 0:
                 raise DataError(
                     f"{idx}: the first sequence starts at byte {start}, not 0, or the last has a "
@@ -207,7 +221,7 @@ class IndexedDataset:
         if isinstance(index, (np.ndarray, list)) and np.ndim(index) == 1:
             flat, offsets = self.read(index)
             return _cut(flat, offsets)
-        number = operator.index(index)
+        number = self._sequence(index)
         return self._read(
             number, self.sequence_pointers.item(number), self.sequence_lengths.item(number)
         )
@@ -224,7 +238,7 @@ class IndexedDataset:
             ConfigError: the span lies outside the sequence.
             DataError: the index points outside the token file.
         """
-        number = operator.index(index)
+        number = self._sequence(index)
         available = self.sequence_lengths.item(number)
         start = whole("offset", offset)
         count = available - start if length is None else whole("length", length)
@@ -298,6 +312,15 @@ class IndexedDataset:
             )
         return self.read(np.arange(first, last))[0] if last != first + 1 else self[first]
 
+    def _sequence(self, index: SupportsIndex) -> int:
+        """A sequence's number, which the dataset has."""
+        number = operator.index(index)
+        if not -len(self) <= number < len(self):
+            raise IndexError(
+                f"there is no sequence {number}; {self.prefix} has 0 to {len(self) - 1}"
+            )
+        return number
+
     def _slice(self, start: int, stop: int, step: int) -> list[NDArray[Any]]:
         if self._views is not None:
             with contextlib.suppress(ValueError):
@@ -325,23 +348,25 @@ class IndexedDataset:
         costs the same for any size; it tells datasets apart, and is no proof against damage.
         """
         digest = hashlib.blake2b(digest_size=16)
-        index = np.frombuffer(self._index, np.uint8)
-        sizes_and_reads = (
-            (len(index), lambda start, count: index[start : start + count]),
-            (self.reader.size, self.reader.read),
-        )
-        for size, read in sizes_and_reads:
+        for size, gather in (
+            (len(self._index), partial(_native.copy_pieces, self._index)),
+            (self.reader.size, self.reader.gather),
+        ):
             digest.update(size.to_bytes(8, "little"))
-            for piece in range(_FINGERPRINT_BLOCKS):
-                start = max((size - _BLOCK) * piece // (_FINGERPRINT_BLOCKS - 1), 0)
-                digest.update(read(start, min(_BLOCK, size - start)).data)
+            last = max(size - _BLOCK, 0)
+            pieces = range(_FINGERPRINT_BLOCKS)
+            starts = np.array([last * piece // (_FINGERPRINT_BLOCKS - 1) for piece in pieces])
+            digest.update(gather(starts, np.minimum(_BLOCK, size - starts)).data)
         return digest.hexdigest()
 
     @cached_property
     def lengths_checksum(self) -> str:
         """A checksum (XXH3-64, 16 hex digits) of all sequence lengths, which decide the order."""
         digest = xxh3()
-        digest.update(np.ascontiguousarray(self.sequence_lengths).view(np.uint8).data)
+        start, stop = self.header.lengths_offset, self.header.pointers_offset
+        for at in range(start, stop, _PIECE):
+            piece = np.array([at]), np.array([min(_PIECE, stop - at)])
+            digest.update(_native.copy_pieces(self._index, *piece).data)
         return str(digest.hexdigest())
 
     def info(self) -> Info | None:
@@ -350,7 +375,8 @@ class IndexedDataset:
 
     def reopen_bin(self) -> BinaryIO | None:
         """The `.bin` as a file; None if it is none, or another one is at its name by now."""
-        if self._options["bin_reader"] is not None:
+        options = self._options
+        if not options or options["bin_reader"] is not None:  # closed by another thread, perhaps
             return None
         with contextlib.ExitStack() as opened:
             try:
@@ -429,6 +455,7 @@ _COLUMNS = ("sequence_lengths", "sequence_pointers", "document_indices")
 _CHUNK = 1024  # sequences that iteration reads at a time
 _BLOCK = 4096
 _FINGERPRINT_BLOCKS = 16
+_PIECE = 2 << 20  # bytes of an index that are copied at a time: they stay in a core's cache
 
 
 def _open_same(

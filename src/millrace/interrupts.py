@@ -1,4 +1,4 @@
-"""Ctrl-C in a job: it is taken where the job waits, so that it leaves nothing half done."""
+"""Ctrl-C that waits for the right moment, so that it leaves nothing half done."""
 
 from __future__ import annotations
 
