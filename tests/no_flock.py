@@ -14,4 +14,5 @@ def no_flock(folder: Path) -> dict[str, str]:
     source, library = folder / "no_flock.c", folder / "no_flock.so"
     source.write_text(_SOURCE)
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source], check=True)
-    return {**os.environ, "LD_PRELOAD": str(library)}
+    before = os.environ.get("LD_PRELOAD", "")  # sanitizers, which must come first
+    return {**os.environ, "LD_PRELOAD": f"{before} {library}".strip()}

@@ -285,7 +285,7 @@ while True:
 def test_what_is_built_meanwhile_is_left_alone(has_locks: bool, tmp_path: Path) -> None:
     write_data(tmp_path / "data")
     (tmp_path / "cache").mkdir()
-    environment = {**(dict(os.environ) if has_locks else no_flock(tmp_path)), "PYTHONPATH": "."}
+    environment = dict(os.environ) if has_locks else no_flock(tmp_path)
     pruner = subprocess.Popen(
         [sys.executable, "-c", PRUNE, tmp_path / "cache"], env=environment, stderr=subprocess.PIPE
     )

@@ -205,7 +205,7 @@ for seed in range(20):
 
 @pytest.mark.parametrize("has_locks", [True, False])
 def test_processes_that_build_one_set_all_get_it(has_locks: bool, tmp_path: Path) -> None:
-    environment = {**(dict(os.environ) if has_locks else no_flock(tmp_path)), "PYTHONPATH": "."}
+    environment = dict(os.environ) if has_locks else no_flock(tmp_path)
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", BUILD, tmp_path / "cache"],
