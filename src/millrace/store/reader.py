@@ -414,9 +414,25 @@ class IndexedDataset:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
+        return _open_same, (type(self), self.prefix, self._options, self.identity())
+
+    def identity(self) -> tuple[Any, ...]:
+        """What tells these data from others, for `check_identity`: plain values."""
         self._check_open()
-        pickled = (self._files, self.fingerprint, self.lengths_checksum)
-        return _open_same, (type(self), self.prefix, self._options, pickled)
+        return self._files, self.fingerprint, self.lengths_checksum
+
+    def check_identity(self, pickled: tuple[Any, ...]) -> None:
+        """Checks that these are the data of a dataset that had this identity.
+
+        Raises:
+            DataError: they are others.
+        """
+        # The same files, or (on another machine, or after a copy) the same content.
+        if self._files != pickled[0] and self.identity()[1:] != pickled[1:]:
+            raise DataError(
+                f"{self.prefix}.bin/.idx hold other data than the dataset that was pickled: they "
+                "were replaced since. Open the dataset anew, and pickle that one"
+            )
 
     def __repr__(self) -> str:
         return (
@@ -436,15 +452,7 @@ def _open_same(
 ) -> IndexedDataset:
     """Opens a pickled dataset, if the very data are there that it had."""
     dataset = kind(prefix, **options)
-    # The same files, or (on another machine, or after a copy) the same content.
-    if dataset._files != pickled[0] and pickled[1:] != (
-        dataset.fingerprint,
-        dataset.lengths_checksum,
-    ):
-        raise DataError(
-            f"{prefix}.bin/.idx hold other data than the dataset that was pickled: they were "
-            "replaced since. Open the dataset anew, and pickle that one"
-        )
+    dataset.check_identity(pickled)
     return dataset
 
 
