@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from millrace import _core, _native
 from millrace.checks import whole, whole_numbers
 from millrace.errors import ConfigError, DataError
-from millrace.files import xxh3
+from millrace.files import cut_short, xxh3
 from millrace.store.bytes import Access, BinReader, MMapReader, open_bin
 from millrace.store.info import Info, read_info
 from millrace.store.layout import HEADER, parse_header
@@ -370,15 +370,8 @@ class IndexedDataset:
         """
         paths = [idx_path(self.prefix), bin_path(self.prefix)]
         for path, opened in zip(paths, reversed(self._files), strict=False):
-            try:
-                now = os.stat(path)
-            except OSError:
-                continue  # gone from its name: what was opened stays
-            if (now.st_dev, now.st_ino) == opened[:2] and now.st_size < opened[2]:
-                raise DataError(
-                    f"{path} has {now.st_size} bytes; it had {opened[2]} when it was opened, and "
-                    "was cut short since. Restore it: files in use are replaced by renames"
-                )
+            if problem := cut_short(path, opened):
+                raise DataError(problem)
 
     # ---- an end, and other processes ----
 
