@@ -387,6 +387,7 @@ def _from_sets(
     config: DatasetConfig, plan: RunPlan, sets: Sequence[arrays.ArraySet | None]
 ) -> Datasets:
     made: list[Any] = []
+    openings = [_Opening(file, config.access) for file in plan.files]
     for split, stored in zip(plan.splits, sets, strict=True):
         if split is None or stored is None:
             made.append(None)
@@ -396,9 +397,7 @@ def _from_sets(
                 config,
                 plan.files[dataset.file],
                 dataset,
-                open_dataset=functools.partial(
-                    open_unchanged, plan.files[dataset.file], config.access
-                ),
+                open_dataset=openings[dataset.file],
                 load_indices=functools.partial(_load_indices, stored, places),
                 cached=stored,
             )
@@ -406,6 +405,23 @@ def _from_sets(
         ]
         made.append(_assemble(split, parts, functools.partial(_load_blend, stored), stored))
     return Datasets(*made)
+
+
+class _Opening:
+    """Opens a token file that a manifest knows, once for all splits that draw from it."""
+
+    def __init__(self, file: TokenFile, access: Access) -> None:
+        self._made_of = file, access
+
+    def __call__(self) -> IndexedDataset:
+        return self._opened
+
+    @functools.cached_property
+    def _opened(self) -> IndexedDataset:
+        return open_unchanged(*self._made_of)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Opening, self._made_of
 
 
 def open_unchanged(file: TokenFile, access: Access) -> IndexedDataset:
