@@ -14,6 +14,5 @@ def no_flock(folder: Path) -> dict[str, str]:
     source, library = folder / "no_flock.c", folder / "no_flock.so"
     source.write_text(_SOURCE)
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source], check=True)
-    # After what is there: a sanitizer must come first.
-    preloaded = f"{os.environ.get('LD_PRELOAD', '')} {library}".strip()
-    return {**os.environ, "LD_PRELOAD": preloaded}
+    before = os.environ.get("LD_PRELOAD", "")  # sanitizers, which must come first
+    return {**os.environ, "LD_PRELOAD": f"{before} {library}".strip()}

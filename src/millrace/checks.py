@@ -60,6 +60,20 @@ def token(name: str, value: Any) -> int | None:
     return None if value is None else whole(name, value, _MIN_INT64, MAX_INT64)
 
 
+def limit(name: str, value: Any) -> float | None:
+    """Seconds to wait, or None for no limit.
+
+    Raises:
+        ConfigError: it is no number, or below 0.
+    """
+    if value is None:
+        return None
+    seconds = real(name, value)
+    if not seconds >= 0:  # NaN too
+        raise ConfigError(f"{name} is {seconds}; give seconds of 0 or more, or None for no limit")
+    return seconds
+
+
 def flag(name: str, value: Any) -> bool:
     """A switch: True or False, of Python or NumPy.
 
@@ -120,8 +134,8 @@ def whole_numbers(name: str, values: ArrayLike) -> NDArray[np.int64]:
     """
     try:
         array = np.asarray(values)
-    except (TypeError, ValueError) as error:  # lists of different lengths, tensors of other devices
-        raise ConfigError(f"{name} are no numbers of shape [n]: {error}") from None
+    except (TypeError, ValueError):  # lists of several lengths, tensors of other devices
+        raise ConfigError(f"{name} are {shown(values)}; integers of shape [n] are needed") from None
     if array.ndim == 1 and array.size == 0:
         return np.empty(0, np.int64)
     is_list = not isinstance(values, np.ndarray)

@@ -135,6 +135,27 @@ def file_lock(path: str, *, wait: bool = True, limit: float | None = None) -> It
             os.close(descriptor)
 
 
+def cut_short(path: str, opened: tuple[int, ...]) -> str:
+    """Says that a file, if it is still at its name, has become shorter since it was opened.
+
+    Args:
+        opened: its device, inode and size then.
+
+    Returns:
+        empty where it has not.
+    """
+    try:
+        now = os.stat(path)
+    except OSError:
+        return ""  # gone from its name: what was opened stays
+    if (now.st_dev, now.st_ino) != opened[:2] or now.st_size >= opened[2]:
+        return ""
+    return (
+        f"{path} has {now.st_size} bytes; it had {opened[2]} when it was opened, and was cut "
+        "short since. Restore it: files in use are replaced by renames"
+    )
+
+
 def is_at(file: IO[bytes] | int, path: str) -> bool:
     """Whether an open file, or descriptor, is (still) the one of that name."""
     try:

@@ -23,6 +23,7 @@ from millrace import (
     IndexedDataset,
     IndexedDatasetBuilder,
     Loader,
+    ResumeError,
     SequentialSampler,
     build_datasets,
     samples_per_dataset,
@@ -426,3 +427,62 @@ def test_minus_one_can_be_the_pad_token(tmp_path: Path) -> None:
     assert sample["tokens"].tolist() == [4, 0, 5, 6]
     assert sample["labels"].tolist() == [0, 5, 6, 0]
     assert sample["loss_mask"].tolist() == [0, 1, 1, 0]
+
+
+# ---- what is refused when the object is made, not when it is used ----
+
+
+@pytest.mark.parametrize(
+    "value", [5, 1.5, True, "ab", b"ab", np.float32(2), np.array(1.0), object()]
+)
+def test_a_configuration_of_other_shapes_is_refused(value: Any) -> None:
+    good: dict[str, Any] = {
+        "sequence_length": 8,
+        "seed": 1,
+        "num_samples": (10, 1, 1),
+        "blend": (["p"], None),
+        "split": "8,1,1",
+    }
+    DatasetConfig(**good)
+    apart = {"blend": None, "split": None}
+    wrong: list[dict[str, Any]] = [
+        {"num_samples": value},
+        {"blend": value},
+        {"blend": (value, None)},
+        {"access": value},
+        apart | {"blend_per_split": value},
+        apart | {"blend_per_split": [value, None, None]},
+    ]
+    if not isinstance(value, str):
+        wrong.append({"cache": value})
+    for options in wrong:
+        with pytest.raises(ConfigError):
+            DatasetConfig(**(good | options))
+
+
+@pytest.mark.parametrize("limit", ["1", True, -1, float("nan"), [1], 1j])
+def test_a_limit_of_waiting_is_seconds(data: IndexedDataset, tmp_path: Path, limit: Any) -> None:
+    config = DatasetConfig(
+        sequence_length=8,
+        seed=1,
+        num_samples=(10, 1, 1),
+        blend=([data.prefix], None),
+        split="1",
+        cache=tmp_path / "cache",
+    )
+    with pytest.raises(ConfigError, match="wait_limit is"):
+        build_datasets(config, wait_limit=limit)
+    assert build_datasets(config, wait_limit=np.float32(5)).train is not None
+
+
+def test_sample_numbers_in_lists_of_several_lengths_are_refused(dataset: GPTDataset) -> None:
+    with pytest.raises(ConfigError, match="sample numbers are"):
+        dataset.batch([[0], [0, 1]])
+
+
+def test_a_state_with_a_number_in_the_place_of_a_list_is_refused(dataset: GPTDataset) -> None:
+    loader = Loader(dataset, micro_batch_size=2)
+    state = loader.state_dict()
+    state["fingerprint"]["sequences"] = np.float32(2)
+    with pytest.raises(ResumeError, match="sequences: saved"):
+        loader.load_state_dict(state)

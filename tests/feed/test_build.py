@@ -138,7 +138,7 @@ NAN, INF = float("nan"), float("inf")
         ({"blend": ("A", None), "split": [(0, 0.9), (0.8, 1), None]}, "they overlap"),
         ({"blend": ("A", None), "split": [(0, 0.9), (0.9, 1.1), None]}, "end <= 1"),
         ({"blend": ("A", None), "blend_per_split": [None] * 3}, "one of the two"),
-        ({"blend_per_split": [("A", None)]}, "1 entries; give one for each"),
+        ({"blend_per_split": [("A", None)]}, "give an entry for each of train"),
         ({"blend_per_split": [None] * 3}, "no split has a blend"),
         ({"blend": ("A", None), "seed": -1}, "seed is -1"),
         ({"blend": ("A", None), "seed": 2**32}, "seed is 4294967296; 0 to 4294967295"),
@@ -1110,3 +1110,19 @@ def test_an_index_whose_lengths_exceed_its_tokens_is_refused(
     for cache in (None, tmp_path / "cache"):
         with pytest.raises(DataError, match=r"have 21474\d+ tokens by .* the .bin holds"):
             build(blend=(prefixes, None), cache=cache)
+
+
+@pytest.mark.parametrize("access", ["mmap", "file"])
+def test_splits_share_their_token_files(tmp_path: Path, access: Any) -> None:
+    """Else three splits of 600 files that are not mapped would need 1,800 descriptors."""
+    prefix = write(tmp_path / "data", [100] * 50)
+    for _ in range(2):  # built, and then by the manifest
+        train, valid, test = build(blend=([prefix], None), cache=tmp_path / "cache", access=access)
+        assert isinstance(train, GPTDataset)
+        assert isinstance(valid, GPTDataset)
+        assert isinstance(test, GPTDataset)
+        assert train.dataset is valid.dataset is test.dataset
+    train, valid = pickle.loads(pickle.dumps((train, valid)))
+    assert isinstance(train, GPTDataset)
+    assert isinstance(valid, GPTDataset)
+    assert train.dataset is valid.dataset

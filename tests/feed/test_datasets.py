@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,9 +18,11 @@ from millrace import (
     BlendedDataset,
     ConfigError,
     DataError,
+    DatasetConfig,
     GPTDataset,
     IndexedDataset,
     IndexedDatasetBuilder,
+    build_datasets,
     samples_per_dataset,
     split_ranges,
 )
@@ -290,6 +293,33 @@ def test_a_page_of_which_a_part_is_gone_is_seen_at_the_next_look(
     for one in (samples, blend):
         with pytest.raises(DataError, match="has 1998 bytes; it had 2000"):
             one.batch([0])
+
+
+@pytest.mark.parametrize("access", ["mmap", "file"])
+@pytest.mark.parametrize("kind", ["one", "blend"])
+def test_cached_indices_that_are_cut_short_are_seen_at_the_next_look(
+    make_dataset: Callable[..., IndexedDataset], tmp_path: Path, kind: str, access: Any
+) -> None:
+    """The last entries read as zeros, and were samples of other data, without an error."""
+    prefix = make_dataset([500, 500]).prefix
+    for array in ["shuffle_index", "dataset_index"][: 1 if kind == "one" else 2]:
+        config = DatasetConfig(
+            sequence_length=10,
+            seed=1,
+            num_samples=(60, 1, 1),
+            blend=([prefix], None if kind == "one" else [1.0]),
+            split="1",
+            cache=tmp_path / array,
+            access=access,
+        )
+        samples = build_datasets(config).train
+        assert isinstance(samples, GPTDataset | BlendedDataset)
+        samples.batch([0])
+        (path,) = (tmp_path / array).glob(f"*-{array}.npy")
+        os.truncate(path, path.stat().st_size - 8)
+        time.sleep(0.05)  # longer than between two looks
+        with pytest.raises(DataError, match=f"{array}.npy has .* was cut short since"):
+            samples.batch([0])
 
 
 def test_another_file_at_the_prefix_is_not_looked_at(

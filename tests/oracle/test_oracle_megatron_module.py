@@ -969,6 +969,33 @@ def test_workers_of_a_data_loader_read_it(
 # ---- what Megatron-LM cannot do ----
 
 
+@pytest.mark.parametrize("kind", ["file", "mapped", "samples"])
+@pytest.mark.parametrize("change", ["tokens", "lengths"])
+def test_a_pickle_refuses_other_data_than_were_pickled(
+    kind: str, change: str, tmp_path: Path
+) -> None:
+    """Megatron-LM's shows whatever is at the path now."""
+
+    def write(first: int, lengths: tuple[int, int]) -> None:
+        with millrace.IndexedDatasetBuilder(tmp_path / "data", np.int32) as builder:
+            for length in lengths:
+                builder.add_document(np.arange(first, first + length))
+
+    write(1, (30, 20))
+    made: Any = ours.IndexedDataset(str(tmp_path / "data"), mmap=kind != "file")
+    if kind == "samples":
+        made = gpt(
+            SIDES[0], tmp_path / "data", tmp_path / "cache", sequence_length=8,
+            indices=np.arange(2, dtype=np.int32),
+        )  # fmt: skip
+    pickled = pickle.dumps(made)
+    write(1, (30, 20))
+    assert_alike(pickle.loads(pickled)[1], made[1])  # the same content in other files
+    write(*((7, (30, 20)) if change == "tokens" else (1, (20, 30))))
+    with pytest.raises(errors.DataAssertionError, match="other data than"):
+        pickle.loads(pickled)
+
+
 def test_a_split_without_tokens_is_empty_at_any_length(prefix: Path, tmp_path: Path) -> None:
     """At length 1, with the extra token, Megatron-LM writes before the start of an array."""
     nothing = np.arange(0, dtype=np.int32)

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace.checks import limit
 from millrace.errors import CacheError, ConfigError, DataError
 from millrace.feed.config import DatasetConfig
 from millrace.feed.datasets import (
@@ -89,6 +90,7 @@ def build_planned(
     config: DatasetConfig, *, progress: Progress | None = None, wait_limit: float | None = None
 ) -> tuple[RunPlan, Datasets]:
     """The same, and the plan that it was made by."""
+    wait_limit = limit("wait_limit", wait_limit)
     if config.cache is None:
         opened, plan = plan_run(config)
         made = plan, _in_memory(config, plan, opened, progress)
@@ -187,6 +189,7 @@ def _dataset(
     *,
     open_dataset: Callable[[], IndexedDataset],
     load_indices: Callable[[], GPTIndices],
+    cached: arrays.ArraySet | None = None,
 ) -> GPTDataset:
     return GPTDataset.stored(
         file.prefix,
@@ -198,6 +201,7 @@ def _dataset(
         load_indices=load_indices,
         content=file.content,
         lengths=file.lengths,
+        cached=cached,
     )
 
 
@@ -205,6 +209,7 @@ def _assemble(
     split: SplitPlan,
     parts: list[GPTDataset],
     load_arrays: Callable[[], Arrays],
+    cached: arrays.ArraySet | None = None,
 ) -> GPTDataset | BlendedDataset | list[GPTDataset]:
     if split.kind == "apart":
         return parts
@@ -212,7 +217,7 @@ def _assemble(
         return parts[0]
     lengths = [len(part) for part in parts]
     weights = normalize(split.weights or lengths)
-    return BlendedDataset.stored(parts, weights, split.num_samples, load_arrays)
+    return BlendedDataset.stored(parts, weights, split.num_samples, load_arrays, cached)
 
 
 # ---- indices in a cache folder ----
@@ -382,6 +387,7 @@ def _from_sets(
     config: DatasetConfig, plan: RunPlan, sets: Sequence[arrays.ArraySet | None]
 ) -> Datasets:
     made: list[Any] = []
+    openings = [_Opening(file, config.access) for file in plan.files]
     for split, stored in zip(plan.splits, sets, strict=True):
         if split is None or stored is None:
             made.append(None)
@@ -391,15 +397,31 @@ def _from_sets(
                 config,
                 plan.files[dataset.file],
                 dataset,
-                open_dataset=functools.partial(
-                    open_unchanged, plan.files[dataset.file], config.access
-                ),
+                open_dataset=openings[dataset.file],
                 load_indices=functools.partial(_load_indices, stored, places),
+                cached=stored,
             )
             for dataset, places in zip(split.datasets, _places(split), strict=True)
         ]
-        made.append(_assemble(split, parts, functools.partial(_load_blend, stored)))
+        made.append(_assemble(split, parts, functools.partial(_load_blend, stored), stored))
     return Datasets(*made)
+
+
+class _Opening:
+    """Opens a token file that a manifest knows, once for all splits that draw from it."""
+
+    def __init__(self, file: TokenFile, access: Access) -> None:
+        self._made_of = file, access
+
+    def __call__(self) -> IndexedDataset:
+        return self._opened
+
+    @functools.cached_property
+    def _opened(self) -> IndexedDataset:
+        return open_unchanged(*self._made_of)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Opening, self._made_of
 
 
 def open_unchanged(file: TokenFile, access: Access) -> IndexedDataset:

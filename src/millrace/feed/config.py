@@ -7,9 +7,9 @@ import functools
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
-from millrace.checks import flag, reals, whole
+from millrace.checks import flag, reals, shown, whole
 from millrace.errors import ConfigError
 from millrace.feed.datasets import SampleOptions
 from millrace.order import SPLITS, normalize, split_ranges
@@ -77,12 +77,19 @@ class DatasetConfig:
                 f"the split is {self.split}: a blend needs one, and with a blend_per_split there "
                 "is none"
             )
-        if self.blend_per_split is not None and len(self.blend_per_split) != len(SPLITS):
+        per_split = self.blend_per_split
+        if per_split is not None and not (_is_list(per_split) and len(per_split) == len(SPLITS)):
             raise ConfigError(
-                f"blend_per_split has {len(self.blend_per_split)} entries; give one for each of "
+                f"blend_per_split is {shown(per_split)}; give an entry for each of "
                 f"{', '.join(SPLITS)}, None for those that you do without"
             )
         self._make_plain()
+        if self.access not in get_args(Access):
+            raise ConfigError(
+                f"access is {shown(self.access)}; it is one of {', '.join(get_args(Access))}"
+            )
+        if not isinstance(self.cache, str | os.PathLike | None):
+            raise ConfigError(f"cache is {shown(self.cache)}; give a folder's path, or None")
         if self.trust_cache and self.cache is None:
             raise ConfigError("trust_cache needs a cache folder: give cache")
         if self.full_validation and self.num_samples[VALID] is not None:
@@ -98,7 +105,7 @@ class DatasetConfig:
 
     def _make_plain(self) -> None:
         """Numbers and flags of any type become Python's, whose sums are exact."""
-        if not isinstance(self.num_samples, Collection) or len(self.num_samples) != len(SPLITS):
+        if not _is_list(self.num_samples) or len(self.num_samples) != len(SPLITS):
             raise ConfigError(
                 f"num_samples is {self.num_samples}; give an entry for each of {', '.join(SPLITS)}"
             )
@@ -128,13 +135,13 @@ class DatasetConfig:
         if all(given is None for given in blends):
             raise ConfigError("no split has a blend; give at least one")
         for given in blends:
-            if given is not None and (isinstance(given, str) or len(given) != 2):
+            if given is not None and (not _is_list(given) or len(given) != 2):
                 raise ConfigError(
                     f"a blend is {given!r}; it must be (prefixes, weights), and the weights None "
                     "where the data's lengths decide"
                 )
         for name, prefixes, weights, size in self._blends():
-            if isinstance(prefixes, (str, os.PathLike)) or len(prefixes) == 0:
+            if not _is_list(prefixes) or len(prefixes) == 0:
                 raise ConfigError(f"the {name} blend is {prefixes!r}; a list of prefixes is needed")
             for prefix in prefixes:
                 if not isinstance(prefix, (str, os.PathLike)):
@@ -202,3 +209,9 @@ class DatasetConfig:
             "drop_last_partial_validation_sequence": self.drop_last_partial_validation_sequence,
             "add_extra_token": self.add_extra_token,
         }
+
+
+def _is_list(value: Any) -> bool:
+    """Whether it has entries: a list, a tuple, an array; no text, and no array without a shape."""
+    is_text = isinstance(value, (str, bytes, os.PathLike))
+    return isinstance(value, Collection) and not is_text and getattr(value, "shape", None) != ()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, SupportsIndex
+from typing import Any, Protocol, SupportsIndex
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -26,6 +26,7 @@ from millrace.order import (
     normalize,
     plan_gpt,
 )
+from millrace.order.arrays import ArraySet
 from millrace.order.gpt import check_range, check_seed
 from millrace.store import IndexedDataset
 from millrace.store.bytes import MMapReader
@@ -218,6 +219,7 @@ class GPTDataset:
         load_indices: Callable[[], GPTIndices],
         content: str | None = None,
         lengths: str | None = None,
+        cached: ArraySet | None = None,
     ) -> GPTDataset:
         """A dataset whose indices are there already: nothing is opened before the first sample.
 
@@ -227,11 +229,13 @@ class GPTDataset:
                 the dataset is to be sent to other processes.
             content: the token file's fingerprint, if it is known.
             lengths: the checksum of its sequence lengths, if it is known.
+            cached: the set that holds the indices, if they are mapped from one.
         """
         self = cls.__new__(cls)
         self._set(prefix, sequences, seed, plan, options)
         self._open_dataset, self._load_indices = open_dataset, load_indices
         self._content, self._lengths = content, lengths
+        self._cached = cached
         return self
 
     def _set(
@@ -249,6 +253,7 @@ class GPTDataset:
         self.sequence_length = plan.sequence_length
         self.options = options
         self._watch = SizeWatch()
+        self._cached: ArraySet | None = None
         self._open_dataset: Callable[[], IndexedDataset] | None = None
         self._load_indices: Callable[[], GPTIndices] | None = None
         self._content: str | None = None
@@ -321,15 +326,18 @@ class GPTDataset:
         """
         numbers = _check_numbers(sample_numbers, len(self))
         try:
+            self._watch.look(self._files())
             if not self._is_mapped:
                 return _batch(self._read(numbers))
-            self._watch.look((self.dataset,))
             zeros = np.zeros(len(numbers), np.int64)
             return _batch(
                 _native.gather_samples((self._source,), zeros, numbers, **self.options.arguments)
             )
         except ValueError as error:
             raise _damaged(error) from None
+
+    def _files(self) -> tuple[Watched, ...]:
+        return (self.dataset,) if self._cached is None else (self.dataset, self._cached)
 
     def _read(self, numbers: NDArray[np.int64]) -> Any:
         """The samples' arrays where the token file is not mapped: find, read, fill."""
@@ -414,6 +422,7 @@ class BlendedDataset:
         weights: Sequence[float],
         size: int,
         load_arrays: Callable[[], tuple[NDArray[np.int16], NDArray[np.int64]]],
+        cached: ArraySet | None = None,
     ) -> BlendedDataset:
         """A blend whose index is there already, and is loaded for the first sample.
 
@@ -421,10 +430,12 @@ class BlendedDataset:
             weights: normalised.
             load_arrays: gives the dataset index and the dataset sample index; must be picklable
                 where the blend is to be sent to other processes.
+            cached: the set that holds them, if they are mapped from one.
         """
         self = cls.__new__(cls)
         self._set(list(datasets), list(weights), size)
         self._load_arrays = load_arrays
+        self._cached = cached
         return self
 
     def _set(self, datasets: list[GPTDataset], weights: list[float], size: int) -> None:
@@ -432,6 +443,7 @@ class BlendedDataset:
         self.weights = weights
         self._size = size
         self._watch = SizeWatch()
+        self._cached: ArraySet | None = None
         self._load_arrays: Callable[[], tuple[NDArray[np.int16], NDArray[np.int64]]] | None = None
 
     @cached_property
@@ -463,6 +475,7 @@ class BlendedDataset:
     def batch(self, sample_numbers: ArrayLike) -> Batch:
         """The samples of these numbers: as `GPTDataset.batch`, in one call of the core."""
         numbers = _check_numbers(sample_numbers, len(self))
+        self._watch.look(self._files())
         dataset_numbers, in_source = _core.look_up_draws(*self._arrays, numbers)
         drawn, sources = np.unique(dataset_numbers, return_inverse=True)
         if drawn.size > 0 and not 0 <= drawn[0] <= drawn[-1] < len(self.datasets):
@@ -473,7 +486,6 @@ class BlendedDataset:
         datasets = [self.datasets[number] for number in drawn.tolist()] or self.datasets[:1]
         if not all(dataset._is_mapped for dataset in datasets):
             return _batch_by_dataset(datasets, sources, in_source)
-        self._watch.look(one.dataset for one in self.datasets if one.is_open)
         try:
             return _batch(
                 _native.gather_samples(
@@ -486,6 +498,11 @@ class BlendedDataset:
         except ValueError as error:
             raise _damaged(error) from None
 
+    def _files(self) -> Iterator[Watched]:
+        yield from (one.dataset for one in self.datasets if one.is_open)
+        if self._cached is not None:
+            yield self._cached
+
     def fingerprint(self) -> dict[str, Any]:
         """What decides the samples and their order, for comparison with a saved state."""
         return {
@@ -496,8 +513,14 @@ class BlendedDataset:
         }
 
 
+class Watched(Protocol):
+    """Files that are mapped."""
+
+    def check_sizes(self) -> None: ...
+
+
 class SizeWatch:
-    """Looks now and then whether token files were cut short.
+    """Looks now and then whether files that are mapped were cut short.
 
     Where a page is gone, a batch is an error anyway; a page of which a part is gone reads as zeros.
     A look takes 3 us a file, a tenth of a batch: so not at every batch, but at every step of a
@@ -510,7 +533,7 @@ class SizeWatch:
     def __init__(self) -> None:
         self._next = 0.0
 
-    def look(self, datasets: Iterable[IndexedDataset]) -> None:
+    def look(self, files: Iterable[Watched]) -> None:
         """Looks, if it is time to.
 
         Raises:
@@ -519,8 +542,8 @@ class SizeWatch:
         start = time.monotonic()
         if start < self._next:
             return
-        for dataset in datasets:
-            dataset.check_sizes()
+        for watched in files:
+            watched.check_sizes()
         end = time.monotonic()
         self._next = end + max(self._PAUSE, self._SHARE * (end - start))
 

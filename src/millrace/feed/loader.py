@@ -217,5 +217,5 @@ def _differences(saved: Any, present: Any, place: str = "") -> Iterator[str]:
             counts = f"{place}: saved {len(saved)} entries, now {len(present)}"
             first = next(inside, None)
             yield counts if first is None else f"{counts}; first difference at {first}"
-    elif not isinstance(saved, _PLAIN) or saved != present:
+    elif not (isinstance(saved, _PLAIN) and isinstance(present, _PLAIN)) or saved != present:
         yield f"{place}: saved {shown(saved, _MOST_SHOWN)}, now {shown(present, _MOST_SHOWN)}"

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from millrace.checks import limit
 from millrace.errors import ConfigError
 from millrace.feed import BlendedDataset, DatasetConfig, Datasets, GPTDataset
 from millrace.feed.build import Progress, build_planned, draw, open_unchanged
@@ -87,6 +88,7 @@ def index(
         ConfigError: neither of the two folders, or no tokenizer where one is needed.
         OSError: a folder that cannot be written.
     """
+    wait_limit = limit("wait_limit", wait_limit)
     if config.cache is None and megatron_cache_folder is None:
         raise ConfigError("there is nowhere to put the indices: give a cache folder")
     if megatron_cache_folder is not None and tokenizer is None:

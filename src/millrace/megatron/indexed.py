@@ -239,7 +239,8 @@ class IndexedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
 
     Raises:
         MissingFileError: one of the files is missing.
-        DataAssertionError: a damaged or foreign file, or other counts than were given.
+        DataAssertionError: a damaged or foreign file, or other counts than were given; in a pickle
+            that is opened, other data than were pickled.
         ConfigAssertionError: a path in an object store.
     """
 
@@ -303,7 +304,7 @@ class IndexedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
         )
 
     def __getstate__(self) -> tuple[Any, ...]:
-        return (
+        arguments = (
             self.path_prefix,
             self.multimodal,
             self.mmap,
@@ -312,9 +313,13 @@ class IndexedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
             self.sequences_per_dataset,
             self.dtype_code,
         )
+        return arguments, self.stored.identity()
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.initialize(*state)
+        arguments, identity = state
+        self.initialize(*arguments)
+        with as_assertions():
+            self.stored.check_identity(identity)
 
     def __len__(self) -> int:
         """The number of sequences."""

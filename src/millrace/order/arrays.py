@@ -28,6 +28,7 @@ from millrace import _core
 from millrace.errors import DataError
 from millrace.files import (
     atomic_file,
+    cut_short,
     file_lock,
     flush_to_disk,
     fsync_folder,
@@ -128,6 +129,7 @@ class ArraySet:
     checksums: Mapping[str, str]
     ends: Mapping[str, str]
     _mapped: dict[str, NDArray[Any]] = field(default_factory=dict, repr=False, compare=False)
+    _files: dict[str, tuple[int, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     def __getitem__(self, array: str) -> NDArray[Any]:
         """An array, read-only.
@@ -136,7 +138,7 @@ class ArraySet:
             DataError: its file is missing, truncated, or another array.
         """
         if array not in self._mapped:
-            self._mapped[array] = _map_array(
+            self._mapped[array], self._files[array] = _map_array(
                 self.path(array), *self.layout[array], self.ends[array]
             )
         return self._mapped[array]
@@ -150,6 +152,16 @@ class ArraySet:
             self.checksums,
             self.ends,
         )
+
+    def check_sizes(self) -> None:
+        """Looks whether files that are mapped, if they are still there, have become shorter.
+
+        Raises:
+            DataError: one has.
+        """
+        for array, opened in list(self._files.items()):  # other threads map more
+            if problem := cut_short(self.path(array), opened):
+                raise DataError(problem)
 
     def path(self, array: str) -> str:
         return array_path(self.folder, self.name, array)
@@ -319,14 +331,18 @@ def _npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
     return buffer.getvalue()
 
 
-def _map_array(path: str, dtype: Any, shape: tuple[int, ...], ends: str) -> NDArray[Any]:
+def _map_array(
+    path: str, dtype: Any, shape: tuple[int, ...], ends: str
+) -> tuple[NDArray[Any], tuple[int, ...]]:
+    """An array, and its file's device, inode and size."""
     dtype = np.dtype(dtype)
     header = _npy_header(dtype, shape)
     size = len(header) + dtype.itemsize * math.prod(shape)
     try:
         with open(path, "rb", buffering=0) as file:
             first, last = _ends(file)
-            if os.fstat(file.fileno()).st_size != size or not first.startswith(header):
+            stat = os.fstat(file.fileno())
+            if stat.st_size != size or not first.startswith(header):
                 raise DataError(
                     f"{path} is not the array {dtype} {list(shape)} that its set records, or is "
                     "truncated"
@@ -338,7 +354,8 @@ def _map_array(path: str, dtype: Any, shape: tuple[int, ...], ends: str) -> NDAr
         if is_of_the_process(error):
             raise
         raise DataError(f"{path} is missing, or cannot be read: {error.strerror}") from None
-    return np.frombuffer(content, dtype, offset=len(header)).reshape(shape)
+    array = np.frombuffer(content, dtype, offset=len(header)).reshape(shape)
+    return array, (stat.st_dev, stat.st_ino, size)
 
 
 def _ends(file: BinaryIO) -> tuple[bytes, bytes]:

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from millrace import _core, _native
 from millrace.checks import one_path, whole, whole_numbers
 from millrace.errors import ConfigError, DataError
-from millrace.files import xxh3
+from millrace.files import cut_short, xxh3
 from millrace.store.bytes import Access, BinReader, MMapReader, open_bin
 from millrace.store.info import Info, read_info
 from millrace.store.layout import HEADER, parse_header
@@ -396,15 +396,8 @@ class IndexedDataset:
         """
         paths = [idx_path(self.prefix), bin_path(self.prefix)]
         for path, opened in zip(paths, reversed(self._files), strict=False):
-            try:
-                now = os.stat(path)
-            except OSError:
-                continue  # gone from its name: what was opened stays
-            if (now.st_dev, now.st_ino) == opened[:2] and now.st_size < opened[2]:
-                raise DataError(
-                    f"{path} has {now.st_size} bytes; it had {opened[2]} when it was opened, and "
-                    "was cut short since. Restore it: files in use are replaced by renames"
-                )
+            if problem := cut_short(path, opened):
+                raise DataError(problem)
 
     # ---- an end, and other processes ----
 
@@ -440,9 +433,25 @@ class IndexedDataset:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
+        return _open_same, (type(self), self.prefix, self._options, self.identity())
+
+    def identity(self) -> tuple[Any, ...]:
+        """What tells these data from others, for `check_identity`: plain values."""
         self._check_open()
-        pickled = (self._files, self.fingerprint, self.lengths_checksum)
-        return _open_same, (type(self), self.prefix, self._options, pickled)
+        return self._files, self.fingerprint, self.lengths_checksum
+
+    def check_identity(self, pickled: tuple[Any, ...]) -> None:
+        """Checks that these are the data of a dataset that had this identity.
+
+        Raises:
+            DataError: they are others.
+        """
+        # The same files, or (on another machine, or after a copy) the same content.
+        if self._files != pickled[0] and self.identity()[1:] != pickled[1:]:
+            raise DataError(
+                f"{self.prefix}.bin/.idx hold other data than the dataset that was pickled: they "
+                "were replaced since. Open the dataset anew, and pickle that one"
+            )
 
     def __repr__(self) -> str:
         return (
@@ -463,15 +472,7 @@ def _open_same(
 ) -> IndexedDataset:
     """Opens a pickled dataset, if the very data are there that it had."""
     dataset = kind(prefix, **options)
-    # The same files, or (on another machine, or after a copy) the same content.
-    if dataset._files != pickled[0] and pickled[1:] != (
-        dataset.fingerprint,
-        dataset.lengths_checksum,
-    ):
-        raise DataError(
-            f"{prefix}.bin/.idx hold other data than the dataset that was pickled: they were "
-            "replaced since. Open the dataset anew, and pickle that one"
-        )
+    dataset.check_identity(pickled)
     return dataset
 
 
