@@ -487,3 +487,30 @@ def test_verify_reports_what_cannot_be_read_and_goes_on(tmp_path: Path) -> None:
     reports = verify([tmp_path / "none", tmp_path / "folder", tmp_path / "well"])
     assert [bool(report.problems) for report in reports] == [True, True, False]
     assert any("Is a directory" in problem for problem in reports[1].problems)
+
+
+_CUT_WHILE_MERGED = """
+import os, sys
+import numpy as np
+from millrace import DataError, IndexedDataset, IndexedDatasetBuilder
+prefix = sys.argv[1]
+
+class Reader:
+    size = os.path.getsize(prefix + ".bin")
+    def gather(self, byte_offsets, byte_counts):
+        os.truncate(prefix + ".idx", 34)
+        return np.zeros(byte_counts.sum(), np.uint8)
+
+with IndexedDatasetBuilder(prefix + "-merged", np.int32) as builder:
+    try:
+        builder.add_index(IndexedDataset(prefix, bin_reader=Reader()))
+    except DataError as error:
+        print(error)
+"""
+
+
+def test_an_index_that_is_cut_short_while_it_is_merged_is_an_error(tmp_path: Path) -> None:
+    write(tmp_path / "data", 7, length=10, count=5000)
+    result = run(_CUT_WHILE_MERGED, tmp_path / "data")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "become shorter" in result.stdout

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from millrace import _core
+from millrace import _core, _native
 from millrace.checks import flag, one_path, shown, whole, whole_numbers
 from millrace.errors import ConfigError, DataError
 from millrace.files import flush_to_disk, naming
@@ -467,12 +467,12 @@ class IndexedDatasetBuilder:
         """Appends the entries of sequences and documents [start, stop) of another index."""
         for place in range(*sequences, entries.LIMIT):
             part = slice(place, min(place + entries.LIMIT, sequences[1]))
-            self._lengths.extend(other.sequence_lengths[part])
+            self._lengths.extend(_copied(other.sequence_lengths[part]))
             if self.multimodal and other.sequence_modes is not None:
-                self._modes.extend(other.sequence_modes[part])
+                self._modes.extend(_copied(other.sequence_modes[part]))
         for place in range(documents[0] + 1, documents[1] + 1, entries.LIMIT):
             ends = other.document_indices[place : min(place + entries.LIMIT, documents[1] + 1)]
-            self._documents.extend(ends + (self.num_sequences - sequences[0]))
+            self._documents.extend(_copied(ends) + (self.num_sequences - sequences[0]))
 
     def _write_files(self) -> None:
         """Brings all that there is to the disk, under temporary names, and checks it."""
@@ -639,6 +639,12 @@ def _blocks(dataset: IndexedDataset, start: int, stop: int) -> Iterator[NDArray[
     """
     for at in range(start, stop, _READ_SIZE):
         yield dataset.reader.gather(np.array([at]), np.array([min(_READ_SIZE, stop - at)]))
+
+
+def _copied(column: NDArray[Any]) -> NDArray[Any]:
+    """A part of a mapped column: where the file was cut short, an error and no bus error."""
+    data = column.view(np.uint8)
+    return _native.copy_pieces(data, np.array([0]), np.array([len(data)])).view(column.dtype)
 
 
 def _write_all(file: BinaryIO, data: NDArray[np.uint8]) -> None:
