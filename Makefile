@@ -8,9 +8,9 @@ NATIVE := CMakeLists.txt $(wildcard cpp/*.hpp cpp/*.cpp)
 SANITIZED := build/sanitize
 # The interpreter that the environment was made from, with the environment's packages named by hand:
 # so no import hook of the editable install puts the usual core before the sanitized one, here or in
-# the processes that tests start.
+# the processes that tests start. Bus errors, which tests make on purpose, are left to them.
 SANITIZED_PYTHON = LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
-	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	ASAN_OPTIONS=detect_leaks=0:handle_sigbus=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	PYTHONPATH="$(CURDIR)/$(SANITIZED)/site:$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
 	"$$($(BIN)/python -c 'import sys; print(sys._base_executable)')"
 
