@@ -300,10 +300,11 @@ void py_start_writeback(int file, std::int64_t start, std::int64_t size) {
 // calls is fenced off by `is_busy`: meanwhile additions throw.
 class PyTokenBuffer {
  public:
-  // A negative `file` is none: then nothing can be flushed.
-  PyTokenBuffer(const std::string& dtype, std::size_t capacity, int file)
+  // A negative `file` is none: then nothing can be flushed. Without modes none are noted.
+  PyTokenBuffer(const std::string& dtype, std::size_t capacity, int file, bool has_modes)
       : dtype_(dtype),
         kind_(kind_of(dtype)),
+        has_modes_(has_modes),
         capacity_(capacity),
         bytes_(allocate<std::uint8_t>(capacity)),
         writer_(file) {}
@@ -349,22 +350,26 @@ class PyTokenBuffer {
   }
 
   // Appends documents of one sequence each, but of none where a document has no tokens. `tokens` as
-  // above; their lengths are an int64 array.
+  // above, where None leaves what the documents do not need; their lengths are an int64 array.
   bool add_documents(nb::handle tokens, const In<std::int64_t>& lengths) {
     std::int64_t sum = 0;
     for (const std::int64_t length : span_of(lengths)) {
       check_length(length);
       sum += length;  // int32 each, so that no array in memory can overflow it
     }
-    const std::size_t used = used_;
-    std::int64_t count = num_loose_;
-    if (!tokens.is_none()) {
+    if (tokens.is_none()) {
+      if (sum > num_loose_) {
+        refuse_sum(sum, num_loose_);
+      }
+      num_loose_ -= sum;
+    } else {
       check_free();
-      count = static_cast<std::int64_t>(append_tokens(tokens));
-    }
-    if (sum != count) {
-      used_ = tokens.is_none() ? used_ : used;
-      refuse_sum(sum, count);
+      const std::size_t used = used_;
+      const auto count = static_cast<std::int64_t>(append_tokens(tokens));
+      if (sum != count) {
+        used_ = used;
+        refuse_sum(sum, count);
+      }
     }
     for (const std::int64_t length : span_of(lengths)) {
       if (length > 0) {
@@ -372,7 +377,6 @@ class PyTokenBuffer {
       }
       end_document();
     }
-    num_loose_ = tokens.is_none() ? 0 : num_loose_;
     return is_full();
   }
 
@@ -494,7 +498,9 @@ class PyTokenBuffer {
 
   void end_sequence(std::int64_t length, std::int8_t mode) {
     lengths_.push_back(static_cast<std::int32_t>(length));
-    modes_.push_back(mode);
+    if (has_modes_) {
+      modes_.push_back(mode);
+    }
     num_tokens_ += length;
     ++num_sequences_;
     has_open_document_ = true;
@@ -705,6 +711,7 @@ class PyTokenBuffer {
 
   std::string dtype_;
   Kind kind_;
+  bool has_modes_;
   std::size_t capacity_;
   Buffer<std::uint8_t> bytes_;
   std::size_t used_ = 0;  // a multiple of the token's width, so that tokens stay aligned
@@ -1085,8 +1092,8 @@ NB_MODULE(_core, module) {
   module.def("map_file", &py_map_file, "descriptor"_a, "size"_a);
   module.def("start_writeback", &py_start_writeback, "file"_a, "start"_a, "size"_a);
   nb::class_<PyTokenBuffer>(module, "TokenBuffer")
-      .def(nb::init<const std::string&, std::size_t, int>(), "dtype"_a, "capacity"_a,
-           "file"_a = -1)
+      .def(nb::init<const std::string&, std::size_t, int, bool>(), "dtype"_a, "capacity"_a,
+           "file"_a = -1, "has_modes"_a = true)
       .def("append", &PyTokenBuffer::append, "tokens"_a)
       .def("add_sequences", &PyTokenBuffer::add_sequences, "tokens"_a.none(),
            "lengths"_a.none() = nb::none(), "modes"_a.none() = nb::none(),

@@ -351,7 +351,7 @@ def test_a_closed_dataset_says_so_and_its_arrays_stay(tmp_path: Path) -> None:
     dataset.close()
     assert view.tolist() == [1] * 100
     assert lengths.tolist() == [100] * 20
-    with pytest.raises(AttributeError, match="has no nonsense"):
+    with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
         _ = IndexedDataset(tmp_path / "data").nonsense
 
 

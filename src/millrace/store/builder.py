@@ -29,6 +29,7 @@ from millrace.store.reader import IndexedDataset
 
 _MAX_LENGTH = 2**31 - 1  # lengths are int32
 _BUFFER_SIZE = 1 << 20  # bytes of tokens that are gathered before they are written
+_ENTRIES = 1 << 16  # documents that are noted at a time: they stay in a core's cache
 _CHUNK = 1 << 19  # tokens of an array that are checked at a time
 _COPY_SIZE = 64 << 20  # bytes that a merge lets the kernel copy at a time
 _READ_SIZE = 2 << 20  # bytes that it reads at a time where it must see them
@@ -115,7 +116,9 @@ class IndexedDatasetBuilder:
                 )
                 for column in (self._lengths, self._documents, self._modes):
                     resources.callback(column.close)
-                self._buffer = _core.TokenBuffer(self.dtype.name, _BUFFER_SIZE, self._data.fileno())
+                self._buffer = _core.TokenBuffer(
+                    self.dtype.name, _BUFFER_SIZE, self._data.fileno(), self.multimodal
+                )
                 resources.callback(self._buffer.close)
                 self._drop = weakref.finalize(self, _drop, self._lock, self._buffer, resources)
         except BaseException:
@@ -226,7 +229,9 @@ class IndexedDatasetBuilder:
         counts = _as_lengths(lengths, len(values))
         with self._alone():
             self._append(values)
-            self._buffer.add_documents(None, counts)
+            for start in range(0, len(counts), _ENTRIES):
+                self._buffer.add_documents(None, counts[start : start + _ENTRIES])
+                self._flush_entries()
             self._flush_now()
 
     def add_index(
@@ -438,8 +443,7 @@ class IndexedDatasetBuilder:
         lengths, modes, documents = self._buffer.take_entries()
         self._lengths.extend(lengths)
         self._documents.extend(documents)
-        if self.multimodal:
-            self._modes.extend(modes)
+        self._modes.extend(modes)
 
     def _copy_tokens(self, other: IndexedDataset, start: int, stop: int) -> None:
         """Appends bytes [start, stop) of another `.bin`."""
