@@ -335,6 +335,6 @@ def test_another_file_at_the_prefix_is_not_looked_at(
 
 def test_a_watch_starts_anew_in_another_process() -> None:
     watch = SizeWatch()
-    watch.look([])
+    watch.look(list)
     assert watch._next > 0
     assert pickle.loads(pickle.dumps(watch))._next == 0
