@@ -6,7 +6,7 @@ import numpy as np
 
 from millrace import DatasetConfig, IndexedDatasetBuilder, Loader, build_datasets
 from millrace.jobs import index, list_cache
-from millrace.jobs.index import format_result
+from millrace.jobs.indexing import format_result
 
 with tempfile.TemporaryDirectory() as folder:
     prefixes = [f"{folder}/web_text_document", f"{folder}/books_text_document"]

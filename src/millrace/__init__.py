@@ -12,16 +12,9 @@ from millrace.errors import (
     ResumeError,
     TextError,
 )
-from millrace.feed import (
-    BlendedDataset,
-    DatasetConfig,
-    Datasets,
-    GPTDataset,
-    Loader,
-    SequentialSampler,
-    build_datasets,
-)
+from millrace.feed import BlendedDataset, GPTDataset, Loader, SequentialSampler
 from millrace.order import normalize, parse_split, samples_per_dataset, split_ranges
+from millrace.run import DatasetConfig, Datasets, build_datasets
 from millrace.store import IndexedDataset, IndexedDatasetBuilder, optimal_dtype
 
 __all__ = [

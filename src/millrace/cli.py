@@ -415,8 +415,9 @@ def _add_index(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 
 def _index(options: argparse.Namespace) -> None:
-    from millrace.jobs import arguments, index
-    from millrace.jobs.index import format_result
+    from millrace.jobs import index
+    from millrace.jobs.indexing import format_result
+    from millrace.run import arguments
 
     given = arguments.read_arguments(options.config) if options.config else {}
     tokenizer = given.pop("tokenizer_identifiers", None)

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import distributed
 
 from millrace.errors import ConfigError, MillraceError
-from millrace.feed import DatasetConfig, Datasets
-from millrace.feed import build_datasets as _build_datasets
+from millrace.run import DatasetConfig, Datasets
+from millrace.run import build_datasets as _build_datasets
 
 T = TypeVar("T")
 

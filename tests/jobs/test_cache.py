@@ -18,9 +18,9 @@ import pytest
 
 import millrace
 from millrace import ConfigError, DatasetConfig, build_datasets
+from millrace.cache import arrays
 from millrace.files import file_lock, temporary_name
 from millrace.jobs import list_cache, prune_cache
-from millrace.order import arrays
 from tests.no_flock import no_flock
 from tests.test_cli import millrace as run_millrace
 

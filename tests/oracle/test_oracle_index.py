@@ -128,7 +128,7 @@ def test_both_caches_take_one_build(
     def refuse(*_: Any) -> None:
         raise AssertionError("built again")
 
-    module = importlib.import_module("millrace.jobs.index")
+    module = importlib.import_module("millrace.jobs.indexing")
     monkeypatch.setattr(module, "build_indices", refuse)
     monkeypatch.setattr(module, "draw", refuse)
     config = ours_of(case, cache=tmp_path / "ours")

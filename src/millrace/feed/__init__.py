@@ -2,22 +2,11 @@
 
 A *dataset* (`GPTDataset`, `BlendedDataset`) turns sample numbers into arrays, the *sampler* says
 which sample numbers a data-parallel rank takes at each step, and the *loader* hands over micro
-batches and remembers one number, `consumed_samples`. `build_datasets` makes the datasets of a whole
-run from a `DatasetConfig`.
+batches and remembers one number, `consumed_samples`.
 """
 
-from millrace.feed.build import Datasets, build_datasets
-from millrace.feed.config import DatasetConfig
 from millrace.feed.datasets import BlendedDataset, GPTDataset
 from millrace.feed.loader import Loader
 from millrace.feed.samplers import SequentialSampler
 
-__all__ = [
-    "BlendedDataset",
-    "DatasetConfig",
-    "Datasets",
-    "GPTDataset",
-    "Loader",
-    "SequentialSampler",
-    "build_datasets",
-]
+__all__ = ["BlendedDataset", "GPTDataset", "Loader", "SequentialSampler"]

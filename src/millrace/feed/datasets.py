@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from millrace import _core, _native
 from millrace._native import MAX_INT32
+from millrace.cache.arrays import ArraySet
 from millrace.checks import MAX_INT64, flag, reals, shown, token, whole, whole_numbers
 from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.order import (
@@ -26,7 +27,6 @@ from millrace.order import (
     normalize,
     plan_gpt,
 )
-from millrace.order.arrays import ArraySet
 from millrace.order.gpt import check_range, check_seed
 from millrace.store import IndexedDataset
 from millrace.store.bytes import MMapReader

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from millrace.cache import arrays
 from millrace.errors import CacheError, ConfigError, DataError
-from millrace.feed.manifest import MANIFEST, Manifest, manifests_lock, read_manifest
-from millrace.feed.plan import TokenFile, has_same_times, look_at
 from millrace.files import file_lock, written_name
-from millrace.order import arrays
+from millrace.run.manifest import MANIFEST, Manifest, manifests_lock, read_manifest
+from millrace.run.plan import TokenFile, has_same_times, look_at
 from millrace.store.publish import bin_path, idx_path
 
 _DAY = 24 * 60 * 60.0

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from millrace.cache import megatron as cache
 from millrace.megatron.config import BlendedMegatronDatasetConfig
 from millrace.megatron.indexed import IndexedDataset
 from millrace.megatron.utils import Split
-from millrace.order import megatron_cache as cache
 
 LowLevelDataset = IndexedDataset | Iterable[Any]
 """What a `MegatronDataset` draws from."""

@@ -12,12 +12,12 @@ import torch
 from numpy.typing import NDArray
 
 from millrace import _native
+from millrace.cache import megatron as cache
 from millrace.megatron.caching import MappedArrays, open_arrays, prepare_arrays
 from millrace.megatron.config import BlendedMegatronDatasetConfig
 from millrace.megatron.errors import ConfigAssertionError, OversampledError, require
 from millrace.megatron.utils import log_on_first_rank, normalize
 from millrace.order import count_draws
-from millrace.order import megatron_cache as cache
 
 logger = logging.getLogger(__name__)
 

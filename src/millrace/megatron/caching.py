@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from millrace.cache import megatron as cache
 from millrace.errors import DataError
 from millrace.megatron.errors import DataAssertionError, MissingFileError
 from millrace.megatron.utils import log_on_first_rank
-from millrace.order import megatron_cache as cache
 
 logger = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from millrace import _native
+from millrace.cache import megatron as cache
 from millrace.errors import ConfigError
 from millrace.megatron.base import MegatronDataset
 from millrace.megatron.caching import MappedArrays, open_arrays, prepare_arrays
@@ -31,7 +32,6 @@ from millrace.megatron.rules import (
 )
 from millrace.megatron.utils import Split, log_on_first_rank
 from millrace.order import GPTPlan
-from millrace.order import megatron_cache as cache
 from millrace.order.gpt import check_seed
 from millrace.store.bytes import MMapReader
 

@@ -1,12 +1,11 @@
 """Pure functions from sample number to token spans: numbers in, arrays out, no files.
 
 `splits` cuts a dataset into train, valid and test; `gpt` makes the document index, sample index
-and shuffle index of one dataset and split; `blend` says which dataset each sample comes from. All
-of them give Megatron-LM's results, bit for bit. Two modules know files: `arrays` keeps what was
-made in a folder, `megatron_cache` does so as Megatron-LM does.
+and shuffle index of one dataset and split; `blends` says which dataset each sample comes from. All
+of them give Megatron-LM's results, bit for bit.
 """
 
-from millrace.order.blend import (
+from millrace.order.blends import (
     blend,
     blend_exhaustively,
     count_draws,

@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 
 from millrace import _native
 from millrace.checks import flag, shown, whole, whole_numbers
+from millrace.dtypes import sample_index_dtype, shuffle_index_dtype
 from millrace.errors import ConfigError
 
 FINAL_EPOCH_THRESHOLD = 0.80
 """A final epoch of which a smaller share than this is needed is shuffled by itself."""
 
-_UINT32_SAMPLES = 2**32 - 2  # from here on Megatron-LM's shuffle index is int64
 MAX_SEED = 2**32 - 1
 
 
@@ -184,7 +184,7 @@ def build_gpt_indices(
         shuffle_index = pool.submit(
             _native.shuffled_ranges,
             [(0, num_first, 1), (num_first, plan.num_samples, 1)],
-            np.uint32 if plan.num_samples < _UINT32_SAMPLES else np.int64,
+            shuffle_index_dtype(plan.num_samples),
             random,
         )
         sample_index = _native.sample_index(
@@ -194,7 +194,7 @@ def build_gpt_indices(
             plan.num_samples,
             add_extra_token=plan.add_extra_token,
             allow_partial=plan.allow_partial,
-            dtype=np.int32 if len(document_index) <= _native.MAX_INT32 else np.int64,
+            dtype=sample_index_dtype(len(document_index)),
         )
         return GPTIndices(
             document_index=document_index,

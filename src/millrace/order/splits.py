@@ -9,7 +9,7 @@ from typing import Any
 
 from millrace.checks import MAX_INT64, reals, shown, whole
 from millrace.errors import ConfigError
-from millrace.order.blend import normalize
+from millrace.order.blends import normalize
 
 SPLITS = ("train", "valid", "test")
 VALID = SPLITS.index("valid")

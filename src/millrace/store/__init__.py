@@ -7,11 +7,12 @@ whole or not at all, `bytes` where the tokens are read from, `info` the sidecar 
 `reader`, `builder` and `verify` are what people use.
 """
 
+from millrace.dtypes import optimal_dtype
 from millrace.store.builder import IndexedDatasetBuilder, finalize_together
 from millrace.store.bytes import BinReader, gather_in_turn
 from millrace.store.checking import Report, verify
 from millrace.store.info import Checksums, Info
-from millrace.store.layout import DTYPES, optimal_dtype
+from millrace.store.layout import DTYPES
 from millrace.store.reader import IndexedDataset
 
 __all__ = [

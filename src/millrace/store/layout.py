@@ -41,16 +41,6 @@ DTYPES: dict[int, np.dtype[Any]] = {
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
-UINT16_VOCABULARY = 65500
-"""Vocabularies below this size are stored as uint16 (Megatron-LM's number)."""
-
-
-def optimal_dtype(vocabulary_size: int | None) -> np.dtype[Any]:
-    """The dtype of a vocabulary in Megatron-LM's files: uint16 below 65,500 tokens, else int32."""
-    if vocabulary_size is not None and vocabulary_size < UINT16_VOCABULARY:
-        return np.dtype(np.uint16)
-    return np.dtype(np.int32)
-
 
 def dtype_code(dtype: DTypeLike) -> int:
     """The code of a dtype in an index file.

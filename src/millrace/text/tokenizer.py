@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from millrace.checks import shown
+from millrace.dtypes import optimal_dtype
 from millrace.errors import ConfigError, TextError
-from millrace.store import optimal_dtype
 
 EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """The usual end-of-document tokens; a tokenizer with exactly one of them needs no `eod_token`."""

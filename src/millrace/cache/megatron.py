@@ -33,6 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace import _core
+from millrace.dtypes import sample_index_dtype, shuffle_index_dtype
 from millrace.errors import DataError
 from millrace.files import atomic_file, file_lock, fsync_folder, temporaries_of
 from millrace.order.gpt import GPTIndices, GPTPlan
@@ -326,11 +327,11 @@ def check_gpt_arrays(
     """
     documents, samples, shuffle = (arrays[name] for name in GPT_ARRAYS)
     num_entries = plan.num_epochs * num_sequences
-    row_dtype = np.int32 if num_entries <= np.iinfo(np.int32).max else np.int64
-    shuffle_dtype = np.uint32 if plan.num_samples < 2**32 - 2 else np.int64
     _check_form("document_index", documents, np.int32, (num_entries,))
-    _check_form("sample_index", samples, row_dtype, (plan.num_samples + 1, 2))
-    _check_form("shuffle_index", shuffle, shuffle_dtype, (plan.num_samples,))
+    _check_form("sample_index", samples, sample_index_dtype(num_entries), (plan.num_samples + 1, 2))
+    _check_form(
+        "shuffle_index", shuffle, shuffle_index_dtype(plan.num_samples), (plan.num_samples,)
+    )
     if num_entries == 0:
         return
     for part in (slice(None, _CHECKED_ROWS), slice(-_CHECKED_ROWS, None)):

@@ -13,7 +13,7 @@ from millrace.checks import flag, reals, shown, whole
 from millrace.errors import ConfigError
 from millrace.feed.datasets import SampleOptions
 from millrace.order import SPLITS, normalize, split_ranges
-from millrace.order.blend import SURPLUS, check_surplus
+from millrace.order.blends import SURPLUS, check_surplus
 from millrace.order.gpt import check_seed
 from millrace.order.splits import VALID, Bookends
 from millrace.store.bytes import Access

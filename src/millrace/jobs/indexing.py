@@ -10,14 +10,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from millrace.cache import megatron as megatron_cache
 from millrace.checks import limit
 from millrace.errors import ConfigError
-from millrace.feed import BlendedDataset, DatasetConfig, Datasets, GPTDataset
-from millrace.feed.build import Progress, build_planned, draw, open_unchanged
+from millrace.feed import BlendedDataset, GPTDataset
 from millrace.feed.datasets import build_indices
-from millrace.feed.plan import DatasetPlan, RunPlan, SplitPlan, plan_run
 from millrace.jobs.progress import Progress as ProgressBar
-from millrace.order import megatron_cache, normalize, parse_split
+from millrace.order import normalize, parse_split
+from millrace.run import DatasetConfig, Datasets
+from millrace.run.build import Progress, build_planned, draw, open_unchanged
+from millrace.run.plan import DatasetPlan, RunPlan, SplitPlan, plan_run
 from millrace.store import IndexedDataset
 
 Whole = GPTDataset | BlendedDataset | list[GPTDataset]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from millrace import ConfigError
-from millrace.jobs.arguments import (
+from millrace.run.arguments import (
     LEGACY_SPLIT,
     config_from,
     parse_blend,

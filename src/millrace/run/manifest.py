@@ -12,11 +12,12 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from millrace.cache import arrays
 from millrace.errors import DataError
-from millrace.feed.config import DatasetConfig
-from millrace.feed.plan import DatasetPlan, RunPlan, SplitPlan, TokenFile, has_same_times, look_at
 from millrace.files import atomic_file, file_lock, temporaries_of
-from millrace.order import GPTPlan, arrays
+from millrace.order import GPTPlan
+from millrace.run.config import DatasetConfig
+from millrace.run.plan import DatasetPlan, RunPlan, SplitPlan, TokenFile, has_same_times, look_at
 
 MANIFEST = "run-"
 """What the names of manifests start with; then follow a fingerprint and .json."""

@@ -1,4 +1,4 @@
-"""Many starts at one instant: `python -m tests.feed.race --processes 64 --kills 3 --seed 1`.
+"""Many starts at one instant: `python -m tests.run.race --processes 64 --kills 3 --seed 1`.
 
 So many processes build the same datasets into one empty cache folder. Each says when it begins a
 set, when it has built it, and at last the digest of all arrays and of the first samples. Builders
@@ -39,8 +39,8 @@ from unittest import mock
 import numpy as np
 
 from millrace import DatasetConfig, Datasets, IndexedDatasetBuilder, build_datasets
+from millrace.cache import arrays
 from millrace.files import TMP, file_lock
-from millrace.order import arrays
 from tests.no_flock import no_flock
 
 FORK = multiprocessing.get_context("fork")
@@ -336,7 +336,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.no_flock:
         with tempfile.TemporaryDirectory() as name:
-            again = [sys.executable, "-m", "tests.feed.race", *sys.argv[1:]]
+            again = [sys.executable, "-m", "tests.run.race", *sys.argv[1:]]
             again.remove("--no-flock")
             return subprocess.run(again, env=no_flock(Path(name))).returncode
     began = time.monotonic()

@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from millrace.errors import ConfigError
-from millrace.feed import DatasetConfig
-from millrace.feed.config import Blend
-from millrace.order.blend import SURPLUS
+from millrace.order.blends import SURPLUS
+from millrace.run.config import Blend, DatasetConfig
 
 LEGACY_SPLIT = "969, 30, 1"  # what Megatron-LM takes where --data-path has no --split
 DEFAULT_SEED, DEFAULT_EVAL_ITERS, DEFAULT_EVAL_INTERVAL = 1234, 100, 1000

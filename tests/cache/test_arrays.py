@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from millrace.cache import arrays
 from millrace.errors import DataError
 from millrace.files import file_lock, temporary_name
-from millrace.order import arrays
 
 FORMS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "rows": (np.int32, (3000, 2)),

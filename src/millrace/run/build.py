@@ -24,17 +24,20 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace.cache import arrays
 from millrace.checks import limit
+from millrace.dtypes import sample_index_dtype, shuffle_index_dtype
 from millrace.errors import CacheError, ConfigError, DataError
-from millrace.feed.config import DatasetConfig
 from millrace.feed.datasets import (
     BlendedDataset,
     GPTDataset,
     build_indices,
     check_draws,
 )
-from millrace.feed.manifest import is_unchanged, manifest_path, read_manifest, write_manifest
-from millrace.feed.plan import (
+from millrace.order import GPTIndices, blend, blend_exhaustively, normalize
+from millrace.run.config import DatasetConfig
+from millrace.run.manifest import is_unchanged, manifest_path, read_manifest, write_manifest
+from millrace.run.plan import (
     DatasetPlan,
     RunPlan,
     SplitPlan,
@@ -43,7 +46,6 @@ from millrace.feed.plan import (
     plan_run,
     warn_of_copies,
 )
-from millrace.order import GPTIndices, arrays, blend, blend_exhaustively, normalize
 from millrace.store import IndexedDataset
 from millrace.store.bytes import Access
 
@@ -313,11 +315,11 @@ def _layout(split: SplitPlan) -> dict[str, tuple[Any, tuple[int, ...]]]:
     layout: dict[str, tuple[Any, tuple[int, ...]]] = {
         "document_index": (np.int32, (places.documents.stop,)),
         "sample_index": (
-            np.int32 if most_documents < 2**31 else np.int64,
+            sample_index_dtype(most_documents),
             (places.rows.stop, 2),
         ),
         "shuffle_index": (
-            np.uint32 if most_samples < 2**32 - 2 else np.int64,
+            shuffle_index_dtype(most_samples),
             (places.samples.stop,),
         ),
     }

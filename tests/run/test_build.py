@@ -39,11 +39,11 @@ from millrace import (
     ResumeError,
     build_datasets,
 )
-from millrace.feed.build import _layout, build_planned
-from millrace.feed.manifest import read_manifest
-from millrace.feed.plan import DatasetPlan, RunPlan, SplitPlan
 from millrace.files import file_lock
 from millrace.order import plan_gpt
+from millrace.run.build import _layout, build_planned
+from millrace.run.manifest import read_manifest
+from millrace.run.plan import DatasetPlan, RunPlan, SplitPlan
 
 S = 8  # the sequence length
 
@@ -682,7 +682,7 @@ def test_a_manifest_of_another_logic_is_not_used(
 ) -> None:
     options: dict[str, Any] = {"blend": (prefixes, None), "cache": tmp_path / "cache"}
     build(**options)
-    monkeypatch.setattr("millrace.order.arrays.LOGIC_VERSION", 2)
+    monkeypatch.setattr("millrace.cache.arrays.LOGIC_VERSION", 2)
     with pytest.raises(ConfigError, match="no manifest"):
         build(**options, trust_cache=True)
     assert num_built(**options) == 9

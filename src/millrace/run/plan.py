@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from millrace.errors import ConfigError, DuplicateDataWarning
-from millrace.feed.config import DatasetConfig
 from millrace.feed.datasets import plan_dataset
 from millrace.order import SPLITS, GPTPlan, normalize, samples_per_dataset, split_ranges
 from millrace.order.splits import VALID, Range
+from millrace.run.config import DatasetConfig
 from millrace.store import IndexedDataset
 from millrace.store.bytes import Access
 from millrace.store.publish import bin_path, idx_path

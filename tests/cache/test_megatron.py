@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from millrace.cache import megatron as cache
 from millrace.errors import DataError
 from millrace.files import TMP, temporary_name
 from millrace.order import build_gpt_indices, plan_gpt
-from millrace.order import megatron_cache as cache
 from tests.no_flock import no_flock
 
 LENGTHS = np.array([5, 0, 7, 1, 0, 12, 3, 0, 0, 9], np.int32)
@@ -194,8 +194,8 @@ BUILD = """
 import os, sys
 from pathlib import Path
 import numpy as np
-from millrace.order import megatron_cache as cache
-from tests.order.test_megatron_cache import make
+from millrace.cache import megatron as cache
+from tests.cache.test_megatron import make
 lengths = np.full(20_000, 9, np.int32)
 for seed in range(20):
     files, arrays, check = make(Path(sys.argv[1]), lengths=lengths, num_samples=None, seed=seed)

@@ -1,4 +1,4 @@
-"""A small race; `python -m tests.feed.race` is the large one."""
+"""A small race; `python -m tests.run.race` is the large one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.feed import race
+from tests.run import race
 
 
 @pytest.mark.parametrize("stage", race.STAGES)
@@ -28,7 +28,7 @@ def test_a_small_race(tmp_path: Path) -> None:
 def test_a_race_without_locks() -> None:
     """Before each writer had files of its own, 10 of 10 such rounds failed."""
     for seed in range(4):
-        command = [sys.executable, "-m", "tests.feed.race", "--no-flock", "--processes", "8"]
+        command = [sys.executable, "-m", "tests.run.race", "--no-flock", "--processes", "8"]
         command += ["--documents", "400", "--seed", str(seed), "--kills", str(seed % 2)]
         result = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert result.returncode == 0, result.stderr

@@ -1,0 +1,27 @@
+"""Which integer type holds what, by Megatron-LM's thresholds: each is written here alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+UINT16_VOCABULARY = 65500
+"""A vocabulary below this size is stored as uint16."""
+
+
+def optimal_dtype(vocabulary_size: int | None) -> np.dtype[Any]:
+    """The dtype of a vocabulary in Megatron-LM's files: uint16 below 65,500 tokens, else int32."""
+    if vocabulary_size is not None and vocabulary_size < UINT16_VOCABULARY:
+        return np.dtype(np.uint16)
+    return np.dtype(np.int32)
+
+
+def sample_index_dtype(num_documents: int) -> np.dtype[Any]:
+    """The dtype of a sample index over a document index of that many entries."""
+    return np.dtype(np.int32 if num_documents < 2**31 else np.int64)
+
+
+def shuffle_index_dtype(num_samples: int) -> np.dtype[Any]:
+    """The dtype of a shuffle index of that many samples."""
+    return np.dtype(np.uint32 if num_samples < 2**32 - 2 else np.int64)
