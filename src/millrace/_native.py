@@ -499,3 +499,68 @@ def _set_state(random: np.random.RandomState, state: tuple[NDArray[np.uint32], i
     full = random.get_state(legacy=False)
     full["state"] = {"key": state[0], "pos": state[1]}
     random.set_state(full)
+
+
+# SHIM, not committed
+import dataclasses as _dc
+
+Order = Any
+
+
+class _T:
+    def __init__(self, *a):
+        self.a = a
+
+
+class _O:
+    def __init__(self, *a):
+        self.a = a
+
+
+def token_source(tokens, pointers, lengths, num_bytes=None):
+    return _T(tokens, pointers, lengths, num_bytes)
+
+
+def gpt_order(lengths, doc, sample, shuffle, *, sequence_length, add_extra_token):
+    return _O(lengths, doc, sample, shuffle, sequence_length, add_extra_token)
+
+
+def _src(t, o):
+    return sample_source(t.a[0], t.a[1], t.a[2], o.a[1], o.a[2], o.a[3], t.a[3])
+
+
+_gather_old, _fill_old = gather_samples, fill_rows
+
+
+def gather_samples(ts, os_, sn, n, options):
+    return _gather_old(tuple(_src(t, o) for t, o in zip(ts, os_)), sn, n, **_dc.asdict(options))
+
+
+def fill_rows(tokens, ends, options):
+    return _fill_old(tokens, ends, **_dc.asdict(options))
+
+
+def look_up_draws(a, b, c):
+    return _core.look_up_draws(a, b, c)
+
+
+def spans(order, numbers):
+    lengths, doc, sample, shuffle, L, extra = order.a
+    n = len(lengths)
+    # a fake file in which each sequence has 2**31 tokens of one byte
+    s = sample_source(
+        np.empty(0, np.uint8),
+        np.arange(n, dtype=np.int64) << 31,
+        lengths,
+        doc,
+        sample,
+        shuffle,
+        n << 31,
+    )
+    off, cnt, b = find_pieces(s, numbers, L, extra)
+    return off >> 31, off & (2**31 - 1), cnt, b
+
+
+def locate_spans(t, seq, off, cnt):
+    w = t.a[0].dtype.itemsize
+    return (t.a[1][seq] + off * w).astype(np.int64), (cnt * w).astype(np.int64)

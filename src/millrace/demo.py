@@ -227,8 +227,8 @@ def _print_shares(dataset: BlendedDataset, names: list[str]) -> None:
     ):
         print(
             f"   {name:<11} weight {weight:.3f}, drawn {count / len(dataset):.4f} "
-            f"({count:,} samples, {part.plan.num_epochs} epochs of "
-            f"{part.plan.num_tokens_per_epoch:,} tokens)"
+            f"({count:,} samples, {part.order.plan.num_epochs} epochs of "
+            f"{part.order.plan.num_tokens_per_epoch:,} tokens)"
         )
 
 

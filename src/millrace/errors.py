@@ -8,6 +8,7 @@
     └── ResumeError     a saved state that belongs to other data or another order
 
     DuplicateDataWarning  a blend that holds the same data twice (a UserWarning)
+    ViewChangeWarning     a saved state whose masks or padding have changed since (a UserWarning)
 
 Each message gives the place, the value, the limit and the remedy.
 """
@@ -20,6 +21,7 @@ __all__ = [
     "MillraceError",
     "ResumeError",
     "TextError",
+    "ViewChangeWarning",
 ]
 
 
@@ -49,3 +51,7 @@ class ResumeError(MillraceError):
 
 class DuplicateDataWarning(UserWarning):
     """A blend that holds the same data twice, and so draws the same samples twice."""
+
+
+class ViewChangeWarning(UserWarning):
+    """A saved state whose masks or padding have changed since; the tokens are the same."""

@@ -255,7 +255,7 @@ def test_sets_of_another_logic_are_not_used(
 ) -> None:
     load_or_build(tmp_path)
     old = name_of(1)
-    monkeypatch.setattr(arrays, "LOGIC_VERSION", arrays.LOGIC_VERSION + 1)
+    monkeypatch.setattr(arrays, "RULES_VERSION", arrays.RULES_VERSION + 1)
     assert name_of(1) != old
     assert load_or_build(tmp_path)[1]
     # Neither by its name, where an old one should lie there.

@@ -22,9 +22,11 @@ from millrace import (
     ConfigError,
     GPTDataset,
     IndexedDataset,
+    IndexedDatasetBuilder,
     Loader,
     ResumeError,
     SequentialSampler,
+    ViewChangeWarning,
 )
 
 Make = Callable[..., IndexedDataset]
@@ -173,7 +175,6 @@ def test_a_state_of_another_order_is_refused_with_what_differs(make_dataset: Mak
         ({"num_samples": 60}, "num_epochs: saved 1, now 2"),
         ({"sequences": (0, 1)}, r"sequences\[1\]: saved 2, now 1"),
         ({"add_extra_token": False}, "add_extra_token: saved True, now False"),
-        ({"pad_token": 5}, "pad_token: saved None, now 5"),
     ]:
         options: dict[str, Any] = {"sequence_length": 8, "seed": 3, **changed}
         other = Loader(GPTDataset(data, **options), micro_batch_size=1)
@@ -183,6 +184,70 @@ def test_a_state_of_another_order_is_refused_with_what_differs(make_dataset: Mak
     rewritten = GPTDataset(make_dataset([200, 100], name="b"), sequence_length=8, seed=3)
     with pytest.raises(ResumeError, match="content: saved"):
         Loader(rewritten, micro_batch_size=1).load_state_dict(state)
+
+
+def test_another_view_of_the_same_order_is_a_warning(make_dataset: Make) -> None:
+    """Masks and padding may change in a run; the tokens stay the same."""
+    data = make_dataset([100, 200])
+    views = [{}, {"pad_token": 5}, {"eod_token": 3, "eod_mask_loss": True}]
+    for make in (lambda part: part, lambda part: BlendedDataset([part, part], [1, 2], 20)):
+        datasets = [make(GPTDataset(data, sequence_length=8, seed=3, **view)) for view in views]
+        loader = Loader(datasets[0], micro_batch_size=2)
+        next(loader)
+        state = json.loads(json.dumps(loader.state_dict()))
+        for dataset, message in [
+            (datasets[1], r"view\.pad_token: saved None, now 5"),
+            (datasets[2], r"view\.eod_mask_loss: saved False, now True"),
+        ]:
+            other = Loader(dataset, micro_batch_size=2)
+            with pytest.warns(ViewChangeWarning, match=message):
+                other.load_state_dict(state)
+            assert other.consumed_samples == 2
+        other = Loader(datasets[0], micro_batch_size=2)
+        other.load_state_dict(state)  # the same view: no warning
+        reordered = make(GPTDataset(data, sequence_length=8, seed=4, pad_token=5))
+        with pytest.raises(ResumeError, match=r"(?s)seed: saved 3, now 4.*Restore"):
+            Loader(reordered, micro_batch_size=2).load_state_dict(state)
+
+
+# What version 2 saved for the blend of the next test.
+VERSION_2 = """
+{"version": 2, "consumed_samples": 4, "fingerprint": {"kind": "blend", "size": 20,
+"weights": [0.25, 0.75], "datasets": [{"kind": "gpt", "content":
+"3312d82b83ae3aaad162f1ba3d3fddf7", "lengths": "901b7c377c7d374f", "sequences": [0, 2],
+"num_samples": 37, "num_epochs": 1, "samples_before_final_epoch": null, "seed": 3,
+"sequence_length": 8, "add_extra_token": true, "eod_token": null, "pad_token": 7,
+"reset_position_ids": false, "eod_mask_loss": false}, {"kind": "gpt", "content":
+"902996edbe9ce847d7e5e94fffa4975f", "lengths": "28f1647cce20797c", "sequences": [0, 1],
+"num_samples": 37, "num_epochs": 1, "samples_before_final_epoch": null, "seed": 3,
+"sequence_length": 8, "add_extra_token": true, "eod_token": null, "pad_token": 7,
+"reset_position_ids": false, "eod_mask_loss": false}]}}
+"""
+
+
+def test_a_state_of_version_2_is_read(tmp_path: Path) -> None:
+    def loader(seed: int = 3, pad_token: int = 7) -> Loader:
+        parts = []
+        for name, lengths in (("a", [100, 200]), ("b", [300])):
+            with IndexedDatasetBuilder(tmp_path / name, np.uint16) as builder:
+                for length in lengths:
+                    builder.add_document(np.arange(length))
+            data = IndexedDataset(tmp_path / name)
+            parts.append(GPTDataset(data, sequence_length=8, seed=seed, pad_token=pad_token))
+        return Loader(BlendedDataset(parts, [1, 3], 20), micro_batch_size=2)
+
+    state = json.loads(VERSION_2)
+    resumed = loader()
+    resumed.load_state_dict(state)
+    assert resumed.consumed_samples == 4
+    with pytest.raises(ResumeError, match=r"datasets\[0\].seed: saved 3, now 4"):
+        loader(seed=4).load_state_dict(state)
+    with pytest.warns(ViewChangeWarning, match=r"datasets\[1\].view.pad_token: saved 7, now 6"):
+        loader(pad_token=6).load_state_dict(state)
+    state["fingerprint"] = dict(reversed(state["fingerprint"].items()))
+    resumed.load_state_dict(state)
+    assert resumed.state_dict()["version"] == 3
+    resumed.load_state_dict(resumed.state_dict())
 
 
 def test_a_state_of_another_blend_is_refused(make_dataset: Make) -> None:
@@ -200,8 +265,8 @@ def test_a_state_of_another_blend_is_refused(make_dataset: Make) -> None:
     ("change", "message"),
     [
         ({"version": 1}, r"version 1, .* Loader\(\.\.\., consumed_samples=0\)"),
-        ({"version": 3}, "version 3; this millrace reads 2"),
-        ({"version": "2"}, "version '2'"),
+        ({"version": 4}, "version 4; this millrace reads 3"),
+        ({"version": "3"}, "version '3'"),
         ({"version": None}, "version None"),
     ],
 )
@@ -250,7 +315,7 @@ def test_the_number_in_a_state_is_checked(dataset: GPTDataset, consumed_samples:
     state = loader.state_dict() | {"consumed_samples": consumed_samples}
     with pytest.raises(ConfigError, match="consumed_samples is"):
         loader.load_state_dict(state)
-    with pytest.raises(ResumeError, match="it is no Loader's"):
+    with pytest.raises(ResumeError, match="it is not a Loader's"):
         loader.load_state_dict([state])  # type: ignore[arg-type]
     assert loader.consumed_samples == 3
     loader.load_state_dict(loader.state_dict() | {"consumed_samples": np.int8(5)})

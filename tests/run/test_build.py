@@ -41,8 +41,8 @@ from millrace import (
 )
 from millrace.files import file_lock
 from millrace.order import plan_gpt
-from millrace.run.build import _layout, build_planned
-from millrace.run.manifest import read_manifest
+from millrace.run.build import _layout, build_run
+from millrace.run.manifest import Manifest
 from millrace.run.plan import DatasetPlan, RunPlan, SplitPlan
 
 S = 8  # the sequence length
@@ -230,7 +230,7 @@ def test_more_indices_than_memory_say_so(
     def build_none(*_: Any) -> None:
         raise MemoryError("std::bad_alloc")
 
-    monkeypatch.setattr("millrace.feed.datasets.build_gpt_indices", build_none)
+    monkeypatch.setattr("millrace.feed.indices.build_gpt_indices", build_none)
     with pytest.raises(MemoryError, match=r"data-1: the indices of .* bytes, and there is no"):
         build(blend=(prefixes[:1], None), num_samples=(2**40, 1, 1))
 
@@ -643,7 +643,7 @@ def test_every_byte_of_a_manifest_counts(prefixes: list[str], tmp_path: Path) ->
     data = path.read_bytes()
     for at in range(len(data)):
         path.write_bytes(data[:at] + bytes([data[at] ^ (1 << at % 8)]) + data[at + 1 :])
-        assert read_manifest(str(path)) is None, at
+        assert Manifest.read(str(path)) is None, at
     build(**options, cache=tmp_path / "cache")
     assert path.read_bytes() == data
 
@@ -682,7 +682,7 @@ def test_a_manifest_of_another_logic_is_not_used(
 ) -> None:
     options: dict[str, Any] = {"blend": (prefixes, None), "cache": tmp_path / "cache"}
     build(**options)
-    monkeypatch.setattr("millrace.cache.arrays.LOGIC_VERSION", 2)
+    monkeypatch.setattr("millrace.cache.arrays.RULES_VERSION", 2)
     with pytest.raises(ConfigError, match="no manifest"):
         build(**options, trust_cache=True)
     assert num_built(**options) == 9
@@ -1040,7 +1040,7 @@ def test_the_order_law(case: tuple[list[list[int]], dict[str, Any]]) -> None:
         given_options["blend"] = (prefixes, options["weights"])
         try:
             config = DatasetConfig(**given_options)
-            plan, memory = build_planned(config)
+            plan, memory = build_run(config)
         except ConfigError as error:
             with pytest.raises(ConfigError, match=re.escape(str(error))):
                 build_datasets(DatasetConfig(**given_options, cache=f"{name}/cache"))
@@ -1058,7 +1058,7 @@ def test_the_order_law(case: tuple[list[list[int]], dict[str, Any]]) -> None:
 def made_alone(plan: RunPlan, dataset: DatasetPlan, config: DatasetConfig) -> GPTDataset:
     """The same dataset by its class."""
     return GPTDataset(
-        IndexedDataset(plan.files[dataset.file].prefix),
+        IndexedDataset(dataset.file.prefix),
         sequence_length=config.sequence_length,
         seed=config.seed,
         num_samples=dataset.num_samples,
@@ -1086,7 +1086,7 @@ def test_large_counts_have_wide_arrays(
 ) -> None:
     """The dtypes are Megatron-LM's, and `build_gpt_indices` gives the same."""
     gpt = dataclasses.replace(plan_gpt(9, None, 8), num_epochs=num_epochs, num_samples=num_samples)
-    dataset = DatasetPlan(file=0, sequences=(0, num_sequences), num_samples=None, gpt=gpt)
+    dataset = DatasetPlan(file=None, sequences=(0, num_sequences), num_samples=None, gpt=gpt)
     split = SplitPlan(name="train", datasets=[dataset], kind="one", weights=None, size=None)
     assert _layout(split) == {
         "document_index": (np.int32, (num_sequences * num_epochs,)),

@@ -38,9 +38,7 @@ from millrace.files import (
     temporary_name,
     xxh3,
 )
-
-LOGIC_VERSION = 1
-"""Rises when the same key would lead to other arrays; sets of other versions are not used."""
+from millrace.order import RULES_VERSION
 
 JSON = ".json"
 LOCK = ".lock"
@@ -58,7 +56,7 @@ Layout = Mapping[str, tuple[Any, tuple[int, ...]]]
 
 def fingerprint(key: Any) -> str:
     """A name for plain JSON values: 32 hexadecimal digits."""
-    text = json.dumps([LOGIC_VERSION, key], sort_keys=True)
+    text = json.dumps([RULES_VERSION, key], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -202,7 +200,7 @@ def load(folder: str, name: str) -> ArraySet | None:
     """The set of that name; None where there is none, or one of another version."""
     record = read_record(os.path.join(folder, name + JSON))
     try:
-        if record is None or record["logic"] != LOGIC_VERSION:
+        if record is None or record["logic"] != RULES_VERSION:
             return None
         layout = {
             array: (np.dtype(entry["dtype"]), tuple(entry["shape"]))
@@ -291,7 +289,7 @@ def _publish(
             os.rename(temporaries[array], path)
         fsync_folder(record_path)
     record = {
-        "logic": LOGIC_VERSION,
+        "logic": RULES_VERSION,
         "key": key,
         "arrays": {
             array: {

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from millrace.cache import arrays
-from millrace.errors import CacheError, ConfigError, DataError
+from millrace.errors import CacheError, ConfigError
 from millrace.files import file_lock, written_name
-from millrace.run.manifest import MANIFEST, Manifest, manifests_lock, read_manifest
-from millrace.run.plan import TokenFile, has_same_times, look_at
+from millrace.order import RULES_VERSION
+from millrace.run.manifest import MANIFEST, Manifest, manifests_lock
 from millrace.store.publish import bin_path, idx_path
+from millrace.store.token_file import TokenFileRecord
 
 _DAY = 24 * 60 * 60.0
 
@@ -171,11 +172,11 @@ def _entry(folder: str, name: str, paths: list[str], check_contents: bool) -> Ca
     record = arrays.read_record(record_path)
     if record is None:
         return dataclasses.replace(entry, kind="leftover")
-    if record.get("logic") != arrays.LOGIC_VERSION:
+    if record.get("logic") != RULES_VERSION:
         version = [f"it is of another version of millrace (its logic is {record.get('logic')!r})"]
         return dataclasses.replace(entry, sets=_names(record.get("sets")), doubts=version)
     if entry.kind == "run":
-        manifest = read_manifest(record_path)
+        manifest = Manifest.read(record_path)
         if manifest is None:  # gone meanwhile, or with entries that are not ours
             return dataclasses.replace(
                 entry, sets=_names(record.get("sets")), doubts=["it cannot be understood"]
@@ -185,7 +186,7 @@ def _entry(folder: str, name: str, paths: list[str], check_contents: bool) -> Ca
             entry,
             prefixes=[
                 path or file.prefix
-                for file, path in zip(manifest.plan.files, manifest.paths, strict=True)
+                for file, path in zip(manifest.files, manifest.paths, strict=True)
             ],
             sets=_names(manifest.sets),
             problems=problems,
@@ -223,7 +224,7 @@ def _judge(manifest: Manifest) -> tuple[list[str], list[str]]:
     """(What is wrong with its token files, what cannot be said of them), a line each."""
     problems: list[str] = []
     doubts: list[str] = []
-    for file, path in zip(manifest.plan.files, manifest.paths, strict=True):
+    for file, path in zip(manifest.files, manifest.paths, strict=True):
         if path is None:
             doubts.append(f"{file.prefix} is a relative path, and nobody knows from which folder")
             continue
@@ -239,20 +240,13 @@ def _judge(manifest: Manifest) -> tuple[list[str], list[str]]:
     return problems, doubts
 
 
-def _change(file: TokenFile) -> str:
-    """What is not as the manifest says; empty where all is."""
-    if has_same_times(file):
-        return ""
-    for path in (bin_path(file.prefix), idx_path(file.prefix)):
-        with contextlib.suppress(FileNotFoundError), open(path, "rb"):
-            pass  # what may not be read is not gone
-    try:
-        now = look_at(file.prefix)[1]
-    except DataError as error:
-        return f"{file.prefix} is gone or damaged: {error}"
-    if dataclasses.replace(now, times=file.times) == file:
-        return ""
-    return f"{file.prefix} is not what it was: other tokens or documents are there now"
+def _change(file: TokenFileRecord) -> str:
+    """See `TokenFileRecord.change`. A file that may not be read is an OSError: it is not gone."""
+    if not file.has_same_times():
+        for path in (bin_path(file.prefix), idx_path(file.prefix)):
+            with contextlib.suppress(FileNotFoundError), open(path, "rb"):
+                pass
+    return file.change()
 
 
 def _has_files(folder: str) -> bool:
