@@ -82,7 +82,7 @@ def test_no_room_imports_the_drop_in() -> None:
 
 
 def test_the_import_needs_only_numpy() -> None:
-    """The optional dependencies cannot be imported in this process."""
+    """The subprocess cannot import the optional dependencies."""
     code = (
         "import sys\n"
         "for name in ('torch', 'tokenizers', 'backports', 'zstandard', 'megatron'):\n"
