@@ -1,4 +1,4 @@
-"""The loader's laws: one global order for any number of ranks, and an exact resume."""
+"""The loader's laws: one global order for any number of ranks, and exact resumption."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def ranks(dataset: Any, micro_batch_size: int, size: int, **options: Any) -> lis
     ]
 
 
-def drawn(loaders: list[Loader], num_steps: int | None = None) -> np.ndarray:
-    """The tokens that all ranks see, step by step, rank by rank."""
+def all_tokens(loaders: list[Loader], num_steps: int | None = None) -> np.ndarray:
+    """The tokens of all ranks, by step and then by rank."""
     rows = [np.empty((0, 8), np.int64)]
     step = 0
     while num_steps is None or step < num_steps:
@@ -77,7 +77,7 @@ def test_a_batch_holds_the_four_arrays(dataset: GPTDataset) -> None:
             assert np.array_equal(array, batch[name][row])
 
 
-def test_torch_tensors_when_asked(dataset: GPTDataset) -> None:
+def test_a_transform_gives_torch_tensors(dataset: GPTDataset) -> None:
     torch = pytest.importorskip("torch")
     from millrace.torch import to_tensors
 
@@ -95,23 +95,23 @@ def test_torch_tensors_when_asked(dataset: GPTDataset) -> None:
     second=st.tuples(st.integers(1, 5), st.integers(1, 5)),
     num_steps=st.integers(0, 8),
 )
-def test_one_order_and_resume_for_any_ranks_and_stopping_point(
+def test_the_order_is_the_same_for_any_ranks_and_stopping_point(
     dataset: GPTDataset, first: tuple[int, int], second: tuple[int, int], num_steps: int
 ) -> None:
-    """The ranks' samples interleave to 0, 1, 2, ...; a stop and a resume change nothing."""
+    """The ranks' samples interleave to 0, 1, 2, ..., also across a stop and a resume."""
     everything = dataset.batch(np.arange(len(dataset)))["tokens"]
     loaders = ranks(dataset, *first)
-    before = drawn(loaders, num_steps)
+    before = all_tokens(loaders, num_steps)
     states = [json.loads(json.dumps(loader.state_dict())) for loader in loaders]
     assert all(state == states[0] for state in states)
     assert states[0]["consumed_samples"] == len(before)
     resumed = ranks(dataset, *second)
     for loader in resumed:
         loader.load_state_dict(states[0])
-    after = drawn(resumed)
-    seen = np.concatenate([before, after])
-    assert np.array_equal(seen, everything[: len(seen)])
-    assert len(everything) - len(seen) < second[0] * second[1]  # the incomplete last block
+    after = all_tokens(resumed)
+    tokens = np.concatenate([before, after])
+    assert np.array_equal(tokens, everything[: len(tokens)])
+    assert len(everything) - len(tokens) < second[0] * second[1]  # the incomplete last block
 
 
 @settings(max_examples=60)
@@ -121,7 +121,7 @@ def test_one_order_and_resume_for_any_ranks_and_stopping_point(
     size=st.integers(1, 5),
     drop_last=st.booleans(),
 )
-def test_the_sampler_uses_each_number_once(
+def test_the_sampler_gives_each_number_once(
     num_samples: int, micro: int, size: int, drop_last: bool
 ) -> None:
     samplers = [
@@ -148,11 +148,11 @@ def test_the_sampler_uses_each_number_once(
 
 def test_without_drop_last_the_last_batch_is_shorter(dataset: GPTDataset) -> None:
     loaders = ranks(dataset, 7, 2, drop_last=False)
-    assert len(drawn(loaders)) == len(dataset)
+    assert len(all_tokens(loaders)) == len(dataset)
     assert loaders[0].consumed_samples == len(dataset)
 
 
-def test_what_could_not_work_is_refused(dataset: GPTDataset) -> None:
+def test_invalid_loaders_are_refused(dataset: GPTDataset) -> None:
     with pytest.raises(ConfigError, match="micro_batch_size is 0"):
         Loader(dataset, micro_batch_size=0)
     with pytest.raises(ConfigError, match="data_parallel_rank is 2"):
@@ -163,10 +163,12 @@ def test_what_could_not_work_is_refused(dataset: GPTDataset) -> None:
         Loader(dataset, micro_batch_size=1, consumed_samples=10000)
 
 
-# ---- a state that does not belong here ----
+# ---- foreign states ----
 
 
-def test_a_state_of_another_order_is_refused_with_what_differs(make_dataset: Make) -> None:
+def test_a_state_of_another_order_is_refused_and_the_error_says_what_differs(
+    make_dataset: Make,
+) -> None:
     data = make_dataset([100, 200])
     state = Loader(GPTDataset(data, sequence_length=8, seed=3), micro_batch_size=1).state_dict()
     for changed, message in [
@@ -278,13 +280,13 @@ def test_a_state_of_another_version_is_refused(
         loader.load_state_dict({**loader.state_dict(), **change})
 
 
-def test_what_is_no_state_is_refused(dataset: GPTDataset) -> None:
+def test_a_dict_that_is_not_a_state_is_refused(dataset: GPTDataset) -> None:
     with pytest.raises(ResumeError, match="no consumed_samples, fingerprint, version"):
         Loader(dataset, micro_batch_size=1).load_state_dict({"epoch": 3})
 
 
-def test_what_differs_is_said_in_few_words(make_dataset: Make) -> None:
-    """A state of 400 datasets against 401, against other ones, and against anything at all."""
+def test_the_list_of_differences_is_short(make_dataset: Make) -> None:
+    """A state of 400 datasets against 401, against others, and against arbitrary objects."""
     data = [make_dataset([200 + i], name=f"part{i}") for i in range(3)]
     parts = [GPTDataset(one, sequence_length=8, seed=1) for one in data]
     state = Loader(BlendedDataset(parts[:1] * 400), micro_batch_size=1).state_dict()
@@ -295,8 +297,8 @@ def test_what_differs_is_said_in_few_words(make_dataset: Make) -> None:
         assert len(str(caught.value)) < 3000
         return str(caught.value)
 
-    more = message([*parts[:1] * 17, parts[1], *parts[:1] * 383], state)
-    assert "datasets: saved 400 entries, now 401; first difference at datasets[17].content" in more
+    text = message([*parts[:1] * 17, parts[1], *parts[:1] * 383], state)
+    assert "datasets: saved 400 entries, now 401; first difference at datasets[17].content" in text
     assert "datasets: saved 400 entries, now 401\n" in message(parts[:1] * 401, state)
     others = BlendedDataset(parts[1:2] * 400).fingerprint()
     others["datasets"] = [{**one, "seed": 2} for one in others["datasets"]]
@@ -310,7 +312,7 @@ def test_what_differs_is_said_in_few_words(make_dataset: Make) -> None:
 @pytest.mark.parametrize(
     "consumed_samples", [2.5, "2", True, None, -1, pytest.param(10**5000, id="huge")]
 )
-def test_the_number_in_a_state_is_checked(dataset: GPTDataset, consumed_samples: Any) -> None:
+def test_consumed_samples_of_a_state_is_checked(dataset: GPTDataset, consumed_samples: Any) -> None:
     loader = Loader(dataset, micro_batch_size=1, consumed_samples=3)
     state = loader.state_dict() | {"consumed_samples": consumed_samples}
     with pytest.raises(ConfigError, match="consumed_samples is"):
@@ -328,36 +330,36 @@ def test_the_number_in_a_state_is_checked(dataset: GPTDataset, consumed_samples:
 def test_threads_get_each_step_once(make_dataset: Make) -> None:
     data = GPTDataset(make_dataset([8 * 4000 + 1]), sequence_length=8, seed=3)
     loader = Loader(data, micro_batch_size=2)
-    seen: list[list[int]] = [[] for _ in range(8)]
+    rows_by_thread: list[list[int]] = [[] for _ in range(8)]
     states = []
     start = threading.Barrier(9)
 
-    def draw(mine: list[int]) -> None:
+    def draw(rows: list[int]) -> None:
         start.wait()
         for batch in loader:
-            mine += [int(row[0]) << 32 | int(row[1]) for row in batch["tokens"][:, :2]]
-            mine.append(-1)
+            rows += [int(row[0]) << 32 | int(row[1]) for row in batch["tokens"][:, :2]]
+            rows.append(-1)
 
     def save() -> None:
         start.wait()
         states.extend(loader.state_dict()["consumed_samples"] for _ in range(200))
 
-    threads = [threading.Thread(target=draw, args=(mine,)) for mine in seen]
+    threads = [threading.Thread(target=draw, args=(rows,)) for rows in rows_by_thread]
     threads.append(threading.Thread(target=save))
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sum(part.count(-1) for part in seen) == len(data) // 2
+    assert sum(rows.count(-1) for rows in rows_by_thread) == len(data) // 2
     everything = data.batch(np.arange(len(data)))["tokens"]
     expected = sorted(int(row[0]) << 32 | int(row[1]) for row in everything[:, :2])
-    assert sorted(number for part in seen for number in part if number >= 0) == expected
+    assert sorted(number for rows in rows_by_thread for number in rows if number >= 0) == expected
     assert states == sorted(states)
     assert all(state % 2 == 0 for state in states)
     assert loader.consumed_samples == len(data)
 
 
-def test_an_error_leaves_the_position_where_it_was(dataset: GPTDataset) -> None:
+def test_an_error_does_not_move_the_position(dataset: GPTDataset) -> None:
     failures = [ValueError("first"), KeyboardInterrupt()]
 
     def fail_twice(batch: Any) -> Any:
@@ -375,7 +377,7 @@ def test_an_error_leaves_the_position_where_it_was(dataset: GPTDataset) -> None:
 
 
 def test_a_transform_may_use_its_loader(dataset: GPTDataset) -> None:
-    """Its state does not count the batch in hand, and a batch it asks for is the next one."""
+    """The state does not count the current batch; `next` in the transform gives the next one."""
     states = []
 
     def skip_the_first(batch: Any) -> Any:
@@ -396,8 +398,8 @@ def test_a_transform_may_use_its_loader(dataset: GPTDataset) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-def test_a_fork_in_the_middle_of_a_step_goes_on(dataset: GPTDataset) -> None:
-    """The step that another thread makes is not the child's."""
+def test_a_fork_during_a_step_does_not_block_the_child(dataset: GPTDataset) -> None:
+    """The child does not inherit the step that another thread was making."""
     is_stepping, may_end = threading.Event(), threading.Event()
 
     def wait(batch: Any) -> Any:
@@ -412,7 +414,7 @@ def test_a_fork_in_the_middle_of_a_step_goes_on(dataset: GPTDataset) -> None:
     is_stepping.wait()
     child = os.fork()
     if child == 0:
-        signal.alarm(30)  # a lock that nobody gives back
+        signal.alarm(30)  # ends the child if it waits for a lock that is never released
         tokens = next(loader)["tokens"]
         is_first = np.array_equal(tokens, dataset.batch([0, 1])["tokens"])
         os._exit(0 if is_first and loader.consumed_samples == 2 else 1)
@@ -422,7 +424,7 @@ def test_a_fork_in_the_middle_of_a_step_goes_on(dataset: GPTDataset) -> None:
     assert loader.consumed_samples == 2
 
 
-def test_copies_go_on_by_themselves(dataset: GPTDataset) -> None:
+def test_copies_are_independent(dataset: GPTDataset) -> None:
     loader = Loader(dataset, micro_batch_size=2)
     next(loader)
     for other in (
@@ -435,7 +437,7 @@ def test_copies_go_on_by_themselves(dataset: GPTDataset) -> None:
         assert (loader.consumed_samples, other.consumed_samples) == (2, 4)
 
 
-def test_data_that_moved_are_the_same_data(make_dataset: Make, tmp_path: Path) -> None:
+def test_a_state_resumes_on_moved_data(make_dataset: Make, tmp_path: Path) -> None:
     def loader(prefix: Path) -> Loader:
         data = GPTDataset(IndexedDataset(prefix), sequence_length=8, seed=3)
         return Loader(data, micro_batch_size=2)
