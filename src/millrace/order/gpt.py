@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -57,8 +57,7 @@ class GPTPlan:
         return 4 * num_sequences * self.num_epochs + (8 + 4) * self.num_samples + 8
 
 
-@dataclass(frozen=True, kw_only=True)
-class GPTIndices:
+class GPTIndices(NamedTuple):
     """The indices of one dataset and split.
 
     Attributes:

@@ -292,11 +292,11 @@ def _build_sets(
 
 
 class _Places(NamedTuple):
-    """Where a dataset's indices are in the arrays of its split."""
+    """Where a dataset's indices are in the arrays of its split: the rows of each array."""
 
-    documents: slice
-    rows: slice
-    samples: slice
+    document_index: slice
+    sample_index: slice
+    shuffle_index: slice
 
 
 def _places(split: SplitPlan) -> list[_Places]:
@@ -318,9 +318,9 @@ def _layout(split: SplitPlan) -> arrays.Layout:
     last = _places(split)[-1]
     most_documents = max(dataset.num_entries for dataset in split.datasets)
     layout: dict[str, tuple[Any, tuple[int, ...]]] = {
-        "document_index": (np.int32, (last.documents.stop,)),
-        "sample_index": (sample_index_dtype(most_documents), (last.rows.stop, 2)),
-        "shuffle_index": (shuffle_index_dtype(max(split.lengths)), (last.samples.stop,)),
+        "document_index": (np.int32, (last.document_index.stop,)),
+        "sample_index": (sample_index_dtype(most_documents), (last.sample_index.stop, 2)),
+        "shuffle_index": (shuffle_index_dtype(max(split.lengths)), (last.shuffle_index.stop,)),
     }
     if split.kind == "blend":
         layout["dataset_index"] = (np.int16, (split.num_samples,))
@@ -342,9 +342,8 @@ def _build_split(
     def build(dataset: DatasetPlan, places: _Places) -> None:
         file = dataset.file.dataset
         indices = build_indices(file, dataset.sequences, dataset.gpt, plan.seed)
-        writers["document_index"].write(places.documents.start, indices.document_index)
-        writers["sample_index"].write(places.rows.start, indices.sample_index)
-        writers["shuffle_index"].write(places.samples.start, indices.shuffle_index)
+        for name, place, index in zip(places._fields, places, indices, strict=True):
+            writers[name].write(place.start, index)
         count()
 
     with ThreadPoolExecutor(plan.num_threads) as pool:
@@ -368,16 +367,12 @@ def _from_sets(plan: RunPlan, sets: Sequence[arrays.ArraySet | None]) -> Dataset
 
 def _load_indices(array_set: arrays.ArraySet, places: _Places) -> GPTIndices:
     with _remedy():
-        return GPTIndices(
-            document_index=array_set["document_index"][places.documents],
-            sample_index=array_set["sample_index"][places.rows],
-            shuffle_index=array_set["shuffle_index"][places.samples],
-        )
+        return GPTIndices(*(array_set[name][place] for name, place in places._asdict().items()))
 
 
 def _load_blend(array_set: arrays.ArraySet) -> BlendIndices:
     with _remedy():
-        return BlendIndices(array_set["dataset_index"], array_set["dataset_sample_index"])
+        return BlendIndices(*(array_set[name] for name in BlendIndices._fields))
 
 
 @contextlib.contextmanager
