@@ -5,18 +5,17 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, SupportsIndex
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from millrace import _core, _native
-from millrace._native import MAX_INT32
+from millrace import _native
 from millrace.cache.arrays import ArraySet
-from millrace.checks import MAX_INT64, flag, reals, shown, token, whole, whole_numbers
+from millrace.checks import MAX_INT64, reals, shown, whole, whole_numbers
 from millrace.errors import ConfigError, DataError, MillraceError
+from millrace.options import SampleOptions
 from millrace.order import (
     GPTIndices,
     GPTPlan,
@@ -34,40 +33,6 @@ from millrace.store.bytes import MMapReader
 _MAX_INDEX_BYTES = 1 << 46  # 64 TiB: what a process can address is 128
 
 Batch = dict[str, NDArray[Any]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleOptions:
-    """What a sample looks like; see `GPTDataset` for each.
-
-    Raises:
-        ConfigError: an option outside its limits, or that needs another one.
-    """
-
-    sequence_length: int
-    add_extra_token: bool = True
-    eod_token: int | None = None
-    pad_token: int | None = None
-    reset_position_ids: bool = False
-    eod_mask_loss: bool = False
-
-    def __post_init__(self) -> None:
-        plain: dict[str, Any] = {
-            "sequence_length": whole("sequence_length", self.sequence_length, 1, MAX_INT32),
-            "eod_token": token("eod_token", self.eod_token),
-            "pad_token": token("pad_token", self.pad_token),
-        }
-        for name in ("add_extra_token", "reset_position_ids", "eod_mask_loss"):
-            plain[name] = flag(name, getattr(self, name))
-        for name, value in plain.items():
-            object.__setattr__(self, name, value)
-        if (self.reset_position_ids or self.eod_mask_loss) and self.eod_token is None:
-            raise ConfigError("reset_position_ids and eod_mask_loss look for EOD: give eod_token")
-
-    @cached_property
-    def arguments(self) -> dict[str, Any]:
-        """The same, as the core takes it."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
 def plan_dataset(
@@ -281,20 +246,29 @@ class GPTDataset:
         return isinstance(self.dataset.reader, MMapReader)
 
     @cached_property
-    def _source(self) -> _core.SampleSource:
-        return _native.sample_source(
+    def _token_source(self) -> _native.TokenSource:
+        return _native.token_source(
             self.dataset.tokens if self._is_mapped else np.empty(0, self.dataset.dtype),
             self.dataset.sequence_pointers,
+            self.dataset.sequence_lengths,
+            self.dataset.reader.size,
+        )
+
+    @cached_property
+    def _order(self) -> _native.GPTOrder:
+        return _native.gpt_order(
             self.dataset.sequence_lengths,
             self.indices.document_index,
             self.indices.sample_index,
             self.indices.shuffle_index,
-            self.dataset.reader.size,
+            sequence_length=self.sequence_length,
+            add_extra_token=self.options.add_extra_token,
         )
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        state.pop("_source", None)  # made again where it is needed
+        state.pop("_token_source", None)  # made again where they are needed
+        state.pop("_order", None)
         if self._open_dataset is not None:
             state.pop("dataset", None)
         if self._load_indices is not None:
@@ -331,7 +305,9 @@ class GPTDataset:
                 return _batch(self._read(numbers))
             zeros = np.zeros(len(numbers), np.int64)
             return _batch(
-                _native.gather_samples((self._source,), zeros, numbers, **self.options.arguments)
+                _native.gather_samples(
+                    (self._token_source,), (self._order,), zeros, numbers, self.options
+                )
             )
         except ValueError as error:
             raise _damaged(error) from None
@@ -341,14 +317,11 @@ class GPTDataset:
 
     def _read(self, numbers: NDArray[np.int64]) -> Any:
         """The samples' arrays where the token file is not mapped: find, read, fill."""
-        offsets, counts, bounds = _native.find_pieces(
-            self._source, numbers, self.sequence_length, self.options.add_extra_token
-        )
-        tokens = self.dataset.reader.gather(offsets, counts).view(self.dataset.dtype)
-        ends = np.concatenate(([0], np.cumsum(counts // self.dataset.dtype.itemsize)))
-        return _native.fill_rows(
-            tokens, ends[bounds[1:]].astype(np.int64), **self.options.arguments
-        )
+        *spans, bounds = _native.spans(self._order, numbers)
+        pieces = _native.locate_spans(self._token_source, *spans)
+        tokens = self.dataset.reader.gather(*pieces).view(self.dataset.dtype)
+        ends = np.concatenate(([0], np.cumsum(spans[2])))[bounds[1:]]
+        return _native.fill_rows(tokens, ends, self.options)
 
     def fingerprint(self) -> dict[str, Any]:
         """What decides the samples and their order, for comparison with a saved state."""
@@ -363,7 +336,7 @@ class GPTDataset:
             "num_epochs": self.plan.num_epochs,
             "samples_before_final_epoch": self.plan.num_samples_before_final_epoch,
             "seed": self.seed,
-            **self.options.arguments,
+            **dataclasses.asdict(self.options),
         }
 
 
@@ -479,7 +452,7 @@ class BlendedDataset:
         if self._cached is None:  # in memory, where no bus error can be: a third of the time
             dataset_numbers, in_source = self._arrays[0][numbers], self._arrays[1][numbers]
         else:
-            dataset_numbers, in_source = _core.look_up_draws(*self._arrays, numbers)
+            dataset_numbers, in_source = _native.look_up_draws(*self._arrays, numbers)
         drawn, sources = np.unique(dataset_numbers, return_inverse=True)
         if drawn.size > 0 and not 0 <= drawn[0] <= drawn[-1] < len(self.datasets):
             raise DataError(
@@ -492,10 +465,11 @@ class BlendedDataset:
         try:
             return _batch(
                 _native.gather_samples(
-                    tuple(dataset._source for dataset in datasets),
+                    tuple(dataset._token_source for dataset in datasets),
+                    tuple(dataset._order for dataset in datasets),
                     sources.astype(np.int64, copy=False),
                     in_source,
-                    **datasets[0].options.arguments,
+                    datasets[0].options,
                 )
             )
         except ValueError as error:

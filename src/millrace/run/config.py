@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from millrace.checks import flag, reals, shown, whole
 from millrace.errors import ConfigError
-from millrace.feed.datasets import SampleOptions
+from millrace.options import SampleOptions
 from millrace.order import SPLITS, normalize, split_ranges
 from millrace.order.blends import SURPLUS, check_surplus
 from millrace.order.gpt import check_seed

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, SupportsIndex, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from millrace import _core, _native
+from millrace import _native
 from millrace.checks import one_path, whole, whole_numbers
 from millrace.errors import ConfigError, DataError
 from millrace.files import cut_short, xxh3
@@ -78,7 +78,7 @@ class IndexedDataset:
             self.header, has_modes = parse_header(
                 idx_file.read(HEADER.size), size, self.prefix + ".idx"
             )
-            self._index = _core.map_file(idx_file.fileno(), size)
+            self._index = _native.map_file(idx_file.fileno(), size)
             ends = self._read_ends(idx_file)
             self._files = [_identity(file) for file in (bin_file, idx_file) if file is not None]
             if bin_file is not None:
@@ -102,11 +102,11 @@ class IndexedDataset:
         self._check_ends(*ends)
         # All tokens as one array, where they are mapped, and its sequences as views.
         self._tokens: NDArray[Any] | None = None
-        self._views: _core.SequenceViews | None = None
+        self._views: _native.SequenceViews | None = None
         if isinstance(bin_reader, MMapReader):
             whole = bin_reader.size - bin_reader.size % self.dtype.itemsize
             self._tokens = bin_reader.bytes[:whole].view(self.dtype)
-            self._views = _core.SequenceViews(
+            self._views = _native.SequenceViews(
                 self._tokens, self.sequence_pointers, self.sequence_lengths
             )
         self._shift = self.dtype.itemsize.bit_length() - 1
