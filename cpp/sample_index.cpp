@@ -1,14 +1,15 @@
 #include "sample_index.hpp"
 
-#include <algorithm>
 #include <stdexcept>
 #include <string>
+
+#include "prefetch.hpp"
 
 namespace millrace {
 namespace {
 
-// Lengths are read at random (the documents are shuffled): ask for them this many steps ahead.
-constexpr std::size_t prefetch_distance = 32;
+// Lengths are read at random (the documents are shuffled): prefetch them this many steps ahead.
+constexpr std::size_t lengths_ahead = 32;
 
 std::int64_t length_of(Column<std::int32_t> sequence_lengths, std::int32_t sequence) {
   if (sequence < 0 || static_cast<std::size_t>(sequence) >= sequence_lengths.size()) {
@@ -38,9 +39,8 @@ void walk_samples(Column<std::int32_t> sequence_lengths,
   std::int64_t document_start = 0;
   const std::size_t num_documents = document_index.size();
   for (std::size_t place = 0; place < num_documents && row < num_rows; ++place) {
-    if (place + prefetch_distance < num_documents) {
-      const std::int32_t ahead = document_index[place + prefetch_distance];
-      __builtin_prefetch(sequence_lengths.at(static_cast<std::size_t>(std::max(ahead, 0))));
+    if (place + lengths_ahead < num_documents) {
+      prefetch_entry(sequence_lengths, document_index[place + lengths_ahead]);
     }
     const std::int64_t document_end =
         document_start + length_of(sequence_lengths, document_index[place]);

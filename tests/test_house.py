@@ -19,7 +19,7 @@ SOURCE = Path(millrace.__file__).parent
 FLOORS = [
     {"cores", "dtypes", "errors", "files", "interrupts"},
     {"checks"},
-    {"_core"},
+    {"_core", "options"},
     {"_native", "reference"},
     {"store", "order"},
     {"cache", "text"},
@@ -106,6 +106,11 @@ def test_the_stub_and_the_core_have_the_same_names() -> None:
     tree = ast.parse((SOURCE / "_core.pyi").read_text())
     stub = {n.name for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
     assert stub == {name for name in dir(_core) if not name.startswith("_")}
+
+
+def test_one_module_alone_imports_the_core() -> None:
+    users = {path.name for path in SOURCE.rglob("*.py") if "millrace._core" in imports_of(path)}
+    assert users == {"_native.py"}
 
 
 def test_every_kernel_has_a_twin() -> None:

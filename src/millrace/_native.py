@@ -1,9 +1,11 @@
 """The doors to the native core: they check dtype, shape and range, then call a kernel.
 
-What is wrong with the arguments is a ConfigError; what only reading the data shows, such as an
-index that points outside its array, is a plain ValueError of the kernel.
+Wrong arguments raise ConfigError; what only reading the data shows, such as an index that points
+outside its array, is a plain ValueError of the kernel. A page of a mapped file that cannot be read
+is a DataError.
 
-Each function here has a slow twin of the same name in `millrace.reference`.
+This module alone imports the core. Each function here has a slow twin of the same name in
+`millrace.reference`; what needs no check is the core's own.
 """
 
 from __future__ import annotations
@@ -15,12 +17,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace import _core
+from millrace._core import GPTOrder as GPTOrder
+from millrace._core import Order as Order
+from millrace._core import SequenceViews as SequenceViews
+from millrace._core import TokenBuffer as TokenBuffer
+from millrace._core import TokenSource as TokenSource
+from millrace._core import map_file as map_file
+from millrace._core import start_writeback as start_writeback
+from millrace.checks import MAX_INT32 as MAX_INT32
+from millrace.checks import MAX_INT64 as MAX_INT64
 from millrace.cores import available_cores
 from millrace.errors import ConfigError
+from millrace.options import SampleOptions
 
-MAX_INT32 = 2**31 - 1
-MAX_INT64 = 2**63 - 1
 MAX_DATASETS = 32767 - 1  # dataset numbers are int16, and Megatron-LM leaves out the largest
+
+_UINT8, _INT16, _INT32 = np.dtype(np.uint8), np.dtype(np.int16), np.dtype(np.int32)
+_INT64, _FLOAT64 = np.dtype(np.int64), np.dtype(np.float64)
+
+Numbers = NDArray[np.int64]
+Samples = tuple[Numbers, Numbers, NDArray[np.float32], Numbers]
 
 _SHUFFLED: dict[np.dtype[Any], tuple[Callable[..., Any], Callable[..., Any]]] = {
     np.dtype(np.int32): (_core.shuffled_int32, _core.shuffled_ranges_int32),
@@ -91,7 +107,7 @@ def shuffled_ranges(
     return out
 
 
-def draw_targets(first: int, count: int, random: np.random.RandomState) -> NDArray[np.int64]:
+def draw_targets(first: int, count: int, random: np.random.RandomState) -> Numbers:
     """The swap targets of `count` steps of a shuffle: the k-th is uniform in [0, first - k].
 
     This is the shuffle's random part by itself, so that its use of 64-bit draws (from step 2**32
@@ -138,8 +154,8 @@ def sample_index(
         ValueError: too few tokens, a negative length or an entry of the document index outside
             the sequences.
     """
-    _check_vector("sequence_lengths", sequence_lengths, np.int32)
-    _check_vector("document_index", document_index, np.int32)
+    _check_vector("sequence_lengths", sequence_lengths, _INT32)
+    _check_vector("document_index", document_index, _INT32)
     dtype = np.dtype(dtype)
     if dtype not in (np.dtype(np.int32), np.dtype(np.int64)):
         raise ConfigError(f"dtype is {dtype}; int32 or int64 is needed")
@@ -167,7 +183,7 @@ def sample_index(
 
 def blend_by_weights(
     weights: NDArray[np.float64], size: int, threads: int | None = None
-) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+) -> tuple[NDArray[np.int16], Numbers]:
     """The greedy blend: each sample comes from the dataset that lags most behind its weight.
 
     Sample n is drawn from the first dataset with the largest weight * max(n, 1) - taken, in
@@ -183,7 +199,7 @@ def blend_by_weights(
         dataset_index int16 [size] and dataset_sample_index int64 [size], the count of samples that
         were taken from the same dataset before.
     """
-    _check_vector("weights", weights, np.float64)
+    _check_vector("weights", weights, _FLOAT64)
     _check_num_datasets(weights.size)
     if not np.all(np.isfinite(weights) & (weights > 0)):
         raise ConfigError(f"weights are {weights}; each must be positive and finite")
@@ -192,9 +208,7 @@ def blend_by_weights(
     return _core.blend_by_weights(weights, size, _number_of(threads))
 
 
-def blend_by_sizes(
-    sizes: NDArray[np.int64], threads: int | None = None
-) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+def blend_by_sizes(sizes: Numbers, threads: int | None = None) -> tuple[NDArray[np.int16], Numbers]:
     """The exhaustive blend: exactly sizes[d] samples of each dataset d, evenly mixed.
 
     The greedy rule with the weights sizes / sum(sizes), over the datasets that are not spent:
@@ -207,7 +221,7 @@ def blend_by_sizes(
     Returns:
         dataset_index int16 [sum(sizes)] and dataset_sample_index int64 [sum(sizes)].
     """
-    _check_vector("sizes", sizes, np.int64)
+    _check_vector("sizes", sizes, _INT64)
     _check_num_datasets(sizes.size)
     total = sum(sizes.tolist())
     if np.any(sizes < 0) or total > MAX_INT64 // 8:
@@ -215,146 +229,180 @@ def blend_by_sizes(
     return _core.blend_by_sizes(sizes, total, _number_of(threads))
 
 
-def sample_source(
+def look_up_draws(
+    dataset_index: NDArray[np.int16], dataset_sample_index: Numbers, sample_numbers: Numbers
+) -> tuple[NDArray[np.int16], Numbers]:
+    """The datasets that samples of a blend come from, and their sample numbers there.
+
+    The same as indexing both arrays with `sample_numbers`, but these may be mapped files.
+
+    Args:
+        dataset_index: int16 [samples].
+        dataset_sample_index: int64 [samples].
+        sample_numbers: int64 [batch].
+
+    Returns:
+        int16 [batch] and int64 [batch].
+
+    Raises:
+        IndexError: No such sample.
+    """
+    _check_vector("dataset_index", dataset_index, _INT16)
+    _check_vector("dataset_sample_index", dataset_sample_index, _INT64)
+    _check_vector("sample_numbers", sample_numbers, _INT64)
+    return _core.look_up_draws(dataset_index, dataset_sample_index, sample_numbers)
+
+
+def token_source(
     tokens: NDArray[Any],
-    sequence_pointers: NDArray[np.int64],
+    sequence_pointers: Numbers,
+    sequence_lengths: NDArray[np.int32],
+    num_bytes: int | None = None,
+) -> TokenSource:
+    """A token file's arrays, converted once for all calls.
+
+    Args:
+        tokens: [n] of an integer dtype, the whole token file; empty if it is not mapped.
+        sequence_pointers: int64 [sequences], in bytes.
+        sequence_lengths: int32 [sequences], in tokens.
+        num_bytes: Size of the token file; None: the size of `tokens`.
+    """
+    _check_vector("sequence_pointers", sequence_pointers, _INT64)
+    _check_vector("sequence_lengths", sequence_lengths, _INT32)
+    if tokens.ndim != 1:
+        raise ConfigError(f"tokens has shape {tokens.shape}; one dimension is needed")
+    num_bytes = tokens.nbytes if num_bytes is None else num_bytes
+    return TokenSource(tokens, sequence_pointers, sequence_lengths, num_bytes)
+
+
+def gpt_order(
     sequence_lengths: NDArray[np.int32],
     document_index: NDArray[np.int32],
     sample_index: NDArray[Any],
     shuffle_index: NDArray[Any],
-    num_bytes: int | None = None,
-) -> _core.SampleSource:
-    """One dataset's arrays, held for `gather_samples` (which then converts none of them again).
+    *,
+    sequence_length: int,
+    add_extra_token: bool,
+) -> GPTOrder:
+    """Megatron-LM's order: the three indices of a GPT dataset, converted once for all calls.
 
     Args:
-        tokens: [n], an integer dtype: the whole token file; empty if it is not mapped.
-        sequence_pointers: int64 [sequences], byte offsets into it.
         sequence_lengths: int32 [sequences], in tokens.
-        document_index: int32 [documents].
-        sample_index: int32 or int64 [samples + 1, 2].
-        shuffle_index: uint32 or int64 [samples].
-        num_bytes: the size of the token file; None: that of `tokens`.
+        document_index: int32 [documents], places in `sequence_lengths`.
+        sample_index: int32 or int64 [samples + 1, 2], as `sample_index` makes it.
+        shuffle_index: uint32 or int64 [samples], rows of `sample_index`.
+        sequence_length: Number of tokens to train on in a sample, at least 1.
+        add_extra_token: Whether a sample has one token more.
     """
-    _check_vector("sequence_pointers", sequence_pointers, np.int64)
-    _check_vector("sequence_lengths", sequence_lengths, np.int32)
-    _check_vector("document_index", document_index, np.int32)
+    _check_vector("sequence_lengths", sequence_lengths, _INT32)
+    _check_vector("document_index", document_index, _INT32)
     if sample_index.ndim != 2 or sample_index.shape[1] != 2:
         raise ConfigError(
             f"sample_index has shape {sample_index.shape}; [samples + 1, 2] is needed"
         )
-    if tokens.ndim != 1 or shuffle_index.ndim != 1:
-        raise ConfigError("tokens and shuffle_index must have one dimension")
-    return _core.SampleSource(
-        tokens,
-        sequence_pointers,
+    if shuffle_index.ndim != 1:
+        raise ConfigError(f"shuffle_index has shape {shuffle_index.shape}; one dimension is needed")
+    _check_rows(sequence_length, 1)
+    return GPTOrder(
         sequence_lengths,
         document_index,
         sample_index,
         shuffle_index,
-        tokens.nbytes if num_bytes is None else num_bytes,
-    )
-
-
-def gather_samples(
-    sources: tuple[_core.SampleSource, ...],
-    source_numbers: NDArray[np.int64],
-    sample_numbers: NDArray[np.int64],
-    *,
-    sequence_length: int,
-    add_extra_token: bool,
-    pad_token: int | None,
-    eod_token: int | None,
-    reset_position_ids: bool,
-    eod_mask_loss: bool,
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]:
-    """The samples of a batch: row i is sample sample_numbers[i] of sources[source_numbers[i]].
-
-    Args:
-        source_numbers, sample_numbers: int64 [batch].
-        pad_token: fills what a partial sample lacks; where a label equals it the loss mask is 0,
-            and it becomes token 0 in tokens and labels. None: what a sample lacks is token 0, its
-            labels are masked, and no token of the sample is.
-        eod_token: the token that `reset_position_ids` and `eod_mask_loss` look for; None: none.
-
-    Returns:
-        tokens int64, labels int64, loss_mask float32 and position_ids int64, each
-        [batch, sequence_length].
-    """
-    _check_vector("source_numbers", source_numbers, np.int64)
-    _check_vector("sample_numbers", sample_numbers, np.int64)
-    _check_rows(sequence_length, sample_numbers.size)
-    return _core.gather_samples(
-        sources,
-        source_numbers,
-        sample_numbers,
         sequence_length,
         add_extra_token,
-        pad_token,
-        eod_token,
-        reset_position_ids,
-        eod_mask_loss,
     )
 
 
-def find_pieces(
-    source: _core.SampleSource,
-    sample_numbers: NDArray[np.int64],
-    sequence_length: int,
-    add_extra_token: bool,
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Which bytes of its token file some samples of one source take.
+def spans(order: Order, sample_numbers: Numbers) -> tuple[Numbers, Numbers, Numbers, Numbers]:
+    """The tokens of samples: for each sample its spans, in reading order.
 
     Args:
+        order: The order, such as a `gpt_order`.
         sample_numbers: int64 [batch].
 
     Returns:
-        byte_offsets and byte_counts, int64 [pieces], and bounds, int64 [batch + 1]: sample i has
-        the pieces bounds[i] up to bounds[i + 1].
+        sequences, offsets and counts, int64 [spans]: a span is `counts` tokens of a sequence from
+        token `offsets` on, at least one; and bounds, int64 [batch + 1]: sample i has the spans
+        bounds[i] up to bounds[i + 1].
 
     Raises:
-        ValueError: the indices point outside their arrays or the token file.
+        ValueError: No such sample, or indices that point outside their arrays.
     """
-    _check_vector("sample_numbers", sample_numbers, np.int64)
-    _check_rows(sequence_length, 1)
-    return _core.find_pieces(source, sample_numbers, sequence_length, add_extra_token)
+    _check_vector("sample_numbers", sample_numbers, _INT64)
+    return _core.spans(order, sample_numbers)
 
 
-def fill_rows(
-    tokens: NDArray[Any],
-    ends: NDArray[np.int64],
-    *,
-    sequence_length: int,
-    add_extra_token: bool,
-    pad_token: int | None,
-    eod_token: int | None,
-    reset_position_ids: bool,
-    eod_mask_loss: bool,
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]:
-    """What `gather_samples` returns, from tokens that were read.
+def locate_spans(
+    token_source: TokenSource, sequences: Numbers, offsets: Numbers, counts: Numbers
+) -> tuple[Numbers, Numbers]:
+    """The bytes of spans in their token file.
 
     Args:
-        tokens: [n], an integer dtype: all samples' tokens, one after the other.
-        ends: int64 [batch], where each sample's tokens end.
+        token_source: The token file, which need not be mapped.
+        sequences, offsets, counts: int64 [spans], in tokens; of any order.
+
+    Returns:
+        byte_offsets and byte_counts, int64 [spans].
 
     Raises:
-        ValueError: a sample that is longer than its row, or ends outside the tokens.
+        ValueError: A span outside its sequence, or outside the token file.
     """
-    _check_vector("ends", ends, np.int64)
-    _check_rows(sequence_length, ends.size)
-    return _core.fill_rows(
-        tokens,
-        ends,
-        sequence_length,
-        add_extra_token,
-        pad_token,
-        eod_token,
-        reset_position_ids,
-        eod_mask_loss,
-    )
+    _check_vector("sequences", sequences, _INT64)
+    _check_vector("offsets", offsets, _INT64)
+    _check_vector("counts", counts, _INT64)
+    return _core.locate_spans(token_source, sequences, offsets, counts)
+
+
+def gather_samples(
+    token_sources: tuple[TokenSource, ...],
+    orders: tuple[Order, ...],
+    source_numbers: Numbers,
+    sample_numbers: Numbers,
+    options: SampleOptions,
+) -> Samples:
+    """The samples of a batch, straight from mapped token files.
+
+    Row i is sample sample_numbers[i] of orders[n] over token_sources[n], n = source_numbers[i].
+
+    Args:
+        token_sources: Mapped token files.
+        orders: As many orders, one over each token file.
+        source_numbers, sample_numbers: int64 [batch].
+        options: The options of all samples.
+
+    Returns:
+        tokens int64, labels int64, loss_mask float32 and position_ids int64, each
+        [batch, sequence_length]. Where a sample lacks tokens, both are the padding token, which
+        becomes 0, and the labels are masked.
+
+    Raises:
+        ValueError: No such sample, one that does not fit its row, or indices that point outside
+            their arrays or the token file.
+    """
+    _check_vector("source_numbers", source_numbers, _INT64)
+    _check_vector("sample_numbers", sample_numbers, _INT64)
+    _check_rows(options.sequence_length, sample_numbers.size)
+    return _core.gather_samples(token_sources, orders, source_numbers, sample_numbers, options)
+
+
+def fill_rows(tokens: NDArray[Any], ends: Numbers, options: SampleOptions) -> Samples:
+    """The result of `gather_samples` from tokens that were read already.
+
+    Args:
+        tokens: [n] of an integer dtype: all samples' tokens, one after the other.
+        ends: int64 [batch], where each sample's tokens end.
+        options: The options of all samples.
+
+    Raises:
+        ValueError: A sample that is longer than its row, or ends outside the tokens.
+    """
+    _check_vector("ends", ends, _INT64)
+    _check_rows(options.sequence_length, ends.size)
+    return _core.fill_rows(tokens, ends, options)
 
 
 def copy_pieces(
-    data: NDArray[np.uint8], byte_offsets: NDArray[np.int64], byte_counts: NDArray[np.int64]
+    data: NDArray[np.uint8], byte_offsets: Numbers, byte_counts: Numbers
 ) -> NDArray[np.uint8]:
     """Pieces of mapped bytes, one after the other.
 
@@ -368,17 +416,17 @@ def copy_pieces(
     Raises:
         ValueError: a piece outside the data.
     """
-    _check_vector("data", data, np.uint8)
-    _check_vector("byte_offsets", byte_offsets, np.int64)
-    _check_vector("byte_counts", byte_counts, np.int64)
+    _check_vector("data", data, _UINT8)
+    _check_vector("byte_offsets", byte_offsets, _INT64)
+    _check_vector("byte_counts", byte_counts, _INT64)
     return _core.copy_pieces(data, byte_offsets, byte_counts)
 
 
 def read_pieces(
     descriptor: int,
     num_bytes: int,
-    byte_offsets: NDArray[np.int64],
-    byte_counts: NDArray[np.int64],
+    byte_offsets: Numbers,
+    byte_counts: Numbers,
 ) -> NDArray[np.uint8]:
     """Pieces of an open file, one after the other, read in the order of their places.
 
@@ -394,18 +442,18 @@ def read_pieces(
         ValueError: a piece outside the file.
         OSError: reading fails.
     """
-    _check_vector("byte_offsets", byte_offsets, np.int64)
-    _check_vector("byte_counts", byte_counts, np.int64)
+    _check_vector("byte_offsets", byte_offsets, _INT64)
+    _check_vector("byte_counts", byte_counts, _INT64)
     return _core.read_pieces(descriptor, num_bytes, byte_offsets, byte_counts)
 
 
 def copy_sequences(
     data: NDArray[np.uint8],
-    pointers: NDArray[np.int64],
+    pointers: Numbers,
     lengths: NDArray[np.int32],
-    ids: NDArray[np.int64],
+    ids: Numbers,
     token_size: int,
-) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+) -> tuple[NDArray[np.uint8], Numbers]:
     """Sequences of a mapped token file, one after the other.
 
     Args:
@@ -421,17 +469,17 @@ def copy_sequences(
         IndexError: no such sequence.
         ValueError: a sequence outside the data.
     """
-    _check_vector("data", data, np.uint8)
-    _check_vector("pointers", pointers, np.int64)
-    _check_vector("lengths", lengths, np.int32)
-    _check_vector("ids", ids, np.int64)
+    _check_vector("data", data, _UINT8)
+    _check_vector("pointers", pointers, _INT64)
+    _check_vector("lengths", lengths, _INT32)
+    _check_vector("ids", ids, _INT64)
     if not 1 <= token_size <= 8:
         raise ConfigError(f"token_size is {token_size}; 1 to 8 is possible")
     return _core.copy_sequences(data, pointers, lengths, ids, token_size)
 
 
 def first_bad_sequence(
-    lengths: NDArray[np.int32], pointers: NDArray[np.int64], token_size: int, byte_offset: int
+    lengths: NDArray[np.int32], pointers: Numbers, token_size: int, byte_offset: int
 ) -> tuple[int, int]:
     """The first sequence that has a negative length, or does not start where the last one ended.
 
@@ -445,27 +493,27 @@ def first_bad_sequence(
         its place (the number of sequences if all are well), and where the next one after the well
         ones must start.
     """
-    _check_vector("lengths", lengths, np.int32)
-    _check_vector("pointers", pointers, np.int64)
+    _check_vector("lengths", lengths, _INT32)
+    _check_vector("pointers", pointers, _INT64)
     return _core.first_bad_sequence(lengths, pointers, token_size, byte_offset)
 
 
-def first_bad_document(entries: NDArray[np.int64], num_sequences: int) -> int:
+def first_bad_document(entries: Numbers, num_sequences: int) -> int:
     """The place of the first document entry that is smaller than the one before it, or outside
     [0, num_sequences]; the number of entries if all are well.
 
     Args:
         entries: int64 [entries].
     """
-    _check_vector("entries", entries, np.int64)
+    _check_vector("entries", entries, _INT64)
     return _core.first_bad_document(entries, num_sequences)
 
 
-def _check_vector(name: str, array: NDArray[Any], dtype: type) -> None:
+def _check_vector(name: str, array: NDArray[Any], dtype: np.dtype[Any]) -> None:
     if array.ndim != 1 or array.dtype != dtype or not array.flags.c_contiguous:
         raise ConfigError(
             f"{name} has shape {array.shape} and dtype {array.dtype}; "
-            f"a contiguous [n] of {np.dtype(dtype)} is needed"
+            f"a contiguous [n] of {dtype} is needed"
         )
 
 

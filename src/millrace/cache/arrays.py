@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace import _core
+from millrace import _native
 from millrace.errors import DataError
 from millrace.files import (
     atomic_file,
@@ -351,7 +351,7 @@ def _map_array(
                 )
             if _digest(first, last) != ends:
                 raise DataError(f"{path} is damaged, or another set's: its ends have changed")
-            content = _core.map_file(file.fileno(), size)
+            content = _native.map_file(file.fileno(), size)
     except OSError as error:
         if is_of_the_process(error):
             raise

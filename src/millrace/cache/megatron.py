@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace import _core
+from millrace import _native
 from millrace.dtypes import sample_index_dtype, shuffle_index_dtype
 from millrace.errors import DataError
 from millrace.files import atomic_file, file_lock, fsync_folder, temporaries_of
@@ -211,7 +211,7 @@ def load_array(path: str) -> NDArray[Any]:
             expected = offset + dtype.itemsize * math.prod(shape)
             if expected != size:
                 raise DataError(f"{path} has {size} bytes; its header says {expected}")
-            content = _core.map_file(file.fileno(), size)
+            content = _native.map_file(file.fileno(), size)
     except (ValueError, EOFError, AttributeError, SyntaxError) as error:
         if isinstance(error, DataError):
             raise

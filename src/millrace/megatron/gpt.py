@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 import os
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -31,11 +32,14 @@ from millrace.megatron.rules import (
     plan_samples,
 )
 from millrace.megatron.utils import Split, log_on_first_rank
+from millrace.options import SampleOptions
 from millrace.order import GPTPlan
 from millrace.order.gpt import check_seed
 from millrace.store.bytes import MMapReader
 
 logger = logging.getLogger(__name__)
+
+_sample_options = lru_cache(maxsize=64)(SampleOptions)  # a configuration may change
 
 Sample = dict[str, torch.Tensor]
 Arrays = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]
@@ -195,20 +199,21 @@ class GPTDataset(MegatronDataset):
             and not self.dataset.multimodal
         )
 
-    def _row_options(self) -> dict[str, Any]:
+    def _row_options(self, sequence_length: int) -> SampleOptions:
         config = self.config
         looks_for_eod = (
             config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss
         )
         pad = self._pad_token_id
-        return {
-            "add_extra_token": bool(config.add_extra_token_to_sequence),
-            "pad_token": None if pad is None else int(pad),
-            "eod_token": int(config.tokenizer.eod) if looks_for_eod else None,
+        return _sample_options(
+            sequence_length=sequence_length,
+            add_extra_token=bool(config.add_extra_token_to_sequence),
+            pad_token=None if pad is None else int(pad),
+            eod_token=int(config.tokenizer.eod) if looks_for_eod else None,
             # The attention mask is made of the position ids.
-            "reset_position_ids": bool(config.reset_position_ids or self._masks_documents()),
-            "eod_mask_loss": bool(config.eod_mask_loss),
-        }
+            reset_position_ids=bool(config.reset_position_ids or self._masks_documents()),
+            eod_mask_loss=bool(config.eod_mask_loss),
+        )
 
     def _masks_documents(self) -> bool:
         config = self.config
@@ -220,20 +225,18 @@ class GPTDataset(MegatronDataset):
         if not -count <= number < count:
             raise IndexError(f"there is no sample {number}; the dataset has 0 to {count - 1}")
         numbers = np.array([number % count])
-        options = self._row_options() | {"sequence_length": self.config.sequence_length}
-        source = self._get_source()
+        options = self._row_options(self.config.sequence_length)
+        source, order = self._get_source()
         try:
             if isinstance(self.dataset.stored.reader, MMapReader):
                 arrays = _native.gather_samples(
-                    (source,), np.zeros(1, np.int64), numbers, **options
+                    (source,), (order,), np.zeros(1, np.int64), numbers, options
                 )
             else:
-                offsets, counts, _ = _native.find_pieces(
-                    source, numbers, options["sequence_length"], options["add_extra_token"]
-                )
-                data = self.dataset.stored.reader.gather(offsets, counts)
+                *spans, _ = _native.spans(order, numbers)
+                data = self.dataset.stored.reader.gather(*_native.locate_spans(source, *spans))
                 tokens = data.view(self.dataset.stored.dtype)
-                arrays = _native.fill_rows(tokens, np.array([len(tokens)]), **options)
+                arrays = _native.fill_rows(tokens, np.array([len(tokens)]), options)
         except ValueError as error:
             raise DataAssertionError(
                 f"{self.dataset_path}, sample {number}: an index points outside its data: {error}. "
@@ -242,8 +245,10 @@ class GPTDataset(MegatronDataset):
         return tuple(array[0] for array in arrays)
 
     def _get_source(self) -> Any:
-        """The core's view of the token file and the indices, made again when one was replaced."""
+        """The core's token source and order, made again when one of their parts is replaced."""
         made_of = (
+            self.config.sequence_length,
+            self.config.add_extra_token_to_sequence,
             self.dataset.stored,
             self.document_index,
             self.sample_index,
@@ -252,27 +257,31 @@ class GPTDataset(MegatronDataset):
         if self._source is None or any(map(operator.is_not, made_of, self._source_of)):
             stored = self.dataset.stored
             is_mapped = isinstance(stored.reader, MMapReader)
-            documents, samples, shuffle = (np.asarray(array) for array in made_of[1:])
-            self._source = _native.sample_source(
+            documents, samples, shuffle = (np.asarray(array) for array in made_of[3:])
+            source = _native.token_source(
                 stored.tokens if is_mapped else np.empty(0, stored.dtype),
                 stored.sequence_pointers,
+                stored.sequence_lengths,
+                stored.reader.size,
+            )
+            order = _native.gpt_order(
                 stored.sequence_lengths,
                 documents,
                 samples,
                 shuffle,
-                stored.reader.size,
+                sequence_length=self.config.sequence_length,
+                add_extra_token=bool(self.config.add_extra_token_to_sequence),
             )
+            self._source = source, order
             self._source_of = made_of
         return self._source
 
     def _fill(self, text: NDArray[Any]) -> Arrays:
         """The arrays of a sample from its tokens, however a subclass came by them."""
         tokens = text.astype(np.int64, copy=False)
-        options = self._row_options()
-        length = len(tokens) - options["add_extra_token"]
-        arrays = _native.fill_rows(
-            tokens, np.array([len(tokens)]), sequence_length=length, **options
-        )
+        extra = bool(self.config.add_extra_token_to_sequence)
+        options = self._row_options(len(tokens) - extra)
+        arrays = _native.fill_rows(tokens, np.array([len(tokens)]), options)
         return tuple(array[0] for array in arrays)
 
     def _sample(

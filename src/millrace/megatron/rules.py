@@ -7,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from millrace import _native
+from millrace.options import SampleOptions
 from millrace.order import GPTIndices, GPTPlan, build_gpt_indices, plan_gpt
 
 
@@ -149,12 +150,13 @@ def get_ltor_masks_and_position_ids(
         for rows in _native.fill_rows(
             tokens,
             np.array([len(tokens)]),
-            sequence_length=len(tokens),
-            add_extra_token=False,
-            pad_token=None,
-            eod_token=eod_token,
-            reset_position_ids=bool(reset_position_ids or reset_attention_mask),
-            eod_mask_loss=bool(eod_mask_loss),
+            SampleOptions(
+                sequence_length=len(tokens),
+                add_extra_token=False,
+                eod_token=eod_token,
+                reset_position_ids=bool(reset_position_ids or reset_attention_mask),
+                eod_mask_loss=bool(eod_mask_loss),
+            ),
         )
     )
     loss_mask[-1] = 1.0 - (bool(eod_mask_loss) and tokens[-1] == eod_token)

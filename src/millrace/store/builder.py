@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from millrace import _core, _native
+from millrace import _native
 from millrace.checks import flag, one_path, shown, whole, whole_numbers
 from millrace.errors import ConfigError, DataError
 from millrace.files import flush_to_disk, naming
@@ -116,7 +116,7 @@ class IndexedDatasetBuilder:
                 )
                 for column in (self._lengths, self._documents, self._modes):
                     resources.callback(column.close)
-                self._buffer = _core.TokenBuffer(
+                self._buffer = _native.TokenBuffer(
                     self.dtype.name, _BUFFER_SIZE, self._data.fileno(), self.multimodal
                 )
                 resources.callback(self._buffer.close)
@@ -495,7 +495,7 @@ class IndexedDatasetBuilder:
                 if index_hasher is not None:
                     index_hasher.update(chunk)
                 index.flush()
-                _core.start_writeback(index.fileno(), written, index.tell() - written)
+                _native.start_writeback(index.fileno(), written, index.tell() - written)
                 written = index.tell()
             flush_to_disk(index)
         if written != header.modes_offset + (self.num_sequences if self.multimodal else 0):
@@ -577,7 +577,9 @@ def finalize_together(builders: Sequence[IndexedDatasetBuilder]) -> None:
                 builder._close("it was finalised")
 
 
-def _drop(lock: threading.Lock, buffer: _core.TokenBuffer, resources: contextlib.ExitStack) -> None:
+def _drop(
+    lock: threading.Lock, buffer: _native.TokenBuffer, resources: contextlib.ExitStack
+) -> None:
     """The end of a builder that nobody ended: it is collected, or the process ends."""
     # A daemon thread may be at work until the very end: its call is let to finish, and no other one
     # begins. One that takes too long leaves its files, as if it had been killed.

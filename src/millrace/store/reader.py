@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, SupportsIndex, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from millrace import _core, _native
+from millrace import _native
 from millrace.checks import one_path, whole, whole_numbers
 from millrace.errors import ConfigError, DataError
 from millrace.files import cut_short, xxh3
@@ -78,7 +78,7 @@ class IndexedDataset:
             self.header, has_modes = parse_header(
                 idx_file.read(HEADER.size), size, self.prefix + ".idx"
             )
-            self._index = _core.map_file(idx_file.fileno(), size)
+            self._index = _native.map_file(idx_file.fileno(), size)
             ends = self._read_ends(idx_file)
             self._files = [_identity(file) for file in (bin_file, idx_file) if file is not None]
             if bin_file is not None:
@@ -103,11 +103,11 @@ class IndexedDataset:
         # All tokens as one array, if they are in memory, and its sequences as views.
         self._bytes: Bytes | None = bytes_in_memory(bin_reader)
         self._tokens: NDArray[Any] | None = None
-        self._views: _core.SequenceViews | None = None
+        self._views: _native.SequenceViews | None = None
         if self._bytes is not None:
             size = len(self._bytes) - len(self._bytes) % self.dtype.itemsize
             self._tokens = self._bytes[:size].view(self.dtype)
-            self._views = _core.SequenceViews(
+            self._views = _native.SequenceViews(
                 self._tokens, self.sequence_pointers, self.sequence_lengths
             )
         self._shift = self.dtype.itemsize.bit_length() - 1
