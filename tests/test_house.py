@@ -17,7 +17,7 @@ SOURCE = Path(millrace.__file__).parent
 
 # Imports point down this list only; rooms on one line do not import each other.
 FLOORS = [
-    {"cores", "dtypes", "errors", "files", "interrupts"},
+    {"cores", "deferred", "dtypes", "errors", "files", "interrupts"},
     {"checks"},
     {"_core", "options"},
     {"_native", "reference"},

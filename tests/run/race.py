@@ -101,8 +101,8 @@ def digest_of(datasets: Datasets) -> str:
         for array in (blend.dataset_index, blend.dataset_sample_index):
             digest.update(array.tobytes())
         for part in blend.datasets:
-            for field in dataclasses.fields(part.indices):
-                digest.update(getattr(part.indices, field.name).tobytes())
+            for name in part.indices._fields:
+                digest.update(getattr(part.indices, name).tobytes())
         for array in blend.batch(np.arange(16)).values():
             digest.update(array.tobytes())
     return digest.hexdigest()

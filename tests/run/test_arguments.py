@@ -81,7 +81,7 @@ def test_a_list_is_prefixes_or_weights_and_prefixes(items: Any, expected: Any) -
 
 
 def test_weights_for_only_some_prefixes_are_refused() -> None:
-    with pytest.raises(ConfigError, match="weights for some prefixes alone"):
+    with pytest.raises(ConfigError, match="weights for some prefixes only"):
         parse_blend("1 a b c")
 
 
@@ -120,7 +120,7 @@ def test_every_way_to_give_data(tmp_path: Path) -> None:
         ({"train_data_path": ["b"]}, "data_path and train_data_path given"),
         ({"seq_length": None}, "seq_length is missing"),
         ({"seq_length": "x"}, "seq_length is 'x'"),
-        ({"num_samples": None}, "how many samples"),
+        ({"num_samples": None}, "number of samples to train on"),
         ({"num_samples": [1, 2]}, "three are needed"),
         ({"num_samples": [1, 2, "x"]}, "holds 'x'"),
         ({"num_samples": None, "train_samples": 5}, "give global_batch_size"),
@@ -130,7 +130,7 @@ def test_every_way_to_give_data(tmp_path: Path) -> None:
         ),
         ({"data_path": None, "train_data_path": ["a"], "split": "1,1,1"}, "goes with data_path"),
         ({"data_path": None, "data_args_path": "/nowhere"}, "/nowhere: No such file"),
-        ({"data_path": None, "per_split_data_args_path": __file__}, "is no JSON object"),
+        ({"data_path": None, "per_split_data_args_path": __file__}, "is not a JSON object"),
     ],
 )
 def test_contradictory_arguments_are_refused(change: dict[str, Any], message: str) -> None:

@@ -67,7 +67,8 @@ def test_every_field_of_a_configuration_is_in_its_key_or_a_named_exception() -> 
 def test_every_field_of_a_plan_is_in_the_key_of_its_set(tmp_path: Path) -> None:
     prefix = str(tmp_path / "a")
     with IndexedDatasetBuilder(prefix, np.uint16) as builder:
-        builder.add_document(np.arange(100))
+        for _ in range(3):
+            builder.add_document(np.arange(100))
     config = DatasetConfig(
         sequence_length=8, seed=3, num_samples=(20, 5, 5), blend=([prefix], [1.0]), split="1,1,1"
     )

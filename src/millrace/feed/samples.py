@@ -79,7 +79,7 @@ def gather(
     try:
         arrays = _native.gather_samples(
             tuple(source.tokens for source in sources),
-            tuple(source.core_order for source in sources),
+            tuple(source.core_order for source in sources),  # type: ignore[misc]
             source_numbers,
             numbers,
             sources[0].options,

@@ -109,7 +109,8 @@ def prune_cache(
                 errors.append(f"{error.filename or entry.name}: {error.strerror or error}")
     if errors:
         raise CacheError(
-            f"{len(removed)} entries are removed; {len(errors)} could not be: {'; '.join(errors[:5])}"
+            f"{len(removed)} entries are removed; {len(errors)} could not be: "
+            f"{'; '.join(errors[:5])}"
         )
     return removed
 
