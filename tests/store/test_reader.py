@@ -14,7 +14,7 @@ import pytest
 
 from millrace import ConfigError, DataError, IndexedDataset, IndexedDatasetBuilder
 from millrace.store import DTYPES
-from millrace.store.bytes import Access
+from millrace.store.bytes import Access, Bytes
 
 
 @pytest.fixture
@@ -50,6 +50,40 @@ def test_reads_are_views_that_cannot_be_written(dataset: IndexedDataset) -> None
     assert not dataset[0].flags.owndata
     with pytest.raises(ValueError, match="read-only"):
         dataset[0][0] = 1
+
+
+class PageReader:
+    """An object store's reader whose pages are all in memory."""
+
+    def __init__(self, data: bytes) -> None:
+        self.size = len(data)
+        self.bytes = np.frombuffer(data, np.uint8).copy()
+
+    def read(self, byte_offset: int, num_bytes: int) -> Bytes:
+        raise AssertionError
+
+    def gather(self, byte_offsets: np.ndarray, byte_counts: np.ndarray) -> Bytes:
+        raise AssertionError
+
+
+def test_a_reader_with_all_bytes_in_memory_is_read_as_a_map(
+    dataset: IndexedDataset, tmp_path: Path
+) -> None:
+    reader = PageReader((tmp_path / "data.bin").read_bytes())
+    paged = IndexedDataset(tmp_path / "data", bin_reader=reader)
+    filed = IndexedDataset(tmp_path / "data", access="file")
+    assert [d.is_mapped for d in (dataset, paged, filed)] == [True, True, False]
+    assert [s.tolist() for s in paged] == [s.tolist() for s in dataset]
+    assert paged.tokens.tolist() == dataset.tokens.tolist()
+    assert np.shares_memory(paged[3], reader.bytes)
+    assert paged.read([3, 0])[0].tolist() == [6, 7, 8, 9, 1, 2, 3]
+    assert not paged[0].flags.writeable
+    reader.bytes = reader.bytes[:-4]
+    with pytest.raises(ConfigError, match=r"a contiguous uint8 \[36\] is needed"):
+        IndexedDataset(tmp_path / "data", bin_reader=reader)
+    paged.close()
+    with pytest.raises(ConfigError, match="is closed"):
+        _ = paged.is_mapped
 
 
 @pytest.mark.parametrize("index", [4, -5, 2**40])

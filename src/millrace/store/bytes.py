@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace import _core, _native
+from millrace.checks import shown
 from millrace.errors import ConfigError, DataError
 
 Bytes = NDArray[np.uint8]
@@ -22,8 +23,12 @@ class BinReader(Protocol):
     A reader must not change once it is made, and may be used by several threads at once.
     `gather_in_turn` is a `gather` for readers that have nothing better.
 
+    A reader whose whole `.bin` is in memory (mapped, or local pages of an object store) may also
+    have an attribute `bytes`: uint8 [size], one contiguous array at a multiple of 8. Sequences are then views of it,
+    and samples are gathered from it without a copy.
+
     Attributes:
-        size: of the `.bin`, in bytes.
+        size: Size of the `.bin` in bytes.
     """
 
     size: int
@@ -39,6 +44,30 @@ class BinReader(Protocol):
             byte_offsets, byte_counts: int64 [pieces].
         """
         ...
+
+
+def bytes_in_memory(reader: BinReader) -> Bytes | None:
+    """The whole `.bin`, read-only, if the reader has it in memory.
+
+    Raises:
+        ConfigError: If the reader's `bytes` is not such an array.
+    """
+    data = getattr(reader, "bytes", None)
+    if data is None:
+        return None
+    if not (
+        isinstance(data, np.ndarray)
+        and (data.dtype, data.shape) == (np.uint8, (reader.size,))
+        and data.flags.c_contiguous
+        and data.ctypes.data % 8 == 0
+    ):
+        raise ConfigError(
+            f"the reader's bytes are {shown(data)}; a contiguous uint8 [{reader.size}] is needed, "
+            "at an address that is a multiple of 8"
+        )
+    view: Bytes = data.view()
+    view.flags.writeable = False
+    return view
 
 
 def gather_in_turn(

@@ -19,7 +19,7 @@ from millrace import _core, _native
 from millrace.checks import one_path, whole, whole_numbers
 from millrace.errors import ConfigError, DataError
 from millrace.files import cut_short, xxh3
-from millrace.store.bytes import Access, BinReader, MMapReader, open_bin
+from millrace.store.bytes import Access, BinReader, Bytes, bytes_in_memory, open_bin
 from millrace.store.info import Info, read_info
 from millrace.store.layout import HEADER, parse_header
 from millrace.store.publish import bin_path, idx_path, open_pair
@@ -100,12 +100,13 @@ class IndexedDataset:
             np.frombuffer(self._index, "<i1", count, header.modes_offset) if has_modes else None
         )
         self._check_ends(*ends)
-        # All tokens as one array, where they are mapped, and its sequences as views.
+        # All tokens as one array, if they are in memory, and its sequences as views.
+        self._bytes: Bytes | None = bytes_in_memory(bin_reader)
         self._tokens: NDArray[Any] | None = None
         self._views: _core.SequenceViews | None = None
-        if isinstance(bin_reader, MMapReader):
-            whole = bin_reader.size - bin_reader.size % self.dtype.itemsize
-            self._tokens = bin_reader.bytes[:whole].view(self.dtype)
+        if self._bytes is not None:
+            size = len(self._bytes) - len(self._bytes) % self.dtype.itemsize
+            self._tokens = self._bytes[:size].view(self.dtype)
             self._views = _core.SequenceViews(
                 self._tokens, self.sequence_pointers, self.sequence_lengths
             )
@@ -188,6 +189,12 @@ class IndexedDataset:
     # ---- tokens ----
 
     @property
+    def is_mapped(self) -> bool:
+        """Whether all tokens are one array in memory (`tokens`); else each read copies."""
+        self._check_open()
+        return self._tokens is not None
+
+    @property
     def tokens(self) -> NDArray[Any]:
         """The whole `.bin`, [tokens] of `dtype`: a view.
 
@@ -267,9 +274,9 @@ class IndexedDataset:
         ids = whole_numbers("sequence_ids", sequence_ids)
         self._check_open()
         try:
-            if isinstance(self.reader, MMapReader):
+            if (data := self._bytes) is not None:
                 flat, offsets = _native.copy_sequences(
-                    self.reader.bytes,
+                    data,
                     self.sequence_pointers,
                     self.sequence_lengths,
                     ids,
@@ -410,7 +417,7 @@ class IndexedDataset:
             return
         for name in ("_index", "reader", *_COLUMNS):
             self.__dict__.pop(name, None)
-        self.sequence_modes = self._tokens = self._views = None
+        self.sequence_modes = self._bytes = self._tokens = self._views = None
         self._options = {}
         self.__class__ = _closed(type(self))
 
