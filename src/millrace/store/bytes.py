@@ -23,9 +23,9 @@ class BinReader(Protocol):
     A reader must not change once it is made, and may be used by several threads at once.
     `gather_in_turn` is a `gather` for readers that have nothing better.
 
-    A reader whose whole `.bin` is in memory (mapped, or local pages of an object store) may also
-    have an attribute `bytes`: uint8 [size], one contiguous array at a multiple of 8. Sequences are then views of it,
-    and samples are gathered from it without a copy.
+    A reader with the whole `.bin` in memory (mapped, or local pages of an object store) may also
+    have an attribute `bytes`: uint8 [size], one contiguous array that starts at a multiple of 8.
+    Reads of sequences are then views of it, and samples are gathered straight from it.
 
     Attributes:
         size: Size of the `.bin` in bytes.
