@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -54,7 +53,8 @@ class IndexedDatasetBuilder:
 
     Raises:
         ConfigError: If the format does not have the dtype, the folder does not exist, the prefix
-            ends in `.bin` or `.idx`, or the provenance is not plain JSON.
+            ends in `.bin` or `.idx`, or the provenance is not plain JSON; in all additions, if a
+            number does not fit the dtype or lengths do not add up.
         MillraceError: If another process is building this prefix.
 
     Example:
@@ -127,9 +127,6 @@ class IndexedDatasetBuilder:
         Args:
             tokens: [length], numbers that fit the dtype.
             mode: Mode of the sequence, in a multimodal file.
-
-        Raises:
-            ConfigError: If a number does not fit the dtype, or the sequence is too long.
         """
         if not self.multimodal:
             try:  # not contextlib.suppress: it would take as long as the addition
@@ -165,9 +162,6 @@ class IndexedDatasetBuilder:
             lengths: Lengths of its sequences in tokens; their sum is the number of tokens. None:
                 one sequence. Empty: a document without sequences.
             modes: Modes of its sequences, in a multimodal file; None: 0.
-
-        Raises:
-            ConfigError: If a number does not fit the dtype, or the lengths do not add up.
         """
         if not self.multimodal:
             try:
@@ -187,9 +181,6 @@ class IndexedDatasetBuilder:
             tokens: Tokens of all documents, one after the other: [tokens].
             lengths: Lengths of the documents in tokens: integers [documents]; their sum is the
                 number of tokens.
-
-        Raises:
-            ConfigError: If a number does not fit the dtype, or the lengths do not add up.
         """
         values = _as_tokens(tokens, self.dtype)
         counts = _as_lengths(lengths, len(values))
@@ -283,12 +274,7 @@ class IndexedDatasetBuilder:
     def __enter__(self) -> IndexedDatasetBuilder:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         try:
             if kind is None and self._writer.closed_because is None:
                 self.finalize()

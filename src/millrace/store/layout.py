@@ -155,14 +155,7 @@ def read_header(file: BinaryIO, path: str) -> Header:
 def sequence_problem(
     lengths: NDArray[np.int32], pointers: NDArray[np.int64], token_size: int, byte: int, first: int
 ) -> tuple[str, int]:
-    """The problem of some sequences, and the byte after the last good one.
-
-    Args:
-        lengths, pointers: Entries of the sequences, [n].
-        token_size: Bytes in a token.
-        byte: Byte at which the first of them must start.
-        first: Number of the first of them.
-    """
+    """The problem of sequences `first`, ... that should start at `byte`, and where the good end."""
     bad, end = _native.first_bad_sequence(lengths, pointers, token_size, byte)
     if bad == len(lengths):
         return "", end

@@ -9,7 +9,6 @@ import operator
 import os
 from collections.abc import Iterator
 from functools import cached_property, partial
-from types import TracebackType
 from typing import Any, BinaryIO, SupportsIndex, overload
 
 import numpy as np
@@ -19,17 +18,15 @@ from millrace import _core, _native
 from millrace.checks import one_path, whole, whole_numbers
 from millrace.errors import ConfigError, DataError
 from millrace.files import checksum, cut_short
+from millrace.store import layout
 from millrace.store.bytes import Access, BinReader, bytes_in_memory, open_bin
 from millrace.store.info import Info, read_info
-from millrace.store.layout import (
-    WRITE_AGAIN,
-    document_problem,
-    index_damage,
-    read_header,
-    sequence_problem,
-    size_problem,
-)
 from millrace.store.publish import bin_path, idx_path, open_pair
+
+_CHUNK = 1024  # sequences that iteration reads at a time
+_BLOCK = 4096
+_FINGERPRINT_BLOCKS = 16
+_PIECE = 2 << 20  # bytes of an index that are copied at a time: they stay in a core's cache
 
 
 class IndexedDataset:
@@ -61,8 +58,10 @@ class IndexedDataset:
     which ends the process; `read`, `GPTDataset.batch` and the `Loader` raise DataError instead.
 
     Raises:
-        DataError: If a file is missing, truncated, damaged or foreign, or a pickle is opened and
-            the data are not those that were pickled.
+        DataError: If a file is missing, truncated, damaged or foreign; in all methods, if the index
+            points outside the token file or its entries are out of order.
+        IndexError: In all methods, if there is no such sequence or document.
+        ConfigError: In all methods, if the dataset is closed.
 
     Example:
         >>> import tempfile, millrace
@@ -87,19 +86,19 @@ class IndexedDataset:
             files = open_pair(self.prefix, has_bin=bin_reader is None)
             for file in files:
                 stack.enter_context(file)
-            self.header = read_header(files[-1], idx_path(self.prefix))
+            self.header = layout.read_header(files[-1], idx_path(self.prefix))
             self._index = _core.map_file(files[-1].fileno(), self.header.size)
             self._files = [_identity(file) for file in files]
             self.reader = open_bin(files[0], access) if bin_reader is None else bin_reader
             self._check_ends(files[-1])
         self.dtype = self.header.dtype
+        self._shift = self.dtype.itemsize.bit_length() - 1
         self.sequence_lengths: NDArray[np.int32] = self._column("lengths")
         self.sequence_pointers: NDArray[np.int64] = self._column("pointers")
         self.document_indices: NDArray[np.int64] = self._column("documents")
-        self.sequence_modes: NDArray[np.int8] | None = None
-        if self.header.has_modes:
-            self.sequence_modes = self._column("modes")
-        self._shift = self.dtype.itemsize.bit_length() - 1
+        self.sequence_modes: NDArray[np.int8] | None = (
+            self._column("modes") if self.header.has_modes else None
+        )
         # All tokens as one array, if they are in memory, and its sequences as views.
         self._bytes = bytes_in_memory(self.reader)
         self._tokens: NDArray[Any] | None = None
@@ -132,7 +131,7 @@ class IndexedDataset:
         if first != 0 or last != count:
             raise DataError(
                 f"{idx}: the document indices go from {first} to {last}, not from 0 to {count}, "
-                f"the number of sequences. {WRITE_AGAIN}"
+                f"the number of sequences. {layout.WRITE_AGAIN}"
             )
         end = 0
         if count > 0:
@@ -141,9 +140,9 @@ class IndexedDataset:
             if start != 0 or length < 0:
                 raise DataError(
                     f"{idx}: the first sequence starts at byte {start}, not 0, or the last has a "
-                    f"negative length ({length}). {WRITE_AGAIN}"
+                    f"negative length ({length}). {layout.WRITE_AGAIN}"
                 )
-        if problem := size_problem(self.reader.size, end):
+        if problem := layout.size_problem(self.reader.size, end):
             raise DataError(f"{bin_path(self.prefix)} {problem}")
 
     # ---- counts ----
@@ -167,53 +166,33 @@ class IndexedDataset:
 
     @property
     def document_lengths(self) -> NDArray[np.int64]:
-        """Tokens in each document: int64 [documents].
-
-        Raises:
-            DataError: If document entries are out of order.
-        """
+        """Tokens in each document: int64 [documents]."""
         self.check_documents(0, self.num_documents)
         ends = np.concatenate(([0], np.cumsum(self.sequence_lengths, dtype=np.int64)))
         return np.diff(ends[self.document_indices])
 
-    # ---- checks ----
-
     def check_documents(self, start: int, stop: int) -> tuple[int, int]:
-        """Checks the entries of documents [start, stop).
-
-        Returns:
-            Their sequences, (first, end).
-
-        Raises:
-            DataError: If entries are out of order.
-        """
+        """Checks documents [start, stop), and returns their sequences: (first, end)."""
         entries = self.document_indices[start : stop + 1]
-        if problem := document_problem(entries, len(self), start):
-            raise index_damage(self.prefix, problem)
+        if problem := layout.document_problem(entries, len(self), start):
+            raise layout.index_damage(self.prefix, problem)
         return int(entries[0]), int(entries[-1])
 
     def check_sequences(self, start: int, stop: int) -> tuple[int, int]:
-        """Checks that sequences [start, stop) lie one after the other.
-
-        Returns:
-            Their bytes, (first, end).
-
-        Raises:
-            DataError: If a sequence does not start where the one before it ends.
-        """
+        """Checks that sequences [start, stop) lie one after the other, and returns their bytes."""
         first, expected = (
             int(self.sequence_pointers[number]) if number < len(self) else self.reader.size
             for number in (start, stop)
         )
         lengths, pointers = self.sequence_lengths[start:stop], self.sequence_pointers[start:stop]
-        problem, end = sequence_problem(lengths, pointers, self.dtype.itemsize, first, start)
+        problem, end = layout.sequence_problem(lengths, pointers, self.dtype.itemsize, first, start)
         if not problem and (end != expected or not 0 <= first <= end <= self.reader.size):
             problem = (
                 f"sequences {start} to {stop - 1} lie at bytes {first} to {end}; they should end "
                 f"at byte {expected} of {self.reader.size}"
             )
         if problem:
-            raise index_damage(self.prefix, problem)
+            raise layout.index_damage(self.prefix, problem)
         return first, end
 
     # ---- tokens ----
@@ -221,7 +200,6 @@ class IndexedDataset:
     @property
     def is_mapped(self) -> bool:
         """Whether all tokens are one array in memory, `tokens`; else each read copies."""
-        self._check_open()
         return self._tokens is not None
 
     @property
@@ -232,7 +210,6 @@ class IndexedDataset:
             ConfigError: If the `.bin` is not mapped.
         """
         if self._tokens is None:
-            self._check_open()
             raise ConfigError(f"{self.prefix}.bin is not mapped; open it with access='mmap'")
         return self._tokens
 
@@ -241,12 +218,7 @@ class IndexedDataset:
     @overload
     def __getitem__(self, index: slice | NDArray[Any] | list[int]) -> list[NDArray[Any]]: ...
     def __getitem__(self, index: Any) -> NDArray[Any] | list[NDArray[Any]]:
-        """A sequence's tokens, [length] of `dtype`; a list of them for a slice, list or array.
-
-        Raises:
-            IndexError: If there is no such sequence.
-            DataError: If the index points outside the token file.
-        """
+        """A sequence's tokens, [length] of `dtype`; a list of them for a slice, list or array."""
         if self._views is not None:
             try:  # not contextlib.suppress: it would take longer than the read
                 return self._views.one(index)
@@ -271,9 +243,7 @@ class IndexedDataset:
         """Tokens [offset, offset + length) of a sequence; without a length, all from `offset` on.
 
         Raises:
-            IndexError: If there is no such sequence.
             ConfigError: If the span lies outside the sequence.
-            DataError: If the index points outside the token file.
         """
         number = self._sequence(index)
         available = self.sequence_lengths.item(number)
@@ -296,43 +266,29 @@ class IndexedDataset:
         Returns:
             The tokens of all of them, [tokens] of `dtype`, and their offsets, int64 [n + 1]:
             sequence i is tokens[offsets[i]:offsets[i + 1]].
-
-        Raises:
-            IndexError: If there is no such sequence.
-            DataError: If the index points outside the token file.
         """
         ids = whole_numbers("sequence_ids", sequence_ids)
-        self._check_open()
+        data, pointers, lengths = self._bytes, self.sequence_pointers, self.sequence_lengths
         try:
-            if (data := self._bytes) is not None:
+            if data is not None:
                 flat, offsets = _native.copy_sequences(
-                    data,
-                    self.sequence_pointers,
-                    self.sequence_lengths,
-                    ids,
-                    self.dtype.itemsize,
+                    data, pointers, lengths, ids, self.dtype.itemsize
                 )
                 return flat.view(self.dtype), offsets
-            counts = self.sequence_lengths[ids].astype(np.int64)
+            counts = lengths[ids].astype(np.int64)
             counts <<= self._shift
-            flat = self.reader.gather(self.sequence_pointers[ids], counts)
+            flat = self.reader.gather(pointers[ids], counts)
         except DataError as error:
             raise DataError(f"{self.prefix}.bin/.idx: {error}") from None
         except ValueError as error:
-            problem = f"{error} (of the sequences to be read)"
-            raise index_damage(self.prefix, problem) from None
+            raise layout.index_damage(self.prefix, f"{error} (of those to be read)") from None
         offsets = np.zeros(len(ids) + 1, np.int64)
         np.cumsum(counts, out=offsets[1:])
         offsets >>= self._shift
         return flat.view(self.dtype), offsets
 
     def document(self, number: SupportsIndex) -> NDArray[Any]:
-        """A document's tokens, all its sequences one after the other: [length] of `dtype`.
-
-        Raises:
-            IndexError: If there is no such document.
-            DataError: If the index points outside the token file.
-        """
+        """A document's tokens, all its sequences one after the other: [length] of `dtype`."""
         place = operator.index(number)
         place += self.num_documents if place < 0 else 0
         if not 0 <= place < self.num_documents:
@@ -342,7 +298,7 @@ class IndexedDataset:
         first, last = self.document_indices[place : place + 2].tolist()
         if not 0 <= first <= last <= len(self):
             problem = f"document {place} has the sequences {first} to {last} of {len(self)}"
-            raise index_damage(self.prefix, problem)
+            raise layout.index_damage(self.prefix, problem)
         return self.read(np.arange(first, last))[0] if last != first + 1 else self[first]
 
     def _sequence(self, index: SupportsIndex) -> int:
@@ -367,7 +323,7 @@ class IndexedDataset:
                 f"sequence {number} has {count} tokens from byte {byte_offset} on, outside the "
                 f".bin of {self.reader.size} bytes"
             )
-            raise index_damage(self.prefix, problem)
+            raise layout.index_damage(self.prefix, problem)
         return self.reader.read(byte_offset, count << self._shift).view(self.dtype)
 
     # ---- identity ----
@@ -406,16 +362,13 @@ class IndexedDataset:
 
     def reopen_bin(self) -> BinaryIO | None:
         """The `.bin` as a file; None if it is not a file, or was replaced."""
-        options = self._options
-        if not options or options["bin_reader"] is not None:  # perhaps closed by another thread
+        if self._options["bin_reader"] is not None:
             return None
-        try:
-            file = open(bin_path(self.prefix), "rb", buffering=0)  # noqa: SIM115
-        except OSError:
-            return None
-        if _identity(file) == self._files[0]:
-            return file
-        file.close()
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            file = stack.enter_context(open(bin_path(self.prefix), "rb", buffering=0))
+            if _identity(file) == self._files[0]:
+                stack.pop_all()
+                return file
         return None
 
     def check_sizes(self) -> None:
@@ -436,27 +389,14 @@ class IndexedDataset:
 
         Without it, that happens when the dataset and its last array are gone.
         """
-        if not self._options:
-            return
-        for name in ("_index", "reader", *_COLUMNS):
-            self.__dict__.pop(name, None)
-        self.sequence_modes = self._bytes = self._tokens = self._views = None
-        self._options = {}
         self.__class__ = _closed(type(self))
-
-    def _check_open(self) -> None:
-        if not self._options:
-            raise ConfigError(f"{self.prefix} is closed; open it again")
+        for name in _CLOSED:
+            self.__dict__.pop(name, None)
 
     def __enter__(self) -> IndexedDataset:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -464,7 +404,6 @@ class IndexedDataset:
 
     def identity(self) -> tuple[Any, ...]:
         """Plain values that tell these data from others, for `check_identity`."""
-        self._check_open()
         return self._files, self.fingerprint, self.lengths_checksum
 
     def check_identity(self, pickled: tuple[Any, ...]) -> None:
@@ -487,13 +426,6 @@ class IndexedDataset:
         )
 
 
-_COLUMNS = ("sequence_lengths", "sequence_pointers", "document_indices")
-_CHUNK = 1024  # sequences that iteration reads at a time
-_BLOCK = 4096
-_FINGERPRINT_BLOCKS = 16
-_PIECE = 2 << 20  # bytes of an index that are copied at a time: they stay in a core's cache
-
-
 def _open_same(
     kind: type[IndexedDataset], prefix: str, options: dict[str, Any], pickled: tuple[Any, ...]
 ) -> IndexedDataset:
@@ -503,16 +435,24 @@ def _open_same(
     return dataset
 
 
+_CLOSED = (
+    *("_index", "_options", "_bytes", "_tokens", "_views", "reader", "sequence_lengths"),
+    *("sequence_pointers", "document_indices", "sequence_modes", "fingerprint", "lengths_checksum"),
+)
+"""The attributes that a closed dataset does not have any more."""
+
+
 def _closed(kind: type[IndexedDataset]) -> type[IndexedDataset]:
     """The class of closed datasets, which raise ConfigError for the attributes they lack.
 
     A `__getattr__` in the class of open datasets would make each access slower by a third.
     """
 
-    def getattr_of_closed(self: IndexedDataset, name: str) -> Any:
-        self._check_open()
+    def raise_closed(self: IndexedDataset, name: str) -> Any:
+        raise ConfigError(f"{self.prefix} is closed; open it again")
 
-    return type(kind.__name__, (kind,), {"__getattr__": getattr_of_closed})
+    members = {"__getattr__": raise_closed, "close": lambda self: None}
+    return type(kind.__name__, (kind,), members)
 
 
 def _identity(file: BinaryIO) -> tuple[int, ...]:

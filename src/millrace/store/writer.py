@@ -35,21 +35,11 @@ class PairWriter:
 
     `alone` gives one thread the right to call the other methods.
 
-    Args:
-        prefix: Path prefix of the pair.
-        dtype: Little-endian dtype of the tokens.
-        multimodal: Whether sequences have modes.
-        checksums: Whether to write a sidecar with checksums.
-        provenance: Plain JSON for the sidecar, or None.
-
     Attributes:
         place: The absolute prefix: the files stay there if the working directory changes.
         temporaries: Paths of the files until they are published.
         buffer: The core's buffer of tokens and entries, and their numbers.
         closed_because: Why the writer is closed; None: it is open.
-
-    Raises:
-        MillraceError: If another process is building this prefix.
     """
 
     def __init__(
