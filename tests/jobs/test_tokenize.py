@@ -24,7 +24,6 @@ from hypothesis import strategies as st
 from millrace import (
     ConfigError,
     IndexedDataset,
-    IndexedDatasetBuilder,
     MillraceError,
     TextError,
 )

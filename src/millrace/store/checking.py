@@ -23,15 +23,9 @@ from millrace.checks import paths, whole
 from millrace.cores import available_cores
 from millrace.errors import DataError
 from millrace.files import checksum, naming
+from millrace.store import layout
 from millrace.store.bytes import read_at
 from millrace.store.info import BLOCK_SIZE, Checksums, Info, read_info
-from millrace.store.layout import (
-    HEADER,
-    document_problem,
-    read_header,
-    sequence_problem,
-    size_problem,
-)
 from millrace.store.publish import bin_path, idx_path, info_to_read, open_pair
 from millrace.store.reader import IndexedDataset
 
@@ -125,28 +119,28 @@ def _verify_once(
     # a map would end the process.
     with _as_problems(prefix, problems), contextlib.ExitStack() as stack:
         bin_file, idx_file = map(stack.enter_context, open_pair(prefix))
-        for path, file, sums in (
-            (idx_path(prefix), idx_file, info.idx),
-            (bin_path(prefix), bin_file, info.bin),
+        for path, file, sums, describe in (
+            (idx_path(prefix), idx_file, info.idx, _Index.entries_in),
+            (bin_path(prefix), bin_file, info.bin, _Index.sequences_in),
         ):
             size = os.fstat(file.fileno()).st_size
-            if sums is not None and size != sums.size:
+            if sums is None:
+                continue
+            if size != sums.size:
                 problems.append(
                     f"{path} has {size} bytes; when its checksums were made it had {sums.size}"
                 )
-            elif sums is not None:
-                with naming(path):
-                    blocks = _damaged_blocks(file, sums, pool, on_bytes)
-                for block in blocks:
-                    start, stop = block * BLOCK_SIZE, min((block + 1) * BLOCK_SIZE, size)
-                    text = f"{path}: block {block} (bytes {start} to {stop - 1}) is damaged"
-                    # An index that is damaged as well is reported by the check of its structure.
-                    with contextlib.suppress(DataError, OSError):
-                        index = _Index(prefix, idx_file)
-                        describe = index.entries_in if file is idx_file else index.sequences_in
-                        text += f": {describe(start, stop)}"
-                    problems.append(text)
-                num_bytes += size
+                continue
+            with naming(path):
+                blocks = _damaged_blocks(file, sums, pool, on_bytes)
+            for block in blocks:
+                start, stop = block * BLOCK_SIZE, min((block + 1) * BLOCK_SIZE, size)
+                text = f"{path}: block {block} (bytes {start} to {stop - 1}) is damaged"
+                # If the index is damaged too, the check of the structure reports it.
+                with contextlib.suppress(DataError, OSError):
+                    text += f": {describe(_Index(prefix, idx_file), start, stop)}"
+                problems.append(text)
+            num_bytes += size
         problems += _Index(prefix, idx_file).problems(os.fstat(bin_file.fileno()).st_size)
         num_bytes = num_bytes or os.fstat(idx_file.fileno()).st_size
     return Report(
@@ -196,7 +190,7 @@ class _Index:
 
     def __init__(self, prefix: str, file: BinaryIO) -> None:
         self._prefix, self._file = prefix, file
-        self._header = read_header(file, idx_path(prefix))
+        self._header = layout.read_header(file, idx_path(prefix))
 
     def problems(self, bin_size: int) -> Iterator[str]:
         """The first thing that is wrong with the sequences, and with the documents."""
@@ -205,17 +199,19 @@ class _Index:
         for start in range(0, header.num_sequences, _ENTRIES):
             lengths = self._read("lengths", start, _ENTRIES)
             pointers = self._read("pointers", start, _ENTRIES)
-            problem, byte = sequence_problem(lengths, pointers, header.dtype.itemsize, byte, start)
+            problem, byte = layout.sequence_problem(
+                lengths, pointers, header.dtype.itemsize, byte, start
+            )
             if problem:
                 yield f"{idx}: {problem}"
                 break
-        if not problem and (problem := size_problem(bin_size, byte)):
+        if not problem and (problem := layout.size_problem(bin_size, byte)):
             yield f"{bin_path(self._prefix)} {problem}"
         last = np.zeros(1, np.int64)
         for start in range(0, header.num_document_entries, _ENTRIES):
             # The entries of a part go on from the last of the part before.
             entries = np.concatenate((last, self._read("documents", start, _ENTRIES)))
-            if problem := document_problem(entries, header.num_sequences, start - 1):
+            if problem := layout.document_problem(entries, header.num_sequences, start - 1):
                 yield f"{idx}: {problem}"
                 return
             last = entries[-1:]
@@ -243,7 +239,7 @@ class _Index:
             "documents": "first sequences of documents",
             "modes": "modes of sequences",
         }
-        parts = ["header"] if start < HEADER.size else []
+        parts = ["header"] if start < layout.HEADER.size else []
         for name, column in self._header.columns.items():
             first, end = max(start, column.offset), min(stop, column.end)
             if first < end:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -131,15 +131,13 @@ def read_header(file: BinaryIO, path: str) -> Header:
             f"{path} has dtype code {code}; the codes are {min(DTYPES)} to {max(DTYPES)}. "
             "The file is damaged: write it again from its source"
         )
-    plain, multimodal = (
-        Header(
-            dtype=DTYPES[code],
-            num_sequences=num_sequences,
-            num_document_entries=num_entries,
-            has_modes=has_modes,
-        )
-        for has_modes in (False, True)
+    plain = Header(
+        dtype=DTYPES[code],
+        num_sequences=num_sequences,
+        num_document_entries=num_entries,
+        has_modes=False,
     )
+    multimodal = replace(plain, has_modes=True)
     if size not in (plain.size, multimodal.size) or num_entries == 0:
         raise DataError(
             f"{path} has {size} bytes, but its {num_sequences} sequences and {num_entries} "
