@@ -1,7 +1,8 @@
-"""One door for what callers give as numbers and flags: exact Python values, or a ConfigError.
+"""Checks of arguments: numbers, flags and paths become exact Python values, or a ConfigError.
 
-NumPy's integers are welcome, and come out as Python's, whose sums do not overflow and which JSON
-can hold. Floats and bools are no counts, however they look.
+Each function takes the name of the argument, for its messages, and the value. NumPy's integers
+become Python's, whose sums do not overflow and which JSON can hold. Floats and bools are never
+counts.
 """
 
 from __future__ import annotations
@@ -25,12 +26,11 @@ def whole(name: str, value: Any, least: int | None = None, most: int | None = No
     """A whole number as Python's int.
 
     Args:
-        name: what to call it in a message.
-        value: an int of Python's or NumPy's, or whatever else has `__index__`, but no bool.
-        least, most: its limits; None: there is none.
+        value: An int of Python or NumPy, or another object with `__index__`, but not a bool.
+        least, most: Limits; None: no limit.
 
     Raises:
-        ConfigError: it is no whole number, or outside its limits.
+        ConfigError: If it is not a whole number, or outside the limits.
     """
     if type(value) is int:
         number = value
@@ -53,10 +53,10 @@ def whole(name: str, value: Any, least: int | None = None, most: int | None = No
 
 
 def token(name: str, value: Any) -> int | None:
-    """A token id, which any file may hold, or None for no token.
+    """A token id of at most 64 bits, or None for no token.
 
     Raises:
-        ConfigError: it is no whole number, or one beyond 64 bits.
+        ConfigError: If it is not a whole number, or beyond 64 bits.
     """
     return None if value is None else whole(name, value, _MIN_INT64, MAX_INT64)
 
@@ -65,12 +65,10 @@ def limit(name: str, value: Any) -> float | None:
     """Seconds to wait, or None for no limit.
 
     Raises:
-        ConfigError: it is no number, or below 0.
+        ConfigError: If it is not a number, or below 0.
     """
-    if value is None:
-        return None
-    seconds = real(name, value)
-    if not seconds >= 0:  # NaN too
+    seconds = None if value is None else real(name, value)
+    if seconds is not None and not seconds >= 0:  # NaN too
         raise ConfigError(f"{name} is {seconds}; give seconds of 0 or more, or None for no limit")
     return seconds
 
@@ -79,7 +77,7 @@ def flag(name: str, value: Any) -> bool:
     """A switch: True or False, of Python or NumPy.
 
     Raises:
-        ConfigError: it is anything else.
+        ConfigError: If it is anything else.
     """
     if not isinstance(value, (bool, np.bool_)):
         raise ConfigError(f"{name} is {shown(value)}; give True or False")
@@ -87,10 +85,10 @@ def flag(name: str, value: Any) -> bool:
 
 
 def real(name: str, value: Any) -> float:
-    """A number as Python's float: of Python, NumPy, `fractions` or `decimal`.
+    """A number of Python, NumPy, `fractions` or `decimal` as Python's float.
 
     Raises:
-        ConfigError: it is no number, or too large for a float.
+        ConfigError: If it is not a number, or too large for a float.
     """
     try:
         if isinstance(value, (str, bytes, bytearray, bool, np.bool_, np.complexfloating)):
@@ -106,32 +104,28 @@ def reals(name: str, values: Any) -> list[float]:
     """Numbers as a list of Python's floats.
 
     Raises:
-        ConfigError: no list of numbers.
+        ConfigError: If it is not a list of numbers.
     """
     try:
         if isinstance(values, (str, bytes)):
             raise TypeError
-        found = list(values)
+        numbers = list(values)
     except TypeError:
         raise ConfigError(f"{name} are {shown(values)}; give a list of numbers") from None
     return [
         value if type(value) is float else real(f"number {place} of {name}", value)
-        for place, value in enumerate(found)
+        for place, value in enumerate(numbers)
     ]
 
 
 def whole_numbers(name: str, values: ArrayLike) -> NDArray[np.int64]:
-    """Whole numbers as one contiguous array of int64 in the machine's byte order.
+    """Whole numbers as one contiguous int64 [n] in native byte order; `values` itself if it is one.
 
     Args:
-        name: what to call them in a message, in the plural.
-        values: a list, or an array [n] of any integer dtype, byte order, stride and alignment.
-
-    Returns:
-        int64 [n]; it is `values` itself where that is so already.
+        values: A list, or an array [n] of any integer dtype, byte order, stride and alignment.
 
     Raises:
-        ConfigError: another shape, no whole numbers, or numbers beyond int64.
+        ConfigError: If it has another shape, other numbers, or numbers beyond int64.
     """
     try:
         array = np.asarray(values)
@@ -164,12 +158,8 @@ def whole_numbers(name: str, values: ArrayLike) -> NDArray[np.int64]:
 def one_path(name: str, value: Any) -> str:
     """A path as a text.
 
-    Args:
-        name: what to call it in a message.
-        value: a text, bytes or an `os.PathLike`.
-
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: If it is not a text, bytes or an `os.PathLike`.
     """
     try:
         return os.fsdecode(value)
@@ -180,12 +170,8 @@ def one_path(name: str, value: Any) -> str:
 def paths(name: str, values: Any) -> list[str]:
     """A list of paths as texts.
 
-    Args:
-        name: what to call it in a message.
-        values: texts or `os.PathLike`s; one alone is no list.
-
     Raises:
-        ConfigError: no list of paths.
+        ConfigError: If it is not a list of paths, as one path is not.
     """
     if isinstance(values, (str, bytes, os.PathLike)):
         raise ConfigError(f"{name} is {shown(values)}, one path alone; give a list: [{values!r}]")
@@ -196,7 +182,7 @@ def paths(name: str, values: Any) -> list[str]:
 
 
 def shown(value: Any, most: int = 200) -> str:
-    """A value as a message shows it: its repr, cut after so many characters."""
+    """A value for a message: its repr, cut after `most` characters."""
     try:
         text = repr(value)
     except ValueError:  # an int of more digits than Python prints

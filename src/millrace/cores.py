@@ -1,4 +1,4 @@
-"""How many cores there are to work with."""
+"""The number of cores to work with."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _OWN_CGROUPS = "/proc/self/cgroup"
 
 
 def available_cores() -> int:
-    """The cores that this process may use (not all that the machine has).
+    """The number of cores that this process may use.
 
-    That is its CPU affinity, or what the quotas of its control groups give if that is less: a
-    container with 2 CPUs on a machine with 128 has 2.
+    It is the CPU affinity, or the quota of the control groups if that is less: a container with
+    2 CPUs on a machine with 128 has 2.
     """
     if hasattr(os, "sched_getaffinity"):
         count = len(os.sched_getaffinity(0))
@@ -24,20 +24,20 @@ def available_cores() -> int:
 
 
 def quota_of_cgroups(folder: str = _CGROUPS, own: str = _OWN_CGROUPS) -> int | None:
-    """The least CPU quota of this process's control groups and all above them, rounded up.
+    """The lowest CPU quota of this process's control groups and their parents, rounded up.
 
     Args:
-        folder: where they are mounted, of version 1, 2 or both.
-        own: says which of them this process is in.
+        folder: Mount point of the control groups, of version 1, 2 or both.
+        own: File that lists the groups of this process.
 
     Returns:
-        at least 1; None where there is no quota.
+        At least 1; None if there is no quota.
     """
     try:
         with open(own) as file:
             lines = [line.rstrip("\n").split(":", 2) for line in file]
     except (OSError, ValueError):
-        return None  # no Linux, or nothing that we may see
+        return None  # not Linux, or not readable
     quotas: list[float] = []
     for line in lines:
         if len(line) != 3:
@@ -56,7 +56,7 @@ def quota_of_cgroups(folder: str = _CGROUPS, own: str = _OWN_CGROUPS) -> int | N
 
 
 def _upwards(root: str, path: str) -> Iterator[str]:
-    """A group's folder and those above it; a container may see only the last of them."""
+    """A group's folder and its parents; a container may only see the last of them."""
     while path not in ("", "/"):
         yield os.path.join(root, path.lstrip("/"))
         path = os.path.dirname(path)
@@ -65,14 +65,14 @@ def _upwards(root: str, path: str) -> Iterator[str]:
 
 def _texts(folder: str, file: str) -> list[str]:
     try:
-        with open(os.path.join(folder, file)) as opened:
-            return opened.read().split()
+        with open(os.path.join(folder, file)) as stream:
+            return stream.read().split()
     except OSError:
         return []
 
 
 def _quota(texts: list[str]) -> list[float]:
-    """Microseconds of CPU in a period of so many: as cores. "max" and -1 are no quota."""
+    """Cores from microseconds of CPU and of the period; empty for "max" and -1, no quota."""
     try:
         quota, period = (int(text) for text in texts)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Which integer type holds what, by Megatron-LM's thresholds: each is written here alone."""
+"""Integer dtypes of tokens and indices, by Megatron-LM's thresholds: the only place for them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def optimal_dtype(vocabulary_size: int | None) -> np.dtype[Any]:
 
 
 def sample_index_dtype(num_documents: int) -> np.dtype[Any]:
-    """The dtype of a sample index over a document index of that many entries."""
+    """The dtype of a sample index over a document index of `num_documents` entries."""
     return np.dtype(np.int32 if num_documents < 2**31 else np.int64)
 
 
 def shuffle_index_dtype(num_samples: int) -> np.dtype[Any]:
-    """The dtype of a shuffle index of that many samples."""
+    """The dtype of a shuffle index of `num_samples` samples."""
     return np.dtype(np.uint32 if num_samples < 2**32 - 2 else np.int64)

@@ -1,14 +1,14 @@
 """The errors that millrace raises on purpose.
 
     MillraceError
-    ├── ConfigError     an argument or option that cannot work (also a ValueError)
-    ├── DataError       a token file that is missing, damaged or foreign (also a ValueError)
-    ├── TextError       an input text, line or tokenizer that cannot be read (also a ValueError)
-    ├── CacheError      a cache folder that cannot be written (also an OSError)
-    └── ResumeError     a saved state that belongs to other data or another order
+    ├── ConfigError     also a ValueError
+    ├── DataError       also a ValueError
+    ├── TextError       also a ValueError
+    ├── CacheError      also an OSError
+    └── ResumeError
 
-    DuplicateDataWarning  a blend that holds the same data twice (a UserWarning)
-    ViewChangeWarning     a saved state whose masks or padding have changed since (a UserWarning)
+    DuplicateDataWarning  a UserWarning
+    ViewChangeWarning     a UserWarning
 
 Each message gives the place, the value, the limit and the remedy.
 """
@@ -38,7 +38,7 @@ class DataError(MillraceError, ValueError):
 
 
 class CacheError(MillraceError, OSError):
-    """A cache folder that cannot be written, where indices must be built."""
+    """A cache folder that cannot be written, although indices must be built."""
 
 
 class TextError(MillraceError, ValueError):
@@ -46,7 +46,7 @@ class TextError(MillraceError, ValueError):
 
 
 class ResumeError(MillraceError):
-    """A saved state that does not belong to this data and order."""
+    """A saved state of other data or another order."""
 
 
 class DuplicateDataWarning(UserWarning):

@@ -1,4 +1,4 @@
-"""Ctrl-C that waits for the right moment, so that it leaves nothing half done."""
+"""Ctrl-C that waits for the right moment, so that nothing is left half done."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 
 @contextlib.contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Inside the block Ctrl-C is taken once, and in `interruptible` blocks alone.
+    """Inside the block Ctrl-C is raised only once, and only in `interruptible` blocks.
 
-    Python raises KeyboardInterrupt between any two instructions: also where a file or a process has
-    just been made and nothing knows of it yet, and again in the midst of cleaning up. Here what
-    comes elsewhere waits, until the next `interruptible` block or the end of this one.
+    Python raises KeyboardInterrupt between any two instructions: also just after a file or process
+    was made and before it is recorded, and again during the clean-up. Here it waits for the next
+    `interruptible` block, or the end of this block.
 
-    Does nothing outside the main thread, where Python raises none, and where the program wants
-    Ctrl-C to do nothing or to kill it.
+    Does nothing outside the main thread, where Python raises none, and if the program has chosen
+    that Ctrl-C is ignored or ends the process.
     """
     previous = signal.getsignal(signal.SIGINT)
     if not callable(previous) or not _is_main_thread():
@@ -30,7 +30,7 @@ def interrupts_held() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        held.is_waiting = False  # further ones wanted the same
+        held.is_waiting = False  # further signals meant the same
         raise
     finally:
         signal.signal(signal.SIGINT, previous)
@@ -40,7 +40,7 @@ def interrupts_held() -> Iterator[None]:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """A block of which the job can do without the rest, in `interrupts_held`: Ctrl-C ends it."""
+    """A block that Ctrl-C may end, inside `interrupts_held`: the job does not need its rest."""
     held = signal.getsignal(signal.SIGINT)
     if not isinstance(held, _Held) or not _is_main_thread():
         yield
@@ -56,7 +56,7 @@ def interruptible() -> Iterator[None]:
 
 
 class _Held:
-    """A signal handler that keeps what comes at the wrong time."""
+    """A signal handler that keeps signals for later."""
 
     def __init__(self, previous: Callable[[int, FrameType | None], Any]) -> None:
         self._previous = previous
@@ -67,7 +67,7 @@ class _Held:
         if not self.is_open:
             self.is_waiting = True
             return
-        self.is_open = False  # first: nothing disturbs what follows the error
+        self.is_open = False  # first: nothing interrupts the handling of the error
         self._previous(number, frame)
         self.is_open = True
 

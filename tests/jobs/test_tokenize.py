@@ -24,11 +24,11 @@ from hypothesis import strategies as st
 from millrace import (
     ConfigError,
     IndexedDataset,
-    IndexedDatasetBuilder,
     MillraceError,
     TextError,
 )
 from millrace.jobs import executor, progress, tokenize
+from millrace.store.writer import PairWriter
 from millrace.text import LineBlock, Tokenizer, document_texts, documents, read_blocks
 from tests.conftest import make_texts, train_tokenizer, write_jsonl
 
@@ -680,15 +680,15 @@ def test_of_several_keys_all_pairs_are_published_or_none(
     job("mill")
     assert found() == ["the mill"] * 2
     for place in range(2):
-        write_files = IndexedDatasetBuilder._write_files
+        write_files = PairWriter.write_files
 
         def write_or_fail(self: Any, place: int = place, write: Any = write_files) -> None:
             if keys[place] in os.path.basename(self.prefix):
-                os.mkdir(self._temporaries.idx)  # so that the index cannot be written
+                os.mkdir(self.temporaries.idx)  # so that the index cannot be written
             write(self)
 
         with monkeypatch.context() as patch:
-            patch.setattr(IndexedDatasetBuilder, "_write_files", write_or_fail)
+            patch.setattr(PairWriter, "write_files", write_or_fail)
             with pytest.raises(IsADirectoryError):
                 job("wheel")
         for folder in tmp_path.glob("*.tmp"):

@@ -131,7 +131,7 @@ def test_a_dtype_without_a_code_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         IndexedDatasetBuilder(tmp_path / "none" / "data")
 
 

@@ -245,7 +245,7 @@ def test_of_several_builders_all_are_published_or_none(tmp_path: Path) -> None:
     assert found() == [2, 2, 2]
     for broken in range(3):
         builders = start(3)
-        os.mkdir(builders[broken]._temporaries.idx)
+        os.mkdir(builders[broken]._writer.temporaries.idx)
         with pytest.raises(IsADirectoryError):
             finalize_together(builders)
         assert found() == [2, 2, 2]
@@ -305,7 +305,8 @@ def test_an_end_in_another_thread_ends_every_call(tmp_path: Path) -> None:
 
 def test_a_call_from_within_a_call_is_refused(tmp_path: Path) -> None:
     builder = IndexedDatasetBuilder(tmp_path / "data")
-    with builder._alone(), pytest.raises(ConfigError, match="from within one of its own calls"):
+    refusal = pytest.raises(ConfigError, match="from within one of its own calls")
+    with builder._writer.alone(), refusal:
         builder.add_document((1, 2))
     builder.add_document([3])
     builder.finalize()

@@ -377,12 +377,12 @@ def half_publish(prefix: Path, token: int, steps: int, monkeypatch: pytest.Monke
 
     builder = IndexedDatasetBuilder(prefix)
     builder.add_document([token])
-    builder._write_files()
+    builder._writer.write_files()
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", dying(os.rename))
         patch.setattr(os, "unlink", dying(os.unlink))
         with pytest.raises(DiedError):
-            publish.publish([(str(prefix), builder._temporaries)])
+            publish.publish([(str(prefix), builder._writer.temporaries)])
     builder.abort()
 
 

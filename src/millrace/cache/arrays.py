@@ -28,6 +28,7 @@ from millrace import _native
 from millrace.errors import DataError
 from millrace.files import (
     atomic_file,
+    checksum,
     cut_short,
     file_lock,
     flush_to_disk,
@@ -36,7 +37,6 @@ from millrace.files import (
     naming,
     temporaries_of,
     temporary_name,
-    xxh3,
 )
 from millrace.order import RULES_VERSION
 
@@ -80,7 +80,7 @@ def unseal(text: bytes) -> dict[str, Any]:
 
 
 def _seal_of(rest: bytes) -> bytes:
-    return b'{"xxh3": "%s", ' % _digest(rest).encode()
+    return b'{"xxh3": "%s", ' % checksum([rest]).encode()
 
 
 class ArrayWriter:
@@ -349,7 +349,7 @@ def _map_array(
                     f"{path} is not the array {dtype} {list(shape)} that its set records, or is "
                     "truncated"
                 )
-            if _digest(first, last) != ends:
+            if checksum([first, last]) != ends:
                 raise DataError(f"{path} is damaged, or another set's: its ends have changed")
             content = _native.map_file(file.fileno(), size)
     except OSError as error:
@@ -367,22 +367,12 @@ def _ends(file: BinaryIO) -> tuple[bytes, bytes]:
 
 def _checksum_of_ends(path: str) -> str:
     with open(path, "rb", buffering=0) as file:
-        return _digest(*_ends(file))
-
-
-def _digest(*parts: bytes) -> str:
-    digest = xxh3()
-    for part in parts:
-        digest.update(part)
-    return str(digest.hexdigest())
+        return checksum(_ends(file))
 
 
 def _checksum(path: str) -> str:
-    digest = xxh3()
     with open(path, "rb") as file:
-        for block in _blocks(file):
-            digest.update(block)
-    return str(digest.hexdigest())
+        return checksum(_blocks(file))
 
 
 def _blocks(file: BinaryIO) -> Iterator[memoryview]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, BinaryIO, Literal, Protocol
+from typing import BinaryIO, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,10 +76,8 @@ def gather_in_turn(
     byte_counts: NDArray[np.int64],
 ) -> Bytes:
     """The pieces, read one by one."""
-    pieces = [
-        read(offset, count)
-        for offset, count in zip(byte_offsets.tolist(), byte_counts.tolist(), strict=True)
-    ]
+    spans = zip(byte_offsets.tolist(), byte_counts.tolist(), strict=True)
+    pieces = [read(offset, count) for offset, count in spans]
     return np.concatenate([np.empty(0, np.uint8), *pieces])
 
 
@@ -87,7 +85,7 @@ class MMapReader:
     """The file's pages in the page cache, mapped: reads are views.
 
     Args:
-        file: open for reading; it may be closed afterwards.
+        file: File open for reading; it may be closed afterwards.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -102,12 +100,12 @@ class MMapReader:
 
 
 class FileReader:
-    """Positioned reads into memory of our own, for file systems where mapping hurts.
+    """Positioned reads into new arrays, for file systems where mapping hurts.
 
-    Memory is bounded by what is asked for; threads share the descriptor without a lock.
+    Memory is bounded by the size of a read; threads share the descriptor without a lock.
 
     Args:
-        file: open for reading; it may be closed afterwards.
+        file: File open for reading; it may be closed afterwards.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -116,16 +114,12 @@ class FileReader:
 
     def read(self, byte_offset: int, num_bytes: int) -> Bytes:
         data = np.empty(num_bytes, np.uint8)
-        view = memoryview(data.data)
-        done = 0
-        while done < num_bytes:
-            count = os.preadv(self._file.fileno(), [view[done:]], byte_offset + done)
-            if count == 0:
-                raise DataError(
-                    f"the .bin ends at byte {byte_offset + done}, before the end of a sequence: "
-                    "it was truncated after it was opened"
-                )
-            done += count
+        count = read_at(self._file, byte_offset, data)
+        if count < num_bytes:
+            raise DataError(
+                f"the .bin ends at byte {byte_offset + count}, before the end of a sequence: it "
+                "was truncated after it was opened"
+            )
         return data
 
     def gather(self, byte_offsets: NDArray[np.int64], byte_counts: NDArray[np.int64]) -> Bytes:
@@ -136,14 +130,25 @@ class FileReader:
             self._file.close()
 
 
+def read_at(file: BinaryIO, offset: int, buffer: Bytes) -> int:
+    """Fills a buffer from a place in a file; returns the number of bytes, fewer at its end."""
+    view, count = memoryview(buffer.data), 0
+    while count < len(view):
+        step = os.preadv(file.fileno(), [view[count:]], offset + count)
+        if step == 0:
+            break
+        count += step
+    return count
+
+
 def open_bin(file: BinaryIO, access: Access) -> BinReader:
     """A reader of an open file.
 
     Raises:
-        ConfigError: no such access.
+        ConfigError: If there is no such access.
     """
-    readers: dict[str, Any] = {"mmap": MMapReader, "file": FileReader}
-    if access not in readers:
-        raise ConfigError(f"access is {access!r}; it is one of {', '.join(readers)}")
-    reader: BinReader = readers[access](file)
-    return reader
+    if access == "mmap":
+        return MMapReader(file)
+    if access == "file":
+        return FileReader(file)
+    raise ConfigError(f"access is {access!r}; it is one of mmap, file")

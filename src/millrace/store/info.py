@@ -1,14 +1,14 @@
 """The sidecar `PREFIX.info.json`: checksums of both files, and where they came from.
 
 It is optional: a pair without one is a whole dataset. Checksums are XXH3-64 of each block of 4 MiB,
-in hex; the provenance is whatever the writer knows (tool, tokenizer, options).
+in hex; the provenance is what the writer knows (tool, tokenizer, options).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from millrace.errors import DataError
@@ -25,8 +25,8 @@ class Checksums:
     """The checksums of one file.
 
     Attributes:
-        size: of the file, in bytes.
-        blocks: of each block of BLOCK_SIZE bytes, 16 hex digits.
+        size: Size of the file in bytes.
+        blocks: Checksum of each block of BLOCK_SIZE bytes, 16 hex digits.
     """
 
     size: int
@@ -35,15 +35,15 @@ class Checksums:
 
 @dataclass(frozen=True, kw_only=True)
 class Info:
-    """What a sidecar says.
+    """The content of a sidecar.
 
     Attributes:
-        provenance: where the files came from.
-        bin, idx: checksums, or None.
+        provenance: Where the files came from.
+        bin, idx: Checksums of the file of that suffix; both or None.
     """
 
     provenance: dict[str, Any] = field(default_factory=dict)
-    bin: Checksums | None = None  # the file's own suffix
+    bin: Checksums | None = None
     idx: Checksums | None = None
 
     def to_json(self) -> str:
@@ -52,17 +52,17 @@ class Info:
             document["checksums"] = {
                 "algorithm": ALGORITHM,
                 "block_size": BLOCK_SIZE,
-                "bin": {"size": self.bin.size, "blocks": self.bin.blocks},
-                "idx": {"size": self.idx.size, "blocks": self.idx.blocks},
+                "bin": asdict(self.bin),
+                "idx": asdict(self.idx),
             }
         return json.dumps(document, indent=1) + "\n"
 
 
 def read_info(prefix: str) -> Info | None:
-    """The sidecar of a pair; None where it has none.
+    """The sidecar of a pair; None if it has none.
 
     Raises:
-        DataError: it is damaged, or of a later version.
+        DataError: If it is damaged, or of a later version.
     """
     path = info_to_read(prefix)
     try:
@@ -70,24 +70,22 @@ def read_info(prefix: str) -> Info | None:
             document = json.load(file)
         if document["version"] != _VERSION:
             raise DataError(f"{path} has version {document['version']}; {_VERSION} can be read")
-        sums = document.get("checksums")
-        if sums is not None and (sums["algorithm"], sums["block_size"]) != (ALGORITHM, BLOCK_SIZE):
+        provenance, sums = dict(document["provenance"]), document.get("checksums")
+        if sums is None:
+            return Info(provenance=provenance)
+        if (sums["algorithm"], sums["block_size"]) != (ALGORITHM, BLOCK_SIZE):
             raise DataError(
                 f"{path} has checksums of {sums['algorithm']} in blocks of {sums['block_size']}; "
                 f"{ALGORITHM} in blocks of {BLOCK_SIZE} can be verified"
             )
-        return Info(
-            provenance=dict(document["provenance"]),
-            bin=None if sums is None else _checksums(sums["bin"]),
-            idx=None if sums is None else _checksums(sums["idx"]),
-        )
+        return Info(provenance=provenance, bin=_checksums(sums["bin"]), idx=_checksums(sums["idx"]))
     except FileNotFoundError:
         return None
+    except DataError:
+        raise
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        if isinstance(error, DataError):
-            raise
         raise DataError(
-            f"{path} is damaged ({type(error).__name__}: {error}). The token files may be well: "
+            f"{path} is damaged ({type(error).__name__}: {error}). The token files may be intact: "
             "remove it, or write the pair again"
         ) from None
 
@@ -97,13 +95,6 @@ def _checksums(document: Mapping[str, Any]) -> Checksums:
     if not isinstance(size, int) or len(blocks) != -(-size // BLOCK_SIZE):
         raise ValueError(f"{len(blocks)} blocks for {size} bytes")
     return Checksums(size=size, blocks=[str(block) for block in blocks])
-
-
-def block_hash(data: Any) -> str:
-    """The checksum of one block, 16 hex digits."""
-    digest = xxh3()
-    digest.update(data)
-    return str(digest.hexdigest())
 
 
 class BlockHasher:
@@ -116,7 +107,7 @@ class BlockHasher:
         self._blocks: list[str] = []
 
     def update(self, data: Any) -> None:
-        """Takes the next bytes: any contiguous buffer of them."""
+        """Adds the next bytes, any contiguous buffer."""
         view = memoryview(data).cast("B") if len(data) else memoryview(b"")
         self._size += len(view)
         while len(view) > 0:

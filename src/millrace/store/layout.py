@@ -1,6 +1,6 @@
 """The bytes of an index file (`.idx`), all little-endian:
 
-offset  size     what
+offset  size     content
 0       9        magic: MMIDIDX, two zero bytes
 9       8        uint64 version, 1
 17      1        uint8 dtype code of the tokens
@@ -8,19 +8,21 @@ offset  size     what
 26      8        uint64 number of document entries, D (documents + 1)
 34      4 N      int32 lengths, in tokens
         8 N      int64 pointers, byte offsets into the .bin
-        8 D      int64 document indices: each document's first sequence; starts with 0, ends N
-        N        int8 modes, in multimodal files alone; only the file's size shows it
+        8 D      int64 document indices: each document's first sequence; the first is 0, the last N
+        N        int8 modes, only in multimodal files; only the file's size shows it
 """
 
 from __future__ import annotations
 
+import os
 import struct
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
-from numpy.typing import DTypeLike
+from numpy.typing import DTypeLike, NDArray
 
+from millrace import _native
 from millrace.errors import ConfigError, DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -46,42 +48,56 @@ def dtype_code(dtype: DTypeLike) -> int:
     """The code of a dtype in an index file.
 
     Raises:
-        ConfigError: the format has no code for it.
+        ConfigError: If the format has no code for it.
     """
     try:
         dtype = np.dtype(dtype)
-        code = _CODES.get(dtype.newbyteorder("<"))
-    except (TypeError, ValueError):  # NumPy knows no such dtype
-        code = None
-    if code is None:
-        names = ", ".join(str(known) for known in DTYPES.values())
-        raise ConfigError(f"dtype {dtype} cannot be stored; choose one of {names}")
-    return code
+        return _CODES[dtype.newbyteorder("<")]
+    except (TypeError, ValueError, KeyError):
+        names = ", ".join(map(str, DTYPES.values()))
+        raise ConfigError(f"dtype {dtype} cannot be stored; choose one of {names}") from None
+
+
+class Column(NamedTuple):
+    """The place of a column in an index file: `length` entries from byte `offset` to `end`."""
+
+    dtype: np.dtype[Any]
+    offset: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.length * self.dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """What an index file's first 34 bytes say, and the places that follow from it."""
+    """The content of an index file's first 34 bytes, and whether the file holds modes."""
 
     dtype: np.dtype[Any]
     num_sequences: int
     num_document_entries: int
+    has_modes: bool
 
     @property
-    def lengths_offset(self) -> int:
-        return HEADER.size
+    def columns(self) -> dict[str, Column]:
+        """The columns by name, in the order of the file; without modes, "modes" is empty."""
+        columns: dict[str, Column] = {}
+        end = HEADER.size
+        for name, dtype, count in (
+            ("lengths", "<i4", self.num_sequences),
+            ("pointers", "<i8", self.num_sequences),
+            ("documents", "<i8", self.num_document_entries),
+            ("modes", "<i1", self.num_sequences if self.has_modes else 0),
+        ):
+            columns[name] = Column(np.dtype(dtype), end, count)
+            end = columns[name].end
+        return columns
 
     @property
-    def pointers_offset(self) -> int:
-        return self.lengths_offset + 4 * self.num_sequences
-
-    @property
-    def documents_offset(self) -> int:
-        return self.pointers_offset + 8 * self.num_sequences
-
-    @property
-    def modes_offset(self) -> int:
-        return self.documents_offset + 8 * self.num_document_entries
+    def size(self) -> int:
+        """The size of the index file in bytes."""
+        return self.columns["modes"].end
 
     def pack(self) -> bytes:
         return HEADER.pack(
@@ -89,26 +105,20 @@ class Header:
         )
 
 
-def parse_header(data: bytes, size: int, path: str) -> tuple[Header, bool]:
-    """Reads and checks a header against the size of its file.
-
-    Args:
-        data: the file's first bytes.
-        size: of the whole file, in bytes.
-        path: for the messages.
-
-    Returns:
-        the header, and whether the file holds modes.
+def read_header(file: BinaryIO, path: str) -> Header:
+    """Reads the header of an open index file, and checks it against the file's size.
 
     Raises:
-        DataError: no index file, another version or dtype, or counts that do not fit the size.
+        DataError: If it is not an index file, has another version or dtype, or does not fit the
+            size.
     """
+    data, size = os.pread(file.fileno(), HEADER.size, 0), os.fstat(file.fileno()).st_size
     if size < HEADER.size or len(data) < HEADER.size:
         raise DataError(
-            f"{path} has {size} bytes; an index file has at least {HEADER.size}. "
-            "It is truncated, empty or no index: write it again from its source"
+            f"{path} has {size} bytes; an index file has at least {HEADER.size}. It is truncated, "
+            "empty or not an index: write it again from its source"
         )
-    magic, version, code, num_sequences, num_entries = HEADER.unpack_from(data)
+    magic, version, code, num_sequences, num_entries = HEADER.unpack(data)
     if magic != MAGIC:
         raise DataError(
             f"{path} starts with {magic!r}, not {MAGIC!r}: it is not a Megatron-LM index file. "
@@ -121,15 +131,61 @@ def parse_header(data: bytes, size: int, path: str) -> tuple[Header, bool]:
             f"{path} has dtype code {code}; the codes are {min(DTYPES)} to {max(DTYPES)}. "
             "The file is damaged: write it again from its source"
         )
-    header = Header(
-        dtype=DTYPES[code], num_sequences=num_sequences, num_document_entries=num_entries
+    plain = Header(
+        dtype=DTYPES[code],
+        num_sequences=num_sequences,
+        num_document_entries=num_entries,
+        has_modes=False,
     )
-    if size == header.modes_offset and num_entries > 0:
-        return header, False
-    if size == header.modes_offset + num_sequences and num_entries > 0:
-        return header, True
-    raise DataError(
-        f"{path} has {size} bytes, but its {num_sequences} sequences and {num_entries} document "
-        f"entries take {header.modes_offset}, or {header.modes_offset + num_sequences} with modes. "
-        "It is truncated or damaged: write it again from its source"
+    multimodal = replace(plain, has_modes=True)
+    if size not in (plain.size, multimodal.size) or num_entries == 0:
+        raise DataError(
+            f"{path} has {size} bytes, but its {num_sequences} sequences and {num_entries} "
+            f"document entries take {plain.size}, or {multimodal.size} with modes. "
+            "It is truncated or damaged: write it again from its source"
+        )
+    return plain if size == plain.size else multimodal
+
+
+# ---- what is wrong with the entries: a phrase, or an empty text ----
+
+
+def sequence_problem(
+    lengths: NDArray[np.int32], pointers: NDArray[np.int64], token_size: int, byte: int, first: int
+) -> tuple[str, int]:
+    """The problem of sequences `first`, ... that should start at `byte`, and where the good end."""
+    bad, end = _native.first_bad_sequence(lengths, pointers, token_size, byte)
+    if bad == len(lengths):
+        return "", end
+    return (
+        f"sequence {first + bad} has the length {lengths[bad]} and starts at byte {pointers[bad]}; "
+        f"it should start at byte {end}, with no negative length"
+    ), end
+
+
+def document_problem(entries: NDArray[np.int64], num_sequences: int, first: int) -> str:
+    """The problem of some document entries, of which the first has the number `first`."""
+    bad = _native.first_bad_document(entries, num_sequences)
+    if bad == len(entries):
+        return ""
+    return (
+        f"document entry {first + bad} is {entries[bad]}; it should be at least "
+        f"{entries[bad - 1] if bad else 0} and at most {num_sequences}"
     )
+
+
+def size_problem(size: int, end: int) -> str:
+    """The problem of a `.bin` of `size` bytes whose index ends at byte `end`."""
+    if size == end:
+        return ""
+    return (
+        f"has {size} bytes, but its index ends at byte {end}. "
+        f"{'It is truncated or empty' if size < end else 'It is too long'}. {WRITE_AGAIN}"
+    )
+
+
+WRITE_AGAIN = "The files do not belong together or are damaged: write them again"
+
+
+def index_damage(prefix: str, problem: str) -> DataError:
+    return DataError(f"{prefix}.idx: {problem}. The index is damaged: write the pair again")

@@ -9,7 +9,6 @@ import operator
 import os
 from collections.abc import Iterator
 from functools import cached_property, partial
-from types import TracebackType
 from typing import Any, BinaryIO, SupportsIndex, overload
 
 import numpy as np
@@ -18,49 +17,60 @@ from numpy.typing import ArrayLike, NDArray
 from millrace import _native
 from millrace.checks import one_path, whole, whole_numbers
 from millrace.errors import ConfigError, DataError
-from millrace.files import cut_short, xxh3
-from millrace.store.bytes import Access, BinReader, Bytes, bytes_in_memory, open_bin
+from millrace.files import checksum, cut_short
+from millrace.store import layout
+from millrace.store.bytes import Access, BinReader, bytes_in_memory, open_bin
 from millrace.store.info import Info, read_info
-from millrace.store.layout import HEADER, parse_header
 from millrace.store.publish import bin_path, idx_path, open_pair
+
+_CHUNK = 1024  # sequences that iteration reads at a time
+_BLOCK = 4096
+_FINGERPRINT_BLOCKS = 16
+_PIECE = 2 << 20  # bytes of an index that are copied at a time: they stay in a core's cache
 
 
 class IndexedDataset:
     """The sequences of a `.bin`/`.idx` pair, by number.
 
     Args:
-        prefix: the path of the pair, without `.bin` or `.idx`.
-        access: how to read the `.bin`: "mmap" (reads are views, without copying) or "file"
+        prefix: Path of the pair, without `.bin` or `.idx`.
+        access: How the `.bin` is read: "mmap" (reads are views, without copying) or "file"
             (positioned reads, for file systems where mapping hurts).
-        bin_reader: where the bytes of the `.bin` are, if not in a file; the index is always one.
+        bin_reader: Source of the bytes of the `.bin`, if it is not a file. The index always is one.
 
     Attributes:
-        prefix: str.
-        dtype: of the tokens.
+        prefix: The path prefix, str.
+        dtype: The dtype of the tokens.
         sequence_lengths: int32 [sequences], in tokens.
         sequence_pointers: int64 [sequences], byte offsets into the `.bin`.
         document_indices: int64 [documents + 1]: document j has the sequences
             document_indices[j] up to document_indices[j + 1].
         sequence_modes: int8 [sequences] in a multimodal file, else None.
-        reader: the bytes of the `.bin`.
+        reader: The bytes of the `.bin`, a `BinReader`.
 
-    The arrays are read-only views of the mapped index. Opening looks at the header, the sizes and
-    the first and last entries alone, whatever the size. No descriptor stays open behind a map. An
-    open dataset goes on showing the files that it opened when another pair is published at its
-    prefix. It can be forked and used by several threads, and pickled: where the pickle is opened,
-    the same data must be at the prefix.
+    The arrays are read-only views of the mapped index. Opening takes the same time for any size: it
+    checks the header, the sizes, and the first and last entries. No descriptor stays open behind a
+    map. An open dataset keeps showing the files that it opened when another pair is published at
+    its prefix. It can be forked, shared by threads, and pickled; a pickle can only be opened where
+    the same data are at the prefix.
 
-    A mapped file that another program cuts short is a bus error, which ends the process, for
-    whoever touches a view of what is gone; `read`, `GPTDataset.batch` and the `Loader` raise
-    DataError instead.
+    If another program cuts a mapped file short, touching a view of the lost part is a bus error,
+    which ends the process; `read`, `GPTDataset.batch` and the `Loader` raise DataError instead.
 
     Raises:
-        DataError: a missing, truncated, damaged or foreign file; in a pickle that is opened, other
-            data than were pickled.
+        DataError: If a file is missing, truncated, damaged or foreign; in all methods, if the index
+            points outside the token file or its entries are out of order.
+        IndexError: In all methods, if there is no such sequence or document.
+        ConfigError: In all methods, if the dataset is closed.
 
     Example:
-        >>> dataset = IndexedDataset("data/web_text_document")   # doctest: +SKIP
-        >>> dataset[0], dataset[-1], dataset[2:5], dataset.document(7)   # doctest: +SKIP
+        >>> import tempfile, millrace
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with millrace.IndexedDatasetBuilder(f"{folder}/text_document") as builder:
+        ...         builder.add_document([1, 2, 3, 4, 5], lengths=[3, 2])
+        ...     dataset = IndexedDataset(f"{folder}/text_document")
+        >>> dataset[0].tolist(), dataset[-1].tolist(), dataset.document(0).tolist()
+        ([1, 2, 3], [4, 5], [1, 2, 3, 4, 5])
     """
 
     def __init__(
@@ -72,36 +82,25 @@ class IndexedDataset:
     ) -> None:
         self.prefix = one_path("prefix", prefix)
         self._options = {"access": access, "bin_reader": bin_reader}
-        bin_file, idx_file = open_pair(self.prefix, has_bin=bin_reader is None)
-        with idx_file, bin_file or contextlib.nullcontext():
-            size = os.fstat(idx_file.fileno()).st_size
-            self.header, has_modes = parse_header(
-                idx_file.read(HEADER.size), size, self.prefix + ".idx"
-            )
-            self._index = _native.map_file(idx_file.fileno(), size)
-            ends = self._read_ends(idx_file)
-            self._files = [_identity(file) for file in (bin_file, idx_file) if file is not None]
-            if bin_file is not None:
-                bin_reader = open_bin(bin_file, access)
-        assert bin_reader is not None
-        self.reader: BinReader = bin_reader
+        with contextlib.ExitStack() as stack:
+            files = open_pair(self.prefix, has_bin=bin_reader is None)
+            for file in files:
+                stack.enter_context(file)
+            self.header = layout.read_header(files[-1], idx_path(self.prefix))
+            self._index = _native.map_file(files[-1].fileno(), self.header.size)
+            self._files = [_identity(file) for file in files]
+            self.reader = open_bin(files[0], access) if bin_reader is None else bin_reader
+            self._check_ends(files[-1])
         self.dtype = self.header.dtype
-        header, count = self.header, self.header.num_sequences
-        self.sequence_lengths: NDArray[np.int32] = np.frombuffer(
-            self._index, "<i4", count, header.lengths_offset
-        )
-        self.sequence_pointers: NDArray[np.int64] = np.frombuffer(
-            self._index, "<i8", count, header.pointers_offset
-        )
-        self.document_indices: NDArray[np.int64] = np.frombuffer(
-            self._index, "<i8", header.num_document_entries, header.documents_offset
-        )
+        self._shift = self.dtype.itemsize.bit_length() - 1
+        self.sequence_lengths: NDArray[np.int32] = self._column("lengths")
+        self.sequence_pointers: NDArray[np.int64] = self._column("pointers")
+        self.document_indices: NDArray[np.int64] = self._column("documents")
         self.sequence_modes: NDArray[np.int8] | None = (
-            np.frombuffer(self._index, "<i1", count, header.modes_offset) if has_modes else None
+            self._column("modes") if self.header.has_modes else None
         )
-        self._check_ends(*ends)
         # All tokens as one array, if they are in memory, and its sequences as views.
-        self._bytes: Bytes | None = bytes_in_memory(bin_reader)
+        self._bytes = bytes_in_memory(self.reader)
         self._tokens: NDArray[Any] | None = None
         self._views: _native.SequenceViews | None = None
         if self._bytes is not None:
@@ -110,46 +109,41 @@ class IndexedDataset:
             self._views = _native.SequenceViews(
                 self._tokens, self.sequence_pointers, self.sequence_lengths
             )
-        self._shift = self.dtype.itemsize.bit_length() - 1
 
-    def _read_ends(self, idx_file: BinaryIO) -> list[int]:
-        """The first and last document index, the first and last pointer, and the last length.
+    def _column(self, name: str) -> NDArray[Any]:
+        column = self.header.columns[name]
+        return np.frombuffer(self._index, column.dtype, column.length, column.offset)
+
+    def _check_ends(self, idx_file: BinaryIO) -> None:
+        """Checks the first and last entries.
 
         They are read, not looked up in the map: the file may be cut short at this moment.
         """
-        header = self.header
-        places = (
-            (header.documents_offset, 8),
-            (header.modes_offset - 8, 8),
-            (header.pointers_offset, 8),
-            (header.documents_offset - 8, 8),
-            (header.pointers_offset - 4, 4),
-        )
-        entries = (os.pread(idx_file.fileno(), width, place) for place, width in places)
-        return [int.from_bytes(entry, "little", signed=True) for entry in entries]
 
-    def _check_ends(self, first: int, last: int, start: int, pointer: int, length: int) -> None:
-        """The checks that look at the first and last entries alone."""
-        idx, size = self.prefix + ".idx", self.reader.size
-        remedy = "The files do not belong together or are damaged: write them again"
-        if first != 0 or last != len(self):
+        def entry(name: str, number: int) -> int:
+            column = self.header.columns[name]
+            width = column.dtype.itemsize
+            data = os.pread(idx_file.fileno(), width, column.offset + number * width)
+            return int.from_bytes(data, "little", signed=True)
+
+        idx, count = idx_path(self.prefix), len(self)
+        first, last = entry("documents", 0), entry("documents", self.num_documents)
+        if first != 0 or last != count:
             raise DataError(
-                f"{idx}: the document indices go from {first} to {last}, "
-                f"not from 0 to {len(self)}, the number of sequences. {remedy}"
+                f"{idx}: the document indices go from {first} to {last}, not from 0 to {count}, "
+                f"the number of sequences. {layout.WRITE_AGAIN}"
             )
-        expected = 0
-        if len(self) > 0:
-            expected = pointer + length * self.dtype.itemsize
+        end = 0
+        if count > 0:
+            start, length = entry("pointers", 0), entry("lengths", count - 1)
+            end = entry("pointers", count - 1) + length * self.header.dtype.itemsize
             if start != 0 or length < 0:
                 raise DataError(
                     f"{idx}: the first sequence starts at byte {start}, not 0, or the last has a "
-                    f"negative length ({length}). {remedy}"
+                    f"negative length ({length}). {layout.WRITE_AGAIN}"
                 )
-        if expected != size:
-            raise DataError(
-                f"{self.prefix}.bin has {size} bytes, but its index ends at byte {expected}. "
-                f"{'It is truncated or empty' if size < expected else 'It is too long'}. {remedy}"
-            )
+        if problem := layout.size_problem(self.reader.size, end):
+            raise DataError(f"{bin_path(self.prefix)} {problem}")
 
     # ---- counts ----
 
@@ -172,26 +166,40 @@ class IndexedDataset:
 
     @property
     def document_lengths(self) -> NDArray[np.int64]:
-        """Tokens in each document: int64 [documents].
-
-        Raises:
-            DataError: document entries that are out of order.
-        """
-        bad = _native.first_bad_document(self.document_indices, len(self))
-        if bad < len(self.document_indices):
-            raise DataError(
-                f"{self.prefix}.idx: document entry {bad} is {self.document_indices[bad]}, out of "
-                "order. The index is damaged: write the pair again"
-            )
+        """Tokens in each document: int64 [documents]."""
+        self.check_documents(0, self.num_documents)
         ends = np.concatenate(([0], np.cumsum(self.sequence_lengths, dtype=np.int64)))
         return np.diff(ends[self.document_indices])
+
+    def check_documents(self, start: int, stop: int) -> tuple[int, int]:
+        """Checks documents [start, stop), and returns their sequences: (first, end)."""
+        entries = self.document_indices[start : stop + 1]
+        if problem := layout.document_problem(entries, len(self), start):
+            raise layout.index_damage(self.prefix, problem)
+        return int(entries[0]), int(entries[-1])
+
+    def check_sequences(self, start: int, stop: int) -> tuple[int, int]:
+        """Checks that sequences [start, stop) lie one after the other, and returns their bytes."""
+        first, expected = (
+            int(self.sequence_pointers[number]) if number < len(self) else self.reader.size
+            for number in (start, stop)
+        )
+        lengths, pointers = self.sequence_lengths[start:stop], self.sequence_pointers[start:stop]
+        problem, end = layout.sequence_problem(lengths, pointers, self.dtype.itemsize, first, start)
+        if not problem and (end != expected or not 0 <= first <= end <= self.reader.size):
+            problem = (
+                f"sequences {start} to {stop - 1} lie at bytes {first} to {end}; they should end "
+                f"at byte {expected} of {self.reader.size}"
+            )
+        if problem:
+            raise layout.index_damage(self.prefix, problem)
+        return first, end
 
     # ---- tokens ----
 
     @property
     def is_mapped(self) -> bool:
-        """Whether all tokens are one array in memory (`tokens`); else each read copies."""
-        self._check_open()
+        """Whether all tokens are one array in memory, `tokens`; else each read copies."""
         return self._tokens is not None
 
     @property
@@ -199,10 +207,9 @@ class IndexedDataset:
         """The whole `.bin`, [tokens] of `dtype`: a view.
 
         Raises:
-            ConfigError: the `.bin` is not mapped.
+            ConfigError: If the `.bin` is not mapped.
         """
         if self._tokens is None:
-            self._check_open()
             raise ConfigError(f"{self.prefix}.bin is not mapped; open it with access='mmap'")
         return self._tokens
 
@@ -211,18 +218,13 @@ class IndexedDataset:
     @overload
     def __getitem__(self, index: slice | NDArray[Any] | list[int]) -> list[NDArray[Any]]: ...
     def __getitem__(self, index: Any) -> NDArray[Any] | list[NDArray[Any]]:
-        """A sequence's tokens, [length] of `dtype`; a list of them for a slice, list or array.
-
-        Raises:
-            IndexError: no such sequence.
-            DataError: the index points outside the token file.
-        """
+        """A sequence's tokens, [length] of `dtype`; a list of them for a slice, list or array."""
         if self._views is not None:
             try:  # not contextlib.suppress: it would take longer than the read
                 return self._views.one(index)
             except (TypeError, ValueError):
                 pass
-        # No number, a file that is not mapped, or a damaged index, and then the rest says how.
+        # Not a number, a file that is not mapped, or a damaged index: the rest names the damage.
         if isinstance(index, slice):
             return self._slice(*index.indices(len(self)))
         if isinstance(index, (np.ndarray, list)) and np.ndim(index) == 1:
@@ -241,9 +243,7 @@ class IndexedDataset:
         """Tokens [offset, offset + length) of a sequence; without a length, all from `offset` on.
 
         Raises:
-            IndexError: no such sequence.
-            ConfigError: the span lies outside the sequence.
-            DataError: the index points outside the token file.
+            ConfigError: If the span lies outside the sequence.
         """
         number = self._sequence(index)
         available = self.sequence_lengths.item(number)
@@ -251,8 +251,8 @@ class IndexedDataset:
         count = available - start if length is None else whole("length", length)
         if start < 0 or count < 0 or start + count > available:
             raise ConfigError(
-                f"tokens [{start}, {start + count}) of sequence {number} were asked for; "
-                f"it has {available} tokens"
+                f"tokens [{start}, {start + count}) are not in sequence {number}, which has "
+                f"{available} tokens"
             )
         pointer = self.sequence_pointers.item(number)
         return self._read(number, pointer + start * self.dtype.itemsize, count)
@@ -261,50 +261,34 @@ class IndexedDataset:
         """Many sequences at once, anywhere in the file, in one call of the core.
 
         Args:
-            sequence_ids: integers [n]; negative ones count from the end.
+            sequence_ids: Sequence numbers, integers [n]; negative ones count from the end.
 
         Returns:
-            their tokens, one after the other, [tokens] of `dtype`, and where each starts: offsets
-            int64 [n + 1]; sequence i is tokens[offsets[i]:offsets[i + 1]].
-
-        Raises:
-            IndexError: no such sequence.
-            DataError: the index points outside the token file.
+            The tokens of all of them, [tokens] of `dtype`, and their offsets, int64 [n + 1]:
+            sequence i is tokens[offsets[i]:offsets[i + 1]].
         """
         ids = whole_numbers("sequence_ids", sequence_ids)
-        self._check_open()
+        data, pointers, lengths = self._bytes, self.sequence_pointers, self.sequence_lengths
         try:
-            if (data := self._bytes) is not None:
+            if data is not None:
                 flat, offsets = _native.copy_sequences(
-                    data,
-                    self.sequence_pointers,
-                    self.sequence_lengths,
-                    ids,
-                    self.dtype.itemsize,
+                    data, pointers, lengths, ids, self.dtype.itemsize
                 )
                 return flat.view(self.dtype), offsets
-            counts = self.sequence_lengths[ids].astype(np.int64)
+            counts = lengths[ids].astype(np.int64)
             counts <<= self._shift
-            flat = self.reader.gather(self.sequence_pointers[ids], counts)
+            flat = self.reader.gather(pointers[ids], counts)
+        except DataError as error:
+            raise DataError(f"{self.prefix}.bin/.idx: {error}") from None
         except ValueError as error:
-            if isinstance(error, DataError):  # it says itself what is wrong
-                raise DataError(f"{self.prefix}.bin/.idx: {error}") from None
-            raise DataError(
-                f"{self.prefix}.idx: {error} (of the sequences that were asked for). "
-                "The index is damaged: write the pair again"
-            ) from None
+            raise layout.index_damage(self.prefix, f"{error} (of those to be read)") from None
         offsets = np.zeros(len(ids) + 1, np.int64)
         np.cumsum(counts, out=offsets[1:])
         offsets >>= self._shift
         return flat.view(self.dtype), offsets
 
     def document(self, number: SupportsIndex) -> NDArray[Any]:
-        """A document's tokens, all its sequences one after the other: [length] of `dtype`.
-
-        Raises:
-            IndexError: no such document.
-            DataError: the index points outside the token file.
-        """
+        """A document's tokens, all its sequences one after the other: [length] of `dtype`."""
         place = operator.index(number)
         place += self.num_documents if place < 0 else 0
         if not 0 <= place < self.num_documents:
@@ -313,14 +297,11 @@ class IndexedDataset:
             )
         first, last = self.document_indices[place : place + 2].tolist()
         if not 0 <= first <= last <= len(self):
-            raise DataError(
-                f"{self.prefix}.idx: document {place} has the sequences {first} to {last} of "
-                f"{len(self)}. The index is damaged: write the pair again"
-            )
+            problem = f"document {place} has the sequences {first} to {last} of {len(self)}"
+            raise layout.index_damage(self.prefix, problem)
         return self.read(np.arange(first, last))[0] if last != first + 1 else self[first]
 
     def _sequence(self, index: SupportsIndex) -> int:
-        """A sequence's number, which the dataset has."""
         number = operator.index(index)
         if not -len(self) <= number < len(self):
             raise IndexError(
@@ -338,21 +319,21 @@ class IndexedDataset:
 
     def _read(self, number: int, byte_offset: int, count: int) -> NDArray[Any]:
         if count < 0 or not 0 <= byte_offset <= self.reader.size - (count << self._shift):
-            raise DataError(
-                f"{self.prefix}.idx: sequence {number} has {count} tokens from byte {byte_offset} "
-                f"on, outside the .bin of {self.reader.size} bytes. "
-                "The index is damaged: write the pair again"
+            problem = (
+                f"sequence {number} has {count} tokens from byte {byte_offset} on, outside the "
+                f".bin of {self.reader.size} bytes"
             )
+            raise layout.index_damage(self.prefix, problem)
         return self.reader.read(byte_offset, count << self._shift).view(self.dtype)
 
     # ---- identity ----
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the content that stays the same wherever the files lie (32 hex digits).
+        """A hash of the content, wherever the files are (32 hex digits).
 
         It covers both sizes, the header and evenly spaced 4 KiB blocks of both files, so that it
-        costs the same for any size; it tells datasets apart, and is no proof against damage.
+        costs the same for any size. It tells datasets apart, but does not prove them undamaged.
         """
         digest = hashlib.blake2b(digest_size=16)
         for size, gather in (
@@ -369,86 +350,67 @@ class IndexedDataset:
     @cached_property
     def lengths_checksum(self) -> str:
         """A checksum (XXH3-64, 16 hex digits) of all sequence lengths, which decide the order."""
-        digest = xxh3()
-        start, stop = self.header.lengths_offset, self.header.pointers_offset
-        for at in range(start, stop, _PIECE):
-            piece = np.array([at]), np.array([min(_PIECE, stop - at)])
-            digest.update(_native.copy_pieces(self._index, *piece).data)
-        return str(digest.hexdigest())
+        start, end = self.header.columns["lengths"].offset, self.header.columns["lengths"].end
+        return checksum(
+            _native.copy_pieces(self._index, np.array([at]), np.array([min(_PIECE, end - at)]))
+            for at in range(start, end, _PIECE)
+        )
 
     def info(self) -> Info | None:
-        """The sidecar's checksums and provenance; None where there is no sidecar."""
+        """The sidecar's checksums and provenance; None if there is no sidecar."""
         return read_info(self.prefix)
 
     def reopen_bin(self) -> BinaryIO | None:
-        """The `.bin` as a file; None if it is none, or another one is at its name by now."""
-        options = self._options
-        if not options or options["bin_reader"] is not None:  # closed by another thread, perhaps
+        """The `.bin` as a file; None if it is not a file, or was replaced."""
+        if self._options["bin_reader"] is not None:
             return None
-        with contextlib.ExitStack() as opened:
-            try:
-                file = opened.enter_context(open(bin_path(self.prefix), "rb", buffering=0))
-            except OSError:
-                return None
-            if _identity(file) != self._files[0]:
-                return None
-            opened.pop_all()
-            return file
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            file = stack.enter_context(open(bin_path(self.prefix), "rb", buffering=0))
+            if _identity(file) == self._files[0]:
+                stack.pop_all()
+                return file
+        return None
 
     def check_sizes(self) -> None:
-        """Looks whether the files, if they are still at the prefix, have become shorter.
+        """Checks that the files, if they are still at the prefix, have not become shorter.
 
         Raises:
-            DataError: one has.
+            DataError: If one has.
         """
         paths = [idx_path(self.prefix), bin_path(self.prefix)]
-        for path, opened in zip(paths, reversed(self._files), strict=False):
-            if problem := cut_short(path, opened):
+        for path, identity in zip(paths, reversed(self._files), strict=False):
+            if problem := cut_short(path, identity):
                 raise DataError(problem)
 
-    # ---- an end, and other processes ----
+    # ---- closing, and other processes ----
 
     def close(self) -> None:
-        """Lets go of the files. Arrays that were taken from the dataset stay as they are.
+        """Lets go of the files. Arrays that were taken from the dataset stay valid.
 
         Without it, that happens when the dataset and its last array are gone.
         """
-        if not self._options:
-            return
-        for name in ("_index", "reader", *_COLUMNS):
-            self.__dict__.pop(name, None)
-        self.sequence_modes = self._bytes = self._tokens = self._views = None
-        self._options = {}
         self.__class__ = _closed(type(self))
-
-    def _check_open(self) -> None:
-        if not self._options:
-            raise ConfigError(f"{self.prefix} is closed; open it again")
+        for name in _CLOSED:
+            self.__dict__.pop(name, None)
 
     def __enter__(self) -> IndexedDataset:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _open_same, (type(self), self.prefix, self._options, self.identity())
 
     def identity(self) -> tuple[Any, ...]:
-        """What tells these data from others, for `check_identity`: plain values."""
-        self._check_open()
+        """Plain values that tell these data from others, for `check_identity`."""
         return self._files, self.fingerprint, self.lengths_checksum
 
     def check_identity(self, pickled: tuple[Any, ...]) -> None:
-        """Checks that these are the data of a dataset that had this identity.
+        """Checks that these data have the identity of a pickled dataset.
 
         Raises:
-            DataError: they are others.
+            DataError: If they have another one.
         """
         # The same files, or (on another machine, or after a copy) the same content.
         if self._files != pickled[0] and self.identity()[1:] != pickled[1:]:
@@ -464,36 +426,37 @@ class IndexedDataset:
         )
 
 
-_COLUMNS = ("sequence_lengths", "sequence_pointers", "document_indices")
-_CHUNK = 1024  # sequences that iteration reads at a time
-_BLOCK = 4096
-_FINGERPRINT_BLOCKS = 16
-_PIECE = 2 << 20  # bytes of an index that are copied at a time: they stay in a core's cache
-
-
 def _open_same(
     kind: type[IndexedDataset], prefix: str, options: dict[str, Any], pickled: tuple[Any, ...]
 ) -> IndexedDataset:
-    """Opens a pickled dataset, if the very data are there that it had."""
+    """Opens a pickled dataset, if its data are still there."""
     dataset = kind(prefix, **options)
     dataset.check_identity(pickled)
     return dataset
 
 
-def _closed(kind: type[IndexedDataset]) -> type[IndexedDataset]:
-    """The class of closed datasets, which say so where they lack what `close` has taken.
+_CLOSED = (
+    *("_index", "_options", "_bytes", "_tokens", "_views", "reader", "sequence_lengths"),
+    *("sequence_pointers", "document_indices", "sequence_modes", "fingerprint", "lengths_checksum"),
+)
+"""The attributes that a closed dataset does not have any more."""
 
-    A `__getattr__` of the open ones' class would make every access to them slower by a third.
+
+def _closed(kind: type[IndexedDataset]) -> type[IndexedDataset]:
+    """The class of closed datasets, which raise ConfigError for the attributes they lack.
+
+    A `__getattr__` in the class of open datasets would make each access slower by a third.
     """
 
-    def getattr_of_closed(self: IndexedDataset, name: str) -> Any:
-        self._check_open()
+    def raise_closed(self: IndexedDataset, name: str) -> Any:
+        raise ConfigError(f"{self.prefix} is closed; open it again")
 
-    return type(kind.__name__, (kind,), {"__getattr__": getattr_of_closed})
+    members = {"__getattr__": raise_closed, "close": lambda self: None}
+    return type(kind.__name__, (kind,), members)
 
 
 def _identity(file: BinaryIO) -> tuple[int, ...]:
-    """Which file it is, and in which state."""
+    """Device, inode, size and time of a file."""
     stat = os.fstat(file.fileno())
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
