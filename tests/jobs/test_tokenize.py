@@ -289,7 +289,7 @@ def test_the_shells_pipes(tmp_path: Path, tokenizer: Tokenizer, line: str) -> No
 
 def test_the_progress_of_a_pipe_has_no_share() -> None:
     stream = io.StringIO()
-    progress.Progress("tokenize", None, stream)._show(10, "5 documents", time.monotonic())
+    progress.Progress("tokenize", stream=stream)._show(10, "5 documents", time.monotonic())
     assert stream.getvalue() == "tokenize 5 documents  0:00\n"
 
 
@@ -370,11 +370,11 @@ def test_inputs_that_cannot_be_read_and_kept_are_refused(
 ) -> None:
     source = write_jsonl(tmp_path / "out_text_document.bin", ["a"])
     content = source.read_bytes()
-    with pytest.raises(ConfigError, match="is an input, and would be written"):
+    with pytest.raises(ConfigError, match="is an input and would be overwritten"):
         run(tmp_path, [source], tokenizer)
     assert source.read_bytes() == content
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ConfigError, match="is given twice, but a pipe can be read once"):
+    with pytest.raises(ConfigError, match="is given twice, but a pipe can be read only once"):
         run(tmp_path / "other", [tmp_path / "pipe", source, tmp_path / "pipe"], tokenizer)
 
 
