@@ -124,7 +124,7 @@ def test_a_job_that_fails_exits_with_1_and_one_message(
         (["inspect", good], "not found"),
         (["tokenize", "--input", bad, "--tokenizer", tokenizer_file], "bad.jsonl, line 2"),
         (["tokenize", "--input", tmp_path / "no", "--tokenizer", tokenizer_file], "cannot be read"),
-        (["tokenize", "--input", good, "--tokenizer", good], "is no tokenizer file"),
+        (["tokenize", "--input", good, "--tokenizer", good], "is not a tokenizer file"),
         (["tokenize", "--input", good, "--tokenizer", two_ends, "--append-eod"], "--eod-token"),
         (
             ["tokenize", "--input", good, "--tokenizer", tokenizer_file, "--json-keys", "body"],

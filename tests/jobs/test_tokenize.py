@@ -167,12 +167,12 @@ def test_the_end_of_document_token(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b'{"text": "a"}\n{"text": \n', r"a.jsonl, line 2, column \d+: no valid JSON"),
+        (b'{"text": "a"}\n{"text": \n', r"a.jsonl, line 2, column \d+: not valid JSON"),
         (b'\n\n{"text": "a"', "line 3, column"),
         (b'{"text": "a"}\n[1]\n', "line 2: a JSON list, not an object"),
         (b'{"text": "a"}\n{"body": "b", "id": 1}', 'line 2: there is no key "text".*: body, id'),
         (b'{"text": null}', 'line 1: the value of "text" is a JSON NoneType'),
-        (b'{"text": "\xff"}', "line 1: byte 11 is no UTF-8"),
+        (b'{"text": "\xff"}', "line 1: byte 11 is not UTF-8"),
         (b'{"text": "a\\ud800"}', r"line 1: character 2 is the lone surrogate U\+D800"),
         (b"[" * 200_000, "line 1: the JSON cannot be read"),
     ],
@@ -399,7 +399,7 @@ def test_wrong_arguments_of_the_parts_are_refused(tmp_path: Path, tokenizer: Tok
 def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content)
-    with pytest.raises(TextError, match=r"tokenizer.json is no tokenizer file"):
+    with pytest.raises(TextError, match=r"tokenizer.json is not a tokenizer file"):
         Tokenizer(path)
     with pytest.raises(TextError, match="cannot be read"):
         Tokenizer(tmp_path / "none.json")
