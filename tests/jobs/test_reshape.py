@@ -172,9 +172,9 @@ def test_documents_longer_than_a_chunk_are_whole(
 @pytest.mark.parametrize(
     ("name", "data", "options", "message"),
     [
-        ("a.npy", b"", {}, "no array of tokens|cannot be read"),
-        ("a.npy", b"garbage" * 9, {}, "no array of tokens"),
-        ("a.bin", b"123", {"source_dtype": "u2"}, "no multiple of 2"),
+        ("a.npy", b"", {}, "not an array of tokens|cannot be read"),
+        ("a.npy", b"garbage" * 9, {}, "not an array of tokens"),
+        ("a.bin", b"123", {"source_dtype": "u2"}, "not a multiple of 2"),
         ("a.bin", b"1234", {}, "--source-dtype"),
         ("a.bin", b"\0" * 8, {"source_dtype": "f4"}, "integers in one or two dimensions"),
         ("a", b"", {}, "not found"),
@@ -195,7 +195,7 @@ def test_tokens_that_do_not_fit_an_array_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "a", 3)
     with IndexedDatasetBuilder(tmp_path / "big", np.int32) as builder:
         builder.add_document([1, 300])
-    with pytest.raises(ConfigError, match="token 300 at place 1 does not fit uint8"):
+    with pytest.raises(ConfigError, match="token 300 at position 1 does not fit uint8"):
         convert(str(tmp_path / "big"), str(tmp_path / "out.npy"), dtype=np.uint8)
     assert not list(tmp_path.glob("out*"))
 
