@@ -254,7 +254,7 @@ def test_the_demo_runs_and_proves_its_resume(tmp_path: Path) -> None:
 def test_verify_merge_split_and_convert(tokenized: Path, tmp_path: Path) -> None:
     result = millrace("verify", tokenized)
     assert (result.returncode, result.stderr) == (0, "")
-    assert "well, structure and checksums" in result.stdout
+    assert "ok, structure and checksums" in result.stdout
     shards = millrace("split", tokenized, "--output-prefix", tmp_path / "s", "--documents", "20")
     assert shards.returncode == 0
     names = [str(tmp_path / f"s_{i:05}") for i in range(3)]
