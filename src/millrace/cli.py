@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import errno
+import functools
 import inspect
 import json
 import os
@@ -18,8 +19,6 @@ from typing import Any
 import numpy as np
 
 from millrace.errors import DataError, MillraceError
-
-EXIT_FAILED = 1  # argparse exits with 2 for wrong usage
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -89,7 +88,9 @@ def _describe_error(error: OSError, options: argparse.Namespace) -> str:
     """A message for an OSError; the verb's output stands for a file name that it lacks."""
     outputs = (getattr(options, name, None) for name in ("output_prefix", "target", "folder"))
     place = error.filename or next(filter(None, outputs), "the system")
-    message = f"{os.fsdecode(place)}: {error.strerror or error}"
+    if isinstance(place, bytes):
+        place = os.fsdecode(place)
+    message = f"{place}: {error.strerror or error}"
     if error.errno in _REMEDIES:
         message += (
             f". {_REMEDIES[error.errno]}, or write elsewhere, and run again: nothing half-written "
@@ -100,7 +101,7 @@ def _describe_error(error: OSError, options: argparse.Namespace) -> str:
 
 def _fail(message: str) -> int:
     print(f"millrace: error: {message}", file=sys.stderr)
-    return EXIT_FAILED
+    return 1
 
 
 def _with_dashes(arguments: Sequence[str]) -> list[str]:
@@ -150,23 +151,27 @@ _SHARED_OPTIONS: dict[str, dict[str, Any]] = {
         "action": "store_false",
         "help": "write no sidecar PREFIX.info.json; `verify` then checks the structure only",
     },
-    "--json": {"action": "store_true", "help": "print JSON"},
+    "--json": {"dest": "as_json", "action": "store_true", "help": "print JSON"},
 }
 
 
 def _add_verb(
     verbs: argparse._SubParsersAction[argparse.ArgumentParser],
-    run: Callable[[argparse.Namespace], None],
+    run: Callable[..., None],
     *shared_options: str,
 ) -> argparse.ArgumentParser:
-    """Adds the verb that `run` is named after; the help is the docstring of `run`."""
+    """Adds the verb of `run`, whose arguments are the options and whose docstring is the help."""
     text = inspect.getdoc(run) or ""  # there is none under python -OO
     summary = text.partition(".\n")[0].removesuffix(".")
     parser = verbs.add_parser(run.__name__.lstrip("_"), help=summary, description=text)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=functools.partial(_run_with, run))
     for option in shared_options:
         parser.add_argument(option, **_SHARED_OPTIONS[option])
     return parser
+
+
+def _run_with(run: Callable[..., None], options: argparse.Namespace) -> None:
+    run(**{name: value for name, value in vars(options).items() if name != "run"})
 
 
 def _print_json(value: Any, *, ensure_ascii: bool = True) -> None:
@@ -176,7 +181,8 @@ def _print_json(value: Any, *, ensure_ascii: bool = True) -> None:
 
 def _add_tokenize(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     add = _add_verb(verbs, _tokenize, "--output-prefix", "--no-checksums").add_argument
-    add("--input", nargs="+", required=True, metavar="FILE", help="JSONL files")
+    text = "JSONL files"
+    add("--input", dest="inputs", nargs="+", required=True, metavar="FILE", help=text)
     add("--tokenizer", required=True, metavar="FILE", help="Hugging Face tokenizer.json")
     text = "keys of the texts in each object (default: text)"
     add("--json-keys", nargs="+", default=["text"], metavar="KEY", help=text)
@@ -190,7 +196,7 @@ def _add_tokenize(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--workers", type=_positive, metavar="N", help="worker processes (default: one per core)")
 
 
-def _tokenize(options: argparse.Namespace) -> None:
+def _tokenize(tokenizer: str, eod_token: str | None, **options: Any) -> None:
     """Converts JSONL files to token files.
 
     Reads plain, gzip and zstd files with one JSON object per line. Writes Megatron-LM's token files
@@ -199,16 +205,7 @@ def _tokenize(options: argparse.Namespace) -> None:
     from millrace.jobs import tokenize
     from millrace.text import Tokenizer
 
-    result = tokenize(
-        options.input,
-        options.output_prefix,
-        Tokenizer(options.tokenizer, options.eod_token),
-        json_keys=options.json_keys,
-        append_eod=options.append_eod,
-        workers=options.workers,
-        checksums=options.checksums,
-        show_progress=True,
-    )
+    result = tokenize(tokenizer=Tokenizer(tokenizer, eod_token), show_progress=True, **options)
     for key, prefix in result.prefixes.items():
         counts = f"{result.num_documents:,} documents, {result.num_tokens[key]:,} tokens"
         print(f"{prefix}.bin/.idx: {counts}")
@@ -223,7 +220,7 @@ def _add_inspect(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     add("--document", type=int, default=0, metavar="N", help="document number (default: 0)")
 
 
-def _inspect(options: argparse.Namespace) -> None:
+def _inspect(prefix: str, tokenizer: str | None, document: int, as_json: bool) -> None:
     """Describes a token file.
 
     Prints counts, dtype and lengths, and the head and tail of a document. With a tokenizer, the
@@ -233,10 +230,9 @@ def _inspect(options: argparse.Namespace) -> None:
     from millrace.store import IndexedDataset
     from millrace.text import Tokenizer
 
-    tokenizer = Tokenizer(options.tokenizer) if options.tokenizer else None
-    dataset = IndexedDataset(options.prefix)
-    description = describe(dataset, tokenizer=tokenizer, document=options.document)
-    if options.json:
+    decoder = Tokenizer(tokenizer) if tokenizer else None
+    description = describe(IndexedDataset(prefix), tokenizer=decoder, document=document)
+    if as_json:
         _print_json(description, ensure_ascii=False)
     else:
         print(format_description(description))
@@ -247,7 +243,7 @@ def _add_verify(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     add("--threads", type=_positive, metavar="N", help="worker threads (default: one per core)")
 
 
-def _verify(options: argparse.Namespace) -> None:
+def _verify(prefixes: list[str], threads: int | None, as_json: bool) -> None:
     """Checks token files.
 
     Checks the structure of each pair, and every byte if the pair has a sidecar with checksums.
@@ -255,8 +251,8 @@ def _verify(options: argparse.Namespace) -> None:
     """
     from millrace.store import verify
 
-    reports = verify(options.prefixes, threads=options.threads)
-    if options.json:
+    reports = verify(prefixes, threads=threads)
+    if as_json:
         _print_json(reports)
     else:
         for report in reports:
@@ -273,14 +269,14 @@ def _add_merge(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     _add_verb(verbs, _merge, "prefixes", "--output-prefix", "--no-checksums")
 
 
-def _merge(options: argparse.Namespace) -> None:
+def _merge(**options: Any) -> None:
     """Concatenates token files.
 
     Documents keep their order.
     """
     from millrace.jobs import merge
 
-    print(merge(options.prefixes, options.output_prefix, checksums=options.checksums))
+    print(merge(**options))
 
 
 def _add_split(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -288,10 +284,10 @@ def _add_split(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     add = parser.add_mutually_exclusive_group(required=True).add_argument
     add("--documents", type=_positive, metavar="N", help="documents per shard")
     text = "maximum size of a shard's tokens: 500M, 20G"
-    add("--size", type=_size, metavar="BYTES", help=text)
+    add("--size", dest="num_bytes", type=_size, metavar="BYTES", help=text)
 
 
-def _split(options: argparse.Namespace) -> None:
+def _split(**options: Any) -> None:
     """Cuts a token file into shards.
 
     The shards PREFIX_00000, PREFIX_00001, ... hold whole documents. `merge` restores the file.
@@ -299,14 +295,7 @@ def _split(options: argparse.Namespace) -> None:
     from millrace.jobs import split
     from millrace.store import IndexedDataset
 
-    prefixes = split(
-        options.prefix,
-        options.output_prefix,
-        documents=options.documents,
-        num_bytes=options.size,
-        checksums=options.checksums,
-    )
-    for prefix in prefixes:
+    for prefix in split(**options):
         print(IndexedDataset(prefix))
 
 
@@ -320,7 +309,7 @@ def _add_convert(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     add("--document-end", type=int, metavar="ID", help=text)
 
 
-def _convert(options: argparse.Namespace) -> None:
+def _convert(target: str, **options: Any) -> None:
     """Converts token arrays to token files and back, or changes the dtype.
 
     NAME.npy is a NumPy array (one dimension: a stream of tokens; two: each row a document),
@@ -328,15 +317,8 @@ def _convert(options: argparse.Namespace) -> None:
     """
     from millrace.jobs import convert
 
-    convert(
-        options.source,
-        options.target,
-        dtype=options.dtype,
-        source_dtype=options.source_dtype,
-        document_end=options.document_end,
-        checksums=options.checksums,
-    )
-    print(f"{options.target} is written")
+    convert(target=target, **options)
+    print(f"{target} is written")
 
 
 def _add_index(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -421,7 +403,7 @@ def _index(options: argparse.Namespace) -> None:
         return
     print(format_result(result))
     if left_out:
-        print(f"not about data, and left out: {', '.join(left_out)}")
+        print(f"ignored arguments, which do not concern the data: {', '.join(left_out)}")
 
 
 def _add_cache(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -481,7 +463,9 @@ def _cache(options: argparse.Namespace) -> None:
         print(f"{len(entries)} entries {what}, {total:,.1f} MB")
     damaged = sum(1 for entry in entries if entry.problems and entry.kind == "set")
     if options.action == "check" and damaged:
-        raise DataError(f"{damaged} sets of arrays are damaged; `millrace cache prune` them")
+        raise DataError(
+            f"{damaged} sets of arrays are damaged; `millrace cache prune` removes them"
+        )
 
 
 def _add_demo(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -490,7 +474,7 @@ def _add_demo(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument("--folder", default="millrace-demo", metavar="DIR", help=text)
 
 
-def _demo(options: argparse.Namespace) -> None:
+def _demo(folder: str) -> None:
     """Runs the whole pipeline on the text of Python's standard library.
 
     Makes a corpus of source files and docstrings, trains a small tokenizer, tokenises both domains,
@@ -499,7 +483,7 @@ def _demo(options: argparse.Namespace) -> None:
     """
     from millrace.demo import run_demo
 
-    run_demo(options.folder)
+    run_demo(folder)
 
 
 def _dtype(text: str) -> np.dtype[Any]:

@@ -10,19 +10,21 @@ import ast
 import itertools
 import json
 import sysconfig
+import textwrap
 import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from millrace.errors import MillraceError
-from millrace.feed import BlendedDataset, GPTDataset, Loader
-from millrace.jobs import tokenize
-from millrace.order import normalize, samples_per_dataset
-from millrace.store import IndexedDataset
+from millrace.feed import Loader
+from millrace.jobs import index, tokenize
+from millrace.jobs.indexing import format_result
+from millrace.run import DatasetConfig, build_datasets
 from millrace.text import Tokenizer
 
 SEQUENCE_LENGTH = 1024
@@ -65,26 +67,33 @@ def run_demo(folder: str) -> None:
         )
 
     _say(f"4. the order of a training run: {NUM_SAMPLES:,} samples of {SEQUENCE_LENGTH} tokens")
-    dataset = _build_blend(prefixes, tokenizer)
-    _print_shares(dataset, list(prefixes))
+    config = DatasetConfig(
+        sequence_length=SEQUENCE_LENGTH,
+        seed=SEED,
+        num_samples=(NUM_SAMPLES, None, None),
+        blend_per_split=[(list(prefixes.values()), list(WEIGHTS.values())), None, None],
+        eod_token=tokenizer.eod,
+        cache=home / "indices",
+    )
+    print(textwrap.indent(format_result(index(config)), "   "))
 
     _say("5. batches for 2 data-parallel ranks, from the first to the last step")
     start = time.perf_counter()
-    uninterrupted = _draw_steps(_loaders(dataset, 2))
+    uninterrupted = _draw_steps(_loaders(config, 2))
     seconds = time.perf_counter() - start
     num_samples = sum(len(step) for step in uninterrupted)
     print(
         f"   {num_samples:,} samples in {seconds:.2f} s: {num_samples / seconds:,.0f} samples/s, "
         f"{num_samples * SEQUENCE_LENGTH / seconds / 1e6:,.0f} M tokens/s on one core"
     )
-    _print_document_end(dataset, tokenizer)
+    _print_document_end(np.concatenate(uninterrupted), tokenizer)
 
     _say("6. stop halfway, save the state, resume on 4 ranks")
-    loaders = _loaders(dataset, 2)
+    loaders = _loaders(config, 2)
     first_half = _draw_steps(loaders, num_steps=len(uninterrupted) // 2)
     state_path = home / "state.json"
     state_path.write_text(json.dumps(loaders[0].state_dict(), indent=2))
-    loaders = _loaders(_build_blend(prefixes, tokenizer), 4)
+    loaders = _loaders(config, 4)
     for loader in loaders:
         loader.load_state_dict(json.loads(state_path.read_text()))
     print(f"   stopped and resumed at consumed_samples = {loaders[0].consumed_samples:,}")
@@ -182,36 +191,9 @@ def _training_texts(texts: dict[str, Path]) -> Iterator[str]:
                 yield json.loads(line)["text"]
 
 
-def _build_blend(prefixes: dict[str, str], tokenizer: Tokenizer) -> BlendedDataset:
-    weights = normalize([WEIGHTS[name] for name in prefixes])
-    datasets = [
-        GPTDataset(
-            IndexedDataset(prefix),
-            sequence_length=SEQUENCE_LENGTH,
-            seed=SEED,
-            num_samples=num_samples,
-            eod_token=tokenizer.eod,
-        )
-        for prefix, (_, num_samples) in zip(
-            prefixes.values(), samples_per_dataset(weights, NUM_SAMPLES), strict=True
-        )
-    ]
-    return BlendedDataset(datasets, weights, NUM_SAMPLES)
-
-
-def _print_shares(dataset: BlendedDataset, names: list[str]) -> None:
-    counts = np.bincount(dataset.dataset_index, minlength=len(names))
-    for name, part, weight, count in zip(
-        names, dataset.datasets, dataset.weights, counts, strict=True
-    ):
-        print(
-            f"   {name:<11} weight {weight:.3f}, drawn {count / len(dataset):.4f} "
-            f"({count:,} samples, {part.plan.num_epochs} epochs of "
-            f"{part.plan.num_tokens_per_epoch:,} tokens)"
-        )
-
-
-def _loaders(dataset: BlendedDataset, num_ranks: int) -> list[Loader]:
+def _loaders(config: DatasetConfig, num_ranks: int) -> list[Loader]:
+    dataset = build_datasets(config).train
+    assert dataset is not None
     return [
         Loader(
             dataset,
@@ -223,7 +205,7 @@ def _loaders(dataset: BlendedDataset, num_ranks: int) -> list[Loader]:
     ]
 
 
-def _draw_steps(loaders: list[Loader], num_steps: int | None = None) -> list[NDArray[np.uint16]]:
+def _draw_steps(loaders: list[Loader], num_steps: int | None = None) -> list[NDArray[Any]]:
     """The samples of all ranks at each step, in order: a row has its tokens and its last label."""
     return [
         np.concatenate(
@@ -233,14 +215,13 @@ def _draw_steps(loaders: list[Loader], num_steps: int | None = None) -> list[NDA
     ]
 
 
-def _print_document_end(dataset: BlendedDataset, tokenizer: Tokenizer) -> None:
+def _print_document_end(samples: NDArray[Any], tokenizer: Tokenizer) -> None:
     """Decodes the text around the end of a document, inside the first sample that has one."""
-    for number in range(len(dataset)):
-        tokens = dataset[number]["tokens"]
+    for number, tokens in enumerate(samples):
         ends = np.flatnonzero(tokens == tokenizer.eod)
         if len(ends) > 0 and 40 < ends[0] < SEQUENCE_LENGTH - 40:
-            break
-    print(f"   sample {number} has {len(ends)} document ends; around the first:")
-    text = tokenizer.decode(tokens[ends[0] - 40 : ends[0] + 40])
-    for line in text.replace(EOD, f"\n==== {EOD} ====\n").splitlines():
-        print(f"   | {line}")
+            print(f"   sample {number} has {len(ends)} document ends; around the first:")
+            text = tokenizer.decode(tokens[ends[0] - 40 : ends[0] + 40])
+            text = text.replace(EOD, f"\n==== {EOD} ====\n")
+            print(textwrap.indent(text, "   | ", lambda line: True))
+            return

@@ -169,7 +169,7 @@ def format_description(description: Description) -> str:
         lines += ["", "  special tokens"]
         lines += [f"  {name:>20}  {n:,}" for name, n in description.special_tokens.items()]
     if description.document:
-        lines += _document_lines(**description.document)
+        lines += _document_lines(description.document)
     return "\n".join(lines)
 
 
@@ -177,16 +177,12 @@ def _one_line(spread: dict[str, float]) -> str:
     return "   ".join(f"{name} {value:,.10g}" for name, value in spread.items())
 
 
-def _document_lines(
-    number: int,
-    num_sequences: int,
-    num_tokens: int,
-    head: dict[str, Any],
-    tail: dict[str, Any] | None,
-) -> list[str]:
-    lines = ["", f"  document {number}, {num_tokens:,} tokens:", *_excerpt_lines(head)]
+def _document_lines(document: dict[str, Any]) -> list[str]:
+    head, tail = document["head"], document["tail"]
+    lines = ["", f"  document {document['number']}, {document['num_tokens']:,} tokens:"]
+    lines += _excerpt_lines(head)
     if tail is not None:
-        omitted = num_tokens - len(head["tokens"]) - len(tail["tokens"])
+        omitted = document["num_tokens"] - len(head["tokens"]) - len(tail["tokens"])
         lines.append(f"  ... {omitted:,} tokens ..." if omitted else "  ...")
         lines += _excerpt_lines(tail)
     if head["text"] is None:

@@ -44,14 +44,7 @@ def merge(
     if not names:
         raise ConfigError("there is nothing to merge; give at least one prefix")
     parts = [IndexedDataset(name) for name in names]
-    with IndexedDatasetBuilder(
-        output_prefix,
-        parts[0].dtype,
-        # A dataset without sequences does not show whether it has modes.
-        multimodal=any(part.sequence_modes is not None for part in parts),
-        checksums=checksums,
-        provenance={"merged": names} if checksums else None,
-    ) as builder:
+    with _builder(output_prefix, parts, checksums, {"merged": names}) as builder:
         for part in parts:  # the open datasets: the files at their prefixes may change meanwhile
             builder.add_index(part)
     return IndexedDataset(output_prefix)
@@ -105,13 +98,8 @@ def split(
     shards = []
     for number, (start, stop) in enumerate(itertools.pairwise(bounds)):
         shards.append(f"{output_prefix}_{number:05}")
-        with IndexedDatasetBuilder(
-            shards[-1],
-            dataset.dtype,
-            multimodal=dataset.sequence_modes is not None,
-            checksums=checksums,
-            provenance={"split": prefix, "documents": [start, stop]} if checksums else None,
-        ) as builder:
+        provenance = {"split": prefix, "documents": [start, stop]}
+        with _builder(shards[-1], [dataset], checksums, provenance) as builder:
             builder.add_index(dataset, (start, stop))
     for shard in _existing_shards(output_prefix, len(shards)):
         if os.path.abspath(shard) == os.path.abspath(prefix):
@@ -122,6 +110,24 @@ def split(
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)
     return shards
+
+
+def _builder(
+    prefix: StrPath,
+    sources: Sequence[IndexedDataset],
+    checksums: bool,
+    provenance: dict[str, Any],
+    dtype: DTypeLike | None = None,
+) -> IndexedDatasetBuilder:
+    """A builder for documents of `sources`, with the dtype of the first one by default."""
+    return IndexedDatasetBuilder(
+        prefix,
+        sources[0].dtype if dtype is None else dtype,
+        # A dataset without sequences does not show whether it has modes.
+        multimodal=any(source.sequence_modes is not None for source in sources),
+        checksums=checksums,
+        provenance=provenance if checksums else None,
+    )
 
 
 def _existing_shards(output_prefix: str, first: int) -> Iterator[str]:
@@ -193,7 +199,9 @@ def convert(
         require_sound(dataset)
         _write_array(target, dataset.tokens, dtype)
     else:
-        _change_dtype(source, target, dtype, checksums)
+        dataset = IndexedDataset(source)
+        with _builder(target, [dataset], checksums, {"converted": source}, dtype) as builder:
+            builder.add_index(dataset, change_dtype=True)
 
 
 def _open_array(source: str, source_dtype: DTypeLike | None) -> NDArray[Any] | None:
@@ -231,18 +239,6 @@ def _map_tokens(path: str, dtype: np.dtype[Any]) -> NDArray[Any]:
             "truncated, or the dtype is wrong"
         )
     return np.memmap(path, dtype, "r") if size else np.empty(0, dtype)  # empty maps are impossible
-
-
-def _change_dtype(source: str, target: str, dtype: DTypeLike | None, checksums: bool) -> None:
-    dataset = IndexedDataset(source)
-    with IndexedDatasetBuilder(
-        target,
-        dataset.dtype if dtype is None else dtype,
-        multimodal=dataset.sequence_modes is not None,
-        checksums=checksums,
-        provenance={"converted": source} if checksums else None,
-    ) as builder:
-        builder.add_index(dataset, change_dtype=True)
 
 
 def _write_array(target: str, tokens: NDArray[Any], dtype: DTypeLike | None) -> None:
