@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -119,23 +119,19 @@ def tokenize(
         _ = tokenizer.eod  # fails here if the tokenizer has none, before any work
     recipe = _Recipe(tokenizer=tokenizer, keys=keys, append_eod=append_eod)
     sizes = [input_size(path) for path in paths]
-    prefixes = [f"{output_prefix}_{key}_document" for key in keys]
-    _check_inputs(paths, sizes, prefixes)
+    prefixes = {key: f"{output_prefix}_{key}_document" for key in keys}
+    _check_inputs(paths, sizes, prefixes.values())
     total = None if None in sizes else sum(size for size in sizes if size)
     start = time.monotonic()
     num_documents = num_bytes = 0
     with interrupts_held(), contextlib.ExitStack() as stack:
-        builders = [
-            stack.enter_context(
-                IndexedDatasetBuilder(
-                    prefix,
-                    tokenizer.dtype,
-                    checksums=checksums,
-                    provenance=_provenance(recipe, paths, key) if checksums else None,
-                )
+        builders = []
+        for key, prefix in prefixes.items():
+            provenance = _provenance(recipe, paths, key) if checksums else None
+            builder = IndexedDatasetBuilder(
+                prefix, tokenizer.dtype, checksums=checksums, provenance=provenance
             )
-            for key, prefix in zip(keys, prefixes, strict=True)
-        ]
+            builders.append(stack.enter_context(builder))
         progress = stack.enter_context(Progress("tokenize", total, enabled=show_progress))
         blocks = ordered_map(_encode, _blocks(paths, sizes), context=recipe, workers=workers)
         for block in stack.enter_context(contextlib.closing(blocks)):
@@ -149,7 +145,7 @@ def tokenize(
             pass
         finalize_together(builders)
     return TokenizeResult(
-        prefixes={key: builder.prefix for key, builder in zip(keys, builders, strict=True)},
+        prefixes=prefixes,
         num_documents=num_documents,
         num_tokens={key: builder.num_tokens for key, builder in zip(keys, builders, strict=True)},
         num_bytes=num_bytes,
@@ -158,7 +154,7 @@ def tokenize(
 
 
 def _check_inputs(
-    paths: Sequence[str], sizes: Sequence[int | None], prefixes: Sequence[str]
+    paths: Sequence[str], sizes: Sequence[int | None], prefixes: Iterable[str]
 ) -> None:
     outputs = {
         os.path.realpath(name(prefix))
