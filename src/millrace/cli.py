@@ -126,15 +126,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"millrace {version('millrace')}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    _add_tokenize(verbs)
-    _add_inspect(verbs)
-    _add_verify(verbs)
-    _add_merge(verbs)
-    _add_split(verbs)
-    _add_convert(verbs)
+    _add_file_verbs(verbs)
     _add_index(verbs)
     _add_cache(verbs)
-    _add_demo(verbs)
+    demo = _add_verb(verbs, _demo)
+    text = "output folder (default: millrace-demo)"
+    demo.add_argument("--folder", default="millrace-demo", metavar="DIR", help=text)
     return parser
 
 
@@ -174,12 +171,7 @@ def _run_with(run: Callable[..., None], options: argparse.Namespace) -> None:
     run(**{name: value for name, value in vars(options).items() if name != "run"})
 
 
-def _print_json(value: Any, *, ensure_ascii: bool = True) -> None:
-    """Prints a dataclass, or a list of them."""
-    print(json.dumps(value, default=dataclasses.asdict, ensure_ascii=ensure_ascii, indent=2))
-
-
-def _add_tokenize(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_file_verbs(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     add = _add_verb(verbs, _tokenize, "--output-prefix", "--no-checksums").add_argument
     text = "JSONL files"
     add("--input", dest="inputs", nargs="+", required=True, metavar="FILE", help=text)
@@ -194,6 +186,34 @@ def _add_tokenize(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     add("--eod-token", metavar="TEXT", help=text)
     add("--workers", type=_positive, metavar="N", help="worker processes (default: one per core)")
+
+    add = _add_verb(verbs, _inspect, "prefix", "--json").add_argument
+    add("--tokenizer", metavar="FILE", help="tokenizer.json to decode with")
+    add("--document", type=int, default=0, metavar="N", help="document number (default: 0)")
+
+    add = _add_verb(verbs, _verify, "prefixes", "--json").add_argument
+    add("--threads", type=_positive, metavar="N", help="worker threads (default: one per core)")
+
+    _add_verb(verbs, _merge, "prefixes", "--output-prefix", "--no-checksums")
+
+    parser = _add_verb(verbs, _split, "prefix", "--output-prefix", "--no-checksums")
+    add = parser.add_mutually_exclusive_group(required=True).add_argument
+    add("--documents", type=_positive, metavar="N", help="documents per shard")
+    text = "maximum size of a shard's tokens: 500M, 20G"
+    add("--size", dest="num_bytes", type=_size, metavar="BYTES", help=text)
+
+    add = _add_verb(verbs, _convert, "--no-checksums").add_argument
+    add("source", metavar="SOURCE", help="input array or path prefix")
+    add("target", metavar="TARGET", help="output array or path prefix")
+    add("--dtype", type=_dtype, metavar="DTYPE", help="dtype of the target")
+    add("--source-dtype", type=_dtype, metavar="DTYPE", help="dtype of raw tokens")
+    text = "token that ends each document of a stream"
+    add("--document-end", type=int, metavar="ID", help=text)
+
+
+def _print_json(value: Any, *, ensure_ascii: bool = True) -> None:
+    """Prints a dataclass, or a list of them."""
+    print(json.dumps(value, default=dataclasses.asdict, ensure_ascii=ensure_ascii, indent=2))
 
 
 def _tokenize(tokenizer: str, eod_token: str | None, **options: Any) -> None:
@@ -214,12 +234,6 @@ def _tokenize(tokenizer: str, eod_token: str | None, **options: Any) -> None:
     print(f"{megabytes:,.1f} MB of text in {result.seconds:.1f} s, {rate:.1f} MB/s")
 
 
-def _add_inspect(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    add = _add_verb(verbs, _inspect, "prefix", "--json").add_argument
-    add("--tokenizer", metavar="FILE", help="tokenizer.json to decode with")
-    add("--document", type=int, default=0, metavar="N", help="document number (default: 0)")
-
-
 def _inspect(prefix: str, tokenizer: str | None, document: int, as_json: bool) -> None:
     """Describes a token file.
 
@@ -236,11 +250,6 @@ def _inspect(prefix: str, tokenizer: str | None, document: int, as_json: bool) -
         _print_json(description, ensure_ascii=False)
     else:
         print(format_description(description))
-
-
-def _add_verify(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    add = _add_verb(verbs, _verify, "prefixes", "--json").add_argument
-    add("--threads", type=_positive, metavar="N", help="worker threads (default: one per core)")
 
 
 def _verify(prefixes: list[str], threads: int | None, as_json: bool) -> None:
@@ -265,10 +274,6 @@ def _verify(prefixes: list[str], threads: int | None, as_json: bool) -> None:
         raise DataError(f"{damaged} of {len(reports)} datasets are damaged")
 
 
-def _add_merge(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    _add_verb(verbs, _merge, "prefixes", "--output-prefix", "--no-checksums")
-
-
 def _merge(**options: Any) -> None:
     """Concatenates token files.
 
@@ -277,14 +282,6 @@ def _merge(**options: Any) -> None:
     from millrace.jobs import merge
 
     print(merge(**options))
-
-
-def _add_split(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = _add_verb(verbs, _split, "prefix", "--output-prefix", "--no-checksums")
-    add = parser.add_mutually_exclusive_group(required=True).add_argument
-    add("--documents", type=_positive, metavar="N", help="documents per shard")
-    text = "maximum size of a shard's tokens: 500M, 20G"
-    add("--size", dest="num_bytes", type=_size, metavar="BYTES", help=text)
 
 
 def _split(**options: Any) -> None:
@@ -297,16 +294,6 @@ def _split(**options: Any) -> None:
 
     for prefix in split(**options):
         print(IndexedDataset(prefix))
-
-
-def _add_convert(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    add = _add_verb(verbs, _convert, "--no-checksums").add_argument
-    add("source", metavar="SOURCE", help="input array or path prefix")
-    add("target", metavar="TARGET", help="output array or path prefix")
-    add("--dtype", type=_dtype, metavar="DTYPE", help="dtype of the target")
-    add("--source-dtype", type=_dtype, metavar="DTYPE", help="dtype of raw tokens")
-    text = "token that ends each document of a stream"
-    add("--document-end", type=int, metavar="ID", help=text)
 
 
 def _convert(target: str, **options: Any) -> None:
@@ -403,7 +390,7 @@ def _index(options: argparse.Namespace) -> None:
         return
     print(format_result(result))
     if left_out:
-        print(f"ignored arguments, which do not concern the data: {', '.join(left_out)}")
+        print(f"arguments that do not concern the data were left out: {', '.join(left_out)}")
 
 
 def _add_cache(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -431,7 +418,7 @@ def _add_cache(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
                 "--older-than",
                 type=float,
                 metavar="DAYS",
-                help="also remove runs and undecidable entries that are older",
+                help="also remove older runs, and older entries that cannot be judged",
             )
             action.add_argument("--dry-run", action="store_true", help="remove nothing, only list")
 
@@ -466,12 +453,6 @@ def _cache(options: argparse.Namespace) -> None:
         raise DataError(
             f"{damaged} sets of arrays are damaged; `millrace cache prune` removes them"
         )
-
-
-def _add_demo(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = _add_verb(verbs, _demo)
-    text = "output folder (default: millrace-demo)"
-    parser.add_argument("--folder", default="millrace-demo", metavar="DIR", help=text)
 
 
 def _demo(folder: str) -> None:
