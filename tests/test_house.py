@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import pkgutil
 import re
 import subprocess
 import sys
@@ -64,6 +66,18 @@ def test_imports_point_down() -> None:
                 continue
             assert floor[other] < floor[parts[0]], f"{path} imports {module}"
     assert rooms_in_source <= set(floor)
+
+
+def test_no_name_hides_a_module() -> None:
+    """A package's attribute with the name of one of its modules is that module."""
+    modules = [info.name for info in pkgutil.walk_packages(millrace.__path__, "millrace.")]
+    for module in modules:
+        if module != "millrace.__main__":
+            importlib.import_module(module)
+    for module in modules:
+        package, _, name = module.rpartition(".")
+        value = getattr(sys.modules[package], name, None)
+        assert value is sys.modules.get(module), f"{package}.{name} is {value!r}"
 
 
 def test_only_two_rooms_import_torch() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,10 +14,10 @@ from millrace.checks import limit
 from millrace.errors import ConfigError
 from millrace.feed import BlendedDataset, GPTDataset
 from millrace.feed.indices import build_indices
-from millrace.jobs.progress import Progress as ProgressBar
+from millrace.jobs.progress import Progress
 from millrace.order import normalize, parse_split
 from millrace.run import DatasetConfig, Datasets
-from millrace.run.build import Progress, SplitDataset, build_blend, build_run
+from millrace.run.build import SplitDataset, build_blend, build_run
 from millrace.run.plan import DatasetPlan, RunPlan, SplitPlan, plan_run
 
 
@@ -94,28 +93,28 @@ def index(
             "the names of Megatron-LM's cache files hold its tokenizer's identifiers: give them as "
             "in a *-description.txt that it wrote"
         )
-    with contextlib.ExitStack() as bars:
-        num_built = num_found = 0
-        datasets: Datasets | None = None
-        if config.cache is None:
-            plan = plan_run(config)
-        else:
-            bar = _bar(bars, "indices", show_progress)
+    num_built = num_found = 0
+    datasets: Datasets | None = None
+    if config.cache is None:
+        plan = plan_run(config)
+    else:
+        with Progress("indices", enabled=show_progress) as bar:
 
             def count(done: int, total: int) -> None:
                 nonlocal num_built
                 num_built = done
-                bar(done, total)
+                bar.count(done, total)
 
             plan, datasets = build_run(config, progress=count, wait_limit=wait_limit)
-            num_found = plan.num_datasets - num_built
-        if megatron_cache_folder is not None:
-            bar = _bar(bars, "Megatron-LM's cache", show_progress)
-            blends = sum(split.kind == "blend" for split in plan.present_splits)
-            folder = os.fspath(megatron_cache_folder)
-            for is_new in write_megatron_cache(plan, datasets, folder, tokenizer, wait_limit):
+        num_found = plan.num_datasets - num_built
+    if megatron_cache_folder is not None:
+        total = plan.num_datasets + sum(split.kind == "blend" for split in plan.present_splits)
+        folder = os.fspath(megatron_cache_folder)
+        with Progress("Megatron-LM's cache", enabled=show_progress) as bar:
+            written = write_megatron_cache(plan, datasets, folder, tokenizer, wait_limit)
+            for done, is_new in enumerate(written, start=1):
                 num_built, num_found = num_built + is_new, num_found + (not is_new)
-                bar(num_built + num_found, plan.num_datasets + blends)
+                bar.count(done, total)
     return IndexResult(
         rows=[row for split in plan.present_splits for row in _rows(split)],
         sizes={split.name: split.num_samples for split in plan.present_splits},
@@ -236,18 +235,6 @@ def _write_blend(
         return dict(indices._asdict())
 
     return megatron_cache.load_or_build(files, check, build, limit=wait_limit)[1]
-
-
-def _bar(bars: contextlib.ExitStack, label: str, is_shown: bool) -> Progress:
-    bar: ProgressBar | None = None
-
-    def show(done: int, total: int) -> None:
-        nonlocal bar
-        if is_shown:
-            bar = bar or bars.enter_context(ProgressBar(label, total))
-            bar.update(done, f"{done:,} of {total:,}")
-
-    return show
 
 
 def _rows(split: SplitPlan) -> Iterator[IndexRow]:
