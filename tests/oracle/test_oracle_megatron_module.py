@@ -1112,7 +1112,7 @@ def test_a_damaged_index_is_an_error_in_the_sample(prefix: Path, tmp_path: Path)
     dataset.document_index = np.full_like(dataset.document_index, 10_000)
     with pytest.raises(DataError, match="points outside"):
         dataset[0]
-    with pytest.raises(ConfigError, match="asked for"):
+    with pytest.raises(ConfigError, match="requested"):
         dataset.dataset.get(3, 0, 10_000)
     with pytest.raises(DataError, match="damaged"):
         dataset.dataset.bin_reader.read(np.int32, 10**6, 0)
