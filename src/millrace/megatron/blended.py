@@ -54,7 +54,7 @@ class BlendedDataset(CachedIndices, torch.utils.data.Dataset):  # type: ignore[m
         _check_blend(datasets, weights, size)
         if len(datasets) == 1:
             message = "A BlendedDataset of one dataset mixes nothing"
-            log_on_first_rank(logger, logging.WARNING, message)
+            log_on_first_rank(logger, message, logging.WARNING)
         self.datasets = datasets
         self.split = datasets[0].index_split
         self.weights = weights if size is None else normalize(weights)
@@ -69,8 +69,6 @@ class BlendedDataset(CachedIndices, torch.utils.data.Dataset):  # type: ignore[m
                 size=size,
             )
         )
-        self.dataset_index: Any
-        self.dataset_sample_index: Any
         self.dataset_index, self.dataset_sample_index = self._build_indices()
 
     def __len__(self) -> int:

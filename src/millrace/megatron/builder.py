@@ -57,7 +57,7 @@ class BlendedMegatronDatasetBuilder:
         self.is_built_on_rank = is_built_on_rank
         self.config = config
         message = f"Building {cls.__name__} splits with sizes={sizes} and config={config}"
-        log_on_first_rank(logger, logging.INFO, message)
+        log_on_first_rank(logger, message)
         if config.mock:
             return
         for split in Split:
@@ -195,33 +195,33 @@ class BlendedMegatronDatasetBuilder:
         synchronize_ranks: bool = True,
     ) -> list[Any]:
         """One token file's dataset for each split; None for a split without a share."""
-        if distributed_rank() is not None and not self.is_built_on_rank():
-            if synchronize_ranks:  # Take part in as many exchanges as the ranks that build.
-                together(lambda: None)
-                for _ in filter(None, split):
-                    first_then_rest(lambda: None, False)
-            return [None] * len(Split)
 
-        def open_dataset() -> Any:
-            return self.cls.build_low_level_dataset(dataset_path, self.config)
+        def open_dataset() -> tuple[Any, Sequence[Any]]:
+            """The low-level dataset and the elements of each split; None where not needed."""
+            if distributed_rank() is not None and not self.is_built_on_rank():
+                return None, [None] * len(Split)
+            dataset = self.cls.build_low_level_dataset(dataset_path, self.config)
+            num_elements = self.cls.numel_low_level_dataset(dataset)
+            if self._trusts_cache():
+                return dataset, [None] * len(Split)
+            return dataset, split_ranges(num_elements, split)
 
-        low_level_dataset = together(open_dataset) if synchronize_ranks else open_dataset()
-        ranges = split_ranges(self.cls.numel_low_level_dataset(low_level_dataset), split)
+        low_level_dataset, ranges = together(open_dataset) if synchronize_ranks else open_dataset()
         return [
             None
-            if elements is None
+            if ends is None
             else self.build_generic_dataset(
                 self.cls,
                 self.is_built_on_rank,
                 synchronize_ranks,
                 low_level_dataset,
                 dataset_path,
-                None if self._trusts_cache() else np.arange(*elements, dtype=np.int32),
+                None if elements is None else np.arange(*elements, dtype=np.int32),
                 size,
                 index_split,
                 self.config,
             )
-            for index_split, elements, size in zip(Split, ranges, sizes, strict=True)
+            for index_split, ends, elements, size in zip(Split, split, ranges, sizes, strict=True)
         ]
 
     def _trusts_cache(self) -> bool:

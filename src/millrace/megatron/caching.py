@@ -25,10 +25,6 @@ class CachedIndices(ABC):
 
     With `defer_npy_index_mmap` they are None until the first sample. In a pickle, mapped indices
     are paths.
-
-    Attributes:
-        unique_description: JSON text of what decides the indices.
-        unique_description_hash: MD5 of that text.
     """
 
     _INDICES: ClassVar[tuple[str, ...]]
@@ -61,10 +57,9 @@ class CachedIndices(ABC):
         )
 
     def _prepare_indices(self, is_trusted: bool) -> tuple[Any, ...]:
-        """The indices, in the order of their names; None for each if they are deferred.
+        """The indices in the order of their names; None for each if they are deferred.
 
-        Args:
-            is_trusted: Whether they must be in the cache, and are never built.
+        Indices of a trusted cache are never built.
         """
         if self.config.defer_npy_index_mmap:
             files = self._files()
@@ -108,7 +103,7 @@ class CachedIndices(ABC):
         files = self._files()
         if not files.folder:
             message = f"The {self._what()} are not saved: path_to_cache is empty"
-            log_on_first_rank(logger, logging.WARNING, message)
+            log_on_first_rank(logger, message, logging.WARNING)
             return self._log_and_build("")
         arrays, is_built = cache.load_or_build(files, self._check, self._log_and_build)
         if not is_built:
@@ -118,15 +113,15 @@ class CachedIndices(ABC):
     def _log_and_build(self, problem: str) -> cache.Arrays:
         if problem:
             message = f"The cached {self._what()} do not fit, and are replaced: {problem}"
-            log_on_first_rank(logger, logging.WARNING, message)
-        log_on_first_rank(logger, logging.INFO, f"Build and save the {self._what()}")
+            log_on_first_rank(logger, message, logging.WARNING)
+        log_on_first_rank(logger, f"Build and save the {self._what()}")
         return self._build()
 
     def _log_load(self, files: cache.CacheSet) -> None:
-        log_on_first_rank(logger, logging.INFO, f"Load the {self._what()}")
+        log_on_first_rank(logger, f"Load the {self._what()}")
         for name in self._INDICES:
             message = f"\tLoad the {name.replace('_', ' ')} from {files.path(name)}"
-            log_on_first_rank(logger, logging.INFO, message)
+            log_on_first_rank(logger, message)
 
     def __getstate__(self) -> dict[str, Any]:
         indices = {name: getattr(self, name) for name in self._INDICES}

@@ -66,22 +66,6 @@ class BlendedMegatronDatasetConfig:
     defer_npy_index_mmap: bool = False
 
     def __post_init__(self) -> None:
-        self._check_cache_options()
-        if self.blend_per_split is not None and any(self.blend_per_split):
-            self._check_blend_per_split(self.blend_per_split)
-            return
-        if self.blend is None:
-            self.mock, self.split = True, "1,1,1"
-            log_on_first_rank(logger, logging.INFO, "Let mock = True: there is no blend")
-        else:
-            _check_weights("blend", self.blend)
-            require(self.split is not None, 'a blend needs a split: give split="969,30,1"')
-        assert self.split is not None
-        vector = parse_and_normalize_split(self.split)
-        self.split_matrix = convert_split_vector_to_split_matrix(vector)
-        log_on_first_rank(logger, logging.INFO, f"Let split_matrix = {self.split_matrix}")
-
-    def _check_cache_options(self) -> None:
         for name in ("fast_cache_load", "defer_npy_index_mmap"):
             require(
                 not getattr(self, name) or self.path_to_cache is not None,
@@ -91,6 +75,19 @@ class BlendedMegatronDatasetConfig:
             not self.fast_cache_load or self.blend is None,
             "fast_cache_load and blend exclude each other: give blend_per_split",
         )
+        if self.blend_per_split is not None and any(self.blend_per_split):
+            self._check_blend_per_split(self.blend_per_split)
+            return
+        if self.blend is None:
+            self.mock, self.split = True, "1,1,1"
+            log_on_first_rank(logger, "Let mock = True: there is no blend")
+        else:
+            _check_weights("blend", self.blend)
+            require(self.split is not None, 'a blend needs a split: give split="969,30,1"')
+        assert self.split is not None
+        vector = parse_and_normalize_split(self.split)
+        self.split_matrix = convert_split_vector_to_split_matrix(vector)
+        log_on_first_rank(logger, f"Let split_matrix = {self.split_matrix}")
 
     def _check_blend_per_split(self, blends: list[Blend | None]) -> None:
         require(self.blend is None, "blend and blend_per_split exclude each other: give one")
@@ -102,7 +99,7 @@ class BlendedMegatronDatasetConfig:
         )
         for split, blend in zip(Split, blends, strict=True):
             if blend is None:
-                log_on_first_rank(logger, logging.INFO, f"no blend for the {split.name} split")
+                log_on_first_rank(logger, f"no blend for the {split.name} split")
             else:
                 _check_weights(f"blend_per_split[{split.value}]", blend)
 
@@ -129,9 +126,8 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
         drop_last_partial_validation_sequence: Whether to leave out a last validation sample that
             the tokens do not fill.
         add_extra_token_to_sequence: Whether a sample draws one more token, for the last label.
-        object_storage_cache_path: Unused: paths in object stores are refused.
-        data_parallel_size, sequence_parallel_size, hybrid_context_parallel, context_parallel_size:
-            Unused here; kept for other code.
+        object_storage_cache_path, data_parallel_size, sequence_parallel_size,
+            hybrid_context_parallel, context_parallel_size: Unused here; kept for other code.
         sequences_per_dataset: Numbers of sequences and of document entries, by prefix.
         token_dtype_code: Dtype code by the size of the vocabulary; not an argument.
         inter_document_masking: Whether samples hold `cu_seqlens` and `max_seqlen` instead of an

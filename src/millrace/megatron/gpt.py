@@ -15,21 +15,14 @@ from numpy.typing import NDArray
 from millrace import _native
 from millrace.cache import megatron as cache
 from millrace.errors import ConfigError
+from millrace.megatron import rules
 from millrace.megatron.base import MegatronDataset
 from millrace.megatron.caching import CachedIndices
 from millrace.megatron.config import GPTDatasetConfig
 from millrace.megatron.errors import ConfigAssertionError, DataAssertionError, require
 from millrace.megatron.indexed import IndexedDataset, _LocalBinReader
-from millrace.megatron.rules import (
-    as_range,
-    build_indices,
-    causal_mask,
-    mask_across_documents,
-    plan_samples,
-)
 from millrace.megatron.utils import Split, log_on_first_rank
-from millrace.order import GPTPlan
-from millrace.order.gpt import check_seed
+from millrace.order.gpt import GPTPlan, check_seed
 from millrace.store.bytes import MMapReader
 
 logger = logging.getLogger(__name__)
@@ -82,9 +75,6 @@ class GPTDataset(CachedIndices, MegatronDataset):
         self._source: Any = None
         self._source_of: tuple[Any, ...] = ()
         self._causal_mask: NDArray[np.bool_] | None = None
-        self.document_index: Any
-        self.sample_index: Any
-        self.shuffle_index: Any
         self.document_index, self.sample_index, self.shuffle_index = (
             self._build_document_sample_shuffle_indices()
         )
@@ -149,7 +139,7 @@ class GPTDataset(CachedIndices, MegatronDataset):
             arrays = self._fill(np.asarray(text))
         if idx is None:
             arrays[2][:] = 0.0
-        sample = self._sample(*arrays)
+        sample = self._sample(arrays)
         if self.config.inter_document_masking:
             self._add_document_bounds(sample, number)
         return sample
@@ -275,13 +265,8 @@ class GPTDataset(CachedIndices, MegatronDataset):
         )
         return tuple(array[0] for array in arrays)
 
-    def _sample(
-        self,
-        tokens: NDArray[np.int64],
-        labels: NDArray[np.int64],
-        loss_mask: NDArray[np.float32],
-        position_ids: NDArray[np.int64],
-    ) -> Sample:
+    def _sample(self, arrays: Arrays) -> Sample:
+        tokens, labels, loss_mask, position_ids = arrays
         sample = {"tokens": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
         if self.config.create_attention_mask and not self.config.inter_document_masking:
             sample["attention_mask"] = torch.from_numpy(self._attention_mask(position_ids))
@@ -294,10 +279,10 @@ class GPTDataset(CachedIndices, MegatronDataset):
     def _attention_mask(self, position_ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         length = len(position_ids)
         if self._causal_mask is None or self._causal_mask.shape[-1] != length:
-            self._causal_mask = causal_mask(length)
+            self._causal_mask = rules.causal_mask(length)
         if not self._masks_documents():
             return self._causal_mask
-        return mask_across_documents(self._causal_mask, position_ids)
+        return rules.mask_across_documents(self._causal_mask, position_ids)
 
     def _add_document_bounds(self, sample: Sample, idx: Any) -> None:
         """Adds where the sample's documents start, and restarts the position ids there."""
@@ -340,7 +325,7 @@ class GPTDataset(CachedIndices, MegatronDataset):
         document_index, sample_index, shuffle_index = self._prepare_indices(config.fast_cache_load)
         if sample_index is not None:
             message = f"> total number of samples: {sample_index.shape[0] - 1}"
-            log_on_first_rank(logger, logging.INFO, message)
+            log_on_first_rank(logger, message)
         return document_index, sample_index, shuffle_index
 
     def _files(self) -> cache.CacheSet:
@@ -362,12 +347,14 @@ class GPTDataset(CachedIndices, MegatronDataset):
 
     def _build(self) -> cache.Arrays:
         plan, lengths = self._plan, self.dataset.sequence_lengths
-        log_on_first_rank(logger, logging.INFO, f"> total number of epochs: {plan.num_epochs}")
+        log_on_first_rank(logger, f"> total number of epochs: {plan.num_epochs}")
         require(
             lengths.dtype == np.int32, f"the sequence lengths are {lengths.dtype}; int32 is needed"
         )
         try:
-            indices = build_indices(lengths, self._get_indices(), plan, self.config.random_seed)
+            indices = rules.build_indices(
+                lengths, self._get_indices(), plan, self.config.random_seed
+            )
         except ConfigError as error:
             raise ConfigAssertionError(f"{self.dataset_path}: {error}") from error
         except ValueError as error:
@@ -384,7 +371,7 @@ class GPTDataset(CachedIndices, MegatronDataset):
         """
         config, split = self.config, self.index_split.name
         try:
-            return plan_samples(
+            return rules.plan_samples(
                 self._get_num_tokens_per_epoch(),
                 self.num_samples,
                 config.sequence_length,
@@ -403,7 +390,7 @@ class GPTDataset(CachedIndices, MegatronDataset):
 
     def _get_num_tokens_per_epoch(self) -> int:
         indices, lengths = self._get_indices(), self.dataset.sequence_lengths
-        run = as_range(indices)
+        run = rules.as_range(indices)
         return int(np.sum(lengths[slice(*run) if run else indices], dtype=np.int64))
 
     def _get_num_epochs(self, num_tokens_per_epoch: int) -> int:

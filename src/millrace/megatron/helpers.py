@@ -20,6 +20,8 @@ def build_sample_idx(
     tokens_per_epoch: int,
     drop_last_partial_sequence: bool = True,
     add_extra_token_to_sequence: bool = True,
+    *,
+    dtype: Any = None,
 ) -> NDArray[Any]:
     """The sample index: where each sample starts, as (place in the document index, offset).
 
@@ -27,41 +29,17 @@ def build_sample_idx(
         sizes: int32 [sequences], lengths in tokens.
         document_indices: int32 [documents], the sequences in reading order.
         sequence_length: Tokens to train on in a sample.
-        num_epochs: Number of epochs.
-        tokens_per_epoch: Number of tokens in an epoch.
+        num_epochs, tokens_per_epoch: Their product is the number of tokens.
         drop_last_partial_sequence: Whether to leave out a last sample that the tokens do not fill.
         add_extra_token_to_sequence: Whether a sample draws one more token, for the last label.
+        dtype: int32 or int64; None: int64 for 2**31 documents and more.
 
     Returns:
-        [samples + 1, 2], int32, or int64 for 2**31 documents and more.
+        [samples + 1, 2] of the dtype.
 
     Raises:
         ValueError: If there are too few tokens, or entries outside their arrays.
     """
-    return build_sample_idx_int32(
-        sizes,
-        document_indices,
-        sequence_length,
-        num_epochs,
-        tokens_per_epoch,
-        drop_last_partial_sequence,
-        1 if add_extra_token_to_sequence else 0,
-        dtype=sample_index_dtype(len(document_indices)),
-    )
-
-
-def build_sample_idx_int32(
-    sizes: NDArray[np.int32],
-    document_indices: NDArray[np.int32],
-    sequence_length: int,
-    num_epochs: int,
-    tokens_per_epoch: int,
-    drop_last_partial_sequence: bool = True,
-    add_extra_token_to_sequence: int = 1,
-    *,
-    dtype: Any = np.int32,
-) -> NDArray[Any]:
-    """`build_sample_idx` with int32 rows."""
     require(sequence_length >= 1, f"sequence_length is {sequence_length}; at least 1 is needed")
     extra = 1 if add_extra_token_to_sequence else 0
     num_tokens = max(num_epochs * tokens_per_epoch - extra, 0)
@@ -75,13 +53,18 @@ def build_sample_idx_int32(
         num_samples,
         add_extra_token=bool(extra),
         allow_partial=not drop_last_partial_sequence,
-        dtype=dtype,
+        dtype=sample_index_dtype(len(document_indices)) if dtype is None else dtype,
     )
+
+
+def build_sample_idx_int32(*args: Any, **kwargs: Any) -> NDArray[np.int32]:
+    """`build_sample_idx` with int32 rows."""
+    return build_sample_idx(*args, **kwargs, dtype=np.int32)
 
 
 def build_sample_idx_int64(*args: Any, **kwargs: Any) -> NDArray[np.int64]:
     """`build_sample_idx` with int64 rows."""
-    return build_sample_idx_int32(*args, **kwargs, dtype=np.int64)
+    return build_sample_idx(*args, **kwargs, dtype=np.int64)
 
 
 def build_blending_indices(
@@ -98,8 +81,6 @@ def build_blending_indices(
         dataset_index: int16 [size or more], output: the dataset of each sample.
         dataset_sample_index: int64 [size or more], output: the sample's number in that dataset.
         weights: [num_datasets or more], positive; they are not normalised.
-        num_datasets: Number of datasets.
-        size: Number of samples.
         verbose: Ignored; nothing is printed.
 
     Raises:
@@ -123,7 +104,6 @@ def build_exhaustive_blending_indices(
         dataset_index, dataset_sample_index: Outputs as in `build_blending_indices`, with at least
             as many elements as the sum of the sizes.
         sizes: Integers [num_datasets or more].
-        num_datasets: Number of datasets.
 
     Raises:
         ConfigAssertionError: If an output has another dtype or too few elements.

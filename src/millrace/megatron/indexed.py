@@ -65,25 +65,8 @@ class DType(Enum):
 class _IndexReader:
     """The index of a token file, for code that reaches for `IndexedDataset.index`.
 
-    Args:
-        idx_path: PREFIX.idx, beside PREFIX.bin.
-        multimodal: Whether to give the sequences' modes too; the file must hold them.
-        sequences_per_dataset: Expected numbers of sequences and of document entries.
-        dtype_code: Ignored; the index says the dtype.
-        token_file: The pair, if it is open already.
-
-    Attributes:
-        dtype: NumPy type of the tokens.
-        dtype_size: Bytes of a token.
-        sequence_count: Number of sequences.
-        document_count: Number of document entries: the number of documents, plus one.
-        sequence_lengths: int32 [sequences], in tokens.
-        sequence_pointers: int64 [sequences], byte offsets into the `.bin`.
-        document_indices: int64 [document_count].
-        sequence_modes: int8 [sequences], or None.
-
-    Raises:
-        MissingFileError, DataAssertionError: As in `IndexedDataset`.
+    The arguments are as in `IndexedDataset`; `token_file` is the pair, if it is open already. There
+    is one more of document entries than of documents.
     """
 
     def __init__(

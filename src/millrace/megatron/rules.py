@@ -84,17 +84,7 @@ def _build_document_index(
     numpy_random_state: np.random.RandomState,
     separate_final_epoch: bool,
 ) -> NDArray[np.int32]:
-    """A shuffled document index, for subclasses that build their own indices.
-
-    Args:
-        documents: int32 [documents], the documents of an epoch.
-        num_epochs: Number of epochs.
-        numpy_random_state: Generator; the draws advance it.
-        separate_final_epoch: Whether to shuffle the last epoch separately.
-
-    Returns:
-        int32 [num_epochs * documents].
-    """
+    """A shuffled document index, int32 [num_epochs * documents], for subclasses."""
     final_epochs = 1 if separate_final_epoch and num_epochs > 1 else 0
     count = len(documents)
     places = _native.shuffled_ranges(
@@ -109,16 +99,7 @@ def _build_document_index(
 def _build_shuffle_index(
     num_samples: int, total_size: int, numpy_random_state: np.random.RandomState
 ) -> NDArray[np.uint32] | NDArray[np.int64]:
-    """The numbers below `num_samples`, shuffled, then those below `total_size`, shuffled.
-
-    Args:
-        num_samples: Length of the first part.
-        total_size: Length of both parts.
-        numpy_random_state: Generator; the draws advance it.
-
-    Returns:
-        uint32 [total_size], or int64 for 2**32 - 2 samples and more.
-    """
+    """A shuffle index [total_size], for subclasses; its two parts are shuffled separately."""
     return _native.shuffled_ranges(
         [(0, num_samples, 1), (num_samples, total_size, 1)],
         shuffle_index_dtype(total_size),
@@ -134,20 +115,7 @@ def _get_ltor_masks_and_position_ids(
     eod_mask_loss: bool,
     create_attention_mask: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """The masks and position ids of tokens, for subclasses that make their own tokens.
-
-    Args:
-        data: int64 [length].
-        eod_token: Token that ends a document.
-        reset_position_ids: Whether position ids restart after each EOD.
-        reset_attention_mask: Whether to mask attention across an EOD.
-        eod_mask_loss: Whether to mask the loss at each EOD.
-        create_attention_mask: Whether to make an attention mask.
-
-    Returns:
-        attention_mask bool [1, length, length], True where masked, or None; loss_mask float32
-        [length]; position_ids int64 [length].
-    """
+    """The attention mask (or None), loss mask and position ids of tokens, for subclasses."""
     tokens = np.ascontiguousarray(data.numpy(), np.int64)
     _, _, loss_mask, position_ids = (
         rows[0]

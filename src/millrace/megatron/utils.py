@@ -60,16 +60,16 @@ def get_blend_from_list(blend: Sequence[Any] | None) -> Blend | None:
     if blend is None:
         return None
     require(len(blend) > 0, "the blend is an empty list; give path prefixes, or None")
-    weights = [_weight(word) for word in blend[::2]]
-    if len(blend) % 2 == 1 or all(weight is None for weight in weights):
+    words = blend[::2]
+    weights = [weight for weight in map(_weight, words) if weight is not None]
+    if len(blend) % 2 == 1 or not weights:
         return [_prefix(word) for word in blend], None
-    numbers = [weight for weight in weights if weight is not None]
     require(
-        len(numbers) == len(weights),
-        f"{len(numbers)} of {len(weights)} words in the weights' places are numbers: "
-        f"{blend[::2]}. Write a weight before each prefix, or none",
+        len(weights) == len(words),
+        f"{len(weights)} of {len(words)} words in the weights' places are numbers: "
+        f"{words}. Write a weight before each prefix, or none",
     )
-    return [_prefix(word) for word in blend[1::2]], numbers
+    return [_prefix(word) for word in blend[1::2]], weights
 
 
 def _weight(word: Any) -> float | None:
@@ -92,7 +92,7 @@ def compile_helpers() -> None:
     """Does nothing: installing millrace compiles the core."""
 
 
-def log_on_first_rank(logger: logging.Logger, level: int, message: str) -> None:
+def log_on_first_rank(logger: logging.Logger, message: str, level: int = logging.INFO) -> None:
     """Logs on rank 0 alone."""
     if logger.isEnabledFor(level) and distributed_rank() in (None, 0):
         logger.log(level, message)
