@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -114,17 +115,12 @@ def _pad_token_id(tokenizer: Any, allow_ambiguous: bool | None) -> Any:
 
 
 def _other_special_tokens(tokenizer: Any) -> list[Any]:
-    tokens = []
-    try:
+    tokens: list[Any] = []
+    with contextlib.suppress(AttributeError, IndexError, ValueError):
         special = tokenizer.special_tokens_dict
         tokens = [token for name, token in special.items() if name != "pad_token"]
-    except (AttributeError, IndexError, ValueError):
-        pass
-    if tokens:
-        return tokens
-    for name in ("eos", "eod"):
-        try:
-            tokens.append(getattr(tokenizer, name))
-        except (AttributeError, NotImplementedError):
-            continue
+    if not tokens:
+        for name in ("eos", "eod"):
+            with contextlib.suppress(AttributeError, NotImplementedError):
+                tokens.append(getattr(tokenizer, name))
     return tokens

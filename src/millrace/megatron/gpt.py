@@ -35,13 +35,10 @@ class GPTDataset(CachedIndices, MegatronDataset):
     """Samples of fixed length from the sequences of a token file, in shuffled order.
 
     Args:
-        indexed_dataset: Token file.
-        dataset_path: Path prefix of the token file.
+        indexed_dataset, dataset_path: Token file and its path prefix.
         indexed_indices: int32 [sequences], the sequences to draw from; None (with
             `fast_cache_load`): those of the cached indices.
-        num_samples: Least number of samples; None: those of one epoch.
-        index_split: Split of this dataset.
-        config: Options.
+        num_samples, index_split, config: As in `MegatronDataset`.
 
     Attributes:
         document_index: int32 [epochs * sequences].
