@@ -12,9 +12,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from millrace.checks import reals, shown, whole, whole_numbers
 from millrace.deferred import Deferred
-from millrace.errors import ConfigError, DataError
+from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.feed.indices import build_indices, plan_indices
-from millrace.feed.samples import FIELDS, Batch, SampleSource, gather
+from millrace.feed.samples import FIELDS, Arrays, Batch, SampleSource, gather
 from millrace.feed.size_watch import SizeWatch
 from millrace.options import SampleOptions
 from millrace.order import (
@@ -182,7 +182,10 @@ class GPTDataset:
         """
         numbers = _check_numbers(sample_numbers, len(self))
         self._watch.look(self.mapped_files)
-        return self.source.read(numbers)
+        try:
+            return _batch(self.source.read(numbers))
+        except ValueError as error:
+            raise _damage(error) from None
 
     def spans(self, sample_numbers: ArrayLike) -> Spans:
         """Which tokens of which sequences the samples of these numbers are made of.
@@ -322,7 +325,10 @@ class BlendedDataset:
         datasets = [self.datasets[number] for number in used.tolist()] or self.datasets[:1]
         sources = [getattr(dataset, "source", None) for dataset in datasets]
         if self._has_one_view and all(source and source.is_gatherable for source in sources):
-            return gather(sources, rows.astype(np.int64, copy=False), in_dataset)  # type: ignore[arg-type]
+            try:
+                return _batch(gather(sources, rows.astype(np.int64, copy=False), in_dataset))  # type: ignore[arg-type]
+            except ValueError as error:
+                raise _damage(error) from None
         return _batch_by_dataset(datasets, rows, in_dataset)
 
     def mapped_files(self) -> list[MappedFiles]:
@@ -420,3 +426,13 @@ def _sample(dataset: GPTDataset | BlendedDataset, sample_number: SupportsIndex) 
             f"there is no sample {shown(number)}; the dataset has 0 to {len(dataset) - 1}"
         )
     return {name: array[0] for name, array in dataset.batch([number]).items()}
+
+
+def _batch(arrays: Arrays) -> Batch:
+    return dict(zip(FIELDS, arrays, strict=True))
+
+
+def _damage(error: ValueError) -> ValueError:
+    if isinstance(error, MillraceError):  # has its place and remedy
+        return error
+    return DataError(f"an index points outside its data: {error}. Write it again")

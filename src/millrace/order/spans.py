@@ -7,6 +7,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace import _native
+
 RULES_VERSION = 1
 """Version of the rules of all orders. It rises when the same inputs would lead to another order;
 cached indices of another version are not used."""
@@ -64,3 +66,18 @@ class Order(Protocol):
     def fingerprint(self) -> dict[str, Any]:
         """What decides the spans, as plain values, for comparison with a saved state."""
         ...
+
+
+class CoreOrder:
+    """The spans of an order of the native core.
+
+    Args:
+        core: The order.
+    """
+
+    def __init__(self, core: _native.Order) -> None:
+        self.core = core
+
+    def spans(self, sample_numbers: NDArray[np.int64]) -> Spans:
+        """See `Order.spans`."""
+        return Spans(*_native.spans(self.core, sample_numbers))
