@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "errors.hpp"
 #include "prefetch.hpp"
 
 namespace millrace {
@@ -21,8 +22,7 @@ void append_runs(const TokenSource& source, std::span<const Span> spans,
     const Piece piece = source.locate(span);
     room -= span.count;
     if (room < 0) {
-      throw std::invalid_argument("the tokens of a sample do not fit its row of " +
-                                  std::to_string(options.capacity()));
+      fail("the tokens of a sample do not fit its row of ", options.capacity());
     }
     runs.push_back({bytes_of(source.tokens()) + piece.offset, piece.count});
     if (runs.size() <= prefetch_distance) {

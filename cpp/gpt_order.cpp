@@ -4,7 +4,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "checked.hpp"
+#include "errors.hpp"
 #include "prefetch.hpp"
 
 namespace millrace {
@@ -65,9 +65,8 @@ void GPTOrder::append_spans(std::int64_t sample_number, std::vector<Span>& spans
   checked(begin.offset, max_offset, "an offset in sample_index");
   checked(end.offset, max_offset, "an offset in sample_index");
   if (begin.document > end.document) {
-    throw std::invalid_argument("sample " + std::to_string(row) + " goes from document " +
-                                std::to_string(begin.document) + " back to " +
-                                std::to_string(end.document) + " in sample_index, outside the order");
+    fail("sample ", row, " goes from document ", begin.document, " back to ", end.document,
+         " in sample_index, outside the order");
   }
   std::int64_t room = capacity_;
   for (std::int64_t document = begin.document; document <= end.document; ++document) {
@@ -79,11 +78,8 @@ void GPTOrder::append_spans(std::int64_t sample_number, std::vector<Span>& spans
     const std::int64_t start = document == begin.document ? begin.offset : 0;
     const std::int64_t stop = document == end.document ? end.offset + extra_tokens_ : length;
     if (start > stop || stop > length || stop - start > room) {
-      throw std::invalid_argument(
-          "tokens [" + std::to_string(start) + ", " + std::to_string(stop) + ") of sequence " +
-          std::to_string(sequence) + ", which has " + std::to_string(length) +
-          ", do not fit a sample of " + std::to_string(capacity_) + " that has " +
-          std::to_string(capacity_ - room));
+      fail("tokens [", start, ", ", stop, ") of sequence ", sequence, ", which has ", length,
+           ", do not fit a sample of ", capacity_, " that has ", capacity_ - room);
     }
     if (stop > start) {
       spans.push_back({sequence, start, stop - start});

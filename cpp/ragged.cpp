@@ -12,6 +12,7 @@
 #include <system_error>
 #include <vector>
 
+#include "errors.hpp"
 #include "prefetch.hpp"
 
 namespace millrace {
@@ -54,8 +55,7 @@ void read_run(int descriptor, std::int64_t offset, std::vector<iovec>& vectors) 
       throw std::system_error(errno, std::generic_category(), "preadv");
     }
     if (size == 0) {
-      throw std::invalid_argument("the file ends at byte " + std::to_string(offset) +
-                                  ", before the end of a piece");
+      fail("the file ends at byte ", offset, ", before the end of a piece");
     }
     offset += size;
     auto left = static_cast<std::size_t>(size);
@@ -77,13 +77,11 @@ std::int64_t total_size(std::span<const Piece> pieces, std::int64_t num_bytes) {
   for (std::size_t i = 0; i < pieces.size(); ++i) {
     const Piece& piece = pieces[i];
     if (piece.offset < 0 || piece.count < 0 || piece.offset > num_bytes - piece.count) {
-      throw std::invalid_argument("piece " + std::to_string(i) + " has " +
-                                  std::to_string(piece.count) + " bytes from byte " +
-                                  std::to_string(piece.offset) + " on, outside the file of " +
-                                  std::to_string(num_bytes));
+      fail("piece ", i, " has ", piece.count, " bytes from byte ", piece.offset,
+           " on, outside the file of ", num_bytes);
     }
     if (__builtin_add_overflow(total, piece.count, &total)) {
-      throw std::invalid_argument("the pieces' total size does not fit 64 bits");
+      fail("the pieces' total size does not fit 64 bits");
     }
   }
   return total;
@@ -107,14 +105,12 @@ void locate_sequences(Column<std::int64_t> pointers, Column<std::int32_t> length
     }
     const std::int64_t place = place_of(i);
     if (place < 0 || place >= size) {
-      throw std::out_of_range("there is no sequence " + std::to_string(ids[i]) +
-                              "; the dataset has 0 to " + std::to_string(size - 1));
+      fail<std::out_of_range>("there is no sequence ", ids[i], "; the dataset has 0 to ", size - 1);
     }
     const auto sequence = static_cast<std::size_t>(place);
     const std::int64_t length = lengths[sequence];
     if (length < 0) {
-      throw std::invalid_argument("sequence " + std::to_string(place) + " has the length " +
-                                  std::to_string(length) + ", which is outside [0, 2147483647]");
+      fail("sequence ", place, " has the length ", length, ", which is outside [0, 2147483647]");
     }
     pieces[i] = {pointers[sequence], length * token_size};
     offsets[i + 1] = offsets[i] + length;

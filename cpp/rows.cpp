@@ -7,6 +7,7 @@
 #include <string>
 #include <utility>
 
+#include "errors.hpp"
 #include "prefetch.hpp"
 #include "vector.hpp"
 
@@ -133,8 +134,7 @@ void fill_rows(const Tokens& tokens, std::int64_t num_tokens, Column<std::int64_
   for (std::size_t i = 0; i < ends.size(); ++i) {
     const std::int64_t end = ends[i];
     if (end < start || end - start > options.capacity() || end > num_tokens) {
-      throw std::invalid_argument("a row from token " + std::to_string(start) + " to " +
-                                  std::to_string(end) + " does not fit");
+      fail("a row from token ", start, " to ", end, " does not fit");
     }
     const Run run{bytes_of(tokens) + start * width, (end - start) * width};
     fill_row(tokens, std::span(&run, end > start ? 1 : 0), {}, options, row);

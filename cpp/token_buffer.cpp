@@ -5,14 +5,15 @@
 #include <limits>
 #include <stdexcept>
 
+#include "errors.hpp"
+
 namespace millrace {
 
 std::int64_t sum_of_lengths(std::span<const std::int64_t> lengths) {
   std::int64_t sum = 0;
   for (const std::int64_t length : lengths) {
     if (!std::in_range<std::int32_t>(length) || length < 0) {
-      throw std::invalid_argument("the sequences' lengths hold " + std::to_string(length) +
-                                  "; 0 to 2147483647 is possible");
+      fail("the sequences' lengths hold ", length, "; 0 to 2147483647 is possible");
     }
     sum += length;  // int32 each, so that no array in memory can overflow it
   }
@@ -20,8 +21,7 @@ std::int64_t sum_of_lengths(std::span<const std::int64_t> lengths) {
 }
 
 void refuse_sum(std::int64_t sum, std::int64_t num_tokens) {
-  throw std::invalid_argument("the sequences' lengths sum to " + std::to_string(sum) +
-                              "; there are " + std::to_string(num_tokens) + " tokens");
+  fail("the sequences' lengths sum to ", sum, "; there are ", num_tokens, " tokens");
 }
 
 TokenBuffer::TokenBuffer(const std::string& dtype, std::size_t capacity, int file, bool has_modes)
@@ -41,12 +41,12 @@ TokenBuffer::Type TokenBuffer::type_named(const std::string& dtype) {
   if (dtype == "int64") return std::int64_t{};
   if (dtype == "float32") return float{};
   if (dtype == "float64") return double{};
-  throw std::invalid_argument("tokens cannot be buffered as " + dtype);
+  fail("tokens cannot be buffered as ", dtype);
 }
 
 void TokenBuffer::append_floats(const void* tokens, std::size_t count, std::size_t token_size) {
   if (token_size != std::visit([](auto zero) { return sizeof(zero); }, type_)) {
-    throw std::invalid_argument("tokens are not " + dtype_);
+    fail("tokens are not ", dtype_);
   }
   make_room(count * token_size);
   if (count > 0) {
@@ -55,19 +55,18 @@ void TokenBuffer::append_floats(const void* tokens, std::size_t count, std::size
   used_ += count * token_size;
 }
 
-void TokenBuffer::end_sequences(std::int64_t num_appended, std::span<const std::int64_t> lengths,
-                                const std::optional<Column<std::int8_t>>& modes,
+void TokenBuffer::end_sequences(std::int64_t num_appended, std::span<const std::int64_t> parts,
+                                const std::optional<Column<std::int8_t>>& kinds,
                                 bool ends_document) {
-  const std::int64_t sum = sum_of_lengths(lengths);
+  const std::int64_t sum = sum_of_lengths(parts);
   if (sum != num_appended) {
     refuse_sum(sum, num_appended);
   }
-  if (modes && modes->size() != lengths.size()) {
-    throw std::invalid_argument("there are " + std::to_string(modes->size()) + " modes for " +
-                                std::to_string(lengths.size()) + " sequences");
+  if (kinds && kinds->size() != parts.size()) {
+    fail("there are ", kinds->size(), " modes for ", parts.size(), " sequences");
   }
-  for (std::size_t i = 0; i < lengths.size(); ++i) {
-    end_sequence(lengths[i], modes ? (*modes)[i] : std::int8_t{0});
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    end_sequence(parts[i], kinds ? (*kinds)[i] : std::int8_t{0});
   }
   if (ends_document) {
     end_document();
@@ -75,23 +74,23 @@ void TokenBuffer::end_sequences(std::int64_t num_appended, std::span<const std::
 }
 
 void TokenBuffer::end_sequence(std::int64_t length, std::int8_t mode) {
-  lengths_.push_back(static_cast<std::int32_t>(length));
+  lengths.push_back(static_cast<std::int32_t>(length));
   if (has_modes_) {
-    modes_.push_back(mode);
+    modes.push_back(mode);
   }
-  num_tokens_ += length;
-  ++num_sequences_;
-  has_open_document_ = true;
+  num_tokens += length;
+  ++num_sequences;
+  has_open_document = true;
 }
 
 void TokenBuffer::end_document() {
-  document_ends_.push_back(num_sequences_);
-  ++num_documents_;
-  has_open_document_ = false;
+  document_ends.push_back(num_sequences);
+  ++num_documents;
+  has_open_document = false;
 }
 
-void TokenBuffer::end_documents(std::span<const std::int64_t> lengths) {
-  for (const std::int64_t length : lengths) {
+void TokenBuffer::end_documents(std::span<const std::int64_t> parts) {
+  for (const std::int64_t length : parts) {
     if (length > 0) {
       end_sequence(length, 0);
     }
@@ -99,19 +98,12 @@ void TokenBuffer::end_documents(std::span<const std::int64_t> lengths) {
   }
 }
 
-void TokenBuffer::clear_entries() noexcept {
-  lengths_.clear();
-  modes_.clear();
-  document_ends_.clear();
-}
-
 void TokenBuffer::refuse(const std::string& token) const {
   std::visit(
       [&]<class To>(To) {
         using Limits = std::numeric_limits<To>;
-        throw std::invalid_argument("token " + token + " does not fit " + dtype_ +
-                                    ", which holds " + std::to_string(Limits::min()) + " to " +
-                                    std::to_string(Limits::max()));
+        fail("token ", token, " does not fit ", dtype_, ", which holds ", Limits::min(), " to ",
+             Limits::max());
       },
       type_);
   __builtin_unreachable();

@@ -45,45 +45,25 @@ class TokenBuffer {
   // Takes back what was appended since the buffer had this many bytes.
   void take_back(std::size_t num_bytes) noexcept { used_ = num_bytes; }
 
-  // Makes sequences of the last `num_appended` tokens, whose lengths sum to that.
-  void end_sequences(std::int64_t num_appended, std::span<const std::int64_t> lengths,
-                     const std::optional<Column<std::int8_t>>& modes, bool ends_document);
+  // Makes sequences of the last `num_appended` tokens: their lengths, which sum to that, and their
+  // modes (0 if there are none).
+  void end_sequences(std::int64_t num_appended, std::span<const std::int64_t> parts,
+                     const std::optional<Column<std::int8_t>>& kinds, bool ends_document);
 
   // Ends the open document.
   void end_document();
 
   // Ends documents of one sequence each, or of none where a length is 0.
-  void end_documents(std::span<const std::int64_t> lengths);
-
-  // Counts what reaches the files by another way.
-  void count(std::int64_t num_sequences, std::int64_t num_documents,
-             std::int64_t num_tokens) noexcept {
-    num_sequences_ += num_sequences;
-    num_documents_ += num_documents;
-    num_tokens_ += num_tokens;
-  }
+  void end_documents(std::span<const std::int64_t> parts);
 
   // Whether it is time to flush.
   bool is_full() const noexcept {
     constexpr std::size_t max_entries = std::size_t{1} << 16;
-    return used_ >= capacity_ || lengths_.size() >= max_entries ||
-           document_ends_.size() >= max_entries;
+    return used_ >= capacity_ || lengths.size() >= max_entries ||
+           document_ends.size() >= max_entries;
   }
 
-  // Whether sequences were added that belong to no document yet.
-  bool has_open_document() const noexcept { return has_open_document_; }
-
-  std::int64_t num_sequences() const noexcept { return num_sequences_; }
-  std::int64_t num_documents() const noexcept { return num_documents_; }
-  std::int64_t num_tokens() const noexcept { return num_tokens_; }  // of all sequences
-
   std::uint8_t* data() const noexcept { return bytes_.data.get(); }
-
-  // Entries since they were cleared last.
-  const std::vector<std::int32_t>& lengths() const noexcept { return lengths_; }
-  const std::vector<std::int8_t>& modes() const noexcept { return modes_; }
-  const std::vector<std::int64_t>& document_ends() const noexcept { return document_ends_; }
-  void clear_entries() noexcept;
 
   // Starts to write the buffer to the end of the file, and empties it. Call `wait` before.
   void flush();
@@ -96,6 +76,16 @@ class TokenBuffer {
 
   // Gives up the memory. The counts stay.
   void free_memory() noexcept;
+
+  // The entries of the index file, until they are taken.
+  std::vector<std::int32_t> lengths;
+  std::vector<std::int8_t> modes;
+  std::vector<std::int64_t> document_ends;
+
+  std::int64_t num_sequences = 0;
+  std::int64_t num_documents = 0;
+  std::int64_t num_tokens = 0;      // of all sequences
+  bool has_open_document = false;  // whether some sequences belong to no document yet
 
  private:
   // A number of the file's dtype.
@@ -113,13 +103,6 @@ class TokenBuffer {
   std::size_t capacity_;
   Buffer<std::uint8_t> bytes_;
   std::size_t used_ = 0;  // a multiple of the token's width, so that tokens stay aligned
-  std::vector<std::int32_t> lengths_;
-  std::vector<std::int8_t> modes_;
-  std::vector<std::int64_t> document_ends_;
-  std::int64_t num_sequences_ = 0;
-  std::int64_t num_documents_ = 0;
-  std::int64_t num_tokens_ = 0;
-  bool has_open_document_ = false;
   WriteBehind writer_;
 };
 

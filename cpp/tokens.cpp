@@ -3,7 +3,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "checked.hpp"
+#include "errors.hpp"
 #include "prefetch.hpp"
 
 namespace millrace {
@@ -28,7 +28,7 @@ TokenSource::TokenSource(const Tokens& tokens, std::int64_t num_tokens, std::int
       sequence_pointers_(sequence_pointers),
       sequence_lengths_(sequence_lengths) {
   if (sequence_pointers.size() != sequence_lengths.size()) {
-    throw std::invalid_argument("sequence_pointers and sequence_lengths differ in size");
+    fail("sequence_pointers and sequence_lengths differ in size");
   }
 }
 
@@ -38,18 +38,14 @@ Piece TokenSource::locate(const Span& span) const {
   const std::int64_t length = sequence_lengths_[sequence];
   if (span.offset < 0 || span.count < 0 || span.count > length ||
       span.offset > length - span.count) {
-    throw std::invalid_argument(std::to_string(span.count) + " tokens from token " +
-                                std::to_string(span.offset) + " on lie outside sequence " +
-                                std::to_string(sequence) + ", which has " +
-                                std::to_string(length));
+    fail(span.count, " tokens from token ", span.offset, " on lie outside sequence ", sequence,
+         ", which has ", length);
   }
   const std::int64_t pointer = sequence_pointers_[sequence];
   const std::int64_t end = span.offset + span.count;
   if (pointer < 0 || pointer > num_bytes_ || (num_bytes_ - pointer) / token_size_ < end) {
-    throw std::invalid_argument("sequence " + std::to_string(sequence) + " starts at byte " +
-                                std::to_string(pointer) + " of the token file, which has " +
-                                std::to_string(num_bytes_) + ": tokens up to " +
-                                std::to_string(end) + " lie outside it");
+    fail("sequence ", sequence, " starts at byte ", pointer, " of the token file, which has ",
+         num_bytes_, ": tokens up to ", end, " lie outside it");
   }
   return {pointer + span.offset * token_size_, span.count * token_size_};
 }
@@ -63,7 +59,7 @@ void locate_spans(const TokenSource& source, Column<std::int64_t> sequences,
                   Column<std::int64_t> offsets, Column<std::int64_t> counts,
                   std::span<std::int64_t> byte_offsets, std::span<std::int64_t> byte_counts) {
   if (offsets.size() != sequences.size() || counts.size() != sequences.size()) {
-    throw std::invalid_argument("sequences, offsets and counts differ in size");
+    fail("sequences, offsets and counts differ in size");
   }
   for (std::size_t i = 0; i < sequences.size(); ++i) {
     const Piece piece = source.locate({sequences[i], offsets[i], counts[i]});

@@ -13,7 +13,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <initializer_list>
 #include <span>
 #include <stdexcept>
 #include <tuple>
@@ -22,6 +21,7 @@
 
 #include "buffer.hpp"
 #include "column.hpp"
+#include "errors.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -43,37 +43,33 @@ Column<T> column_of(const In<T>& array) {
 template <class T>
 std::span<const T> span_of(const In<T>& array) {
   if (reinterpret_cast<std::uintptr_t>(array.data()) % alignof(T) != 0) {
-    throw std::invalid_argument("an array is not aligned to its numbers' size");
+    fail("an array is not aligned to its numbers' size");
   }
   return {array.data(), array.shape(0)};
 }
 
 template <class T>
-Out<T> to_numpy(Buffer<T> buffer, std::initializer_list<std::size_t> shape) {
+Out<T> to_numpy(Buffer<T> buffer) {
   T* data = buffer.data.release();
   nb::capsule owner(data, [](void* pointer) noexcept { FreeMemory{}(pointer); });
-  return Out<T>(data, shape, owner);
+  return Out<T>(data, {buffer.size}, owner);
 }
 
-template <class T>
-Out<T> to_numpy(Buffer<T> buffer) {
-  const std::size_t size = buffer.size;
-  return to_numpy(std::move(buffer), {size});
-}
-
-template <class T>
-Out<T> to_numpy(const std::vector<T>& numbers) {
-  auto out = allocate<T>(numbers.size());
-  std::copy(numbers.begin(), numbers.end(), out.data.get());
-  return to_numpy(std::move(out));
+// An array that `fill` fills, without the GIL.
+template <class T, class Fill>
+Out<T> make_array(std::size_t size, Fill fill) {
+  auto buffer = allocate<T>(size);
+  {
+    nb::gil_scoped_release unlocked;
+    fill(buffer.span());
+  }
+  return to_numpy(std::move(buffer));
 }
 
 // Each file of this folder adds its part to the module.
-void add_blend(nb::module_& module);
 void add_buffer(nb::module_& module);
 void add_order(nb::module_& module);
 void add_samples(nb::module_& module);
-void add_shuffle(nb::module_& module);
 void add_tokens(nb::module_& module);
 void add_views(nb::module_& module);
 

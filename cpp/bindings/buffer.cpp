@@ -26,7 +26,7 @@ std::int64_t integer_of(PyObject* item) {
   }
 #endif
   if (!PyLong_CheckExact(item)) {
-    throw std::invalid_argument("tokens or lengths hold an object that is not an int");
+    fail("tokens or lengths hold an object that is not an int");
   }
   const std::int64_t value = PyLong_AsLongLong(item);
   if (value == -1 && PyErr_Occurred() != nullptr) {
@@ -39,7 +39,7 @@ template <class T>
 In<T> array_of(nb::handle numbers) {
   In<T> array;
   if (!nb::try_cast(numbers, array, false)) {  // no conversion: it would cut floats
-    throw std::invalid_argument("lengths or modes are not a plain array of their dtype");
+    fail("lengths or modes are not a plain array of their dtype");
   }
   return array;
 }
@@ -54,6 +54,15 @@ std::vector<std::int64_t> integers_of(nb::handle numbers) {
     out.push_back(integer_of(PyList_GET_ITEM(numbers.ptr(), i)));
   }
   return out;
+}
+
+// The entries as an array; the vector is empty afterwards, and keeps its memory.
+template <class T>
+Out<T> take_all(std::vector<T>& entries) {
+  auto out = allocate<T>(entries.size());
+  std::copy(entries.begin(), entries.end(), out.data.get());
+  entries.clear();
+  return to_numpy(std::move(out));
 }
 
 // A call adds all that it is given or, if it throws, nothing; it runs no Python code once it has
@@ -71,12 +80,12 @@ class PyTokenBuffer : public TokenBuffer {
     return count;
   }
 
-  // Appends tokens as one sequence (`lengths` is None) or several (a list of ints, or an int64
-  // array), with their modes (None: 0; or an int8 array). Where `tokens` is None, the sequences are
+  // Appends tokens as one sequence (`parts` is None) or several (their lengths: a list of ints, or an
+  // int64 array), with their modes (None: 0; or an int8 array). Where `tokens` is None, the sequences are
   // made of the tokens that `append` took. Returns whether it is time to flush.
-  bool add_sequences(nb::handle tokens, nb::handle lengths, nb::handle modes, bool ends_document) {
+  bool add_sequences(nb::handle tokens, nb::handle parts, nb::handle kinds, bool ends_document) {
     if (tokens.is_none()) {
-      finish_sequences(num_loose_, lengths, modes, ends_document);
+      finish_sequences(num_loose_, parts, kinds, ends_document);
       num_loose_ = 0;
       return is_full();
     }
@@ -89,20 +98,20 @@ class PyTokenBuffer : public TokenBuffer {
     check_free();
     add_all([&] {
       const auto count = static_cast<std::int64_t>(append_tokens(tokens));
-      finish_sequences(count, lengths, modes, ends_document);
+      finish_sequences(count, parts, kinds, ends_document);
     });
     return is_full();
   }
 
   // `add_sequences` of a whole document without modes: two arguments less to take apart.
-  bool add_document(nb::handle tokens, nb::handle lengths) {
-    return add_sequences(tokens, lengths, Py_None, true);
+  bool add_document(nb::handle tokens, nb::handle parts) {
+    return add_sequences(tokens, parts, Py_None, true);
   }
 
   // Appends documents of one sequence each, but of none where a document has no tokens. `tokens` as
   // above, where None leaves what the documents do not need; their lengths are an int64 array.
-  bool add_documents(nb::handle tokens, const In<std::int64_t>& lengths) {
-    const std::int64_t sum = sum_of_lengths(span_of(lengths));
+  bool add_documents(nb::handle tokens, const In<std::int64_t>& parts) {
+    const std::int64_t sum = sum_of_lengths(span_of(parts));
     if (tokens.is_none()) {
       if (sum > num_loose_) {
         refuse_sum(sum, num_loose_);
@@ -117,7 +126,7 @@ class PyTokenBuffer : public TokenBuffer {
         }
       });
     }
-    end_documents(span_of(lengths));
+    end_documents(span_of(parts));
     return is_full();
   }
 
@@ -136,9 +145,14 @@ class PyTokenBuffer : public TokenBuffer {
 
   // The lengths and modes of sequences and the ends of documents since the last call.
   std::tuple<Out<std::int32_t>, Out<std::int8_t>, Out<std::int64_t>> take_entries() {
-    std::tuple entries(to_numpy(lengths()), to_numpy(modes()), to_numpy(document_ends()));
-    clear_entries();
-    return entries;
+    return {take_all(lengths), take_all(modes), take_all(document_ends)};
+  }
+
+  // Counts what reaches the files by another way.
+  void count(std::int64_t sequences, std::int64_t documents, std::int64_t tokens) {
+    num_sequences += sequences;
+    num_documents += documents;
+    num_tokens += tokens;
   }
 
   // Starts to write the buffer to the end of the file, and goes on with an empty one.
@@ -175,7 +189,7 @@ class PyTokenBuffer : public TokenBuffer {
  private:
   void check_free() const {
     if (is_busy_) {
-      throw std::invalid_argument("the buffer is being flushed, or closed");
+      fail("the buffer is being flushed, or closed");
     }
   }
 
@@ -191,20 +205,20 @@ class PyTokenBuffer : public TokenBuffer {
     }
   }
 
-  void finish_sequences(std::int64_t count, nb::handle lengths, nb::handle modes,
+  void finish_sequences(std::int64_t count, nb::handle parts, nb::handle kinds,
                         bool ends_document) {
-    std::optional<Column<std::int8_t>> kinds;
+    std::optional<Column<std::int8_t>> column;
     In<std::int8_t> array;
-    if (!modes.is_none()) {
-      array = array_of<std::int8_t>(modes);
-      kinds = column_of(array);
+    if (!kinds.is_none()) {
+      array = array_of<std::int8_t>(kinds);
+      column = column_of(array);
     }
-    const bool is_list = PyList_Check(lengths.ptr());
-    if (lengths.is_none() || (is_list && PyList_GET_SIZE(lengths.ptr()) == 1)) {  // most are
-      const std::int64_t one = is_list ? integer_of(PyList_GET_ITEM(lengths.ptr(), 0)) : count;
-      end_sequences(count, std::span(&one, 1), kinds, ends_document);
+    const bool is_list = PyList_Check(parts.ptr());
+    if (parts.is_none() || (is_list && PyList_GET_SIZE(parts.ptr()) == 1)) {  // most are
+      const std::int64_t one = is_list ? integer_of(PyList_GET_ITEM(parts.ptr(), 0)) : count;
+      end_sequences(count, std::span(&one, 1), column, ends_document);
     } else {
-      end_sequences(count, integers_of(lengths), kinds, ends_document);
+      end_sequences(count, integers_of(parts), column, ends_document);
     }
   }
 
@@ -212,7 +226,7 @@ class PyTokenBuffer : public TokenBuffer {
   std::size_t append_tokens(nb::handle tokens) {
     if (PyList_Check(tokens.ptr())) {
       if (has_floats()) {
-        throw std::invalid_argument("tokens of a list cannot be taken as floats");
+        fail("tokens of a list cannot be taken as floats");
       }
       const auto count = static_cast<std::size_t>(PyList_GET_SIZE(tokens.ptr()));
       append_each(count, [tokens](std::size_t place) {
@@ -221,15 +235,14 @@ class PyTokenBuffer : public TokenBuffer {
       return count;
     }
     if (!PyArray_Check(tokens.ptr())) {
-      throw std::invalid_argument("tokens are neither a list nor an array");
+      fail("tokens are neither a list nor an array");
     }
     auto* array = reinterpret_cast<PyArrayObject*>(tokens.ptr());
     if (PyArray_NDIM(array) != 1) {
-      throw std::invalid_argument("tokens have " + std::to_string(PyArray_NDIM(array)) +
-                                  " dimensions; one dimension is needed");
+      fail("tokens have ", PyArray_NDIM(array), " dimensions; one dimension is needed");
     }
     if (!PyArray_ISCARRAY_RO(array)) {
-      throw std::invalid_argument("tokens must be one contiguous run");
+      fail("tokens must be one contiguous run");
     }
     return append_array(array);
   }
@@ -251,7 +264,7 @@ class PyTokenBuffer : public TokenBuffer {
       case 2: is_signed ? append_as(std::int16_t{}) : append_as(std::uint16_t{}); break;
       case 4: is_signed ? append_as(std::int32_t{}) : append_as(std::uint32_t{}); break;
       case 8: is_signed ? append_as(std::int64_t{}) : append_as(std::uint64_t{}); break;
-      default: throw std::invalid_argument("tokens are not integers; integers are needed");
+      default: fail("tokens are not integers; integers are needed");
     }
     return count;
   }
@@ -279,11 +292,11 @@ void add_buffer(nb::module_& module) {
       .def("wait", &PyTokenBuffer::wait)
       .def("close", &PyTokenBuffer::close)
       .def_prop_ro("is_full", &PyTokenBuffer::is_full)
-      .def_prop_ro("has_open_document", &PyTokenBuffer::has_open_document)
       .def_prop_ro("num_bytes", &PyTokenBuffer::num_bytes)
-      .def_prop_ro("num_tokens", &PyTokenBuffer::num_tokens)
-      .def_prop_ro("num_sequences", &PyTokenBuffer::num_sequences)
-      .def_prop_ro("num_documents", &PyTokenBuffer::num_documents)
+      .def_ro("num_tokens", &PyTokenBuffer::num_tokens)
+      .def_ro("num_sequences", &PyTokenBuffer::num_sequences)
+      .def_ro("num_documents", &PyTokenBuffer::num_documents)
+      .def_ro("has_open_document", &PyTokenBuffer::has_open_document)
       .def_rw("is_busy", &PyTokenBuffer::is_busy_);
 }
 

@@ -28,9 +28,7 @@ NB_MODULE(_core, module) {
                       error.what());
     }
   });
-  add_shuffle(module);
   add_order(module);
-  add_blend(module);
   add_tokens(module);
   add_buffer(module);
   add_views(module);

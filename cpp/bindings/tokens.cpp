@@ -1,13 +1,10 @@
 // Token files and their index files: pieces, sequences, checks, and mapped files.
-#include "tokens.hpp"
-
 #include <memory>
 
 #include "arrays.hpp"
 #include "check_index.hpp"
 #include "mapping.hpp"
 #include "ragged.hpp"
-#include "sources.hpp"
 #include "write_behind.hpp"
 
 namespace millrace {
@@ -15,7 +12,7 @@ namespace {
 
 std::vector<Piece> pieces_from(const In<std::int64_t>& offsets, const In<std::int64_t>& counts) {
   if (offsets.shape(0) != counts.shape(0)) {
-    throw std::invalid_argument("byte_offsets and byte_counts differ in size");
+    fail("byte_offsets and byte_counts differ in size");
   }
   std::vector<Piece> pieces(offsets.shape(0));
   for (std::size_t i = 0; i < pieces.size(); ++i) {
@@ -54,7 +51,7 @@ std::tuple<Out<std::uint8_t>, Out<std::int64_t>> py_copy_sequences(
     const In<std::uint8_t>& bytes, const In<std::int64_t>& pointers,
     const In<std::int32_t>& lengths, const In<std::int64_t>& ids, std::int64_t token_size) {
   if (pointers.shape(0) != lengths.shape(0)) {
-    throw std::invalid_argument("pointers and lengths differ in size");
+    fail("pointers and lengths differ in size");
   }
   Buffer<std::uint8_t> out;
   auto offsets = allocate<std::int64_t>(ids.shape(0) + 1);
@@ -72,27 +69,12 @@ std::tuple<Out<std::uint8_t>, Out<std::int64_t>> py_copy_sequences(
   return {to_numpy(std::move(out)), to_numpy(std::move(offsets))};
 }
 
-std::tuple<Out<std::int64_t>, Out<std::int64_t>> py_locate_spans(
-    const PyTokenSource& source, const In<std::int64_t>& sequences,
-    const In<std::int64_t>& offsets, const In<std::int64_t>& counts) {
-  auto byte_offsets = allocate<std::int64_t>(sequences.shape(0));
-  auto byte_counts = allocate<std::int64_t>(sequences.shape(0));
-  {
-    nb::gil_scoped_release unlocked;
-    read_mapped([&] {
-      locate_spans(source, column_of(sequences), column_of(offsets), column_of(counts),
-                   byte_offsets.span(), byte_counts.span());
-    });
-  }
-  return {to_numpy(std::move(byte_offsets)), to_numpy(std::move(byte_counts))};
-}
-
 std::tuple<std::int64_t, std::int64_t> py_first_bad_sequence(const In<std::int32_t>& lengths,
                                                              const In<std::int64_t>& pointers,
                                                              std::int64_t token_size,
                                                              std::int64_t byte_offset) {
   if (lengths.shape(0) != pointers.shape(0)) {
-    throw std::invalid_argument("lengths and pointers differ in size");
+    fail("lengths and pointers differ in size");
   }
   nb::gil_scoped_release unlocked;
   std::int64_t place = 0;
@@ -146,12 +128,6 @@ void add_tokens(nb::module_& module) {
   module.def("first_bad_document", &py_first_bad_document, "entries"_a, "num_sequences"_a);
   module.def("map_file", &py_map_file, "descriptor"_a, "size"_a);
   module.def("start_writeback", &py_start_writeback, "file"_a, "start"_a, "size"_a);
-  nb::class_<PyTokenSource>(module, "TokenSource")
-      .def(nb::init<const AnyArray&, const In<std::int64_t>&, const In<std::int32_t>&,
-                    std::int64_t>(),
-           "tokens"_a, "sequence_pointers"_a, "sequence_lengths"_a, "num_bytes"_a);
-  module.def("locate_spans", &py_locate_spans, "token_source"_a, "sequences"_a, "offsets"_a,
-             "counts"_a);
 }
 
 }  // namespace millrace

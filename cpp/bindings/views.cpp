@@ -12,11 +12,11 @@ class PySequenceViews {
                   const In<std::int32_t>& sequence_lengths)
       : array_(tokens), pointers_(sequence_pointers), lengths_(sequence_lengths) {
     if (!PyArray_Check(tokens.ptr()) || pointers_.shape(0) != lengths_.shape(0)) {
-      throw std::invalid_argument("an array of tokens, and as many pointers as lengths are needed");
+      fail("an array of tokens, and as many pointers as lengths are needed");
     }
     auto* base = reinterpret_cast<PyArrayObject*>(tokens.ptr());
     if (PyArray_NDIM(base) != 1 || !PyArray_IS_C_CONTIGUOUS(base)) {
-      throw std::invalid_argument("tokens must be one contiguous run");
+      fail("tokens must be one contiguous run");
     }
     num_bytes_ = static_cast<std::int64_t>(PyArray_NBYTES(base));
     width_ = static_cast<std::int64_t>(PyArray_ITEMSIZE(base));
@@ -64,8 +64,7 @@ class PySequenceViews {
     npy_intp length = column_of(lengths_)[number];
     if (length < 0 || pointer < 0 || pointer % width_ != 0 ||
         pointer > num_bytes_ - length * width_) {
-      throw std::invalid_argument("sequence " + std::to_string(number) +
-                                  " lies outside the token file or off its grid");
+      fail("sequence ", number, " lies outside the token file or off its grid");
     }
     auto* base = reinterpret_cast<PyArrayObject*>(array_.ptr());
     PyArray_Descr* dtype = PyArray_DESCR(base);

@@ -1,12 +1,13 @@
 """The native core. Call it through `millrace._native`, which checks the arguments."""
 
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from millrace.options import SampleOptions
 
+_T = TypeVar("_T", bound=np.generic)
 _Numbers = NDArray[np.int64]
 _Lengths = NDArray[np.int32]
 _Key = NDArray[np.uint32]
@@ -14,29 +15,20 @@ _State = tuple[_Key, int]
 _Blend = tuple[NDArray[np.int16], _Numbers]
 _Samples = tuple[_Numbers, _Numbers, NDArray[np.float32], _Numbers]
 
-def shuffled_int32(values: Any, key: _Key, position: int) -> tuple[Any, _State]: ...
-def shuffled_uint32(values: Any, key: _Key, position: int) -> tuple[Any, _State]: ...
-def shuffled_int64(values: Any, key: _Key, position: int) -> tuple[Any, _State]: ...
-def shuffled_ranges_int32(ranges: _Numbers, key: _Key, position: int) -> tuple[Any, _State]: ...
-def shuffled_ranges_uint32(ranges: _Numbers, key: _Key, position: int) -> tuple[Any, _State]: ...
-def shuffled_ranges_int64(ranges: _Numbers, key: _Key, position: int) -> tuple[Any, _State]: ...
+def shuffled(values: NDArray[_T], key: _Key, position: int) -> tuple[NDArray[_T], _State]: ...
+def shuffled_ranges(
+    ranges: _Numbers, like: NDArray[_T], key: _Key, position: int
+) -> tuple[NDArray[_T], _State]: ...
 def draw_targets(first: int, count: int, key: _Key, position: int) -> tuple[_Numbers, _State]: ...
-def sample_index_int32(
+def sample_index(
     sequence_lengths: _Lengths,
     document_index: _Lengths,
     sequence_length: int,
     num_samples: int,
     add_extra_token: bool,
     allow_partial: bool,
-) -> NDArray[np.int32]: ...
-def sample_index_int64(
-    sequence_lengths: _Lengths,
-    document_index: _Lengths,
-    sequence_length: int,
-    num_samples: int,
-    add_extra_token: bool,
-    allow_partial: bool,
-) -> _Numbers: ...
+    like: NDArray[_T],
+) -> NDArray[_T]: ...
 def blend_by_weights(weights: NDArray[np.float64], size: int, threads: int) -> _Blend: ...
 def blend_by_sizes(sizes: _Numbers, total: int, threads: int) -> _Blend: ...
 def look_up_draws(

@@ -38,50 +38,42 @@ _INT64, _FLOAT64 = np.dtype(np.int64), np.dtype(np.float64)
 Numbers = NDArray[np.int64]
 Samples = tuple[Numbers, Numbers, NDArray[np.float32], Numbers]
 
-_SHUFFLED: dict[np.dtype[Any], tuple[Callable[..., Any], Callable[..., Any]]] = {
-    np.dtype(np.int32): (_core.shuffled_int32, _core.shuffled_ranges_int32),
-    np.dtype(np.uint32): (_core.shuffled_uint32, _core.shuffled_ranges_uint32),
-    np.dtype(np.int64): (_core.shuffled_int64, _core.shuffled_ranges_int64),
-}
+_SHUFFLED = (_INT32, np.dtype(np.uint32), _INT64)
 
 
 def shuffled(values: NDArray[Any], random: np.random.RandomState) -> NDArray[Any]:
-    """A shuffled copy of `values`, equal to what `random.shuffle(values)` leaves behind.
+    """A shuffled copy of `values`, equal to the result of `random.shuffle(values)`.
 
     Args:
-        values: shape [n], dtype int32, uint32 or int64.
-        random: a legacy generator (MT19937); it is advanced just as `random.shuffle` would.
+        values: [n] of int32, uint32 or int64.
+        random: A legacy generator (MT19937); it is advanced as by `random.shuffle`.
 
     Returns:
-        shape [n], the dtype of `values`.
+        [n], the dtype of `values`.
     """
     if values.ndim != 1 or values.dtype not in _SHUFFLED:
         raise ConfigError(
             f"values has shape {values.shape} and dtype {values.dtype}; "
             "[n] of int32, uint32 or int64 is needed"
         )
-    key, position = _get_state(random)
-    out: NDArray[Any]
-    out, state = _SHUFFLED[values.dtype][0](np.ascontiguousarray(values), key, position)
-    _set_state(random, state)
-    return out
+    return _draw(random, _core.shuffled, np.ascontiguousarray(values))
 
 
 def shuffled_ranges(
     ranges: Sequence[tuple[int, int, int]], dtype: Any, random: np.random.RandomState
 ) -> NDArray[Any]:
-    """Runs of consecutive numbers, each run shuffled by itself, one after the other.
+    """Ranges of consecutive numbers, each shuffled alone, one after the other.
 
     Equal to `values = np.tile(np.arange(start, stop, dtype=dtype), copies)`, then
     `random.shuffle(values)`, for each (start, stop, copies), concatenated.
 
     Args:
-        ranges: (start, stop, copies) of each run; `stop` is left out.
+        ranges: (start, stop, copies) of each range, without `stop`.
         dtype: int32, uint32 or int64; every number must fit.
-        random: a legacy generator (MT19937); it is advanced by the draws.
+        random: A legacy generator (MT19937); it is advanced by the draws.
 
     Returns:
-        shape [sum of (stop - start) * copies], of `dtype`.
+        [sum of (stop - start) * copies] of `dtype`.
     """
     dtype = np.dtype(dtype)
     if dtype not in _SHUFFLED:
@@ -93,35 +85,29 @@ def shuffled_ranges(
                 f"the range ({start}, {stop}) times {copies} is empty backwards, has a negative "
                 f"count or does not fit {dtype}"
             )
-    # The core would count through the copies of nothing, and overflow on none of very much.
+    # Drop empty ranges: the kernel would loop `copies` times over nothing, and the product could
+    # overflow.
     ranges = [
         (start, stop, copies) for start, stop, copies in ranges if start < stop and copies > 0
     ]
     if sum((stop - start) * copies for start, stop, copies in ranges) > MAX_INT64 // 8:
-        raise ConfigError(f"the ranges {list(ranges)} hold more numbers than memory can")
-    key, position = _get_state(random)
+        raise ConfigError(f"the ranges {ranges} hold more numbers than memory can")
     table = np.array(ranges, dtype=np.int64).reshape(-1, 3)
-    out: NDArray[Any]
-    out, state = _SHUFFLED[dtype][1](table, key, position)
-    _set_state(random, state)
-    return out
+    return _draw(random, _core.shuffled_ranges, table, np.empty(0, dtype))
 
 
 def draw_targets(first: int, count: int, random: np.random.RandomState) -> Numbers:
     """The swap targets of `count` steps of a shuffle: the k-th is uniform in [0, first - k].
 
-    This is the shuffle's random part by itself, so that its use of 64-bit draws (from step 2**32
-    on) can be tested without an array of that size.
+    The random part of a shuffle: so tests of its 64-bit draws (from step 2**32 on) need no array of
+    that size.
 
     Returns:
         int64 [count].
     """
     if not 0 <= count <= first <= MAX_INT64:
         raise ConfigError(f"count is {count} and first is {first}; 0 <= count <= first is needed")
-    key, position = _get_state(random)
-    out, state = _core.draw_targets(first, count, key, position)
-    _set_state(random, state)
-    return out
+    return _draw(random, _core.draw_targets, first, count)
 
 
 def sample_index(
@@ -142,22 +128,23 @@ def sample_index(
     Args:
         sequence_lengths: int32 [sequences], in tokens.
         document_index: int32 [documents], places in `sequence_lengths`, in reading order.
-        sequence_length: tokens to train on in a sample, at least 1.
-        num_samples: number of samples; the documents must suffice, but for the last one
-            where `allow_partial` is set.
-        dtype: int32 or int64, of the rows.
+        sequence_length: Number of tokens to train on in a sample, at least 1.
+        num_samples: Number of samples, all of which the documents must fill.
+        add_extra_token: Whether a sample has one token more.
+        allow_partial: Whether the last sample may have fewer tokens.
+        dtype: int32 or int64.
 
     Returns:
         [num_samples + 1, 2] of `dtype`.
 
     Raises:
-        ValueError: too few tokens, a negative length or an entry of the document index outside
+        ValueError: Too few tokens, a negative length or an entry of the document index outside
             the sequences.
     """
     _check_vector("sequence_lengths", sequence_lengths, _INT32)
     _check_vector("document_index", document_index, _INT32)
     dtype = np.dtype(dtype)
-    if dtype not in (np.dtype(np.int32), np.dtype(np.int64)):
+    if dtype not in (_INT32, _INT64):
         raise ConfigError(f"dtype is {dtype}; int32 or int64 is needed")
     if not 1 <= sequence_length <= MAX_INT64 // 4:
         raise ConfigError(f"sequence_length is {sequence_length}; at least 1 is needed")
@@ -168,36 +155,36 @@ def sample_index(
             f"num_samples is {num_samples} for {document_index.size} documents; "
             "at least 0 and, without documents, 0 is needed"
         )
-    if dtype == np.int32 and document_index.size > MAX_INT32:
+    if dtype == _INT32 and document_index.size > MAX_INT32:
         raise ConfigError(f"{document_index.size} documents need an int64 sample index")
-    kernel = _core.sample_index_int32 if dtype == np.int32 else _core.sample_index_int64
-    return kernel(
+    rows = _core.sample_index(
         sequence_lengths,
         document_index,
         sequence_length,
         num_samples,
         add_extra_token,
         allow_partial,
+        np.empty(0, dtype),
     )
+    return rows.reshape(-1, 2)
 
 
 def blend_by_weights(
     weights: NDArray[np.float64], size: int, threads: int | None = None
 ) -> tuple[NDArray[np.int16], Numbers]:
-    """The greedy blend: each sample comes from the dataset that lags most behind its weight.
+    """The greedy blend: each sample comes from the dataset furthest behind its weight.
 
     Sample n is drawn from the first dataset with the largest weight * max(n, 1) - taken, in
     float64: Megatron-LM's `build_blending_indices`.
 
     Args:
-        weights: float64 [datasets], positive and finite, at most 32,766 of them; they are used as
-            they are (normalise them first).
-        size: number of samples.
-        threads: that draw, which changes nothing else; None: one for each core.
+        weights: float64 [datasets], normalised, positive and finite, at most 32,766 of them.
+        size: Number of samples.
+        threads: Number of worker threads; the result does not depend on it. None: one per core.
 
     Returns:
-        dataset_index int16 [size] and dataset_sample_index int64 [size], the count of samples that
-        were taken from the same dataset before.
+        dataset_index int16 [size] and dataset_sample_index int64 [size], the number of earlier
+        samples from the same dataset.
     """
     _check_vector("weights", weights, _FLOAT64)
     _check_num_datasets(weights.size)
@@ -205,18 +192,18 @@ def blend_by_weights(
         raise ConfigError(f"weights are {weights}; each must be positive and finite")
     if not 0 <= size <= MAX_INT64 // 8:
         raise ConfigError(f"size is {size}; at least 0 is needed")
-    return _core.blend_by_weights(weights, size, _number_of(threads))
+    return _core.blend_by_weights(weights, size, _num_threads(threads))
 
 
 def blend_by_sizes(sizes: Numbers, threads: int | None = None) -> tuple[NDArray[np.int16], Numbers]:
     """The exhaustive blend: exactly sizes[d] samples of each dataset d, evenly mixed.
 
-    The greedy rule with the weights sizes / sum(sizes), over the datasets that are not spent:
+    The greedy rule with the weights sizes / sum(sizes), over the datasets that have samples left:
     Megatron-LM's `build_exhaustive_blending_indices`.
 
     Args:
         sizes: int64 [datasets], at least 0, at most 32,766 of them.
-        threads: that draw, which changes nothing else; None: one for each core.
+        threads: Number of worker threads; the result does not depend on it. None: one per core.
 
     Returns:
         dataset_index int16 [sum(sizes)] and dataset_sample_index int64 [sum(sizes)].
@@ -226,7 +213,7 @@ def blend_by_sizes(sizes: Numbers, threads: int | None = None) -> tuple[NDArray[
     total = sum(sizes.tolist())
     if np.any(sizes < 0) or total > MAX_INT64 // 8:
         raise ConfigError(f"sizes are {sizes}; each must be at least 0, and their sum fit memory")
-    return _core.blend_by_sizes(sizes, total, _number_of(threads))
+    return _core.blend_by_sizes(sizes, total, _num_threads(threads))
 
 
 def look_up_draws(
@@ -272,7 +259,7 @@ def token_source(
     if tokens.ndim != 1:
         raise ConfigError(f"tokens has shape {tokens.shape}; one dimension is needed")
     num_bytes = tokens.nbytes if num_bytes is None else num_bytes
-    return TokenSource(tokens, sequence_pointers, sequence_lengths, num_bytes)
+    return TokenSource(np.ascontiguousarray(tokens), sequence_pointers, sequence_lengths, num_bytes)
 
 
 def gpt_order(
@@ -306,8 +293,8 @@ def gpt_order(
     return GPTOrder(
         sequence_lengths,
         document_index,
-        sample_index,
-        shuffle_index,
+        np.ascontiguousarray(sample_index),
+        np.ascontiguousarray(shuffle_index),
         sequence_length,
         add_extra_token,
     )
@@ -368,12 +355,11 @@ def gather_samples(
         token_sources: Mapped token files.
         orders: As many orders, one over each token file.
         source_numbers, sample_numbers: int64 [batch].
-        options: The options of all samples.
+        options: Options of all samples.
 
     Returns:
         tokens int64, labels int64, loss_mask float32 and position_ids int64, each
-        [batch, sequence_length]. Where a sample lacks tokens, both are the padding token, which
-        becomes 0, and the labels are masked.
+        [batch, sequence_length]. A sample with fewer tokens ends in 0, with masked labels.
 
     Raises:
         ValueError: No such sample, one that does not fit its row, or indices that point outside
@@ -391,7 +377,7 @@ def fill_rows(tokens: NDArray[Any], ends: Numbers, options: SampleOptions) -> Sa
     Args:
         tokens: [n] of an integer dtype: all samples' tokens, one after the other.
         ends: int64 [batch], where each sample's tokens end.
-        options: The options of all samples.
+        options: Options of all samples.
 
     Raises:
         ValueError: A sample that is longer than its row, or ends outside the tokens.
@@ -414,7 +400,7 @@ def copy_pieces(
         uint8 [sum of byte_counts].
 
     Raises:
-        ValueError: a piece outside the data.
+        ValueError: A piece outside the data.
     """
     _check_vector("data", data, _UINT8)
     _check_vector("byte_offsets", byte_offsets, _INT64)
@@ -428,19 +414,19 @@ def read_pieces(
     byte_offsets: Numbers,
     byte_counts: Numbers,
 ) -> NDArray[np.uint8]:
-    """Pieces of an open file, one after the other, read in the order of their places.
+    """Pieces of an open file, one after the other, read in the order of their offsets.
 
     Args:
-        descriptor: of the file, open for reading.
-        num_bytes: the file's size.
+        descriptor: Descriptor of a file that is open for reading.
+        num_bytes: Size of the file.
         byte_offsets, byte_counts: int64 [pieces].
 
     Returns:
         uint8 [sum of byte_counts].
 
     Raises:
-        ValueError: a piece outside the file.
-        OSError: reading fails.
+        ValueError: A piece outside the file.
+        OSError: A failed read.
     """
     _check_vector("byte_offsets", byte_offsets, _INT64)
     _check_vector("byte_counts", byte_counts, _INT64)
@@ -460,14 +446,14 @@ def copy_sequences(
         data: uint8 [n], the token file.
         pointers, lengths: int64 and int32 [sequences], in bytes and in tokens.
         ids: int64 [batch]; negative ones count from the end.
-        token_size: bytes in a token, 1 to 8.
+        token_size: Number of bytes in a token, 1 to 8.
 
     Returns:
-        uint8 [bytes], and where each sequence starts among the tokens, int64 [batch + 1].
+        The bytes, uint8 [n], and where each sequence starts among the tokens, int64 [batch + 1].
 
     Raises:
-        IndexError: no such sequence.
-        ValueError: a sequence outside the data.
+        IndexError: No such sequence.
+        ValueError: A sequence outside the data.
     """
     _check_vector("data", data, _UINT8)
     _check_vector("pointers", pointers, _INT64)
@@ -486,12 +472,12 @@ def first_bad_sequence(
     Args:
         lengths: int32 [sequences], in tokens.
         pointers: int64 [sequences], in bytes.
-        token_size: bytes in a token.
-        byte_offset: where the first of them must start.
+        token_size: Number of bytes in a token.
+        byte_offset: Where the first sequence must start.
 
     Returns:
-        its place (the number of sequences if all are well), and where the next one after the well
-        ones must start.
+        The place of that sequence (the number of sequences if all are ok), and the byte where it
+        must start.
     """
     _check_vector("lengths", lengths, _INT32)
     _check_vector("pointers", pointers, _INT64)
@@ -499,11 +485,14 @@ def first_bad_sequence(
 
 
 def first_bad_document(entries: Numbers, num_sequences: int) -> int:
-    """The place of the first document entry that is smaller than the one before it, or outside
-    [0, num_sequences]; the number of entries if all are well.
+    """The first document entry that is smaller than the one before it, or outside its limits.
 
     Args:
         entries: int64 [entries].
+        num_sequences: The largest value that is possible.
+
+    Returns:
+        The place of that entry; the number of entries if all are ok.
     """
     _check_vector("entries", entries, _INT64)
     return _core.first_bad_document(entries, num_sequences)
@@ -522,7 +511,7 @@ def _check_num_datasets(count: int) -> None:
         raise ConfigError(f"there are {count} datasets; 1 to {MAX_DATASETS} can be blended")
 
 
-def _number_of(threads: int | None) -> int:
+def _num_threads(threads: int | None) -> int:
     threads = available_cores() if threads is None else threads
     if not 1 <= threads <= MAX_INT32:
         raise ConfigError(f"threads is {threads}; at least 1 is needed")
@@ -535,15 +524,12 @@ def _check_rows(sequence_length: int, num_rows: int) -> None:
         raise ConfigError(f"sequence_length is {sequence_length}; at least 1 is needed")
 
 
-def _get_state(random: np.random.RandomState) -> tuple[NDArray[np.uint32], int]:
-    state = random.get_state(legacy=False)
-    if state["bit_generator"] != "MT19937":
-        raise ConfigError("the random state is not an MT19937 generator")
-    inner = state["state"]
-    return inner["key"], inner["pos"]
-
-
-def _set_state(random: np.random.RandomState, state: tuple[NDArray[np.uint32], int]) -> None:
+def _draw(random: np.random.RandomState, kernel: Callable[..., Any], *arguments: Any) -> Any:
+    """The array that a kernel draws from a generator, which is advanced."""
     full = random.get_state(legacy=False)
-    full["state"] = {"key": state[0], "pos": state[1]}
+    if full["bit_generator"] != "MT19937":
+        raise ConfigError("the random state is not an MT19937 generator")
+    out, (key, position) = kernel(*arguments, full["state"]["key"], full["state"]["pos"])
+    full["state"] = {"key": key, "pos": position}
     random.set_state(full)
+    return out
