@@ -3,9 +3,9 @@
 A writer writes generations of one pair, or of several at once, each with other sizes and tokens,
 and reports when it starts and when it is done. It builds them, merges, converts or splits other
 pairs, or builds the pairs of several keys. It is killed at a random moment, or just before its n-th
-step in the file system, for every n. Readers (millrace's, and a plain one that only knows the format)
-look while it works and after its death, and must find all of one generation in each pair, to the
-byte: the one that was done last, or the one that was under way.
+step in the file system, for every n. Readers (millrace's, and a plain one of the format) look while
+it works and after its death, and must find all of one generation in each pair, to the byte: the one
+that was done last, or the one that was under way.
 """
 
 from __future__ import annotations
