@@ -1,4 +1,4 @@
-"""The door for numbers and flags: what comes in, and as what it goes on."""
+"""Checks of numbers and flags."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INTEGERS = [np.dtype(code) for code in "bBhHiIlLqQ"]
 
 
 @given(st.data())
-def test_every_integer_type_becomes_pythons(data: st.DataObject) -> None:
+def test_every_integer_type_becomes_a_python_int(data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from(INTEGERS))
     limits = np.iinfo(dtype)
     number = data.draw(st.integers(int(limits.min), int(limits.max)))
@@ -36,12 +36,12 @@ def test_every_integer_type_becomes_pythons(data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     "value", [2.0, 2.5, True, np.True_, np.float64(2), "2", b"2", None, [2], np.array([2]), 2 + 0j]
 )
-def test_what_is_no_whole_number_is_refused_by_name(value: Any) -> None:
+def test_other_values_than_whole_numbers_are_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"^size is .*; a whole number is needed$"):
         whole("size", value)
 
 
-def test_limits_are_named() -> None:
+def test_messages_give_the_limits() -> None:
     with pytest.raises(ConfigError, match=r"^size is 0; at least 1 is needed$"):
         whole("size", np.int8(0), 1)
     with pytest.raises(ConfigError, match=r"^seed is 4294967296; 0 to 4294967295 is possible$"):
@@ -72,11 +72,11 @@ def test_flags_are_bools() -> None:
             flag("drop_last", value)
 
 
-def test_reals_are_of_any_exact_or_floating_kind() -> None:
+def test_reals_accept_every_exact_or_floating_type() -> None:
     values = [1, 0.5, np.float32(0.5), np.int16(3), Fraction(1, 4), Decimal("0.25")]
-    found = reals("the weights", values)
-    assert found == [1.0, 0.5, 0.5, 3.0, 0.25, 0.25]
-    assert {type(value) for value in found} == {float}
+    floats = reals("the weights", values)
+    assert floats == [1.0, 0.5, 0.5, 3.0, 0.25, 0.25]
+    assert {type(value) for value in floats} == {float}
     assert reals("the weights", np.array([1, 2], ">i4")) == [1.0, 2.0]
     for value in ("1", b"1", True, None, 1j, np.complex64(1), [1.0], Decimal("sNaN")):
         with pytest.raises(ConfigError, match=r"the weight is .*; a number is needed"):
@@ -89,7 +89,7 @@ def test_reals_are_of_any_exact_or_floating_kind() -> None:
 
 
 @given(st.data())
-def test_arrays_of_whole_numbers_come_in_any_form(data: st.DataObject) -> None:
+def test_whole_numbers_are_accepted_in_any_form(data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from(INTEGERS))
     limits = np.iinfo(dtype)
     most = min(int(limits.max), 2**63 - 1)
@@ -110,12 +110,12 @@ def test_arrays_of_whole_numbers_come_in_any_form(data: st.DataObject) -> None:
         read_only,
         array.astype(object).tolist(),
     ):
-        found = whole_numbers("the ids", form)
-        assert found.tolist() == numbers
-        assert found.dtype == np.int64
-        assert found.dtype.isnative
-        assert found.flags.c_contiguous
-        assert found.flags.aligned
+        ids = whole_numbers("the ids", form)
+        assert ids.tolist() == numbers
+        assert ids.dtype == np.int64
+        assert ids.dtype.isnative
+        assert ids.flags.c_contiguous
+        assert ids.flags.aligned
 
 
 def test_int64_is_not_copied() -> None:

@@ -51,7 +51,7 @@ def write_groups(folder: Path, quotas: dict[str, str]) -> None:
         (V2 + "/", {"": "nonsense"}, None),
     ],
 )
-def test_the_least_quota_on_the_way_up_counts(
+def test_the_lowest_quota_of_a_group_and_its_parents_counts(
     own: str, quotas: dict[str, str], expected: int | None, tmp_path: Path
 ) -> None:
     write_groups(tmp_path / "cgroup", quotas)
@@ -59,14 +59,14 @@ def test_the_least_quota_on_the_way_up_counts(
     assert quota_of_cgroups(str(tmp_path / "cgroup"), str(tmp_path / "own")) == expected
 
 
-def test_where_there_are_no_control_groups(tmp_path: Path) -> None:
+def test_without_control_groups(tmp_path: Path) -> None:
     assert quota_of_cgroups(str(tmp_path), str(tmp_path / "nowhere")) is None
     assert 1 <= available_cores() <= (os.cpu_count() or 1)
 
 
 @contextlib.contextmanager
 def group_of_half_a_core() -> Iterator[Path]:
-    """A real control group, where this user may make one."""
+    """A real control group, if this user may make one."""
     root = Path("/sys/fs/cgroup")
     is_first = (root / "cpu" / "cpu.cfs_quota_us").exists() or (root / "cpu").is_dir()
     group = root / ("cpu" if is_first else "") / f"millrace-test-{os.getpid()}"

@@ -1,4 +1,4 @@
-"""Programs that end with millrace's objects alive end quietly."""
+"""Programs that end with live millrace objects end quietly."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ if __name__ == "__main__":
     [OPEN, OPEN + THREAD, OPEN.replace("builder =", "0 #") + WORKERS],
     ids=["globals", "thread", "workers"],
 )
-def test_live_objects_at_the_end_are_no_leak(tmp_path: Path, program: str) -> None:
+def test_live_objects_at_exit_are_not_a_leak(tmp_path: Path, program: str) -> None:
     write_documents(tmp_path / "data", [np.arange(5)] * 9)
     (tmp_path / "program.py").write_text(program)
     result = subprocess.run(

@@ -27,7 +27,7 @@ IS_ROOT = os.geteuid() == 0
 HANG = 60.0  # seconds
 
 
-def test_each_temporary_has_a_name_of_its_own(tmp_path: Path) -> None:
+def test_temporary_names_are_unique(tmp_path: Path) -> None:
     path = str(tmp_path / "x.bin")
     code = "import sys; from millrace.files import *; print(temporary_name(sys.argv[1]))"
     names = {temporary_name(path), temporary_name(path)}
@@ -44,7 +44,7 @@ def test_each_temporary_has_a_name_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["x.bin", "a[0-9]*?.bin", "x"])
-def test_temporaries_of_one_file_alone(name: str, tmp_path: Path) -> None:
+def test_temporaries_of_one_file(name: str, tmp_path: Path) -> None:
     path = str(tmp_path / name)
     own = [path + TMP, temporary_name(path), temporary_name(path)]
     others = [path + ".bak" + TMP, temporary_name(path + ".bak"), path + TMP + ".lock", path]
@@ -96,7 +96,7 @@ def test_a_reader_never_sees_a_part_of_many_writers_files(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
-def test_permissions_are_those_of_the_umask(mask: int, tmp_path: Path) -> None:
+def test_permissions_follow_the_umask(mask: int, tmp_path: Path) -> None:
     path = tmp_path / "x"
     before = os.umask(mask)
     try:
@@ -120,7 +120,7 @@ def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_errors_of_others_in_the_block_stay_what_they_are(tmp_path: Path) -> None:
+def test_errors_about_other_files_keep_their_name(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as caught, atomic_file(str(tmp_path / "x")):
         open(tmp_path / "nowhere")  # noqa: SIM115
     assert caught.value.filename == str(tmp_path / "nowhere")
@@ -128,7 +128,7 @@ def test_errors_of_others_in_the_block_stay_what_they_are(tmp_path: Path) -> Non
 
 
 def test_two_converts_to_one_file_leave_it_whole_at_every_moment(tmp_path: Path) -> None:
-    """It was empty or short for 100 ms."""
+    """The file was empty or short for 100 ms once."""
     source, target = tmp_path / "in.npy", tmp_path / "out.npy"
     np.save(source, np.arange(400_000, dtype=np.int32))
     code = (
@@ -163,11 +163,11 @@ with file_lock(sys.argv[1]) as is_held:
 
 @contextlib.contextmanager
 def ended(processes: Iterator[subprocess.Popen[str]]) -> Iterator[list[subprocess.Popen[str]]]:
-    made = list(processes)
+    running = list(processes)
     try:
-        yield made
+        yield running
     finally:
-        for process in made:
+        for process in running:
             process.kill()
             process.communicate()
 
@@ -194,11 +194,11 @@ def is_free(path: Path) -> bool:
         "    with file_lock(sys.argv[1], wait=False): print('free')\n"
         "except BlockingIOError: print('held')"
     )
-    said = subprocess.check_output([sys.executable, "-c", code, str(path)], text=True)
-    return said == "free\n"
+    output = subprocess.check_output([sys.executable, "-c", code, str(path)], text=True)
+    return output == "free\n"
 
 
-def test_the_file_is_there_as_long_as_the_lock(tmp_path: Path) -> None:
+def test_the_file_exists_as_long_as_the_lock(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     with file_lock(str(path)) as is_held:
         assert is_held
@@ -218,7 +218,7 @@ def test_a_limit_names_the_holder(limit: float, tmp_path: Path) -> None:
         assert is_held
 
 
-def test_waiting_is_said_once(
+def test_waiting_warns_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "lock"
@@ -226,9 +226,9 @@ def test_waiting_is_said_once(
     with holder(path) as other, caplog.at_level(logging.WARNING):
         with pytest.raises(BlockingIOError):
             file_lock(str(path), limit=1.0).__enter__()
-        said = [record.getMessage() for record in caplog.records]
-        assert len(said) == 1
-        assert f"waiting for {path}, held by process {other.pid} on " in said[0]
+        messages = [record.getMessage() for record in caplog.records]
+        assert len(messages) == 1
+        assert f"waiting for {path}, held by process {other.pid} on " in messages[0]
 
 
 def test_waiting_ends_with_ctrl_c(tmp_path: Path) -> None:
@@ -251,8 +251,8 @@ def test_waiting_ends_with_ctrl_c(tmp_path: Path) -> None:
         assert not is_free(path)
 
 
-def test_who_waits_gets_a_lock_that_others_see(tmp_path: Path) -> None:
-    """Each adds to a number in a file, under the lock, which is unlinked between."""
+def test_a_lock_taken_after_waiting_excludes_others(tmp_path: Path) -> None:
+    """Each process adds to a number in a file under the lock, which is unlinked in between."""
     path, counter = tmp_path / "lock", tmp_path / "count"
     counter.write_text("0")
     code = (
@@ -341,14 +341,14 @@ def test_a_stale_lock_of_another_user(mode: int, folder_mode: int, open_folder: 
         "    with file_lock(sys.argv[1]) as is_held: print(is_held)\n"
         "except OSError as error: print(error)"
     )
-    said = subprocess.check_output([sys.executable, "-c", code, str(path)], text=True)
+    output = subprocess.check_output([sys.executable, "-c", code, str(path)], text=True)
     if mode == 0o644:
-        assert said == "True\n"
+        assert output == "True\n"
         assert path.exists() == (folder_mode == 0o1777)  # sticky: who does not own it leaves it
     else:
-        assert "the user with number 0" in said
-        assert "chmod 666" in said
-        assert str(path) in said
+        assert "the user with number 0" in output
+        assert "chmod 666" in output
+        assert str(path) in output
 
 
 @pytest.mark.skipif(not IS_ROOT, reason="only root can be another user")
@@ -360,8 +360,8 @@ def test_a_folder_that_cannot_be_written_is_named(open_folder: Path) -> None:
         "try: file_lock(sys.argv[1]).__enter__()\n"
         "except PermissionError as error: print(error)"
     )
-    said = subprocess.check_output([sys.executable, "-c", code, str(path)], text=True)
-    assert str(path) in said
+    output = subprocess.check_output([sys.executable, "-c", code, str(path)], text=True)
+    assert str(path) in output
 
 
 def test_a_file_system_without_locks(tmp_path: Path) -> None:
@@ -370,10 +370,10 @@ def test_a_file_system_without_locks(tmp_path: Path) -> None:
         "with file_lock(sys.argv[1]) as first, file_lock(sys.argv[1]) as second:\n"
         "    print(first, second)"
     )
-    said = subprocess.check_output(
+    output = subprocess.check_output(
         [sys.executable, "-c", code, str(tmp_path / "lock")],
         text=True,
         env=no_flock(tmp_path),
     )
-    assert said == "False False\n"
+    assert output == "False False\n"
     assert not (tmp_path / "lock").exists()

@@ -51,7 +51,7 @@ def quota_of_cgroups(folder: str = _CGROUPS, own: str = _OWN_CGROUPS) -> int | N
             continue
         for mount in mounts:
             for group in _upwards(os.path.join(folder, mount), path):
-                quotas += _quota([text for file in files for text in _texts(group, file)])
+                quotas += _quota(group, files)
     return max(math.ceil(min(quotas)), 1) if quotas else None
 
 
@@ -63,18 +63,14 @@ def _upwards(root: str, path: str) -> Iterator[str]:
     yield root
 
 
-def _texts(folder: str, file: str) -> list[str]:
+def _quota(group: str, files: list[str]) -> list[float]:
+    """A group's quota in cores; empty if it has none: "max", -1, or no such file."""
+    texts: list[str] = []
     try:
-        with open(os.path.join(folder, file)) as stream:
-            return stream.read().split()
-    except OSError:
-        return []
-
-
-def _quota(texts: list[str]) -> list[float]:
-    """Cores from microseconds of CPU and of the period; empty for "max" and -1, no quota."""
-    try:
-        quota, period = (int(text) for text in texts)
-    except ValueError:
+        for file in files:
+            with open(os.path.join(group, file)) as stream:
+                texts += stream.read().split()
+        quota, period = map(int, texts)
+    except (OSError, ValueError):
         return []
     return [quota / period] if quota > 0 and period > 0 else []

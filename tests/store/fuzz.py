@@ -63,7 +63,7 @@ Sequence_ = NDArray[Any]
 
 
 class FindingError(AssertionError):
-    """The library did what it must not do."""
+    """A wrong behaviour of the library."""
 
 
 # ---- pairs, and what they hold by the format ----
@@ -83,7 +83,7 @@ class Pair:
 
 @dataclasses.dataclass
 class Content:
-    """What a valid pair holds."""
+    """The content of a valid pair."""
 
     dtype: np.dtype[Any]
     sequences: list[Sequence_]
@@ -92,7 +92,7 @@ class Content:
 
 
 def parse(pair: Pair) -> Content | None:
-    """What the pair holds by the format; None where it is no valid pair."""
+    """The content of the pair by the format; None if it is not valid."""
     data, index = pair.bin, pair.idx
     if data is None or index is None or len(index) < HEADER.size:
         return None
@@ -128,7 +128,7 @@ def parse(pair: Pair) -> Content | None:
 
 
 def make_pair(draw: random.Random, folder: Path, like: Content | None = None) -> Pair:
-    """A pair by the builder; `like`: of the same dtype and lengths as another, other tokens."""
+    """A pair by the builder; `like`: the pair whose dtype and lengths it shares."""
     prefix = folder / "made"
     if like is None:
         dtype = draw.choice(list(DTYPES.values()))
@@ -271,7 +271,7 @@ class Mutator:
         return " ".join(names)
 
     def _counts(self) -> tuple[int, int] | None:
-        """The header's counts, where they fit the file."""
+        """The header's counts, if they fit the file."""
         data = self._get("idx")
         if len(data) < HEADER.size:
             return None
@@ -349,7 +349,7 @@ class Mutator:
         return self._change("documents", INT64)
 
     def last_pointer_and_size(self) -> str:
-        """The end of the last sequence fits the `.bin`, whatever lies before it."""
+        """The end of the last sequence fits the `.bin`, but not what lies before it."""
         data, code, start, count = self._column("pointers")
         if count == 0:
             return "no entry"
@@ -381,7 +381,7 @@ class Mutator:
         return f"{name} {start} to {stop}"
 
     def move(self) -> str:
-        """A piece of a file is lost, twice there, or elsewhere."""
+        """A piece of a file is lost, duplicated or moved."""
         name = self._file()
         data = self._get(name)
         start, size = self._place(data), self.draw.choice((1, 2, 4, 8, 12, 64))
@@ -404,7 +404,7 @@ class Mutator:
         return f"from byte {end}"
 
     def sidecar(self) -> str:
-        """Another value anywhere in the JSON, or no JSON."""
+        """Another value anywhere in the JSON, or text that is not JSON."""
         try:
             document = json.loads(self.pair.info or b"{}")
         except (ValueError, RecursionError):
@@ -536,7 +536,7 @@ def run_case(seed: int, number: int, folder: Path, cache: dict[int, Any]) -> Non
 
 
 def attempt(function: Callable[[], Any]) -> Any:
-    """What a function returns; None where it refuses as it may."""
+    """The result of a function; None if it raises an allowed error."""
     try:
         return function()
     except ALLOWED:
@@ -544,7 +544,7 @@ def attempt(function: Callable[[], Any]) -> Any:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Equal to the bit: None, arrays, or lists of them."""
+    """Whether both are None, or arrays (or lists of them) that are equal to the bit."""
     if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
         return (
             left.dtype == right.dtype
@@ -565,7 +565,7 @@ def joined(parts: list[Any], dtype: np.dtype[Any]) -> Any:
 def check_reads(
     dataset: millrace.IndexedDataset, content: Content | None, seed: int
 ) -> list[Sequence_ | None]:
-    """Every way to read gives what reading one by one gives, or refuses where that refuses."""
+    """Checks that every way to read gives the same as single reads, or refuses as they do."""
     draw, count = random.Random(seed), len(dataset)
     shown = min(count, MAX_READS)
     single = [attempt(lambda i=i: dataset[i]) for i in range(shown)]
@@ -662,7 +662,7 @@ def expect(what: str, actual: Any, expected: Any) -> None:
 
 
 def all_samples(dataset: millrace.IndexedDataset, options: dict[str, Any]) -> list[Any] | None:
-    """All samples in one batch; None where the dataset or the batch is refused."""
+    """All samples in one batch; None if the dataset or the batch is refused."""
     try:
         samples = millrace.GPTDataset(dataset, **options)
         batch = samples.batch(np.arange(min(len(samples), 10_000)))
@@ -672,7 +672,7 @@ def all_samples(dataset: millrace.IndexedDataset, options: dict[str, Any]) -> li
 
 
 def check_merge(dataset: millrace.IndexedDataset, content: Content | None, prefix: str) -> None:
-    """A merge copies a valid pair, and never makes a valid pair of an invalid one."""
+    """Checks that a merge copies a valid pair, and never makes an invalid one valid."""
     try:
         with millrace.IndexedDatasetBuilder(
             prefix, dataset.dtype, multimodal=dataset.sequence_modes is not None
@@ -699,7 +699,7 @@ def check_merge(dataset: millrace.IndexedDataset, content: Content | None, prefi
 
 @dataclasses.dataclass
 class Finding:
-    """What went wrong, and in which case."""
+    """A wrong behaviour, and its case."""
 
     number: int
     what: str  # cases of the same cause have the same
@@ -729,7 +729,7 @@ def run_measured(seed: int, number: int, folder: Path, cache: dict[int, Any]) ->
 
 
 def signature(error: BaseException) -> str:
-    """Names the cause: the error's type, and the last line of millrace (or of this file)."""
+    """The cause: the error's type, and the last line of millrace (or of this file)."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if "millrace" in frame.filename] or frames
     text = str(error).split(",")[0].split(":")[0][:80] if isinstance(error, FindingError) else ""
@@ -738,7 +738,7 @@ def signature(error: BaseException) -> str:
 
 
 def run_child(seed: int, start: int, stop: int, folder: Path) -> None:
-    """Runs cases, says in `folder/now` which one is under way, and prints findings as JSON."""
+    """Runs cases, writes the current one to `folder/now`, and prints findings as JSON."""
     faulthandler.enable()
     publish._PAUSE = 0  # type: ignore[misc]  # seconds that no one publishes in
     with open("/proc/self/statm") as file:
@@ -756,7 +756,7 @@ def run_child(seed: int, start: int, stop: int, folder: Path) -> None:
 
 
 class Child:
-    """A process that runs a range of cases; after a death it goes on with the next case."""
+    """A process that runs a range of cases; if it dies, another goes on with the next case."""
 
     def __init__(self, seed: int, start: int, stop: int) -> None:
         self.seed, self.next, self.stop = seed, start, stop

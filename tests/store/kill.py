@@ -1,11 +1,11 @@
 """kill -9 at any moment of a write: `python -m tests.store.kill --kills 200 --seed 1`.
 
 A writer writes generations of one pair, or of several at once, each with other sizes and tokens,
-and says when it starts and when it is done. It builds them, merges, converts or splits other pairs,
-or builds the pairs of several keys. It is killed at a random moment, or just before its n-th step
-in the file system, for every n. Readers (millrace's, and a plain one that knows the format alone)
-look while it works and after its death, and must find all of one generation in each pair, to the
-byte: the one that was done last, or the one that was under way.
+and reports when it starts and when it is done. It builds them, merges, converts or splits other
+pairs, or builds the pairs of several keys. It is killed at a random moment, or just before its n-th
+step in the file system, for every n. Readers (millrace's, and a plain one of the format) look while
+it works and after its death, and must find all of one generation in each pair, to the byte: the one
+that was done last, or the one that was under way.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ KINDS = tuple(PAIRS)
 HEADER = struct.Struct("<9sQBQQ")
 NAME = re.compile(r"(data\w*)\.(bin|idx|info\.json)")
 LEFTOVER = re.compile(r"data\w*\.((bin|idx|info\.json)(\.[0-9a-f]{12}\.tmp|\.new)|tmp\.lock)")
-# What a step is: events that Python reports of itself, before they happen.
+# Steps: audit events, which Python reports before they happen.
 STEPS = {"open", "os.rename", "os.remove", "fcntl.flock", "os.truncate", "os.link"}
 
 
@@ -51,7 +51,7 @@ Generations = list[int]
 
 
 class MixtureError(AssertionError):
-    """A reader saw what is no one generation, or not one that may be there."""
+    """A reader saw a mixture of generations, or a wrong generation."""
 
 
 # ---- generations ----
@@ -124,7 +124,7 @@ def write(folder: Path, kind: str, generation: int) -> None:
 
 
 def write_sources(folder: Path, kind: str, generation: int) -> None:
-    """The pairs that the generation is made from, written before anything is killed."""
+    """Writes the pairs that the generation is made from, before anything is killed."""
     (folder / "sources").mkdir(exist_ok=True)
     dtype = np.int64 if kind == "convert" else np.int32
     for number, documents in enumerate(sources_of(kind, generation)):
@@ -154,7 +154,7 @@ def read_ours(folder: Path, kind: str, place: int, allowed: range) -> int:
 
 
 def read_plainly(folder: Path, kind: str, place: int, allowed: range) -> int | None:
-    """The generation in PAIR.bin and PAIR.idx; None where there is no PAIR.idx just now.
+    """The generation in PAIR.bin and PAIR.idx; None if there is no PAIR.idx now.
 
     While a writer works, two files cannot be opened at one instant: the index must be the same
     file before and after the tokens are opened.
@@ -189,7 +189,7 @@ def generation_of(
 
 
 def check_after_death(folder: Path, kind: str, done: Generations, started: int) -> Generations:
-    """What may lie there when the writer is dead; returns the generations that are there."""
+    """Checks the files after the writer's death; returns the generations of the pairs."""
     names = names_in(folder)
     unknown = {name for name in names if not (NAME.fullmatch(name) or LEFTOVER.fullmatch(name))}
     if unknown:
@@ -208,7 +208,7 @@ def check_after_death(folder: Path, kind: str, done: Generations, started: int) 
 
 
 def check_next_run(folder: Path, kind: str, generation: int) -> Generations:
-    """The next run succeeds, over whatever is left, and leaves nothing but its pairs."""
+    """Checks that the next run succeeds over any leftovers, and only leaves its pairs."""
     write_sources(folder, kind, generation)
     write(folder, kind, generation)
     suffixes = ("bin", "idx", "info.json") if generation % 2 == 0 else ("bin", "idx")
@@ -226,7 +226,7 @@ def names_in(folder: Path) -> set[str]:
 
 @contextlib.contextmanager
 def forked(work: Callable[[int], None]) -> Iterator[tuple[int, int]]:
-    """A process that runs `work(pipe)`: (its id, where it writes what it does). It dies here."""
+    """A process that runs `work(pipe)`: (its id, the end of the pipe to read from)."""
     reading, writing = os.pipe()
     process = os.fork()
     if process == 0:
@@ -255,7 +255,7 @@ def run_generations(folder: Path, kind: str, generations: range, pipe: int) -> N
 def kill_at_random_moments(
     folder: Path, kind: str, kills: int, draw: random.Random, ahead: int = 24
 ) -> dict[str, int]:
-    """Kills writers, `kills` times; returns how often readers saw what."""
+    """Kills `kills` writers; returns how often readers saw which state."""
     seen = {"old": 0, "new": 0, "mixed": 0, "reads": 0, "without .idx": 0}
     there = check_next_run(folder, kind, 1)
     places = range(len(there))
@@ -299,7 +299,7 @@ def kill_at_random_moments(
 
 
 def kill_before_step(folder: Path, kind: str, generation: int, step: int) -> bool:
-    """Writes a generation, and kills the writer before its n-th step; whether it was killed."""
+    """Writes a generation, and kills the writer before a step; returns whether it was killed."""
 
     def work(pipe: int) -> None:
         left = [step]
@@ -323,7 +323,7 @@ def kill_before_step(folder: Path, kind: str, generation: int, step: int) -> boo
 def kill_before_every_step(
     folder: Path, kind: str, old: int, new: int, successors: int = 60
 ) -> int:
-    """Replaces `old` by `new` and dies before each step in turn, and up to so many successors too.
+    """Replaces `old` by `new` and dies before each step in turn, as do up to `successors` others.
 
     Returns how many writers died.
     """

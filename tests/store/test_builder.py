@@ -1,4 +1,4 @@
-"""Writing indexed datasets: the bytes, the refusals, and what a death leaves behind."""
+"""Writing indexed datasets: the bytes, the refusals, and the files after a kill."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def files(folder: Path) -> list[str]:
 
 
 def test_the_bytes_of_a_small_pair(tmp_path: Path) -> None:
-    """The example of the format's description, byte by byte."""
+    """The example of the format description, byte by byte."""
     with IndexedDatasetBuilder(tmp_path / "data", np.int32) as builder:
         builder.add_document([1, 2, 3, 4, 5], lengths=[3, 2])
         builder.add_document([6, 7, 8, 9])
@@ -149,7 +149,7 @@ def test_sequences_outside_any_document_are_refused(tmp_path: Path) -> None:
 # ---- nothing half-written ----
 
 
-def test_until_it_is_finalised_the_old_pair_stays(tmp_path: Path) -> None:
+def test_the_old_pair_stays_until_the_new_one_is_finalised(tmp_path: Path) -> None:
     with IndexedDatasetBuilder(tmp_path / "data") as builder:
         builder.add_document([1])
     reader = IndexedDataset(tmp_path / "data")
@@ -180,11 +180,11 @@ def test_two_builders_of_one_prefix_are_refused(tmp_path: Path) -> None:
 
 
 class DiedError(Exception):
-    """Stands for a death of the process: nothing after it is run, no clean-up either."""
+    """Simulates the death of the process: nothing runs after it, no clean-up either."""
 
 
 @pytest.mark.parametrize("has_old_pair", [False, True])
-def test_a_death_between_any_two_steps_leaves_the_old_or_the_new_pair(
+def test_dying_between_any_two_steps_leaves_the_old_or_the_new_pair(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_old_pair: bool
 ) -> None:
     """Cuts the publication off before its k-th rename or unlink, for every k."""
@@ -210,12 +210,12 @@ def test_a_death_between_any_two_steps_leaves_the_old_or_the_new_pair(
             except DiedError:
                 finished = False
         try:
-            found = IndexedDataset(folder / "data")[0].tolist()
+            tokens = IndexedDataset(folder / "data")[0].tolist()
         except DataError:
             assert not has_old_pair  # without an old pair, "nothing there" is the old state
-            found = None
-        assert found in ([2, 3], [1] if has_old_pair else None)
-        seen.add(str(found))
+            tokens = None
+        assert tokens in ([2, 3], [1] if has_old_pair else None)
+        seen.add(str(tokens))
         # The next run succeeds, and leaves nothing but its own pair.
         with IndexedDatasetBuilder(folder / "data") as builder:
             builder.add_document([9])
@@ -224,7 +224,7 @@ def test_a_death_between_any_two_steps_leaves_the_old_or_the_new_pair(
         if finished:
             break
     assert finished
-    assert len(seen) == 2  # both outcomes were met
+    assert len(seen) == 2  # both outcomes occurred
 
 
 def _index_of_two_tokens() -> bytes:
@@ -277,6 +277,6 @@ def test_kill_9_at_random_moments_leaves_a_whole_pair(tmp_path: Path) -> None:
 
 
 def _is_whole(prefix: Path) -> bool:
-    """One build's pair: 50 documents of one length that hold one number."""
+    """Whether the pair is of one build: documents of one length, of one number."""
     dataset = IndexedDataset(prefix)
     return len(np.unique(dataset.tokens)) == 1 and len(np.unique(dataset.sequence_lengths)) == 1

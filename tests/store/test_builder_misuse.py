@@ -1,4 +1,4 @@
-"""A builder in the hands of threads, forks, signals and odd arguments."""
+"""Builders under threads, forks, signals and odd arguments."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def names(folder: Path) -> list[str]:
 
 
 def descriptors() -> set[str]:
-    """What this process has open."""
+    """The files that this process has open."""
     open_files = set()
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -65,7 +65,7 @@ def interrupted_after(seconds: float) -> Iterator[None]:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an open file
 @pytest.mark.parametrize("kind", ["sequences", "documents", "many", "merge"])
-def test_what_is_finalised_after_ctrl_c_is_whole(tmp_path: Path, kind: str) -> None:
+def test_a_pair_finalised_after_ctrl_c_is_whole(tmp_path: Path, kind: str) -> None:
     with IndexedDatasetBuilder(tmp_path / "source") as source:
         for number in range(20_000):
             source.add_document([number])
@@ -103,7 +103,7 @@ def test_what_is_finalised_after_ctrl_c_is_whole(tmp_path: Path, kind: str) -> N
     assert not [name for name in names(tmp_path) if ".tmp" in name or ".new" in name]
 
 
-def test_what_was_written_is_compared_before_it_is_published(tmp_path: Path) -> None:
+def test_written_files_are_compared_before_they_are_published(tmp_path: Path) -> None:
     with IndexedDatasetBuilder(tmp_path / "data") as builder:
         builder.add_document([1, 2])
     builder = IndexedDatasetBuilder(tmp_path / "data")
@@ -121,7 +121,7 @@ def test_what_was_written_is_compared_before_it_is_published(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("lengths", [[1.5, 1.5], ["1", "2"], [[1], [2]], 3, np.array([3.0])])
-def test_lengths_that_are_no_whole_numbers_are_refused(tmp_path: Path, lengths: Any) -> None:
+def test_lengths_that_are_not_whole_numbers_are_refused(tmp_path: Path, lengths: Any) -> None:
     builder = IndexedDatasetBuilder(tmp_path / "data")
     for add in (builder.add_document, builder.add_documents):
         with pytest.raises(ConfigError, match="lengths"):
@@ -159,7 +159,7 @@ def unaligned(values: np.ndarray) -> np.ndarray:
     [(2, 1), [np.int64(2), np.int32(1)], np.array([2, 1], np.uint64), np.array([2, 1], ">i2")],
     ids=["tuple", "NumPy's ints", "uint64", "big-endian"],
 )
-def test_tokens_and_lengths_of_every_kind_are_taken(
+def test_tokens_and_lengths_of_every_kind_are_accepted(
     tmp_path: Path, dtype: Any, tokens: Any, lengths: Any
 ) -> None:
     if dtype is np.float32 and isinstance(tokens, np.ndarray) and tokens.dtype.kind == "O":
@@ -175,7 +175,7 @@ def test_tokens_and_lengths_of_every_kind_are_taken(
 
 
 def test_a_token_that_uses_the_builder_itself_is_harmless(tmp_path: Path) -> None:
-    """Its `__index__` adds documents, and grows the buffer that its own document goes to."""
+    """Its `__index__` adds documents, and grows the buffer of its own document."""
     builder = IndexedDatasetBuilder(tmp_path / "data")
 
     class Busy:
@@ -206,7 +206,7 @@ def test_a_folder_in_the_way_is_refused_before_any_work(tmp_path: Path, suffix: 
 
 
 @pytest.mark.parametrize("provenance", [{"path": Path("x")}, {"a": {1, 2}}, {"n": np.int64(3)}])
-def test_provenance_that_is_no_json_is_refused_before_any_work(
+def test_provenance_that_is_not_json_is_refused_before_any_work(
     tmp_path: Path, provenance: Any
 ) -> None:
     with pytest.raises(ConfigError, match="cannot be written as JSON"):
@@ -231,24 +231,24 @@ def test_of_several_builders_all_are_published_or_none(tmp_path: Path) -> None:
             builder.add_document([token])
         return builders
 
-    def found() -> list[int]:
+    def first_tokens() -> list[int]:
         return [int(IndexedDataset(tmp_path / name)[0][0]) for name in ("a", "b", "c")]
 
     finalize_together(start(1))
-    assert found() == [1, 1, 1]
+    assert first_tokens() == [1, 1, 1]
     builders = start(2)
     builders[1].add_sequence([2])
     with pytest.raises(ConfigError, match="call end_document"):
         finalize_together(builders)
     builders[1].end_document()
     finalize_together(builders)  # the refusal closed none of them
-    assert found() == [2, 2, 2]
+    assert first_tokens() == [2, 2, 2]
     for broken in range(3):
         builders = start(3)
         os.mkdir(builders[broken]._writer.temporaries.idx)
         with pytest.raises(IsADirectoryError):
             finalize_together(builders)
-        assert found() == [2, 2, 2]
+        assert first_tokens() == [2, 2, 2]
         for path in tmp_path.glob("*.tmp"):
             path.rmdir()
         assert names(tmp_path) == ["a.bin", "a.idx", "b.bin", "b.idx", "c.bin", "c.idx"]
@@ -280,7 +280,7 @@ builder.finalize()
 
 
 def test_an_end_in_another_thread_ends_every_call(tmp_path: Path) -> None:
-    """`abort` and `finalize` wait for a call that is under way; later ones say so."""
+    """`abort` and `finalize` wait for a running call; later calls are refused."""
     for end in ("abort", "finalize"):
         builder = IndexedDatasetBuilder(tmp_path / "data")
         errors: list[str] = []
@@ -344,7 +344,7 @@ builder.finalize()
     assert names(tmp_path) == ["data.bin", "data.idx"]
 
 
-# ---- what is left behind ----
+# ---- leftovers ----
 
 
 def add_much(builder: IndexedDatasetBuilder) -> None:
@@ -393,7 +393,7 @@ except OSError as error:
 
 
 @pytest.mark.parametrize("value", [[[1], [2, 3]], object(), "abc", {1: 2}, 7, None])
-def test_what_is_no_list_of_numbers_is_refused_as_such(tmp_path: Path, value: Any) -> None:
+def test_values_other_than_lists_of_numbers_are_refused(tmp_path: Path, value: Any) -> None:
     with IndexedDatasetBuilder(tmp_path / "data") as builder:
         with pytest.raises(ConfigError):
             builder.add_document(value)
@@ -410,7 +410,7 @@ def test_a_source_that_is_closed_in_the_middle_closes_the_builder(tmp_path: Path
     source = IndexedDataset(tmp_path / "source")
 
     class Reader:
-        """Bytes whose dataset another thread closes after the first read."""
+        """A reader whose dataset is closed during the first read."""
 
         size = 5_000_000
 
@@ -510,7 +510,7 @@ def test_ctrl_c_again_and_again_leaves_nothing(tmp_path: Path) -> None:
     run(_STORM, tmp_path / "data", 100)
 
 
-def test_paths_are_of_every_kind_or_refused(tmp_path: Path) -> None:
+def test_paths_of_every_kind_are_accepted(tmp_path: Path) -> None:
     for prefix in (tmp_path / "data", str(tmp_path / "data"), os.fsencode(tmp_path / "data")):
         with IndexedDatasetBuilder(prefix) as builder:  # type: ignore[arg-type]
             builder.add_document([1])

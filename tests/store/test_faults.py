@@ -42,7 +42,7 @@ def merge(folder: Path) -> None:
 
 
 def build_old(folder: Path) -> dict[str, bytes]:
-    """The pair that is there before, and the merge's source; returns the old pair's files."""
+    """Writes the old pair and the merge's source; returns the old pair's files."""
     build(folder)
     for path in folder.glob("data.*"):
         path.rename(folder / path.name.replace("data", SOURCE))
@@ -52,7 +52,7 @@ def build_old(folder: Path) -> dict[str, bytes]:
 
 
 def pair_in(folder: Path) -> dict[str, bytes]:
-    """All files but the merge's source and the ballast."""
+    """All files except the merge's source and the ballast."""
     return {
         path.name: path.read_bytes()
         for path in folder.iterdir()
@@ -61,7 +61,7 @@ def pair_in(folder: Path) -> dict[str, bytes]:
 
 
 def check_new(folder: Path) -> None:
-    """The new pair is whole, and nothing else is left."""
+    """Checks that the new pair is whole, and nothing else is left."""
     names = set(pair_in(folder))
     assert {"data.bin", "data.idx"} <= names <= {"data.bin", "data.idx", "data.info.json"}
     assert verify([folder / "data"])[0].problems == []
@@ -70,7 +70,7 @@ def check_new(folder: Path) -> None:
 
 @contextlib.contextmanager
 def size_limit(num_bytes: int) -> Iterator[None]:
-    """No file may grow beyond this; Python ignores the signal, so that a write raises OSError."""
+    """Limits the size of files; Python ignores the signal, so that a write raises OSError."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:
@@ -80,7 +80,7 @@ def size_limit(num_bytes: int) -> Iterator[None]:
 
 
 def sweep_file_sizes(folder: Path, write: Callable[[Path], None]) -> tuple[int, int]:
-    """Writes under every limit on a file's size; returns (refusals, successes)."""
+    """Writes under many limits on a file's size; returns (refusals, successes)."""
     old = build_old(folder)
     refusals = successes = 0
     for limit in [0, 1, 100, *range(2000, 140_000, 6000)]:
@@ -123,7 +123,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(folder: Path, left: int) -> None:
-    """Takes all room but `left` bytes."""
+    """Fills the disk except for `left` bytes."""
     with open(folder / "ballast", "wb", buffering=0) as file:
         with contextlib.suppress(OSError):
             while True:
@@ -136,7 +136,7 @@ def fill(folder: Path, left: int) -> None:
 def test_a_full_disk_leaves_the_old_pair(
     disk: Path, write: Callable[[Path], None], limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With room for 0, 1, 2, ... pages: it ends in the tokens, the index, the sidecar."""
+    """With room for more and more pages, it fails in the tokens, the index, the sidecar."""
     old = build_old(disk)
     monkeypatch.setattr(entries, "LIMIT", limit)
     refusals = successes = 0
@@ -161,8 +161,8 @@ def test_a_full_disk_leaves_the_old_pair(
     assert successes >= 1
 
 
-def test_a_builder_whose_write_failed_publishes_nothing_false(disk: Path) -> None:
-    """Whoever catches the error and goes on, with room again, gets no pair with a hole in it."""
+def test_a_builder_whose_write_failed_publishes_nothing_wrong(disk: Path) -> None:
+    """A caller that catches the error and goes on, with room again, gets no pair with a hole."""
     old = build_old(disk)
     builder = millrace.IndexedDatasetBuilder(disk / "data", np.int64)
     tokens = np.arange(1000, dtype=np.int64)
@@ -218,7 +218,7 @@ def test_a_limit_on_file_sizes_leaves_the_old_pair(kind: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("kind", kill.KINDS)
 def test_kill_9_at_random_moments(kind: str, tmp_path: Path) -> None:
-    """In a process of its own, which forks: this one has threads."""
+    """In another process, as it forks and this one has threads."""
     assert_runs(
         "import sys, pathlib, random; from tests.store import kill; "
         "print(kill.kill_at_random_moments(pathlib.Path(sys.argv[1]), sys.argv[2], 10, "
@@ -254,8 +254,8 @@ def assert_runs(code: str, *arguments: object) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
-def test_files_of_another_user_are_left_and_leave_nothing() -> None:
-    """In a folder where each may remove the own files alone."""
+def test_files_of_another_user_stay() -> None:
+    """In a folder where users may only remove their own files."""
     folder = Path(tempfile.mkdtemp())
     code = """
 import os, sys

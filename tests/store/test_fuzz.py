@@ -1,4 +1,4 @@
-"""Damaged token files: some thousand of the cases that `python -m tests.store.fuzz` runs."""
+"""Damaged token files: some thousands of the cases that `python -m tests.store.fuzz` runs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def test_damaged_files_are_refused_or_read_as_the_format_says() -> None:
     assert not findings, fuzz.report(findings, seed=0)
 
 
-def test_every_kind_of_mutation_is_met(tmp_path: Path) -> None:
-    """The cases are what they claim to be: some stay valid, most do not, all kinds occur."""
+def test_every_kind_of_mutation_occurs(tmp_path: Path) -> None:
+    """Some cases stay valid, most do not, and all kinds occur."""
     cache: dict[int, object] = {}
     kinds, valid = set(), 0
     for number in range(500):
@@ -29,7 +29,7 @@ def test_every_kind_of_mutation_is_met(tmp_path: Path) -> None:
 
 
 def test_a_crash_is_a_finding_with_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The processes are watched: one that is killed in a case is reported, and the rest goes on."""
+    """A process that is killed in a case is reported, and the other cases go on."""
     child = fuzz.Child(seed=0, start=0, stop=300)
     try:
         child.poll()

@@ -1,4 +1,4 @@
-"""Reading indexed datasets: access, laws and refusals."""
+"""Reading indexed datasets: access, properties and refusals."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_sequences_are_read_by_number_slice_and_span(dataset: IndexedDataset) ->
     assert [s.tolist() for s in dataset] == [[1, 2, 3], [4, 5], [], [6, 7, 8, 9]]
 
 
-def test_reads_are_views_that_cannot_be_written(dataset: IndexedDataset) -> None:
+def test_reads_are_read_only_views(dataset: IndexedDataset) -> None:
     assert not dataset[0].flags.owndata
     with pytest.raises(ValueError, match="read-only"):
         dataset[0][0] = 1
@@ -100,7 +100,7 @@ def test_a_span_outside_its_sequence_is_refused(
         dataset.get(3, offset, length)
 
 
-def test_it_can_be_pickled_and_sent_to_a_spawned_process(dataset: IndexedDataset) -> None:
+def test_a_dataset_can_be_pickled_and_sent_to_a_spawned_process(dataset: IndexedDataset) -> None:
     copy = pickle.loads(pickle.dumps(dataset))
     assert copy[-1].tolist() == dataset[-1].tolist()
     with multiprocessing.get_context("spawn").Pool(1) as pool:
@@ -134,7 +134,7 @@ def test_an_empty_dataset_is_a_dataset(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
-def test_every_dtype_comes_back(tmp_path: Path, dtype: np.dtype) -> None:
+def test_every_dtype_is_read_back(tmp_path: Path, dtype: np.dtype) -> None:
     tokens = np.array([0, 1, 100, 127], dtype)
     with IndexedDatasetBuilder(tmp_path / "data", dtype) as builder:
         builder.add_document(tokens)
@@ -228,7 +228,7 @@ def test_swapped_pairs_are_refused(make_dataset: Callable[..., IndexedDataset], 
 
 @pytest.mark.parametrize("access", ["mmap", "file"])
 def test_reads_of_a_cold_file_are_equal(tmp_path: Path, access: Access) -> None:
-    """Out of the page cache: what is to be read next is then asked for ahead."""
+    """Outside the page cache, reads are prefetched."""
     random = np.random.default_rng(5)
     lengths = random.integers(0, 3000, 3000)
     tokens = random.integers(0, 60000, lengths.sum(), dtype=np.uint16)

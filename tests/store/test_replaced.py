@@ -91,7 +91,7 @@ def test_a_split_takes_all_shards_of_one_pair(tmp_path: Path) -> None:
             assert is_one_generation(merge(shards, tmp_path / "merged"))
 
 
-def test_a_pickle_refuses_other_data_than_its_own(tmp_path: Path) -> None:
+def test_a_pickle_refuses_other_data(tmp_path: Path) -> None:
     write(tmp_path / "data", 1)
     dataset = IndexedDataset(tmp_path / "data")
     pickled = pickle.dumps(dataset)
@@ -111,8 +111,8 @@ def test_a_pickle_refuses_other_data_than_its_own(tmp_path: Path) -> None:
         pickle.loads(pickle.dumps(dataset))
 
 
-def test_a_pickle_sees_that_lengths_alone_have_changed(tmp_path: Path) -> None:
-    """In an index so large that its fingerprint does not look at most of it."""
+def test_a_pickle_refuses_a_change_of_lengths_only(tmp_path: Path) -> None:
+    """In an index so large that its fingerprint skips most of it."""
 
     def write_lengths(first: int) -> None:
         lengths = np.full(200_000, 2)
@@ -166,15 +166,15 @@ except millrace.DataError as error:
 def test_a_mapped_file_that_is_cut_short_is_an_error(
     tmp_path: Path, kind: str, suffix: str
 ) -> None:
-    """It is a bus error, which would end the process."""
+    """Not a bus error, which would end the process."""
     write(tmp_path / "data", 7, length=1000, count=2000)
     result = run(_CUT_SHORT, tmp_path / "data", kind, suffix)
     assert (result.returncode, result.stderr) == (0, "")
     assert re.search("become shorter|cut short|outside", result.stdout)
 
 
-def test_a_bus_error_of_others_is_theirs(tmp_path: Path) -> None:
-    """faulthandler reports it, and it ends the process, also after reads of ours."""
+def test_a_bus_error_outside_millrace_is_passed_on(tmp_path: Path) -> None:
+    """faulthandler reports it, and it ends the process, also after reads by millrace."""
     code = _CUT_SHORT.replace(
         "os.truncate", "import faulthandler; faulthandler.enable(); dataset.read([0]); os.truncate"
     ).replace('kind == "loader"', 'kind == "views" and dataset[len(dataset) - 1].sum()')
@@ -206,7 +206,7 @@ for _ in range(10_000):
 
 
 def test_a_pair_that_is_written_in_place_is_opened_or_an_error(tmp_path: Path) -> None:
-    """As Megatron-LM's builder writes: the files are empty for a moment."""
+    """Like Megatron-LM's builder: the files are empty for a moment."""
     write(tmp_path / "data", 7, length=10, count=5000)
     with subprocess.Popen([sys.executable, "-c", _REWRITE, tmp_path / "data"]) as writer:
         result = run(_OPEN, tmp_path / "data")
@@ -235,18 +235,18 @@ view.sum()
         ("enable", "read", "disable", "enable", "read"),
     ],
 )
-def test_handlers_that_come_and_go_hand_a_bus_error_on_once(
+def test_handlers_that_come_and_go_pass_a_bus_error_on_once(
     tmp_path: Path, steps: tuple[str, ...]
 ) -> None:
-    """Two that have each replaced the other would call each other for ever."""
+    """Two handlers that have each replaced the other would call each other for ever."""
     write(tmp_path / "data", 7, length=1000, count=2000)
     result = run(_HANDLERS, tmp_path / "data", *steps)
     assert result.returncode == -signal.SIGBUS
     assert result.stderr.count("Bus error") == (steps[-1] != "disable")
 
 
-def test_verify_ends_well_while_files_are_cut_short(tmp_path: Path) -> None:
-    """Whatever it finds: a bus error would end this process."""
+def test_verify_reports_problems_while_files_are_cut_short(tmp_path: Path) -> None:
+    """A bus error would end this process."""
     for suffix in (".bin", ".idx"):
         for checksums in (False, True):
             with IndexedDatasetBuilder(tmp_path / "data", np.uint8, checksums=checksums) as builder:
@@ -324,10 +324,10 @@ print(verify([sys.argv[1]])[0].problems)
     assert "Too many open files" in result.stdout.splitlines()[1]
 
 
-# ---- an end ----
+# ---- closing ----
 
 
-def test_a_closed_dataset_says_so_and_its_arrays_stay(tmp_path: Path) -> None:
+def test_a_closed_dataset_raises_and_its_arrays_stay(tmp_path: Path) -> None:
     write(tmp_path / "data", 1)
     with IndexedDataset(tmp_path / "data") as dataset:
         view, lengths = dataset[0], dataset.sequence_lengths
@@ -359,7 +359,7 @@ def test_a_closed_dataset_says_so_and_its_arrays_stay(tmp_path: Path) -> None:
 
 
 class DiedError(Exception):
-    """Stands for a death of the process."""
+    """Simulates the death of the process."""
 
 
 def half_publish(prefix: Path, token: int, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,7 +390,7 @@ def half_publish(prefix: Path, token: int, steps: int, monkeypatch: pytest.Monke
 def test_a_later_pair_of_another_tool_is_not_replaced(
     tmp_path: Path, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a dead builder has left counts only until another tool writes the prefix."""
+    """The files of a dead builder count only until another tool writes the prefix."""
     prefix = tmp_path / "data"
     write(prefix, 1)
     half_publish(prefix, 2, steps, monkeypatch)
@@ -399,7 +399,7 @@ def test_a_later_pair_of_another_tool_is_not_replaced(
     for suffix in (".bin", ".idx"):  # written in place, as Megatron-LM does
         (tmp_path / f"data{suffix}").write_bytes((tmp_path / f"other{suffix}").read_bytes())
         if suffix == ".bin" and steps == 5:
-            with pytest.raises(DataError):  # no index yet, and the one that waits is not its
+            with pytest.raises(DataError):  # no index yet, and the waiting one is another's
                 IndexedDataset(prefix)
     assert IndexedDataset(prefix)[0].tolist() == [3]
     IndexedDatasetBuilder(prefix).abort()  # cleans up
@@ -410,7 +410,7 @@ def test_a_later_pair_of_another_tool_is_not_replaced(
 def test_the_folder_is_flushed_between_all_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file system may bring renames to the disk in another order than they were made in."""
+    """A file system may bring renames to the disk in another order."""
     steps: list[str] = []
 
     def noted(name: str) -> Any:
@@ -462,7 +462,7 @@ def test_ids_of_every_integer_type_are_read(tmp_path: Path) -> None:
         assert dataset.get(np.int8(1), np.int8(90), np.uint8(10)).tolist() == [1] * 10
 
 
-def test_one_prefix_is_no_list_of_prefixes(tmp_path: Path) -> None:
+def test_one_prefix_is_not_a_list_of_prefixes(tmp_path: Path) -> None:
     write(tmp_path / "p", 1)
     for one in ("p", tmp_path / "p"):
         with pytest.raises(ConfigError, match="give a list"):
@@ -478,13 +478,13 @@ def test_one_prefix_is_no_list_of_prefixes(tmp_path: Path) -> None:
     ]
 
 
-def test_verify_reports_what_cannot_be_read_and_goes_on(tmp_path: Path) -> None:
-    write(tmp_path / "well", 1)
+def test_verify_reports_unreadable_files_and_goes_on(tmp_path: Path) -> None:
+    write(tmp_path / "ok", 1)
     write(tmp_path / "folder", 1)
     os.unlink(tmp_path / "folder.bin")
     os.mkdir(tmp_path / "folder.bin")
     (tmp_path / "folder.info.json").mkdir()
-    reports = verify([tmp_path / "none", tmp_path / "folder", tmp_path / "well"])
+    reports = verify([tmp_path / "none", tmp_path / "folder", tmp_path / "ok"])
     assert [bool(report.problems) for report in reports] == [True, True, False]
     assert any("Is a directory" in problem for problem in reports[1].problems)
 

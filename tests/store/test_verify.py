@@ -1,4 +1,4 @@
-"""verify: every damaged byte is found where there are checksums, and named."""
+"""verify: with checksums, every damaged byte is found and located."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def flip(path: Path, place: int) -> None:
     path.write_bytes(data)
 
 
-def test_what_is_well_is_well(prefix: Path) -> None:
+def test_a_whole_pair_has_no_problems(prefix: Path) -> None:
     report = verify([prefix])[0]
     assert report.problems == []
     assert report.has_checksums
@@ -54,14 +54,14 @@ def test_every_flipped_bit_is_found(prefix: Path) -> None:
     assert verify([prefix])[0].problems == []
 
 
-def test_damage_is_named_by_block_sequence_and_document(prefix: Path) -> None:
+def test_damage_is_located_by_block_sequence_and_document(prefix: Path) -> None:
     flip(Path(f"{prefix}.bin"), 700)  # in block 2: bytes 512 to 767, tokens 256 to 383
     assert verify([prefix])[0].problems == [
         f"{prefix}.bin: block 2 (bytes 512 to 767) is damaged: sequences 4 to 7, documents 2 to 3"
     ]
 
 
-def test_damage_in_the_index_is_named_by_its_columns(prefix: Path) -> None:
+def test_damage_in_the_index_is_located_by_column(prefix: Path) -> None:
     flip(Path(f"{prefix}.idx"), 34 + 20 * 4 + 8 * 3)  # the pointer of sequence 3
     problems = verify([prefix])[0].problems
     assert any("block 0" in text and "pointers of sequences 0 to 17" in text for text in problems)
@@ -87,7 +87,7 @@ def test_structure_is_checked_without_checksums(tmp_path: Path) -> None:
     assert "truncated" in verify([tmp_path / "data"])[0].problems[0]
 
 
-def test_files_of_another_size_are_named(prefix: Path) -> None:
+def test_files_of_another_size_are_reported(prefix: Path) -> None:
     path = Path(f"{prefix}.bin")
     path.write_bytes(path.read_bytes()[:-2])
     problems = verify([prefix])[0].problems
@@ -105,7 +105,7 @@ def test_several_prefixes_and_a_missing_one(prefix: Path) -> None:
     "content",
     [b"", b"{}", b"[]", b'{"version": 1}', b'{"version": 2, "provenance": {}}', b"\xff"],
 )
-def test_a_damaged_sidecar_is_a_problem_of_its_own(prefix: Path, content: bytes) -> None:
+def test_a_damaged_sidecar_is_a_separate_problem(prefix: Path, content: bytes) -> None:
     Path(f"{prefix}.info.json").write_bytes(content)
     problems = verify([prefix])[0].problems
     assert len(problems) == 1
@@ -129,7 +129,7 @@ def test_a_new_pair_without_a_sidecar_has_none(prefix: Path) -> None:
     assert not Path(f"{prefix}.info.json").exists()
 
 
-def test_the_pieces_that_are_hashed_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checksums_do_not_depend_on_the_size_of_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(info, "BLOCK_SIZE", 100)
     data = np.random.default_rng(0).integers(0, 256, 1234).astype(np.uint8)
     sums = []

@@ -195,13 +195,11 @@ class _Index:
     def problems(self, bin_size: int) -> Iterator[str]:
         """The first thing that is wrong with the sequences, and with the documents."""
         idx, header = idx_path(self._prefix), self._header
-        byte, problem = 0, ""
+        token_size, byte, problem = header.dtype.itemsize, 0, ""
         for start in range(0, header.num_sequences, _ENTRIES):
             lengths = self._read("lengths", start, _ENTRIES)
             pointers = self._read("pointers", start, _ENTRIES)
-            problem, byte = layout.sequence_problem(
-                lengths, pointers, header.dtype.itemsize, byte, start
-            )
+            problem, byte = layout.sequence_problem(lengths, pointers, token_size, byte, start)
             if problem:
                 yield f"{idx}: {problem}"
                 break
