@@ -78,7 +78,8 @@ class BlendedDataset(CachedIndices, torch.utils.data.Dataset):  # type: ignore[m
 
     def __getitem__(self, idx: Any) -> dict[str, Any]:
         """A sample of one of the datasets, and the dataset's number as `dataset_id` (int16)."""
-        self._open_deferred()
+        if self.dataset_sample_index is None:
+            self._open_deferred()
         dataset_id = self.dataset_index[idx]
         sample = self.datasets[dataset_id][self.dataset_sample_index[idx]]
         return {"dataset_id": dataset_id, **sample}

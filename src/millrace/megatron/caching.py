@@ -70,10 +70,9 @@ class CachedIndices(ABC):
         return tuple(arrays[name] for name in self._INDICES)
 
     def _open_deferred(self) -> None:
-        if getattr(self, self._INDICES[-1]) is None:
-            arrays = self._load_trusted()
-            for name in self._INDICES:
-                setattr(self, name, arrays[name])
+        arrays = self._load_trusted()
+        for name in self._INDICES:
+            setattr(self, name, arrays[name])
 
     def _load_trusted(self) -> cache.Arrays:
         """The indices of the cache, whatever its description says.

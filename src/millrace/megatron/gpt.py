@@ -132,7 +132,8 @@ class GPTDataset(CachedIndices, MegatronDataset):
             DataAssertionError: If an index points outside the token file.
         """
         number = 0 if idx is None else idx
-        self._open_deferred()
+        if self.shuffle_index is None:
+            self._open_deferred()
         if self._is_plain():
             arrays = self._gather(number)
         else:
@@ -156,7 +157,8 @@ class GPTDataset(CachedIndices, MegatronDataset):
         Returns:
             int64 [sequence_length, + 1 with the extra token], and int64 [parts].
         """
-        self._open_deferred()
+        if self.shuffle_index is None:
+            self._open_deferred()
         row = self.shuffle_index[idx]
         (first, start), (last, stop) = self.sample_index[row : int(row) + 2].tolist()
         extra = 1 if self.config.add_extra_token_to_sequence else 0
