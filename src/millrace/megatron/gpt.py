@@ -325,7 +325,9 @@ class GPTDataset(CachedIndices, MegatronDataset):
         return f"{type(self).__name__} {self.index_split.name} indices"
 
     def _check(self, arrays: cache.Arrays) -> None:
-        if self.config.fast_cache_load:
+        config = self.config
+        is_trusted = config.fast_cache_load and not config.defer_npy_index_mmap
+        if is_trusted or self.indices is None:
             cache.check_gpt_forms(arrays)
         else:
             lengths = self.dataset.sequence_lengths
