@@ -544,14 +544,25 @@ def swap_two_lengths(prefix: str) -> None:
     header = before.header
     for place in range(len(before) // 2, len(before) - 1):
         index = bytearray(content)
-        lengths = np.frombuffer(index, "<i4", len(before), header.lengths_offset)
-        pointers = np.frombuffer(index, "<i8", len(before), header.pointers_offset)
+        lengths = np.frombuffer(index, "<i4", len(before), header.columns["lengths"].offset)
+        pointers = np.frombuffer(index, "<i8", len(before), header.columns["pointers"].offset)
         lengths[[place, place + 1]] = lengths[[place + 1, place]]
         pointers[place + 1] = pointers[place] + 2 * lengths[place]
         Path(prefix + ".idx").write_bytes(index)
         if IndexedDataset(prefix).fingerprint == fingerprint:
             return
     raise AssertionError("the fingerprint samples every place")
+
+
+def test_a_build_closes_its_token_files(prefixes: list[str], tmp_path: Path) -> None:
+    """A start after a build is the same as any other: files are opened by the first sample."""
+    before = len(os.listdir("/proc/self/fd"))
+    config = config_of(blend=(prefixes, None), split="1,0,0", cache=tmp_path / "c", access="file")
+    datasets = build_datasets(config)
+    assert len(os.listdir("/proc/self/fd")) == before
+    write(Path(prefixes[0]), [100])
+    with pytest.raises(DataError, match="Build them again"):
+        datasets.train.batch(np.arange(len(datasets.train)))
 
 
 def test_a_change_of_the_lengths_only_is_detected(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -208,10 +209,13 @@ NOT_IN_SET_KEY = frozenset(
 )
 """The fields of a `GPTPlan` that are not in a dataset's part of a set's key."""
 
+_SET_FIELDS = attrgetter(
+    *(f.name for f in dataclasses.fields(GPTPlan) if f.name not in NOT_IN_SET_KEY)
+)
+
 
 def set_key(plan: RunPlan, split: SplitPlan) -> dict[str, Any]:
     """What the arrays of a split are a function of: plain JSON values."""
-    fields = [f.name for f in dataclasses.fields(GPTPlan) if f.name not in NOT_IN_SET_KEY]
     return {
         "kind": split.kind,
         "seed": plan.seed,
@@ -222,7 +226,7 @@ def set_key(plan: RunPlan, split: SplitPlan) -> dict[str, Any]:
                 dataset.file.record.lengths,
                 dataset.file.record.num_sequences,
                 *dataset.sequences,
-                *(getattr(dataset.gpt, name) for name in fields),
+                *_SET_FIELDS(dataset.gpt),
             ]
             for dataset in split.datasets
         ],
@@ -242,9 +246,10 @@ def _build_in_cache(
     plan = plan_run(config)
     keys = [None if split is None else set_key(plan, split) for split in plan.splits]
     names = [None if key is None else arrays.fingerprint(key) for key in keys]
+    manifest = Manifest.of(plan, names)
     try:
         # First, so that `prune` in another process leaves this run what is built now.
-        Manifest.of(plan, names).write(folder, limit=wait_limit)
+        manifest.write(folder, limit=wait_limit)
         sets = _build_sets(plan, folder, keys, progress, wait_limit)
     except OSError as error:
         sets = [
@@ -254,6 +259,7 @@ def _build_in_cache(
         if [array_set and array_set.name for array_set in sets] != names:
             raise _cache_error(folder, error) from error
         # Only the manifest could not be written: the next start takes the long way, too.
+    plan = manifest.plan(config) or plan  # whose token files are closed until a sample needs them
     return plan, _from_sets(plan, sets)
 
 
@@ -301,15 +307,13 @@ class _Places(NamedTuple):
 
 def _places(split: SplitPlan) -> list[_Places]:
     places = []
-    documents = rows = samples = 0
+    document = row = sample = 0
     for dataset in split.datasets:
-        place = _Places(
-            slice(documents, documents + dataset.num_entries),
-            slice(rows, rows + dataset.gpt.num_samples + 1),
-            slice(samples, samples + dataset.gpt.num_samples),
-        )
-        documents, rows, samples = (part.stop for part in place)
-        places.append(place)
+        starts = document, row, sample
+        document += dataset.num_entries
+        row += dataset.gpt.num_samples + 1
+        sample += dataset.gpt.num_samples
+        places.append(_Places(*map(slice, starts, (document, row, sample))))
     return places
 
 
