@@ -248,6 +248,8 @@ def test_a_state_of_version_2_is_read(tmp_path: Path) -> None:
         loader(pad_token=6).load_state_dict(state)
     state["fingerprint"] = dict(reversed(state["fingerprint"].items()))
     resumed.load_state_dict(state)
+    state["fingerprint"]["datasets"] = tuple(state["fingerprint"]["datasets"])  # as msgpack has it
+    resumed.load_state_dict(state)
     assert resumed.state_dict()["version"] == 3
     resumed.load_state_dict(resumed.state_dict())
 
@@ -422,6 +424,21 @@ def test_a_fork_during_a_step_does_not_block_the_child(dataset: GPTDataset) -> N
     thread.join()
     assert os.waitpid(child, 0)[1] == 0
     assert loader.consumed_samples == 2
+
+
+def test_numbers_of_a_sampler_become_plain(dataset: GPTDataset) -> None:
+    class Sampler(SequentialSampler):
+        def consumed_after(self, consumed_samples: int) -> Any:
+            return np.int64(consumed_samples + step)
+
+    for step in (2, -1):
+        loader = Loader(dataset, sampler=Sampler(50, micro_batch_size=2))
+        if step > 0:
+            next(loader)
+            assert json.loads(json.dumps(loader.state_dict()))["consumed_samples"] == 2
+        else:
+            with pytest.raises(ConfigError, match="consumed_after is -1; at least 0 is needed"):
+                next(loader)
 
 
 def test_copies_are_independent(dataset: GPTDataset) -> None:

@@ -9,7 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace import BlendedDataset, ConfigError, GPTDataset, IndexedDataset, Loader, ResumeError
+from millrace import (
+    BlendedDataset,
+    ConfigError,
+    DataError,
+    GPTDataset,
+    IndexedDataset,
+    Loader,
+    ResumeError,
+    ViewChangeWarning,
+)
 from millrace.order import Spans
 
 
@@ -136,3 +145,99 @@ def test_spans_say_where_the_tokens_of_a_sample_are(
         assert np.array_equal(np.concatenate(parts)[:-1], batch["tokens"][number])
     with pytest.raises(IndexError):
         dataset.spans([len(dataset)])
+
+
+@pytest.mark.parametrize("access", ["mmap", "file"])
+@pytest.mark.parametrize(
+    "bounds", [[1, 2, 3], [-1, 1, 2], [0, 1], [0, 1, 2, 2], [0, 1, 1], [0, -1, 2], [0.0, 1.0, 2.0]]
+)
+def test_bounds_of_other_spans_are_refused(
+    make_dataset: Callable[..., IndexedDataset], access: Any, bounds: list[Any]
+) -> None:
+    class Wrong(ConstantOffset):
+        def spans(self, sample_numbers: np.ndarray) -> Spans:
+            return super().spans(sample_numbers)._replace(bounds=np.array(bounds))
+
+    data = IndexedDataset(make_dataset([30] * 8).prefix, access=access)
+    dataset = GPTDataset(data, sequence_length=8, order=Wrong(8, 0, 9))
+    for read in (dataset.batch, dataset.spans):
+        with pytest.raises(ConfigError, match="bounds"):
+            read([2, 3])
+
+
+def test_spans_may_be_lists_of_any_integers(make_dataset: Callable[..., IndexedDataset]) -> None:
+    class Lists(ConstantOffset):
+        def spans(self, sample_numbers: np.ndarray) -> Spans:
+            return Spans(*(column.tolist() for column in super().spans(sample_numbers)))
+
+    data = make_dataset([30] * 8)
+    first, second = (
+        GPTDataset(data, sequence_length=8, order=order(8, 0, 9))
+        for order in (Lists, ConstantOffset)
+    )
+    assert np.array_equal(first.batch([2, 3])["labels"], second.batch([2, 3])["labels"])
+
+
+def test_another_row_length_in_the_same_order_is_another_view(
+    make_dataset: Callable[..., IndexedDataset],
+) -> None:
+    data, order = make_dataset([30] * 8), ConstantOffset(8, 0, 9)
+    state = Loader(
+        GPTDataset(data, sequence_length=8, order=order), micro_batch_size=2
+    ).state_dict()
+    longer = GPTDataset(data, sequence_length=16, order=order)
+    with pytest.warns(ViewChangeWarning, match=r"view\.sequence_length: saved 8, now 16"):
+        Loader(longer, micro_batch_size=2).load_state_dict(state)
+
+
+def test_megatrons_options_with_another_order_are_refused(
+    make_dataset: Callable[..., IndexedDataset],
+) -> None:
+    for option in ({"sequences": np.array([0, 5])}, {"drop_last_partial_sequence": False}):
+        with pytest.raises(ConfigError, match="belong to Megatron-LM's order"):
+            GPTDataset(
+                make_dataset([30]), sequence_length=8, order=ConstantOffset(1, 0, 9), **option
+            )
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda size: {},
+        lambda size: {"other": np.zeros((size, 8), np.int64)},
+        lambda size: {"tokens": np.zeros((size, 8), np.float64)},
+        lambda size: {"tokens": np.zeros((1, 8), np.int64)},
+        lambda size: {"tokens": np.zeros((size, 1), np.int64)},
+    ],
+)
+def test_a_blend_refuses_a_batch_of_another_form(make: Callable[[int], Any]) -> None:
+    class Tokens(Zeros):
+        def batch(self, sample_numbers: Any) -> dict[str, np.ndarray]:
+            return {"tokens": np.zeros((len(sample_numbers), 8), np.int64)}
+
+    class Changing(Tokens):
+        def batch(self, sample_numbers: Any) -> dict[str, np.ndarray]:
+            empty = super().batch(sample_numbers)
+            return make(len(sample_numbers)) if len(sample_numbers) > 0 else empty
+
+    with pytest.raises(DataError, match="Changing returned arrays"):
+        BlendedDataset([Tokens(), Changing()]).batch(np.arange(20))
+
+
+def test_a_source_without_options_keeps_its_own_view(
+    make_dataset: Callable[..., IndexedDataset],
+) -> None:
+    class Wrapped:
+        def __init__(self, dataset: GPTDataset) -> None:
+            self.source, self.batch = dataset.source, dataset.batch
+            self.fingerprint = dataset.fingerprint
+
+        def __len__(self) -> int:
+            return 20
+
+    data = make_dataset([300])
+    plain = GPTDataset(data, sequence_length=8, seed=1)
+    masked = GPTDataset(data, sequence_length=8, seed=1, pad_token=int(plain[0]["labels"][0]))
+    batch = BlendedDataset([Wrapped(plain), Wrapped(masked)]).batch(np.arange(40))
+    alone = [dataset.batch(np.arange(20))["loss_mask"].sum() for dataset in (plain, masked)]
+    assert batch["loss_mask"].sum() == sum(alone) < 40 * 8

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from functools import cached_property, partial
 from typing import Any, Protocol, SupportsIndex
@@ -27,7 +26,7 @@ from millrace.order import (
     normalize,
 )
 from millrace.order.gpt import check_range, check_seed
-from millrace.order.spans import MappedFiles
+from millrace.order.spans import MappedFiles, checked_spans
 from millrace.store import IndexedDataset
 from millrace.store.token_file import TokenFile
 
@@ -35,9 +34,9 @@ from millrace.store.token_file import TokenFile
 class Dataset(Protocol):
     """Samples by number: what a blend and a loader need.
 
-    A dataset may offer attributes more. `source` (a `SampleSource`) lets a blend read samples of
-    several datasets in one call of the core. `mapped_files()` returns the files whose sizes a
-    blend checks now and then. `prefix` names the dataset in messages.
+    A dataset may offer attributes more. `source` (a `SampleSource`) and its `options` let a blend
+    read samples of several datasets in one call of the core. `mapped_files()` returns the files
+    whose sizes a blend checks now and then. `prefix` names the dataset in messages.
     """
 
     def __len__(self) -> int:
@@ -125,7 +124,7 @@ class GPTDataset:
         self.options = options
         if order is None:
             self.order: Order = _build_order(self.dataset, options, *order_options)
-        elif order_options != _NO_ORDER:
+        elif any(option is not None for option in order_options[:3]) or not order_options[3]:
             raise ConfigError(
                 "seed, num_samples, sequences and drop_last_partial_sequence belong to "
                 "Megatron-LM's order: leave them out where another order is given"
@@ -191,9 +190,13 @@ class GPTDataset:
         """Which tokens of which sequences the samples of these numbers are made of.
 
         Raises:
-            ConfigError, IndexError: As `batch`.
+            ConfigError, IndexError, DataError: As `batch`.
         """
-        return self.order.spans(_check_numbers(sample_numbers, len(self)))
+        numbers = _check_numbers(sample_numbers, len(self))
+        try:
+            return checked_spans(self.order, numbers)
+        except ValueError as error:
+            raise _damage(error) from None
 
     def mapped_files(self) -> list[MappedFiles]:
         """The files whose sizes are checked now and then."""
@@ -201,12 +204,12 @@ class GPTDataset:
 
     def fingerprint(self) -> dict[str, Any]:
         """See `Dataset.fingerprint`."""
-        view = dataclasses.asdict(self.options)
-        del view["sequence_length"], view["add_extra_token"]  # the order's
+        order = self.order.fingerprint()
+        view = {name: value for name, value in vars(self.options).items() if name not in order}
         return {
             "content": self._file.fingerprint,
             "lengths": self._file.lengths_checksum,
-            **self.order.fingerprint(),
+            **order,
             "view": view,
         }
 
@@ -219,7 +222,6 @@ _NO_OPTIONS = {
     "reset_position_ids": False,
     "eod_mask_loss": False,
 }
-_NO_ORDER = (None, None, None, True)
 
 
 def _build_order(
@@ -286,7 +288,7 @@ class BlendedDataset:
         _check_forms(self.datasets)
         self.order = order
         options = [getattr(dataset, "options", None) for dataset in self.datasets]
-        self._has_one_view = all(option == options[0] for option in options)
+        self._has_one_view = options[0] is not None and options.count(options[0]) == len(options)
         self._watch = SizeWatch()
 
     @property
@@ -400,10 +402,19 @@ def _batch_by_dataset(
     """A batch of each dataset, copied into its rows."""
     batch: Batch = {}
     for row, dataset in enumerate(datasets):
-        rows = dataset_rows == row
-        for name, array in dataset.batch(numbers[rows]).items():
-            shape = (len(dataset_rows), *array.shape[1:])
-            batch.setdefault(name, np.empty(shape, array.dtype))[rows] = array
+        rows = np.flatnonzero(dataset_rows == row)
+        part = dataset.batch(numbers[rows])
+        if row == 0:
+            batch = {
+                name: np.empty((len(dataset_rows), *array.shape[1:]), array.dtype)
+                for name, array in part.items()
+            }
+        form = {name: (array.dtype, *array.shape) for name, array in part.items()}
+        needed = {name: (array.dtype, len(rows), *array.shape[1:]) for name, array in batch.items()}
+        if form != needed:
+            raise DataError(f"{_name(dataset)} returned arrays {form}; {needed} is needed")
+        for name, array in part.items():
+            batch[name][rows] = array
     return batch
 
 

@@ -116,7 +116,7 @@ class Loader:
             start = self._next
             if not self.sampler.has_step(start):
                 raise StopIteration
-            self._next = self.sampler.consumed_after(start)
+            self._next = whole("consumed_after", self.sampler.consumed_after(start), start)
             try:
                 batch = self.dataset.batch(self.sampler.sample_numbers(start))
                 result = batch if self.transform is None else self.transform(batch)
@@ -243,7 +243,7 @@ def _from_version_2(fingerprint: Any) -> Any:
     if not isinstance(fingerprint, Mapping):
         return fingerprint
     moved = {"rules": 1, **fingerprint}
-    if "datasets" in moved and isinstance(moved["datasets"], list):
+    if isinstance(moved.get("datasets"), (list, tuple)):
         moved["datasets"] = [_from_version_2(dataset) for dataset in moved["datasets"]]
     if moved.get("kind") == "gpt":
         moved["view"] = {name: moved.pop(name, None) for name in _VIEW_OPTIONS}

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from millrace import _native
 from millrace.options import SampleOptions
 from millrace.order import Order
-from millrace.order.spans import CoreOrder
+from millrace.order.spans import CoreOrder, checked_spans
 from millrace.store import IndexedDataset
 
 Batch = dict[str, NDArray[Any]]
@@ -57,7 +57,7 @@ class SampleSource:
         """
         if self.is_gatherable:
             return gather([self], np.zeros(len(numbers), np.int64), numbers)
-        sequences, offsets, counts, bounds = self._order.spans(numbers)
+        sequences, offsets, counts, bounds = checked_spans(self._order, numbers)
         places = _native.locate_spans(self.tokens, sequences, offsets, counts)
         tokens = self._dataset.reader.gather(*places).view(self._dataset.dtype)
         ends = np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))[bounds[1:]]

@@ -8,6 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace import _native
+from millrace.checks import whole_numbers
+from millrace.errors import ConfigError
 
 RULES_VERSION = 1
 """Version of the rules of all orders. It rises when the same inputs would lead to another order;
@@ -81,3 +83,23 @@ class CoreOrder:
     def spans(self, sample_numbers: NDArray[np.int64]) -> Spans:
         """See `Order.spans`."""
         return Spans(*_native.spans(self.core, sample_numbers))
+
+
+def checked_spans(order: Order | CoreOrder, sample_numbers: NDArray[np.int64]) -> Spans:
+    """The spans of some samples, with arrays that go together.
+
+    Raises:
+        ConfigError: The order returned other ones.
+    """
+    columns = zip(Spans._fields, order.spans(sample_numbers), strict=True)
+    spans = Spans(*(whole_numbers(f"the {name} of spans", column) for name, column in columns))
+    sizes = {len(column) for column in spans[:3]}
+    bounds, last = spans.bounds, len(spans.counts)
+    is_whole = len(bounds) == len(sample_numbers) + 1 and (bounds[0], bounds[-1]) == (0, last)
+    if len(sizes) > 1 or not is_whole or np.any(bounds[1:] < bounds[:-1]):
+        raise ConfigError(
+            f"the order returned {' and '.join(map(str, sorted(sizes)))} spans, with bounds "
+            f"{bounds}; {len(sample_numbers)} samples need {len(sample_numbers) + 1} bounds, from "
+            "0 up to the number of spans"
+        )
+    return spans
