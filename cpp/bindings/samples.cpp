@@ -85,18 +85,32 @@ std::tuple<Numbers, Numbers> py_locate_spans(const TokenSource& source,
   return {to_numpy(std::move(byte_offsets)), byte_counts};
 }
 
+template <class T>
+struct OptionField {
+  T SampleOptions::*member;
+  nb::handle name;  // made once: to make it takes longer than to look it up
+};
+
+template <class T>
+OptionField<T> option(T SampleOptions::*member, const char* name) {
+  return {member, PyUnicode_InternFromString(name)};
+}
+
 // Reads a `millrace.options.SampleOptions`.
 SampleOptions options_from(nb::handle options) {
-  const auto read = [options]<class T>(T& field, const char* name) {
-    field = nb::cast<T>(options.attr(name));
+  static const std::tuple fields{
+      option(&SampleOptions::sequence_length, "sequence_length"),
+      option(&SampleOptions::add_extra_token, "add_extra_token"),
+      option(&SampleOptions::eod_token, "eod_token"),
+      option(&SampleOptions::pad_token, "pad_token"),
+      option(&SampleOptions::reset_position_ids, "reset_position_ids"),
+      option(&SampleOptions::eod_mask_loss, "eod_mask_loss"),
   };
   SampleOptions out{};
-  read(out.sequence_length, "sequence_length");
-  read(out.add_extra_token, "add_extra_token");
-  read(out.eod_token, "eod_token");
-  read(out.pad_token, "pad_token");
-  read(out.reset_position_ids, "reset_position_ids");
-  read(out.eod_mask_loss, "eod_mask_loss");
+  const auto read = [&]<class T>(const OptionField<T>& field) {
+    out.*field.member = nb::cast<T>(options.attr(field.name));
+  };
+  std::apply([&](const auto&... field) { (read(field), ...); }, fields);
   return out;
 }
 
