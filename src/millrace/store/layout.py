@@ -110,12 +110,7 @@ class Header:
 
 
 def read_header(file: BinaryIO, path: str) -> Header:
-    """Reads the header of an open index file, and checks it against the file's size.
-
-    Raises:
-        DataError: If it is not an index file, has another version or dtype, or does not fit the
-            size.
-    """
+    """Reads the header of an open index file; a DataError if the file is truncated or foreign."""
     data, size = os.pread(file.fileno(), HEADER.size, 0), os.fstat(file.fileno()).st_size
     if size < HEADER.size or len(data) < HEADER.size:
         raise DataError(
