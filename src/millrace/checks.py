@@ -26,7 +26,8 @@ def whole(name: str, value: Any, least: int | None = None, most: int | None = No
 
     Args:
         value: An int of Python or NumPy, or another object with `__index__`, but not a bool.
-        least, most: Limits; None: no limit."""
+        least, most: Limits; None: no limit.
+    """
     if type(value) is int:
         number = value
     else:
@@ -97,7 +98,8 @@ def whole_numbers(name: str, values: ArrayLike) -> NDArray[np.int64]:
     """Whole numbers as one contiguous int64 [n] in native byte order; `values` itself if it is one.
 
     Args:
-        values: A list, or an array [n] of any integer dtype, byte order, stride and alignment."""
+        values: A list, or an array [n] of any integer dtype, byte order, stride and alignment.
+    """
     try:
         array = np.asarray(values)
     except (TypeError, ValueError):  # lists of several lengths, tensors of other devices
