@@ -19,7 +19,7 @@
 
 namespace millrace {
 
-// A function adds all that it is given or, if it throws (std::invalid_argument), nothing.
+// A function adds all of its arguments or, if it throws (std::invalid_argument), nothing.
 class TokenBuffer {
  public:
   // A negative `file`: no file, nothing can be flushed. Without modes none are kept.
@@ -148,7 +148,7 @@ void TokenBuffer::append_each(std::size_t count, TokenAt token_at) {
       type_);
 }
 
-// A function of its own, so that the compiler can keep all arguments in registers.
+// A separate function, so that the compiler can keep all arguments in registers.
 template <class To, class TokenAt>
 void TokenBuffer::fill(To* out, std::size_t count, TokenAt token_at) const {
   for (std::size_t i = 0; i < count; ++i) {

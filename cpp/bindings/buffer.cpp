@@ -67,8 +67,8 @@ Out<T> take_all(std::vector<T>& entries) {
   return to_numpy(std::move(out));
 }
 
-// A call adds all that it is given or, if it throws, nothing; it runs no Python code once it has
-// begun to add. So with the GIL no thread and no signal handler sees half of it. Work that takes
+// A call adds all of its arguments or, if it throws, nothing; it runs no Python code once it has begun
+// to add. So with the GIL no thread and no signal handler sees half of it. Work that takes
 // several calls sets `is_busy`: meanwhile additions throw.
 class PyTokenBuffer : public TokenBuffer {
  public:

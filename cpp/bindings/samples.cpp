@@ -88,7 +88,7 @@ std::tuple<Numbers, Numbers> py_locate_spans(const TokenSource& source,
 template <class T>
 struct OptionField {
   T SampleOptions::*member;
-  nb::handle name;  // made once: to make it takes longer than to look it up
+  nb::handle name;  // created once: creating it takes longer than the look-up
 };
 
 template <class T>
@@ -194,8 +194,7 @@ Samples py_fill_rows(const AnyArray& tokens, const In<std::int64_t>& ends, nb::h
 
 }  // namespace
 
-// Sources and orders read the arrays that they are made of, and keep them alive: the caller's own, as
-// they are not converted.
+// Sources and orders read the caller's own arrays (hence no conversion), and keep them alive.
 void add_samples(nb::module_& module) {
   nb::class_<TokenSource>(module, "TokenSource")
       .def("__init__", &make_token_source, "tokens"_a.noconvert(),
