@@ -139,11 +139,7 @@ def blend_theirs(task: dict[str, Any]) -> Work:
 
 
 def _shares(task: dict[str, Any]) -> np.ndarray:
-<<<<<<< HEAD
     """Random weights with the sum 1, or random sizes with the sum `task["size"]`."""
-=======
-    """Random weights with the sum 1, or random sizes with the task's sum."""
->>>>>>> wt-blend
     weights = np.random.default_rng(task["datasets"]).random(task["datasets"]) + 1e-3
     if task.get("nearly_equal"):
         weights = 1 + 1e-3 * weights
