@@ -30,8 +30,8 @@ FILL_BYTES = 28  # per number, or per document and epoch: the larger peak, round
 
 SHUFFLE_BAR, INDICES_BAR, MEMORY_BAR = 5, 5, 1
 BLEND_SIZE, QUICK_BLEND_SIZE = 10_000_000, 50_000
-EXHAUSTIVE_SIZE = 1_000_000  # theirs takes 20 us per sample with 4,096 datasets
-BLEND_BARS = {8: 1.5, 64: 4, 512: 30, 4096: 100}  # by the number of datasets
+EXHAUSTIVE_SIZE = 1_000_000  # theirs takes 20 us a sample of 4,096 datasets
+BLEND_BARS = {8: 1.5, 64: 4, 512: 20, 4096: 60}  # by the number of datasets
 EXHAUSTIVE_BARS = {64: 3, 512: 3, 4096: 3}
 NEARLY_EQUAL_BARS = {1000: 1, 4096: 1}
 NEARLY_EQUAL_SIZES = (100_000, 1_000_000)

@@ -1,242 +1,338 @@
-// How a blend is drawn at many places at once, though each sample depends on all before it.
+// Draws a blend without comparing every dataset for every sample, and with several threads.
 //
-// All that later samples depend on is how many were drawn of each dataset so far. So the blend is
-// cut into parts, and each part but the first starts from a guess of these numbers, a little before
-// it begins: a warm-up. Then every part's numbers at its beginning are compared with those at the
-// end of the part before it. Where they are equal, and the part before is right, so is this one;
-// where they are not, it is drawn again from the right ones. At least the first wrong part is
-// mended each time, so this ends, with the samples that one part alone would give.
+// One sample: few datasets can win. As long as nothing is taken of a dataset, its error never falls
+// from one sample to the next, in float64 too, because rounding is monotone. So a dataset whose
+// error is below some floor at the end of a block of samples is below it in the whole block. Each
+// block begins with a list of the candidates: the datasets that reach the floor at the block's end.
+// Only the candidates are compared, by the rule's own arithmetic. If the largest of their errors
+// reaches the floor, it is the largest of all. If not, the block ends early and the next one lists
+// its candidates anew. This is exact for any weights: it needs no bound on rounding errors and no
+// weights that sum to 1. The floor is a guess that only affects speed. It is a margin below the
+// last winner's error; the margin grows when a block ends early and shrinks otherwise.
 //
-// Why it ends soon: two runs of the greedy rule that have drawn equally many samples, but not the
-// same ones, come together. Let the first draw a where the second draws b. Then the error of a is
-// at least that of b in the first run, and at most that of b in the second. So the first run's lead
-// over the second in a is smaller than its lead in b (if they were equal, so were the errors, and
-// both would draw the first of equals); now it grows by one in a and falls by one in b. The sum of
-// all leads, taken as positive, thus never grows, and after a few samples a dataset it is mostly 0.
-// It lasts only where a dataset is hardly ever drawn. And the guess is a good one: at any time all
-// errors lie in an interval of length 1, or nearly so.
+// Several threads: a sample depends on the samples before it only through `taken`, the number of
+// samples taken of each dataset. The blend is cut into parts. Each part but the first guesses
+// `taken` at a point a little before its beginning and draws from there (the warm-up). Then `taken`
+// at each part's beginning is compared with `taken` at the end of the part before. Parts where they
+// differ are drawn again from the latter, until there are none. If all parts before a part are
+// right, it is right after one more round, so this ends, with the samples of a single part.
+//
+// Why it ends soon: two runs of the rule that have drawn equally many samples, but not the same
+// ones, converge. Let the first draw a where the second draws b. Then the error of a is at least
+// that of b in the first run, and at most that of b in the second. So the first run's lead over the
+// second in a is smaller than its lead in b (if the leads were equal, a and b would have equal
+// errors in both runs, and both would draw the first of them); now it grows by one in a and falls
+// by one in b. The sum of the leads' absolute values thus never grows, and after a few samples per
+// dataset it is mostly 0. It lasts only where a dataset is hardly ever drawn. And the guess is a
+// good one: at any time all errors lie in an interval of length 1, or nearly so.
 #include "blend.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <future>
-#include <memory>
+#include <limits>
 #include <numeric>
-#include <optional>
 #include <system_error>
-#include <utility>
 #include <vector>
 
-#include "blend_team.hpp"
+#include "vector.hpp"
 
 namespace millrace {
 namespace {
 
-constexpr std::int64_t shortest_part = 4096;  // samples
-constexpr std::int64_t part_per_group = 64;   // samples; a part needs some 40 bytes for a group
-constexpr std::int64_t warmups_per_part = 32;
+constexpr double infinity = std::numeric_limits<double>::infinity();
+constexpr double lowest = std::numeric_limits<double>::lowest();
+constexpr double no_winner = std::numeric_limits<double>::quiet_NaN();  // equals no error
+
+constexpr std::int64_t block_size = 48;        // samples
+constexpr std::int64_t shortest_part = 4096;   // samples
+constexpr std::int64_t part_per_dataset = 96;  // samples; a part needs some 70 bytes per dataset
+constexpr std::int64_t warmups_per_part = 32;  // a warm-up is 1/32 of a part
+constexpr std::int64_t parts_per_thread = 4;   // an idle thread takes another one
 constexpr int most_threads = 64;
 
-// The datasets whose limit is above 0, by weight and limit where that makes groups.
-BlendGroups group(std::span<const double> weights, std::span<const double> limits,
-                  std::int64_t size) {
-  BlendGroups groups;
-  std::vector<std::size_t> open;
-  double largest_weight = 0;
-  for (std::size_t dataset = 0; dataset < weights.size(); ++dataset) {
-    if (limits[dataset] > 0) {
-      open.push_back(dataset);
-      largest_weight = std::max(largest_weight, weights[dataset]);
-      groups.limited |= limits[dataset] < infinity;
-    }
-  }
-  const auto key = [&](std::size_t dataset) {
-    return std::pair(weights[dataset], limits[dataset]);
-  };
-  std::vector<std::size_t> sorted = open;
-  std::stable_sort(sorted.begin(), sorted.end(),
-                   [&](std::size_t left, std::size_t right) { return key(left) < key(right); });
-  std::size_t num_keys = sorted.empty() ? 0 : 1;
-  for (std::size_t i = 1; i < sorted.size(); ++i) {
-    num_keys += key(sorted[i]) != key(sorted[i - 1]) ? 1 : 0;
-  }
-  // In turns where it at least halves the number, and an error tells `taken` from `taken` + 1.
-  groups.turns =
-      2 * num_keys <= open.size() && largest_weight * static_cast<double>(size) < 0x1p52;
-  const std::vector<std::size_t>& members = groups.turns ? sorted : open;
-  for (std::size_t i = 0; i < members.size(); ++i) {
-    if (!groups.turns || i == 0 || key(members[i]) != key(members[i - 1])) {
-      groups.begin.push_back(static_cast<std::int32_t>(i));
-      groups.weight.push_back(weights[members[i]]);
-      groups.limit.push_back(limits[members[i]]);
-    }
-    groups.members.push_back(static_cast<std::int32_t>(members[i]));
-  }
-  groups.begin.push_back(static_cast<std::int32_t>(members.size()));
-  groups.weight.resize(BlendGroups::padded(groups.size()));
-  return groups;
+struct Datasets {
+  std::vector<double> weights;
+  std::vector<double> limits;  // the number of samples to take at most, or infinity
+
+  std::size_t size() const { return weights.size(); }
+};
+
+struct Blend {
+  std::span<std::int16_t> dataset_index;
+  std::span<std::int64_t> dataset_sample_index;
+};
+
+// The number of samples taken of each dataset.
+using Taken = std::vector<double>;
+
+// Some numbers in a vector register. A vector type is needed because GCC does not vectorise a loop
+// that looks for the largest of some float64 numbers.
+typedef double Lanes __attribute__((vector_size(MILLRACE_VECTOR_BYTES)));
+constexpr std::size_t num_lanes = sizeof(Lanes) / sizeof(double);
+
+// As many datasets. A spent dataset and an unused lane have taken = infinity and never win.
+struct alignas(sizeof(Lanes)) Row {
+  Lanes weight = Lanes{}, taken = Lanes{} + infinity, error = Lanes{} - infinity;
+};
+
+std::size_t rows_for(std::size_t count) { return (count + num_lanes - 1) / num_lanes; }
+
+double position_of(std::int64_t sample) {
+  return static_cast<double>(std::max<std::int64_t>(sample, 1));
 }
 
-// How many samples of each group are drawn before `sample`, about: as if a dataset were drawn as
-// soon as its error passes a level, which is the same for all and such that the sum is right.
-// Nothing where float64 cannot tell such a level.
-std::optional<Drawn> guess(const BlendGroups& groups, std::int64_t sample) {
+template <class Choose>
+double across(const Lanes& lanes, Choose choose) {
+  double chosen = lanes[0];
+  for (std::size_t lane = 1; lane < num_lanes; ++lane) {
+    chosen = choose(chosen, lanes[lane]);
+  }
+  return chosen;
+}
+
+double larger(double left, double right) { return left > right ? left : right; }
+double smaller(double left, double right) { return left < right ? left : right; }
+
+// Counts the last winner, recognised by its error, computes all errors and returns the largest.
+double update_errors(std::span<Row> rows, double last_best, double position) {
+  Lanes best = Lanes{} - infinity;
+  for (Row& row : rows) {
+    row.taken = row.error == last_best ? row.taken + 1.0 : row.taken;
+    row.error = row.weight * position - row.taken;
+    best = row.error > best ? row.error : best;
+  }
+  return across(best, larger);
+}
+
+// Returns the first place whose error is `best`, and erases that error from all other places, so
+// that `update_errors` recognises the winner.
+std::size_t find_winner(std::span<Row> rows, double best) {
+  Lanes first_places = {};
+  for (std::size_t lane = 0; lane < num_lanes; ++lane) {
+    first_places[lane] = static_cast<double>(lane);
+  }
+  const Lanes none = Lanes{} + infinity;
+  Lanes place = first_places, first = none, last = -none;
+  for (const Row& row : rows) {
+    const Lanes match = row.error == best ? place : none;
+    first = match < first ? match : first;
+    last = row.error == best ? place : last;
+    place += static_cast<double>(num_lanes);
+  }
+  const double winner = across(first, smaller);
+  if (winner != across(last, larger)) [[unlikely]] {
+    place = first_places;
+    for (Row& row : rows) {
+      row.error = place == winner ? row.error : -none;
+      place += static_cast<double>(num_lanes);
+    }
+  }
+  return static_cast<std::size_t>(winner);
+}
+
+// Lists the datasets whose error reaches the floor, in order: their numbers in `candidates`, their
+// weights and what is taken of them in `list`. Returns the rows used.
+std::span<Row> list_candidates(std::span<const Row> all, double floor,
+                               std::span<std::int32_t> candidates, std::span<Row> list) {
+  std::size_t count = 0;
+  std::int32_t dataset = 0;
+  for (const Row& row : all) {
+    for (std::size_t lane = 0; lane < num_lanes; ++lane) {
+      candidates[count] = dataset++;  // overwritten by the next one if it is no candidate
+      count += row.error[lane] >= floor ? 1 : 0;
+    }
+  }
+  const std::span<Row> rows = list.first(rows_for(count));
+  std::fill(rows.begin(), rows.end(), Row());
+  for (std::size_t place = 0; place < count; ++place) {
+    const auto number = static_cast<std::size_t>(candidates[place]);
+    const Row& row = all[number / num_lanes];
+    rows[place / num_lanes].weight[place % num_lanes] = row.weight[number % num_lanes];
+    rows[place / num_lanes].taken[place % num_lanes] = row.taken[number % num_lanes];
+  }
+  return rows;
+}
+
+// Draws the samples [begin, end) and updates `taken`. In a warm-up `blend` is null.
+MILLRACE_VECTOR_CODE
+void draw(const Datasets& datasets, Taken& taken, std::int64_t begin, std::int64_t end,
+          const Blend* blend) {
+  std::vector<Row> all(rows_for(datasets.size())), list(all.size());
+  std::vector<std::int32_t> candidates(all.size() * num_lanes + 1);
+  for (std::size_t i = 0; i < datasets.size(); ++i) {
+    all[i / num_lanes].weight[i % num_lanes] = datasets.weights[i];
+    all[i / num_lanes].taken[i % num_lanes] = taken[i] == datasets.limits[i] ? infinity : taken[i];
+  }
+  const double spacing = 1.0 / static_cast<double>(datasets.size());  // between errors, about
+  double margin = spacing;
+  double best = update_errors(all, no_winner, position_of(begin));
+  for (std::int64_t sample = begin; sample < end;) {
+    const std::int64_t block_end = std::min(sample + block_size, end);
+    const double floor = std::max(lowest, best - margin);  // `lowest` if the difference is NaN
+    update_errors(all, no_winner, position_of(block_end - 1));
+    const std::span<Row> rows = list_candidates(all, floor, candidates, list);
+    best = no_winner;
+    for (; sample < block_end; ++sample) {
+      best = update_errors(rows, best, position_of(sample));
+      if (best < floor) {
+        break;
+      }
+      const std::size_t place = find_winner(rows, best);
+      const auto winner = static_cast<std::size_t>(candidates[place]);
+      double number = all[winner / num_lanes].taken[winner % num_lanes];
+      if (blend != nullptr) {
+        const auto i = static_cast<std::size_t>(sample);
+        blend->dataset_index[i] = static_cast<std::int16_t>(winner);
+        blend->dataset_sample_index[i] = static_cast<std::int64_t>(number);
+      }
+      ++number;
+      if (number == datasets.limits[winner]) {
+        number = infinity;
+        rows[place / num_lanes].taken[place % num_lanes] = infinity;
+      }
+      all[winner / num_lanes].taken[winner % num_lanes] = number;
+    }
+    margin = sample < block_end ? 2 * margin + spacing / 16 : 0.9 * margin;
+  }
+  for (std::size_t i = 0; i < datasets.size(); ++i) {
+    taken[i] = std::min(all[i / num_lanes].taken[i % num_lanes], datasets.limits[i]);
+  }
+}
+
+// Estimates what is taken before `sample`, as if each dataset were drawn as soon as its error
+// passes one level common to all. The sum is exactly `sample`, and no dataset exceeds its limit.
+Taken guess(const Datasets& datasets, std::int64_t sample) {
   const auto position = static_cast<double>(sample);
-  const auto drawn_above = [&](double level, std::size_t number) {
-    const double most = std::min(groups.limit[number], position);
-    const double share = std::min(groups.weight[number] * position - level, most);
-    const auto whole = static_cast<std::int64_t>(std::max(share, 0.0));
-    const std::int64_t rounded_up = whole + (static_cast<double>(whole) < share ? 1 : 0);
-    return rounded_up * groups.num_members(number);
+  const auto taken_above = [&](double level, std::size_t i) {
+    const double most = std::min(datasets.limits[i], position);
+    const double share =
+        std::max(0.0, std::min(datasets.weights[i] * position - level, most));
+    const auto whole = static_cast<double>(static_cast<std::int64_t>(share));
+    return whole < share ? whole + 1 : whole;
   };
   const auto total = [&](double level) {
     double sum = 0;
-    for (std::size_t number = 0; number < groups.size(); ++number) {
-      sum += static_cast<double>(drawn_above(level, number));
+    for (std::size_t i = 0; i < datasets.size(); ++i) {
+      sum += taken_above(level, i);
     }
     return sum;
   };
-  double low = -1, high = 1;  // errors are there if the weights' sum is 1
-  while (total(low) < position && low > -0x1p60) {
+  double low = -1, high = 1;  // where errors are if the weights sum to 1
+  while (total(low) < position) {
     low *= 2;
   }
-  while (total(high) > position && high < 0x1p60) {
+  while (total(high) > position) {
     high *= 2;
   }
   for (int i = 0; i < 48; ++i) {
     const double middle = low + (high - low) / 2;
     (total(middle) > position ? low : high) = middle;
   }
-  Drawn drawn(groups.size());
-  std::int64_t missing = sample;
-  for (std::size_t number = 0; number < drawn.size(); ++number) {
-    drawn[number] = drawn_above(high, number);
-    missing -= drawn[number];
+  Taken taken(datasets.size());
+  double missing = position;
+  for (const double level : {high, low}) {
+    for (std::size_t i = 0; i < datasets.size(); ++i) {
+      const double more = std::min(taken_above(level, i) - taken[i], missing);
+      taken[i] += more;
+      missing -= more;
+    }
   }
-  for (std::size_t number = 0; number < drawn.size() && missing > 0; ++number) {
-    const std::int64_t more = std::min(drawn_above(low, number) - drawn[number], missing);
-    drawn[number] += more;
-    missing -= more;
-  }
-  return missing == 0 ? std::optional(std::move(drawn)) : std::nullopt;
+  return taken;
 }
 
-// The parts of a blend: part p starts at p * length, and its own samples begin a warm-up later,
-// where those of the part before it end. What it draws before that is drawn again by that part,
-// later.
-class Parts {
- public:
-  Parts(const BlendGroups& groups, std::span<std::int16_t> dataset_index,
-        std::span<std::int64_t> dataset_sample_index, int threads)
-      : size_(dataset_index.size()) {
-    const auto most = static_cast<std::size_t>(std::clamp(threads, 1, most_threads)) *
-                      BlendTeam::num_parts;
-    const auto shortest = static_cast<std::size_t>(
-        std::max(shortest_part, part_per_group * static_cast<std::int64_t>(groups.size())));
-    cut(std::clamp<std::size_t>(size_ / shortest, 1, most));
-    std::vector<Drawn> starts = {Drawn(groups.size())};
-    for (std::size_t part = 1; part < num_parts_; ++part) {
-      std::optional<Drawn> drawn = guess(groups, static_cast<std::int64_t>(part * length_));
-      if (!drawn) {
-        cut(1);
-        break;
-      }
-      starts.push_back(std::move(*drawn));
+// Calls work(i) for each i < count. Each thread takes the next i when it is free.
+template <class Work>
+void run_parallel(std::size_t count, int threads, Work work) {
+  std::atomic<std::size_t> next = 0;
+  const auto take = [&] {
+    for (std::size_t i = next++; i < count; i = next++) {
+      work(i);
     }
-    for (std::size_t i = 0; i * BlendTeam::num_parts < num_parts_; ++i) {
-      teams_.push_back(std::make_unique<BlendTeam>(groups, dataset_index.data(),
-                                                   dataset_sample_index.data()));
-    }
-    for (std::size_t part = 0; part < num_parts_; ++part) {
-      start(part, starts[part], part * length_);
+  };
+  std::vector<std::future<void>> others;
+  for (std::size_t i = 1; i < std::min(count, static_cast<std::size_t>(threads)); ++i) {
+    try {
+      others.push_back(std::async(std::launch::async, take));
+    } catch (const std::system_error&) {
+      break;  // the system has no more threads: the present ones do all the work
     }
   }
-
-  void draw() {
-    run(warmup_);
-    std::vector<Drawn> begins;  // of each part, what had been drawn where its own samples begin
-    for (std::size_t part = 0; part < num_parts_; ++part) {
-      begins.push_back(drawn(part));
-    }
-    for (bool is_right = false; !is_right;) {
-      run(size_);
-      is_right = true;
-      for (std::size_t part = num_parts_; --part > 0;) {  // backwards: a start forgets the end
-        Drawn before = drawn(part - 1);
-        if (begins[part] != before) {
-          is_right = false;
-          start(part, before, part * length_ + warmup_);
-          begins[part] = std::move(before);
-        }
-      }
-    }
+  take();
+  for (std::future<void>& other : others) {
+    other.get();
   }
+}
 
- private:
-  void cut(std::size_t num_parts) {
-    num_parts_ = num_parts;
-    warmup_ = num_parts == 1 ? 0 : size_ / num_parts / warmups_per_part;
-    length_ = (size_ - warmup_ + num_parts - 1) / num_parts;
-  }
-
-  void start(std::size_t part, const Drawn& drawn, std::size_t sample) {
-    const std::size_t stop = std::min((part + 1) * length_ + warmup_, size_);
-    teams_[part % teams_.size()]->start(part / teams_.size(), drawn,
-                                        static_cast<std::int64_t>(sample),
-                                        static_cast<std::int64_t>(stop));
-  }
-
-  Drawn drawn(std::size_t part) {
-    return teams_[part % teams_.size()]->drawn(part / teams_.size());
-  }
-
-  void run(std::size_t num_samples) {
-    const auto number = static_cast<std::int64_t>(num_samples);
-    std::vector<std::future<void>> others;
-    for (std::size_t i = 1; i < teams_.size(); ++i) {
-      const auto work = [team = teams_[i].get(), number] { team->run(number); };
-      try {
-        others.push_back(std::async(std::launch::async, work));
-      } catch (const std::system_error&) {  // no thread to be had
-        work();
-      }
-    }
-    teams_[0]->run(number);
-    for (std::future<void>& other : others) {
-      other.get();
-    }
-  }
-
-  std::size_t size_, num_parts_ = 1, warmup_ = 0, length_ = 0;
-  std::vector<std::unique_ptr<BlendTeam>> teams_;
+// The samples [begin, end), and what is taken before and after them.
+struct Part {
+  std::int64_t begin, end;
+  Taken taken_before, taken_after;
 };
 
-void draw(std::span<const double> weights, std::span<const double> limits,
-          std::span<std::int16_t> dataset_index, std::span<std::int64_t> dataset_sample_index,
-          int threads) {
-  const auto size = static_cast<std::int64_t>(dataset_index.size());
-  const BlendGroups groups = group(weights, limits, size);
-  Parts(groups, dataset_index, dataset_sample_index, threads).draw();
+std::size_t count_parts(std::int64_t size, std::size_t num_datasets, int threads) {
+  const std::int64_t shortest =
+      std::max(shortest_part, part_per_dataset * static_cast<std::int64_t>(num_datasets));
+  const std::int64_t most = parts_per_thread * threads;
+  const std::int64_t count = std::clamp<std::int64_t>(size / shortest, 1, most);
+  return static_cast<std::size_t>(count > threads ? count - count % threads : count);
+}
+
+void draw_in_parts(const Datasets& datasets, const Blend& blend, int threads) {
+  threads = std::clamp(threads, 1, most_threads);
+  const auto size = static_cast<std::int64_t>(blend.dataset_index.size());
+  std::vector<Part> parts(count_parts(size, datasets.size(), threads));
+  const auto num_parts = static_cast<std::int64_t>(parts.size());
+  const std::int64_t length = (size + num_parts - 1) / num_parts;
+  run_parallel(parts.size(), threads, [&](std::size_t i) {
+    Part& part = parts[i];
+    part.begin = static_cast<std::int64_t>(i) * length;
+    part.end = std::min(part.begin + length, size);
+    part.taken_before.resize(datasets.size());
+    if (i > 0) {
+      const std::int64_t warmup = part.begin - length / warmups_per_part;
+      part.taken_before = guess(datasets, warmup);
+      draw(datasets, part.taken_before, warmup, part.begin, nullptr);
+    }
+  });
+  std::vector<std::size_t> to_draw(parts.size());
+  std::iota(to_draw.begin(), to_draw.end(), std::size_t{0});
+  while (!to_draw.empty()) {
+    run_parallel(to_draw.size(), threads, [&](std::size_t i) {
+      Part& part = parts[to_draw[i]];
+      part.taken_after = part.taken_before;
+      draw(datasets, part.taken_after, part.begin, part.end, &blend);
+    });
+    to_draw.clear();
+    for (std::size_t i = 1; i < parts.size(); ++i) {
+      if (parts[i].taken_before != parts[i - 1].taken_after) {
+        parts[i].taken_before = parts[i - 1].taken_after;
+        to_draw.push_back(i);
+      }
+    }
+  }
 }
 
 }  // namespace
 
 void blend_by_weights(std::span<const double> weights, std::span<std::int16_t> dataset_index,
                       std::span<std::int64_t> dataset_sample_index, int threads) {
-  const std::vector<double> limits(weights.size(), infinity);
-  draw(weights, limits, dataset_index, dataset_sample_index, threads);
+  const Datasets datasets = {{weights.begin(), weights.end()},
+                             std::vector<double>(weights.size(), infinity)};
+  draw_in_parts(datasets, {dataset_index, dataset_sample_index}, threads);
 }
 
 void blend_by_sizes(std::span<const std::int64_t> sizes, std::span<std::int16_t> dataset_index,
                     std::span<std::int64_t> dataset_sample_index, int threads) {
   const auto total =
       static_cast<double>(std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0}));
-  std::vector<double> weights, limits;
+  Datasets datasets;
   for (const std::int64_t size : sizes) {
-    weights.push_back(static_cast<double>(size) / total);
-    limits.push_back(static_cast<double>(size));
+    datasets.weights.push_back(static_cast<double>(size) / total);
+    datasets.limits.push_back(static_cast<double>(size));
   }
-  draw(weights, limits, dataset_index, dataset_sample_index, threads);
+  draw_in_parts(datasets, {dataset_index, dataset_sample_index}, threads);
 }
 
 }  // namespace millrace

@@ -1,6 +1,5 @@
-// Which dataset each sample of a blend is drawn from. The rules are here; how they are followed
-// without a look at every dataset for every sample, and why that is exact, is told in blend.cpp and
-// blend_team.hpp.
+// The dataset of each sample of a blend. The rules are here; blend.cpp tells how they are followed
+// without comparing every dataset for every sample, and why that is exact.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +11,8 @@ namespace millrace {
 //     error[d] = weight[d] * max(n, 1) - taken[d]
 // in float64, the first of equals; the product and the difference are each rounded (this file is
 // compiled without contraction to fused multiply-adds). `dataset_index` gets d,
-// `dataset_sample_index` the number of samples that were taken from d before. As many threads draw;
-// their number changes nothing else.
+// `dataset_sample_index` the number of samples taken from d before. The result does not depend on
+// the number of threads.
 void blend_by_weights(std::span<const double> weights, std::span<std::int16_t> dataset_index,
                       std::span<std::int64_t> dataset_sample_index, int threads);
 

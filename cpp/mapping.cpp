@@ -12,8 +12,9 @@
 namespace millrace {
 namespace {
 
-// What a signal handler needs cannot be passed to it: the reads of this thread, innermost first, the
-// handler that ours has replaced, and the address of the last error of this thread that it got.
+// A signal handler takes no arguments from us, so these are globals: the reads of this thread, the
+// innermost first; the handler that ours has replaced; and the address of this thread's last error that
+// was handed on to it.
 thread_local MappedRead* innermost = nullptr;
 struct sigaction previous = {};
 thread_local const void* handed_on = nullptr;
@@ -46,19 +47,20 @@ void on_bus_error(int number, siginfo_t* info, void* context) {
   }
 }
 
-// Others set handlers too (torch in its DataLoader's workers, faulthandler), so that ours is looked
-// for again. That takes half a microsecond, the coarse clock a hundredth: once a tick (4 ms) is enough.
+// Others set handlers too (torch in its DataLoader's workers, faulthandler), so we check that ours is
+// still installed. That takes half a microsecond, the coarse clock a hundredth: once a tick (4 ms) is
+// enough.
 void install() {
 #ifdef CLOCK_MONOTONIC_COARSE
   constexpr clockid_t clock = CLOCK_MONOTONIC_COARSE;
 #else
   constexpr clockid_t clock = CLOCK_MONOTONIC;
 #endif
-  static std::atomic<std::int64_t> looked_at = -1;
+  static std::atomic<std::int64_t> last_check = -1;
   timespec now = {};
   (void)::clock_gettime(clock, &now);
   const std::int64_t tick = std::int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
-  if (looked_at.load(std::memory_order_acquire) == tick) {
+  if (last_check.load(std::memory_order_acquire) == tick) {
     return;
   }
   const std::lock_guard<std::mutex> guard(installing);
@@ -72,7 +74,7 @@ void install() {
     ours.sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK;
     (void)::sigaction(SIGBUS, &ours, nullptr);
   }
-  looked_at.store(tick, std::memory_order_release);
+  last_check.store(tick, std::memory_order_release);
 }
 
 }  // namespace

@@ -16,7 +16,7 @@ void unmap_file(const std::uint8_t* start, std::size_t size) noexcept;
 
 // Mapped pages that a file no longer has, or that its storage cannot deliver, raise SIGBUS, which
 // ends the process. While one of these lives, a SIGBUS of its thread comes back to where its `jump`
-// was set instead; any other one goes to whoever would have had it before.
+// was set instead; any other SIGBUS goes to the handler before ours.
 class MappedRead {
  public:
   MappedRead();
@@ -30,7 +30,7 @@ class MappedRead {
   MappedRead* outer_;
 };
 
-// A page of a mapped file that was there when it was mapped.
+// A page of a mapped file that can no longer be read.
 class LostPage : public std::runtime_error {
  public:
   LostPage()
@@ -39,9 +39,8 @@ class LostPage : public std::runtime_error {
             "Restore the file; files that are mapped are replaced by renames, never cut short") {}
 };
 
-// Runs `work`, which reads mapped files. As a jump may end it in the middle, nothing that it makes
-// itself may need a destructor; it fills what was made outside. Throws LostPage if a page was not
-// there.
+// Runs `work`, which reads mapped files. A jump may end it in the middle: it must create nothing that
+// needs a destructor, and fill what its caller owns. Throws LostPage if a page cannot be read.
 template <class Work>
 void read_mapped(Work&& work) {
   MappedRead read;

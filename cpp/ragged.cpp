@@ -35,7 +35,7 @@ void prefetch_cold(std::span<const std::uint8_t> bytes, std::span<const Piece> p
   }
 }
 
-// Bytes of a file that lie one after the other, and where they go.
+// Adjacent bytes of a file, and where they go.
 struct FileRun {
   std::int64_t start;
   std::int64_t stop;

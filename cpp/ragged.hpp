@@ -18,13 +18,13 @@ struct Piece {
 std::int64_t total_size(std::span<const Piece> pieces, std::int64_t num_bytes);
 
 // The bytes of some sequences, and where each starts among their tokens (`offsets`, one more than
-// ids). Negative ids count from the end. Throws std::out_of_range for an id that there is not, and
+// ids). Negative ids count from the end. Throws std::out_of_range for an id outside the dataset, and
 // std::invalid_argument for a sequence with a negative length.
 void locate_sequences(Column<std::int64_t> pointers, Column<std::int32_t> lengths,
                       Column<std::int64_t> ids, std::int64_t token_size,
                       std::span<Piece> pieces, std::span<std::int64_t> offsets);
 
-// Copies the pieces of `bytes`, one after the other. They have been checked.
+// Copies the pieces of `bytes` into one run. They have been checked.
 void copy_pieces(std::span<const std::uint8_t> bytes, std::span<const Piece> pieces,
                  std::span<std::uint8_t> out);
 

@@ -38,7 +38,7 @@ std::int64_t write_tokens_and_labels(std::span<const Run> runs, std::span<const 
     }
     const std::int64_t count = runs[i].count / width;
     widen<T>(runs[i].bytes, std::min(count, sequence_length - size), row.tokens + size);
-    const std::int64_t skipped = size == 0 ? 1 : 0;  // the first token is no label
+    const std::int64_t skipped = size == 0 ? 1 : 0;  // the first token is not a label
     widen<T>(runs[i].bytes + skipped * width, count - skipped,
              row.labels + (size - 1 + skipped));
     size += count;
@@ -98,7 +98,7 @@ void fill_row(const Tokens& tokens, std::span<const Run> runs, std::span<const R
       [&]<class T>(const T*) { return write_tokens_and_labels<T>(runs, next_runs, length, row); },
       tokens);
   const std::int64_t num_tokens = std::min(size, length);
-  // With no token at all there is no label before the first either.
+  // Without tokens the number of labels is 0, not -1.
   const std::int64_t num_labels = std::max<std::int64_t>(size - 1, 0);
   const std::optional<std::int64_t> pad = options.pad_token;
   std::fill(row.tokens + num_tokens, row.tokens + length, pad.value_or(0));

@@ -50,8 +50,8 @@ void prefetch_run(const Run& run) noexcept;
 void fill_row(const Tokens& tokens, std::span<const Run> runs, std::span<const Run> next_runs,
               const SampleOptions& options, const SampleRow& row);
 
-// Fills rows with tokens that lie one after the other: row i has the tokens from where the row before
-// it ends up to ends[i]. Throws std::invalid_argument for a row that does not fit.
+// Fills rows from one run of tokens: row i has the tokens from the end of the row before it up to
+// ends[i]. Throws std::invalid_argument for a row that does not fit.
 void fill_rows(const Tokens& tokens, std::int64_t num_tokens, Column<std::int64_t> ends,
                const SampleOptions& options, const SampleRow& first_row);
 

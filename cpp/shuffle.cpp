@@ -26,10 +26,10 @@ std::size_t draw_block(std::int64_t first, std::size_t limit, Index* targets, Mt
                        Touch touch) {
   const std::uint64_t mask = mask_of(first);
   const auto same_mask = static_cast<std::size_t>(first - static_cast<std::int64_t>(mask >> 1));
-  const std::size_t wanted = std::min(limit, same_mask);
+  const std::size_t num_targets = std::min(limit, same_mask);
   std::size_t count = 0;
   if (first > max_32_bit_step) {
-    while (count < wanted) {
+    while (count < num_targets) {
       const std::uint64_t target = random.next64() & mask;
       if (target <= static_cast<std::uint64_t>(first) - count) {
         targets[count] = static_cast<Index>(target);
@@ -41,11 +41,11 @@ std::size_t draw_block(std::int64_t first, std::size_t limit, Index* targets, Mt
   }
   const auto mask32 = static_cast<std::uint32_t>(mask);
   auto step = static_cast<std::uint32_t>(first);
-  while (count < wanted) {
+  while (count < num_targets) {
     const std::uint32_t* words = random.block();
     const int available = random.block_size();
     int used = 0;
-    for (; used < available && count < wanted; ++used) {
+    for (; used < available && count < num_targets; ++used) {
       const std::uint32_t target = words[used] & mask32;
       targets[count] = static_cast<Index>(target);
       touch(targets[count]);

@@ -25,7 +25,7 @@ void draw_targets(std::int64_t first, std::span<std::int64_t> targets, Mt19937& 
 template <class T>
 void shuffle(std::span<T> values, Mt19937& random);
 
-// Writes each range's numbers, one range after the other, and shuffles each range by itself.
+// Writes each range's numbers, one range after the other, and shuffles each range alone.
 // The caller has checked that the numbers fit T and that `values` has the ranges' total size.
 template <class T>
 void shuffle_ranges(std::span<const Range> ranges, std::span<T> values, Mt19937& random);

@@ -109,11 +109,8 @@ void TokenBuffer::refuse(const std::string& token) const {
   __builtin_unreachable();
 }
 
-void TokenBuffer::make_room(std::size_t size) {
-  if (bytes_.size - used_ >= size) {
-    return;
-  }
-  auto larger = allocate<std::uint8_t>(std::max(2 * bytes_.size, used_ + size));
+void TokenBuffer::grow(std::size_t size) {
+  auto larger = allocate<std::uint8_t>(std::max(2 * bytes_.size, size));
   if (used_ > 0) {  // else there may be no memory to copy from
     std::memcpy(larger.data.get(), data(), used_);
   }

@@ -19,7 +19,7 @@
 
 namespace millrace {
 
-// A function adds all that it is given or, if it throws (std::invalid_argument), nothing.
+// A function adds all of its arguments or, if it throws (std::invalid_argument), nothing.
 class TokenBuffer {
  public:
   // A negative `file`: no file, nothing can be flushed. Without modes none are kept.
@@ -93,8 +93,15 @@ class TokenBuffer {
                             std::int64_t, float, double>;
 
   static Type type_named(const std::string& dtype);
+  template <class To, class TokenAt>
+  void fill(To* out, std::size_t count, TokenAt token_at) const;
   [[noreturn]] void refuse(const std::string& token) const;
-  void make_room(std::size_t size);
+  void make_room(std::size_t size) {
+    if (bytes_.size - used_ < size) {
+      grow(used_ + size);
+    }
+  }
+  void grow(std::size_t size);
   void end_sequence(std::int64_t length, std::int8_t mode);
 
   std::string dtype_;
@@ -134,18 +141,23 @@ void TokenBuffer::append_each(std::size_t count, TokenAt token_at) {
       [&]<class To>(To) {
         if constexpr (std::is_integral_v<To>) {
           make_room(count * sizeof(To));
-          To* out = reinterpret_cast<To*>(data() + used_);
-          for (std::size_t i = 0; i < count; ++i) {
-            const std::int64_t token = token_at(i);
-            out[i] = static_cast<To>(token);
-            if (!std::in_range<To>(token)) [[unlikely]] {
-              refuse(std::to_string(token));
-            }
-          }
+          fill(reinterpret_cast<To*>(data() + used_), count, token_at);
           used_ += count * sizeof(To);
         }
       },
       type_);
+}
+
+// A separate function, so that the compiler can keep all arguments in registers.
+template <class To, class TokenAt>
+void TokenBuffer::fill(To* out, std::size_t count, TokenAt token_at) const {
+  for (std::size_t i = 0; i < count; ++i) {
+    const std::int64_t token = token_at(i);
+    out[i] = static_cast<To>(token);
+    if (!std::in_range<To>(token)) [[unlikely]] {
+      refuse(std::to_string(token));
+    }
+  }
 }
 
 }  // namespace millrace

@@ -49,7 +49,7 @@ class TokenSource {
   Column<std::int32_t> sequence_lengths_;
 };
 
-// The pieces of spans that are given as three columns.
+// The pieces of spans, which are three columns.
 void locate_spans(const TokenSource& source, Column<std::int64_t> sequences,
                   Column<std::int64_t> offsets, Column<std::int64_t> counts,
                   std::span<std::int64_t> byte_offsets, std::span<std::int64_t> byte_counts);

@@ -9,6 +9,8 @@
     !defined(__SANITIZE_ADDRESS__)
 // "flatten": what the function calls is compiled into each of its versions.
 #define MILLRACE_VECTOR_CODE __attribute__((flatten, target_clones("default", "avx2", "avx512f")))
+#define MILLRACE_VECTOR_BYTES 32  // of a vector type: GCC splits a wider one into single numbers
 #else
 #define MILLRACE_VECTOR_CODE
+#define MILLRACE_VECTOR_BYTES 16
 #endif

@@ -56,7 +56,7 @@ void WriteBehind::close() {
   if (owner_ == ::getpid()) {
     wait();
   } else if (result_.valid()) {
-    // Waiting would never end. What the thread used is given up with it.
+    // A wait would never end. The memory that the thread used is leaked with it.
     (void)new (std::nothrow) std::future<int>(std::move(result_));
     (void)written_.data.release();
   }

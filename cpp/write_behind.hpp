@@ -17,19 +17,19 @@ void start_writeback(int file, std::int64_t start, std::int64_t size);
 
 class WriteBehind {
  public:
-  // Works on a descriptor of its own, so that nobody closes it in the middle of a write. A negative
-  // `file` is none, and nothing can be written.
+  // Duplicates the descriptor, so that no caller closes it in the middle of a write. A negative `file`:
+  // no file, nothing can be written.
   explicit WriteBehind(int file);
   ~WriteBehind();
   WriteBehind(const WriteBehind&) = delete;
   WriteBehind& operator=(const WriteBehind&) = delete;
 
-  // Takes the buffer, whose first `size` bytes it starts to write, and leaves the one before in its
-  // place, to be filled again (at first an empty one). Call `wait` before.
+  // Swaps the buffer with the previous one (at first an empty one), and starts to write its first
+  // `size` bytes. Call `wait` before.
   void start(Buffer<std::uint8_t>& buffer, std::size_t size);
 
-  // Returns when all is written: 0, or the number of the error that stopped it. From then on what is
-  // in the file is not known, and nothing more should be written.
+  // Returns when all is written: 0, or the error number. After an error the state of the file is
+  // unknown: write nothing more.
   int wait();
 
   // Waits, and gives up the descriptor and the memory: nothing can be written any more.

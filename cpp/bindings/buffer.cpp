@@ -10,21 +10,7 @@
 namespace millrace {
 namespace {
 
-// The value of an int and of nothing else: the __index__ of another type may run any code, also some
-// that uses this buffer.
-std::int64_t integer_of(PyObject* item) {
-#if PY_VERSION_HEX >= 0x030c0000
-  if (PyLong_CheckExact(item) &&
-      PyUnstable_Long_IsCompact(reinterpret_cast<PyLongObject*>(item))) {
-    return PyUnstable_Long_CompactValue(reinterpret_cast<PyLongObject*>(item));
-  }
-#else
-  // An int of one digit (below 2**30) holds it in plain sight; a call takes five times longer.
-  if (PyLong_CheckExact(item) && static_cast<std::size_t>(Py_SIZE(item) + 1) <= 2) {
-    return Py_SIZE(item) *
-           static_cast<std::int64_t>(reinterpret_cast<PyLongObject*>(item)->ob_digit[0]);
-  }
-#endif
+std::int64_t value_of_large(PyObject* item) {
   if (!PyLong_CheckExact(item)) {
     fail("tokens or lengths hold an object that is not an int");
   }
@@ -33,6 +19,22 @@ std::int64_t integer_of(PyObject* item) {
     throw nb::python_error();
   }
   return value;
+}
+
+// The value of an int and of nothing else: the __index__ of another type may run any code, also some
+// that uses this buffer. Small ints hold their value in plain sight; a call takes five times longer.
+inline std::int64_t integer_of(PyObject* item) {
+  auto* number = reinterpret_cast<PyLongObject*>(item);
+#if PY_VERSION_HEX >= 0x030c0000
+  if (PyLong_CheckExact(item) && PyUnstable_Long_IsCompact(number)) [[likely]] {
+    return PyUnstable_Long_CompactValue(number);
+  }
+#else
+  if (PyLong_CheckExact(item) && static_cast<std::size_t>(Py_SIZE(item) + 1) <= 2) [[likely]] {
+    return Py_SIZE(item) * static_cast<std::int64_t>(number->ob_digit[0]);  // one digit, or none
+  }
+#endif
+  return value_of_large(item);
 }
 
 template <class T>
@@ -65,8 +67,8 @@ Out<T> take_all(std::vector<T>& entries) {
   return to_numpy(std::move(out));
 }
 
-// A call adds all that it is given or, if it throws, nothing; it runs no Python code once it has
-// begun to add. So with the GIL no thread and no signal handler sees half of it. Work that takes
+// A call adds all of its arguments or, if it throws, nothing; it runs no Python code once it has begun
+// to add. So with the GIL no thread and no signal handler sees half of it. Work that takes
 // several calls sets `is_busy`: meanwhile additions throw.
 class PyTokenBuffer : public TokenBuffer {
  public:

@@ -85,18 +85,32 @@ std::tuple<Numbers, Numbers> py_locate_spans(const TokenSource& source,
   return {to_numpy(std::move(byte_offsets)), byte_counts};
 }
 
+template <class T>
+struct OptionField {
+  T SampleOptions::*member;
+  nb::handle name;  // created once: creating it takes longer than the look-up
+};
+
+template <class T>
+OptionField<T> option(T SampleOptions::*member, const char* name) {
+  return {member, PyUnicode_InternFromString(name)};
+}
+
 // Reads a `millrace.options.SampleOptions`.
 SampleOptions options_from(nb::handle options) {
-  const auto read = [options]<class T>(T& field, const char* name) {
-    field = nb::cast<T>(options.attr(name));
+  static const std::tuple fields{
+      option(&SampleOptions::sequence_length, "sequence_length"),
+      option(&SampleOptions::add_extra_token, "add_extra_token"),
+      option(&SampleOptions::eod_token, "eod_token"),
+      option(&SampleOptions::pad_token, "pad_token"),
+      option(&SampleOptions::reset_position_ids, "reset_position_ids"),
+      option(&SampleOptions::eod_mask_loss, "eod_mask_loss"),
   };
   SampleOptions out{};
-  read(out.sequence_length, "sequence_length");
-  read(out.add_extra_token, "add_extra_token");
-  read(out.eod_token, "eod_token");
-  read(out.pad_token, "pad_token");
-  read(out.reset_position_ids, "reset_position_ids");
-  read(out.eod_mask_loss, "eod_mask_loss");
+  const auto read = [&]<class T>(const OptionField<T>& field) {
+    out.*field.member = nb::cast<T>(options.attr(field.name));
+  };
+  std::apply([&](const auto&... field) { (read(field), ...); }, fields);
   return out;
 }
 
@@ -180,8 +194,7 @@ Samples py_fill_rows(const AnyArray& tokens, const In<std::int64_t>& ends, nb::h
 
 }  // namespace
 
-// Sources and orders read the arrays that they are made of, and keep them alive: the caller's own, as
-// they are not converted.
+// Sources and orders read the caller's own arrays (hence no conversion), and keep them alive.
 void add_samples(nb::module_& module) {
   nb::class_<TokenSource>(module, "TokenSource")
       .def("__init__", &make_token_source, "tokens"_a.noconvert(),

@@ -56,7 +56,8 @@ def shuffled(values: NDArray[Any], random: np.random.RandomState) -> NDArray[Any
             f"values has shape {values.shape} and dtype {values.dtype}; "
             "[n] of int32, uint32 or int64 is needed"
         )
-    return _draw(random, _core.shuffled, np.ascontiguousarray(values))
+    out: NDArray[Any] = _draw(random, _core.shuffled, np.ascontiguousarray(values))
+    return out
 
 
 def shuffled_ranges(
@@ -93,7 +94,8 @@ def shuffled_ranges(
     if sum((stop - start) * copies for start, stop, copies in ranges) > MAX_INT64 // 8:
         raise ConfigError(f"the ranges {ranges} hold more numbers than memory can")
     table = np.array(ranges, dtype=np.int64).reshape(-1, 3)
-    return _draw(random, _core.shuffled_ranges, table, np.empty(0, dtype))
+    out: NDArray[Any] = _draw(random, _core.shuffled_ranges, table, np.empty(0, dtype))
+    return out
 
 
 def draw_targets(first: int, count: int, random: np.random.RandomState) -> Numbers:
@@ -107,7 +109,8 @@ def draw_targets(first: int, count: int, random: np.random.RandomState) -> Numbe
     """
     if not 0 <= count <= first <= MAX_INT64:
         raise ConfigError(f"count is {count} and first is {first}; 0 <= count <= first is needed")
-    return _draw(random, _core.draw_targets, first, count)
+    out: Numbers = _draw(random, _core.draw_targets, first, count)
+    return out
 
 
 def sample_index(

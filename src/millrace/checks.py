@@ -1,8 +1,8 @@
-"""Checks of arguments: numbers, flags and paths become exact Python values, or a ConfigError.
+"""Checks of arguments: numbers, flags and paths become exact Python values.
 
-Each function takes the name of the argument, for its messages, and the value. NumPy's integers
-become Python's, whose sums do not overflow and which JSON can hold. Floats and bools are never
-counts.
+Each function takes the name of the argument, for its messages, and the value, and raises
+ConfigError for any other value than its docstring names. NumPy's integers become Python's, whose
+sums do not overflow and which JSON can hold. Floats and bools are never counts.
 """
 
 from __future__ import annotations
@@ -28,9 +28,6 @@ def whole(name: str, value: Any, least: int | None = None, most: int | None = No
     Args:
         value: An int of Python or NumPy, or another object with `__index__`, but not a bool.
         least, most: Limits; None: no limit.
-
-    Raises:
-        ConfigError: If it is not a whole number, or outside the limits.
     """
     if type(value) is int:
         number = value
@@ -53,20 +50,12 @@ def whole(name: str, value: Any, least: int | None = None, most: int | None = No
 
 
 def token(name: str, value: Any) -> int | None:
-    """A token id of at most 64 bits, or None for no token.
-
-    Raises:
-        ConfigError: If it is not a whole number, or beyond 64 bits.
-    """
+    """A token id, a whole number of at most 64 bits, or None for no token."""
     return None if value is None else whole(name, value, _MIN_INT64, MAX_INT64)
 
 
 def limit(name: str, value: Any) -> float | None:
-    """Seconds to wait, or None for no limit.
-
-    Raises:
-        ConfigError: If it is not a number, or below 0.
-    """
+    """Seconds to wait, 0 or more, or None for no limit."""
     seconds = None if value is None else real(name, value)
     if seconds is not None and not seconds >= 0:  # NaN too
         raise ConfigError(f"{name} is {seconds}; give seconds of 0 or more, or None for no limit")
@@ -74,22 +63,14 @@ def limit(name: str, value: Any) -> float | None:
 
 
 def flag(name: str, value: Any) -> bool:
-    """A switch: True or False, of Python or NumPy.
-
-    Raises:
-        ConfigError: If it is anything else.
-    """
+    """A switch: True or False, of Python or NumPy."""
     if not isinstance(value, (bool, np.bool_)):
         raise ConfigError(f"{name} is {shown(value)}; give True or False")
     return bool(value)
 
 
 def real(name: str, value: Any) -> float:
-    """A number of Python, NumPy, `fractions` or `decimal` as Python's float.
-
-    Raises:
-        ConfigError: If it is not a number, or too large for a float.
-    """
+    """A number of Python, NumPy, `fractions` or `decimal` as Python's float."""
     try:
         if isinstance(value, (str, bytes, bytearray, bool, np.bool_, np.complexfloating)):
             raise TypeError
@@ -101,11 +82,7 @@ def real(name: str, value: Any) -> float:
 
 
 def reals(name: str, values: Any) -> list[float]:
-    """Numbers as a list of Python's floats.
-
-    Raises:
-        ConfigError: If it is not a list of numbers.
-    """
+    """Numbers as a list of Python's floats."""
     try:
         if isinstance(values, (str, bytes)):
             raise TypeError
@@ -123,9 +100,6 @@ def whole_numbers(name: str, values: ArrayLike) -> NDArray[np.int64]:
 
     Args:
         values: A list, or an array [n] of any integer dtype, byte order, stride and alignment.
-
-    Raises:
-        ConfigError: If it has another shape, other numbers, or numbers beyond int64.
     """
     try:
         array = np.asarray(values)
@@ -156,11 +130,7 @@ def whole_numbers(name: str, values: ArrayLike) -> NDArray[np.int64]:
 
 
 def one_path(name: str, value: Any) -> str:
-    """A path as a text.
-
-    Raises:
-        ConfigError: If it is not a text, bytes or an `os.PathLike`.
-    """
+    """A path as a text, from a text, bytes or an `os.PathLike`."""
     try:
         return os.fsdecode(value)
     except TypeError:
@@ -168,11 +138,7 @@ def one_path(name: str, value: Any) -> str:
 
 
 def paths(name: str, values: Any) -> list[str]:
-    """A list of paths as texts.
-
-    Raises:
-        ConfigError: If it is not a list of paths, as one path is not.
-    """
+    """A list of paths as texts; one path is not a list."""
     if isinstance(values, (str, bytes, os.PathLike)):
         raise ConfigError(f"{name} is {shown(values)}, one path alone; give a list: [{values!r}]")
     try:

@@ -13,17 +13,6 @@
 Each message gives the place, the value, the limit and the remedy.
 """
 
-__all__ = [
-    "CacheError",
-    "ConfigError",
-    "DataError",
-    "DuplicateDataWarning",
-    "MillraceError",
-    "ResumeError",
-    "TextError",
-    "ViewChangeWarning",
-]
-
 
 class MillraceError(Exception):
     """Base class of every error that millrace raises on purpose."""

@@ -83,7 +83,7 @@ def sample_index(
     document that can name it.
     """
     if np.any((document_index < 0) | (document_index >= len(sequence_lengths))):
-        raise ValueError("an entry of document_index is no sequence")
+        raise ValueError("an entry of document_index is not a sequence")
     lengths = sequence_lengths[document_index].astype(np.int64)
     if np.any(lengths < 0):
         raise ValueError("a length is negative")

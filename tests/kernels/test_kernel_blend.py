@@ -71,7 +71,7 @@ def test_by_weights_equals_its_twin_for_extreme_weights(weights: list[float]) ->
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_datasets", [3, 24, 25, 192, 193, 400])
 def test_by_weights_equals_its_twin_in_many_parts(num_datasets: int, kind: str) -> None:
-    """Enough samples for parts, up to eight for each thread, and for guesses that are mended."""
+    """Enough samples for several parts per thread, and for wrong guesses that are corrected."""
     random = np.random.default_rng(num_datasets)
     weights = normalized(weights_of(kind, num_datasets, random))
     assert_weights_twin(weights, 50_000 + num_datasets, threads=(1, 2, 5))
@@ -82,7 +82,7 @@ def test_by_weights_equals_its_twin_in_many_parts(num_datasets: int, kind: str) 
     "kind", ["all", "in pairs", "half of them", "in two groups", "but for one"]
 )
 def test_by_weights_equals_its_twin_for_nearly_equal_weights(kind: str, spread: float) -> None:
-    """Where more datasets can win than fit the table: parts draw alone, and return to it."""
+    """Nearly every dataset is a candidate for some time, and few are at other times."""
     random = np.random.default_rng(3)
     weights = 1 + spread * random.random(400)
     if kind == "in pairs":
@@ -97,9 +97,19 @@ def test_by_weights_equals_its_twin_for_nearly_equal_weights(kind: str, spread: 
     assert_weights_twin(normalized(weights), 300)
 
 
+@pytest.mark.parametrize("size", [4095, 4096, 8191, 8192, 8193, 12_287, 12_288, 16_385])
+def test_the_result_does_not_depend_on_the_number_of_parts(size: int) -> None:
+    random = np.random.default_rng(size)
+    weights = normalized(10.0 ** (-12 * random.random(20)))
+    assert_weights_twin(weights, size, threads=(1, 2, 3, 4))
+    assert_weights_twin(np.full(20, 0.05), size, threads=(1, 2, 3, 4))
+    shares = random.multinomial(size, weights).astype(np.int64)
+    assert_sizes_twin(shares, threads=(1, 2, 3, 4))
+
+
 def test_by_sizes_equals_its_twin_for_nearly_equal_sizes() -> None:
-    """At the end, too, more datasets can win than fit the table; then they are spent."""
-    sizes = 500 + np.arange(300) % 151  # few enough of each for them not to take turns
+    """Many datasets are candidates until the end, where they are spent one after the other."""
+    sizes = 500 + np.arange(300) % 151
     assert_sizes_twin(np.random.default_rng(0).permutation(sizes), threads=(1, 2))
 
 
@@ -113,7 +123,7 @@ def test_by_sizes_equals_its_twin_in_many_parts(num_datasets: int, kind: str) ->
 
 @pytest.mark.parametrize("scale", [1e-300, 1e-9, 0.9, 1.1, 1e9, 1e300])
 def test_parts_of_weights_that_are_not_normalised(scale: float) -> None:
-    """Where no start of a part can be guessed, there is but one."""
+    """The guess of a part's start may be bad, and is corrected."""
     random = np.random.default_rng(2)
     for kind in ("uniform", "few weights"):
         assert_weights_twin(normalized(weights_of(kind, 30, random)) * scale, 20_000)
@@ -124,7 +134,7 @@ def test_parts_of_weights_that_are_not_normalised(scale: float) -> None:
 def test_by_weights_equals_its_twin_where_not_all_datasets_are_candidates(
     num_datasets: int, kind: str
 ) -> None:
-    """Enough samples for the floor below which datasets wait to be raised and lowered."""
+    """Enough samples for the margin of the floor to grow and to shrink."""
     random = np.random.default_rng(num_datasets)
     size = 400_000 // num_datasets
     assert_weights_twin(normalized(weights_of(kind, num_datasets, random)), size)
@@ -139,7 +149,7 @@ def test_by_weights_equals_its_twin_for_weights_that_are_not_normalised(scale: f
 
 @pytest.mark.parametrize("num_datasets", [80, 32_766])
 def test_equal_weights_take_turns(num_datasets: int) -> None:
-    """Where errors are too large to tell two counts apart, the first one is taken every time."""
+    """Where errors are too large to tell two counts apart, the first dataset wins every time."""
     size = 2 * num_datasets + 3
     index, sample_index = _native.blend_by_weights(np.full(num_datasets, 1 / num_datasets), size)
     np.testing.assert_array_equal(index, np.arange(size) % num_datasets)
@@ -149,8 +159,8 @@ def test_equal_weights_take_turns(num_datasets: int) -> None:
     np.testing.assert_array_equal(sample_index, np.arange(1000))
 
 
-def test_by_weights_equals_its_twin_where_counts_stop_to_count() -> None:
-    """Errors around 2**52 and 2**53: there the turns of equal weights end."""
+def test_by_weights_equals_its_twin_where_counts_do_not_change_errors() -> None:
+    """Errors around 2**52 and 2**53: beyond them, equal weights no longer take turns."""
     for scale in (2.0**42, 2.0**43, 2.0**44, 2.0**45):
         assert_weights_twin(np.repeat([scale, scale / 2, scale + 2.0**-8], 30), 1100)
 

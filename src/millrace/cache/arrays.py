@@ -30,13 +30,12 @@ from millrace.files import (
     atomic_file,
     checksum,
     cut_short,
-    file_lock,
     flush_to_disk,
     fsync_folder,
     is_of_the_process,
     naming,
-    temporaries_of,
     temporary_name,
+    writers_lock,
 )
 from millrace.order import RULES_VERSION
 
@@ -245,13 +244,13 @@ def load_or_build(
     if array_set is not None:
         return array_set, False
     os.makedirs(folder, exist_ok=True)
-    with file_lock(os.path.join(folder, name + LOCK), limit=limit) as is_alone:
+    forms = layout()
+    place = os.path.join(folder, name)
+    paths = [array_path(folder, name, array) for array in forms]
+    with writers_lock(place + LOCK, place + JSON, *paths, limit=limit):
         array_set = usable(folder, name, key)
         if array_set is not None:
             return array_set, False
-        forms = layout()
-        if is_alone:  # else a temporary may be a living process's
-            _remove_temporaries(folder, name, forms)
         return _publish(folder, name, key, forms, build), True
 
 
@@ -308,13 +307,6 @@ def _publish(
     with atomic_file(record_path) as file:
         file.write(seal(record))
     return ArraySet(folder, name, key, layout, checksums, ends)
-
-
-def _remove_temporaries(folder: str, name: str, layout: Layout) -> None:
-    """Removes what builders that died have left."""
-    paths = [array_path(folder, name, array) for array in layout]
-    for temporary in temporaries_of(os.path.join(folder, name + JSON), *paths):
-        _unlink(temporary)
 
 
 def _unlink(path: str) -> None:

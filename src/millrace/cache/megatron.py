@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from millrace import _native
 from millrace.dtypes import sample_index_dtype, shuffle_index_dtype
 from millrace.errors import DataError
-from millrace.files import atomic_file, file_lock, fsync_folder, temporaries_of
+from millrace.files import atomic_file, fsync_folder, writers_lock
 from millrace.order import BlendIndices, GPTIndices, GPTPlan
 
 GPT_ARRAYS = GPTIndices._fields
@@ -282,15 +282,11 @@ def load_or_build(
 
 @contextlib.contextmanager
 def locked(files: CacheSet, *, limit: float | None = None) -> Iterator[None]:
-    """Holds the lock of a set, and removes temporaries of builders that died; see `file_lock`."""
+    """Holds the lock of a set; see `writers_lock`."""
     os.makedirs(files.folder, exist_ok=True)
     lock = os.path.join(files.folder, f"{files.stem}-{_LOCK}")
-    with file_lock(lock, limit=limit) as is_alone:
-        if is_alone:  # else a temporary may be a living process's
-            paths = [files.path(name) for name in files.arrays]
-            for temporary in temporaries_of(files.description_path, *paths):
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(temporary)
+    paths = [files.path(name) for name in files.arrays]
+    with writers_lock(lock, files.description_path, *paths, limit=limit):
         yield
 
 

@@ -118,19 +118,21 @@ class GPTDataset:
             options = SampleOptions(**single_options)
         elif single_options != _NO_OPTIONS:
             raise ConfigError("give options, or single options of samples: one of the two")
-        order_options = (seed, num_samples, sequences, drop_last_partial_sequence)
         self._file = dataset
         self.prefix = dataset.prefix
         self.options = options
         if order is None:
-            self.order: Order = _build_order(self.dataset, options, *order_options)
-        elif any(option is not None for option in order_options[:3]) or not order_options[3]:
+            order = _build_order(
+                self.dataset, options, seed, num_samples, sequences, drop_last_partial_sequence
+            )
+        elif not all(option is None for option in (seed, num_samples, sequences)) or (
+            drop_last_partial_sequence is not True
+        ):
             raise ConfigError(
                 "seed, num_samples, sequences and drop_last_partial_sequence belong to "
                 "Megatron-LM's order: leave them out where another order is given"
             )
-        else:
-            self.order = order
+        self.order = order
         self._watch = SizeWatch()
 
     @property
@@ -145,7 +147,7 @@ class GPTDataset:
         Raises:
             AttributeError: Another order.
         """
-        indices: GPTIndices = self.order.indices  # type: ignore[attr-defined]
+        indices: GPTIndices = self.order.indices  # type: ignore[union-attr]
         return indices
 
     @cached_property
@@ -326,7 +328,8 @@ class BlendedDataset:
             )
         datasets = [self.datasets[number] for number in used.tolist()] or self.datasets[:1]
         sources = [getattr(dataset, "source", None) for dataset in datasets]
-        if self._has_one_view and all(source and source.is_gatherable for source in sources):
+        core_orders = [source and source.core_order for source in sources]
+        if self._has_one_view and None not in core_orders:
             try:
                 return _batch(gather(sources, rows.astype(np.int64, copy=False), in_dataset))  # type: ignore[arg-type]
             except ValueError as error:

@@ -100,7 +100,7 @@ def prune_cache(
         return useless
     removed, errors = [], []
     # Held to the end, so that no build starts in between that counts on what is removed.
-    with manifests_lock(place):
+    with file_lock(manifests_lock(place)):
         for entry in _useless(list_cache(place), older_than_days):
             try:
                 if _remove(place, entry):

@@ -13,22 +13,22 @@ from millrace.checks import real, reals, shown, whole, whole_numbers
 from millrace.errors import ConfigError
 
 SURPLUS = 0.005
-"""What Megatron-LM builds of each dataset beyond its share of a blend."""
+"""The part of its share that Megatron-LM builds of each dataset beyond the share."""
 
-_MOST_SURPLUS = 1_000_000  # so that what is built of a dataset can be counted
+_MOST_SURPLUS = 1_000_000  # keeps the number of samples to build countable
 
-_COUNTED = 1 << 22  # entries that are counted at a time: np.bincount takes 8 bytes for each
+_CHUNK_SIZE = 1 << 22  # entries to count at a time: np.bincount needs 8 bytes for each
 
 
 def normalize(weights: Sequence[float]) -> list[float]:
     """The weights divided by their sum, in float64 and in NumPy's order of addition.
 
     Raises:
-        ConfigError: a weight that is no number, negative or not finite, or nothing above 0.
+        ConfigError: If a weight is not a number, negative or not finite, or if all are 0.
     """
     weights = reals("the weights", weights)
     total = sum(weights) if all(weight >= 0 for weight in weights) else math.nan
-    if not (math.isfinite(total) and total > 0):
+    if not 0 < total < math.inf:
         raise ConfigError(
             f"the weights are {shown(weights)}; they must be finite, not below 0, and not all 0"
         )
@@ -40,18 +40,19 @@ def normalize(weights: Sequence[float]) -> list[float]:
 def samples_per_dataset(
     weights: Sequence[float], num_samples: int, surplus: float = SURPLUS
 ) -> list[tuple[int, int]]:
-    """What each dataset gives to a blend: (its share of the samples, how many to build of it).
+    """Each dataset's share of a blend and the number of samples to build of it.
 
     The share is ceil(num_samples * weight); the blend's size is the sum of the shares. The greedy
-    rule may ask a dataset for a little more than its share: hence the surplus.
+    rule may draw a little more than its share from a dataset: hence the surplus.
 
     Args:
-        weights: as `normalize` gives them: positive, with the sum 1.
-        num_samples: that the blend shall have at least.
-        surplus: what to build beyond each share, as a part of it.
+        weights: Positive weights with the sum 1, as `normalize` returns them.
+        num_samples: Smallest size of the blend.
+        surplus: Part of each share to build beyond it.
 
     Raises:
-        ConfigError: weights with another sum, or a number outside its limits.
+        ConfigError: If a weight is not positive, the weights have another sum, or another argument
+            is out of range.
     """
     num_samples = whole("num_samples", num_samples, 0, _native.MAX_INT64)
     surplus = check_surplus(surplus)
@@ -68,21 +69,23 @@ def blend(
     """Mixes datasets by weight: each sample comes from the one that lags most behind its weight.
 
     Args:
-        weights: one for each dataset, positive; they are normalised.
-        size: number of samples.
-        threads: that draw, which changes nothing else; None: one for each core.
+        weights: Positive weights, one for each dataset; they are normalised.
+        size: Number of samples.
+        threads: Number of worker threads, on which the result does not depend; None: one for each
+            core.
 
     Returns:
-        dataset_index int16 [size], and dataset_sample_index int64 [size]: the sample's number in
-        that dataset.
+        dataset_index int16 [size], the dataset of each sample, and dataset_sample_index int64
+        [size], the sample's number in that dataset.
 
     Raises:
-        ConfigError: a weight that is not positive and finite, too many datasets, or no thread.
+        ConfigError: If a weight is not positive and finite, there are too many datasets, or another
+            argument is out of range.
     """
     threads = _checked_threads(threads)
     size = whole("the blend's size", size, 0, _native.MAX_INT64 // 8)
     normalized = normalize(_checked_weights(weights))
-    _checked_weights(normalized)  # a weight beside a far larger one may have become 0
+    _checked_weights(normalized)  # a weight far below a larger one may have become 0
     return _native.blend_by_weights(np.array(normalized), size, threads)
 
 
@@ -92,14 +95,15 @@ def blend_exhaustively(
     """Mixes datasets evenly until each has given all its samples.
 
     Args:
-        sizes: each dataset's number of samples, at least 0.
-        threads: that draw, which changes nothing else; None: one for each core.
+        sizes: Each dataset's number of samples, at least 0.
+        threads: Number of worker threads, on which the result does not depend; None: one for each
+            core.
 
     Returns:
-        dataset_index int16 [sum of sizes], and dataset_sample_index int64 [sum of sizes].
+        dataset_index int16 [sum of sizes] and dataset_sample_index int64 [sum of sizes].
 
     Raises:
-        ConfigError: a negative size, too many datasets, or no thread.
+        ConfigError: If a size is negative, there are too many datasets, or `threads` is below 1.
     """
     threads = _checked_threads(threads)
     sizes = [whole("a dataset's size", size, 0) for size in sizes]
@@ -112,22 +116,26 @@ def count_draws(dataset_index: NDArray[np.int16], num_datasets: int) -> NDArray[
     """How many samples a blend draws from each dataset: int64 [num_datasets].
 
     Raises:
-        ConfigError: an entry that is no dataset.
+        ConfigError: If an entry is not the number of a dataset.
     """
     counts = np.zeros(whole("num_datasets", num_datasets, 0), np.int64)
-    for start in range(0, len(dataset_index), _COUNTED):
-        part = whole_numbers("the dataset numbers", dataset_index[start : start + _COUNTED])
-        if not 0 <= part.min() <= part.max() < len(counts):
+    for start in range(0, len(dataset_index), _CHUNK_SIZE):
+        chunk = whole_numbers("the dataset numbers", dataset_index[start : start + _CHUNK_SIZE])
+        if not 0 <= chunk.min() <= chunk.max() < len(counts):
             raise ConfigError(
-                f"the dataset numbers go from {part.min()} to {part.max()}; there are "
+                f"the dataset numbers go from {chunk.min()} to {chunk.max()}; there are "
                 f"{len(counts)} datasets"
             )
-        counts += np.bincount(part, minlength=len(counts))
+        counts += np.bincount(chunk, minlength=len(counts))
     return counts
 
 
 def check_surplus(surplus: float) -> float:
-    """The surplus as a float; raises ConfigError for one that cannot be."""
+    """The surplus as a float.
+
+    Raises:
+        ConfigError: If it is not a number in the valid range.
+    """
     number = real("the surplus", surplus)
     if not 0 <= number <= _MOST_SURPLUS:
         raise ConfigError(f"the surplus is {number}; 0 to {_MOST_SURPLUS:,} is possible")
@@ -150,7 +158,7 @@ def _checked_weights(weights: Sequence[float]) -> list[float]:
     weights = reals("the weights", weights)
     _check_count(len(weights))
     for number, weight in enumerate(weights):
-        if not (math.isfinite(weight) and weight > 0):
+        if not 0 < weight < math.inf:
             raise ConfigError(
                 f"the weight of dataset {number} is {weight}; weights are positive and finite. "
                 "Leave a dataset out to draw nothing from it"

@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from millrace.cache import arrays
-from millrace.files import atomic_file, file_lock, temporaries_of
+from millrace.files import atomic_file, writers_lock
 from millrace.order import RULES_VERSION, GPTPlan
 from millrace.run.config import DatasetConfig
 from millrace.run.plan import DatasetPlan, RunPlan, SplitPlan, make_plan
@@ -23,8 +23,6 @@ from millrace.store.token_file import TokenFile, TokenFileRecord
 
 MANIFEST = "run-"
 """What the names of manifests start with; a fingerprint and .json follow."""
-
-_LOCK = "manifests.lock"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,10 +105,7 @@ class Manifest:
         text = arrays.seal(record)
         path = manifest_path(folder, self.key)
         os.makedirs(folder, exist_ok=True)
-        with manifests_lock(folder, limit=limit) as is_alone:
-            if is_alone:  # else a temporary may be a living process's
-                for temporary in temporaries_of(path):
-                    os.unlink(temporary)
+        with writers_lock(manifests_lock(folder), path, limit=limit):
             if _holds(path, text):
                 with contextlib.suppress(PermissionError):  # another user's: its age stays
                     os.utime(path)
@@ -119,11 +114,9 @@ class Manifest:
                     out.write(text)
 
 
-@contextlib.contextmanager
-def manifests_lock(folder: str, *, limit: float | None = None) -> Iterator[bool]:
-    """Holds the lock of all manifests of a folder; see `file_lock`."""
-    with file_lock(os.path.join(folder, _LOCK), limit=limit) as is_held:
-        yield is_held
+def manifests_lock(folder: str) -> str:
+    """Path of the lock of all manifests of a folder."""
+    return os.path.join(folder, "manifests.lock")
 
 
 def manifest_path(folder: str, key: dict[str, Any]) -> str:

@@ -2,9 +2,9 @@
 
 An indexed dataset lies at one *path prefix*: `PREFIX.bin` holds the tokens of all sequences, one
 after the other; `PREFIX.idx` says how long each sequence is, where it starts and which sequences
-make a document. `layout` knows the bytes of the index, `publish` how a pair of files appears
-whole or not at all, `bytes` where the tokens are read from, `info` the sidecar with checksums;
-`reader`, `builder` and `verify` are what people use.
+make a document. `layout` describes the bytes of the index, `publish` how a pair appears whole or
+not at all, `bytes` where the tokens are read from, `info` the sidecar with checksums, and `writer`
+the files while they are built. The public names are in `reader`, `builder` and `checking`.
 """
 
 from millrace.dtypes import optimal_dtype

@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import struct
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -41,6 +42,9 @@ DTYPES: dict[int, np.dtype[Any]] = {
 }
 """The dtype of each code in an index file."""
 
+WRITE_AGAIN = "The files do not belong together or are damaged: write them again"
+
+_INT8, _INT32, _INT64 = np.dtype("<i1"), np.dtype("<i4"), np.dtype("<i8")
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
@@ -79,18 +83,18 @@ class Header:
     num_document_entries: int
     has_modes: bool
 
-    @property
+    @cached_property
     def columns(self) -> dict[str, Column]:
         """The columns by name, in the order of the file; without modes, "modes" is empty."""
         columns: dict[str, Column] = {}
         end = HEADER.size
         for name, dtype, count in (
-            ("lengths", "<i4", self.num_sequences),
-            ("pointers", "<i8", self.num_sequences),
-            ("documents", "<i8", self.num_document_entries),
-            ("modes", "<i1", self.num_sequences if self.has_modes else 0),
+            ("lengths", _INT32, self.num_sequences),
+            ("pointers", _INT64, self.num_sequences),
+            ("documents", _INT64, self.num_document_entries),
+            ("modes", _INT8, self.num_sequences if self.has_modes else 0),
         ):
-            columns[name] = Column(np.dtype(dtype), end, count)
+            columns[name] = Column(dtype, end, count)
             end = columns[name].end
         return columns
 
@@ -106,12 +110,7 @@ class Header:
 
 
 def read_header(file: BinaryIO, path: str) -> Header:
-    """Reads the header of an open index file, and checks it against the file's size.
-
-    Raises:
-        DataError: If it is not an index file, has another version or dtype, or does not fit the
-            size.
-    """
+    """Reads the header of an open index file; a DataError if the file is truncated or foreign."""
     data, size = os.pread(file.fileno(), HEADER.size, 0), os.fstat(file.fileno()).st_size
     if size < HEADER.size or len(data) < HEADER.size:
         raise DataError(
@@ -137,14 +136,14 @@ def read_header(file: BinaryIO, path: str) -> Header:
         num_document_entries=num_entries,
         has_modes=False,
     )
-    multimodal = replace(plain, has_modes=True)
-    if size not in (plain.size, multimodal.size) or num_entries == 0:
+    size_with_modes = plain.size + num_sequences
+    if num_entries == 0 or size not in (plain.size, size_with_modes):
         raise DataError(
             f"{path} has {size} bytes, but its {num_sequences} sequences and {num_entries} "
-            f"document entries take {plain.size}, or {multimodal.size} with modes. "
+            f"document entries take {plain.size}, or {size_with_modes} with modes. "
             "It is truncated or damaged: write it again from its source"
         )
-    return plain if size == plain.size else multimodal
+    return plain if size == plain.size else replace(plain, has_modes=True)
 
 
 # ---- what is wrong with the entries: a phrase, or an empty text ----
@@ -153,7 +152,10 @@ def read_header(file: BinaryIO, path: str) -> Header:
 def sequence_problem(
     lengths: NDArray[np.int32], pointers: NDArray[np.int64], token_size: int, byte: int, first: int
 ) -> tuple[str, int]:
-    """The problem of sequences `first`, ... that should start at `byte`, and where the good end."""
+    """The problem of some sequences, and the byte at which the last good one ends.
+
+    The first of them has the number `first`, and should start at `byte`.
+    """
     bad, end = _native.first_bad_sequence(lengths, pointers, token_size, byte)
     if bad == len(lengths):
         return "", end
@@ -182,9 +184,6 @@ def size_problem(size: int, end: int) -> str:
         f"has {size} bytes, but its index ends at byte {end}. "
         f"{'It is truncated or empty' if size < end else 'It is too long'}. {WRITE_AGAIN}"
     )
-
-
-WRITE_AGAIN = "The files do not belong together or are damaged: write them again"
 
 
 def index_damage(prefix: str, problem: str) -> DataError:

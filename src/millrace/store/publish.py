@@ -53,14 +53,7 @@ def info_path(prefix: str) -> str:
 
 
 def open_pair(prefix: str, *, has_bin: bool = True) -> list[BinaryIO]:
-    """Opens a whole pair for reading, even while a builder replaces it.
-
-    Args:
-        prefix: Path prefix of the pair.
-        has_bin: Whether the `.bin` is a file beside the index.
-
-    Returns:
-        The open files: `.bin` (if has_bin) and `.idx`.
+    """Opens `.bin` (if has_bin) and `.idx` of a whole pair, even while a builder replaces it.
 
     Raises:
         DataError: If one or both files are missing.

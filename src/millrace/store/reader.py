@@ -120,10 +120,11 @@ class IndexedDataset:
         They are read, not looked up in the map: the file may be cut short at this moment.
         """
 
+        columns = self.header.columns
+
         def entry(name: str, number: int) -> int:
-            column = self.header.columns[name]
-            width = column.dtype.itemsize
-            data = os.pread(idx_file.fileno(), width, column.offset + number * width)
+            dtype, offset, _ = columns[name]
+            data = os.pread(idx_file.fileno(), dtype.itemsize, offset + number * dtype.itemsize)
             return int.from_bytes(data, "little", signed=True)
 
         idx, count = idx_path(self.prefix), len(self)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import tempfile
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,6 @@ from millrace import _native
 from millrace.errors import ConfigError, DataError
 from millrace.files import flush_to_disk, naming
 from millrace.interrupts import interrupts_held
-from millrace.store import entries
 from millrace.store.info import BlockHasher, Info
 from millrace.store.layout import Header
 from millrace.store.publish import bin_path, building
@@ -27,6 +27,8 @@ _BUFFER_SIZE = 1 << 20  # bytes of tokens that are gathered before they are writ
 _CHUNK = 1 << 19  # tokens of an array that are checked at a time
 _COPY_SIZE = 64 << 20  # bytes that a merge lets the kernel copy at a time
 _READ_SIZE = 2 << 20  # bytes that a merge reads at a time if it must see them
+LIMIT = 1 << 20  # entries of a column that are kept in memory
+_PIECE = 1 << 17  # entries that are read back at a time: they stay in a core's cache
 _LAST_WAIT = 5.0  # seconds that the end of a process waits for a thread that adds something
 
 
@@ -57,16 +59,15 @@ class PairWriter:
         self._dtype, self._multimodal, self._provenance = dtype, multimodal, provenance
         self._num_bytes = 0  # bytes of tokens that were written, without those in the buffer
         self._hasher = BlockHasher() if checksums else None
-        self._lengths = entries.Entries("<i4", folder)
-        self._documents = entries.Entries("<i8", folder)
-        self._modes = entries.Entries("<i1", folder)
+        self._columns = [_Entries(column, folder) for column in ("<i4", "<i8", "<i1")]
+        self._lengths, self._documents, self._modes = self._columns
         self._documents.extend(np.zeros(1, np.int64))
         self._lock = threading.Lock()
         self._lock_holder: int | None = None
         self._resources = contextlib.ExitStack()
         try:
             with interrupts_held():
-                for column in (self._lengths, self._documents, self._modes):
+                for column in self._columns:
                     self._resources.callback(column.close)
                 self.temporaries = self._resources.enter_context(building(self.place))
                 self._data: Any = self._resources.enter_context(
@@ -151,8 +152,7 @@ class PairWriter:
     def append(self, values: NDArray[Any]) -> None:
         """Buffers tokens: a chunk is checked while the one before is written.
 
-        Raises:
-            ConfigError: If a token does not fit the dtype.
+        Raises ConfigError if a token does not fit the dtype.
         """
         for start in range(0, len(values), _CHUNK):
             try:
@@ -183,7 +183,7 @@ class PairWriter:
         self.flush_entries()
         return [
             np.concatenate([np.empty(0, column.dtype), *column.chunks()])
-            for column in (self._lengths, self._documents, self._modes)
+            for column in self._columns
         ]
 
     def copy_tokens(self, other: IndexedDataset, start: int, stop: int) -> None:
@@ -205,23 +205,19 @@ class PairWriter:
         self, other: IndexedDataset, sequences: tuple[int, int], documents: tuple[int, int]
     ) -> None:
         """Appends the entries of sequences and documents [start, stop) of another index."""
-        for start in range(*sequences, entries.LIMIT):
-            part = slice(start, min(start + entries.LIMIT, sequences[1]))
+        for start in range(*sequences, LIMIT):
+            part = slice(start, min(start + LIMIT, sequences[1]))
             self._lengths.extend(_copied(other.sequence_lengths[part]))
             if self._multimodal and other.sequence_modes is not None:
                 self._modes.extend(_copied(other.sequence_modes[part]))
-        for start in range(documents[0] + 1, documents[1] + 1, entries.LIMIT):
-            ends = other.document_indices[start : min(start + entries.LIMIT, documents[1] + 1)]
+        for start in range(documents[0] + 1, documents[1] + 1, LIMIT):
+            ends = other.document_indices[start : min(start + LIMIT, documents[1] + 1)]
             self._documents.extend(_copied(ends) + (self.buffer.num_sequences - sequences[0]))
 
     # ---- the end ----
 
     def write_files(self) -> None:
-        """Brings all files to the disk, under temporary names.
-
-        Raises:
-            DataError: If the files are not what was added.
-        """
+        """Brings all files to the disk, and raises DataError if they are not what was added."""
         self.flush()
         self.buffer.wait()
         index_hasher = None if self._hasher is None else BlockHasher()
@@ -280,6 +276,34 @@ class PairWriter:
             )
         yield from self._documents.chunks()
         yield from self._modes.chunks()
+
+
+class _Entries:
+    """A column of an index, appended to at its end and read back from its start.
+
+    A short column is kept in memory; a longer one goes to a nameless temporary file in `folder`,
+    which disappears with the process.
+    """
+
+    def __init__(self, dtype: str, folder: str) -> None:
+        self.dtype = np.dtype(dtype)
+        size = LIMIT * self.dtype.itemsize
+        self._file = tempfile.SpooledTemporaryFile(size, dir=folder)  # noqa: SIM115
+
+    def extend(self, values: NDArray[Any]) -> None:
+        self._file.seek(0, os.SEEK_END)
+        self._file.write(np.ascontiguousarray(values, self.dtype).data)
+        self._file.flush()  # else a forked child, too, would write what is buffered
+
+    def chunks(self) -> Iterator[NDArray[Any]]:
+        """The entries from the first to the last, in pieces."""
+        self._file.seek(0)
+        while data := self._file.read(_PIECE * self.dtype.itemsize):
+            yield np.frombuffer(data, self.dtype)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # of entries for which the disk had no room
+            self._file.close()
 
 
 _OPEN: weakref.WeakSet[PairWriter] = weakref.WeakSet()
