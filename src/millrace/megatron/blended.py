@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,8 +16,6 @@ from millrace.megatron.config import BlendedMegatronDatasetConfig
 from millrace.megatron.errors import ConfigAssertionError, OversampledError, require
 from millrace.megatron.utils import log_on_first_rank, normalize
 from millrace.order import count_draws
-
-logger = logging.getLogger(__name__)
 
 
 class BlendedDataset(CachedIndices, torch.utils.data.Dataset):  # type: ignore[misc]
@@ -53,8 +50,7 @@ class BlendedDataset(CachedIndices, torch.utils.data.Dataset):  # type: ignore[m
     ) -> None:
         _check_blend(datasets, weights, size)
         if len(datasets) == 1:
-            message = "A BlendedDataset of one dataset mixes nothing"
-            log_on_first_rank(logger, message, logging.WARNING)
+            log_on_first_rank("A BlendedDataset of one dataset mixes nothing", is_warning=True)
         self.datasets = datasets
         self.split = datasets[0].index_split
         self.weights = weights if size is None else normalize(weights)
@@ -86,14 +82,11 @@ class BlendedDataset(CachedIndices, torch.utils.data.Dataset):  # type: ignore[m
 
     def _build_indices(self) -> tuple[Any, ...]:
         """The two indices, loaded or built; (None, None) if deferred."""
-        config = self.config
-        return self._prepare_indices(bool(config.path_to_cache and config.fast_cache_load))
-
-    def _files(self) -> cache.CacheSet:
-        return self._cache_set(self.config.path_to_cache, self.split)
-
-    def _what(self) -> str:
-        return f"{type(self).__name__} indices"
+        config, description = self.config, f"{type(self).__name__} indices"
+        is_trusted = bool(config.path_to_cache and config.fast_cache_load)
+        return self._prepare_indices(
+            config.path_to_cache, self.split, description, is_trusted=is_trusted
+        )
 
     def _num_samples(self) -> int:
         return int(sum(self.weights)) if self.size is None else self.size

@@ -13,6 +13,8 @@ import numpy as np
 from millrace.megatron.errors import require
 from millrace.torch import distributed_rank
 
+logger = logging.getLogger(__name__)
+
 Blend = tuple[list[str], list[float] | None]
 """Path prefixes, and their weights (None: their numbers of samples)."""
 
@@ -92,7 +94,8 @@ def compile_helpers() -> None:
     """Does nothing: installing millrace compiles the core."""
 
 
-def log_on_first_rank(logger: logging.Logger, message: str, level: int = logging.INFO) -> None:
+def log_on_first_rank(message: str, *, is_warning: bool = False) -> None:
     """Logs on rank 0 alone."""
+    level = logging.WARNING if is_warning else logging.INFO
     if logger.isEnabledFor(level) and distributed_rank() in (None, 0):
         logger.log(level, message)
