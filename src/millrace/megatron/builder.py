@@ -224,12 +224,9 @@ class BlendedMegatronDatasetBuilder:
     def build_generic_dataset(
         cls: Any, is_built_on_rank: Callable[[], bool], synchronize_ranks: bool, *args: Any
     ) -> Any:
-        """Calls `cls` with the arguments: on rank 0 first, then on the others.
+        """A dataset, `cls(*args)`, built on rank 0 first; None on a rank that does not build.
 
         An error on one rank is raised on every rank. (Megatron-LM leaves the others waiting.)
-
-        Returns:
-            The dataset; None on a rank that does not build.
 
         Raises:
             BuildError: If `cls` raises an OSError on rank 0 of torch.distributed.

@@ -34,19 +34,15 @@ class CachedIndices(ABC):
         """Raises DataError if the arrays are not this dataset's."""
 
     @abstractmethod
-    def _build(self) -> cache.Arrays:
-        """Builds the indices."""
+    def _build(self) -> cache.Arrays: ...
 
     def _prepare_indices(
         self, folder: str | None, split: Split, description: str, *, is_trusted: bool
     ) -> tuple[Any, ...]:
         """The indices in the order of their names; None for each if they are deferred.
 
-        Args:
-            folder: Folder of the cache; empty or None: no cache.
-            split: Split of the dataset.
-            description: The indices' name in the log, such as "GPTDataset train indices".
-            is_trusted: Whether the cache holds the indices; then nothing is built.
+        Without a folder there is no cache. Indices of a trusted cache are never built. The log has
+        the description.
         """
         self._description = description
         self._files = cache.CacheSet(

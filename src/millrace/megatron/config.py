@@ -197,12 +197,12 @@ def convert_split_vector_to_split_matrix(
         >>> convert_split_vector_to_split_matrix([0.9, 0.1, 0.0])
         [(0, 0.9), (0.9, 1.0), None]
     """
-    ends_a = list(itertools.accumulate(vector_a, initial=0))
-    ends_b = ends_a if vector_b is None else list(itertools.accumulate(vector_b, initial=0))
+    intervals_a, intervals_b = (
+        itertools.pairwise(itertools.accumulate(vector, initial=0))
+        for vector in (vector_a, vector_a if vector_b is None else vector_b)
+    )
     matrix: SplitMatrix = []
-    for (low_a, high_a), (low_b, high_b) in zip(
-        itertools.pairwise(ends_a), itertools.pairwise(ends_b), strict=False
-    ):
-        low, high = max(low_a, low_b), min(high_a, high_b)
+    for a, b in zip(intervals_a, intervals_b, strict=False):
+        low, high = max(a[0], b[0]), min(a[1], b[1])
         matrix.append((low, high) if low < high else None)
     return matrix

@@ -83,12 +83,7 @@ class GPTDataset(CachedIndices, MegatronDataset):
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> IndexedDataset:  # type: ignore[override]
-        """Opens the token file at a path prefix.
-
-        Raises:
-            MissingFileError, DataAssertionError: As in `IndexedDataset`.
-            KeyError: If it is not in `sequences_per_dataset`.
-        """
+        """Opens the token file at a path prefix, a key of `sequences_per_dataset` if given."""
         counts = config.sequences_per_dataset
         return IndexedDataset(
             dataset_path,
@@ -147,13 +142,10 @@ class GPTDataset(CachedIndices, MegatronDataset):
     def _query_document_sample_shuffle_indices(
         self, idx: Any
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """A sample's tokens with the extra one, padded if short, and their sequences.
+        """A sample's tokens with the extra one, padded if short, and their sequences (both int64).
 
         Subclasses that make their own tokens override this hook; without an override, one call of
         the core gathers the sample instead.
-
-        Returns:
-            int64 [sequence_length, + 1 with the extra token], and int64 [parts].
         """
         if self.shuffle_index is None:
             self._open_deferred()
@@ -291,46 +283,41 @@ class GPTDataset(CachedIndices, MegatronDataset):
         folder, name = config.path_to_cache, type(self).__name__
         if folder is None and not config.mock:
             folder = os.path.join(self.dataset.path_prefix, "cache", f"{name}_indices")
-        document_index, sample_index, shuffle_index = self._prepare_indices(
-            folder,
-            self.index_split,
-            f"{name} {self.index_split.name} indices",
-            is_trusted=config.fast_cache_load,
+        split, is_trusted = self.index_split, config.fast_cache_load
+        documents, samples, shuffle = self._prepare_indices(
+            folder, split, f"{name} {split.name} indices", is_trusted=is_trusted
         )
-        if sample_index is not None:
-            log_on_first_rank(f"> total number of samples: {sample_index.shape[0] - 1}")
-        return document_index, sample_index, shuffle_index
+        if samples is not None:
+            log_on_first_rank(f"> total number of samples: {samples.shape[0] - 1}")
+        return documents, samples, shuffle
 
     def _check(self, arrays: cache.Arrays) -> None:
-        config = self.config
-        is_trusted = config.fast_cache_load and not config.defer_npy_index_mmap
+        is_trusted = self.config.fast_cache_load and not self.config.defer_npy_index_mmap
         if is_trusted or self.indices is None:
             cache.check_gpt_forms(arrays)
         else:
             lengths = self.dataset.sequence_lengths
-            cache.check_gpt_arrays(arrays, self._plan, len(self._get_indices()), lengths)
+            cache.check_gpt_arrays(arrays, self._plan, len(self.indices), lengths)
 
     def _build(self) -> cache.Arrays:
         plan, lengths, seed = self._plan, self.dataset.sequence_lengths, self.config.random_seed
+        indices = np.arange(len(lengths)) if self.indices is None else self.indices
         log_on_first_rank(f"> total number of epochs: {plan.num_epochs}")
         require(
             lengths.dtype == np.int32, f"the sequence lengths are {lengths.dtype}; int32 is needed"
         )
         try:
-            indices = rules.build_indices(lengths, self._get_indices(), plan, seed)
+            return rules.build_indices(lengths, indices, plan, seed)._asdict()
         except ConfigError as error:
             raise ConfigAssertionError(f"{self.dataset_path}: {error}") from error
         except ValueError as error:
             raise DataAssertionError(f"{self.dataset_path}: {error}; see `verify`") from error
-        return cache.gpt_arrays(indices)
 
     @cached_property
     def _plan(self) -> GPTPlan:
         """Epochs and samples; no samples if one epoch suffices and holds none.
 
-        Raises:
-            ConfigAssertionError: If samples are requested and there are no tokens. (Megatron-LM
-                would look for enough epochs for ever.)
+        Samples of no tokens are an error. (Megatron-LM would look for enough epochs for ever.)
         """
         config, split, num_samples = self.config, self.index_split.name, self.num_samples
         length, extra = config.sequence_length, 1 if config.add_extra_token_to_sequence else 0
@@ -360,11 +347,6 @@ class GPTDataset(CachedIndices, MegatronDataset):
             )
         except ValueError as error:
             raise ConfigAssertionError(f"{self.dataset_path}, {split} split: {error}") from error
-
-    def _get_indices(self) -> NDArray[np.int32]:
-        if self.indices is None:
-            return np.arange(len(self.dataset.sequence_lengths), dtype=np.int32)
-        return self.indices
 
     def _get_num_tokens_per_epoch(self) -> int:
         lengths = self.dataset.sequence_lengths

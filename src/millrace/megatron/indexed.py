@@ -337,11 +337,7 @@ class IndexedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
 
     @property
     def sequence_modes(self) -> NDArray[np.int8]:
-        """int8 [sequences], of a multimodal file.
-
-        Raises:
-            ConfigAssertionError: If the file was not opened as multimodal.
-        """
+        """int8 [sequences]; a ConfigAssertionError if the file was not opened as multimodal."""
         modes = self.index.sequence_modes
         if modes is None:
             raise ConfigAssertionError(f"{self.path_prefix} was opened without multimodal=True")

@@ -40,8 +40,7 @@ def normalize(weights: Sequence[float]) -> list[float]:
         f"the weights {list(weights)} sum to {total}, which gives no shares. Give weights that are "
         "finite and not all 0",
     )
-    normalized: list[float] = (array / total).tolist() if array.size > 0 else []
-    return normalized
+    return [float(share) for share in array / total]
 
 
 def get_blend_from_list(blend: Sequence[Any] | None) -> Blend | None:
