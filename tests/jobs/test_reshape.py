@@ -174,6 +174,14 @@ def test_documents_longer_than_a_chunk_are_whole(
     [
         ("a.npy", b"", {}, "not an array of tokens|cannot be read"),
         ("a.npy", b"garbage" * 9, {}, "not an array of tokens"),
+        (
+            "a.npy",
+            b"PK\3\4" + b"\0" * 60,
+            {},
+            r"not an array of tokens.*zip archive \(.npz\), save",
+        ),
+        ("a.bin", b"1234", {"source_dtype": "S"}, "source_dtype is 'S'; give a dtype of numbers"),
+        ("a.bin", b"1234", {"dtype": "token"}, "dtype is 'token'; give a dtype of numbers"),
         ("a.bin", b"123", {"source_dtype": "u2"}, "not a multiple of 2"),
         ("a.bin", b"1234", {}, "--source-dtype"),
         ("a.bin", b"\0" * 8, {"source_dtype": "f4"}, "integers in one or two dimensions"),

@@ -311,7 +311,7 @@ def test_missing_inputs_and_options_are_refused(tmp_path: Path, tokenizer: Token
     with pytest.raises(TextError, match="is a folder"):
         run(tmp_path, [tmp_path], tokenizer)
     source = write_jsonl(tmp_path / "a.jsonl", ["a"])
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         run(tmp_path / "none", [source], tokenizer)
 
 
