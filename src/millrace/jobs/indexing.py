@@ -111,7 +111,7 @@ def index(
         total = plan.num_datasets + sum(split.kind == "blend" for split in plan.present_splits)
         folder = os.fspath(megatron_cache_folder)
         with Progress("Megatron-LM's cache", enabled=show_progress) as bar:
-            written = write_megatron_cache(plan, datasets, folder, tokenizer, wait_limit)
+            written = _write_megatron_cache(plan, datasets, folder, tokenizer, wait_limit)
             for done, is_new in enumerate(written, start=1):
                 num_built, num_found = num_built + is_new, num_found + (not is_new)
                 bar.count(done, total)
@@ -123,27 +123,13 @@ def index(
     )
 
 
-def write_megatron_cache(
-    plan: RunPlan,
-    datasets: Datasets | None,
-    folder: str,
-    tokenizer: Any,
-    wait_limit: float | None = None,
+def _write_megatron_cache(
+    plan: RunPlan, datasets: Datasets | None, folder: str, tokenizer: Any, wait_limit: float | None
 ) -> Iterator[bool]:
     """Writes the files that Megatron-LM's datasets look for; those that fit are left alone.
 
-    Args:
-        plan: Plan of the run.
-        datasets: The run's datasets, whose indices are taken; None: indices are built.
-        folder: Megatron-LM's `--data-cache-path`.
-        tokenizer, wait_limit: See `index`.
-
-    Yields:
-        For each dataset and blend, whether its files were written now.
-
-    Raises:
-        ConfigError: A split that Megatron-LM does not accept.
-        OSError: The folder cannot be written.
+    The indices are those of `datasets`, or are built if it is None. Yields for each dataset and
+    blend whether its files were written now.
     """
     shares = plan.key["split"]
     if not (shares is None or isinstance(shares, str)):

@@ -124,13 +124,22 @@ class _Source:
 
 
 @contextlib.contextmanager
-def _decompressed(source: _Source, path: str) -> Iterator[Any]:
+def _decompressed(source: Any, path: str) -> Iterator[Any]:
     magic = source.first_bytes
     if magic.startswith(_GZIP_MAGIC):
-        with gzip.GzipFile(fileobj=source) as stream:  # type: ignore[call-overload]
+        with gzip.GzipFile(fileobj=source) as stream:
             yield stream
     elif magic == _ZSTD_MAGIC or (magic[1:] == _ZSTD_SKIPPABLE and magic[0] & 0xF0 == 0x50):
-        zstd = _import_zstd(path)
+        try:
+            if sys.version_info >= (3, 14):
+                from compression import zstd
+            else:
+                from backports import zstd
+        except ImportError:
+            raise TextError(
+                f"{path} is zstd-compressed, which needs the backports.zstd package: "
+                "pip install 'millrace[tokenizers]'"
+            ) from None
         window = {zstd.DecompressionParameter.window_log_max: 31}  # for files of zstd --long=31
         try:
             with zstd.ZstdFile(source, options=window) as stream:
@@ -141,20 +150,6 @@ def _decompressed(source: _Source, path: str) -> Iterator[Any]:
             ) from None
     else:
         yield source
-
-
-def _import_zstd(path: str) -> Any:
-    try:
-        if sys.version_info >= (3, 14):
-            from compression import zstd
-        else:
-            from backports import zstd
-    except ImportError:
-        raise TextError(
-            f"{path} is zstd-compressed, which needs the backports.zstd package: "
-            "pip install 'millrace[tokenizers]'"
-        ) from None
-    return zstd
 
 
 def document_texts(block: LineBlock, keys: Sequence[str]) -> list[tuple[int, list[str]]]:

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from millrace.checks import shown
 from millrace.dtypes import optimal_dtype
@@ -70,9 +70,7 @@ class Tokenizer:
             TextError: No `eod_token`, and a tokenizer with none or several of `EOD_TOKENS`.
         """
         if self.eod_token is None:
-            usual = [
-                token for token in EOD_TOKENS if self._tokenizer.token_to_id(token) is not None
-            ]
+            usual = [text for text in EOD_TOKENS if self._tokenizer.token_to_id(text) is not None]
             if len(usual) != 1:
                 what = f"several ({', '.join(usual)})" if usual else "none"
                 raise TextError(
@@ -159,14 +157,3 @@ def _load(content: bytes, path: str) -> Any:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
-
-
-def flatten(ids: Sequence[Sequence[int]], dtype: Any) -> tuple[NDArray[Any], NDArray[np.int32]]:
-    """Lists of ids as one array [tokens] of `dtype`, and their lengths, int32 [lists]."""
-    lengths = np.fromiter((len(part) for part in ids), np.int32, len(ids))
-    flat = np.empty(int(lengths.sum(dtype=np.int64)), dtype)
-    start = 0
-    for part in ids:
-        flat[start : start + len(part)] = part
-        start += len(part)
-    return flat, lengths
