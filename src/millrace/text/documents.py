@@ -140,7 +140,8 @@ def _decompressed(source: Any, path: str) -> Iterator[Any]:
                 f"{path} is zstd-compressed, which needs the backports.zstd package: "
                 "pip install 'millrace[tokenizers]'"
             ) from None
-        window = {zstd.DecompressionParameter.window_log_max: 31}  # for files of zstd --long=31
+        # For files of zstd --long=31.
+        window: dict[Any, int] = {zstd.DecompressionParameter.window_log_max: 31}
         try:
             with zstd.ZstdFile(source, options=window) as stream:
                 yield stream
