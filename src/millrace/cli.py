@@ -56,21 +56,19 @@ class _InterruptOnce:
 
 def _run(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(_with_dashes(arguments))
+    is_done = False
     try:
         options.run(options)
+        is_done = True
+        if sys.stdout is not None:  # None in a process without stdout
+            sys.stdout.flush()
     except MillraceError as error:
         return _fail(str(error))
     except BrokenPipeError:  # the reader of the output has closed it
         _discard_output()
-        return 0
     except OSError as error:
-        return _fail(_describe_error(error, options))
-    try:
-        if sys.stdout is not None:  # None in a process without stdout
-            sys.stdout.flush()
-    except BrokenPipeError:
-        _discard_output()
-    except OSError as error:
+        if not is_done:
+            return _fail(_describe_error(error, options))
         _discard_output()
         return _fail(f"the job is done, but its report cannot be written: {error.strerror}")
     return 0

@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 
 from millrace import checks
 from millrace.cores import available_cores
-from millrace.errors import ConfigError, TextError
+from millrace.errors import ConfigError
 from millrace.interrupts import interruptible, interrupts_held
 from millrace.jobs.executor import ordered_map
 from millrace.jobs.progress import Progress
 from millrace.store import IndexedDatasetBuilder, finalize_together
 from millrace.store.publish import bin_path, idx_path, info_path
 from millrace.text.documents import LineBlock, check_keys, document_texts, input_size, read_blocks
-from millrace.text.tokenizer import InvalidUnicodeError, Tokenizer
+from millrace.text.tokenizer import Tokenizer, encoded_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,13 +197,11 @@ def _encode(context: _Context, block: LineBlock) -> _EncodedBlock:
     documents = document_texts(block, keys)
     num_bytes, columns = 0, []
     for column in range(len(keys)):
-        texts = [texts[column] for _, texts in documents]
-        num_bytes += sum(len(text.encode(errors="replace")) for text in texts)
-        try:
-            ids = tokenizer.encode(texts)
-        except InvalidUnicodeError as error:
-            line = documents[error.text_number][0]
-            raise TextError(f"{block.path}, line {line}: {error}") from None
+        texts = []
+        for line, line_texts in documents:
+            texts.append(line_texts[column])
+            num_bytes += encoded_size(texts[-1], f"{block.path}, line {line}: ")
+        ids = tokenizer.encode(texts)
         for document in ids if append_eod else ():
             if document:
                 document.append(tokenizer.eod)

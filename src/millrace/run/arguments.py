@@ -89,11 +89,7 @@ def _flat(place: str, sections: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unknown_arguments(arguments: Mapping[str, Any]) -> list[str]:
-    """The names that do not concern data, such as the model's in a file for the whole run.
-
-    Raises:
-        ConfigError: A name that is nearly one of NAMES.
-    """
+    """The names that do not concern data; ConfigError for one that is nearly one of NAMES."""
     unknown = [name for name in arguments if name not in NAMES]
     for name in unknown:
         near = difflib.get_close_matches(name, NAMES, 1, 0.85)
@@ -142,11 +138,7 @@ def config_from(arguments: Mapping[str, Any]) -> DatasetConfig:
 
 
 def read_identifiers(text: str) -> Any:
-    """A tokenizer's unique identifiers: JSON, a JSON file, or a description of Megatron-LM's.
-
-    Raises:
-        ConfigError: Another text.
-    """
+    """A tokenizer's unique identifiers: JSON, a JSON file, or a description of Megatron-LM's."""
     content = _read_text(text) if os.path.exists(text) else text
     try:
         identifiers = json.loads(content)
@@ -162,11 +154,7 @@ def read_identifiers(text: str) -> Any:
 
 
 def parse_blend(items: Sequence[Any] | str) -> Blend:
-    """The blend in Megatron-LM's list: prefixes only, or a weight before each prefix.
-
-    Raises:
-        ConfigError: Weights for some of the prefixes only.
-    """
+    """The blend in Megatron-LM's list: prefixes only, or a weight before each prefix."""
     parts = shlex.split(items) if isinstance(items, str) else map(str, items)
     parts = [part.strip() for part in parts]
     are_numbers = [_is_number(part) for part in parts[::2]]
@@ -271,6 +259,6 @@ def _integer(arguments: Mapping[str, Any], name: str, default: int | None = None
     if value is None:
         raise ConfigError(f"{name} is missing")
     try:
-        return int(str(value).replace("_", ""))
+        return int(str(value))
     except ValueError:
         raise ConfigError(f"{name} is {value!r}; a whole number is needed") from None

@@ -172,11 +172,7 @@ def document_texts(block: LineBlock, keys: Sequence[str]) -> list[tuple[int, lis
 
 
 def check_keys(keys: Sequence[str]) -> tuple[str, ...]:
-    """The JSON keys as a tuple.
-
-    Raises:
-        ConfigError: Not a list of strings, an empty list, or a repeated key.
-    """
+    """The JSON keys as a tuple; ConfigError unless they are a list of strings, each once."""
     if isinstance(keys, str):
         raise ConfigError(f"json_keys is {keys!r}, one key alone; give a list: [{keys!r}]")
     names = tuple(keys) if isinstance(keys, Iterable) else ()
@@ -228,11 +224,7 @@ def _excerpt(line: bytes) -> str:
 
 
 def input_size(path: str) -> int | None:
-    """The size of an input file, in bytes; None for a pipe or a device.
-
-    Raises:
-        TextError: A missing or unreadable file.
-    """
+    """The size of an input file, in bytes; None for a pipe; TextError if it cannot be read."""
     try:
         status = os.stat(path)
     except OSError as error:

@@ -98,11 +98,8 @@ class Tokenizer:
         except TypeError:
             if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
                 raise ConfigError(f"texts are {shown(texts)}; give a list of texts") from None
-            for number, text in enumerate(texts):
-                try:
-                    text.encode()
-                except UnicodeEncodeError as error:
-                    raise InvalidUnicodeError(number, error.start, text[error.start]) from None
+            for text in texts:
+                encoded_size(text)
             raise
 
     def decode(self, ids: ArrayLike) -> str:
@@ -125,28 +122,30 @@ class Tokenizer:
         self.__dict__.update(state)
 
 
-class InvalidUnicodeError(TextError):
-    """A text with a lone surrogate, which no encoding can represent."""
-
-    def __init__(self, text_number: int, position: int, character: str) -> None:
-        super().__init__(text_number, position, character)  # as pickle needs them
-        self.text_number = text_number
-
-    def __str__(self) -> str:
-        _, position, character = self.args
-        return (
-            f"character {position + 1} is the lone surrogate U+{ord(character):04X}, which is not "
-            "valid Unicode. Repair or remove the text"
-        )
+def encoded_size(text: str, place: str = "") -> int:
+    """The size of a text in UTF-8, in bytes; TextError, after `place`, if it has none."""
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError as error:
+        raise TextError(
+            f"{place}character {error.start + 1} is the lone surrogate "
+            f"U+{ord(text[error.start]):04X}, which is not valid Unicode. Repair or remove the text"
+        ) from None
 
 
-def _load(content: bytes, path: str) -> Any:
+def import_tokenizers() -> Any:
+    """The tokenizers package, which is optional."""
     try:
         import tokenizers
     except ImportError:
         raise TextError(
             "tokenizing needs the tokenizers package: pip install 'millrace[tokenizers]'"
         ) from None
+    return tokenizers
+
+
+def _load(content: bytes, path: str) -> Any:
+    tokenizers = import_tokenizers()
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises bare Exception and ValueError
