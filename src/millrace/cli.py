@@ -232,7 +232,8 @@ def _add_index(verbs: Verbs) -> None:
     parser = _add_verb(verbs, _index, text, "--json")
     add = parser.add_argument
     add("config", nargs="?", metavar="FILE", help="YAML or TOML file of arguments")
-    add("--megatron-cache", metavar="DIR", help="output folder: Megatron-LM's --data-cache-path")
+    text = "output folder: Megatron-LM's --data-cache-path"
+    add("--megatron-cache", dest="megatron_cache_folder", metavar="DIR", help=text)
     text = (
         "identifiers of Megatron-LM's tokenizer, part of those files' names: JSON, a JSON file, or "
         "a *-description.txt written by Megatron-LM"
@@ -251,9 +252,8 @@ def _add_index(verbs: Verbs) -> None:
     add("--split", metavar="SHARES", help='train, valid, test: "969,30,1"')
 
     add = parser.add_argument_group("order").add_argument
-    for name in ("seq-length", "seed", "train-samples", "train-iters", "global-batch-size"):
-        add(f"--{name}", metavar="N")
-    for name in ("eval-iters", "eval-interval", "num-dataset-builder-threads"):
+    names = "seq-length seed train-samples train-iters global-batch-size eval-iters eval-interval"
+    for name in (*names.split(), "num-dataset-builder-threads"):
         add(f"--{name}", metavar="N")
     text = "instead of iterations and batch sizes: whole numbers, or none for one epoch"
     add("--num-samples", nargs=3, metavar=("TRAIN", "VALID", "TEST"), help=text)
@@ -347,12 +347,7 @@ def _convert(target: str, **options: Any) -> None:
 
 
 def _index(
-    config: str | None,
-    megatron_cache: str | None,
-    tokenizer_identifiers: str | None,
-    wait_limit: float | None,
-    as_json: bool,
-    **options: Any,
+    config: str | None, tokenizer_identifiers: str | None, as_json: bool, **options: Any
 ) -> None:
     from millrace.jobs import index
     from millrace.jobs.indexing import format_result
@@ -361,16 +356,12 @@ def _index(
     values = arguments.read_arguments(config) if config else {}
     tokenizer = values.pop("tokenizer_identifiers", None)
     unknown = arguments.unknown_arguments(values)
-    values.update({name: value for name, value in options.items() if value is not None})
+    overrides = {name: options.pop(name) for name in arguments.NAMES if name in options}
+    values.update({name: value for name, value in overrides.items() if value is not None})
     if tokenizer_identifiers:
         tokenizer = arguments.read_identifiers(tokenizer_identifiers)
-    result = index(
-        arguments.config_from(values),
-        megatron_cache_folder=megatron_cache,
-        tokenizer=tokenizer,
-        wait_limit=wait_limit,
-        show_progress=True,
-    )
+    run = arguments.config_from(values)
+    result = index(run, tokenizer=tokenizer, show_progress=True, **options)
     if as_json:
         _print_json(result)
         return

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,6 @@ from millrace.files import file_lock, written_name
 from millrace.order import RULES_VERSION
 from millrace.run.manifest import MANIFEST, Manifest, manifests_lock
 from millrace.store.publish import bin_path, idx_path
-from millrace.store.token_file import TokenFileRecord
 
 _DAY = 24 * 60 * 60.0
 _FILE = re.compile(
@@ -190,13 +189,13 @@ def _names(sets: Any) -> list[str]:
     return [name for name in sets if isinstance(name, str)] if isinstance(sets, list) else []
 
 
-def _unreadable(paths: list[str]) -> Iterator[str]:
+def _unreadable(paths: Iterable[str]) -> Iterator[str]:
     for path in paths:
         try:
             with open(path, "rb"):
                 pass
         except FileNotFoundError:
-            pass  # a temporary that was renamed meanwhile
+            pass  # it is gone, or a temporary that was renamed
         except OSError as error:
             yield f"{path} cannot be read: {error.strerror}"
 
@@ -211,11 +210,14 @@ def _judge(manifest: Manifest, folder: str) -> dict[str, Any]:
                 f"{file.prefix} is a relative path, and the folder that it starts from is not known"
             )
             continue
+        file = dataclasses.replace(file, prefix=path)
         try:
-            problem = _change(dataclasses.replace(file, prefix=path))
+            pair = () if file.has_same_times() else (bin_path(path), idx_path(path))
+            unreadable = list(_unreadable(pair))
+            problem = "" if unreadable else file.change()
         except OSError as error:
-            doubts.append(f"{path} cannot be read: {error.strerror}")
-            continue
+            unreadable, problem = [f"{path} cannot be read: {error.strerror}"], ""
+        doubts += unreadable
         if problem and not _has_files(os.path.dirname(path)):
             doubts.append(
                 f"{path} is missing, and so is all else in its folder: its disk is not mounted?"
@@ -227,15 +229,6 @@ def _judge(manifest: Manifest, folder: str) -> dict[str, Any]:
         if not os.path.exists(needed):
             doubts.append(f"{needed} is missing: a process builds it, or died before it was built")
     return {"prefixes": prefixes, "sets": sets, "problems": problems, "doubts": doubts}
-
-
-def _change(file: TokenFileRecord) -> str:
-    """See `TokenFileRecord.change`. A file that may not be read is an OSError: it is not gone."""
-    if not file.has_same_times():
-        for path in (bin_path(file.prefix), idx_path(file.prefix)):
-            with contextlib.suppress(FileNotFoundError), open(path, "rb"):
-                pass
-    return file.change()
 
 
 def _has_files(folder: str) -> bool:

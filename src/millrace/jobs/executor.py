@@ -32,11 +32,7 @@ _READY = None, None  # a worker's answer when it has started, and when it has lo
 
 
 def ordered_map(
-    function: Callable[[Any, Item], Result],
-    items: Iterable[Item],
-    *,
-    context: Any,
-    workers: int,
+    function: Callable[[Any, Item], Result], items: Iterable[Item], *, context: Any, workers: int
 ) -> Generator[Result, None, None]:
     """Yields function(context, item) for each item, in order.
 

@@ -20,27 +20,13 @@ DEFAULT_SEED, DEFAULT_EVAL_ITERS, DEFAULT_EVAL_INTERVAL = 1234, 100, 1000
 
 _PATHS = ("train_data_path", "valid_data_path", "test_data_path")
 _DATA = ("data_path", "data_args_path", "per_split_data_args_path", *_PATHS)
-NAMES = (
-    *_DATA,
-    "split",
-    "seq_length",
-    "seed",
-    "num_samples",
-    "train_samples",
-    "train_iters",
-    "global_batch_size",
-    "eval_iters",
-    "eval_interval",
-    "skip_train",
-    "full_validation",
-    "multiple_validation_sets",
-    "data_cache_path",
-    "dataloader_fast_cache_load",
-    "num_dataset_builder_threads",
-    "mid_level_dataset_surplus",
-    "mmap_bin_files",
-    "no_mmap_bin_files",
-)
+_OTHERS = """
+    split seq_length seed num_samples train_samples train_iters global_batch_size eval_iters
+    eval_interval skip_train full_validation multiple_validation_sets data_cache_path
+    dataloader_fast_cache_load num_dataset_builder_threads mid_level_dataset_surplus mmap_bin_files
+    no_mmap_bin_files
+"""
+NAMES = (*_DATA, *_OTHERS.split())
 """The arguments that concern data. Only `num_samples` is millrace's own: train, valid, test."""
 
 
@@ -127,10 +113,10 @@ def config_from(arguments: Mapping[str, Any]) -> DatasetConfig:
         blend=blend,
         split=None if split is None else str(split),
         blend_per_split=per_split,
-        multiple_validation_sets=bool(arguments.get("multiple_validation_sets", False)),
-        full_validation=bool(arguments.get("full_validation", False)),
+        multiple_validation_sets=bool(arguments.get("multiple_validation_sets")),
+        full_validation=bool(arguments.get("full_validation")),
         cache=arguments.get("data_cache_path"),
-        trust_cache=bool(arguments.get("dataloader_fast_cache_load", False)),
+        trust_cache=bool(arguments.get("dataloader_fast_cache_load")),
         num_threads=_integer(arguments, "num_dataset_builder_threads", 1),
         access="mmap" if is_mapped else "file",
         surplus=float(arguments.get("mid_level_dataset_surplus", SURPLUS)),

@@ -53,8 +53,7 @@ class Tokenizer:
     @property
     def vocabulary_size(self) -> int:
         """Number of tokens, including added ones."""
-        size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        return size
+        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
     @cached_property
     def dtype(self) -> np.dtype[Any]:
@@ -78,8 +77,7 @@ class Tokenizer:
                     f"({', '.join(EOD_TOKENS)}). Name the token with --eod-token"
                 )
             self.eod_token = usual[0]
-        number: int = self._tokenizer.token_to_id(self.eod_token)
-        return number
+        return int(self._tokenizer.token_to_id(self.eod_token))
 
     def special_tokens(self) -> dict[str, int]:
         """The ids of the special tokens, by name."""
@@ -104,8 +102,7 @@ class Tokenizer:
 
     def decode(self, ids: ArrayLike) -> str:
         """The text of some ids, including special tokens."""
-        text: str = self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
-        return text
+        return str(self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False))
 
     def __getstate__(self) -> dict[str, Any]:
         # The content, not only the path: workers must have the same tokenizer as the job, even if
