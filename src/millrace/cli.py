@@ -125,12 +125,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_file_verbs(verbs)
     _add_index(verbs)
     _add_cache(verbs)
-    text = (
-        "Runs the whole pipeline on the text of Python's standard library. Makes a corpus of "
-        "source files and docstrings, trains a small tokenizer, tokenises both domains, blends "
-        "them, draws batches for 2 ranks, stops, resumes with 4, and checks that no sample was "
-        "lost or repeated. Needs no network."
-    )
+    text = """Runs the whole pipeline on the text of Python's standard library. Makes a corpus of
+        source files and docstrings, trains a small tokenizer, tokenises both domains, blends them,
+        draws batches for 2 ranks, stops, resumes with 4, and checks that no sample was lost or
+        repeated. Needs no network."""
     add = _add_verb(verbs, _demo, text).add_argument
     add("--folder", default="millrace-demo", metavar="DIR", help="output folder (millrace-demo)")
     return parser
@@ -167,11 +165,9 @@ def _run_with(run: Callable[..., None], options: argparse.Namespace) -> None:
 
 
 def _add_file_verbs(verbs: Verbs) -> None:
-    text = (
-        "Converts JSONL files to token files. Reads plain, gzip and zstd files with one JSON "
-        "object per line. Writes Megatron-LM's token files PREFIX_KEY_document.bin/.idx, one pair "
-        "per key."
-    )
+    text = """Converts JSONL files to token files. Reads plain, gzip and zstd files with one JSON
+        object per line. Writes Megatron-LM's token files PREFIX_KEY_document.bin/.idx, one pair per
+        key."""
     add = _add_verb(verbs, _tokenize, text, "--output-prefix", "--no-checksums").add_argument
     add("--input", dest="inputs", nargs="+", required=True, metavar="FILE", help="JSONL files")
     add("--tokenizer", required=True, metavar="FILE", help="Hugging Face tokenizer.json")
@@ -181,40 +177,32 @@ def _add_file_verbs(verbs: Verbs) -> None:
     add("--eod-token", metavar="TEXT", help=text)
     add("--workers", type=_positive, metavar="N", help="worker processes (default: one per core)")
 
-    text = (
-        "Describes a token file. Prints counts, dtype and lengths, and the head and tail of a "
-        "document. With a tokenizer, the document is decoded, and the occurrences of each special "
-        "token are counted."
-    )
+    text = """Describes a token file. Prints counts, dtype and lengths, and the head and tail of a
+        document. With a tokenizer, the document is decoded, and the occurrences of each special
+        token are counted."""
     add = _add_verb(verbs, _inspect, text, "prefix", "--json").add_argument
     add("--tokenizer", metavar="FILE", help="tokenizer.json to decode with")
     add("--document", type=int, default=0, metavar="N", help="document number (default: 0)")
 
-    text = (
-        "Checks token files. Checks the structure of each pair, and every byte if the pair has a "
-        "sidecar with checksums. Names the damaged blocks, sequences and documents. Exits with 1 "
-        "if a pair is damaged."
-    )
+    text = """Checks token files. Checks the structure of each pair, and every byte if the pair has
+        a sidecar with checksums. Names the damaged blocks, sequences and documents. Exits with 1 if
+        a pair is damaged."""
     add = _add_verb(verbs, _verify, text, "prefixes", "--json").add_argument
     add("--threads", type=_positive, metavar="N", help="worker threads (default: one per core)")
 
     text = "Concatenates token files. Documents keep their order."
     _add_verb(verbs, _merge, text, "prefixes", "--output-prefix", "--no-checksums")
 
-    text = (
-        "Cuts a token file into shards. The shards PREFIX_00000, PREFIX_00001, ... hold whole "
-        "documents. `merge` restores the file."
-    )
+    text = """Cuts a token file into shards. The shards PREFIX_00000, PREFIX_00001, ... hold whole
+        documents. `merge` restores the file."""
     parser = _add_verb(verbs, _split, text, "prefix", "--output-prefix", "--no-checksums")
     add = parser.add_mutually_exclusive_group(required=True).add_argument
     add("--documents", type=_positive, metavar="N", help="documents per shard")
     add("--size", dest="num_bytes", type=_size, metavar="BYTES", help="bytes per shard: 500M, 20G")
 
-    text = (
-        "Converts token arrays to token files and back, or changes the dtype. NAME.npy is a NumPy "
-        "array (one dimension: a stream of tokens; two: each row a document), NAME.bin without "
-        "NAME.idx holds raw tokens, and any other name is a path prefix."
-    )
+    text = """Converts token arrays to token files and back, or changes the dtype. NAME.npy is a
+        NumPy array (one dimension: a stream of tokens; two: each row a document), NAME.bin without
+        NAME.idx holds raw tokens, and any other name is a path prefix."""
     add = _add_verb(verbs, _convert, text, "--no-checksums").add_argument
     add("source", metavar="SOURCE", help="input array or path prefix")
     add("target", metavar="TARGET", help="output array or path prefix")
@@ -224,20 +212,16 @@ def _add_file_verbs(verbs: Verbs) -> None:
 
 
 def _add_index(verbs: Verbs) -> None:
-    text = (
-        "Builds the indices of a training run ahead of time. The run then starts without building "
-        "any. The arguments are Megatron-LM's, in a YAML or TOML file, as options, or both (an "
-        "option overrides the file)."
-    )
+    text = """Builds the indices of a training run ahead of time. The run then starts without
+        building any. The arguments are Megatron-LM's, in a YAML or TOML file, as options, or both
+        (an option overrides the file)."""
     parser = _add_verb(verbs, _index, text, "--json")
     add = parser.add_argument
     add("config", nargs="?", metavar="FILE", help="YAML or TOML file of arguments")
     text = "output folder: Megatron-LM's --data-cache-path"
     add("--megatron-cache", dest="megatron_cache_folder", metavar="DIR", help=text)
-    text = (
-        "identifiers of Megatron-LM's tokenizer, part of those files' names: JSON, a JSON file, or "
-        "a *-description.txt written by Megatron-LM"
-    )
+    text = """identifiers of Megatron-LM's tokenizer, part of those files' names: JSON, a JSON file,
+        or a *-description.txt written by Megatron-LM"""
     add("--tokenizer-identifiers", metavar="JSON", help=text)
     text = "maximum wait for another process that builds the same indices (default: no limit)"
     add("--wait-limit", type=float, metavar="SECONDS", help=text)
@@ -271,11 +255,9 @@ def _add_cache(verbs: Verbs) -> None:
     _add_verb(actions, _list, "Lists the entries.", "folder", "--json")
     text = "Reads every array and compares its checksum. Exits with 1 if one is damaged."
     _add_verb(actions, _check, text, "folder", "--json")
-    text = (
-        "Removes what no run can use: leftovers, damaged sets, runs whose token files are missing "
-        "or changed, and sets that no run needs. Keeps entries that are being built or cannot be "
-        "judged here."
-    )
+    text = """Removes what no run can use: leftovers, damaged sets, runs whose token files are
+        missing or changed, and sets that no run needs. Keeps entries that are being built or cannot
+        be judged here."""
     add = _add_verb(actions, _prune, text, "folder", "--json").add_argument
     text = "also remove older runs, and older entries that cannot be judged"
     add("--older-than", type=float, metavar="DAYS", help=text)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,19 +49,9 @@ _Context = tuple[Tokenizer, tuple[str, ...], bool]
 """What a worker needs: the tokenizer, the keys, and whether documents end with its EOD."""
 
 
-class _EncodedBlock(NamedTuple):
-    """The documents of a block as ids.
-
-    Attributes:
-        num_bytes: Bytes of UTF-8 text.
-        position: Bytes of all inputs up to the end of the block.
-        columns: For each key, the tokens of all documents, and the length of each document.
-    """
-
-    num_documents: int
-    num_bytes: int
-    position: int
-    columns: list[tuple[NDArray[Any], NDArray[np.int32]]]
+_EncodedBlock = tuple[int, int, int, list[tuple[NDArray[Any], NDArray[np.int32]]]]
+"""Number of documents, bytes of UTF-8 text, position of the end in all inputs, and for each key the
+tokens of all documents and the length of each document."""
 
 
 def tokenize(
@@ -131,13 +121,14 @@ def tokenize(
         progress = stack.enter_context(Progress("tokenize", total, enabled=show_progress))
         context = tokenizer, keys, append_eod
         blocks = ordered_map(_encode, _blocks(paths, sizes), context=context, workers=workers)
-        for block in stack.enter_context(contextlib.closing(blocks)):
-            for builder, (tokens, lengths) in zip(builders, block.columns, strict=True):
+        encoded_blocks = stack.enter_context(contextlib.closing(blocks))
+        for count, size, position, columns in encoded_blocks:
+            for builder, (tokens, lengths) in zip(builders, columns, strict=True):
                 builder.add_documents(tokens, lengths)
-            num_documents += block.num_documents
-            num_bytes += block.num_bytes
+            num_documents += count
+            num_bytes += size
             rate = num_bytes / 1e6 / max(time.monotonic() - start, 1e-9)
-            progress.update(block.position, f"{num_documents:,} documents  {rate:.1f} MB/s")
+            progress.update(position, f"{num_documents:,} documents  {rate:.1f} MB/s")
         with interruptible():  # the last time: after this the pairs are published
             pass
         finalize_together(builders)
@@ -209,4 +200,4 @@ def _encode(context: _Context, block: LineBlock) -> _EncodedBlock:
         num_tokens = int(lengths.sum(dtype=np.int64))
         tokens = np.fromiter(itertools.chain.from_iterable(ids), tokenizer.dtype, num_tokens)
         columns.append((tokens, lengths))
-    return _EncodedBlock(len(documents), num_bytes, block.position, columns)
+    return len(documents), num_bytes, block.position, columns
