@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-NATIVE := CMakeLists.txt $(wildcard cpp/*.hpp cpp/*.cpp)
+NATIVE := CMakeLists.txt $(wildcard cpp/*.hpp cpp/*.cpp cpp/bindings/*.hpp cpp/bindings/*.cpp)
 SANITIZED := build/sanitize
 # The interpreter that the environment was made from, with the environment's packages named by hand:
 # so no import hook of the editable install puts the usual core before the sanitized one, here or in

@@ -1,9 +1,9 @@
 """The feed: samples per second of a loader, against megatron-core's dataset in a torch DataLoader.
 
-Measured at sequence length 4,096 and micro batch 8, tokens uint16, page cache warm: batches of
-tokens, labels, loss mask and position ids as torch tensors, from one dataset and from a blend of
-eight. Ours has no workers; theirs has none or two. Each run opens the data afresh and times the
-same sample numbers, past a few batches that start workers and fill queues.
+Sequence length 4,096, micro batch 8, tokens uint16, page cache warm. A batch has tokens, labels,
+loss mask and position ids as torch tensors, from one dataset or from a blend of eight. Ours has no
+workers; theirs has none or two. Each run opens the data again and times the same sample numbers,
+after a few batches that start workers and fill queues.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MICRO_BATCH_SIZE = 8
 WORKERS = (0, 2)
 NUM_BLENDED = 8
 MAX_LENGTH = 1200  # lengths are uniform in [2, 1200): 600 on average
-PAD = 50303  # occurs in no document
+PAD = 50303  # does not occur in any document
 WARM_UP = 20  # batches
 NUM_DOCUMENTS, NUM_BATCHES = 200_000, 3000
 QUICK_DOCUMENTS, QUICK_BATCHES = 6_000, 60
@@ -56,33 +56,36 @@ BAR = 10
 NAMES = ("tokens", "labels", "loss_mask", "position_ids")
 
 NOTES = [
-    "Sequence length 4,096, micro batch 8, one data-parallel rank, 200,000 documents of 600 tokens "
-    "on average (uint16, 240 MB), page cache warm. Each run opens the data afresh, so that the "
-    "first touch of each mapped page counts, and times the same 3,000 batches on both sides, past "
-    "20 that start the workers and fill their queues. The batch before is kept alive while the "
-    "next one is made, as in a training loop.",
+    "Sequence length 4,096, micro batch 8, one data-parallel rank, 200,000 documents of 600 "
+    "tokens on average (uint16, 240 MB), page cache warm. Each run opens the data again, so that "
+    "the first access to each mapped page counts, and times the same 3,000 batches on both sides, "
+    "after 20 that start the workers and fill their queues. The previous batch is kept alive "
+    "while the next one is made, as in a training loop.",
     "Theirs: `BlendedMegatronDatasetBuilder`'s dataset in a `torch.utils.data.DataLoader` with a "
     "sampler like `MegatronPretrainingSampler`, default collation, persistent workers, default "
     "prefetching; no attention mask, no resets, no EOD mask. Their indices are arrays in memory "
     "(as on the rank that builds them), which is a little faster than the mapped cache files.",
     "Ours: `millrace.Loader` with `millrace.torch.to_tensors`, in the calling process, without "
-    "workers; indices are rebuilt at each opening. A DataLoader with workers makes batches while "
-    "the training step runs; ours makes each one when it is asked for.",
-    "`pin_memory` is off on both sides: there is no GPU here. The first batches and some from the "
-    "middle were compared: equal in values, shapes and dtypes. (Their blend adds a `dataset_id`.)",
-    'The bar holds for each row, and so for the better of theirs. "pad id" rows: the tokenizer has '
-    "a pad token of its own, so that both sides look for it in every label; else neither has to.",
+    "workers; indices are rebuilt in each run. A DataLoader with workers makes batches while the "
+    "training step runs; ours makes each batch on request.",
+    "`pin_memory` is off on both sides: this machine has no GPU. The first batches and some from "
+    "the middle were compared: equal in values, shapes and dtypes. (Their blend adds a "
+    "`dataset_id`.)",
+    'The bar applies to each row, so also to the faster of theirs. "pad id" rows: the tokenizer '
+    "has a separate pad token, so both sides look for it in every label; otherwise neither does.",
 ]
 
 
 @dataclass(frozen=True)
 class Case:
-    """What both sides read.
+    """The data of one comparison.
 
     Attributes:
-        prefixes: one for a plain dataset, several for a blend.
-        num_samples: of a blend; None for one epoch of a plain dataset.
-        pad: the tokenizer's pad token, or None.
+        name: Start of the row's label.
+        prefixes: Path prefixes: one for a plain dataset, several for a blend.
+        num_samples: Number of samples of a blend; None: one epoch of a plain dataset.
+        pad: Pad token of the tokenizer, or None.
+        bar: Target of the ratio; None: no target.
     """
 
     name: str
@@ -128,7 +131,7 @@ def write_cases(folder: Path, num_documents: int, num_batches: int) -> list[Case
 
 
 def write_documents(prefix: str, num_documents: int, seed: int) -> None:
-    """Random documents that end with EOD. What was just written is in the page cache."""
+    """Writes random documents that end with EOD. Files just written are in the page cache."""
     random = np.random.default_rng(seed)
     with millrace.IndexedDatasetBuilder(prefix, np.uint16) as builder:
         for length in random.integers(2, MAX_LENGTH, num_documents):
@@ -173,9 +176,9 @@ def our_batches(case: Case, consumed_samples: int = 0) -> Iterator[dict[str, tor
 
 
 class PretrainingSampler:
-    """Sample numbers of one rank's micro batches: the rule of `MegatronPretrainingSampler`.
+    """Sample numbers of one rank's micro batches, by the rule of `MegatronPretrainingSampler`.
 
-    (That class is part of Megatron-LM's training code, which megatron-core does not hold.)
+    That class is in Megatron-LM's training code, which is not part of megatron-core.
     """
 
     def __init__(self, total_samples: int, consumed_samples: int, micro_batch_size: int) -> None:
@@ -230,7 +233,7 @@ def their_batches(
 
 
 def check_equal(case: Case, num_batches: int) -> None:
-    """A few batches from the start and the middle; raises RuntimeError where the sides differ."""
+    """Compares batches from the start and the middle; raises RuntimeError if the sides differ."""
     for consumed in (0, num_batches // 2 * MICRO_BATCH_SIZE):
         for num_workers in WORKERS:
             ours = itertools.islice(our_batches(case, consumed), 4)
@@ -267,7 +270,7 @@ def rates(case: Case, num_batches: int, runs: int) -> list[Row]:
 
 
 def rate(open_batches: Callable[[], Iterator[Any]], num_batches: int) -> float:
-    """Samples per second over `num_batches`, past the first `WARM_UP`."""
+    """Samples per second over `num_batches`, after the first `WARM_UP`."""
     batches = open_batches()
     for _ in range(WARM_UP):
         batch = next(batches)

@@ -1,12 +1,12 @@
 """The order: shuffles, the indices of a GPT dataset, and blends, against megatron-core.
 
-Each run in a fresh process, ours and theirs in alternation:
+Each run is a fresh process; ours and theirs alternate:
 
-1. a shuffle of 100 M numbers, as both draw it for the shuffle index;
-2. sum of lengths, document index, sample index and shuffle index of 100 M documents of 600 tokens
-   on average, at sequence length 4,096, for one epoch and for 3.5 epochs: time and peak memory;
-3. blends of 8 to 4,096 datasets: of 10 M samples by weights, of 1 M until all are used up, and
-   smaller ones by weights that are nearly equal.
+1. a shuffle of 100 M numbers, as both sides draw it for the shuffle index;
+2. the sum of lengths, document index, sample index and shuffle index of 100 M documents of 600
+   tokens on average, at sequence length 4,096, for one epoch and for 3.5 epochs: time and memory;
+3. blends of 8 to 4,096 datasets: 10 M samples by weights, 1 M samples that use up all datasets, and
+   smaller blends with nearly equal weights.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ QUICK_SIZE = 300_000
 SEQUENCE_LENGTH = 4096
 MAX_LENGTH = 1200  # lengths are uniform in [1, 1200): 600 on average
 
-FILL_BYTES = 28  # for each number or document and epoch: what the larger peak takes, rounded up
+FILL_BYTES = 28  # per number, or per document and epoch: the larger peak, rounded up
 
 SHUFFLE_BAR, INDICES_BAR, MEMORY_BAR = 5, 5, 1
 BLEND_SIZE, QUICK_BLEND_SIZE = 10_000_000, 50_000
-EXHAUSTIVE_SIZE = 1_000_000  # theirs takes 20 us a sample of 4,096 datasets
+EXHAUSTIVE_SIZE = 1_000_000  # theirs takes 20 us per sample with 4,096 datasets
 BLEND_BARS = {8: 1.5, 64: 4, 512: 30, 4096: 100}  # by the number of datasets
 EXHAUSTIVE_BARS = {64: 3, 512: 3, 4096: 3}
 NEARLY_EQUAL_BARS = {1000: 1, 4096: 1}
@@ -38,19 +38,21 @@ NEARLY_EQUAL_SIZES = (100_000, 1_000_000)
 MEMORY_SHARE = 1.1  # of what is returned, and of the lengths that are read
 
 NOTES = [
-    "Each run is a process of its own; imports, reading the lengths and hashing the results are "
-    "not timed. Both sides' results (for the shuffle also the generator's state) had the same "
-    "hash in every run.",
+    "Each run is a fresh process; imports, reading the lengths and hashing the results are not "
+    "timed. Both sides' results (for the shuffle also the generator's state) had the same hash in "
+    "every run.",
     "Shuffle: `gpt_dataset._build_shuffle_index(n, n, RandomState)` against "
     "`_native.shuffled_ranges([(0, n, 1)], uint32, RandomState)`.",
-    "Just before each timed part another process fills memory and ends, so that neither side waits "
-    "for the host of this virtual machine to back pages (0.9 s for 400 MB here, on either side).",
+    "Just before each timed part, another process fills memory and ends, so that neither side "
+    "waits for the host of this virtual machine to provide pages (0.9 s for 400 MB, on either "
+    "side).",
     "Indices: megatron-core's own `GPTDataset` constructor, without a cache on disk, against "
     "`plan_gpt` and `build_gpt_indices`, including the sum of the lengths. Lengths are uniform in "
     "[1, 1200), in memory; sequence length 4,096. Ours uses two threads, theirs has one.",
-    "Memory: growth of the peak resident memory (VmHWM) over imports and inputs, results included. "
-    "Theirs is given the range of sequences (int32) as an input, though its users hold it too. "
-    '"Returned": the arrays that ours returns, and 10 % more; the lengths are inputs.',
+    "Memory: growth of the peak resident memory (VmHWM) over imports and inputs, results "
+    "included. The range of sequences (int32), which theirs needs, counts as an input, although "
+    'its users keep it in memory. "Returned": the size of our results plus 10 %; the lengths are '
+    "inputs.",
     "Blends: `_native.blend_by_weights` and `blend_by_sizes` against Megatron-LM's "
     "`build_blending_indices` and `build_exhaustive_blending_indices` into arrays of zeros, as its "
     "`BlendedDataset` calls them. Weights are random, uniform in [0.001, 1.001), with the sum 1; "
@@ -82,7 +84,7 @@ def main() -> None:
 def _options() -> Any:
     options = parser(__doc__ or "")
     options.add_argument(
-        "--one-epoch", action="store_true", help="skip 3.5 epochs (which takes 9 GiB and a while)"
+        "--one-epoch", action="store_true", help="skip 3.5 epochs, which is slow and takes 9 GiB"
     )
     parts = ["blends", "shuffle", "indices"]
     options.add_argument("--only", nargs="+", choices=parts, default=parts)
@@ -128,7 +130,7 @@ def _memory_limit_row(name: str, results: dict[str, list[dict[str, Any]]]) -> Ro
 
 
 def write_lengths(path: Path, size: int) -> int:
-    """Writes random lengths, and returns their sum."""
+    """Writes random lengths and returns their sum."""
     lengths = np.random.default_rng(0).integers(1, MAX_LENGTH, size, dtype=np.int32)
     np.save(path, lengths)
     return int(lengths.sum(dtype=np.int64))
@@ -140,7 +142,7 @@ def shuffle_rows(size: int, runs: int) -> list[Row]:
 
 
 def indices_rows(lengths: Path, size: int, num_tokens: int, epochs: float, runs: int) -> list[Row]:
-    """Time and peak memory; one epoch is asked for as Megatron-LM does it: by no sample count."""
+    """Time and peak memory. One epoch is requested as in Megatron-LM: without a sample count."""
     num_samples = None if epochs == 1 else int(epochs * num_tokens) // SEQUENCE_LENGTH
     task = {
         "work": "indices",
@@ -162,7 +164,7 @@ def indices_rows(lengths: Path, size: int, num_tokens: int, epochs: float, runs:
 def measure(
     task: dict[str, Any], runs: int, *, one_core: bool = False
 ) -> dict[str, list[dict[str, Any]]]:
-    """Each side's runs, and ours on one core. Raises RuntimeError if they did not do the same."""
+    """The runs of each side, and ours on one core; raises RuntimeError if the results differ."""
     print(", ".join(f"{key} {value}" for key, value in task.items()), flush=True)
     tasks = {"ours": {"side": "ours"}, "theirs": {"side": "theirs"}}
     if one_core:
@@ -193,7 +195,7 @@ def _row(
 
 
 def _fill_mib(count: int) -> int:
-    """At most half of the memory that is free now."""
+    """The memory to fill before a run, in MiB: at most half of the memory available now."""
     available_kib = int(file_field("/proc/meminfo", "MemAvailable").split()[0])
     return max(1, min(count * FILL_BYTES // 2**20, available_kib // 2048))
 

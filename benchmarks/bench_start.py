@@ -1,7 +1,7 @@
 """The start of a run: from a configuration to the first batch, against megatron-core.
 
-A blend of 512 datasets and 2 M samples, each start in a process of its own, ours and theirs in
-alternation: with the caches of an earlier start, with caches that are trusted, and without any.
+A blend of 512 datasets and 2 M samples. Each start is a fresh process; ours and theirs alternate:
+with the caches of an earlier start, with trusted caches, and without caches.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from millrace import IndexedDatasetBuilder
 CACHED_BAR = 10
 
 NOTES = [
-    "512 token files of 500 to 3,000 documents of 600 tokens on average (uint16), weights of their "
-    "own, 2 M samples at sequence length 1,024, in the page cache. Timed: the configuration, the "
-    "datasets and one micro batch of 8 as torch tensors, by ours with a `Loader`, by theirs with a "
-    "`BlendedMegatronDatasetBuilder` and a `DataLoader` without workers; 2 builder threads on both "
-    "sides. Both sides' batches had the same hash in every run.",
-    "Not timed: imports (theirs take some seconds), and the process group without which "
-    "Megatron-LM builds no cache.",
-    'Cached: on a cache folder of its own that an earlier start filled. "Trusted": ours with '
-    "`trust_cache`, theirs with `fast_cache_load` and `defer_npy_index_mmap`. Without: on an empty "
-    "folder, which is then filled; ours flushes it to the disk.",
+    "512 token files of 500 to 3,000 documents of 600 tokens on average (uint16), random weights, "
+    "2 M samples at sequence length 1,024, in the page cache. Timed: the configuration, the "
+    "datasets and one micro batch of 8 as torch tensors. Ours uses a `Loader`; theirs a "
+    "`BlendedMegatronDatasetBuilder` and a `DataLoader` without workers. 2 builder threads on "
+    "both sides. Both sides' batches had the same hash in every run.",
+    "Not timed: imports (theirs take some seconds), and the process group that Megatron-LM needs "
+    "to build a cache.",
+    'Cached: each side has a cache folder that an earlier start filled. "Trusted": ours with '
+    "`trust_cache`, theirs with `fast_cache_load` and `defer_npy_index_mmap`. Without: an empty "
+    "folder, which the start fills; ours flushes it to the disk.",
 ]
 
 
@@ -59,7 +59,7 @@ def write_datasets(folder: Path, count: int) -> None:
 
 
 def rows(folder: Path, data: Path, count: int, num_samples: int, runs: int) -> list[Row]:
-    meetings = itertools.count()
+    store_numbers = itertools.count()
 
     def start(side: str, cache: Path, *, trusts: bool = False) -> dict[str, Any]:
         task = {
@@ -68,7 +68,7 @@ def rows(folder: Path, data: Path, count: int, num_samples: int, runs: int) -> l
             "cache": str(cache),
             "trusts": trusts,
             "num_samples": num_samples,
-            "meeting": str(folder / f"meeting-{next(meetings)}"),
+            "meeting": str(folder / f"meeting-{next(store_numbers)}"),
         }
         program = Path(__file__).with_name("start_work.py")
         done = subprocess.run(
@@ -77,7 +77,7 @@ def rows(folder: Path, data: Path, count: int, num_samples: int, runs: int) -> l
         result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return result
 
-    def start_anew(side: str) -> dict[str, Any]:
+    def start_without_cache(side: str) -> dict[str, Any]:
         shutil.rmtree(folder / f"new-{side}", ignore_errors=True)
         return start(side, folder / f"new-{side}")
 
@@ -86,9 +86,9 @@ def rows(folder: Path, data: Path, count: int, num_samples: int, runs: int) -> l
     kinds: dict[str, Any] = {
         "cached": (lambda side: start(side, folder / side), CACHED_BAR),
         "cached and trusted": (lambda side: start(side, folder / side, trusts=True), None),
-        "without caches": (start_anew, None),
+        "without caches": (start_without_cache, None),
     }
-    found = []
+    report_rows = []
     for kind, (work, bar) in kinds.items():
         print(kind, flush=True)
         results = alternate(
@@ -99,8 +99,8 @@ def rows(folder: Path, data: Path, count: int, num_samples: int, runs: int) -> l
             raise RuntimeError(f"the first batches differ: {results}")
         ours, theirs = ([run["seconds"] * 1e3 for run in results[s]] for s in ("ours", "theirs"))
         name = f"first batch of {count} datasets, {kind}"
-        found.append(Row.compare(name, ours, theirs, "ms", better=LOWER, bar=bar))
-    return found
+        report_rows.append(Row.compare(name, ours, theirs, "ms", better=LOWER, bar=bar))
+    return report_rows
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """The store: reading, writing, opening and verifying token files, against megatron-core.
 
-Measured with the page cache warm, ours and theirs in alternation: random and batched reads and
-slices of a dataset of 1 M sequences; writing 1 M documents to disk and to memory; the index of 10 M
-sequences; opening an index of 100 M; checksums, also cold.
+The page cache is warm; ours and theirs alternate: random reads, batched reads and slices of a
+dataset of 1 M sequences; writing 1 M documents to disk and to memory; the index of 10 M sequences;
+opening an index of 100 M sequences; checksums, also with a cold cache.
 """
 
 from __future__ import annotations
@@ -47,43 +47,44 @@ VIEW_BAR, BATCH_BAR, MEMCPY_BAR, SLICE_BAR = 3, 15, 0.5, 5
 ADD_BAR, CHUNKS_BAR = 4, 15
 FINALIZE_BAR, FINALIZE_MEMORY_BAR = 20, 10
 OPEN_LIMIT = 5.0  # ms
-VERIFY_LIMIT, COLD_BAR = 2.0, 0.8  # GB/s; of a plain read
+VERIFY_LIMIT, COLD_BAR = 2.0, 0.8  # GB/s; share of a plain read
 
 BATCH = 1024  # sequences
 RANDOM_LIMIT, CONTIGUOUS_LIMIT, LOOKUP_LIMIT = 1e5, 1e6, 1e6
-POOL = 1000  # documents that are written over and over
+POOL = 1000  # documents, which are written repeatedly
 
 NOTES = [
     "Reading: 1 M sequences of 1 to 1,199 tokens, 600 on average (uint16, 1.2 GB), in the page "
-    "cache, every page mapped beforehand on both sides. Random numbers are NumPy's, so that `i` "
-    'is a numpy.int64, except where it says "Python int". "View" makes the array and looks at no '
-    'token; "copied" is `np.array(ds[i])`.',
-    "Batches: `ds.read(ids)` of 1,024 random sequences gives one flat array and where each starts. "
-    "Theirs has no such call: `[ds[i] for i in ids]`, with `numpy.concatenate` (the same tokens in "
-    "one array; the bar is for this) or without (views alone, no token copied).",
-    "memcpy: a C loop over the same pieces (cc -O2), into one buffer that is mapped and used again "
-    "and again, with offsets and counts worked out beforehand. Ours looks those up, checks them "
-    "and returns a new array each time.",
+    "cache, every page mapped beforehand on both sides. Random numbers are NumPy's, so `i` is a "
+    'numpy.int64, except in rows with "Python int". "View" makes the array and reads no token; '
+    '"copied" is `np.array(ds[i])`.',
+    "Batches: `ds.read(ids)` of 1,024 random sequences returns one flat array and the start of "
+    "each sequence. Theirs has no such call: `[ds[i] for i in ids]`, with `numpy.concatenate` "
+    "(the same tokens in one array; the bar applies to this) or without (only views, no token is "
+    "copied).",
+    "memcpy: a C loop over the same pieces (cc -O2), into one mapped buffer that is reused, with "
+    "offsets and counts computed beforehand. Ours looks them up, checks them and returns a new "
+    "array each time.",
     'By file: `access="file"` and `mmap=False`. Theirs opens the file for every sequence.',
     '"Of the format\'s description": throughputs that a description of this format calls typical; '
     "the limit is the upper end of each range.",
-    "Writing: 1 M documents of 600 tokens on average (uint16), each in one sequence: the same "
-    "1,000 again and again, in the call that preprocess_data.py makes, `add_document(ids, "
-    "[length])`, or by ours in chunks of 10,000, `add_documents(ids, lengths)`. Opening and "
+    "Writing: 1 M documents of 600 tokens on average (uint16), each in one sequence. The same "
+    "1,000 documents are repeated, in the call of preprocess_data.py, `add_document(ids, "
+    "[length])`, or, for ours, in chunks of 10,000, `add_documents(ids, lengths)`. Opening and "
     "finalising are included. Both sides' files were compared: equal. Ours flushes its files to "
     'the disk (fsync) before it publishes them; theirs leaves 1.2 GB to the page cache. "fsync '
     'apart": without the time that ours spent in `os.fsync`, measured in the same runs; in '
-    '/dev/shm it is nothing. "Plain write": the tokens of each chunk by one `write`, and an fsync '
-    "at the end: what the page cache takes.",
-    "Finalising: processes of their own; sequences of one token (uint8). Only `finalize` is timed; "
-    "memory is the growth of the peak resident size over adding and finalising. Theirs has its "
-    "lists extended at once, and lengths of 1 are objects that Python shares: real ones would take "
-    "it 280 MB more. Both indices are equal.",
+    '/dev/shm that time is about 0. "Plain write": one `write` for the tokens of each chunk, and '
+    "an fsync at the end.",
+    "Finalising: fresh processes; sequences of one token (uint8). Only `finalize` is timed; memory "
+    "is the growth of the peak resident size during adding and finalising. The lists of theirs are "
+    "extended in one step, and all lengths of 1 are one shared Python object: real lengths would "
+    "take 280 MB more. Both indices are equal.",
     "Opening: the median of 20 in each run, index in the page cache.",
     "Verifying: XXH3-64 of blocks of 4 MiB and the structure, 1 M sequences, 1.2 GB. Cold: both "
-    "files were flushed and dropped from the page cache before each run of each side; the plain "
-    "read takes the same files from start to end, 4 MiB at a time (the disk's host may still have "
-    "them in its memory, for either side).",
+    "files were flushed and dropped from the page cache before each run of each side. The plain "
+    "read reads the same files from start to end, 4 MiB at a time. (The disk's host may "
+    "still have the files in memory, for either side.)",
 ]
 
 
@@ -141,7 +142,7 @@ def reading_rows(folder: Path, sizes: Sizes, runs: int) -> list[Row]:
 
 
 def write_dataset(prefix: str, count: int, checksums: bool = False) -> None:
-    """Random sequences, written chunk by chunk; what was just written is in the page cache."""
+    """Writes random sequences in chunks. Files just written are in the page cache."""
     random = np.random.default_rng(0)
     size = min(CHUNK, count)
     lengths = random.integers(1, MAX_LENGTH, size)
@@ -230,7 +231,7 @@ def batch_rows(ours: Any, theirs: Any, ids: np.ndarray, runs: int) -> list[Row]:
 
 
 def memcpy_row(dataset: IndexedDataset, ids: np.ndarray, runs: int, folder: Path) -> Row:
-    """Bytes a second, against a C loop over the same pieces."""
+    """GB/s, against a C loop over the same pieces."""
     copy, batches = store_work.compile_memcpy(folder), split(ids)
     source = dataset.tokens.ctypes.data
     pieces = [
@@ -269,7 +270,7 @@ def slice_rows(ours: Any, theirs: Any, sizes: Sizes, runs: int) -> list[Row]:
 
 
 def description_rows(ours: IndexedDataset, ids: np.ndarray, sizes: Sizes, runs: int) -> list[Row]:
-    """Each figure of the format's description, and what we reach."""
+    """Our throughput against each figure of the format's description."""
     numbers, batches = ids.tolist(), split(np.arange(sizes.sequences))
     lengths, pointers = ours.sequence_lengths, ours.sequence_pointers
 
@@ -347,8 +348,8 @@ def place_rows(folder: Path, place: str, count: int, runs: int) -> list[Row]:
         runs,
         {name: functools.partial(time_write, write, prefix) for name, write in writers.items()},
     )
-    # The bars are for the lists that preprocess_data.py hands over; arrays have none for chunks:
-    # fifteen times theirs would be twice as fast as a plain write of the same bytes.
+    # The bars apply to lists, which preprocess_data.py passes. Chunks against arrays have no bar:
+    # 15 times theirs would be twice as fast as a plain write of the same bytes.
     pairs: list[tuple[str, str, str, float | None]] = [
         (f"{name}, one by one", name, name, ADD_BAR) for name in inputs
     ]
@@ -382,8 +383,8 @@ def place_rows(folder: Path, place: str, count: int, runs: int) -> list[Row]:
 
 
 def time_write(write: Callable[[str], None], prefix: str) -> tuple[float, float]:
-    """Seconds, and those in `os.fsync` among them. The files are removed."""
-    os.sync()  # so that nothing of the side before is still on its way to the disk
+    """(Total seconds, seconds in `os.fsync`); removes the files."""
+    os.sync()  # so that no earlier writes are still on their way to the disk
     with store_work.timed_fsync() as fsyncs:
         start = time.perf_counter()
         write(prefix)
@@ -395,7 +396,7 @@ def time_write(write: Callable[[str], None], prefix: str) -> tuple[float, float]
 def check_same_files(
     folder: Path, inputs: dict[str, Documents], chunk: np.ndarray, lengths: np.ndarray
 ) -> None:
-    """Raises RuntimeError where the two sides write different bytes."""
+    """Raises RuntimeError if the two sides write different bytes."""
     repeats = CHUNK // POOL
     expected, prefix = str(folder / "expected"), str(folder / "checked")
     store_work.write_theirs(expected, inputs["lists"], repeats)
@@ -488,7 +489,7 @@ def opening_rows(folder: Path, sizes: Sizes, runs: int) -> list[Row]:
 
 
 def time_open(open_dataset: Callable[[str], Any], prefix: str, times: int = 20) -> float:
-    """Milliseconds, the median of several times."""
+    """Median time of opening, in milliseconds."""
     results = []
     for _ in range(times):
         start = time.perf_counter()
@@ -562,14 +563,14 @@ def rate_row(
     runs: int,
     bar: float | None = None,
 ) -> Row:
-    """Sequences a second."""
+    """A comparison in sequences per second."""
     print(name, flush=True)
     rates = measure_rates({"ours": ours, "theirs": theirs}, count, runs)
     return Row.compare(name, rates["ours"], rates["theirs"], "sequences/s", better=HIGHER, bar=bar)
 
 
 def limit_row(name: str, ours: Sequence[float], limit: float, unit: str, *, better: str) -> Row:
-    """Ours against a figure that is to be reached."""
+    """Our runs against a fixed target."""
     return Row.compare(name, ours, [limit], unit, better=better, bar=1)
 
 

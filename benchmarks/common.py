@@ -1,6 +1,6 @@
-"""What the benchmarks share: runs in alternation, medians, rows, tables and the machine's name.
+"""Shared code of the benchmarks: alternating runs, medians, rows, tables, the machine's data.
 
-Each `bench_*.py` builds a `Report` and hands it to `finish`, which prints it and, with --json,
+Each `bench_*.py` builds a `Report` and passes it to `finish`, which prints it and, with --json,
 writes it for `run.py`.
 """
 
@@ -29,14 +29,14 @@ T = TypeVar("T")
 
 DEFAULT_RUNS = 5
 QUICK_RUNS = 2
-LOWER, HIGHER = "lower", "higher"  # which of two values is the better one
+LOWER, HIGHER = "lower", "higher"  # which of two values is better
 
 _PACKAGES = ("millrace", "numpy", "torch", "megatron-core")
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The median, the least and the largest of several runs."""
+    """The median, minimum and maximum of several runs."""
 
     median: float
     low: float
@@ -49,11 +49,15 @@ class Spread:
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison. `ratio` says how many times better our median is than the peer's.
+    """One comparison.
 
     Attributes:
-        better: `LOWER` for seconds and memory, `HIGHER` for rates.
-        bar: the ratio that we set out to reach; None where there is none.
+        name: Label of the row; results of different runs are compared by it.
+        ours: Spread of our runs.
+        peer: Spread of the peer's runs.
+        unit: Unit of both.
+        ratio: How many times better our median is than the peer's.
+        bar: Target of the ratio; None: no target.
     """
 
     name: str
@@ -88,7 +92,7 @@ class Row:
 
 @dataclass
 class Report:
-    """The rows of one benchmark, and what a reader needs to judge them."""
+    """The rows of one benchmark, with notes on the method and the machine."""
 
     title: str
     notes: list[str]
@@ -112,12 +116,12 @@ class Report:
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """The options that all benchmarks take."""
+    """A parser with the options of every benchmark."""
     result = argparse.ArgumentParser(description=description.splitlines()[0])
     result.add_argument(
         "--runs", type=int, help=f"runs of each side (default {DEFAULT_RUNS}, or {QUICK_RUNS})"
     )
-    result.add_argument("--quick", action="store_true", help="small sizes: does it run at all?")
+    result.add_argument("--quick", action="store_true", help="small sizes, to check that it runs")
     result.add_argument("--json", type=Path, help="write the rows to this file")
     return result
 
@@ -127,7 +131,7 @@ def number_of_runs(options: argparse.Namespace) -> int:
 
 
 def finish(report: Report, options: argparse.Namespace) -> None:
-    """Prints the report, and writes it where --json says. Bars are for the full sizes alone."""
+    """Prints the report, and writes it to the file of --json. Bars apply to the full sizes only."""
     if options.quick:
         report.rows = [dataclasses.replace(row, bar=None) for row in report.rows]
     print(f"\n{report.title}, {report.runs} runs of each side in alternation")
@@ -139,7 +143,7 @@ def finish(report: Report, options: argparse.Namespace) -> None:
 
 
 def alternate(runs: int, sides: dict[str, Callable[[], T]]) -> dict[str, list[T]]:
-    """Calls each side once per run, one after the other: noise that comes and goes meets all."""
+    """Calls the sides in turn, once per run, so that passing noise affects all of them."""
     results: dict[str, list[T]] = {name: [] for name in sides}
     for run in range(runs):
         for name, measure in sides.items():
@@ -149,7 +153,7 @@ def alternate(runs: int, sides: dict[str, Callable[[], T]]) -> dict[str, list[T]
 
 
 def table(rows: Sequence[Row], *, markdown: bool = False) -> str:
-    """The rows as a table: ours and the peer's median (min to max), the ratio, the bar."""
+    """The rows as a table: both medians (minimum to maximum), the ratio, the bar."""
     header = ["what", "unit", "millrace", "megatron-core", "ratio", "bar", "verdict"]
     cells = [_cells(row) for row in rows]
     widths = [max(len(line[i]) for line in [header, *cells]) for i in range(len(header))]
@@ -177,7 +181,7 @@ def _spread(spread: Spread) -> str:
 
 
 def machine() -> dict[str, str]:
-    """What the numbers depend on: processor, memory, kernel settings, versions, other load."""
+    """The conditions of a measurement: processor, memory, kernel settings, versions, load."""
     return {
         "CPU": f"{file_field('/proc/cpuinfo', 'model name')}, {os.cpu_count()} cores",
         "memory": f"{int(file_field('/proc/meminfo', 'MemTotal').split()[0]) / 2**20:.1f} GiB",
@@ -211,7 +215,7 @@ def _read(path: str) -> str:
 
 
 def _commit() -> str:
-    """The commit, "+" where the sources differ from it."""
+    """The commit, followed by "+" if the sources differ from it."""
     here = Path(__file__).parent.parent
     git = ["git", "-C", str(here)]
     head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
@@ -223,7 +227,7 @@ def _commit() -> str:
 
 
 def _core_digest() -> str:
-    """Of the compiled core: the commit alone does not say what was built."""
+    """A digest of the compiled core, because the commit does not identify the build."""
     spec = importlib.util.find_spec("millrace._core")
     if spec is None or spec.origin is None:
         raise RuntimeError("millrace's compiled core is not installed")
@@ -232,10 +236,10 @@ def _core_digest() -> str:
 
 @contextlib.contextmanager
 def quiet_megatron() -> Iterator[None]:
-    """Imports and builds of megatron-core, without its notes on what does not concern a CPU run.
+    """Silences the messages of megatron-core that do not matter for a CPU run.
 
-    Its import warns that Transformer Engine and Apex are not there, and a dataset without a cache
-    path logs that its indices were not saved; everything else is shown.
+    Its import warns that Transformer Engine and Apex are not installed, and a dataset without a
+    cache path logs that its indices were not saved. All other messages are shown.
     """
     logging.getLogger("megatron.core.datasets").addFilter(_drop_unsaved)
     for name in ("gpt_dataset", "blended_dataset"):
@@ -250,7 +254,7 @@ def _drop_unsaved(record: logging.LogRecord) -> bool:
 
 
 class Tokenizer:
-    """What Megatron-LM's dataset configuration asks of a tokenizer."""
+    """The attributes of a tokenizer that Megatron-LM's dataset configuration reads."""
 
     vocab_size = 50304
     eod = 50256

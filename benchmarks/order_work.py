@@ -1,14 +1,14 @@
-"""The work that `bench_order.py` measures, one piece in a process of its own.
+"""The work that `bench_order.py` measures, one task per process.
 
     python order_work.py '{"work": "indices", "side": "ours", "lengths": "lengths.npy", ...}'
 
-prints a JSON object: the seconds, the growth of the process's peak memory (VmHWM) over what imports
-and inputs had taken, and a digest of the results, by which the two sides are known to have done the
-same work. Reading inputs, importing and hashing are not timed.
+prints a JSON object: the seconds, the growth of the process's peak memory (VmHWM) after imports and
+inputs, and a digest of the results, which shows that both sides did the same work. Reading inputs,
+importing and hashing are not timed.
 
 In a virtual machine, memory that the guest has not used for some seconds may have to be fetched
-from the host page by page: that took 0.9 s for the first 400 MB here, whoever asked for them. So
-that no time includes this, another process fills `fill_mib` of memory and ends just before.
+from the host page by page: 0.9 s for the first 400 MB on this machine, for any process. To keep
+this out of the times, another process fills `fill_mib` of memory and ends just before.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def shuffle_ours(task: dict[str, Any]) -> Work:
 
 
 def shuffle_theirs(task: dict[str, Any]) -> Work:
-    """The same by Megatron-LM's shuffle index."""
+    """The same with Megatron-LM's shuffle index."""
     with quiet_megatron():
         from megatron.core.datasets.gpt_dataset import _build_shuffle_index
 
@@ -52,7 +52,7 @@ def shuffle_theirs(task: dict[str, Any]) -> Work:
 
 
 def _state(random: np.random.RandomState) -> tuple[np.ndarray, np.ndarray]:
-    """The generator's state after the draws: later shuffles depend on it."""
+    """The generator's state after the shuffle, because later shuffles depend on it."""
     _, key, position, *_ = random.get_state()
     return key, np.array([position])
 
@@ -73,14 +73,14 @@ def indices_ours(task: dict[str, Any]) -> Work:
 
 
 def indices_theirs(task: dict[str, Any]) -> Work:
-    """The same by `GPTDataset`'s own constructor, which builds the indices and little else.
+    """The same with the constructor of `GPTDataset`, which builds the indices and little else.
 
-    The configuration is the one case in which it saves them to no cache (`mock`; the lengths are
-    ours all the same). The range of sequences, which its builder makes beforehand and keeps, counts
-    as an input.
+    The configuration has no blend (`mock`), the only case without a cache on disk; the lengths are
+    still ours. The range of sequences, which Megatron-LM's builder makes beforehand and keeps,
+    counts as an input.
     """
     with quiet_megatron():
-        from megatron.core.datasets import helpers  # noqa: F401  (else imported while timed)
+        from megatron.core.datasets import helpers  # noqa: F401  (otherwise imported during the measurement)
         from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
         from megatron.core.datasets.utils import Split
 
@@ -98,14 +98,14 @@ def indices_theirs(task: dict[str, Any]) -> Work:
 
     def work() -> Arrays:
         with quiet_megatron():
-            built = GPTDataset(dataset, None, sequences, task["num_samples"], Split.train, config)
-        return built.document_index, built.sample_index, built.shuffle_index
+            gpt = GPTDataset(dataset, None, sequences, task["num_samples"], Split.train, config)
+        return gpt.document_index, gpt.sample_index, gpt.shuffle_index
 
     return work
 
 
 def blend_ours(task: dict[str, Any]) -> Work:
-    """A blend of random weights, or of random sizes until all are used up."""
+    """A blend by random weights, or of datasets of random sizes until all are used up."""
     from millrace import _native
 
     shares = _shares(task)
@@ -115,7 +115,7 @@ def blend_ours(task: dict[str, Any]) -> Work:
 
 
 def blend_theirs(task: dict[str, Any]) -> Work:
-    """The same by Megatron-LM's helpers, with the arrays that its `BlendedDataset` makes."""
+    """The same with Megatron-LM's helpers and the arrays that its `BlendedDataset` allocates."""
     with quiet_megatron():
         from megatron.core.datasets import helpers
 
@@ -139,7 +139,7 @@ def blend_theirs(task: dict[str, Any]) -> Work:
 
 
 def _shares(task: dict[str, Any]) -> np.ndarray:
-    """Random weights with the sum 1, or random sizes with the sum that is asked for."""
+    """Random weights with the sum 1, or random sizes with the sum `task["size"]`."""
     weights = np.random.default_rng(task["datasets"]).random(task["datasets"]) + 1e-3
     if task.get("nearly_equal"):
         weights = 1 + 1e-3 * weights
@@ -152,7 +152,7 @@ def _shares(task: dict[str, Any]) -> np.ndarray:
 
 
 class _Lengths:
-    """All that the three indices need of an indexed dataset."""
+    """The only attribute of an indexed dataset that the three indices need."""
 
     def __init__(self, sequence_lengths: np.ndarray) -> None:
         self.sequence_lengths = sequence_lengths
@@ -175,13 +175,13 @@ def peak_mib() -> float:
 
 
 def fill_memory(mib: int) -> None:
-    """Has another process fill that much memory: the host then backs what we are given next."""
+    """Fills memory in another process, so that the host provides the pages that we use next."""
     program = f"import numpy; numpy.ones(({mib}, 2**20), numpy.uint8)"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def digest(arrays: Arrays) -> str:
-    """Of dtypes, shapes and bytes."""
+    """A digest of dtypes, shapes and bytes."""
     result = hashlib.blake2b(digest_size=16)
     for array in arrays:
         result.update(f"{array.dtype} {array.shape}".encode())

@@ -1,10 +1,10 @@
 """Runs the benchmarks, one after the other, and writes RESULTS.md.
 
-    .venv/bin/python benchmarks/run.py                  all of them
-    .venv/bin/python benchmarks/run.py --only feed      this one; the others' last results stay
+    .venv/bin/python benchmarks/run.py                  all benchmarks
+    .venv/bin/python benchmarks/run.py --only feed      one benchmark; keeps the others' results
     .venv/bin/python benchmarks/run.py --quick          small sizes; writes nothing
 
-Each bench_NAME.py leaves its rows in results/NAME.json; RESULTS.md shows all that are there.
+Each bench_NAME.py writes its rows to results/NAME.json; RESULTS.md shows every file there.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ PAGE = HERE / "RESULTS.md"
 
 INTRODUCTION = """# Benchmarks
 
-Written by `benchmarks/run.py`; do not edit. Every section was measured against
-megatron-core in the same run, on the machine and at the time that it names. Cells show the median
-of the runs and, in parentheses, the lowest and the highest. The ratio is that of the medians: how
-many times better ours is; below 1 the peer is better. The bar is the ratio that we set out to
-reach.
+Written by `benchmarks/run.py`; do not edit. Each section compares millrace with megatron-core in
+one run, on the machine and at the time given there. Cells show the median of the runs and, in
+parentheses, the minimum and the maximum. The ratio is computed from the medians: how many times
+better millrace is; below 1 the peer is better. The bar is the target of the ratio.
 """
 
 
@@ -46,7 +45,7 @@ def names() -> list[str]:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Runs the benchmarks and writes RESULTS.md.")
-    parser.add_argument("--only", type=_list, default=names(), help=f"of {','.join(names())}")
+    parser.add_argument("--only", type=_list, default=names(), help=f"some of {','.join(names())}")
     parser.add_argument("--runs", type=int, help="runs of each side")
     parser.add_argument("--quick", action="store_true", help="small sizes; writes nothing")
     return parser.parse_args()
@@ -56,7 +55,7 @@ def _list(text: str) -> list[str]:
     chosen = text.split(",")
     unknown = sorted(set(chosen) - set(names()))
     if unknown:
-        raise argparse.ArgumentTypeError(f"no benchmark {', '.join(unknown)}")
+        raise argparse.ArgumentTypeError(f"unknown benchmark {', '.join(unknown)}")
     return chosen
 
 
@@ -78,7 +77,7 @@ def _has_run(name: str) -> bool:
 
 
 def section(report: Report) -> str:
-    """One benchmark: title, when, on what, table, notes."""
+    """One benchmark: title, date, machine, table, notes."""
     machine = "; ".join(f"{name} {value}" for name, value in report.machine.items())
     notes = "\n".join(f"- {note}" for note in report.notes)
     return (

@@ -1,10 +1,10 @@
-"""One start of a training run's data, in a process of its own.
+"""One start of a training run's data, in a fresh process.
 
     python start_work.py '{"side": "ours", "folder": "/tmp/x", "cache": "/tmp/y", ...}'
 
-builds the datasets of a blend and draws one micro batch, and prints a JSON object: the seconds of
-both together, and a digest of the batch. Imports are not timed, nor is making a process group,
-without which Megatron-LM builds no cache.
+builds the datasets of a blend, draws one micro batch, and prints a JSON object: the seconds of both
+steps together, and a digest of the batch. Imports are not timed, nor is the process group that
+Megatron-LM needs to build a cache.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""What `bench_store.py` measures apart from reading: writing, finalising, plain copies and reads.
+"""The work of `bench_store.py` other than reading: writing, finalising, plain copies and reads.
 
     python store_work.py '{"side": "ours", "count": 10000000, "prefix": "/tmp/x"}'
 
-finalises `count` sequences in a process of its own and prints a JSON object: the seconds of
-`finalize`, those spent in `os.fsync` among them, the growth of the process's peak memory over
-adding and finalising, and a digest of the index, by which both sides are known to have written the
-same.
+finalises `count` sequences in a fresh process and prints a JSON object: the seconds of `finalize`,
+the seconds of these spent in `os.fsync`, the growth of the process's peak memory during adding and
+finalising, and a digest of the index, which shows that both sides wrote the same.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ MAX_LENGTH = 1200  # lengths are uniform in [1, 1200): 600 on average
 CHUNK = 10_000  # documents in one call of `add_documents`
 
 Documents = Sequence[tuple[Any, list[int]]]
-"""Each with its lengths, as `add_document` takes them."""
+"""Tokens and sequence lengths of each document, as arguments of `add_document`."""
 
 _MEMCPY = """
 #include <stdint.h>
@@ -58,7 +57,7 @@ def make_documents(count: int) -> list[np.ndarray]:
 
 
 def write_ours(prefix: str, documents: Documents, repeats: int) -> None:
-    """`add_document` one by one, all documents `repeats` times."""
+    """Calls `add_document` for each document, `repeats` times over."""
     builder = millrace.IndexedDatasetBuilder(prefix, np.uint16)
     for _ in range(repeats):
         for tokens, lengths in documents:
@@ -67,7 +66,7 @@ def write_ours(prefix: str, documents: Documents, repeats: int) -> None:
 
 
 def write_theirs(prefix: str, documents: Documents, repeats: int) -> None:
-    """The same calls, as Megatron-LM's preprocess_data.py makes them."""
+    """Makes the same calls, as Megatron-LM's preprocess_data.py does."""
     with quiet_megatron():
         from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
@@ -81,7 +80,7 @@ def write_theirs(prefix: str, documents: Documents, repeats: int) -> None:
 def write_chunks(
     prefix: str, tokens: np.ndarray, lengths: np.ndarray, repeats: int, checksums: bool = False
 ) -> None:
-    """The same by ours, a chunk of documents in each call."""
+    """Writes the same with our builder, one chunk of documents per call."""
     builder = millrace.IndexedDatasetBuilder(prefix, np.uint16, checksums=checksums)
     for _ in range(repeats):
         builder.add_documents(tokens, lengths)
@@ -89,7 +88,7 @@ def write_chunks(
 
 
 def write_plainly(prefix: str, tokens: np.ndarray, repeats: int) -> None:
-    """The bytes of the .bin, by one write for each chunk, and an fsync at the end."""
+    """Writes the bytes of the .bin with one write per chunk, and an fsync at the end."""
     with open(prefix + ".bin", "wb", buffering=0) as file:
         for _ in range(repeats):
             view = memoryview(tokens).cast("B")
@@ -100,7 +99,7 @@ def write_plainly(prefix: str, tokens: np.ndarray, repeats: int) -> None:
 
 @contextlib.contextmanager
 def timed_fsync() -> Iterator[list[float]]:
-    """The seconds of each `os.fsync` within the block."""
+    """Yields a list that receives the seconds of each `os.fsync` in the block."""
     original, seconds = os.fsync, []
 
     def fsync(descriptor: int) -> None:
@@ -119,7 +118,7 @@ def timed_fsync() -> Iterator[list[float]]:
 
 
 def compile_memcpy(folder: Path) -> Callable[..., None]:
-    """A C loop of memcpy: (from, offsets, counts, n, to)."""
+    """A compiled C loop over memcpy, with the arguments (from, offsets, counts, n, to)."""
     source, library = folder / "copy.c", folder / "copy.so"
     source.write_text(_MEMCPY)
     command = ["cc", "-O2", "-shared", "-fPIC", "-o", str(library), str(source)]
@@ -131,7 +130,7 @@ def compile_memcpy(folder: Path) -> Callable[..., None]:
 
 
 def drop_from_cache(paths: Sequence[str]) -> None:
-    """The page cache forgets these files."""
+    """Drops these files from the page cache."""
     for path in paths:
         with open(path, "rb") as file:
             os.fsync(file.fileno())
@@ -139,7 +138,7 @@ def drop_from_cache(paths: Sequence[str]) -> None:
 
 
 def read_plainly(paths: Sequence[str], block_size: int = 4 << 20) -> int:
-    """Reads files from start to end, and returns how many bytes they have."""
+    """Reads files from start to end and returns the number of bytes."""
     buffer, total = bytearray(block_size), 0
     for path in paths:
         with open(path, "rb", buffering=0) as file:
@@ -148,11 +147,11 @@ def read_plainly(paths: Sequence[str], block_size: int = 4 << 20) -> int:
     return total
 
 
-# ---- finalising, in a process of its own ----
+# ---- finalising, in a fresh process ----
 
 
 def finalize_ours(prefix: str, count: int) -> Callable[[], None]:
-    """Adds sequences of one token each, and returns what is left to do."""
+    """Adds sequences of one token each and returns the call that finalises them."""
     builder = millrace.IndexedDatasetBuilder(prefix, np.uint8)
     for start in range(0, count, CHUNK):
         size = min(CHUNK, count - start)
@@ -161,7 +160,7 @@ def finalize_ours(prefix: str, count: int) -> Callable[[], None]:
 
 
 def finalize_theirs(prefix: str, count: int) -> Callable[[], None]:
-    """The same, straight into its lists: `add_document` would take a while and as much memory."""
+    """The same, directly in its lists: `add_document` takes longer and as much memory."""
     with quiet_megatron():
         from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
@@ -173,7 +172,7 @@ def finalize_theirs(prefix: str, count: int) -> Callable[[], None]:
 
 
 def memory_kib(name: str) -> int:
-    """VmRSS or VmHWM (its peak)."""
+    """The process's VmRSS, or VmHWM (the peak), in KiB."""
     return int(file_field("/proc/self/status", name).split()[0])
 
 
@@ -181,8 +180,8 @@ def main() -> None:
     task = json.loads(sys.argv[1])
     if task["side"] == "theirs":
         with quiet_megatron():
-            import megatron.core.datasets.indexed_dataset  # noqa: F401  (else it counts as growth)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is resident now
+            import megatron.core.datasets.indexed_dataset  # noqa: F401  (otherwise it counts as growth)
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current resident size
     before = memory_kib("VmRSS")
     add = finalize_ours if task["side"] == "ours" else finalize_theirs
     finalize = add(task["prefix"], task["count"])

@@ -3,7 +3,12 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <cstring>
+#include <span>
+#include <stdexcept>
+
+#include "errors.hpp"
 
 namespace millrace {
 
@@ -20,7 +25,7 @@ class Column {
     return value;
   }
 
-  // Where a number lies, to ask for it ahead.
+  // Where a number lies, to prefetch it.
   const unsigned char* at(std::size_t place) const noexcept { return bytes_ + place * sizeof(T); }
 
   std::size_t size() const noexcept { return size_; }
@@ -29,5 +34,17 @@ class Column {
   const unsigned char* bytes_ = nullptr;
   std::size_t size_ = 0;
 };
+
+// Copies the numbers at some places. Throws std::out_of_range for a place that there is not.
+template <class T>
+void take(Column<T> column, Column<std::int64_t> places, std::span<T> out) {
+  for (std::size_t i = 0; i < places.size(); ++i) {
+    const std::int64_t place = places[i];
+    if (place < 0 || static_cast<std::size_t>(place) >= column.size()) {
+      fail<std::out_of_range>("there is no sample ", place, "; there are ", column.size());
+    }
+    out[i] = column[static_cast<std::size_t>(place)];
+  }
+}
 
 }  // namespace millrace

@@ -12,33 +12,25 @@
 #include <system_error>
 #include <vector>
 
-#include "pages.hpp"
+#include "errors.hpp"
+#include "prefetch.hpp"
 
 namespace millrace {
 namespace {
 
-// How many pieces ahead their first bytes are asked for: a random piece starts with a wait for
-// memory, and a piece of some hundred tokens takes less time to copy than that wait.
-constexpr std::size_t prefetch_distance = 8;
-constexpr std::int64_t prefetch_bytes = 2048;  // most pieces whole; the hardware stops at each page
-constexpr std::int64_t line_size = 64;
+// Bytes of a piece that are prefetched: most pieces whole; the hardware stops at each page.
+constexpr std::int64_t max_prefetched_bytes = 2048;
 
 // Pieces that one preadv takes: the kernel's own limit (UIO_MAXIOV) is 1024.
 constexpr std::size_t max_vectors = 512;
 
-// Pieces that are asked for at once where the data are cold.
+// Pieces that are prefetched together where the data are cold.
 constexpr std::size_t block_size = 1024;
 
-void prefetch(const std::uint8_t* start, std::int64_t count) {
-  for (std::int64_t at = 0; at < std::min(count, prefetch_bytes); at += line_size) {
-    __builtin_prefetch(start + at);
-  }
-}
-
-void ask_for_cold(std::span<const std::uint8_t> bytes, std::span<const Piece> pieces) {
+void prefetch_cold(std::span<const std::uint8_t> bytes, std::span<const Piece> pieces) {
   if (pieces.size() > 1 && pieces[0].count > 0 && is_cold(bytes.data() + pieces[0].offset)) {
     for (const Piece& piece : pieces.subspan(1)) {
-      ask_for_pages(bytes.data() + piece.offset, piece.count);
+      prefetch_pages(bytes.data() + piece.offset, piece.count);
     }
   }
 }
@@ -54,20 +46,19 @@ struct FileRun {
 void read_run(int descriptor, std::int64_t offset, std::vector<iovec>& vectors) {
   std::size_t first = 0;
   while (first < vectors.size()) {
-    const ssize_t got = preadv(descriptor, vectors.data() + first,
+    const ssize_t size = preadv(descriptor, vectors.data() + first,
                                static_cast<int>(vectors.size() - first), offset);
-    if (got < 0) {
+    if (size < 0) {
       if (errno == EINTR) {
         continue;
       }
       throw std::system_error(errno, std::generic_category(), "preadv");
     }
-    if (got == 0) {
-      throw std::invalid_argument("the file ends at byte " + std::to_string(offset) +
-                                  ", before a piece that was asked for");
+    if (size == 0) {
+      fail("the file ends at byte ", offset, ", before the end of a piece");
     }
-    offset += got;
-    auto left = static_cast<std::size_t>(got);
+    offset += size;
+    auto left = static_cast<std::size_t>(size);
     while (first < vectors.size() && left >= vectors[first].iov_len) {
       left -= vectors[first].iov_len;
       ++first;
@@ -86,13 +77,11 @@ std::int64_t total_size(std::span<const Piece> pieces, std::int64_t num_bytes) {
   for (std::size_t i = 0; i < pieces.size(); ++i) {
     const Piece& piece = pieces[i];
     if (piece.offset < 0 || piece.count < 0 || piece.offset > num_bytes - piece.count) {
-      throw std::invalid_argument("piece " + std::to_string(i) + " has " +
-                                  std::to_string(piece.count) + " bytes from byte " +
-                                  std::to_string(piece.offset) + " on, outside the file of " +
-                                  std::to_string(num_bytes));
+      fail("piece ", i, " has ", piece.count, " bytes from byte ", piece.offset,
+           " on, outside the file of ", num_bytes);
     }
     if (__builtin_add_overflow(total, piece.count, &total)) {
-      throw std::invalid_argument("the pieces' total size does not fit 64 bits");
+      fail("the pieces' total size does not fit 64 bits");
     }
   }
   return total;
@@ -111,21 +100,17 @@ void locate_sequences(Column<std::int64_t> pointers, Column<std::int32_t> length
   for (std::size_t i = 0; i < ids.size(); ++i) {
     if (i + ahead < ids.size()) {
       const std::int64_t next = place_of(i + ahead);
-      if (next >= 0 && next < size) {
-        __builtin_prefetch(lengths.at(static_cast<std::size_t>(next)));
-        __builtin_prefetch(pointers.at(static_cast<std::size_t>(next)));
-      }
+      prefetch_entry(lengths, next);
+      prefetch_entry(pointers, next);
     }
     const std::int64_t place = place_of(i);
     if (place < 0 || place >= size) {
-      throw std::out_of_range("there is no sequence " + std::to_string(ids[i]) +
-                              "; the dataset has 0 to " + std::to_string(size - 1));
+      fail<std::out_of_range>("there is no sequence ", ids[i], "; the dataset has 0 to ", size - 1);
     }
     const auto sequence = static_cast<std::size_t>(place);
     const std::int64_t length = lengths[sequence];
     if (length < 0) {
-      throw std::invalid_argument("sequence " + std::to_string(place) + " has the length " +
-                                  std::to_string(length) + ", which is outside [0, 2147483647]");
+      fail("sequence ", place, " has the length ", length, ", which is outside [0, 2147483647]");
     }
     pieces[i] = {pointers[sequence], length * token_size};
     offsets[i + 1] = offsets[i] + length;
@@ -137,11 +122,11 @@ void copy_pieces(std::span<const std::uint8_t> bytes, std::span<const Piece> pie
   std::uint8_t* to = out.data();
   for (std::size_t i = 0; i < pieces.size(); ++i) {
     if (i % block_size == 0) {
-      ask_for_cold(bytes, pieces.subspan(i, std::min(block_size, pieces.size() - i)));
+      prefetch_cold(bytes, pieces.subspan(i, std::min(block_size, pieces.size() - i)));
     }
     if (i + prefetch_distance < pieces.size()) {
       const Piece& ahead = pieces[i + prefetch_distance];
-      prefetch(bytes.data() + ahead.offset, ahead.count);
+      prefetch_bytes(bytes.data() + ahead.offset, ahead.count, max_prefetched_bytes);
     }
     if (pieces[i].count > 0) {
       std::memcpy(to, bytes.data() + pieces[i].offset, static_cast<std::size_t>(pieces[i].count));
@@ -180,7 +165,7 @@ void read_pieces(int descriptor, std::span<const Piece> pieces, std::span<std::u
     read_run(descriptor, runs[i].start, runs[i].vectors);
     if (i % block_size == 0 && watch.has_read()) {
       for (std::size_t ahead = i + 1; ahead < std::min(i + block_size, runs.size()); ++ahead) {
-        ask_for_range(descriptor, runs[ahead].start, runs[ahead].stop - runs[ahead].start);
+        prefetch_range(descriptor, runs[ahead].start, runs[ahead].stop - runs[ahead].start);
       }
     }
   }

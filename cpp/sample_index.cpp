@@ -1,25 +1,25 @@
 #include "sample_index.hpp"
 
-#include <algorithm>
 #include <stdexcept>
 #include <string>
+
+#include "errors.hpp"
+#include "prefetch.hpp"
 
 namespace millrace {
 namespace {
 
-// Lengths are read at random (the documents are shuffled): ask for them this many steps ahead.
-constexpr std::size_t prefetch_distance = 32;
+// Lengths are read at random (the documents are shuffled): prefetch them this many steps ahead.
+constexpr std::size_t lengths_ahead = 32;
 
 std::int64_t length_of(Column<std::int32_t> sequence_lengths, std::int32_t sequence) {
   if (sequence < 0 || static_cast<std::size_t>(sequence) >= sequence_lengths.size()) {
-    throw std::invalid_argument("document_index holds " + std::to_string(sequence) +
-                                ", but there are " + std::to_string(sequence_lengths.size()) +
-                                " sequences");
+    fail("document_index holds ", sequence, ", but there are ", sequence_lengths.size(),
+         " sequences");
   }
   const std::int32_t length = sequence_lengths[static_cast<std::size_t>(sequence)];
   if (length < 0) {
-    throw std::invalid_argument("sequence " + std::to_string(sequence) + " has the length " +
-                                std::to_string(length) + ", which is negative");
+    fail("sequence ", sequence, " has the length ", length, ", which is negative");
   }
   return length;
 }
@@ -38,9 +38,8 @@ void walk_samples(Column<std::int32_t> sequence_lengths,
   std::int64_t document_start = 0;
   const std::size_t num_documents = document_index.size();
   for (std::size_t place = 0; place < num_documents && row < num_rows; ++place) {
-    if (place + prefetch_distance < num_documents) {
-      const std::int32_t ahead = document_index[place + prefetch_distance];
-      __builtin_prefetch(sequence_lengths.at(static_cast<std::size_t>(std::max(ahead, 0))));
+    if (place + lengths_ahead < num_documents) {
+      prefetch_entry(sequence_lengths, document_index[place + lengths_ahead]);
     }
     const std::int64_t document_end =
         document_start + length_of(sequence_lengths, document_index[place]);
@@ -56,9 +55,8 @@ void walk_samples(Column<std::int32_t> sequence_lengths,
     return;
   }
   if (!allow_partial || row + 1 < num_rows) {
-    throw std::invalid_argument("the documents hold " + std::to_string(document_start) +
-                                " tokens, too few for " + std::to_string(num_rows - 1) +
-                                " samples of " + std::to_string(sequence_length));
+    fail("the documents hold ", document_start, " tokens, too few for ", num_rows - 1,
+         " samples of ", sequence_length);
   }
   // The partial sample ends with the last document; a trailing document without tokens cannot be
   // named with the extra token (its offset would be -1), so the last one with tokens is.
@@ -71,7 +69,7 @@ void walk_samples(Column<std::int32_t> sequence_lengths,
       return;
     }
   }
-  throw std::invalid_argument("the documents hold no tokens");
+  fail("the documents hold no tokens");
 }
 
 template void walk_samples(Column<std::int32_t>, Column<std::int32_t>,

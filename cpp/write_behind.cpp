@@ -9,6 +9,8 @@
 #include <system_error>
 #include <utility>
 
+#include "errors.hpp"
+
 namespace millrace {
 namespace {
 
@@ -42,7 +44,7 @@ void start_writeback(int file, std::int64_t start, std::int64_t size) {
 WriteBehind::WriteBehind(int file) : file_(file < 0 ? -1 : ::dup(file)), owner_(::getpid()) {
   if (file >= 0 && file_ < 0) {
     if (errno == EBADF) {
-      throw std::invalid_argument("the file cannot be written to: it has no valid descriptor");
+      fail("the file cannot be written to: it has no valid descriptor");
     }
     throw std::system_error(errno, std::generic_category(), "dup");
   }

@@ -1,4 +1,4 @@
-"""Index a run ahead of time (`millrace index`), start it from what is there, look at the cache."""
+"""Index a run ahead of time (`millrace index`), start it from the cache, list the cache."""
 
 import tempfile
 

@@ -1,4 +1,4 @@
-"""What `millrace verify`, `merge`, `split` and `convert` do, as lines of the API."""
+"""`millrace verify`, `merge`, `split` and `convert` by the API."""
 
 import tempfile
 
@@ -13,7 +13,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         source = f"{folder}/mill"
         with IndexedDatasetBuilder(
-            source, np.uint16, checksums=True, provenance={"made": "here"}
+            source, np.uint16, checksums=True, provenance={"source": "an example"}
         ) as builder:
             builder.add_document([1, 2, 3, 4], lengths=[3, 1])
             builder.add_documents(np.arange(10), [4, 0, 6])

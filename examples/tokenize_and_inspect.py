@@ -1,4 +1,4 @@
-"""What `millrace tokenize` and `millrace inspect` do, as lines of the API."""
+"""`millrace tokenize` and `millrace inspect` by the API."""
 
 import json
 import tempfile
@@ -18,7 +18,7 @@ def main() -> None:
         source = Path(folder, "mill.jsonl")
         source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
-        # Any Hugging Face tokenizer.json will do; this one knows bytes alone.
+        # Any Hugging Face tokenizer.json works; this one has a token for each byte.
         model = tokenizers.Tokenizer(tokenizers.models.BPE())
         model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         model.decoder = tokenizers.decoders.ByteLevel()

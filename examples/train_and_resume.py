@@ -1,4 +1,4 @@
-"""A blend of two domains, drawn by two ranks, stopped, and resumed by one."""
+"""Train on a blend of two domains with two ranks, stop, and resume with one."""
 
 import tempfile
 

@@ -1,4 +1,4 @@
-"""Small real things that many tests need."""
+"""Fixtures and helpers that many tests share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORDS = "the water that turns the mill runs down the race and over the wheel aga
 
 
 def write_documents(prefix: Path, documents: Sequence[Any], dtype: Any = np.uint16) -> None:
-    """Writes documents of one sequence each."""
+    """Writes a token file with one sequence per document."""
     with IndexedDatasetBuilder(prefix, dtype) as builder:
         for document in documents:
             builder.add_document(document)
@@ -41,7 +41,7 @@ def make_dataset(tmp_path: Path) -> Callable[..., IndexedDataset]:
 
 @pytest.fixture(scope="session")
 def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small byte-level BPE tokenizer, trained here."""
+    """A small byte-level BPE tokenizer, trained for the tests."""
     return train_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tokenizer.json")
 
 
@@ -63,14 +63,14 @@ def train_tokenizer(path: Path, special_tokens: Sequence[str] = ("<|endoftext|>"
 
 
 def make_texts(count: int, seed: int = 0) -> list[str]:
-    """Texts of zero to forty words, some of them in other scripts."""
+    """Texts of 0 to 39 words, some of them in other scripts."""
     random = np.random.default_rng(seed)
     words = [*WORDS, "水車", "ποταμός", "🌊", "naïve", "\n"]
     return [" ".join(random.choice(words, random.integers(0, 40))) for _ in range(count)]
 
 
 def write_jsonl(path: Path, texts: Sequence[str]) -> Path:
-    """Writes a JSONL file, compressed as its name says."""
+    """Writes a JSONL file; the suffix of its name selects the compression."""
     data = "".join(json.dumps({"id": i, "text": t}) + "\n" for i, t in enumerate(texts)).encode()
     if path.suffix == ".gz":
         path.write_bytes(gzip.compress(data))

@@ -1,4 +1,4 @@
-"""The command line as a person uses it: real processes, exit codes, no tracebacks."""
+"""The command line: processes, exit codes, no tracebacks."""
 
 from __future__ import annotations
 
@@ -56,21 +56,21 @@ def test_inspect_shows_counts_lengths_and_a_document(tokenized: Path, tokenizer_
 
 def test_inspect_prints_json(tokenized: Path, tokenizer_file: Path) -> None:
     result = millrace("inspect", tokenized, "--json", "--tokenizer", tokenizer_file)
-    shown = json.loads(result.stdout)
+    report = json.loads(result.stdout)
     dataset = IndexedDataset(tokenized)
-    assert shown["num_documents"] == 50
-    assert shown["num_sequences"] == len(dataset)
-    assert shown["num_tokens"] == dataset.num_tokens
-    assert shown["dtype"] == "uint16"
-    assert sum(count for _, _, count in shown["histogram"]) == len(dataset)
-    for low, high, count in shown["histogram"]:
+    assert report["num_documents"] == 50
+    assert report["num_sequences"] == len(dataset)
+    assert report["num_tokens"] == dataset.num_tokens
+    assert report["dtype"] == "uint16"
+    assert sum(count for _, _, count in report["histogram"]) == len(dataset)
+    for low, high, count in report["histogram"]:
         lengths = dataset.sequence_lengths
         assert ((lengths >= low) & (lengths <= high)).sum() == count
-    assert shown["document"]["head"]["tokens"] == dataset[0].tolist()[:256]
-    assert isinstance(shown["document"]["head"]["text"], str)
-    assert shown["special_tokens"] == {"<|endoftext|>": len(dataset)}
-    assert shown["has_checksums"]
-    assert shown["provenance"]["append_eod"] is True
+    assert report["document"]["head"]["tokens"] == dataset[0].tolist()[:256]
+    assert isinstance(report["document"]["head"]["text"], str)
+    assert report["special_tokens"] == {"<|endoftext|>": len(dataset)}
+    assert report["has_checksums"]
+    assert report["provenance"]["append_eod"] is True
 
 
 def test_inspect_of_an_empty_dataset(tmp_path: Path, tokenizer_file: Path) -> None:
@@ -124,7 +124,7 @@ def test_a_job_that_fails_exits_with_1_and_one_message(
         (["inspect", good], "not found"),
         (["tokenize", "--input", bad, "--tokenizer", tokenizer_file], "bad.jsonl, line 2"),
         (["tokenize", "--input", tmp_path / "no", "--tokenizer", tokenizer_file], "cannot be read"),
-        (["tokenize", "--input", good, "--tokenizer", good], "is no tokenizer file"),
+        (["tokenize", "--input", good, "--tokenizer", good], "is not a tokenizer file"),
         (["tokenize", "--input", good, "--tokenizer", two_ends, "--append-eod"], "--eod-token"),
         (
             ["tokenize", "--input", good, "--tokenizer", tokenizer_file, "--json-keys", "body"],
@@ -155,7 +155,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def test_a_full_disk_is_named_with_the_file_and_the_remedy(
+def test_the_error_of_a_full_disk_names_the_file_and_the_remedy(
     disk: Path, tmp_path: Path, tokenizer_file: Path
 ) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", make_texts(20_000))
@@ -178,7 +178,7 @@ def test_a_full_disk_is_named_with_the_file_and_the_remedy(
         assert list(disk.iterdir()) == []
 
 
-def test_a_limit_on_file_sizes_is_named(tokenized: Path, tmp_path: Path) -> None:
+def test_the_error_of_a_file_size_limit_names_the_limit(tokenized: Path, tmp_path: Path) -> None:
     merge = f"{sys.executable} -m millrace merge {tokenized} --output-prefix {tmp_path}/new"
     result = subprocess.run(
         ["bash", "-c", f"ulimit -f 1; {merge}"], capture_output=True, text=True, timeout=120
@@ -198,7 +198,7 @@ def test_a_limit_on_file_sizes_is_named(tokenized: Path, tmp_path: Path) -> None
         ("2>&-", 0, ""),
     ],
 )
-def test_a_report_that_cannot_be_written_does_not_end_the_job(
+def test_a_job_completes_when_its_report_cannot_be_written(
     tmp_path: Path, tokenizer_file: Path, redirection: str, status: int, message: str
 ) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", make_texts(50))
@@ -219,7 +219,7 @@ def test_a_report_that_cannot_be_written_does_not_end_the_job(
     assert IndexedDataset(tmp_path / "out_text_document").num_documents == 50
 
 
-def test_a_damaged_dataset_is_no_traceback(tokenized: Path) -> None:
+def test_a_damaged_dataset_causes_no_traceback(tokenized: Path) -> None:
     path = Path(f"{tokenized}.idx")
     path.write_bytes(path.read_bytes()[:-3])
     result = millrace("inspect", tokenized)
@@ -228,7 +228,7 @@ def test_a_damaged_dataset_is_no_traceback(tokenized: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_output_that_nobody_reads_is_no_traceback(tokenized: Path) -> None:
+def test_a_closed_stdout_causes_no_traceback(tokenized: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "millrace", "inspect", str(tokenized), "--json"],
         stdout=subprocess.PIPE,
@@ -254,7 +254,7 @@ def test_the_demo_runs_and_proves_its_resume(tmp_path: Path) -> None:
 def test_verify_merge_split_and_convert(tokenized: Path, tmp_path: Path) -> None:
     result = millrace("verify", tokenized)
     assert (result.returncode, result.stderr) == (0, "")
-    assert "well, structure and checksums" in result.stdout
+    assert "ok, structure and checksums" in result.stdout
     shards = millrace("split", tokenized, "--output-prefix", tmp_path / "s", "--documents", "20")
     assert shards.returncode == 0
     names = [str(tmp_path / f"s_{i:05}") for i in range(3)]
@@ -284,8 +284,8 @@ def test_verify_names_the_damage_and_exits_with_1(tokenized: Path) -> None:
     assert "DAMAGED" in result.stdout
     assert "block 0" in result.stdout
     assert "1 of 1 datasets are damaged" in result.stderr
-    shown = json.loads(millrace("verify", tokenized, "--json").stdout)
-    assert len(shown[0]["problems"]) == 1
+    report = json.loads(millrace("verify", tokenized, "--json").stdout)
+    assert len(report[0]["problems"]) == 1
 
 
 @pytest.mark.parametrize(

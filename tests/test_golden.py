@@ -1,6 +1,6 @@
-"""Small frozen results, so that the order stays Megatron-LM's where the oracle is not installed.
+"""Small frozen results, which hold the order to Megatron-LM's where the oracle is not installed.
 
-The arrays were written by megatron-core 0.16.1; tests/oracle compares many more with it.
+megatron-core 0.16.1 wrote the arrays; tests/oracle compares many more with it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ def sha256(array: NDArray[np.generic]) -> str:
 
 @pytest.mark.parametrize("module", [_native, reference])
 @pytest.mark.parametrize("extra", [False, True])
-def test_documents_in_order_are_cut_where_an_early_description_says(module, extra: bool) -> None:
-    """All starts lie inside documents here, so that the extra token makes no difference."""
+def test_the_sample_index_of_documents_in_order(module, extra: bool) -> None:
+    """The rows are from an early description of the order.
+
+    Every sample starts inside a document, so the extra token makes no difference.
+    """
     rows = module.sample_index(
         LENGTHS, np.arange(6, dtype=np.int32), S, 8, add_extra_token=extra
     ).tolist()
@@ -36,7 +39,7 @@ def test_documents_in_order_are_cut_where_an_early_description_says(module, extr
 
 
 @pytest.mark.parametrize("module", [_native, reference])
-def test_a_start_between_documents_is_named_by_the_last_token_drawn(module) -> None:
+def test_a_start_between_documents_depends_on_the_extra_token(module) -> None:
     lengths, documents = np.full(3, S, np.int32), np.arange(3, dtype=np.int32)
     with_extra = module.sample_index(lengths, documents, S, 2, add_extra_token=True)
     assert with_extra.tolist() == [[0, 0], [1, 0], [2, 0]]
@@ -44,7 +47,7 @@ def test_a_start_between_documents_is_named_by_the_last_token_drawn(module) -> N
     assert without.tolist() == [[0, 0], [0, S], [1, S]]
 
 
-def test_two_epochs_of_which_the_last_is_shuffled_by_itself() -> None:
+def test_two_epochs_with_the_last_one_shuffled_separately() -> None:
     plan = plan_gpt(265, 12, S)
     assert (plan.num_epochs, plan.num_samples) == (2, 17)
     assert plan.num_samples_before_final_epoch == 8
@@ -73,7 +76,7 @@ def test_one_epoch_without_the_extra_token_with_a_partial_last_sample() -> None:
     assert indices.shuffle_index.tolist() == [6, 4, 0, 5, 3, 2, 8, 7, 1]
 
 
-def test_indices_that_span_many_of_the_generators_blocks() -> None:
+def test_indices_over_many_blocks_of_the_generator() -> None:
     lengths = (np.arange(1000) * 7919 % 211).astype(np.int32)
     plan = plan_gpt(int(lengths[100:900].sum()), 3000, 64)
     indices = build_gpt_indices(lengths, (100, 900), plan, seed=2**32 - 1)

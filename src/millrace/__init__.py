@@ -11,6 +11,7 @@ from millrace.errors import (
     MillraceError,
     ResumeError,
     TextError,
+    ViewChangeWarning,
 )
 from millrace.feed import BlendedDataset, GPTDataset, Loader, SequentialSampler
 from millrace.order import normalize, parse_split, samples_per_dataset, split_ranges
@@ -33,6 +34,7 @@ __all__ = [
     "ResumeError",
     "SequentialSampler",
     "TextError",
+    "ViewChangeWarning",
     "build_datasets",
     "normalize",
     "optimal_dtype",

@@ -1,9 +1,11 @@
 """The doors to the native core: they check dtype, shape and range, then call a kernel.
 
-What is wrong with the arguments is a ConfigError; what only reading the data shows, such as an
-index that points outside its array, is a plain ValueError of the kernel.
+Wrong arguments raise ConfigError; what only reading the data shows, such as an index that points
+outside its array, is a plain ValueError of the kernel. A page of a mapped file that cannot be read
+is a DataError.
 
-Each function here has a slow twin of the same name in `millrace.reference`.
+This module alone imports the core. Each function here has a slow twin of the same name in
+`millrace.reference`; what needs no check is the core's own.
 """
 
 from __future__ import annotations
@@ -15,57 +17,64 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace import _core
+from millrace._core import GPTOrder as GPTOrder
+from millrace._core import Order as Order
+from millrace._core import SequenceViews as SequenceViews
+from millrace._core import TokenBuffer as TokenBuffer
+from millrace._core import TokenSource as TokenSource
+from millrace._core import map_file as map_file
+from millrace._core import start_writeback as start_writeback
+from millrace.checks import MAX_INT32 as MAX_INT32
+from millrace.checks import MAX_INT64 as MAX_INT64
 from millrace.cores import available_cores
 from millrace.errors import ConfigError
+from millrace.options import SampleOptions
 
-MAX_INT32 = 2**31 - 1
-MAX_INT64 = 2**63 - 1
 MAX_DATASETS = 32767 - 1  # dataset numbers are int16, and Megatron-LM leaves out the largest
 
-_SHUFFLED: dict[np.dtype[Any], tuple[Callable[..., Any], Callable[..., Any]]] = {
-    np.dtype(np.int32): (_core.shuffled_int32, _core.shuffled_ranges_int32),
-    np.dtype(np.uint32): (_core.shuffled_uint32, _core.shuffled_ranges_uint32),
-    np.dtype(np.int64): (_core.shuffled_int64, _core.shuffled_ranges_int64),
-}
+_UINT8, _INT16, _INT32 = np.dtype(np.uint8), np.dtype(np.int16), np.dtype(np.int32)
+_INT64, _FLOAT64 = np.dtype(np.int64), np.dtype(np.float64)
+
+Numbers = NDArray[np.int64]
+Samples = tuple[Numbers, Numbers, NDArray[np.float32], Numbers]
+
+_SHUFFLED = (_INT32, np.dtype(np.uint32), _INT64)
 
 
 def shuffled(values: NDArray[Any], random: np.random.RandomState) -> NDArray[Any]:
-    """A shuffled copy of `values`, equal to what `random.shuffle(values)` leaves behind.
+    """A shuffled copy of `values`, equal to the result of `random.shuffle(values)`.
 
     Args:
-        values: shape [n], dtype int32, uint32 or int64.
-        random: a legacy generator (MT19937); it is advanced just as `random.shuffle` would.
+        values: [n] of int32, uint32 or int64.
+        random: A legacy generator (MT19937); it is advanced as by `random.shuffle`.
 
     Returns:
-        shape [n], the dtype of `values`.
+        [n], the dtype of `values`.
     """
     if values.ndim != 1 or values.dtype not in _SHUFFLED:
         raise ConfigError(
             f"values has shape {values.shape} and dtype {values.dtype}; "
             "[n] of int32, uint32 or int64 is needed"
         )
-    key, position = _get_state(random)
-    out: NDArray[Any]
-    out, state = _SHUFFLED[values.dtype][0](np.ascontiguousarray(values), key, position)
-    _set_state(random, state)
+    out: NDArray[Any] = _draw(random, _core.shuffled, np.ascontiguousarray(values))
     return out
 
 
 def shuffled_ranges(
     ranges: Sequence[tuple[int, int, int]], dtype: Any, random: np.random.RandomState
 ) -> NDArray[Any]:
-    """Runs of consecutive numbers, each run shuffled by itself, one after the other.
+    """Ranges of consecutive numbers, each shuffled alone, one after the other.
 
     Equal to `values = np.tile(np.arange(start, stop, dtype=dtype), copies)`, then
     `random.shuffle(values)`, for each (start, stop, copies), concatenated.
 
     Args:
-        ranges: (start, stop, copies) of each run; `stop` is left out.
+        ranges: (start, stop, copies) of each range, without `stop`.
         dtype: int32, uint32 or int64; every number must fit.
-        random: a legacy generator (MT19937); it is advanced by the draws.
+        random: A legacy generator (MT19937); it is advanced by the draws.
 
     Returns:
-        shape [sum of (stop - start) * copies], of `dtype`.
+        [sum of (stop - start) * copies] of `dtype`.
     """
     dtype = np.dtype(dtype)
     if dtype not in _SHUFFLED:
@@ -77,34 +86,30 @@ def shuffled_ranges(
                 f"the range ({start}, {stop}) times {copies} is empty backwards, has a negative "
                 f"count or does not fit {dtype}"
             )
-    # The core would count through the copies of nothing, and overflow on none of very much.
+    # Drop empty ranges: the kernel would loop `copies` times over nothing, and the product could
+    # overflow.
     ranges = [
         (start, stop, copies) for start, stop, copies in ranges if start < stop and copies > 0
     ]
     if sum((stop - start) * copies for start, stop, copies in ranges) > MAX_INT64 // 8:
-        raise ConfigError(f"the ranges {list(ranges)} hold more numbers than memory can")
-    key, position = _get_state(random)
+        raise ConfigError(f"the ranges {ranges} hold more numbers than memory can")
     table = np.array(ranges, dtype=np.int64).reshape(-1, 3)
-    out: NDArray[Any]
-    out, state = _SHUFFLED[dtype][1](table, key, position)
-    _set_state(random, state)
+    out: NDArray[Any] = _draw(random, _core.shuffled_ranges, table, np.empty(0, dtype))
     return out
 
 
-def draw_targets(first: int, count: int, random: np.random.RandomState) -> NDArray[np.int64]:
+def draw_targets(first: int, count: int, random: np.random.RandomState) -> Numbers:
     """The swap targets of `count` steps of a shuffle: the k-th is uniform in [0, first - k].
 
-    This is the shuffle's random part by itself, so that its use of 64-bit draws (from step 2**32
-    on) can be tested without an array of that size.
+    The random part of a shuffle: so tests of its 64-bit draws (from step 2**32 on) need no array of
+    that size.
 
     Returns:
         int64 [count].
     """
     if not 0 <= count <= first <= MAX_INT64:
         raise ConfigError(f"count is {count} and first is {first}; 0 <= count <= first is needed")
-    key, position = _get_state(random)
-    out, state = _core.draw_targets(first, count, key, position)
-    _set_state(random, state)
+    out: Numbers = _draw(random, _core.draw_targets, first, count)
     return out
 
 
@@ -126,22 +131,23 @@ def sample_index(
     Args:
         sequence_lengths: int32 [sequences], in tokens.
         document_index: int32 [documents], places in `sequence_lengths`, in reading order.
-        sequence_length: tokens to train on in a sample, at least 1.
-        num_samples: number of samples; the documents must suffice, but for the last one
-            where `allow_partial` is set.
-        dtype: int32 or int64, of the rows.
+        sequence_length: Number of tokens to train on in a sample, at least 1.
+        num_samples: Number of samples, all of which the documents must fill.
+        add_extra_token: Whether a sample has one token more.
+        allow_partial: Whether the last sample may have fewer tokens.
+        dtype: int32 or int64.
 
     Returns:
         [num_samples + 1, 2] of `dtype`.
 
     Raises:
-        ValueError: too few tokens, a negative length or an entry of the document index outside
+        ValueError: Too few tokens, a negative length or an entry of the document index outside
             the sequences.
     """
-    _check_vector("sequence_lengths", sequence_lengths, np.int32)
-    _check_vector("document_index", document_index, np.int32)
+    _check_vector("sequence_lengths", sequence_lengths, _INT32)
+    _check_vector("document_index", document_index, _INT32)
     dtype = np.dtype(dtype)
-    if dtype not in (np.dtype(np.int32), np.dtype(np.int64)):
+    if dtype not in (_INT32, _INT64):
         raise ConfigError(f"dtype is {dtype}; int32 or int64 is needed")
     if not 1 <= sequence_length <= MAX_INT64 // 4:
         raise ConfigError(f"sequence_length is {sequence_length}; at least 1 is needed")
@@ -152,209 +158,240 @@ def sample_index(
             f"num_samples is {num_samples} for {document_index.size} documents; "
             "at least 0 and, without documents, 0 is needed"
         )
-    if dtype == np.int32 and document_index.size > MAX_INT32:
+    if dtype == _INT32 and document_index.size > MAX_INT32:
         raise ConfigError(f"{document_index.size} documents need an int64 sample index")
-    kernel = _core.sample_index_int32 if dtype == np.int32 else _core.sample_index_int64
-    return kernel(
+    rows = _core.sample_index(
         sequence_lengths,
         document_index,
         sequence_length,
         num_samples,
         add_extra_token,
         allow_partial,
+        np.empty(0, dtype),
     )
+    return rows.reshape(-1, 2)
 
 
 def blend_by_weights(
     weights: NDArray[np.float64], size: int, threads: int | None = None
-) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
-    """The greedy blend: each sample comes from the dataset that lags most behind its weight.
+) -> tuple[NDArray[np.int16], Numbers]:
+    """The greedy blend: each sample comes from the dataset furthest behind its weight.
 
     Sample n is drawn from the first dataset with the largest weight * max(n, 1) - taken, in
     float64: Megatron-LM's `build_blending_indices`.
 
     Args:
-        weights: float64 [datasets], positive and finite, at most 32,766 of them; they are used as
-            they are (normalise them first).
-        size: number of samples.
-        threads: that draw, which changes nothing else; None: one for each core.
+        weights: float64 [datasets], normalised, positive and finite, at most 32,766 of them.
+        size: Number of samples.
+        threads: Number of worker threads; the result does not depend on it. None: one per core.
 
     Returns:
-        dataset_index int16 [size] and dataset_sample_index int64 [size], the count of samples that
-        were taken from the same dataset before.
+        dataset_index int16 [size] and dataset_sample_index int64 [size], the number of earlier
+        samples from the same dataset.
     """
-    _check_vector("weights", weights, np.float64)
+    _check_vector("weights", weights, _FLOAT64)
     _check_num_datasets(weights.size)
     if not np.all(np.isfinite(weights) & (weights > 0)):
         raise ConfigError(f"weights are {weights}; each must be positive and finite")
     if not 0 <= size <= MAX_INT64 // 8:
         raise ConfigError(f"size is {size}; at least 0 is needed")
-    return _core.blend_by_weights(weights, size, _number_of(threads))
+    return _core.blend_by_weights(weights, size, _num_threads(threads))
 
 
-def blend_by_sizes(
-    sizes: NDArray[np.int64], threads: int | None = None
-) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+def blend_by_sizes(sizes: Numbers, threads: int | None = None) -> tuple[NDArray[np.int16], Numbers]:
     """The exhaustive blend: exactly sizes[d] samples of each dataset d, evenly mixed.
 
-    The greedy rule with the weights sizes / sum(sizes), over the datasets that are not spent:
+    The greedy rule with the weights sizes / sum(sizes), over the datasets that have samples left:
     Megatron-LM's `build_exhaustive_blending_indices`.
 
     Args:
         sizes: int64 [datasets], at least 0, at most 32,766 of them.
-        threads: that draw, which changes nothing else; None: one for each core.
+        threads: Number of worker threads; the result does not depend on it. None: one per core.
 
     Returns:
         dataset_index int16 [sum(sizes)] and dataset_sample_index int64 [sum(sizes)].
     """
-    _check_vector("sizes", sizes, np.int64)
+    _check_vector("sizes", sizes, _INT64)
     _check_num_datasets(sizes.size)
     total = sum(sizes.tolist())
     if np.any(sizes < 0) or total > MAX_INT64 // 8:
         raise ConfigError(f"sizes are {sizes}; each must be at least 0, and their sum fit memory")
-    return _core.blend_by_sizes(sizes, total, _number_of(threads))
+    return _core.blend_by_sizes(sizes, total, _num_threads(threads))
 
 
-def sample_source(
+def look_up_draws(
+    dataset_index: NDArray[np.int16], dataset_sample_index: Numbers, sample_numbers: Numbers
+) -> tuple[NDArray[np.int16], Numbers]:
+    """The datasets that samples of a blend come from, and their sample numbers there.
+
+    The same as indexing both arrays with `sample_numbers`, but these may be mapped files.
+
+    Args:
+        dataset_index: int16 [samples].
+        dataset_sample_index: int64 [samples].
+        sample_numbers: int64 [batch].
+
+    Returns:
+        int16 [batch] and int64 [batch].
+
+    Raises:
+        IndexError: No such sample.
+    """
+    _check_vector("dataset_index", dataset_index, _INT16)
+    _check_vector("dataset_sample_index", dataset_sample_index, _INT64)
+    _check_vector("sample_numbers", sample_numbers, _INT64)
+    return _core.look_up_draws(dataset_index, dataset_sample_index, sample_numbers)
+
+
+def token_source(
     tokens: NDArray[Any],
-    sequence_pointers: NDArray[np.int64],
+    sequence_pointers: Numbers,
+    sequence_lengths: NDArray[np.int32],
+    num_bytes: int | None = None,
+) -> TokenSource:
+    """A token file's arrays, converted once for all calls.
+
+    Args:
+        tokens: [n] of an integer dtype, the whole token file; empty if it is not mapped.
+        sequence_pointers: int64 [sequences], in bytes.
+        sequence_lengths: int32 [sequences], in tokens.
+        num_bytes: Size of the token file; None: the size of `tokens`.
+    """
+    _check_vector("sequence_pointers", sequence_pointers, _INT64)
+    _check_vector("sequence_lengths", sequence_lengths, _INT32)
+    if tokens.ndim != 1:
+        raise ConfigError(f"tokens has shape {tokens.shape}; one dimension is needed")
+    num_bytes = tokens.nbytes if num_bytes is None else num_bytes
+    return TokenSource(np.ascontiguousarray(tokens), sequence_pointers, sequence_lengths, num_bytes)
+
+
+def gpt_order(
     sequence_lengths: NDArray[np.int32],
     document_index: NDArray[np.int32],
     sample_index: NDArray[Any],
     shuffle_index: NDArray[Any],
-    num_bytes: int | None = None,
-) -> _core.SampleSource:
-    """One dataset's arrays, held for `gather_samples` (which then converts none of them again).
+    *,
+    sequence_length: int,
+    add_extra_token: bool,
+) -> GPTOrder:
+    """Megatron-LM's order: the three indices of a GPT dataset, converted once for all calls.
 
     Args:
-        tokens: [n], an integer dtype: the whole token file; empty if it is not mapped.
-        sequence_pointers: int64 [sequences], byte offsets into it.
         sequence_lengths: int32 [sequences], in tokens.
-        document_index: int32 [documents].
-        sample_index: int32 or int64 [samples + 1, 2].
-        shuffle_index: uint32 or int64 [samples].
-        num_bytes: the size of the token file; None: that of `tokens`.
+        document_index: int32 [documents], places in `sequence_lengths`.
+        sample_index: int32 or int64 [samples + 1, 2], as `sample_index` makes it.
+        shuffle_index: uint32 or int64 [samples], rows of `sample_index`.
+        sequence_length: Number of tokens to train on in a sample, at least 1.
+        add_extra_token: Whether a sample has one token more.
     """
-    _check_vector("sequence_pointers", sequence_pointers, np.int64)
-    _check_vector("sequence_lengths", sequence_lengths, np.int32)
-    _check_vector("document_index", document_index, np.int32)
+    _check_vector("sequence_lengths", sequence_lengths, _INT32)
+    _check_vector("document_index", document_index, _INT32)
     if sample_index.ndim != 2 or sample_index.shape[1] != 2:
         raise ConfigError(
             f"sample_index has shape {sample_index.shape}; [samples + 1, 2] is needed"
         )
-    if tokens.ndim != 1 or shuffle_index.ndim != 1:
-        raise ConfigError("tokens and shuffle_index must have one dimension")
-    return _core.SampleSource(
-        tokens,
-        sequence_pointers,
+    if shuffle_index.ndim != 1:
+        raise ConfigError(f"shuffle_index has shape {shuffle_index.shape}; one dimension is needed")
+    _check_rows(sequence_length, 1)
+    return GPTOrder(
         sequence_lengths,
         document_index,
-        sample_index,
-        shuffle_index,
-        tokens.nbytes if num_bytes is None else num_bytes,
-    )
-
-
-def gather_samples(
-    sources: tuple[_core.SampleSource, ...],
-    source_numbers: NDArray[np.int64],
-    sample_numbers: NDArray[np.int64],
-    *,
-    sequence_length: int,
-    add_extra_token: bool,
-    pad_token: int | None,
-    eod_token: int | None,
-    reset_position_ids: bool,
-    eod_mask_loss: bool,
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]:
-    """The samples of a batch: row i is sample sample_numbers[i] of sources[source_numbers[i]].
-
-    Args:
-        source_numbers, sample_numbers: int64 [batch].
-        pad_token: fills what a partial sample lacks; where a label equals it the loss mask is 0,
-            and it becomes token 0 in tokens and labels. None: what a sample lacks is token 0, its
-            labels are masked, and no token of the sample is.
-        eod_token: the token that `reset_position_ids` and `eod_mask_loss` look for; None: none.
-
-    Returns:
-        tokens int64, labels int64, loss_mask float32 and position_ids int64, each
-        [batch, sequence_length].
-    """
-    _check_vector("source_numbers", source_numbers, np.int64)
-    _check_vector("sample_numbers", sample_numbers, np.int64)
-    _check_rows(sequence_length, sample_numbers.size)
-    return _core.gather_samples(
-        sources,
-        source_numbers,
-        sample_numbers,
+        np.ascontiguousarray(sample_index),
+        np.ascontiguousarray(shuffle_index),
         sequence_length,
         add_extra_token,
-        pad_token,
-        eod_token,
-        reset_position_ids,
-        eod_mask_loss,
     )
 
 
-def find_pieces(
-    source: _core.SampleSource,
-    sample_numbers: NDArray[np.int64],
-    sequence_length: int,
-    add_extra_token: bool,
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Which bytes of its token file some samples of one source take.
+def spans(order: Order, sample_numbers: Numbers) -> tuple[Numbers, Numbers, Numbers, Numbers]:
+    """The tokens of samples: for each sample its spans, in reading order.
 
     Args:
+        order: The order, such as a `gpt_order`.
         sample_numbers: int64 [batch].
 
     Returns:
-        byte_offsets and byte_counts, int64 [pieces], and bounds, int64 [batch + 1]: sample i has
-        the pieces bounds[i] up to bounds[i + 1].
+        sequences, offsets and counts, int64 [spans]: a span is `counts` tokens of a sequence from
+        token `offsets` on, at least one; and bounds, int64 [batch + 1]: sample i has the spans
+        bounds[i] up to bounds[i + 1].
 
     Raises:
-        ValueError: the indices point outside their arrays or the token file.
+        ValueError: No such sample, or indices that point outside their arrays.
     """
-    _check_vector("sample_numbers", sample_numbers, np.int64)
-    _check_rows(sequence_length, 1)
-    return _core.find_pieces(source, sample_numbers, sequence_length, add_extra_token)
+    _check_vector("sample_numbers", sample_numbers, _INT64)
+    return _core.spans(order, sample_numbers)
 
 
-def fill_rows(
-    tokens: NDArray[Any],
-    ends: NDArray[np.int64],
-    *,
-    sequence_length: int,
-    add_extra_token: bool,
-    pad_token: int | None,
-    eod_token: int | None,
-    reset_position_ids: bool,
-    eod_mask_loss: bool,
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]:
-    """What `gather_samples` returns, from tokens that were read.
+def locate_spans(
+    token_source: TokenSource, sequences: Numbers, offsets: Numbers, counts: Numbers
+) -> tuple[Numbers, Numbers]:
+    """The bytes of spans in their token file.
 
     Args:
-        tokens: [n], an integer dtype: all samples' tokens, one after the other.
-        ends: int64 [batch], where each sample's tokens end.
+        token_source: The token file, which need not be mapped.
+        sequences, offsets, counts: int64 [spans], in tokens; of any order.
+
+    Returns:
+        byte_offsets and byte_counts, int64 [spans].
 
     Raises:
-        ValueError: a sample that is longer than its row, or ends outside the tokens.
+        ValueError: A span outside its sequence, or outside the token file.
     """
-    _check_vector("ends", ends, np.int64)
-    _check_rows(sequence_length, ends.size)
-    return _core.fill_rows(
-        tokens,
-        ends,
-        sequence_length,
-        add_extra_token,
-        pad_token,
-        eod_token,
-        reset_position_ids,
-        eod_mask_loss,
-    )
+    _check_vector("sequences", sequences, _INT64)
+    _check_vector("offsets", offsets, _INT64)
+    _check_vector("counts", counts, _INT64)
+    return _core.locate_spans(token_source, sequences, offsets, counts)
+
+
+def gather_samples(
+    token_sources: tuple[TokenSource, ...],
+    orders: tuple[Order, ...],
+    source_numbers: Numbers,
+    sample_numbers: Numbers,
+    options: SampleOptions,
+) -> Samples:
+    """The samples of a batch, straight from mapped token files.
+
+    Row i is sample sample_numbers[i] of orders[n] over token_sources[n], n = source_numbers[i].
+
+    Args:
+        token_sources: Mapped token files.
+        orders: As many orders, one over each token file.
+        source_numbers, sample_numbers: int64 [batch].
+        options: Options of all samples.
+
+    Returns:
+        tokens int64, labels int64, loss_mask float32 and position_ids int64, each
+        [batch, sequence_length]. A sample with fewer tokens ends in 0, with masked labels.
+
+    Raises:
+        ValueError: No such sample, one that does not fit its row, or indices that point outside
+            their arrays or the token file.
+    """
+    _check_vector("source_numbers", source_numbers, _INT64)
+    _check_vector("sample_numbers", sample_numbers, _INT64)
+    _check_rows(options.sequence_length, sample_numbers.size)
+    return _core.gather_samples(token_sources, orders, source_numbers, sample_numbers, options)
+
+
+def fill_rows(tokens: NDArray[Any], ends: Numbers, options: SampleOptions) -> Samples:
+    """The result of `gather_samples` from tokens that were read already.
+
+    Args:
+        tokens: [n] of an integer dtype: all samples' tokens, one after the other.
+        ends: int64 [batch], where each sample's tokens end.
+        options: Options of all samples.
+
+    Raises:
+        ValueError: A sample that is longer than its row, or ends outside the tokens.
+    """
+    _check_vector("ends", ends, _INT64)
+    _check_rows(options.sequence_length, ends.size)
+    return _core.fill_rows(tokens, ends, options)
 
 
 def copy_pieces(
-    data: NDArray[np.uint8], byte_offsets: NDArray[np.int64], byte_counts: NDArray[np.int64]
+    data: NDArray[np.uint8], byte_offsets: Numbers, byte_counts: Numbers
 ) -> NDArray[np.uint8]:
     """Pieces of mapped bytes, one after the other.
 
@@ -366,106 +403,109 @@ def copy_pieces(
         uint8 [sum of byte_counts].
 
     Raises:
-        ValueError: a piece outside the data.
+        ValueError: A piece outside the data.
     """
-    _check_vector("data", data, np.uint8)
-    _check_vector("byte_offsets", byte_offsets, np.int64)
-    _check_vector("byte_counts", byte_counts, np.int64)
+    _check_vector("data", data, _UINT8)
+    _check_vector("byte_offsets", byte_offsets, _INT64)
+    _check_vector("byte_counts", byte_counts, _INT64)
     return _core.copy_pieces(data, byte_offsets, byte_counts)
 
 
 def read_pieces(
     descriptor: int,
     num_bytes: int,
-    byte_offsets: NDArray[np.int64],
-    byte_counts: NDArray[np.int64],
+    byte_offsets: Numbers,
+    byte_counts: Numbers,
 ) -> NDArray[np.uint8]:
-    """Pieces of an open file, one after the other, read in the order of their places.
+    """Pieces of an open file, one after the other, read in the order of their offsets.
 
     Args:
-        descriptor: of the file, open for reading.
-        num_bytes: the file's size.
+        descriptor: Descriptor of a file that is open for reading.
+        num_bytes: Size of the file.
         byte_offsets, byte_counts: int64 [pieces].
 
     Returns:
         uint8 [sum of byte_counts].
 
     Raises:
-        ValueError: a piece outside the file.
-        OSError: reading fails.
+        ValueError: A piece outside the file.
+        OSError: A failed read.
     """
-    _check_vector("byte_offsets", byte_offsets, np.int64)
-    _check_vector("byte_counts", byte_counts, np.int64)
+    _check_vector("byte_offsets", byte_offsets, _INT64)
+    _check_vector("byte_counts", byte_counts, _INT64)
     return _core.read_pieces(descriptor, num_bytes, byte_offsets, byte_counts)
 
 
 def copy_sequences(
     data: NDArray[np.uint8],
-    pointers: NDArray[np.int64],
+    pointers: Numbers,
     lengths: NDArray[np.int32],
-    ids: NDArray[np.int64],
+    ids: Numbers,
     token_size: int,
-) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+) -> tuple[NDArray[np.uint8], Numbers]:
     """Sequences of a mapped token file, one after the other.
 
     Args:
         data: uint8 [n], the token file.
         pointers, lengths: int64 and int32 [sequences], in bytes and in tokens.
         ids: int64 [batch]; negative ones count from the end.
-        token_size: bytes in a token, 1 to 8.
+        token_size: Number of bytes in a token, 1 to 8.
 
     Returns:
-        uint8 [bytes], and where each sequence starts among the tokens, int64 [batch + 1].
+        The bytes, uint8 [n], and where each sequence starts among the tokens, int64 [batch + 1].
 
     Raises:
-        IndexError: no such sequence.
-        ValueError: a sequence outside the data.
+        IndexError: No such sequence.
+        ValueError: A sequence outside the data.
     """
-    _check_vector("data", data, np.uint8)
-    _check_vector("pointers", pointers, np.int64)
-    _check_vector("lengths", lengths, np.int32)
-    _check_vector("ids", ids, np.int64)
+    _check_vector("data", data, _UINT8)
+    _check_vector("pointers", pointers, _INT64)
+    _check_vector("lengths", lengths, _INT32)
+    _check_vector("ids", ids, _INT64)
     if not 1 <= token_size <= 8:
         raise ConfigError(f"token_size is {token_size}; 1 to 8 is possible")
     return _core.copy_sequences(data, pointers, lengths, ids, token_size)
 
 
 def first_bad_sequence(
-    lengths: NDArray[np.int32], pointers: NDArray[np.int64], token_size: int, byte_offset: int
+    lengths: NDArray[np.int32], pointers: Numbers, token_size: int, byte_offset: int
 ) -> tuple[int, int]:
     """The first sequence that has a negative length, or does not start where the last one ended.
 
     Args:
         lengths: int32 [sequences], in tokens.
         pointers: int64 [sequences], in bytes.
-        token_size: bytes in a token.
-        byte_offset: where the first of them must start.
+        token_size: Number of bytes in a token.
+        byte_offset: Where the first sequence must start.
 
     Returns:
-        its place (the number of sequences if all are well), and where the next one after the well
-        ones must start.
+        The place of that sequence (the number of sequences if all are ok), and the byte where it
+        must start.
     """
-    _check_vector("lengths", lengths, np.int32)
-    _check_vector("pointers", pointers, np.int64)
+    _check_vector("lengths", lengths, _INT32)
+    _check_vector("pointers", pointers, _INT64)
     return _core.first_bad_sequence(lengths, pointers, token_size, byte_offset)
 
 
-def first_bad_document(entries: NDArray[np.int64], num_sequences: int) -> int:
-    """The place of the first document entry that is smaller than the one before it, or outside
-    [0, num_sequences]; the number of entries if all are well.
+def first_bad_document(entries: Numbers, num_sequences: int) -> int:
+    """The first document entry that is smaller than the one before it, or outside its limits.
 
     Args:
         entries: int64 [entries].
+        num_sequences: The largest value that is possible.
+
+    Returns:
+        The place of that entry; the number of entries if all are ok.
     """
-    _check_vector("entries", entries, np.int64)
+    _check_vector("entries", entries, _INT64)
     return _core.first_bad_document(entries, num_sequences)
 
 
-def _check_vector(name: str, array: NDArray[Any], dtype: type) -> None:
+def _check_vector(name: str, array: NDArray[Any], dtype: np.dtype[Any]) -> None:
     if array.ndim != 1 or array.dtype != dtype or not array.flags.c_contiguous:
         raise ConfigError(
             f"{name} has shape {array.shape} and dtype {array.dtype}; "
-            f"a contiguous [n] of {np.dtype(dtype)} is needed"
+            f"a contiguous [n] of {dtype} is needed"
         )
 
 
@@ -474,7 +514,7 @@ def _check_num_datasets(count: int) -> None:
         raise ConfigError(f"there are {count} datasets; 1 to {MAX_DATASETS} can be blended")
 
 
-def _number_of(threads: int | None) -> int:
+def _num_threads(threads: int | None) -> int:
     threads = available_cores() if threads is None else threads
     if not 1 <= threads <= MAX_INT32:
         raise ConfigError(f"threads is {threads}; at least 1 is needed")
@@ -487,15 +527,12 @@ def _check_rows(sequence_length: int, num_rows: int) -> None:
         raise ConfigError(f"sequence_length is {sequence_length}; at least 1 is needed")
 
 
-def _get_state(random: np.random.RandomState) -> tuple[NDArray[np.uint32], int]:
-    state = random.get_state(legacy=False)
-    if state["bit_generator"] != "MT19937":
-        raise ConfigError("the random state is not an MT19937 generator")
-    inner = state["state"]
-    return inner["key"], inner["pos"]
-
-
-def _set_state(random: np.random.RandomState, state: tuple[NDArray[np.uint32], int]) -> None:
+def _draw(random: np.random.RandomState, kernel: Callable[..., Any], *arguments: Any) -> Any:
+    """The array that a kernel draws from a generator, which is advanced."""
     full = random.get_state(legacy=False)
-    full["state"] = {"key": state[0], "pos": state[1]}
+    if full["bit_generator"] != "MT19937":
+        raise ConfigError("the random state is not an MT19937 generator")
+    out, (key, position) = kernel(*arguments, full["state"]["key"], full["state"]["pos"])
+    full["state"] = {"key": key, "pos": position}
     random.set_state(full)
+    return out

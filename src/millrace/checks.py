@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from millrace.errors import ConfigError
 
+MAX_INT32 = 2**31 - 1
 MAX_INT64 = 2**63 - 1
 _MIN_INT64 = -(2**63)
 _INT64 = np.dtype(np.int64)

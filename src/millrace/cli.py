@@ -1,15 +1,17 @@
-"""The command line: verbs, each a few lines over the API."""
+"""The command line: each verb is a few lines over the API."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import errno
+import functools
+import inspect
 import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from types import FrameType
 from typing import Any
@@ -18,14 +20,12 @@ import numpy as np
 
 from millrace.errors import DataError, MillraceError
 
-EXIT_FAILED = 1  # the job failed; argparse exits with 2 for usage
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command. Returns 0, or 1 if the job failed; wrong usage exits with 2.
 
     Args:
-        arguments: None: those of the process, which ends with the command.
+        arguments: Command-line arguments; None: those of the process, which ends with the command.
     """
     if arguments is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _InterruptOnce())
@@ -34,12 +34,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         status = _fail("interrupted; nothing half-written was left behind")
     if arguments is None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Python's own end is no place to interrupt
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # do not interrupt the exit of Python
     return status
 
 
 class _InterruptOnce:
-    """A signal handler: the first Ctrl-C ends the command, and none disturbs its cleaning up."""
+    """A signal handler: only the first Ctrl-C counts, so none disturbs the cleanup."""
 
     def __init__(self) -> None:
         self._is_over = False
@@ -56,56 +56,56 @@ def _run(arguments: Sequence[str]) -> int:
         options.run(options)
     except MillraceError as error:
         return _fail(str(error))
-    except BrokenPipeError:  # the reader of our output has seen enough
-        _drop_output()
+    except BrokenPipeError:  # the reader of the output has closed it
+        _discard_output()
         return 0
     except OSError as error:
-        return _fail(_what_failed(error, options))
+        return _fail(_describe_error(error, options))
     try:
-        if sys.stdout is not None:  # as it is for a process without one
+        if sys.stdout is not None:  # None in a process without stdout
             sys.stdout.flush()
     except BrokenPipeError:
-        _drop_output()
+        _discard_output()
     except OSError as error:
-        _drop_output()
+        _discard_output()
         return _fail(f"the job is done, but its report cannot be written: {error.strerror}")
     return 0
 
 
-def _drop_output() -> None:
-    """Sends nowhere what is still to be printed, so that Python's end does not try again."""
+def _discard_output() -> None:
+    """Sends buffered output to the null device, so that Python does not write it at its exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _what_failed(error: OSError, options: argparse.Namespace) -> str:
-    """An error of the system as a message; if it names no file, with what was to be written."""
-    outputs = (getattr(options, name, None) for name in ("output_prefix", "target", "folder"))
-    place = error.filename or next(filter(None, outputs), "the system")
-    if isinstance(place, bytes):
-        place = os.fsdecode(place)
-    text = f"{place}: {error.strerror or error}"
-    if error.errno in _NO_ROOM:
-        text += (
-            f". {_NO_ROOM[error.errno]}, or write elsewhere, and run again: nothing half-written "
-            "was left behind, and an old file is as it was"
-        )
-    return text
-
-
-_NO_ROOM = {
+_REMEDIES = {
     errno.ENOSPC: "Make room on that disk",
     errno.EDQUOT: "Make room in your quota",
     errno.EFBIG: "Raise the limit on file sizes (`ulimit -f`)",
 }
 
 
+def _describe_error(error: OSError, options: argparse.Namespace) -> str:
+    """A message for an OSError; the verb's output stands for a file name that it lacks."""
+    outputs = (getattr(options, name, None) for name in ("output_prefix", "target", "folder"))
+    place = error.filename or next(filter(None, outputs), "the system")
+    if isinstance(place, bytes):
+        place = os.fsdecode(place)
+    message = f"{place}: {error.strerror or error}"
+    if error.errno in _REMEDIES:
+        message += (
+            f". {_REMEDIES[error.errno]}, or write elsewhere, and run again: nothing half-written "
+            "was left behind, and an old file is as it was"
+        )
+    return message
+
+
 def _fail(message: str) -> int:
     print(f"millrace: error: {message}", file=sys.stderr)
-    return EXIT_FAILED
+    return 1
 
 
 def _with_dashes(arguments: Sequence[str]) -> list[str]:
-    """Accepts --output_prefix for --output-prefix: Megatron-LM's users write both."""
+    """Accepts --output_prefix for --output-prefix: users of Megatron-LM write both."""
     changed: list[str] = []
     for place, argument in enumerate(arguments):
         if argument == "--":
@@ -120,149 +120,153 @@ def _with_dashes(arguments: Sequence[str]) -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="millrace",
-        description="Carries text to a training loop: Megatron-LM's token files and sample order.",
-        epilog="millrace VERB --help says more about a verb. Options may be written with - or _.",
+        description="The data plane for LLM pre-training: from text to batches, with Megatron-LM's "
+        "token files and sample order.",
+        epilog="`millrace VERB --help` describes a verb. Options may be written with - or _.",
     )
     parser.add_argument("--version", action="version", version=f"millrace {version('millrace')}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    _add_tokenize(verbs)
-    _add_inspect(verbs)
-    _add_verify(verbs)
-    _add_merge(verbs)
-    _add_split(verbs)
-    _add_convert(verbs)
+    _add_file_verbs(verbs)
     _add_index(verbs)
     _add_cache(verbs)
-    _add_demo(verbs)
+    demo = _add_verb(verbs, _demo)
+    text = "output folder (default: millrace-demo)"
+    demo.add_argument("--folder", default="millrace-demo", metavar="DIR", help=text)
     return parser
 
 
-def _add_tokenize(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = verbs.add_parser(
-        "tokenize",
-        help="turn JSONL files into token files",
-        description="Turns JSONL files (plain, gzip or zstd; one object a line) into Megatron-LM "
-        "token files PREFIX_KEY_document.bin/.idx, one pair for each key.",
-    )
-    parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="JSONL files")
-    parser.add_argument(
-        "--output-prefix", required=True, metavar="PREFIX", help="path and first part of the names"
-    )
-    parser.add_argument(
-        "--tokenizer", required=True, metavar="FILE", help="a Hugging Face tokenizer.json"
-    )
-    parser.add_argument(
-        "--json-keys",
-        nargs="+",
-        default=["text"],
-        metavar="KEY",
-        help="keys whose values are texts (default: text)",
-    )
-    parser.add_argument(
-        "--append-eod", action="store_true", help="end each document with an end-of-document token"
-    )
-    parser.add_argument(
-        "--eod-token",
-        metavar="TEXT",
-        help="that token (default: the one of <|endoftext|>, <|end_of_text|>, </s>, <eos> that the "
-        "tokenizer has)",
-    )
-    parser.add_argument(
-        "--workers", type=_positive, metavar="N", help="worker processes (default: one a core)"
-    )
-    _add_checksums(parser)
-    parser.set_defaults(run=_tokenize)
+_SHARED_OPTIONS: dict[str, dict[str, Any]] = {
+    "prefix": {"metavar": "PREFIX", "help": "path prefix of the input, without .bin or .idx"},
+    "prefixes": {
+        "nargs": "+",
+        "metavar": "PREFIX",
+        "help": "path prefixes of the inputs, without .bin or .idx",
+    },
+    "--output-prefix": {"required": True, "metavar": "PREFIX", "help": "path prefix of the output"},
+    "--no-checksums": {
+        "dest": "checksums",
+        "action": "store_false",
+        "help": "write no sidecar PREFIX.info.json; `verify` then checks the structure only",
+    },
+    "--json": {"dest": "as_json", "action": "store_true", "help": "print JSON"},
+}
 
 
-def _tokenize(options: argparse.Namespace) -> None:
+def _add_verb(
+    verbs: argparse._SubParsersAction[argparse.ArgumentParser],
+    run: Callable[..., None],
+    *shared_options: str,
+) -> argparse.ArgumentParser:
+    """Adds the verb of `run`, whose arguments are the options and whose docstring is the help."""
+    text = inspect.getdoc(run) or ""  # there is none under python -OO
+    summary = text.partition(".\n")[0].removesuffix(".")
+    parser = verbs.add_parser(run.__name__.lstrip("_"), help=summary, description=text)
+    parser.set_defaults(run=functools.partial(_run_with, run))
+    for option in shared_options:
+        parser.add_argument(option, **_SHARED_OPTIONS[option])
+    return parser
+
+
+def _run_with(run: Callable[..., None], options: argparse.Namespace) -> None:
+    run(**{name: value for name, value in vars(options).items() if name != "run"})
+
+
+def _add_file_verbs(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    add = _add_verb(verbs, _tokenize, "--output-prefix", "--no-checksums").add_argument
+    text = "JSONL files"
+    add("--input", dest="inputs", nargs="+", required=True, metavar="FILE", help=text)
+    add("--tokenizer", required=True, metavar="FILE", help="Hugging Face tokenizer.json")
+    text = "keys of the texts in each object (default: text)"
+    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help=text)
+    text = "end each document with the end-of-document token"
+    add("--append-eod", action="store_true", help=text)
+    text = (
+        "end-of-document token (default: the one of <|endoftext|>, <|end_of_text|>, </s>, <eos> "
+        "that the tokenizer has)"
+    )
+    add("--eod-token", metavar="TEXT", help=text)
+    add("--workers", type=_positive, metavar="N", help="worker processes (default: one per core)")
+
+    add = _add_verb(verbs, _inspect, "prefix", "--json").add_argument
+    add("--tokenizer", metavar="FILE", help="tokenizer.json to decode with")
+    add("--document", type=int, default=0, metavar="N", help="document number (default: 0)")
+
+    add = _add_verb(verbs, _verify, "prefixes", "--json").add_argument
+    add("--threads", type=_positive, metavar="N", help="worker threads (default: one per core)")
+
+    _add_verb(verbs, _merge, "prefixes", "--output-prefix", "--no-checksums")
+
+    parser = _add_verb(verbs, _split, "prefix", "--output-prefix", "--no-checksums")
+    add = parser.add_mutually_exclusive_group(required=True).add_argument
+    add("--documents", type=_positive, metavar="N", help="documents per shard")
+    text = "maximum size of a shard's tokens: 500M, 20G"
+    add("--size", dest="num_bytes", type=_size, metavar="BYTES", help=text)
+
+    add = _add_verb(verbs, _convert, "--no-checksums").add_argument
+    add("source", metavar="SOURCE", help="input array or path prefix")
+    add("target", metavar="TARGET", help="output array or path prefix")
+    add("--dtype", type=_dtype, metavar="DTYPE", help="dtype of the target")
+    add("--source-dtype", type=_dtype, metavar="DTYPE", help="dtype of raw tokens")
+    text = "token that ends each document of a stream"
+    add("--document-end", type=int, metavar="ID", help=text)
+
+
+def _print_json(value: Any, *, ensure_ascii: bool = True) -> None:
+    """Prints a dataclass, or a list of them."""
+    print(json.dumps(value, default=dataclasses.asdict, ensure_ascii=ensure_ascii, indent=2))
+
+
+def _tokenize(tokenizer: str, eod_token: str | None, **options: Any) -> None:
+    """Converts JSONL files to token files.
+
+    Reads plain, gzip and zstd files with one JSON object per line. Writes Megatron-LM's token files
+    PREFIX_KEY_document.bin/.idx, one pair per key.
+    """
     from millrace.jobs import tokenize
     from millrace.text import Tokenizer
 
-    result = tokenize(
-        options.input,
-        options.output_prefix,
-        Tokenizer(options.tokenizer, options.eod_token),
-        json_keys=options.json_keys,
-        append_eod=options.append_eod,
-        workers=options.workers,
-        checksums=options.checksums,
-        show_progress=True,
-    )
-    rate = result.num_bytes / 1e6 / max(result.seconds, 1e-9)
+    result = tokenize(tokenizer=Tokenizer(tokenizer, eod_token), show_progress=True, **options)
     for key, prefix in result.prefixes.items():
-        print(
-            f"{prefix}.bin/.idx: {result.num_documents:,} documents, "
-            f"{result.num_tokens[key]:,} tokens"
-        )
-    print(f"{result.num_bytes / 1e6:,.1f} MB of text in {result.seconds:.1f} s, {rate:.1f} MB/s")
+        counts = f"{result.num_documents:,} documents, {result.num_tokens[key]:,} tokens"
+        print(f"{prefix}.bin/.idx: {counts}")
+    megabytes = result.num_bytes / 1e6
+    rate = megabytes / max(result.seconds, 1e-9)
+    print(f"{megabytes:,.1f} MB of text in {result.seconds:.1f} s, {rate:.1f} MB/s")
 
 
-def _add_inspect(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = verbs.add_parser(
-        "inspect",
-        help="show what is in a token file",
-        description="Shows a token file's counts, dtype, lengths, and the head and tail of a "
-        "document; with a tokenizer, decoded, and how often each special token occurs.",
-    )
-    parser.add_argument("prefix", metavar="PREFIX", help="path of the pair, without .bin or .idx")
-    parser.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json to decode with")
-    parser.add_argument(
-        "--document", type=int, default=0, metavar="N", help="the document to show (default: 0)"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=_inspect)
+def _inspect(prefix: str, tokenizer: str | None, document: int, as_json: bool) -> None:
+    """Describes a token file.
 
-
-def _inspect(options: argparse.Namespace) -> None:
+    Prints counts, dtype and lengths, and the head and tail of a document. With a tokenizer, the
+    document is decoded, and the occurrences of each special token are counted.
+    """
     from millrace.inspect import describe, format_description
     from millrace.store import IndexedDataset
     from millrace.text import Tokenizer
 
-    tokenizer = Tokenizer(options.tokenizer) if options.tokenizer else None
-    description = describe(
-        IndexedDataset(options.prefix), tokenizer=tokenizer, document=options.document
-    )
-    if options.json:
-        print(json.dumps(dataclasses.asdict(description), ensure_ascii=False, indent=2))
+    decoder = Tokenizer(tokenizer) if tokenizer else None
+    description = describe(IndexedDataset(prefix), tokenizer=decoder, document=document)
+    if as_json:
+        _print_json(description, ensure_ascii=False)
     else:
         print(format_description(description))
 
 
-def _add_checksums(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--no-checksums",
-        dest="checksums",
-        action="store_false",
-        help="write no sidecar PREFIX.info.json, with which verify finds any changed byte",
-    )
+def _verify(prefixes: list[str], threads: int | None, as_json: bool) -> None:
+    """Checks token files.
 
-
-def _add_verify(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = verbs.add_parser(
-        "verify",
-        help="check token files",
-        description="Checks token files: their structure always, and every byte where there is a "
-        "sidecar with checksums. Names the damaged blocks, sequences and documents. Exits with 1 "
-        "if anything is damaged.",
-    )
-    parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="paths without .bin or .idx")
-    parser.add_argument(
-        "--threads", type=_positive, metavar="N", help="that read and hash (default: one a core)"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=_verify)
-
-
-def _verify(options: argparse.Namespace) -> None:
+    Checks the structure of each pair, and every byte if the pair has a sidecar with checksums.
+    Names the damaged blocks, sequences and documents. Exits with 1 if a pair is damaged.
+    """
     from millrace.store import verify
 
-    reports = verify(options.prefixes, threads=options.threads)
-    if options.json:
-        print(json.dumps([dataclasses.asdict(report) for report in reports], indent=2))
+    reports = verify(prefixes, threads=threads)
+    if as_json:
+        _print_json(reports)
     else:
         for report in reports:
             what = "structure and checksums" if report.has_checksums else "structure (no checksums)"
-            print(f"{report.prefix}: {'DAMAGED' if report.problems else 'well'}, {what}")
+            print(f"{report.prefix}: {'DAMAGED' if report.problems else 'ok'}, {what}")
             for problem in report.problems:
                 print(f"  {problem}")
     damaged = sum(1 for report in reports if report.problems)
@@ -270,129 +274,77 @@ def _verify(options: argparse.Namespace) -> None:
         raise DataError(f"{damaged} of {len(reports)} datasets are damaged")
 
 
-def _add_merge(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = verbs.add_parser(
-        "merge",
-        help="append token files to each other",
-        description="Appends token files to each other; documents keep their order.",
-    )
-    parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="the files to append")
-    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="the new file")
-    _add_checksums(parser)
-    parser.set_defaults(run=_merge)
+def _merge(**options: Any) -> None:
+    """Concatenates token files.
 
-
-def _merge(options: argparse.Namespace) -> None:
+    Documents keep their order.
+    """
     from millrace.jobs import merge
 
-    print(merge(options.prefixes, options.output_prefix, checksums=options.checksums))
+    print(merge(**options))
 
 
-def _add_split(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = verbs.add_parser(
-        "split",
-        help="cut a token file into shards",
-        description="Cuts a token file into shards PREFIX_00000, PREFIX_00001, ... of whole "
-        "documents. Merging them gives the file back.",
-    )
-    parser.add_argument("prefix", metavar="PREFIX", help="the file to cut")
-    parser.add_argument(
-        "--output-prefix", required=True, metavar="PREFIX", help="first part of the shards' names"
-    )
-    size = parser.add_mutually_exclusive_group(required=True)
-    size.add_argument("--documents", type=_positive, metavar="N", help="documents in each shard")
-    size.add_argument(
-        "--size", type=_size, metavar="BYTES", help="of tokens in each shard, at most: 500M, 20G"
-    )
-    _add_checksums(parser)
-    parser.set_defaults(run=_split)
+def _split(**options: Any) -> None:
+    """Cuts a token file into shards.
 
-
-def _split(options: argparse.Namespace) -> None:
+    The shards PREFIX_00000, PREFIX_00001, ... hold whole documents. `merge` restores the file.
+    """
     from millrace.jobs import split
     from millrace.store import IndexedDataset
 
-    prefixes = split(
-        options.prefix,
-        options.output_prefix,
-        documents=options.documents,
-        num_bytes=options.size,
-        checksums=options.checksums,
-    )
-    for prefix in prefixes:
+    for prefix in split(**options):
         print(IndexedDataset(prefix))
 
 
-def _add_convert(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = verbs.add_parser(
-        "convert",
-        help="token arrays to token files and back; other dtypes",
-        description="Converts between token files and arrays of tokens, and from one dtype to "
-        "another. NAME.npy is a NumPy array (one dimension: a stream of tokens; two: each row a "
-        "document), NAME.bin without NAME.idx the bare tokens, anything else a path prefix.",
-    )
-    parser.add_argument("source", metavar="SOURCE", help="what to read")
-    parser.add_argument("target", metavar="TARGET", help="what to write")
-    parser.add_argument("--dtype", type=_dtype, metavar="DTYPE", help="of the target")
-    parser.add_argument("--source-dtype", type=_dtype, metavar="DTYPE", help="of bare tokens")
-    parser.add_argument(
-        "--document-end", type=int, metavar="ID", help="the token that ends each document"
-    )
-    _add_checksums(parser)
-    parser.set_defaults(run=_convert)
+def _convert(target: str, **options: Any) -> None:
+    """Converts token arrays to token files and back, or changes the dtype.
 
-
-def _convert(options: argparse.Namespace) -> None:
+    NAME.npy is a NumPy array (one dimension: a stream of tokens; two: each row a document),
+    NAME.bin without NAME.idx holds raw tokens, and any other name is a path prefix.
+    """
     from millrace.jobs import convert
 
-    convert(
-        options.source,
-        options.target,
-        dtype=options.dtype,
-        source_dtype=options.source_dtype,
-        document_end=options.document_end,
-        checksums=options.checksums,
-    )
-    print(f"{options.target} is written")
+    convert(target=target, **options)
+    print(f"{target} is written")
 
 
 def _add_index(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = verbs.add_parser(
         "index",
-        help="build the indices of a training run ahead of time",
-        description="Builds every index of a training run, so that it starts without building "
+        help="Builds the indices of a training run ahead of time",
+        description="Builds every index of a training run, so that the run starts without building "
         "any. The arguments are Megatron-LM's, in a YAML or TOML file, as options, or both (an "
-        "option counts more).",
+        "option overrides the file).",
     )
-    parser.add_argument("config", nargs="?", metavar="FILE", help="YAML or TOML with arguments")
+    parser.add_argument("config", nargs="?", metavar="FILE", help="YAML or TOML file of arguments")
     parser.add_argument(
         "--megatron-cache",
         metavar="DIR",
-        help="write the files that Megatron-LM itself looks for (its --data-cache-path)",
+        help="write Megatron-LM's cache files to this folder (its --data-cache-path)",
     )
     parser.add_argument(
         "--tokenizer-identifiers",
         metavar="JSON",
-        help="what Megatron-LM's tokenizer calls itself, a part of those files' names: JSON, "
-        "a file of it, or a *-description.txt that Megatron-LM wrote",
+        help="identifiers of Megatron-LM's tokenizer, part of those files' names: JSON, a JSON "
+        "file, or a *-description.txt written by Megatron-LM",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    data = parser.add_argument_group("data", "a list is prefixes, or a weight before each prefix")
-    data.add_argument("--data-path", nargs="+", metavar="ITEM", help="one list, cut by --split")
+    data = parser.add_argument_group("data", "a list has prefixes, or a weight before each prefix")
+    data.add_argument("--data-path", nargs="+", metavar="ITEM", help="list divided by --split")
     for name in ("train", "valid", "test"):
         data.add_argument(
-            f"--{name}-data-path", nargs="+", metavar="ITEM", help=f"a list for {name} alone"
+            f"--{name}-data-path", nargs="+", metavar="ITEM", help=f"list for {name} only"
         )
-    data.add_argument("--data-args-path", metavar="FILE", help="that holds the one list")
+    data.add_argument("--data-args-path", metavar="FILE", help="file with the --data-path list")
     data.add_argument(
-        "--per-split-data-args-path", metavar="FILE", help="JSON with train, valid and test lists"
+        "--per-split-data-args-path", metavar="FILE", help="JSON file with a list per split"
     )
     data.add_argument("--split", metavar="SHARES", help='train, valid, test: "969,30,1"')
     parser.add_argument(
         "--wait-limit",
         type=float,
         metavar="SECONDS",
-        help="to wait for another process that builds the same (default: no limit)",
+        help="maximum wait for another process that builds the same indices (default: no limit)",
     )
     order = parser.add_argument_group("order")
     for name in ("seq-length", "seed", "train-samples", "train-iters", "global-batch-size"):
@@ -403,13 +355,13 @@ def _add_index(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "--num-samples",
         nargs=3,
         metavar=("TRAIN", "VALID", "TEST"),
-        help="in place of iterations and batch sizes: whole numbers, or none for one epoch",
+        help="instead of iterations and batch sizes: whole numbers, or none for one epoch",
     )
     order.add_argument("--mid-level-dataset-surplus", metavar="SHARE")
     for name in ("skip-train", "full-validation", "multiple-validation-sets"):
         order.add_argument(f"--{name}", action="store_true", default=None)
     order.add_argument(
-        "--data-cache-path", "--cache", metavar="DIR", help="where millrace keeps its indices"
+        "--data-cache-path", "--cache", metavar="DIR", help="cache folder of millrace's indices"
     )
     parser.set_defaults(run=_index)
 
@@ -438,27 +390,27 @@ def _index(options: argparse.Namespace) -> None:
         return
     print(format_result(result))
     if left_out:
-        print(f"not about data, and left out: {', '.join(left_out)}")
+        print(f"arguments that do not concern the data were left out: {', '.join(left_out)}")
 
 
 def _add_cache(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = verbs.add_parser(
         "cache",
-        help="list, check and prune cached indices",
-        description="Shows what millrace keeps in a cache folder, and removes what no run can use.",
+        help="Lists, checks and prunes cached indices",
+        description="Lists what millrace keeps in a cache folder, and removes what no run can use.",
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     for name, text in (
-        ("list", "show what is there"),
-        ("check", "read every array and compare its checksum; exits with 1 if one is damaged"),
+        ("list", "list the entries"),
+        ("check", "read every array and compare its checksum; exit with 1 if one is damaged"),
         (
             "prune",
-            "remove leftovers, damaged sets, runs whose token files are gone or changed, and sets "
-            "that no run needs; what is being built, or cannot be judged from here, stays",
+            "remove leftovers, damaged sets, runs whose token files are missing or changed, and "
+            "sets that no run needs; keep entries that are being built or cannot be judged here",
         ),
     ):
         action = actions.add_parser(name, help=text, description=f"{text.capitalize()}.")
-        action.add_argument("folder", metavar="DIR", help="the cache folder")
+        action.add_argument("folder", metavar="DIR", help="cache folder")
         action.add_argument("--json", action="store_true", help="print JSON")
         action.set_defaults(run=_cache, action=name)
         if name == "prune":
@@ -466,9 +418,9 @@ def _add_cache(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
                 "--older-than",
                 type=float,
                 metavar="DAYS",
-                help="remove runs that were indexed longer ago, and what cannot be judged, too",
+                help="also remove older runs, and older entries that cannot be judged",
             )
-            action.add_argument("--dry-run", action="store_true", help="remove nothing")
+            action.add_argument("--dry-run", action="store_true", help="remove nothing, only list")
 
 
 def _cache(options: argparse.Namespace) -> None:
@@ -498,38 +450,30 @@ def _cache(options: argparse.Namespace) -> None:
         print(f"{len(entries)} entries {what}, {total:,.1f} MB")
     damaged = sum(1 for entry in entries if entry.problems and entry.kind == "set")
     if options.action == "check" and damaged:
-        raise DataError(f"{damaged} sets of arrays are damaged; `millrace cache prune` them")
+        raise DataError(
+            f"{damaged} sets of arrays are damaged; `millrace cache prune` removes them"
+        )
 
 
-def _add_demo(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = verbs.add_parser(
-        "demo",
-        help="do the whole job on the text of Python's standard library",
-        description="Makes a corpus of Python's standard library (source files and docstrings), "
-        "trains a small tokenizer, tokenises both domains, blends them, draws batches for 2 ranks, "
-        "stops, resumes with 4, and checks that nothing was lost or repeated. Needs no network.",
-    )
-    parser.add_argument(
-        "--folder",
-        default="millrace-demo",
-        metavar="DIR",
-        help="where to put the files (default: millrace-demo)",
-    )
-    parser.set_defaults(run=_demo)
+def _demo(folder: str) -> None:
+    """Runs the whole pipeline on the text of Python's standard library.
 
-
-def _demo(options: argparse.Namespace) -> None:
+    Makes a corpus of source files and docstrings, trains a small tokenizer, tokenises both domains,
+    blends them, draws batches for 2 ranks, stops, resumes with 4, and checks that no sample was
+    lost or repeated. Needs no network.
+    """
     from millrace.demo import run_demo
 
-    run_demo(options.folder)
+    run_demo(folder)
 
 
 def _dtype(text: str) -> np.dtype[Any]:
     try:
-        dtype = np.dtype(text)
+        return np.dtype(text)
     except TypeError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no dtype; write uint16 or int32") from None
-    return dtype
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a dtype; write uint16 or int32"
+        ) from None
 
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -538,15 +482,11 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 def _size(text: str) -> int:
     number, unit = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
     if not number.isdecimal() or int(number) < 1 or unit not in _UNITS:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 500M or 20G")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 500M or 20G")
     return int(number) * _UNITS[unit]
 
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,28 +1,30 @@
-"""The whole path of a token, on the text that every Python has: its standard library.
+"""The path of a token, from text to batches, on a text that every Python has: its standard library.
 
-Each step is a few lines over the API, printed as it happens; the last one proves that a run which
-stops halfway and resumes on twice as many ranks sees what the run that never stopped sees.
+Each step is a few lines over the API and prints what it does. The last step proves that a run which
+stops halfway and resumes on twice as many ranks sees the same samples as an uninterrupted run.
 """
 
 from __future__ import annotations
 
 import ast
+import itertools
 import json
-import os
 import sysconfig
+import textwrap
 import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from millrace.errors import MillraceError
-from millrace.feed import BlendedDataset, GPTDataset, Loader
-from millrace.jobs import tokenize
-from millrace.order import normalize, samples_per_dataset
-from millrace.store import IndexedDataset
+from millrace.feed import Loader
+from millrace.jobs import index, tokenize
+from millrace.jobs.indexing import format_result
+from millrace.run import DatasetConfig, build_datasets
 from millrace.text import Tokenizer
 
 SEQUENCE_LENGTH = 1024
@@ -32,17 +34,17 @@ SEED = 1234
 WEIGHTS = {"source": 0.7, "docstrings": 0.3}
 EOD = "<|endoftext|>"
 VOCABULARY_SIZE = 8192
-TRAINING_BYTES = 4_000_000  # of each domain, to train the tokenizer on
+TRAINING_BYTES = 4_000_000  # text of each domain that the tokenizer is trained on
 
 
 def run_demo(folder: str) -> None:
-    """Runs the demo and prints what it does.
+    """Runs the demo and prints each step.
 
     Args:
-        folder: where its files go; it is made if need be, and what the demo wrote before replaced.
+        folder: Output folder; created if needed. Files of an earlier demo are replaced.
 
     Raises:
-        MillraceError: the continuation differs from the run that never stopped.
+        MillraceError: A resumed run that differs from the uninterrupted run.
     """
     home = Path(folder)
     home.mkdir(parents=True, exist_ok=True)
@@ -51,7 +53,7 @@ def run_demo(folder: str) -> None:
     texts = _write_corpus(home)
 
     _say("2. a byte-level BPE tokenizer, trained on it")
-    tokenizer = _train_tokenizer(home, texts)
+    tokenizer = _train_tokenizer(home / "tokenizer.json", texts)
 
     _say("3. tokens: each domain as a Megatron-LM token file")
     prefixes = {}
@@ -65,35 +67,42 @@ def run_demo(folder: str) -> None:
         )
 
     _say(f"4. the order of a training run: {NUM_SAMPLES:,} samples of {SEQUENCE_LENGTH} tokens")
-    dataset = _build(prefixes, tokenizer)
-    _print_shares(dataset, list(prefixes))
+    config = DatasetConfig(
+        sequence_length=SEQUENCE_LENGTH,
+        seed=SEED,
+        num_samples=(NUM_SAMPLES, None, None),
+        blend_per_split=[(list(prefixes.values()), list(WEIGHTS.values())), None, None],
+        eod_token=tokenizer.eod,
+        cache=home / "indices",
+    )
+    print(textwrap.indent(format_result(index(config)), "   "))
 
     _say("5. batches for 2 data-parallel ranks, from the first to the last step")
     start = time.perf_counter()
-    whole = _steps(_loaders(dataset, 2))
+    uninterrupted = _draw_steps(_loaders(config, 2))
     seconds = time.perf_counter() - start
-    num_drawn = sum(len(step) for step in whole)
+    num_samples = sum(len(step) for step in uninterrupted)
     print(
-        f"   {num_drawn:,} samples in {seconds:.2f} s: {num_drawn / seconds:,.0f} samples/s, "
-        f"{num_drawn * SEQUENCE_LENGTH / seconds / 1e6:,.0f} M tokens/s on one core"
+        f"   {num_samples:,} samples in {seconds:.2f} s: {num_samples / seconds:,.0f} samples/s, "
+        f"{num_samples * SEQUENCE_LENGTH / seconds / 1e6:,.0f} M tokens/s on one core"
     )
-    _print_sample(dataset, tokenizer)
+    _print_document_end(np.concatenate(uninterrupted), tokenizer)
 
     _say("6. stop halfway, save the state, resume on 4 ranks")
-    loaders = _loaders(dataset, 2)
-    first_half = _steps(loaders, num_steps=len(whole) // 2)
+    loaders = _loaders(config, 2)
+    first_half = _draw_steps(loaders, num_steps=len(uninterrupted) // 2)
     state_path = home / "state.json"
     state_path.write_text(json.dumps(loaders[0].state_dict(), indent=2))
-    resumed = _loaders(_build(prefixes, tokenizer), 4)
-    for loader in resumed:
+    loaders = _loaders(config, 4)
+    for loader in loaders:
         loader.load_state_dict(json.loads(state_path.read_text()))
-    print(f"   stopped and resumed at consumed_samples = {resumed[0].consumed_samples:,}")
-    second_half = _steps(resumed)
-    if not np.array_equal(np.concatenate(whole), np.concatenate(first_half + second_half)):
-        raise MillraceError("the continuation differs from the run that never stopped")
+    print(f"   stopped and resumed at consumed_samples = {loaders[0].consumed_samples:,}")
+    second_half = _draw_steps(loaders)
+    if not np.array_equal(np.concatenate(uninterrupted), np.concatenate(first_half + second_half)):
+        raise MillraceError("the resumed run differs from the uninterrupted run")
     print(
         f"   {len(first_half)} steps on 2 ranks and {len(second_half)} steps on 4 gave the "
-        f"{num_drawn:,} samples of the run that never stopped, token for token"
+        f"{num_samples:,} samples of the uninterrupted run, token for token"
     )
 
     _say("What to type next (the command is .venv/bin/millrace if you ran `make demo`)")
@@ -109,10 +118,8 @@ def _say(text: str) -> None:
     print(f"\n{text}", flush=True)
 
 
-# ---- 1. text ----
-
-
 def _write_corpus(home: Path) -> dict[str, Path]:
+    """Writes a JSONL file of source files, and one of their docstrings."""
     paths = {name: home / f"{name}.jsonl" for name in WEIGHTS}
     counts = dict.fromkeys(paths, 0)
     with open(paths["source"], "w") as sources, open(paths["docstrings"], "w") as docstrings:
@@ -129,44 +136,32 @@ def _write_corpus(home: Path) -> dict[str, Path]:
 
 
 def _standard_library() -> Iterator[str]:
-    """The source files of the standard library, in the order of their names, tests left out."""
+    """The source files of the standard library, sorted by path, without tests."""
     root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
-        parts = path.relative_to(root).parts
-        if {"site-packages", "dist-packages", "test", "tests", "idle_test"} & set(parts):
-            continue
-        try:
-            yield path.read_text(encoding="utf-8")
-        except (UnicodeDecodeError, OSError):
-            continue  # a few files are in other encodings: text for a demo need not be complete
+        folders = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+        if folders.isdisjoint(path.relative_to(root).parts):
+            try:
+                yield path.read_text(encoding="utf-8")
+            except (UnicodeDecodeError, OSError):
+                continue  # a few files have other encodings; the demo can do without them
 
 
 def _docstrings(source: str) -> Iterator[str]:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # old escapes in the library's own files
+            warnings.simplefilter("ignore")  # invalid escapes in old files
             tree = ast.parse(source)
     except (SyntaxError, ValueError):
-        return  # files that are there to be broken
+        return  # some files are templates or deliberately broken
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             text = ast.get_docstring(node)
-            if text and _is_unicode(text):
-                yield text
+            if text:
+                yield text.encode(errors="replace").decode()  # escapes can give lone surrogates
 
 
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-# ---- 2. tokenizer ----
-
-
-def _train_tokenizer(home: Path, texts: dict[str, Path]) -> Tokenizer:
+def _train_tokenizer(path: Path, texts: dict[str, Path]) -> Tokenizer:
     try:
         import tokenizers
     except ImportError:
@@ -184,7 +179,6 @@ def _train_tokenizer(home: Path, texts: dict[str, Path]) -> Tokenizer:
         show_progress=False,
     )
     model.train_from_iterator(_training_texts(texts), trainer)
-    path = home / "tokenizer.json"
     model.save(str(path))
     print(f"   {model.get_vocab_size():,} tokens in {time.perf_counter() - start:.1f} s   {path}")
     return Tokenizer(path)
@@ -192,50 +186,14 @@ def _train_tokenizer(home: Path, texts: dict[str, Path]) -> Tokenizer:
 
 def _training_texts(texts: dict[str, Path]) -> Iterator[str]:
     for path in texts.values():
-        num_bytes = 0
-        with open(path) as lines:
-            for line in lines:
-                num_bytes += len(line)
-                if num_bytes > TRAINING_BYTES:
-                    break
+        with open(path) as file:
+            for line in file.readlines(TRAINING_BYTES):
                 yield json.loads(line)["text"]
 
 
-# ---- 4. order ----
-
-
-def _build(prefixes: dict[str, str], tokenizer: Tokenizer) -> BlendedDataset:
-    weights = normalize([WEIGHTS[name] for name in prefixes])
-    plan = samples_per_dataset(weights, NUM_SAMPLES)
-    datasets = [
-        GPTDataset(
-            IndexedDataset(prefix),
-            sequence_length=SEQUENCE_LENGTH,
-            seed=SEED,
-            num_samples=num_samples,
-            eod_token=tokenizer.eod,
-        )
-        for prefix, (_, num_samples) in zip(prefixes.values(), plan, strict=True)
-    ]
-    return BlendedDataset(datasets, weights, NUM_SAMPLES)
-
-
-def _print_shares(dataset: BlendedDataset, names: list[str]) -> None:
-    drawn = np.bincount(dataset.dataset_index, minlength=len(names))
-    for name, part, weight, count in zip(
-        names, dataset.datasets, dataset.weights, drawn, strict=True
-    ):
-        print(
-            f"   {name:<11} weight {weight:.3f}, drawn {count / len(dataset):.4f} "
-            f"({count:,} samples, {part.plan.num_epochs} epochs of "
-            f"{part.plan.num_tokens_per_epoch:,} tokens)"
-        )
-
-
-# ---- 5. and 6. feed ----
-
-
-def _loaders(dataset: BlendedDataset, num_ranks: int) -> list[Loader]:
+def _loaders(config: DatasetConfig, num_ranks: int) -> list[Loader]:
+    dataset = build_datasets(config).train
+    assert dataset is not None
     return [
         Loader(
             dataset,
@@ -247,34 +205,23 @@ def _loaders(dataset: BlendedDataset, num_ranks: int) -> list[Loader]:
     ]
 
 
-def _steps(loaders: list[Loader], num_steps: int | None = None) -> list[NDArray[np.uint16]]:
-    """What all ranks together see at each step: tokens and labels of each sample, in order."""
-    steps: list[NDArray[np.uint16]] = []
-    while num_steps is None or len(steps) < num_steps:
-        batches = [batch for loader in loaders for batch in [next(loader, None)] if batch]
-        if not batches:
-            break
-        # One row for a sample: its tokens, then its last label.
-        steps.append(
-            np.concatenate(
-                [np.hstack([batch["tokens"], batch["labels"][:, -1:]]) for batch in batches]
-            ).astype(np.uint16)
-        )
-    return steps
+def _draw_steps(loaders: list[Loader], num_steps: int | None = None) -> list[NDArray[Any]]:
+    """The samples of all ranks at each step, in order: a row has its tokens and its last label."""
+    return [
+        np.concatenate(
+            [np.hstack([batch["tokens"], batch["labels"][:, -1:]]) for batch in batches]
+        ).astype(np.uint16)
+        for batches in itertools.islice(zip(*loaders, strict=True), num_steps)
+    ]
 
 
-def _print_sample(dataset: BlendedDataset, tokenizer: Tokenizer) -> None:
-    """A sample that holds the end of a document, decoded around it."""
-    for number in range(len(dataset)):
-        tokens = dataset[number]["tokens"]
+def _print_document_end(samples: NDArray[Any], tokenizer: Tokenizer) -> None:
+    """Decodes the text around the end of a document, inside the first sample that has one."""
+    for number, tokens in enumerate(samples):
         ends = np.flatnonzero(tokens == tokenizer.eod)
         if len(ends) > 0 and 40 < ends[0] < SEQUENCE_LENGTH - 40:
-            break
-    print(f"   sample {number} holds {len(ends)} document ends; around the first:")
-    text = tokenizer.decode(tokens[ends[0] - 40 : ends[0] + 40])
-    for line in text.replace(EOD, f"\n==== {EOD} ====\n").splitlines():
-        print(f"   | {line}")
-
-
-if __name__ == "__main__":
-    run_demo(os.curdir)
+            print(f"   sample {number} has {len(ends)} document ends; around the first:")
+            text = tokenizer.decode(tokens[ends[0] - 40 : ends[0] + 40])
+            text = text.replace(EOD, f"\n==== {EOD} ====\n")
+            print(textwrap.indent(text, "   | ", lambda line: True))
+            return

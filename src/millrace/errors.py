@@ -8,6 +8,7 @@
     └── ResumeError
 
     DuplicateDataWarning  a UserWarning
+    ViewChangeWarning     a UserWarning
 
 Each message gives the place, the value, the limit and the remedy.
 """
@@ -39,3 +40,7 @@ class ResumeError(MillraceError):
 
 class DuplicateDataWarning(UserWarning):
     """A blend that holds the same data twice, and so draws the same samples twice."""
+
+
+class ViewChangeWarning(UserWarning):
+    """A saved state whose masks or padding have changed since; the tokens are the same."""

@@ -166,6 +166,23 @@ def file_lock(path: str, *, wait: bool = True, limit: float | None = None) -> It
             os.close(descriptor)
 
 
+@contextlib.contextmanager
+def writers_lock(lock: str, *paths: str, limit: float | None = None) -> Iterator[bool]:
+    """Holds a lock, and removes what writers of these files that died have left; see `file_lock`.
+
+    Args:
+        lock: Path of the lock.
+        paths: Paths of the files.
+        limit: Seconds to wait for the lock; None: no limit.
+    """
+    with file_lock(lock, limit=limit) as is_held:
+        if is_held:  # else a temporary may be a living writer's
+            for temporary in temporaries_of(*paths):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(temporary)
+        yield is_held
+
+
 _held: set[int] = set()  # the descriptors of this process's locks
 
 

@@ -1,4 +1,4 @@
-"""torch at the edge: tensors, and processes that torch.distributed connects."""
+"""torch at the edge: tensors, and the ranks of torch.distributed."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ T = TypeVar("T")
 
 
 def to_tensors(batch: dict[str, NDArray[Any]]) -> dict[str, torch.Tensor]:
-    """A batch's arrays as torch tensors that share their memory. Pass it as a loader's `transform`.
+    """A batch as torch tensors that share its memory; pass it as a loader's `transform`.
 
     Args:
-        batch: arrays of any shape, int64 or float32.
+        batch: Arrays of any shape, int64 or float32.
 
     Returns:
         CPU tensors of the same shapes and dtypes.
@@ -39,56 +39,65 @@ def build_datasets(
     group: distributed.ProcessGroup | None = None,
     wait_limit: float | None = None,
 ) -> Datasets:
-    """`millrace.build_datasets` on every rank: the indices are built first, then mapped by all.
+    """`millrace.build_datasets` on every rank: some ranks build the indices, then all map them.
 
-    Every rank of the group must call it. Where torch.distributed is not initialised it is the same
-    as `millrace.build_datasets`.
+    Every rank of the group must call it. Without an initialised torch.distributed it is
+    `millrace.build_datasets`.
 
     Args:
-        config: with a cache folder, so that what is built reaches the others.
-        builders: "one": rank 0 builds, for a cache folder that all share; "one per node": the rank
-            with local_rank 0 of each node does, for cache folders on local disks.
-        local_rank: of this process on its node; needed for "one per node".
-        group: None: all ranks.
+        config: The configuration, with a cache folder that carries the indices to other ranks.
+        builders: "one": rank 0 builds, for a cache folder that all ranks share; "one per node":
+            local_rank 0 of each node builds, for cache folders on local disks.
+        local_rank: Rank of this process on its node; required for "one per node".
+        group: Process group; None: all ranks.
         wait_limit: Seconds to wait for other processes that build the same; None: no limit.
 
     Raises:
-        What `millrace.build_datasets` raises on any rank is raised on every rank: none is left
-        waiting. Where Ctrl-C or `sys.exit` ends one, the others raise a MillraceError.
+        An error of `millrace.build_datasets` on any rank is raised on every rank, so that none
+        waits for ever. If Ctrl-C or `sys.exit` ends one rank, the others raise a MillraceError.
     """
     if builders not in ("one", "one per node"):
         raise ConfigError(f"builders is {builders!r}; 'one' or 'one per node' is possible")
     if builders == "one per node" and local_rank is None:
-        raise ConfigError("one builder per node needs to know which rank that is: give local_rank")
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return _build_datasets(config, wait_limit=wait_limit)
-    rank = distributed.get_rank(group) if builders == "one" else local_rank
+        raise ConfigError("one builder per node needs the rank on the node: give local_rank")
+    rank = distributed_rank(group) if builders == "one" else local_rank
     return first_then_rest(lambda: _build_datasets(config, wait_limit=wait_limit), rank == 0, group)
+
+
+def distributed_rank(group: distributed.ProcessGroup | None = None) -> int | None:
+    """The rank of this process; None without an initialised torch.distributed."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return None
+    rank: int = distributed.get_rank(group)
+    return rank
 
 
 def first_then_rest(
     work: Callable[[], T], is_first: bool, group: distributed.ProcessGroup | None = None
 ) -> T:
-    """Does work on the first ranks, then on all others; an error is raised on every rank.
+    """Does work on the first ranks, then on all others.
 
-    So is an end by Ctrl-C or `sys.exit` on one rank: as a MillraceError on the others.
+    An error on one rank is raised on every rank. Ctrl-C or `sys.exit` on one rank is a
+    MillraceError on the others. Without an initialised torch.distributed, just does the work.
     """
     return _in_turns(work, (is_first, not is_first), group)
 
 
 def together(work: Callable[[], T], group: distributed.ProcessGroup | None = None) -> T:
-    """Does work on each rank, and waits for all; errors are as in `first_then_rest`."""
+    """Does work on all ranks at once and waits for all; errors are as in `first_then_rest`."""
     return _in_turns(work, (True,), group)
 
 
 def _in_turns(
     work: Callable[[], T], turns: tuple[bool, ...], group: distributed.ProcessGroup | None
 ) -> T:
-    """Does work in the turn that is this rank's, and waits for all at the end of each."""
+    """Does work in this rank's turn; all ranks exchange errors at the end of each turn."""
+    if distributed_rank() is None:
+        return work()
     result: T | None = None
     interrupt: BaseException | None = None
     for is_ours in turns:
-        error = interrupt  # what came while we waited: the others learn of it at the next exchange
+        error = interrupt  # The other ranks learn of it in the next exchange.
         if is_ours and error is None:
             try:
                 result = work()
@@ -110,24 +119,23 @@ def _in_turns(
 def _exchange(
     error: BaseException | None, group: distributed.ProcessGroup | None
 ) -> tuple[list[Exception | None], BaseException | None]:
-    """(The errors of all ranks, what a Ctrl-C meanwhile has led to).
+    """The errors of all ranks, and what a Ctrl-C during the exchange raised.
 
-    A rank that left in the middle would leave the others waiting.
+    Ctrl-C waits for the end of the exchange: a rank that left early would block the others.
     """
     errors: list[Any] = [None] * distributed.get_world_size(group)
-    is_main = threading.current_thread() is threading.main_thread()
-    pressed: list[int] = []
-    before = signal.getsignal(signal.SIGINT)
-    is_held = is_main and callable(before)
+    signals: list[int] = []
+    handler = signal.getsignal(signal.SIGINT)
+    is_held = threading.current_thread() is threading.main_thread() and callable(handler)
     if is_held:
-        signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+        signal.signal(signal.SIGINT, lambda number, _: signals.append(number))
     try:
         distributed.all_gather_object(errors, _portable(error, group), group=group)
     finally:
         if is_held:
-            signal.signal(signal.SIGINT, before)
+            signal.signal(signal.SIGINT, handler)
     try:
-        if pressed:
+        if signals:
             signal.raise_signal(signal.SIGINT)
     except BaseException as interrupt:
         return errors, interrupt
@@ -137,7 +145,7 @@ def _exchange(
 def _portable(
     error: BaseException | None, group: distributed.ProcessGroup | None
 ) -> Exception | None:
-    """The error without what only its own process can hold; errors are sent by pickle."""
+    """The error in a form that pickle can send to other processes."""
     if error is not None and not isinstance(error, Exception):
         rank = distributed.get_rank(group)
         return MillraceError(f"rank {rank} was stopped by {error!r}; so every rank stops")

@@ -1,4 +1,4 @@
-"""Sets of arrays in a folder: published whole, found again, never used where they do not fit."""
+"""Array sets in a folder: published atomically, loaded again, never used for other inputs."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def name_of(key: int) -> str:
     return arrays.fingerprint(key)
 
 
-def assert_holds(found: arrays.ArraySet, key: int = 1) -> None:
-    assert found.damage(contents=True) == []
+def assert_holds(array_set: arrays.ArraySet, key: int = 1) -> None:
+    assert array_set.damage(contents=True) == []
     for name, array in content(key).items():
-        np.testing.assert_array_equal(found[name], array, strict=True)
+        np.testing.assert_array_equal(array_set[name], array, strict=True)
 
 
 def stamps(folder: Path) -> dict[str, tuple[int, int]]:
-    """Inode and time of every file."""
+    """Inode and modification time of every file."""
     stats = {path.name: path.stat() for path in folder.iterdir()}
     return {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in stats.items()}
 
@@ -70,56 +70,56 @@ def files_of(folder: Path, key: int = 1) -> list[Path]:
     return [record, *(Path(arrays.array_path(str(folder), name_of(key), n)) for n in FORMS)]
 
 
-# ---- what is there ----
+# ---- building and loading ----
 
 
-def test_a_set_is_built_once_and_found_again(tmp_path: Path) -> None:
-    found, is_built = load_or_build(tmp_path / "deep" / "cache")
+def test_a_set_is_built_once_and_then_loaded(tmp_path: Path) -> None:
+    array_set, is_built = load_or_build(tmp_path / "deep" / "cache")
     assert is_built
-    assert_holds(found)
+    assert_holds(array_set)
     before = stamps(tmp_path / "deep" / "cache")
-    found, is_built = load_or_build(tmp_path / "deep" / "cache")
+    array_set, is_built = load_or_build(tmp_path / "deep" / "cache")
     assert not is_built
-    assert_holds(found)
+    assert_holds(array_set)
     assert stamps(tmp_path / "deep" / "cache") == before
-    assert set(before) == {path.name for path in files_of(tmp_path)}  # no lock, no temporary
+    assert set(before) == {path.name for path in files_of(tmp_path)}  # no lock or temporary
 
 
 def test_arrays_are_plain_npy_files(tmp_path: Path) -> None:
-    found, _ = load_or_build(tmp_path)
+    array_set, _ = load_or_build(tmp_path)
     for name, array in content(1).items():
-        loaded = np.load(found.path(name), allow_pickle=False)
+        loaded = np.load(array_set.path(name), allow_pickle=False)
         np.testing.assert_array_equal(loaded, array, strict=True)
         np.save(tmp_path / "numpys", array)
-        assert (tmp_path / "numpys.npy").read_bytes() == Path(found.path(name)).read_bytes()
+        assert (tmp_path / "numpys.npy").read_bytes() == Path(array_set.path(name)).read_bytes()
 
 
 def test_arrays_are_read_only(tmp_path: Path) -> None:
-    found, _ = load_or_build(tmp_path)
+    array_set, _ = load_or_build(tmp_path)
     with pytest.raises(ValueError, match="read-only"):
-        found["rows"][0] = 1
+        array_set["rows"][0] = 1
 
 
 def test_other_keys_are_other_sets(tmp_path: Path) -> None:
     for key in (1, 2, 3):
         assert load_or_build(tmp_path, key)[1]
     for key in (1, 2, 3):
-        found, is_built = load_or_build(tmp_path, key)
+        array_set, is_built = load_or_build(tmp_path, key)
         assert not is_built
-        assert_holds(found, key)
+        assert_holds(array_set, key)
 
 
 @pytest.mark.parametrize("key", [{"a": [1, None]}, {"a": [1.0, None]}, {"a": ["1"]}, [], None, {}])
-def test_names_tell_keys_apart(key: Any) -> None:
+def test_different_keys_have_different_names(key: Any) -> None:
     assert arrays.fingerprint(key) == arrays.fingerprint(json.loads(json.dumps(key)))
     others = [{"a": [2, None]}, {"b": [1, None]}, [[]], 0, ""]
     assert arrays.fingerprint(key) not in map(arrays.fingerprint, others)
 
 
 def test_a_set_survives_pickling(tmp_path: Path) -> None:
-    found, _ = load_or_build(tmp_path)
-    assert len(pickle.dumps(found)) < 2000
-    assert_holds(pickle.loads(pickle.dumps(found)))
+    array_set, _ = load_or_build(tmp_path)
+    assert len(pickle.dumps(array_set)) < 2000
+    assert_holds(pickle.loads(pickle.dumps(array_set)))
 
 
 def test_rows_that_do_not_fit_are_refused(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_rows_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-# ---- what does not fit ----
+# ---- damage and foreign files ----
 
 
 def cut_half(data: bytes) -> bytes:
@@ -139,13 +139,13 @@ def cut_half(data: bytes) -> bytes:
 
 
 def flip(place: float) -> Callable[[bytes], bytes]:
-    """Changes one byte, at a share of the length."""
+    """Flips a bit of the byte at a place given as a share of the length."""
 
-    def flipped(data: bytes) -> bytes:
+    def change(data: bytes) -> bytes:
         at = min(int(len(data) * place), len(data) - 1)
         return data[:at] + bytes([data[at] ^ 0x01]) + data[at + 1 :]
 
-    return flipped
+    return change
 
 
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
@@ -170,26 +170,26 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("file", [0, 1, 2])
-def test_damage_is_found_and_mended(tmp_path: Path, file: int, damage: str) -> None:
+def test_a_damaged_set_is_built_again(tmp_path: Path, file: int, damage: str) -> None:
     load_or_build(tmp_path)
     path = files_of(tmp_path)[file]
     path.write_bytes(DAMAGES[damage](path.read_bytes()))
-    found, is_built = load_or_build(tmp_path)
+    array_set, is_built = load_or_build(tmp_path)
     assert is_built
-    assert_holds(found)
+    assert_holds(array_set)
     assert not load_or_build(tmp_path)[1]
 
 
 @pytest.mark.parametrize("file", [0, 1, 2, 3])
-def test_a_missing_file_is_made_again(tmp_path: Path, file: int) -> None:
+def test_a_set_with_a_missing_file_is_built_again(tmp_path: Path, file: int) -> None:
     load_or_build(tmp_path)
     files_of(tmp_path)[file].unlink()
-    found, is_built = load_or_build(tmp_path)
+    array_set, is_built = load_or_build(tmp_path)
     assert is_built
-    assert_holds(found)
+    assert_holds(array_set)
 
 
-def test_every_byte_of_a_record_counts(tmp_path: Path) -> None:
+def test_any_damaged_byte_of_a_record_is_detected(tmp_path: Path) -> None:
     load_or_build(tmp_path)
     record = files_of(tmp_path)[0]
     data = record.read_bytes()
@@ -200,35 +200,35 @@ def test_every_byte_of_a_record_counts(tmp_path: Path) -> None:
         assert arrays.load(str(tmp_path), name_of(1)) is None, at
 
 
-def test_every_byte_of_a_small_array_counts(tmp_path: Path) -> None:
+def test_any_damaged_byte_of_a_small_array_is_detected(tmp_path: Path) -> None:
     forms: dict[str, Any] = {"numbers": (np.int64, (40,))}
 
     def write(writers: Mapping[str, arrays.ArrayWriter]) -> None:
         writers["numbers"].write(0, np.arange(40))
 
-    found, _ = arrays.load_or_build(str(tmp_path), "name", 1, lambda: forms, write)
-    path = Path(found.path("numbers"))
+    array_set, _ = arrays.load_or_build(str(tmp_path), "name", 1, lambda: forms, write)
+    path = Path(array_set.path("numbers"))
     data = path.read_bytes()
     for at in range(len(data)):
         path.write_bytes(data[:at] + bytes([data[at] ^ (1 << at % 8)]) + data[at + 1 :])
-        opened = arrays.load(str(tmp_path), "name")
-        assert opened is not None
-        assert len(opened.damage()) == 1, at
+        damaged_set = arrays.load(str(tmp_path), "name")
+        assert damaged_set is not None
+        assert len(damaged_set.damage()) == 1, at
 
 
-def test_damage_in_the_middle_of_a_large_array_is_found_by_its_checksum(tmp_path: Path) -> None:
-    """A start looks at the ends alone; `millrace cache check` reads everything."""
-    found, _ = load_or_build(tmp_path)
-    path = Path(found.path("rows"))
+def test_the_checksum_detects_damage_in_the_middle_of_a_large_array(tmp_path: Path) -> None:
+    """A start reads only the ends of a file; `millrace cache check` reads everything."""
+    array_set, _ = load_or_build(tmp_path)
+    path = Path(array_set.path("rows"))
     path.write_bytes(flip(0.5)(path.read_bytes()))
-    opened = arrays.load(str(tmp_path), name_of(1))
-    assert opened is not None
-    assert opened.damage() == []
-    assert opened.damage(contents=True) == [f"{path} is damaged: another checksum than recorded"]
+    damaged_set = arrays.load(str(tmp_path), name_of(1))
+    assert damaged_set is not None
+    assert damaged_set.damage() == []
+    assert damaged_set.damage(contents=True) == [f"{path} is damaged: its checksum has changed"]
 
 
-def test_swapped_arrays_of_one_form_are_found(tmp_path: Path) -> None:
-    """Another set's file, whole and of the same dtype and shape."""
+def test_swapped_arrays_of_one_shape_are_detected(tmp_path: Path) -> None:
+    """Each file is intact and has the expected dtype and shape, but is another set's."""
     for key in (1, 2):
         load_or_build(tmp_path, key)
     one, two = files_of(tmp_path, 1)[1], files_of(tmp_path, 2)[1]
@@ -236,82 +236,82 @@ def test_swapped_arrays_of_one_form_are_found(tmp_path: Path) -> None:
     two.rename(one)
     (tmp_path / "saved").rename(two)
     for key in (1, 2):
-        found, is_built = load_or_build(tmp_path, key)
+        array_set, is_built = load_or_build(tmp_path, key)
         assert is_built
-        assert_holds(found, key)
+        assert_holds(array_set, key)
 
 
 def test_another_sets_files_under_this_name_are_not_used(tmp_path: Path) -> None:
     load_or_build(tmp_path, 2)
     for mine, other in zip(files_of(tmp_path, 1), files_of(tmp_path, 2), strict=True):
         other.rename(mine)
-    found, is_built = load_or_build(tmp_path, 1)
+    array_set, is_built = load_or_build(tmp_path, 1)
     assert is_built
-    assert_holds(found, 1)
+    assert_holds(array_set, 1)
 
 
-def test_sets_of_another_logic_are_not_used(
+def test_sets_of_another_logic_version_are_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load_or_build(tmp_path)
     old = name_of(1)
-    monkeypatch.setattr(arrays, "LOGIC_VERSION", arrays.LOGIC_VERSION + 1)
+    monkeypatch.setattr(arrays, "RULES_VERSION", arrays.RULES_VERSION + 1)
     assert name_of(1) != old
     assert load_or_build(tmp_path)[1]
-    # Neither by its name, where an old one should lie there.
+    # Nor is the old set loaded under its old name.
     assert arrays.load(str(tmp_path), old) is None
 
 
 def test_damage_after_loading_is_a_clear_error(tmp_path: Path) -> None:
     load_or_build(tmp_path)
-    found = arrays.load(str(tmp_path), name_of(1))
-    assert found is not None
-    path = Path(found.path("numbers"))
+    array_set = arrays.load(str(tmp_path), name_of(1))
+    assert array_set is not None
+    path = Path(array_set.path("numbers"))
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(DataError, match=r"numbers.npy is not the array uint32 \[5000\]"):
-        found["numbers"]
+        array_set["numbers"]
     path.unlink()
     with pytest.raises(DataError, match=r"numbers.npy is missing"):
-        found["numbers"]
+        array_set["numbers"]
 
 
-def test_half_written_files_of_the_dead_are_no_obstacle(tmp_path: Path) -> None:
+def test_half_written_files_of_dead_processes_are_replaced(tmp_path: Path) -> None:
     for path in files_of(tmp_path):
         Path(f"{path}.tmp").write_bytes(b"half")
-    (tmp_path / f"{name_of(1)}.lock").write_bytes(b"")  # nobody holds it
-    found, is_built = load_or_build(tmp_path)
+    (tmp_path / f"{name_of(1)}.lock").write_bytes(b"")  # no process holds it
+    array_set, is_built = load_or_build(tmp_path)
     assert is_built
-    assert_holds(found)
+    assert_holds(array_set)
     assert set(stamps(tmp_path)) == {path.name for path in files_of(tmp_path)}
 
 
-# ---- many at once ----
+# ---- several processes ----
 
 
 @contextlib.contextmanager
-def processes(count: int, target: Callable[..., None], *given: Any) -> Iterator[list[Any]]:
-    made = [FORK.Process(target=target, args=(number, *given)) for number in range(count)]
-    for process in made:
+def processes(count: int, target: Callable[..., None], *arguments: Any) -> Iterator[list[Any]]:
+    children = [FORK.Process(target=target, args=(number, *arguments)) for number in range(count)]
+    for process in children:
         process.start()
     try:
-        yield made
+        yield children
     finally:
-        for process in made:
+        for process in children:
             process.join(60)
             if process.is_alive():
                 process.kill()
                 process.join()
 
 
-def _load_and_tell(number: int, folder: Path, out: Any) -> None:
-    found, is_built = load_or_build(folder)
-    assert_holds(found)
+def _load_and_report(number: int, folder: Path, out: Any) -> None:
+    array_set, is_built = load_or_build(folder)
+    assert_holds(array_set)
     out.put(is_built)
 
 
 def test_one_of_many_processes_builds(tmp_path: Path) -> None:
     out = FORK.Queue()
-    with processes(8, _load_and_tell, tmp_path, out):
+    with processes(8, _load_and_report, tmp_path, out):
         assert sorted(out.get(timeout=60) for _ in range(8)) == [False] * 7 + [True]
 
 
@@ -336,11 +336,11 @@ def _build_and_stop(number: int, folder: Path, stopped: Any) -> None:
     arrays.load_or_build(str(folder), name_of(1), 1, lambda: FORMS, write)
 
 
-def test_the_death_of_the_builder_frees_the_lock(tmp_path: Path) -> None:
+def test_a_killed_builder_releases_its_lock(tmp_path: Path) -> None:
     stopped, out = FORK.Queue(), FORK.Queue()
     with processes(1, _build_and_stop, tmp_path, stopped):
         builder = stopped.get(timeout=60)
-        with processes(3, _load_and_tell, tmp_path, out):
+        with processes(3, _load_and_report, tmp_path, out):
             assert arrays.load(str(tmp_path), name_of(1)) is None
             assert out.empty()
             os.kill(builder, signal.SIGKILL)
@@ -360,36 +360,36 @@ def test_an_error_of_the_builder_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])
-def test_nothing_gets_its_name_before_it_is_on_disk(
+def test_files_are_flushed_before_they_are_renamed(
     is_damaged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The order of what is flushed and renamed; the real calls are made."""
-    done: list[tuple[str, str]] = []
+    """The order of fsync and rename calls; the real calls are made, too."""
+    steps: list[tuple[str, str]] = []
     flush, rename = os.fsync, os.rename
 
-    def watched_flush(descriptor: int) -> None:
-        done.append(("flush", os.readlink(f"/proc/self/fd/{descriptor}")))
+    def flush_and_note(descriptor: int) -> None:
+        steps.append(("flush", os.readlink(f"/proc/self/fd/{descriptor}")))
         flush(descriptor)
 
-    def watched_rename(source: str, target: str) -> None:
-        assert ("flush", source) in done
-        done.append(("rename", target))
+    def rename_and_note(source: str, target: str) -> None:
+        assert ("flush", source) in steps
+        steps.append(("rename", target))
         rename(source, target)
 
     if is_damaged:
         load_or_build(tmp_path)
         os.truncate(files_of(tmp_path)[1], 10)
-    monkeypatch.setattr(os, "fsync", watched_flush)
-    monkeypatch.setattr(os, "rename", watched_rename)
+    monkeypatch.setattr(os, "fsync", flush_and_note)
+    monkeypatch.setattr(os, "rename", rename_and_note)
     assert load_or_build(tmp_path)[1]
     record, *paths = map(str, files_of(tmp_path))
     folder = ("flush", str(tmp_path))
-    published = [step for step in done if step[0] == "rename" or step == folder]
+    publication = [step for step in steps if step[0] == "rename" or step == folder]
     names = [("rename", path) for path in paths]
-    assert published == [*names, folder, ("rename", record), folder]
+    assert publication == [*names, folder, ("rename", record), folder]
 
 
-def test_what_a_dead_builder_left_is_removed_by_the_next(tmp_path: Path) -> None:
+def test_the_next_builder_removes_the_leftovers_of_a_dead_one(tmp_path: Path) -> None:
     for path in files_of(tmp_path):
         Path(temporary_name(str(path))).touch()
     other = Path(temporary_name(str(files_of(tmp_path, 2)[0])))

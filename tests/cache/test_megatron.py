@@ -1,4 +1,4 @@
-"""Cache files: written whole, loaded only where they fit, built by one process of many."""
+"""Megatron-LM's cache files: written atomically, loaded only if they fit, built by one process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent.parent
 def make(
     folder: Path, *, sequence_length: int = 4, num_samples: int | None = 20, **options: Any
 ) -> tuple[cache.CacheSet, dict[str, Any], Callable[[dict[str, Any]], None]]:
-    """A set, its arrays and the check that fits them."""
+    """A cache set, its arrays, and the check that they pass."""
     seed, lengths = options.pop("seed", 3), options.pop("lengths", LENGTHS)
     plan = plan_gpt(int(lengths.sum()), num_samples, sequence_length, **options)
     arrays = cache.gpt_arrays(build_gpt_indices(lengths, (0, len(lengths)), plan, seed))
@@ -42,7 +42,7 @@ def make(
         tokenizer={"name": "τ"},
     )
     files = cache.cache_set(str(folder), identifiers, "valid", cache.GPT_ARRAYS)
-    return files, arrays, lambda found: cache.check_gpt_arrays(found, plan, len(lengths), lengths)
+    return files, arrays, lambda loaded: cache.check_gpt_arrays(loaded, plan, len(lengths), lengths)
 
 
 def damage_cut(path: Path) -> None:
@@ -65,7 +65,7 @@ def damage_gone(path: Path) -> None:
     path.unlink()
 
 
-def test_the_description_is_json_and_names_the_set(tmp_path: Path) -> None:
+def test_the_description_is_json_and_describes_the_set(tmp_path: Path) -> None:
     files, arrays, check = make(tmp_path / "deep" / "cache")
     cache.save(files, arrays)
     assert files.stem.endswith("-GPTDataset-valid")
@@ -117,19 +117,19 @@ def test_a_damaged_set_is_built_again(
         {"lengths": np.append(LENGTHS[:-1], LENGTHS[-1] + 1)},
     ],
 )
-def test_the_set_of_other_options_or_data_does_not_fit(
+def test_a_set_of_other_options_or_data_does_not_fit(
     other: dict[str, Any], seed: int, tmp_path: Path
 ) -> None:
-    """Megatron-LM's names do not tell them apart; where their rows differ, the check does.
+    """Arrays of other options or data under this set's name: the check rejects other rows.
 
-    Without the extra token a row may name the end of one document, and with it the start of the
-    next: the samples are the same then.
+    Without the extra token a row may be the end of one document, and with it the start of the next:
+    the samples are then the same.
     """
     options: dict[str, Any] = {"num_samples": None, "sequence_length": 5, "seed": seed}
     files, arrays, check = make(tmp_path, **options)
-    _, found, _ = make(tmp_path, **(options | other))
-    cache.save(files, found)
-    if np.array_equal(found["sample_index"], arrays["sample_index"]):
+    _, other_arrays, _ = make(tmp_path, **(options | other))
+    cache.save(files, other_arrays)
+    if np.array_equal(other_arrays["sample_index"], arrays["sample_index"]):
         cache.load(files, check)
     else:
         with pytest.raises(DataError):
@@ -137,8 +137,8 @@ def test_the_set_of_other_options_or_data_does_not_fit(
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_what_was_built_fits(seed: int, tmp_path: Path) -> None:
-    """Of every plan, with empty sequences at the end and without."""
+def test_a_new_set_passes_its_check(seed: int, tmp_path: Path) -> None:
+    """For any plan; some of the sequences are empty."""
     random = np.random.default_rng(seed)
     files, arrays, check = make(
         tmp_path,
@@ -182,7 +182,7 @@ def test_a_cache_that_cannot_be_written_is_an_os_error(tmp_path: Path) -> None:
 
 
 def test_threads_load_at_once(tmp_path: Path) -> None:
-    """On Python 3.11 NumPy alone fails here, every few hundred loads."""
+    """On Python 3.11 a plain `numpy.load` fails every few hundred loads."""
     files, arrays, check = make(tmp_path)
     cache.save(files, arrays)
     with ThreadPoolExecutor(8) as pool:
@@ -206,7 +206,7 @@ for seed in range(20):
 
 
 @pytest.mark.parametrize("has_locks", [True, False])
-def test_processes_that_build_one_set_all_get_it(has_locks: bool, tmp_path: Path) -> None:
+def test_processes_that_build_the_same_set_all_load_it(has_locks: bool, tmp_path: Path) -> None:
     environment = dict(os.environ) if has_locks else no_flock(tmp_path)
     processes = [
         subprocess.Popen(
@@ -225,11 +225,11 @@ def test_processes_that_build_one_set_all_get_it(has_locks: bool, tmp_path: Path
         for process in processes:
             process.kill()
             process.communicate()
-    left = [path.name for path in (tmp_path / "cache").iterdir()]
-    assert len(left) == 20 * 4, sorted(left)
+    names = [path.name for path in (tmp_path / "cache").iterdir()]
+    assert len(names) == 20 * 4, sorted(names)
 
 
-def test_what_a_dead_builder_left_is_removed(tmp_path: Path) -> None:
+def test_leftovers_of_a_dead_builder_are_removed(tmp_path: Path) -> None:
     files, arrays, check = make(tmp_path)
     for path in (files.path("sample_index"), files.description_path):
         Path(temporary_name(path)).touch()

@@ -1,4 +1,4 @@
-"""Numbers, flags and arrays from callers: of any exact type the same result, of others an error."""
+"""Numbers, flags and arrays from callers: any exact type gives the same result, others an error."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from millrace.order import (
 
 Make = Callable[..., IndexedDataset]
 INTEGERS = [np.dtype(code) for code in "bBhHiIlLqQ"]
-NO_COUNTS = (2.0, 10 / 4, np.float64(3), True, np.True_, "3", None, [3], 1j)
-NO_FLAGS = (0, 1, None, "no", np.int64(1))
+INVALID_COUNTS = (2.0, 10 / 4, np.float64(3), True, np.True_, "3", None, [3], 1j)
+INVALID_FLAGS = (0, 1, None, "no", np.int64(1))
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def dataset(data: IndexedDataset) -> GPTDataset:
     return GPTDataset(data, sequence_length=8, seed=3, num_samples=50)
 
 
-# ---- one result for all integer types ----
+# ---- the same result for all integer types ----
 
 
 def test_many_samples_do_not_overflow_32_bits(make_dataset: Make) -> None:
@@ -68,7 +68,7 @@ def test_many_samples_do_not_overflow_32_bits(make_dataset: Make) -> None:
 
 @settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(draw=st.data())
-def test_a_run_of_any_integer_types_is_the_same(data: IndexedDataset, draw: st.DataObject) -> None:
+def test_integer_types_do_not_change_a_run(data: IndexedDataset, draw: st.DataObject) -> None:
     def any_type(number: int) -> Any:
         return draw.draw(st.sampled_from(INTEGERS)).type(number)
 
@@ -98,7 +98,7 @@ def test_a_run_of_any_integer_types_is_the_same(data: IndexedDataset, draw: st.D
     assert run(any_type, np.bool_) == run(int, bool)
 
 
-def test_a_blend_of_numpys_numbers_is_the_same(make_dataset: Make) -> None:
+def test_numpy_weights_give_the_same_blend(make_dataset: Make) -> None:
     parts = [
         GPTDataset(make_dataset([300], name=f"part{i}"), sequence_length=8, seed=i, num_samples=40)
         for i in range(3)
@@ -116,7 +116,7 @@ def test_a_blend_of_numpys_numbers_is_the_same(make_dataset: Make) -> None:
         assert text == json.dumps(Loader(one, micro_batch_size=1).state_dict())
 
 
-def test_a_configuration_holds_pythons_numbers(make_dataset: Make, tmp_path: Path) -> None:
+def test_a_configuration_holds_python_numbers(make_dataset: Make, tmp_path: Path) -> None:
     prefix = make_dataset([300, 200]).prefix
     plain: dict[str, Any] = {
         "sequence_length": 8,
@@ -151,14 +151,14 @@ def test_a_configuration_holds_pythons_numbers(make_dataset: Make, tmp_path: Pat
     assert texts[0] == texts[1]
     cached = [dataclasses.replace(config, cache=tmp_path / "cache") for config in configs]
     states = [
-        json.dumps(Loader(built, micro_batch_size=1).state_dict())
+        json.dumps(Loader(train, micro_batch_size=1).state_dict())
         for config in (*configs, *cached)
-        for built in [build_datasets(config).train]
+        for train in [build_datasets(config).train]
     ]
     assert len(set(states)) == 1
 
 
-def test_orders_of_numpys_numbers_are_the_same() -> None:
+def test_numpy_numbers_give_the_same_order() -> None:
     assert plan_gpt(np.int32(10**6), np.int32(3 * 10**6), np.int32(1024)) == plan_gpt(
         10**6, 3 * 10**6, 1024
     )
@@ -171,41 +171,41 @@ def test_orders_of_numpys_numbers_are_the_same() -> None:
         (blend_exhaustively(np.array([100, 100], np.uint8)), blend_exhaustively([100, 100])),
     ):
         assert all(map(np.array_equal, left, right))
-    # In float32, 0.1 of 10,000,019 would be another number.
+    # In float32, 0.1 * 10,000,019 would be rounded to another number.
     assert split_ranges(np.int32(10_000_019), [(0, np.float32(0.1)), None, None]) == split_ranges(
         10_000_019, [(0, float(np.float32(0.1))), None, None]
     )
 
 
-# ---- what is refused, when the object is made ----
+# ---- refusals when an object is made ----
 
 
-@pytest.mark.parametrize("value", NO_COUNTS)
+@pytest.mark.parametrize("value", INVALID_COUNTS)
 @pytest.mark.parametrize(
     "name", ["sequence_length", "seed", "num_samples", "eod_token", "pad_token", "sequences"]
 )
-def test_a_dataset_refuses_what_is_no_count(data: IndexedDataset, name: str, value: Any) -> None:
+def test_a_dataset_refuses_invalid_counts(data: IndexedDataset, name: str, value: Any) -> None:
     if value is None and name in ("num_samples", "eod_token", "pad_token", "sequences"):
         return
     options = {"sequence_length": 8, "seed": 3, name: value}
     if name == "sequences":
         options[name] = (0, value)
-    shown = "seed is|an end of the range of sequences is" if name in ("seed", "sequences") else name
-    with pytest.raises(ConfigError, match=f"{shown}.*a whole number is needed"):
+    place = "seed is|an end of the range of sequences is" if name in ("seed", "sequences") else name
+    with pytest.raises(ConfigError, match=f"{place}.*a whole number is needed"):
         GPTDataset(data, **options)
 
 
-@pytest.mark.parametrize("value", NO_COUNTS)
+@pytest.mark.parametrize("value", INVALID_COUNTS)
 @pytest.mark.parametrize(
     "name", ["micro_batch_size", "data_parallel_rank", "data_parallel_size", "consumed_samples"]
 )
-def test_a_loader_refuses_what_is_no_count(dataset: GPTDataset, name: str, value: Any) -> None:
+def test_a_loader_refuses_invalid_counts(dataset: GPTDataset, name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"{name} is .*; a whole number is needed"):
         Loader(dataset, **{"micro_batch_size": 2, name: value})
 
 
-@pytest.mark.parametrize("value", NO_COUNTS)
-def test_other_functions_refuse_what_is_no_count(dataset: GPTDataset, value: Any) -> None:
+@pytest.mark.parametrize("value", INVALID_COUNTS)
+def test_other_functions_refuse_invalid_counts(dataset: GPTDataset, value: Any) -> None:
     sampler = SequentialSampler(50, micro_batch_size=2)
     calls: list[Callable[[], Any]] = [
         lambda: sampler.has_step(value),
@@ -227,8 +227,8 @@ def test_other_functions_refuse_what_is_no_count(dataset: GPTDataset, value: Any
             raise AssertionError(f"call {number} gave {call()}")
 
 
-@pytest.mark.parametrize("value", NO_FLAGS)
-def test_flags_are_bools(data: IndexedDataset, dataset: GPTDataset, value: Any) -> None:
+@pytest.mark.parametrize("value", INVALID_FLAGS)
+def test_flags_must_be_bools(data: IndexedDataset, dataset: GPTDataset, value: Any) -> None:
     for name in (
         "add_extra_token",
         "reset_position_ids",
@@ -247,7 +247,7 @@ def test_flags_are_bools(data: IndexedDataset, dataset: GPTDataset, value: Any) 
 
 
 @pytest.mark.parametrize("token", [2**63, -(2**63) - 1, 1.0])
-def test_a_token_has_64_bits(data: IndexedDataset, token: Any) -> None:
+def test_tokens_beyond_64_bits_are_refused(data: IndexedDataset, token: Any) -> None:
     for name in ("eod_token", "pad_token"):
         with pytest.raises(ConfigError, match=f"{name} is"):
             GPTDataset(data, **{"sequence_length": 8, "seed": 3, name: token})
@@ -257,7 +257,7 @@ def test_a_token_has_64_bits(data: IndexedDataset, token: Any) -> None:
     "sequences",
     [(5, 2), (-1, 3), (0, 6), (6, 6), (0, 2**63), (0,), (0, 1, 2), 5, "01", (0, 10**5000)],
 )
-def test_a_range_that_is_none_is_refused(data: IndexedDataset, sequences: Any) -> None:
+def test_invalid_ranges_are_refused(data: IndexedDataset, sequences: Any) -> None:
     with pytest.raises(ConfigError, match="the range of sequences is") as caught:
         GPTDataset(data, sequence_length=8, seed=3, sequences=sequences)
     assert len(str(caught.value)) < 1000
@@ -288,7 +288,7 @@ def test_numbers_beyond_all_limits_are_refused(
         assert len(str(caught.value)) < 1000
 
 
-def test_weights_that_are_none_are_refused(dataset: GPTDataset) -> None:
+def test_invalid_weights_are_refused(dataset: GPTDataset) -> None:
     for weights in (["1"], [True], [None], [1j], [[1.0]], "1", [Decimal("NaN")], [10**400], [-1.0]):
         with pytest.raises(ConfigError, match="weight"):
             BlendedDataset([dataset], weights, 5)  # type: ignore[arg-type]
@@ -302,11 +302,11 @@ def test_weights_that_are_none_are_refused(dataset: GPTDataset) -> None:
             )
 
 
-# ---- arrays in any form ----
+# ---- arrays in any layout ----
 
 
 def forms(numbers: np.ndarray) -> dict[str, Any]:
-    """The same numbers as arrays of other layouts and types, and as lists."""
+    """The same numbers as arrays of other layouts and dtypes, and as sequences."""
     read_only = numbers.copy()
     read_only.setflags(write=False)
     dtype = numbers.dtype
@@ -332,12 +332,12 @@ def test_a_batch_takes_numbers_in_any_form(dataset: GPTDataset, form: str) -> No
     numbers = np.array([3, 1, 4, 1, 5, 9])
     blended = BlendedDataset([dataset, dataset], [0.5, 0.5], 50)
     for source in (dataset, blended):
-        expected, found = source.batch(numbers), source.batch(forms(numbers)[form])
+        expected, batch = source.batch(numbers), source.batch(forms(numbers)[form])
         for name in expected:
-            assert np.array_equal(found[name], expected[name])
+            assert np.array_equal(batch[name], expected[name])
 
 
-def test_ranks_may_slice_their_numbers(dataset: GPTDataset) -> None:
+def test_ranks_may_pass_strided_slices(dataset: GPTDataset) -> None:
     ids = np.random.default_rng(0).permutation(len(dataset))
     whole = dataset.batch(ids)["tokens"]
     for rank in range(3):
@@ -349,9 +349,9 @@ def test_an_order_takes_lengths_in_any_form(form: str) -> None:
     lengths = np.array([30, 1, 50, 7, 101], np.int32)
     plan = plan_gpt(int(lengths.sum()), 100, 8)
     expected = build_gpt_indices(lengths, (0, 5), plan, 3)
-    found = build_gpt_indices(forms(lengths)[form], (0, 5), plan, 3)
-    for field in dataclasses.fields(expected):
-        assert np.array_equal(getattr(found, field.name), getattr(expected, field.name))
+    indices = build_gpt_indices(forms(lengths)[form], (0, 5), plan, 3)
+    for name in expected._fields:
+        assert np.array_equal(getattr(indices, name), getattr(expected, name))
     sizes = lengths.astype(np.int64)
     assert all(
         map(np.array_equal, blend_exhaustively(forms(sizes)[form]), blend_exhaustively(sizes))
@@ -359,7 +359,7 @@ def test_an_order_takes_lengths_in_any_form(form: str) -> None:
     assert count_draws(forms(np.array([1, 0, 1], np.int16))[form], 2).tolist() == [1, 2]
 
 
-def test_wrong_arguments_are_no_damaged_data(dataset: GPTDataset) -> None:
+def test_invalid_sample_numbers_are_not_reported_as_damage(dataset: GPTDataset) -> None:
     wrong: list[Any] = [[0.5], [[1]], "1", [None], np.array([2**63], np.uint64), np.zeros(3), 5]
     for numbers in wrong:
         for source in (dataset, BlendedDataset([dataset], [1.0], 20)):
@@ -367,7 +367,7 @@ def test_wrong_arguments_are_no_damaged_data(dataset: GPTDataset) -> None:
                 source.batch(numbers)
 
 
-# ---- any number is a token ----
+# ---- any number can be a token ----
 
 
 @pytest.mark.parametrize("access", ["mmap", "file"])
@@ -393,8 +393,8 @@ def test_without_a_pad_token_every_token_is_trained_on(
 
 @pytest.mark.parametrize("access", ["mmap", "file"])
 @pytest.mark.parametrize("eod_token", [-1, 0, 5])
-def test_what_fills_a_sample_is_no_token(tmp_path: Path, eod_token: int, access: Any) -> None:
-    """Its zeros are masked, end no document, and leave the sample's own zeros alone."""
+def test_padding_is_not_a_token(tmp_path: Path, eod_token: int, access: Any) -> None:
+    """Padding zeros are masked and end no document; the sample's own zeros are trained on."""
     document = [7, eod_token, 0, -1, 8]
     with IndexedDatasetBuilder(tmp_path / "data", np.int32) as builder:
         builder.add_document(document)
@@ -429,39 +429,41 @@ def test_minus_one_can_be_the_pad_token(tmp_path: Path) -> None:
     assert sample["loss_mask"].tolist() == [0, 1, 1, 0]
 
 
-# ---- what is refused when the object is made, not when it is used ----
+# ---- refusals before first use ----
 
 
 @pytest.mark.parametrize(
     "value", [5, 1.5, True, "ab", b"ab", np.float32(2), np.array(1.0), object()]
 )
-def test_a_configuration_of_other_shapes_is_refused(value: Any) -> None:
-    good: dict[str, Any] = {
+def test_options_of_other_types_are_refused(value: Any) -> None:
+    valid: dict[str, Any] = {
         "sequence_length": 8,
         "seed": 1,
         "num_samples": (10, 1, 1),
         "blend": (["p"], None),
         "split": "8,1,1",
     }
-    DatasetConfig(**good)
-    apart = {"blend": None, "split": None}
+    DatasetConfig(**valid)
+    no_blend = {"blend": None, "split": None}
     wrong: list[dict[str, Any]] = [
         {"num_samples": value},
         {"blend": value},
         {"blend": (value, None)},
         {"access": value},
-        apart | {"blend_per_split": value},
-        apart | {"blend_per_split": [value, None, None]},
+        no_blend | {"blend_per_split": value},
+        no_blend | {"blend_per_split": [value, None, None]},
     ]
     if not isinstance(value, str):
         wrong.append({"cache": value})
     for options in wrong:
         with pytest.raises(ConfigError):
-            DatasetConfig(**(good | options))
+            DatasetConfig(**(valid | options))
 
 
 @pytest.mark.parametrize("limit", ["1", True, -1, float("nan"), [1], 1j])
-def test_a_limit_of_waiting_is_seconds(data: IndexedDataset, tmp_path: Path, limit: Any) -> None:
+def test_the_wait_limit_is_a_number_of_seconds(
+    data: IndexedDataset, tmp_path: Path, limit: Any
+) -> None:
     config = DatasetConfig(
         sequence_length=8,
         seed=1,
@@ -475,12 +477,12 @@ def test_a_limit_of_waiting_is_seconds(data: IndexedDataset, tmp_path: Path, lim
     assert build_datasets(config, wait_limit=np.float32(5)).train is not None
 
 
-def test_sample_numbers_in_lists_of_several_lengths_are_refused(dataset: GPTDataset) -> None:
+def test_ragged_sample_numbers_are_refused(dataset: GPTDataset) -> None:
     with pytest.raises(ConfigError, match="sample numbers are"):
         dataset.batch([[0], [0, 1]])
 
 
-def test_a_state_with_a_number_in_the_place_of_a_list_is_refused(dataset: GPTDataset) -> None:
+def test_a_state_with_a_number_instead_of_a_list_is_refused(dataset: GPTDataset) -> None:
     loader = Loader(dataset, micro_batch_size=2)
     state = loader.state_dict()
     state["fingerprint"]["sequences"] = np.float32(2)

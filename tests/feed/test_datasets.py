@@ -1,4 +1,4 @@
-"""Datasets: options, refusals, and damage that the core must find."""
+"""Datasets: options, refusals, and damage that the core must detect."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ def test_a_partial_sample_is_padded_and_masked(tmp_path: Path) -> None:
 
 
 def test_the_count_of_the_partial_sample_is_exact() -> None:
-    """Megatron-LM counts it in 32-bit floats, and finds 11,886 here."""
+    """Megatron-LM counts in 32-bit floats and gets 11,886."""
     from millrace.order import plan_gpt
 
     plan = plan_gpt(24_342_530, None, 2048, drop_last_partial_sequence=False)
     assert plan.num_samples == 11_887
 
 
-def test_negative_and_outside_numbers(make_dataset: Make) -> None:
+def test_negative_and_out_of_range_numbers(make_dataset: Make) -> None:
     dataset = GPTDataset(make_dataset([100]), sequence_length=8, seed=0)
     assert np.array_equal(dataset[-1]["tokens"], dataset[len(dataset) - 1]["tokens"])
     for number in (len(dataset), -len(dataset) - 1):
@@ -103,7 +103,7 @@ def test_negative_and_outside_numbers(make_dataset: Make) -> None:
         ([50], {"eod_mask_loss": True}, "give eod_token"),
     ],
 )
-def test_what_leaves_no_order_is_refused(
+def test_options_without_an_order_are_refused(
     make_dataset: Make, lengths: list[int], options: dict, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -111,7 +111,7 @@ def test_what_leaves_no_order_is_refused(
 
 
 def test_a_split_without_documents_is_refused(make_dataset: Make) -> None:
-    """Megatron-LM looks for enough epochs of nothing, for ever."""
+    """Megatron-LM adds epochs of zero tokens for ever."""
     data = make_dataset([20, 20])
     train, _, test = split_ranges(len(data), "99,0,1")
     assert (train, test) == ((0, 2), (2, 2))
@@ -119,12 +119,12 @@ def test_a_split_without_documents_is_refused(make_dataset: Make) -> None:
         GPTDataset(data, sequence_length=8, seed=0, num_samples=5, sequences=test)
 
 
-def test_tokens_that_are_no_integers_are_refused(make_dataset: Make) -> None:
+def test_float_tokens_are_refused(make_dataset: Make) -> None:
     with pytest.raises(DataError, match="float32; token ids are integers"):
         GPTDataset(make_dataset([50], dtype=np.float32), sequence_length=8, seed=0)
 
 
-def test_a_damaged_index_is_found_when_it_is_used(make_dataset: Make, tmp_path: Path) -> None:
+def test_a_damaged_index_is_detected_when_it_is_used(make_dataset: Make, tmp_path: Path) -> None:
     make_dataset([50, 60, 70])
     path = tmp_path / "data.idx"
     with open(path, "r+b") as file:  # the pointer of sequence 1
@@ -173,7 +173,7 @@ def test_an_exhaustive_blend_draws_every_sample_once(make_dataset: Make) -> None
         )
 
 
-def test_blends_that_cannot_work_are_refused(make_dataset: Make) -> None:
+def test_invalid_blends_are_refused(make_dataset: Make) -> None:
     parts = [
         GPTDataset(make_dataset([length], name=f"part{i}"), sequence_length=8, seed=i)
         for i, length in enumerate([300, 20])
@@ -197,11 +197,11 @@ def test_blends_that_cannot_work_are_refused(make_dataset: Make) -> None:
         BlendedDataset([parts[0], other])
 
 
-# ---- token files that are not mapped ----
+# ---- unmapped token files ----
 
 
 class SlowStore:
-    """A reader such as an object store's: ranges of bytes that are somewhere else."""
+    """A reader without a mapping, as for an object store."""
 
     def __init__(self, path: Path) -> None:
         self.content = np.frombuffer(path.read_bytes(), np.uint8)
@@ -237,7 +237,7 @@ def test_every_reader_gives_the_same_samples(make_dataset: Make, tmp_path: Path)
     assert mixed.batch([])["tokens"].shape == (0, 16)
 
 
-def test_damage_is_found_by_every_reader(make_dataset: Make, tmp_path: Path) -> None:
+def test_unmapped_readers_detect_damage(make_dataset: Make, tmp_path: Path) -> None:
     make_dataset([50, 60, 70])
     with open(tmp_path / "data.idx", "r+b") as file:  # the pointer of sequence 1
         file.seek(34 + 3 * 4 + 8)
@@ -248,7 +248,7 @@ def test_damage_is_found_by_every_reader(make_dataset: Make, tmp_path: Path) -> 
         dataset.batch(np.arange(len(dataset)))
 
 
-# ---- descriptors, and files that are cut short ----
+# ---- descriptors, and truncated files ----
 
 _BLEND_OF_600 = """
 import os, resource, sys, numpy as np
@@ -279,17 +279,17 @@ def test_a_blend_of_600_needs_no_more_than_1024_descriptors(tmp_path: Path, acce
     assert result.stdout == "3000 True\n" * 2, result.stderr
 
 
-def test_a_page_of_which_a_part_is_gone_is_seen_at_the_next_look(
+def test_a_partly_truncated_page_is_detected_by_the_next_size_check(
     make_dataset: Callable[..., IndexedDataset], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is no bus error: what is gone reads as zeros."""
+    """It causes no bus error: the missing part reads as zeros."""
     dataset = make_dataset([1000])
     samples = GPTDataset(dataset, sequence_length=10, seed=1)
     blend = BlendedDataset([samples, samples], [0.5, 0.5], size=50)
     samples.batch([0])
     blend.batch([0])
     os.truncate(f"{dataset.prefix}.bin", 1998)
-    time.sleep(0.05)  # longer than between two looks
+    time.sleep(0.05)  # longer than the pause between two size checks
     for one in (samples, blend):
         with pytest.raises(DataError, match="has 1998 bytes; it had 2000"):
             one.batch([0])
@@ -297,10 +297,10 @@ def test_a_page_of_which_a_part_is_gone_is_seen_at_the_next_look(
 
 @pytest.mark.parametrize("access", ["mmap", "file"])
 @pytest.mark.parametrize("kind", ["one", "blend"])
-def test_cached_indices_that_are_cut_short_are_seen_at_the_next_look(
+def test_truncated_cached_indices_are_detected_by_the_next_size_check(
     make_dataset: Callable[..., IndexedDataset], tmp_path: Path, kind: str, access: Any
 ) -> None:
-    """The last entries read as zeros, and were samples of other data, without an error."""
+    """Without the check, the missing entries read as zeros and give wrong samples."""
     prefix = make_dataset([500, 500]).prefix
     for array in ["shuffle_index", "dataset_index"][: 1 if kind == "one" else 2]:
         config = DatasetConfig(
@@ -317,12 +317,12 @@ def test_cached_indices_that_are_cut_short_are_seen_at_the_next_look(
         samples.batch([0])
         (path,) = (tmp_path / array).glob(f"*-{array}.npy")
         os.truncate(path, path.stat().st_size - 8)
-        time.sleep(0.05)  # longer than between two looks
+        time.sleep(0.05)  # longer than the pause between two size checks
         with pytest.raises(DataError, match=f"{array}.npy has .* was cut short since"):
             samples.batch([0])
 
 
-def test_another_file_at_the_prefix_is_not_looked_at(
+def test_a_replaced_pair_does_not_affect_an_open_dataset(
     make_dataset: Callable[..., IndexedDataset],
 ) -> None:
     dataset = make_dataset([1000])
@@ -333,7 +333,7 @@ def test_another_file_at_the_prefix_is_not_looked_at(
     assert np.array_equal(samples.batch(np.arange(50))["tokens"], before)
 
 
-def test_a_watch_starts_anew_in_another_process() -> None:
+def test_a_size_watch_starts_again_in_another_process() -> None:
     watch = SizeWatch()
     watch.look(list)
     assert watch._next > 0

@@ -1,4 +1,4 @@
-"""The loader's laws: one global order for any number of ranks, and an exact resume."""
+"""The loader's laws: one global order for any number of ranks, and exact resumption."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ from millrace import (
     ConfigError,
     GPTDataset,
     IndexedDataset,
+    IndexedDatasetBuilder,
     Loader,
     ResumeError,
     SequentialSampler,
+    ViewChangeWarning,
 )
 
 Make = Callable[..., IndexedDataset]
@@ -48,8 +50,8 @@ def ranks(dataset: Any, micro_batch_size: int, size: int, **options: Any) -> lis
     ]
 
 
-def drawn(loaders: list[Loader], num_steps: int | None = None) -> np.ndarray:
-    """The tokens that all ranks see, step by step, rank by rank."""
+def all_tokens(loaders: list[Loader], num_steps: int | None = None) -> np.ndarray:
+    """The tokens of all ranks, by step and then by rank."""
     rows = [np.empty((0, 8), np.int64)]
     step = 0
     while num_steps is None or step < num_steps:
@@ -75,7 +77,7 @@ def test_a_batch_holds_the_four_arrays(dataset: GPTDataset) -> None:
             assert np.array_equal(array, batch[name][row])
 
 
-def test_torch_tensors_when_asked(dataset: GPTDataset) -> None:
+def test_a_transform_gives_torch_tensors(dataset: GPTDataset) -> None:
     torch = pytest.importorskip("torch")
     from millrace.torch import to_tensors
 
@@ -93,23 +95,23 @@ def test_torch_tensors_when_asked(dataset: GPTDataset) -> None:
     second=st.tuples(st.integers(1, 5), st.integers(1, 5)),
     num_steps=st.integers(0, 8),
 )
-def test_one_order_and_resume_for_any_ranks_and_stopping_point(
+def test_the_order_is_the_same_for_any_ranks_and_stopping_point(
     dataset: GPTDataset, first: tuple[int, int], second: tuple[int, int], num_steps: int
 ) -> None:
-    """The ranks' samples interleave to 0, 1, 2, ...; a stop and a resume change nothing."""
+    """The ranks' samples interleave to 0, 1, 2, ..., also across a stop and a resume."""
     everything = dataset.batch(np.arange(len(dataset)))["tokens"]
     loaders = ranks(dataset, *first)
-    before = drawn(loaders, num_steps)
+    before = all_tokens(loaders, num_steps)
     states = [json.loads(json.dumps(loader.state_dict())) for loader in loaders]
     assert all(state == states[0] for state in states)
     assert states[0]["consumed_samples"] == len(before)
     resumed = ranks(dataset, *second)
     for loader in resumed:
         loader.load_state_dict(states[0])
-    after = drawn(resumed)
-    seen = np.concatenate([before, after])
-    assert np.array_equal(seen, everything[: len(seen)])
-    assert len(everything) - len(seen) < second[0] * second[1]  # the incomplete last block
+    after = all_tokens(resumed)
+    tokens = np.concatenate([before, after])
+    assert np.array_equal(tokens, everything[: len(tokens)])
+    assert len(everything) - len(tokens) < second[0] * second[1]  # the incomplete last block
 
 
 @settings(max_examples=60)
@@ -119,7 +121,7 @@ def test_one_order_and_resume_for_any_ranks_and_stopping_point(
     size=st.integers(1, 5),
     drop_last=st.booleans(),
 )
-def test_the_sampler_uses_each_number_once(
+def test_the_sampler_gives_each_number_once(
     num_samples: int, micro: int, size: int, drop_last: bool
 ) -> None:
     samplers = [
@@ -146,11 +148,11 @@ def test_the_sampler_uses_each_number_once(
 
 def test_without_drop_last_the_last_batch_is_shorter(dataset: GPTDataset) -> None:
     loaders = ranks(dataset, 7, 2, drop_last=False)
-    assert len(drawn(loaders)) == len(dataset)
+    assert len(all_tokens(loaders)) == len(dataset)
     assert loaders[0].consumed_samples == len(dataset)
 
 
-def test_what_could_not_work_is_refused(dataset: GPTDataset) -> None:
+def test_invalid_loaders_are_refused(dataset: GPTDataset) -> None:
     with pytest.raises(ConfigError, match="micro_batch_size is 0"):
         Loader(dataset, micro_batch_size=0)
     with pytest.raises(ConfigError, match="data_parallel_rank is 2"):
@@ -161,10 +163,12 @@ def test_what_could_not_work_is_refused(dataset: GPTDataset) -> None:
         Loader(dataset, micro_batch_size=1, consumed_samples=10000)
 
 
-# ---- a state that does not belong here ----
+# ---- foreign states ----
 
 
-def test_a_state_of_another_order_is_refused_with_what_differs(make_dataset: Make) -> None:
+def test_a_state_of_another_order_is_refused_and_the_error_says_what_differs(
+    make_dataset: Make,
+) -> None:
     data = make_dataset([100, 200])
     state = Loader(GPTDataset(data, sequence_length=8, seed=3), micro_batch_size=1).state_dict()
     for changed, message in [
@@ -173,7 +177,6 @@ def test_a_state_of_another_order_is_refused_with_what_differs(make_dataset: Mak
         ({"num_samples": 60}, "num_epochs: saved 1, now 2"),
         ({"sequences": (0, 1)}, r"sequences\[1\]: saved 2, now 1"),
         ({"add_extra_token": False}, "add_extra_token: saved True, now False"),
-        ({"pad_token": 5}, "pad_token: saved None, now 5"),
     ]:
         options: dict[str, Any] = {"sequence_length": 8, "seed": 3, **changed}
         other = Loader(GPTDataset(data, **options), micro_batch_size=1)
@@ -183,6 +186,70 @@ def test_a_state_of_another_order_is_refused_with_what_differs(make_dataset: Mak
     rewritten = GPTDataset(make_dataset([200, 100], name="b"), sequence_length=8, seed=3)
     with pytest.raises(ResumeError, match="content: saved"):
         Loader(rewritten, micro_batch_size=1).load_state_dict(state)
+
+
+def test_another_view_of_the_same_order_is_a_warning(make_dataset: Make) -> None:
+    """Masks and padding may change in a run; the tokens stay the same."""
+    data = make_dataset([100, 200])
+    views = [{}, {"pad_token": 5}, {"eod_token": 3, "eod_mask_loss": True}]
+    for make in (lambda part: part, lambda part: BlendedDataset([part, part], [1, 2], 20)):
+        datasets = [make(GPTDataset(data, sequence_length=8, seed=3, **view)) for view in views]
+        loader = Loader(datasets[0], micro_batch_size=2)
+        next(loader)
+        state = json.loads(json.dumps(loader.state_dict()))
+        for dataset, message in [
+            (datasets[1], r"view\.pad_token: saved None, now 5"),
+            (datasets[2], r"view\.eod_mask_loss: saved False, now True"),
+        ]:
+            other = Loader(dataset, micro_batch_size=2)
+            with pytest.warns(ViewChangeWarning, match=message):
+                other.load_state_dict(state)
+            assert other.consumed_samples == 2
+        other = Loader(datasets[0], micro_batch_size=2)
+        other.load_state_dict(state)  # the same view: no warning
+        reordered = make(GPTDataset(data, sequence_length=8, seed=4, pad_token=5))
+        with pytest.raises(ResumeError, match=r"(?s)seed: saved 3, now 4.*Restore"):
+            Loader(reordered, micro_batch_size=2).load_state_dict(state)
+
+
+# What version 2 saved for the blend of the next test.
+VERSION_2 = """
+{"version": 2, "consumed_samples": 4, "fingerprint": {"kind": "blend", "size": 20,
+"weights": [0.25, 0.75], "datasets": [{"kind": "gpt", "content":
+"3312d82b83ae3aaad162f1ba3d3fddf7", "lengths": "901b7c377c7d374f", "sequences": [0, 2],
+"num_samples": 37, "num_epochs": 1, "samples_before_final_epoch": null, "seed": 3,
+"sequence_length": 8, "add_extra_token": true, "eod_token": null, "pad_token": 7,
+"reset_position_ids": false, "eod_mask_loss": false}, {"kind": "gpt", "content":
+"902996edbe9ce847d7e5e94fffa4975f", "lengths": "28f1647cce20797c", "sequences": [0, 1],
+"num_samples": 37, "num_epochs": 1, "samples_before_final_epoch": null, "seed": 3,
+"sequence_length": 8, "add_extra_token": true, "eod_token": null, "pad_token": 7,
+"reset_position_ids": false, "eod_mask_loss": false}]}}
+"""
+
+
+def test_a_state_of_version_2_is_read(tmp_path: Path) -> None:
+    def loader(seed: int = 3, pad_token: int = 7) -> Loader:
+        parts = []
+        for name, lengths in (("a", [100, 200]), ("b", [300])):
+            with IndexedDatasetBuilder(tmp_path / name, np.uint16) as builder:
+                for length in lengths:
+                    builder.add_document(np.arange(length))
+            data = IndexedDataset(tmp_path / name)
+            parts.append(GPTDataset(data, sequence_length=8, seed=seed, pad_token=pad_token))
+        return Loader(BlendedDataset(parts, [1, 3], 20), micro_batch_size=2)
+
+    state = json.loads(VERSION_2)
+    resumed = loader()
+    resumed.load_state_dict(state)
+    assert resumed.consumed_samples == 4
+    with pytest.raises(ResumeError, match=r"datasets\[0\].seed: saved 3, now 4"):
+        loader(seed=4).load_state_dict(state)
+    with pytest.warns(ViewChangeWarning, match=r"datasets\[1\].view.pad_token: saved 7, now 6"):
+        loader(pad_token=6).load_state_dict(state)
+    state["fingerprint"] = dict(reversed(state["fingerprint"].items()))
+    resumed.load_state_dict(state)
+    assert resumed.state_dict()["version"] == 3
+    resumed.load_state_dict(resumed.state_dict())
 
 
 def test_a_state_of_another_blend_is_refused(make_dataset: Make) -> None:
@@ -200,8 +267,8 @@ def test_a_state_of_another_blend_is_refused(make_dataset: Make) -> None:
     ("change", "message"),
     [
         ({"version": 1}, r"version 1, .* Loader\(\.\.\., consumed_samples=0\)"),
-        ({"version": 3}, "version 3; this millrace reads 2"),
-        ({"version": "2"}, "version '2'"),
+        ({"version": 4}, "version 4; this millrace reads 3"),
+        ({"version": "3"}, "version '3'"),
         ({"version": None}, "version None"),
     ],
 )
@@ -213,13 +280,13 @@ def test_a_state_of_another_version_is_refused(
         loader.load_state_dict({**loader.state_dict(), **change})
 
 
-def test_what_is_no_state_is_refused(dataset: GPTDataset) -> None:
+def test_a_dict_that_is_not_a_state_is_refused(dataset: GPTDataset) -> None:
     with pytest.raises(ResumeError, match="no consumed_samples, fingerprint, version"):
         Loader(dataset, micro_batch_size=1).load_state_dict({"epoch": 3})
 
 
-def test_what_differs_is_said_in_few_words(make_dataset: Make) -> None:
-    """A state of 400 datasets against 401, against other ones, and against anything at all."""
+def test_the_list_of_differences_is_short(make_dataset: Make) -> None:
+    """A state of 400 datasets against 401, against others, and against arbitrary objects."""
     data = [make_dataset([200 + i], name=f"part{i}") for i in range(3)]
     parts = [GPTDataset(one, sequence_length=8, seed=1) for one in data]
     state = Loader(BlendedDataset(parts[:1] * 400), micro_batch_size=1).state_dict()
@@ -230,8 +297,8 @@ def test_what_differs_is_said_in_few_words(make_dataset: Make) -> None:
         assert len(str(caught.value)) < 3000
         return str(caught.value)
 
-    more = message([*parts[:1] * 17, parts[1], *parts[:1] * 383], state)
-    assert "datasets: saved 400 entries, now 401; first difference at datasets[17].content" in more
+    text = message([*parts[:1] * 17, parts[1], *parts[:1] * 383], state)
+    assert "datasets: saved 400 entries, now 401; first difference at datasets[17].content" in text
     assert "datasets: saved 400 entries, now 401\n" in message(parts[:1] * 401, state)
     others = BlendedDataset(parts[1:2] * 400).fingerprint()
     others["datasets"] = [{**one, "seed": 2} for one in others["datasets"]]
@@ -245,12 +312,12 @@ def test_what_differs_is_said_in_few_words(make_dataset: Make) -> None:
 @pytest.mark.parametrize(
     "consumed_samples", [2.5, "2", True, None, -1, pytest.param(10**5000, id="huge")]
 )
-def test_the_number_in_a_state_is_checked(dataset: GPTDataset, consumed_samples: Any) -> None:
+def test_consumed_samples_of_a_state_is_checked(dataset: GPTDataset, consumed_samples: Any) -> None:
     loader = Loader(dataset, micro_batch_size=1, consumed_samples=3)
     state = loader.state_dict() | {"consumed_samples": consumed_samples}
     with pytest.raises(ConfigError, match="consumed_samples is"):
         loader.load_state_dict(state)
-    with pytest.raises(ResumeError, match="it is no Loader's"):
+    with pytest.raises(ResumeError, match="it is not a Loader's"):
         loader.load_state_dict([state])  # type: ignore[arg-type]
     assert loader.consumed_samples == 3
     loader.load_state_dict(loader.state_dict() | {"consumed_samples": np.int8(5)})
@@ -263,36 +330,36 @@ def test_the_number_in_a_state_is_checked(dataset: GPTDataset, consumed_samples:
 def test_threads_get_each_step_once(make_dataset: Make) -> None:
     data = GPTDataset(make_dataset([8 * 4000 + 1]), sequence_length=8, seed=3)
     loader = Loader(data, micro_batch_size=2)
-    seen: list[list[int]] = [[] for _ in range(8)]
+    rows_by_thread: list[list[int]] = [[] for _ in range(8)]
     states = []
     start = threading.Barrier(9)
 
-    def draw(mine: list[int]) -> None:
+    def draw(rows: list[int]) -> None:
         start.wait()
         for batch in loader:
-            mine += [int(row[0]) << 32 | int(row[1]) for row in batch["tokens"][:, :2]]
-            mine.append(-1)
+            rows += [int(row[0]) << 32 | int(row[1]) for row in batch["tokens"][:, :2]]
+            rows.append(-1)
 
     def save() -> None:
         start.wait()
         states.extend(loader.state_dict()["consumed_samples"] for _ in range(200))
 
-    threads = [threading.Thread(target=draw, args=(mine,)) for mine in seen]
+    threads = [threading.Thread(target=draw, args=(rows,)) for rows in rows_by_thread]
     threads.append(threading.Thread(target=save))
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sum(part.count(-1) for part in seen) == len(data) // 2
+    assert sum(rows.count(-1) for rows in rows_by_thread) == len(data) // 2
     everything = data.batch(np.arange(len(data)))["tokens"]
     expected = sorted(int(row[0]) << 32 | int(row[1]) for row in everything[:, :2])
-    assert sorted(number for part in seen for number in part if number >= 0) == expected
+    assert sorted(number for rows in rows_by_thread for number in rows if number >= 0) == expected
     assert states == sorted(states)
     assert all(state % 2 == 0 for state in states)
     assert loader.consumed_samples == len(data)
 
 
-def test_an_error_leaves_the_position_where_it_was(dataset: GPTDataset) -> None:
+def test_an_error_does_not_move_the_position(dataset: GPTDataset) -> None:
     failures = [ValueError("first"), KeyboardInterrupt()]
 
     def fail_twice(batch: Any) -> Any:
@@ -310,7 +377,7 @@ def test_an_error_leaves_the_position_where_it_was(dataset: GPTDataset) -> None:
 
 
 def test_a_transform_may_use_its_loader(dataset: GPTDataset) -> None:
-    """Its state does not count the batch in hand, and a batch it asks for is the next one."""
+    """The state does not count the current batch; `next` in the transform gives the next one."""
     states = []
 
     def skip_the_first(batch: Any) -> Any:
@@ -331,8 +398,8 @@ def test_a_transform_may_use_its_loader(dataset: GPTDataset) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-def test_a_fork_in_the_middle_of_a_step_goes_on(dataset: GPTDataset) -> None:
-    """The step that another thread makes is not the child's."""
+def test_a_fork_during_a_step_does_not_block_the_child(dataset: GPTDataset) -> None:
+    """The child does not inherit the step that another thread was making."""
     is_stepping, may_end = threading.Event(), threading.Event()
 
     def wait(batch: Any) -> Any:
@@ -347,7 +414,7 @@ def test_a_fork_in_the_middle_of_a_step_goes_on(dataset: GPTDataset) -> None:
     is_stepping.wait()
     child = os.fork()
     if child == 0:
-        signal.alarm(30)  # a lock that nobody gives back
+        signal.alarm(30)  # ends the child if it waits for a lock that is never released
         tokens = next(loader)["tokens"]
         is_first = np.array_equal(tokens, dataset.batch([0, 1])["tokens"])
         os._exit(0 if is_first and loader.consumed_samples == 2 else 1)
@@ -357,7 +424,7 @@ def test_a_fork_in_the_middle_of_a_step_goes_on(dataset: GPTDataset) -> None:
     assert loader.consumed_samples == 2
 
 
-def test_copies_go_on_by_themselves(dataset: GPTDataset) -> None:
+def test_copies_are_independent(dataset: GPTDataset) -> None:
     loader = Loader(dataset, micro_batch_size=2)
     next(loader)
     for other in (
@@ -370,7 +437,7 @@ def test_copies_go_on_by_themselves(dataset: GPTDataset) -> None:
         assert (loader.consumed_samples, other.consumed_samples) == (2, 4)
 
 
-def test_data_that_moved_are_the_same_data(make_dataset: Make, tmp_path: Path) -> None:
+def test_a_state_resumes_on_moved_data(make_dataset: Make, tmp_path: Path) -> None:
     def loader(prefix: Path) -> Loader:
         data = GPTDataset(IndexedDataset(prefix), sequence_length=8, seed=3)
         return Loader(data, micro_batch_size=2)

@@ -1,4 +1,4 @@
-"""A pickle is of what it was made from: opened after its pair was replaced, it refuses."""
+"""A pickle belongs to its token files: opened after they were replaced, it is refused."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ Make = Callable[..., IndexedDataset]
 
 
 def first_tokens(pickled: bytes) -> list[int]:
-    """In a process of its own; an error comes back as one."""
-    found = pickle.loads(pickled)
-    batch = next(found) if isinstance(found, Loader) else found.batch([0, 1])
+    """The tokens of the first two samples; called in this process and in a spawned one."""
+    source = pickle.loads(pickled)
+    batch = next(source) if isinstance(source, Loader) else source.batch([0, 1])
     return batch["tokens"].tolist()  # type: ignore[no-any-return]
 
 
-def made(kind: str, prefix: str, cache: Path) -> Any:
+def make_source(kind: str, prefix: str, cache: Path) -> Any:
     config = DatasetConfig(
         sequence_length=8, seed=3, num_samples=(20, None, None), blend=([prefix], None), split="1"
     )
@@ -50,11 +50,11 @@ def made(kind: str, prefix: str, cache: Path) -> Any:
 
 @pytest.mark.parametrize("kind", ["dataset", "blend", "loader", "built", "cached"])
 @pytest.mark.parametrize("is_same_size", [True, False])
-def test_a_pickle_of_replaced_data_refuses(
+def test_a_pickle_of_replaced_data_is_refused(
     make_dataset: Make, tmp_path: Path, kind: str, is_same_size: bool
 ) -> None:
     prefix = make_dataset([100, 200]).prefix
-    parent = made(kind, prefix, tmp_path / "cache")
+    parent = make_source(kind, prefix, tmp_path / "cache")
     source = parent.dataset if kind == "loader" else parent
     before = source.batch([0, 1])["tokens"].tolist()
     pickled = pickle.dumps(parent)
@@ -66,4 +66,6 @@ def test_a_pickle_of_replaced_data_refuses(
             pool.apply(first_tokens, (pickled,))
     with pytest.raises(DataError):
         first_tokens(pickled)
-    assert np.array_equal(source.batch([0, 1])["tokens"].tolist(), before)  # the parent's own map
+    assert np.array_equal(
+        source.batch([0, 1])["tokens"].tolist(), before
+    )  # the parent keeps the old files mapped

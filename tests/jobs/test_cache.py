@@ -160,7 +160,7 @@ def test_the_command_lists_and_prunes(folder: Path) -> None:
     assert list((folder / "cache").iterdir()) == []
     shutil.rmtree(folder / "cache")
     assert run_millrace("cache", "list", folder / "cache").returncode == 1
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         list_cache(folder / "cache")
 
 
@@ -319,7 +319,7 @@ def test_a_build_that_died_keeps_what_it_finished(folder: Path) -> None:
         path.unlink()
     assert prune_cache(cache) == []
     entry = next(entry for entry in list_cache(cache) if entry.name == run.name)
-    assert f"{run.sets[1]}.json is not there" in entry.doubts[0]
+    assert f"{run.sets[1]}.json is missing" in entry.doubts[0]
 
 
 def test_a_set_that_went_after_the_start_is_an_error_with_a_remedy(folder: Path) -> None:

@@ -1,6 +1,7 @@
-"""Ctrl-C, once and more often, at any instant: real processes that get it as a terminal sends it.
+"""Ctrl-C, once or several times, at any instant.
 
-A round is one `millrace tokenize` in a session of its own; the signal goes to all its processes.
+Each round runs `millrace tokenize` in a new session; all its processes get the signal, as from a
+terminal.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ OLD = {f"out_text_document{suffix}": b"old" for suffix in (".bin", ".idx")}
 def interrupt_tokenize(
     folder: Path, command: Sequence[object], pauses: Sequence[float]
 ) -> tuple[int, str]:
-    """Sends Ctrl-C after each of some pauses (in seconds), the first from the first file on.
+    """Sends Ctrl-C after each pause (in seconds), counted from the first output file on.
 
-    Returns the exit status and stderr. Nothing of the session is left when it returns.
+    Returns the exit status and stderr; fails if a process of the session is left.
     """
     folder.mkdir()
     for name, content in OLD.items():
@@ -62,15 +63,15 @@ def interrupt_tokenize(
 
 def members_of(session: int) -> list[str]:
     """The processes of a session that are alive."""
-    found = []
+    members = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = path.read_text().rpartition(")")[2].split()
             if int(fields[3]) == session and fields[0] != "Z":
-                found.append((path.parent / "cmdline").read_text())
+                members.append((path.parent / "cmdline").read_text())
         except OSError:
             continue
-    return found
+    return members
 
 
 def assert_nothing_changed(folder: Path, status: int, stderr: str, pauses: object) -> None:
@@ -79,7 +80,7 @@ def assert_nothing_changed(folder: Path, status: int, stderr: str, pauses: objec
 
 
 def test_ctrl_c_at_random_instants(tmp_path: Path, tokenizer_file: Path) -> None:
-    """While workers are started, import, work; and again while the job cleans up."""
+    """While workers start, import and work, and again while the job cleans up."""
     source = write_jsonl(tmp_path / "a.jsonl", make_texts(20_000))
     inputs = [source] * 100  # a minute of work, or more
     command = ["tokenize", "--input", *inputs, "--tokenizer", tokenizer_file, "--workers", 2]
@@ -92,7 +93,7 @@ def test_ctrl_c_at_random_instants(tmp_path: Path, tokenizer_file: Path) -> None
 
 
 def test_ctrl_c_while_it_waits_for_a_pipe(tmp_path: Path, tokenizer_file: Path) -> None:
-    """An input that nobody writes to, on one core and on two."""
+    """An input without a writer, with one worker and with two."""
     os.mkfifo(tmp_path / "pipe")
     for workers in (1, 2):
         command = [
@@ -104,7 +105,7 @@ def test_ctrl_c_while_it_waits_for_a_pipe(tmp_path: Path, tokenizer_file: Path) 
         assert_nothing_changed(folder, status, stderr, workers)
 
 
-def test_what_is_held_comes_at_the_next_open_place_and_only_once() -> None:
+def test_a_held_interrupt_is_raised_once_at_the_next_interruptible_block() -> None:
     order = []
 
     def job() -> None:
@@ -124,7 +125,7 @@ def test_what_is_held_comes_at_the_next_open_place_and_only_once() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_what_comes_too_late_comes_after_the_block() -> None:
+def test_an_interrupt_after_the_last_interruptible_block_is_raised_at_the_end() -> None:
     order = []
 
     def job() -> None:

@@ -49,7 +49,7 @@ def test_a_merge_has_all_documents_in_order(tmp_path: Path, modes: bool) -> None
 @pytest.mark.parametrize("modes", [False, True])
 @pytest.mark.parametrize("options", [{"documents": 1}, {"documents": 4}, {"num_bytes": 30}])
 @pytest.mark.parametrize("checksums", [False, True])
-def test_a_split_that_is_merged_is_the_same_file(
+def test_merging_the_shards_of_a_split_restores_the_file(
     tmp_path: Path, modes: bool, options: dict[str, int], checksums: bool
 ) -> None:
     for seed in range(6):
@@ -79,7 +79,7 @@ def test_a_merge_may_replace_one_of_its_parts(tmp_path: Path) -> None:
     assert np.array_equal(merged.tokens, np.concatenate([a.tokens, b.tokens]))
 
 
-def test_what_is_not_alike_cannot_be_merged(tmp_path: Path) -> None:
+def test_datasets_of_different_dtypes_or_modes_cannot_be_merged(tmp_path: Path) -> None:
     write(tmp_path / "a", 1)
     write(tmp_path / "wide", 1, dtype=np.int32)
     write(tmp_path / "modes", 1, modes=True)
@@ -172,16 +172,16 @@ def test_documents_longer_than_a_chunk_are_whole(
 @pytest.mark.parametrize(
     ("name", "data", "options", "message"),
     [
-        ("a.npy", b"", {}, "no array of tokens|cannot be read"),
-        ("a.npy", b"garbage" * 9, {}, "no array of tokens"),
-        ("a.bin", b"123", {"source_dtype": "u2"}, "no multiple of 2"),
+        ("a.npy", b"", {}, "not an array of tokens|cannot be read"),
+        ("a.npy", b"garbage" * 9, {}, "not an array of tokens"),
+        ("a.bin", b"123", {"source_dtype": "u2"}, "not a multiple of 2"),
         ("a.bin", b"1234", {}, "--source-dtype"),
         ("a.bin", b"\0" * 8, {"source_dtype": "f4"}, "integers in one or two dimensions"),
         ("a", b"", {}, "not found"),
         ("none.npy", None, {}, "cannot be read"),
     ],
 )
-def test_what_is_no_array_of_tokens_is_refused(
+def test_a_source_that_is_not_an_array_of_tokens_is_refused(
     tmp_path: Path, name: str, data: bytes | None, options: dict[str, Any], message: str
 ) -> None:
     if data is not None:
@@ -195,7 +195,7 @@ def test_tokens_that_do_not_fit_an_array_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "a", 3)
     with IndexedDatasetBuilder(tmp_path / "big", np.int32) as builder:
         builder.add_document([1, 300])
-    with pytest.raises(ConfigError, match="token 300 at place 1 does not fit uint8"):
+    with pytest.raises(ConfigError, match="token 300 at position 1 does not fit uint8"):
         convert(str(tmp_path / "big"), str(tmp_path / "out.npy"), dtype=np.uint8)
     assert not list(tmp_path.glob("out*"))
 
@@ -216,7 +216,7 @@ def write_with_bad_entry(prefix: Path, entry: int, value: int) -> None:
 
 
 @pytest.mark.parametrize(("entry", "value"), [(4, 2), (4, 7), (5, -1), (9, 11), (1, 2**62)])
-def test_damaged_document_entries_are_not_passed_on(tmp_path: Path, entry: int, value: int) -> None:
+def test_damaged_document_entries_are_not_copied(tmp_path: Path, entry: int, value: int) -> None:
     write_with_bad_entry(tmp_path / "bad", entry, value)
     for work in (
         lambda: merge([tmp_path / "bad"], tmp_path / "out", checksums=True),
@@ -237,7 +237,7 @@ def test_a_second_split_leaves_no_shard_of_the_first(tmp_path: Path) -> None:
     split(tmp_path / "data", tmp_path / "shard", documents=1, checksums=True)
     others = ["shard_x.idx", "shard_000005.idx", "shard_00005_text.idx", "my_shard_00005.idx"]
     for name in others:
-        (tmp_path / name).write_bytes(b"of somebody else")
+        (tmp_path / name).write_bytes(b"another file")
     assert len(list(tmp_path.glob("shard_0000[0-9].*"))) == 30
     shards = split(tmp_path / "data", tmp_path / "shard", documents=5)
     left = {path.name for path in tmp_path.glob("*shard*")}
@@ -255,7 +255,7 @@ def test_a_split_does_not_remove_its_source(tmp_path: Path) -> None:
 
 
 def test_two_writers_of_one_array_leave_it_whole(tmp_path: Path) -> None:
-    """Each has a temporary of its own: readers see one or the other, whole, at every instant."""
+    """Each has its own temporary file: at every instant readers see a whole array of one writer."""
     for number in range(2):
         with IndexedDatasetBuilder(tmp_path / f"data{number}", np.int32) as builder:
             builder.add_document(np.full(200_000, number))

@@ -1,4 +1,4 @@
-"""Text to token files: real files of every kind, and every refusal."""
+"""Text to token files: all kinds of input files, and all errors."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def run(folder: Path, inputs: list[Path], tokenizer: Tokenizer, **options: Any) 
     return IndexedDataset(folder / "out_text_document")
 
 
-def test_the_ids_are_the_tokenizers_own(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """As preprocess_data.py: one sequence a document; EOD only where there is a token."""
+def test_the_ids_equal_the_tokenizers_ids(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """As preprocess_data.py: one sequence per document; EOD only after tokens."""
     import tokenizers
 
     texts = ["the water", "", "turns\nthe mill <|endoftext|> again", " ", "水車 🌊"]
@@ -94,7 +94,7 @@ def test_each_key_becomes_a_pair(tmp_path: Path, tokenizer: Tokenizer) -> None:
     assert [tokenizer.decode(sequence) for sequence in body] == ["water", "wheel"]
 
 
-def test_blank_lines_and_a_byte_order_mark_are_no_text(
+def test_blank_lines_and_a_byte_order_mark_are_skipped(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     path = tmp_path / "a.jsonl"
@@ -161,24 +161,24 @@ def test_the_end_of_document_token(
             _ = Tokenizer(path, named).eod
 
 
-# ---- refusals: the file, the line, the value, the remedy; nothing left behind ----
+# ---- errors name file, line, value and remedy, and leave no files ----
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b'{"text": "a"}\n{"text": \n', r"a.jsonl, line 2, column \d+: no valid JSON"),
+        (b'{"text": "a"}\n{"text": \n', r"a.jsonl, line 2, column \d+: not valid JSON"),
         (b'\n\n{"text": "a"', "line 3, column"),
         (b'{"text": "a"}\n[1]\n', "line 2: a JSON list, not an object"),
         (b'{"text": "a"}\n{"body": "b", "id": 1}', 'line 2: there is no key "text".*: body, id'),
         (b'{"text": null}', 'line 1: the value of "text" is a JSON NoneType'),
-        (b'{"text": "\xff"}', "line 1: byte 11 is no UTF-8"),
+        (b'{"text": "\xff"}', "line 1: byte 11 is not UTF-8"),
         (b'{"text": "a\\ud800"}', r"line 1: character 2 is the lone surrogate U\+D800"),
         (b"[" * 200_000, "line 1: the JSON cannot be read"),
     ],
 )
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_bad_line_is_named(
+def test_the_error_names_the_bad_line(
     tmp_path: Path, tokenizer: Tokenizer, content: bytes, message: str, workers: int
 ) -> None:
     folder = tmp_path / "out"
@@ -213,13 +213,11 @@ def test_several_compressed_members_are_one_text(tmp_path: Path, tokenizer: Toke
 
 
 def skippable(number: int, content: bytes) -> bytes:
-    """A zstd frame that holds no text, as pzstd and seekable zstd write them."""
+    """A zstd frame without text, as pzstd and seekable zstd write them."""
     return struct.pack("<II", 0x184D2A50 + number, len(content)) + content
 
 
-def test_zstd_frames_that_hold_no_text_are_passed_over(
-    tmp_path: Path, tokenizer: Tokenizer
-) -> None:
+def test_zstd_frames_without_text_are_skipped(tmp_path: Path, tokenizer: Tokenizer) -> None:
     texts = make_texts(20)
     expected = run(tmp_path, [write_jsonl(tmp_path / "a.jsonl", texts)], tokenizer).tokens.copy()
     path = tmp_path / "b.jsonl.zst"
@@ -270,7 +268,7 @@ def test_named_pipes(tmp_path: Path, tokenizer: Tokenizer, name: str, workers: i
         "{tokenize} --input <(cat {input})",
     ],
 )
-def test_the_shells_pipes(tmp_path: Path, tokenizer: Tokenizer, line: str) -> None:
+def test_shell_pipes(tmp_path: Path, tokenizer: Tokenizer, line: str) -> None:
     path = write_jsonl(tmp_path / "a.jsonl.zst", make_texts(300))
     expected = run(tmp_path, [path], tokenizer).tokens.copy()
     tokenize_it = (
@@ -289,8 +287,17 @@ def test_the_shells_pipes(tmp_path: Path, tokenizer: Tokenizer, line: str) -> No
 
 def test_the_progress_of_a_pipe_has_no_share() -> None:
     stream = io.StringIO()
-    progress.Progress("tokenize", None, stream)._show(10, "5 documents", time.monotonic())
+    progress.Progress("tokenize", stream=stream)._show(10, "5 documents", time.monotonic())
     assert stream.getvalue() == "tokenize 5 documents  0:00\n"
+
+
+def test_progress_counts_items_and_can_be_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_LOG_INTERVAL", 0.0)
+    for enabled, text in [(True, "indices 100%  4,000 of 4,000  0:00 left\n"), (False, "")]:
+        stream = io.StringIO()
+        with progress.Progress("indices", enabled=enabled, stream=stream) as bar:
+            bar.count(4000, 4000)
+        assert stream.getvalue() == text
 
 
 def test_an_empty_file_has_no_documents(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -359,22 +366,22 @@ def test_wrong_arguments_are_refused_before_any_work(
     source = write_jsonl(tmp_path / "a.jsonl", ["a"])
     folder = tmp_path / "out"
     folder.mkdir()
-    given = {"inputs": [source], "tokenizer": tokenizer, "workers": 1, **arguments}
+    options = {"inputs": [source], "tokenizer": tokenizer, "workers": 1, **arguments}
     with pytest.raises(ConfigError, match=message):
-        tokenize(output_prefix=folder / "out", **given)
+        tokenize(output_prefix=folder / "out", **options)
     assert list(folder.iterdir()) == []
 
 
-def test_inputs_that_cannot_be_read_and_kept_are_refused(
+def test_inputs_that_would_be_overwritten_or_read_twice_are_refused(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     source = write_jsonl(tmp_path / "out_text_document.bin", ["a"])
     content = source.read_bytes()
-    with pytest.raises(ConfigError, match="is an input, and would be written"):
+    with pytest.raises(ConfigError, match="is an input and would be overwritten"):
         run(tmp_path, [source], tokenizer)
     assert source.read_bytes() == content
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ConfigError, match="is given twice, but a pipe can be read once"):
+    with pytest.raises(ConfigError, match="is given twice, but a pipe can be read only once"):
         run(tmp_path / "other", [tmp_path / "pipe", source, tmp_path / "pipe"], tokenizer)
 
 
@@ -396,10 +403,10 @@ def test_wrong_arguments_of_the_parts_are_refused(tmp_path: Path, tokenizer: Tok
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"not json", b"\xff\xfe\x00"])
-def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_a_tokenizer_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content)
-    with pytest.raises(TextError, match=r"tokenizer.json is no tokenizer file"):
+    with pytest.raises(TextError, match=r"tokenizer.json is not a tokenizer file"):
         Tokenizer(path)
     with pytest.raises(TextError, match="cannot be read"):
         Tokenizer(tmp_path / "none.json")
@@ -456,8 +463,8 @@ def zstd_compress(data: bytes) -> bytes:
     return zstd.compress(data)
 
 
-def test_a_long_line_is_copied_a_few_times_alone(tmp_path: Path) -> None:
-    """64 MiB in blocks of 64 KiB: appending each to what is there would copy 32 GiB."""
+def test_a_long_line_is_copied_only_a_few_times(tmp_path: Path) -> None:
+    """64 MiB in blocks of 64 KiB: appending each block to the line would copy 32 GiB."""
     path = tmp_path / "a.jsonl"
     with open(path, "wb") as file:
         for _ in range(64):
@@ -519,7 +526,7 @@ def _die(_: None, item: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_what_a_worker_raises_is_raised_here(tmp_path: Path) -> None:
+def test_an_error_in_a_worker_is_raised_in_the_parent(tmp_path: Path) -> None:
     for item, kind, message in [
         (0, ZeroDivisionError, "division by zero"),
         (1, MillraceError, "in a worker process: UnpicklableError"),
@@ -538,7 +545,7 @@ def _fail(_: None, item: int) -> float:
     return 1 / item
 
 
-def test_of_several_errors_the_first_items_is_raised() -> None:
+def test_the_error_of_the_first_bad_item_is_raised() -> None:
     for _ in range(3):
         with pytest.raises(TextError, match=r"item 0\.3"):
             list(executor.ordered_map(_fail_later, [0.3, 0, 0.1, 0], context=None, workers=3))
@@ -590,7 +597,7 @@ def test_a_script_needs_no_main_guard(tmp_path: Path, tokenizer: Tokenizer) -> N
 OWN_TOKENIZER = SCRIPT.replace("print(", "class Own(Tokenizer): pass\nTokenizer = Own\nprint(", 1)
 
 
-def test_what_only_the_script_knows_is_refused_by_its_name(
+def test_a_class_that_only_the_script_defines_is_refused_by_name(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", make_texts(100))
@@ -638,7 +645,7 @@ def test_a_killed_job_leaves_no_pair_no_worker_and_the_next_run_succeeds(
 
 def children(pid: int) -> list[int]:
     """The worker processes of a process."""
-    found = []
+    workers = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rpartition(")")[2].split()
@@ -646,8 +653,8 @@ def children(pid: int) -> list[int]:
         except OSError:
             continue
         if int(fields[1]) == pid and b"millrace.jobs.executor" in command:
-            found.append(int(stat.parent.name))
-    return found
+            workers.append(int(stat.parent.name))
+    return workers
 
 
 def is_running(pid: int) -> bool:
@@ -657,13 +664,13 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_gzip_is_known_by_its_bytes_not_its_name(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_gzip_is_recognised_by_its_bytes(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(gzip.compress(b'{"text": "mill"}\n'))
     assert tokenizer.decode(run(tmp_path, [path], tokenizer)[0]) == "mill"
 
 
-def test_of_several_keys_all_pairs_are_published_or_none(
+def test_the_pairs_of_several_keys_are_published_together(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = tmp_path / "a.jsonl"
@@ -673,12 +680,12 @@ def test_of_several_keys_all_pairs_are_published_or_none(
         source.write_text(json.dumps(dict.fromkeys(keys, f"the {word}")) + "\n")
         tokenize([source], tmp_path / "out", tokenizer, json_keys=keys, workers=1)
 
-    def found() -> list[str]:
+    def texts() -> list[str]:
         datasets = [IndexedDataset(tmp_path / f"out_{key}_document") for key in keys]
         return [tokenizer.decode(dataset[0]) for dataset in datasets]
 
     job("mill")
-    assert found() == ["the mill"] * 2
+    assert texts() == ["the mill"] * 2
     for place in range(2):
         write_files = PairWriter.write_files
 
@@ -693,6 +700,6 @@ def test_of_several_keys_all_pairs_are_published_or_none(
                 job("wheel")
         for folder in tmp_path.glob("*.tmp"):
             folder.rmdir()
-        assert found() == ["the mill"] * 2
+        assert texts() == ["the mill"] * 2
     job("race")
-    assert found() == ["the race"] * 2
+    assert texts() == ["the race"] * 2

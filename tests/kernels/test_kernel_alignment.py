@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.kernels.test_kernel_gather import DEFAULTS, make_arrays
+from tests.kernels.test_kernel_gather import OPTIONS, gpt_order, make_arrays, token_source
 
-from millrace import GPTDataset, IndexedDataset, IndexedDatasetBuilder, _core, _native
+from millrace import GPTDataset, IndexedDataset, IndexedDatasetBuilder, _native
 
 
 def moved(array: np.ndarray) -> np.ndarray:
@@ -34,16 +34,31 @@ def test_samples(dtype: Any, index_dtypes: tuple[Any, Any]) -> None:
     arrays = make_arrays(3, 8, extra=True, dtype=dtype, index_dtypes=index_dtypes)
     numbers = np.arange(len(arrays["shuffle_index"]))
     zeros = np.zeros_like(numbers)
-    source = _native.sample_source(**arrays)
-    other = _native.sample_source(**{name: moved(array) for name, array in arrays.items()})
-    expected = _native.gather_samples((source,), zeros, numbers, **DEFAULTS)
-    found = _native.gather_samples((other,), moved(zeros), moved(numbers), **DEFAULTS)
-    assert all(map(np.array_equal, found, expected))
-    pieces = _native.find_pieces(source, numbers, 8, True)
-    assert all(map(np.array_equal, _native.find_pieces(other, moved(numbers), 8, True), pieces))
+    there = {name: moved(array) for name, array in arrays.items()}
+    source, other = token_source(_native, arrays), token_source(_native, there)
+    order, moved_order = gpt_order(_native, arrays), gpt_order(_native, there)
+    expected = _native.gather_samples((source,), (order,), zeros, numbers, OPTIONS)
+    samples = _native.gather_samples(
+        (other,), (moved_order,), moved(zeros), moved(numbers), OPTIONS
+    )
+    assert all(map(np.array_equal, samples, expected))
+    spans = _native.spans(order, numbers)
+    moved_spans = _native.spans(moved_order, moved(numbers))
+    assert all(map(np.array_equal, moved_spans, spans))
+    pieces = _native.locate_spans(source, *spans[:3])
+    moved_pieces = _native.locate_spans(other, *map(moved, moved_spans[:3]))
+    assert all(map(np.array_equal, moved_pieces, pieces))
     tokens, ends = np.arange(40).astype(dtype), np.array([9, 9, 12, 21])
-    rows = _native.fill_rows(tokens, ends, **DEFAULTS)
-    assert all(map(np.array_equal, _native.fill_rows(moved(tokens), moved(ends), **DEFAULTS), rows))
+    rows = _native.fill_rows(tokens, ends, OPTIONS)
+    assert all(map(np.array_equal, _native.fill_rows(moved(tokens), moved(ends), OPTIONS), rows))
+    draws = np.arange(9, dtype=np.int16), np.arange(9), np.array([8, 0])
+    assert all(
+        map(
+            np.array_equal,
+            _native.look_up_draws(*map(moved, draws)),
+            _native.look_up_draws(*draws),
+        )
+    )
 
 
 def test_index_columns() -> None:
@@ -108,6 +123,8 @@ def test_slices_with_steps_of_any_size(tmp_path: Path) -> None:
         slice(20, -20, -3),
     ):
         assert [int(view[0]) for view in dataset[cut]] == list(range(9))[cut]
-    views = _core.SequenceViews(dataset.tokens, dataset.sequence_pointers, dataset.sequence_lengths)
+    views = _native.SequenceViews(
+        dataset.tokens, dataset.sequence_pointers, dataset.sequence_lengths
+    )
     with pytest.raises(IndexError, match="not been cut"):
         views.many(0, 10, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import ArrayLike
 
 from millrace import _native, reference
+from millrace.options import SampleOptions
 
 TOKEN_DTYPES = (np.uint8, np.int8, np.int16, np.uint16, np.int32, np.int64)
 NAMES = ("tokens", "labels", "loss_mask", "position_ids")
@@ -23,6 +25,7 @@ DEFAULTS: dict[str, Any] = {
     "reset_position_ids": False,
     "eod_mask_loss": False,
 }
+OPTIONS = SampleOptions(**DEFAULTS)
 INT64_ENDS = (-(2**63), 2**63 - 1)
 
 Arrays = dict[str, np.ndarray]
@@ -71,6 +74,26 @@ def make_arrays(
     }
 
 
+def options_of(**options: Any) -> Any:
+    """Options that are not checked, such as EOD switches without EOD: kernel and twin take them."""
+    return SimpleNamespace(**(DEFAULTS | options))
+
+
+def token_source(module: Any, arrays: Arrays, num_bytes: int | None = None) -> Any:
+    names = ("tokens", "sequence_pointers", "sequence_lengths")
+    return module.token_source(*(arrays[name] for name in names), num_bytes)
+
+
+def gpt_order(module: Any, arrays: Arrays, **options: Any) -> Any:
+    names = ("sequence_lengths", "document_index", "sample_index", "shuffle_index")
+    everything = DEFAULTS | options
+    return module.gpt_order(
+        *(arrays[name] for name in names),
+        sequence_length=everything["sequence_length"],
+        add_extra_token=everything["add_extra_token"],
+    )
+
+
 def gather(
     module: Any,
     arrays: list[Arrays],
@@ -79,10 +102,11 @@ def gather(
     **options: Any,
 ) -> tuple[np.ndarray, ...]:
     result: tuple[np.ndarray, ...] = module.gather_samples(
-        tuple(module.sample_source(**source) for source in arrays),
+        tuple(token_source(module, source) for source in arrays),
+        tuple(gpt_order(module, source, **options) for source in arrays),
         np.array(source_numbers, dtype=np.int64),
         np.array(sample_numbers, dtype=np.int64),
-        **(DEFAULTS | options),
+        options_of(**options),
     )
     return result
 
@@ -98,26 +122,37 @@ def assert_twin(
             np.testing.assert_array_equal(left, right, err_msg=name, strict=True)
 
 
+def pieces_of(
+    module: Any, arrays: Arrays, sample_numbers: ArrayLike, **options: Any
+) -> tuple[np.ndarray, ...]:
+    """The spans of some samples, their bounds, and their bytes."""
+    order = gpt_order(module, arrays, **options)
+    *spans, bounds = module.spans(order, np.array(sample_numbers, np.int64))
+    return *spans, bounds, *module.locate_spans(token_source(module, arrays), *spans)
+
+
 def gather_by_reading(
     arrays: list[Arrays], source_numbers: ArrayLike, sample_numbers: ArrayLike, **options: Any
 ) -> list[tuple[np.ndarray, ...]]:
-    """The same where token files are not mapped, for batches of one source: find, read, fill."""
-    numbers = np.array(sample_numbers, dtype=np.int64)
+    """The same for files that are not mapped and one source: spans, their bytes, read, fill."""
     if not arrays or np.any(np.array(source_numbers) != 0):
         return []
-    everything = DEFAULTS | options
-    shape = (everything["sequence_length"], everything["add_extra_token"])
-    found = [
-        module.find_pieces(module.sample_source(**arrays[0]), numbers, *shape)
+    results = [
+        pieces_of(module, arrays[0], sample_numbers, **options) for module in (_native, reference)
+    ]
+    for left, right in zip(*results, strict=True):
+        np.testing.assert_array_equal(left, right, strict=True)
+    *_, counts, bounds, byte_offsets, byte_counts = results[0]
+    tokens = arrays[0]["tokens"]
+    assert np.all(counts > 0)
+    assert np.array_equal(counts * tokens.itemsize, byte_counts)
+    flat = reference.copy_pieces(tokens.view(np.uint8), byte_offsets, byte_counts)
+    ends = np.append(0, np.cumsum(counts))[bounds[1:]]
+    everything = options_of(**options)
+    return [
+        module.fill_rows(flat.view(tokens.dtype), ends, everything)
         for module in (_native, reference)
     ]
-    for left, right in zip(*found, strict=True):
-        np.testing.assert_array_equal(left, right, strict=True)
-    offsets, counts, bounds = found[0]
-    tokens = arrays[0]["tokens"]
-    flat = reference.copy_pieces(tokens.view(np.uint8), offsets, counts).view(tokens.dtype)
-    ends = np.append(0, np.cumsum(counts // tokens.itemsize))[bounds[1:]]
-    return [module.fill_rows(flat, ends, **everything) for module in (_native, reference)]
 
 
 def assert_refused(
@@ -130,8 +165,11 @@ def assert_refused(
         for source in arrays
     ]
     for module in (reference, _native):
-        with pytest.raises(ValueError, match=r"outside|do not fit|goes from|were asked for|above"):
+        with pytest.raises(ValueError, match=r"outside|do not fit|goes from|above"):
             gather(module, roomy, source_numbers, sample_numbers, **options)
+        if len(roomy) == 1 and not np.any(source_numbers):
+            with pytest.raises(ValueError, match=r"outside|do not fit|goes from|above"):
+                pieces_of(module, roomy[0], sample_numbers, **options)
 
 
 @pytest.mark.parametrize("dtype", TOKEN_DTYPES)
@@ -464,15 +502,16 @@ def test_any_damage_is_refused_or_read_as_the_twin_reads_it(data: st.DataObject)
         ({"shuffle_index": np.zeros((3, 1), np.uint32)}, "shuffle_index"),
     ],
 )
-def test_a_source_refuses_wrong_arrays(wrong: Arrays, message: str) -> None:
+def test_wrong_arrays_are_refused(wrong: Arrays, message: str) -> None:
+    arrays = make_arrays(0, 8, extra=True) | wrong
     with pytest.raises(ValueError, match=message):
-        _native.sample_source(**(make_arrays(0, 8, extra=True) | wrong))
+        gather(_native, [arrays], [], [])
 
 
 def test_refuses_a_foreign_byte_order() -> None:
     arrays = make_arrays(0, 8, extra=True)
     with pytest.raises((ValueError, TypeError)):
-        _native.sample_source(**(arrays | {"tokens": arrays["tokens"].astype(">u2")}))
+        token_source(_native, arrays | {"tokens": arrays["tokens"].astype(">u2")})
 
 
 def test_refuses_batches_whose_numbers_do_not_pair_up() -> None:
@@ -487,8 +526,18 @@ def test_refuses_batches_whose_numbers_do_not_pair_up() -> None:
 @pytest.mark.parametrize("batch", [0, 1, 4])
 def test_refuses_impossible_sequence_lengths(sequence_length: int, batch: int) -> None:
     arrays = make_arrays(0, 8, extra=True)
+    numbers = np.zeros(batch, np.int64)
     with pytest.raises(ValueError, match="sequence_length"):
-        gather(_native, [arrays], [0] * batch, range(batch), sequence_length=sequence_length)
+        SampleOptions(sequence_length=sequence_length)
+    options = options_of(sequence_length=sequence_length)
+    sources, orders = (token_source(_native, arrays),), (gpt_order(_native, arrays),)
+    with pytest.raises(ValueError, match="sequence_length"):
+        _native.gather_samples(sources, orders, numbers, numbers, options)
+    with pytest.raises(ValueError, match="sequence_length"):
+        _native.fill_rows(arrays["tokens"], numbers, options)
+    if not 1 <= sequence_length < 2**59:  # of one row
+        with pytest.raises(ValueError, match="sequence_length"):
+            gpt_order(_native, arrays, sequence_length=sequence_length)
 
 
 @pytest.mark.parametrize(
@@ -502,19 +551,15 @@ def test_refuses_impossible_sequence_lengths(sequence_length: int, batch: int) -
 def test_refuses_numbers_that_are_no_vectors_of_int64(
     source_numbers: np.ndarray, sample_numbers: np.ndarray
 ) -> None:
-    source = _native.sample_source(**make_arrays(0, 8, extra=True))
+    arrays = make_arrays(0, 8, extra=True)
+    sources, orders = (token_source(_native, arrays),), (gpt_order(_native, arrays),)
     with pytest.raises((ValueError, TypeError)):
-        _native.gather_samples(
-            (source,),
-            source_numbers,
-            sample_numbers,
-            sequence_length=8,
-            add_extra_token=True,
-            pad_token=None,
-            eod_token=None,
-            reset_position_ids=False,
-            eod_mask_loss=False,
-        )
+        _native.gather_samples(sources, orders, source_numbers, sample_numbers, OPTIONS)
+    if sample_numbers.dtype != np.int64 or sample_numbers.ndim != 1:
+        with pytest.raises((ValueError, TypeError)):
+            _native.spans(orders[0], sample_numbers)
+        with pytest.raises((ValueError, TypeError)):
+            _native.locate_spans(sources[0], *[sample_numbers] * 3)
 
 
 @pytest.mark.parametrize("ends", [[9, 8], [10], [0, 41], [-1], [2**63 - 1]])
@@ -522,13 +567,109 @@ def test_fill_rows_refuses_what_does_not_fit(ends: list[int]) -> None:
     tokens = np.arange(80, dtype=np.uint16)[:40]
     for module in (_native, reference):
         with pytest.raises(ValueError, match="does not fit"):
-            module.fill_rows(tokens, np.array(ends, np.int64), **DEFAULTS)
+            module.fill_rows(tokens, np.array(ends, np.int64), OPTIONS)
 
 
 def test_a_source_that_is_not_mapped_is_refused() -> None:
     arrays = make_arrays(0, 8, extra=True)
-    empty = arrays | {"tokens": arrays["tokens"][:0]}
-    source = _native.sample_source(**empty, num_bytes=arrays["tokens"].nbytes)
+    nothing = arrays | {"tokens": arrays["tokens"][:0]}
+    source = token_source(_native, nothing, arrays["tokens"].nbytes)
+    order = gpt_order(_native, arrays)
     numbers = np.zeros(1, np.int64)
     with pytest.raises(ValueError, match="not mapped"):
-        _native.gather_samples((source,), numbers, numbers, **DEFAULTS)
+        _native.gather_samples((source,), (order,), numbers, numbers, OPTIONS)
+    spans = _native.spans(order, numbers)[:3]
+    expected = reference.locate_spans(token_source(reference, arrays), *spans)
+    assert all(map(np.array_equal, _native.locate_spans(source, *spans), expected))
+
+
+def test_token_sources_and_orders_must_pair_up() -> None:
+    arrays = make_arrays(0, 8, extra=True)
+    source, order = token_source(_native, arrays), gpt_order(_native, arrays)
+    numbers = np.zeros(1, np.int64)
+    with pytest.raises(ValueError, match="differ in size"):
+        _native.gather_samples((source, source), (order,), numbers, numbers, OPTIONS)
+
+
+@pytest.mark.parametrize("wrong", [{"sequence_length": 7}, {"add_extra_token": False}])
+def test_samples_that_are_longer_than_their_rows_are_refused(wrong: dict[str, Any]) -> None:
+    arrays = make_arrays(0, 8, extra=True)
+    numbers = np.zeros(1, np.int64)
+    options = SampleOptions(**(DEFAULTS | wrong))
+    for module in (reference, _native):
+        parts = (token_source(module, arrays),), (gpt_order(module, arrays),)
+        with pytest.raises(ValueError, match="not fit"):
+            module.gather_samples(*parts, numbers, numbers, options)
+
+
+# ---- spans of any order ----
+
+
+@given(data=st.data())
+@settings(deadline=None, derandomize=True, max_examples=400)
+def test_spans_of_any_order_are_located_or_refused_as_the_twin_does(data: st.DataObject) -> None:
+    arrays = make_arrays(data.draw(st.integers(0, 50)), 8, extra=True)
+    damage = data.draw(st.sampled_from([None, "sequence_pointers", "sequence_lengths"]))
+    if damage:
+        limits = np.iinfo(arrays[damage].dtype)
+        arrays[damage][data.draw(st.integers(0, 8))] = data.draw(
+            st.one_of(st.integers(-3, 60), st.integers(int(limits.min), int(limits.max)))
+        )
+    number = st.one_of(st.integers(-2, 30), st.integers(*INT64_ENDS))
+    rows = data.draw(st.lists(st.tuples(st.integers(-1, 9), number, number), max_size=4))
+    spans = np.array(rows, np.int64).reshape(-1, 3).T.copy()
+    num_bytes = data.draw(st.sampled_from([None, 0, 1, 2**40]))
+    try:
+        expected = reference.locate_spans(token_source(reference, arrays, num_bytes), *spans)
+    except ValueError:
+        with pytest.raises(ValueError, match="outside"):
+            _native.locate_spans(token_source(_native, arrays, num_bytes), *spans)
+    else:
+        actual = _native.locate_spans(token_source(_native, arrays, num_bytes), *spans)
+        for left, right in zip(actual, expected, strict=True):
+            np.testing.assert_array_equal(left, right, strict=True)
+
+
+def test_columns_of_spans_that_differ_in_size_are_refused() -> None:
+    source = token_source(_native, make_arrays(0, 8, extra=True))
+    one, two = np.zeros(1, np.int64), np.zeros(2, np.int64)
+    for columns in ((one, one, two), (one, two, one), (two, one, one)):
+        with pytest.raises(ValueError, match="differ in size"):
+            _native.locate_spans(source, *columns)
+
+
+# ---- draws of a blend ----
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 8, 9, 1000])
+def test_draws_are_looked_up_as_the_twin_does(size: int) -> None:
+    random = np.random.default_rng(size)
+    datasets = random.integers(-(2**15), 2**15, size, np.int16)
+    samples = random.integers(0, 2**62, size)
+    for count in (0, 1, size, 3 * size):
+        numbers = random.integers(0, size, count)
+        actual = _native.look_up_draws(datasets, samples, numbers)
+        expected = reference.look_up_draws(datasets, samples, numbers)
+        for left, right in zip(actual, expected, strict=True):
+            np.testing.assert_array_equal(left, right, strict=True)
+    for bad in (-1, size, *INT64_ENDS):
+        for module in (_native, reference):
+            with pytest.raises(IndexError):
+                module.look_up_draws(datasets, samples, np.array([0, bad]))
+
+
+def test_draws_of_arrays_that_do_not_match_are_refused() -> None:
+    datasets, samples = np.zeros(3, np.int16), np.zeros(3, np.int64)
+    nothing = samples[:0]
+    for module in (_native, reference):
+        assert [len(part) for part in module.look_up_draws(datasets[:0], nothing, nothing)] == [
+            0,
+            0,
+        ]
+        with pytest.raises(IndexError):
+            module.look_up_draws(datasets[:0], nothing, samples)
+    with pytest.raises(ValueError, match="differ in size"):
+        _native.look_up_draws(datasets, samples[:2], samples)
+    for wrong in ((samples, samples), (datasets, datasets), (datasets[:, None], samples)):
+        with pytest.raises(ValueError, match="is needed"):
+            _native.look_up_draws(*wrong, samples)

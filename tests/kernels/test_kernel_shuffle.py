@@ -268,7 +268,7 @@ def test_other_generators_are_refused() -> None:
 @pytest.mark.parametrize(("words", "position"), [(623, 0), (625, 0), (0, 0), (624, -1), (624, 625)])
 def test_the_core_refuses_a_malformed_state(words: int, position: int) -> None:
     with pytest.raises(ValueError, match="624 words"):
-        _core.shuffled_int32(np.zeros(3, np.int32), np.zeros(words, np.uint32), position)
+        _core.shuffled(np.zeros(3, np.int32), np.zeros(words, np.uint32), position)
 
 
 def test_a_refused_call_leaves_the_generator_alone() -> None:

@@ -1,7 +1,7 @@
 """Random cases through Megatron-LM's builder and through `millrace.megatron`: all must be equal.
 
     python -m tests.oracle.differential --cases 500 --seed 1
-    python -m tests.oracle.differential --seed 1 --case 217      # one of them again
+    python -m tests.oracle.differential --seed 1 --case 217      # one case again
 
 A case is a pure function of seed and number: token files, a configuration, a class and sizes. Both
 sides build it, each on an empty cache and on the cache that the other one wrote. Compared are what
@@ -47,7 +47,7 @@ with warnings.catch_warnings():
 import millrace
 import millrace.megatron as ours
 
-# It raises for a dataset that could not be opened, at any later time.
+# After a failed opening it raises at some later time.
 indexed_dataset.IndexedDataset.__del__ = lambda self: None
 
 GPT_ARRAYS = ("document_index", "sample_index", "shuffle_index")
@@ -56,7 +56,7 @@ SPLIT_NAMES = ("train", "valid", "test")
 
 
 class Theirs:
-    """Megatron-LM's names, as `millrace.megatron` has them."""
+    """Megatron-LM's classes."""
 
     Builder = blended_megatron_dataset_builder.BlendedMegatronDatasetBuilder
     BlendedDataset = blended_dataset.BlendedDataset
@@ -68,7 +68,7 @@ class Theirs:
 
 
 class Ours:
-    """The same of `millrace.megatron`."""
+    """The same classes of `millrace.megatron`."""
 
     Builder = ours.BlendedMegatronDatasetBuilder
     BlendedDataset = ours.BlendedDataset
@@ -80,11 +80,11 @@ class Ours:
 
 
 class Known(Exception):  # noqa: N818
-    """Where Megatron-LM fails by a bug: the case is not compared beyond it."""
+    """A bug of Megatron-LM; the comparison of a case ends there."""
 
 
 class LooksForeverError(Exception):
-    """Samples of no tokens: Megatron-LM would add epochs for ever; ours must assert instead."""
+    """Samples without tokens: Megatron-LM would add epochs for ever; ours must assert."""
 
 
 # ---- cases ----
@@ -92,7 +92,7 @@ class LooksForeverError(Exception):
 
 @dataclasses.dataclass
 class Tokenizer:
-    """As much of a tokenizer as the datasets ask for."""
+    """The attributes of a tokenizer that the datasets use."""
 
     eod: int
     vocab_size: int
@@ -118,7 +118,7 @@ class Tokenizer:
 
 @dataclasses.dataclass
 class Case:
-    """What decides a case; token files are in its folder."""
+    """The inputs of a case; its folder holds the token files."""
 
     lengths: dict[str, list[int]]
     vocabulary: tuple[int, int]
@@ -157,9 +157,9 @@ class Generator:
 
     def case(self) -> Case:
         is_mock = self.chance(0.06)
-        # Without care most cases have some split without tokens or samples, and only raise.
+        # Most careless cases have a split without tokens or samples, and only raise.
         self.is_careful = self.chance(0.75)
-        # Few datasets mostly; sometimes many small ones.
+        # Mostly few datasets; sometimes many small ones.
         count = self.pick(
             [1, self.integer(2, 5), self.integer(5, 40), self.integer(40, 301)],
             [0.35, 0.5, 0.14, 0.01],
@@ -191,12 +191,12 @@ class Generator:
             sizes=[self.size(sum(totals) // sequence_length) for _ in SPLIT_NAMES],
             cache=cache,
             mock_size=self.integer(1, 2000) if is_mock else None,
-            # Megatron-LM asks for the rank where it caches a blend, and fails without a group.
+            # Megatron-LM needs a process group to cache a blend.
             group=cache in ("own", "file") or self.chance(0.3),
             reopen=[],
         )
         if self.chance(0.85):
-            self.give_sizes_where_weights_need_them(case)
+            self.fill_sizes_for_weights(case)
         if self.chance(0.15) and dtype in ("uint16", "int32") and lengths:
             case.options["sequences_per_dataset"] = True  # counted when the files are written
         if cache == "own":
@@ -206,7 +206,7 @@ class Generator:
         return case
 
     def lengths(self, count: int) -> list[int]:
-        """Of the sequences of a file: at least one token, as Megatron-LM maps no empty file."""
+        """Lengths of a file's sequences; not all 0, as Megatron-LM cannot map an empty file."""
         most = np.log(400 if count < 5 else 25)
         fewest = np.log(15) if self.is_careful else 0.0
         number = max(1, int(np.exp(self.random.uniform(fewest, most))))
@@ -307,7 +307,7 @@ class Generator:
         epochs = self.pick([0, 0.2, 1, 1.1, 1.9, 2.5, 4.05])
         return min(int(epochs * num_samples) + self.pick([0, 0, 1, -1]), 4000)
 
-    def give_sizes_where_weights_need_them(self, case: Case) -> None:
+    def fill_sizes_for_weights(self, case: Case) -> None:
         one = case.options.get("blend")
         blends = case.options.get("blend_per_split") or [one] * len(SPLIT_NAMES)
         for place, blend in enumerate(blends):
@@ -320,13 +320,13 @@ class Generator:
 
 @dataclasses.dataclass
 class Built:
-    """What a builder gave: datasets, or an error; and what it logged."""
+    """The result of a builder: datasets or an error, and its log lines."""
 
     datasets: list[Any] | None = None
     error: BaseException | None = None
     log: list[str] = dataclasses.field(default_factory=list)
 
-    def built_anew(self) -> list[str]:
+    def build_lines(self) -> list[str]:
         return [line for line in self.log if line.startswith("Build and save the ")]
 
 
@@ -401,7 +401,7 @@ def build(side: Any, case: Case, arguments: dict[str, Any], **more: Any) -> Buil
 
 @contextlib.contextmanager
 def guarded() -> Iterator[None]:
-    """Names what would hang, corrupt memory or miscount in Megatron-LM, by an error."""
+    """Raises where Megatron-LM would hang, corrupt memory or miscount."""
     count_epochs = gpt_dataset.GPTDataset._get_num_epochs
     load, lock = np.load, threading.Lock()
     build_sample_idx = helpers.build_sample_idx
@@ -412,7 +412,7 @@ def guarded() -> Iterator[None]:
         if wanted is not None and wanted * self.config.sequence_length + extra > num_tokens == 0:
             raise LooksForeverError
         if num_tokens == 0 and extra and self.config.sequence_length == 1:
-            raise Known("no tokens at sequence length 1: it writes before its array's start")
+            raise Known("no tokens at sequence length 1: a write before the start of an array")
         epochs: int = count_epochs(self, num_tokens)
         if epochs * num_tokens >= 2**24 and not self.config.drop_last_partial_validation_sequence:
             raise Known("2**24 tokens and a partial sample: counted in 32-bit floats")
@@ -441,7 +441,7 @@ def guarded() -> Iterator[None]:
 
 
 def known_cause(error: BaseException | None) -> str | None:
-    """The name of a known bug, where one is behind an error."""
+    """The name of the known bug behind an error, or None."""
     while error is not None:
         if isinstance(error, Known):
             return str(error)
@@ -473,7 +473,7 @@ def same_error(mine: BaseException | None, their: BaseException | None, where: s
 
 
 def same_tree(mine: Any, their: Any, where: str) -> None:
-    """Datasets, lists of them and None, down to the indices."""
+    """Compares datasets, lists of them or None, down to the indices."""
     if their is None or isinstance(their, list):
         require(type(mine) is type(their), f"{where}: {type(mine)} and {type(their)}")
         if their is not None:
@@ -510,10 +510,10 @@ def parts_of(dataset: Any) -> list[Any]:
 
 
 def fresh(dataset: Any, number: Any) -> Callable[[], Any]:
-    """Reads a sample as if it were the first.
+    """A function that reads a sample as if it were the first.
 
-    Megatron-LM keeps the first sample's loss mask for all later ones, after it has put the zeros of
-    that sample's padding into it.
+    Megatron-LM keeps the loss mask of the first sample, with zeros for its padding, for all later
+    samples.
     """
 
     def read() -> Any:
@@ -548,7 +548,7 @@ def same_sample(mine: Any, their: Any, number: Any, where: str) -> None:
 
 
 def same_query(mine: Any, their: Any, number: Any, where: str) -> None:
-    """The hook that subclasses override."""
+    """Compares the hook that subclasses override."""
     where = f"{where}: query of {number}"
     left, my_error = outcome(lambda: mine._query_document_sample_shuffle_indices(number))
     right, their_error = outcome(lambda: their._query_document_sample_shuffle_indices(number))
@@ -580,7 +580,7 @@ def same_samples(mine: Any, their: Any, random: Generator, where: str) -> None:
 
 
 def cached_files(folder: Path) -> dict[str, Path]:
-    """The cache files below a case's folder, by their names there."""
+    """The cache files below a case's folder, by relative path."""
     return {
         str(path.relative_to(folder)): path
         for path in sorted(folder.rglob("*"))
@@ -604,10 +604,10 @@ def drop_caches(folder: Path) -> None:
 
 
 def run_case(seed: int, number: int, folder: Path) -> str:
-    """Builds and compares a case; says how it went.
+    """Builds and compares a case; returns the outcome.
 
     Raises:
-        AssertionError: something differs.
+        AssertionError: If something differs.
     """
     generator = Generator(seed, number)
     case = generator.case()
@@ -646,14 +646,14 @@ def process_group() -> Iterator[None]:
 def compare(case: Case, generator: Generator, folder: Path) -> str:
     arguments = arguments_of(case, folder, write_files(case, folder))
     if any(len(set(blend[0])) < len(blend[0]) for blend in blends_of(case)):
-        # Two of Megatron-LM's threads would write one cache file at once.
+        # With threads, Megatron-LM would write one cache file twice at once.
         arguments["num_dataset_builder_threads"] = 1
     their = build(Theirs, case, arguments)
     known = known_cause(their.error)
     if known:
         drop_caches(folder)
         error = build(Ours, case, arguments).error
-        # Beyond the bug there may be another error: a KeyError is of sequences_per_dataset.
+        # There may be another error after the bug: sequences_per_dataset raises KeyError.
         kinds = (millrace.MillraceError, KeyError)
         require(error is None or isinstance(error, kinds), f"{error!r}")
         return f"known: {known}"
@@ -680,8 +680,8 @@ def compare(case: Case, generator: Generator, folder: Path) -> str:
         require(found[name] == content, f"the bytes of {name}")
     require(bool(found) == (is_cached and len(parts_of(their.datasets)) > 0), "there is a cache")
     require(
-        Counter(mine.built_anew()) == Counter(their.built_anew()),
-        f"built: {mine.built_anew()} and {their.built_anew()}",
+        Counter(mine.build_lines()) == Counter(their.build_lines()),
+        f"built: {mine.build_lines()} and {their.build_lines()}",
     )
     before = stamps(folder)
     their = build(Theirs, case, arguments)
@@ -707,9 +707,9 @@ def contents_of(folder: Path) -> dict[str, bytes]:
 
 
 def check_reused(built: Built, before: Any, folder: Path, case: Case, where: str) -> None:
-    """Nothing was written; without a cache folder, blends alone are built anew."""
+    """Checks that nothing was written; without a cache folder, only blends are built again."""
     require(stamps(folder) == before, f"{where}: files were written")
-    anew = built.built_anew()
+    anew = built.build_lines()
     if case.cache == "beside" and case.mock_size is None:
         anew = [line for line in anew if "BlendedDataset" not in line]
     if before:
@@ -717,7 +717,7 @@ def check_reused(built: Built, before: Any, folder: Path, case: Case, where: str
 
 
 def reopen(case: Case, arguments: dict[str, Any], generator: Generator, how: str) -> None:
-    """The caches once more, by the options that trust them."""
+    """Compares the datasets again, opened by the options that trust the cache."""
     more = {}
     if "fast" in how:
         more["fast_cache_load"] = True
@@ -740,11 +740,11 @@ def reopen(case: Case, arguments: dict[str, Any], generator: Generator, how: str
 
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.oracle.differential")
-    parser.add_argument("--cases", type=int, default=500, help="how many")
-    parser.add_argument("--seed", type=int, default=1, help="of the cases")
-    parser.add_argument("--first", type=int, default=0, help="the number of the first case")
-    parser.add_argument("--case", type=int, help="one case alone, by its number")
-    parser.add_argument("--keep-going", action="store_true", help="past cases that differ")
+    parser.add_argument("--cases", type=int, default=500, help="number of cases")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the cases")
+    parser.add_argument("--first", type=int, default=0, help="number of the first case")
+    parser.add_argument("--case", type=int, help="number of a single case to run")
+    parser.add_argument("--keep-going", action="store_true", help="go on after a case that differs")
     options = parser.parse_args(words)
     numbers = range(options.first, options.first + options.cases)
     if options.case is not None:
@@ -771,7 +771,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # One dataset is built at a time, by small arrays: threads of torch would only wait.
+    # The arrays are small: more threads of torch would only wait.
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     sys.exit(main())

@@ -79,7 +79,7 @@ MODULES = (
     "object_storage_utils",
     "utils",
 )
-"""The modules of `megatron.core.datasets` that `millrace.megatron` can take the place of."""
+"""The modules of `megatron.core.datasets` that `millrace.megatron` replaces."""
 
 SAMPLE_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 
@@ -88,7 +88,7 @@ NO_PAD = None
 
 @dataclasses.dataclass
 class Tokenizer:
-    """As much of a tokenizer as the datasets ask for."""
+    """The attributes of a tokenizer that the datasets use."""
 
     eod: int = 0
     pad_id: int | None = NO_PAD
@@ -115,13 +115,13 @@ def module_of_megatron(name: str) -> Any:
 
 
 def name_of_megatron(name: str) -> Any:
-    """What a name stands for in the first of `MODULES` that has it."""
+    """The value of a name in the first of `MODULES` that has it."""
     modules = map(module_of_megatron, MODULES)
     return next(vars(module)[name] for module in modules if name in vars(module))
 
 
 def config_of(cache: Path | None, **options: Any) -> GPTDatasetConfig:
-    """A configuration; without another cache, the indices are written below each prefix."""
+    """A configuration; without a cache folder, the indices are cached below each prefix."""
     everything: dict[str, Any] = {
         "random_seed": 1234,
         "sequence_length": 16,
@@ -151,7 +151,7 @@ def gpt_dataset(
 
 
 def random_lengths(random: np.random.Generator, max_sequences: int = 10_000) -> NDArray[np.int32]:
-    """Lengths of 1 to `max_sequences` sequences (few more often than many), some of them empty."""
+    """Lengths of 1 to `max_sequences` sequences, mostly few, some of them empty."""
     count = int(np.exp(random.uniform(0, np.log(max_sequences + 1))))
     mean = random.choice([2, 10, 60])
     lengths = random.geometric(1 / mean, size=max(count, 1)).astype(np.int32) - 1
@@ -183,7 +183,7 @@ def write_sequences(
     dtype: Any = np.uint16,
     vocabulary: tuple[int, int] = (0, 30),
 ) -> Path:
-    """Writes random tokens in sequences of these lengths, of several to a document."""
+    """Writes random tokens in sequences of these lengths, several to a document."""
     tokens = random.integers(*vocabulary, int(np.sum(lengths))).astype(dtype)
     with millrace.IndexedDatasetBuilder(prefix, dtype) as builder:
         place = start = 0
@@ -203,10 +203,10 @@ def assert_same_indices(ours: millrace.GPTDataset, theirs: GPTDataset) -> None:
 
 
 def fresh_sample(dataset: GPTDataset, number: int) -> dict[str, NDArray[Any]]:
-    """A sample as the dataset would give it if it were its first.
+    """A sample as if it were the first that the dataset reads.
 
-    Megatron-LM keeps the first sample's loss mask for all later ones, after it has put the zeros
-    of that sample's padding into it (see test_oracle_samples).
+    Megatron-LM keeps the loss mask of the first sample, with zeros for its padding, for all later
+    samples (see test_oracle_samples).
     """
     dataset.masks_and_position_ids_are_cached = False
     return {key: tensor.numpy() for key, tensor in dataset[number].items()}

@@ -1,4 +1,4 @@
-"""Blends: which dataset each sample comes from, of which number, and the samples themselves."""
+"""Blends: the dataset of each sample, its number there, and the samples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SEED = 77
 
 
 def random_weights(random: np.random.Generator) -> list[float]:
-    """1 to 60 weights: alike, with many ties, or of very different size."""
+    """1 to 60 weights: similar, with many ties, or of very different sizes."""
     count = int(random.integers(1, 61))
     kind = random.integers(4)
     if kind == 0:
@@ -92,7 +92,7 @@ def test_blends_of_many_datasets_by_weight_are_equal(count: int, kind: str) -> N
 
 @pytest.mark.parametrize("scale", [1e-9, 0.9, 1.1, 1e9])
 def test_blends_by_weights_that_are_not_normalised_are_equal(scale: float) -> None:
-    """Megatron-LM's helper takes them as they are, as our kernel does."""
+    """Megatron-LM's helper does not normalise them, and neither does our kernel."""
     random = np.random.default_rng(30)
     for count in (5, 70, 1000):
         weights = random.random(count)
@@ -189,7 +189,7 @@ def our_datasets(
 
 
 def their_splits(sizes: list[int | None], **options: Any) -> list[Any]:
-    """Indices lie below each prefix: elsewhere a BlendedDataset asks for torch.distributed."""
+    """Indices are cached below each prefix: a cached blend would need torch.distributed."""
     config = megatron.config_of(
         None,
         sequence_length=S,
@@ -234,7 +234,7 @@ def test_a_blend_by_weight_is_the_builders(seed: int, tmp_path: Path) -> None:
     split = "5,3,2" if seed % 2 else "0.6,0.4"
     names = [str(prefix) for prefix in prefixes]
     splits = their_splits(sizes, blend=(names, weights), split=split)
-    # The builder normalises the weights, and a BlendedDataset normalises them once more.
+    # Both the builder and a BlendedDataset normalise the weights.
     normalized = millrace.normalize(weights)
     for place, (theirs, size) in enumerate(zip(splits, sizes, strict=True)):
         if theirs is None:
@@ -248,7 +248,7 @@ def test_a_blend_by_weight_is_the_builders(seed: int, tmp_path: Path) -> None:
 
 
 def test_the_builders_weights_are_normalised_twice(tmp_path: Path) -> None:
-    """By the builder and by the blend; one weight may change by its last bit, and break a tie."""
+    """The second time may change a weight's last bit, and so break a tie."""
     random = np.random.default_rng(28)
     prefixes, weights, size = write_datasets(random, tmp_path, 2), [0.15, 0.79], 1000
     once = millrace.normalize(weights)
@@ -279,7 +279,7 @@ def test_a_blend_without_weights_is_the_builders(sized: bool, seed: int, tmp_pat
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_blend_of_its_own_for_each_split_is_the_builders(seed: int, tmp_path: Path) -> None:
+def test_a_separate_blend_for_each_split_is_the_builders(seed: int, tmp_path: Path) -> None:
     random = np.random.default_rng([25, seed])
     prefixes = write_datasets(random, tmp_path, 6)
     names = [str(prefix) for prefix in prefixes]

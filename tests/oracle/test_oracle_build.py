@@ -1,16 +1,15 @@
 """`build_datasets` against Megatron-LM's builder, on random configurations.
 
-A case is a pure function of its number. By hand, thousands of them:
+A case is a pure function of its number. To run thousands of them:
 
     PYTHONPATH=.:tests/oracle python tests/oracle/test_oracle_build.py --first 1000 --cases 2000
 
-Where Megatron-LM gives no answer (see docs/differences.md), the case says so before either side is
-asked, and millrace must refuse it:
+Where Megatron-LM fails (see docs/differences.md), the case predicts it, and millrace must refuse:
 
-    "no tokens"      a split of a file holds none: Megatron-LM looks for enough epochs for ever
-    "no sample"      its tokens do not fill one sample: Megatron-LM gives an empty dataset, and
-                     its blend fails an assertion
-    "oversampling"   found by both while they build: Megatron-LM raises an IndexError
+    "no tokens"      a split of a file without tokens: Megatron-LM adds epochs for ever
+    "no sample"      a split with too few tokens for a sample: Megatron-LM gives an empty dataset,
+                     and a blend of it fails an assertion
+    "oversampling"   an error of both builders; not predicted: Megatron-LM raises IndexError
 """
 
 from __future__ import annotations
@@ -38,18 +37,18 @@ NUM_CASES = 60  # in `make test`
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What both sides are asked for, and the outcome that the numbers foretell."""
+    """The options of both sides, and the expected outcome."""
 
     number: int
     sizes: list[int | None]
-    options: dict[str, Any]  # of DatasetConfig
-    theirs: dict[str, Any]  # of GPTDatasetConfig
-    bookends: list[tuple[float, float] | None] | None  # fractions in place of a split string
-    foretold: str  # "", "no tokens" or "no sample"
+    options: dict[str, Any]  # DatasetConfig
+    theirs: dict[str, Any]  # GPTDatasetConfig
+    bookends: list[tuple[float, float] | None] | None  # fractions instead of a split string
+    expected: str  # "", "no tokens" or "no sample"
 
 
 def make_case(number: int, folder: Path) -> Case:
-    """Writes the case's token files into a folder, and draws its configuration."""
+    """Writes a case's token files into a folder, and draws its configuration."""
     random = np.random.default_rng([40, number])
     names = [str(folder / f"data-{file}") for file in range(random.integers(1, 7))]
     keeps_partial = bool(random.random() < 0.3)
@@ -59,7 +58,7 @@ def make_case(number: int, folder: Path) -> Case:
         if not is_scarce:
             lengths = np.concatenate([lengths, random.integers(5, 60, 60)]).astype(np.int32)
         if keeps_partial:
-            # Megatron-LM fails an assertion where the last document of an order is empty.
+            # Megatron-LM fails an assertion if the last document of an order is empty.
             lengths = np.maximum(lengths, 1)
         megatron.write_sequences(Path(name), lengths, random)
     sizes = [None if random.random() < 0.3 else int(random.integers(1, 400)) for _ in SPLITS]
@@ -96,13 +95,13 @@ def make_case(number: int, folder: Path) -> Case:
             "full_validation": is_full and sizes[1] is None,
         }
     case = Case(number, sizes, options, their_options(options), bookends, "")
-    return dataclasses.replace(case, foretold=foretell(case))
+    return dataclasses.replace(case, expected=predict(case))
 
 
 def random_weights(
     random: np.random.Generator, count: int, sizes: list[int | None]
 ) -> tuple[list[int | None], list[float] | None]:
-    """Weights or none; with weights each split has a size."""
+    """Weights or None; with weights, each split has a size."""
     if random.random() < 0.4:
         return sizes, None
     weights = (random.random(count) ** random.choice([1, 3, 8]) + 1e-9).tolist()
@@ -154,8 +153,8 @@ def ranges_of(case: Case) -> Iterator[tuple[int, str, tuple[int, int]]]:
                 yield split, name, span
 
 
-def foretell(case: Case) -> str:
-    """Whether a dataset of the case has no tokens, or none has enough of them for a sample."""
+def predict(case: Case) -> str:
+    """Whether a dataset of the case has no tokens, or too few for a sample."""
     extra = int(case.options["add_extra_token"])
     kinds = set()
     for split, name, (start, stop) in ranges_of(case):
@@ -176,11 +175,11 @@ def is_apart(case: Case) -> bool:
     return bool(case.options.get("multiple_validation_sets"))
 
 
-# ---- both sides, side by side ----
+# ---- comparing ----
 
 
 def build_theirs(case: Case) -> list[Any]:
-    """Indices lie below each prefix: elsewhere a BlendedDataset asks for torch.distributed."""
+    """Indices are cached below each prefix: a cached blend would need torch.distributed."""
     config = megatron.config_of(None, **case.theirs)
     if case.bookends is not None:
         config.split_matrix = case.bookends
@@ -201,10 +200,10 @@ def ways_to_build(case: Case, cache: Path) -> Iterator[tuple[str, millrace.Datas
 
 
 def check_case(number: int, folder: Path) -> str:
-    """Builds a case by both, in every way; returns what it was."""
+    """Builds a case by both, in every way; returns its outcome."""
     case = make_case(number, folder)
     theirs: list[Any] | None = None
-    if case.foretold == "":
+    if case.expected == "":
         try:
             theirs = build_theirs(case)
         except IndexError as error:
@@ -212,17 +211,17 @@ def check_case(number: int, folder: Path) -> str:
                 raise
     for way, config in ways_to_build(case, folder / "cache"):
         if theirs is None:
-            assert_refused(config, case.foretold or "oversampling")
+            assert_refused(config, case.expected or "oversampling")
             continue
         ours = millrace.build_datasets(config)
         for name, left, right in zip(SPLITS, ours, theirs, strict=True):
             assert_same(left, right, f"case {number}, {way}, {name}")
-    return "compared" if theirs is not None else case.foretold or "oversampling"
+    return "compared" if theirs is not None else case.expected or "oversampling"
 
 
 def assert_refused(config: millrace.DatasetConfig, kind: str) -> None:
     messages = {
-        "no tokens": "holds 0 tokens|leaves no sample",  # whichever dataset comes first
+        "no tokens": "holds 0 tokens|leaves no sample",  # by the dataset that comes first
         "no sample": "leaves no sample",
         "oversampling": "draws more samples",
     }
@@ -279,10 +278,10 @@ def test_random_configurations_are_the_builders(number: int, tmp_path: Path) -> 
     check_case(number, tmp_path)
 
 
-# ---- what random cases seldom meet ----
+# ---- rare cases ----
 
 
-def test_an_empty_dataset_is_megatrons_answer_where_ours_is_an_error(tmp_path: Path) -> None:
+def test_too_few_tokens_are_an_error_here_and_an_empty_dataset_there(tmp_path: Path) -> None:
     """A split with tokens, but too few for a sample (see docs/differences.md)."""
     prefix = megatron.write_sequences(tmp_path / "data", [100, 5], np.random.default_rng(41))
     options = {"blend": ([str(prefix)], None), "split": "1,1", "sequence_length": 8}
@@ -313,7 +312,7 @@ def test_the_same_prefix_twice_is_drawn_as_megatron_does(tmp_path: Path) -> None
             assert_same(left, right, name)
 
 
-# ---- thousands, by hand ----
+# ---- more cases ----
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""A few of the differential's random cases in every test run; `differential.py` runs any number."""
+"""Some random cases of `differential.py`, which runs any number of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def test_a_random_case_is_equal_on_both_sides(number: int, tmp_path: Path) -> No
     run_case(0, number, tmp_path)
 
 
-def test_the_command_says_how_many_cases_went_which_way(
+def test_the_command_counts_the_outcomes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["--cases", "3", "--seed", "5"]) == 0

@@ -1,4 +1,4 @@
-"""What `add_item`, `add_document` and `get_blend_from_list` take: what Megatron-LM's take."""
+"""`add_item`, `add_document` and `get_blend_from_list` take what Megatron-LM's take."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def files_of(side: Any, dtype: Any, add: Callable[[Any], None], multimodal: bool
 def outcome(work: Callable[[], Any]) -> Any:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # NumPy's, of casts that Megatron-LM makes
+            warnings.simplefilter("ignore")  # NumPy warns of Megatron-LM's casts
             return work()
     except Exception as error:
         return error
@@ -75,7 +75,7 @@ def as_array(dtype: Any, values: list[float]) -> Any:
         return np.array(values).astype(dtype)
 
 
-# Lists that mostly can be stored, lists that mostly cannot, nested ones, arrays and tensors.
+# Lists that can mostly be stored, lists that mostly cannot, nested lists, arrays and tensors.
 documents = (
     st.builds(
         lambda kind, values: [as_kind(kind, value) for value in values], kinds, st.lists(small)
@@ -124,7 +124,7 @@ def numbers_in(document: Any) -> list[float]:
 @example(document=np.array([2 + 1j]), dtype=np.int32)
 @example(document=[2**63, -1], dtype=np.int64)
 def test_tokens_are_stored_as_by_megatron_or_refused(document: Any, dtype: Any) -> None:
-    """The same bytes; what is refused would have failed there too, or would have been changed."""
+    """The same bytes; what is refused fails or would be changed in Megatron-LM."""
 
     def add(builder: Any) -> None:
         builder.add_document(document, [size_of(document)])
@@ -173,12 +173,12 @@ def test_lengths_and_modes_of_any_kind(lengths: Any, multimodal: bool) -> None:
 
 
 @pytest.mark.parametrize("lengths", [[2.5, 2.5], [2.0, 3.0], ["2", "3"], [[2], [3]], 5])
-def test_lengths_that_are_no_whole_numbers_are_refused(lengths: Any) -> None:
+def test_lengths_that_are_not_whole_numbers_are_refused(lengths: Any) -> None:
     with pytest.raises(ConfigError, match="lengths"):
         files_of(ours, np.int32, lambda builder: builder.add_document(np.arange(5), lengths))
 
 
-def test_a_builder_says_what_it_has(tmp_path: Path) -> None:
+def test_a_builder_shows_its_index(tmp_path: Path) -> None:
     for multimodal in (False, True):
         mine, theirs = (
             side.IndexedDatasetBuilder(
@@ -201,8 +201,8 @@ def test_a_builder_says_what_it_has(tmp_path: Path) -> None:
     assert dataset.document_indices.tolist() == [0, 2, 3, 4]
 
 
-def test_a_builder_of_a_million_sequences_says_what_it_has(tmp_path: Path) -> None:
-    """More entries than are kept in memory are read back from disk, and go on there."""
+def test_a_builder_of_a_million_sequences_shows_its_index(tmp_path: Path) -> None:
+    """Entries beyond those in memory are read back from disk, and more can be added."""
     count = (1 << 20) + 5
     builder = ours.IndexedDatasetBuilder(str(tmp_path / "data.bin"), dtype=np.uint8)
     for _ in range(2):
@@ -247,13 +247,15 @@ def test_blends_of_numbers_and_words_are_read_as_by_megatron(blend: Any) -> None
     theirs = outcome(lambda: their_get_blend_from_list(blend))
     if isinstance(mine, Exception):
         assert isinstance(mine, ConfigError), mine
-        if not isinstance(theirs, Exception):  # numbers at the first of the weights' places alone
+        if not isinstance(
+            theirs, Exception
+        ):  # only some of the weights are numbers, the first among them
             assert theirs[1] is None
             with pytest.raises(ValueError, match="float"):
                 [float(word) for word in blend[::2]]
             float(blend[0])
     elif isinstance(theirs, Exception):
-        assert blend[0] is None  # Megatron-LM: a TypeError; here it is no number
+        assert blend[0] is None  # a TypeError in Megatron-LM; not a number here
     else:
         assert mine == theirs
         assert isinstance(mine, tuple)

@@ -1,4 +1,4 @@
-"""Every name of the modules that `millrace.megatron` takes the place of, and the import hook."""
+"""Every name of the modules that `millrace.megatron` replaces, and the import hook."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ import millrace.megatron as ours
 from millrace.megatron import errors
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "megatron.md").read_text(encoding="utf-8")
-FINALISERS = ("__del__",)  # nobody calls them by name; ours keep files open as long as arrays live
+FINALISERS = ("__del__",)  # not called by name; ours keep files mapped as long as arrays live
 
 
 def missing_names() -> set[tuple[str, str]]:
-    """(module, name) of the guide's table."""
+    """The (module, name) pairs of the guide's table."""
     table = re.findall(r"^\| (`\w+`|all) \| (`.*`) \| ", GUIDE, re.MULTILINE)
     names = set()
     for where, cell in table:
@@ -35,7 +35,7 @@ def missing_names() -> set[tuple[str, str]]:
 
 
 def defined_names(module: ModuleType) -> Iterator[str]:
-    """What a module defines at its top level, and not what it imports by name."""
+    """The names that a module defines at its top level, without those it imports by name."""
     assert module.__file__ is not None
     for node in ast.parse(Path(module.__file__).read_text(encoding="utf-8")).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -74,7 +74,7 @@ def assert_same_parameters(where: str, mine: Any, theirs: Any) -> None:
 
 
 def methods(kind: type) -> Iterator[tuple[str, Any]]:
-    """What a class of Megatron-LM's defines itself, with what its decorators make of it."""
+    """The members that a class of Megatron-LM defines itself, after their decorators."""
     for name, member in vars(kind).items():
         inner = getattr(member, "__func__", getattr(member, "__wrapped__", member))
         is_theirs = str(getattr(inner, "__module__", "")).startswith("megatron.")
@@ -83,7 +83,7 @@ def methods(kind: type) -> Iterator[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize(("module", "name"), every_name())
-def test_each_name_is_there_or_named_as_missing(module: str, name: str) -> None:
+def test_each_name_exists_or_is_listed_as_missing(module: str, name: str) -> None:
     missing = missing_names()
     if (module, name) in missing:
         assert name not in ours.__all__
@@ -108,7 +108,7 @@ def test_each_name_is_there_or_named_as_missing(module: str, name: str) -> None:
                 assert_same_parameters(where, getattr(mine, method), member)
 
 
-def test_what_is_named_as_missing_exists() -> None:
+def test_names_listed_as_missing_exist_in_megatron() -> None:
     for module, name in missing_names():
         there: Any = oracle.module_of_megatron(module)
         if name == "logger" and not hasattr(there, name):
@@ -118,7 +118,7 @@ def test_what_is_named_as_missing_exists() -> None:
 
 
 @pytest.mark.parametrize("mapped", [True, False])
-def test_the_reader_in_use_has_a_class_of_its_own(tmp_path: Path, mapped: bool) -> None:
+def test_each_way_of_reading_has_its_own_class(tmp_path: Path, mapped: bool) -> None:
     prefix = oracle.write_sequences(
         tmp_path / "data", np.arange(9), np.random.default_rng(0), np.int32, (0, 12)
     )
@@ -128,7 +128,7 @@ def test_the_reader_in_use_has_a_class_of_its_own(tmp_path: Path, mapped: bool) 
     assert isinstance(dataset.bin_reader, used)
     assert isinstance(dataset.bin_reader, ours._BinReader)
     assert not isinstance(dataset.bin_reader, other)
-    # They can be made by themselves, as Megatron-LM's.
+    # They can be made directly, as in Megatron-LM.
     for kind in (used, other):
         reader = kind(f"{prefix}.bin")
         np.testing.assert_array_equal(reader.read(np.int32, 8, 28 * 4), dataset[8])
@@ -182,7 +182,7 @@ def test_readers_of_object_stores_refuse(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_indices_by_themselves_are_alike(seed: int) -> None:
+def test_separate_index_functions_are_alike(seed: int) -> None:
     random = np.random.default_rng(seed)
     documents = random.integers(0, 1000, random.integers(0, 30)).astype(np.int32)
     num_epochs, separate = int(random.integers(1, 5)), bool(random.integers(2))

@@ -12,7 +12,7 @@ import torch
 
 import millrace
 
-# Megatron-LM's builder makes an array of a tensor in a way that NumPy 2 deprecates.
+# Megatron-LM's builder converts tensors in a way that NumPy 2 deprecates.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
 )
@@ -28,11 +28,11 @@ DTYPES = (
     np.uint16,
 )
 
-Document = tuple[np.ndarray, list[int], list[int]]  # tokens, its sequences' lengths, their modes
+Document = tuple[np.ndarray, list[int], list[int]]  # tokens, lengths and modes of its sequences
 
 
 def random_documents(random: np.random.Generator, dtype: Any, count: int) -> list[Document]:
-    """Documents of no, one or several sequences, of which some are empty."""
+    """Documents of zero, one or several sequences, some of them empty."""
     documents = []
     for _ in range(count):
         lengths = random.geometric(0.15, size=random.choice([0, 1, 1, 1, 3, 9])) - 1
@@ -128,7 +128,7 @@ def test_files_are_byte_equal_and_read_by_both(dtype: Any, seed: int, tmp_path: 
     write_theirs(theirs, documents, dtype, multimodal=multimodal, whole=whole)
     for suffix in (".bin", ".idx"):
         assert Path(f"{ours}{suffix}").read_bytes() == Path(f"{theirs}{suffix}").read_bytes()
-    # Crosswise: either reader on the other one's files.
+    # Each reader on the other's files.
     assert_reads_alike(theirs, ours, random, multimodal=multimodal)
 
 
@@ -166,7 +166,7 @@ def test_files_without_tokens_are_byte_equal(
     for suffix in (".bin", ".idx"):
         assert Path(f"{ours}{suffix}").read_bytes() == Path(f"{theirs}{suffix}").read_bytes()
     sequences = sum(len(lengths) for _, lengths, _ in documents)
-    dataset = millrace.IndexedDataset(theirs)  # Megatron-LM itself cannot open it
+    dataset = millrace.IndexedDataset(theirs)  # Megatron-LM cannot open it
     assert (len(dataset), dataset.num_documents, dataset.num_tokens) == (
         sequences,
         len(documents),

@@ -37,7 +37,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def cases(data: list[str]) -> dict[str, dict[str, Any]]:
-    """Options that both sides take, and the sizes."""
+    """The options of both sides, and the sizes."""
     weights = [0.1, 3.0, 0.7]
     return {
         "one": {"blend": (data[:1], None), "split": "8,1,1", "sizes": (700, 20, None)},
@@ -83,7 +83,7 @@ def state_of(folder: Path) -> dict[str, tuple[int, int]]:
 
 @contextlib.contextmanager
 def process_group(folder: Path) -> Iterator[None]:
-    """Megatron-LM builds a missing cache on rank 0 alone, and so asks for a rank."""
+    """Megatron-LM needs a process group: it builds a missing cache on rank 0 alone."""
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder / 'meeting'}", rank=0, world_size=1
     )
@@ -120,7 +120,7 @@ def test_megatron_starts_on_what_we_wrote_and_builds_none(
 def test_both_caches_take_one_build(
     data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """The second is written from what the first one holds."""
+    """The second is written from the first."""
     case = cases(data)[name]
     identifiers = json.loads(json.dumps(TOKENIZER.unique_identifiers))
     index(ours_of(case), megatron_cache_folder=tmp_path / "alone", tokenizer=identifiers)
@@ -130,7 +130,7 @@ def test_both_caches_take_one_build(
 
     module = importlib.import_module("millrace.jobs.indexing")
     monkeypatch.setattr(module, "build_indices", refuse)
-    monkeypatch.setattr(module, "draw", refuse)
+    monkeypatch.setattr(module, "build_blend", refuse)
     config = ours_of(case, cache=tmp_path / "ours")
     index(config, megatron_cache_folder=tmp_path / "both", tokenizer=identifiers)
     alone, both = (
@@ -171,7 +171,7 @@ def assert_same(ours: Any, theirs: Any) -> None:
 
 
 def test_the_command_line_writes_the_same_files(data: list[str], tmp_path: Path) -> None:
-    """From a config file, twice: the second time there is nothing to do."""
+    """Twice from a configuration file; the second time builds nothing."""
     config = tmp_path / "run.yaml"
     config.write_text(
         f"data-path: [0.1, {data[0]}, 3.0, {data[1]}, 0.7, {data[2]}]\nsplit: 8, 1, 1\n"
@@ -199,7 +199,7 @@ def test_the_command_line_writes_the_same_files(data: list[str], tmp_path: Path)
     assert listed.stdout.count("run ") == 1
 
 
-def test_what_is_missing_for_megatrons_names_is_said(data: list[str], tmp_path: Path) -> None:
+def test_missing_arguments_for_megatrons_names_are_errors(data: list[str], tmp_path: Path) -> None:
     case = cases(data)["one"]
     with pytest.raises(millrace.ConfigError, match="nowhere to put"):
         index(ours_of(case))

@@ -20,7 +20,7 @@ Split = megatron.Split
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What decides an order."""
+    """The inputs of an order."""
 
     prefix: Path
     sequences: tuple[int, int]
@@ -39,7 +39,7 @@ class Case:
             num_samples=self.num_samples,
             sequences=self.sequences,
             add_extra_token=self.add_extra_token,
-            # Megatron-LM has this option for the validation split alone.
+            # Megatron-LM has this option only for the validation split.
             drop_last_partial_sequence=self.drop_last or self.split is not Split.valid,
         )
 
@@ -57,7 +57,7 @@ class Case:
 
 
 def check(case: Case, cache: Path) -> str:
-    """Compares the indices, where Megatron-LM gives any; says which way it went."""
+    """Compares the indices if Megatron-LM gives any; returns the outcome."""
     start, stop = case.sequences
     lengths = millrace.IndexedDataset(case.prefix).sequence_lengths
     num_tokens = int(lengths[start:stop].sum())
@@ -96,10 +96,10 @@ def check(case: Case, cache: Path) -> str:
 
 
 def random_case(random: np.random.Generator, folder: Path, max_sequences: int) -> list[Case]:
-    """One file, and a case for each split that has a share of it."""
+    """A file, and a case for each split with a share of it."""
     lengths = megatron.random_lengths(random, max_sequences)
     prefix = megatron.write_sequences(folder / "data", lengths, random)
-    # Mostly several samples to a split: a sequence length beyond its tokens is one case among many.
+    # Mostly several samples in a split; sometimes the sequence length exceeds its tokens.
     sequence_length = int(np.exp(random.uniform(0, min(7, max(0, np.log(lengths.sum()) - 1)))))
     extra = bool(random.integers(2))
     cases = []
@@ -134,7 +134,7 @@ def test_indices_of_random_data_are_equal(seed: int, tmp_path: Path) -> None:
 
 
 def test_most_random_cases_compare_something(tmp_path: Path) -> None:
-    """The comparison above would be worth little if Megatron-LM mostly gave nothing to compare."""
+    """Megatron-LM gives indices in most cases, so that the test above compares something."""
     ways = []
     for seed in range(60):
         folder = tmp_path / str(seed)
@@ -149,7 +149,7 @@ def test_most_random_cases_compare_something(tmp_path: Path) -> None:
 def test_the_final_epoch_is_cut_off_at_the_same_count(
     num_epochs: int, extra: bool, tmp_path: Path
 ) -> None:
-    """Every sample count of an epoch: below 0.80 of it the final epoch is shuffled by itself."""
+    """Every sample count of an epoch: below 0.80 of it the final epoch is shuffled separately."""
     random = np.random.default_rng(5)
     prefix = megatron.write_sequences(tmp_path / "data", [7, 0, 13, 1, 29, 3, 11], random)
     num_tokens, sequence_length = 64, 4
@@ -175,7 +175,7 @@ def test_the_final_epoch_is_cut_off_at_the_same_count(
 
 @pytest.mark.parametrize("sequence_length", range(1, 14))
 def test_every_sequence_length_of_a_small_file(sequence_length: int, tmp_path: Path) -> None:
-    """Documents that end where samples do, and all the ways for a last sample to be partial."""
+    """Documents that end where samples end, and every kind of partial last sample."""
     random = np.random.default_rng(6)
     prefix = megatron.write_sequences(tmp_path / "data", [3, 0, 4, 1, 0, 5, 0], random)
     for number, (extra, drop_last, num_samples, seed) in enumerate(
@@ -200,7 +200,7 @@ def test_every_sequence_length_of_a_small_file(sequence_length: int, tmp_path: P
 
 @pytest.mark.parametrize("extra", [False, True])
 def test_more_than_2_to_the_31_tokens(extra: bool, tmp_path: Path) -> None:
-    """Indices and samples of a 4.4 GB file that is nearly all hole, and so takes no room."""
+    """Indices and samples of a sparse 4.4 GB file."""
     random = np.random.default_rng(7)
     lengths = random.integers(1, 2_000_001, 2200).astype(np.int32)
     lengths[[5, 900, 2199]] = 0
@@ -230,7 +230,7 @@ def test_more_than_2_to_the_31_tokens(extra: bool, tmp_path: Path) -> None:
 
 
 def write_hole(prefix: Path, lengths: np.ndarray) -> None:
-    """Rewrites a pair for these lengths; only each sequence's first and last tokens are not 0."""
+    """Rewrites a pair for these lengths; only the ends of each sequence are not 0."""
     path = Path(f"{prefix}.idx")
     header = bytearray(path.read_bytes())
     pointers = np.append(0, np.cumsum(lengths[:-1], dtype=np.int64) * 2)
@@ -311,7 +311,7 @@ def test_the_last_partial_sample_is_megatrons_up_to_2_to_the_24(
 
 
 def test_a_split_without_tokens_is_refused(tmp_path: Path) -> None:
-    """Megatron-LM adds epochs of nothing for ever."""
+    """Megatron-LM adds empty epochs for ever."""
     random = np.random.default_rng(0)
     prefix = megatron.write_sequences(tmp_path / "data", [4, 5, 0, 0], random)
     dataset = millrace.IndexedDataset(prefix)

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:The pad token id in the tokenizer collides with another special token id:UserWarning"
 )
 
-# It raises for a dataset that could not be opened, at any later time.
+# After a failed opening it raises at some later time.
 oracle.IndexedDataset.__del__ = lambda self: None
 
 OUR_NAMES = {name: getattr(ours, name) for name in ours.__all__}
@@ -56,7 +56,7 @@ def on_both(work: Callable[[Any], Any]) -> tuple[Any, Any]:
 
 
 def assert_alike(left: Any, right: Any) -> None:
-    """Equal to the dtype, through lists, tuples and mappings."""
+    """Checks values and dtypes, through lists, tuples and mappings."""
     if isinstance(right, dict):
         assert list(left) == list(right)
         for key, value in right.items():
@@ -128,7 +128,7 @@ def test_every_name_is_there() -> None:
 
 SUBCLASSES = '''
 class Windows(MegatronDataset):
-    """Half-overlapping windows of whole documents, drawn in an order of its own."""
+    """Halves of whole documents, in a shuffled order."""
 
     def __init__(self, dataset, dataset_path, indices, num_samples, index_split, config):
         super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
@@ -175,7 +175,7 @@ class Backwards(GPTDataset):
 
 
 class Doubled(GPTDataset):
-    """Samples with one more output, of the sequences that they are from."""
+    """Samples with one more output, the sequences that they are from."""
 
     def __getitem__(self, idx):
         sample = super().__getitem__(idx)
@@ -231,7 +231,7 @@ def test_a_gpt_subclass_written_for_megatron_runs(
 
 @pytest.mark.parametrize("num_samples", [None, 40, 210])
 def test_any_choice_of_sequences(prefix: Path, tmp_path: Path, num_samples: int | None) -> None:
-    """Indices that are no range, as a subclass or a tool may give."""
+    """Indices that are not a range, as a subclass or a tool may give them."""
     random = np.random.default_rng(5)
     for indices in (random.permutation(60)[:40], np.array([7, 7, 3, 5]), np.array([9, 8, 7])):
         made = on_both(
@@ -248,9 +248,7 @@ def test_any_choice_of_sequences(prefix: Path, tmp_path: Path, num_samples: int 
         assert_alike(*([dataset[i] for i in range(len(dataset))] for dataset in made))
 
 
-def test_samples_come_the_same_by_the_quick_way_and_by_the_hook(
-    prefix: Path, tmp_path: Path
-) -> None:
+def test_samples_are_the_same_by_the_core_and_by_the_hook(prefix: Path, tmp_path: Path) -> None:
     class Slow(OurGPTDataset):
         def _query_document_sample_shuffle_indices(self, idx: Any) -> Any:
             return super()._query_document_sample_shuffle_indices(idx)
@@ -365,14 +363,14 @@ def test_written_by_either_builder_and_read_alike(tmp_path: Path, multimodal: bo
 
 
 def copied(*values: Any) -> Any:
-    """Arrays of their own memory: Megatron-LM's are torn when their dataset goes."""
+    """Copies: Megatron-LM's arrays are unmapped when their dataset is gone."""
     return [
         copied(*value) if isinstance(value, (list, tuple)) else copy.deepcopy(value)
         for value in values
     ]
 
 
-def test_counts_that_were_given_are_checked(prefix: Path) -> None:
+def test_expected_counts_are_checked(prefix: Path) -> None:
     entries = len(millrace.IndexedDataset(prefix).document_indices)
     for side in SIDES:
         dataset = side.IndexedDataset(
@@ -417,7 +415,7 @@ def raised(work: Callable[[], Any]) -> BaseException:
 
 
 def assert_raises_alike(work: Callable[[Any], Any]) -> BaseException:
-    """Ours raises an error that is also one of Megatron-LM's class; its message says something."""
+    """Checks that our error is of Megatron-LM's class too, and has a message."""
     mine, their = on_both(lambda side: raised(lambda: work(side)))
     assert isinstance(mine, type(their)), (mine, their)
     assert len(str(mine)) > 10
@@ -539,7 +537,7 @@ def merge_of_another_dtype(side: Any, folder: Path, prefix: Path) -> None:
 
 
 def test_samples_of_no_tokens_are_an_assertion(prefix: Path, tmp_path: Path) -> None:
-    """Megatron-LM would look for enough epochs for ever."""
+    """Megatron-LM would add epochs for ever."""
     with pytest.raises(AssertionError, match="0 tokens"):
         gpt(SIDES[0], prefix, tmp_path, indices=np.arange(0, dtype=np.int32))
 
@@ -571,7 +569,7 @@ def test_blends_from_lists_are_alike() -> None:
         ["a", "1", "b", "2"],
     ):
         assert_alike(*on_both(lambda side, words=words: side.get_blend_from_list(words)))
-    # Megatron-LM overlooks this one: it takes 0.5 for a path.
+    # Megatron-LM takes 0.5 for a path.
     with pytest.raises(AssertionError, match="1 of 2"):
         ours.get_blend_from_list(["0.5", "a", "x", "b"])
 
@@ -624,7 +622,7 @@ def test_functions_of_numbers_are_alike(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_masks_by_themselves_are_alike(seed: int) -> None:
+def test_separate_masks_are_alike(seed: int) -> None:
     random = np.random.default_rng([51, seed])
     data = torch.from_numpy(random.integers(0, 4, int(random.integers(1, 40))))
     for number in range(16):
@@ -649,7 +647,7 @@ def test_arrays_that_cannot_be_written_to_are_refused() -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_document_bounds_follow_from_the_parts(seed: int, tmp_path: Path) -> None:
-    """megatron-core 0.16.1 does not have the option: the rule is written out here."""
+    """megatron-core 0.16.1 lacks the option: this test states the rule."""
     random = np.random.default_rng([52, seed])
     lengths = random.integers(0, 12, 60)
     lengths[random.random(60) < 0.3] = 0
@@ -741,7 +739,7 @@ def test_a_damaged_cache_is_built_again(
 def test_a_cache_of_other_options_under_the_same_name_is_built_again(
     prefix: Path, tmp_path: Path
 ) -> None:
-    """Megatron-LM's names leave the extra token and the partial sample out."""
+    """The hash in Megatron-LM's names does not cover the extra token and the partial sample."""
     options: dict[str, Any] = {"index_split": "valid", "num_samples": None, "sequence_length": 7}
     for kind in (
         {"add_extra_token_to_sequence": False},
@@ -754,7 +752,9 @@ def test_a_cache_of_other_options_under_the_same_name_is_built_again(
         assert_alike([shared[i] for i in range(len(shared))], [alone[i] for i in range(len(alone))])
 
 
-def test_trusting_options_say_what_is_missing_or_damaged(prefix: Path, tmp_path: Path) -> None:
+def test_options_that_trust_the_cache_name_missing_or_damaged_files(
+    prefix: Path, tmp_path: Path
+) -> None:
     cache = tmp_path / "cache"
     options: dict[str, Any] = {
         "blend": None,
@@ -794,7 +794,7 @@ def test_a_cache_folder_that_cannot_be_written_works_if_it_has_the_files(
     cache = tmp_path / "cache"
     gpt(SIDES[0], prefix, cache)
     with pytest.MonkeyPatch.context() as patch:
-        # As root, which tests may run as, folders without write permission can be written.
+        # Tests may run as root, for whom folders without write permission can be written.
         def refuse(path: Any, *arguments: Any, **named: Any) -> Any:
             raise PermissionError(13, "read-only", path)
 
@@ -806,7 +806,7 @@ def test_a_cache_folder_that_cannot_be_written_works_if_it_has_the_files(
 
 
 @pytest.mark.parametrize("pad", [None, 4])
-def test_a_pad_token_that_is_none_is_no_token(prefix: Path, tmp_path: Path, pad: Any) -> None:
+def test_a_pad_token_of_none_masks_no_token(prefix: Path, tmp_path: Path, pad: Any) -> None:
     class Tokenizer(oracle.Tokenizer):
         @property
         def pad(self) -> Any:
@@ -894,7 +894,7 @@ def run_rank(rank: int, prefix: Path, folder: Path, results: Any) -> None:
 
 
 def fail_to_cache(prefix: Path, folder: Path) -> tuple[str, str]:
-    """What is raised on every rank where rank 0 cannot write the cache, and its cause there."""
+    """The error on this rank if rank 0 cannot write the cache, and its cause."""
     (folder / "file").touch()
     made = config(SIDES[0], folder / "file", blend=([str(prefix)], None))
     builder = ours.BlendedMegatronDatasetBuilder(ours.GPTDataset, [5, 0, 0], lambda: True, made)
@@ -930,7 +930,7 @@ def test_two_ranks_build_one_after_the_other(prefix: Path, tmp_path: Path) -> No
             for m in (True, False)
         ]
         assert names[0] == names[1]
-    # Twice four datasets with two blends, and two datasets by themselves; all of them by rank 0.
+    # Rank 0 builds all, twice: four datasets, two blends, and two datasets without a blend.
     assert len(answers[0][1]) == 2 * 8
     assert answers[1][1] == []
     assert answers[0][2] == ("BuildError", "FileExistsError")
@@ -955,7 +955,7 @@ def test_workers_of_a_data_loader_read_it(
     dataset = ours.BlendedMegatronDatasetBuilder(
         ours.GPTDataset, [20, 0, 0], lambda: True, made
     ).build()[0]
-    dataset[0]  # what the core holds is not pickled
+    dataset[0]  # the core's objects are not pickled
     if cached:
         assert len(pickle.dumps(dataset)) < 20_000
     loader = torch.utils.data.DataLoader(
@@ -966,7 +966,7 @@ def test_workers_of_a_data_loader_read_it(
     assert_alike(rows, expected)
 
 
-# ---- what Megatron-LM cannot do ----
+# ---- where Megatron-LM fails ----
 
 
 @pytest.mark.parametrize("kind", ["file", "mapped", "samples"])
@@ -974,7 +974,7 @@ def test_workers_of_a_data_loader_read_it(
 def test_a_pickle_refuses_other_data_than_were_pickled(
     kind: str, change: str, tmp_path: Path
 ) -> None:
-    """Megatron-LM's shows whatever is at the path now."""
+    """Megatron-LM's opens the files that are at the path now."""
 
     def write(first: int, lengths: tuple[int, int]) -> None:
         with millrace.IndexedDatasetBuilder(tmp_path / "data", np.int32) as builder:
@@ -1077,7 +1077,7 @@ def test_arrays_outlive_their_dataset(prefix: Path) -> None:
     assert all(array.tolist() == expected for array in arrays)
 
 
-def test_sums_of_nothing_are_refused_at_once() -> None:
+def test_weights_without_a_sum_are_refused_at_once() -> None:
     for split in ("0,0,0", "", "0.0"):
         with pytest.raises(AssertionError, match="not all 0"):
             ours.parse_and_normalize_split(split)
@@ -1112,7 +1112,7 @@ def test_a_damaged_index_is_an_error_in_the_sample(prefix: Path, tmp_path: Path)
     dataset.document_index = np.full_like(dataset.document_index, 10_000)
     with pytest.raises(DataError, match="points outside"):
         dataset[0]
-    with pytest.raises(ConfigError, match="asked for"):
+    with pytest.raises(ConfigError, match="requested"):
         dataset.dataset.get(3, 0, 10_000)
     with pytest.raises(DataError, match="damaged"):
         dataset.dataset.bin_reader.read(np.int32, 10**6, 0)

@@ -1,4 +1,4 @@
-"""The order law, to its end: tokens, labels, loss masks and position ids are Megatron-LM's."""
+"""The order law in samples: tokens, labels, loss masks and position ids are Megatron-LM's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 import millrace
 
-# Said of a tokenizer whose pad token is its EOD: the pad becomes -1 then, which is tested here.
+# Warns of a tokenizer whose pad token is its EOD; the pad becomes -1, which is tested here.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The pad token id in the tokenizer collides with another special token id:UserWarning"
 )
@@ -54,8 +54,7 @@ def both(
         num_samples=num_samples,
         sequences=sequences,
         eod_token=eod,
-        # A pad that collides with another special token is none, by Megatron-LM's rule, and none
-        # is -1.
+        # By Megatron-LM's rule, a pad that equals another special token becomes -1.
         pad_token=-1 if pad in (None, eod) else pad,
         reset_position_ids=reset_position_ids,
         eod_mask_loss=eod_mask_loss,
@@ -66,7 +65,7 @@ def both(
 
 
 def test_a_file_may_hold_minus_one(tmp_path: Path) -> None:
-    """Megatron-LM's pad id where there is none: it takes such tokens for padding, we do not."""
+    """-1 is Megatron-LM's pad id without a pad token; here these tokens are not padding."""
     document = [5, -1, 6, -1, -1, 7, 8, 9, 5]
     with millrace.IndexedDatasetBuilder(tmp_path / "data", np.int32) as builder:
         builder.add_document(document)
@@ -88,7 +87,7 @@ def test_samples_of_random_data_are_equal(seed: int, tmp_path: Path) -> None:
     dtype = INTEGER_DTYPES[seed % len(INTEGER_DTYPES)]
     lengths = megatron.random_lengths(random, 10_000 if seed % 10 == 0 else 300)
     lengths = np.append(lengths, np.int32(1 + random.integers(60)))
-    # Few different tokens, so that EOD and pad are everywhere; below 0 where the dtype allows it.
+    # Few different tokens, so that EOD and pad are frequent; below 0 if the dtype allows it.
     lowest = -3 if np.dtype(dtype).kind == "i" else 0
     prefix = megatron.write_sequences(tmp_path / "data", lengths, random, dtype, (lowest, 12))
     num_tokens = int(lengths.sum())
@@ -159,7 +158,7 @@ def test_the_padding_of_a_partial_sample_is_never_trained_on(tmp_path: Path) -> 
 
 
 def test_a_partial_sample_before_trailing_empty_documents_holds_all_tokens(tmp_path: Path) -> None:
-    """Megatron-LM cannot build it: its end would be (empty document, offset -1)."""
+    """Megatron-LM cannot build it: the end would be (empty document, offset -1)."""
     random = np.random.default_rng(13)
     lengths = [5, 0, 0, 0, 0, 0, 3]
     prefix = megatron.write_sequences(tmp_path / "data", lengths, random, np.uint16, (1, 9))
@@ -199,7 +198,7 @@ def test_every_sample_of_an_epoch_is_equal(extra: bool, tmp_path: Path) -> None:
 
 
 def test_loss_masks_do_not_depend_on_which_sample_was_first(tmp_path: Path) -> None:
-    """In Megatron-LM they do: the first sample's padding stays in the mask that it keeps."""
+    """In Megatron-LM they do: it keeps the first sample's mask, with zeros for the padding."""
     with millrace.IndexedDatasetBuilder(tmp_path / "data", np.uint16) as builder:
         builder.add_document([1, 2, 3, 9, 9, 9, 4, 5, 6, 7, 8, 1, 2])  # 9 is the pad
     ours, theirs = both(
@@ -211,5 +210,12 @@ def test_loss_masks_do_not_depend_on_which_sample_was_first(tmp_path: Path) -> N
     assert ours[padded]["loss_mask"].tolist() == [1.0, 1.0, 0.0, 0.0, 0.0, 1.0]
     assert ours[other]["loss_mask"].tolist() == expected
     assert theirs[padded]["loss_mask"].tolist() == [1.0, 1.0, 0.0, 0.0, 0.0, 1.0]
-    assert theirs[other]["loss_mask"].tolist() == [1.0, 1.0, 0.0, 0.0, 0.0, 1.0]  # not its own
+    assert theirs[other]["loss_mask"].tolist() == [
+        1.0,
+        1.0,
+        0.0,
+        0.0,
+        0.0,
+        1.0,
+    ]  # the mask of the first sample
     assert megatron.fresh_sample(theirs, other)["loss_mask"].tolist() == expected

@@ -40,7 +40,7 @@ def test_random_splits_have_megatrons_bookends_and_ranges(seed: int) -> None:
         )
         assert millrace.parse_split(split) == matrix
         for count in (0, 1, 2, 5, int(random.integers(1, 10_000)), int(random.integers(2**31))):
-            # The rule is inlined in BlendedMegatronDatasetBuilder._build_megatron_dataset_splits.
+            # The rule is part of BlendedMegatronDatasetBuilder._build_megatron_dataset_splits.
             expected = [
                 ends if ends is None else tuple(round(end * float(count)) for end in ends)
                 for ends in matrix
@@ -51,7 +51,7 @@ def test_random_splits_have_megatrons_bookends_and_ranges(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(15))
 def test_the_builder_cuts_a_dataset_at_the_same_sequences(seed: int, tmp_path: Path) -> None:
     random = np.random.default_rng([2, seed])
-    lengths = np.maximum(megatron.random_lengths(random, 500), 1)  # no split without tokens
+    lengths = np.maximum(megatron.random_lengths(random, 500), 1)  # every split has tokens
     prefix = megatron.write_sequences(tmp_path / "data", lengths, random)
     split = megatron.random_split(random)
     ranges = millrace.split_ranges(len(lengths), split)

@@ -1,4 +1,4 @@
-"""The format law in hundreds of random cases: either side writes, merges and reads the same."""
+"""The format law in hundreds of random cases: both sides write, merge and read the same."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from test_oracle_files import DTYPES, random_documents, tokens_of, write_ours, w
 
 import millrace
 
-# Megatron-LM's builder makes an array of a tensor in a way that NumPy 2 deprecates.
+# Megatron-LM's builder converts tensors in a way that NumPy 2 deprecates.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
 )
@@ -61,11 +61,11 @@ class RangeHandler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *arguments: Any) -> None:  # noqa: A002
-        """Says nothing."""
+        """Logs nothing."""
 
 
 class HttpReader:
-    """A `.bin` on a server: what an object store's reader looks like."""
+    """A `.bin` on a server, as the reader of an object store would be."""
 
     def __init__(self, port: int, name: str) -> None:
         self._port, self._name = port, name
@@ -95,7 +95,7 @@ class HttpReader:
 
 @pytest.fixture(scope="module", autouse=True)
 def _quick_collections() -> Iterator[None]:
-    """Megatron-LM's add_index collects garbage, among all that torch has made: 0.3 s each time."""
+    """Megatron-LM's add_index collects garbage, which takes 0.3 s after an import of torch."""
     gc.freeze()
     yield
     gc.unfreeze()
@@ -129,7 +129,7 @@ def bytes_of(prefix: Path) -> tuple[bytes, bytes]:
 
 
 def assert_equal(left: Any, right: Any, what: str) -> None:
-    # To the bit, NaN included; numpy's own comparison takes most of the time where it is used.
+    # Compare bits, NaN included; NumPy's comparison would take most of the test's time.
     assert left.dtype == right.dtype, what
     assert left.shape == right.shape, what
     assert left.tobytes() == right.tobytes(), what
@@ -189,14 +189,14 @@ def assert_reads_alike(
 def test_written_merged_and_read_alike(
     seed: int, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Parts by either side, merged by either side, read by both in every way."""
+    """Each side writes, each merges, and both read in every way."""
     random = np.random.default_rng([30, seed])
     dtype = DTYPES[seed % len(DTYPES)]
     multimodal = seed // len(DTYPES) % 3 == 2
     parts = []
     for number in range(int(random.integers(1, 4))):
         documents = random_documents(random, dtype, int(random.choice([0, 1, 3, 20])))
-        if number == 0:  # Megatron-LM maps no empty .bin, nor merges an index without sequences
+        if number == 0:  # Megatron-LM cannot map an empty .bin, or merge an index without sequences
             documents.append((np.ones(2, dtype), [0, 2], [5, 1]))
         whole = bool(random.integers(2))
         written = []
@@ -212,7 +212,7 @@ def test_written_merged_and_read_alike(
     assert bytes_of(ours) == bytes_of(theirs)
 
     opened = [
-        # Crosswise: either reader on the other one's file.
+        # Each reader on the other's file.
         partial(millrace.IndexedDataset, theirs, access="mmap"),
         partial(millrace.IndexedDataset, theirs, access="file"),
     ]
@@ -232,7 +232,7 @@ def test_written_merged_and_read_alike(
 def test_a_dataset_without_its_bin_is_read_from_a_server(
     tmp_path: Path, server: RangeServer
 ) -> None:
-    """Only the index is a file here, and samples come over the wire as they come from a file."""
+    """Only the index is a local file; samples from the server equal those from a file."""
     with millrace.IndexedDatasetBuilder(tmp_path / "data", np.uint16) as builder:
         for length in (40, 7, 0, 90):
             builder.add_document(np.arange(length))

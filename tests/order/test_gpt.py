@@ -1,4 +1,4 @@
-"""Counts beyond 32 bits, and ranges that no index can number: the numbers alone, no such data."""
+"""Plans with counts beyond 32 bits, and ranges too large for an index; without such data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Split strings."""
+"""Splits, as strings and as fractions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_shares_become_bookends(split: str, expected: list[tuple[float, float] |
 
 
 @pytest.mark.parametrize("split", ["", "a", "0,0,0", "1,1,1,1", "-1,2", "1.2.3,1", "1e3,1", "."])
-def test_what_is_no_split_is_refused(split: str) -> None:
+def test_invalid_splits_are_refused(split: str) -> None:
     with pytest.raises(ConfigError, match="split"):
         parse_split(split)
 
@@ -61,6 +61,6 @@ def test_fractions_may_leave_gaps_and_come_in_any_order() -> None:
         (7, "pair of numbers"),
     ],
 )
-def test_fractions_that_are_no_split_are_refused(fractions: Any, message: str) -> None:
+def test_invalid_fractions_are_refused(fractions: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=f"fractions of the split are .*{message}"):
         split_ranges(100, fractions)

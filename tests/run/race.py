@@ -1,18 +1,18 @@
-"""Many starts at one instant: `python -m tests.run.race --processes 64 --kills 3 --seed 1`.
+"""Many simultaneous starts: `python -m tests.run.race --processes 64 --kills 3 --seed 1`.
 
-So many processes build the same datasets into one empty cache folder. Each says when it begins a
-set, when it has built it, and at last the digest of all arrays and of the first samples. Builders
-are killed with SIGKILL while they hold the lock: at a random moment of the build, before one of the
-renames that publish the set, or when it is published and the lock still held. The others must
-finish without them. Then
+The processes build the same datasets into one empty cache folder. Each reports when it begins a
+set, when it has built the set, and at the end the digest of all arrays and of the first samples.
+Builders are killed with SIGKILL while they hold the lock: at a random moment of the build, before
+one of the renames that publish the set, or when the set is published and the lock is still held.
+The other processes must finish. The race then checks that
 
-    a process began only what nobody had built, and what nobody alive was building,
-    each set was built to its end once,
-    all processes that live found the same arrays and samples, which are those built in memory,
-    nothing is left in the folder but whole sets and a manifest.
+    a process began a set only if no process had built it, and no living process was building it,
+    each set was built completely once,
+    all surviving processes have the same arrays and samples, equal to those built in memory,
+    only complete sets and one manifest are left in the folder.
 
-With --no-flock the processes find no locks, so that they all build at once; then a set is built by
-several, and what the dead have left stays. The rest must hold.
+With --no-flock the processes have no locks and all build at once: several build the same set, and
+leftovers of killed processes stay. The other checks must hold.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ from millrace.files import TMP, file_lock
 from tests.no_flock import no_flock
 
 FORK = multiprocessing.get_context("fork")
-PATIENCE = 300.0  # seconds until a process that says nothing hangs
+PATIENCE = 300.0  # seconds of silence after which a process counts as hanging
 
 
 class RaceError(AssertionError):
-    """Processes that do not agree, a set that was built twice, or a hang."""
+    """Processes disagree, a set was built twice, or a process hangs."""
 
 
 @dataclasses.dataclass
 class Report:
-    """What happened.
+    """The outcome of a race.
 
     Attributes:
-        kills: builders that were killed, each while it held a lock.
-        finished: the processes that lived.
-        sets: of arrays in the folder.
-        builds: of sets, to their end: without locks, more than there are sets.
-        stages: where the builders were killed.
+        kills: Number of builders that were killed, each while it held a lock.
+        finished: Number of processes that survived.
+        sets: Number of array sets in the folder.
+        builds: Number of complete builds of sets; without locks, more than `sets`.
+        stages: Stage at which each builder was killed; see `STAGES`.
     """
 
     kills: int
@@ -93,7 +93,7 @@ def write_data(folder: Path, seed: int, num_files: int, num_documents: int) -> D
 
 
 def digest_of(datasets: Datasets) -> str:
-    """Of all arrays, and of the first samples."""
+    """A digest of all arrays and of the first samples."""
     digest = hashlib.sha256()
     for blend in datasets:
         assert blend is not None
@@ -101,8 +101,8 @@ def digest_of(datasets: Datasets) -> str:
         for array in (blend.dataset_index, blend.dataset_sample_index):
             digest.update(array.tobytes())
         for part in blend.datasets:
-            for field in dataclasses.fields(part.indices):
-                digest.update(getattr(part.indices, field.name).tobytes())
+            for name in part.indices._fields:
+                digest.update(getattr(part.indices, name).tobytes())
         for array in blend.batch(np.arange(16)).values():
             digest.update(array.tobytes())
     return digest.hexdigest()
@@ -110,25 +110,25 @@ def digest_of(datasets: Datasets) -> str:
 
 # ---- one process ----
 
-# Where a builder waits for its death: 0 is behind the build, 1 to 6 before the renames of a blend's
-# five arrays and of its record, 7 behind them all.
+# The stage at which a builder waits to be killed: 0 is after the build, 1 to 6 are before the
+# renames of a blend's five arrays and of its record, 7 is after all renames.
 STAGES = range(8)
 PUBLISHED = STAGES[-1]
 
 
 class Builder:
-    """A process that builds when the gate opens, and says what it does.
+    """A process that builds when the gate opens, and reports what it does.
 
     Args:
-        number: of the process.
-        gate: an event.
-        said: the end of a pipe.
-        stages: where each death happens.
-        deaths: how many are taken.
+        number: Number of the process.
+        gate: Event that starts all processes.
+        pipe: Sending end of the process's pipe.
+        stages: Stage of each death.
+        deaths: Shared counter of the deaths already assigned to processes.
     """
 
-    def __init__(self, number: int, gate: Any, said: Any, stages: list[int], deaths: Any) -> None:
-        self.number, self.gate, self.said = number, gate, said
+    def __init__(self, number: int, gate: Any, pipe: Any, stages: list[int], deaths: Any) -> None:
+        self.number, self.gate, self.pipe = number, gate, pipe
         self.stages, self.deaths = stages, deaths
         self.place = 0
         self.is_doomed = False
@@ -140,30 +140,30 @@ class Builder:
         self.gate.wait()
         try:
             with mock.patch.object(arrays, "_publish", self.watch):
-                self.say("done", digest_of(build_datasets(config)))
+                self.report("done", digest_of(build_datasets(config)))
         except BaseException as error:
-            self.say("failed", f"{type(error).__name__}: {error}")
+            self.report("failed", f"{type(error).__name__}: {error}")
         os._exit(0)
 
-    def say(self, kind: str, value: str) -> None:
-        self.said.send((kind, self.number, value))
+    def report(self, kind: str, value: str) -> None:
+        self.pipe.send((kind, self.number, value))
 
     def watch(self, folder: str, name: str, key: Any, layout: Any, build: Any) -> Any:
-        """In place of `_publish`."""
+        """Replaces `_publish`: calls it, and reports."""
 
         def build_and_wait(writers: Mapping[str, arrays.ArrayWriter]) -> None:
-            self.say("begins", name)
+            self.report("begins", name)
             self.place = 0
             self.is_doomed = self.takes_death()
             if self.is_doomed:
-                self.say("doomed", name)
+                self.report("doomed", name)
             build(writers)
             self.is_publishing = True
             self.wait_if(self.is_doomed)
 
         result = self.publish(folder, name, key, layout, build_and_wait)
         self.is_publishing = False
-        self.say("built", name)
+        self.report("built", name)
         self.place = PUBLISHED
         self.wait_if(self.takes_death())
         return result
@@ -174,7 +174,7 @@ class Builder:
             self.wait_if(self.takes_death())
 
     def takes_death(self) -> bool:
-        """Whether this is where the next death happens; it is then this process's."""
+        """Whether the next death happens at this stage; this process then takes it."""
         with self.deaths.get_lock():
             number = self.deaths.value
             is_here = number < len(self.stages) and self.place == self.stages[number]
@@ -183,30 +183,30 @@ class Builder:
 
     def wait_if(self, is_doomed: bool) -> None:
         if is_doomed:
-            self.say("waits", str(self.place))
+            self.report("waits", str(self.place))
             while True:
                 signal.pause()
 
 
 @contextlib.contextmanager
-def started(
+def start_processes(
     count: int, config: DatasetConfig, stages: list[int], deaths: Any
 ) -> Iterator[tuple[dict[int, Any], dict[int, Any]]]:
-    """Processes that start at one instant: (themselves by number, the ends of their pipes)."""
+    """Starts the processes together: (processes by number, receiving ends of their pipes)."""
     gate = FORK.Event()
-    made: dict[int, Any] = {}
+    children: dict[int, Any] = {}
     pipes: dict[int, Any] = {}
     try:
         for number in range(count):
-            pipes[number], theirs = FORK.Pipe(duplex=False)
-            builder = Builder(number, gate, theirs, stages, deaths)
-            made[number] = FORK.Process(target=builder.run, args=(config,))
-            made[number].start()
-            theirs.close()
+            pipes[number], sender = FORK.Pipe(duplex=False)
+            builder = Builder(number, gate, sender, stages, deaths)
+            children[number] = FORK.Process(target=builder.run, args=(config,))
+            children[number].start()
+            sender.close()
         gate.set()
-        yield made, pipes
+        yield children, pipes
     finally:
-        for process in made.values():
+        for process in children.values():
             process.kill()
             process.join()
 
@@ -216,10 +216,14 @@ def started(
 
 @dataclasses.dataclass
 class Referee:
-    """What has been said so far.
+    """Collects the reports of the processes and checks them.
 
     Attributes:
-        has_locks: so that one process alone builds a set.
+        has_locks: Whether the file system has locks, so that only one process builds a set.
+        begun: Process and set of each build that was begun.
+        built: Number of complete builds of each set.
+        digests: Digest that each surviving process reported.
+        dead: Processes that were killed.
     """
 
     has_locks: bool
@@ -228,7 +232,7 @@ class Referee:
     digests: dict[int, str] = dataclasses.field(default_factory=dict)
     dead: set[int] = dataclasses.field(default_factory=set)
 
-    def hear(self, kind: str, number: int, value: str) -> None:
+    def take(self, kind: str, number: int, value: str) -> None:
         if kind == "begins":
             others = [n for n, name in self.begun if name == value and n not in self.dead]
             if self.has_locks and (self.built[value] > 0 or others):
@@ -246,7 +250,7 @@ class Referee:
 
 
 def race(folder: Path, processes: int, kills: int, seed: int, documents: int = 2000) -> Report:
-    """Runs it, and checks the top's promises."""
+    """Runs a race and checks what the top of this module promises."""
     config = write_data(folder, seed, num_files=3, num_documents=documents)
     expected = digest_of(build_datasets(dataclasses.replace(config, cache=None)))
     draw = random.Random(seed)
@@ -254,15 +258,15 @@ def race(folder: Path, processes: int, kills: int, seed: int, documents: int = 2
     deaths = FORK.Value("i", 0)
     with file_lock(str(folder / "lock")) as has_locks:
         referee = Referee(has_locks)
-    with started(processes, config, stages, deaths) as (made, pipes):
+    with start_processes(processes, config, stages, deaths) as (children, pipes):
         for kind, number, value in listen(pipes):
-            referee.hear(kind, number, value)
+            referee.take(kind, number, value)
             if kind == "doomed":
                 time.sleep(draw.random() * 0.05)
             if kind in ("doomed", "waits") and number not in referee.dead:
                 referee.dead.add(number)
-                made[number].kill()
-                made[number].join()
+                children[number].kill()
+                children[number].join()
     check_end(processes, referee, expected)
     sets = check_folder(Path(str(config.cache)), referee, stages)
     builds = sum(referee.built.values())
@@ -270,7 +274,7 @@ def race(folder: Path, processes: int, kills: int, seed: int, documents: int = 2
 
 
 def draw_stages(draw: random.Random, kills: int) -> list[int]:
-    """Where the deaths happen; of the three sets, one at least is not published by the dead."""
+    """The stage of each death. Killed builders publish at most two of the three sets."""
     stages: list[int] = []
     for _ in range(kills):
         stage = draw.choice(STAGES)
@@ -279,12 +283,12 @@ def draw_stages(draw: random.Random, kills: int) -> list[int]:
 
 
 def listen(pipes: Mapping[int, Any]) -> Iterator[tuple[str, int, str]]:
-    """What the processes say, until each has ended."""
+    """Yields the reports of the processes until all have ended."""
     open_pipes = dict(pipes)
     while open_pipes:
         ready = multiprocessing.connection.wait(list(open_pipes.values()), PATIENCE)
         if not ready:
-            raise RaceError(f"a hang: {sorted(open_pipes)} have said nothing for {PATIENCE} s")
+            raise RaceError(f"a hang: {sorted(open_pipes)} were silent for {PATIENCE} s")
         for number in [number for number, pipe in open_pipes.items() if pipe in ready]:
             try:
                 yield open_pipes[number].recv()
@@ -295,33 +299,35 @@ def listen(pipes: Mapping[int, Any]) -> Iterator[tuple[str, int, str]]:
 def check_end(processes: int, referee: Referee, expected: str) -> None:
     missing = set(range(processes)) - referee.dead - set(referee.digests)
     if missing:
-        raise RaceError(f"the processes {sorted(missing)} ended without a word")
+        raise RaceError(f"the processes {sorted(missing)} ended without a report")
     wrong = [number for number, digest in referee.digests.items() if digest != expected]
     if wrong:
-        raise RaceError(f"the processes {wrong} found other arrays or samples than in memory")
+        raise RaceError(f"the processes {wrong} have other arrays or samples than in memory")
 
 
 def check_folder(cache: Path, referee: Referee, stages: list[int]) -> int:
-    """Whole sets and a manifest, each set built once; returns the number of sets."""
+    """Checks for complete sets, each built once, and a manifest; returns the number of sets."""
     names = {path.stem for path in cache.glob("*.json") if not path.name.startswith("run-")}
     is_once = dict(referee.built) == dict.fromkeys(names, 1) or not referee.has_locks
     if set(referee.built) != names or not is_once or len(names) != 3:
-        raise RaceError(f"there are the sets {sorted(names)}; built were {dict(referee.built)}")
+        raise RaceError(f"the folder has the sets {sorted(names)}; builds: {dict(referee.built)}")
     in_vain = sum(stage != PUBLISHED for stage in stages)
     is_once = len(referee.begun) == len(names) + in_vain or not referee.has_locks
     if len(referee.dead) != len(stages) or not is_once:
-        raise RaceError(f"{referee.begun} were begun for {len(names)} sets and {stages} deaths")
+        raise RaceError(f"builds {referee.begun} for {len(names)} sets and deaths at {stages}")
     for name in names:
-        found = arrays.load(str(cache), name)
-        if found is None or found.damage(contents=True):
-            raise RaceError(f"the set {name} is damaged: {found and found.damage(contents=True)}")
-    # Who dies behind the last rename leaves a lock that nobody may need any more.
+        array_set = arrays.load(str(cache), name)
+        if array_set is None or array_set.damage(contents=True):
+            raise RaceError(
+                f"the set {name} is damaged: {array_set and array_set.damage(contents=True)}"
+            )
+    # A builder killed after the last rename leaves a lock file that no process may need again.
     known = {".json", ".npy"} | ({".lock"} if PUBLISHED in stages else set())
     if stages and not referee.has_locks:
         known |= {TMP, ".lock"}
-    left = sorted(path.name for path in cache.iterdir() if path.suffix not in known)
-    if left or len(list(cache.glob("run-*.json"))) != 1:
-        raise RaceError(f"these files are left: {left}, or there is not one manifest")
+    leftovers = sorted(path.name for path in cache.iterdir() if path.suffix not in known)
+    if leftovers or len(list(cache.glob("run-*.json"))) != 1:
+        raise RaceError(f"leftovers {leftovers}, or not exactly one manifest")
     return len(names)
 
 
@@ -330,9 +336,15 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=64)
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--documents", type=int, default=2000, help="in each of three files")
-    parser.add_argument("--folder", help="where to work (its file system matters); else /tmp")
-    parser.add_argument("--no-flock", action="store_true", help="as on a file system without locks")
+    parser.add_argument(
+        "--documents", type=int, default=2000, help="documents in each of the three files"
+    )
+    parser.add_argument(
+        "--folder", help="working folder, which selects the file system (default: /tmp)"
+    )
+    parser.add_argument(
+        "--no-flock", action="store_true", help="behave as on a file system without locks"
+    )
     options = parser.parse_args()
     if options.no_flock:
         with tempfile.TemporaryDirectory() as name:

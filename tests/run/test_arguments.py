@@ -1,4 +1,4 @@
-"""Megatron-LM's arguments from files and lists."""
+"""Megatron-LM's arguments, from files and lists."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from millrace.run.arguments import (
 ARGUMENTS: dict[str, Any] = {"data_path": ["a"], "seq_length": 8, "num_samples": [10, 5, 5]}
 
 
-def test_yaml_and_toml_say_the_same(tmp_path: Path) -> None:
+def test_yaml_and_toml_give_the_same_configuration(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(
         "data:\n  data-path: [0.3, a, 0.7, b]\n  split: 9,1,0\nseq-length: 8\ntrain_samples: 100\n"
         "global-batch-size: 4\nreset-position-ids: true\n"
@@ -46,7 +46,7 @@ def test_yaml_and_toml_say_the_same(tmp_path: Path) -> None:
         ("a.yaml", "\udcff", "cannot be read"),
     ],
 )
-def test_files_that_are_no_arguments_are_refused(
+def test_files_without_arguments_are_refused(
     tmp_path: Path, name: str, text: str, message: str
 ) -> None:
     (tmp_path / name).write_bytes(text.encode("utf-8", "surrogateescape"))
@@ -54,12 +54,12 @@ def test_files_that_are_no_arguments_are_refused(
         read_arguments(tmp_path / name)
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nothing\.yaml: No such file"):
         read_arguments(tmp_path / "nothing.yaml")
 
 
-def test_names_of_the_model_are_told_and_misspelt_ones_refused() -> None:
+def test_model_arguments_are_listed_and_misspelt_names_are_refused() -> None:
     assert unknown_arguments({"seed": 1, "num_layers": 2}) == ["num_layers"]
     with pytest.raises(ConfigError, match="did you mean seq_length"):
         unknown_arguments({"seq_lenght": 1})
@@ -80,13 +80,13 @@ def test_a_list_is_prefixes_or_weights_and_prefixes(items: Any, expected: Any) -
     assert parse_blend(items) == expected
 
 
-def test_weights_for_some_prefixes_alone_are_refused() -> None:
-    with pytest.raises(ConfigError, match="weights for some prefixes alone"):
+def test_weights_for_only_some_prefixes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="weights for some prefixes only"):
         parse_blend("1 a b c")
 
 
-def test_sizes_follow_from_iterations() -> None:
-    """As Megatron-LM counts them: an evaluation before and after, and one every interval."""
+def test_numbers_of_samples_follow_from_iterations() -> None:
+    """Megatron-LM counts one evaluation per interval, and one more."""
     arguments = {"data_path": "a", "seq_length": 8, "train_iters": 1000, "global_batch_size": 16}
     config = config_from({**arguments, "eval_interval": 300, "eval_iters": 7})
     assert config.num_samples == (16000, 4 * 7 * 16, 7 * 16)
@@ -107,10 +107,10 @@ def test_every_way_to_give_data(tmp_path: Path) -> None:
         ["a", "b"],
         [0.5, 0.5],
     )
-    given = config_from({**rest, "per_split_data_args_path": str(tmp_path / "splits")})
-    assert given.blend_per_split == [(["a", "b"], [1.0, 2.0]), (["c"], None), None]
-    given = config_from({**rest, "train_data_path": ["a"], "test_data_path": ["b", "c"]})
-    assert given.blend_per_split == [(["a"], None), None, (["b", "c"], None)]
+    config = config_from({**rest, "per_split_data_args_path": str(tmp_path / "splits")})
+    assert config.blend_per_split == [(["a", "b"], [1.0, 2.0]), (["c"], None), None]
+    config = config_from({**rest, "train_data_path": ["a"], "test_data_path": ["b", "c"]})
+    assert config.blend_per_split == [(["a"], None), None, (["b", "c"], None)]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_every_way_to_give_data(tmp_path: Path) -> None:
         ({"train_data_path": ["b"]}, "data_path and train_data_path given"),
         ({"seq_length": None}, "seq_length is missing"),
         ({"seq_length": "x"}, "seq_length is 'x'"),
-        ({"num_samples": None}, "how many samples"),
+        ({"num_samples": None}, "number of samples to train on"),
         ({"num_samples": [1, 2]}, "three are needed"),
         ({"num_samples": [1, 2, "x"]}, "holds 'x'"),
         ({"num_samples": None, "train_samples": 5}, "give global_batch_size"),
@@ -130,15 +130,15 @@ def test_every_way_to_give_data(tmp_path: Path) -> None:
         ),
         ({"data_path": None, "train_data_path": ["a"], "split": "1,1,1"}, "goes with data_path"),
         ({"data_path": None, "data_args_path": "/nowhere"}, "/nowhere: No such file"),
-        ({"data_path": None, "per_split_data_args_path": __file__}, "is no JSON object"),
+        ({"data_path": None, "per_split_data_args_path": __file__}, "is not a JSON object"),
     ],
 )
-def test_what_does_not_go_together_is_refused(change: dict[str, Any], message: str) -> None:
+def test_contradictory_arguments_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config_from({**ARGUMENTS, **change})
 
 
-def test_identifiers_come_as_json_a_file_or_a_description(tmp_path: Path) -> None:
+def test_identifiers_are_json_a_file_or_a_description(tmp_path: Path) -> None:
     identifiers = {"class": "GPT2BPETokenizer", "vocab_file": "v"}
     dataset = {"class": "GPTDataset", "index_split": "train", "tokenizer": identifiers}
     assert read_identifiers(json.dumps(identifiers)) == identifiers

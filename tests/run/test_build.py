@@ -1,4 +1,4 @@
-"""`build_datasets`: what it refuses, what it warns of, and what it finds in a cache folder."""
+"""`build_datasets`: refusals, warnings, and cache folders."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ from millrace import (
 )
 from millrace.files import file_lock
 from millrace.order import plan_gpt
-from millrace.run.build import _layout, build_planned
-from millrace.run.manifest import read_manifest
+from millrace.run.build import _layout, build_run
+from millrace.run.manifest import Manifest
 from millrace.run.plan import DatasetPlan, RunPlan, SplitPlan
 
 S = 8  # the sequence length
 
 
 def write(prefix: Path, lengths: Sequence[int], seed: int = 0) -> str:
-    """A token file of random tokens, in documents of these lengths."""
+    """Writes a token file with random documents of these lengths; returns its prefix."""
     random = np.random.default_rng(seed)
     with IndexedDatasetBuilder(prefix, np.uint16) as builder:
         for length in lengths:
@@ -59,7 +59,7 @@ def write(prefix: Path, lengths: Sequence[int], seed: int = 0) -> str:
 
 @pytest.fixture
 def prefixes(tmp_path: Path) -> list[str]:
-    """Three token files, of 30, 60 and 90 documents."""
+    """The prefixes of three token files with 30, 60 and 90 documents."""
     return [
         write(tmp_path / f"data-{number}", [12 + place % 7 for place in range(30 * number)], number)
         for number in (1, 2, 3)
@@ -86,7 +86,7 @@ def test_the_same_prefix_twice_in_a_blend_warns(
 ) -> None:
     a, b, _ = prefixes
     options = {"cache": tmp_path / "cache"} if cache else {}
-    for _ in range(2):  # with a cache: also when everything is there
+    for _ in range(2):  # with a cache: also when nothing has to be built
         with pytest.warns(DuplicateDataWarning, match=f"blend has the data of {a} twice"):
             build(blend=([a, b, a], [1, 2, 1]), **options)
 
@@ -100,12 +100,12 @@ def test_a_copy_of_the_data_at_another_path_warns(prefixes: list[str], tmp_path:
     assert {warning.filename for warning in w} == {__file__}
 
 
-def test_the_same_data_in_two_splits_or_apart_does_not_warn(prefixes: list[str]) -> None:
+def test_the_same_data_in_two_splits_or_validation_sets_does_not_warn(prefixes: list[str]) -> None:
     a = prefixes[0]
     build(blend_per_split=[([a], None), ([a, a], None), ([a], None)], multiple_validation_sets=True)
 
 
-# ---- what is refused ----
+# ---- refusals ----
 
 NAN, INF = float("nan"), float("inf")
 
@@ -168,31 +168,33 @@ NAN, INF = float("nan"), float("inf")
     ],
 )
 @pytest.mark.parametrize("cache", [False, True])
-def test_what_cannot_work_is_refused(
+def test_invalid_configurations_are_refused(
     prefixes: list[str], options: dict[str, Any], message: str, cache: bool, tmp_path: Path
 ) -> None:
     names = dict(zip("ABC", prefixes, strict=True))
 
-    def named(blend: Any) -> Any:
+    def with_prefixes(blend: Any) -> Any:
         return blend and ([names[letter] for letter in blend[0]], *blend[1:])
 
-    given = dict(options)
-    if "blend" in given:
-        given["blend"] = named(given["blend"])
-    if "blend_per_split" in given:
-        given["blend_per_split"] = [named(blend) for blend in given["blend_per_split"]]
+    arguments = dict(options)
+    if "blend" in arguments:
+        arguments["blend"] = with_prefixes(arguments["blend"])
+    if "blend_per_split" in arguments:
+        arguments["blend_per_split"] = [
+            with_prefixes(blend) for blend in arguments["blend_per_split"]
+        ]
     if cache:
-        given["cache"] = tmp_path / "cache"
-        if "trust_cache" in given:
+        arguments["cache"] = tmp_path / "cache"
+        if "trust_cache" in arguments:
             message = "no manifest"
     with pytest.raises(ConfigError, match=message):
-        build(**given)
-    left = list((tmp_path / "cache").glob("*")) if cache else []
-    assert left == []  # nothing half made, and no lock
+        build(**arguments)
+    files = list((tmp_path / "cache").glob("*")) if cache else []
+    assert files == []  # no partial file and no lock
 
 
 def test_oversampling_is_refused_with_a_table(tmp_path: Path) -> None:
-    """The greedy rule may ask a dataset for one sample more than its share: 22 for 21 here."""
+    """The greedy rule may draw one sample more than a dataset's share: here 22, not 21."""
     prefixes = [write(tmp_path / f"part-{n}", [S * n + 1]) for n in (21, 4, 2)]
     blend = (prefixes, [0.8243101435519362, 0.12519108493695014, 0.05049877151111362])
     options: dict[str, Any] = {"blend": blend, "split": "1", "num_samples": (25, 1, 1)}
@@ -204,12 +206,12 @@ def test_oversampling_is_refused_with_a_table(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=table):
             build(**options, surplus=0, cache=cache)
     assert list((tmp_path / "cache").glob("*")) == [manifest_of(tmp_path / "cache")]
-    train = build(**options).train  # with the usual surplus, as Megatron-LM does it
+    train = build(**options).train  # with Megatron-LM's surplus
     assert train is not None
     assert len(train) == 27
 
 
-def test_numbers_of_numpy_are_numbers(prefixes: list[str], tmp_path: Path) -> None:
+def test_numpy_numbers_are_accepted(prefixes: list[str], tmp_path: Path) -> None:
     plain = {"blend": (prefixes[:2], [1.0, 3.0]), "num_samples": (50, 5, 5)}
     numpys = {
         "blend": (prefixes[:2], np.array([1, 3], np.float32)),
@@ -222,26 +224,26 @@ def test_numbers_of_numpy_are_numbers(prefixes: list[str], tmp_path: Path) -> No
     assert config_of(**plain).order_key() == config_of(**{**numpys, "surplus": 0.005}).order_key()
 
 
-def test_more_indices_than_memory_say_so(
+def test_indices_that_exceed_memory_are_a_clear_error(
     prefixes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only said here: a machine may hand out memory that it does not have."""
+    """The error is simulated: a machine may grant memory that it does not have."""
 
-    def build_none(*_: Any) -> None:
+    def run_out_of_memory(*_: Any) -> None:
         raise MemoryError("std::bad_alloc")
 
-    monkeypatch.setattr("millrace.feed.datasets.build_gpt_indices", build_none)
+    monkeypatch.setattr("millrace.feed.indices.build_gpt_indices", run_out_of_memory)
     with pytest.raises(MemoryError, match=r"data-1: the indices of .* bytes, and there is no"):
         build(blend=(prefixes[:1], None), num_samples=(2**40, 1, 1))
 
 
-# ---- what is in a cache folder ----
+# ---- cache folders ----
 
 FORMS = ("one", "blend", "lengths", "exhaustive", "per split", "apart")
 
 
 def options_of(form: str, prefixes: list[str]) -> dict[str, Any]:
-    """A configuration of each kind."""
+    """The options of a configuration of this form."""
     a, b, c = prefixes
     return {
         "one": {"blend": ([a], None)},
@@ -259,14 +261,14 @@ def options_of(form: str, prefixes: list[str]) -> dict[str, Any]:
 
 
 def parts_of(dataset: Any) -> list[GPTDataset]:
-    """The datasets of which one is made."""
+    """The GPT datasets of a blend, of a list of validation sets, or of a single dataset."""
     if dataset is None or isinstance(dataset, GPTDataset):
         return [] if dataset is None else [dataset]
     return list(dataset if isinstance(dataset, list) else dataset.datasets)
 
 
 def assert_equal(ours: Datasets, others: Datasets) -> None:
-    """The same arrays, samples and fingerprints."""
+    """Compares arrays, samples and fingerprints."""
     for left, right in zip(ours, others, strict=True):
         assert type(left) is type(right)
         for one, other in zip(parts_of(left), parts_of(right), strict=True):
@@ -296,20 +298,22 @@ def assert_same_samples(one: Any, other: Any) -> None:
 
 
 def stamps(folder: Path) -> dict[str, tuple[int, int]]:
-    """Inode and time of every file."""
+    """Inode and modification time of every file."""
     stats = {path.name: path.stat() for path in folder.iterdir()}
     return {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in stats.items()}
 
 
 def num_built(**options: Any) -> int:
-    """How many datasets' indices a build makes."""
-    seen = [0]
-    build_datasets(config_of(**options), progress=lambda done, total: seen.append(done))
-    return max(seen)
+    """The number of datasets whose indices a build makes."""
+    counts = [0]
+    build_datasets(config_of(**options), progress=lambda done, total: counts.append(done))
+    return max(counts)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_is_cached_is_what_is_built(form: str, prefixes: list[str], tmp_path: Path) -> None:
+def test_a_cache_gives_the_datasets_built_in_memory(
+    form: str, prefixes: list[str], tmp_path: Path
+) -> None:
     options, cache = options_of(form, prefixes), tmp_path / "cache"
     memory = build(**options)
     assert_equal(build(**options, cache=cache), memory)
@@ -323,7 +327,9 @@ def test_what_is_cached_is_what_is_built(form: str, prefixes: list[str], tmp_pat
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_threads_change_nothing(form: str, prefixes: list[str], tmp_path: Path) -> None:
+def test_the_number_of_threads_does_not_matter(
+    form: str, prefixes: list[str], tmp_path: Path
+) -> None:
     options, one = options_of(form, prefixes), build(**options_of(form, prefixes))
     assert_equal(build(**options, num_threads=4), one)
     assert_equal(build(**options, num_threads=4, cache=tmp_path / "four"), one)
@@ -334,10 +340,10 @@ def test_threads_change_nothing(form: str, prefixes: list[str], tmp_path: Path) 
 
 def test_progress_counts_the_datasets(prefixes: list[str], tmp_path: Path) -> None:
     for cache in (None, tmp_path / "cache"):
-        seen: list[tuple[int, int]] = []
+        reports: list[tuple[int, int]] = []
         config = config_of(blend=(prefixes, None), num_threads=3, cache=cache)
-        build_datasets(config, progress=lambda *counts: seen.append(counts))  # noqa: B023
-        assert sorted(seen) == [(done, 9) for done in range(10)]
+        build_datasets(config, progress=lambda *counts: reports.append(counts))  # noqa: B023
+        assert sorted(reports) == [(done, 9) for done in range(10)]
 
 
 @pytest.mark.parametrize(
@@ -362,25 +368,23 @@ def test_other_options_have_other_indices(
         build(**options, **{**change, "seed": 99}, cache=tmp_path / "cache", trust_cache=True)
 
 
-def test_what_samples_look_like_does_not_change_their_order(
-    prefixes: list[str], tmp_path: Path
-) -> None:
+def test_masks_and_padding_do_not_change_the_order(prefixes: list[str], tmp_path: Path) -> None:
     options: dict[str, Any] = {"blend": (prefixes, None), "cache": tmp_path / "cache"}
     build(**options)
-    looks = {"eod_token": 3, "pad_token": 4, "reset_position_ids": True, "eod_mask_loss": True}
-    assert num_built(**options, **looks) == 0
+    view = {"eod_token": 3, "pad_token": 4, "reset_position_ids": True, "eod_mask_loss": True}
+    assert num_built(**options, **view) == 0
 
 
-# ---- starts that open no token file ----
+# ---- starts without token files ----
 
 
-def forget_data(prefixes: list[str]) -> None:
+def move_data_away(prefixes: list[str]) -> None:
     for prefix in prefixes:
         for suffix in (".bin", ".idx"):
             os.rename(prefix + suffix, prefix + suffix + ".away")
 
 
-def bring_back(prefixes: list[str]) -> None:
+def move_data_back(prefixes: list[str]) -> None:
     for prefix in prefixes:
         for suffix in (".bin", ".idx"):
             os.rename(prefix + suffix + ".away", prefix + suffix)
@@ -393,7 +397,7 @@ def test_a_trusted_cache_needs_no_token_file_before_the_first_sample(
     options = options_of(form, prefixes)
     memory = build(**options)
     build(**options, cache=tmp_path / "cache")
-    forget_data(prefixes)
+    move_data_away(prefixes)
     trusted = build(**options, cache=tmp_path / "cache", trust_cache=True)
     for left, right in zip(trusted, memory, strict=True):
         assert [len(part) for part in parts_of(left)] == [len(part) for part in parts_of(right)]
@@ -402,40 +406,38 @@ def test_a_trusted_cache_needs_no_token_file_before_the_first_sample(
     state = loader.state_dict()
     with pytest.raises(DataError, match="not found"):
         next(loader)
-    bring_back(prefixes)
+    move_data_back(prefixes)
     loader.load_state_dict(state)
     next(loader)
     assert_equal(trusted, memory)
 
 
-def _report_opened(config: DatasetConfig, out: Any) -> None:
-    seen: list[str] = []
+def _report_open_files(config: DatasetConfig, out: Any) -> None:
+    paths: list[str] = []
     is_watching = [True]
 
     def hook(event: str, arguments: Any) -> None:
         if is_watching and event == "open" and isinstance(arguments[0], str):
-            seen.append(arguments[0])
+            paths.append(arguments[0])
 
     sys.addaudithook(hook)
     datasets = build_datasets(config)
-    at_start = list(seen)
+    at_start = list(paths)
     assert datasets.train is not None
     datasets.train.batch([0, 1])
     is_watching.clear()
-    out.put((at_start, seen))
+    out.put((at_start, paths))
 
 
-def test_a_trusted_start_opens_nothing_beside_the_cache(
-    prefixes: list[str], tmp_path: Path
-) -> None:
-    """Python tells of every file that it opens."""
+def test_a_trusted_start_opens_only_the_cache(prefixes: list[str], tmp_path: Path) -> None:
+    """An audit hook sees every file that Python opens."""
     cache = tmp_path / "cache"
     options: dict[str, Any] = {"blend": (prefixes, [1, 2, 3]), "cache": cache}
     build(**options)
     context = multiprocessing.get_context("fork")
     out = context.Queue()
     config = config_of(**options, trust_cache=True)
-    process = context.Process(target=_report_opened, args=(config, out))
+    process = context.Process(target=_report_open_files, args=(config, out))
     process.start()
     at_start, after = out.get(timeout=60)
     process.join()
@@ -445,9 +447,7 @@ def test_a_trusted_start_opens_nothing_beside_the_cache(
     assert [path for path in after if path.startswith(data)]
 
 
-def test_trust_without_a_cache_that_can_be_trusted_is_refused(
-    prefixes: list[str], tmp_path: Path
-) -> None:
+def test_trust_cache_needs_an_intact_cache(prefixes: list[str], tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     options: dict[str, Any] = {"blend": (prefixes, None), "cache": cache}
     for _ in range(2):
@@ -465,11 +465,11 @@ def test_trust_without_a_cache_that_can_be_trusted_is_refused(
         build(**options, trust_cache=True)
 
 
-# ---- data that changes ----
+# ---- changes of the data ----
 
 
 def other_lengths(prefix: str, *, seed: int = 99) -> list[int]:
-    """The lengths of its documents in another order: the same sizes, counts and tokens in all."""
+    """The document lengths in another order: file sizes, counts and the number of tokens stay."""
     lengths = IndexedDataset(prefix).document_lengths
     return np.random.default_rng(seed).permutation(lengths).tolist()
 
@@ -485,7 +485,7 @@ def set_times(prefix: str, times: dict[str, tuple[int, int]], later: int = 0) ->
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_other_lengths_of_the_same_sizes_are_built_again(
+def test_other_lengths_in_files_of_the_same_size_are_built_again(
     form: str, prefixes: list[str], tmp_path: Path
 ) -> None:
     options, cache = options_of(form, prefixes), tmp_path / "cache"
@@ -530,7 +530,7 @@ def test_data_that_changes_after_the_start_is_refused_at_the_first_sample(
     set_times(prefixes[0], times, later=later)
     with pytest.raises(DataError, match=r"data-1 has .* its indices were built for .* again"):
         train.batch(np.arange(len(train)))
-    if trust:  # the next one as well
+    if trust:  # a second start refuses the data, too
         again = build(**options, trust_cache=True).train
         assert again is not None
         with pytest.raises(DataError, match=r"data-1 has .* its indices were built for .* again"):
@@ -538,7 +538,7 @@ def test_data_that_changes_after_the_start_is_refused_at_the_first_sample(
 
 
 def swap_two_lengths(prefix: str) -> None:
-    """Of neighbours, where the fingerprint of the content, which looks at places, does not look."""
+    """Swaps two neighbours at a place that the fingerprint of the content does not sample."""
     before = IndexedDataset(prefix)
     content, fingerprint = Path(prefix + ".idx").read_bytes(), before.fingerprint
     header = before.header
@@ -551,15 +551,15 @@ def swap_two_lengths(prefix: str) -> None:
         Path(prefix + ".idx").write_bytes(index)
         if IndexedDataset(prefix).fingerprint == fingerprint:
             return
-    raise AssertionError("the fingerprint looks everywhere")
+    raise AssertionError("the fingerprint samples every place")
 
 
-def test_a_change_of_the_lengths_alone_is_seen(tmp_path: Path) -> None:
+def test_a_change_of_the_lengths_only_is_detected(tmp_path: Path) -> None:
     prefix = write(tmp_path / "data", [3 + place % 2 for place in range(40_000)])
     options: dict[str, Any] = {"blend": ([prefix], None), "cache": tmp_path / "cache"}
-    started = build(**options).train
-    assert started is not None
-    states = [Loader(d, micro_batch_size=4).state_dict() for d in (started, memory_of(prefix))]
+    dataset = build(**options).train
+    assert dataset is not None
+    states = [Loader(d, micro_batch_size=4).state_dict() for d in (dataset, memory_of(prefix))]
     assert states[0] == states[1]
     swap_two_lengths(prefix)
     with pytest.raises(DataError, match="but for other ones"):
@@ -574,8 +574,8 @@ def memory_of(prefix: str) -> Any:
     return build(blend=([prefix], None)).train
 
 
-def test_tokens_decide_no_index(prefixes: list[str], tmp_path: Path) -> None:
-    """The order is of lengths alone: other tokens find their indices, by whatever time."""
+def test_indices_do_not_depend_on_tokens(prefixes: list[str], tmp_path: Path) -> None:
+    """The order depends on lengths only: other tokens use the same indices, at any file time."""
     options: dict[str, Any] = {"blend": (prefixes, None), "cache": tmp_path / "cache"}
     build(**options)
     times = times_of(prefixes[0])
@@ -583,11 +583,11 @@ def test_tokens_decide_no_index(prefixes: list[str], tmp_path: Path) -> None:
         write(Path(prefixes[0]), IndexedDataset(prefixes[0]).document_lengths.tolist(), seed)
         set_times(prefixes[0], times, later)
         assert num_built(**options) == 0
-    # The times told of the second change, and so what is recorded of the content is the new one.
+    # The times showed the second change, so the manifest now has the new content.
     assert_equal(build(**options), build(blend=(prefixes, None)))
 
 
-def test_touched_and_moved_data_find_their_indices(prefixes: list[str], tmp_path: Path) -> None:
+def test_touched_and_moved_data_use_their_indices(prefixes: list[str], tmp_path: Path) -> None:
     options: dict[str, Any] = {"blend": (prefixes, None), "cache": tmp_path / "cache"}
     build(**options)
     before = stamps(tmp_path / "cache")
@@ -595,11 +595,11 @@ def test_touched_and_moved_data_find_their_indices(prefixes: list[str], tmp_path
         set_times(prefix, times_of(prefix), later=10**10)
     assert num_built(**options) == 0
     assert stamps(tmp_path / "cache") == before
-    moved = [prefix.replace("data-", "moved-") for prefix in prefixes]
-    for prefix, other in zip(prefixes, moved, strict=True):
+    new_prefixes = [prefix.replace("data-", "moved-") for prefix in prefixes]
+    for prefix, other in zip(prefixes, new_prefixes, strict=True):
         for suffix in (".bin", ".idx"):
             os.rename(prefix + suffix, other + suffix)
-    assert num_built(**{**options, "blend": (moved, None)}) == 0  # with a manifest of their own
+    assert num_built(**{**options, "blend": (new_prefixes, None)}) == 0  # with a new manifest
     with pytest.raises(DataError, match="not found"):
         build(**options)
 
@@ -616,8 +616,8 @@ def test_data_that_is_missing_or_damaged_is_refused(prefixes: list[str], tmp_pat
         build(**options)
 
 
-def test_a_pair_that_was_published_halfway_is_used(prefixes: list[str], tmp_path: Path) -> None:
-    """A builder that dies among its last renames leaves the new index under another name."""
+def test_a_half_published_pair_is_used(prefixes: list[str], tmp_path: Path) -> None:
+    """A builder that dies between its last renames leaves the new index under another name."""
     options: dict[str, Any] = {"blend": (prefixes, None)}
     memory = build(**options)
     os.rename(prefixes[0] + ".idx", prefixes[0] + ".idx.new")
@@ -636,14 +636,14 @@ def manifest_of(cache: Path) -> Path:
     return path
 
 
-def test_every_byte_of_a_manifest_counts(prefixes: list[str], tmp_path: Path) -> None:
+def test_any_damaged_byte_of_a_manifest_is_detected(prefixes: list[str], tmp_path: Path) -> None:
     options: dict[str, Any] = {"blend": (prefixes[:2], [1, 2]), "split": "1"}
     build(**options, cache=tmp_path / "cache")
     path = manifest_of(tmp_path / "cache")
     data = path.read_bytes()
     for at in range(len(data)):
         path.write_bytes(data[:at] + bytes([data[at] ^ (1 << at % 8)]) + data[at + 1 :])
-        assert read_manifest(str(path)) is None, at
+        assert Manifest.read(str(path)) is None, at
     build(**options, cache=tmp_path / "cache")
     assert path.read_bytes() == data
 
@@ -677,20 +677,20 @@ def test_another_configurations_manifest_is_not_used(prefixes: list[str], tmp_pa
     )
 
 
-def test_a_manifest_of_another_logic_is_not_used(
+def test_a_manifest_of_another_logic_version_is_not_used(
     prefixes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options: dict[str, Any] = {"blend": (prefixes, None), "cache": tmp_path / "cache"}
     build(**options)
-    monkeypatch.setattr("millrace.cache.arrays.LOGIC_VERSION", 2)
+    monkeypatch.setattr("millrace.cache.arrays.RULES_VERSION", 2)
     with pytest.raises(ConfigError, match="no manifest"):
         build(**options, trust_cache=True)
     assert num_built(**options) == 9
     assert num_built(**options) == 0
 
 
-def test_any_damaged_file_is_mended(prefixes: list[str], tmp_path: Path) -> None:
-    """Truncated, emptied, missing, or another's: the next start builds it, and no other file."""
+def test_any_damaged_file_is_built_again(prefixes: list[str], tmp_path: Path) -> None:
+    """After damage to any file, the next start restores it and changes no other file."""
     options, cache = {"blend": (prefixes, [1, 2, 3])}, tmp_path / "cache"
     memory = build(**options, cache=cache)
     contents = {path: path.read_bytes() for path in sorted(cache.iterdir())}
@@ -706,8 +706,8 @@ def test_any_damaged_file_is_mended(prefixes: list[str], tmp_path: Path) -> None
     assert {path: path.read_bytes() for path in contents} == contents
 
 
-def test_swapped_files_of_one_form_are_mended(prefixes: list[str], tmp_path: Path) -> None:
-    """Of two seeds: every array has the same dtype and shape in both."""
+def test_swapped_files_of_one_shape_are_built_again(prefixes: list[str], tmp_path: Path) -> None:
+    """The arrays of two seeds have the same dtypes and shapes."""
     options, cache = {"blend": (prefixes, [1, 2, 3])}, tmp_path / "cache"
     build(**options, cache=cache)
     first = {path.name: path.read_bytes() for path in cache.glob("*.npy")}
@@ -723,12 +723,12 @@ def test_swapped_files_of_one_form_are_mended(prefixes: list[str], tmp_path: Pat
     assert {name: (cache / name).read_bytes() for name in second} == second
 
 
-# ---- cache folders that cannot be used ----
+# ---- unusable cache folders ----
 
 
 @pytest.fixture
 def mounted(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Mounts a tmpfs with options, where that is possible."""
+    """A function that mounts a tmpfs with options; skips the test if that is not possible."""
     folder = tmp_path / "disk"
     folder.mkdir()
 
@@ -763,7 +763,7 @@ def test_a_folder_in_place_of_a_cached_file_is_a_clear_error(
         data = path.read_bytes()
         path.unlink()
         path.mkdir()
-        if path.name.startswith("run-"):  # all sets are there: only the short way is lost
+        if path.name.startswith("run-"):  # all sets are there: only the manifest is missing
             assert num_built(**options, cache=cache) == 0
         else:
             with pytest.raises(CacheError, match=r"cannot be written: Is a directory"):
@@ -780,14 +780,14 @@ def test_a_read_only_folder(
     options: dict[str, Any] = {"blend": (prefixes, [1, 2, 3]), "cache": disk / "cache"}
     build(**options)
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-    assert num_built(**options) == 0  # what is there is used
+    assert num_built(**options) == 0  # existing indices are used
     with pytest.raises(CacheError, match=r"cannot be written: Read-only file system\. Give a"):
         build(**options, seed=5)
-    # So is a set for which there is no manifest: here by another name of the data.
-    renamed = [os.path.join(os.path.dirname(p), ".", os.path.basename(p)) for p in prefixes]
-    assert num_built(**{**options, "blend": (renamed, [1, 2, 3])}) == 0
+    # So are sets without a manifest; here the data has another path.
+    other_paths = [os.path.join(os.path.dirname(p), ".", os.path.basename(p)) for p in prefixes]
+    assert num_built(**{**options, "blend": (other_paths, [1, 2, 3])}) == 0
     with pytest.raises(ConfigError, match="no manifest"):
-        build(**{**options, "blend": (renamed, [1, 2, 3])}, trust_cache=True)
+        build(**{**options, "blend": (other_paths, [1, 2, 3])}, trust_cache=True)
 
 
 def test_waiting_for_another_builder_has_a_limit(prefixes: list[str], tmp_path: Path) -> None:
@@ -797,8 +797,10 @@ def test_waiting_for_another_builder_has_a_limit(prefixes: list[str], tmp_path: 
         for path in (tmp_path / "cache").glob("*.json"):
             path.unlink()
         with file_lock(str(tmp_path / "cache" / f"{lock}.lock")):
-            said = f"another process builds the indices: .*lock is held by process {os.getpid()} on"
-            with pytest.raises(CacheError, match=said):
+            message = (
+                f"another process builds the indices: .*lock is held by process {os.getpid()} on"
+            )
+            with pytest.raises(CacheError, match=message):
                 build_datasets(config_of(**options), wait_limit=0.05)
         build_datasets(config_of(**options), wait_limit=0.05)
 
@@ -807,7 +809,7 @@ def set_names(cache: Path) -> set[str]:
     return {path.stem for path in cache.glob("*.json") if not path.name.startswith("run-")}
 
 
-def _build_and_tell(config: DatasetConfig, as_nobody: bool, out: Any) -> None:
+def _build_and_report(config: DatasetConfig, as_nobody: bool, out: Any) -> None:
     if as_nobody:
         os.setgroups([])
         os.setgid(65534)
@@ -819,50 +821,52 @@ def _build_and_tell(config: DatasetConfig, as_nobody: bool, out: Any) -> None:
         out.put(f"{type(error).__name__}: {error}")
 
 
-def said_by_processes(config: DatasetConfig, *, as_nobody: bool = False) -> list[str]:
-    """What four processes say that build the same at once."""
+def outcomes_of_processes(config: DatasetConfig, *, as_nobody: bool = False) -> list[str]:
+    """The outcomes of four processes that build the same datasets at once."""
     context = multiprocessing.get_context("fork")
     out = context.Queue()
-    made = [
-        context.Process(target=_build_and_tell, args=(config, as_nobody, out)) for _ in range(4)
+    processes = [
+        context.Process(target=_build_and_report, args=(config, as_nobody, out)) for _ in range(4)
     ]
-    for process in made:
+    for process in processes:
         process.start()
-    said = [out.get(timeout=60) for _ in made]
-    for process in made:
+    outcomes = [out.get(timeout=60) for _ in processes]
+    for process in processes:
         process.join()
-    return said
+    return outcomes
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become nobody")
-def test_a_folder_of_somebody_else_is_a_clear_error_on_every_process(prefixes: list[str]) -> None:
-    with tempfile.TemporaryDirectory() as name:  # one that nobody can reach
+def test_another_users_folder_is_a_clear_error_on_every_process(prefixes: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as name:  # a folder that the user "nobody" can reach
         os.chmod(name, 0o755)
         data = []
         for prefix in prefixes:
             data.append(shutil.copy(prefix + ".bin", name).removesuffix(".bin"))
             shutil.copy(prefix + ".idx", name)
         os.mkdir(f"{name}/cache", 0o755)
-        said = said_by_processes(
+        outcomes = outcomes_of_processes(
             config_of(blend=(data, None), cache=f"{name}/cache"), as_nobody=True
         )
         assert os.listdir(f"{name}/cache") == []
-    for line in said:
+    for line in outcomes:
         assert line.startswith("CacheError: the indices must be built, and ")
         assert "cannot be written: Permission denied. Give a cache folder" in line
 
 
 def test_a_refusal_is_the_same_on_every_process(prefixes: list[str], tmp_path: Path) -> None:
-    """Also where it comes from the one that holds the lock: none waits for ever."""
+    """This includes errors of the process that holds the lock: no process waits for ever."""
     write(tmp_path / "damaged", [50, 60, 70])
     with open(tmp_path / "damaged.idx", "r+b") as file:  # the length of sequence 1
         file.seek(34 + 4)
         file.write(np.int32(-60).tobytes())
     options: dict[str, Any] = {"split": "1", "cache": tmp_path / "cache"}
-    said = said_by_processes(config_of(blend=([str(tmp_path / "damaged")], None), **options))
-    assert set(said) == {said[0]}
-    assert said[0].startswith("DataError: ")
-    assert "sequence 1 has the length -60" in said[0]
+    outcomes = outcomes_of_processes(
+        config_of(blend=([str(tmp_path / "damaged")], None), **options)
+    )
+    assert set(outcomes) == {outcomes[0]}
+    assert outcomes[0].startswith("DataError: ")
+    assert "sequence 1 has the length -60" in outcomes[0]
     assert list((tmp_path / "cache").glob("*")) == [manifest_of(tmp_path / "cache")]
 
 
@@ -870,14 +874,14 @@ def test_a_full_disk_is_a_clear_error_on_every_process(
     prefixes: list[str], mounted: Callable[[str], Path]
 ) -> None:
     disk = mounted("size=16k")
-    for line in said_by_processes(config_of(blend=(prefixes, [1, 2, 3]), cache=disk / "cache")):
+    for line in outcomes_of_processes(config_of(blend=(prefixes, [1, 2, 3]), cache=disk / "cache")):
         assert line.startswith("CacheError: the indices must be built, and ")
         assert "cannot be written: No space left on device. Give a cache folder" in line
-    assert names_left(disk / "cache") <= {".npy", ".json"}
+    assert suffixes_of(disk / "cache") <= {".npy", ".json"}
 
 
 def test_a_full_disk_is_a_clear_error(prefixes: list[str], mounted: Callable[[str], Path]) -> None:
-    """With room for more and more pages: in every array, and in the records."""
+    """The free space grows page by page, so that every array and record meets the full disk."""
     disk = mounted("size=1m")
     options: dict[str, Any] = {"blend": (prefixes, [1, 2, 3]), "cache": disk / "cache"}
     errors: list[CacheError] = []
@@ -892,15 +896,15 @@ def test_a_full_disk_is_a_clear_error(prefixes: list[str], mounted: Callable[[st
                 break
             except CacheError as error:
                 errors.append(error)
-                assert names_left(disk / "cache") <= {".npy", ".json"}
+                assert suffixes_of(disk / "cache") <= {".npy", ".json"}
     assert len(errors) > 3
     for error in errors:
         assert "cannot be written: No space left on device. Give a" in str(error)
     assert_equal(build(**options), build(blend=(prefixes, [1, 2, 3])))
 
 
-def names_left(cache: Path) -> set[str]:
-    """The last parts of the names in a cache folder."""
+def suffixes_of(cache: Path) -> set[str]:
+    """The suffixes of the files in a cache folder."""
     return {path.suffix for path in cache.glob("*")}
 
 
@@ -914,21 +918,21 @@ def test_a_limit_on_file_sizes_is_a_clear_error(prefixes: list[str], tmp_path: P
                 build(**options)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        assert names_left(tmp_path / "cache") <= {".npy"}
+        assert suffixes_of(tmp_path / "cache") <= {".npy"}
     assert_equal(build(**options), build(blend=(prefixes, [1, 2, 3])))
 
 
-# ---- to other processes, and after a stop ----
+# ---- other processes, and resuming ----
 
 
 def _digests(datasets: Datasets) -> list[str]:
-    found = []
+    digests = []
     for dataset in datasets:
         for part in dataset if isinstance(dataset, list) else [dataset]:
             if part is not None:
                 batch = part.batch(np.arange(len(part)))
-                found.append(hashlib.sha256(batch["tokens"].tobytes()).hexdigest())
-    return found
+                digests.append(hashlib.sha256(batch["tokens"].tobytes()).hexdigest())
+    return digests
 
 
 def _put_digests(datasets: Datasets, out: Any) -> None:
@@ -939,13 +943,13 @@ def _put_digests(datasets: Datasets, out: Any) -> None:
 def test_datasets_reach_other_processes(method: str, prefixes: list[str], tmp_path: Path) -> None:
     options = options_of("apart", prefixes)
     cached = {**options, "cache": tmp_path / "cache"}
-    made = [build(**options), build(**cached), build(**cached, trust_cache=True)]
-    expected = _digests(made[0])
+    runs = [build(**options), build(**cached), build(**cached, trust_cache=True)]
+    expected = _digests(runs[0])
     if method == "spawn":
-        made = [pickle.loads(pickle.dumps(one)) for one in made]
+        runs = [pickle.loads(pickle.dumps(datasets)) for datasets in runs]
     context: Any = multiprocessing.get_context(method)
     out = context.Queue()
-    processes = [context.Process(target=_put_digests, args=(one, out)) for one in made]
+    processes = [context.Process(target=_put_digests, args=(datasets, out)) for datasets in runs]
     for process in processes:
         process.start()
     assert [out.get(timeout=120) for _ in processes] == [expected] * 3
@@ -957,7 +961,7 @@ def test_datasets_reach_other_processes(method: str, prefixes: list[str], tmp_pa
 def test_pickled_datasets_are_equal(form: str, prefixes: list[str], tmp_path: Path) -> None:
     options = options_of(form, prefixes)
     cached = build(**options, cache=tmp_path / "cache")
-    _digests(cached)  # opened and mapped
+    _digests(cached)  # opens the token files and maps the arrays
     assert_equal(pickle.loads(pickle.dumps(cached)), build(**options))
     assert_equal(pickle.loads(pickle.dumps(build(**options))), cached)
 
@@ -1002,12 +1006,12 @@ def test_a_state_of_other_data_is_refused(prefixes: list[str], tmp_path: Path) -
         Loader(again, micro_batch_size=4).load_state_dict(state)
 
 
-# ---- any small configuration ----
+# ---- random small configurations ----
 
 
 @st.composite
 def configurations(draw: st.DrawFn) -> tuple[list[list[int]], dict[str, Any]]:
-    """Lengths of the documents of some token files, and options."""
+    """The document lengths of some token files, and options."""
     files = draw(st.lists(st.lists(st.integers(0, 20), min_size=1, max_size=12), max_size=3))
     files = [[*lengths, 5] for lengths in files] or [[7]]
     sizes = st.one_of(st.none(), st.integers(0, 60))
@@ -1026,9 +1030,9 @@ def configurations(draw: st.DrawFn) -> tuple[list[list[int]], dict[str, Any]]:
 @settings(deadline=None, max_examples=40)
 @given(configurations())
 def test_the_order_law(case: tuple[list[list[int]], dict[str, Any]]) -> None:
-    """In memory, into a cache and from it: the same order, or the same refusal.
+    """In memory, with a new cache and from a cache: the same order, or the same refusal.
 
-    And each dataset is what the classes make of the same numbers.
+    Each dataset also equals one that its class makes from the same arguments.
     """
     files, options = case
     with tempfile.TemporaryDirectory() as name, warnings.catch_warnings():
@@ -1036,14 +1040,14 @@ def test_the_order_law(case: tuple[list[list[int]], dict[str, Any]]) -> None:
         prefixes = [
             write(Path(name) / f"data-{number}", lengths) for number, lengths in enumerate(files)
         ]
-        given_options = {k: v for k, v in options.items() if k != "weights"}
-        given_options["blend"] = (prefixes, options["weights"])
+        arguments = {k: v for k, v in options.items() if k != "weights"}
+        arguments["blend"] = (prefixes, options["weights"])
         try:
-            config = DatasetConfig(**given_options)
-            plan, memory = build_planned(config)
+            config = DatasetConfig(**arguments)
+            plan, memory = build_run(config)
         except ConfigError as error:
             with pytest.raises(ConfigError, match=re.escape(str(error))):
-                build_datasets(DatasetConfig(**given_options, cache=f"{name}/cache"))
+                build_datasets(DatasetConfig(**arguments, cache=f"{name}/cache"))
             return
         for trust in (False, False, True):
             cached = dataclasses.replace(config, cache=f"{name}/cache", trust_cache=trust)
@@ -1052,13 +1056,13 @@ def test_the_order_law(case: tuple[list[list[int]], dict[str, Any]]) -> None:
             for part, planned in zip(
                 parts_of(dataset), split.datasets if split else (), strict=True
             ):
-                assert_same_indices(part, made_alone(plan, planned, config))
+                assert_same_indices(part, single_dataset(plan, planned, config))
 
 
-def made_alone(plan: RunPlan, dataset: DatasetPlan, config: DatasetConfig) -> GPTDataset:
-    """The same dataset by its class."""
+def single_dataset(plan: RunPlan, dataset: DatasetPlan, config: DatasetConfig) -> GPTDataset:
+    """The same dataset, made by its class."""
     return GPTDataset(
-        IndexedDataset(plan.files[dataset.file].prefix),
+        IndexedDataset(dataset.file.prefix),
         sequence_length=config.sequence_length,
         seed=config.seed,
         num_samples=dataset.num_samples,
@@ -1081,12 +1085,12 @@ def made_alone(plan: RunPlan, dataset: DatasetPlan, config: DatasetConfig) -> GP
         (5, 1, 2**32 - 2, np.int32, np.int64),
     ],
 )
-def test_large_counts_have_wide_arrays(
+def test_large_counts_have_64_bit_arrays(
     num_sequences: int, num_epochs: int, num_samples: int, rows: Any, shuffle: Any
 ) -> None:
-    """The dtypes are Megatron-LM's, and `build_gpt_indices` gives the same."""
+    """The dtypes are those of Megatron-LM and of `build_gpt_indices`."""
     gpt = dataclasses.replace(plan_gpt(9, None, 8), num_epochs=num_epochs, num_samples=num_samples)
-    dataset = DatasetPlan(file=0, sequences=(0, num_sequences), num_samples=None, gpt=gpt)
+    dataset = DatasetPlan(file=None, sequences=(0, num_sequences), num_samples=None, gpt=gpt)
     split = SplitPlan(name="train", datasets=[dataset], kind="one", weights=None, size=None)
     assert _layout(split) == {
         "document_index": (np.int32, (num_sequences * num_epochs,)),
@@ -1114,9 +1118,9 @@ def test_an_index_whose_lengths_exceed_its_tokens_is_refused(
 
 @pytest.mark.parametrize("access", ["mmap", "file"])
 def test_splits_share_their_token_files(tmp_path: Path, access: Any) -> None:
-    """Else three splits of 600 files that are not mapped would need 1,800 descriptors."""
+    """Otherwise three splits of 600 unmapped files would need 1,800 descriptors."""
     prefix = write(tmp_path / "data", [100] * 50)
-    for _ in range(2):  # built, and then by the manifest
+    for _ in range(2):  # built, then loaded by its manifest
         train, valid, test = build(blend=([prefix], None), cache=tmp_path / "cache", access=access)
         assert isinstance(train, GPTDataset)
         assert isinstance(valid, GPTDataset)

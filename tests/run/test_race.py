@@ -12,7 +12,7 @@ from tests.run import race
 
 
 @pytest.mark.parametrize("stage", race.STAGES)
-def test_the_others_go_on_where_a_builder_dies(
+def test_the_others_finish_when_a_builder_is_killed(
     stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(race, "STAGES", [stage])
@@ -26,7 +26,7 @@ def test_a_small_race(tmp_path: Path) -> None:
 
 
 def test_a_race_without_locks() -> None:
-    """Before each writer had files of its own, 10 of 10 such rounds failed."""
+    """When writers shared temporary names, 10 of 10 such rounds failed."""
     for seed in range(4):
         command = [sys.executable, "-m", "tests.run.race", "--no-flock", "--processes", "8"]
         command += ["--documents", "400", "--seed", str(seed), "--kills", str(seed % 2)]

@@ -1,4 +1,4 @@
-"""build_datasets among processes that torch.distributed connects."""
+"""build_datasets over torch.distributed."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_without_a_process_group_it_is_the_same(tmp_path: Path) -> None:
         build_datasets(config, builders="two")  # type: ignore[arg-type]
 
 
-# What the rank does that is stopped, in its turn, and in which turn that is.
+# By kind of stop: whether the rank works in the first turn, and its code.
 STOPS = {
     "Ctrl-C": (True, "os.kill(os.getpid(), signal.SIGINT); time.sleep(600)"),
     "sys.exit": (False, "sys.exit(3)"),
@@ -124,7 +124,7 @@ try:
     print(first_then_rest(work, (rank == 1) == is_first))
 except BaseException as error:
     print(f"{type(error).__name__}: {error}", flush=True)
-sys.stdin.read()  # it lives on, as a notebook does: the others learn of it by no closed connection
+sys.stdin.read()  # stays alive, as a notebook does: no closed connection tells the others
 """
 
 
@@ -160,7 +160,7 @@ def test_a_rank_that_is_stopped_stops_the_others(case: str, tmp_path: Path) -> N
 
 
 def test_ctrl_c_of_a_rank_that_waits_reaches_the_others(tmp_path: Path) -> None:
-    """Rank 1 works in the second turn; the signal comes while it waits for the first one's end."""
+    """Rank 1 works in the second turn; the signal comes while it waits for the first."""
     code = "raise AssertionError('it has been interrupted')"
     press = "threading.Timer(2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()"
     slow = STOPPED.replace('    return "done"', '    time.sleep(4)\n    return "done"')

@@ -1,12 +1,12 @@
-"""Arrays in a folder under one name: published together, built once, mapped by everyone.
+"""Sets of arrays in a folder: published together, built once, mapped by all processes.
 
-A set `NAME` is a file `NAME.json`, which says what it is made of and from what, and an array in a
-plain `NAME-ARRAY.npy` each. The JSON file comes last and goes first, so that a set without it does
-not count. While it is made, `NAME.lock` is held.
+A set `NAME` is a file `NAME.json`, which describes the arrays and what they were built from, and a
+plain `NAME-ARRAY.npy` for each array. The JSON file is written last and removed first: a set
+without it is not used. `NAME.lock` is held while the set is built.
 
-Where the file system has no locks, several processes may make one set at once. Each writes files of
-its own and renames them, and their bytes are equal: whatever order the renames take, a reader finds
-a whole set or none.
+On a file system without locks, several processes may build one set at once. Each writes its own
+temporary files and renames them, and the bytes are equal: a reader finds a whole set or none,
+whatever the order of the renames.
 """
 
 from __future__ import annotations
@@ -24,33 +24,30 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace import _core
+from millrace import _native
 from millrace.errors import DataError
 from millrace.files import (
     atomic_file,
     checksum,
     cut_short,
-    file_lock,
     flush_to_disk,
     fsync_folder,
     is_of_the_process,
     naming,
-    temporaries_of,
     temporary_name,
+    writers_lock,
 )
-
-LOGIC_VERSION = 1
-"""Rises when the same key would lead to other arrays; sets of other versions are not used."""
+from millrace.order import RULES_VERSION
 
 JSON = ".json"
 LOCK = ".lock"
 _BLOCK = 64 << 20  # bytes that a check of contents reads at a time
 
-_END = 4096  # bytes at each end of an array's file that every start looks at
+_END = 4096  # bytes at each end of an array's file that are compared whenever it is mapped
 _SEAL_SIZE = len('{"xxh3": "0123456789abcdef", ')
 
 NO_RECORD = (OSError, ValueError, KeyError, TypeError, AttributeError)
-"""What reading a record raises where there is none, or one that is damaged or somebody else's."""
+"""What reading a record raises if it is missing, damaged or another program's."""
 
 Layout = Mapping[str, tuple[Any, tuple[int, ...]]]
 """Each array's dtype and shape."""
@@ -58,7 +55,7 @@ Layout = Mapping[str, tuple[Any, tuple[int, ...]]]
 
 def fingerprint(key: Any) -> str:
     """A name for plain JSON values: 32 hexadecimal digits."""
-    text = json.dumps([LOGIC_VERSION, key], sort_keys=True)
+    text = json.dumps([RULES_VERSION, key], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -72,11 +69,11 @@ def unseal(text: bytes) -> dict[str, Any]:
     """The record in a text that `seal` made.
 
     Raises:
-        ValueError: it is damaged, or no such text.
+        ValueError: A damaged text, or another one.
     """
     seal, rest = text[:_SEAL_SIZE], text[_SEAL_SIZE:]
     if seal != _seal_of(rest):
-        raise ValueError("no record, or a damaged one")
+        raise ValueError("not a record, or a damaged one")
     record: dict[str, Any] = json.loads(b"{" + rest)
     return record
 
@@ -97,7 +94,7 @@ class ArrayWriter:
         file.truncate(len(header) + self._row_size * shape[0])
 
     def write(self, first_row: int, rows: NDArray[Any]) -> None:
-        """Writes rows, of any dtype that the array's can hold, at their place."""
+        """Writes rows from `first_row` on; their dtype is converted to the array's."""
         if rows.shape[1:] != self.shape[1:] or not 0 <= first_row <= self.shape[0] - len(rows):
             raise ValueError(
                 f"rows of shape {rows.shape} from row {first_row} on do not fit {self.shape}"
@@ -111,15 +108,15 @@ class ArrayWriter:
 
 @dataclass(frozen=True)
 class ArraySet:
-    """A published set. Each array is mapped when it is first asked for.
+    """A published set. Each array is mapped at its first use.
 
     Attributes:
-        folder, name: where it is.
-        key: what it was made from.
-        layout: dtype and shape of each array.
+        folder, name: Place of the set.
+        key: What it was built from.
+        layout: Dtype and shape of each array.
         checksums: XXH3-64 of each array's file, as hexadecimal digits.
-        ends: the same of its first and last 4 KiB, which mapping an array compares: it tells
-            apart arrays of one form.
+        ends: XXH3-64 of its first and last 4 KiB, which is compared when the array is mapped: it
+            tells arrays of the same dtype and shape apart.
     """
 
     folder: str
@@ -135,7 +132,7 @@ class ArraySet:
         """An array, read-only.
 
         Raises:
-            DataError: its file is missing, truncated, or another array.
+            DataError: Its file is missing, truncated, or another array.
         """
         if array not in self._mapped:
             self._mapped[array], self._files[array] = _map_array(
@@ -154,13 +151,13 @@ class ArraySet:
         )
 
     def check_sizes(self) -> None:
-        """Looks whether files that are mapped, if they are still there, have become shorter.
+        """Checks that mapped files, if they are still there, have not become shorter.
 
         Raises:
-            DataError: one has.
+            DataError: One has.
         """
-        for array, opened in list(self._files.items()):  # other threads map more
-            if problem := cut_short(self.path(array), opened):
+        for array, identity in list(self._files.items()):  # other threads may add entries
+            if problem := cut_short(self.path(array), identity):
                 raise DataError(problem)
 
     def path(self, array: str) -> str:
@@ -170,17 +167,18 @@ class ArraySet:
         """What is wrong with the files, a line each.
 
         Args:
-            contents: read them and compare the checksums; else sizes, headers and ends alone.
+            contents: Whether to read them and compare the checksums, not only sizes, headers and
+                ends.
         """
-        found = []
+        problems = []
         for array in self.layout:
             try:
                 self[array]
                 if contents and _checksum(self.path(array)) != self.checksums[array]:
-                    found.append(f"{self.path(array)} is damaged: another checksum than recorded")
+                    problems.append(f"{self.path(array)} is damaged: its checksum has changed")
             except DataError as error:
-                found.append(str(error))
-        return found
+                problems.append(str(error))
+        return problems
 
 
 def array_path(folder: str, name: str, array: str) -> str:
@@ -188,7 +186,7 @@ def array_path(folder: str, name: str, array: str) -> str:
 
 
 def read_record(path: str) -> dict[str, Any] | None:
-    """What `seal` wrote into a file; None where there is no such file, or one of somebody else."""
+    """The record in a file; None if there is none, or the file is another program's."""
     try:
         with open(path, "rb") as file:
             return unseal(file.read())
@@ -199,10 +197,10 @@ def read_record(path: str) -> dict[str, Any] | None:
 
 
 def load(folder: str, name: str) -> ArraySet | None:
-    """The set of that name; None where there is none, or one of another version."""
+    """The set of that name; None if there is none, or it has another version."""
     record = read_record(os.path.join(folder, name + JSON))
     try:
-        if record is None or record["logic"] != LOGIC_VERSION:
+        if record is None or record["logic"] != RULES_VERSION:
             return None
         layout = {
             array: (np.dtype(entry["dtype"]), tuple(entry["shape"]))
@@ -212,7 +210,7 @@ def load(folder: str, name: str) -> ArraySet | None:
         ends = {array: entry["ends"] for array, entry in record["arrays"].items()}
         return ArraySet(folder, name, record["key"], layout, checksums, ends)
     except NO_RECORD:
-        return None  # a file of that name that is no record is somebody else's, or damaged
+        return None  # damaged, or another program's
 
 
 def load_or_build(
@@ -224,41 +222,44 @@ def load_or_build(
     *,
     limit: float | None = None,
 ) -> tuple[ArraySet, bool]:
-    """The set of that name, made first where it is missing or does not fit.
+    """The set of that name; if it is missing or does not fit, it is built first.
 
-    Of several processes that need it one makes it, and the others wait; if it dies, another does.
+    Of several processes that need it one builds it, and the others wait; if it dies, another does.
 
     Args:
-        key: what the arrays are a function of: plain JSON values, compared with the record.
-        layout: called for the arrays' forms, if they must be made.
-        build: writes them.
-        limit: Seconds to wait for another process that makes it; None: no limit.
+        folder, name: Place of the set.
+        key: What the arrays are a function of: plain JSON values, compared with the record.
+        layout: Function that returns dtypes and shapes, called if the arrays must be built.
+        build: Function that writes them.
+        limit: Seconds to wait for another process that builds it; None: no limit.
 
     Returns:
-        the set, and whether it was made here.
+        The set, and whether it was built here.
 
     Raises:
-        BlockingIOError: another process still makes it when the limit is over.
-        OSError: it must be made, and the folder cannot be written.
+        BlockingIOError: Another process still builds it when the limit is over.
+        OSError: It must be built, and the folder cannot be written.
     """
-    found = usable(folder, name, key)
-    if found is not None:
-        return found, False
+    array_set = usable(folder, name, key)
+    if array_set is not None:
+        return array_set, False
     os.makedirs(folder, exist_ok=True)
-    with file_lock(os.path.join(folder, name + LOCK), limit=limit) as is_alone:
-        found = usable(folder, name, key)
-        if found is not None:
-            return found, False
-        forms = layout()
-        if is_alone:  # else a temporary may be that of a living process
-            _remove_temporaries(folder, name, forms)
+    forms = layout()
+    place = os.path.join(folder, name)
+    paths = [array_path(folder, name, array) for array in forms]
+    with writers_lock(place + LOCK, place + JSON, *paths, limit=limit):
+        array_set = usable(folder, name, key)
+        if array_set is not None:
+            return array_set, False
         return _publish(folder, name, key, forms, build), True
 
 
 def usable(folder: str, name: str, key: Any) -> ArraySet | None:
-    """The set of that name, if it was made from that key and shows no damage."""
-    found = load(folder, name)
-    return found if found is not None and found.key == key and not found.damage() else None
+    """The set of that name, if it was built from that key and shows no damage."""
+    array_set = load(folder, name)
+    if array_set is None or array_set.key != key or array_set.damage():
+        return None
+    return array_set
 
 
 def _publish(
@@ -268,7 +269,7 @@ def _publish(
     layout: Layout,
     build: Callable[[Mapping[str, ArrayWriter]], None],
 ) -> ArraySet:
-    """Writes all arrays, then their names, then the record: the order of the top's promise."""
+    """Writes all arrays, then renames them, then writes the record."""
     record_path = os.path.join(folder, name + JSON)
     paths = {array: array_path(folder, name, array) for array in layout}
     temporaries = {array: temporary_name(path) for array, path in paths.items()}
@@ -283,15 +284,15 @@ def _publish(
                 flush_to_disk(file)
         checksums = {array: _checksum(path) for array, path in temporaries.items()}
         ends = {array: _checksum_of_ends(path) for array, path in temporaries.items()}
-        found = load(folder, name)
-        if found is not None and found.key != key:
-            _unlink(record_path)  # another one's record must not stand beside these arrays
+        present = load(folder, name)
+        if present is not None and present.key != key:
+            _unlink(record_path)  # another set's record must not stand beside these arrays
             fsync_folder(record_path)
         for array, path in paths.items():
             os.rename(temporaries[array], path)
         fsync_folder(record_path)
     record = {
-        "logic": LOGIC_VERSION,
+        "logic": RULES_VERSION,
         "key": key,
         "arrays": {
             array: {
@@ -306,13 +307,6 @@ def _publish(
     with atomic_file(record_path) as file:
         file.write(seal(record))
     return ArraySet(folder, name, key, layout, checksums, ends)
-
-
-def _remove_temporaries(folder: str, name: str, layout: Layout) -> None:
-    """What a builder that died has left."""
-    paths = [array_path(folder, name, array) for array in layout]
-    for temporary in temporaries_of(os.path.join(folder, name + JSON), *paths):
-        _unlink(temporary)
 
 
 def _unlink(path: str) -> None:
@@ -349,7 +343,7 @@ def _map_array(
                 )
             if checksum([first, last]) != ends:
                 raise DataError(f"{path} is damaged, or another set's: its ends have changed")
-            content = _core.map_file(file.fileno(), size)
+            content = _native.map_file(file.fileno(), size)
     except OSError as error:
         if is_of_the_process(error):
             raise

@@ -1,6 +1,6 @@
 """Megatron-LM's cache files: their names, their contents, and whether a set of them fits.
 
-A set belongs to one dataset and split, or to one blend. All its files lie in one folder and share a
+A set belongs to one dataset and split, or to one blend. Its files lie in one folder and share a
 stem, `{md5}-{class}-{split}`:
 
     {stem}-description.txt             JSON: what decides the indices; the stem has its MD5
@@ -12,9 +12,9 @@ stem, `{md5}-{class}-{split}`:
     {stem}-dataset_index.npy           int16               a blend
     {stem}-dataset_sample_index.npy    int64
 
-The bytes are Megatron-LM's. Here each file appears whole or not at all, the description last; and a
-set is used only if it fits what its dataset asks for: the MD5 does not cover everything that
-decides the indices (the extra token, a kept partial sample, the tokens themselves).
+The bytes are Megatron-LM's. Here each file appears whole or not at all, the description last. A set
+is used only if it fits its dataset, because the MD5 does not cover everything that decides the
+indices (the extra token, a kept partial sample, the tokens themselves).
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace import _core
+from millrace import _native
 from millrace.dtypes import sample_index_dtype, shuffle_index_dtype
 from millrace.errors import DataError
-from millrace.files import atomic_file, file_lock, fsync_folder, temporaries_of
-from millrace.order.gpt import GPTIndices, GPTPlan
+from millrace.files import atomic_file, fsync_folder, writers_lock
+from millrace.order import BlendIndices, GPTIndices, GPTPlan
 
-GPT_ARRAYS = ("document_index", "sample_index", "shuffle_index")
-BLEND_ARRAYS = ("dataset_index", "dataset_sample_index")
+GPT_ARRAYS = GPTIndices._fields
+BLEND_ARRAYS = BlendIndices._fields
 
 _UNUSABLE = (FileNotFoundError, NotADirectoryError, DataError)
 _DESCRIPTION = "description.txt"
@@ -51,7 +51,7 @@ _HEADERS: dict[tuple[int, int], Callable[[Any], tuple[Any, bool, np.dtype[Any]]]
     (1, 0): np.lib.format.read_array_header_1_0,
     (2, 0): np.lib.format.read_array_header_2_0,
 }
-_CHECKED_ROWS = 4096  # of the sample index, at each end: a few pages, whatever its size
+_CHECKED_ROWS = 4096  # of an index, at each end: a few pages, whatever its size
 
 
 def gpt_identifiers(
@@ -69,13 +69,16 @@ def gpt_identifiers(
     """What identifies the indices of a GPT dataset in Megatron-LM's cache, in its order.
 
     Args:
-        dataset_path: the path prefix, as it was given.
-        num_samples: asked of this dataset; None for one epoch.
+        dataset_path: Path prefix, as Megatron-LM is given it.
+        num_samples: Number of samples asked for; None: one epoch.
         index_split: "train", "valid" or "test".
-        split: such as "969,30,1"; None where each split has its own blend.
-        split_matrix: the book-ends of the splits, or None where `split` is.
-        tokenizer: its unique identifiers: plain JSON values, or an object with them as the
-            attribute `unique_identifiers`.
+        random_seed: Seed of the order.
+        sequence_length: Tokens to train on in a sample.
+        split: Shares such as "969,30,1"; None where each split has its own blend.
+        split_matrix: Fractions at which the splits start and end; None where `split` is None.
+        tokenizer: Unique identifiers of the tokenizer: plain JSON values, or an object with them as
+            the attribute `unique_identifiers`.
+        class_name: Name of Megatron-LM's class.
     """
     return {
         "class": class_name,
@@ -101,9 +104,11 @@ def blend_identifiers(
     """What identifies a blend in Megatron-LM's cache, in its order.
 
     Args:
-        datasets: the identifiers of each one.
-        weights: as they are used (normalised, where the blend has a size).
-        size: number of samples, or None for all of every dataset's.
+        datasets: Identifiers of each dataset.
+        split: "train", "valid" or "test".
+        weights: Weights of the datasets (normalised, where the blend has a size).
+        size: Number of samples; None: all samples of all datasets.
+        class_name: Name of Megatron-LM's class.
     """
     return {
         "class": class_name,
@@ -117,7 +122,7 @@ def blend_identifiers(
 def describe(identifiers: Mapping[str, Any]) -> tuple[str, str]:
     """The description text, and its MD5 in hexadecimal digits.
 
-    Values that are no JSON give their `unique_identifiers` instead, as a tokenizer does.
+    A value that is not JSON is described by its attribute `unique_identifiers`, as a tokenizer is.
     """
     text = json.dumps(identifiers, indent=4, default=lambda value: value.unique_identifiers)
     return text, hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()
@@ -128,10 +133,10 @@ class CacheSet:
     """One set of files.
 
     Attributes:
-        folder: that holds it; it need not exist.
-        stem: what the names of its files start with.
-        description: the text of its description.
-        arrays: the names of its arrays: GPT_ARRAYS or BLEND_ARRAYS.
+        folder: Folder of the files; it need not exist.
+        stem: What the names of the files start with.
+        description: Text of the description.
+        arrays: Names of the arrays: GPT_ARRAYS or BLEND_ARRAYS.
     """
 
     folder: str
@@ -151,9 +156,11 @@ class CacheSet:
 def cache_set(
     folder: str, identifiers: Mapping[str, Any], split: str, arrays: tuple[str, ...]
 ) -> CacheSet:
-    """The set that belongs to some identifiers, from `gpt_identifiers` or `blend_identifiers`.
+    """The set of a dataset or blend.
 
     Args:
+        folder: Folder of the files.
+        identifiers: What identifies it, from `gpt_identifiers` or `blend_identifiers`.
         split: "train", "valid" or "test".
         arrays: GPT_ARRAYS or BLEND_ARRAYS.
     """
@@ -169,11 +176,11 @@ def load(files: CacheSet, check: Callable[[Arrays], None] | None = None) -> Arra
     """The arrays of a set, mapped and read-only.
 
     Args:
-        check: raises DataError for arrays that are not the ones that are needed.
+        check: Function that raises DataError for arrays that do not fit.
 
     Raises:
-        FileNotFoundError: a file is missing.
-        DataError: a file that is truncated, no array, or of another dataset.
+        FileNotFoundError: A missing file.
+        DataError: A file that is truncated, not an array, or another dataset's.
     """
     with open(files.description_path, encoding="utf-8", errors="replace") as file:
         if file.read() != files.description:
@@ -188,8 +195,8 @@ def load_array(path: str) -> NDArray[Any]:
     """One array of a set, mapped and read-only.
 
     Raises:
-        FileNotFoundError: there is none.
-        DataError: the file is truncated, too long or no array.
+        FileNotFoundError: A missing file.
+        DataError: A file that is truncated, too long or not an array.
     """
     try:
         with open(path, "rb") as file:
@@ -204,26 +211,26 @@ def load_array(path: str) -> NDArray[Any]:
             expected = offset + dtype.itemsize * math.prod(shape)
             if expected != size:
                 raise DataError(f"{path} has {size} bytes; its header says {expected}")
-            content = _core.map_file(file.fileno(), size)
+            content = _native.map_file(file.fileno(), size)
     except (ValueError, EOFError, AttributeError, SyntaxError) as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"{path} is no array of numbers, or truncated: {error}") from None
+        raise DataError(f"{path} is not an array of numbers, or is truncated: {error}") from None
     array = np.ndarray(shape, dtype, content, offset, order="F" if is_fortran else "C")
-    # As `np.load` gives it, which would keep a descriptor open for each array.
+    # As `np.load` returns it, but without a descriptor that stays open.
     mapped: NDArray[Any] = array.view(np.memmap)
     vars(mapped).update(filename=os.path.abspath(path), offset=offset, mode="r")
     return mapped
 
 
 def save(files: CacheSet, arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Writes a set, each file at once and the description last: a half-written set lacks it.
+    """Writes a set, each file atomically and the description last: a set without it is not used.
 
     Raises:
-        OSError: the folder cannot be made or written.
+        OSError: The folder cannot be made or written.
     """
     os.makedirs(files.folder, exist_ok=True)
-    # An old description must not stand beside new arrays, also after a power cut.
+    # An old description must not stand beside new arrays, not even after a power cut.
     with contextlib.suppress(FileNotFoundError):
         os.unlink(files.description_path)
         fsync_folder(files.description_path)
@@ -241,22 +248,22 @@ def load_or_build(
     *,
     limit: float | None = None,
 ) -> tuple[Arrays, bool]:
-    """Loads a set; where it is missing or does not fit, builds and saves it first.
+    """Loads a set; if it is missing or does not fit, builds and saves it first.
 
-    Of several processes one builds, and the others wait for it and load. Where the file system has
-    no locks, several build the same.
+    Of several processes one builds, and the others wait for it and load. On a file system without
+    locks, several build the same.
 
     Args:
-        check: raises DataError for arrays that do not fit.
-        build: makes the arrays; it is told what is the matter with the set that is there.
+        check: Function that raises DataError for arrays that do not fit.
+        build: Function that makes the arrays; its argument says why a present set does not fit.
         limit: Seconds to wait for another process that builds them; None: no limit.
 
     Returns:
-        the arrays, mapped, and whether they were built here.
+        The arrays, mapped, and whether they were built here.
 
     Raises:
-        BlockingIOError: another process still builds them when the limit is over.
-        OSError: the set has to be built, and the folder cannot be written.
+        BlockingIOError: Another process still builds them when the limit is over.
+        OSError: The set has to be built, and the folder cannot be written.
     """
     with contextlib.suppress(*_UNUSABLE):
         return load(files, check), False
@@ -268,38 +275,31 @@ def load_or_build(
             save(files, built)
     try:
         return load(files, check), True
-    except _UNUSABLE:  # without locks: another process is just putting its own in their place
+    except _UNUSABLE:  # without locks, another process may be replacing them at this moment
         check(built)
         return built, True
 
 
 @contextlib.contextmanager
 def locked(files: CacheSet, *, limit: float | None = None) -> Iterator[None]:
-    """Holds the lock of a set, which is a file beside it as long as it is held; see `file_lock`.
-
-    What a builder that died has left is removed.
-    """
+    """Holds the lock of a set; see `writers_lock`."""
     os.makedirs(files.folder, exist_ok=True)
     lock = os.path.join(files.folder, f"{files.stem}-{_LOCK}")
-    with file_lock(lock, limit=limit) as is_alone:
-        if is_alone:  # else a temporary may be that of a living process
-            paths = [files.path(name) for name in files.arrays]
-            for temporary in temporaries_of(files.description_path, *paths):
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(temporary)
+    paths = [files.path(name) for name in files.arrays]
+    with writers_lock(lock, files.description_path, *paths, limit=limit):
         yield
 
 
 def gpt_arrays(indices: GPTIndices) -> Arrays:
     """The arrays of a GPT dataset's set by their names."""
-    return {name: getattr(indices, name) for name in GPT_ARRAYS}
+    return indices._asdict()
 
 
 def check_gpt_forms(arrays: Arrays) -> None:
-    """Checks that arrays can be a GPT dataset's, where there is no plan to hold them to.
+    """Checks dtypes and shapes of a GPT dataset's arrays, where there is no plan to compare with.
 
     Raises:
-        DataError: dtypes or shapes that do not go together.
+        DataError: Dtypes or shapes that do not go together.
     """
     documents, samples, shuffle = (arrays[name] for name in GPT_ARRAYS)
     num_samples = max(len(samples) - 1, 0) if samples.ndim > 0 else 0
@@ -318,12 +318,12 @@ def check_gpt_arrays(
     """Checks arrays of a GPT dataset: dtypes, shapes, rows at both ends, and the very last row.
 
     Args:
-        plan: of the dataset.
-        num_sequences: that one epoch has.
-        sequence_lengths: int32 [sequences of the file], in tokens.
+        plan: Plan of the dataset.
+        num_sequences: Number of sequences in one epoch.
+        sequence_lengths: Lengths of all sequences of the file: int32 [sequences], in tokens.
 
     Raises:
-        DataError: they belong to other data or options.
+        DataError: They belong to other data or options.
     """
     documents, samples, shuffle = (arrays[name] for name in GPT_ARRAYS)
     num_entries = plan.num_epochs * num_sequences
@@ -351,7 +351,7 @@ def check_blend_arrays(arrays: Arrays, size: int, num_datasets: int) -> None:
     """Checks arrays of a blend: dtypes, shapes, and entries at both ends.
 
     Raises:
-        DataError: they belong to another blend.
+        DataError: They belong to another blend.
     """
     numbers, in_dataset = (arrays[name] for name in BLEND_ARRAYS)
     _check_form("dataset_index", numbers, np.int16, (size,))
@@ -394,7 +394,7 @@ def _check_rows(
 def _last_row(
     documents: NDArray[np.int32], sequence_lengths: NDArray[np.int32], plan: GPTPlan
 ) -> tuple[int, int]:
-    """Where the last sample ends: the tokens behind it are counted from the end."""
+    """Where the last sample ends, found by counting tokens from the end."""
     if plan.num_samples == 0:
         return 0, 0
     extra = 1 if plan.add_extra_token else 0

@@ -5,8 +5,8 @@ which sample numbers a data-parallel rank takes at each step, and the *loader* h
 batches and remembers one number, `consumed_samples`.
 """
 
-from millrace.feed.datasets import BlendedDataset, GPTDataset
+from millrace.feed.datasets import BlendedDataset, Dataset, GPTDataset
 from millrace.feed.loader import Loader
-from millrace.feed.samplers import SequentialSampler
+from millrace.feed.samplers import Sampler, SequentialSampler
 
-__all__ = ["BlendedDataset", "GPTDataset", "Loader", "SequentialSampler"]
+__all__ = ["BlendedDataset", "Dataset", "GPTDataset", "Loader", "Sampler", "SequentialSampler"]

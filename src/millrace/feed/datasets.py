@@ -3,179 +3,99 @@
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Sequence
+from functools import cached_property, partial
 from typing import Any, Protocol, SupportsIndex
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from millrace import _core, _native
-from millrace._native import MAX_INT32
-from millrace.cache.arrays import ArraySet
-from millrace.checks import MAX_INT64, flag, reals, shown, token, whole, whole_numbers
+from millrace.checks import reals, shown, whole, whole_numbers
+from millrace.deferred import Deferred
 from millrace.errors import ConfigError, DataError, MillraceError
+from millrace.feed.indices import build_indices, plan_indices
+from millrace.feed.samples import FIELDS, Arrays, Batch, SampleSource, gather
+from millrace.feed.size_watch import SizeWatch
+from millrace.options import SampleOptions
 from millrace.order import (
+    BlendOrder,
     GPTIndices,
-    GPTPlan,
-    blend,
-    blend_exhaustively,
-    build_gpt_indices,
-    count_draws,
+    GPTOrder,
+    Order,
+    Spans,
+    build_blend_indices,
     normalize,
-    plan_gpt,
 )
 from millrace.order.gpt import check_range, check_seed
+from millrace.order.spans import MappedFiles
 from millrace.store import IndexedDataset
-from millrace.store.bytes import MMapReader
-
-_MAX_INDEX_BYTES = 1 << 46  # 64 TiB: what a process can address is 128
-
-Batch = dict[str, NDArray[Any]]
+from millrace.store.token_file import TokenFile
 
 
-@dataclass(frozen=True, kw_only=True)
-class SampleOptions:
-    """What a sample looks like; see `GPTDataset` for each.
+class Dataset(Protocol):
+    """Samples by number: what a blend and a loader need.
 
-    Raises:
-        ConfigError: an option outside its limits, or that needs another one.
+    A dataset may offer attributes more. `source` (a `SampleSource`) lets a blend read samples of
+    several datasets in one call of the core. `mapped_files()` returns the files whose sizes a
+    blend checks now and then. `prefix` names the dataset in messages.
     """
 
-    sequence_length: int
-    add_extra_token: bool = True
-    eod_token: int | None = None
-    pad_token: int | None = None
-    reset_position_ids: bool = False
-    eod_mask_loss: bool = False
+    def __len__(self) -> int:
+        """The number of samples."""
+        ...
 
-    def __post_init__(self) -> None:
-        plain: dict[str, Any] = {
-            "sequence_length": whole("sequence_length", self.sequence_length, 1, MAX_INT32),
-            "eod_token": token("eod_token", self.eod_token),
-            "pad_token": token("pad_token", self.pad_token),
-        }
-        for name in ("add_extra_token", "reset_position_ids", "eod_mask_loss"):
-            plain[name] = flag(name, getattr(self, name))
-        for name, value in plain.items():
-            object.__setattr__(self, name, value)
-        if (self.reset_position_ids or self.eod_mask_loss) and self.eod_token is None:
-            raise ConfigError("reset_position_ids and eod_mask_loss look for EOD: give eod_token")
+    def batch(self, sample_numbers: ArrayLike) -> Batch:
+        """The samples of these numbers: arrays by name, one row for each sample."""
+        ...
 
-    @cached_property
-    def arguments(self) -> dict[str, Any]:
-        """The same, as the core takes it."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+    def fingerprint(self) -> dict[str, Any]:
+        """What decides the samples, as plain values, for comparison with a saved state.
 
-
-def plan_dataset(
-    dataset: IndexedDataset,
-    sequences: tuple[int, int],
-    num_samples: int | None,
-    options: SampleOptions,
-    *,
-    drop_last_partial_sequence: bool = True,
-) -> GPTPlan:
-    """Epochs and samples of a range of sequences of a token file.
-
-    Raises:
-        ConfigError: no tokens or too few for a sample.
-        DataError: tokens that are no integers, or a damaged index.
-    """
-    if dataset.dtype.kind not in "iu":
-        raise DataError(f"{dataset.prefix} holds {dataset.dtype}; token ids are integers")
-    start, stop = check_range(sequences, len(dataset))
-    if num_samples is not None:
-        num_samples = whole("num_samples", num_samples, 0, MAX_INT64)
-    num_tokens = int(np.sum(dataset.sequence_lengths[start:stop], dtype=np.int64))
-    if num_tokens > dataset.num_tokens:
-        raise DataError(
-            f"{dataset.prefix}.idx: sequences {start} to {stop} have {num_tokens} tokens by "
-            f"their lengths; the .bin holds {dataset.num_tokens}. The index is damaged: write "
-            "the pair again"
-        )
-    try:
-        plan = plan_gpt(
-            num_tokens,
-            num_samples,
-            options.sequence_length,
-            add_extra_token=options.add_extra_token,
-            drop_last_partial_sequence=drop_last_partial_sequence,
-        )
-    except ConfigError as error:
-        raise ConfigError(f"{dataset.prefix}, sequences {start} to {stop}: {error}") from None
-    if _index_bytes((start, stop), plan) > _MAX_INDEX_BYTES:
-        raise ConfigError(
-            f"{dataset.prefix}, sequences {start} to {stop}: {plan.num_samples:,} samples take "
-            f"{plan.num_epochs:,} epochs and {_index_bytes((start, stop), plan):,} bytes of "
-            f"indices; {_MAX_INDEX_BYTES:,} is the limit. Ask for fewer samples, or give more data"
-        )
-    return plan
-
-
-def build_indices(
-    dataset: IndexedDataset, sequences: tuple[int, int], plan: GPTPlan, seed: int
-) -> GPTIndices:
-    """The three indices of a range of sequences of a token file.
-
-    Raises:
-        ConfigError: a seed or range outside its limits.
-        DataError: a damaged index.
-        MemoryError: they do not fit; the message gives their size.
-    """
-    try:
-        return build_gpt_indices(dataset.sequence_lengths, sequences, plan, seed)
-    except ValueError as error:
-        kind = ConfigError if isinstance(error, ConfigError) else DataError
-        raise kind(f"{dataset.prefix}: {error}") from None
-    except MemoryError:
-        raise MemoryError(
-            f"{dataset.prefix}: the indices of {plan.num_samples:,} samples take "
-            f"{_index_bytes(sequences, plan):,} bytes, and there is no memory for them. Ask for "
-            "fewer samples, or build with fewer threads"
-        ) from None
-
-
-def _index_bytes(sequences: tuple[int, int], plan: GPTPlan) -> int:
-    """What the three indices take, in their smallest dtypes."""
-    start, stop = sequences
-    return 4 * (stop - start) * plan.num_epochs + (8 + 4) * plan.num_samples + 8
+        An entry "view", wherever it stands, holds what changes masks and padding alone: a loader
+        warns if it has changed, and refuses all other changes.
+        """
+        ...
 
 
 class GPTDataset:
-    """Samples of fixed length from one indexed dataset, in Megatron-LM's order.
+    """Samples of fixed length from one indexed dataset, in Megatron-LM's order or another one.
 
     Args:
-        dataset: the token file.
-        sequence_length: tokens to train on in a sample, 1 to 2**31 - 1.
-        seed: of the order, 0 to 2**32 - 1.
-        num_samples: to have at least; the sequences are repeated for as many epochs as that takes.
-            None: what one epoch gives.
+        dataset: The token file.
+        sequence_length: Tokens to train on in a sample, 1 to 2**31 - 1.
+        seed: Seed of the order, 0 to 2**32 - 1.
+        num_samples: Least number of samples; the sequences are repeated for as many epochs as that
+            takes. None: the samples of one epoch.
         sequences: (start, stop), the range of sequences to draw from (see `split_ranges`); None:
             all.
-        eod_token: the end-of-document token; the next two options need it.
-        reset_position_ids: position ids start again after each EOD.
-        eod_mask_loss: the loss mask is 0 where the input is EOD.
-        pad_token: the padding token, which is never trained on: where a label equals it, the
-            loss mask is 0. None where the token file holds no padding: every token is trained on,
-            whatever its number.
-        drop_last_partial_sequence: leave out a last sample that the tokens do not fill.
-        add_extra_token: draw one token more in each sample, the last label. Without it the last
+        eod_token: End-of-document token; the next two options need it.
+        reset_position_ids: Whether position ids start again after each EOD.
+        eod_mask_loss: Whether the loss mask is 0 where the input is EOD.
+        pad_token: Padding token, which is never trained on: where a label equals it, the loss mask
+            is 0. None: the token file holds no padding, and every token is trained on.
+        drop_last_partial_sequence: Whether to leave out a last sample that the tokens do not fill.
+        add_extra_token: Whether a sample has one more token, the last label. Without it the last
             label is missing and masked.
+        order: Another order than Megatron-LM's, in place of seed, num_samples, sequences and
+            drop_last_partial_sequence.
+        options: The options of samples as one object, in place of the single ones.
+
+    Attributes:
+        prefix: Path prefix of the token file.
+        order: The order of the samples.
+        options: What a sample looks like.
 
     Raises:
-        ConfigError: no tokens or too few for a sample, or an option outside its limits.
-        DataError: tokens that are no integers, or a damaged index.
+        ConfigError: No tokens, too few for a sample, or an option outside its limits.
+        DataError: Tokens that are not integers, or a damaged index.
     """
 
     def __init__(
         self,
-        dataset: IndexedDataset,
+        dataset: IndexedDataset | TokenFile,
         *,
-        sequence_length: int,
-        seed: int,
+        sequence_length: int | None = None,
+        seed: int | None = None,
         num_samples: int | None = None,
         sequences: tuple[int, int] | None = None,
         eod_token: int | None = None,
@@ -184,135 +104,71 @@ class GPTDataset:
         pad_token: int | None = None,
         drop_last_partial_sequence: bool = True,
         add_extra_token: bool = True,
+        order: Order | None = None,
+        options: SampleOptions | None = None,
     ) -> None:
-        options = SampleOptions(
-            sequence_length=sequence_length,
-            add_extra_token=add_extra_token,
-            eod_token=eod_token,
-            pad_token=pad_token,
-            reset_position_ids=reset_position_ids,
-            eod_mask_loss=eod_mask_loss,
-        )
-        seed = check_seed(seed)
-        sequences = check_range((0, len(dataset)) if sequences is None else sequences, len(dataset))
-        plan = plan_dataset(
-            dataset,
-            sequences,
-            num_samples,
-            options,
-            drop_last_partial_sequence=drop_last_partial_sequence,
-        )
-        self._set(dataset.prefix, sequences, seed, plan, options)
-        self.__dict__["dataset"] = dataset
-        self.__dict__["indices"] = build_indices(dataset, sequences, plan, seed)
-
-    @classmethod
-    def stored(
-        cls,
-        prefix: str,
-        sequences: tuple[int, int],
-        seed: int,
-        plan: GPTPlan,
-        options: SampleOptions,
-        *,
-        open_dataset: Callable[[], IndexedDataset],
-        load_indices: Callable[[], GPTIndices],
-        content: str | None = None,
-        lengths: str | None = None,
-        cached: ArraySet | None = None,
-    ) -> GPTDataset:
-        """A dataset whose indices are there already: nothing is opened before the first sample.
-
-        Args:
-            plan: of the range of sequences.
-            open_dataset, load_indices: called at the first sample; they must be picklable where
-                the dataset is to be sent to other processes.
-            content: the token file's fingerprint, if it is known.
-            lengths: the checksum of its sequence lengths, if it is known.
-            cached: the set that holds the indices, if they are mapped from one.
-        """
-        self = cls.__new__(cls)
-        self._set(prefix, sequences, seed, plan, options)
-        self._open_dataset, self._load_indices = open_dataset, load_indices
-        self._content, self._lengths = content, lengths
-        self._cached = cached
-        return self
-
-    def _set(
-        self,
-        prefix: str,
-        sequences: tuple[int, int],
-        seed: int,
-        plan: GPTPlan,
-        options: SampleOptions,
-    ) -> None:
-        self.prefix = prefix
-        self.sequences = sequences
-        self.seed = seed
-        self.plan = plan
-        self.sequence_length = plan.sequence_length
+        single_options: dict[str, Any] = {
+            "sequence_length": sequence_length,
+            "add_extra_token": add_extra_token,
+            "eod_token": eod_token,
+            "pad_token": pad_token,
+            "reset_position_ids": reset_position_ids,
+            "eod_mask_loss": eod_mask_loss,
+        }
+        if options is None:
+            options = SampleOptions(**single_options)
+        elif single_options != _NO_OPTIONS:
+            raise ConfigError("give options, or single options of samples: one of the two")
+        order_options = (seed, num_samples, sequences, drop_last_partial_sequence)
+        self._file = dataset
+        self.prefix = dataset.prefix
         self.options = options
+        if order is None:
+            self.order: Order = _build_order(self.dataset, options, *order_options)
+        elif order_options != _NO_ORDER:
+            raise ConfigError(
+                "seed, num_samples, sequences and drop_last_partial_sequence belong to "
+                "Megatron-LM's order: leave them out where another order is given"
+            )
+        else:
+            self.order = order
         self._watch = SizeWatch()
-        self._cached: ArraySet | None = None
-        self._open_dataset: Callable[[], IndexedDataset] | None = None
-        self._load_indices: Callable[[], GPTIndices] | None = None
-        self._content: str | None = None
-        self._lengths: str | None = None
-
-    @cached_property
-    def dataset(self) -> IndexedDataset:
-        """The token file."""
-        assert self._open_dataset is not None
-        return self._open_dataset()
 
     @property
-    def is_open(self) -> bool:
-        """Whether the token file was opened, as it is for the first sample."""
-        return "dataset" in self.__dict__
+    def dataset(self) -> IndexedDataset:
+        """The token file, which is opened for the first sample at the latest."""
+        return self._file.dataset if isinstance(self._file, TokenFile) else self._file
 
-    @cached_property
+    @property
     def indices(self) -> GPTIndices:
-        """The document index, sample index and shuffle index."""
-        assert self._load_indices is not None
-        return self._load_indices()
+        """The document index, sample index and shuffle index of Megatron-LM's order.
+
+        Raises:
+            AttributeError: Another order.
+        """
+        indices: GPTIndices = self.order.indices  # type: ignore[attr-defined]
+        return indices
 
     @cached_property
-    def _is_mapped(self) -> bool:
-        return isinstance(self.dataset.reader, MMapReader)
-
-    @cached_property
-    def _source(self) -> _core.SampleSource:
-        return _native.sample_source(
-            self.dataset.tokens if self._is_mapped else np.empty(0, self.dataset.dtype),
-            self.dataset.sequence_pointers,
-            self.dataset.sequence_lengths,
-            self.indices.document_index,
-            self.indices.sample_index,
-            self.indices.shuffle_index,
-            self.dataset.reader.size,
-        )
+    def source(self) -> SampleSource:
+        """The samples, for a call of the core that reads from several datasets."""
+        return SampleSource(self.dataset, self.order, self.options)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = dict(self.__dict__)
-        state.pop("_source", None)  # made again where it is needed
-        if self._open_dataset is not None:
-            state.pop("dataset", None)
-        if self._load_indices is not None:
-            state.pop("indices", None)
-        return state
+        return {name: value for name, value in vars(self).items() if name != "source"}
 
     def __len__(self) -> int:
-        return self.plan.num_samples
+        return len(self.order)
 
     def __getitem__(self, sample_number: SupportsIndex) -> Batch:
         """One sample: the arrays of `batch` without their first dimension."""
-        return _one(self, sample_number)
+        return _sample(self, sample_number)
 
     def batch(self, sample_numbers: ArrayLike) -> Batch:
-        """The samples of these numbers, in one call of the core.
+        """The samples of these numbers.
 
         Args:
-            sample_numbers: integers [batch], each in [0, len); a list, or an array of any integer
+            sample_numbers: Integers [batch], each in [0, len): a list, or an array of any integer
                 dtype, byte order and stride.
 
         Returns:
@@ -320,279 +176,240 @@ class GPTDataset:
             [batch, sequence_length].
 
         Raises:
-            ConfigError: sample numbers that are no integers, or have another shape.
-            IndexError: no such sample.
-            DataError: an index entry that points outside the token file.
+            ConfigError: Sample numbers that are not integers, or have another shape.
+            IndexError: No such sample.
+            DataError: An index entry that points outside the token file.
         """
         numbers = _check_numbers(sample_numbers, len(self))
+        self._watch.look(self.mapped_files)
         try:
-            self._watch.look(self._files)
-            if not self._is_mapped:
-                return _batch(self._read(numbers))
-            zeros = np.zeros(len(numbers), np.int64)
-            return _batch(
-                _native.gather_samples((self._source,), zeros, numbers, **self.options.arguments)
-            )
+            return _batch(self.source.read(numbers))
         except ValueError as error:
-            raise _damaged(error) from None
+            raise _damage(error) from None
 
-    def _files(self) -> tuple[Watched, ...]:
-        return (self.dataset,) if self._cached is None else (self.dataset, self._cached)
+    def spans(self, sample_numbers: ArrayLike) -> Spans:
+        """Which tokens of which sequences the samples of these numbers are made of.
 
-    def _read(self, numbers: NDArray[np.int64]) -> Any:
-        """The samples' arrays where the token file is not mapped: find, read, fill."""
-        offsets, counts, bounds = _native.find_pieces(
-            self._source, numbers, self.sequence_length, self.options.add_extra_token
-        )
-        tokens = self.dataset.reader.gather(offsets, counts).view(self.dataset.dtype)
-        ends = np.concatenate(([0], np.cumsum(counts // self.dataset.dtype.itemsize)))
-        return _native.fill_rows(
-            tokens, ends[bounds[1:]].astype(np.int64), **self.options.arguments
-        )
+        Raises:
+            ConfigError, IndexError: As `batch`.
+        """
+        return self.order.spans(_check_numbers(sample_numbers, len(self)))
+
+    def mapped_files(self) -> list[MappedFiles]:
+        """The files whose sizes are checked now and then."""
+        return [self._file, *getattr(self.order, "files", ())]
 
     def fingerprint(self) -> dict[str, Any]:
-        """What decides the samples and their order, for comparison with a saved state."""
-        if self._lengths is None:
-            self._lengths = self.dataset.lengths_checksum
+        """See `Dataset.fingerprint`."""
+        view = dataclasses.asdict(self.options)
+        del view["sequence_length"], view["add_extra_token"]  # the order's
         return {
-            "kind": "gpt",
-            "content": self._content or self.dataset.fingerprint,
-            "lengths": self._lengths,
-            "sequences": list(self.sequences),
-            "num_samples": len(self),
-            "num_epochs": self.plan.num_epochs,
-            "samples_before_final_epoch": self.plan.num_samples_before_final_epoch,
-            "seed": self.seed,
-            **self.options.arguments,
+            "content": self._file.fingerprint,
+            "lengths": self._file.lengths_checksum,
+            **self.order.fingerprint(),
+            "view": view,
         }
+
+
+_NO_OPTIONS = {
+    "sequence_length": None,
+    "add_extra_token": True,
+    "eod_token": None,
+    "pad_token": None,
+    "reset_position_ids": False,
+    "eod_mask_loss": False,
+}
+_NO_ORDER = (None, None, None, True)
+
+
+def _build_order(
+    dataset: IndexedDataset,
+    options: SampleOptions,
+    seed: Any,
+    num_samples: int | None,
+    sequences: tuple[int, int] | None,
+    drop_last_partial_sequence: bool,
+) -> GPTOrder:
+    seed = check_seed(seed)
+    sequences = check_range((0, len(dataset)) if sequences is None else sequences, len(dataset))
+    plan = plan_indices(
+        dataset,
+        sequences,
+        num_samples,
+        options,
+        drop_last_partial_sequence=drop_last_partial_sequence,
+    )
+    return GPTOrder(
+        plan,
+        sequences=sequences,
+        seed=seed,
+        lengths=Deferred(partial(getattr, dataset, "sequence_lengths")),
+        indices=Deferred.of(build_indices(dataset, sequences, plan, seed)),
+    )
 
 
 class BlendedDataset:
     """Samples of several datasets, mixed by weight or until all are used up.
 
     Args:
-        datasets: of one sequence length and the same options.
-        weights: one for each dataset; None: each dataset's length. They are normalised here;
-            Megatron-LM's builder has normalised them once before, which may change their last bit:
-            pass `normalize(weights)` for its order.
-        size: number of samples; None (without weights): all of every dataset's.
+        datasets: Datasets whose samples have the same arrays, with the same dtypes and shapes.
+        weights: Weight of each dataset; None: its length. They are normalised here; Megatron-LM's
+            builder has normalised them once before, which may change their last bit: pass
+            `normalize(weights)` for its order.
+        size: Number of samples; None (without weights): all samples of all datasets.
+        order: An order of the blend that is there already, in place of weights and size.
 
     Attributes:
-        dataset_index: int16 [size], the number of the dataset that each sample comes from.
-        dataset_sample_index: int64 [size], the sample's number in that dataset.
+        datasets: The datasets.
+        order: From which of them each sample is drawn.
 
     Raises:
-        ConfigError: weights that are not positive, or too few samples in a dataset.
+        ConfigError: Weights that are not positive, too few samples in a dataset, or datasets whose
+            samples differ in shape.
     """
 
     def __init__(
         self,
-        datasets: Sequence[GPTDataset],
+        datasets: Sequence[Dataset],
         weights: Sequence[float] | None = None,
         size: int | None = None,
+        *,
+        order: BlendOrder | None = None,
     ) -> None:
         if len(datasets) == 0:
             raise ConfigError("a blend needs at least one dataset")
-        size = None if size is None else whole("the blend's size", size, 0)
-        if weights is not None:
-            weights = reals("the weights", weights)
-        if weights is not None and len(weights) != len(datasets):
-            raise ConfigError(f"there are {len(weights)} weights for {len(datasets)} datasets")
-        if weights is not None and size is None:
-            raise ConfigError(
-                "a blend with weights needs a size; without weights it may be left out"
-            )
-        for number, dataset in enumerate(datasets):
-            if dataset.options != datasets[0].options:
-                raise ConfigError(
-                    f"dataset {number} ({dataset.prefix}) has the options {dataset.options}, "
-                    f"dataset 0 {datasets[0].options}: make them equal"
-                )
-        lengths = [len(dataset) for dataset in datasets]
-        shares = lengths if weights is None else weights
-        arrays = blend_exhaustively(lengths) if size is None else blend(shares, size)
-        check_draws([dataset.prefix for dataset in datasets], lengths, arrays[0])
-        self._set(list(datasets), normalize(shares), len(arrays[0]))
-        self.__dict__["_arrays"] = arrays
-
-    @classmethod
-    def stored(
-        cls,
-        datasets: Sequence[GPTDataset],
-        weights: Sequence[float],
-        size: int,
-        load_arrays: Callable[[], tuple[NDArray[np.int16], NDArray[np.int64]]],
-        cached: ArraySet | None = None,
-    ) -> BlendedDataset:
-        """A blend whose index is there already, and is loaded for the first sample.
-
-        Args:
-            weights: normalised.
-            load_arrays: gives the dataset index and the dataset sample index; must be picklable
-                where the blend is to be sent to other processes.
-            cached: the set that holds them, if they are mapped from one.
-        """
-        self = cls.__new__(cls)
-        self._set(list(datasets), list(weights), size)
-        self._load_arrays = load_arrays
-        self._cached = cached
-        return self
-
-    def _set(self, datasets: list[GPTDataset], weights: list[float], size: int) -> None:
-        self.datasets = datasets
-        self.weights = weights
-        self._size = size
+        self.datasets = list(datasets)
+        if order is None:
+            order = _build_blend_order(self.datasets, weights, size)
+        elif weights is not None or size is not None:
+            raise ConfigError("give an order, or weights and a size: one of the two")
+        _check_forms(self.datasets)
+        self.order = order
+        options = [getattr(dataset, "options", None) for dataset in self.datasets]
+        self._has_one_view = all(option == options[0] for option in options)
         self._watch = SizeWatch()
-        self._cached: ArraySet | None = None
-        self._load_arrays: Callable[[], tuple[NDArray[np.int16], NDArray[np.int64]]] | None = None
 
-    @cached_property
-    def _arrays(self) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
-        assert self._load_arrays is not None
-        return self._load_arrays()
+    @property
+    def weights(self) -> list[float]:
+        """The normalised weights."""
+        return self.order.weights
 
     @property
     def dataset_index(self) -> NDArray[np.int16]:
-        return self._arrays[0]
+        """Number of the dataset that each sample comes from: int16 [size]."""
+        return self.order.indices.dataset_index
 
     @property
     def dataset_sample_index(self) -> NDArray[np.int64]:
-        return self._arrays[1]
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = dict(self.__dict__)
-        if self._load_arrays is not None:
-            state.pop("_arrays", None)
-        return state
+        """Number of each sample in its dataset: int64 [size]."""
+        return self.order.indices.dataset_sample_index
 
     def __len__(self) -> int:
-        return self._size
+        return len(self.order)
 
     def __getitem__(self, sample_number: SupportsIndex) -> Batch:
-        """One sample: the arrays of `batch` without their first dimension."""
-        return _one(self, sample_number)
+        """One sample; see `GPTDataset`."""
+        return _sample(self, sample_number)
 
     def batch(self, sample_numbers: ArrayLike) -> Batch:
-        """The samples of these numbers: as `GPTDataset.batch`, in one call of the core."""
+        """The samples of these numbers; see `GPTDataset.batch`."""
         numbers = _check_numbers(sample_numbers, len(self))
-        self._watch.look(self._files)
-        if self._cached is None:  # in memory, where no bus error can be: a third of the time
-            dataset_numbers, in_source = self._arrays[0][numbers], self._arrays[1][numbers]
-        else:
-            dataset_numbers, in_source = _core.look_up_draws(*self._arrays, numbers)
-        drawn, sources = np.unique(dataset_numbers, return_inverse=True)
-        if drawn.size > 0 and not 0 <= drawn[0] <= drawn[-1] < len(self.datasets):
+        self._watch.look(self.mapped_files)
+        dataset_numbers, in_dataset = self.order.draws(numbers)
+        used, rows = np.unique(dataset_numbers, return_inverse=True)
+        if used.size > 0 and not 0 <= used[0] <= used[-1] < len(self.datasets):
             raise DataError(
-                f"the dataset index has entries from {drawn[0]} to {drawn[-1]}; there are "
+                f"the dataset index has entries from {used[0]} to {used[-1]}; there are "
                 f"{len(self.datasets)} datasets. It is damaged: build it again"
             )
-        datasets = [self.datasets[number] for number in drawn.tolist()] or self.datasets[:1]
-        if not all(dataset._is_mapped for dataset in datasets):
-            return _batch_by_dataset(datasets, sources, in_source)
-        try:
-            return _batch(
-                _native.gather_samples(
-                    tuple(dataset._source for dataset in datasets),
-                    sources.astype(np.int64, copy=False),
-                    in_source,
-                    **datasets[0].options.arguments,
-                )
-            )
-        except ValueError as error:
-            raise _damaged(error) from None
+        datasets = [self.datasets[number] for number in used.tolist()] or self.datasets[:1]
+        sources = [getattr(dataset, "source", None) for dataset in datasets]
+        if self._has_one_view and all(source and source.is_gatherable for source in sources):
+            try:
+                return _batch(gather(sources, rows.astype(np.int64, copy=False), in_dataset))  # type: ignore[arg-type]
+            except ValueError as error:
+                raise _damage(error) from None
+        return _batch_by_dataset(datasets, rows, in_dataset)
 
-    def _files(self) -> Iterator[Watched]:
-        yield from (one.dataset for one in self.datasets if one.is_open)
-        if self._cached is not None:
-            yield self._cached
+    def mapped_files(self) -> list[MappedFiles]:
+        """The files whose sizes are checked now and then, each once."""
+        files = [*self.order.files]
+        for dataset in self.datasets:
+            files += getattr(dataset, "mapped_files", list)()
+        return list({id(one): one for one in files}.values())
 
     def fingerprint(self) -> dict[str, Any]:
-        """What decides the samples and their order, for comparison with a saved state."""
+        """See `Dataset.fingerprint`."""
         return {
-            "kind": "blend",
-            "size": len(self),
-            "weights": self.weights,
+            **self.order.fingerprint(),
             "datasets": [dataset.fingerprint() for dataset in self.datasets],
         }
 
 
-class Watched(Protocol):
-    """Files that are mapped."""
-
-    def check_sizes(self) -> None: ...
-
-
-class SizeWatch:
-    """Looks now and then whether files that are mapped were cut short.
-
-    Where a page is gone, a batch is an error anyway; a page of which a part is gone reads as zeros.
-    A look takes 3 us a file, a tenth of a batch: so not at every batch, but at every step of a
-    training run, which takes longer than `_PAUSE`.
-    """
-
-    _PAUSE = 0.01  # seconds between looks, at least
-    _SHARE = 200  # times as long as a look itself
-
-    def __init__(self) -> None:
-        self._next = 0.0
-
-    def look(self, files: Callable[[], Iterable[Watched]]) -> None:
-        """Looks, if it is time to, at what `files` gives.
-
-        Raises:
-            DataError: a file has become shorter.
-        """
-        if time.monotonic() < self._next:
-            return
-        there = list(files())  # which opens them, the first time: no part of a look
-        start = time.monotonic()
-        for watched in there:
-            watched.check_sizes()
-        end = time.monotonic()
-        self._next = end + max(self._PAUSE, self._SHARE * (end - start))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return SizeWatch, ()  # another machine has another clock
+def _build_blend_order(
+    datasets: Sequence[Dataset], weights: Sequence[float] | None, size: int | None
+) -> BlendOrder:
+    size = None if size is None else whole("the blend's size", size, 0)
+    if weights is not None:
+        weights = reals("the weights", weights)
+        if len(weights) != len(datasets):
+            raise ConfigError(f"there are {len(weights)} weights for {len(datasets)} datasets")
+        if size is None:
+            raise ConfigError(
+                "a blend with weights needs a size; without weights it may be left out"
+            )
+    lengths = [len(dataset) for dataset in datasets]
+    indices = build_blend_indices([_name(d) for d in datasets], lengths, weights, size)
+    weights = normalize(lengths if weights is None else weights)
+    return BlendOrder(weights, len(indices.dataset_index), Deferred.of(indices))
 
 
-def check_draws(
-    prefixes: Sequence[str], lengths: Sequence[int], dataset_index: NDArray[np.int16]
-) -> None:
-    """Checks that each dataset has the samples that a blend draws from it.
+def _name(dataset: Dataset) -> str:
+    return str(getattr(dataset, "prefix", type(dataset).__name__))
 
-    Raises:
-        ConfigError: a table of those that have too few.
-    """
-    wanted = count_draws(dataset_index, len(lengths))
-    short = [d for d, length in enumerate(lengths) if wanted[d] > length]
-    if short:
-        table = "\n".join(
-            f"  dataset {d} ({prefixes[d]}): has {lengths[d]}, {wanted[d]} are drawn, "
-            f"{wanted[d] - lengths[d]} short"
-            for d in short
-        )
-        raise ConfigError(
-            f"the blend draws more samples than {len(short)} of its datasets have:\n{table}\n"
-            "Build these with a larger num_samples or surplus (see samples_per_dataset)"
-        )
+
+def _check_forms(datasets: Sequence[Dataset]) -> None:
+    """Checks that all datasets' samples have the same arrays."""
+    options = [getattr(dataset, "options", None) for dataset in datasets]
+    first = _form(datasets[0])
+    for number, dataset in enumerate(datasets):
+        if options[number] is not None and options[number] is options[0]:
+            continue
+        form = _form(dataset)
+        if form != first:
+            raise ConfigError(
+                f"dataset {number} ({_name(dataset)}) has samples of {form}, dataset 0 of {first}: "
+                "make them equal"
+            )
+
+
+def _form(dataset: Dataset) -> dict[str, str]:
+    """The arrays of a sample: names, dtypes and shapes. A GPT dataset need not be opened for it."""
+    if isinstance(dataset, GPTDataset):
+        shape = [dataset.options.sequence_length]
+        return {name: f"{'float32' if name == 'loss_mask' else 'int64'} {shape}" for name in FIELDS}
+    if isinstance(dataset, BlendedDataset):
+        return _form(dataset.datasets[0])
+    batch = dataset.batch(np.empty(0, np.int64))
+    return {name: f"{array.dtype} {list(array.shape[1:])}" for name, array in batch.items()}
 
 
 def _batch_by_dataset(
-    datasets: Sequence[GPTDataset], sources: NDArray[Any], in_source: NDArray[np.int64]
+    datasets: Sequence[Dataset], dataset_rows: NDArray[Any], numbers: NDArray[np.int64]
 ) -> Batch:
-    """Where a token file is not mapped: a batch of each dataset, put in its rows."""
+    """A batch of each dataset, copied into its rows."""
     batch: Batch = {}
-    for number, dataset in enumerate(datasets):
-        rows = sources == number
-        for name, array in dataset.batch(in_source[rows]).items():
-            shape = (len(sources), *array.shape[1:])
+    for row, dataset in enumerate(datasets):
+        rows = dataset_rows == row
+        for name, array in dataset.batch(numbers[rows]).items():
+            shape = (len(dataset_rows), *array.shape[1:])
             batch.setdefault(name, np.empty(shape, array.dtype))[rows] = array
     return batch
 
 
 def _check_numbers(sample_numbers: ArrayLike, limit: int) -> NDArray[np.int64]:
     numbers = whole_numbers("sample numbers", sample_numbers)
-    # As unsigned numbers negative ones are large: one look finds both.
+    # As unsigned numbers, negative ones are large: one comparison finds both.
     if numbers.size > 0 and numbers.view(np.uint64).max() >= limit:
         raise IndexError(
             f"sample numbers from {numbers.min()} to {numbers.max()} were asked for; "
@@ -601,7 +418,7 @@ def _check_numbers(sample_numbers: ArrayLike, limit: int) -> NDArray[np.int64]:
     return numbers
 
 
-def _one(dataset: GPTDataset | BlendedDataset, sample_number: SupportsIndex) -> Batch:
+def _sample(dataset: GPTDataset | BlendedDataset, sample_number: SupportsIndex) -> Batch:
     number = whole("the sample number", sample_number)
     number += len(dataset) if number < 0 else 0
     if not 0 <= number < len(dataset):
@@ -611,11 +428,11 @@ def _one(dataset: GPTDataset | BlendedDataset, sample_number: SupportsIndex) -> 
     return {name: array[0] for name, array in dataset.batch([number]).items()}
 
 
-def _batch(arrays: tuple[NDArray[Any], ...]) -> Batch:
-    return dict(zip(("tokens", "labels", "loss_mask", "position_ids"), arrays, strict=True))
+def _batch(arrays: Arrays) -> Batch:
+    return dict(zip(FIELDS, arrays, strict=True))
 
 
-def _damaged(error: ValueError) -> ValueError:
-    if isinstance(error, MillraceError):  # of what was opened for this, or of the arguments
+def _damage(error: ValueError) -> ValueError:
+    if isinstance(error, MillraceError):  # has its place and remedy
         return error
     return DataError(f"an index points outside its data: {error}. Write it again")

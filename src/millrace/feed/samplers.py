@@ -2,29 +2,46 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 from numpy.typing import NDArray
 
 from millrace.checks import MAX_INT64, flag, whole
 
 
+class Sampler(Protocol):
+    """The steps of one rank, each a pure function of the number of samples consumed before it."""
+
+    def has_step(self, consumed_samples: int) -> bool:
+        """Whether a step is left after that many samples."""
+        ...
+
+    def sample_numbers(self, consumed_samples: int) -> NDArray[np.int64]:
+        """The rank's sample numbers at the step that starts there: int64 [micro_batch_size]."""
+        ...
+
+    def consumed_after(self, consumed_samples: int) -> int:
+        """The number of consumed samples after the step that starts there."""
+        ...
+
+
 class SequentialSampler:
     """Consecutive blocks of sample numbers, a slice to each rank (Megatron-LM's `single`).
 
     The step that starts at sample number c takes the block [c, c + micro_batch_size *
-    data_parallel_size); rank r has the r-th slice of micro_batch_size numbers. What a rank sees is
-    a pure function of c, so that nothing else needs to be saved.
+    data_parallel_size); rank r has the r-th slice of micro_batch_size numbers.
 
     Args:
-        num_samples: that there are; numbers go from 0 to num_samples - 1.
-        micro_batch_size: samples for a rank at a step.
-        data_parallel_rank: this rank, 0 to data_parallel_size - 1.
-        data_parallel_size: number of ranks.
-        drop_last: leave out an incomplete last block; else its slices are handed out as they are
-            (shorter or empty for the last ranks).
+        num_samples: Number of samples in the dataset.
+        micro_batch_size: Number of samples for one rank at one step.
+        data_parallel_rank: Number of this rank, 0 to data_parallel_size - 1.
+        data_parallel_size: Number of ranks.
+        drop_last: Whether to leave out an incomplete last block; else its slices are handed out as
+            they are (shorter or empty for the last ranks).
 
     Raises:
-        ConfigError: a number outside its limits.
+        ConfigError: A number outside its limits.
     """
 
     def __init__(
@@ -46,20 +63,16 @@ class SequentialSampler:
         self._stop = self._start + micro_batch_size
 
     def has_step(self, consumed_samples: int) -> bool:
-        """Whether a step is left after that many samples."""
         consumed_samples = whole("consumed_samples", consumed_samples, 0)
         need = self.block_size if self.drop_last else 1
         return consumed_samples + need <= self.num_samples
 
     def sample_numbers(self, consumed_samples: int) -> NDArray[np.int64]:
-        """The rank's sample numbers at the step that starts there: int64 [micro_batch_size]."""
         consumed_samples = whole("consumed_samples", consumed_samples, 0)
         end = min(consumed_samples + self.block_size, self.num_samples)
         start = min(consumed_samples + self._start, end)
         return np.arange(start, min(consumed_samples + self._stop, end), dtype=np.int64)
 
     def consumed_after(self, consumed_samples: int) -> int:
-        """The number of consumed samples after the step that starts there."""
-        return min(
-            whole("consumed_samples", consumed_samples, 0) + self.block_size, self.num_samples
-        )
+        consumed_samples = whole("consumed_samples", consumed_samples, 0)
+        return min(consumed_samples + self.block_size, self.num_samples)

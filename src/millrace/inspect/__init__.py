@@ -1,5 +1,5 @@
-"""What is in the files: descriptions for people and for programs."""
+"""Descriptions of files, for people and for programs."""
 
-from millrace.inspect.describe import Description, describe, format_description
+from millrace.inspect.description import Description, describe, format_description
 
 __all__ = ["Description", "describe", "format_description"]

@@ -1,40 +1,45 @@
-"""What is in a cache folder, whether it is whole, and what can go."""
+"""Lists what is in a cache folder, checks it, and removes what no run needs."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import os
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from millrace.cache import arrays
-from millrace.errors import CacheError, ConfigError, DataError
+from millrace.errors import CacheError, ConfigError
 from millrace.files import file_lock, written_name
-from millrace.run.manifest import MANIFEST, Manifest, manifests_lock, read_manifest
-from millrace.run.plan import TokenFile, has_same_times, look_at
+from millrace.order import RULES_VERSION
+from millrace.run.manifest import MANIFEST, Manifest, manifests_lock
 from millrace.store.publish import bin_path, idx_path
+from millrace.store.token_file import TokenFileRecord
 
 _DAY = 24 * 60 * 60.0
+_FILE = re.compile(
+    rf"((?:{MANIFEST})?[0-9a-f]{{32}})(?:{re.escape(arrays.JSON)}|-[^-]+_index\.npy)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheEntry:
-    """A manifest, a set of arrays, or what is left of one that was not written to its end.
+    """A manifest, a set of arrays, or leftovers of an unfinished one.
 
     Attributes:
-        name: that its files share.
+        name: Name that its files share.
         kind: "run" (a manifest), "set", or "leftover": files that belong to no whole set.
-        paths: of its files.
-        num_bytes: of all of them.
-        age: seconds since its last file was written.
-        prefixes: token files that a manifest was made from, as absolute paths where it has them.
-        sets: that a manifest needs.
-        problems: what is wrong with it, a line each: it is of no use any more.
-        doubts: what cannot be judged from here, a line each: it may be of use elsewhere.
-        reason: why `prune_cache` removes it.
+        paths: Paths of its files.
+        num_bytes: Size of all its files.
+        age: Seconds since its last file was written.
+        prefixes: Token files that a manifest was made from, as absolute paths where it has them.
+        sets: Names of the sets that a manifest needs.
+        problems: Why it cannot be used any more, a line each.
+        doubts: What cannot be checked from here, a line each: it may be of use elsewhere.
+        reason: Why `prune_cache` removes it.
     """
 
     name: str
@@ -50,17 +55,18 @@ class CacheEntry:
 
 
 def list_cache(folder: str | os.PathLike[str], *, check_contents: bool = False) -> list[CacheEntry]:
-    """What millrace keeps in a folder; files of others are left out.
+    """What millrace keeps in a folder; other programs' files are left out.
 
     Args:
-        check_contents: read every array and compare its checksum.
+        folder: Cache folder of runs.
+        check_contents: Whether to read every array and compare its checksum.
 
     Raises:
-        ConfigError: no such folder.
+        ConfigError: A missing folder.
     """
     place = os.fspath(folder)
     if not os.path.isdir(place):
-        raise ConfigError(f"{place} is no folder; give the cache folder of a run")
+        raise ConfigError(f"{place} is not a folder; give the cache folder of a run")
     groups = _groups(place)
     return [_entry(place, name, groups[name, half], check_contents) for name, half in groups]
 
@@ -68,47 +74,49 @@ def list_cache(folder: str | os.PathLike[str], *, check_contents: bool = False) 
 def prune_cache(
     folder: str | os.PathLike[str], *, older_than_days: float | None = None, dry_run: bool = False
 ) -> list[CacheEntry]:
-    """Removes what no run can use any more, and says what that was and why.
+    """Removes what no run can use any more: leftovers, damaged sets and manifests, manifests whose
+    token files are gone or changed, and sets that no manifest needs.
 
-    That is: leftovers, what is damaged, manifests whose token files are gone or changed, and sets
-    that no manifest needs. What a process builds stays, and so does what cannot be judged from
-    here: data on a disk that is not mounted, files that may not be read, records of another
-    version. On a file system without locks, sets and leftovers stay for their first day.
+    What another process is building stays. So does what cannot be checked from here: data on a
+    disk that is not mounted, files without read permission, records of another version. On a file
+    system without locks, sets and leftovers stay for their first day.
 
     Args:
-        older_than_days: remove manifests that were written longer ago, too, and what cannot be
-            judged if it is that old.
-        dry_run: remove nothing.
+        folder: Cache folder of runs.
+        older_than_days: Age from which manifests, and entries that cannot be checked, are removed
+            as well; None: no age.
+        dry_run: Whether to remove nothing.
 
     Returns:
-        what was removed, or would be, each with its `reason`.
+        The entries that were removed, or would be, each with its `reason`.
 
     Raises:
-        ConfigError: no such folder.
-        CacheError: something could not be removed; the rest is.
+        ConfigError: A missing folder.
+        CacheError: An entry could not be removed; the others are.
     """
     place = os.fspath(folder)
-    planned = _useless(list_cache(place), older_than_days)
-    if dry_run or not planned:
-        return planned
-    gone, errors = [], []
-    # Held to the end, so that no build begins in between that counts on what goes.
-    with manifests_lock(place):
+    useless = _useless(list_cache(place), older_than_days)
+    if dry_run or not useless:
+        return useless
+    removed, errors = [], []
+    # Held to the end, so that no build starts in between that counts on what is removed.
+    with file_lock(manifests_lock(place)):
         for entry in _useless(list_cache(place), older_than_days):
             try:
                 if _remove(place, entry):
-                    gone.append(entry)
+                    removed.append(entry)
             except OSError as error:
                 errors.append(f"{error.filename or entry.name}: {error.strerror or error}")
     if errors:
         raise CacheError(
-            f"{len(gone)} entries are removed; {len(errors)} could not be: {'; '.join(errors[:5])}"
+            f"{len(removed)} entries are removed; {len(errors)} could not be: "
+            f"{'; '.join(errors[:5])}"
         )
-    return gone
+    return removed
 
 
 def _useless(entries: list[CacheEntry], older_than_days: float | None) -> list[CacheEntry]:
-    """What can go, each with its reason: the runs first, then what they alone needed."""
+    """What can be removed, each with its reason: runs first, then what only they needed."""
 
     def is_old(entry: CacheEntry) -> bool:
         return older_than_days is not None and entry.age > older_than_days * _DAY
@@ -128,8 +136,8 @@ def _useless(entries: list[CacheEntry], older_than_days: float | None) -> list[C
         is_needed = entry.name in needed or bool(entry.doubts)
         if entry.kind == "set" and not (entry.reason or is_needed):
             judged[place] = dataclasses.replace(entry, reason="no run needs it")
-    found = [entry for entry in judged if entry.reason]
-    return sorted(found, key=lambda entry: entry.kind != "run")
+    useless = (entry for entry in judged if entry.reason)
+    return sorted(useless, key=lambda entry: entry.kind != "run")
 
 
 def _groups(folder: str) -> dict[tuple[str, bool], list[str]]:
@@ -143,14 +151,10 @@ def _groups(folder: str) -> dict[tuple[str, bool], list[str]]:
     return groups
 
 
-def _name_of(rest: str) -> str | None:
-    """The name of the entry that a file belongs to; None for files that are not ours."""
-    prefix = MANIFEST if rest.startswith(MANIFEST) else ""
-    digits = rest[len(prefix) : len(prefix) + 32]
-    tail = rest[len(prefix) + 32 :]
-    is_name = len(digits) == 32 and set(digits) <= set("0123456789abcdef")
-    is_array = tail.startswith("-") and tail.endswith("_index.npy") and tail.count("-") == 1
-    return prefix + digits if is_name and (tail == arrays.JSON or is_array) else None
+def _name_of(file: str) -> str | None:
+    """The name of the entry that a file belongs to; None for another program's file."""
+    match = _FILE.fullmatch(file)
+    return match and match[1]
 
 
 def _entry(folder: str, name: str, paths: list[str], check_contents: bool) -> CacheEntry:
@@ -171,12 +175,12 @@ def _entry(folder: str, name: str, paths: list[str], check_contents: bool) -> Ca
     record = arrays.read_record(record_path)
     if record is None:
         return dataclasses.replace(entry, kind="leftover")
-    if record.get("logic") != arrays.LOGIC_VERSION:
-        version = [f"it is of another version of millrace (its logic is {record.get('logic')!r})"]
+    if record.get("logic") != RULES_VERSION:
+        version = [f"another version of millrace wrote it (its rules are {record.get('logic')!r})"]
         return dataclasses.replace(entry, sets=_names(record.get("sets")), doubts=version)
     if entry.kind == "run":
-        manifest = read_manifest(record_path)
-        if manifest is None:  # gone meanwhile, or with entries that are not ours
+        manifest = Manifest.read(record_path)
+        if manifest is None:  # removed meanwhile, or with other entries than ours
             return dataclasses.replace(
                 entry, sets=_names(record.get("sets")), doubts=["it cannot be understood"]
             )
@@ -185,23 +189,23 @@ def _entry(folder: str, name: str, paths: list[str], check_contents: bool) -> Ca
             entry,
             prefixes=[
                 path or file.prefix
-                for file, path in zip(manifest.plan.files, manifest.paths, strict=True)
+                for file, path in zip(manifest.files, manifest.paths, strict=True)
             ],
             sets=_names(manifest.sets),
             problems=problems,
             doubts=doubts
             + [
-                f"{path} is not there: a process builds it, or did not build it to its end"
+                f"{path} is missing: a process builds it, or died before it was built"
                 for path in (
                     os.path.join(folder, needed + arrays.JSON) for needed in _names(manifest.sets)
                 )
                 if not os.path.exists(path)
             ],
         )
-    stored = arrays.load(folder, name)
-    if stored is None:
+    array_set = arrays.load(folder, name)
+    if array_set is None:
         return dataclasses.replace(entry, kind="leftover")
-    return dataclasses.replace(entry, problems=stored.damage(contents=check_contents))
+    return dataclasses.replace(entry, problems=array_set.damage(contents=check_contents))
 
 
 def _names(sets: Any) -> list[str]:
@@ -220,12 +224,14 @@ def _unreadable(paths: list[str]) -> Iterator[str]:
 
 
 def _judge(manifest: Manifest) -> tuple[list[str], list[str]]:
-    """(What is wrong with its token files, what cannot be said of them), a line each."""
+    """Problems and doubts about a manifest's token files (see `CacheEntry`)."""
     problems: list[str] = []
     doubts: list[str] = []
-    for file, path in zip(manifest.plan.files, manifest.paths, strict=True):
+    for file, path in zip(manifest.files, manifest.paths, strict=True):
         if path is None:
-            doubts.append(f"{file.prefix} is a relative path, and nobody knows from which folder")
+            doubts.append(
+                f"{file.prefix} is a relative path, and the folder that it starts from is not known"
+            )
             continue
         try:
             problem = _change(dataclasses.replace(file, prefix=path))
@@ -233,26 +239,21 @@ def _judge(manifest: Manifest) -> tuple[list[str], list[str]]:
             doubts.append(f"{path} cannot be read: {error.strerror}")
             continue
         if problem and not _has_files(os.path.dirname(path)):
-            doubts.append(f"{path} is not there, nor anything beside it: its disk is not mounted?")
+            doubts.append(
+                f"{path} is missing, and so is all else in its folder: its disk is not mounted?"
+            )
         elif problem:
             problems.append(problem)
     return problems, doubts
 
 
-def _change(file: TokenFile) -> str:
-    """What is not as the manifest says; empty where all is."""
-    if has_same_times(file):
-        return ""
-    for path in (bin_path(file.prefix), idx_path(file.prefix)):
-        with contextlib.suppress(FileNotFoundError), open(path, "rb"):
-            pass  # what may not be read is not gone
-    try:
-        now = look_at(file.prefix)[1]
-    except DataError as error:
-        return f"{file.prefix} is gone or damaged: {error}"
-    if dataclasses.replace(now, times=file.times) == file:
-        return ""
-    return f"{file.prefix} is not what it was: other tokens or documents are there now"
+def _change(file: TokenFileRecord) -> str:
+    """See `TokenFileRecord.change`. A file that may not be read is an OSError: it is not gone."""
+    if not file.has_same_times():
+        for path in (bin_path(file.prefix), idx_path(file.prefix)):
+            with contextlib.suppress(FileNotFoundError), open(path, "rb"):
+                pass
+    return file.change()
 
 
 def _has_files(folder: str) -> bool:
@@ -264,7 +265,7 @@ def _has_files(folder: str) -> bool:
 
 
 def _remove(folder: str, entry: CacheEntry) -> bool:
-    """Whether it was removed: not if a process is, or may be, at work on it."""
+    """Removes an entry and returns True; False if a process works, or may work, on it."""
     try:
         with file_lock(os.path.join(folder, entry.name + arrays.LOCK), wait=False) as is_alone:
             if not is_alone and entry.kind != "run" and entry.age < _DAY:
@@ -273,8 +274,8 @@ def _remove(folder: str, entry: CacheEntry) -> bool:
             paths = _groups(folder).get((entry.name, is_half), [])
             now = _entry(folder, entry.name, paths, check_contents=False)
             if (now.kind, now.paths, now.problems) != (entry.kind, entry.paths, entry.problems):
-                return False  # it was built to its end, or anew, since it was looked at
-            # The record first: without it the rest does not count.
+                return False  # it was finished, or built anew, since it was listed
+            # The record first: without it the rest is not used.
             for path in sorted(entry.paths, key=lambda path: not path.endswith(arrays.JSON)):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)

@@ -1,8 +1,8 @@
-"""Runs a function over items in worker processes; results come back in the items' order.
+"""Runs a function over items in worker processes; results come back in the order of the items.
 
-A worker is a Python of its own that is sent the function once, and then one item at a time over a
-socket pair; it never runs the caller's script. No thread and no lock is shared, so that a worker
-can be killed at any instant, which is how all of them end.
+A worker is a new Python process. It is sent the function once, and then one item at a time over a
+socket pair; it never runs the caller's script. Workers share no thread and no lock with each other
+or with this process, so each can be killed at any instant, and that is how all of them end.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-_READY = None, None  # what a worker answers when it has started, and when it knows the function
+_READY = None, None  # a worker's answer when it has started, and when it has loaded the function
 
 
 def ordered_map(
@@ -40,45 +40,45 @@ def ordered_map(
 ) -> Generator[Result, None, None]:
     """Yields function(context, item) for each item, in order.
 
-    At most 3 items for each worker are on their way, so that memory is bounded however long
-    `items` is. With one worker the work is done in this process. Close the iterator to end the
-    workers; inside `interrupts_held` Ctrl-C is taken while it waits for items, workers or (with one
-    worker) the function.
+    At most 3 items per worker are in flight, so memory is bounded however long `items` is. With
+    one worker, this process does the work. Close the iterator to end the workers. Inside
+    `interrupts_held`, Ctrl-C is taken while this waits for items, workers or (with one worker) the
+    function.
 
     Args:
-        function: of a module that can be imported; not of the script that runs.
-        context: what every call needs; it is sent to each worker once.
-        workers: number of processes, at least 1.
+        function: A function of an importable module, not of the script that runs.
+        context: First argument of every call; sent to each worker once.
+        workers: Number of processes, at least 1.
 
     Raises:
-        ConfigError: workers that are no whole number above 0, or a function, context or item that a
-            worker cannot load.
-        MillraceError: a worker process died, or cannot be started.
+        ConfigError: A number of workers that is not a whole number above 0, or a function, context
+            or item that a worker cannot load.
+        MillraceError: A worker process that died or cannot be started.
     """
     workers = checks.whole("workers", workers, 1)
     if workers == 1:
-        for item in _taken(items):
+        for item in _interruptible(items):
             with interruptible():
                 result = function(context, item)
             yield result
         return
     pool = _Pool(pickle.dumps((function, context)), workers)
-    num_given = num_yielded = 0
+    num_submitted = num_yielded = 0
     try:
-        for item in _taken(items):
-            pool.give(num_given, pickle.dumps(item))
-            num_given += 1
-            while num_yielded in pool.results or num_given - num_yielded == 3 * workers:
-                yield pool.take(num_yielded)
+        for item in _interruptible(items):
+            pool.submit(num_submitted, pickle.dumps(item))
+            num_submitted += 1
+            while num_yielded in pool.results or num_submitted - num_yielded == 3 * workers:
+                yield pool.result(num_yielded)
                 num_yielded += 1
-        while num_yielded < num_given:
-            yield pool.take(num_yielded)
-            num_yielded += 1
+        for number in range(num_yielded, num_submitted):
+            yield pool.result(number)
     finally:
         pool.kill()
 
 
-def _taken(items: Iterable[Item]) -> Iterator[Item]:
+def _interruptible(items: Iterable[Item]) -> Iterator[Item]:
+    """The items; Ctrl-C is taken while the next one is awaited."""
     iterator = iter(items)
     while True:
         with interruptible():
@@ -94,25 +94,25 @@ class _Worker:
     """A worker process, as its parent sees it.
 
     Attributes:
-        number: of the item that it is at work on.
-        messages: that it will be sent one by one, each after an answer to the one before.
+        item_number: Number of the item that it works on.
+        messages: Messages still to be sent, each after the answer to the one before.
     """
 
     process: subprocess.Popen[bytes]
-    number: int
+    item_number: int
     messages: deque[bytes]
 
 
 class _Pool:
-    """Worker processes, of which each is at work on one item or idle.
+    """Worker processes; each is idle or works on one item.
 
     Args:
-        work: the function and the context, pickled.
-        size: how many processes there may be.
+        work: The function and the context, pickled.
+        size: Maximum number of processes; they are started as they are needed.
 
     Attributes:
-        results: that have come back, by the numbers of their items: each a value and None, or an
-            error and its traceback.
+        results: Results that have arrived, by item number: a value and None, or an error and its
+            traceback.
     """
 
     def __init__(self, work: bytes, size: int) -> None:
@@ -122,19 +122,19 @@ class _Pool:
         self._idle: list[Connection] = []
         self.results: dict[int, tuple[Any, str | None]] = {}
 
-    def give(self, number: int, item: bytes) -> None:
-        """Hands an item to a worker; waits for one if all are busy."""
+    def submit(self, number: int, item: bytes) -> None:
+        """Sends an item to a worker; waits for one if all are busy."""
         while not self._idle and len(self._workers) == self._size:
             self._receive()
         if not self._idle:
             self._start(number, item)
             return
         connection = self._idle.pop()
-        self._workers[connection].number = number
+        self._workers[connection].item_number = number
         self._send(connection, item)
 
-    def take(self, number: int) -> Any:
-        """The result of an item; waits for it. An error is raised: that of the first bad item."""
+    def result(self, number: int) -> Any:
+        """Waits for the result of an item and returns it, or raises its error."""
         while number not in self.results:
             self._receive()
         value, trace = self.results.pop(number)
@@ -143,7 +143,6 @@ class _Pool:
         return value
 
     def kill(self) -> None:
-        """Ends the workers, whatever they are at."""
         for worker in self._workers.values():
             worker.process.kill()
         for connection, worker in self._workers.items():
@@ -160,60 +159,60 @@ class _Pool:
                 f"worker process {len(self._workers) + 1} of {self._size} cannot be started: "
                 f"{error}. Run again with fewer workers; workers=1 starts none"
             ) from None
-        # Its first answer says that it has started, and listens.
+        # The messages wait for its first answer, which says that it has started and listens.
         messages = deque([self._work, item])
-        self._workers[ours] = _Worker(process=process, number=number, messages=messages)
+        self._workers[ours] = _Worker(process=process, item_number=number, messages=messages)
 
     def _receive(self) -> None:
-        """Waits until busy workers have answered, and takes their answers."""
+        """Waits until at least one busy worker has answered, and takes the answers."""
         busy = [connection for connection in self._workers if connection not in self._idle]
         with interruptible():
-            answered = wait(busy)
-        for connection in answered:
+            ready = wait(busy)
+        for connection in ready:
             assert isinstance(connection, Connection)
             try:
                 with interruptible():
                     data = connection.recv_bytes()
             except (EOFError, OSError):
-                raise self._death_of(connection) from None
+                raise self._death_error(connection) from None
             result = pickle.loads(data)
             worker = self._workers[connection]
             if worker.messages and result == _READY:
                 self._send(connection, worker.messages.popleft())
             else:
-                self.results[worker.number] = result
+                self.results[worker.item_number] = result
                 self._idle.append(connection)
 
     def _send(self, connection: Connection, message: bytes) -> None:
-        """Sends to a worker that listens, and so takes all of it at once."""
+        """Sends to a worker that listens, and therefore reads the whole message at once."""
         try:
             with interruptible():
                 connection.send_bytes(message)
         except OSError:
-            raise self._death_of(connection) from None
+            raise self._death_error(connection) from None
 
-    def _death_of(self, connection: Connection) -> MillraceError:
+    def _death_error(self, connection: Connection) -> MillraceError:
         status = self._workers[connection].process.wait()
         if status < 0:
             return MillraceError(
-                f"a worker process died of signal {-status} ({signal.strsignal(-status)}): "
-                "somebody killed it, the kernel did because memory ran out, or it crashed. "
+                f"a worker process died of signal {-status} ({signal.strsignal(-status)}): it "
+                "crashed, or it was killed by a user or, for lack of memory, by the kernel. "
                 "Run again, with fewer workers if memory is short"
             )
         return MillraceError(
-            f"a worker process died with exit status {status}; what it wrote to stderr says why"
+            f"a worker process died with exit status {status}; its output on stderr says why"
         )
 
 
 def _spawn(descriptor: int) -> subprocess.Popen[bytes]:
-    """A worker process, with its end of a socket pair."""
+    """Starts a worker process that inherits `descriptor`, its end of a socket pair."""
     code = (
         f"import sys; sys.path[:] = {sys.path!a}; "
         f"from millrace.jobs.executor import work; work({descriptor}, {os.getpid()})"
     )
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    # A worker is born with Ctrl-C blocked: the terminal sends it to all processes, and it is this
-    # one that ends the others.
+    # A worker starts with Ctrl-C blocked: the terminal sends the signal to all processes, but
+    # only this one ends the workers.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         return subprocess.Popen(
@@ -227,15 +226,15 @@ def _spawn(descriptor: int) -> subprocess.Popen[bytes]:
 
 
 def work(descriptor: int, parent: int) -> None:
-    """What a worker process does until it is killed.
+    """The main function of a worker process, which runs until it is killed.
 
     Args:
-        descriptor: of its end of the socket pair.
-        parent: process that started it.
+        descriptor: File descriptor of its end of the socket pair.
+        parent: Process id of the parent.
     """
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a worker is one core's; threads would compete
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core per worker; threads would compete
     if sys.platform == "linux":
-        # A parent that is killed cannot end its workers: let the kernel do it.
+        # A parent that is killed cannot end its workers, so the kernel does.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     function, context = None, None
     answer = pickle.dumps(_READY)
@@ -254,7 +253,7 @@ def work(descriptor: int, parent: int) -> None:
                     value = function(context, _load(request))
                 answer = pickle.dumps((value, None))
             except Exception as error:
-                answer = _pickled_error(error)
+                answer = _pickle_error(error)
 
 
 def _load(data: bytes) -> Any:
@@ -262,17 +261,17 @@ def _load(data: bytes) -> Any:
         return pickle.loads(data)
     except (AttributeError, ImportError) as error:
         raise ConfigError(
-            f"a worker process cannot load what it is sent: {error}. Workers do not run the script "
-            "that starts them: put what it defines for them into a module, or use workers=1"
+            f"a worker process cannot load the function or its data: {error}. Workers do not run "
+            "the script that starts them: move its definitions into a module, or use workers=1"
         ) from None
 
 
-def _pickled_error(error: Exception) -> bytes:
-    """An error as an answer, with its traceback if it is a surprise."""
+def _pickle_error(error: Exception) -> bytes:
+    """An error as an answer, with its traceback unless it is a MillraceError."""
     trace = "" if isinstance(error, MillraceError) else traceback.format_exc()
     try:
         data = pickle.dumps((error, trace))
         pickle.loads(data)
-    except Exception:  # its class is one of those that pickle cannot make again
+    except Exception:  # an error whose class cannot be pickled, or not restored
         data = pickle.dumps((MillraceError(f"in a worker process: {error!r}"), trace))
     return data

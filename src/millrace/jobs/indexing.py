@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from millrace.cache import megatron as megatron_cache
 from millrace.checks import limit
 from millrace.errors import ConfigError
 from millrace.feed import BlendedDataset, GPTDataset
-from millrace.feed.datasets import build_indices
-from millrace.jobs.progress import Progress as ProgressBar
+from millrace.feed.indices import build_indices
+from millrace.jobs.progress import Progress
 from millrace.order import normalize, parse_split
 from millrace.run import DatasetConfig, Datasets
-from millrace.run.build import Progress, build_planned, draw, open_unchanged
+from millrace.run.build import SplitDataset, build_blend, build_run
 from millrace.run.plan import DatasetPlan, RunPlan, SplitPlan, plan_run
-from millrace.store import IndexedDataset
-
-Whole = GPTDataset | BlendedDataset | list[GPTDataset]
-"""What a split is in `Datasets`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +27,12 @@ class IndexRow:
 
     Attributes:
         split: "train", "valid" or "test".
-        prefix: of the token file.
-        num_sequences, num_tokens: of the range that the split draws from.
-        num_documents: of the whole file.
-        num_epochs: that the samples take.
-        num_samples: that there are.
-        weight: normalised, in a blend; None where there is none.
+        prefix: Path prefix of the token file.
+        num_documents: Number of documents of the whole file.
+        num_sequences, num_tokens: Counts of the range that the split draws from.
+        num_epochs: Number of epochs that the samples take.
+        num_samples: Number of samples.
+        weight: Normalised weight in a blend; None where there is none.
     """
 
     split: str
@@ -55,10 +50,10 @@ class IndexResult:
     """What `index` did.
 
     Attributes:
-        rows: one for each dataset and split.
-        sizes: samples of each split; several validation sets are added up.
-        num_built: datasets and blends whose indices were built now.
-        num_found: those whose indices were there already.
+        rows: One for each dataset and split.
+        sizes: Number of samples of each split; several validation sets are added up.
+        num_built: Number of datasets and blends whose indices were built now.
+        num_found: Number of those whose indices were there already.
     """
 
     rows: list[IndexRow]
@@ -78,17 +73,17 @@ def index(
     """Builds a run's indices into its cache folder, or into one for Megatron-LM, or both.
 
     Args:
-        config: of the run.
-        megatron_cache_folder: write the files that Megatron-LM looks for (its
+        config: Configuration of the run.
+        megatron_cache_folder: Folder for the files that Megatron-LM looks for (its
             `--data-cache-path`), so that it starts without building any.
-        tokenizer: the unique identifiers of Megatron-LM's tokenizer, which are part of those
-            files' names: plain JSON values, as in its `*-description.txt`.
+        tokenizer: Unique identifiers of Megatron-LM's tokenizer, which are part of those files'
+            names: plain JSON values, as in its `*-description.txt`.
         wait_limit: Seconds to wait for another process that builds the same; None: no limit.
-        show_progress: on stderr.
+        show_progress: Whether to show the progress on stderr.
 
     Raises:
-        ConfigError: neither of the two folders, or no tokenizer where one is needed.
-        OSError: a folder that cannot be written.
+        ConfigError: Neither of the two folders, or no tokenizer where one is needed.
+        OSError: A folder that cannot be written.
     """
     wait_limit = limit("wait_limit", wait_limit)
     if config.cache is None and megatron_cache_folder is None:
@@ -98,40 +93,39 @@ def index(
             "the names of Megatron-LM's cache files hold its tokenizer's identifiers: give them as "
             "in a *-description.txt that it wrote"
         )
-    with contextlib.ExitStack() as shown:
-        built = found = 0
-        made: Datasets | None = None
-        if config.cache is not None:
-            counts = [0]
-            bar = _bar(shown, "indices") if show_progress else _no_bar
-            count = functools.partial(_count, counts, bar)
-            plan, made = build_planned(config, progress=count, wait_limit=wait_limit)
-            built, found = counts[0], _num_datasets(plan) - counts[0]
-        if megatron_cache_folder is not None:
-            bar = _bar(shown, "Megatron-LM's cache") if show_progress else _no_bar
-            if made is None:
-                opened, plan = plan_run(config)
-            else:  # what the first half has found out holds
-                opened = [open_unchanged(file, config.access) for file in plan.files]
-            folder = os.fspath(megatron_cache_folder)
-            for is_new in write_megatron_cache(
-                config, plan, opened, made, folder, tokenizer, wait_limit
-            ):
-                built, found = built + is_new, found + (not is_new)
-                bar(built + found, _num_datasets(plan) + _num_blends(plan))
+    num_built = num_found = 0
+    datasets: Datasets | None = None
+    if config.cache is None:
+        plan = plan_run(config)
+    else:
+        with Progress("indices", enabled=show_progress) as bar:
+
+            def count(done: int, total: int) -> None:
+                nonlocal num_built
+                num_built = done
+                bar.count(done, total)
+
+            plan, datasets = build_run(config, progress=count, wait_limit=wait_limit)
+        num_found = plan.num_datasets - num_built
+    if megatron_cache_folder is not None:
+        total = plan.num_datasets + sum(split.kind == "blend" for split in plan.present_splits)
+        folder = os.fspath(megatron_cache_folder)
+        with Progress("Megatron-LM's cache", enabled=show_progress) as bar:
+            written = write_megatron_cache(plan, datasets, folder, tokenizer, wait_limit)
+            for done, is_new in enumerate(written, start=1):
+                num_built, num_found = num_built + is_new, num_found + (not is_new)
+                bar.count(done, total)
     return IndexResult(
-        rows=[row for split in plan.splits if split is not None for row in _rows(plan, split)],
-        sizes={split.name: split.num_samples for split in plan.splits if split is not None},
-        num_built=built,
-        num_found=found,
+        rows=[row for split in plan.present_splits for row in _rows(split)],
+        sizes={split.name: split.num_samples for split in plan.present_splits},
+        num_built=num_built,
+        num_found=num_found,
     )
 
 
 def write_megatron_cache(
-    config: DatasetConfig,
     plan: RunPlan,
-    opened: Sequence[IndexedDataset],
-    made: Datasets | None,
+    datasets: Datasets | None,
     folder: str,
     tokenizer: Any,
     wait_limit: float | None = None,
@@ -139,95 +133,97 @@ def write_megatron_cache(
     """Writes the files that Megatron-LM's datasets look for; those that fit are left alone.
 
     Args:
-        plan, opened: of the configuration, from `plan_run`.
-        made: its datasets, if they have been built: their indices are taken.
-        folder: its `--data-cache-path`.
-        tokenizer, wait_limit: see `index`.
+        plan: Plan of the run.
+        datasets: The run's datasets, whose indices are taken; None: indices are built.
+        folder: Megatron-LM's `--data-cache-path`.
+        tokenizer, wait_limit: See `index`.
 
     Yields:
-        for each dataset and blend, whether its files were written now.
+        For each dataset and blend, whether its files were written now.
 
     Raises:
-        ConfigError: a split that Megatron-LM cannot be given.
-        OSError: the folder cannot be written.
+        ConfigError: A split that Megatron-LM does not accept.
+        OSError: The folder cannot be written.
     """
-    if not (config.split is None or isinstance(config.split, str)):
+    shares = plan.key["split"]
+    if not (shares is None or isinstance(shares, str)):
         raise ConfigError(
-            f"the split is {config.split}; Megatron-LM takes a string such as '969,30,1' alone"
+            f"the split is {shares}; Megatron-LM takes a string such as '969,30,1' alone"
         )
-    for split, whole in zip(plan.splits, made or [None] * len(plan.splits), strict=True):
+    for split, built in zip(plan.splits, datasets or [None] * len(plan.splits), strict=True):
         if split is None:
             continue
-        named = [_identifiers(config, plan, split, part, tokenizer) for part in split.datasets]
-        write = functools.partial(_write_dataset, config, split, folder, wait_limit)
-        with ThreadPoolExecutor(config.num_threads) as pool:
-            files = [opened[dataset.file] for dataset in split.datasets]
-            parts = [None] * len(files) if whole is None else _parts(whole)
-            yield from pool.map(write, files, split.datasets, parts, named)
+        identifiers = [_identifiers(plan, split, part, tokenizer) for part in split.datasets]
+        write = partial(_write_dataset, plan, split, folder, wait_limit)
+        with ThreadPoolExecutor(plan.num_threads) as pool:
+            yield from pool.map(write, split.datasets, _parts(split, built), identifiers)
         if split.kind == "blend":
-            yield _write_blend(plan, split, whole, folder, wait_limit, named)
+            yield _write_blend(split, built, folder, wait_limit, identifiers)
 
 
-def _parts(whole: Whole) -> list[GPTDataset]:
-    """The datasets of a split."""
-    if isinstance(whole, BlendedDataset):
-        return whole.datasets
-    return whole if isinstance(whole, list) else [whole]
+def _parts(split: SplitPlan, built: SplitDataset | None) -> Sequence[Any]:
+    """The datasets of a split; None for each where there are none yet."""
+    if built is None:
+        return [None] * len(split.datasets)
+    if isinstance(built, BlendedDataset):
+        return built.datasets
+    return built if isinstance(built, list) else [built]
 
 
 def _identifiers(
-    config: DatasetConfig, plan: RunPlan, split: SplitPlan, dataset: DatasetPlan, tokenizer: Any
+    plan: RunPlan, split: SplitPlan, dataset: DatasetPlan, tokenizer: Any
 ) -> dict[str, Any]:
+    shares = plan.key["split"]
     return megatron_cache.gpt_identifiers(
-        dataset_path=plan.files[dataset.file].prefix,
+        dataset_path=dataset.file.prefix,
         num_samples=dataset.num_samples,
         index_split=split.name,
-        random_seed=config.seed,
-        sequence_length=config.sequence_length,
-        split=config.split if isinstance(config.split, str) else None,
-        split_matrix=parse_split(config.split) if isinstance(config.split, str) else None,
+        random_seed=plan.seed,
+        sequence_length=plan.options.sequence_length,
+        split=shares,
+        split_matrix=None if shares is None else parse_split(shares),
         tokenizer=tokenizer,
     )
 
 
 def _write_dataset(
-    config: DatasetConfig,
+    plan: RunPlan,
     split: SplitPlan,
     folder: str,
     wait_limit: float | None,
-    opened: IndexedDataset,
     dataset: DatasetPlan,
-    made: GPTDataset | None,
+    built: GPTDataset | None,
     identifiers: Mapping[str, Any],
 ) -> bool:
     files = megatron_cache.cache_set(folder, identifiers, split.name, megatron_cache.GPT_ARRAYS)
+    token_file = dataset.file.dataset
     start, stop = dataset.sequences
 
     def check(arrays: megatron_cache.Arrays) -> None:
-        megatron_cache.check_gpt_arrays(arrays, dataset.gpt, stop - start, opened.sequence_lengths)
+        lengths = token_file.sequence_lengths
+        megatron_cache.check_gpt_arrays(arrays, dataset.gpt, stop - start, lengths)
 
     def build(_: str) -> megatron_cache.Arrays:
-        if made is not None:
-            return megatron_cache.gpt_arrays(made.indices)
-        indices = build_indices(opened, dataset.sequences, dataset.gpt, config.seed)
+        if built is not None:
+            return megatron_cache.gpt_arrays(built.indices)
+        indices = build_indices(token_file, dataset.sequences, dataset.gpt, plan.seed)
         return megatron_cache.gpt_arrays(indices)
 
     return megatron_cache.load_or_build(files, check, build, limit=wait_limit)[1]
 
 
 def _write_blend(
-    plan: RunPlan,
     split: SplitPlan,
-    made: Whole | None,
+    built: SplitDataset | None,
     folder: str,
     wait_limit: float | None,
-    named: Sequence[Mapping[str, Any]],
+    datasets: Sequence[Mapping[str, Any]],
 ) -> bool:
-    lengths = [dataset.gpt.num_samples for dataset in split.datasets]
+    lengths = split.lengths
     # With a size, Megatron-LM's blend normalises what its builder has normalised before.
     weights = lengths if split.size is None else normalize(split.weights or lengths)
     identifiers = megatron_cache.blend_identifiers(
-        datasets=named, split=split.name, weights=weights, size=split.size
+        datasets=datasets, split=split.name, weights=weights, size=split.size
     )
     files = megatron_cache.cache_set(folder, identifiers, split.name, megatron_cache.BLEND_ARRAYS)
 
@@ -235,53 +231,20 @@ def _write_blend(
         megatron_cache.check_blend_arrays(arrays, split.num_samples, len(lengths))
 
     def build(_: str) -> megatron_cache.Arrays:
-        if isinstance(made, BlendedDataset):
-            drawn = made.dataset_index, made.dataset_sample_index
-        else:
-            drawn = draw(plan, split)
-        return dict(zip(megatron_cache.BLEND_ARRAYS, drawn, strict=True))
+        indices = built.order.indices if isinstance(built, BlendedDataset) else build_blend(split)
+        return dict(indices._asdict())
 
     return megatron_cache.load_or_build(files, check, build, limit=wait_limit)[1]
 
 
-def _bar(shown: contextlib.ExitStack, label: str) -> Progress:
-    bars: list[ProgressBar] = []
-
-    def show(done: int, total: int) -> None:
-        if not bars:
-            bars.append(shown.enter_context(ProgressBar(label, total)))
-        bars[0].update(done, f"{done:,} of {total:,}")
-
-    return show
-
-
-def _no_bar(done: int, total: int) -> None:
-    pass
-
-
-def _count(counts: list[int], bar: Progress, done: int, total: int) -> None:
-    counts[0] = done
-    bar(done, total)
-
-
-def _num_datasets(plan: RunPlan) -> int:
-    return sum(len(split.datasets) for split in plan.splits if split is not None)
-
-
-def _num_blends(plan: RunPlan) -> int:
-    return sum(split is not None and split.kind == "blend" for split in plan.splits)
-
-
-def _rows(plan: RunPlan, split: SplitPlan) -> Iterator[IndexRow]:
-    lengths = [dataset.gpt.num_samples for dataset in split.datasets]
-    weights = normalize(split.weights or lengths)
+def _rows(split: SplitPlan) -> Iterator[IndexRow]:
+    weights = normalize(split.weights or split.lengths)
     for dataset, weight in zip(split.datasets, weights, strict=True):
-        file = plan.files[dataset.file]
         start, stop = dataset.sequences
         yield IndexRow(
             split=split.name,
-            prefix=file.prefix,
-            num_documents=file.num_documents,
+            prefix=dataset.file.prefix,
+            num_documents=dataset.file.record.num_documents,
             num_sequences=stop - start,
             num_tokens=dataset.gpt.num_tokens_per_epoch,
             num_epochs=dataset.gpt.num_epochs,

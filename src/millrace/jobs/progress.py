@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from types import TracebackType
 from typing import TextIO
 
 _TERMINAL_INTERVAL = 0.2  # seconds between updates
@@ -14,43 +13,57 @@ _BAR_WIDTH = 24
 
 
 class Progress:
-    """Shows how far a job is, its rate and the time left.
+    """Shows the share of a job that is done and the time left; leaving the block clears the bar.
 
-    A job does not end because nobody can read this: what cannot be written is left out.
+    Output that cannot be written is dropped: a job does not fail because its terminal is gone.
 
     Args:
-        label: what the job does.
-        total: in the unit of `update`; None: nobody knows, and the time so far is shown.
-        stream: where to write; None: stderr.
+        label: Name of the job.
+        total: Amount of work, in the unit of `update`; None: unknown, and the elapsed time is
+            shown instead of the time left.
+        enabled: Whether anything is shown.
+        stream: Where to write; None: stderr.
     """
 
-    def __init__(self, label: str, total: int | None, stream: TextIO | None = None) -> None:
+    def __init__(
+        self,
+        label: str,
+        total: int | None = None,
+        *,
+        enabled: bool = True,
+        stream: TextIO | None = None,
+    ) -> None:
         self._label = label
         self._total = total
-        self._stream: TextIO | None = sys.stderr if stream is None else stream
+        # A process may have no stderr: then sys.stderr is None too.
+        self._stream: TextIO | None = (stream or sys.stderr) if enabled else None
         self._is_terminal = self._stream is not None and self._stream.isatty()
         self._interval = _TERMINAL_INTERVAL if self._is_terminal else _LOG_INTERVAL
-        self._start = time.monotonic()
-        self._last = self._start
+        self._start = self._last = time.monotonic()
         self._width = 0
 
     def update(self, done: int, detail: str = "") -> None:
-        """Shows that `done` of the total is done, if it is time to."""
+        """Shows the amount of work done so far, if the last time was long enough ago."""
         now = time.monotonic()
-        if now - self._last >= self._interval:
+        if self._stream is not None and now - self._last >= self._interval:
             self._last = now
             self._show(done, detail, now)
+
+    def count(self, done: int, total: int) -> None:
+        """Shows "`done` of `total`"; a callback for work that is counted in items."""
+        self._total = total
+        self.update(done, f"{done:,} of {total:,}")
 
     def _show(self, done: int, detail: str, now: float) -> None:
         elapsed = now - self._start
         if self._total is None:
-            bar, text = "", f"{detail}  {duration(elapsed)}"
+            bar, text = "", f"{detail}  {_duration(elapsed)}"
         else:
             share = min(done / max(self._total, 1), 1.0)
-            left = elapsed * (1 - share) / share if share > 0 else float("inf")
+            left = _duration(elapsed * (1 - share) / share) if share > 0 else "?"
             full = round(share * _BAR_WIDTH)
             bar = f"[{'#' * full}{'.' * (_BAR_WIDTH - full)}] "
-            text = f"{share:4.0%}  {detail}  {duration(left)} left"
+            text = f"{share:4.0%}  {detail}  {left} left"
         if self._is_terminal:
             line = f"{self._label} {bar}{text}"
             self._write("\r" + line.ljust(self._width))
@@ -59,7 +72,7 @@ class Progress:
             self._write(f"{self._label} {text}\n")
 
     def _write(self, text: str) -> None:
-        if self._stream is not None:  # as it is for a process without stderr
+        if self._stream is not None:
             with contextlib.suppress(OSError, ValueError):
                 self._stream.write(text)
                 self._stream.flush()
@@ -67,20 +80,12 @@ class Progress:
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._is_terminal and self._width:
+    def __exit__(self, *error: object) -> None:
+        if self._width:
             self._write("\r" + " " * self._width + "\r")
 
 
-def duration(seconds: float) -> str:
-    """Seconds as a person reads them."""
-    if seconds == float("inf"):
-        return "?"
+def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

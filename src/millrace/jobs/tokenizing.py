@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -28,14 +27,14 @@ from millrace.text.tokenizer import InvalidUnicodeError, Tokenizer, flatten
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizeResult:
-    """What a tokenise job did.
+    """What a tokenise job wrote.
 
     Attributes:
-        prefixes: path prefix of the indexed dataset of each key.
-        num_documents: in each of them.
-        num_tokens: of each key.
-        num_bytes: of UTF-8 text, all keys together.
-        seconds: that it took.
+        prefixes: Path prefix of the indexed dataset of each key.
+        num_documents: Number of documents in each dataset.
+        num_tokens: Number of tokens of each key.
+        num_bytes: Bytes of UTF-8 text, all keys together.
+        seconds: Duration of the job.
     """
 
     prefixes: dict[str, str]
@@ -46,22 +45,28 @@ class TokenizeResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Encoded:
-    """A block's documents as ids: for each key, all tokens and each document's length."""
-
-    num_documents: int
-    num_bytes: int
-    position: int
-    keys: list[tuple[NDArray[Any], NDArray[np.int32]]]
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Recipe:
     """What a worker needs to know."""
 
     tokenizer: Tokenizer
     keys: tuple[str, ...]
     append_eod: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class _EncodedBlock:
+    """The documents of a block as ids.
+
+    Attributes:
+        num_bytes: Bytes of UTF-8 text.
+        position: Bytes of all inputs up to the end of the block.
+        columns: For each key, the tokens of all documents, and the length of each document.
+    """
+
+    num_documents: int
+    num_bytes: int
+    position: int
+    columns: list[tuple[NDArray[Any], NDArray[np.int32]]]
 
 
 def tokenize(
@@ -78,23 +83,24 @@ def tokenize(
     """Writes `{output_prefix}_{key}_document.bin/.idx` for each key.
 
     Documents keep the order of the files and lines. A document is one sequence; a document without
-    tokens has none, and gets no EOD. The output does not depend on the number of workers. All
-    pairs appear when all is done; a job that fails, or is ended by Ctrl-C, leaves nothing behind.
+    tokens has no sequence and gets no EOD. The output does not depend on the number of workers. All
+    pairs appear together at the end; a job that fails or is ended by Ctrl-C leaves nothing behind.
 
     Args:
-        inputs: JSONL files, plain, gzip or zstd; each is read once, so that it may be a pipe.
-        output_prefix: its folder must exist.
-        tokenizer: whose vocabulary decides the dtype: uint16 below 65,500 ids, else int32.
-        json_keys: whose values are texts.
-        append_eod: end each document with the tokenizer's EOD.
-        workers: processes; None: as many as there are cores.
-        checksums: write a sidecar with checksums and provenance for each pair.
-        show_progress: on stderr.
+        inputs: JSONL files, plain, gzip or zstd. Each is read once, so it may be a pipe.
+        output_prefix: First part of the output paths; the folder must exist.
+        tokenizer: The tokenizer. Its vocabulary decides the dtype: uint16 below 65,500 ids, else
+            int32.
+        json_keys: Keys of the texts in each JSON object.
+        append_eod: Whether each document ends with the tokenizer's EOD.
+        workers: Number of processes; None: one per core.
+        checksums: Whether to write a sidecar with checksums and provenance for each pair.
+        show_progress: Whether to show progress on stderr.
 
     Raises:
-        TextError: an input that cannot be read; the message names file and line.
-        ConfigError: no input, no key, fewer than one worker, or arguments of another kind.
-        MillraceError: a worker process died, or another process is building a pair.
+        TextError: An input that cannot be read; the message names file and line.
+        ConfigError: No input, no key, fewer than one worker, or an argument of a wrong type.
+        MillraceError: A worker process that died, or another process that is building a pair.
     """
     paths = checks.paths("inputs", inputs)
     if not paths:
@@ -110,42 +116,36 @@ def tokenize(
     checksums = checks.flag("checksums", checksums)
     show_progress = checks.flag("show_progress", show_progress)
     if append_eod:
-        _ = tokenizer.eod  # an error before any work
+        _ = tokenizer.eod  # fails here if the tokenizer has none, before any work
     recipe = _Recipe(tokenizer=tokenizer, keys=keys, append_eod=append_eod)
     sizes = [input_size(path) for path in paths]
-    prefixes = [f"{output_prefix}_{key}_document" for key in keys]
-    _check_inputs(paths, sizes, prefixes)
+    prefixes = {key: f"{output_prefix}_{key}_document" for key in keys}
+    _check_inputs(paths, sizes, prefixes.values())
     total = None if None in sizes else sum(size for size in sizes if size)
     start = time.monotonic()
     num_documents = num_bytes = 0
     with interrupts_held(), contextlib.ExitStack() as stack:
-        builders = [
-            stack.enter_context(
-                IndexedDatasetBuilder(
-                    prefix,
-                    tokenizer.dtype,
-                    checksums=checksums,
-                    provenance=_provenance(recipe, paths, key) if checksums else None,
-                )
+        builders = []
+        for key, prefix in prefixes.items():
+            provenance = _provenance(recipe, paths, key) if checksums else None
+            builder = IndexedDatasetBuilder(
+                prefix, tokenizer.dtype, checksums=checksums, provenance=provenance
             )
-            for key, prefix in zip(keys, prefixes, strict=True)
-        ]
-        progress = stack.enter_context(Progress("tokenize", total)) if show_progress else None
-        blocks = _blocks(paths, sizes)
-        results = ordered_map(_encode, blocks, context=recipe, workers=workers)
-        for encoded in stack.enter_context(contextlib.closing(results)):
-            for builder, (tokens, lengths) in zip(builders, encoded.keys, strict=True):
+            builders.append(stack.enter_context(builder))
+        progress = stack.enter_context(Progress("tokenize", total, enabled=show_progress))
+        blocks = ordered_map(_encode, _blocks(paths, sizes), context=recipe, workers=workers)
+        for block in stack.enter_context(contextlib.closing(blocks)):
+            for builder, (tokens, lengths) in zip(builders, block.columns, strict=True):
                 builder.add_documents(tokens, lengths)
-            num_documents += encoded.num_documents
-            num_bytes += encoded.num_bytes
-            if progress:
-                rate = num_bytes / 1e6 / max(time.monotonic() - start, 1e-9)
-                progress.update(encoded.position, f"{num_documents:,} documents  {rate:.1f} MB/s")
-        with interruptible():  # for the last time: the pairs are published now
+            num_documents += block.num_documents
+            num_bytes += block.num_bytes
+            rate = num_bytes / 1e6 / max(time.monotonic() - start, 1e-9)
+            progress.update(block.position, f"{num_documents:,} documents  {rate:.1f} MB/s")
+        with interruptible():  # the last time: after this the pairs are published
             pass
         finalize_together(builders)
     return TokenizeResult(
-        prefixes={key: builder.prefix for key, builder in zip(keys, builders, strict=True)},
+        prefixes=prefixes,
         num_documents=num_documents,
         num_tokens={key: builder.num_tokens for key, builder in zip(keys, builders, strict=True)},
         num_bytes=num_bytes,
@@ -154,22 +154,22 @@ def tokenize(
 
 
 def _check_inputs(
-    paths: Sequence[str], sizes: Sequence[int | None], prefixes: Sequence[str]
+    paths: Sequence[str], sizes: Sequence[int | None], prefixes: Iterable[str]
 ) -> None:
     outputs = {
         os.path.realpath(name(prefix))
         for prefix in prefixes
         for name in (bin_path, idx_path, info_path)
     }
-    for place, (path, size) in enumerate(zip(paths, sizes, strict=True)):
+    for number, (path, size) in enumerate(zip(paths, sizes, strict=True)):
         if os.path.realpath(path) in outputs:
-            raise ConfigError(f"{path} is an input, and would be written; give another prefix")
-        if size is None and path in paths[:place]:
-            raise ConfigError(f"{path} is given twice, but a pipe can be read once alone")
+            raise ConfigError(f"{path} is an input and would be overwritten; give another prefix")
+        if size is None and path in paths[:number]:
+            raise ConfigError(f"{path} is given twice, but a pipe can be read only once")
 
 
 def _provenance(recipe: _Recipe, inputs: Sequence[str], key: str) -> dict[str, Any]:
-    """What a sidecar says of where the tokens come from."""
+    """The origin of the tokens, for the sidecar."""
     return {
         "tool": f"millrace {version('millrace')} tokenize",
         "tokenizer": {
@@ -185,38 +185,36 @@ def _provenance(recipe: _Recipe, inputs: Sequence[str], key: str) -> dict[str, A
 
 
 def _blocks(inputs: Sequence[str], sizes: Sequence[int | None]) -> Iterator[tuple[int, LineBlock]]:
-    """Each block with the bytes of input that are read once it is done."""
-    before = 0
+    """Each block, with its end as a position in all inputs."""
+    start = 0
     for path, size in zip(inputs, sizes, strict=True):
         for block in read_blocks(path):
-            yield before + block.position, block
-        before += size or 0
+            yield start + block.position, block
+        start += size or 0
 
 
-def _encode(recipe: _Recipe, item: tuple[int, LineBlock]) -> _Encoded:
+def _encode(recipe: _Recipe, item: tuple[int, LineBlock]) -> _EncodedBlock:
     position, block = item
     documents = document_texts(block, recipe.keys)
-    encode = partial(_encode_key, recipe, block.path, [line for line, _ in documents])
-    return _Encoded(
+    lines = [line for line, _ in documents]
+    columns = [[texts[i] for _, texts in documents] for i in range(len(recipe.keys))]
+    return _EncodedBlock(
         num_documents=len(documents),
-        num_bytes=sum(
-            len(text.encode(errors="replace")) for _, texts in documents for text in texts
-        ),
+        num_bytes=sum(len(text.encode(errors="replace")) for texts in columns for text in texts),
         position=position,
-        keys=[encode([texts[i] for _, texts in documents]) for i in range(len(recipe.keys))],
+        columns=[_encode_texts(recipe, block.path, lines, texts) for texts in columns],
     )
 
 
-def _encode_key(
+def _encode_texts(
     recipe: _Recipe, path: str, lines: Sequence[int], texts: Sequence[str]
 ) -> tuple[NDArray[Any], NDArray[np.int32]]:
-    tokenizer = recipe.tokenizer
     try:
-        ids = tokenizer.encode(texts)
+        ids = recipe.tokenizer.encode(texts)
     except InvalidUnicodeError as error:
         raise TextError(f"{path}, line {lines[error.text_number]}: {error}") from None
     if recipe.append_eod:
-        for part in ids:
-            if part:
-                part.append(tokenizer.eod)
-    return flatten(ids, tokenizer.dtype)
+        for document in ids:
+            if document:
+                document.append(recipe.tokenizer.eod)
+    return flatten(ids, recipe.tokenizer.dtype)

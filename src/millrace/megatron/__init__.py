@@ -1,18 +1,17 @@
 """Megatron-LM's own names, over millrace.
 
-Change the imports, and nothing else:
+Change only the imports:
 
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
     from millrace.megatron import GPTDataset, GPTDatasetConfig
 
-Files, cached indices, samples and their order are Megatron-LM's, bit for bit
-(megatron-core 0.16.1); `docs/megatron.md` says how to use it, `docs/differences.md` where
-Megatron-LM fails and this does not. `errors` says which errors are raised.
+Files, cached indices, samples and their order are Megatron-LM's, bit for bit (megatron-core
+0.16.1). `docs/megatron.md` is the guide, `docs/differences.md` lists where Megatron-LM fails, and
+`errors` lists the errors.
 """
 
 from millrace.megatron import helpers
-from millrace.megatron.base import IMPOSSIBLE_PAD_TOKEN as _PAD_TOKEN_ID
-from millrace.megatron.base import LowLevelDataset, MegatronDataset
+from millrace.megatron.base import _PAD_TOKEN_ID, LowLevelDataset, MegatronDataset
 from millrace.megatron.blended import BlendedDataset
 from millrace.megatron.builder import (
     BlendedMegatronDatasetBuilder,
@@ -58,10 +57,10 @@ from millrace.megatron.object_storage import (
     S3Config,
     is_object_storage_path,
 )
-from millrace.megatron.rules import build_document_index as _build_document_index
-from millrace.megatron.rules import build_shuffle_index as _build_shuffle_index
 from millrace.megatron.rules import (
-    get_ltor_masks_and_position_ids as _get_ltor_masks_and_position_ids,
+    _build_document_index,
+    _build_shuffle_index,
+    _get_ltor_masks_and_position_ids,
 )
 from millrace.megatron.utils import Split, compile_helpers, get_blend_from_list, normalize
 from millrace.store.layout import MAGIC as _INDEX_HEADER

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -18,27 +19,27 @@ from millrace.megatron.indexed import IndexedDataset
 from millrace.megatron.utils import Split
 
 LowLevelDataset = IndexedDataset | Iterable[Any]
-"""What a `MegatronDataset` draws from."""
+"""The source of a `MegatronDataset`."""
 
-IMPOSSIBLE_PAD_TOKEN = -1
-"""The pad id where the tokenizer has none, or one that is another special token too."""
+_PAD_TOKEN_ID = -1
+"""The pad id if the tokenizer has none, or its pad token is another special token too."""
 
 
 class MegatronDataset(ABC, torch.utils.data.Dataset):  # type: ignore[misc]
-    """The base of datasets over one low level dataset; subclasses say what a sample is.
+    """The base of datasets over one low-level dataset; a subclass makes the samples.
 
     Args:
-        dataset: the low level dataset, such as an `IndexedDataset`.
-        dataset_path: its path prefix, or None.
-        indices: int32 [elements], which elements of it to use; None: all.
-        num_samples: to have at least; None: what one epoch gives.
-        index_split: the split that this is.
-        config: the options.
+        dataset: Low-level dataset, such as an `IndexedDataset`.
+        dataset_path: Path prefix of the low-level dataset, or None.
+        indices: int32 [elements], the elements to use; None: all.
+        num_samples: Least number of samples; None: those of one epoch.
+        index_split: Split of this dataset.
+        config: Options.
 
     Attributes:
-        unique_identifiers: what decides the indices.
-        unique_description: their JSON text.
-        unique_description_hash: its MD5, the name of the cached indices.
+        unique_identifiers: Everything that decides the indices.
+        unique_description: JSON text of the identifiers.
+        unique_description_hash: MD5 of that text, which names the cached indices.
     """
 
     def __init__(
@@ -66,16 +67,16 @@ class MegatronDataset(ABC, torch.utils.data.Dataset):  # type: ignore[misc]
         self.unique_description, self.unique_description_hash = cache.describe(
             self.unique_identifiers
         )
-        self._pad_token_id = pad_token_id(config.tokenizer, config.allow_ambiguous_pad_tokens)
+        self._pad_token_id = _pad_token_id(config.tokenizer, config.allow_ambiguous_pad_tokens)
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: Any) -> int:
-        """The number of elements of the low level dataset, which the splits share."""
+        """The number of elements of the low-level dataset, which the splits share."""
         raise NotImplementedError
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: BlendedMegatronDatasetConfig) -> Any:
-        """Opens the low level dataset at a path prefix."""
+        """Opens the low-level dataset at a path prefix."""
         raise NotImplementedError
 
     @staticmethod
@@ -92,38 +93,34 @@ class MegatronDataset(ABC, torch.utils.data.Dataset):  # type: ignore[misc]
         """A sample."""
 
 
-def pad_token_id(tokenizer: Any, allow_ambiguous: bool | None) -> Any:
-    """The token that is never trained on.
+def _pad_token_id(tokenizer: Any, allow_ambiguous: bool | None) -> Any:
+    """The tokenizer's pad token, which is never trained on.
 
-    It is the tokenizer's pad token. Where that is another special token too, documents would be
-    taken for padding: then it is an id that no token has, unless `allow_ambiguous`. Both warn.
+    A pad token that is another special token too would mask documents: then it warns, and gives an
+    id that no token has unless `allow_ambiguous`.
     """
     try:
         pad = tokenizer.pad
-    except Exception:  # a tokenizer without one raises what it likes
-        pad = IMPOSSIBLE_PAD_TOKEN
+    except Exception:  # The error of a tokenizer without a pad token is its own choice.
+        pad = _PAD_TOKEN_ID
     if pad not in _other_special_tokens(tokenizer):
         return pad
-    kept = "is masked wherever it occurs" if allow_ambiguous else "is not taken for padding"
+    effect = "is masked wherever it occurs" if allow_ambiguous else "is not taken for padding"
     warnings.warn(
         f"The pad token id in the tokenizer collides with another special token id ({pad}): it "
-        f"{kept}. Give the tokenizer a pad token of its own, or see allow_ambiguous_pad_tokens",
+        f"{effect}. Give the tokenizer a separate pad token, or see allow_ambiguous_pad_tokens",
         stacklevel=4,
     )
-    return pad if allow_ambiguous else IMPOSSIBLE_PAD_TOKEN
+    return pad if allow_ambiguous else _PAD_TOKEN_ID
 
 
 def _other_special_tokens(tokenizer: Any) -> list[Any]:
-    try:
-        named = tokenizer.special_tokens_dict
-        tokens = [token for name, token in named.items() if name != "pad_token"]
-    except (AttributeError, IndexError, ValueError):
-        tokens = []
-    if tokens:
-        return tokens
-    for name in ("eos", "eod"):
-        try:
-            tokens.append(getattr(tokenizer, name))
-        except (AttributeError, NotImplementedError):
-            continue
+    tokens: list[Any] = []
+    with contextlib.suppress(AttributeError, IndexError, ValueError):
+        special = tokenizer.special_tokens_dict
+        tokens = [token for name, token in special.items() if name != "pad_token"]
+    if not tokens:
+        for name in ("eos", "eod"):
+            with contextlib.suppress(AttributeError, NotImplementedError):
+                tokens.append(getattr(tokenizer, name))
     return tokens

@@ -1,9 +1,8 @@
-"""`BlendedDataset`: several datasets, mixed."""
+"""`BlendedDataset`: a mixture of datasets."""
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 
 from millrace import _native
 from millrace.cache import megatron as cache
-from millrace.megatron.caching import MappedArrays, open_arrays, prepare_arrays
+from millrace.megatron.caching import CachedIndices
 from millrace.megatron.config import BlendedMegatronDatasetConfig
 from millrace.megatron.errors import ConfigAssertionError, OversampledError, require
 from millrace.megatron.utils import log_on_first_rank, normalize
@@ -22,26 +21,28 @@ from millrace.order import count_draws
 logger = logging.getLogger(__name__)
 
 
-class BlendedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
+class BlendedDataset(CachedIndices, torch.utils.data.Dataset):  # type: ignore[misc]
     """Samples of several datasets of one class and split.
 
     Args:
-        datasets: to mix.
-        weights: one for each dataset, positive. With a size they are normalised (in Megatron-LM's
-            builder for the second time); without one they are numbers of samples.
-        size: number of samples; None: exactly weights[d] samples of each dataset d.
-        config: the options.
+        datasets: Datasets to mix.
+        weights: A positive weight for each dataset. With a size they are normalised (again, if
+            Megatron-LM's builder normalised them); without one they are numbers of samples.
+        size: Number of samples; None: exactly weights[d] samples of each dataset d.
+        config: Options.
 
     Attributes:
-        dataset_index: int16 [size], each sample's dataset.
-        dataset_sample_index: int64 [size], its number there. With `defer_npy_index_mmap` both are
-            None until the first sample.
-        unique_description, unique_description_hash: as of a `MegatronDataset`.
+        dataset_index: int16 [size], the dataset of each sample.
+        dataset_sample_index: int64 [size], the sample's number in that dataset. With
+            `defer_npy_index_mmap` both are None until the first sample.
+        unique_description, unique_description_hash: As in `MegatronDataset`.
 
     Raises:
-        ConfigAssertionError: datasets or weights that do not go together.
-        OversampledError: more samples of a dataset than it has (an IndexError).
+        ConfigAssertionError: If the datasets or weights do not go together.
+        OversampledError: If the blend draws more samples of a dataset than it has (an IndexError).
     """
+
+    _INDICES = cache.BLEND_ARRAYS
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class BlendedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
         _check_blend(datasets, weights, size)
         if len(datasets) == 1:
             message = "A BlendedDataset of one dataset mixes nothing"
-            log_on_first_rank(logger, logging.WARNING, message)
+            log_on_first_rank(logger, message, logging.WARNING)
         self.datasets = datasets
         self.split = datasets[0].index_split
         self.weights = weights if size is None else normalize(weights)
@@ -68,8 +69,6 @@ class BlendedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
                 size=size,
             )
         )
-        self.dataset_index: Any
-        self.dataset_sample_index: Any
         self.dataset_index, self.dataset_sample_index = self._build_indices()
 
     def __len__(self) -> int:
@@ -78,36 +77,20 @@ class BlendedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
         return int(self.dataset_index.shape[0])
 
     def __getitem__(self, idx: Any) -> dict[str, Any]:
-        """A sample of one of the datasets, with that one's number as `dataset_id` (int16)."""
-        if self.dataset_index is None:
-            arrays = open_arrays(self._files(), self._what(), self._check)
-            self.dataset_index = arrays["dataset_index"]
-            self.dataset_sample_index = arrays["dataset_sample_index"]
+        """A sample of one of the datasets, and the dataset's number as `dataset_id` (int16)."""
+        if self.dataset_sample_index is None:
+            self._open_deferred()
         dataset_id = self.dataset_index[idx]
-        return {
-            "dataset_id": dataset_id,
-            **self.datasets[dataset_id][self.dataset_sample_index[idx]],
-        }
+        sample = self.datasets[dataset_id][self.dataset_sample_index[idx]]
+        return {"dataset_id": dataset_id, **sample}
 
-    def _build_indices(self) -> tuple[Any, Any]:
-        if self.config.defer_npy_index_mmap:
-            for name in cache.BLEND_ARRAYS:
-                setattr(self, f"path_to_{name}", self._files().path(name))
-            return None, None
-        if self.config.path_to_cache and self.config.fast_cache_load:
-            arrays = open_arrays(self._files(), self._what(), self._check)
-        else:
-            files = self._files() if self.config.path_to_cache else None
-            arrays = prepare_arrays(files, self._what(), self._check, self._build)
-        return arrays["dataset_index"], arrays["dataset_sample_index"]
+    def _build_indices(self) -> tuple[Any, ...]:
+        """The two indices, loaded or built; (None, None) if deferred."""
+        config = self.config
+        return self._prepare_indices(bool(config.path_to_cache and config.fast_cache_load))
 
     def _files(self) -> cache.CacheSet:
-        return cache.CacheSet(
-            folder=os.fspath(self.config.path_to_cache or ""),
-            stem=f"{self.unique_description_hash}-{type(self).__name__}-{self.split.name}",
-            description=self.unique_description,
-            arrays=cache.BLEND_ARRAYS,
-        )
+        return self._cache_set(self.config.path_to_cache, self.split)
 
     def _what(self) -> str:
         return f"{type(self).__name__} indices"
@@ -122,17 +105,17 @@ class BlendedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
         try:
             if self.size is None:
                 sizes = np.array([int(weight) for weight in self.weights], np.int64)
-                built = _native.blend_by_sizes(sizes)
+                indices = _native.blend_by_sizes(sizes)
             else:
-                built = _native.blend_by_weights(np.array(self.weights, np.float64), self.size)
+                indices = _native.blend_by_weights(np.array(self.weights, np.float64), self.size)
         except ValueError as error:
             raise ConfigAssertionError(f"the {self.split.name} blend: {error}") from error
-        self._check_sizes(built[0])
-        return dict(zip(cache.BLEND_ARRAYS, built, strict=True))
+        self._check_draws(indices[0])
+        return dict(zip(self._INDICES, indices, strict=True))
 
-    def _check_sizes(self, dataset_index: NDArray[np.int16]) -> None:
-        wanted = count_draws(dataset_index, len(self.datasets)).tolist()
-        for number, (dataset, count) in enumerate(zip(self.datasets, wanted, strict=True)):
+    def _check_draws(self, dataset_index: NDArray[np.int16]) -> None:
+        counts = count_draws(dataset_index, len(self.datasets)).tolist()
+        for number, (dataset, count) in enumerate(zip(self.datasets, counts, strict=True)):
             if count > len(dataset):
                 raise OversampledError(
                     f"the {self.split.name} blend draws {count} samples of dataset {number} "
@@ -140,12 +123,6 @@ class BlendedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
                     f"mid_level_dataset_surplus (it is {self.config.mid_level_dataset_surplus}) "
                     "twofold or tenfold"
                 )
-
-    def __getstate__(self) -> dict[str, Any]:
-        return MappedArrays.put_into(self.__dict__.copy(), cache.BLEND_ARRAYS)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(MappedArrays.open_in(state))
 
 
 def _check_blend(datasets: Sequence[Any], weights: Sequence[float], size: int | None) -> None:

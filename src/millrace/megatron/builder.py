@@ -15,8 +15,9 @@ from millrace.megatron.base import LowLevelDataset, MegatronDataset
 from millrace.megatron.blended import BlendedDataset
 from millrace.megatron.config import BlendedMegatronDatasetConfig, SplitMatrix
 from millrace.megatron.errors import BuildError, require
-from millrace.megatron.utils import Blend, Split, distributed_rank, log_on_first_rank, normalize
-from millrace.torch import first_then_rest, together
+from millrace.megatron.utils import Blend, Split, log_on_first_rank, normalize
+from millrace.order import split_ranges
+from millrace.torch import distributed_rank, first_then_rest, together
 
 logger = logging.getLogger(__name__)
 
@@ -34,15 +35,14 @@ class BlendedMegatronDatasetBuilder:
     load after it.
 
     Args:
-        cls: the class of the datasets below the blend, such as `GPTDataset`.
-        sizes: how many samples each split must have at least; None: one epoch (without weights
-            alone).
-        is_built_on_rank: whether this rank needs the datasets; rank 0 must. It is asked where
-            torch.distributed is initialised.
-        config: the options.
+        cls: Class of the datasets below the blend, such as `GPTDataset`.
+        sizes: Least number of samples of each split; None: one epoch (only without weights).
+        is_built_on_rank: Whether this rank needs the datasets; rank 0 must. It is only called with
+            torch.distributed.
+        config: Options.
 
     Raises:
-        ConfigAssertionError: weights for a split without a size.
+        ConfigAssertionError: If a split has weights and no size.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class BlendedMegatronDatasetBuilder:
         self.is_built_on_rank = is_built_on_rank
         self.config = config
         message = f"Building {cls.__name__} splits with sizes={sizes} and config={config}"
-        log_on_first_rank(logger, logging.INFO, message)
+        log_on_first_rank(logger, message)
         if config.mock:
             return
         for split in Split:
@@ -72,69 +72,58 @@ class BlendedMegatronDatasetBuilder:
     def build(self) -> list[Any]:
         """The datasets of train, valid and test.
 
-        A split without a share or blend is None. One prefix (without weights, where all splits
-        share a blend) gives a dataset of `cls`; several give a `BlendedDataset`, or in the
-        validation split a list, with `multiple_validation_sets`. With a size and weights, a blend
-        has the sum of the datasets' shares, each rounded up; with a size alone, at most what the
-        datasets have; with neither, all of it.
+        A split without a share or blend is None. One prefix (without weights, if all splits share a
+        blend) gives a dataset of `cls`; several give a `BlendedDataset`, or for validation a list
+        with `multiple_validation_sets`. The size of a blend is, with a size and weights, the sum of
+        the datasets' shares, each rounded up; with a size alone, at most what the datasets have;
+        with neither, all that they have.
 
         Raises:
-            ConfigAssertionError, OversampledError, MissingFileError, DataAssertionError: as the
-                datasets do.
-            BuildError: the cache cannot be written (with torch.distributed, on rank 0), or mock
+            ConfigAssertionError, OversampledError, MissingFileError, DataAssertionError: As in the
+                datasets.
+            BuildError: If the cache cannot be written (with torch.distributed, on rank 0), or mock
                 datasets cannot be built.
         """
         datasets = self._build_blended_dataset_splits()
         for dataset in datasets:
             if isinstance(dataset, BlendedDataset):
-                wanted = dataset.size
+                size = dataset.size
             elif isinstance(dataset, MegatronDataset):
-                wanted = dataset.num_samples
+                size = dataset.num_samples
             else:
                 continue
             require(
-                wanted is None or len(dataset) == 0 or wanted <= len(dataset),
-                f"{wanted} samples were asked for, and {len(dataset)} built",
+                size is None or len(dataset) == 0 or size <= len(dataset),
+                f"{size} samples were requested, and {len(dataset)} built",
             )
         return datasets
 
     def _build_blended_dataset_splits(self) -> list[Any]:
-        config = self.config
+        config, sizes = self.config, self.sizes
+        matrix: Any = config.split_matrix
         if config.mock:
             try:
-                return self._build_megatron_dataset_splits(None, _matrix(config), self.sizes)
+                return self._build_megatron_dataset_splits(None, matrix, sizes)
             except Exception as error:
                 raise BuildError(f"{self.cls.__name__} could not be built as a mock") from error
         if config.blend:
-            return self._build_one_blend(config.blend)
+            prefixes, weights = config.blend
+            if len(prefixes) == 1 and weights is None:
+                return self._build_megatron_dataset_splits(prefixes[0], matrix, sizes)
+            return self._build_blends(config.blend, matrix, sizes)
         assert config.blend_per_split is not None
         return [
-            None if blend is None else self._build_own_blend(split, blend)
+            None if blend is None else self._build_split(split, blend)
             for split, blend in zip(Split, config.blend_per_split, strict=True)
         ]
 
-    def _build_one_blend(self, blend: Blend) -> list[Any]:
-        """All splits from one blend."""
-        prefixes, weights = blend[0], blend[1]
-        matrix = _matrix(self.config)
-        if len(prefixes) == 1 and weights is None:
-            return self._build_megatron_dataset_splits(prefixes[0], matrix, self.sizes)
-        shares = None if weights is None else normalize(weights)
-        built = self._build_parts(prefixes, shares, matrix, self.sizes)
-        return [
-            None
-            if matrix[split.value] is None
-            else self._build_blend(built[split.value], shares, self.sizes[split.value])
-            for split in Split
-        ]
-
-    def _build_own_blend(self, split: Split, blend: Blend) -> Any:
-        """One split from a blend of its own: a list of datasets where they are kept apart."""
-        prefixes, weights = blend[0], blend[1]
+    def _build_split(self, split: Split, blend: Blend) -> Any:
+        """One split from its own blend: a list of datasets for several validation sets."""
+        prefixes, _ = blend
         place, size = split.value, self.sizes[split.value]
         matrix: SplitMatrix = [(0.0, 1.0) if other is split else None for other in Split]
         sizes = [size if other is split else 0 for other in Split]
-        if len(prefixes) == 1:  # weights or not
+        if len(prefixes) == 1:  # with weights too
             return self._build_megatron_dataset_splits(prefixes[0], matrix, sizes)[place]
         if self.config.multiple_validation_sets and split is Split.valid:
             require(
@@ -145,19 +134,21 @@ class BlendedMegatronDatasetBuilder:
                 self._build_megatron_dataset_splits(prefix, matrix, sizes)[place]
                 for prefix in prefixes
             ]
-        shares = None if weights is None else normalize(weights)
-        built = self._build_parts(prefixes, shares, matrix, sizes)
-        return self._build_blend(built[place], shares, size)
+        return self._build_blends(blend, matrix, sizes)[place]
 
-    def _build_parts(
-        self, prefixes: list[str], shares: list[float] | None, matrix: SplitMatrix, sizes: Sizes
-    ) -> list[list[Any]]:
-        """The datasets of a blend, for each split: one epoch of each, or its share and a bit."""
-        sizes_per_dataset: list[Any] = [[None for _ in Split] for _ in prefixes]
+    def _build_blends(self, blend: Blend, matrix: SplitMatrix, sizes: Sizes) -> list[Any]:
+        """The blends of all splits; None for a split without a share."""
+        prefixes, weights = blend
+        shares = None if weights is None else normalize(weights)
+        sizes_per_dataset: Sequence[Sizes] = [[None] * len(Split)] * len(prefixes)  # one epoch
         if shares is not None:
             surplus = self.config.mid_level_dataset_surplus
             sizes_per_dataset = _get_size_per_split_per_dataset(shares, sizes, surplus)
-        return self._build_megatron_datasets_parallel(prefixes, matrix, sizes_per_dataset)
+        datasets = self._build_megatron_datasets_parallel(prefixes, matrix, sizes_per_dataset)
+        return [
+            None if ends is None else self._build_blend(parts, shares, size)
+            for ends, parts, size in zip(matrix, datasets, sizes, strict=False)
+        ]
 
     def _build_blend(
         self, datasets: list[Any], shares: list[float] | None, size: int | None
@@ -167,7 +158,7 @@ class BlendedMegatronDatasetBuilder:
             weights = shares
             size = sum(row[0] for row in _get_size_per_split_per_dataset(shares, [size]))
         else:
-            # On a rank that builds none, the datasets are None.
+            # On a rank that builds nothing, the datasets are None.
             weights = [0 if dataset is None else len(dataset) for dataset in datasets]
             size = None if size is None else min(size, sum(weights))
         return self.build_generic_dataset(
@@ -183,10 +174,10 @@ class BlendedMegatronDatasetBuilder:
     def _build_megatron_datasets_parallel(
         self, prefixes: list[str], split: SplitMatrix, sizes_per_dataset: Sequence[Sizes]
     ) -> list[list[Any]]:
-        """For each split, the datasets of all prefixes; on rank 0 first, if there are ranks."""
+        """For each split, the datasets of all prefixes; rank 0 builds them first."""
 
-        def build_all(num_threads: int) -> list[list[Any]]:
-            with ThreadPoolExecutor(num_threads) as pool:
+        def build_all() -> list[list[Any]]:
+            with ThreadPoolExecutor(self.config.num_dataset_builder_threads) as pool:
                 futures = [
                     pool.submit(self._build_megatron_dataset_splits, prefix, split, sizes, False)
                     for prefix, sizes in zip(prefixes, sizes_per_dataset, strict=True)
@@ -194,11 +185,7 @@ class BlendedMegatronDatasetBuilder:
                 splits = [future.result() for future in futures]
             return [[datasets[place] for datasets in splits] for place in range(len(Split))]
 
-        num_threads = self.config.num_dataset_builder_threads
-        rank = distributed_rank()
-        if rank is None or self._trusts_cache():
-            return build_all(num_threads)
-        return first_then_rest(lambda: build_all(num_threads), rank == 0)
+        return build_all() if self._trusts_cache() else _rank_0_first(build_all)
 
     def _build_megatron_dataset_splits(
         self,
@@ -208,21 +195,18 @@ class BlendedMegatronDatasetBuilder:
         synchronize_ranks: bool = True,
     ) -> list[Any]:
         """One token file's dataset for each split; None for a split without a share."""
-        if distributed_rank() is not None and not self.is_built_on_rank():
-            if synchronize_ranks:  # wait for the others, as often as they do
-                together(lambda: None)
-                for _ in filter(None, split):
-                    first_then_rest(lambda: None, False)
-            return [None] * len(Split)
 
-        def open_dataset() -> Any:
-            return self.cls.build_low_level_dataset(dataset_path, self.config)
+        def open_dataset() -> tuple[Any, Sequence[Any]]:
+            """The low-level dataset and the elements of each split; None where not needed."""
+            if distributed_rank() is not None and not self.is_built_on_rank():
+                return None, [None] * len(Split)
+            dataset = self.cls.build_low_level_dataset(dataset_path, self.config)
+            num_elements = self.cls.numel_low_level_dataset(dataset)
+            if self._trusts_cache():
+                return dataset, [None] * len(Split)
+            return dataset, split_ranges(num_elements, split)
 
-        if synchronize_ranks and distributed_rank() is not None:
-            low_level_dataset = together(open_dataset)
-        else:
-            low_level_dataset = open_dataset()
-        num_elements = self.cls.numel_low_level_dataset(low_level_dataset)
+        low_level_dataset, ranges = together(open_dataset) if synchronize_ranks else open_dataset()
         return [
             None
             if ends is None
@@ -232,12 +216,12 @@ class BlendedMegatronDatasetBuilder:
                 synchronize_ranks,
                 low_level_dataset,
                 dataset_path,
-                None if self._trusts_cache() else _range(ends, num_elements),
+                None if elements is None else np.arange(*elements, dtype=np.int32),
                 size,
-                which,
+                index_split,
                 self.config,
             )
-            for which, ends, size in zip(Split, split, sizes, strict=True)
+            for index_split, ends, elements, size in zip(Split, split, ranges, sizes, strict=True)
         ]
 
     def _trusts_cache(self) -> bool:
@@ -252,10 +236,10 @@ class BlendedMegatronDatasetBuilder:
         An error on one rank is raised on every rank. (Megatron-LM leaves the others waiting.)
 
         Returns:
-            what it makes; None on a rank that does not build.
+            The dataset; None on a rank that does not build.
 
         Raises:
-            BuildError: it raised an OSError on rank 0 of torch.distributed.
+            BuildError: If `cls` raises an OSError on rank 0 of torch.distributed.
         """
         rank = distributed_rank()
         if rank is None:
@@ -274,24 +258,17 @@ class BlendedMegatronDatasetBuilder:
                     "can be written"
                 ) from error
 
-        return first_then_rest(build, rank == 0) if synchronize_ranks else build()
+        return _rank_0_first(build) if synchronize_ranks else build()
 
 
-def _matrix(config: BlendedMegatronDatasetConfig) -> SplitMatrix:
-    assert config.split_matrix is not None
-    return config.split_matrix
-
-
-def _range(ends: tuple[float, float], num_elements: int) -> Any:
-    """A split's elements: its ends are rounded, halves to even numbers."""
-    first, last = (round(end * float(num_elements)) for end in ends)
-    return np.arange(first, last, dtype=np.int32)
+def _rank_0_first(work: Callable[[], Any]) -> Any:
+    return first_then_rest(work, distributed_rank() == 0)
 
 
 def _get_size_per_split_per_dataset(
     normalized_weights: Sequence[float], target_size_per_split: Sizes, surplus: float = 0.0
 ) -> list[list[int]]:
-    """How many samples each dataset gives to each split: its share rounded up, and the surplus."""
+    """Each dataset's number of samples in each split: its share rounded up, plus the surplus."""
     require(
         np.isclose(sum(normalized_weights), 1.0),
         f"the weights sum to {sum(normalized_weights)}, not 1: normalize() makes that so",

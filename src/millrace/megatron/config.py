@@ -1,4 +1,4 @@
-"""The configurations, with Megatron-LM's fields in its order, and the splits they give."""
+"""The configurations, with Megatron-LM's fields in its order, and their splits."""
 
 from __future__ import annotations
 
@@ -9,45 +9,42 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from millrace.megatron.errors import ConfigAssertionError, require
+from millrace.megatron.indexed import DType
 from millrace.megatron.utils import Blend, Split, log_on_first_rank, normalize
 
 logger = logging.getLogger(__name__)
-
-_INT32_CODE, _UINT16_CODE = 4, 8
-_UINT16_VALUES = 2**16
-_MOCK_SPLIT = "1,1,1"
 
 SplitMatrix = list[tuple[float, float] | None]
 
 
 @dataclass
 class BlendedMegatronDatasetConfig:
-    """What decides a set of datasets.
+    """Options of all datasets.
 
     Attributes:
-        random_seed: of every shuffle, 0 to 2**32 - 1.
-        sequence_length: tokens to train on in a sample.
-        blend: one blend for all splits; `split` says who gets which part of it.
-        blend_per_split: a blend (or None) for train, valid and test; without `split`. Without any
-            blend at all, mock data is made.
-        multiple_validation_sets: with `blend_per_split`, a list of validation datasets instead of
-            their blend.
-        full_validation: each validation set is one epoch; its size must be None.
-        split: shares such as "969,30,1".
-        split_matrix: the book-ends that follow from `split`; not an argument.
-        num_dataset_builder_threads: how many datasets of a blend are built at a time.
-        path_to_cache: the folder of cached indices; None: beside each token file.
-        mmap_bin_files: map the token files, or read them by positioned reads.
-        mock: whether there is no blend; not an argument.
-        tokenizer: an object with `eod`, `pad`, `vocab_size`, `unique_identifiers`, ...
-        mid_level_dataset_surplus: what is built of each dataset beyond its share of a blend.
-        allow_ambiguous_pad_tokens: take the pad token as padding also where it equals another
-            special token.
-        fast_cache_load: trust that the cache holds everything, and build nothing.
-        defer_npy_index_mmap: open the cached indices at the first sample.
+        random_seed: Seed of every shuffle, 0 to 2**32 - 1.
+        sequence_length: Tokens to train on in a sample.
+        blend: One blend for all splits, which `split` cuts.
+        blend_per_split: A blend (or None) for each of train, valid and test; excludes `split`.
+            Without any blend, mock data is made.
+        multiple_validation_sets: Whether to give a list of validation datasets instead of their
+            blend; for `blend_per_split`.
+        full_validation: Whether each validation set is one epoch; its size must be None.
+        split: Shares such as "969,30,1".
+        split_matrix: Start and end of each split as fractions; not an argument.
+        num_dataset_builder_threads: Number of datasets of a blend to build at a time.
+        path_to_cache: Folder of cached indices; None: beside each token file; "": no cache.
+        mmap_bin_files: Whether to map the token files, or use positioned reads.
+        mock: Whether there is no blend; not an argument.
+        tokenizer: Tokenizer, with `eod`, `pad`, `vocab_size`, `unique_identifiers`, ...
+        mid_level_dataset_surplus: Share of extra samples to build of each dataset in a blend.
+        allow_ambiguous_pad_tokens: Whether the pad token is padding even if it is another special
+            token too.
+        fast_cache_load: Whether to trust that the cache holds everything, and build nothing.
+        defer_npy_index_mmap: Whether to open the cached indices at the first sample.
 
     Raises:
-        ConfigAssertionError: options that exclude each other, or one that is missing.
+        ConfigAssertionError: If options exclude each other, or one is missing.
     """
 
     random_seed: int
@@ -69,22 +66,6 @@ class BlendedMegatronDatasetConfig:
     defer_npy_index_mmap: bool = False
 
     def __post_init__(self) -> None:
-        self._check_cache_options()
-        if self.blend_per_split is not None and any(self.blend_per_split):
-            self._check_blend_per_split(self.blend_per_split)
-            return
-        if self.blend is None:
-            self.mock, self.split = True, _MOCK_SPLIT
-            log_on_first_rank(logger, logging.INFO, "Let mock = True: there is no blend")
-        else:
-            _check_weights("blend", self.blend)
-            require(self.split is not None, 'a blend needs a split: give split="969,30,1"')
-        assert self.split is not None
-        vector = parse_and_normalize_split(self.split)
-        self.split_matrix = convert_split_vector_to_split_matrix(vector)
-        log_on_first_rank(logger, logging.INFO, f"Let split_matrix = {self.split_matrix}")
-
-    def _check_cache_options(self) -> None:
         for name in ("fast_cache_load", "defer_npy_index_mmap"):
             require(
                 not getattr(self, name) or self.path_to_cache is not None,
@@ -94,6 +75,19 @@ class BlendedMegatronDatasetConfig:
             not self.fast_cache_load or self.blend is None,
             "fast_cache_load and blend exclude each other: give blend_per_split",
         )
+        if self.blend_per_split is not None and any(self.blend_per_split):
+            self._check_blend_per_split(self.blend_per_split)
+            return
+        if self.blend is None:
+            self.mock, self.split = True, "1,1,1"
+            log_on_first_rank(logger, "Let mock = True: there is no blend")
+        else:
+            _check_weights("blend", self.blend)
+            require(self.split is not None, 'a blend needs a split: give split="969,30,1"')
+        assert self.split is not None
+        vector = parse_and_normalize_split(self.split)
+        self.split_matrix = convert_split_vector_to_split_matrix(vector)
+        log_on_first_rank(logger, f"Let split_matrix = {self.split_matrix}")
 
     def _check_blend_per_split(self, blends: list[Blend | None]) -> None:
         require(self.blend is None, "blend and blend_per_split exclude each other: give one")
@@ -105,7 +99,7 @@ class BlendedMegatronDatasetConfig:
         )
         for split, blend in zip(Split, blends, strict=True):
             if blend is None:
-                log_on_first_rank(logger, logging.INFO, f"no blend for the {split.name} split")
+                log_on_first_rank(logger, f"no blend for the {split.name} split")
             else:
                 _check_weights(f"blend_per_split[{split.value}]", blend)
 
@@ -122,26 +116,25 @@ def _check_weights(name: str, blend: Blend) -> None:
 
 @dataclass
 class GPTDatasetConfig(BlendedMegatronDatasetConfig):
-    """What decides GPT datasets, beyond what decides all.
+    """Options of GPT datasets, beyond those of all datasets.
 
     Attributes:
-        reset_position_ids: position ids start again after each EOD.
-        reset_attention_mask: no attention across an EOD.
-        eod_mask_loss: no loss where the input is EOD.
-        create_attention_mask: whether samples hold an attention mask.
-        drop_last_partial_validation_sequence: in validation, leave out a last sample that the
-            tokens do not fill.
-        add_extra_token_to_sequence: draw one token more in each sample, the last label.
-        object_storage_cache_path: accepted, and refused together with paths in object stores.
-        data_parallel_size, sequence_parallel_size, hybrid_context_parallel, context_parallel_size:
-            kept for other code; they decide nothing here.
-        sequences_per_dataset: for each prefix, its number of sequences and of document entries.
-        token_dtype_code: what the vocabulary's size says of the token files; not an argument.
-        inter_document_masking: samples hold `cu_seqlens` and `max_seqlen` in place of an attention
-            mask. (megatron-core 0.16.1 does not have this option; Megatron-LM's main has.)
+        reset_position_ids: Whether position ids restart after each EOD.
+        reset_attention_mask: Whether to mask attention across an EOD.
+        eod_mask_loss: Whether to mask the loss where the input is EOD.
+        create_attention_mask: Whether samples hold an attention mask.
+        drop_last_partial_validation_sequence: Whether to leave out a last validation sample that
+            the tokens do not fill.
+        add_extra_token_to_sequence: Whether a sample draws one more token, for the last label.
+        object_storage_cache_path, data_parallel_size, sequence_parallel_size,
+            hybrid_context_parallel, context_parallel_size: Unused here; kept for other code.
+        sequences_per_dataset: Numbers of sequences and of document entries, by prefix.
+        token_dtype_code: Dtype code by the size of the vocabulary; not an argument.
+        inter_document_masking: Whether samples hold `cu_seqlens` and `max_seqlen` instead of an
+            attention mask. (An option of Megatron-LM's main, not of megatron-core 0.16.1.)
 
     Raises:
-        ConfigAssertionError: a required option is None.
+        ConfigAssertionError: If a required option is None.
     """
 
     reset_position_ids: bool | None = None
@@ -165,8 +158,8 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
             require(getattr(self, name) is not None, f"{name} is None: give it")
         vocabulary_size = self.tokenizer.vocab_size
         if vocabulary_size is not None:
-            is_wide = vocabulary_size > _UINT16_VALUES
-            self.token_dtype_code = _INT32_CODE if is_wide else _UINT16_CODE
+            dtype = DType.int32 if vocabulary_size > 2**16 else DType.uint16
+            self.token_dtype_code = dtype.value
         require(
             self.sequences_per_dataset is None or self.token_dtype_code is not None,
             "sequences_per_dataset needs the tokenizer's vocab_size, which is None",
@@ -176,11 +169,11 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 def parse_and_normalize_split(split: str) -> list[float]:
     """The shares of train, valid and test in a string such as "969,30,1"; their sum is 1.
 
-    Whatever is no digit and no dot separates numbers (a sign too); missing ones are 0.
+    All characters but digits and dots separate numbers (a sign too); missing shares are 0.
 
     Raises:
-        ConfigAssertionError: more than three numbers, none above 0, or a run of digits and dots
-            that is no number.
+        ConfigAssertionError: If there are more than three numbers, none is above 0, or digits and
+            dots do not form a number.
     """
     try:
         shares = [float(number) for number in re.findall(r"[.0-9]+", split)]
@@ -197,20 +190,18 @@ def parse_and_normalize_split(split: str) -> list[float]:
 def convert_split_vector_to_split_matrix(
     vector_a: list[float], vector_b: list[float] | None = None
 ) -> SplitMatrix:
-    """Where each split starts and ends, as fractions of the data; None for one without a share.
+    """Start and end of each split as fractions of the data; None for a split without a share.
 
     Args:
-        vector_a: the shares.
-        vector_b: other shares; each split is then cut down to what both give it.
+        vector_a: Shares.
+        vector_b: Other shares, to cut each split down to the data that it has by both.
 
     Example:
         >>> convert_split_vector_to_split_matrix([0.9, 0.1, 0.0])
         [(0, 0.9), (0.9, 1.0), None]
     """
     ends_a = list(itertools.accumulate(vector_a, initial=0))
-    ends_b = ends_a
-    if vector_b is not None:
-        ends_b = list(itertools.accumulate(vector_b, initial=0))
+    ends_b = ends_a if vector_b is None else list(itertools.accumulate(vector_b, initial=0))
     matrix: SplitMatrix = []
     for (low_a, high_a), (low_b, high_b) in zip(
         itertools.pairwise(ends_a), itertools.pairwise(ends_b), strict=False

@@ -1,10 +1,10 @@
-"""Errors that are Megatron-LM's kinds of error too, so that code which catches those goes on.
+"""Errors that are also of Megatron-LM's kinds, so that code that catches those keeps working.
 
 ConfigAssertionError    a ConfigError where Megatron-LM asserts
 DataAssertionError      a DataError where Megatron-LM asserts
-└── MissingFileError    also a FileNotFoundError: Megatron-LM raises the one or the other
+└── MissingFileError    also a FileNotFoundError, which Megatron-LM raises in some places
 OversampledError        a ConfigError where Megatron-LM raises IndexError
-BuildError              where Megatron-LM raises a plain Exception
+BuildError              a MillraceError where Megatron-LM raises a plain Exception
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from millrace.errors import ConfigError, DataError, MillraceError
 
 
 class ConfigAssertionError(ConfigError, AssertionError):
-    """An argument or option that cannot work."""
+    """An argument or option outside its limits."""
 
 
 class DataAssertionError(DataError, AssertionError):
@@ -24,7 +24,7 @@ class DataAssertionError(DataError, AssertionError):
 
 
 class MissingFileError(DataAssertionError, FileNotFoundError):
-    """A token file or cache file that is not there."""
+    """A token file or cache file that does not exist."""
 
 
 class OversampledError(ConfigError, IndexError):
@@ -43,7 +43,7 @@ def require(condition: object, message: str) -> None:
 
 @contextlib.contextmanager
 def as_assertions() -> Iterator[None]:
-    """Turns the errors of the rooms below into those of this one."""
+    """Turns ConfigError and DataError into their kinds that are also AssertionErrors."""
     try:
         yield
     except (ConfigAssertionError, DataAssertionError):

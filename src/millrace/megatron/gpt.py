@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 import os
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -14,44 +15,34 @@ from numpy.typing import NDArray
 from millrace import _native
 from millrace.cache import megatron as cache
 from millrace.errors import ConfigError
+from millrace.feed.samples import SampleSource
+from millrace.megatron import rules
 from millrace.megatron.base import MegatronDataset
-from millrace.megatron.caching import MappedArrays, open_arrays, prepare_arrays
+from millrace.megatron.caching import CachedIndices
 from millrace.megatron.config import GPTDatasetConfig
-from millrace.megatron.errors import (
-    ConfigAssertionError,
-    DataAssertionError,
-    require,
-)
+from millrace.megatron.errors import ConfigAssertionError, DataAssertionError, require
 from millrace.megatron.indexed import IndexedDataset, _LocalBinReader
-from millrace.megatron.rules import (
-    as_range,
-    build_indices,
-    causal_mask,
-    mask_across_documents,
-    plan_samples,
-)
 from millrace.megatron.utils import Split, log_on_first_rank
-from millrace.order import GPTPlan
-from millrace.order.gpt import check_seed
-from millrace.store.bytes import MMapReader
+from millrace.options import SampleOptions
+from millrace.order.gpt import GPTPlan, check_seed
+from millrace.order.spans import CoreOrder
 
 logger = logging.getLogger(__name__)
+
+_sample_options = lru_cache(maxsize=64)(SampleOptions)  # a configuration may change
 
 Sample = dict[str, torch.Tensor]
 Arrays = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]
 
 
-class GPTDataset(MegatronDataset):
+class GPTDataset(CachedIndices, MegatronDataset):
     """Samples of fixed length from the sequences of a token file, in shuffled order.
 
     Args:
-        indexed_dataset: the token file.
-        dataset_path: its path prefix.
-        indexed_indices: int32 [sequences], which of its sequences to draw from; None (with
-            `fast_cache_load` alone): the cached indices know.
-        num_samples: to have at least; None: what one epoch gives.
-        index_split: the split that this is.
-        config: the options.
+        indexed_dataset, dataset_path: Token file and its path prefix.
+        indexed_indices: int32 [sequences], the sequences to draw from; None (with
+            `fast_cache_load`): those of the cached indices.
+        num_samples, index_split, config: As in `MegatronDataset`.
 
     Attributes:
         document_index: int32 [epochs * sequences].
@@ -60,10 +51,13 @@ class GPTDataset(MegatronDataset):
             until the first sample.
 
     Raises:
-        ConfigAssertionError: options outside their limits, or samples of a split without tokens.
-        DataAssertionError: a damaged token file; with `fast_cache_load`, a damaged cache.
-        OSError: the indices cannot be cached; with `fast_cache_load`, they are missing.
+        ConfigAssertionError: If an option is outside its limits, or samples of a split without
+            tokens are requested.
+        DataAssertionError: If the token file (with `fast_cache_load`, the cache) is damaged.
+        OSError: If the indices cannot be cached or, with `fast_cache_load`, are missing.
     """
+
+    _INDICES = cache.GPT_ARRAYS
 
     config: GPTDatasetConfig
 
@@ -79,13 +73,9 @@ class GPTDataset(MegatronDataset):
         super().__init__(
             indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config
         )
-        self._source: Any = None
-        self._source_of: tuple[Any, ...] = ()
+        self._source: SampleSource | None = None
+        self._source_parts: tuple[Any, ...] = ()
         self._causal_mask: NDArray[np.bool_] | None = None
-        self._made_plan: GPTPlan | None = None
-        self.document_index: Any
-        self.sample_index: Any
-        self.shuffle_index: Any
         self.document_index, self.sample_index, self.shuffle_index = (
             self._build_document_sample_shuffle_indices()
         )
@@ -100,8 +90,8 @@ class GPTDataset(MegatronDataset):
         """Opens the token file at a path prefix.
 
         Raises:
-            MissingFileError, DataAssertionError: as `IndexedDataset`.
-            KeyError: it is not in `sequences_per_dataset`.
+            MissingFileError, DataAssertionError: As in `IndexedDataset`.
+            KeyError: If it is not in `sequences_per_dataset`.
         """
         counts = config.sequences_per_dataset
         return IndexedDataset(
@@ -114,9 +104,9 @@ class GPTDataset(MegatronDataset):
         )
 
     def __len__(self) -> int:
-        """The number of samples; with `defer_npy_index_mmap`, by the plan alone."""
+        """The number of samples; with `defer_npy_index_mmap`, from the plan."""
         if self.config.defer_npy_index_mmap:
-            return self._plan().num_samples
+            return self._plan.num_samples
         return int(self.sample_index.shape[0]) - 1
 
     # ---- samples ----
@@ -125,23 +115,25 @@ class GPTDataset(MegatronDataset):
         """A sample.
 
         Args:
-            idx: its number; negative ones count from the end. None: sample 0 with a loss mask of
-                zeros, to fill a batch.
+            idx: Sample number; negative ones count from the end. None: sample 0 with a loss mask
+                of zeros, to fill a batch.
 
         Returns:
             `tokens`, `labels` and `position_ids` int64 and `loss_mask` float32, each
             [sequence_length]. With `create_attention_mask`, also `attention_mask`, bool
             [1, sequence_length, sequence_length], True where there is no attention; without
             `reset_attention_mask` all samples share one, which must not be written to. With
-            `inter_document_masking`, instead of it `cu_seqlens` int32 [sequence_length + 1], where
-            the documents start (the rest is sequence_length), and `max_seqlen` int32 [].
+            `inter_document_masking`, instead of that mask `cu_seqlens` int32
+            [sequence_length + 1], where the documents start (filled up with sequence_length), and
+            `max_seqlen` int32 [].
 
         Raises:
-            IndexError: no such sample.
-            DataAssertionError: an index that points outside the token file.
+            IndexError: If there is no such sample.
+            DataAssertionError: If an index points outside the token file.
         """
         number = 0 if idx is None else idx
-        self._open_deferred()
+        if self.shuffle_index is None:
+            self._open_deferred()
         if self._is_plain():
             arrays = self._gather(number)
         else:
@@ -149,7 +141,7 @@ class GPTDataset(MegatronDataset):
             arrays = self._fill(np.asarray(text))
         if idx is None:
             arrays[2][:] = 0.0
-        sample = self._sample(*arrays)
+        sample = self._sample(arrays)
         if self.config.inter_document_masking:
             self._add_document_bounds(sample, number)
         return sample
@@ -157,15 +149,16 @@ class GPTDataset(MegatronDataset):
     def _query_document_sample_shuffle_indices(
         self, idx: Any
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """A sample's tokens with the extra one, padded if short, and the sequences they are from.
+        """A sample's tokens with the extra one, padded if short, and their sequences.
 
-        This is the hook of subclasses with tokens of their own; where it is not overridden, samples
-        are gathered in one call of the core instead.
+        Subclasses that make their own tokens override this hook; without an override, one call of
+        the core gathers the sample instead.
 
         Returns:
             int64 [sequence_length, + 1 with the extra token], and int64 [parts].
         """
-        self._open_deferred()
+        if self.shuffle_index is None:
+            self._open_deferred()
         row = self.shuffle_index[idx]
         (first, start), (last, stop) = self.sample_index[row : int(row) + 2].tolist()
         extra = 1 if self.config.add_extra_token_to_sequence else 0
@@ -181,34 +174,35 @@ class GPTDataset(MegatronDataset):
         return np.concatenate(parts, dtype=np.int64), np.array(sequences, dtype=np.int64)
 
     def _is_plain(self) -> bool:
-        """Whether the samples are runs of a token file that the core can read by itself."""
-        kind, reader = type(self), getattr(self.dataset, "bin_reader", None)
+        """Whether the core can read the samples: no hook or reader was replaced."""
+        dataset, reader = self.dataset, getattr(self.dataset, "bin_reader", None)
         return (
-            kind._query_document_sample_shuffle_indices
+            type(self)._query_document_sample_shuffle_indices
             is GPTDataset._query_document_sample_shuffle_indices
-            and isinstance(self.dataset, IndexedDataset)
-            and type(self.dataset).get is IndexedDataset.get
+            and isinstance(dataset, IndexedDataset)
+            and type(dataset).get is IndexedDataset.get
             and isinstance(reader, _LocalBinReader)
             and type(reader).read is _LocalBinReader.read
-            and reader.opened is self.dataset.stored.reader
-            and self.dataset.stored.dtype.kind in "iu"
-            and not self.dataset.multimodal
+            and reader.reader is dataset.token_file.reader
+            and dataset.token_file.dtype.kind in "iu"
+            and not dataset.multimodal
         )
 
-    def _row_options(self) -> dict[str, Any]:
+    def _row_options(self, sequence_length: int) -> SampleOptions:
         config = self.config
         looks_for_eod = (
             config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss
         )
         pad = self._pad_token_id
-        return {
-            "add_extra_token": bool(config.add_extra_token_to_sequence),
-            "pad_token": None if pad is None else int(pad),
-            "eod_token": int(config.tokenizer.eod) if looks_for_eod else None,
-            # The attention mask is made of the position ids.
-            "reset_position_ids": bool(config.reset_position_ids or self._masks_documents()),
-            "eod_mask_loss": bool(config.eod_mask_loss),
-        }
+        return _sample_options(
+            sequence_length=sequence_length,
+            add_extra_token=bool(config.add_extra_token_to_sequence),
+            pad_token=None if pad is None else int(pad),
+            eod_token=int(config.tokenizer.eod) if looks_for_eod else None,
+            # The attention mask follows from the position ids.
+            reset_position_ids=bool(config.reset_position_ids or self._masks_documents()),
+            eod_mask_loss=bool(config.eod_mask_loss),
+        )
 
     def _masks_documents(self) -> bool:
         config = self.config
@@ -219,21 +213,8 @@ class GPTDataset(MegatronDataset):
         count = len(self.shuffle_index)
         if not -count <= number < count:
             raise IndexError(f"there is no sample {number}; the dataset has 0 to {count - 1}")
-        numbers = np.array([number % count])
-        options = self._row_options() | {"sequence_length": self.config.sequence_length}
-        source = self._get_source()
         try:
-            if isinstance(self.dataset.stored.reader, MMapReader):
-                arrays = _native.gather_samples(
-                    (source,), np.zeros(1, np.int64), numbers, **options
-                )
-            else:
-                offsets, counts, _ = _native.find_pieces(
-                    source, numbers, options["sequence_length"], options["add_extra_token"]
-                )
-                data = self.dataset.stored.reader.gather(offsets, counts)
-                tokens = data.view(self.dataset.stored.dtype)
-                arrays = _native.fill_rows(tokens, np.array([len(tokens)]), **options)
+            arrays = self._get_source().read(np.array([number % count]))
         except ValueError as error:
             raise DataAssertionError(
                 f"{self.dataset_path}, sample {number}: an index points outside its data: {error}. "
@@ -241,47 +222,37 @@ class GPTDataset(MegatronDataset):
             ) from None
         return tuple(array[0] for array in arrays)
 
-    def _get_source(self) -> Any:
-        """The core's view of the token file and the indices, made again when one was replaced."""
-        made_of = (
-            self.dataset.stored,
+    def _get_source(self) -> SampleSource:
+        """The samples of the token file and the indices; a new source if any was replaced."""
+        parts = (
+            self._row_options(self.config.sequence_length),
+            self.dataset.token_file,
             self.document_index,
             self.sample_index,
             self.shuffle_index,
         )
-        if self._source is None or any(map(operator.is_not, made_of, self._source_of)):
-            stored = self.dataset.stored
-            is_mapped = isinstance(stored.reader, MMapReader)
-            documents, samples, shuffle = (np.asarray(array) for array in made_of[1:])
-            self._source = _native.sample_source(
-                stored.tokens if is_mapped else np.empty(0, stored.dtype),
-                stored.sequence_pointers,
-                stored.sequence_lengths,
-                documents,
-                samples,
-                shuffle,
-                stored.reader.size,
+        if self._source is None or any(map(operator.is_not, parts, self._source_parts)):
+            options, token_file, *indices = parts
+            order = _native.gpt_order(
+                token_file.sequence_lengths,
+                *map(np.asarray, indices),
+                sequence_length=options.sequence_length,
+                add_extra_token=options.add_extra_token,
             )
-            self._source_of = made_of
+            self._source = SampleSource(token_file, CoreOrder(order), options)
+            self._source_parts = parts
         return self._source
 
     def _fill(self, text: NDArray[Any]) -> Arrays:
-        """The arrays of a sample from its tokens, however a subclass came by them."""
+        """The arrays of a sample from its tokens."""
         tokens = text.astype(np.int64, copy=False)
-        options = self._row_options()
-        length = len(tokens) - options["add_extra_token"]
-        arrays = _native.fill_rows(
-            tokens, np.array([len(tokens)]), sequence_length=length, **options
-        )
+        extra = bool(self.config.add_extra_token_to_sequence)
+        options = self._row_options(len(tokens) - extra)
+        arrays = _native.fill_rows(tokens, np.array([len(tokens)]), options)
         return tuple(array[0] for array in arrays)
 
-    def _sample(
-        self,
-        tokens: NDArray[np.int64],
-        labels: NDArray[np.int64],
-        loss_mask: NDArray[np.float32],
-        position_ids: NDArray[np.int64],
-    ) -> Sample:
+    def _sample(self, arrays: Arrays) -> Sample:
+        tokens, labels, loss_mask, position_ids = arrays
         sample = {"tokens": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
         if self.config.create_attention_mask and not self.config.inter_document_masking:
             sample["attention_mask"] = torch.from_numpy(self._attention_mask(position_ids))
@@ -294,16 +265,16 @@ class GPTDataset(MegatronDataset):
     def _attention_mask(self, position_ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         length = len(position_ids)
         if self._causal_mask is None or self._causal_mask.shape[-1] != length:
-            self._causal_mask = causal_mask(length)
+            self._causal_mask = rules.causal_mask(length)
         if not self._masks_documents():
             return self._causal_mask
-        return mask_across_documents(self._causal_mask, position_ids)
+        return rules.mask_across_documents(self._causal_mask, position_ids)
 
     def _add_document_bounds(self, sample: Sample, idx: Any) -> None:
         """Adds where the sample's documents start, and restarts the position ids there."""
         length = self.config.sequence_length
         ends = np.cumsum(self._part_lengths(idx))
-        if len(ends) > length:  # more empty documents than there is room for
+        if len(ends) > length:  # Too many documents for the array: leave out the empty ones.
             ends = np.unique(ends)
             ends = ends[ends > 0]
         bounds = np.concatenate(([0], ends))
@@ -316,7 +287,7 @@ class GPTDataset(MegatronDataset):
         sample["max_seqlen"] = torch.tensor(int(lengths.max()), dtype=torch.int32)
 
     def _part_lengths(self, idx: Any) -> NDArray[np.int64]:
-        """Tokens of a sample's documents, without the extra one; their sum is sequence_length."""
+        """Lengths of a sample's documents without the extra token; they sum to sequence_length."""
         row = int(self.shuffle_index[idx])
         (first, start), (last, stop) = self.sample_index[row : row + 2].tolist()
         sequences = self.document_index[first : last + 1]
@@ -324,102 +295,81 @@ class GPTDataset(MegatronDataset):
         lengths[-1] = stop
         lengths[0] -= start
         if self.config.add_extra_token_to_sequence and lengths[-1] == 0 and len(lengths) > 1:
-            lengths = lengths[:-1]  # the extra token was all that it gave
+            lengths = lengths[:-1]  # It gave only the extra token.
         lengths[-1] += self.config.sequence_length - lengths.sum()  # padding
         return lengths
 
     # ---- indices ----
 
     def _build_document_sample_shuffle_indices(self) -> tuple[Any, Any, Any]:
-        """Loads the three indices, or builds and caches them; (None, None, None) if deferred."""
+        """The three indices, loaded or built; (None, None, None) if deferred."""
         config = self.config
-        files = self._files()
-        if config.defer_npy_index_mmap:
-            for name in cache.GPT_ARRAYS:
-                setattr(self, f"path_to_{name}", files.path(name))
-            return None, None, None
-        if config.fast_cache_load:
-            arrays = open_arrays(files, self._what(), cache.check_gpt_forms)
-        else:
-            self._plan()  # what cannot be built is said before the cache is touched
+        if not (config.defer_npy_index_mmap or config.fast_cache_load):
+            # Refuse what cannot be built before touching the cache.
+            _ = self._plan
             check_seed(config.random_seed)
-            arrays = prepare_arrays(
-                files if files.folder else None, self._what(), self._check, self._build
-            )
-        num_samples = arrays["sample_index"].shape[0] - 1
-        log_on_first_rank(logger, logging.INFO, f"> total number of samples: {num_samples}")
-        return arrays["document_index"], arrays["sample_index"], arrays["shuffle_index"]
-
-    def _open_deferred(self) -> None:
-        if self.shuffle_index is not None:
-            return
-        check = cache.check_gpt_forms if self.indices is None else self._check
-        arrays = open_arrays(self._files(), self._what(), check)
-        self.document_index = arrays["document_index"]
-        self.sample_index = arrays["sample_index"]
-        self.shuffle_index = arrays["shuffle_index"]
+        document_index, sample_index, shuffle_index = self._prepare_indices(config.fast_cache_load)
+        if sample_index is not None:
+            message = f"> total number of samples: {sample_index.shape[0] - 1}"
+            log_on_first_rank(logger, message)
+        return document_index, sample_index, shuffle_index
 
     def _files(self) -> cache.CacheSet:
         folder = self.config.path_to_cache
         if folder is None and not self.config.mock:
-            folder = os.path.join(
-                self.dataset.path_prefix, "cache", f"{type(self).__name__}_indices"
-            )
-        return cache.CacheSet(
-            folder=os.fspath(folder or ""),
-            stem=f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}",
-            description=self.unique_description,
-            arrays=cache.GPT_ARRAYS,
-        )
+            name = f"{type(self).__name__}_indices"
+            folder = os.path.join(self.dataset.path_prefix, "cache", name)
+        return self._cache_set(folder, self.index_split)
 
     def _what(self) -> str:
         return f"{type(self).__name__} {self.index_split.name} indices"
 
     def _check(self, arrays: cache.Arrays) -> None:
-        lengths = self.dataset.sequence_lengths
-        cache.check_gpt_arrays(arrays, self._plan(), len(self._get_indices()), lengths)
+        config = self.config
+        is_trusted = config.fast_cache_load and not config.defer_npy_index_mmap
+        if is_trusted or self.indices is None:
+            cache.check_gpt_forms(arrays)
+        else:
+            lengths = self.dataset.sequence_lengths
+            cache.check_gpt_arrays(arrays, self._plan, len(self._get_indices()), lengths)
 
     def _build(self) -> cache.Arrays:
-        plan = self._plan()
-        log_on_first_rank(logger, logging.INFO, f"> total number of epochs: {plan.num_epochs}")
-        lengths = self.dataset.sequence_lengths
+        plan, lengths = self._plan, self.dataset.sequence_lengths
+        log_on_first_rank(logger, f"> total number of epochs: {plan.num_epochs}")
         require(
             lengths.dtype == np.int32, f"the sequence lengths are {lengths.dtype}; int32 is needed"
         )
-        indices = self._get_indices()
         try:
-            built = build_indices(lengths, indices, plan, self.config.random_seed)
+            indices = rules.build_indices(
+                lengths, self._get_indices(), plan, self.config.random_seed
+            )
         except ConfigError as error:
             raise ConfigAssertionError(f"{self.dataset_path}: {error}") from error
         except ValueError as error:
             raise DataAssertionError(f"{self.dataset_path}: {error}; see `verify`") from error
-        return cache.gpt_arrays(built)
+        return cache.gpt_arrays(indices)
 
+    @cached_property
     def _plan(self) -> GPTPlan:
-        """Epochs and samples, worked out once.
+        """Epochs and samples.
 
         Raises:
-            ConfigAssertionError: no tokens, and samples are wanted: Megatron-LM would look for
-                enough epochs for ever.
+            ConfigAssertionError: If samples are requested and there are no tokens. (Megatron-LM
+                would look for enough epochs for ever.)
         """
-        if self._made_plan is None:
-            config = self.config
-            drops_partial = (
-                self.index_split.name != Split.valid.name
-                or config.drop_last_partial_validation_sequence
+        config, split = self.config, self.index_split.name
+        try:
+            return rules.plan_samples(
+                self._get_num_tokens_per_epoch(),
+                self.num_samples,
+                config.sequence_length,
+                add_extra_token=bool(config.add_extra_token_to_sequence),
+                drop_last_partial_sequence=bool(
+                    split != Split.valid.name or config.drop_last_partial_validation_sequence
+                ),
             )
-            try:
-                self._made_plan = plan_samples(
-                    self._get_num_tokens_per_epoch(),
-                    self.num_samples,
-                    config.sequence_length,
-                    add_extra_token=bool(config.add_extra_token_to_sequence),
-                    drop_last_partial_sequence=bool(drops_partial),
-                )
-            except ValueError as error:
-                where = f"{self.dataset_path}, {self.index_split.name} split"
-                raise ConfigAssertionError(f"{where}: {error}") from error
-        return self._made_plan
+        except ValueError as error:
+            raise ConfigAssertionError(f"{self.dataset_path}, {split} split: {error}") from error
 
     def _get_indices(self) -> NDArray[np.int32]:
         if self.indices is None:
@@ -427,21 +377,13 @@ class GPTDataset(MegatronDataset):
         return self.indices
 
     def _get_num_tokens_per_epoch(self) -> int:
-        indices = self._get_indices()
-        run = as_range(indices)
-        lengths = self.dataset.sequence_lengths
+        indices, lengths = self._get_indices(), self.dataset.sequence_lengths
+        run = rules.as_range(indices)
         return int(np.sum(lengths[slice(*run) if run else indices], dtype=np.int64))
 
     def _get_num_epochs(self, num_tokens_per_epoch: int) -> int:
         """The least number of epochs that holds the samples."""
-        return self._plan().num_epochs
-
-    # ---- pickling ----
+        return self._plan.num_epochs
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        state["_source"], state["_source_of"], state["_causal_mask"] = None, (), None
-        return MappedArrays.put_into(state, cache.GPT_ARRAYS)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(MappedArrays.open_in(state))
+        return super().__getstate__() | {"_source": None, "_source_parts": (), "_causal_mask": None}

@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from millrace import _native
-from millrace.megatron.errors import ConfigAssertionError
+from millrace.dtypes import sample_index_dtype
+from millrace.megatron.errors import require
 
 
 def build_sample_idx(
@@ -19,52 +20,28 @@ def build_sample_idx(
     tokens_per_epoch: int,
     drop_last_partial_sequence: bool = True,
     add_extra_token_to_sequence: bool = True,
+    *,
+    dtype: Any = None,
 ) -> NDArray[Any]:
     """The sample index: where each sample starts, as (place in the document index, offset).
 
     Args:
-        sizes: int32 [sequences], in tokens.
+        sizes: int32 [sequences], lengths in tokens.
         document_indices: int32 [documents], the sequences in reading order.
-        sequence_length: tokens to train on in a sample.
-        num_epochs, tokens_per_epoch: their product is the number of tokens.
-        drop_last_partial_sequence: leave out a last sample that the tokens do not fill.
-        add_extra_token_to_sequence: a sample draws one token more, for the last label.
+        sequence_length: Tokens to train on in a sample.
+        num_epochs, tokens_per_epoch: Their product is the number of tokens.
+        drop_last_partial_sequence: Whether to leave out a last sample that the tokens do not fill.
+        add_extra_token_to_sequence: Whether a sample draws one more token, for the last label.
+        dtype: int32 or int64; None: int64 for 2**31 documents and more.
 
     Returns:
-        [samples + 1, 2], int32, or int64 for 2**31 documents and more.
+        [samples + 1, 2] of the dtype.
 
     Raises:
-        ValueError: too few tokens, or entries outside their arrays.
+        ValueError: If there are too few tokens, or entries outside their arrays.
     """
-    build = build_sample_idx_int32
-    if len(document_indices) > _native.MAX_INT32:
-        build = build_sample_idx_int64
-    return build(
-        sizes,
-        document_indices,
-        sequence_length,
-        num_epochs,
-        tokens_per_epoch,
-        drop_last_partial_sequence,
-        1 if add_extra_token_to_sequence else 0,
-    )
-
-
-def build_sample_idx_int32(
-    sizes: NDArray[np.int32],
-    document_indices: NDArray[np.int32],
-    sequence_length: int,
-    num_epochs: int,
-    tokens_per_epoch: int,
-    drop_last_partial_sequence: bool = True,
-    add_extra_token_to_sequence: int = 1,
-    *,
-    dtype: Any = np.int32,
-) -> NDArray[Any]:
-    """`build_sample_idx` with int32 rows."""
+    require(sequence_length >= 1, f"sequence_length is {sequence_length}; at least 1 is needed")
     extra = 1 if add_extra_token_to_sequence else 0
-    if sequence_length < 1:
-        raise ConfigAssertionError(f"sequence_length is {sequence_length}; at least 1 is needed")
     num_tokens = max(num_epochs * tokens_per_epoch - extra, 0)
     num_samples = num_tokens // sequence_length
     if not drop_last_partial_sequence:
@@ -76,13 +53,18 @@ def build_sample_idx_int32(
         num_samples,
         add_extra_token=bool(extra),
         allow_partial=not drop_last_partial_sequence,
-        dtype=dtype,
+        dtype=sample_index_dtype(len(document_indices)) if dtype is None else dtype,
     )
 
 
-def build_sample_idx_int64(*arguments: Any, **named: Any) -> NDArray[np.int64]:
+def build_sample_idx_int32(*args: Any, **kwargs: Any) -> NDArray[np.int32]:
+    """`build_sample_idx` with int32 rows."""
+    return build_sample_idx(*args, **kwargs, dtype=np.int32)
+
+
+def build_sample_idx_int64(*args: Any, **kwargs: Any) -> NDArray[np.int64]:
     """`build_sample_idx` with int64 rows."""
-    return build_sample_idx_int32(*arguments, **named, dtype=np.int64)
+    return build_sample_idx(*args, **kwargs, dtype=np.int64)
 
 
 def build_blending_indices(
@@ -96,18 +78,18 @@ def build_blending_indices(
     """Writes a blend by weights into two arrays.
 
     Args:
-        dataset_index: int16 [size or more], filled with dataset numbers.
-        dataset_sample_index: int64 [size or more], filled with sample numbers in the datasets.
-        weights: [num_datasets or more], positive; they are used as they are.
-        verbose: accepted; nothing is printed.
+        dataset_index: int16 [size or more], output: the dataset of each sample.
+        dataset_sample_index: int64 [size or more], output: the sample's number in that dataset.
+        weights: [num_datasets or more], positive; they are not normalised.
+        verbose: Ignored; nothing is printed.
 
     Raises:
-        ConfigAssertionError: arrays of other dtypes or too short for `size`.
-        ValueError: a weight that is not positive and finite.
+        ConfigAssertionError: If an output has another dtype or fewer than `size` elements.
+        ValueError: If a weight is not positive and finite.
     """
     _check_outputs(dataset_index, dataset_sample_index, size)
-    used = np.array(weights, dtype=np.float64)[:num_datasets]
-    dataset_index[:size], dataset_sample_index[:size] = _native.blend_by_weights(used, size)
+    weights = np.array(weights, dtype=np.float64)[:num_datasets]
+    dataset_index[:size], dataset_sample_index[:size] = _native.blend_by_weights(weights, size)
 
 
 def build_exhaustive_blending_indices(
@@ -116,21 +98,21 @@ def build_exhaustive_blending_indices(
     sizes: ArrayLike,
     num_datasets: int,
 ) -> None:
-    """Writes a blend of exactly `sizes` samples of each dataset into two arrays.
+    """Writes a blend of exactly sizes[d] samples of each dataset d into two arrays.
 
     Args:
-        dataset_index: int16 [sum of sizes, or more], filled with dataset numbers.
-        dataset_sample_index: int64 of the same shape, filled with sample numbers in the datasets.
-        sizes: integers [num_datasets or more].
+        dataset_index, dataset_sample_index: Outputs as in `build_blending_indices`, with at least
+            as many elements as the sum of the sizes.
+        sizes: Integers [num_datasets or more].
 
     Raises:
-        ConfigAssertionError: arrays of other dtypes or too short.
-        ValueError: a negative size.
+        ConfigAssertionError: If an output has another dtype or too few elements.
+        ValueError: If a size is negative.
     """
-    used = np.array(sizes, dtype=np.int64)[:num_datasets]
-    total = int(used.sum())
+    sizes = np.array(sizes, dtype=np.int64)[:num_datasets]
+    total = int(sizes.sum())
     _check_outputs(dataset_index, dataset_sample_index, total)
-    dataset_index[:total], dataset_sample_index[:total] = _native.blend_by_sizes(used)
+    dataset_index[:total], dataset_sample_index[:total] = _native.blend_by_sizes(sizes)
 
 
 def _check_outputs(dataset_index: Any, dataset_sample_index: Any, size: int) -> None:
@@ -138,7 +120,7 @@ def _check_outputs(dataset_index: Any, dataset_sample_index: Any, size: int) -> 
         ("dataset_index", dataset_index, np.int16),
         ("dataset_sample_index", dataset_sample_index, np.int64),
     ):
-        if array.dtype != dtype or array.ndim != 1 or len(array) < size:
-            raise ConfigAssertionError(
-                f"{name} is {array.dtype} {list(array.shape)}; {np.dtype(dtype)} [{size}] is needed"
-            )
+        require(
+            array.dtype == dtype and array.ndim == 1 and len(array) >= size,
+            f"{name} is {array.dtype} {list(array.shape)}; {np.dtype(dtype)} [{size}] is needed",
+        )

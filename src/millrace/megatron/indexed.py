@@ -39,12 +39,12 @@ class DType(Enum):
 
     @classmethod
     def code_from_dtype(cls, value: Any) -> int:
-        """The code of a NumPy type such as `numpy.uint16`; KeyError where there is none."""
+        """The code of a NumPy type such as `numpy.uint16`; KeyError if it has none."""
         return int(cls[np.dtype(value).name].value)
 
     @classmethod
     def dtype_from_code(cls, value: int) -> Any:
-        """The NumPy type of a code; ValueError where there is none."""
+        """The NumPy type of a code; ValueError for an unknown code."""
         return getattr(np, cls(value).name)
 
     @staticmethod
@@ -63,27 +63,10 @@ class DType(Enum):
 
 
 class _IndexReader:
-    """The index of a token file: what `IndexedDataset.index` gives to code that reaches for it.
+    """The index of a token file, for code that reaches for `IndexedDataset.index`.
 
-    Args:
-        idx_path: PREFIX.idx; PREFIX.bin must lie beside it.
-        multimodal: give the sequences' modes too; the file must hold them.
-        sequences_per_dataset: the number of sequences and of document entries that it must have.
-        dtype_code: accepted; the index says what the dtype is.
-        stored: the pair, where it is open already.
-
-    Attributes:
-        dtype: the NumPy type of the tokens.
-        dtype_size: its bytes.
-        sequence_count: number of sequences.
-        document_count: number of document entries, which is one more than there are documents.
-        sequence_lengths: int32 [sequences], in tokens.
-        sequence_pointers: int64 [sequences], byte offsets into the `.bin`.
-        document_indices: int64 [document_count].
-        sequence_modes: int8 [sequences], or None.
-
-    Raises:
-        MissingFileError, DataAssertionError: as `IndexedDataset`.
+    The arguments are as in `IndexedDataset`; `token_file` is the pair, if it is open already. There
+    is one more of document entries than of documents.
     """
 
     def __init__(
@@ -92,20 +75,20 @@ class _IndexReader:
         multimodal: bool,
         sequences_per_dataset: tuple[int, int] | None = None,
         dtype_code: int | None = None,
-        stored: store.IndexedDataset | None = None,
+        token_file: store.IndexedDataset | None = None,
     ) -> None:
-        if stored is None:
-            stored = _open(os.fspath(idx_path).removesuffix(".idx"), mmap=True)
-        if multimodal and stored.sequence_modes is None:
+        if token_file is None:
+            token_file = _open(os.fspath(idx_path).removesuffix(".idx"), mmap=True)
+        if multimodal and token_file.sequence_modes is None:
             raise DataAssertionError(f"{idx_path} holds no modes; open it without multimodal")
-        self.dtype: Any = stored.dtype.type
-        self.dtype_size = stored.dtype.itemsize
-        self.sequence_count = stored.header.num_sequences
-        self.document_count = stored.header.num_document_entries
-        self.sequence_lengths = stored.sequence_lengths
-        self.sequence_pointers = stored.sequence_pointers
-        self.document_indices = stored.document_indices
-        self.sequence_modes = stored.sequence_modes if multimodal else None
+        self.dtype: Any = token_file.dtype.type
+        self.dtype_size = token_file.dtype.itemsize
+        self.sequence_count = token_file.header.num_sequences
+        self.document_count = token_file.header.num_document_entries
+        self.sequence_lengths = token_file.sequence_lengths
+        self.sequence_pointers = token_file.sequence_pointers
+        self.document_indices = token_file.document_indices
+        self.sequence_modes = token_file.sequence_modes if multimodal else None
         counts = (self.sequence_count, self.document_count)
         if sequences_per_dataset and tuple(sequences_per_dataset) != counts:
             raise DataAssertionError(
@@ -117,71 +100,58 @@ class _IndexReader:
         return self.sequence_count
 
     def __getitem__(self, idx: Any) -> tuple[Any, Any, Any]:
-        """A sequence's pointer, length and mode (None where there are no modes)."""
+        """A sequence's pointer, length and mode (None in a file without modes)."""
         mode = None if self.sequence_modes is None else self.sequence_modes[idx]
         return self.sequence_pointers[idx], self.sequence_lengths[idx], mode
 
 
 class _BinReader(ABC):
-    """The tokens of a token file: what `IndexedDataset.bin_reader` gives to code that reaches.
-
-    Its class says how they are read.
-    """
+    """The tokens of a token file, for code that reaches for `IndexedDataset.bin_reader`."""
 
     @abstractmethod
     def read(self, dtype: Any, count: int, offset: int) -> NDArray[Any]:
-        """`count` numbers of a dtype from byte `offset` on; read-only where the file is mapped.
+        """`count` numbers of a dtype from byte `offset` on; read-only if the file is mapped.
 
         Raises:
-            DataAssertionError: they lie outside the file.
+            DataAssertionError: If they lie outside the file.
         """
 
 
 class _LocalBinReader(_BinReader):
-    """A `.bin` in a file system."""
+    """A `.bin` in a file system.
+
+    Args:
+        bin_path: PREFIX.bin.
+        reader: Reader of the `.bin`, if it is open already.
+    """
 
     _ACCESS: ClassVar[Access]
 
-    def _take(self, bin_path: str, opened: store.BinReader | None) -> None:
+    def __init__(self, bin_path: str, reader: store.BinReader | None = None) -> None:
         self._bin_path = bin_path
-        if opened is None:
+        if reader is None:
             with open(bin_path, "rb") as file:
-                opened = open_bin(file, self._ACCESS)
-        self.opened = opened
+                reader = open_bin(file, self._ACCESS)
+        self.reader = reader
 
     def read(self, dtype: Any, count: int, offset: int) -> NDArray[Any]:
         num_bytes = int(count) * np.dtype(dtype).itemsize
-        if num_bytes < 0 or not 0 <= offset <= self.opened.size - num_bytes:
+        if num_bytes < 0 or not 0 <= offset <= self.reader.size - num_bytes:
             raise DataAssertionError(
-                f"{self._bin_path} has {self.opened.size} bytes; {num_bytes} from byte {offset} on "
-                "were asked for. The index is damaged: write the pair again"
+                f"{self._bin_path} has {self.reader.size} bytes; {num_bytes} from byte {offset} on "
+                "were requested. The index is damaged: write the pair again"
             )
-        return self.opened.read(int(offset), num_bytes).view(dtype)
+        return self.reader.read(int(offset), num_bytes).view(dtype)
 
 
 class _MMapBinReader(_LocalBinReader):
-    """A mapped `.bin`.
-
-    Args:
-        bin_path: PREFIX.bin.
-        opened: its bytes, where they are mapped already.
-    """
+    """A mapped `.bin`."""
 
     _ACCESS = "mmap"
 
-    def __init__(self, bin_path: str, opened: store.BinReader | None = None) -> None:
-        self._take(bin_path, opened)
-
 
 class _FileBinReader(_LocalBinReader):
-    """A `.bin` that is read by positioned reads.
-
-    Args:
-        bin_path: PREFIX.bin.
-        num_max_retries, sleep_duration_start: kept for other code; a read that fails is an error
-            at once.
-        opened: its bytes, where it is open already.
-    """
+    """A `.bin` that is read by positioned reads; a read that fails is an error, without retries."""
 
     _ACCESS = "file"
 
@@ -190,18 +160,18 @@ class _FileBinReader(_LocalBinReader):
         bin_path: str,
         num_max_retries: int = 3,
         sleep_duration_start: int = 10,
-        opened: store.BinReader | None = None,
+        reader: store.BinReader | None = None,
     ) -> None:
+        super().__init__(bin_path, reader)
         self.num_max_retries = num_max_retries
         self.sleep_duration_start = sleep_duration_start
-        self._take(bin_path, opened)
 
 
 class _ObjectStoreBinReader(_BinReader):
-    """A `.bin` in an object store: refused, until those can be read.
+    """A `.bin` in an object store, which cannot be read yet.
 
     Raises:
-        ConfigAssertionError: always.
+        ConfigAssertionError: Always.
     """
 
     def __init__(self, bin_path: str, object_storage_config: ObjectStorageConfig) -> None:
@@ -227,21 +197,20 @@ class IndexedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
     """The sequences of a `.bin`/`.idx` pair.
 
     Args:
-        path_prefix: the path of the pair, without `.bin` or `.idx`.
-        multimodal: give the sequences' modes too; the file must hold them.
-        mmap: map the `.bin`, or read it by positioned reads.
-        object_storage_config, s3_config: refused: see `millrace.store.BinReader`.
-        fast_cache_load: accepted; opening looks at a few bytes anyway.
-        sequences_per_dataset: the number of sequences and of document entries that the index must
-            have.
-        dtype_code: accepted; the index says what the dtype is. (Megatron-LM trusts this code where
+        path_prefix: Path of the pair, without `.bin` or `.idx`.
+        multimodal: Whether to give the sequences' modes too; the file must hold them.
+        mmap: Whether to map the `.bin`, or use positioned reads.
+        object_storage_config, s3_config: Refused; see `millrace.store.BinReader`.
+        fast_cache_load: Ignored; opening reads only a few bytes.
+        sequences_per_dataset: Expected numbers of sequences and of document entries.
+        dtype_code: Ignored; the index says the dtype. (Megatron-LM trusts this code if
             sequences_per_dataset is given.)
 
     Raises:
-        MissingFileError: one of the files is missing.
-        DataAssertionError: a damaged or foreign file, or other counts than were given; in a pickle
-            that is opened, other data than were pickled.
-        ConfigAssertionError: a path in an object store.
+        MissingFileError: If one of the files is missing.
+        DataAssertionError: If a file is damaged or foreign, or has other counts than expected; if a
+            pickle is opened, and its token file has changed.
+        ConfigAssertionError: If the path is in an object store.
     """
 
     def __init__(
@@ -276,7 +245,7 @@ class IndexedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
         sequences_per_dataset: tuple[int, int] | None = None,
         dtype_code: int | None = None,
     ) -> None:
-        """Opens the files; see the class for the arguments."""
+        """Opens the files; the arguments are those of the class."""
         self.path_prefix = os.fspath(path_prefix)
         if is_object_storage_path(self.path_prefix):
             _refuse_object_store(self.path_prefix)
@@ -290,18 +259,13 @@ class IndexedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
         self.fast_cache_load = fast_cache_load
         self.sequences_per_dataset = sequences_per_dataset
         self.dtype_code = dtype_code
-        self.stored = _open(self.path_prefix, mmap)
+        self.token_file = _open(self.path_prefix, mmap)
+        idx_path, bin_path = get_idx_path(self.path_prefix), get_bin_path(self.path_prefix)
         self.index = _IndexReader(
-            get_idx_path(self.path_prefix),
-            multimodal,
-            sequences_per_dataset,
-            dtype_code,
-            self.stored,
+            idx_path, multimodal, sequences_per_dataset, dtype_code, self.token_file
         )
-        reader = _MMapBinReader if mmap else _FileBinReader
-        self.bin_reader: _BinReader = reader(
-            get_bin_path(self.path_prefix), opened=self.stored.reader
-        )
+        kind = _MMapBinReader if mmap else _FileBinReader
+        self.bin_reader: _BinReader = kind(bin_path, reader=self.token_file.reader)
 
     def __getstate__(self) -> tuple[Any, ...]:
         arguments = (
@@ -313,13 +277,13 @@ class IndexedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
             self.sequences_per_dataset,
             self.dtype_code,
         )
-        return arguments, self.stored.identity()
+        return arguments, self.token_file.identity()
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         arguments, identity = state
         self.initialize(*arguments)
         with as_assertions():
-            self.stored.check_identity(identity)
+            self.token_file.check_identity(identity)
 
     def __len__(self) -> int:
         """The number of sequences."""
@@ -328,17 +292,17 @@ class IndexedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
     def __getitem__(self, idx: Any) -> Any:
         """A sequence's tokens, [length]; a list of them for a slice without steps.
 
-        Of a multimodal file, a pair: tokens and mode, or a list and an int8 array of modes. The
-        slice of no sequences gives a list of one empty array, as in Megatron-LM.
+        For a multimodal file, a pair: tokens and mode, or a list and an int8 array of modes. An
+        empty slice gives a list of one empty array, as in Megatron-LM.
 
         Raises:
-            IndexError: no such sequence.
-            ConfigError: a slice with steps (a ValueError).
-            TypeError: neither an integer nor a slice.
+            IndexError: If there is no such sequence.
+            ConfigError: If a slice has steps (a ValueError).
+            TypeError: If it is neither an integer nor a slice.
         """
         if isinstance(idx, (int, np.integer)):
             pointer, length, mode = self.index[idx]
-            tokens = self.bin_reader.read(dtype=self.index.dtype, count=length, offset=pointer)
+            tokens = self._read(length, pointer)
             return tokens if mode is None else (tokens, mode)
         if not isinstance(idx, slice):
             raise TypeError(f"a sequence's number is an int or a slice, not {type(idx).__name__}")
@@ -346,37 +310,32 @@ class IndexedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
         if step != 1:
             raise ConfigError(f"the slice {idx} has the step {step}; only runs can be read at once")
         ends = np.cumsum(self.index.sequence_lengths[idx], dtype=np.int64)
-        tokens = self.bin_reader.read(
-            dtype=self.index.dtype,
-            count=0 if len(ends) == 0 else int(ends[-1]),
-            offset=self.index.sequence_pointers[start],
-        )
-        sequences = np.split(tokens, ends[:-1])
+        count = 0 if len(ends) == 0 else int(ends[-1])
+        sequences = np.split(self._read(count, self.index.sequence_pointers[start]), ends[:-1])
         modes = self.index.sequence_modes
         return sequences if modes is None else (sequences, modes[idx])
 
     def get(self, idx: Any, offset: int = 0, length: Any = None) -> Any:
         """Tokens [offset, offset + length) of a sequence; without a length, all from `offset` on.
 
-        Of a multimodal file, a pair: tokens and mode.
+        For a multimodal file, a pair: tokens and mode.
 
         Raises:
-            IndexError: no such sequence.
-            ConfigAssertionError: the span lies outside the sequence. (Megatron-LM reads on.)
+            IndexError: If there is no such sequence.
+            ConfigAssertionError: If the span lies outside the sequence. (Megatron-LM reads on.)
         """
         pointer, available, mode = self.index[idx]
         count = available - offset if length is None else length
         require(
             offset >= 0 and count >= 0 and offset + count <= available,
             f"tokens [{offset}, {offset + count}) of sequence {idx} of {self.path_prefix} were "
-            f"asked for; it has {available}",
+            f"requested; it has {available}",
         )
-        tokens = self.bin_reader.read(
-            dtype=self.index.dtype,
-            count=count,
-            offset=int(pointer) + int(offset) * self.index.dtype_size,
-        )
+        tokens = self._read(count, int(pointer) + int(offset) * self.index.dtype_size)
         return tokens if mode is None else (tokens, mode)
+
+    def _read(self, count: Any, offset: Any) -> NDArray[Any]:
+        return self.bin_reader.read(dtype=self.index.dtype, count=count, offset=offset)
 
     @property
     def sequence_lengths(self) -> NDArray[np.int32]:
@@ -389,11 +348,11 @@ class IndexedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
         return self.index.document_indices
 
     def get_document_indices(self) -> NDArray[np.int64]:
-        """The same as the property."""
+        """The property `document_indices`."""
         return self.index.document_indices
 
     def set_document_indices(self, document_indices: NDArray[np.int64]) -> None:
-        """Puts others in their place, in memory alone."""
+        """Replaces the document indices, in memory alone."""
         self.index.document_indices = document_indices
 
     @property
@@ -401,7 +360,7 @@ class IndexedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
         """int8 [sequences], of a multimodal file.
 
         Raises:
-            ConfigAssertionError: the file was not opened as multimodal.
+            ConfigAssertionError: If the file was not opened as multimodal.
         """
         modes = self.index.sequence_modes
         if modes is None:
@@ -410,36 +369,37 @@ class IndexedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
 
     @staticmethod
     def exists(path_prefix: str) -> bool:
-        """Whether both files are there."""
+        """Whether both files exist."""
         return os.path.exists(get_idx_path(path_prefix)) and os.path.exists(
             get_bin_path(path_prefix)
         )
 
 
 class IndexedDatasetBuilder:
-    """Writes a `.bin`/`.idx` pair, which appears when it is finalised.
+    """Writes a `.bin`/`.idx` pair, which `finalize` publishes.
 
     Args:
         bin_path: PREFIX.bin.
-        dtype: the NumPy type of the tokens in the file.
-        multimodal: store a mode for each sequence.
+        dtype: NumPy type of the tokens in the file.
+        multimodal: Whether to store a mode for each sequence.
 
     Attributes:
-        sequence_lengths: list [sequences], in tokens. These three are read back from disk at each
-            use, until the pair is finalised.
-        document_indices: list [documents + 1], each document's first sequence.
-        sequence_modes: list [sequences], or None.
+        sequence_lengths: List [sequences], in tokens. Until the pair is finalised, each use of this
+            and the next two reads them back from disk.
+        document_indices: List [documents + 1], the first sequence of each document.
+        sequence_modes: List [sequences], or None.
 
     Raises:
-        MissingFileError: there is no such folder.
-        ConfigAssertionError: another ending than `.bin`, or a dtype that the format does not have.
+        MissingFileError: If the folder does not exist.
+        ConfigAssertionError: If the path does not end in `.bin`, or the format does not have the
+            dtype.
     """
 
     def __init__(self, bin_path: str, dtype: Any = np.int32, multimodal: bool = False) -> None:
         self._prefix, ending = os.path.splitext(os.fspath(bin_path))
         require(ending == ".bin", f"{bin_path} must end in .bin: a pair is PREFIX.bin, PREFIX.idx")
         if not os.path.isdir(os.path.dirname(self._prefix) or "."):
-            raise MissingFileError(f"{bin_path} is in no folder; create it, or give another path")
+            raise MissingFileError(f"the folder of {bin_path} does not exist; create it first")
         self.dtype = dtype
         self.multimodal = multimodal
         with as_assertions():
@@ -460,15 +420,15 @@ class IndexedDatasetBuilder:
         return self._builder.columns()[2].tolist() if self.multimodal else None
 
     def add_item(self, tensor: ArrayLike, mode: int = 0) -> None:
-        """Appends a sequence to the document that is being written.
+        """Appends a sequence to the open document.
 
         Args:
-            tensor: tokens of any shape: whatever `numpy.array(tensor, dtype)` takes and leaves as
-                it is, such as tensors, nested lists, strings of digits and whole floats.
-            mode: of the sequence, in a multimodal file.
+            tensor: Tokens of any shape: anything that `numpy.array(tensor, dtype)` takes without a
+                change, such as tensors, nested lists, strings of digits and whole floats.
+            mode: Mode of the sequence, in a multimodal file.
 
         Raises:
-            ConfigAssertionError: a token that the dtype cannot hold.
+            ConfigAssertionError: If the dtype cannot hold a token.
         """
         with as_assertions():
             self._builder.add_sequence(_as_tokens(tensor, self.dtype), mode)
@@ -479,13 +439,13 @@ class IndexedDatasetBuilder:
         """Appends a whole document.
 
         Args:
-            tensor: the tokens of all its sequences, as of `add_item`.
-            lengths: integers [sequences], in tokens.
-            modes: integers [sequences], in a multimodal file; None: 0. (Megatron-LM fails on None.)
+            tensor: Tokens of all its sequences, as in `add_item`.
+            lengths: Integers [sequences], in tokens.
+            modes: Integers [sequences], in a multimodal file; None: 0. (Megatron-LM fails on None.)
 
         Raises:
-            ConfigAssertionError: a token that the dtype cannot hold, or lengths that do not sum to
-                the number of tokens.
+            ConfigAssertionError: If the dtype cannot hold a token, or the lengths do not sum to the
+                number of tokens.
         """
         with as_assertions():
             self._builder.add_document(_as_tokens(tensor, self.dtype), lengths, modes)
@@ -495,14 +455,14 @@ class IndexedDatasetBuilder:
         self._builder.end_document()
 
     def add_index(self, path_prefix: str) -> None:
-        """Appends all documents of another pair, of the same dtype.
+        """Appends all documents of another pair of the same dtype.
 
         Raises:
-            MissingFileError: it is not there.
-            ConfigAssertionError: another dtype, or only one of the two has modes.
+            MissingFileError: If the pair does not exist.
+            ConfigAssertionError: If it has another dtype, or only one of the two has modes.
         """
         if not IndexedDataset.exists(path_prefix):
-            raise MissingFileError(f"{path_prefix}.idx and .bin are not both there")
+            raise MissingFileError(f"{path_prefix}.idx or .bin does not exist")
         with as_assertions():
             self._builder.add_index(path_prefix)
 
@@ -533,7 +493,7 @@ def get_bin_path(path_prefix: str) -> str:
 def _refuse_object_store(path: str) -> None:
     raise ConfigAssertionError(
         f"{path} is in an object store; copy it to a file system, or read it with "
-        "millrace.IndexedDataset and a bin_reader of your own"
+        "millrace.IndexedDataset and your own bin_reader"
     )
 
 
@@ -546,23 +506,25 @@ def _open(prefix: str, mmap: bool) -> store.IndexedDataset:
 
 
 def _as_tokens(tokens: Any, dtype: Any) -> NDArray[Any]:
-    """The tokens as numbers, [tokens]: `numpy.array(tokens, dtype)`, where that changes none.
+    """`numpy.array(tokens, dtype)` as [tokens], if that changes no token.
 
     Raises:
-        ConfigAssertionError: something that is no number, or one that would be cut or wrap around.
+        ConfigAssertionError: If something is not a number, or would be cut or wrap around.
     """
     try:
-        given = np.asarray(tokens)
-        if given.dtype.kind in "iu":  # the builder checks that they fit
-            return given.reshape(-1)
-        with np.errstate(invalid="ignore"):  # NaN and infinity: they do not stay as they are
-            taken = np.array(tokens, dtype)
-        is_whole = taken.dtype.kind == "f" or np.array_equal(taken, np.array(tokens, np.float64))
+        array = np.asarray(tokens)
+        if array.dtype.kind in "iu":  # The builder checks that they fit.
+            return array.reshape(-1)
+        with np.errstate(invalid="ignore"):  # NaN and infinity: the comparison refuses them.
+            converted = np.array(tokens, dtype)
+        is_exact = array.dtype.kind != "c" and (
+            converted.dtype.kind == "f" or np.array_equal(converted, np.array(tokens, np.float64))
+        )
     except (TypeError, ValueError, OverflowError) as error:
         problem = str(error)
     else:
-        if is_whole and given.dtype.kind != "c":
-            return taken.reshape(-1)
+        if is_exact:
+            return converted.reshape(-1)
         problem = "not all are whole numbers within its limits"
     raise ConfigAssertionError(
         f"the tokens {shown(tokens)} cannot be stored as {np.dtype(dtype)}: {problem}"

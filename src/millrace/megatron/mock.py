@@ -14,10 +14,10 @@ from millrace.megatron.utils import Split
 
 
 class MockGPTLowLevelDataset:
-    """Sequences of random lengths that hold 1, 2, 3, ... and an EOD token at their end.
+    """Sequences of random lengths: the tokens 1, 2, 3, ... and an EOD token at the end.
 
     Args:
-        tokenizer: gives the vocabulary's size and the EOD token.
+        tokenizer: Tokenizer, for the size of the vocabulary and the EOD token.
     """
 
     seed: int = 0
@@ -63,13 +63,8 @@ class MockGPTDataset(GPTDataset):
         super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
 
     @staticmethod
-    def numel_low_level_dataset(low_level_dataset: Any) -> int:
-        """The number of sequences."""
-        return len(low_level_dataset)
-
-    @staticmethod
     def build_low_level_dataset(  # type: ignore[override]
         dataset_path: str | None, config: GPTDatasetConfig
     ) -> MockGPTLowLevelDataset:
-        """Makes the sequences up; the path is not used."""
+        """The made-up sequences; the path is not used."""
         return MockGPTLowLevelDataset(config.tokenizer)

@@ -1,4 +1,4 @@
-"""The rules of a GPT dataset, one by one: how many samples, in which order, with which masks."""
+"""The rules of a GPT dataset: how many samples, in which order, with which masks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import torch
 from numpy.typing import NDArray
 
 from millrace import _native
+from millrace.dtypes import shuffle_index_dtype
+from millrace.options import SampleOptions
 from millrace.order import GPTIndices, GPTPlan, build_gpt_indices, plan_gpt
 
 
@@ -18,19 +20,20 @@ def plan_samples(
     add_extra_token: bool,
     drop_last_partial_sequence: bool,
 ) -> GPTPlan:
-    """`plan_gpt`, but with an empty plan where one epoch is asked for and gives no sample.
+    """`plan_gpt`, but an epoch without a sample is an empty plan if one epoch suffices.
 
-    A negative number of samples asks for one epoch, as 0 does.
+    A negative number of samples requests one epoch, as 0 does.
 
     Raises:
-        ConfigError: a sequence length below 1, or samples of no tokens.
+        ConfigError: If sequence_length is below 1, or samples are requested and there are no
+            tokens.
     """
     extra = 1 if add_extra_token else 0
-    wanted = None if num_samples is None else max(num_samples, 0)
-    usable = num_tokens_per_epoch - extra
-    needed = 0 if num_samples is None else num_samples * sequence_length + extra
-    is_empty = usable < (sequence_length if drop_last_partial_sequence else 1)
-    if not wanted and is_empty and needed <= num_tokens_per_epoch and sequence_length >= 1:
+    at_least = None if num_samples is None else max(num_samples, 0)
+    requested = 0 if num_samples is None else num_samples * sequence_length + extra
+    shortest = sequence_length if drop_last_partial_sequence else 1
+    is_empty = num_tokens_per_epoch - extra < shortest
+    if not at_least and is_empty and requested <= num_tokens_per_epoch and sequence_length >= 1:
         return GPTPlan(
             num_tokens_per_epoch=num_tokens_per_epoch,
             num_epochs=1,
@@ -42,7 +45,7 @@ def plan_samples(
         )
     return plan_gpt(
         num_tokens_per_epoch,
-        wanted,
+        at_least,
         sequence_length,
         add_extra_token=add_extra_token,
         drop_last_partial_sequence=drop_last_partial_sequence,
@@ -52,42 +55,37 @@ def plan_samples(
 def build_indices(
     sequence_lengths: NDArray[np.int32], indices: NDArray[np.int32], plan: GPTPlan, seed: int
 ) -> GPTIndices:
-    """The three indices of any choice of sequences.
-
-    Args:
-        indices: int32 [sequences]; a run of consecutive numbers, as the builder gives it, is the
-            quick case.
-    """
+    """`build_gpt_indices` of any choice of sequences, int32 [sequences]."""
     run = as_range(indices)
     if run is not None:
         return build_gpt_indices(sequence_lengths, run, plan, seed)
-    # The order is drawn for the numbers 0 to n - 1: a shuffle moves places, whatever is there.
-    chosen = np.ascontiguousarray(sequence_lengths[indices])
-    built = build_gpt_indices(chosen, (0, len(indices)), plan, seed)
+    # A shuffle moves places, whatever they hold: shuffle the numbers 0 to n - 1, then look up.
+    lengths = np.ascontiguousarray(sequence_lengths[indices])
+    places = build_gpt_indices(lengths, (0, len(indices)), plan, seed)
     return GPTIndices(
-        document_index=np.asarray(indices, np.int32)[built.document_index],
-        sample_index=built.sample_index,
-        shuffle_index=built.shuffle_index,
+        document_index=np.asarray(indices, np.int32)[places.document_index],
+        sample_index=places.sample_index,
+        shuffle_index=places.shuffle_index,
     )
 
 
-def build_document_index(
+def as_range(indices: NDArray[np.int32]) -> tuple[int, int] | None:
+    """(start, stop) of consecutive numbers, which the builder gives; None for any others."""
+    if len(indices) == 0:
+        return 0, 0
+    start, stop = int(indices[0]), int(indices[-1]) + 1
+    if stop - start != len(indices) or start < 0:
+        return None
+    return (start, stop) if np.array_equal(indices, np.arange(start, stop)) else None
+
+
+def _build_document_index(
     documents: NDArray[np.int32],
     num_epochs: int,
     numpy_random_state: np.random.RandomState,
     separate_final_epoch: bool,
 ) -> NDArray[np.int32]:
-    """A shuffled document index, for subclasses that build indices of their own.
-
-    Args:
-        documents: int32 [documents], the numbers that each epoch holds.
-        num_epochs: how often each of them comes.
-        numpy_random_state: is advanced by the draws.
-        separate_final_epoch: the last epoch is shuffled by itself.
-
-    Returns:
-        int32 [num_epochs * documents].
-    """
+    """A shuffled document index, int32 [num_epochs * documents], for subclasses."""
     final_epochs = 1 if separate_final_epoch and num_epochs > 1 else 0
     count = len(documents)
     places = _native.shuffled_ranges(
@@ -99,34 +97,18 @@ def build_document_index(
     return index
 
 
-def build_shuffle_index(
+def _build_shuffle_index(
     num_samples: int, total_size: int, numpy_random_state: np.random.RandomState
 ) -> NDArray[np.uint32] | NDArray[np.int64]:
-    """The numbers up to `num_samples`, shuffled, and then those up to `total_size`.
-
-    Args:
-        numpy_random_state: is advanced by the draws.
-
-    Returns:
-        uint32 [total_size], or int64 for 2**32 - 2 samples and more.
-    """
-    dtype = np.uint32 if total_size < np.iinfo(np.uint32).max - 1 else np.int64
+    """A shuffle index [total_size], for subclasses; its two parts are shuffled separately."""
     return _native.shuffled_ranges(
-        [(0, num_samples, 1), (num_samples, total_size, 1)], dtype, numpy_random_state
+        [(0, num_samples, 1), (num_samples, total_size, 1)],
+        shuffle_index_dtype(total_size),
+        numpy_random_state,
     )
 
 
-def as_range(indices: NDArray[np.int32]) -> tuple[int, int] | None:
-    """(start, stop) of consecutive numbers, as the builder gives them; None of any others."""
-    if len(indices) == 0:
-        return 0, 0
-    start, stop = int(indices[0]), int(indices[-1]) + 1
-    if stop - start != len(indices) or start < 0:
-        return None
-    return (start, stop) if np.array_equal(indices, np.arange(start, stop)) else None
-
-
-def get_ltor_masks_and_position_ids(
+def _get_ltor_masks_and_position_ids(
     data: torch.Tensor,
     eod_token: int,
     reset_position_ids: bool,
@@ -134,27 +116,20 @@ def get_ltor_masks_and_position_ids(
     eod_mask_loss: bool,
     create_attention_mask: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """The masks and position ids of some tokens, for subclasses with tokens of their own.
-
-    Args:
-        data: int64 [length].
-
-    Returns:
-        attention_mask bool [1, length, length] (None where none is asked for), True where masked;
-        loss_mask float32 [length]; position_ids int64 [length].
-    """
+    """The attention mask (or None), loss mask and position ids of tokens, for subclasses."""
     tokens = np.ascontiguousarray(data.numpy(), np.int64)
     _, _, loss_mask, position_ids = (
         rows[0]
         for rows in _native.fill_rows(
             tokens,
             np.array([len(tokens)]),
-            sequence_length=len(tokens),
-            add_extra_token=False,
-            pad_token=None,
-            eod_token=eod_token,
-            reset_position_ids=bool(reset_position_ids or reset_attention_mask),
-            eod_mask_loss=bool(eod_mask_loss),
+            SampleOptions(
+                sequence_length=len(tokens),
+                add_extra_token=False,
+                eod_token=eod_token,
+                reset_position_ids=bool(reset_position_ids or reset_attention_mask),
+                eod_mask_loss=bool(eod_mask_loss),
+            ),
         )
     )
     loss_mask[-1] = 1.0 - (bool(eod_mask_loss) and tokens[-1] == eod_token)
@@ -172,12 +147,12 @@ def get_ltor_masks_and_position_ids(
     )
 
 
-# Masks are made by NumPy: torch's own functions are parallel here, and hang in a forked process if
-# its parent has used them.
+# NumPy makes the masks: torch would use threads, and then hangs in a forked process if its parent
+# has used them.
 
 
 def causal_mask(length: int) -> NDArray[np.bool_]:
-    """No attention to what comes later: bool [1, length, length], True where masked."""
+    """The mask of all later tokens: bool [1, length, length], True where masked."""
     mask: NDArray[np.bool_] = ~np.tri(length, dtype=np.bool_)[None]
     return mask
 
@@ -185,12 +160,7 @@ def causal_mask(length: int) -> NDArray[np.bool_]:
 def mask_across_documents(
     mask: NDArray[np.bool_], position_ids: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
-    """A mask with no attention to earlier documents either.
-
-    Args:
-        mask: bool [1, length, length].
-        position_ids: int64 [length]; a document starts where they are 0.
-    """
+    """A mask of other documents' tokens too; a document starts where its position id is 0."""
     documents = np.cumsum(position_ids == 0, dtype=np.int32)
     masked: NDArray[np.bool_] = mask | (documents[:, None] != documents[None, :])
     return masked

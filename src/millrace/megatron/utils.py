@@ -9,16 +9,16 @@ from enum import Enum
 from typing import Any
 
 import numpy as np
-import torch
 
 from millrace.megatron.errors import require
+from millrace.torch import distributed_rank
 
 Blend = tuple[list[str], list[float] | None]
-"""Path prefixes, and their weights (or None: by their lengths)."""
+"""Path prefixes, and their weights (None: their numbers of samples)."""
 
 
 class Split(Enum):
-    """Which part of the data a dataset draws from."""
+    """The part of the data that a dataset draws from."""
 
     train = 0
     valid = 1
@@ -29,47 +29,47 @@ def normalize(weights: Sequence[float]) -> list[float]:
     """The weights divided by their sum, in float64 and in NumPy's order of addition.
 
     Raises:
-        ConfigAssertionError: their sum is 0 or not finite. (Megatron-LM goes on with NaN.)
+        ConfigAssertionError: If the sum is 0 or not finite. (Megatron-LM goes on with NaN.)
     """
     array = np.array(weights, dtype=np.float64)
     total = np.sum(array)
     require(
         array.size == 0 or (np.isfinite(total) and total != 0),
-        f"the weights {list(weights)} sum to {total}: no shares can be made of them. Give weights "
-        "that are finite and not all 0",
+        f"the weights {list(weights)} sum to {total}, which gives no shares. Give weights that are "
+        "finite and not all 0",
     )
     normalized: list[float] = (array / total).tolist() if array.size > 0 else []
     return normalized
 
 
 def get_blend_from_list(blend: Sequence[Any] | None) -> Blend | None:
-    """Reads the words of an argument such as --data-path.
+    """The blend in the words of an argument such as --data-path.
 
     Args:
-        blend: path prefixes alone, or weights and path prefixes by turns, the weights as words or
-            numbers; None: no blend. An odd number of words, or no number at any weight's place,
-            means prefixes alone.
+        blend: Path prefixes, or weights and path prefixes by turns (weights as words or numbers);
+            None: no blend. An odd number of words, or no number in any weight's place, means
+            prefixes alone.
 
     Returns:
-        the prefixes and the weights (None without weights), or None.
+        The prefixes and the weights (None without weights), or None.
 
     Raises:
-        ConfigAssertionError: no words, a number at a prefix's place, or numbers at some of the
-            weights' places only.
+        ConfigAssertionError: If there are no words, a prefix is a number, or only some of the
+            weights are numbers.
     """
     if blend is None:
         return None
     require(len(blend) > 0, "the blend is an empty list; give path prefixes, or None")
-    weights = [_weight(word) for word in blend[::2]]
-    if len(blend) % 2 == 1 or all(weight is None for weight in weights):
+    words = blend[::2]
+    weights = [weight for weight in map(_weight, words) if weight is not None]
+    if len(blend) % 2 == 1 or not weights:
         return [_prefix(word) for word in blend], None
-    known = [weight for weight in weights if weight is not None]
     require(
-        len(known) == len(weights),
-        f"{len(known)} of {len(weights)} words at the weights' places are numbers: {blend[::2]}. "
-        "Write a weight before each prefix, or none",
+        len(weights) == len(words),
+        f"{len(weights)} of {len(words)} words in the weights' places are numbers: "
+        f"{words}. Write a weight before each prefix, or none",
     )
-    return [_prefix(word) for word in blend[1::2]], known
+    return [_prefix(word) for word in blend[1::2]], weights
 
 
 def _weight(word: Any) -> float | None:
@@ -82,25 +82,17 @@ def _weight(word: Any) -> float | None:
 def _prefix(word: Any) -> str:
     require(
         isinstance(word, (str, os.PathLike)),
-        f"the blend has {word!r} at the place of a path prefix; write prefixes alone, or a weight "
+        f"the blend has {word!r} in the place of a path prefix; write prefixes alone, or a weight "
         "before each prefix",
     )
     return str(os.fspath(word)).strip()
 
 
 def compile_helpers() -> None:
-    """Does nothing: the core is compiled when millrace is installed."""
+    """Does nothing: installing millrace compiles the core."""
 
 
-def distributed_rank() -> int | None:
-    """This process's rank, or None where torch.distributed is not initialised."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return None
-    rank: int = torch.distributed.get_rank()
-    return rank
-
-
-def log_on_first_rank(logger: logging.Logger, level: int, message: str) -> None:
+def log_on_first_rank(logger: logging.Logger, message: str, level: int = logging.INFO) -> None:
     """Logs on rank 0 alone."""
     if logger.isEnabledFor(level) and distributed_rank() in (None, 0):
         logger.log(level, message)

@@ -1,4 +1,4 @@
-"""The three indices of a GPT dataset.
+"""Megatron-LM's order of one dataset.
 
 A sample number k becomes tokens in three steps: the *shuffle index* maps k to a row j of the
 *sample index*; rows j and j + 1 are two places (document, offset) in the *document index*, which
@@ -8,49 +8,56 @@ holds the sequences of all epochs in shuffled order; the tokens between the plac
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from millrace import _native
 from millrace.checks import flag, shown, whole, whole_numbers
+from millrace.deferred import Deferred
 from millrace.dtypes import sample_index_dtype, shuffle_index_dtype
 from millrace.errors import ConfigError
+from millrace.order.spans import RULES_VERSION, MappedFiles, Spans
 
 FINAL_EPOCH_THRESHOLD = 0.80
-"""A final epoch of which a smaller share than this is needed is shuffled by itself."""
+"""A final epoch is shuffled separately if a smaller share of its samples than this is needed."""
 
 MAX_SEED = 2**32 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class GPTPlan:
-    """What the numbers say before any index is built.
+    """Epochs and samples, known before any index is built.
 
     Attributes:
-        num_tokens_per_epoch: in the range of sequences.
-        num_epochs: the least that holds the samples asked for.
-        num_samples: that these epochs give (at least as many as asked for).
-        num_samples_before_final_epoch: where the shuffle is cut, or None where all is one shuffle.
-        sequence_length: tokens to train on in a sample.
-        add_extra_token: whether a sample draws one token more, for the last label.
-        allow_partial: whether the last sample may be shorter.
+        num_tokens_per_epoch: Number of tokens in the range of sequences.
+        num_samples: Number of samples, at least as many as asked for.
+        num_epochs: The smallest number of epochs that holds the samples asked for.
+        num_samples_before_final_epoch: Where the shuffle is cut; None: all is one shuffle.
+        sequence_length: Tokens to train on in a sample.
+        add_extra_token: Whether a sample has one more token, for the last label.
+        allow_partial: Whether the last sample may be shorter.
     """
 
     num_tokens_per_epoch: int
-    num_epochs: int
     num_samples: int
+    num_epochs: int
     num_samples_before_final_epoch: int | None
     sequence_length: int
     add_extra_token: bool
     allow_partial: bool
 
+    def num_index_bytes(self, num_sequences: int) -> int:
+        """Bytes of the three indices of a range of sequences, in their smallest dtypes."""
+        return 4 * num_sequences * self.num_epochs + (8 + 4) * self.num_samples + 8
 
-@dataclass(frozen=True, kw_only=True)
-class GPTIndices:
+
+class GPTIndices(NamedTuple):
     """The indices of one dataset and split.
 
     Attributes:
@@ -64,6 +71,87 @@ class GPTIndices:
     shuffle_index: NDArray[Any]
 
 
+class GPTOrder:
+    """Megatron-LM's order of a range of sequences: samples of fixed length, shuffled.
+
+    Args:
+        plan: Epochs and samples of the range.
+        sequences: (start, stop), the range of sequences.
+        seed: Seed of the shuffles.
+        lengths: Lengths of all sequences of the token file: int32 [sequences], in tokens.
+        indices: The three indices. Both are loaded at the first sample.
+        files: Mapped files that hold the indices; none, if the indices are in memory.
+    """
+
+    def __init__(
+        self,
+        plan: GPTPlan,
+        *,
+        sequences: tuple[int, int],
+        seed: int,
+        lengths: Deferred[NDArray[np.int32]],
+        indices: Deferred[GPTIndices],
+        files: Sequence[MappedFiles] = (),
+    ) -> None:
+        self.plan = plan
+        self.sequences = sequences
+        self.seed = seed
+        self.files = files
+        self._lengths = lengths
+        self._indices = indices
+
+    def __len__(self) -> int:
+        return self.plan.num_samples
+
+    @property
+    def indices(self) -> GPTIndices:
+        """The document index, sample index and shuffle index."""
+        return self._indices.value
+
+    @cached_property
+    def core(self) -> _native.Order:
+        """The same order in the native core."""
+        return _native.gpt_order(
+            self._lengths.value,
+            self.indices.document_index,
+            self.indices.sample_index,
+            self.indices.shuffle_index,
+            sequence_length=self.plan.sequence_length,
+            add_extra_token=self.plan.add_extra_token,
+        )
+
+    def spans(self, sample_numbers: ArrayLike) -> Spans:
+        """The spans of some samples.
+
+        Args:
+            sample_numbers: Integers [batch], each in [0, len).
+
+        Raises:
+            ConfigError: Sample numbers that are not integers.
+            ValueError: No such sample, or an index that points outside its arrays.
+        """
+        numbers = whole_numbers("sample numbers", sample_numbers)
+        return Spans(*_native.spans(self.core, numbers))
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What decides the spans, apart from the sequence lengths."""
+        plan = self.plan
+        return {
+            "kind": "gpt",
+            "rules": RULES_VERSION,
+            "sequences": list(self.sequences),
+            "num_samples": plan.num_samples,
+            "num_epochs": plan.num_epochs,
+            "samples_before_final_epoch": plan.num_samples_before_final_epoch,
+            "seed": self.seed,
+            "sequence_length": plan.sequence_length,
+            "add_extra_token": plan.add_extra_token,
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "core"}
+
+
 def plan_gpt(
     num_tokens_per_epoch: int,
     num_samples: int | None,
@@ -75,18 +163,18 @@ def plan_gpt(
     """Epochs and samples, in exact integers, by Megatron-LM's rules.
 
     Args:
-        num_tokens_per_epoch: tokens in the range of sequences.
-        num_samples: to have at least; None for one epoch's.
-        sequence_length: tokens to train on in a sample.
-        add_extra_token: draw one token more, so that the last token has a label.
-        drop_last_partial_sequence: leave out a last sample that the tokens do not fill.
-            (Megatron-LM counts it in 32-bit floats, and so miscounts from 2**24 tokens on.)
+        num_tokens_per_epoch: Number of tokens in the range of sequences.
+        num_samples: Least number of samples; None: the samples of one epoch.
+        sequence_length: Tokens to train on in a sample.
+        add_extra_token: Whether a sample has one more token, so that the last one has a label.
+        drop_last_partial_sequence: Whether to leave out a last sample that the tokens do not fill.
+            (Megatron-LM counts it in 32-bit floats, and miscounts from 2**24 tokens on.)
 
     Raises:
-        ConfigError: no tokens, too few for one sample, or a number outside its limits.
+        ConfigError: No tokens, too few for one sample, or a number outside its limits.
     """
     add_extra_token = flag("add_extra_token", add_extra_token)
-    is_cut = flag("drop_last_partial_sequence", drop_last_partial_sequence)
+    drops_partial = flag("drop_last_partial_sequence", drop_last_partial_sequence)
     extra = 1 if add_extra_token else 0
     sequence_length = whole("sequence_length", sequence_length, 1)
     if num_samples is not None:
@@ -101,7 +189,7 @@ def plan_gpt(
     num_epochs = max(1, -(-requested // num_tokens_per_epoch))
     tokens = num_epochs * num_tokens_per_epoch - extra
     available = tokens // sequence_length
-    if not is_cut:
+    if not drops_partial:
         available = -(-tokens // sequence_length)
     if available < 1:
         raise ConfigError(
@@ -122,17 +210,17 @@ def plan_gpt(
         num_samples_before_final_epoch=cut,
         sequence_length=sequence_length,
         add_extra_token=add_extra_token,
-        allow_partial=not is_cut,
+        allow_partial=not drops_partial,
     )
 
 
 def check_seed(seed: int) -> int:
-    """The seed as an int; raises ConfigError for one that `RandomState` does not take."""
+    """The seed as an int; raises ConfigError for one that `RandomState` does not accept."""
     return whole("the seed", seed, 0, MAX_SEED)
 
 
 def check_range(sequences: tuple[int, int], num_sequences: int) -> tuple[int, int]:
-    """A range of sequences as ints; raises ConfigError for one that does not lie in the file."""
+    """A range of sequences as ints; raises ConfigError for one outside the file."""
     try:
         start, stop = sequences
     except (TypeError, ValueError):
@@ -156,18 +244,18 @@ def build_gpt_indices(
 ) -> GPTIndices:
     """The document, sample and shuffle index, equal to Megatron-LM's for every seed.
 
-    One `RandomState(seed)` draws both shuffles, the documents' first. The shuffle index needs no
-    tokens: it is drawn while the sample index is walked, in another thread.
+    One `RandomState(seed)` draws both shuffles, first the document index. The shuffle index needs
+    no tokens: another thread draws it while the sample index is built.
 
     Args:
-        sequence_lengths: int32 [sequences of the file], in tokens. It is used as it is; other
+        sequence_lengths: Lengths of all sequences of the file: int32 [sequences], in tokens. Other
             integer types, byte orders and strides are converted first.
         sequences: (start, stop), the range to draw from.
-        plan: of that range, from `plan_gpt`.
-        seed: 0 to 2**32 - 1.
+        plan: Plan of the range, from `plan_gpt`.
+        seed: Seed, 0 to 2**32 - 1.
 
     Raises:
-        ConfigError: a seed or range outside its limits.
+        ConfigError: A seed or range outside its limits.
     """
     start, stop = check_range(sequences, len(sequence_lengths))
     sequence_lengths = _lengths(sequence_lengths)
@@ -204,7 +292,7 @@ def build_gpt_indices(
 
 
 def _lengths(values: NDArray[Any]) -> NDArray[np.int32]:
-    """int32 in one run. A mapped index is that already, if at an odd byte, and may be large."""
+    """Contiguous int32. The lengths in a mapped index are (if unaligned), and may be large."""
     if isinstance(values, np.ndarray) and values.dtype == np.int32 and values.flags.c_contiguous:
         return values
     lengths = whole_numbers("the sequence lengths", values)

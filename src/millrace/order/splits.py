@@ -17,17 +17,17 @@ VALID = SPLITS.index("valid")
 Bookends = tuple[float, float]
 Range = tuple[int, int]
 
-_ONE = 1 + 1e-12  # what shares may add up to in float64
+_ONE = 1 + 1e-12  # the largest sum of shares in float64
 
 
 def parse_split(split: str) -> list[Bookends | None]:
     """The fractions at which each split starts and ends, from a string such as "969,30,1".
 
-    Shares need not sum to anything; splits that are left out get none. A split with no share is
-    None. The arithmetic is Megatron-LM's: float64 shares, added up one by one from 0.
+    Shares may have any sum; a split that is left out has none. A split without a share is None.
+    The arithmetic is Megatron-LM's: float64 shares, added one by one from 0.
 
     Raises:
-        ConfigError: no number, more than three, or none above 0.
+        ConfigError: No number, more than three numbers, or none above 0.
 
     Example:
         >>> parse_split("9,1,0")
@@ -38,7 +38,7 @@ def parse_split(split: str) -> list[Bookends | None]:
         shares = [float(part) for part in parts]
     except ValueError:
         raise ConfigError(
-            f'split "{split}" holds no number at some place; write "969,30,1"'
+            f'split "{split}" holds something that is not a number; write "969,30,1"'
         ) from None
     rest = re.sub(r"[.0-9]+", "", split).strip(" ,/:;[]()")
     if not 1 <= len(shares) <= len(SPLITS) or rest.strip(" ,/:;") or sum(shares) <= 0:
@@ -54,17 +54,17 @@ def parse_split(split: str) -> list[Bookends | None]:
 
 
 def split_ranges(num_sequences: int, split: str | Sequence[Bookends | None]) -> list[Range | None]:
-    """Each split's sequences as (start, stop), `stop` left out; None for a split with no share.
+    """Each split's sequences as (start, stop), exclusive of stop; None for a split without a share.
 
     A GPT dataset is split by sequence. Ends are rounded half to even, as Megatron-LM does, so that
-    a split with a share may still come out empty in a small dataset.
+    a split with a share may still be empty in a small dataset.
 
     Args:
-        num_sequences: of the dataset.
-        split: a string for `parse_split`, or fractions such as its result.
+        num_sequences: Number of sequences of the dataset.
+        split: String for `parse_split`, or fractions such as its result.
 
     Raises:
-        ConfigError: see `parse_split`; fractions outside [0, 1], or of splits that overlap.
+        ConfigError: See `parse_split`; fractions outside [0, 1], or splits that overlap.
     """
     size = float(whole("num_sequences", num_sequences, 0, MAX_INT64))
     bookends = parse_split(split) if isinstance(split, str) else _checked(split)
@@ -76,11 +76,11 @@ def split_ranges(num_sequences: int, split: str | Sequence[Bookends | None]) -> 
 
 def _checked(bookends: Sequence[Bookends | None]) -> list[Bookends | None]:
     problem = None
-    found: list[Any] = []
+    checked: list[Any] = []
     try:
-        found = [None if ends is None else tuple(reals("fractions", ends)) for ends in bookends]
-        shares = sorted(ends for ends in found if ends is not None)
-        if len(found) != len(SPLITS) or not shares:
+        checked = [None if ends is None else tuple(reals("fractions", ends)) for ends in bookends]
+        shares = sorted(ends for ends in checked if ends is not None)
+        if len(checked) != len(SPLITS) or not shares:
             problem = "there must be three entries, and not all None"
         elif any(len(ends) != 2 or not 0 <= ends[0] < ends[1] <= _ONE for ends in shares):
             problem = "each must be (start, end) with 0 <= start < end <= 1"
@@ -93,4 +93,4 @@ def _checked(bookends: Sequence[Bookends | None]) -> list[Bookends | None]:
             f"the fractions of the split are {shown(bookends)}: {problem}. Write "
             "[(0, 0.9), (0.9, 1.0), None] for train, valid and test"
         )
-    return found
+    return checked

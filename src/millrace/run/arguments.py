@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from millrace.errors import ConfigError
+from millrace.order import SPLITS
 from millrace.order.blends import SURPLUS
 from millrace.run.config import Blend, DatasetConfig
 
-LEGACY_SPLIT = "969, 30, 1"  # what Megatron-LM takes where --data-path has no --split
+LEGACY_SPLIT = "969, 30, 1"  # Megatron-LM's default where --data-path has no --split
 DEFAULT_SEED, DEFAULT_EVAL_ITERS, DEFAULT_EVAL_INTERVAL = 1234, 100, 1000
 
 _PATHS = ("train_data_path", "valid_data_path", "test_data_path")
@@ -40,14 +41,14 @@ NAMES = (
     "mmap_bin_files",
     "no_mmap_bin_files",
 )
-"""The arguments that say something about data. `num_samples` alone is ours: train, valid, test."""
+"""The arguments that concern data. Only `num_samples` is millrace's own: train, valid, test."""
 
 
 def read_arguments(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The arguments in a YAML or TOML file, names with - or _, in sections or without.
+    """The arguments in a YAML or TOML file; names have - or _, and may be in sections.
 
     Raises:
-        ConfigError: no such file, or one that is neither.
+        ConfigError: A missing file, or one in another format.
     """
     name = os.fspath(path)
     try:
@@ -56,12 +57,12 @@ def read_arguments(path: str | os.PathLike[str]) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{name}: {error.strerror}. Give a YAML or TOML file") from None
     try:
-        found = _parse(name, content.decode())
+        arguments = _parse(name, content.decode())
     except ValueError as error:  # TOMLDecodeError and UnicodeDecodeError among them
         raise ConfigError(f"{name} cannot be read: {error}") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{name} holds a {type(found).__name__}; `name: value` is needed")
-    return dict(_flat(name, found))
+    if not isinstance(arguments, dict):
+        raise ConfigError(f"{name} holds a {type(arguments).__name__}; `name: value` is needed")
+    return _flat(name, arguments)
 
 
 def _parse(name: str, text: str) -> Any:
@@ -82,10 +83,10 @@ def _parse(name: str, text: str) -> Any:
     raise ConfigError(f"{name} is neither .yaml, .yml nor .toml: rename it")
 
 
-def _flat(place: str, found: Mapping[str, Any]) -> dict[str, Any]:
-    """Sections are there for people: their arguments count as if there were none."""
+def _flat(place: str, sections: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments in one dict: sections are for readers alone."""
     flat: dict[str, Any] = {}
-    for key, value in found.items():
+    for key, value in sections.items():
         name = str(key).replace("-", "_")
         entries = _flat(place, value) if isinstance(value, Mapping) else {name: value}
         twice = flat.keys() & entries.keys()
@@ -96,10 +97,10 @@ def _flat(place: str, found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unknown_arguments(arguments: Mapping[str, Any]) -> list[str]:
-    """The names that say nothing about data: the model's, in a file for the whole run.
+    """The names that do not concern data, such as the model's in a file for the whole run.
 
     Raises:
-        ConfigError: one that is nearly a name of ours.
+        ConfigError: A name that is nearly one of NAMES.
     """
     unknown = [name for name in arguments if name not in NAMES]
     for name in unknown:
@@ -110,67 +111,67 @@ def unknown_arguments(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def config_from(arguments: Mapping[str, Any]) -> DatasetConfig:
-    """The datasets of a run by Megatron-LM's arguments, and by its rules for their sizes.
+    """A run's configuration from Megatron-LM's arguments, by its rules for sizes.
 
     Training takes train_samples, or train_iters * global_batch_size, samples; validation
     (train_iters // eval_interval + 1) * eval_iters batches; the test eval_iters batches.
 
     Args:
-        arguments: by their names in NAMES.
+        arguments: Values by their names in NAMES.
 
     Raises:
-        ConfigError: what is missing, or does not go together.
+        ConfigError: A missing argument, or arguments that do not go together.
     """
-    given = {name: value for name, value in arguments.items() if value is not None}
-    blend, per_split = _blends(given)
-    split = given.get("split", LEGACY_SPLIT) if blend is not None else None
-    if blend is None and "split" in given:
+    arguments = {name: value for name, value in arguments.items() if value is not None}
+    blend, per_split = _blends(arguments)
+    split = arguments.get("split", LEGACY_SPLIT) if blend is not None else None
+    if blend is None and "split" in arguments:
         raise ConfigError(
-            f"split {given['split']!r} goes with data_path; data for each split are given here: "
+            f"split {arguments['split']!r} goes with data_path; here each split has its own data: "
             "leave it out"
         )
     return DatasetConfig(
-        sequence_length=_integer(given, "seq_length"),
-        seed=_integer(given, "seed", DEFAULT_SEED),
-        num_samples=_num_samples(given, per_split),
+        sequence_length=_integer(arguments, "seq_length"),
+        seed=_integer(arguments, "seed", DEFAULT_SEED),
+        num_samples=_num_samples(arguments, per_split),
         blend=blend,
         split=split if split is None else _split_text(split),
         blend_per_split=per_split,
-        multiple_validation_sets=bool(given.get("multiple_validation_sets", False)),
-        full_validation=bool(given.get("full_validation", False)),
-        cache=given.get("data_cache_path"),
-        trust_cache=bool(given.get("dataloader_fast_cache_load", False)),
-        num_threads=_integer(given, "num_dataset_builder_threads", 1),
-        access="mmap" if _is_mapped(given) else "file",
-        surplus=float(given.get("mid_level_dataset_surplus", SURPLUS)),
+        multiple_validation_sets=bool(arguments.get("multiple_validation_sets", False)),
+        full_validation=bool(arguments.get("full_validation", False)),
+        cache=arguments.get("data_cache_path"),
+        trust_cache=bool(arguments.get("dataloader_fast_cache_load", False)),
+        num_threads=_integer(arguments, "num_dataset_builder_threads", 1),
+        access="mmap" if _is_mapped(arguments) else "file",
+        surplus=float(arguments.get("mid_level_dataset_surplus", SURPLUS)),
     )
 
 
 def read_identifiers(text: str) -> Any:
-    """A tokenizer's unique identifiers: JSON, a file of it, or a description of Megatron-LM's.
+    """A tokenizer's unique identifiers: JSON, a JSON file, or a description of Megatron-LM's.
 
     Raises:
-        ConfigError: none of these.
+        ConfigError: Another text.
     """
     content = _read_text(text) if os.path.exists(text) else text
     try:
-        found = json.loads(content)
+        identifiers = json.loads(content)
     except ValueError as error:
         raise ConfigError(
             f"the tokenizer's identifiers {text!r} are neither a file nor JSON: {error}"
         ) from None
-    while isinstance(found, dict) and found.get("datasets"):
-        found = found["datasets"][0]  # the description of a blend
-    if isinstance(found, dict) and "index_split" in found and "tokenizer" in found:
-        return found["tokenizer"]
-    return found
+    while isinstance(identifiers, dict) and identifiers.get("datasets"):
+        identifiers = identifiers["datasets"][0]  # the description of a blend
+    if isinstance(identifiers, dict) and {"index_split", "tokenizer"} <= identifiers.keys():
+        return identifiers["tokenizer"]
+    return identifiers
 
 
 def parse_blend(items: Sequence[Any] | str) -> Blend:
-    """Megatron-LM's list: prefixes alone, or a weight before each prefix.
+    """The blend in Megatron-LM's list: prefixes only, or a weight before each prefix.
 
     Raises:
-        ConfigError: weights for some of the prefixes alone.
+        ConfigError: Weights for some of the prefixes only.
     """
     parts = shlex.split(items) if isinstance(items, str) else [str(item) for item in items]
     if len(parts) % 2 == 0:
@@ -179,7 +180,7 @@ def parse_blend(items: Sequence[Any] | str) -> Blend:
             return [part.strip() for part in parts[1::2]], [w for w in weights if w is not None]
         if any(weight is not None for weight in weights):
             raise ConfigError(
-                f"the data {' '.join(parts[:8])} ... give weights for some prefixes alone: give "
+                f"the data {' '.join(parts[:8])} ... give weights for some prefixes only: give "
                 "one before each, or none"
             )
     return [part.strip() for part in parts], None
@@ -192,8 +193,8 @@ def _number(text: str) -> float | None:
         return None
 
 
-def _blends(given: Mapping[str, Any]) -> tuple[Blend | None, list[Blend | None] | None]:
-    names = [name for name in _DATA if name in given]
+def _blends(arguments: Mapping[str, Any]) -> tuple[Blend | None, list[Blend | None] | None]:
+    names = [name for name in _DATA if name in arguments]
     kinds = {"paths" if name in _PATHS else name for name in names}
     if len(kinds) != 1:
         raise ConfigError(
@@ -202,17 +203,19 @@ def _blends(given: Mapping[str, Any]) -> tuple[Blend | None, list[Blend | None] 
         )
     kind = kinds.pop()
     if kind == "data_path":
-        return parse_blend(given[kind]), None
+        return parse_blend(arguments[kind]), None
     if kind == "data_args_path":
-        return parse_blend(_read_text(given[kind])), None
+        return parse_blend(_read_text(arguments[kind])), None
     if kind == "paths":
-        return None, [parse_blend(given[name]) if name in given else None for name in _PATHS]
+        return None, [
+            parse_blend(arguments[name]) if name in arguments else None for name in _PATHS
+        ]
     try:
-        found = json.loads(_read_text(given[kind]))
-        lists = [found.get(name) for name in ("train", "valid", "test")]
+        blends = json.loads(_read_text(arguments[kind]))
+        lists = [blends.get(name) for name in SPLITS]
     except (ValueError, AttributeError) as error:
         raise ConfigError(
-            f"{given[kind]} is no JSON object with train, valid and test: {error}"
+            f"{arguments[kind]} is not a JSON object with train, valid and test: {error}"
         ) from None
     return None, [None if items is None else parse_blend(items) for items in lists]
 
@@ -226,37 +229,37 @@ def _read_text(path: str) -> str:
 
 
 def _num_samples(
-    given: Mapping[str, Any], per_split: Sequence[Blend | None] | None
+    arguments: Mapping[str, Any], per_split: Sequence[Blend | None] | None
 ) -> tuple[int | None, int | None, int | None]:
-    if "num_samples" in given:
-        counts = given["num_samples"]
+    if "num_samples" in arguments:
+        counts = arguments["num_samples"]
         if not isinstance(counts, list | tuple) or len(counts) != 3:
             raise ConfigError(f"num_samples is {counts}; three are needed: train, valid and test")
         train, valid, test = (_count(count) for count in counts)
         return train, valid, test
-    batch = _integer(given, "global_batch_size", 0)
-    if "train_samples" in given:
-        train = _integer(given, "train_samples")
-        iterations = _integer(given, "train_iters", train // batch if batch else 0)
-    elif "train_iters" in given and batch:
-        iterations = _integer(given, "train_iters")
+    batch = _integer(arguments, "global_batch_size", 0)
+    if "train_samples" in arguments:
+        train = _integer(arguments, "train_samples")
+        iterations = _integer(arguments, "train_iters", train // batch if batch else 0)
+    elif "train_iters" in arguments and batch:
+        iterations = _integer(arguments, "train_iters")
         train = iterations * batch
     else:
         raise ConfigError(
-            "how many samples to train on is not given: give num_samples, train_samples, or "
+            "the number of samples to train on is missing: give num_samples, train_samples, or "
             "train_iters and global_batch_size"
         )
-    evaluated = _integer(given, "eval_iters", DEFAULT_EVAL_ITERS)
-    if not batch and evaluated and (per_split is None or any(per_split[1:])):
+    eval_iters = _integer(arguments, "eval_iters", DEFAULT_EVAL_ITERS)
+    if not batch and eval_iters and (per_split is None or any(per_split[1:])):
         raise ConfigError(
             "validation and test take eval_iters batches: give global_batch_size, or num_samples"
         )
-    interval = _integer(given, "eval_interval", DEFAULT_EVAL_INTERVAL)
+    interval = _integer(arguments, "eval_interval", DEFAULT_EVAL_INTERVAL)
     if interval < 1:
         raise ConfigError(f"eval_interval is {interval}; at least 1 is needed")
-    rounds = 1 if given.get("skip_train") else iterations // interval + 1
-    valid = None if given.get("full_validation") else rounds * evaluated * batch
-    return train, valid, evaluated * batch
+    rounds = 1 if arguments.get("skip_train") else iterations // interval + 1
+    valid = None if arguments.get("full_validation") else rounds * eval_iters * batch
+    return train, valid, eval_iters * batch
 
 
 def _count(text: Any) -> int | None:
@@ -268,8 +271,8 @@ def _count(text: Any) -> int | None:
         raise ConfigError(f"num_samples holds {text!r}; a whole number or none is needed") from None
 
 
-def _integer(given: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    value = given.get(name, default)
+def _integer(arguments: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    value = arguments.get(name, default)
     if value is None:
         raise ConfigError(f"{name} is missing")
     try:
@@ -282,5 +285,7 @@ def _split_text(split: Any) -> str:
     return ",".join(map(str, split)) if isinstance(split, list | tuple) else str(split)
 
 
-def _is_mapped(given: Mapping[str, Any]) -> bool:
-    return bool(given.get("mmap_bin_files", True)) and not given.get("no_mmap_bin_files", False)
+def _is_mapped(arguments: Mapping[str, Any]) -> bool:
+    return bool(arguments.get("mmap_bin_files", True)) and not arguments.get(
+        "no_mmap_bin_files", False
+    )

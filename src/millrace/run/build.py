@@ -4,65 +4,61 @@
            ──> indices: built in parallel, or found in the cache folder
            ──> train, valid, test
 
-In a cache folder lie, for each split, one set of arrays (see `order.arrays`) that holds the indices
-of all its datasets one after the other, named by what they are a function of; and, for each
-configuration, a manifest that says which token files it was made from, what they held, and which
-sets it needs. A start with a manifest and its sets opens no token file before the first sample.
+A cache folder holds, for each split, one set of arrays (see `cache.arrays`) with the indices of all
+its datasets one after the other, named by what they are a function of; and, for each configuration,
+a manifest that says which token files it was made from, what they held, and which sets it needs. A
+start with a manifest and its sets opens no token file before the first sample.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
+import dataclasses
 import gc
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from millrace.cache import arrays
 from millrace.checks import limit
+from millrace.deferred import Deferred
 from millrace.dtypes import sample_index_dtype, shuffle_index_dtype
 from millrace.errors import CacheError, ConfigError, DataError
-from millrace.feed.datasets import (
-    BlendedDataset,
-    GPTDataset,
-    build_indices,
-    check_draws,
+from millrace.feed import BlendedDataset, GPTDataset
+from millrace.feed.indices import build_indices
+from millrace.order import (
+    BlendIndices,
+    BlendOrder,
+    GPTIndices,
+    GPTOrder,
+    GPTPlan,
+    build_blend_indices,
+    normalize,
 )
-from millrace.order import GPTIndices, blend, blend_exhaustively, normalize
+from millrace.order.spans import MappedFiles
 from millrace.run.config import DatasetConfig
-from millrace.run.manifest import is_unchanged, manifest_path, read_manifest, write_manifest
-from millrace.run.plan import (
-    DatasetPlan,
-    RunPlan,
-    SplitPlan,
-    TokenFile,
-    has_same_times,
-    plan_run,
-    warn_of_copies,
-)
-from millrace.store import IndexedDataset
-from millrace.store.bytes import Access
+from millrace.run.manifest import Manifest, manifest_path
+from millrace.run.plan import DatasetPlan, RunPlan, SplitPlan, plan_run, warn_of_copies
 
-Arrays = tuple[NDArray[np.int16], NDArray[np.int64]]
-"""A dataset index and a dataset sample index."""
+SplitDataset = GPTDataset | BlendedDataset | list[GPTDataset]
+"""What a split becomes; several validation sets apart from each other are a list."""
 
 
 class Datasets(NamedTuple):
     """The three splits; None where a split has no share. Several validation sets are a list."""
 
     train: GPTDataset | BlendedDataset | None
-    valid: GPTDataset | BlendedDataset | list[GPTDataset] | None
+    valid: SplitDataset | None
     test: GPTDataset | BlendedDataset | None
 
 
 Progress = Callable[[int, int], None]
-"""Called with the number of datasets whose indices are there, and of all."""
+"""Called with the number of datasets whose indices are built, and the number of all."""
 
 
 def build_datasets(
@@ -75,40 +71,40 @@ def build_datasets(
     another one goes on. Without a cache folder, indices are built in memory.
 
     Args:
-        progress: See `Progress`.
+        progress: Function to call with the progress; see `Progress`.
         wait_limit: Seconds to wait for another process that builds the same; None: no limit.
 
     Raises:
-        ConfigError: data that cannot give what the configuration asks for, or, with
+        ConfigError: Data that cannot give what the configuration asks for, or, with
             `trust_cache`, no manifest.
-        DataError: a token file that is missing or damaged.
-        CacheError: indices must be built, and the cache folder cannot be written, or another
+        DataError: A token file that is missing or damaged.
+        CacheError: Indices must be built, and the cache folder cannot be written, or another
             process still builds them when the limit is over.
     """
-    return build_planned(config, progress=progress, wait_limit=wait_limit)[1]
+    return build_run(config, progress=progress, wait_limit=wait_limit)[1]
 
 
-def build_planned(
+def build_run(
     config: DatasetConfig, *, progress: Progress | None = None, wait_limit: float | None = None
 ) -> tuple[RunPlan, Datasets]:
-    """The same, and the plan that it was made by."""
+    """The same as `build_datasets`, and the plan of the run."""
     wait_limit = limit("wait_limit", wait_limit)
     if config.cache is None:
-        opened, plan = plan_run(config)
-        made = plan, _in_memory(config, plan, opened, progress)
+        plan = plan_run(config)
+        datasets = _build_in_memory(plan, progress)
     else:
         folder = os.fspath(config.cache)
-        with _uncollected():
-            found = _from_manifest(config, folder)
-        made = found or _with_cache(config, folder, progress, wait_limit)
-    warn_of_copies(made[0])
-    return made
+        with _without_garbage_collection():
+            run = _from_manifest(config, folder)
+        plan, datasets = run or _build_in_cache(config, folder, progress, wait_limit)
+    warn_of_copies(plan)
+    return plan, datasets
 
 
 @contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """No garbage collection meanwhile: thousands of small objects are made that all stay, and a
-    look at all others takes 80 ms where torch is loaded, five times as long as the rest."""
+def _without_garbage_collection() -> Iterator[None]:
+    """Thousands of small objects are made that all stay; a collection looks at all other objects
+    too, which takes 80 ms where torch is loaded, five times as long as the rest."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -118,129 +114,115 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-# ---- indices in memory ----
+# ---- datasets of a plan ----
 
 
-def _in_memory(
-    config: DatasetConfig,
-    plan: RunPlan,
-    opened: Sequence[IndexedDataset],
-    progress: Progress | None,
-) -> Datasets:
-    count = _counter(plan, progress)
+class _Indices(NamedTuple):
+    """The indices of a split, loaded at the first sample."""
 
-    def build(dataset: DatasetPlan) -> GPTIndices:
-        indices = build_indices(opened[dataset.file], dataset.sequences, dataset.gpt, config.seed)
-        count()
-        return indices
-
-    made: list[Any] = []
-    with ThreadPoolExecutor(config.num_threads) as pool:
-        for split in plan.splits:
-            if split is None:
-                made.append(None)
-                continue
-            draws = draw(plan, split) if split.kind == "blend" else None
-            parts = [
-                _dataset(
-                    config,
-                    plan.files[dataset.file],
-                    dataset,
-                    open_dataset=functools.partial(_same, opened[dataset.file]),
-                    load_indices=functools.partial(_same, indices),
-                )
-                for dataset, indices in zip(
-                    split.datasets, pool.map(build, split.datasets), strict=True
-                )
-            ]
-            made.append(_assemble(split, parts, functools.partial(_same, draws)))
-    return Datasets(*made)
+    datasets: Sequence[Deferred[GPTIndices]]
+    blend: Deferred[BlendIndices] | None
+    files: Sequence[MappedFiles]
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
-def _counter(plan: RunPlan, progress: Progress | None) -> Callable[[], None]:
-    total = sum(len(split.datasets) for split in plan.splits if split is not None)
-    numbers = itertools.count(1)
-    if progress is not None:
-        progress(0, total)
-    return lambda: None if progress is None else progress(next(numbers), total)
-
-
-def draw(plan: RunPlan, split: SplitPlan) -> Arrays:
-    """The dataset index and dataset sample index of a blend."""
-    lengths = [dataset.gpt.num_samples for dataset in split.datasets]
-    if split.size is None:
-        drawn = blend_exhaustively(lengths)
-    else:
-        drawn = blend(split.weights or lengths, split.size)
-    prefixes = [plan.files[dataset.file].prefix for dataset in split.datasets]
-    try:
-        check_draws(prefixes, lengths, drawn[0])
-    except ConfigError as error:
-        raise ConfigError(f"the {split.name} split: {error}") from None
-    return drawn
-
-
-def _dataset(
-    config: DatasetConfig,
-    file: TokenFile,
-    dataset: DatasetPlan,
-    *,
-    open_dataset: Callable[[], IndexedDataset],
-    load_indices: Callable[[], GPTIndices],
-    cached: arrays.ArraySet | None = None,
-) -> GPTDataset:
-    return GPTDataset.stored(
-        file.prefix,
-        dataset.sequences,
-        config.seed,
-        dataset.gpt,
-        config.sample_options,
-        open_dataset=open_dataset,
-        load_indices=load_indices,
-        content=file.content,
-        lengths=file.lengths,
-        cached=cached,
+def _datasets(plan: RunPlan, indices: Sequence[_Indices | None]) -> Datasets:
+    return Datasets(
+        *(  # type: ignore[arg-type]
+            None if split is None or loaded is None else _split_dataset(plan, split, loaded)
+            for split, loaded in zip(plan.splits, indices, strict=True)
+        )
     )
 
 
-def _assemble(
-    split: SplitPlan,
-    parts: list[GPTDataset],
-    load_arrays: Callable[[], Arrays],
-    cached: arrays.ArraySet | None = None,
-) -> GPTDataset | BlendedDataset | list[GPTDataset]:
-    if split.kind == "apart":
-        return parts
-    if split.kind == "one":
-        return parts[0]
-    lengths = [len(part) for part in parts]
-    weights = normalize(split.weights or lengths)
-    return BlendedDataset.stored(parts, weights, split.num_samples, load_arrays, cached)
+def _split_dataset(plan: RunPlan, split: SplitPlan, indices: _Indices) -> SplitDataset:
+    datasets = [
+        GPTDataset(
+            dataset.file,
+            order=GPTOrder(
+                dataset.gpt,
+                sequences=dataset.sequences,
+                seed=plan.seed,
+                lengths=Deferred(dataset.file.sequence_lengths),
+                indices=loaded,
+                files=indices.files,
+            ),
+            options=plan.options,
+        )
+        for dataset, loaded in zip(split.datasets, indices.datasets, strict=True)
+    ]
+    if indices.blend is None:
+        return datasets if split.kind == "apart" else datasets[0]
+    weights = normalize(split.weights or split.lengths)
+    order = BlendOrder(weights, split.num_samples, indices.blend, indices.files)
+    return BlendedDataset(datasets, order=order)
+
+
+def build_blend(split: SplitPlan) -> BlendIndices:
+    """The indices of a split that is a blend.
+
+    Raises:
+        ConfigError: It draws more samples of a dataset than there are.
+    """
+    prefixes = [dataset.file.prefix for dataset in split.datasets]
+    try:
+        return build_blend_indices(prefixes, split.lengths, split.weights, split.size)
+    except ConfigError as error:
+        raise ConfigError(f"the {split.name} split: {error}") from None
+
+
+def _counter(plan: RunPlan, progress: Progress | None) -> Callable[[], None]:
+    numbers = itertools.count(1)
+    if progress is None:
+        return lambda: None
+    progress(0, plan.num_datasets)
+    return lambda: progress(next(numbers), plan.num_datasets)
+
+
+def _build_in_memory(plan: RunPlan, progress: Progress | None) -> Datasets:
+    count = _counter(plan, progress)
+
+    def build(dataset: DatasetPlan) -> Deferred[GPTIndices]:
+        file = dataset.file.dataset
+        indices = build_indices(file, dataset.sequences, dataset.gpt, plan.seed)
+        count()
+        return Deferred.of(indices)
+
+    def build_split(split: SplitPlan | None, pool: ThreadPoolExecutor) -> _Indices | None:
+        if split is None:
+            return None
+        blend = Deferred.of(build_blend(split)) if split.kind == "blend" else None
+        return _Indices(list(pool.map(build, split.datasets)), blend, ())
+
+    with ThreadPoolExecutor(plan.num_threads) as pool:
+        indices = [build_split(split, pool) for split in plan.splits]
+    return _datasets(plan, indices)
 
 
 # ---- indices in a cache folder ----
 
+NOT_IN_SET_KEY = frozenset(
+    {
+        "num_tokens_per_epoch",  # the sum of the lengths, whose checksum is in the key
+        *("sequence_length", "add_extra_token"),  # of all datasets: at the top of the key
+    }
+)
+"""The fields of a `GPTPlan` that are not in a dataset's part of a set's key."""
 
-def set_key(config: DatasetConfig, plan: RunPlan, split: SplitPlan) -> dict[str, Any]:
+
+def set_key(plan: RunPlan, split: SplitPlan) -> dict[str, Any]:
     """What the arrays of a split are a function of: plain JSON values."""
+    fields = [f.name for f in dataclasses.fields(GPTPlan) if f.name not in NOT_IN_SET_KEY]
     return {
         "kind": split.kind,
-        "seed": config.seed,
-        "sequence_length": config.sequence_length,
-        "add_extra_token": config.add_extra_token,
+        "seed": plan.seed,
+        "sequence_length": plan.options.sequence_length,
+        "add_extra_token": plan.options.add_extra_token,
         "datasets": [
             [
-                plan.files[dataset.file].lengths,
-                plan.files[dataset.file].num_sequences,
+                dataset.file.record.lengths,
+                dataset.file.record.num_sequences,
                 *dataset.sequences,
-                dataset.gpt.num_samples,
-                dataset.gpt.num_epochs,
-                dataset.gpt.num_samples_before_final_epoch,
-                dataset.gpt.allow_partial,
+                *(getattr(dataset.gpt, name) for name in fields),
             ]
             for dataset in split.datasets
         ],
@@ -249,7 +231,7 @@ def set_key(config: DatasetConfig, plan: RunPlan, split: SplitPlan) -> dict[str,
     }
 
 
-def _with_cache(
+def _build_in_cache(
     config: DatasetConfig, folder: str, progress: Progress | None, wait_limit: float | None
 ) -> tuple[RunPlan, Datasets]:
     if config.trust_cache:
@@ -257,71 +239,88 @@ def _with_cache(
             f"{folder} has no manifest for this configuration, or sets of arrays that it needs are "
             "missing or damaged: build it ahead with `millrace index`, or leave trust_cache out"
         )
-    opened, plan = plan_run(config)
-    keys = [None if split is None else set_key(config, plan, split) for split in plan.splits]
+    plan = plan_run(config)
+    keys = [None if split is None else set_key(plan, split) for split in plan.splits]
     names = [None if key is None else arrays.fingerprint(key) for key in keys]
     try:
-        # First, so that what is built now is this run's for a `prune` in another process.
-        write_manifest(config, plan, names, limit=wait_limit)
-        sets = _build_sets(config, folder, plan, opened, keys, progress, wait_limit)
+        # First, so that `prune` in another process leaves this run what is built now.
+        Manifest.of(plan, names).write(folder, limit=wait_limit)
+        sets = _build_sets(plan, folder, keys, progress, wait_limit)
     except OSError as error:
-        found = [
-            None if name is None else arrays.usable(folder, name, key)
-            for name, key in zip(names, keys, strict=True)
+        sets = [
+            None if key is None else arrays.usable(folder, arrays.fingerprint(key), key)
+            for key in keys
         ]
-        if [stored and stored.name for stored in found] == names:
-            return plan, _from_sets(config, plan, found)  # only the next start's short way is lost
-        if isinstance(error, BlockingIOError):
-            raise CacheError(
-                f"another process builds the indices: {error.filename} is {error.strerror}"
-            ) from error
-        raise CacheError(
-            f"the indices must be built, and {error.filename or folder} cannot be written: "
-            f"{error.strerror or error}. Give a cache folder that can be written and has room, or "
-            "build them ahead with `millrace index`"
-        ) from error
-    return plan, _from_sets(config, plan, sets)
+        if [array_set and array_set.name for array_set in sets] != names:
+            raise _cache_error(folder, error) from error
+        # Only the manifest could not be written: the next start takes the long way, too.
+    return plan, _from_sets(plan, sets)
+
+
+def _cache_error(folder: str, error: OSError) -> CacheError:
+    if isinstance(error, BlockingIOError):
+        return CacheError(
+            f"another process builds the indices: {error.filename} is {error.strerror}"
+        )
+    return CacheError(
+        f"the indices must be built, and {error.filename or folder} cannot be written: "
+        f"{error.strerror or error}. Give a cache folder that can be written and has room, or "
+        "build them ahead with `millrace index`"
+    )
 
 
 def _build_sets(
-    config: DatasetConfig,
-    folder: str,
     plan: RunPlan,
-    opened: Sequence[IndexedDataset],
+    folder: str,
     keys: Sequence[dict[str, Any] | None],
     progress: Progress | None,
     wait_limit: float | None,
 ) -> list[arrays.ArraySet | None]:
-    """The set of each split."""
+    """The array set of each split."""
     count = _counter(plan, progress)
     sets: list[arrays.ArraySet | None] = []
     for split, key in zip(plan.splits, keys, strict=True):
         if split is None or key is None:
             sets.append(None)
             continue
-        build = functools.partial(_build_split, config, plan, split, opened, count)
-        layout = functools.partial(_layout, split)
-        name = arrays.fingerprint(key)
-        stored, _ = arrays.load_or_build(folder, name, key, layout, build, limit=wait_limit)
-        sets.append(stored)
+        build = partial(_build_split, plan, split, count)
+        array_set, _ = arrays.load_or_build(
+            folder, arrays.fingerprint(key), key, partial(_layout, split), build, limit=wait_limit
+        )
+        sets.append(array_set)
     return sets
 
 
-def _layout(split: SplitPlan) -> dict[str, tuple[Any, tuple[int, ...]]]:
-    """The forms of a split's arrays: those of all its datasets, one after the other."""
-    places = _places(split)[-1]
-    most_documents = max(_num_entries(dataset) for dataset in split.datasets)
-    most_samples = max(dataset.gpt.num_samples for dataset in split.datasets)
+class _Places(NamedTuple):
+    """Where a dataset's indices are in the arrays of its split: the rows of each array."""
+
+    document_index: slice
+    sample_index: slice
+    shuffle_index: slice
+
+
+def _places(split: SplitPlan) -> list[_Places]:
+    places = []
+    documents = rows = samples = 0
+    for dataset in split.datasets:
+        place = _Places(
+            slice(documents, documents + dataset.num_entries),
+            slice(rows, rows + dataset.gpt.num_samples + 1),
+            slice(samples, samples + dataset.gpt.num_samples),
+        )
+        documents, rows, samples = (part.stop for part in place)
+        places.append(place)
+    return places
+
+
+def _layout(split: SplitPlan) -> arrays.Layout:
+    """Dtypes and shapes of a split's arrays: the indices of all its datasets, one after another."""
+    last = _places(split)[-1]
+    most_documents = max(dataset.num_entries for dataset in split.datasets)
     layout: dict[str, tuple[Any, tuple[int, ...]]] = {
-        "document_index": (np.int32, (places.documents.stop,)),
-        "sample_index": (
-            sample_index_dtype(most_documents),
-            (places.rows.stop, 2),
-        ),
-        "shuffle_index": (
-            shuffle_index_dtype(most_samples),
-            (places.samples.stop,),
-        ),
+        "document_index": (np.int32, (last.document_index.stop,)),
+        "sample_index": (sample_index_dtype(most_documents), (last.sample_index.stop, 2)),
+        "shuffle_index": (shuffle_index_dtype(max(split.lengths)), (last.shuffle_index.stop,)),
     }
     if split.kind == "blend":
         layout["dataset_index"] = (np.int16, (split.num_samples,))
@@ -329,140 +328,56 @@ def _layout(split: SplitPlan) -> dict[str, tuple[Any, tuple[int, ...]]]:
     return layout
 
 
-class _Places(NamedTuple):
-    """Where a dataset's indices are in the arrays of its split."""
-
-    documents: slice
-    rows: slice
-    samples: slice
-
-
-def _places(split: SplitPlan) -> list[_Places]:
-    found = []
-    documents = rows = samples = 0
-    for dataset in split.datasets:
-        count, size = _num_entries(dataset), dataset.gpt.num_samples
-        found.append(
-            _Places(
-                slice(documents, documents + count),
-                slice(rows, rows + size + 1),
-                slice(samples, samples + size),
-            )
-        )
-        documents, rows, samples = documents + count, rows + size + 1, samples + size
-    return found
-
-
-def _num_entries(dataset: DatasetPlan) -> int:
-    """Of its document index."""
-    start, stop = dataset.sequences
-    return (stop - start) * dataset.gpt.num_epochs
-
-
 def _build_split(
-    config: DatasetConfig,
     plan: RunPlan,
     split: SplitPlan,
-    opened: Sequence[IndexedDataset],
     count: Callable[[], None],
     writers: Mapping[str, arrays.ArrayWriter],
 ) -> None:
     if split.kind == "blend":
-        dataset_index, dataset_sample_index = draw(plan, split)
-        writers["dataset_index"].write(0, dataset_index)
-        writers["dataset_sample_index"].write(0, dataset_sample_index)
-        del dataset_index, dataset_sample_index
+        for name, index in build_blend(split)._asdict().items():
+            writers[name].write(0, index)
+        del index
 
     def build(dataset: DatasetPlan, places: _Places) -> None:
-        indices = build_indices(opened[dataset.file], dataset.sequences, dataset.gpt, config.seed)
-        writers["document_index"].write(places.documents.start, indices.document_index)
-        writers["sample_index"].write(places.rows.start, indices.sample_index)
-        writers["shuffle_index"].write(places.samples.start, indices.shuffle_index)
+        file = dataset.file.dataset
+        indices = build_indices(file, dataset.sequences, dataset.gpt, plan.seed)
+        for name, place, index in zip(places._fields, places, indices, strict=True):
+            writers[name].write(place.start, index)
         count()
 
-    with ThreadPoolExecutor(config.num_threads) as pool:
+    with ThreadPoolExecutor(plan.num_threads) as pool:
         for _ in pool.map(build, split.datasets, _places(split)):
             pass
 
 
-def _from_sets(
-    config: DatasetConfig, plan: RunPlan, sets: Sequence[arrays.ArraySet | None]
-) -> Datasets:
-    made: list[Any] = []
-    openings = [_Opening(file, config.access) for file in plan.files]
-    for split, stored in zip(plan.splits, sets, strict=True):
-        if split is None or stored is None:
-            made.append(None)
-            continue
-        parts = [
-            _dataset(
-                config,
-                plan.files[dataset.file],
-                dataset,
-                open_dataset=openings[dataset.file],
-                load_indices=functools.partial(_load_indices, stored, places),
-                cached=stored,
-            )
-            for dataset, places in zip(split.datasets, _places(split), strict=True)
-        ]
-        made.append(_assemble(split, parts, functools.partial(_load_blend, stored), stored))
-    return Datasets(*made)
-
-
-class _Opening:
-    """Opens a token file that a manifest knows, once for all splits that draw from it."""
-
-    def __init__(self, file: TokenFile, access: Access) -> None:
-        self._made_of = file, access
-
-    def __call__(self) -> IndexedDataset:
-        return self._opened
-
-    @functools.cached_property
-    def _opened(self) -> IndexedDataset:
-        return open_unchanged(*self._made_of)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Opening, self._made_of
-
-
-def open_unchanged(file: TokenFile, access: Access) -> IndexedDataset:
-    """Opens a token file that a manifest knows.
-
-    Raises:
-        DataError: it is not what its indices were built for.
-    """
-    is_same = has_same_times(file)  # before it is opened: see `look_at`
-    dataset = IndexedDataset(file.prefix, access=access)
-    now = (len(dataset), dataset.num_documents, dataset.num_tokens)
-    then = (file.num_sequences, file.num_documents, file.num_tokens)
-    has_content = is_same or dataset.fingerprint == file.content
-    if now != then or not has_content or dataset.lengths_checksum != file.lengths:
-        raise DataError(
-            f"{file.prefix} has {now} sequences, documents and tokens; its indices were built for "
-            f"{then}{', but for other ones' if now == then else ''}. Build them again with "
-            "`millrace index`, and do not change data of a run"
+def _from_sets(plan: RunPlan, sets: Sequence[arrays.ArraySet | None]) -> Datasets:
+    indices = [
+        None
+        if split is None or array_set is None
+        else _Indices(
+            [Deferred(partial(_load_indices, array_set, place)) for place in _places(split)],
+            Deferred(partial(_load_blend, array_set)) if split.kind == "blend" else None,
+            [array_set],
         )
-    return dataset
+        for split, array_set in zip(plan.splits, sets, strict=True)
+    ]
+    return _datasets(plan, indices)
 
 
-def _load_indices(stored: arrays.ArraySet, places: _Places) -> GPTIndices:
+def _load_indices(array_set: arrays.ArraySet, places: _Places) -> GPTIndices:
     with _remedy():
-        return GPTIndices(
-            document_index=stored["document_index"][places.documents],
-            sample_index=stored["sample_index"][places.rows],
-            shuffle_index=stored["shuffle_index"][places.samples],
-        )
+        return GPTIndices(*(array_set[name][place] for name, place in places._asdict().items()))
 
 
-def _load_blend(stored: arrays.ArraySet) -> Arrays:
+def _load_blend(array_set: arrays.ArraySet) -> BlendIndices:
     with _remedy():
-        return stored["dataset_index"], stored["dataset_sample_index"]
+        return BlendIndices(*(array_set[name] for name in BlendIndices._fields))
 
 
 @contextlib.contextmanager
 def _remedy() -> Iterator[None]:
-    """For a set that went, or was damaged, between the start and its first sample."""
+    """For a set that was removed or damaged between the start and its first sample."""
     try:
         yield
     except DataError as error:
@@ -474,20 +389,20 @@ def _remedy() -> Iterator[None]:
 
 def _from_manifest(config: DatasetConfig, folder: str) -> tuple[RunPlan, Datasets] | None:
     """The datasets by the manifest, if there is one that fits the token files and its sets."""
-    found = read_manifest(manifest_path(config))
-    if found is None or found.config != config.order_key():
+    key = config.order_key()
+    manifest = Manifest.read(manifest_path(folder, key))
+    plan = manifest.plan(config) if manifest is not None and manifest.key == key else None
+    if manifest is None or plan is None:
         return None
-    plan, names = found.plan, found.sets
-    sets = [None if name is None else arrays.load(folder, name) for name in names]
-    for split, stored, name in zip(plan.splits, sets, names, strict=True):
-        if (split is None) != (name is None) or (name is not None and stored is None):
+    sets = [None if name is None else arrays.load(folder, name) for name in manifest.sets]
+    for split, array_set in zip(plan.splits, sets, strict=True):
+        if (split is None) != (array_set is None):
             return None
-        if split is not None and stored is not None:
-            forms = {array: (np.dtype(d), s) for array, (d, s) in _layout(split).items()}
-            if stored.key != set_key(config, plan, split) or stored.layout != forms:
+        if split is not None and array_set is not None:
+            layout = {name: (np.dtype(d), shape) for name, (d, shape) in _layout(split).items()}
+            is_same = array_set.key == set_key(plan, split) and array_set.layout == layout
+            if not is_same or array_set.damage():
                 return None
-            if stored.damage():
-                return None
-    if not config.trust_cache and not all(is_unchanged(file) for file in plan.files):
+    if not config.trust_cache and any(file.record.change() for file in plan.files):
         return None
-    return plan, _from_sets(config, plan, sets)
+    return plan, _from_sets(plan, sets)

@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from millrace.checks import flag, reals, shown, whole
 from millrace.errors import ConfigError
-from millrace.feed.datasets import SampleOptions
+from millrace.options import SampleOptions
 from millrace.order import SPLITS, normalize, split_ranges
 from millrace.order.blends import SURPLUS, check_surplus
 from millrace.order.gpt import check_seed
@@ -19,7 +19,17 @@ from millrace.order.splits import VALID, Bookends
 from millrace.store.bytes import Access
 
 Blend = tuple[Sequence[str], Sequence[float] | None]
-"""Path prefixes, and a weight for each; None: their lengths are the weights."""
+"""Path prefixes, and a weight for each; None: the datasets' lengths are the weights."""
+
+NOT_IN_KEY = frozenset(
+    {
+        # What a sample looks like, but not which tokens it has.
+        *("eod_token", "pad_token", "reset_position_ids", "eod_mask_loss"),
+        "full_validation",  # says only that num_samples[1] must be None, which is in the key
+        *("access", "cache", "trust_cache", "num_threads"),  # how, not what
+    }
+)
+"""The fields of a configuration that do not decide the order; all others are in its key."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,26 +37,26 @@ class DatasetConfig:
     """What to draw samples from, how many, and how they look.
 
     Args:
-        sequence_length: tokens to train on in a sample.
-        seed: of the order, 0 to 2**32 - 1.
-        num_samples: of train, valid and test: at least so many; None: what one epoch gives.
-        blend: one distribution, cut into train, valid and test by `split`.
-        split: shares such as "969,30,1", or where each split starts and ends as fractions.
-        blend_per_split: a distribution for each split of its own; None where there is none.
-        multiple_validation_sets: each prefix of the validation blend is a dataset by itself.
-        full_validation: validation is one epoch of its data; `num_samples[1]` must be None.
-        surplus: what is built of each dataset beyond its share of a blend.
-        drop_last_partial_validation_sequence: leave out a last validation sample that the tokens
-            do not fill.
-        add_extra_token, eod_token, pad_token, reset_position_ids, eod_mask_loss: see `GPTDataset`.
-        access: how to read token files: "mmap" or "file".
-        cache: a folder to keep index arrays in; None: they are built in memory.
-        trust_cache: take the manifest in the cache folder as it is, without a look at any token
-            file; it must be there.
-        num_threads: that build indices side by side; each needs the memory of one dataset's.
+        sequence_length: Tokens to train on in a sample.
+        seed: Seed of the order, 0 to 2**32 - 1.
+        num_samples: Least number of samples of train, valid and test; None: one epoch.
+        blend: One distribution, cut into train, valid and test by `split`.
+        split: Shares such as "969,30,1", or the fractions at which each split starts and ends.
+        blend_per_split: A distribution for each split; None for a split without one.
+        multiple_validation_sets: Whether each prefix of the validation blend is a separate dataset.
+        full_validation: Whether validation is one epoch of its data; `num_samples[1]` must be None.
+        surplus: What is built of each dataset beyond its share of a blend, as a part of the share.
+        drop_last_partial_validation_sequence: Whether to leave out a last validation sample that
+            the tokens do not fill.
+        add_extra_token, eod_token, pad_token, reset_position_ids, eod_mask_loss: See `GPTDataset`.
+        access: How to read token files: "mmap" or "file".
+        cache: Folder to keep indices in; None: they are built in memory.
+        trust_cache: Whether to take the manifest in the cache folder as it is, without looking at
+            any token file; it must be there.
+        num_threads: Number of threads that build indices; each needs the memory of one dataset's.
 
     Raises:
-        ConfigError: options outside their limits, or that do not go together.
+        ConfigError: Options outside their limits, or that do not go together.
     """
 
     sequence_length: int
@@ -102,6 +112,15 @@ class DatasetConfig:
         self._check_blends()
         if self.split is not None:
             split_ranges(0, self.split)
+        self._set(
+            blend=_plain_blend(self.blend),
+            blend_per_split=per_split and [_plain_blend(blend) for blend in per_split],
+            split=self.split if isinstance(self.split, str | None) else _plain_ends(self.split),
+        )
+
+    def _set(self, **values: Any) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
     def _make_plain(self) -> None:
         """Numbers and flags of any type become Python's, whose sums are exact."""
@@ -109,69 +128,64 @@ class DatasetConfig:
             raise ConfigError(
                 f"num_samples is {self.num_samples}; give an entry for each of {', '.join(SPLITS)}"
             )
-        plain: dict[str, Any] = {
-            "num_samples": tuple(
+        self._set(
+            num_samples=tuple(
                 None if count is None else whole(f"num_samples of {name}", count, 0)
                 for name, count in zip(SPLITS, self.num_samples, strict=True)
             ),
-            "seed": check_seed(self.seed),
-            "surplus": check_surplus(self.surplus),
-            "num_threads": whole("num_threads", self.num_threads, 1),
-        }
+            seed=check_seed(self.seed),
+            surplus=check_surplus(self.surplus),
+            num_threads=whole("num_threads", self.num_threads, 1),
+        )
         for name in (
             "multiple_validation_sets",
             "full_validation",
             "drop_last_partial_validation_sequence",
             "trust_cache",
         ):
-            plain[name] = flag(name, getattr(self, name))
-        for field in dataclasses.fields(SampleOptions):
-            plain[field.name] = getattr(self.sample_options, field.name)
-        for name, value in plain.items():
-            object.__setattr__(self, name, value)
+            self._set(**{name: flag(name, getattr(self, name))})
+        self._set(**dataclasses.asdict(self.sample_options))
 
     def _check_blends(self) -> None:
-        blends = self.blend_per_split or [self.blend]
-        if all(given is None for given in blends):
+        blends = [self.blend_of(number) for number in range(len(SPLITS))]
+        if all(blend is None for blend in blends):
             raise ConfigError("no split has a blend; give at least one")
-        for given in blends:
-            if given is not None and (not _is_list(given) or len(given) != 2):
+        for number, blend in enumerate(blends):
+            if blend is None:
+                continue
+            if not _is_list(blend) or len(blend) != 2:
                 raise ConfigError(
-                    f"a blend is {given!r}; it must be (prefixes, weights), and the weights None "
+                    f"a blend is {blend!r}; it must be (prefixes, weights), and the weights None "
                     "where the data's lengths decide"
                 )
-        for name, prefixes, weights, size in self._blends():
-            if not _is_list(prefixes) or len(prefixes) == 0:
-                raise ConfigError(f"the {name} blend is {prefixes!r}; a list of prefixes is needed")
-            for prefix in prefixes:
-                if not isinstance(prefix, (str, os.PathLike)):
-                    raise ConfigError(f"the {name} blend has {prefix!r}; prefixes are paths")
-            if weights is None:
-                continue
-            weights = reals(f"the {name} blend's weights", weights)
-            if len(weights) != len(prefixes):
-                raise ConfigError(
-                    f"the {name} blend has {len(weights)} weights for {len(prefixes)} prefixes"
-                )
-            normalize(weights)
-            if size is None and not (self.blend_per_split is not None and len(prefixes) == 1):
-                raise ConfigError(
-                    f"the {name} blend has weights, and num_samples is None: weights say how to "
-                    "mix a number of samples. Give the number, or leave the weights out"
-                )
+            prefixes, weights = blend
+            if number == VALID and self.multiple_validation_sets:
+                weights = None  # not used
+            self._check_blend(SPLITS[number], prefixes, weights, self.num_samples[number])
+
+    def _check_blend(self, name: str, prefixes: Any, weights: Any, size: int | None) -> None:
+        if not _is_list(prefixes) or len(prefixes) == 0:
+            raise ConfigError(f"the {name} blend is {prefixes!r}; a list of prefixes is needed")
+        for prefix in prefixes:
+            if not isinstance(prefix, (str, os.PathLike)):
+                raise ConfigError(f"the {name} blend has {prefix!r}; prefixes are paths")
+        if weights is None:
+            return
+        weights = reals(f"the {name} blend's weights", weights)
+        if len(weights) != len(prefixes):
+            raise ConfigError(
+                f"the {name} blend has {len(weights)} weights for {len(prefixes)} prefixes"
+            )
+        normalize(weights)
+        if size is None and not (self.blend_per_split is not None and len(prefixes) == 1):
+            raise ConfigError(
+                f"the {name} blend has weights, and num_samples is None: weights say how to "
+                "mix a number of samples. Give the number, or leave the weights out"
+            )
 
     def blend_of(self, split: int) -> Blend | None:
         """The blend that a split draws from, by its number in SPLITS."""
         return self.blend if self.blend_per_split is None else self.blend_per_split[split]
-
-    def _blends(self) -> list[tuple[str, Sequence[str], Sequence[float] | None, int | None]]:
-        """(split, prefixes, weights, number of samples) of each."""
-        found = []
-        for number, name in enumerate(SPLITS):
-            given = self.blend_of(number)
-            if given is not None and not (number == VALID and self.multiple_validation_sets):
-                found.append((name, *given, self.num_samples[number]))
-        return found
 
     @functools.cached_property
     def sample_options(self) -> SampleOptions:
@@ -185,33 +199,33 @@ class DatasetConfig:
         )
 
     def order_key(self) -> dict[str, Any]:
-        """What decides the order, apart from what is in the token files: plain JSON values."""
-
-        def plain(given: Blend | None) -> Any:
-            if given is None:
-                return None
-            prefixes, weights = given
-            paths = [os.fspath(prefix) for prefix in prefixes]
-            return [paths, None if weights is None else [float(weight) for weight in weights]]
-
-        per_split = self.blend_per_split
+        """All fields that decide the order, as plain JSON values; the token files add the rest."""
         return {
-            "sequence_length": self.sequence_length,
-            "seed": self.seed,
-            "num_samples": list(self.num_samples),
-            "blend": plain(self.blend),
-            "split": self.split
-            if isinstance(self.split, str) or self.split is None
-            else [None if ends is None else [float(end) for end in ends] for ends in self.split],
-            "blend_per_split": None if per_split is None else [plain(given) for given in per_split],
-            "multiple_validation_sets": self.multiple_validation_sets,
-            "surplus": float(self.surplus),
-            "drop_last_partial_validation_sequence": self.drop_last_partial_validation_sequence,
-            "add_extra_token": self.add_extra_token,
+            field.name: _plain(getattr(self, field.name))
+            for field in dataclasses.fields(self)
+            if field.name not in NOT_IN_KEY
         }
 
 
+def _plain(value: Any) -> Any:
+    return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+def _plain_blend(blend: Blend | None) -> Blend | None:
+    if blend is None:
+        return None
+    prefixes, weights = blend
+    return (
+        [os.fspath(prefix) for prefix in prefixes],
+        None if weights is None else reals("the weights", weights),
+    )
+
+
+def _plain_ends(split: Sequence[Bookends | None]) -> list[Bookends | None]:
+    return [None if ends is None else (float(ends[0]), float(ends[1])) for ends in split]
+
+
 def _is_list(value: Any) -> bool:
-    """Whether it has entries: a list, a tuple, an array; no text, and no array without a shape."""
+    """Whether a value has entries: a list, tuple or array, but not text or an array of shape ()."""
     is_text = isinstance(value, (str, bytes, os.PathLike))
     return isinstance(value, Collection) and not is_text and getattr(value, "shape", None) != ()

@@ -1,4 +1,7 @@
-"""From a configuration and token files to what must be built: counts alone, no index yet."""
+"""From a configuration and token files to what must be built: counts alone, no index yet.
+
+The configuration ends here: whatever comes later takes what it needs from the plan.
+"""
 
 from __future__ import annotations
 
@@ -8,38 +11,18 @@ import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, Literal
 
 from millrace.errors import ConfigError, DuplicateDataWarning
-from millrace.feed.datasets import plan_dataset
+from millrace.feed.indices import plan_indices
+from millrace.options import SampleOptions
 from millrace.order import SPLITS, GPTPlan, normalize, samples_per_dataset, split_ranges
 from millrace.order.splits import VALID, Range
 from millrace.run.config import DatasetConfig
-from millrace.store import IndexedDataset
-from millrace.store.bytes import Access
-from millrace.store.publish import bin_path, idx_path
+from millrace.store.token_file import TokenFile
 
-
-@dataclass(frozen=True, kw_only=True)
-class TokenFile:
-    """What a plan knows of a token file.
-
-    Attributes:
-        prefix: its path.
-        sizes: bytes of the `.bin` and the `.idx`.
-        times: when each was last changed, in nanoseconds.
-        content: its fingerprint (see `IndexedDataset.fingerprint`).
-        lengths: a checksum of all sequence lengths, which decide the indices.
-        num_sequences, num_documents, num_tokens: counts.
-    """
-
-    prefix: str
-    sizes: tuple[int, int]
-    times: tuple[int, int]
-    content: str
-    lengths: str
-    num_sequences: int
-    num_documents: int
-    num_tokens: int
+Kind = Literal["one", "blend", "apart"]
+"""A split is one dataset, a blend, or several datasets apart from each other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,16 +30,22 @@ class DatasetPlan:
     """One dataset: a range of sequences of a token file.
 
     Attributes:
-        file: its number among the run's files.
+        file: The token file.
         sequences: (start, stop).
-        num_samples: to have at least; None: one epoch's.
-        gpt: epochs and samples.
+        num_samples: Least number of samples; None: one epoch.
+        gpt: Epochs and samples.
     """
 
-    file: int
+    file: TokenFile
     sequences: Range
     num_samples: int | None
     gpt: GPTPlan
+
+    @property
+    def num_entries(self) -> int:
+        """Entries of the document index."""
+        start, stop = self.sequences
+        return (stop - start) * self.gpt.num_epochs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,167 +54,161 @@ class SplitPlan:
 
     Attributes:
         name: "train", "valid" or "test".
-        datasets: that it draws from.
-        kind: "one" dataset, a "blend", or several "apart".
-        weights: of a blend, as they were normalised; None: its datasets' lengths.
-        size: of a blend; None: all samples of all datasets.
+        datasets: The datasets that it draws from.
+        kind: How it draws from them.
+        weights: Normalised weights of a blend; None: its datasets' lengths.
+        size: Number of samples of a blend; None: all samples of all datasets.
     """
 
     name: str
     datasets: Sequence[DatasetPlan]
-    kind: str
+    kind: Kind
     weights: Sequence[float] | None
     size: int | None
 
     @property
+    def lengths(self) -> list[int]:
+        """Number of samples of each dataset."""
+        return [dataset.gpt.num_samples for dataset in self.datasets]
+
+    @property
     def num_samples(self) -> int:
-        """Of the blend, the dataset, or the datasets together."""
-        built = sum(dataset.gpt.num_samples for dataset in self.datasets)
-        return built if self.size is None else self.size
+        """Number of samples of the blend, the dataset, or the datasets together."""
+        return sum(self.lengths) if self.size is None else self.size
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """The token files and splits of a run."""
+    """What a run draws from, and how.
 
+    Attributes:
+        key: All options that decide the order (see `DatasetConfig.order_key`).
+        seed: Seed of the order.
+        options: What a sample looks like.
+        num_threads: Number of threads that build indices.
+        files: The token files.
+        splits: Train, valid and test; None for a split without a share.
+    """
+
+    key: dict[str, Any]
+    seed: int
+    options: SampleOptions
+    num_threads: int
     files: Sequence[TokenFile]
     splits: Sequence[SplitPlan | None]
 
+    @property
+    def present_splits(self) -> list[SplitPlan]:
+        """The splits with a share."""
+        return [split for split in self.splits if split is not None]
 
-def plan_run(config: DatasetConfig) -> tuple[list[IndexedDataset], RunPlan]:
-    """Opens every token file and works out what to build.
-
-    Raises:
-        ConfigError, DataError: see `build_datasets`.
-    """
-    prefixes: dict[str, int] = {}
-    for number in range(len(SPLITS)):
-        given = config.blend_of(number)
-        for prefix in given[0] if given is not None else []:
-            prefixes.setdefault(os.fspath(prefix), len(prefixes))
-    with ThreadPoolExecutor(config.num_threads) as pool:
-        looked = list(pool.map(functools.partial(look_at, access=config.access), prefixes))
-    opened, files = [dataset for dataset, _ in looked], [file for _, file in looked]
-    splits: list[SplitPlan | None] = []
-    for number, name in enumerate(SPLITS):
-        given = config.blend_of(number)
-        if given is None:
-            splits.append(None)
-            continue
-        numbers = [prefixes[os.fspath(prefix)] for prefix in given[0]]
-        ranges = [_range_of(config, number, opened[file]) for file in numbers]
-        if any(sequences is None for sequences in ranges):
-            splits.append(None)
-            continue
-        splits.append(
-            _plan_split(config, number, name, numbers, opened, ranges, given[1])  # type: ignore[arg-type]
-        )
-    return opened, RunPlan(files=files, splits=splits)
+    @property
+    def num_datasets(self) -> int:
+        """Number of datasets of all splits."""
+        return sum(len(split.datasets) for split in self.present_splits)
 
 
-def warn_of_copies(plan: RunPlan) -> None:
-    """Warns of the same data, wherever it lies, twice in a blend."""
-    for split in plan.splits:
-        if split is None or split.kind != "blend":
-            continue
-        first: dict[tuple[str, str], str] = {}
-        for dataset in split.datasets:
-            file = plan.files[dataset.file]
-            same_data = (file.content, file.lengths)
-            if same_data in first:
-                warnings.warn(
-                    f"the {split.name} blend has the data of {file.prefix} twice (also as "
-                    f"{first[same_data]}): the same samples are drawn twice, in the same order. "
-                    "Give it once, with the sum of the weights",
-                    DuplicateDataWarning,
-                    stacklevel=4,  # the line that calls `build_datasets`
-                )
-            first.setdefault(same_data, file.prefix)
-
-
-def look_at(prefix: str, access: Access = "mmap") -> tuple[IndexedDataset, TokenFile]:
-    """Opens a token file, and says what is in it."""
-    # Before it is opened: of a file that is replaced meanwhile, the times are then the old ones,
-    # and the next look at it finds out.
-    _, times = _sizes_and_times(prefix)
-    dataset = IndexedDataset(prefix, access=access)
-    return dataset, TokenFile(
-        prefix=prefix,
-        sizes=(dataset.reader.size, dataset.num_bytes - dataset.reader.size),
-        times=times,
-        content=dataset.fingerprint,
-        lengths=dataset.lengths_checksum,
-        num_sequences=len(dataset),
-        num_documents=dataset.num_documents,
-        num_tokens=dataset.num_tokens,
+def make_plan(
+    config: DatasetConfig, files: Sequence[TokenFile], splits: Sequence[SplitPlan | None]
+) -> RunPlan:
+    """The plan of a configuration, its token files and its splits."""
+    return RunPlan(
+        key=config.order_key(),
+        seed=config.seed,
+        options=config.sample_options,
+        num_threads=config.num_threads,
+        files=files,
+        splits=splits,
     )
 
 
-def has_same_times(file: TokenFile) -> bool:
-    """Whether a token file has the sizes and times that it had."""
-    return _sizes_and_times(file.prefix) == (file.sizes, file.times)
+def plan_run(config: DatasetConfig) -> RunPlan:
+    """Opens every token file and works out what to build.
 
-
-def _sizes_and_times(prefix: str) -> tuple[tuple[int, int], tuple[int, int]]:
-    try:
-        data, index = os.stat(bin_path(prefix)), os.stat(idx_path(prefix))
-    except FileNotFoundError:
-        return (0, 0), (0, 0)  # missing, or published halfway, which opening it tells apart
-    return (data.st_size, index.st_size), (data.st_mtime_ns, index.st_mtime_ns)
-
-
-def _range_of(config: DatasetConfig, number: int, dataset: IndexedDataset) -> Range | None:
-    if config.split is None:
-        return 0, len(dataset)
-    return split_ranges(len(dataset), config.split)[number]
+    Raises:
+        ConfigError, DataError: See `build_datasets`.
+    """
+    blends = [config.blend_of(number) for number in range(len(SPLITS))]
+    prefixes = dict.fromkeys(os.fspath(p) for blend in blends if blend for p in blend[0])
+    with ThreadPoolExecutor(config.num_threads) as pool:
+        files = list(pool.map(functools.partial(TokenFile.open, access=config.access), prefixes))
+    by_prefix = dict(zip(prefixes, files, strict=True))
+    splits = [
+        None
+        if blend is None
+        else _plan_split(config, number, [by_prefix[p] for p in blend[0]], blend[1])
+        for number, blend in enumerate(blends)
+    ]
+    return make_plan(config, files, splits)
 
 
 def _plan_split(
     config: DatasetConfig,
     number: int,
-    name: str,
-    files: Sequence[int],
-    opened: Sequence[IndexedDataset],
-    ranges: Sequence[Range],
+    files: Sequence[TokenFile],
     weights: Sequence[float] | None,
-) -> SplitPlan:
-    asked = config.num_samples[number]
-    is_apart = number == VALID and config.multiple_validation_sets and len(files) > 1
-    is_one = len(files) == 1 and (weights is None or config.blend_per_split is not None)
-    if is_apart or is_one:
-        weights, counts = None, [asked] * len(files)
-    elif weights is None:
-        counts = [None] * len(files)
+) -> SplitPlan | None:
+    """The plan of a split; None if it has no share."""
+    name, size = SPLITS[number], config.num_samples[number]
+    if config.split is None:
+        ranges: list[Range | None] = [(0, file.record.num_sequences) for file in files]
     else:
-        weights = normalize(weights)
-        try:
-            shares = samples_per_dataset(weights, asked or 0, config.surplus)
-        except ConfigError as error:
-            raise ConfigError(f"the {name} split: {error}") from None
-        counts = [built for _, built in shares]
-        asked = sum(share for share, _ in shares)
-
-    def plan(file: int, sequences: Range, count: int | None) -> DatasetPlan:
-        gpt = plan_dataset(
-            opened[file],
-            sequences,
-            count,
-            config.sample_options,
-            drop_last_partial_sequence=number != VALID
-            or config.drop_last_partial_validation_sequence,
-        )
-        return DatasetPlan(file=file, sequences=sequences, num_samples=count, gpt=gpt)
-
+        ranges = [split_ranges(file.record.num_sequences, config.split)[number] for file in files]
+    if any(sequences is None for sequences in ranges):
+        return None
+    kind: Kind = "blend"
+    if number == VALID and config.multiple_validation_sets and len(files) > 1:
+        kind = "apart"
+    elif len(files) == 1 and (weights is None or config.blend_per_split is not None):
+        kind = "one"
+    drops_partial = number != VALID or config.drop_last_partial_validation_sequence
     try:
-        datasets = [plan(*one) for one in zip(files, ranges, counts, strict=True)]
+        if kind != "blend":
+            weights, counts = None, [size] * len(files)
+        elif weights is None:
+            counts = [None] * len(files)
+        else:
+            weights = normalize(weights)
+            shares = samples_per_dataset(weights, size or 0, config.surplus)
+            size, counts = sum(share for share, _ in shares), [built for _, built in shares]
+        datasets = [
+            DatasetPlan(
+                file=file,
+                sequences=sequences,  # type: ignore[arg-type]
+                num_samples=count,
+                gpt=plan_indices(
+                    file.dataset,
+                    sequences,  # type: ignore[arg-type]
+                    count,
+                    config.sample_options,
+                    drop_last_partial_sequence=drops_partial,
+                ),
+            )
+            for file, sequences, count in zip(files, ranges, counts, strict=True)
+        ]
     except ConfigError as error:
         raise ConfigError(f"the {name} split: {error}") from None
-    if weights is None and asked is not None:
-        asked = min(asked, sum(dataset.gpt.num_samples for dataset in datasets))
-    return SplitPlan(
-        name=name,
-        datasets=datasets,
-        kind="apart" if is_apart else "one" if is_one else "blend",
-        weights=weights,
-        size=asked if not (is_apart or is_one) else None,
-    )
+    if kind != "blend":
+        size = None
+    elif weights is None and size is not None:
+        size = min(size, sum(dataset.gpt.num_samples for dataset in datasets))
+    return SplitPlan(name=name, datasets=datasets, kind=kind, weights=weights, size=size)
+
+
+def warn_of_copies(plan: RunPlan) -> None:
+    """Warns of the same data, in whatever files, twice in a blend."""
+    for split in plan.present_splits:
+        if split.kind != "blend":
+            continue
+        prefixes: dict[tuple[str, str], str] = {}
+        for dataset in split.datasets:
+            data = (dataset.file.fingerprint, dataset.file.lengths_checksum)
+            if data in prefixes:
+                warnings.warn(
+                    f"the {split.name} blend has the data of {dataset.file.prefix} twice (also as "
+                    f"{prefixes[data]}): the same samples are drawn twice, in the same order. "
+                    "Give it once, with the sum of the weights",
+                    DuplicateDataWarning,
+                    stacklevel=4,  # the line that calls `build_datasets`
+                )
+            prefixes.setdefault(data, dataset.file.prefix)

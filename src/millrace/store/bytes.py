@@ -9,7 +9,7 @@ from typing import BinaryIO, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace import _core, _native
+from millrace import _native
 from millrace.checks import shown
 from millrace.errors import ConfigError, DataError
 
@@ -90,7 +90,7 @@ class MMapReader:
 
     def __init__(self, file: BinaryIO) -> None:
         self.size = os.fstat(file.fileno()).st_size
-        self.bytes: Bytes = _core.map_file(file.fileno(), self.size)
+        self.bytes: Bytes = _native.map_file(file.fileno(), self.size)
 
     def read(self, byte_offset: int, num_bytes: int) -> Bytes:
         return self.bytes[byte_offset : byte_offset + num_bytes]

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, SupportsIndex, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from millrace import _core, _native
+from millrace import _native
 from millrace.checks import one_path, whole, whole_numbers
 from millrace.errors import ConfigError, DataError
 from millrace.files import checksum, cut_short
@@ -87,7 +87,7 @@ class IndexedDataset:
             for file in files:
                 stack.enter_context(file)
             self.header = layout.read_header(files[-1], idx_path(self.prefix))
-            self._index = _core.map_file(files[-1].fileno(), self.header.size)
+            self._index = _native.map_file(files[-1].fileno(), self.header.size)
             self._files = [_identity(file) for file in files]
             self.reader = open_bin(files[0], access) if bin_reader is None else bin_reader
             self._check_ends(files[-1])
@@ -102,11 +102,11 @@ class IndexedDataset:
         # All tokens as one array, if they are in memory, and its sequences as views.
         self._bytes = bytes_in_memory(self.reader)
         self._tokens: NDArray[Any] | None = None
-        self._views: _core.SequenceViews | None = None
+        self._views: _native.SequenceViews | None = None
         if self._bytes is not None:
             size = len(self._bytes) - len(self._bytes) % self.dtype.itemsize
             self._tokens = self._bytes[:size].view(self.dtype)
-            self._views = _core.SequenceViews(
+            self._views = _native.SequenceViews(
                 self._tokens, self.sequence_pointers, self.sequence_lengths
             )
 

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace import _core, _native
+from millrace import _native
 from millrace.errors import ConfigError, DataError
 from millrace.files import flush_to_disk, naming
 from millrace.interrupts import interrupts_held
@@ -73,7 +73,7 @@ class PairWriter:
                 self._data: Any = self._resources.enter_context(
                     open(self.temporaries.bin, "wb", buffering=0)  # noqa: SIM115
                 )
-                self.buffer = _core.TokenBuffer(
+                self.buffer = _native.TokenBuffer(
                     dtype.name, _BUFFER_SIZE, self._data.fileno(), multimodal
                 )
                 self._resources.callback(self.buffer.close)
@@ -234,7 +234,7 @@ class PairWriter:
                 if index_hasher is not None:
                     index_hasher.update(chunk)
                 index.flush()
-                _core.start_writeback(index.fileno(), size, index.tell() - size)
+                _native.start_writeback(index.fileno(), size, index.tell() - size)
                 size = index.tell()
             flush_to_disk(index)
         if size != header.size:
@@ -317,7 +317,9 @@ def _disown_all() -> None:
 os.register_at_fork(after_in_child=_disown_all)
 
 
-def _drop(lock: threading.Lock, buffer: _core.TokenBuffer, resources: contextlib.ExitStack) -> None:
+def _drop(
+    lock: threading.Lock, buffer: _native.TokenBuffer, resources: contextlib.ExitStack
+) -> None:
     """Ends a writer that was neither published nor aborted, as it is collected or at exit."""
     # A daemon thread may be at work until the very end: its call may finish, and no other begins.
     # If it takes too long, its files stay, as after a kill.

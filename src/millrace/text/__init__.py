@@ -1,7 +1,7 @@
 """From files to token ids: documents from JSONL, and the tokenizer.
 
-`documents` reads lines in blocks and takes each document's texts from them, `tokenizer` turns
-texts into ids. Needs the `tokenizers` extra.
+`documents` reads lines in blocks and extracts the texts of the documents, `tokenizer` turns texts
+into ids. Needs the `tokenizers` extra.
 """
 
 from millrace.text.documents import LineBlock, document_texts, read_blocks

@@ -1,4 +1,4 @@
-"""Documents from JSONL files: plain, gzip or zstd, one JSON object a line."""
+"""Documents from JSONL files: plain, gzip or zstd, one JSON object per line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from millrace import checks
 from millrace.errors import ConfigError, TextError
 
 BLOCK_SIZE = 1 << 20
-"""Bytes of text that are read, and handed to a worker, at a time; a longer line stays whole."""
+"""Bytes of text that are read and sent to a worker at a time; a longer line is not divided."""
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
@@ -31,10 +31,10 @@ class LineBlock:
     """Whole lines of one file.
 
     Attributes:
-        path: of the file, for messages.
-        first_line: the number of the first line, from 1.
-        data: the lines, decompressed.
-        position: bytes of the (compressed) file that have been read up to here.
+        path: Path of the file, for messages.
+        first_line: Number of the first line, from 1.
+        data: Decompressed lines.
+        position: Bytes of the (compressed) file that have been read so far.
     """
 
     path: str
@@ -46,12 +46,12 @@ class LineBlock:
 def read_blocks(path: str | os.PathLike[str], block_size: int = BLOCK_SIZE) -> Iterator[LineBlock]:
     """The lines of a file in blocks of about `block_size` bytes.
 
-    Gzip and zstd are known by their first bytes, whatever the file's name. The file is opened once
-    and read from its start to its end, so that it may be a pipe.
+    The first bytes of a file, not its name, tell gzip and zstd. The file is opened once and read
+    from start to end, so it may be a pipe.
 
     Raises:
-        ConfigError: a block size that is no whole number above 0.
-        TextError: a missing or unreadable file, damaged or truncated compressed data, or a file
+        ConfigError: A block size that is not a whole number above 0.
+        TextError: A missing or unreadable file, damaged or truncated compressed data, or a file
             that was truncated while it was read.
     """
     path = os.fsdecode(path)
@@ -72,7 +72,7 @@ def _read_blocks(path: str, block_size: int) -> Iterator[LineBlock]:
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise TextError(
             f"{path}: the compressed data are damaged or truncated ({error}). "
-            "Copy or write it again"
+            "Copy or write the file again"
         ) from None
     except OSError as error:
         raise TextError(f"{path} cannot be read: {error.strerror or error}") from None
@@ -80,7 +80,7 @@ def _read_blocks(path: str, block_size: int) -> Iterator[LineBlock]:
 
 def _whole_lines(stream: Any, source: _Source, path: str, block_size: int) -> Iterator[LineBlock]:
     line = 1
-    rest: list[bytes] = []  # of a line whose end is still to come
+    rest: list[bytes] = []  # parts of a line whose end has not been read yet
 
     def block(*parts: bytes) -> LineBlock:
         data = b"".join((*rest, *parts))
@@ -101,22 +101,22 @@ def _whole_lines(stream: Any, source: _Source, path: str, block_size: int) -> It
 
 
 class _Source:
-    """A file whose first bytes are looked at before it is read, without seeking: a pipe cannot.
+    """A file whose first bytes are known before it is read, without seeking: it may be a pipe.
 
     Attributes:
-        first_bytes: the first four, or all of a shorter file.
-        size: of the file when it was opened; 0 for a pipe.
-        position: bytes that were read.
+        first_bytes: First four bytes, or all of a shorter file.
+        size: Size of the file when it was opened; 0 for a pipe.
+        position: Number of bytes read.
     """
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self.size = _size_of(os.fstat(file.fileno())) or 0
+        self.size = _regular_size(os.fstat(file.fileno())) or 0
         self.first_bytes = self._unread = file.read(4)
         self.position = 0
 
     def read(self, size: int) -> bytes:
-        """At most `size` bytes, and none at the end alone."""
+        """At most `size` bytes; no bytes only at the end."""
         data, self._unread = self._unread[:size], self._unread[size:]
         data = data or self._file.read(size)
         self.position += len(data)
@@ -131,13 +131,13 @@ def _decompressed(source: _Source, path: str) -> Iterator[Any]:
             yield stream
     elif magic == _ZSTD_MAGIC or (magic[1:] == _ZSTD_SKIPPABLE and magic[0] & 0xF0 == 0x50):
         zstd = _import_zstd(path)
-        window = {zstd.DecompressionParameter.window_log_max: 31}  # files of zstd --long=31 too
+        window = {zstd.DecompressionParameter.window_log_max: 31}  # for files of zstd --long=31
         try:
             with zstd.ZstdFile(source, options=window) as stream:
                 yield stream
         except zstd.ZstdError as error:
             raise TextError(
-                f"{path}: the zstd data are damaged ({error}). Copy or write it again"
+                f"{path}: the zstd data are damaged ({error}). Copy or write the file again"
             ) from None
     else:
         yield source
@@ -158,13 +158,11 @@ def _import_zstd(path: str) -> Any:
 
 
 def document_texts(block: LineBlock, keys: Sequence[str]) -> list[tuple[int, list[str]]]:
-    """The texts of a block's documents: (line number, a text for each key).
-
-    Blank lines hold no document and are passed over.
+    """The texts of a block's documents: (line number, a text for each key); skips blank lines.
 
     Raises:
-        ConfigError: keys that are no list of texts.
-        TextError: a line that is no JSON object in UTF-8, or has no text under a key.
+        ConfigError: Keys that are not a list of strings.
+        TextError: A line that is not a JSON object in UTF-8, or has no text under a key.
     """
     keys = check_keys(keys)
     documents = []
@@ -178,19 +176,19 @@ def document_texts(block: LineBlock, keys: Sequence[str]) -> list[tuple[int, lis
 
 
 def check_keys(keys: Sequence[str]) -> tuple[str, ...]:
-    """The keys whose values are texts.
+    """The JSON keys as a tuple.
 
     Raises:
-        ConfigError: no list of texts, an empty one, or a key twice.
+        ConfigError: Not a list of strings, an empty list, or a repeated key.
     """
     if isinstance(keys, str):
         raise ConfigError(f"json_keys is {keys!r}, one key alone; give a list: [{keys!r}]")
-    found = tuple(keys) if isinstance(keys, Iterable) else ()
-    if not found or not all(isinstance(key, str) for key in found) or len({*found}) < len(found):
+    names = tuple(keys) if isinstance(keys, Iterable) else ()
+    if not names or not all(isinstance(key, str) for key in names) or len({*names}) < len(names):
         raise ConfigError(
             f"json_keys are {checks.shown(keys)}; give a list of at least one key, each once"
         )
-    return found
+    return names
 
 
 def _parse(line: bytes, place: str) -> dict[str, Any]:
@@ -198,12 +196,12 @@ def _parse(line: bytes, place: str) -> dict[str, Any]:
         record = json.loads(line.decode())
     except UnicodeDecodeError as error:
         raise TextError(
-            f"{place}: byte {error.start + 1} is no UTF-8 ({error.reason}). "
+            f"{place}: byte {error.start + 1} is not UTF-8 ({error.reason}). "
             "Convert the file to UTF-8"
         ) from None
     except json.JSONDecodeError as error:
         raise TextError(
-            f"{place}, column {error.colno}: no valid JSON ({error.msg}): {_excerpt(line)}. "
+            f"{place}, column {error.colno}: not valid JSON ({error.msg}): {_excerpt(line)}. "
             "Each line must be one JSON object; repair or remove the line"
         ) from None
     except (RecursionError, ValueError) as error:
@@ -217,19 +215,15 @@ def _parse(line: bytes, place: str) -> dict[str, Any]:
 
 
 def _text(record: dict[str, Any], key: str, place: str) -> str:
-    if key not in record:
+    text = record.get(key)
+    if isinstance(text, str):
+        return text
+    if key in record:
+        problem = f'the value of "{key}" is a JSON {type(text).__name__}, not a string'
+    else:
         keys = ", ".join(list(record)[:10]) or "none"
-        raise TextError(
-            f'{place}: there is no key "{key}"; its keys are: {keys}. '
-            "Name the text's key with --json-keys"
-        )
-    text = record[key]
-    if not isinstance(text, str):
-        raise TextError(
-            f'{place}: the value of "{key}" is a JSON {type(text).__name__}, not a string. '
-            "Name the text's key with --json-keys"
-        )
-    return text
+        problem = f'there is no key "{key}"; its keys are: {keys}'
+    raise TextError(f"{place}: {problem}. Name the text's key with --json-keys")
 
 
 def _excerpt(line: bytes) -> str:
@@ -241,7 +235,7 @@ def input_size(path: str) -> int | None:
     """The size of an input file, in bytes; None for a pipe or a device.
 
     Raises:
-        TextError: there is no such file, or it may not be read.
+        TextError: A missing or unreadable file.
     """
     try:
         status = os.stat(path)
@@ -251,8 +245,8 @@ def input_size(path: str) -> int | None:
         raise TextError(f"{path} is a folder; name its files")
     if not os.access(path, os.R_OK):
         raise TextError(f"{path} cannot be read: {os.strerror(errno.EACCES)}")
-    return _size_of(status)
+    return _regular_size(status)
 
 
-def _size_of(status: os.stat_result) -> int | None:
+def _regular_size(status: os.stat_result) -> int | None:
     return status.st_size if stat.S_ISREG(status.st_mode) else None

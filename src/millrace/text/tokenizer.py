@@ -20,17 +20,17 @@ EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
 
 class Tokenizer:
-    """A Hugging Face fast tokenizer, as `transformers` would call it: no truncation, no padding,
+    """A Hugging Face fast tokenizer that encodes as `transformers` does: no truncation, no padding,
     special tokens as the file's post-processor adds them.
 
     Args:
-        path: of a `tokenizer.json`.
-        eod_token: the text of the end-of-document token; None: the one of `EOD_TOKENS` that the
+        path: Path of a `tokenizer.json`.
+        eod_token: Text of the end-of-document token; None: the one of `EOD_TOKENS` that the
             tokenizer has.
 
     Raises:
-        TextError: no tokenizer file, or no such token.
-        ConfigError: an `eod_token` that is no text.
+        TextError: A file that is not a tokenizer, or has no such token.
+        ConfigError: An `eod_token` that is not a string.
     """
 
     def __init__(self, path: str | os.PathLike[str], eod_token: str | None = None) -> None:
@@ -47,19 +47,18 @@ class Tokenizer:
         self.eod_token = eod_token
         if eod_token is not None and self._tokenizer.token_to_id(eod_token) is None:
             raise TextError(
-                f"{self.path} has no token {eod_token!r}; give --eod-token one of its own"
+                f"{self.path} has no token {eod_token!r}; give --eod-token one of its tokens"
             )
 
     @property
     def vocabulary_size(self) -> int:
-        """Number of tokens, added ones included."""
+        """Number of tokens, including added ones."""
         size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         return size
 
     @cached_property
     def dtype(self) -> np.dtype[Any]:
-        """In which the ids are stored: by the vocabulary's size, or the largest id if the ids have
-        gaps."""
+        """Dtype of stored ids: by the vocabulary's size, or by the largest id if ids have gaps."""
         largest = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         return optimal_dtype(max(self.vocabulary_size, largest + 1))
 
@@ -68,33 +67,33 @@ class Tokenizer:
         """The id of the end-of-document token.
 
         Raises:
-            TextError: none or several of the usual tokens, and none was named.
+            TextError: No `eod_token`, and a tokenizer with none or several of `EOD_TOKENS`.
         """
         if self.eod_token is None:
-            found = [
+            usual = [
                 token for token in EOD_TOKENS if self._tokenizer.token_to_id(token) is not None
             ]
-            if len(found) != 1:
-                what = f"several ({', '.join(found)})" if found else "none"
+            if len(usual) != 1:
+                what = f"several ({', '.join(usual)})" if usual else "none"
                 raise TextError(
                     f"{self.path} has {what} of the usual end-of-document tokens "
-                    f"({', '.join(EOD_TOKENS)}). Name it with --eod-token"
+                    f"({', '.join(EOD_TOKENS)}). Name the token with --eod-token"
                 )
-            self.eod_token = found[0]
+            self.eod_token = usual[0]
         number: int = self._tokenizer.token_to_id(self.eod_token)
         return number
 
     def special_tokens(self) -> dict[str, int]:
-        """The ids of the tokens that stand for no text, by their names."""
-        added = self._tokenizer.get_added_tokens_decoder()
-        return {token.content: number for number, token in added.items() if token.special}
+        """The ids of the special tokens, by name."""
+        tokens = self._tokenizer.get_added_tokens_decoder()
+        return {token.content: number for number, token in tokens.items() if token.special}
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text.
 
         Raises:
-            ConfigError: no list of texts.
-            TextError: a text that is no valid Unicode.
+            ConfigError: Texts that are not a list of strings.
+            TextError: A text that is not valid Unicode.
         """
         try:
             return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts)]
@@ -109,12 +108,13 @@ class Tokenizer:
             raise
 
     def decode(self, ids: ArrayLike) -> str:
-        """The text of some ids, special tokens included."""
+        """The text of some ids, including special tokens."""
         text: str = self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
         return text
 
     def __getstate__(self) -> dict[str, Any]:
-        # The text, not the path: every worker has the very tokenizer that the job was started with.
+        # The content, not only the path: workers must have the same tokenizer as the job, even if
+        # the file changes meanwhile.
         return {
             "path": self.path,
             "fingerprint": self.fingerprint,
@@ -128,16 +128,16 @@ class Tokenizer:
 
 
 class InvalidUnicodeError(TextError):
-    """A text with a lone surrogate, which no encoding can hold."""
+    """A text with a lone surrogate, which no encoding can represent."""
 
     def __init__(self, text_number: int, position: int, character: str) -> None:
-        super().__init__(text_number, position, character)
+        super().__init__(text_number, position, character)  # as pickle needs them
         self.text_number = text_number
 
     def __str__(self) -> str:
         _, position, character = self.args
         return (
-            f"character {position + 1} is the lone surrogate U+{ord(character):04X}, which is no "
+            f"character {position + 1} is the lone surrogate U+{ord(character):04X}, which is not "
             "valid Unicode. Repair or remove the text"
         )
 
@@ -153,9 +153,9 @@ def _load(content: bytes, path: str) -> Any:
         tokenizer = tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises bare Exception and ValueError
         raise TextError(
-            f"{path} is no tokenizer file ({error}). Give a Hugging Face tokenizer.json"
+            f"{path} is not a tokenizer file ({error}). Give a Hugging Face tokenizer.json"
         ) from None
-    # A file may carry the settings of somebody's training batches; documents are never cut.
+    # A file may carry settings for training batches; documents must stay whole.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

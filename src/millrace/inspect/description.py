@@ -12,7 +12,7 @@ from millrace.errors import ConfigError
 from millrace.store import IndexedDataset
 from millrace.text import Tokenizer
 
-_SHOWN_TOKENS = 256  # at a document's head, and at its tail
+_EXCERPT = 256  # tokens of a document's head, and of its tail
 _BAR_WIDTH = 40
 _BINS = np.concatenate(([0, 1], 2 ** np.arange(1, 32, dtype=np.int64)))
 _QUANTILES = {"p1": 0.01, "p10": 0.1, "median": 0.5, "p90": 0.9, "p99": 0.99}
@@ -24,20 +24,20 @@ class Description:
     """An indexed dataset in numbers.
 
     Attributes:
-        prefix: path prefix of the pair.
-        dtype: of the tokens.
-        num_documents, num_sequences, num_tokens: counts.
-        num_bytes: of both files.
-        has_modes: whether it is multimodal.
-        lengths: of sequences, in tokens: min, quantiles, mean, max; empty without sequences.
-        document_lengths: the same of documents.
-        histogram: (from, to, sequences): how many sequences have a length in [from, to].
-        special_tokens: how often each of the tokenizer's special tokens occurs; None without one.
-        document: number, counts, head and tail of one document; None without documents. Its
-            `head` and `tail` hold `tokens` and, with a tokenizer, `text`; `tail` is None if the
-            head is all of it.
-        provenance: what the sidecar says of where the files come from; None without one.
-        has_checksums: whether `verify` can check every byte.
+        prefix: Path prefix of the pair.
+        dtype: Dtype of the tokens.
+        num_documents, num_sequences, num_tokens: Counts.
+        num_bytes: Size of both files.
+        has_modes: Whether the dataset is multimodal.
+        lengths: Sequence lengths in tokens: min, quantiles, mean, max; empty without sequences.
+        document_lengths: Document lengths, likewise.
+        histogram: (from, to, count): number of sequences with a length in [from, to].
+        special_tokens: Occurrences of each special token of the tokenizer; None without tokenizer.
+        document: Number, counts, head and tail of one document; None without documents. `head` and
+            `tail` have `tokens` and, with a tokenizer, `text`; `tail` is None if the head is the
+            whole document.
+        provenance: Origin of the tokens, from the sidecar; None without one.
+        has_checksums: Whether `verify` can check every byte.
     """
 
     prefix: str
@@ -61,16 +61,16 @@ def describe(
 ) -> Description:
     """Counts, dtype, lengths and one document of an indexed dataset.
 
-    With a tokenizer every token is read, to count the special ones; without, the index alone.
+    With a tokenizer, all tokens are read to count the special ones; without, only the index.
 
     Args:
-        dataset: the token file.
-        tokenizer: with which to decode the document.
-        document: its number.
+        dataset: The token file.
+        tokenizer: Tokenizer that decodes the document.
+        document: Number of the document.
 
     Raises:
-        ConfigError: no such document.
-        DataError: the sidecar is damaged.
+        ConfigError: A document number out of range.
+        DataError: A damaged sidecar.
     """
     lengths = dataset.sequence_lengths
     info = dataset.info()
@@ -85,7 +85,7 @@ def describe(
         lengths=_spread(lengths),
         document_lengths=_spread(dataset.document_lengths),
         histogram=_histogram(lengths),
-        special_tokens=None if tokenizer is None else _special_tokens(dataset, tokenizer),
+        special_tokens=None if tokenizer is None else _count_special(dataset, tokenizer),
         document=_document(dataset, tokenizer, document) if dataset.num_documents else None,
         provenance=None if info is None else info.provenance,
         has_checksums=info is not None and info.bin is not None,
@@ -105,22 +105,19 @@ def _spread(lengths: NDArray[Any]) -> dict[str, float]:
 
 
 def _histogram(lengths: NDArray[Any]) -> list[tuple[int, int, int]]:
+    """The bins from the first to the last that is not empty."""
     counts, _ = np.histogram(lengths, bins=_BINS)
-    filled = np.flatnonzero(counts)
-    if len(filled) == 0:
-        return []
-    return [
-        (int(_BINS[i]), int(_BINS[i + 1]) - 1, int(counts[i]))
-        for i in range(filled[0], filled[-1] + 1)
-    ]
+    rows = list(zip(_BINS.tolist(), (_BINS[1:] - 1).tolist(), counts.tolist(), strict=False))
+    occupied = np.flatnonzero(counts)
+    return rows[occupied[0] : occupied[-1] + 1] if len(occupied) else []
 
 
-def _special_tokens(dataset: IndexedDataset, tokenizer: Tokenizer) -> dict[str, int]:
-    special = tokenizer.special_tokens()
-    counts = dict.fromkeys(special, 0)
+def _count_special(dataset: IndexedDataset, tokenizer: Tokenizer) -> dict[str, int]:
+    special_tokens = tokenizer.special_tokens()
+    counts = dict.fromkeys(special_tokens, 0)
     for start in range(0, dataset.num_tokens, _CHUNK):
         part = dataset.tokens[start : start + _CHUNK]
-        for text, number in special.items():
+        for text, number in special_tokens.items():
             counts[text] += int(np.count_nonzero(part == number))
     return counts
 
@@ -130,26 +127,25 @@ def _document(dataset: IndexedDataset, tokenizer: Tokenizer | None, number: int)
         raise ConfigError(
             f"there is no document {number}; {dataset.prefix} has 0 to {dataset.num_documents - 1}"
         )
-    first, last = (int(entry) for entry in dataset.document_indices[number : number + 2])
+    first, last = dataset.document_indices[number : number + 2].tolist()
     tokens = dataset.document(number)
 
-    def shown(part: NDArray[Any]) -> dict[str, Any]:
+    def excerpt(part: NDArray[Any]) -> dict[str, Any]:
         text = None if tokenizer is None else tokenizer.decode(part)
         return {"tokens": part.tolist(), "text": text}
 
-    has_tail = len(tokens) > _SHOWN_TOKENS
-    tail = tokens[max(_SHOWN_TOKENS, len(tokens) - _SHOWN_TOKENS) :]
+    rest = tokens[_EXCERPT:]
     return {
         "number": number,
         "num_sequences": last - first,
         "num_tokens": len(tokens),
-        "head": shown(tokens[:_SHOWN_TOKENS]),
-        "tail": shown(tail) if has_tail else None,
+        "head": excerpt(tokens[:_EXCERPT]),
+        "tail": excerpt(rest[-_EXCERPT:]) if len(rest) else None,
     }
 
 
 def format_description(description: Description) -> str:
-    """The description as a person reads it."""
+    """A description as text for people."""
     lines = [
         f"{description.prefix}.bin/.idx",
         f"  documents  {description.num_documents:,}",
@@ -158,11 +154,10 @@ def format_description(description: Description) -> str:
         f"  size       {description.num_bytes / 1e6:,.1f} MB",
         f"  checksums  {'yes' if description.has_checksums else 'none'}",
     ]
-    if description.provenance:
-        lines += [f"  {key:<10} {value}" for key, value in description.provenance.items()]
+    for key, value in (description.provenance or {}).items():
+        lines.append(f"  {key:<10} {value}")
     if description.lengths:
-        lines += ["", "  tokens in a sequence"]
-        lines.append(f"  {_one_line(description.lengths)}")
+        lines += ["", "  tokens in a sequence", f"  {_one_line(description.lengths)}"]
         most = max(count for _, _, count in description.histogram)
         for low, high, count in description.histogram:
             span = f"{low:,}" if low == high else f"{low:,} to {high:,}"
@@ -183,19 +178,19 @@ def _one_line(spread: dict[str, float]) -> str:
 
 
 def _document_lines(document: dict[str, Any]) -> list[str]:
+    head, tail = document["head"], document["tail"]
     lines = ["", f"  document {document['number']}, {document['num_tokens']:,} tokens:"]
-    for part in ("head", "tail"):
-        if document[part] is None:
-            continue
-        if part == "tail":
-            left_out = document["num_tokens"] - sum(
-                len(document[name]["tokens"]) for name in ("head", "tail")
-            )
-            lines.append(f"  ... {left_out:,} tokens ..." if left_out else "  ...")
-        if document[part]["text"] is None:
-            lines.append(f"  {document[part]['tokens']}")
-        else:
-            lines += [f"  | {line}" for line in document[part]["text"].splitlines()]
-    if document["head"]["text"] is None:
+    lines += _excerpt_lines(head)
+    if tail is not None:
+        omitted = document["num_tokens"] - len(head["tokens"]) - len(tail["tokens"])
+        lines.append(f"  ... {omitted:,} tokens ..." if omitted else "  ...")
+        lines += _excerpt_lines(tail)
+    if head["text"] is None:
         lines.append("  (--tokenizer FILE decodes it)")
     return lines
+
+
+def _excerpt_lines(excerpt: dict[str, Any]) -> list[str]:
+    if excerpt["text"] is None:
+        return [f"  {excerpt['tokens']}"]
+    return [f"  | {line}" for line in excerpt["text"].splitlines()]

@@ -1,0 +1,163 @@
+// Documents on their way to a token file: tokens, each checked and narrowed to the file's dtype, the
+// lengths and modes of sequences, and where documents end. Full buffers are written by a thread while
+// the next one fills.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "buffer.hpp"
+#include "column.hpp"
+#include "narrow.hpp"
+#include "write_behind.hpp"
+
+namespace millrace {
+
+// A function adds all that it is given or, if it throws (std::invalid_argument), nothing.
+class TokenBuffer {
+ public:
+  // A negative `file`: no file, nothing can be flushed. Without modes none are kept.
+  TokenBuffer(const std::string& dtype, std::size_t capacity, int file, bool has_modes);
+
+  // Appends tokens, which belong to no sequence yet.
+  template <class From>
+  void append(std::span<const From> tokens);
+
+  // Appends tokens that `token_at(place)` gives, as int64; it may throw.
+  template <class TokenAt>
+  void append_each(std::size_t count, TokenAt token_at);
+
+  // Appends floats, which must be of the file's dtype.
+  void append_floats(const void* tokens, std::size_t count, std::size_t token_size);
+
+  bool has_floats() const noexcept {
+    return std::holds_alternative<float>(type_) || std::holds_alternative<double>(type_);
+  }
+
+  std::size_t num_bytes() const noexcept { return used_; }
+
+  // Takes back what was appended since the buffer had this many bytes.
+  void take_back(std::size_t num_bytes) noexcept { used_ = num_bytes; }
+
+  // Makes sequences of the last `num_appended` tokens: their lengths, which sum to that, and their
+  // modes (0 if there are none).
+  void end_sequences(std::int64_t num_appended, std::span<const std::int64_t> parts,
+                     const std::optional<Column<std::int8_t>>& kinds, bool ends_document);
+
+  // Ends the open document.
+  void end_document();
+
+  // Ends documents of one sequence each, or of none where a length is 0.
+  void end_documents(std::span<const std::int64_t> parts);
+
+  // Whether it is time to flush.
+  bool is_full() const noexcept {
+    constexpr std::size_t max_entries = std::size_t{1} << 16;
+    return used_ >= capacity_ || lengths.size() >= max_entries ||
+           document_ends.size() >= max_entries;
+  }
+
+  std::uint8_t* data() const noexcept { return bytes_.data.get(); }
+
+  // Starts to write the buffer to the end of the file, and empties it. Call `wait` before.
+  void flush();
+
+  // Returns when all is written that was flushed: 0, or the number of the error.
+  int wait() { return writer_.wait(); }
+
+  // Waits, and gives up the descriptor.
+  void close_file() { writer_.close(); }
+
+  // Gives up the memory. The counts stay.
+  void free_memory() noexcept;
+
+  // The entries of the index file, until they are taken.
+  std::vector<std::int32_t> lengths;
+  std::vector<std::int8_t> modes;
+  std::vector<std::int64_t> document_ends;
+
+  std::int64_t num_sequences = 0;
+  std::int64_t num_documents = 0;
+  std::int64_t num_tokens = 0;      // of all sequences
+  bool has_open_document = false;  // whether some sequences belong to no document yet
+
+ private:
+  // A number of the file's dtype.
+  using Type = std::variant<std::uint8_t, std::int8_t, std::int16_t, std::uint16_t, std::int32_t,
+                            std::int64_t, float, double>;
+
+  static Type type_named(const std::string& dtype);
+  template <class To, class TokenAt>
+  void fill(To* out, std::size_t count, TokenAt token_at) const;
+  [[noreturn]] void refuse(const std::string& token) const;
+  void make_room(std::size_t size) {
+    if (bytes_.size - used_ < size) {
+      grow(used_ + size);
+    }
+  }
+  void grow(std::size_t size);
+  void end_sequence(std::int64_t length, std::int8_t mode);
+
+  std::string dtype_;
+  Type type_;
+  bool has_modes_;
+  std::size_t capacity_;
+  Buffer<std::uint8_t> bytes_;
+  std::size_t used_ = 0;  // a multiple of the token's width, so that tokens stay aligned
+  WriteBehind writer_;
+};
+
+// The length of a sequence, or the sum of some. Throws std::invalid_argument for a length outside
+// int32, and where their sum is not `num_tokens`.
+std::int64_t sum_of_lengths(std::span<const std::int64_t> lengths);
+[[noreturn]] void refuse_sum(std::int64_t sum, std::int64_t num_tokens);
+
+template <class From>
+void TokenBuffer::append(std::span<const From> tokens) {
+  std::visit(
+      [&]<class To>(To) {
+        if constexpr (std::is_integral_v<To>) {
+          const std::size_t size = tokens.size() * sizeof(To);
+          make_room(size);
+          const std::size_t place = narrow(tokens, reinterpret_cast<To*>(data() + used_));
+          if (place < tokens.size()) {
+            refuse(std::to_string(tokens[place]));
+          }
+          used_ += size;
+        }
+      },
+      type_);
+}
+
+template <class TokenAt>
+void TokenBuffer::append_each(std::size_t count, TokenAt token_at) {
+  std::visit(
+      [&]<class To>(To) {
+        if constexpr (std::is_integral_v<To>) {
+          make_room(count * sizeof(To));
+          fill(reinterpret_cast<To*>(data() + used_), count, token_at);
+          used_ += count * sizeof(To);
+        }
+      },
+      type_);
+}
+
+// A function of its own, so that the compiler can keep all arguments in registers.
+template <class To, class TokenAt>
+void TokenBuffer::fill(To* out, std::size_t count, TokenAt token_at) const {
+  for (std::size_t i = 0; i < count; ++i) {
+    const std::int64_t token = token_at(i);
+    out[i] = static_cast<To>(token);
+    if (!std::in_range<To>(token)) [[unlikely]] {
+      refuse(std::to_string(token));
+    }
+  }
+}
+
+}  // namespace millrace

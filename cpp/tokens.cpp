@@ -1,0 +1,71 @@
+#include "tokens.hpp"
+
+#include <stdexcept>
+#include <string>
+
+#include "errors.hpp"
+#include "prefetch.hpp"
+
+namespace millrace {
+
+std::int64_t size_of_token(const Tokens& tokens) noexcept {
+  return std::visit([](auto first) { return static_cast<std::int64_t>(sizeof(*first)); }, tokens);
+}
+
+const std::uint8_t* bytes_of(const Tokens& tokens) noexcept {
+  return std::visit([](auto first) { return reinterpret_cast<const std::uint8_t*>(first); },
+                    tokens);
+}
+
+TokenSource::TokenSource(const Tokens& tokens, std::int64_t num_tokens, std::int64_t num_bytes,
+                         Column<std::int64_t> sequence_pointers,
+                         Column<std::int32_t> sequence_lengths)
+    : tokens_(tokens),
+      token_size_(size_of_token(tokens)),
+      num_bytes_(num_bytes),
+      // A damaged file may end in a part of a token, which the array of tokens leaves out.
+      is_mapped_(num_bytes - num_tokens * token_size_ < token_size_),
+      sequence_pointers_(sequence_pointers),
+      sequence_lengths_(sequence_lengths) {
+  if (sequence_pointers.size() != sequence_lengths.size()) {
+    fail("sequence_pointers and sequence_lengths differ in size");
+  }
+}
+
+Piece TokenSource::locate(const Span& span) const {
+  const auto sequence = static_cast<std::size_t>(checked(
+      span.sequence, static_cast<std::int64_t>(sequence_lengths_.size()), "a span's sequence"));
+  const std::int64_t length = sequence_lengths_[sequence];
+  if (span.offset < 0 || span.count < 0 || span.count > length ||
+      span.offset > length - span.count) {
+    fail(span.count, " tokens from token ", span.offset, " on lie outside sequence ", sequence,
+         ", which has ", length);
+  }
+  const std::int64_t pointer = sequence_pointers_[sequence];
+  const std::int64_t end = span.offset + span.count;
+  if (pointer < 0 || pointer > num_bytes_ || (num_bytes_ - pointer) / token_size_ < end) {
+    fail("sequence ", sequence, " starts at byte ", pointer, " of the token file, which has ",
+         num_bytes_, ": tokens up to ", end, " lie outside it");
+  }
+  return {pointer + span.offset * token_size_, span.count * token_size_};
+}
+
+void TokenSource::prefetch(const Span& span) const noexcept {
+  prefetch_entry(sequence_lengths_, span.sequence);
+  prefetch_entry(sequence_pointers_, span.sequence);
+}
+
+void locate_spans(const TokenSource& source, Column<std::int64_t> sequences,
+                  Column<std::int64_t> offsets, Column<std::int64_t> counts,
+                  std::span<std::int64_t> byte_offsets, std::span<std::int64_t> byte_counts) {
+  if (offsets.size() != sequences.size() || counts.size() != sequences.size()) {
+    fail("sequences, offsets and counts differ in size");
+  }
+  for (std::size_t i = 0; i < sequences.size(); ++i) {
+    const Piece piece = source.locate({sequences[i], offsets[i], counts[i]});
+    byte_offsets[i] = piece.offset;
+    byte_counts[i] = piece.count;
+  }
+}
+
+}  // namespace millrace

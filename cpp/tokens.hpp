@@ -1,0 +1,57 @@
+// The tokens of a token file, and where each sequence of them lies.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <variant>
+
+#include "column.hpp"
+#include "ragged.hpp"
+
+namespace millrace {
+
+// The integer types that token files hold.
+using Tokens = std::variant<const std::uint8_t*, const std::int8_t*, const std::int16_t*,
+                            const std::uint16_t*, const std::int32_t*, const std::int64_t*>;
+
+std::int64_t size_of_token(const Tokens& tokens) noexcept;
+const std::uint8_t* bytes_of(const Tokens& tokens) noexcept;
+
+// Some tokens of a sequence: `count` from token `offset` on.
+struct Span {
+  std::int64_t sequence;
+  std::int64_t offset;
+  std::int64_t count;
+};
+
+class TokenSource {
+ public:
+  // `num_tokens` are in memory (none if the file is not mapped), `num_bytes` in the token file.
+  TokenSource(const Tokens& tokens, std::int64_t num_tokens, std::int64_t num_bytes,
+              Column<std::int64_t> sequence_pointers, Column<std::int32_t> sequence_lengths);
+
+  const Tokens& tokens() const noexcept { return tokens_; }
+  bool is_mapped() const noexcept { return is_mapped_; }
+
+  // The piece of the token file that a span is. Throws std::invalid_argument for a span outside its
+  // sequence or the token file.
+  Piece locate(const Span& span) const;
+
+  // Prefetches what `locate` reads.
+  void prefetch(const Span& span) const noexcept;
+
+ private:
+  Tokens tokens_;
+  std::int64_t token_size_;
+  std::int64_t num_bytes_;
+  bool is_mapped_;
+  Column<std::int64_t> sequence_pointers_;
+  Column<std::int32_t> sequence_lengths_;
+};
+
+// The pieces of spans that are given as three columns.
+void locate_spans(const TokenSource& source, Column<std::int64_t> sequences,
+                  Column<std::int64_t> offsets, Column<std::int64_t> counts,
+                  std::span<std::int64_t> byte_offsets, std::span<std::int64_t> byte_counts);
+
+}  // namespace millrace

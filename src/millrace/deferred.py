@@ -1,0 +1,40 @@
+"""Values that are loaded at their first use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property, partial
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Deferred(Generic[T]):
+    """A value that is loaded at its first use, and again in each process it is sent to.
+
+    Args:
+        load: Function that returns the value. It must be picklable where the value's owner is.
+    """
+
+    def __init__(self, load: Callable[[], T]) -> None:
+        self._load = load
+
+    @classmethod
+    def of(cls, value: T) -> Deferred[T]:
+        """A value that is there already: a pickle holds the value itself."""
+        return cls(partial(_same, value))
+
+    @cached_property
+    def value(self) -> T:
+        return self._load()
+
+    @property
+    def is_loaded(self) -> bool:
+        return "value" in self.__dict__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Deferred, (self._load,)
+
+
+def _same(value: T) -> T:
+    return value

@@ -1,0 +1,86 @@
+"""From spans to the arrays of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace import _native
+from millrace.options import SampleOptions
+from millrace.order import Order
+from millrace.order.spans import CoreOrder
+from millrace.store import IndexedDataset
+
+Batch = dict[str, NDArray[Any]]
+"""Arrays by name, one row for each sample."""
+
+Arrays = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]
+
+FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
+
+
+class SampleSource:
+    """The samples of one token file in one order.
+
+    Args:
+        dataset: The token file.
+        order: The order of its samples.
+        options: What a sample looks like.
+    """
+
+    def __init__(
+        self, dataset: IndexedDataset, order: Order | CoreOrder, options: SampleOptions
+    ) -> None:
+        self.options = options
+        self._dataset, self._order = dataset, order
+        self.tokens = _native.token_source(
+            dataset.tokens if dataset.is_mapped else np.empty(0, dataset.dtype),
+            dataset.sequence_pointers,
+            dataset.sequence_lengths,
+            dataset.reader.size,
+        )
+        self.core_order: Any = getattr(order, "core", None) if dataset.is_mapped else None
+
+    @property
+    def is_gatherable(self) -> bool:
+        """Whether one call of the core reads samples of this and of other such sources."""
+        return self.core_order is not None
+
+    def read(self, numbers: NDArray[np.int64]) -> Arrays:
+        """The samples of these numbers: FIELDS, each [batch, sequence_length].
+
+        Raises:
+            ValueError: An index, or an order, that points outside the token file.
+        """
+        if self.is_gatherable:
+            return gather([self], np.zeros(len(numbers), np.int64), numbers)
+        sequences, offsets, counts, bounds = self._order.spans(numbers)
+        places = _native.locate_spans(self.tokens, sequences, offsets, counts)
+        tokens = self._dataset.reader.gather(*places).view(self._dataset.dtype)
+        ends = np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))[bounds[1:]]
+        return _native.fill_rows(tokens, ends, self.options)
+
+
+def gather(
+    sources: Sequence[SampleSource], source_numbers: NDArray[np.int64], numbers: NDArray[np.int64]
+) -> Arrays:
+    """Samples of several gatherable sources with equal options, in one call of the core.
+
+    Args:
+        sources: The sources.
+        source_numbers: Source of each sample: int64 [batch].
+        numbers: Number of each sample in its source: int64 [batch].
+
+    Raises:
+        ValueError: An index that points outside a token file.
+    """
+    return _native.gather_samples(
+        tuple(source.tokens for source in sources),
+        tuple(source.core_order for source in sources),
+        source_numbers,
+        numbers,
+        sources[0].options,
+    )

@@ -1,0 +1,83 @@
+"""What an order is: a function from sample numbers to token spans."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace import _native
+
+RULES_VERSION = 1
+"""Version of the rules of all orders. It rises when the same inputs would lead to another order;
+cached indices of another version are not used."""
+
+
+class Spans(NamedTuple):
+    """The tokens of some samples, as runs of tokens in sequences.
+
+    Attributes:
+        sequences: Sequence of each span: int64 [spans].
+        offsets: First token of each span in its sequence: int64 [spans].
+        counts: Number of tokens of each span: int64 [spans].
+        bounds: Where each sample's spans start and end: int64 [samples + 1]. Sample i has the
+            spans bounds[i] up to bounds[i + 1].
+    """
+
+    sequences: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    bounds: NDArray[np.int64]
+
+
+class MappedFiles(Protocol):
+    """Files that are mapped."""
+
+    def check_sizes(self) -> None:
+        """Checks that no file has become shorter.
+
+        Raises:
+            DataError: One has.
+        """
+        ...
+
+
+class Order(Protocol):
+    """What decides which tokens come when: a pure function of the sample number.
+
+    An order may offer two attributes more. `core` is an order of the native core
+    (`millrace._native.gpt_order`), with which a batch is one call. `files` are the mapped files
+    that the order reads (`MappedFiles`).
+    """
+
+    def __len__(self) -> int:
+        """The number of samples."""
+        ...
+
+    def spans(self, sample_numbers: NDArray[np.int64]) -> Spans:
+        """The spans of some samples.
+
+        Args:
+            sample_numbers: int64 [batch], each in [0, len).
+        """
+        ...
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What decides the spans, as plain values, for comparison with a saved state."""
+        ...
+
+
+class CoreOrder:
+    """The spans of an order of the native core.
+
+    Args:
+        core: The order.
+    """
+
+    def __init__(self, core: _native.Order) -> None:
+        self.core = core
+
+    def spans(self, sample_numbers: NDArray[np.int64]) -> Spans:
+        """See `Order.spans`."""
+        return Spans(*_native.spans(self.core, sample_numbers))

@@ -1,0 +1,156 @@
+"""Token files by their records: opened when a token is first needed."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.deferred import Deferred
+from millrace.errors import DataError
+from millrace.store.bytes import Access
+from millrace.store.publish import bin_path, idx_path
+from millrace.store.reader import IndexedDataset
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenFileRecord:
+    """What a run notes of a token file.
+
+    Attributes:
+        prefix: Path prefix of the pair.
+        sizes: Bytes of the `.bin` and the `.idx`.
+        times: Modification times of the two, in nanoseconds.
+        content: Fingerprint of the content (see `IndexedDataset.fingerprint`).
+        lengths: Checksum of all sequence lengths, which decide the indices.
+        num_sequences: Number of sequences.
+        num_documents: Number of documents.
+        num_tokens: Number of tokens.
+    """
+
+    prefix: str
+    sizes: tuple[int, int]
+    times: tuple[int, int]
+    content: str
+    lengths: str
+    num_sequences: int
+    num_documents: int
+    num_tokens: int
+
+    def has_same_times(self) -> bool:
+        """Whether the files have the sizes and modification times of the record."""
+        return _sizes_and_times(self.prefix) == (self.sizes, self.times)
+
+    def change(self) -> str:
+        """What is not as the record says, by sizes and times, else by content; empty if all is."""
+        if self.has_same_times():
+            return ""
+        try:
+            present = TokenFile.open(self.prefix).record
+        except DataError as error:
+            return f"{self.prefix} is gone or damaged: {error}"
+        if replace(present, times=self.times) == self:
+            return ""
+        return f"{self.prefix} is not what it was: other tokens or documents are there now"
+
+
+class TokenFile:
+    """A token file of a run. It is opened at its first use, once for all datasets of the run.
+
+    Args:
+        record: What is known of the file.
+        access: How to read the `.bin`: "mmap" or "file".
+        dataset: The open file; None: it is opened, and compared with the record, when it is needed.
+    """
+
+    def __init__(
+        self,
+        record: TokenFileRecord,
+        access: Access = "mmap",
+        dataset: IndexedDataset | None = None,
+    ) -> None:
+        self.record = record
+        self._dataset = (
+            Deferred(partial(_open_unchanged, record, access))
+            if dataset is None
+            else Deferred.of(dataset)
+        )
+
+    @classmethod
+    def open(cls, prefix: str, access: Access = "mmap") -> TokenFile:
+        """Opens a token file and notes what it holds.
+
+        Raises:
+            DataError: A missing or damaged file.
+        """
+        # Before the file is opened: if it is replaced meanwhile, the times are the old file's, and
+        # the next comparison notices.
+        _, times = _sizes_and_times(prefix)
+        dataset = IndexedDataset(prefix, access=access)
+        record = TokenFileRecord(
+            prefix=prefix,
+            sizes=(dataset.reader.size, dataset.num_bytes - dataset.reader.size),
+            times=times,
+            content=dataset.fingerprint,
+            lengths=dataset.lengths_checksum,
+            num_sequences=len(dataset),
+            num_documents=dataset.num_documents,
+            num_tokens=dataset.num_tokens,
+        )
+        return cls(record, access, dataset)
+
+    @property
+    def prefix(self) -> str:
+        return self.record.prefix
+
+    @property
+    def fingerprint(self) -> str:
+        return self.record.content
+
+    @property
+    def lengths_checksum(self) -> str:
+        return self.record.lengths
+
+    @property
+    def dataset(self) -> IndexedDataset:
+        """The open file.
+
+        Raises:
+            DataError: It does not hold what the record says.
+        """
+        return self._dataset.value
+
+    def sequence_lengths(self) -> NDArray[np.int32]:
+        """The lengths of all sequences in tokens: int32 [sequences]."""
+        return self.dataset.sequence_lengths
+
+    def check_sizes(self) -> None:
+        """See `IndexedDataset.check_sizes`; a file that is not open is ok."""
+        if self._dataset.is_loaded:
+            self.dataset.check_sizes()
+
+
+def _open_unchanged(record: TokenFileRecord, access: Access) -> IndexedDataset:
+    is_same = record.has_same_times()  # before the file is opened: see `TokenFile.open`
+    dataset = IndexedDataset(record.prefix, access=access)
+    now = (len(dataset), dataset.num_documents, dataset.num_tokens)
+    then = (record.num_sequences, record.num_documents, record.num_tokens)
+    has_content = is_same or dataset.fingerprint == record.content
+    if now != then or not has_content or dataset.lengths_checksum != record.lengths:
+        raise DataError(
+            f"{record.prefix} has {now} sequences, documents and tokens; its indices were built "
+            f"for {then}{', but for other ones' if now == then else ''}. Build them again with "
+            "`millrace index`, and do not change data of a run"
+        )
+    return dataset
+
+
+def _sizes_and_times(prefix: str) -> tuple[tuple[int, int], tuple[int, int]]:
+    try:
+        data, index = os.stat(bin_path(prefix)), os.stat(idx_path(prefix))
+    except FileNotFoundError:
+        return (0, 0), (0, 0)  # missing, or published halfway, which opening it tells apart
+    return (data.st_size, index.st_size), (data.st_mtime_ns, index.st_mtime_ns)

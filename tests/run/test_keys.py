@@ -1,0 +1,102 @@
+"""No option can be forgotten in the keys of manifests and array sets."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from millrace import DatasetConfig, IndexedDatasetBuilder
+from millrace.options import SampleOptions
+from millrace.order import GPTPlan
+from millrace.run.build import NOT_IN_SET_KEY, set_key
+from millrace.run.config import NOT_IN_KEY
+from millrace.run.plan import DatasetPlan, SplitPlan, plan_run
+
+# A configuration, and another value for every field: a new field needs a line here.
+BASE: dict[str, Any] = {
+    "sequence_length": 8,
+    "seed": 3,
+    "num_samples": (20, None, 5),
+    "blend_per_split": [(["a"], None), (["a", "b"], None), (["b"], None)],
+}
+OTHERS: dict[str, Any] = {
+    "sequence_length": 9,
+    "seed": 4,
+    "num_samples": (21, None, 5),
+    "blend": (["a"], None),
+    "split": "1,1,1",
+    "blend_per_split": [(["b"], None), (["a", "b"], None), (["b"], None)],
+    "multiple_validation_sets": True,
+    "full_validation": True,
+    "surplus": 0.5,
+    "drop_last_partial_validation_sequence": False,
+    "add_extra_token": False,
+    "eod_token": 7,
+    "pad_token": 7,
+    "reset_position_ids": True,
+    "eod_mask_loss": True,
+    "access": "file",
+    "cache": "cache",
+    "trust_cache": True,
+    "num_threads": 2,
+}
+NEEDED: dict[str, dict[str, Any]] = {
+    "blend": {"blend_per_split": None, "split": "1,1,1"},
+    "split": {"blend_per_split": None, "blend": (["a"], None)},
+    "reset_position_ids": {"eod_token": 7},
+    "eod_mask_loss": {"eod_token": 7},
+    "trust_cache": {"cache": "cache"},
+}
+
+
+def test_every_field_of_a_configuration_is_in_its_key_or_a_named_exception() -> None:
+    fields = {field.name for field in dataclasses.fields(DatasetConfig)}
+    assert fields == set(OTHERS), "give another value for each new field"
+    assert fields >= NOT_IN_KEY
+    key = DatasetConfig(**BASE).order_key()
+    assert json.loads(json.dumps(key)) == key
+    for name, value in OTHERS.items():
+        changed = DatasetConfig(**{**BASE, **NEEDED.get(name, {}), name: value}).order_key()
+        assert (changed != key) == (name not in NOT_IN_KEY), name
+
+
+def test_every_field_of_a_plan_is_in_the_key_of_its_set(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "a")
+    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+        for _ in range(3):
+            builder.add_document(np.arange(100))
+    config = DatasetConfig(
+        sequence_length=8, seed=3, num_samples=(20, 5, 5), blend=([prefix], [1.0]), split="1,1,1"
+    )
+    plan = plan_run(config)
+    split = plan.splits[0]
+    assert split is not None
+    key = set_key(plan, split)
+
+    def is_noticed(plan: Any = plan, **changes: Any) -> bool:
+        return set_key(plan, dataclasses.replace(split, **changes)) != key
+
+    dataset = split.datasets[0]
+    for field in dataclasses.fields(GPTPlan):
+        gpt = dataclasses.replace(dataset.gpt, **{field.name: 999})
+        other = [dataclasses.replace(dataset, gpt=gpt)]
+        assert is_noticed(datasets=other) == (field.name not in NOT_IN_SET_KEY), field.name
+    for field in dataclasses.fields(DatasetPlan):
+        if field.name not in ("gpt", "file", "num_samples"):  # the plan has what is built of it
+            other = [dataclasses.replace(dataset, **{field.name: (0, 999)})]
+            assert is_noticed(datasets=other), field.name
+    for field in dataclasses.fields(SplitPlan):
+        if field.name not in ("name", "datasets"):  # equal splits share a set
+            assert is_noticed(**{field.name: [999]}), field.name
+    for options in ({"sequence_length": 9}, {"add_extra_token": False}):
+        changed = dataclasses.replace(plan.options, **options)
+        assert is_noticed(dataclasses.replace(plan, options=changed))
+    assert is_noticed(dataclasses.replace(plan, seed=4))
+    assert {field.name for field in dataclasses.fields(SampleOptions)} - NOT_IN_KEY == {
+        "sequence_length",
+        "add_extra_token",
+    }
