@@ -160,16 +160,17 @@ def _identifiers(
     plan: RunPlan, split: SplitPlan, dataset: DatasetPlan, tokenizer: Any
 ) -> dict[str, Any]:
     shares = plan.key["split"]
-    return megatron_cache.gpt_identifiers(
-        dataset_path=dataset.file.prefix,
-        num_samples=dataset.num_samples,
-        index_split=split.name,
-        random_seed=plan.seed,
-        sequence_length=plan.options.sequence_length,
-        split=shares,
-        split_matrix=None if shares is None else parse_split(shares),
-        tokenizer=tokenizer,
-    )
+    return {
+        "class": "GPTDataset",
+        "dataset_path": dataset.file.prefix,
+        "num_samples": dataset.num_samples,
+        "index_split": split.name,
+        "random_seed": plan.seed,
+        "sequence_length": plan.options.sequence_length,
+        "split": shares,
+        "split_matrix": None if shares is None else parse_split(shares),
+        "tokenizer": tokenizer,
+    }
 
 
 def _write_dataset(
@@ -208,9 +209,13 @@ def _write_blend(
     lengths = split.lengths
     # With a size, Megatron-LM's blend normalises what its builder has normalised before.
     weights = lengths if split.size is None else normalize(split.weights or lengths)
-    identifiers = megatron_cache.blend_identifiers(
-        datasets=datasets, split=split.name, weights=weights, size=split.size
-    )
+    identifiers = {
+        "class": "BlendedDataset",
+        "datasets": list(datasets),
+        "split": split.name,
+        "weights": weights,
+        "size": split.size,
+    }
     files = megatron_cache.cache_set(folder, identifiers, split.name, megatron_cache.BLEND_ARRAYS)
 
     def check(arrays: megatron_cache.Arrays) -> None:

@@ -56,13 +56,13 @@ class BlendedDataset(CachedIndices, torch.utils.data.Dataset):  # type: ignore[m
         self.size = size
         self.config = config
         self.unique_description, self.unique_description_hash = cache.describe(
-            cache.blend_identifiers(
-                class_name=type(self).__name__,
-                datasets=[dataset.unique_identifiers for dataset in datasets],
-                split=self.split.name,
-                weights=self.weights,
-                size=size,
-            )
+            {
+                "class": type(self).__name__,
+                "datasets": [dataset.unique_identifiers for dataset in datasets],
+                "split": self.split.name,
+                "weights": list(self.weights),
+                "size": size,
+            }
         )
         self.dataset_index, self.dataset_sample_index = self._build_indices()
 
