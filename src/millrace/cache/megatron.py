@@ -58,8 +58,8 @@ def describe(identifiers: Mapping[str, Any]) -> tuple[str, str]:
     """The description text, and its MD5 in hexadecimal digits.
 
     Args:
-        identifiers: What identifies a dataset or blend, by Megatron-LM's names and in its order: the
-            MD5 depends on it. A value that is not JSON is described by its attribute
+        identifiers: What identifies a dataset or blend, with Megatron-LM's names and in its order,
+            on which the MD5 depends. A value that is not JSON is described by its attribute
             `unique_identifiers`, as a tokenizer is.
     """
     text = json.dumps(identifiers, indent=4, default=lambda value: value.unique_identifiers)
