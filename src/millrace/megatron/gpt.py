@@ -28,6 +28,7 @@ from millrace.order.gpt import check_seed
 from millrace.order.spans import CoreOrder
 
 _sample_options = lru_cache(maxsize=64)(SampleOptions)  # a configuration may change
+_causal_mask = lru_cache(maxsize=1)(rules.causal_mask)
 
 Sample = dict[str, torch.Tensor]
 
@@ -71,7 +72,6 @@ class GPTDataset(CachedIndices, MegatronDataset):
             indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config
         )
         self._source: tuple[tuple[Any, ...], SampleSource] | None = None
-        self._causal_mask: NDArray[np.bool_] | None = None
         self.document_index, self.sample_index, self.shuffle_index = (
             self._build_document_sample_shuffle_indices()
         )
@@ -236,20 +236,15 @@ class GPTDataset(CachedIndices, MegatronDataset):
         tokens, labels, loss_mask, position_ids = arrays
         sample = {"tokens": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
         if self.config.create_attention_mask and not self.config.inter_document_masking:
-            sample["attention_mask"] = torch.from_numpy(self._attention_mask(position_ids))
+            mask = _causal_mask(len(tokens))
+            if self._masks_documents():
+                mask = rules.mask_across_documents(mask, position_ids)
+            sample["attention_mask"] = torch.from_numpy(mask)
         if self._masks_documents() and not self.config.reset_position_ids:
             position_ids = np.arange(len(tokens))
         sample["loss_mask"] = torch.from_numpy(loss_mask)
         sample["position_ids"] = torch.from_numpy(position_ids)
         return sample
-
-    def _attention_mask(self, position_ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        length = len(position_ids)
-        if self._causal_mask is None or self._causal_mask.shape[-1] != length:
-            self._causal_mask = rules.causal_mask(length)
-        if not self._masks_documents():
-            return self._causal_mask
-        return rules.mask_across_documents(self._causal_mask, position_ids)
 
     def _add_document_bounds(self, sample: Sample, idx: Any) -> None:
         """Adds where the sample's documents start, and restarts the position ids there."""
@@ -359,4 +354,61 @@ class GPTDataset(CachedIndices, MegatronDataset):
         return self._plan.num_epochs
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_source": None, "_causal_mask": None}
+        return super().__getstate__() | {"_source": None}
+
+
+class MockGPTLowLevelDataset:
+    """Sequences of random lengths: the tokens 1, 2, 3, ... and an EOD token at the end.
+
+    Args:
+        tokenizer: Tokenizer, for the size of the vocabulary and the EOD token.
+    """
+
+    seed: int = 0
+    size: int = 100000
+    max_sequence_length: int = 4096
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.vocab_size = tokenizer.vocab_size
+        self.eod_token = tokenizer.eod
+        random = np.random.default_rng(seed=self.seed)
+        self.sequence_lengths = random.integers(
+            low=1, high=self.max_sequence_length, size=self.size, dtype=np.int32
+        )
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, idx: Any) -> NDArray[np.int64]:
+        """A sequence's tokens, int64 [length]."""
+        tokens: NDArray[np.int64] = np.arange(1, self.sequence_lengths[idx] + 1, dtype=np.int64)
+        tokens %= self.vocab_size
+        tokens[-1] = self.eod_token
+        return tokens
+
+    def get(self, idx: Any, offset: int = 0, length: int | None = None) -> NDArray[np.int64]:
+        """Tokens [offset, offset + length) of a sequence; without a length, all from `offset`."""
+        return self[idx][offset : None if length is None else offset + length]
+
+
+class MockGPTDataset(GPTDataset):
+    """A GPT dataset of made-up tokens, for a configuration without a blend."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        dataset_path: str | None,
+        indices: NDArray[np.int32],
+        num_samples: int | None,
+        index_split: Split,
+        config: GPTDatasetConfig,
+    ) -> None:
+        require(config.mock, "MockGPTDataset needs a configuration without a blend (mock is False)")
+        super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
+
+    @staticmethod
+    def build_low_level_dataset(  # type: ignore[override]
+        dataset_path: str | None, config: GPTDatasetConfig
+    ) -> MockGPTLowLevelDataset:
+        """The made-up sequences; the path is not used."""
+        return MockGPTLowLevelDataset(config.tokenizer)

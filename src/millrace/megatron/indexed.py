@@ -482,15 +482,13 @@ def _as_tokens(tokens: Any, dtype: Any) -> NDArray[Any]:
             return array.reshape(-1)
         with np.errstate(invalid="ignore"):  # NaN and infinity: the comparison refuses them.
             converted = np.array(tokens, dtype)
-        is_exact = array.dtype.kind != "c" and (
+        if array.dtype.kind != "c" and (
             converted.dtype.kind == "f" or np.array_equal(converted, np.array(tokens, np.float64))
-        )
-    except (TypeError, ValueError, OverflowError) as error:
-        problem = str(error)
-    else:
-        if is_exact:
+        ):
             return converted.reshape(-1)
         problem = "not all are whole numbers within its limits"
+    except (TypeError, ValueError, OverflowError) as error:
+        problem = str(error)
     raise ConfigError(
         f"the tokens {shown(tokens)} cannot be stored as {np.dtype(dtype)}: {problem}"
     )
