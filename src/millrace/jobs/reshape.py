@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from millrace.checks import one_path, paths, shown, whole
+from millrace.checks import one_path, paths, shown, token, whole
 from millrace.errors import ConfigError, DataError
 from millrace.files import atomic_file
 from millrace.store import IndexedDataset, IndexedDatasetBuilder
@@ -99,13 +99,12 @@ def split(
         with _builder(shards[-1], [dataset], checksums, provenance) as builder:
             builder.add_index(dataset, (start, stop))
     for shard in _existing_shards(output_prefix, len(shards)):
-        if os.path.abspath(shard) == os.path.abspath(prefix):
-            continue
-        with building(shard):  # holds the lock: no other process builds this shard
-            # The index first: without it the other files are ignored.
-            for path in (idx_path(shard), info_path(shard), bin_path(shard)):
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
+        if os.path.abspath(shard) != os.path.abspath(prefix):
+            with building(shard):  # holds the lock: no other process builds this shard
+                # The index first: without it the other files are ignored.
+                for path in (idx_path(shard), info_path(shard), bin_path(shard)):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(path)
     return shards
 
 
@@ -180,8 +179,7 @@ def convert(
     """
     source, target = one_path("source", source), one_path("target", target)
     dtype = number_dtype("dtype", dtype)
-    if document_end is not None:
-        document_end = whole("document_end", document_end)
+    document_end = token("document_end", document_end)
     is_array = target.endswith((".npy", ".bin"))
     try:
         array = _open_array(source, number_dtype("source_dtype", source_dtype))
