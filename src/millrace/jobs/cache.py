@@ -66,8 +66,8 @@ def list_cache(folder: str | os.PathLike[str], *, check_contents: bool = False) 
     place = os.fspath(folder)
     if not os.path.isdir(place):
         raise ConfigError(f"{place} is not a folder; give the cache folder of a run")
-    groups = _groups(place)
-    return [_entry(place, name, groups[name, half], check_contents) for name, half in groups]
+    groups = _groups(place).items()
+    return [_entry(place, name, paths, check_contents) for (name, _), paths in groups]
 
 
 def prune_cache(

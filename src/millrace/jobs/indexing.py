@@ -99,13 +99,8 @@ def index(
         plan = plan_run(config)
     else:
         with Progress("indices", enabled=show_progress) as bar:
-
-            def count(done: int, total: int) -> None:
-                nonlocal num_built
-                num_built = done
-                bar.count(done, total)
-
-            plan, datasets = build_run(config, progress=count, wait_limit=wait_limit)
+            plan, datasets = build_run(config, progress=bar.count, wait_limit=wait_limit)
+        num_built = bar.num_done
         num_found = plan.num_datasets - num_built
     if megatron_cache_folder is not None:
         total = plan.num_datasets + sum(split.kind == "blend" for split in plan.present_splits)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from millrace.checks import one_path, paths, shown, whole
+from millrace.checks import one_path, paths, shown, token, whole
 from millrace.errors import ConfigError, DataError
 from millrace.files import atomic_file
 from millrace.store import IndexedDataset, IndexedDatasetBuilder
@@ -43,10 +43,7 @@ def merge(
     names = paths("prefixes", prefixes)
     if not names:
         raise ConfigError("there is nothing to merge; give at least one prefix")
-    parts = [IndexedDataset(name) for name in names]
-    with _builder(output_prefix, parts, checksums, {"merged": names}) as builder:
-        for part in parts:  # the open datasets: the files at their prefixes may change meanwhile
-            builder.add_index(part)
+    _copy([IndexedDataset(name) for name in names], output_prefix, checksums, {"merged": names})
     return IndexedDataset(output_prefix)
 
 
@@ -96,35 +93,36 @@ def split(
     for number, (start, stop) in enumerate(itertools.pairwise(bounds)):
         shards.append(f"{output_prefix}_{number:05}")
         provenance = {"split": prefix, "documents": [start, stop]}
-        with _builder(shards[-1], [dataset], checksums, provenance) as builder:
-            builder.add_index(dataset, (start, stop))
+        _copy([dataset], shards[-1], checksums, provenance, documents=(start, stop))
     for shard in _existing_shards(output_prefix, len(shards)):
-        if os.path.abspath(shard) == os.path.abspath(prefix):
-            continue
-        with building(shard):  # holds the lock: no other process builds this shard
-            # The index first: without it the other files are ignored.
-            for path in (idx_path(shard), info_path(shard), bin_path(shard)):
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
+        if os.path.abspath(shard) != os.path.abspath(prefix):
+            with building(shard):  # holds the lock: no other process builds this shard
+                # The index first: without it the other files are ignored.
+                for path in (idx_path(shard), info_path(shard), bin_path(shard)):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(path)
     return shards
 
 
-def _builder(
-    prefix: StrPath,
+def _copy(
     sources: Sequence[IndexedDataset],
+    prefix: StrPath,
     checksums: bool,
     provenance: dict[str, Any],
     dtype: np.dtype[Any] | None = None,
-) -> IndexedDatasetBuilder:
-    """A builder for documents of `sources`, with the dtype of the first one by default."""
-    return IndexedDatasetBuilder(
+    documents: tuple[int, int] | None = None,
+) -> None:
+    """Writes documents of `sources`, or some of them, with the dtype of the first by default."""
+    with IndexedDatasetBuilder(
         prefix,
         sources[0].dtype if dtype is None else dtype,
         # A dataset without sequences does not show whether it has modes.
         multimodal=any(source.sequence_modes is not None for source in sources),
         checksums=checksums,
         provenance=provenance if checksums else None,
-    )
+    ) as builder:
+        for source in sources:  # the open ones: the files at their prefixes may change meanwhile
+            builder.add_index(source, documents, change_dtype=dtype is not None)
 
 
 def _existing_shards(output_prefix: str, first: int) -> Iterator[str]:
@@ -180,8 +178,7 @@ def convert(
     """
     source, target = one_path("source", source), one_path("target", target)
     dtype = number_dtype("dtype", dtype)
-    if document_end is not None:
-        document_end = whole("document_end", document_end)
+    document_end = token("document_end", document_end)
     is_array = target.endswith((".npy", ".bin"))
     try:
         array = _open_array(source, number_dtype("source_dtype", source_dtype))
@@ -194,8 +191,7 @@ def convert(
             )
         dataset = IndexedDataset(source)
         if not is_array:
-            with _builder(target, [dataset], checksums, {"converted": source}, dtype) as builder:
-                builder.add_index(dataset, change_dtype=True)
+            _copy([dataset], target, checksums, {"converted": source}, dtype)
             return
         require_sound(dataset)
         array = dataset.tokens
