@@ -116,7 +116,7 @@ NAMES = {
 
 
 def test_keys_are_those_of_existing_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A changed key would leave every cache in use unread: raise RULES_VERSION if it must change."""
+    """A changed key would leave every cache in use unread; if it must change, say so."""
     monkeypatch.chdir(tmp_path)
     for name, lengths in (("a", [30, 50, 20, 40]), ("b", [200, 90, 60, 70, 80])):
         with IndexedDatasetBuilder(name, np.uint16) as builder:
