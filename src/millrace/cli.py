@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import errno
-import functools
 import json
 import os
 import re
@@ -55,10 +54,11 @@ class _InterruptOnce:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    options = _parser().parse_args(_with_dashes(arguments))
+    options = vars(_parser().parse_args(_with_dashes(arguments)))
+    run = options.pop("run")
     is_done = False
     try:
-        options.run(options)
+        run(**options)
         is_done = True
         if sys.stdout is not None:  # None in a process without stdout
             sys.stdout.flush()
@@ -86,9 +86,9 @@ _REMEDIES = {
 }
 
 
-def _describe_error(error: OSError, options: argparse.Namespace) -> str:
+def _describe_error(error: OSError, options: dict[str, Any]) -> str:
     """A message for an OSError; the verb's output stands for a file name that it lacks."""
-    outputs = (getattr(options, name, None) for name in ("output_prefix", "target", "folder"))
+    outputs = (options.get(name) for name in ("output_prefix", "target", "folder"))
     place = error.filename or next(filter(None, outputs), "the system")
     if isinstance(place, bytes):
         place = os.fsdecode(place)
@@ -154,14 +154,10 @@ def _add_verb(
     """Adds the verb of `run`, whose arguments are the options; its summary is a sentence."""
     summary = text.partition(". ")[0].removesuffix(".")
     parser = verbs.add_parser(run.__name__.lstrip("_"), help=summary, description=text)
-    parser.set_defaults(run=functools.partial(_run_with, run))
+    parser.set_defaults(run=run)
     for option in shared_options:
         parser.add_argument(option, **_SHARED_OPTIONS[option])
     return parser
-
-
-def _run_with(run: Callable[..., None], options: argparse.Namespace) -> None:
-    run(**{name: value for name, value in vars(options).items() if name != "run"})
 
 
 def _add_file_verbs(verbs: Verbs) -> None:

@@ -141,9 +141,7 @@ def tokenize(
     )
 
 
-def _check_inputs(
-    paths: Sequence[str], sizes: Sequence[int | None], prefixes: Iterable[str]
-) -> None:
+def _check_inputs(paths: list[str], sizes: list[int | None], prefixes: Iterable[str]) -> None:
     outputs = {
         os.path.realpath(name(prefix))
         for prefix in prefixes
