@@ -25,7 +25,7 @@ from millrace.files import checksum, naming
 from millrace.store import layout
 from millrace.store.bytes import read_at
 from millrace.store.info import BLOCK_SIZE, Checksums, Info, read_info
-from millrace.store.publish import bin_path, idx_path, info_to_read, open_pair
+from millrace.store.publish import bin_path, idx_path, open_pair, paths_to_read
 from millrace.store.reader import IndexedDataset
 
 _ENTRIES = 1 << 20  # index entries that are checked at a time
@@ -76,11 +76,7 @@ def verify(
 
 
 def require_sound(dataset: IndexedDataset) -> None:
-    """Checks the whole index of a dataset.
-
-    Raises:
-        DataError: If entries do not agree with each other.
-    """
+    """Checks the whole index of a dataset; a DataError if entries do not agree with each other."""
     dataset.check_documents(0, dataset.num_documents)
     dataset.check_sequences(0, len(dataset))
 
@@ -95,15 +91,13 @@ def _verify(prefix: str, pool: ThreadPoolExecutor, on_bytes: Callable[[int], Any
     return report
 
 
-def _identity(prefix: str) -> list[tuple[int, int] | None]:
-    """Inode and time of the files at the prefix."""
-    identity: list[tuple[int, int] | None] = []
-    for path in (idx_path, bin_path, info_to_read):
-        try:
-            stat = os.stat(path(prefix))
-            identity.append((stat.st_ino, stat.st_mtime_ns))
-        except (OSError, ValueError):
-            identity.append(None)
+def _identity(prefix: str) -> list[tuple[str, int, int]]:
+    """Paths, inodes and times of the files, up to the first that is missing."""
+    identity = []
+    with contextlib.suppress(OSError, ValueError):
+        for path in paths_to_read(prefix):
+            stat = os.stat(path)
+            identity.append((path, stat.st_ino, stat.st_mtime_ns))
     return identity
 
 

@@ -51,11 +51,7 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 def dtype_code(dtype: DTypeLike) -> int:
-    """The code of a dtype in an index file.
-
-    Raises:
-        ConfigError: If the format has no code for it.
-    """
+    """The code of a dtype in an index file; a ConfigError if the format has none for it."""
     try:
         dtype = np.dtype(dtype)
         return _CODES[dtype.newbyteorder("<")]
@@ -112,11 +108,7 @@ class Header:
 
 
 class IndexFile:
-    """An open index file, read by positions: it may be cut short at any moment.
-
-    Raises:
-        DataError: If the file is truncated or foreign.
-    """
+    """An open index file, read by positions: a map of it may be cut short at any moment."""
 
     def __init__(self, prefix: str, file: BinaryIO) -> None:
         self.path = idx_path(prefix)
