@@ -6,9 +6,6 @@ import math
 import os
 from pathlib import PurePosixPath
 
-_CGROUPS = "/sys/fs/cgroup"
-_OWN_CGROUPS = "/proc/self/cgroup"
-
 
 def available_cores() -> int:
     """The number of cores that this process may use, by CPU affinity and control groups.
@@ -19,7 +16,7 @@ def available_cores() -> int:
     return min(count, quota_of_cgroups() or count)
 
 
-def quota_of_cgroups(folder: str = _CGROUPS, own: str = _OWN_CGROUPS) -> int | None:
+def quota_of_cgroups(folder: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> int | None:
     """The lowest CPU quota of this process's control groups and their parents, rounded up, or None.
 
     Args:

@@ -130,25 +130,24 @@ def is_at(file: IO[bytes] | int, path: str) -> bool:
 
 
 @contextlib.contextmanager
-def file_lock(path: str, *, wait: bool = True, limit: float | None = None) -> Iterator[bool]:
+def file_lock(path: str, *, limit: float | None = None) -> Iterator[bool]:
     """Holds a lock shared by processes: a file that exists only while the lock is held.
 
     The kernel frees the lock when its holder dies, even if a forked child lives on: a child does
     not hold it. After ten seconds of waiting, the logger "millrace" warns and names the holder.
 
     Args:
-        wait: Whether to wait for another holder.
-        limit: Seconds to wait; None: no limit.
+        limit: Seconds to wait for another holder; None: no limit.
 
     Yields:
         Whether the lock is really held: False on a file system without locks, where several
         processes may be at work at once.
 
     Raises:
-        BlockingIOError: If another process holds it, and `wait` is False or the limit is over.
+        BlockingIOError: If another process holds it, and the limit is over.
         PermissionError: If the folder is not writable, or another user's lock cannot be opened.
     """
-    descriptor, is_held = _take(path, limit if wait else 0.0)
+    descriptor, is_held = _take(path, limit)
     holder = os.getpid()
     _held.add(descriptor)
     try:

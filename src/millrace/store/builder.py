@@ -148,10 +148,7 @@ class IndexedDatasetBuilder:
             self._flush()
 
     def add_document(
-        self,
-        tokens: ArrayLike,
-        lengths: ArrayLike | None = None,
-        modes: ArrayLike | None = None,
+        self, tokens: ArrayLike, lengths: ArrayLike | None = None, modes: ArrayLike | None = None
     ) -> None:
         """Appends a whole document.
 
@@ -284,14 +281,7 @@ class IndexedDatasetBuilder:
         with self._writer.alone():
             self._writer.flush()
 
-    def _add(
-        self,
-        tokens: ArrayLike,
-        lengths: ArrayLike | None,
-        modes: ArrayLike | None,
-        *,
-        ends_document: bool,
-    ) -> None:
+    def _add(self, tokens: Any, lengths: Any, modes: Any, *, ends_document: bool) -> None:
         """The general path of an addition, for arguments of any kind."""
         self._writer.check_open()
         values = _as_tokens(tokens, self.dtype)

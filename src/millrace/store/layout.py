@@ -46,7 +46,6 @@ DTYPES: dict[int, np.dtype[Any]] = {
 
 WRITE_AGAIN = "The files do not belong together or are damaged: write them again"
 
-_INT8, _INT32, _INT64 = np.dtype("<i1"), np.dtype("<i4"), np.dtype("<i8")
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
@@ -87,12 +86,12 @@ class Header:
         columns: dict[str, Column] = {}
         end = HEADER.size
         for name, dtype, count in (
-            ("lengths", _INT32, self.num_sequences),
-            ("pointers", _INT64, self.num_sequences),
-            ("documents", _INT64, self.num_document_entries),
-            ("modes", _INT8, self.num_sequences if self.has_modes else 0),
+            ("lengths", "<i4", self.num_sequences),
+            ("pointers", "<i8", self.num_sequences),
+            ("documents", "<i8", self.num_document_entries),
+            ("modes", "<i1", self.num_sequences if self.has_modes else 0),
         ):
-            columns[name] = Column(dtype, end, count)
+            columns[name] = Column(np.dtype(dtype), end, count)
             end = columns[name].end
         return columns
 

@@ -107,19 +107,17 @@ def _is_half_published(prefix: str) -> bool:
     """Whether a new pair counts whose files do not have their names yet."""
     data, index = bin_path(prefix), idx_path(prefix)
     written = _written_at(index + NEW)
-    if written is None:
-        return False
     # A builder writes its tokens before its index: a file later than both is another tool's.
     others = [index] if os.path.exists(data + NEW) else [index, data]
-    return all((_written_at(path) or 0) <= written for path in others)
+    return written > 0 and all(_written_at(path) <= written for path in others)
 
 
-def _written_at(path: str) -> int | None:
-    """The time of a file's last write in nanoseconds; None if there is no file, or no access."""
+def _written_at(path: str) -> int:
+    """The time of a file's last write in nanoseconds; 0 if there is no file, or no access."""
     try:
         return os.stat(path).st_mtime_ns
     except (FileNotFoundError, NotADirectoryError, PermissionError):
-        return None
+        return 0
 
 
 @contextlib.contextmanager

@@ -70,12 +70,10 @@ class TokenFile:
         access: Access = "mmap",
         dataset: IndexedDataset | None = None,
     ) -> None:
-        self.record = record
-        self._dataset = (
-            Deferred(partial(_open_unchanged, record, access))
-            if dataset is None
-            else Deferred.of(dataset)
-        )
+        self.record, self.prefix = record, record.prefix
+        self.fingerprint, self.lengths_checksum = record.content, record.lengths
+        unopened = Deferred(partial(_open_unchanged, record, access))
+        self._dataset = unopened if dataset is None else Deferred.of(dataset)
 
     @classmethod
     def open(cls, prefix: str, access: Access = "mmap") -> TokenFile:
@@ -95,18 +93,6 @@ class TokenFile:
             num_tokens=dataset.num_tokens,
         )
         return cls(record, access, dataset)
-
-    @property
-    def prefix(self) -> str:
-        return self.record.prefix
-
-    @property
-    def fingerprint(self) -> str:
-        return self.record.content
-
-    @property
-    def lengths_checksum(self) -> str:
-        return self.record.lengths
 
     @property
     def dataset(self) -> IndexedDataset:
