@@ -191,7 +191,7 @@ def is_free(path: Path) -> bool:
     code = (
         "import sys; from millrace.files import *\n"
         "try:\n"
-        "    with file_lock(sys.argv[1], wait=False): print('free')\n"
+        "    with file_lock(sys.argv[1], limit=0): print('free')\n"
         "except BlockingIOError: print('held')"
     )
     output = subprocess.check_output([sys.executable, "-c", code, str(path)], text=True)
@@ -304,7 +304,7 @@ def test_a_forked_child_holds_nothing(is_killed: bool, tmp_path: Path) -> None:
 def test_two_threads_of_a_process_exclude_each_other(tmp_path: Path) -> None:
     path = str(tmp_path / "lock")
     with file_lock(path), pytest.raises(BlockingIOError):
-        file_lock(path, wait=False).__enter__()
+        file_lock(path, limit=0).__enter__()
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o077])

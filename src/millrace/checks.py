@@ -23,12 +23,7 @@ _INT64 = np.dtype(np.int64)
 
 
 def whole(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
-    """A whole number as Python's int.
-
-    Args:
-        value: An int of Python or NumPy, or another object with `__index__`, but not a bool.
-        least, most: Limits; None: no limit.
-    """
+    """A whole number as Python's int, from an object with `__index__` that is not a bool."""
     if type(value) is int:
         number = value
     else:
@@ -98,8 +93,7 @@ def reals(name: str, values: Any) -> list[float]:
 def whole_numbers(name: str, values: ArrayLike) -> NDArray[np.int64]:
     """Whole numbers as one contiguous int64 [n] in native byte order; `values` itself if it is one.
 
-    Args:
-        values: A list, or an array [n] of any integer dtype, byte order, stride and alignment.
+    It may be a list, or an array [n] of any integer dtype, byte order, stride and alignment.
     """
     try:
         array = np.asarray(values)

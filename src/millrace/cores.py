@@ -4,34 +4,24 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
-
-_CGROUPS = "/sys/fs/cgroup"
-_OWN_CGROUPS = "/proc/self/cgroup"
+from pathlib import PurePosixPath
 
 
 def available_cores() -> int:
-    """The number of cores that this process may use.
+    """The number of cores that this process may use, by CPU affinity and control groups.
 
-    It is the CPU affinity, or the quota of the control groups if that is less: a container with
-    2 CPUs on a machine with 128 has 2.
+    A container with 2 CPUs on a machine with 128 has 2.
     """
-    if hasattr(os, "sched_getaffinity"):
-        count = len(os.sched_getaffinity(0))
-    else:
-        count = os.cpu_count() or 1
+    count = len(os.sched_getaffinity(0))
     return min(count, quota_of_cgroups() or count)
 
 
-def quota_of_cgroups(folder: str = _CGROUPS, own: str = _OWN_CGROUPS) -> int | None:
-    """The lowest CPU quota of this process's control groups and their parents, rounded up.
+def quota_of_cgroups(folder: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> int | None:
+    """The lowest CPU quota of this process's control groups and their parents, rounded up, or None.
 
     Args:
         folder: Mount point of the control groups, of version 1, 2 or both.
         own: File that lists the groups of this process.
-
-    Returns:
-        At least 1; None if there is no quota.
     """
     try:
         with open(own) as file:
@@ -50,17 +40,9 @@ def quota_of_cgroups(folder: str = _CGROUPS, own: str = _OWN_CGROUPS) -> int | N
         else:
             continue
         for mount in mounts:
-            for group in _upwards(os.path.join(folder, mount), path):
-                quotas += _quota(group, files)
+            for group in (path, *PurePosixPath(path).parents):  # a container may only see the last
+                quotas += _quota(os.path.join(folder, mount, str(group).lstrip("/")), files)
     return max(math.ceil(min(quotas)), 1) if quotas else None
-
-
-def _upwards(root: str, path: str) -> Iterator[str]:
-    """A group's folder and its parents; a container may only see the last of them."""
-    while path not in ("", "/"):
-        yield os.path.join(root, path.lstrip("/"))
-        path = os.path.dirname(path)
-    yield root
 
 
 def _quota(group: str, files: list[str]) -> list[float]:

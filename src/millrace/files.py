@@ -50,10 +50,8 @@ def written_name(temporary: str) -> str | None:
 def atomic_file(path: str) -> Iterator[BinaryIO]:
     """A file that appears at `path` whole when the block ends, or not at all if it fails.
 
-    Writers at the same time have their own temporaries; the last one to end counts.
-
-    Raises:
-        OSError: If it cannot be written; the error names the file.
+    Writers at the same time have their own temporaries; the last one to end counts. An OSError
+    names the file.
     """
     temporary = temporary_name(path)
     with naming(path):
@@ -105,8 +103,7 @@ def fsync_folder(path: str) -> None:
 def cut_short(path: str, identity: tuple[int, ...]) -> str:
     """A message, if a file has become shorter since it was opened; else an empty text.
 
-    Args:
-        identity: Device, inode and size of the file when it was opened.
+    It had the `identity` then: device, inode and size.
     """
     try:
         now = os.stat(path)
@@ -133,25 +130,24 @@ def is_at(file: IO[bytes] | int, path: str) -> bool:
 
 
 @contextlib.contextmanager
-def file_lock(path: str, *, wait: bool = True, limit: float | None = None) -> Iterator[bool]:
+def file_lock(path: str, *, limit: float | None = None) -> Iterator[bool]:
     """Holds a lock shared by processes: a file that exists only while the lock is held.
 
     The kernel frees the lock when its holder dies, even if a forked child lives on: a child does
     not hold it. After ten seconds of waiting, the logger "millrace" warns and names the holder.
 
     Args:
-        wait: Whether to wait for another holder.
-        limit: Seconds to wait; None: no limit.
+        limit: Seconds to wait for another holder; None: no limit.
 
     Yields:
         Whether the lock is really held: False on a file system without locks, where several
         processes may be at work at once.
 
     Raises:
-        BlockingIOError: If another process holds it, and `wait` is False or the limit is over.
+        BlockingIOError: If another process holds it, and the limit is over.
         PermissionError: If the folder is not writable, or another user's lock cannot be opened.
     """
-    descriptor, is_held = _take(path, limit if wait else 0.0)
+    descriptor, is_held = _take(path, limit)
     holder = os.getpid()
     _held.add(descriptor)
     try:
@@ -168,17 +164,11 @@ def file_lock(path: str, *, wait: bool = True, limit: float | None = None) -> It
 
 @contextlib.contextmanager
 def writers_lock(lock: str, *paths: str, limit: float | None = None) -> Iterator[bool]:
-    """Holds a lock, and removes what writers of these files that died have left; see `file_lock`.
-
-    Args:
-        lock: Path of the lock.
-        paths: Paths of the files.
-        limit: Seconds to wait for the lock; None: no limit.
-    """
+    """Holds a lock (see `file_lock`), and removes what dead writers of the files have left."""
     with file_lock(lock, limit=limit) as is_held:
         if is_held:  # else a temporary may be a living writer's
             for temporary in temporaries_of(*paths):
-                with contextlib.suppress(FileNotFoundError):
+                with contextlib.suppress(OSError):  # another user's file does no harm
                     os.unlink(temporary)
         yield is_held
 

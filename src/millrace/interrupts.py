@@ -22,7 +22,7 @@ def interrupts_held() -> Iterator[None]:
     that Ctrl-C is ignored or ends the process.
     """
     previous = signal.getsignal(signal.SIGINT)
-    if not callable(previous) or not _is_main_thread():
+    if not callable(previous) or threading.current_thread() is not threading.main_thread():
         yield
         return
     held = _Held(previous)
@@ -42,7 +42,7 @@ def interrupts_held() -> Iterator[None]:
 def interruptible() -> Iterator[None]:
     """A block that Ctrl-C may end, inside `interrupts_held`: the job does not need its rest."""
     held = signal.getsignal(signal.SIGINT)
-    if not isinstance(held, _Held) or not _is_main_thread():
+    if not isinstance(held, _Held) or threading.current_thread() is not threading.main_thread():
         yield
         return
     try:
@@ -70,7 +70,3 @@ class _Held:
         self.is_open = False  # first: nothing interrupts the handling of the error
         self._previous(number, frame)
         self.is_open = True
-
-
-def _is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()

@@ -241,7 +241,7 @@ def _has_files(folder: str) -> bool:
 def _remove(folder: str, entry: CacheEntry) -> bool:
     """Removes an entry and returns True; False if a process works, or may work, on it."""
     try:
-        with file_lock(os.path.join(folder, entry.name + arrays.LOCK), wait=False) as is_alone:
+        with file_lock(os.path.join(folder, entry.name + arrays.LOCK), limit=0) as is_alone:
             if not is_alone and entry.kind != "run" and entry.age < _DAY:
                 return False
             is_half = written_name(entry.paths[0]) is not None

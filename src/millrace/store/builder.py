@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from millrace.checks import flag, one_path, shown, whole, whole_numbers
+from millrace.checks import MAX_INT32, flag, one_path, shown, whole, whole_numbers
 from millrace.errors import ConfigError
 from millrace.files import naming
 from millrace.interrupts import interrupts_held
@@ -20,7 +20,6 @@ from millrace.store.publish import bin_path, idx_path, info_path, publish
 from millrace.store.reader import IndexedDataset
 from millrace.store.writer import PairWriter, blocks
 
-_MAX_LENGTH = 2**31 - 1  # lengths are int32
 _ENTRIES = 1 << 16  # documents whose entries are made at a time: they stay in a core's cache
 
 # The core's errors for arguments that it does not take as they are.
@@ -118,8 +117,7 @@ class IndexedDatasetBuilder:
             [sequences] (empty in a file without modes).
         """
         with self._writer.alone():
-            lengths, documents, modes = self._writer.columns()
-        return lengths, documents, modes
+            return self._writer.columns()
 
     def add_sequence(self, tokens: ArrayLike, mode: int = 0) -> None:
         """Appends a sequence to the current document; `end_document` ends it.
@@ -150,10 +148,7 @@ class IndexedDatasetBuilder:
             self._flush()
 
     def add_document(
-        self,
-        tokens: ArrayLike,
-        lengths: ArrayLike | None = None,
-        modes: ArrayLike | None = None,
+        self, tokens: ArrayLike, lengths: ArrayLike | None = None, modes: ArrayLike | None = None
     ) -> None:
         """Appends a whole document.
 
@@ -242,8 +237,9 @@ class IndexedDatasetBuilder:
                 )
             writer.flush()
             try:
-                if other.dtype == self.dtype:
-                    writer.copy_tokens(other, first_byte, end_byte)
+                file = other.reopen_bin() if other.dtype == self.dtype else None
+                if file is not None:
+                    writer.copy_tokens(other, file, first_byte, end_byte)
                 else:
                     for data in blocks(other, first_byte, end_byte):
                         writer.append(_as_tokens(data.view(other.dtype), self.dtype))
@@ -285,14 +281,7 @@ class IndexedDatasetBuilder:
         with self._writer.alone():
             self._writer.flush()
 
-    def _add(
-        self,
-        tokens: ArrayLike,
-        lengths: ArrayLike | None,
-        modes: ArrayLike | None,
-        *,
-        ends_document: bool,
-    ) -> None:
+    def _add(self, tokens: Any, lengths: Any, modes: Any, *, ends_document: bool) -> None:
         """The general path of an addition, for arguments of any kind."""
         self._writer.check_open()
         values = _as_tokens(tokens, self.dtype)
@@ -309,10 +298,8 @@ class IndexedDatasetBuilder:
 def finalize_together(builders: Sequence[IndexedDatasetBuilder]) -> None:
     """Finalises several builders: all files are on the disk before the first pair appears.
 
-    If one of them fails, none is published.
-
-    Raises:
-        As `IndexedDatasetBuilder.finalize`.
+    If one of them fails, none is published. It raises the errors of
+    `IndexedDatasetBuilder.finalize`.
     """
     writers = [builder._writer for builder in builders]
     with contextlib.ExitStack() as stack:
@@ -373,14 +360,15 @@ def _as_lengths(lengths: ArrayLike, num_tokens: int) -> NDArray[np.int64]:
     """The lengths of sequences, int64 [sequences], whose sum is the number of tokens."""
     counts = whole_numbers("lengths", lengths)
     least, most = int(counts.min(initial=0)), int(counts.max(initial=0))
-    if least < 0 or most > _MAX_LENGTH:
+    if least < 0 or most > MAX_INT32:
         raise ConfigError(
-            f"the lengths {_first_of(counts)} go from {least} to {most}; 0 to {_MAX_LENGTH} is "
-            "possible. Cut longer sequences into several"
+            f"the lengths go from {least} to {most}; 0 to {MAX_INT32} is possible. Cut longer "
+            "sequences into several"
         )
     if counts.sum() != num_tokens:
         raise ConfigError(
-            f"the lengths {_first_of(counts)} sum to {counts.sum()}; there are {num_tokens} tokens"
+            f"the lengths {shown(counts.tolist())} sum to {counts.sum()}; there are {num_tokens} "
+            "tokens"
         )
     return counts
 
@@ -388,10 +376,5 @@ def _as_lengths(lengths: ArrayLike, num_tokens: int) -> NDArray[np.int64]:
 def _as_modes(modes: ArrayLike, count: int) -> NDArray[np.int8]:
     values = whole_numbers("modes", modes)
     if values.shape != (count,) or np.any(values != values.astype(np.int8)):
-        raise ConfigError(f"the modes {_first_of(values)} are not {count} numbers from -128 to 127")
+        raise ConfigError(f"modes are {shown(modes)}; give {count} numbers from -128 to 127")
     return values.astype(np.int8)
-
-
-def _first_of(numbers: NDArray[Any]) -> str:
-    text = ", ".join(map(str, numbers[:6].tolist()))
-    return f"[{text}, ...]" if len(numbers) > 6 else f"[{text}]"

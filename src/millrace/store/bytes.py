@@ -47,11 +47,7 @@ class BinReader(Protocol):
 
 
 def bytes_in_memory(reader: BinReader) -> Bytes | None:
-    """The whole `.bin`, read-only, if the reader has it in memory.
-
-    Raises:
-        ConfigError: If the reader's `bytes` is not such an array.
-    """
+    """The whole `.bin`, read-only, if the reader has it in memory."""
     data = getattr(reader, "bytes", None)
     if data is None:
         return None
@@ -82,11 +78,7 @@ def gather_in_turn(
 
 
 class MMapReader:
-    """The file's pages in the page cache, mapped: reads are views.
-
-    Args:
-        file: File open for reading; it may be closed afterwards.
-    """
+    """The file's pages in the page cache, mapped: reads are views."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.size = os.fstat(file.fileno()).st_size
@@ -103,9 +95,6 @@ class FileReader:
     """Positioned reads into new arrays, for file systems where mapping hurts.
 
     Memory is bounded by the size of a read; threads share the descriptor without a lock.
-
-    Args:
-        file: File open for reading; it may be closed afterwards.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -148,11 +137,7 @@ def read_at(file: BinaryIO, offset: int, buffer: Bytes) -> int:
 
 
 def open_bin(file: BinaryIO, access: Access) -> BinReader:
-    """A reader of an open file.
-
-    Raises:
-        ConfigError: If there is no such access.
-    """
+    """A reader of an open file, which may be closed afterwards."""
     if access == "mmap":
         return MMapReader(file)
     if access == "file":

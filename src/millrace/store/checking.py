@@ -25,10 +25,11 @@ from millrace.files import checksum, naming
 from millrace.store import layout
 from millrace.store.bytes import read_at
 from millrace.store.info import BLOCK_SIZE, Checksums, Info, read_info
-from millrace.store.publish import bin_path, idx_path, info_to_read, open_pair
+from millrace.store.publish import bin_path, idx_path, open_pair, paths_to_read
 from millrace.store.reader import IndexedDataset
 
 _ENTRIES = 1 << 20  # index entries that are checked at a time
+_OnBytes = Callable[[int], Any] | None
 _ATTEMPTS = 10  # to check a pair; one fails only if the pair is replaced meanwhile
 
 
@@ -76,16 +77,12 @@ def verify(
 
 
 def require_sound(dataset: IndexedDataset) -> None:
-    """Checks the whole index of a dataset.
-
-    Raises:
-        DataError: If entries do not agree with each other.
-    """
+    """Checks the whole index of a dataset; a DataError if entries do not agree with each other."""
     dataset.check_documents(0, dataset.num_documents)
     dataset.check_sequences(0, len(dataset))
 
 
-def _verify(prefix: str, pool: ThreadPoolExecutor, on_bytes: Callable[[int], Any] | None) -> Report:
+def _verify(prefix: str, pool: ThreadPoolExecutor, on_bytes: _OnBytes) -> Report:
     """Checks again if a new pair was published meanwhile: the old sidecar is not for its files."""
     for _ in range(_ATTEMPTS):
         before = _identity(prefix)
@@ -95,21 +92,17 @@ def _verify(prefix: str, pool: ThreadPoolExecutor, on_bytes: Callable[[int], Any
     return report
 
 
-def _identity(prefix: str) -> list[tuple[int, int] | None]:
-    """Inode and time of the files at the prefix."""
-    identity: list[tuple[int, int] | None] = []
-    for path in (idx_path, bin_path, info_to_read):
-        try:
-            stat = os.stat(path(prefix))
-            identity.append((stat.st_ino, stat.st_mtime_ns))
-        except (OSError, ValueError):
-            identity.append(None)
+def _identity(prefix: str) -> list[tuple[str, int, int]]:
+    """Paths, inodes and times of the files, up to the first that is missing."""
+    identity = []
+    with contextlib.suppress(OSError, ValueError):
+        for path in paths_to_read(prefix):
+            stat = os.stat(path)
+            identity.append((path, stat.st_ino, stat.st_mtime_ns))
     return identity
 
 
-def _verify_once(
-    prefix: str, pool: ThreadPoolExecutor, on_bytes: Callable[[int], Any] | None
-) -> Report:
+def _verify_once(prefix: str, pool: ThreadPoolExecutor, on_bytes: _OnBytes) -> Report:
     problems: list[str] = []
     info, num_bytes = Info(), 0
     with _as_problems(prefix, problems):
@@ -165,10 +158,7 @@ def _as_problems(prefix: str, problems: list[str]) -> Iterator[None]:
 
 
 def _damaged_blocks(
-    file: BinaryIO,
-    sums: Checksums,
-    pool: ThreadPoolExecutor,
-    on_bytes: Callable[[int], Any] | None,
+    file: BinaryIO, sums: Checksums, pool: ThreadPoolExecutor, on_bytes: _OnBytes
 ) -> list[int]:
     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
     memory = threading.local()  # a buffer for each thread
@@ -222,12 +212,6 @@ class _Index(layout.IndexFile):
 
     def entries_in(self, start: int, stop: int) -> str:
         """The parts of the index between two of its bytes."""
-        labels = {
-            "lengths": "lengths of sequences",
-            "pointers": "pointers of sequences",
-            "documents": "first sequences of documents",
-            "modes": "modes of sequences",
-        }
         parts = ["header"] if start < layout.HEADER.size else []
         for name, column in self.header.columns.items():
             first, end = max(start, column.offset), min(stop, column.end)
@@ -235,7 +219,8 @@ class _Index(layout.IndexFile):
                 low, high = (
                     (byte - column.offset) // column.dtype.itemsize for byte in (first, end - 1)
                 )
-                parts.append(f"{labels[name]} {low} to {high}")
+                label = "document indices" if name == "documents" else f"{name} of sequences"
+                parts.append(f"{label} {low} to {high}")
         return ", ".join(parts)
 
     def _find(self, name: str, value: int) -> int:

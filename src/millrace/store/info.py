@@ -13,7 +13,7 @@ from typing import Any
 
 from millrace.errors import DataError
 from millrace.files import xxh3
-from millrace.store.publish import info_to_read
+from millrace.store.publish import paths_to_read
 
 BLOCK_SIZE = 4 << 20
 ALGORITHM = "xxh3_64"
@@ -59,12 +59,8 @@ class Info:
 
 
 def read_info(prefix: str) -> Info | None:
-    """The sidecar of a pair; None if it has none.
-
-    Raises:
-        DataError: If it is damaged, or of a later version.
-    """
-    path = info_to_read(prefix)
+    """The sidecar of a pair, or None; a DataError if it is damaged, or of a later version."""
+    path = paths_to_read(prefix).info
     try:
         with open(path, "rb") as file:
             document = json.load(file)
@@ -102,28 +98,25 @@ class BlockHasher:
 
     def __init__(self) -> None:
         self._state = xxh3()
-        self._in_block = 0
         self._size = 0
         self._blocks: list[str] = []
 
     def update(self, data: Any) -> None:
         """Adds the next bytes, any contiguous buffer."""
         view = memoryview(data).cast("B") if len(data) else memoryview(b"")
-        self._size += len(view)
         while len(view) > 0:
-            part = view[: BLOCK_SIZE - self._in_block]
+            part = view[: BLOCK_SIZE - self._size % BLOCK_SIZE]
             self._state.update(part)
-            self._in_block += len(part)
+            self._size += len(part)
             view = view[len(part) :]
-            if self._in_block == BLOCK_SIZE:
+            if self._size % BLOCK_SIZE == 0:
                 self._end_block()
 
     def finish(self) -> Checksums:
-        if self._in_block:
+        if self._size % BLOCK_SIZE > 0:
             self._end_block()
         return Checksums(size=self._size, blocks=self._blocks)
 
     def _end_block(self) -> None:
         self._blocks.append(self._state.hexdigest())
         self._state.reset()
-        self._in_block = 0

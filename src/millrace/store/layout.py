@@ -46,16 +46,11 @@ DTYPES: dict[int, np.dtype[Any]] = {
 
 WRITE_AGAIN = "The files do not belong together or are damaged: write them again"
 
-_INT8, _INT32, _INT64 = np.dtype("<i1"), np.dtype("<i4"), np.dtype("<i8")
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 def dtype_code(dtype: DTypeLike) -> int:
-    """The code of a dtype in an index file.
-
-    Raises:
-        ConfigError: If the format has no code for it.
-    """
+    """The code of a dtype in an index file; a ConfigError if the format has none for it."""
     try:
         dtype = np.dtype(dtype)
         return _CODES[dtype.newbyteorder("<")]
@@ -91,12 +86,12 @@ class Header:
         columns: dict[str, Column] = {}
         end = HEADER.size
         for name, dtype, count in (
-            ("lengths", _INT32, self.num_sequences),
-            ("pointers", _INT64, self.num_sequences),
-            ("documents", _INT64, self.num_document_entries),
-            ("modes", _INT8, self.num_sequences if self.has_modes else 0),
+            ("lengths", "<i4", self.num_sequences),
+            ("pointers", "<i8", self.num_sequences),
+            ("documents", "<i8", self.num_document_entries),
+            ("modes", "<i1", self.num_sequences if self.has_modes else 0),
         ):
-            columns[name] = Column(dtype, end, count)
+            columns[name] = Column(np.dtype(dtype), end, count)
             end = columns[name].end
         return columns
 
@@ -112,11 +107,7 @@ class Header:
 
 
 class IndexFile:
-    """An open index file, read by positions: it may be cut short at any moment.
-
-    Raises:
-        DataError: If the file is truncated or foreign.
-    """
+    """An open index file, read by positions: a map of it may be cut short at any moment."""
 
     def __init__(self, prefix: str, file: BinaryIO) -> None:
         self.path = idx_path(prefix)

@@ -30,7 +30,7 @@ from collections.abc import Iterator, Sequence
 from typing import BinaryIO, NamedTuple
 
 from millrace.errors import DataError, MillraceError
-from millrace.files import file_lock, fsync_folder, is_at, temporaries_of, temporary_name
+from millrace.files import fsync_folder, is_at, temporary_name, writers_lock
 
 NEW = ".new"
 LOCK = ".tmp.lock"
@@ -53,13 +53,9 @@ def info_path(prefix: str) -> str:
 
 
 def open_pair(prefix: str, *, has_bin: bool = True) -> list[BinaryIO]:
-    """Opens `.bin` (if has_bin) and `.idx` of a whole pair, even while a builder replaces it.
-
-    Raises:
-        DataError: If one or both files are missing.
-    """
+    """Opens `.bin` (if has_bin) and `.idx` of a whole pair, even while a builder replaces it."""
     for _ in range(_ATTEMPTS):
-        paths = _paths_to_read(prefix)
+        paths = paths_to_read(prefix)
         with contextlib.ExitStack() as stack:
             try:
                 index = stack.enter_context(open(paths.idx, "rb"))
@@ -68,7 +64,7 @@ def open_pair(prefix: str, *, has_bin: bool = True) -> list[BinaryIO]:
                 # Perhaps a publication has just renamed it; if not, further attempts fail too.
                 time.sleep(_PAUSE)
                 continue
-            is_same = paths[:2] == _paths_to_read(prefix)[:2] and is_at(index, paths.idx)
+            is_same = paths[:2] == paths_to_read(prefix)[:2] and is_at(index, paths.idx)
             if is_same and all(is_at(file, paths.bin) for file in data):
                 stack.pop_all()
                 return [*data, index]
@@ -83,11 +79,6 @@ def open_pair(prefix: str, *, has_bin: bool = True) -> list[BinaryIO]:
     raise DataError(f"{' and '.join(missing)} not found. {hint}")
 
 
-def info_to_read(prefix: str) -> str:
-    """The path of the sidecar of the pair that counts; there may be no such file."""
-    return _paths_to_read(prefix).info
-
-
 class Temporaries(NamedTuple):
     """The paths of a pair's files, while they are written or where they are published."""
 
@@ -100,8 +91,8 @@ def _paths(prefix: str) -> Temporaries:
     return Temporaries(bin_path(prefix), idx_path(prefix), info_path(prefix))
 
 
-def _paths_to_read(prefix: str) -> Temporaries:
-    """The files of the pair that counts."""
+def paths_to_read(prefix: str) -> Temporaries:
+    """The files of the pair that counts; it may have no sidecar."""
     paths = _paths(prefix)
     if os.path.exists(paths.idx) or not _is_half_published(prefix):
         return paths
@@ -116,19 +107,17 @@ def _is_half_published(prefix: str) -> bool:
     """Whether a new pair counts whose files do not have their names yet."""
     data, index = bin_path(prefix), idx_path(prefix)
     written = _written_at(index + NEW)
-    if written is None:
-        return False
     # A builder writes its tokens before its index: a file later than both is another tool's.
     others = [index] if os.path.exists(data + NEW) else [index, data]
-    return all((_written_at(path) or 0) <= written for path in others)
+    return written > 0 and all(_written_at(path) <= written for path in others)
 
 
-def _written_at(path: str) -> int | None:
-    """The time of a file's last write in nanoseconds; None if there is no file, or no access."""
+def _written_at(path: str) -> int:
+    """The time of a file's last write in nanoseconds; 0 if there is no file, or no access."""
     try:
         return os.stat(path).st_mtime_ns
     except (FileNotFoundError, NotADirectoryError, PermissionError):
-        return None
+        return 0
 
 
 @contextlib.contextmanager
@@ -136,15 +125,12 @@ def building(prefix: str) -> Iterator[Temporaries]:
     """Holds the lock of a prefix, cleans up after a builder that died, and names the temporaries.
 
     Temporaries that are left are removed at the end.
-
-    Raises:
-        MillraceError: If another process is building this prefix.
     """
     lock = prefix + LOCK
     temporaries = Temporaries(*map(temporary_name, _paths(prefix)))
     with contextlib.ExitStack() as stack:
         try:
-            is_locked = stack.enter_context(file_lock(lock, wait=False))
+            stack.enter_context(writers_lock(lock, *_paths(prefix), limit=0))
         except BlockingIOError as error:
             raise MillraceError(
                 f"{prefix} is being built by another process ({lock} is {error.strerror}). "
@@ -153,10 +139,6 @@ def building(prefix: str) -> Iterator[Temporaries]:
         if _is_half_published(prefix):
             _finish([prefix])
         _withdraw([prefix], NEW)
-        if is_locked:  # without locks, a temporary may belong to a builder that is at work
-            for leftover in temporaries_of(*_paths(prefix)):
-                with contextlib.suppress(OSError):  # another user's file does no harm
-                    _remove(leftover)
         builder = os.getpid()
         try:
             yield temporaries
@@ -169,9 +151,7 @@ def building(prefix: str) -> Iterator[Temporaries]:
 def publish(pairs: Sequence[tuple[str, Temporaries]]) -> None:
     """Publishes pairs: all, or (if it fails in the first two steps) none of them.
 
-    Args:
-        pairs: (prefix, temporaries) of each; the files are whole and flushed. A sidecar is
-            published if its temporary exists.
+    The temporaries are whole and flushed; a pair may have no sidecar.
     """
     prefixes = [prefix for prefix, _ in pairs]
     # Where nothing is replaced, the files get their names at once: they count with the index.

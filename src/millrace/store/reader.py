@@ -338,11 +338,7 @@ class IndexedDataset:
         return None
 
     def check_sizes(self) -> None:
-        """Checks that the files, if they are still at the prefix, have not become shorter.
-
-        Raises:
-            DataError: If one has.
-        """
+        """Raises DataError if one of the files, if still at the prefix, has become shorter."""
         paths = [idx_path(self.prefix), bin_path(self.prefix)]
         for path, identity in zip(paths, reversed(self._files), strict=False):
             if problem := cut_short(path, identity):
@@ -356,7 +352,9 @@ class IndexedDataset:
         Without it, that happens when the dataset and its last array are gone.
         """
         kept = {name: vars(self)[name] for name in ("prefix", "dtype", "header", "_files")}
-        self.__class__ = _closed(type(self))
+        # Only closed datasets have a `__getattr__`: it makes each access slower by a third.
+        members = {"__getattr__": _raise_closed, "close": lambda self: None}
+        self.__class__ = type(type(self).__name__, (type(self),), members)
         self.__dict__ = kept
 
     def __enter__(self) -> IndexedDataset:
@@ -373,11 +371,7 @@ class IndexedDataset:
         return self._files, self.fingerprint, self.lengths_checksum
 
     def check_identity(self, pickled: tuple[Any, ...]) -> None:
-        """Checks that these data have the identity of a pickled dataset.
-
-        Raises:
-            DataError: If they have another one.
-        """
+        """Raises DataError if these data have another identity than a pickled dataset."""
         # The same files, or (on another machine, or after a copy) the same content.
         if self._files != pickled[0] and self.identity()[1:] != pickled[1:]:
             raise DataError(
@@ -401,17 +395,8 @@ def _open_same(
     return dataset
 
 
-def _closed(kind: type[IndexedDataset]) -> type[IndexedDataset]:
-    """The class of closed datasets, which raise ConfigError for the attributes they lack.
-
-    A `__getattr__` in the class of open datasets would make each access slower by a third.
-    """
-
-    def raise_closed(self: IndexedDataset, name: str) -> Any:
-        raise ConfigError(f"{self.prefix} is closed; open it again")
-
-    members = {"__getattr__": raise_closed, "close": lambda self: None}
-    return type(kind.__name__, (kind,), members)
+def _raise_closed(dataset: IndexedDataset, name: str) -> Any:
+    raise ConfigError(f"{dataset.prefix} is closed; open it again")
 
 
 def _identity(file: BinaryIO) -> tuple[int, ...]:

@@ -26,9 +26,7 @@ class TokenFileRecord:
         times: Modification times of the two, in nanoseconds.
         content: Fingerprint of the content (see `IndexedDataset.fingerprint`).
         lengths: Checksum of all sequence lengths, which decide the indices.
-        num_sequences: Number of sequences.
-        num_documents: Number of documents.
-        num_tokens: Number of tokens.
+        num_sequences, num_documents, num_tokens: Numbers of what the file holds.
     """
 
     prefix: str
@@ -72,20 +70,14 @@ class TokenFile:
         access: Access = "mmap",
         dataset: IndexedDataset | None = None,
     ) -> None:
-        self.record = record
-        self._dataset = (
-            Deferred(partial(_open_unchanged, record, access))
-            if dataset is None
-            else Deferred.of(dataset)
-        )
+        self.record, self.prefix = record, record.prefix
+        self.fingerprint, self.lengths_checksum = record.content, record.lengths
+        unopened = Deferred(partial(_open_unchanged, record, access))
+        self._dataset = unopened if dataset is None else Deferred.of(dataset)
 
     @classmethod
     def open(cls, prefix: str, access: Access = "mmap") -> TokenFile:
-        """Opens a token file and notes what it holds.
-
-        Raises:
-            DataError: A missing or damaged file.
-        """
+        """Opens a token file and notes what it holds."""
         # Before the file is opened: if it is replaced meanwhile, the times are the old file's, and
         # the next comparison notices.
         _, times = _sizes_and_times(prefix)
@@ -103,24 +95,8 @@ class TokenFile:
         return cls(record, access, dataset)
 
     @property
-    def prefix(self) -> str:
-        return self.record.prefix
-
-    @property
-    def fingerprint(self) -> str:
-        return self.record.content
-
-    @property
-    def lengths_checksum(self) -> str:
-        return self.record.lengths
-
-    @property
     def dataset(self) -> IndexedDataset:
-        """The open file.
-
-        Raises:
-            DataError: It does not hold what the record says.
-        """
+        """The open file; a DataError if it does not hold what the record says."""
         return self._dataset.value
 
     def sequence_lengths(self) -> NDArray[np.int32]:

@@ -179,27 +179,23 @@ class PairWriter:
         self._documents.extend(documents)
         self._modes.extend(modes)
 
-    def columns(self) -> list[NDArray[Any]]:
+    def columns(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
         """Lengths, document entries and modes so far."""
         self.flush_entries()
-        return [
+        lengths, documents, modes = (
             np.concatenate([np.empty(0, column.dtype), *column.chunks()])
             for column in self._columns
-        ]
+        )
+        return lengths, documents, modes
 
-    def copy_tokens(self, other: IndexedDataset, start: int, stop: int) -> None:
-        """Appends bytes [start, stop) of another `.bin` of the same dtype."""
+    def copy_tokens(self, other: IndexedDataset, source: BinaryIO, start: int, stop: int) -> None:
+        """Appends bytes [start, stop) of another `.bin` of the same dtype, open as `source`."""
         self.buffer.wait()
-        source = other.reopen_bin()  # None: not a file, or it was replaced
-        with source or contextlib.nullcontext():
-            if source is None or self._hasher is not None:
+        with source:
+            if self._hasher is not None:
                 for data in blocks(other, start, stop):
-                    if self._hasher is not None:
-                        self._hasher.update(data)
-                    if source is None:
-                        _write_all(self._data, data)
-            if source is not None:
-                _copy_file(source, self._data, start, stop)
+                    self._hasher.update(data)
+            _copy_file(source, self._data, start, stop)
         self._num_bytes += stop - start
 
     def copy_entries(
@@ -337,12 +333,6 @@ def blocks(dataset: IndexedDataset, start: int, stop: int) -> Iterator[NDArray[n
     """
     for at in range(start, stop, _READ_SIZE):
         yield dataset.reader.gather(np.array([at]), np.array([min(_READ_SIZE, stop - at)]))
-
-
-def _write_all(file: BinaryIO, data: NDArray[np.uint8]) -> None:
-    view = memoryview(data.data)
-    while len(view) > 0:  # one call writes 2 GiB at most, and less on a full disk
-        view = view[file.write(view) :]
 
 
 def _copy_file(source: BinaryIO, target: BinaryIO, start: int, stop: int) -> None:
