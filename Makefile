@@ -37,7 +37,7 @@ format: $(VENV)/.dev  ## let ruff format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-sanitize: $(VENV)/.package $(VENV)/.dev  ## kernels, store, order and feed under AddressSanitizer and UBSan
+sanitize: $(VENV)/.package $(VENV)/.dev  ## kernels and all that calls them under AddressSanitizer and UBSan
 	@echo "== building the core with sanitizers in $(SANITIZED)"
 	$(PIP) install -q --no-build-isolation --no-deps --upgrade --target $(SANITIZED)/site \
 	  -C build-dir=$(SANITIZED)/build -C cmake.build-type=Debug \
@@ -46,7 +46,7 @@ sanitize: $(VENV)/.package $(VENV)/.dev  ## kernels, store, order and feed under
 	$(SANITIZED_PYTHON) -c 'import sys; from millrace import _core; path = _core.__file__; \
 	  ok = path.startswith("$(CURDIR)/$(SANITIZED)/") and b"__asan_init" in open(path, "rb").read(); \
 	  sys.exit(None if ok else "not the sanitized core: " + path)'
-	$(SANITIZED_PYTHON) -m pytest --capture=sys --durations=25 tests/kernels tests/store tests/order tests/feed
+	$(SANITIZED_PYTHON) -m pytest --capture=sys --durations=25 tests/kernels tests/store tests/order tests/cache tests/feed tests/run
 
 bench: $(VENV)/.package $(VENV)/.dev  ## measure against the peers and write benchmarks/RESULTS.md
 	$(BIN)/python benchmarks/run.py

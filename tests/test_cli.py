@@ -91,6 +91,14 @@ def test_help(verb: list[str]) -> None:
     assert result.stdout.startswith("usage: millrace")
 
 
+def test_help_without_docstrings() -> None:
+    """Under `python -OO`, which removes docstrings, verbs keep their help."""
+    command = [sys.executable, "-OO", "-m", "millrace", "cache", "prune", "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0
+    assert "Removes what no run can use" in result.stdout
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -295,6 +303,7 @@ def test_verify_names_the_damage_and_exits_with_1(tokenized: Path) -> None:
         ["split", "a", "--output-prefix", "b", "--documents", "1", "--size", "2"],
         ["split", "a", "--output-prefix", "b", "--size", "2Q"],
         ["convert", "a", "b", "--dtype", "token"],
+        ["convert", "a.bin", "b", "--source-dtype", "S"],
         ["verify"],
     ],
 )

@@ -235,7 +235,7 @@ def test_waiting_ends_with_ctrl_c(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     with holder(path):
         waiting = subprocess.Popen(
-            [sys.executable, "-c", "print(flush=True)\n" + HOLD, str(path)],
+            [sys.executable, "-c", "import millrace.files; print(flush=True)\n" + HOLD, str(path)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -6,19 +6,24 @@ import argparse
 import dataclasses
 import errno
 import functools
-import inspect
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from millrace.errors import DataError, MillraceError
+from millrace.errors import ConfigError, DataError, MillraceError
+
+if TYPE_CHECKING:
+    from millrace.jobs import CacheEntry
+
+    Verbs = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,8 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 class _InterruptOnce:
     """A signal handler: only the first Ctrl-C counts, so none disturbs the cleanup."""
 
-    def __init__(self) -> None:
-        self._is_over = False
+    _is_over = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if not self._is_over:
@@ -52,21 +56,19 @@ class _InterruptOnce:
 
 def _run(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(_with_dashes(arguments))
+    is_done = False
     try:
         options.run(options)
+        is_done = True
+        if sys.stdout is not None:  # None in a process without stdout
+            sys.stdout.flush()
     except MillraceError as error:
         return _fail(str(error))
     except BrokenPipeError:  # the reader of the output has closed it
         _discard_output()
-        return 0
     except OSError as error:
-        return _fail(_describe_error(error, options))
-    try:
-        if sys.stdout is not None:  # None in a process without stdout
-            sys.stdout.flush()
-    except BrokenPipeError:
-        _discard_output()
-    except OSError as error:
+        if not is_done:
+            return _fail(_describe_error(error, options))
         _discard_output()
         return _fail(f"the job is done, but its report cannot be written: {error.strerror}")
     return 0
@@ -106,15 +108,9 @@ def _fail(message: str) -> int:
 
 def _with_dashes(arguments: Sequence[str]) -> list[str]:
     """Accepts --output_prefix for --output-prefix: users of Megatron-LM write both."""
-    changed: list[str] = []
-    for place, argument in enumerate(arguments):
-        if argument == "--":
-            return [*changed, *arguments[place:]]
-        if argument.startswith("--"):
-            name, equals, value = argument.partition("=")
-            argument = name.replace("_", "-") + equals + value
-        changed.append(argument)
-    return changed
+    stop = [*arguments, "--"].index("--")
+    options = (re.sub("^--[^=]*", lambda m: m[0].replace("_", "-"), a) for a in arguments[:stop])
+    return [*options, *arguments[stop:]]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -129,19 +125,19 @@ def _parser() -> argparse.ArgumentParser:
     _add_file_verbs(verbs)
     _add_index(verbs)
     _add_cache(verbs)
-    demo = _add_verb(verbs, _demo)
-    text = "output folder (default: millrace-demo)"
-    demo.add_argument("--folder", default="millrace-demo", metavar="DIR", help=text)
+    text = """Runs the whole pipeline on the text of Python's standard library. Makes a corpus of
+        source files and docstrings, trains a small tokenizer, tokenises both domains, blends them,
+        draws batches for 2 ranks, stops, resumes with 4, and checks that no sample was lost or
+        repeated. Needs no network."""
+    add = _add_verb(verbs, _demo, text).add_argument
+    add("--folder", default="millrace-demo", metavar="DIR", help="output folder (millrace-demo)")
     return parser
 
 
 _SHARED_OPTIONS: dict[str, dict[str, Any]] = {
     "prefix": {"metavar": "PREFIX", "help": "path prefix of the input, without .bin or .idx"},
-    "prefixes": {
-        "nargs": "+",
-        "metavar": "PREFIX",
-        "help": "path prefixes of the inputs, without .bin or .idx",
-    },
+    "prefixes": {"nargs": "+", "metavar": "PREFIX", "help": "path prefixes of the inputs"},
+    "folder": {"metavar": "DIR", "help": "cache folder"},
     "--output-prefix": {"required": True, "metavar": "PREFIX", "help": "path prefix of the output"},
     "--no-checksums": {
         "dest": "checksums",
@@ -153,13 +149,10 @@ _SHARED_OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def _add_verb(
-    verbs: argparse._SubParsersAction[argparse.ArgumentParser],
-    run: Callable[..., None],
-    *shared_options: str,
+    verbs: Verbs, run: Callable[..., None], text: str, *shared_options: str
 ) -> argparse.ArgumentParser:
-    """Adds the verb of `run`, whose arguments are the options and whose docstring is the help."""
-    text = inspect.getdoc(run) or ""  # there is none under python -OO
-    summary = text.partition(".\n")[0].removesuffix(".")
+    """Adds the verb of `run`, whose arguments are the options; its summary is a sentence."""
+    summary = text.partition(". ")[0].removesuffix(".")
     parser = verbs.add_parser(run.__name__.lstrip("_"), help=summary, description=text)
     parser.set_defaults(run=functools.partial(_run_with, run))
     for option in shared_options:
@@ -171,57 +164,107 @@ def _run_with(run: Callable[..., None], options: argparse.Namespace) -> None:
     run(**{name: value for name, value in vars(options).items() if name != "run"})
 
 
-def _add_file_verbs(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    add = _add_verb(verbs, _tokenize, "--output-prefix", "--no-checksums").add_argument
-    text = "JSONL files"
-    add("--input", dest="inputs", nargs="+", required=True, metavar="FILE", help=text)
+def _add_file_verbs(verbs: Verbs) -> None:
+    text = """Converts JSONL files to token files. Reads plain, gzip and zstd files with one JSON
+        object per line. Writes Megatron-LM's token files PREFIX_KEY_document.bin/.idx, one pair per
+        key."""
+    add = _add_verb(verbs, _tokenize, text, "--output-prefix", "--no-checksums").add_argument
+    add("--input", dest="inputs", nargs="+", required=True, metavar="FILE", help="JSONL files")
     add("--tokenizer", required=True, metavar="FILE", help="Hugging Face tokenizer.json")
-    text = "keys of the texts in each object (default: text)"
-    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help=text)
-    text = "end each document with the end-of-document token"
-    add("--append-eod", action="store_true", help=text)
-    text = (
-        "end-of-document token (default: the one of <|endoftext|>, <|end_of_text|>, </s>, <eos> "
-        "that the tokenizer has)"
-    )
+    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="text keys (default: text)")
+    add("--append-eod", action="store_true", help="end documents with the end-of-document token")
+    text = "that token (default: the one of <|endoftext|>, <|end_of_text|>, </s>, <eos> there is)"
     add("--eod-token", metavar="TEXT", help=text)
     add("--workers", type=_positive, metavar="N", help="worker processes (default: one per core)")
 
-    add = _add_verb(verbs, _inspect, "prefix", "--json").add_argument
+    text = """Describes a token file. Prints counts, dtype and lengths, and the head and tail of a
+        document. With a tokenizer, the document is decoded, and the occurrences of each special
+        token are counted."""
+    add = _add_verb(verbs, _inspect, text, "prefix", "--json").add_argument
     add("--tokenizer", metavar="FILE", help="tokenizer.json to decode with")
     add("--document", type=int, default=0, metavar="N", help="document number (default: 0)")
 
-    add = _add_verb(verbs, _verify, "prefixes", "--json").add_argument
+    text = """Checks token files. Checks the structure of each pair, and every byte if the pair has
+        a sidecar with checksums. Names the damaged blocks, sequences and documents. Exits with 1 if
+        a pair is damaged."""
+    add = _add_verb(verbs, _verify, text, "prefixes", "--json").add_argument
     add("--threads", type=_positive, metavar="N", help="worker threads (default: one per core)")
 
-    _add_verb(verbs, _merge, "prefixes", "--output-prefix", "--no-checksums")
+    text = "Concatenates token files. Documents keep their order."
+    _add_verb(verbs, _merge, text, "prefixes", "--output-prefix", "--no-checksums")
 
-    parser = _add_verb(verbs, _split, "prefix", "--output-prefix", "--no-checksums")
+    text = """Cuts a token file into shards. The shards PREFIX_00000, PREFIX_00001, ... hold whole
+        documents. `merge` restores the file."""
+    parser = _add_verb(verbs, _split, text, "prefix", "--output-prefix", "--no-checksums")
     add = parser.add_mutually_exclusive_group(required=True).add_argument
     add("--documents", type=_positive, metavar="N", help="documents per shard")
-    text = "maximum size of a shard's tokens: 500M, 20G"
-    add("--size", dest="num_bytes", type=_size, metavar="BYTES", help=text)
+    add("--size", dest="num_bytes", type=_size, metavar="BYTES", help="bytes per shard: 500M, 20G")
 
-    add = _add_verb(verbs, _convert, "--no-checksums").add_argument
+    text = """Converts token arrays to token files and back, or changes the dtype. NAME.npy is a
+        NumPy array (one dimension: a stream of tokens; two: each row a document), NAME.bin without
+        NAME.idx holds raw tokens, and any other name is a path prefix."""
+    add = _add_verb(verbs, _convert, text, "--no-checksums").add_argument
     add("source", metavar="SOURCE", help="input array or path prefix")
     add("target", metavar="TARGET", help="output array or path prefix")
     add("--dtype", type=_dtype, metavar="DTYPE", help="dtype of the target")
     add("--source-dtype", type=_dtype, metavar="DTYPE", help="dtype of raw tokens")
-    text = "token that ends each document of a stream"
-    add("--document-end", type=int, metavar="ID", help=text)
+    add("--document-end", type=int, metavar="ID", help="last token of each document of a stream")
 
 
-def _print_json(value: Any, *, ensure_ascii: bool = True) -> None:
-    """Prints a dataclass, or a list of them."""
-    print(json.dumps(value, default=dataclasses.asdict, ensure_ascii=ensure_ascii, indent=2))
+def _add_index(verbs: Verbs) -> None:
+    text = """Builds the indices of a training run ahead of time. The run then starts without
+        building any. The arguments are Megatron-LM's, in a YAML or TOML file, as options, or both
+        (an option overrides the file)."""
+    parser = _add_verb(verbs, _index, text, "--json")
+    add = parser.add_argument
+    add("config", nargs="?", metavar="FILE", help="YAML or TOML file of arguments")
+    text = "output folder: Megatron-LM's --data-cache-path"
+    add("--megatron-cache", dest="megatron_cache_folder", metavar="DIR", help=text)
+    text = """identifiers of Megatron-LM's tokenizer, part of those files' names: JSON, a JSON file,
+        or a *-description.txt written by Megatron-LM"""
+    add("--tokenizer-identifiers", metavar="JSON", help=text)
+    text = "maximum wait for another process that builds the same indices (default: no limit)"
+    add("--wait-limit", type=float, metavar="SECONDS", help=text)
+
+    data = parser.add_argument_group("data", "a list has prefixes, or a weight before each prefix")
+    add = data.add_argument
+    add("--data-path", nargs="+", metavar="ITEM", help="list divided by --split")
+    for name in ("train", "valid", "test"):
+        add(f"--{name}-data-path", nargs="+", metavar="ITEM", help=f"list for {name} only")
+    add("--data-args-path", metavar="FILE", help="file with the --data-path list")
+    add("--per-split-data-args-path", metavar="FILE", help="JSON file with a list per split")
+    add("--split", metavar="SHARES", help='train, valid, test: "969,30,1"')
+
+    add = parser.add_argument_group("order").add_argument
+    names = "seq-length seed train-samples train-iters global-batch-size eval-iters eval-interval"
+    for name in (*names.split(), "num-dataset-builder-threads"):
+        add(f"--{name}", metavar="N")
+    text = "instead of iterations and batch sizes: whole numbers, or none for one epoch"
+    add("--num-samples", nargs=3, metavar=("TRAIN", "VALID", "TEST"), help=text)
+    add("--mid-level-dataset-surplus", metavar="SHARE")
+    for name in ("skip-train", "full-validation", "multiple-validation-sets"):
+        add(f"--{name}", action="store_true", default=None)
+    add("--data-cache-path", "--cache", metavar="DIR", help="output folder: millrace's cache")
+
+
+def _add_cache(verbs: Verbs) -> None:
+    text = "Lists what millrace keeps in a cache folder, and removes what no run can use."
+    summary = "Lists, checks and prunes cached indices"
+    parser = verbs.add_parser("cache", help=summary, description=text)
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    _add_verb(actions, _list, "Lists the entries.", "folder", "--json")
+    text = "Reads every array and compares its checksum. Exits with 1 if one is damaged."
+    _add_verb(actions, _check, text, "folder", "--json")
+    text = """Removes what no run can use: leftovers, damaged sets, runs whose token files are
+        missing or changed, and sets that no run needs. Keeps entries that are being built or cannot
+        be judged here."""
+    add = _add_verb(actions, _prune, text, "folder", "--json").add_argument
+    text = "also remove older runs, and older entries that cannot be judged"
+    add("--older-than", type=float, metavar="DAYS", help=text)
+    add("--dry-run", action="store_true", help="remove nothing, only list")
 
 
 def _tokenize(tokenizer: str, eod_token: str | None, **options: Any) -> None:
-    """Converts JSONL files to token files.
-
-    Reads plain, gzip and zstd files with one JSON object per line. Writes Megatron-LM's token files
-    PREFIX_KEY_document.bin/.idx, one pair per key.
-    """
     from millrace.jobs import tokenize
     from millrace.text import Tokenizer
 
@@ -235,11 +278,6 @@ def _tokenize(tokenizer: str, eod_token: str | None, **options: Any) -> None:
 
 
 def _inspect(prefix: str, tokenizer: str | None, document: int, as_json: bool) -> None:
-    """Describes a token file.
-
-    Prints counts, dtype and lengths, and the head and tail of a document. With a tokenizer, the
-    document is decoded, and the occurrences of each special token are counted.
-    """
     from millrace.inspect import describe, format_description
     from millrace.store import IndexedDataset
     from millrace.text import Tokenizer
@@ -253,11 +291,6 @@ def _inspect(prefix: str, tokenizer: str | None, document: int, as_json: bool) -
 
 
 def _verify(prefixes: list[str], threads: int | None, as_json: bool) -> None:
-    """Checks token files.
-
-    Checks the structure of each pair, and every byte if the pair has a sidecar with checksums.
-    Names the damaged blocks, sequences and documents. Exits with 1 if a pair is damaged.
-    """
     from millrace.store import verify
 
     reports = verify(prefixes, threads=threads)
@@ -275,20 +308,12 @@ def _verify(prefixes: list[str], threads: int | None, as_json: bool) -> None:
 
 
 def _merge(**options: Any) -> None:
-    """Concatenates token files.
-
-    Documents keep their order.
-    """
     from millrace.jobs import merge
 
     print(merge(**options))
 
 
 def _split(**options: Any) -> None:
-    """Cuts a token file into shards.
-
-    The shards PREFIX_00000, PREFIX_00001, ... hold whole documents. `merge` restores the file.
-    """
     from millrace.jobs import split
     from millrace.store import IndexedDataset
 
@@ -297,183 +322,96 @@ def _split(**options: Any) -> None:
 
 
 def _convert(target: str, **options: Any) -> None:
-    """Converts token arrays to token files and back, or changes the dtype.
-
-    NAME.npy is a NumPy array (one dimension: a stream of tokens; two: each row a document),
-    NAME.bin without NAME.idx holds raw tokens, and any other name is a path prefix.
-    """
     from millrace.jobs import convert
 
     convert(target=target, **options)
     print(f"{target} is written")
 
 
-def _add_index(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = verbs.add_parser(
-        "index",
-        help="Builds the indices of a training run ahead of time",
-        description="Builds every index of a training run, so that the run starts without building "
-        "any. The arguments are Megatron-LM's, in a YAML or TOML file, as options, or both (an "
-        "option overrides the file).",
-    )
-    parser.add_argument("config", nargs="?", metavar="FILE", help="YAML or TOML file of arguments")
-    parser.add_argument(
-        "--megatron-cache",
-        metavar="DIR",
-        help="write Megatron-LM's cache files to this folder (its --data-cache-path)",
-    )
-    parser.add_argument(
-        "--tokenizer-identifiers",
-        metavar="JSON",
-        help="identifiers of Megatron-LM's tokenizer, part of those files' names: JSON, a JSON "
-        "file, or a *-description.txt written by Megatron-LM",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    data = parser.add_argument_group("data", "a list has prefixes, or a weight before each prefix")
-    data.add_argument("--data-path", nargs="+", metavar="ITEM", help="list divided by --split")
-    for name in ("train", "valid", "test"):
-        data.add_argument(
-            f"--{name}-data-path", nargs="+", metavar="ITEM", help=f"list for {name} only"
-        )
-    data.add_argument("--data-args-path", metavar="FILE", help="file with the --data-path list")
-    data.add_argument(
-        "--per-split-data-args-path", metavar="FILE", help="JSON file with a list per split"
-    )
-    data.add_argument("--split", metavar="SHARES", help='train, valid, test: "969,30,1"')
-    parser.add_argument(
-        "--wait-limit",
-        type=float,
-        metavar="SECONDS",
-        help="maximum wait for another process that builds the same indices (default: no limit)",
-    )
-    order = parser.add_argument_group("order")
-    for name in ("seq-length", "seed", "train-samples", "train-iters", "global-batch-size"):
-        order.add_argument(f"--{name}", metavar="N")
-    for name in ("eval-iters", "eval-interval", "num-dataset-builder-threads"):
-        order.add_argument(f"--{name}", metavar="N")
-    order.add_argument(
-        "--num-samples",
-        nargs=3,
-        metavar=("TRAIN", "VALID", "TEST"),
-        help="instead of iterations and batch sizes: whole numbers, or none for one epoch",
-    )
-    order.add_argument("--mid-level-dataset-surplus", metavar="SHARE")
-    for name in ("skip-train", "full-validation", "multiple-validation-sets"):
-        order.add_argument(f"--{name}", action="store_true", default=None)
-    order.add_argument(
-        "--data-cache-path", "--cache", metavar="DIR", help="cache folder of millrace's indices"
-    )
-    parser.set_defaults(run=_index)
-
-
-def _index(options: argparse.Namespace) -> None:
+def _index(
+    config: str | None, tokenizer_identifiers: str | None, as_json: bool, **options: Any
+) -> None:
     from millrace.jobs import index
     from millrace.jobs.indexing import format_result
     from millrace.run import arguments
 
-    given = arguments.read_arguments(options.config) if options.config else {}
-    tokenizer = given.pop("tokenizer_identifiers", None)
-    left_out = arguments.unknown_arguments(given)
-    chosen = {name: value for name, value in vars(options).items() if name in arguments.NAMES}
-    given.update({name: value for name, value in chosen.items() if value is not None})
-    if options.tokenizer_identifiers:
-        tokenizer = arguments.read_identifiers(options.tokenizer_identifiers)
-    result = index(
-        arguments.config_from(given),
-        megatron_cache_folder=options.megatron_cache,
-        tokenizer=tokenizer,
-        wait_limit=options.wait_limit,
-        show_progress=True,
-    )
-    if options.json:
-        print(json.dumps(dataclasses.asdict(result), indent=2))
+    values = arguments.read_arguments(config) if config else {}
+    tokenizer = values.pop("tokenizer_identifiers", None)
+    unknown = arguments.unknown_arguments(values)
+    overrides = {name: options.pop(name) for name in arguments.NAMES if name in options}
+    values.update({name: value for name, value in overrides.items() if value is not None})
+    if tokenizer_identifiers:
+        tokenizer = arguments.read_identifiers(tokenizer_identifiers)
+    run = arguments.config_from(values)
+    result = index(run, tokenizer=tokenizer, show_progress=True, **options)
+    if as_json:
+        _print_json(result)
         return
     print(format_result(result))
-    if left_out:
-        print(f"arguments that do not concern the data were left out: {', '.join(left_out)}")
+    if unknown:
+        print(f"arguments that do not concern the data were left out: {', '.join(unknown)}")
 
 
-def _add_cache(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = verbs.add_parser(
-        "cache",
-        help="Lists, checks and prunes cached indices",
-        description="Lists what millrace keeps in a cache folder, and removes what no run can use.",
-    )
-    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-    for name, text in (
-        ("list", "list the entries"),
-        ("check", "read every array and compare its checksum; exit with 1 if one is damaged"),
-        (
-            "prune",
-            "remove leftovers, damaged sets, runs whose token files are missing or changed, and "
-            "sets that no run needs; keep entries that are being built or cannot be judged here",
-        ),
-    ):
-        action = actions.add_parser(name, help=text, description=f"{text.capitalize()}.")
-        action.add_argument("folder", metavar="DIR", help="cache folder")
-        action.add_argument("--json", action="store_true", help="print JSON")
-        action.set_defaults(run=_cache, action=name)
-        if name == "prune":
-            action.add_argument(
-                "--older-than",
-                type=float,
-                metavar="DAYS",
-                help="also remove older runs, and older entries that cannot be judged",
-            )
-            action.add_argument("--dry-run", action="store_true", help="remove nothing, only list")
+def _list(folder: str, as_json: bool) -> None:
+    from millrace.jobs import list_cache
+
+    _print_entries(list_cache(folder), "there", as_json)
 
 
-def _cache(options: argparse.Namespace) -> None:
-    from millrace.jobs import list_cache, prune_cache
+def _check(folder: str, as_json: bool) -> None:
+    from millrace.jobs import list_cache
 
-    if options.action == "prune":
-        entries = prune_cache(
-            options.folder, older_than_days=options.older_than, dry_run=options.dry_run
-        )
-        what = "to remove" if options.dry_run else "removed"
-    else:
-        entries = list_cache(options.folder, check_contents=options.action == "check")
-        what = "there" if options.action == "list" else "checked"
-    if options.json:
-        print(json.dumps([dataclasses.asdict(entry) for entry in entries], indent=2))
-    else:
-        for entry in entries:
-            data = f", of {len(entry.prefixes)} token files" if entry.prefixes else ""
-            sets = f", needs {', '.join(entry.sets)}" if entry.sets else ""
-            print(
-                f"{entry.kind:8} {entry.name}  {entry.num_bytes / 1e6:,.1f} MB, "
-                f"{entry.age / (24 * 60 * 60):.1f} days old{data}{sets}"
-            )
-            for line in [entry.reason] if entry.reason else [*entry.problems, *entry.doubts]:
-                print(f"  {line}")
-        total = sum(entry.num_bytes for entry in entries) / 1e6
-        print(f"{len(entries)} entries {what}, {total:,.1f} MB")
+    entries = list_cache(folder, check_contents=True)
+    _print_entries(entries, "checked", as_json)
     damaged = sum(1 for entry in entries if entry.problems and entry.kind == "set")
-    if options.action == "check" and damaged:
+    if damaged:
         raise DataError(
             f"{damaged} sets of arrays are damaged; `millrace cache prune` removes them"
         )
 
 
-def _demo(folder: str) -> None:
-    """Runs the whole pipeline on the text of Python's standard library.
+def _prune(folder: str, older_than: float | None, dry_run: bool, as_json: bool) -> None:
+    from millrace.jobs import prune_cache
 
-    Makes a corpus of source files and docstrings, trains a small tokenizer, tokenises both domains,
-    blends them, draws batches for 2 ranks, stops, resumes with 4, and checks that no sample was
-    lost or repeated. Needs no network.
-    """
+    entries = prune_cache(folder, older_than_days=older_than, dry_run=dry_run)
+    _print_entries(entries, "to remove" if dry_run else "removed", as_json)
+
+
+def _print_entries(entries: list[CacheEntry], what: str, as_json: bool) -> None:
+    if as_json:
+        _print_json(entries)
+        return
+    for entry in entries:
+        data = f", of {len(entry.prefixes)} token files" if entry.prefixes else ""
+        sets = f", needs {', '.join(entry.sets)}" if entry.sets else ""
+        print(
+            f"{entry.kind:8} {entry.name}  {entry.num_bytes / 1e6:,.1f} MB, "
+            f"{entry.age / (24 * 60 * 60):.1f} days old{data}{sets}"
+        )
+        for line in [entry.reason] if entry.reason else [*entry.problems, *entry.doubts]:
+            print(f"  {line}")
+    total = sum(entry.num_bytes for entry in entries) / 1e6
+    print(f"{len(entries)} entries {what}, {total:,.1f} MB")
+
+
+def _demo(folder: str) -> None:
     from millrace.demo import run_demo
 
     run_demo(folder)
 
 
-def _dtype(text: str) -> np.dtype[Any]:
+def _print_json(value: Any, *, ensure_ascii: bool = True) -> None:
+    """Prints a dataclass, or a list of them."""
+    print(json.dumps(value, default=dataclasses.asdict, ensure_ascii=ensure_ascii, indent=2))
+
+
+def _dtype(text: str) -> np.dtype[Any] | None:
+    from millrace.jobs.reshape import number_dtype
+
     try:
-        return np.dtype(text)
-    except TypeError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a dtype; write uint16 or int32"
-        ) from None
+        return number_dtype("the dtype", text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}

@@ -7,6 +7,8 @@ stops halfway and resumes on twice as many ranks sees the same samples as an uni
 from __future__ import annotations
 
 import ast
+import contextlib
+import functools
 import itertools
 import json
 import sysconfig
@@ -26,6 +28,7 @@ from millrace.jobs import index, tokenize
 from millrace.jobs.indexing import format_result
 from millrace.run import DatasetConfig, build_datasets
 from millrace.text import Tokenizer
+from millrace.text.tokenizer import import_tokenizers
 
 SEQUENCE_LENGTH = 1024
 MICRO_BATCH = 4
@@ -38,14 +41,7 @@ TRAINING_BYTES = 4_000_000  # text of each domain that the tokenizer is trained 
 
 
 def run_demo(folder: str) -> None:
-    """Runs the demo and prints each step.
-
-    Args:
-        folder: Output folder; created if needed. Files of an earlier demo are replaced.
-
-    Raises:
-        MillraceError: A resumed run that differs from the uninterrupted run.
-    """
+    """Runs the demo and prints each step; files of an earlier demo in the folder are replaced."""
     home = Path(folder)
     home.mkdir(parents=True, exist_ok=True)
 
@@ -120,31 +116,26 @@ def _say(text: str) -> None:
 
 def _write_corpus(home: Path) -> dict[str, Path]:
     """Writes a JSONL file of source files, and one of their docstrings."""
-    paths = {name: home / f"{name}.jsonl" for name in WEIGHTS}
-    counts = dict.fromkeys(paths, 0)
-    with open(paths["source"], "w") as sources, open(paths["docstrings"], "w") as docstrings:
-        for source in _standard_library():
-            sources.write(json.dumps({"text": source}) + "\n")
-            counts["source"] += 1
-            for text in _docstrings(source):
-                docstrings.write(json.dumps({"text": text}) + "\n")
-                counts["docstrings"] += 1
-    for name, path in paths.items():
+    sources = list(_standard_library())
+    docstrings = [text for source in sources for text in _docstrings(source)]
+    paths = {}
+    for name, texts in (("source", sources), ("docstrings", docstrings)):
+        paths[name] = path = home / f"{name}.jsonl"
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
         size = path.stat().st_size / 1e6
-        print(f"   {name:<11}{counts[name]:>8,} documents {size:>10.1f} MB   {path}")
+        print(f"   {name:<11}{len(texts):>8,} documents {size:>10.1f} MB   {path}")
     return paths
 
 
 def _standard_library() -> Iterator[str]:
     """The source files of the standard library, sorted by path, without tests."""
     root = Path(sysconfig.get_path("stdlib"))
+    others = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
     for path in sorted(root.rglob("*.py")):
-        folders = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-        if folders.isdisjoint(path.relative_to(root).parts):
-            try:
+        if others.isdisjoint(path.relative_to(root).parts):
+            # A few files have other encodings; the demo can do without them.
+            with contextlib.suppress(UnicodeDecodeError, OSError):
                 yield path.read_text(encoding="utf-8")
-            except (UnicodeDecodeError, OSError):
-                continue  # a few files have other encodings; the demo can do without them
 
 
 def _docstrings(source: str) -> Iterator[str]:
@@ -162,12 +153,7 @@ def _docstrings(source: str) -> Iterator[str]:
 
 
 def _train_tokenizer(path: Path, texts: dict[str, Path]) -> Tokenizer:
-    try:
-        import tokenizers
-    except ImportError:
-        raise MillraceError(
-            "the demo needs the tokenizers package: pip install 'millrace[tokenizers]'"
-        ) from None
+    tokenizers = import_tokenizers()
     start = time.perf_counter()
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -194,25 +180,18 @@ def _training_texts(texts: dict[str, Path]) -> Iterator[str]:
 def _loaders(config: DatasetConfig, num_ranks: int) -> list[Loader]:
     dataset = build_datasets(config).train
     assert dataset is not None
-    return [
-        Loader(
-            dataset,
-            micro_batch_size=MICRO_BATCH,
-            data_parallel_rank=rank,
-            data_parallel_size=num_ranks,
-        )
-        for rank in range(num_ranks)
-    ]
+    make = functools.partial(Loader, dataset, micro_batch_size=MICRO_BATCH)
+    ranks = range(num_ranks)
+    return [make(data_parallel_rank=rank, data_parallel_size=num_ranks) for rank in ranks]
 
 
 def _draw_steps(loaders: list[Loader], num_steps: int | None = None) -> list[NDArray[Any]]:
     """The samples of all ranks at each step, in order: a row has its tokens and its last label."""
-    return [
-        np.concatenate(
-            [np.hstack([batch["tokens"], batch["labels"][:, -1:]]) for batch in batches]
-        ).astype(np.uint16)
-        for batches in itertools.islice(zip(*loaders, strict=True), num_steps)
-    ]
+    steps = []
+    for batches in itertools.islice(zip(*loaders, strict=True), num_steps):
+        rows = [np.hstack([batch["tokens"], batch["labels"][:, -1:]]) for batch in batches]
+        steps.append(np.concatenate(rows).astype(np.uint16))
+    return steps
 
 
 def _print_document_end(samples: NDArray[Any], tokenizer: Tokenizer) -> None:

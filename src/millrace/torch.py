@@ -75,28 +75,16 @@ def distributed_rank(group: distributed.ProcessGroup | None = None) -> int | Non
 def first_then_rest(
     work: Callable[[], T], is_first: bool, group: distributed.ProcessGroup | None = None
 ) -> T:
-    """Does work on the first ranks, then on all others.
+    """Does work on the first ranks, then on all others; all exchange errors after each turn.
 
     An error on one rank is raised on every rank. Ctrl-C or `sys.exit` on one rank is a
     MillraceError on the others. Without an initialised torch.distributed, just does the work.
     """
-    return _in_turns(work, (is_first, not is_first), group)
-
-
-def together(work: Callable[[], T], group: distributed.ProcessGroup | None = None) -> T:
-    """Does work on all ranks at once and waits for all; errors are as in `first_then_rest`."""
-    return _in_turns(work, (True,), group)
-
-
-def _in_turns(
-    work: Callable[[], T], turns: tuple[bool, ...], group: distributed.ProcessGroup | None
-) -> T:
-    """Does work in this rank's turn; all ranks exchange errors at the end of each turn."""
     if distributed_rank() is None:
         return work()
     result: T | None = None
     interrupt: BaseException | None = None
-    for is_ours in turns:
+    for is_ours in (is_first, not is_first):
         error = interrupt  # The other ranks learn of it in the next exchange.
         if is_ours and error is None:
             try:

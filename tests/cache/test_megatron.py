@@ -31,16 +31,17 @@ def make(
     seed, lengths = options.pop("seed", 3), options.pop("lengths", LENGTHS)
     plan = plan_gpt(int(lengths.sum()), num_samples, sequence_length, **options)
     arrays = cache.gpt_arrays(build_gpt_indices(lengths, (0, len(lengths)), plan, seed))
-    identifiers = cache.gpt_identifiers(
-        dataset_path="data",
-        num_samples=num_samples,
-        index_split="valid",
-        random_seed=seed,
-        sequence_length=sequence_length,
-        split="9,1",
-        split_matrix=[(0, 0.9), (0.9, 1.0), None],
-        tokenizer={"name": "τ"},
-    )
+    identifiers = {
+        "class": "GPTDataset",
+        "dataset_path": "data",
+        "num_samples": num_samples,
+        "index_split": "valid",
+        "random_seed": seed,
+        "sequence_length": sequence_length,
+        "split": "9,1",
+        "split_matrix": [(0, 0.9), (0.9, 1.0), None],
+        "tokenizer": {"name": "τ"},
+    }
     files = cache.cache_set(str(folder), identifiers, "valid", cache.GPT_ARRAYS)
     return files, arrays, lambda loaded: cache.check_gpt_arrays(loaded, plan, len(lengths), lengths)
 
@@ -154,9 +155,13 @@ def test_a_new_set_passes_its_check(seed: int, tmp_path: Path) -> None:
 
 
 def test_a_blend_is_checked(tmp_path: Path) -> None:
-    identifiers = cache.blend_identifiers(
-        datasets=[{"a": 1}, {"b": 2}], split="train", weights=[0.5, 0.5], size=4
-    )
+    identifiers = {
+        "class": "BlendedDataset",
+        "datasets": [{"a": 1}, {"b": 2}],
+        "split": "train",
+        "weights": [0.5, 0.5],
+        "size": 4,
+    }
     files = cache.cache_set(str(tmp_path), identifiers, "train", cache.BLEND_ARRAYS)
     numbers, places = np.array([0, 1, 0, 1], np.int16), np.array([0, 0, 1, 1], np.int64)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from pathlib import Path
 from typing import Any
@@ -169,11 +170,25 @@ def test_documents_longer_than_a_chunk_are_whole(
     assert content(tmp_path / "a") == content(tmp_path / "b")
 
 
+def archive() -> bytes:
+    file = io.BytesIO()
+    np.savez(file, tokens=[1, 2])
+    return file.getvalue()
+
+
 @pytest.mark.parametrize(
     ("name", "data", "options", "message"),
     [
         ("a.npy", b"", {}, "not an array of tokens|cannot be read"),
         ("a.npy", b"garbage" * 9, {}, "not an array of tokens"),
+        (
+            "a.npy",
+            archive(),
+            {},
+            r"not an array of tokens.*zip archive \(.npz\), save",
+        ),
+        ("a.bin", b"1234", {"source_dtype": "S"}, "source_dtype is 'S'; give a dtype of numbers"),
+        ("a.bin", b"1234", {"dtype": "token"}, "dtype is 'token'; give a dtype of numbers"),
         ("a.bin", b"123", {"source_dtype": "u2"}, "not a multiple of 2"),
         ("a.bin", b"1234", {}, "--source-dtype"),
         ("a.bin", b"\0" * 8, {"source_dtype": "f4"}, "integers in one or two dimensions"),

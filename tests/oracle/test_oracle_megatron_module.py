@@ -1064,7 +1064,7 @@ def test_modes_are_kept(tmp_path: Path) -> None:
         their.add_document(np.arange(5), [2, 3])
     their.data_file.close()
     merged = ours.IndexedDatasetBuilder(f"{plain}.bin", np.uint16)
-    with pytest.raises(ConfigError, match="only like can be merged"):
+    with pytest.raises(ConfigError, match="or neither"):
         merged.add_index(str(with_modes))
     merged._builder.abort()
     with pytest.raises(AssertionError, match="without multimodal"):

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
-from millrace import DatasetConfig, IndexedDatasetBuilder
+from millrace import DatasetConfig, IndexedDatasetBuilder, build_datasets
 from millrace.options import SampleOptions
 from millrace.order import GPTPlan
 from millrace.run.build import NOT_IN_SET_KEY, set_key
@@ -100,3 +101,35 @@ def test_every_field_of_a_plan_is_in_the_key_of_its_set(tmp_path: Path) -> None:
         "sequence_length",
         "add_extra_token",
     }
+
+
+# The names of this cache's files as the first release of the cache wrote them.
+NAMES = {
+    "2e10e387ca58f358b25adcf970b2b7ba.json",
+    "3d898dc5461a35e3392191a2a4bc9d77.json",
+    "920ea4d07917f04ae764e15125d07837.json",
+    "c12951d34c6826c44668e74b44e8ec40.json",
+    "ee76557f5d97be45d540882b8b7f9980.json",
+    "run-9c88dc409001bd2d2b4490d7b90b9364.json",
+    "run-ebfad09a38e6df639637c82df37a1c36.json",
+}
+
+
+def test_keys_are_those_of_existing_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A changed key would leave every cache in use unread; if it must change, say so."""
+    monkeypatch.chdir(tmp_path)
+    for name, lengths in (("a", [30, 50, 20, 40]), ("b", [200, 90, 60, 70, 80])):
+        with IndexedDatasetBuilder(name, np.uint16) as builder:
+            for length in lengths:
+                builder.add_document(np.arange(length))
+    common: dict[str, Any] = {"sequence_length": 8, "seed": 3, "cache": "cache"}
+    shared = {"num_samples": (20, 5, 3), "blend": (["a", "b"], [1, 2.5]), "split": "5,3,2"}
+    separate = {
+        "num_samples": (20, 5, None),
+        "blend_per_split": [(["a"], [1]), (["a", "b"], None), None],
+        "add_extra_token": False,
+        "drop_last_partial_validation_sequence": False,
+    }
+    build_datasets(DatasetConfig(**common, **shared, surplus=2))
+    build_datasets(DatasetConfig(**common, **separate))
+    assert {path.name for path in Path("cache").glob("*.json")} == NAMES

@@ -25,7 +25,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,75 +54,13 @@ _HEADERS: dict[tuple[int, int], Callable[[Any], tuple[Any, bool, np.dtype[Any]]]
 _CHECKED_ROWS = 4096  # of an index, at each end: a few pages, whatever its size
 
 
-def gpt_identifiers(
-    *,
-    dataset_path: str | None,
-    num_samples: int | None,
-    index_split: str,
-    random_seed: int,
-    sequence_length: int,
-    split: str | None,
-    split_matrix: Sequence[tuple[float, float] | None] | None,
-    tokenizer: Any,
-    class_name: str = "GPTDataset",
-) -> dict[str, Any]:
-    """What identifies the indices of a GPT dataset in Megatron-LM's cache, in its order.
-
-    Args:
-        dataset_path: Path prefix, as Megatron-LM is given it.
-        num_samples: Number of samples asked for; None: one epoch.
-        index_split: "train", "valid" or "test".
-        random_seed: Seed of the order.
-        sequence_length: Tokens to train on in a sample.
-        split: Shares such as "969,30,1"; None where each split has its own blend.
-        split_matrix: Fractions at which the splits start and end; None where `split` is None.
-        tokenizer: Unique identifiers of the tokenizer: plain JSON values, or an object with them as
-            the attribute `unique_identifiers`.
-        class_name: Name of Megatron-LM's class.
-    """
-    return {
-        "class": class_name,
-        "dataset_path": dataset_path,
-        "num_samples": num_samples,
-        "index_split": index_split,
-        "random_seed": random_seed,
-        "sequence_length": sequence_length,
-        "split": split,
-        "split_matrix": split_matrix,
-        "tokenizer": tokenizer,
-    }
-
-
-def blend_identifiers(
-    *,
-    datasets: Sequence[Mapping[str, Any]],
-    split: str,
-    weights: Sequence[float],
-    size: int | None,
-    class_name: str = "BlendedDataset",
-) -> dict[str, Any]:
-    """What identifies a blend in Megatron-LM's cache, in its order.
-
-    Args:
-        datasets: Identifiers of each dataset.
-        split: "train", "valid" or "test".
-        weights: Weights of the datasets (normalised, where the blend has a size).
-        size: Number of samples; None: all samples of all datasets.
-        class_name: Name of Megatron-LM's class.
-    """
-    return {
-        "class": class_name,
-        "datasets": list(datasets),
-        "split": split,
-        "weights": list(weights),
-        "size": size,
-    }
-
-
 def describe(identifiers: Mapping[str, Any]) -> tuple[str, str]:
     """The description text, and its MD5 in hexadecimal digits.
 
-    A value that is not JSON is described by its attribute `unique_identifiers`, as a tokenizer is.
+    Args:
+        identifiers: What identifies a dataset or blend, with Megatron-LM's names and in its order,
+            on which the MD5 depends. A value that is not JSON is described by its attribute
+            `unique_identifiers`, as a tokenizer is.
     """
     text = json.dumps(identifiers, indent=4, default=lambda value: value.unique_identifiers)
     return text, hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()
@@ -160,7 +98,7 @@ def cache_set(
 
     Args:
         folder: Folder of the files.
-        identifiers: What identifies it, from `gpt_identifiers` or `blend_identifiers`.
+        identifiers: What identifies it; see `describe`.
         split: "train", "valid" or "test".
         arrays: GPT_ARRAYS or BLEND_ARRAYS.
     """

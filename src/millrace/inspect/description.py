@@ -168,26 +168,22 @@ def format_description(description: Description) -> str:
     if description.special_tokens:
         lines += ["", "  special tokens"]
         lines += [f"  {name:>20}  {n:,}" for name, n in description.special_tokens.items()]
-    if description.document:
-        lines += _document_lines(description.document)
+    document = description.document
+    if document:
+        head, tail = document["head"], document["tail"]
+        lines += ["", f"  document {document['number']}, {document['num_tokens']:,} tokens:"]
+        lines += _excerpt_lines(head)
+        if tail is not None:
+            omitted = document["num_tokens"] - len(head["tokens"]) - len(tail["tokens"])
+            lines.append(f"  ... {omitted:,} tokens ..." if omitted else "  ...")
+            lines += _excerpt_lines(tail)
+        if head["text"] is None:
+            lines.append("  (--tokenizer FILE decodes it)")
     return "\n".join(lines)
 
 
 def _one_line(spread: dict[str, float]) -> str:
     return "   ".join(f"{name} {value:,.10g}" for name, value in spread.items())
-
-
-def _document_lines(document: dict[str, Any]) -> list[str]:
-    head, tail = document["head"], document["tail"]
-    lines = ["", f"  document {document['number']}, {document['num_tokens']:,} tokens:"]
-    lines += _excerpt_lines(head)
-    if tail is not None:
-        omitted = document["num_tokens"] - len(head["tokens"]) - len(tail["tokens"])
-        lines.append(f"  ... {omitted:,} tokens ..." if omitted else "  ...")
-        lines += _excerpt_lines(tail)
-    if head["text"] is None:
-        lines.append("  (--tokenizer FILE decodes it)")
-    return lines
 
 
 def _excerpt_lines(excerpt: dict[str, Any]) -> list[str]:

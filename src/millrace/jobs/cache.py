@@ -7,7 +7,7 @@ import dataclasses
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,6 @@ from millrace.files import file_lock, written_name
 from millrace.order import RULES_VERSION
 from millrace.run.manifest import MANIFEST, Manifest, manifests_lock
 from millrace.store.publish import bin_path, idx_path
-from millrace.store.token_file import TokenFileRecord
 
 _DAY = 24 * 60 * 60.0
 _FILE = re.compile(
@@ -67,8 +66,8 @@ def list_cache(folder: str | os.PathLike[str], *, check_contents: bool = False) 
     place = os.fspath(folder)
     if not os.path.isdir(place):
         raise ConfigError(f"{place} is not a folder; give the cache folder of a run")
-    groups = _groups(place)
-    return [_entry(place, name, groups[name, half], check_contents) for name, half in groups]
+    groups = _groups(place).items()
+    return [_entry(place, name, paths, check_contents) for (name, _), paths in groups]
 
 
 def prune_cache(
@@ -117,27 +116,23 @@ def prune_cache(
 
 def _useless(entries: list[CacheEntry], older_than_days: float | None) -> list[CacheEntry]:
     """What can be removed, each with its reason: runs first, then what only they needed."""
-
-    def is_old(entry: CacheEntry) -> bool:
-        return older_than_days is not None and entry.age > older_than_days * _DAY
-
-    def reason_of(entry: CacheEntry) -> str:
+    useless = []
+    needed: set[str] = set()
+    for entry in sorted(entries, key=lambda entry: entry.kind != "run"):
+        is_old = older_than_days is not None and entry.age > older_than_days * _DAY
         if entry.problems:
-            return entry.problems[0]
-        if entry.kind == "leftover":
-            return "a leftover: no whole set or manifest"
-        if is_old(entry) and (entry.kind == "run" or entry.doubts):
-            return f"{entry.age / _DAY:.1f} days old"
-        return ""
-
-    judged = [dataclasses.replace(entry, reason=reason_of(entry)) for entry in entries]
-    needed = {name for entry in judged if not entry.reason for name in entry.sets}
-    for place, entry in enumerate(judged):
-        is_needed = entry.name in needed or bool(entry.doubts)
-        if entry.kind == "set" and not (entry.reason or is_needed):
-            judged[place] = dataclasses.replace(entry, reason="no run needs it")
-    useless = (entry for entry in judged if entry.reason)
-    return sorted(useless, key=lambda entry: entry.kind != "run")
+            reason = entry.problems[0]
+        elif entry.kind == "leftover":
+            reason = "a leftover: no whole set or manifest"
+        elif is_old and (entry.kind == "run" or entry.doubts):
+            reason = f"{entry.age / _DAY:.1f} days old"
+        elif entry.kind == "set" and entry.name not in needed and not entry.doubts:
+            reason = "no run needs it"
+        else:
+            needed.update(entry.sets)
+            continue
+        useless.append(dataclasses.replace(entry, reason=reason))
+    return useless
 
 
 def _groups(folder: str) -> dict[tuple[str, bool], list[str]]:
@@ -145,16 +140,11 @@ def _groups(folder: str) -> dict[tuple[str, bool], list[str]]:
     groups: dict[tuple[str, bool], list[str]] = {}
     for file in sorted(os.listdir(folder)):
         written = written_name(file)
-        name = _name_of(file if written is None else written)
-        if name is not None:
-            groups.setdefault((name, written is not None), []).append(os.path.join(folder, file))
+        match = _FILE.fullmatch(file if written is None else written)
+        if match is not None:  # else it is another program's file
+            paths = groups.setdefault((match[1], written is not None), [])
+            paths.append(os.path.join(folder, file))
     return groups
-
-
-def _name_of(file: str) -> str | None:
-    """The name of the entry that a file belongs to; None for another program's file."""
-    match = _FILE.fullmatch(file)
-    return match and match[1]
 
 
 def _entry(folder: str, name: str, paths: list[str], check_contents: bool) -> CacheEntry:
@@ -166,100 +156,84 @@ def _entry(folder: str, name: str, paths: list[str], check_contents: bool) -> Ca
         num_bytes=sum(stat.st_size for stat in stats),
         age=time.time() - max((stat.st_mtime for stat in stats), default=0.0),
     )
-    if paths and written_name(paths[0]) is not None:
-        return dataclasses.replace(entry, kind="leftover")
-    unreadable = list(_unreadable(paths))
+    return dataclasses.replace(entry, **_findings(folder, entry, check_contents))
+
+
+def _findings(folder: str, entry: CacheEntry, check_contents: bool) -> dict[str, Any]:
+    """The fields of an entry that its content decides."""
+    if entry.paths and written_name(entry.paths[0]) is not None:
+        return {"kind": "leftover"}
+    unreadable = list(_unreadable(entry.paths))
     if unreadable:
-        return dataclasses.replace(entry, doubts=unreadable)
-    record_path = os.path.join(folder, name + arrays.JSON)
-    record = arrays.read_record(record_path)
+        return {"doubts": unreadable}
+    path = os.path.join(folder, entry.name + arrays.JSON)
+    record = arrays.read_record(path)
     if record is None:
-        return dataclasses.replace(entry, kind="leftover")
+        return {"kind": "leftover"}
+    sets = _names(record.get("sets"))
     if record.get("logic") != RULES_VERSION:
-        version = [f"another version of millrace wrote it (its rules are {record.get('logic')!r})"]
-        return dataclasses.replace(entry, sets=_names(record.get("sets")), doubts=version)
+        doubt = f"another version of millrace wrote it (its rules are {record.get('logic')!r})"
+        return {"sets": sets, "doubts": [doubt]}
     if entry.kind == "run":
-        manifest = Manifest.read(record_path)
+        manifest = Manifest.read(path)
         if manifest is None:  # removed meanwhile, or with other entries than ours
-            return dataclasses.replace(
-                entry, sets=_names(record.get("sets")), doubts=["it cannot be understood"]
-            )
-        problems, doubts = _judge(manifest)
-        return dataclasses.replace(
-            entry,
-            prefixes=[
-                path or file.prefix
-                for file, path in zip(manifest.files, manifest.paths, strict=True)
-            ],
-            sets=_names(manifest.sets),
-            problems=problems,
-            doubts=doubts
-            + [
-                f"{path} is missing: a process builds it, or died before it was built"
-                for path in (
-                    os.path.join(folder, needed + arrays.JSON) for needed in _names(manifest.sets)
-                )
-                if not os.path.exists(path)
-            ],
-        )
-    array_set = arrays.load(folder, name)
+            return {"sets": sets, "doubts": ["it cannot be understood"]}
+        return _judge(manifest, folder)
+    array_set = arrays.load(folder, entry.name)
     if array_set is None:
-        return dataclasses.replace(entry, kind="leftover")
-    return dataclasses.replace(entry, problems=array_set.damage(contents=check_contents))
+        return {"kind": "leftover"}
+    return {"problems": array_set.damage(contents=check_contents)}
 
 
 def _names(sets: Any) -> list[str]:
     return [name for name in sets if isinstance(name, str)] if isinstance(sets, list) else []
 
 
-def _unreadable(paths: list[str]) -> Iterator[str]:
+def _unreadable(paths: Iterable[str]) -> Iterator[str]:
     for path in paths:
         try:
             with open(path, "rb"):
                 pass
         except FileNotFoundError:
-            pass  # a temporary that was renamed meanwhile
+            pass  # it is gone, or a temporary that was renamed
         except OSError as error:
             yield f"{path} cannot be read: {error.strerror}"
 
 
-def _judge(manifest: Manifest) -> tuple[list[str], list[str]]:
-    """Problems and doubts about a manifest's token files (see `CacheEntry`)."""
-    problems: list[str] = []
-    doubts: list[str] = []
+def _judge(manifest: Manifest, folder: str) -> dict[str, Any]:
+    """The fields of a manifest's entry, by its token files and sets."""
+    prefixes, problems, doubts = [], [], []
     for file, path in zip(manifest.files, manifest.paths, strict=True):
+        prefixes.append(path or file.prefix)
         if path is None:
             doubts.append(
                 f"{file.prefix} is a relative path, and the folder that it starts from is not known"
             )
             continue
+        file = dataclasses.replace(file, prefix=path)
         try:
-            problem = _change(dataclasses.replace(file, prefix=path))
+            pair = () if file.has_same_times() else (bin_path(path), idx_path(path))
+            unreadable = list(_unreadable(pair))
+            problem = "" if unreadable else file.change()
         except OSError as error:
-            doubts.append(f"{path} cannot be read: {error.strerror}")
-            continue
+            unreadable, problem = [f"{path} cannot be read: {error.strerror}"], ""
+        doubts += unreadable
         if problem and not _has_files(os.path.dirname(path)):
             doubts.append(
                 f"{path} is missing, and so is all else in its folder: its disk is not mounted?"
             )
         elif problem:
             problems.append(problem)
-    return problems, doubts
-
-
-def _change(file: TokenFileRecord) -> str:
-    """See `TokenFileRecord.change`. A file that may not be read is an OSError: it is not gone."""
-    if not file.has_same_times():
-        for path in (bin_path(file.prefix), idx_path(file.prefix)):
-            with contextlib.suppress(FileNotFoundError), open(path, "rb"):
-                pass
-    return file.change()
+    sets = _names(manifest.sets)
+    for needed in (os.path.join(folder, name + arrays.JSON) for name in sets):
+        if not os.path.exists(needed):
+            doubts.append(f"{needed} is missing: a process builds it, or died before it was built")
+    return {"prefixes": prefixes, "sets": sets, "problems": problems, "doubts": doubts}
 
 
 def _has_files(folder: str) -> bool:
     try:
-        with os.scandir(folder) as files:
-            return any(True for _ in files)
+        return bool(os.listdir(folder))
     except OSError:
         return False
 

@@ -32,11 +32,7 @@ _READY = None, None  # a worker's answer when it has started, and when it has lo
 
 
 def ordered_map(
-    function: Callable[[Any, Item], Result],
-    items: Iterable[Item],
-    *,
-    context: Any,
-    workers: int,
+    function: Callable[[Any, Item], Result], items: Iterable[Item], *, context: Any, workers: int
 ) -> Generator[Result, None, None]:
     """Yields function(context, item) for each item, in order.
 
@@ -91,35 +87,22 @@ def _interruptible(items: Iterable[Item]) -> Iterator[Item]:
 
 @dataclass(kw_only=True)
 class _Worker:
-    """A worker process, as its parent sees it.
-
-    Attributes:
-        item_number: Number of the item that it works on.
-        messages: Messages still to be sent, each after the answer to the one before.
-    """
+    """A worker process, as its parent sees it."""
 
     process: subprocess.Popen[bytes]
     item_number: int
-    messages: deque[bytes]
+    messages: deque[bytes]  # still to be sent, each after the answer to the one before
 
 
 class _Pool:
-    """Worker processes; each is idle or works on one item.
-
-    Args:
-        work: The function and the context, pickled.
-        size: Maximum number of processes; they are started as they are needed.
-
-    Attributes:
-        results: Results that have arrived, by item number: a value and None, or an error and its
-            traceback.
-    """
+    """Up to `size` worker processes, started as they are needed; each is idle or has one item."""
 
     def __init__(self, work: bytes, size: int) -> None:
-        self._work = work
+        self._work = work  # the function and the context, pickled
         self._size = size
         self._workers: dict[Connection, _Worker] = {}
         self._idle: list[Connection] = []
+        # By item number: a value and None, or an error and its traceback.
         self.results: dict[int, tuple[Any, str | None]] = {}
 
     def submit(self, number: int, item: bytes) -> None:
@@ -226,12 +209,7 @@ def _spawn(descriptor: int) -> subprocess.Popen[bytes]:
 
 
 def work(descriptor: int, parent: int) -> None:
-    """The main function of a worker process, which runs until it is killed.
-
-    Args:
-        descriptor: File descriptor of its end of the socket pair.
-        parent: Process id of the parent.
-    """
+    """The main function of a worker process, which runs until it or its parent is killed."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core per worker; threads would compete
     if sys.platform == "linux":
         # A parent that is killed cannot end its workers, so the kernel does.

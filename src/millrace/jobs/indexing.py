@@ -99,19 +99,14 @@ def index(
         plan = plan_run(config)
     else:
         with Progress("indices", enabled=show_progress) as bar:
-
-            def count(done: int, total: int) -> None:
-                nonlocal num_built
-                num_built = done
-                bar.count(done, total)
-
-            plan, datasets = build_run(config, progress=count, wait_limit=wait_limit)
+            plan, datasets = build_run(config, progress=bar.count, wait_limit=wait_limit)
+        num_built = bar.num_done
         num_found = plan.num_datasets - num_built
     if megatron_cache_folder is not None:
         total = plan.num_datasets + sum(split.kind == "blend" for split in plan.present_splits)
         folder = os.fspath(megatron_cache_folder)
         with Progress("Megatron-LM's cache", enabled=show_progress) as bar:
-            written = write_megatron_cache(plan, datasets, folder, tokenizer, wait_limit)
+            written = _write_megatron_cache(plan, datasets, folder, tokenizer, wait_limit)
             for done, is_new in enumerate(written, start=1):
                 num_built, num_found = num_built + is_new, num_found + (not is_new)
                 bar.count(done, total)
@@ -123,27 +118,13 @@ def index(
     )
 
 
-def write_megatron_cache(
-    plan: RunPlan,
-    datasets: Datasets | None,
-    folder: str,
-    tokenizer: Any,
-    wait_limit: float | None = None,
+def _write_megatron_cache(
+    plan: RunPlan, datasets: Datasets | None, folder: str, tokenizer: Any, wait_limit: float | None
 ) -> Iterator[bool]:
     """Writes the files that Megatron-LM's datasets look for; those that fit are left alone.
 
-    Args:
-        plan: Plan of the run.
-        datasets: The run's datasets, whose indices are taken; None: indices are built.
-        folder: Megatron-LM's `--data-cache-path`.
-        tokenizer, wait_limit: See `index`.
-
-    Yields:
-        For each dataset and blend, whether its files were written now.
-
-    Raises:
-        ConfigError: A split that Megatron-LM does not accept.
-        OSError: The folder cannot be written.
+    The indices are those of `datasets`, or are built if it is None. Yields for each dataset and
+    blend whether its files were written now.
     """
     shares = plan.key["split"]
     if not (shares is None or isinstance(shares, str)):
@@ -174,16 +155,17 @@ def _identifiers(
     plan: RunPlan, split: SplitPlan, dataset: DatasetPlan, tokenizer: Any
 ) -> dict[str, Any]:
     shares = plan.key["split"]
-    return megatron_cache.gpt_identifiers(
-        dataset_path=dataset.file.prefix,
-        num_samples=dataset.num_samples,
-        index_split=split.name,
-        random_seed=plan.seed,
-        sequence_length=plan.options.sequence_length,
-        split=shares,
-        split_matrix=None if shares is None else parse_split(shares),
-        tokenizer=tokenizer,
-    )
+    return {
+        "class": "GPTDataset",
+        "dataset_path": dataset.file.prefix,
+        "num_samples": dataset.num_samples,
+        "index_split": split.name,
+        "random_seed": plan.seed,
+        "sequence_length": plan.options.sequence_length,
+        "split": shares,
+        "split_matrix": None if shares is None else parse_split(shares),
+        "tokenizer": tokenizer,
+    }
 
 
 def _write_dataset(
@@ -222,9 +204,13 @@ def _write_blend(
     lengths = split.lengths
     # With a size, Megatron-LM's blend normalises what its builder has normalised before.
     weights = lengths if split.size is None else normalize(split.weights or lengths)
-    identifiers = megatron_cache.blend_identifiers(
-        datasets=datasets, split=split.name, weights=weights, size=split.size
-    )
+    identifiers = {
+        "class": "BlendedDataset",
+        "datasets": list(datasets),
+        "split": split.name,
+        "weights": weights,
+        "size": split.size,
+    }
     files = megatron_cache.cache_set(folder, identifiers, split.name, megatron_cache.BLEND_ARRAYS)
 
     def check(arrays: megatron_cache.Arrays) -> None:
@@ -240,12 +226,11 @@ def _write_blend(
 def _rows(split: SplitPlan) -> Iterator[IndexRow]:
     weights = normalize(split.weights or split.lengths)
     for dataset, weight in zip(split.datasets, weights, strict=True):
-        start, stop = dataset.sequences
         yield IndexRow(
             split=split.name,
             prefix=dataset.file.prefix,
             num_documents=dataset.file.record.num_documents,
-            num_sequences=stop - start,
+            num_sequences=dataset.sequences[1] - dataset.sequences[0],
             num_tokens=dataset.gpt.num_tokens_per_epoch,
             num_epochs=dataset.gpt.num_epochs,
             num_samples=dataset.gpt.num_samples,
@@ -258,23 +243,16 @@ def format_result(result: IndexResult) -> str:
     head = ["split", "documents", "sequences", "tokens", "epochs", "samples", "weight", "prefix"]
     lines = [head]
     for row in result.rows:
-        counts = (row.num_documents, row.num_sequences, row.num_tokens, row.num_epochs)
+        counts = row.num_documents, row.num_sequences, row.num_tokens, row.num_epochs
         weight = "" if row.weight is None else f"{row.weight:.4g}"
         texts = [f"{count:,}" for count in (*counts, row.num_samples)]
         lines.append([row.split, *texts, weight, row.prefix])
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    shown = [
-        "  ".join(
-            text.ljust(width) if column in (0, len(head) - 1) else text.rjust(width)
-            for column, (text, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    ]
+    width, *widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    table = []
+    for name, *texts, prefix in lines:
+        cells = map(str.rjust, texts, widths)  # all but the last width
+        table.append("  ".join([name.ljust(width), *cells, prefix]))
     sizes = ", ".join(f"{name} {size:,}" for name, size in result.sizes.items())
-    return "\n".join(
-        [
-            *shown,
-            f"samples: {sizes}",
-            f"indices: {result.num_built:,} built, {result.num_found:,} were there",
-        ]
-    )
+    table.append(f"samples: {sizes}")
+    table.append(f"indices: {result.num_built:,} built, {result.num_found:,} were there")
+    return "\n".join(table)

@@ -41,6 +41,7 @@ class Progress:
         self._interval = _TERMINAL_INTERVAL if self._is_terminal else _LOG_INTERVAL
         self._start = self._last = time.monotonic()
         self._width = 0
+        self.num_done = 0  # of `count`
 
     def update(self, done: int, detail: str = "") -> None:
         """Shows the amount of work done so far, if the last time was long enough ago."""
@@ -51,7 +52,7 @@ class Progress:
 
     def count(self, done: int, total: int) -> None:
         """Shows "`done` of `total`"; a callback for work that is counted in items."""
-        self._total = total
+        self._total, self.num_done = total, done
         self.update(done, f"{done:,} of {total:,}")
 
     def _show(self, done: int, detail: str, now: float) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from millrace.checks import one_path, paths, whole
+from millrace.checks import one_path, paths, shown, token, whole
 from millrace.errors import ConfigError, DataError
 from millrace.files import atomic_file
 from millrace.store import IndexedDataset, IndexedDatasetBuilder
@@ -43,10 +43,7 @@ def merge(
     names = paths("prefixes", prefixes)
     if not names:
         raise ConfigError("there is nothing to merge; give at least one prefix")
-    parts = [IndexedDataset(name) for name in names]
-    with _builder(output_prefix, parts, checksums, {"merged": names}) as builder:
-        for part in parts:  # the open datasets: the files at their prefixes may change meanwhile
-            builder.add_index(part)
+    _copy([IndexedDataset(name) for name in names], output_prefix, checksums, {"merged": names})
     return IndexedDataset(output_prefix)
 
 
@@ -79,12 +76,9 @@ def split(
         ConfigError: Not exactly one of `documents` and `num_bytes`, or a value below 1.
         DataError: A missing or damaged pair.
     """
-    sizes = [
-        whole(name, size)
-        for name, size in (("documents", documents), ("num_bytes", num_bytes))
-        if size is not None
-    ]
-    if len(sizes) != 1 or sizes[0] < 1:
+    name, size = ("num_bytes", num_bytes) if documents is None else ("documents", documents)
+    size = 0 if size is None else whole(name, size)
+    if size < 1 or None not in (documents, num_bytes):
         raise ConfigError(
             f"documents is {documents} and num_bytes {num_bytes}; give one of them, at least 1"
         )
@@ -92,42 +86,43 @@ def split(
     require_sound(dataset)
     prefix, output_prefix = dataset.prefix, one_path("output_prefix", output_prefix)
     if documents is not None:
-        bounds = [*range(0, dataset.num_documents, sizes[0]), dataset.num_documents]
+        bounds = [*range(0, dataset.num_documents, size), dataset.num_documents]
     else:
-        bounds = _bounds_by_size(dataset, sizes[0])
+        bounds = _bounds_by_size(dataset, size)
     shards = []
     for number, (start, stop) in enumerate(itertools.pairwise(bounds)):
         shards.append(f"{output_prefix}_{number:05}")
         provenance = {"split": prefix, "documents": [start, stop]}
-        with _builder(shards[-1], [dataset], checksums, provenance) as builder:
-            builder.add_index(dataset, (start, stop))
+        _copy([dataset], shards[-1], checksums, provenance, documents=(start, stop))
     for shard in _existing_shards(output_prefix, len(shards)):
-        if os.path.abspath(shard) == os.path.abspath(prefix):
-            continue
-        with building(shard):  # holds the lock: no other process builds this shard
-            # The index first: without it the other files are ignored.
-            for path in (idx_path(shard), info_path(shard), bin_path(shard)):
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
+        if os.path.abspath(shard) != os.path.abspath(prefix):
+            with building(shard):  # holds the lock: no other process builds this shard
+                # The index first: without it the other files are ignored.
+                for path in (idx_path(shard), info_path(shard), bin_path(shard)):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(path)
     return shards
 
 
-def _builder(
-    prefix: StrPath,
+def _copy(
     sources: Sequence[IndexedDataset],
+    prefix: StrPath,
     checksums: bool,
     provenance: dict[str, Any],
-    dtype: DTypeLike | None = None,
-) -> IndexedDatasetBuilder:
-    """A builder for documents of `sources`, with the dtype of the first one by default."""
-    return IndexedDatasetBuilder(
+    dtype: np.dtype[Any] | None = None,
+    documents: tuple[int, int] | None = None,
+) -> None:
+    """Writes documents of `sources`, or some of them, with the dtype of the first by default."""
+    with IndexedDatasetBuilder(
         prefix,
         sources[0].dtype if dtype is None else dtype,
         # A dataset without sequences does not show whether it has modes.
         multimodal=any(source.sequence_modes is not None for source in sources),
         checksums=checksums,
         provenance=provenance if checksums else None,
-    )
+    ) as builder:
+        for source in sources:  # the open ones: the files at their prefixes may change meanwhile
+            builder.add_index(source, documents, change_dtype=dtype is not None)
 
 
 def _existing_shards(output_prefix: str, first: int) -> Iterator[str]:
@@ -182,47 +177,65 @@ def convert(
         DataError: A missing or damaged source, or one of another format.
     """
     source, target = one_path("source", source), one_path("target", target)
-    if document_end is not None:
-        document_end = whole("document_end", document_end)
-    array = _open_array(source, source_dtype)
-    if array is None and document_end is not None:
-        raise ConfigError(
-            "document_end divides a stream of tokens; an indexed dataset already has documents"
-        )
+    dtype = number_dtype("dtype", dtype)
+    document_end = token("document_end", document_end)
     is_array = target.endswith((".npy", ".bin"))
-    if array is not None and is_array:
-        _write_array(target, array.reshape(-1), dtype)
-    elif array is not None:
-        _write_dataset(target, array, dtype, document_end, checksums)
-    elif is_array:
-        dataset = IndexedDataset(source)
-        require_sound(dataset)
-        _write_array(target, dataset.tokens, dtype)
-    else:
-        dataset = IndexedDataset(source)
-        with _builder(target, [dataset], checksums, {"converted": source}, dtype) as builder:
-            builder.add_index(dataset, change_dtype=True)
-
-
-def _open_array(source: str, source_dtype: DTypeLike | None) -> NDArray[Any] | None:
-    """The source as a mapped array; None if it is an indexed dataset."""
-    is_raw = source.endswith(".bin") and not os.path.exists(source[:-4] + ".idx")
-    if not is_raw and not source.endswith(".npy"):
-        return None
-    if is_raw and source_dtype is None:
-        raise ConfigError(f"{source} holds raw tokens: give their dtype with --source-dtype")
-    array: NDArray[Any]
     try:
-        if is_raw:
-            array = _map_tokens(source, np.dtype(source_dtype))
-        else:
-            array = np.load(source, mmap_mode="r", allow_pickle=False)
-    except DataError:
-        raise
-    except (OSError, EOFError) as error:
+        array = _open_array(source, number_dtype("source_dtype", source_dtype))
+    except OSError as error:
         raise DataError(f"{source} cannot be read: {error}") from None
-    except ValueError as error:
-        raise DataError(f"{source} is not an array of tokens: {error}") from None
+    if array is None:
+        if document_end is not None:
+            raise ConfigError(
+                "document_end divides a stream of tokens; an indexed dataset already has documents"
+            )
+        dataset = IndexedDataset(source)
+        if not is_array:
+            _copy([dataset], target, checksums, {"converted": source}, dtype)
+            return
+        require_sound(dataset)
+        array = dataset.tokens
+    if is_array:
+        _write_array(target, array.reshape(-1), dtype)
+    else:
+        _write_dataset(target, array, dtype, document_end, checksums)
+
+
+def number_dtype(name: str, value: DTypeLike | None) -> np.dtype[Any] | None:
+    """A dtype of numbers, or None for None; anything else is a ConfigError."""
+    if value is None:
+        return None
+    with contextlib.suppress(TypeError, ValueError):
+        dtype = np.dtype(value)
+        if dtype.kind in "iuf":
+            return dtype
+    raise ConfigError(f"{name} is {shown(value)}; give a dtype of numbers: uint16 or int32")
+
+
+def _open_array(source: str, dtype: np.dtype[Any] | None) -> NDArray[Any] | None:
+    """The source as a mapped array; None if it is an indexed dataset."""
+    array: NDArray[Any]
+    if source.endswith(".npy"):
+        try:
+            array = np.lib.format.open_memmap(source, mode="r")
+        except ValueError as error:
+            raise DataError(
+                f"{source} is not an array of tokens: {error}. Give a file that `numpy.save` "
+                "wrote; of a zip archive (.npz), save one array"
+            ) from None
+    elif source.endswith(".bin") and not os.path.exists(source[:-4] + ".idx"):
+        if dtype is None:
+            raise ConfigError(f"{source} holds raw tokens: give their dtype with --source-dtype")
+        size = os.path.getsize(source)
+        if size % dtype.itemsize:
+            raise DataError(
+                f"{source} has {size} bytes, which is not a multiple of {dtype.itemsize}: it is "
+                "truncated, or the dtype is wrong"
+            )
+        # An empty file cannot be mapped.
+        array = np.memmap(source, dtype, "r") if size else np.empty(0, dtype)
+    else:
+        return None
     if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
         raise DataError(
             f"{source} has shape {array.shape} and dtype {array.dtype}; "
@@ -231,18 +244,8 @@ def _open_array(source: str, source_dtype: DTypeLike | None) -> NDArray[Any] | N
     return array
 
 
-def _map_tokens(path: str, dtype: np.dtype[Any]) -> NDArray[Any]:
-    size = os.path.getsize(path)
-    if size % dtype.itemsize:
-        raise DataError(
-            f"{path} has {size} bytes, which is not a multiple of {dtype.itemsize}: it is "
-            "truncated, or the dtype is wrong"
-        )
-    return np.memmap(path, dtype, "r") if size else np.empty(0, dtype)  # empty maps are impossible
-
-
-def _write_array(target: str, tokens: NDArray[Any], dtype: DTypeLike | None) -> None:
-    dtype = tokens.dtype if dtype is None else np.dtype(dtype)
+def _write_array(target: str, tokens: NDArray[Any], dtype: np.dtype[Any] | None) -> None:
+    dtype = tokens.dtype if dtype is None else dtype
     with atomic_file(target) as file:
         if target.endswith(".npy"):
             header = {"descr": dtype.str, "fortran_order": False, "shape": tokens.shape}
@@ -262,12 +265,13 @@ def _write_array(target: str, tokens: NDArray[Any], dtype: DTypeLike | None) -> 
 def _write_dataset(
     target: str,
     array: NDArray[Any],
-    dtype: DTypeLike | None,
+    dtype: np.dtype[Any] | None,
     document_end: int | None,
     checksums: bool,
 ) -> None:
     if dtype is None:
-        dtype = np.int32 if array.dtype.kind == "u" and array.dtype.itemsize > 2 else array.dtype
+        is_wide = array.dtype.kind == "u" and array.dtype.itemsize > 2  # the format lacks uint32
+        dtype = np.dtype(np.int32) if is_wide else array.dtype
     with IndexedDatasetBuilder(target, dtype, checksums=checksums) as builder:
         if array.ndim == 1:
             _add_stream(builder, array, document_end)

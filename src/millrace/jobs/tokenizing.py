@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -15,14 +16,14 @@ from numpy.typing import NDArray
 
 from millrace import checks
 from millrace.cores import available_cores
-from millrace.errors import ConfigError, TextError
+from millrace.errors import ConfigError
 from millrace.interrupts import interruptible, interrupts_held
 from millrace.jobs.executor import ordered_map
 from millrace.jobs.progress import Progress
 from millrace.store import IndexedDatasetBuilder, finalize_together
 from millrace.store.publish import bin_path, idx_path, info_path
 from millrace.text.documents import LineBlock, check_keys, document_texts, input_size, read_blocks
-from millrace.text.tokenizer import InvalidUnicodeError, Tokenizer, flatten
+from millrace.text.tokenizer import Tokenizer, encoded_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,29 +45,13 @@ class TokenizeResult:
     seconds: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Recipe:
-    """What a worker needs to know."""
-
-    tokenizer: Tokenizer
-    keys: tuple[str, ...]
-    append_eod: bool
+_Context = tuple[Tokenizer, tuple[str, ...], bool]
+"""What a worker needs: the tokenizer, the keys, and whether documents end with its EOD."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _EncodedBlock:
-    """The documents of a block as ids.
-
-    Attributes:
-        num_bytes: Bytes of UTF-8 text.
-        position: Bytes of all inputs up to the end of the block.
-        columns: For each key, the tokens of all documents, and the length of each document.
-    """
-
-    num_documents: int
-    num_bytes: int
-    position: int
-    columns: list[tuple[NDArray[Any], NDArray[np.int32]]]
+_EncodedBlock = tuple[int, int, int, list[tuple[NDArray[Any], NDArray[np.int32]]]]
+"""Number of documents, bytes of UTF-8 text, position of the end in all inputs, and for each key the
+tokens of all documents and the length of each document."""
 
 
 def tokenize(
@@ -117,7 +102,6 @@ def tokenize(
     show_progress = checks.flag("show_progress", show_progress)
     if append_eod:
         _ = tokenizer.eod  # fails here if the tokenizer has none, before any work
-    recipe = _Recipe(tokenizer=tokenizer, keys=keys, append_eod=append_eod)
     sizes = [input_size(path) for path in paths]
     prefixes = {key: f"{output_prefix}_{key}_document" for key in keys}
     _check_inputs(paths, sizes, prefixes.values())
@@ -127,20 +111,24 @@ def tokenize(
     with interrupts_held(), contextlib.ExitStack() as stack:
         builders = []
         for key, prefix in prefixes.items():
-            provenance = _provenance(recipe, paths, key) if checksums else None
             builder = IndexedDatasetBuilder(
-                prefix, tokenizer.dtype, checksums=checksums, provenance=provenance
+                prefix,
+                tokenizer.dtype,
+                checksums=checksums,
+                provenance=_provenance(tokenizer, paths, key, append_eod) if checksums else None,
             )
             builders.append(stack.enter_context(builder))
         progress = stack.enter_context(Progress("tokenize", total, enabled=show_progress))
-        blocks = ordered_map(_encode, _blocks(paths, sizes), context=recipe, workers=workers)
-        for block in stack.enter_context(contextlib.closing(blocks)):
-            for builder, (tokens, lengths) in zip(builders, block.columns, strict=True):
+        context = tokenizer, keys, append_eod
+        blocks = ordered_map(_encode, _blocks(paths, sizes), context=context, workers=workers)
+        encoded_blocks = stack.enter_context(contextlib.closing(blocks))
+        for count, size, position, columns in encoded_blocks:
+            for builder, (tokens, lengths) in zip(builders, columns, strict=True):
                 builder.add_documents(tokens, lengths)
-            num_documents += block.num_documents
-            num_bytes += block.num_bytes
+            num_documents += count
+            num_bytes += size
             rate = num_bytes / 1e6 / max(time.monotonic() - start, 1e-9)
-            progress.update(block.position, f"{num_documents:,} documents  {rate:.1f} MB/s")
+            progress.update(position, f"{num_documents:,} documents  {rate:.1f} MB/s")
         with interruptible():  # the last time: after this the pairs are published
             pass
         finalize_together(builders)
@@ -168,53 +156,48 @@ def _check_inputs(
             raise ConfigError(f"{path} is given twice, but a pipe can be read only once")
 
 
-def _provenance(recipe: _Recipe, inputs: Sequence[str], key: str) -> dict[str, Any]:
+def _provenance(
+    tokenizer: Tokenizer, inputs: list[str], key: str, append_eod: bool
+) -> dict[str, Any]:
     """The origin of the tokens, for the sidecar."""
     return {
         "tool": f"millrace {version('millrace')} tokenize",
         "tokenizer": {
-            "path": recipe.tokenizer.path,
-            "sha256": recipe.tokenizer.fingerprint,
-            "vocabulary_size": recipe.tokenizer.vocabulary_size,
+            "path": tokenizer.path,
+            "sha256": tokenizer.fingerprint,
+            "vocabulary_size": tokenizer.vocabulary_size,
         },
-        "inputs": list(inputs),
+        "inputs": inputs,
         "json_key": key,
-        "append_eod": recipe.append_eod,
-        "eod_token": recipe.tokenizer.eod_token,
+        "append_eod": append_eod,
+        "eod_token": tokenizer.eod_token,
     }
 
 
-def _blocks(inputs: Sequence[str], sizes: Sequence[int | None]) -> Iterator[tuple[int, LineBlock]]:
-    """Each block, with its end as a position in all inputs."""
+def _blocks(inputs: Sequence[str], sizes: Sequence[int | None]) -> Iterator[LineBlock]:
+    """The blocks of all inputs; their positions count from the start of the first input."""
     start = 0
     for path, size in zip(inputs, sizes, strict=True):
         for block in read_blocks(path):
-            yield start + block.position, block
+            yield replace(block, position=start + block.position)
         start += size or 0
 
 
-def _encode(recipe: _Recipe, item: tuple[int, LineBlock]) -> _EncodedBlock:
-    position, block = item
-    documents = document_texts(block, recipe.keys)
-    lines = [line for line, _ in documents]
-    columns = [[texts[i] for _, texts in documents] for i in range(len(recipe.keys))]
-    return _EncodedBlock(
-        num_documents=len(documents),
-        num_bytes=sum(len(text.encode(errors="replace")) for texts in columns for text in texts),
-        position=position,
-        columns=[_encode_texts(recipe, block.path, lines, texts) for texts in columns],
-    )
-
-
-def _encode_texts(
-    recipe: _Recipe, path: str, lines: Sequence[int], texts: Sequence[str]
-) -> tuple[NDArray[Any], NDArray[np.int32]]:
-    try:
-        ids = recipe.tokenizer.encode(texts)
-    except InvalidUnicodeError as error:
-        raise TextError(f"{path}, line {lines[error.text_number]}: {error}") from None
-    if recipe.append_eod:
-        for document in ids:
+def _encode(context: _Context, block: LineBlock) -> _EncodedBlock:
+    tokenizer, keys, append_eod = context
+    documents = document_texts(block, keys)
+    num_bytes, columns = 0, []
+    for column in range(len(keys)):
+        texts = []
+        for line, line_texts in documents:
+            texts.append(line_texts[column])
+            num_bytes += encoded_size(texts[-1], f"{block.path}, line {line}: ")
+        ids = tokenizer.encode(texts)
+        for document in ids if append_eod else ():
             if document:
-                document.append(recipe.tokenizer.eod)
-    return flatten(ids, recipe.tokenizer.dtype)
+                document.append(tokenizer.eod)
+        lengths = np.fromiter(map(len, ids), np.int32, len(ids))
+        num_tokens = int(lengths.sum(dtype=np.int64))
+        tokens = np.fromiter(itertools.chain.from_iterable(ids), tokenizer.dtype, num_tokens)
+        columns.append((tokens, lengths))
+    return len(documents), num_bytes, block.position, columns

@@ -26,7 +26,7 @@ from millrace.megatron.config import (
     convert_split_vector_to_split_matrix,
     parse_and_normalize_split,
 )
-from millrace.megatron.gpt import GPTDataset
+from millrace.megatron.gpt import GPTDataset, MockGPTDataset, MockGPTLowLevelDataset
 from millrace.megatron.helpers import (
     build_blending_indices,
     build_exhaustive_blending_indices,
@@ -48,7 +48,6 @@ from millrace.megatron.indexed import (
     get_bin_path,
     get_idx_path,
 )
-from millrace.megatron.mock import MockGPTDataset, MockGPTLowLevelDataset
 from millrace.megatron.object_storage import (
     MSC_PREFIX,
     S3_PREFIX,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from millrace import _native
 from millrace.cache import megatron as cache
@@ -17,8 +15,6 @@ from millrace.megatron.config import BlendedMegatronDatasetConfig
 from millrace.megatron.errors import ConfigAssertionError, OversampledError, require
 from millrace.megatron.utils import log_on_first_rank, normalize
 from millrace.order import count_draws
-
-logger = logging.getLogger(__name__)
 
 
 class BlendedDataset(CachedIndices, torch.utils.data.Dataset):  # type: ignore[misc]
@@ -53,21 +49,20 @@ class BlendedDataset(CachedIndices, torch.utils.data.Dataset):  # type: ignore[m
     ) -> None:
         _check_blend(datasets, weights, size)
         if len(datasets) == 1:
-            message = "A BlendedDataset of one dataset mixes nothing"
-            log_on_first_rank(logger, message, logging.WARNING)
+            log_on_first_rank("A BlendedDataset of one dataset mixes nothing", is_warning=True)
         self.datasets = datasets
         self.split = datasets[0].index_split
         self.weights = weights if size is None else normalize(weights)
         self.size = size
         self.config = config
         self.unique_description, self.unique_description_hash = cache.describe(
-            cache.blend_identifiers(
-                class_name=type(self).__name__,
-                datasets=[dataset.unique_identifiers for dataset in datasets],
-                split=self.split.name,
-                weights=self.weights,
-                size=size,
-            )
+            {
+                "class": type(self).__name__,
+                "datasets": [dataset.unique_identifiers for dataset in datasets],
+                "split": self.split.name,
+                "weights": list(self.weights),
+                "size": size,
+            }
         )
         self.dataset_index, self.dataset_sample_index = self._build_indices()
 
@@ -86,14 +81,11 @@ class BlendedDataset(CachedIndices, torch.utils.data.Dataset):  # type: ignore[m
 
     def _build_indices(self) -> tuple[Any, ...]:
         """The two indices, loaded or built; (None, None) if deferred."""
-        config = self.config
-        return self._prepare_indices(bool(config.path_to_cache and config.fast_cache_load))
-
-    def _files(self) -> cache.CacheSet:
-        return self._cache_set(self.config.path_to_cache, self.split)
-
-    def _what(self) -> str:
-        return f"{type(self).__name__} indices"
+        config, description = self.config, f"{type(self).__name__} indices"
+        is_trusted = bool(config.path_to_cache and config.fast_cache_load)
+        return self._prepare_indices(
+            config.path_to_cache, self.split, description, is_trusted=is_trusted
+        )
 
     def _num_samples(self) -> int:
         return int(sum(self.weights)) if self.size is None else self.size
@@ -110,11 +102,7 @@ class BlendedDataset(CachedIndices, torch.utils.data.Dataset):  # type: ignore[m
                 indices = _native.blend_by_weights(np.array(self.weights, np.float64), self.size)
         except ValueError as error:
             raise ConfigAssertionError(f"the {self.split.name} blend: {error}") from error
-        self._check_draws(indices[0])
-        return dict(zip(self._INDICES, indices, strict=True))
-
-    def _check_draws(self, dataset_index: NDArray[np.int16]) -> None:
-        counts = count_draws(dataset_index, len(self.datasets)).tolist()
+        counts = count_draws(indices[0], len(self.datasets)).tolist()
         for number, (dataset, count) in enumerate(zip(self.datasets, counts, strict=True)):
             if count > len(dataset):
                 raise OversampledError(
@@ -123,6 +111,7 @@ class BlendedDataset(CachedIndices, torch.utils.data.Dataset):  # type: ignore[m
                     f"mid_level_dataset_surplus (it is {self.config.mid_level_dataset_surplus}) "
                     "twofold or tenfold"
                 )
+        return dict(zip(self._INDICES, indices, strict=True))
 
 
 def _check_blend(datasets: Sequence[Any], weights: Sequence[float], size: int | None) -> None:
@@ -130,17 +119,12 @@ def _check_blend(datasets: Sequence[Any], weights: Sequence[float], size: int | 
         len(datasets) == len(weights),
         f"there are {len(datasets)} datasets and {len(weights)} weights: give one for each",
     )
-    require(
-        len(datasets) <= _native.MAX_DATASETS,
-        f"there are {len(datasets)} datasets; {_native.MAX_DATASETS} can be blended. Merge some",
-    )
+    kinds = [(type(dataset), getattr(dataset, "index_split", None)) for dataset in datasets]
     for number, (dataset, weight) in enumerate(zip(datasets, weights, strict=True)):
-        first = datasets[0]
         require(
-            type(dataset) is type(first) and dataset.index_split == first.index_split,
-            f"dataset {number} is a {type(dataset).__name__} of the split "
-            f"{getattr(dataset, 'index_split', None)}, dataset 0 a {type(first).__name__} of "
-            f"{getattr(first, 'index_split', None)}: blend like with like",
+            kinds[number] == kinds[0],
+            f"dataset {number} has the class and split {kinds[number]}, dataset 0 {kinds[0]}: "
+            "blend datasets of one class and split",
         )
         require(
             weight > 0,

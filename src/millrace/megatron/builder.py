@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,9 +16,7 @@ from millrace.megatron.config import BlendedMegatronDatasetConfig, SplitMatrix
 from millrace.megatron.errors import BuildError, require
 from millrace.megatron.utils import Blend, Split, log_on_first_rank, normalize
 from millrace.order import split_ranges
-from millrace.torch import distributed_rank, first_then_rest, together
-
-logger = logging.getLogger(__name__)
+from millrace.torch import distributed_rank, first_then_rest
 
 Sizes = Sequence[int | None]
 
@@ -56,8 +53,7 @@ class BlendedMegatronDatasetBuilder:
         self.sizes = sizes
         self.is_built_on_rank = is_built_on_rank
         self.config = config
-        message = f"Building {cls.__name__} splits with sizes={sizes} and config={config}"
-        log_on_first_rank(logger, message)
+        log_on_first_rank(f"Building {cls.__name__} splits with sizes={sizes} and config={config}")
         if config.mock:
             return
         for split in Split:
@@ -107,10 +103,7 @@ class BlendedMegatronDatasetBuilder:
             except Exception as error:
                 raise BuildError(f"{self.cls.__name__} could not be built as a mock") from error
         if config.blend:
-            prefixes, weights = config.blend
-            if len(prefixes) == 1 and weights is None:
-                return self._build_megatron_dataset_splits(prefixes[0], matrix, sizes)
-            return self._build_blends(config.blend, matrix, sizes)
+            return self._build_blends(*config.blend, matrix, sizes)
         assert config.blend_per_split is not None
         return [
             None if blend is None else self._build_split(split, blend)
@@ -119,13 +112,13 @@ class BlendedMegatronDatasetBuilder:
 
     def _build_split(self, split: Split, blend: Blend) -> Any:
         """One split from its own blend: a list of datasets for several validation sets."""
-        prefixes, _ = blend
+        prefixes, weights = blend
         place, size = split.value, self.sizes[split.value]
         matrix: SplitMatrix = [(0.0, 1.0) if other is split else None for other in Split]
         sizes = [size if other is split else 0 for other in Split]
-        if len(prefixes) == 1:  # with weights too
-            return self._build_megatron_dataset_splits(prefixes[0], matrix, sizes)[place]
-        if self.config.multiple_validation_sets and split is Split.valid:
+        if len(prefixes) == 1:
+            weights = None
+        elif self.config.multiple_validation_sets and split is Split.valid:
             require(
                 not self.config.full_validation or size is None,
                 f"full_validation takes one epoch of each set; the size is {size}, not None",
@@ -134,11 +127,14 @@ class BlendedMegatronDatasetBuilder:
                 self._build_megatron_dataset_splits(prefix, matrix, sizes)[place]
                 for prefix in prefixes
             ]
-        return self._build_blends(blend, matrix, sizes)[place]
+        return self._build_blends(prefixes, weights, matrix, sizes)[place]
 
-    def _build_blends(self, blend: Blend, matrix: SplitMatrix, sizes: Sizes) -> list[Any]:
-        """The blends of all splits; None for a split without a share."""
-        prefixes, weights = blend
+    def _build_blends(
+        self, prefixes: list[str], weights: list[float] | None, matrix: SplitMatrix, sizes: Sizes
+    ) -> list[Any]:
+        """The dataset or blend of each split; None for a split without a share."""
+        if len(prefixes) == 1 and weights is None:
+            return self._build_megatron_dataset_splits(prefixes[0], matrix, sizes)
         shares = None if weights is None else normalize(weights)
         sizes_per_dataset: Sequence[Sizes] = [[None] * len(Split)] * len(prefixes)  # one epoch
         if shares is not None:
@@ -164,7 +160,7 @@ class BlendedMegatronDatasetBuilder:
         return self.build_generic_dataset(
             BlendedDataset,
             self.is_built_on_rank,
-            not self._trusts_cache(),
+            not self.config.fast_cache_load,
             datasets,
             weights,
             size,
@@ -185,7 +181,7 @@ class BlendedMegatronDatasetBuilder:
                 splits = [future.result() for future in futures]
             return [[datasets[place] for datasets in splits] for place in range(len(Split))]
 
-        return build_all() if self._trusts_cache() else _rank_0_first(build_all)
+        return build_all() if self.config.fast_cache_load else _rank_0_first(build_all)
 
     def _build_megatron_dataset_splits(
         self,
@@ -196,47 +192,41 @@ class BlendedMegatronDatasetBuilder:
     ) -> list[Any]:
         """One token file's dataset for each split; None for a split without a share."""
 
-        def open_dataset() -> tuple[Any, Sequence[Any]]:
-            """The low-level dataset and the elements of each split; None where not needed."""
+        def build() -> list[Any]:
             if distributed_rank() is not None and not self.is_built_on_rank():
-                return None, [None] * len(Split)
+                return [None] * len(Split)
             dataset = self.cls.build_low_level_dataset(dataset_path, self.config)
-            num_elements = self.cls.numel_low_level_dataset(dataset)
-            if self._trusts_cache():
-                return dataset, [None] * len(Split)
-            return dataset, split_ranges(num_elements, split)
+            ranges: Sequence[Any] = [None] * len(Split)
+            if not self.config.fast_cache_load:
+                ranges = split_ranges(self.cls.numel_low_level_dataset(dataset), split)
+            return [
+                None
+                if ends is None
+                else self.build_generic_dataset(
+                    self.cls,
+                    self.is_built_on_rank,
+                    False,
+                    dataset,
+                    dataset_path,
+                    None if elements is None else np.arange(*elements, dtype=np.int32),
+                    size,
+                    index_split,
+                    self.config,
+                )
+                for index_split, ends, elements, size in zip(
+                    Split, split, ranges, sizes, strict=True
+                )
+            ]
 
-        low_level_dataset, ranges = together(open_dataset) if synchronize_ranks else open_dataset()
-        return [
-            None
-            if ends is None
-            else self.build_generic_dataset(
-                self.cls,
-                self.is_built_on_rank,
-                synchronize_ranks,
-                low_level_dataset,
-                dataset_path,
-                None if elements is None else np.arange(*elements, dtype=np.int32),
-                size,
-                index_split,
-                self.config,
-            )
-            for index_split, ends, elements, size in zip(Split, split, ranges, sizes, strict=True)
-        ]
-
-    def _trusts_cache(self) -> bool:
-        return bool(getattr(self.config, "fast_cache_load", False))
+        return _rank_0_first(build) if synchronize_ranks else build()
 
     @staticmethod
     def build_generic_dataset(
         cls: Any, is_built_on_rank: Callable[[], bool], synchronize_ranks: bool, *args: Any
     ) -> Any:
-        """Calls `cls` with the arguments: on rank 0 first, then on the others.
+        """A dataset, `cls(*args)`, built on rank 0 first; None on a rank that does not build.
 
         An error on one rank is raised on every rank. (Megatron-LM leaves the others waiting.)
-
-        Returns:
-            The dataset; None on a rank that does not build.
 
         Raises:
             BuildError: If `cls` raises an OSError on rank 0 of torch.distributed.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
@@ -14,8 +13,6 @@ from millrace.errors import DataError
 from millrace.megatron.config import BlendedMegatronDatasetConfig
 from millrace.megatron.errors import DataAssertionError, MissingFileError
 from millrace.megatron.utils import Split, log_on_first_rank
-
-logger = logging.getLogger(__name__)
 
 _PATHS = "_paths_of_mapped_indices"  # in a pickle
 
@@ -33,55 +30,41 @@ class CachedIndices(ABC):
     unique_description_hash: str
 
     @abstractmethod
-    def _files(self) -> cache.CacheSet:
-        """The cache files; without a folder, there is no cache."""
-
-    @abstractmethod
-    def _what(self) -> str:
-        """The indices' name in the log, such as "GPTDataset train indices"."""
-
-    @abstractmethod
     def _check(self, arrays: cache.Arrays) -> None:
         """Raises DataError if the arrays are not this dataset's."""
 
     @abstractmethod
-    def _build(self) -> cache.Arrays:
-        """Builds the indices."""
+    def _build(self) -> cache.Arrays: ...
 
-    def _cache_set(self, folder: str | None, split: Split) -> cache.CacheSet:
-        return cache.CacheSet(
+    def _prepare_indices(
+        self, folder: str | None, split: Split, description: str, *, is_trusted: bool
+    ) -> tuple[Any, ...]:
+        """The indices in the order of their names; None for each if they are deferred.
+
+        Without a folder there is no cache. Indices of a trusted cache are never built. The log has
+        the description.
+        """
+        self._description = description
+        self._files = cache.CacheSet(
             folder=os.fspath(folder or ""),
             stem=f"{self.unique_description_hash}-{type(self).__name__}-{split.name}",
             description=self.unique_description,
             arrays=self._INDICES,
         )
-
-    def _prepare_indices(self, is_trusted: bool) -> tuple[Any, ...]:
-        """The indices in the order of their names; None for each if they are deferred.
-
-        Indices of a trusted cache are never built.
-        """
         if self.config.defer_npy_index_mmap:
-            files = self._files()
             for name in self._INDICES:
-                setattr(self, f"path_to_{name}", files.path(name))
+                setattr(self, f"path_to_{name}", self._files.path(name))
             return (None,) * len(self._INDICES)
         arrays = self._load_trusted() if is_trusted else self._load_or_build()
         return tuple(arrays[name] for name in self._INDICES)
 
     def _open_deferred(self) -> None:
-        arrays = self._load_trusted()
-        for name in self._INDICES:
-            setattr(self, name, arrays[name])
+        for name, array in self._load_trusted().items():
+            setattr(self, name, array)
 
     def _load_trusted(self) -> cache.Arrays:
-        """The indices of the cache, whatever its description says.
-
-        Raises:
-            MissingFileError: If a file is missing.
-            DataAssertionError: If a file is damaged or does not fit.
-        """
-        files = self._files()
+        """The indices of the cache, whatever its description says."""
+        files = self._files
         try:
             arrays = {name: cache.load_array(files.path(name)) for name in self._INDICES}
             self._check(arrays)
@@ -92,35 +75,36 @@ class CachedIndices(ABC):
             ) from None
         except DataError as error:
             raise DataAssertionError(
-                f"the cached {self._what()} in {files.folder} do not fit: {error}. Remove "
+                f"the cached {self._description} in {files.folder} do not fit: {error}. Remove "
                 f"{files.stem}-*, and build them without fast_cache_load and defer_npy_index_mmap"
             ) from None
-        self._log_load(files)
+        self._log_load()
         return arrays
 
     def _load_or_build(self) -> cache.Arrays:
-        files = self._files()
-        if not files.folder:
-            message = f"The {self._what()} are not saved: path_to_cache is empty"
-            log_on_first_rank(logger, message, logging.WARNING)
+        if not self._files.folder:
+            log_on_first_rank(
+                f"The {self._description} are not saved: path_to_cache is empty", is_warning=True
+            )
             return self._log_and_build("")
-        arrays, is_built = cache.load_or_build(files, self._check, self._log_and_build)
+        arrays, is_built = cache.load_or_build(self._files, self._check, self._log_and_build)
         if not is_built:
-            self._log_load(files)
+            self._log_load()
         return arrays
 
     def _log_and_build(self, problem: str) -> cache.Arrays:
         if problem:
-            message = f"The cached {self._what()} do not fit, and are replaced: {problem}"
-            log_on_first_rank(logger, message, logging.WARNING)
-        log_on_first_rank(logger, f"Build and save the {self._what()}")
+            log_on_first_rank(
+                f"The cached {self._description} do not fit, and are replaced: {problem}",
+                is_warning=True,
+            )
+        log_on_first_rank(f"Build and save the {self._description}")
         return self._build()
 
-    def _log_load(self, files: cache.CacheSet) -> None:
-        log_on_first_rank(logger, f"Load the {self._what()}")
+    def _log_load(self) -> None:
+        log_on_first_rank(f"Load the {self._description}")
         for name in self._INDICES:
-            message = f"\tLoad the {name.replace('_', ' ')} from {files.path(name)}"
-            log_on_first_rank(logger, message)
+            log_on_first_rank(f"\tLoad the {name.replace('_', ' ')} from {self._files.path(name)}")
 
     def __getstate__(self) -> dict[str, Any]:
         indices = {name: getattr(self, name) for name in self._INDICES}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,8 +10,6 @@ from typing import Any
 from millrace.megatron.errors import ConfigAssertionError, require
 from millrace.megatron.indexed import DType
 from millrace.megatron.utils import Blend, Split, log_on_first_rank, normalize
-
-logger = logging.getLogger(__name__)
 
 SplitMatrix = list[tuple[float, float] | None]
 
@@ -80,14 +77,14 @@ class BlendedMegatronDatasetConfig:
             return
         if self.blend is None:
             self.mock, self.split = True, "1,1,1"
-            log_on_first_rank(logger, "Let mock = True: there is no blend")
+            log_on_first_rank("Let mock = True: there is no blend")
         else:
             _check_weights("blend", self.blend)
             require(self.split is not None, 'a blend needs a split: give split="969,30,1"')
         assert self.split is not None
         vector = parse_and_normalize_split(self.split)
         self.split_matrix = convert_split_vector_to_split_matrix(vector)
-        log_on_first_rank(logger, f"Let split_matrix = {self.split_matrix}")
+        log_on_first_rank(f"Let split_matrix = {self.split_matrix}")
 
     def _check_blend_per_split(self, blends: list[Blend | None]) -> None:
         require(self.blend is None, "blend and blend_per_split exclude each other: give one")
@@ -99,7 +96,7 @@ class BlendedMegatronDatasetConfig:
         )
         for split, blend in zip(Split, blends, strict=True):
             if blend is None:
-                log_on_first_rank(logger, f"no blend for the {split.name} split")
+                log_on_first_rank(f"no blend for the {split.name} split")
             else:
                 _check_weights(f"blend_per_split[{split.value}]", blend)
 
@@ -200,12 +197,12 @@ def convert_split_vector_to_split_matrix(
         >>> convert_split_vector_to_split_matrix([0.9, 0.1, 0.0])
         [(0, 0.9), (0.9, 1.0), None]
     """
-    ends_a = list(itertools.accumulate(vector_a, initial=0))
-    ends_b = ends_a if vector_b is None else list(itertools.accumulate(vector_b, initial=0))
+    intervals_a, intervals_b = (
+        itertools.pairwise(itertools.accumulate(vector, initial=0))
+        for vector in (vector_a, vector_a if vector_b is None else vector_b)
+    )
     matrix: SplitMatrix = []
-    for (low_a, high_a), (low_b, high_b) in zip(
-        itertools.pairwise(ends_a), itertools.pairwise(ends_b), strict=False
-    ):
-        low, high = max(low_a, low_b), min(high_a, high_b)
+    for a, b in zip(intervals_a, intervals_b, strict=False):
+        low, high = max(a[0], b[0]), min(a[1], b[1])
         matrix.append((low, high) if low < high else None)
     return matrix

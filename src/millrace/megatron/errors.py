@@ -1,11 +1,4 @@
-"""Errors that are also of Megatron-LM's kinds, so that code that catches those keeps working.
-
-ConfigAssertionError    a ConfigError where Megatron-LM asserts
-DataAssertionError      a DataError where Megatron-LM asserts
-└── MissingFileError    also a FileNotFoundError, which Megatron-LM raises in some places
-OversampledError        a ConfigError where Megatron-LM raises IndexError
-BuildError              a MillraceError where Megatron-LM raises a plain Exception
-"""
+"""Errors that are also of Megatron-LM's kinds, so that code that catches those keeps working."""
 
 from __future__ import annotations
 
@@ -16,11 +9,11 @@ from millrace.errors import ConfigError, DataError, MillraceError
 
 
 class ConfigAssertionError(ConfigError, AssertionError):
-    """An argument or option outside its limits."""
+    """An argument or option outside its limits, which Megatron-LM asserts."""
 
 
 class DataAssertionError(DataError, AssertionError):
-    """A token file or cache file that is damaged or does not fit."""
+    """A token file or cache file that is damaged or does not fit, where Megatron-LM asserts."""
 
 
 class MissingFileError(DataAssertionError, FileNotFoundError):
@@ -32,7 +25,7 @@ class OversampledError(ConfigError, IndexError):
 
 
 class BuildError(MillraceError):
-    """Datasets that could not be built; the cause says why."""
+    """Datasets that could not be built, where Megatron-LM raises a plain Exception."""
 
 
 def require(condition: object, message: str) -> None:
@@ -46,8 +39,6 @@ def as_assertions() -> Iterator[None]:
     """Turns ConfigError and DataError into their kinds that are also AssertionErrors."""
     try:
         yield
-    except (ConfigAssertionError, DataAssertionError):
-        raise
     except DataError as error:
         raise DataAssertionError(str(error)) from error
     except ConfigError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import operator
 import os
 from functools import cached_property, lru_cache
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 from millrace import _native
 from millrace.cache import megatron as cache
 from millrace.errors import ConfigError
-from millrace.feed.samples import SampleSource
+from millrace.feed.samples import Arrays, SampleSource
 from millrace.megatron import rules
 from millrace.megatron.base import MegatronDataset
 from millrace.megatron.caching import CachedIndices
@@ -24,15 +23,14 @@ from millrace.megatron.errors import ConfigAssertionError, DataAssertionError, r
 from millrace.megatron.indexed import IndexedDataset, _LocalBinReader
 from millrace.megatron.utils import Split, log_on_first_rank
 from millrace.options import SampleOptions
-from millrace.order.gpt import GPTPlan, check_seed
+from millrace.order import GPTPlan, plan_gpt
+from millrace.order.gpt import check_seed
 from millrace.order.spans import CoreOrder
 
-logger = logging.getLogger(__name__)
-
 _sample_options = lru_cache(maxsize=64)(SampleOptions)  # a configuration may change
+_causal_mask = lru_cache(maxsize=1)(rules.causal_mask)
 
 Sample = dict[str, torch.Tensor]
-Arrays = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]
 
 
 class GPTDataset(CachedIndices, MegatronDataset):
@@ -73,9 +71,7 @@ class GPTDataset(CachedIndices, MegatronDataset):
         super().__init__(
             indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config
         )
-        self._source: SampleSource | None = None
-        self._source_parts: tuple[Any, ...] = ()
-        self._causal_mask: NDArray[np.bool_] | None = None
+        self._source: tuple[tuple[Any, ...], SampleSource] | None = None
         self.document_index, self.sample_index, self.shuffle_index = (
             self._build_document_sample_shuffle_indices()
         )
@@ -87,12 +83,7 @@ class GPTDataset(CachedIndices, MegatronDataset):
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> IndexedDataset:  # type: ignore[override]
-        """Opens the token file at a path prefix.
-
-        Raises:
-            MissingFileError, DataAssertionError: As in `IndexedDataset`.
-            KeyError: If it is not in `sequences_per_dataset`.
-        """
+        """Opens the token file at a path prefix, a key of `sequences_per_dataset` if given."""
         counts = config.sequences_per_dataset
         return IndexedDataset(
             dataset_path,
@@ -138,7 +129,9 @@ class GPTDataset(CachedIndices, MegatronDataset):
             arrays = self._gather(number)
         else:
             text, *_ = self._query_document_sample_shuffle_indices(number)
-            arrays = self._fill(np.asarray(text))
+            tokens = np.asarray(text).astype(np.int64, copy=False)
+            extra = bool(self.config.add_extra_token_to_sequence)
+            arrays = rules.fill_sample(tokens, self._row_options(len(tokens) - extra))
         if idx is None:
             arrays[2][:] = 0.0
         sample = self._sample(arrays)
@@ -149,29 +142,30 @@ class GPTDataset(CachedIndices, MegatronDataset):
     def _query_document_sample_shuffle_indices(
         self, idx: Any
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """A sample's tokens with the extra one, padded if short, and their sequences.
+        """A sample's tokens with the extra one, padded if short, and their sequences (both int64).
 
         Subclasses that make their own tokens override this hook; without an override, one call of
         the core gathers the sample instead.
-
-        Returns:
-            int64 [sequence_length, + 1 with the extra token], and int64 [parts].
         """
         if self.shuffle_index is None:
             self._open_deferred()
-        row = self.shuffle_index[idx]
-        (first, start), (last, stop) = self.sample_index[row : int(row) + 2].tolist()
+        sequences, start, stop = self._span(idx)
         extra = 1 if self.config.add_extra_token_to_sequence else 0
-        sequences = self.document_index[first : last + 1]
         parts = []
-        for place, sequence in enumerate(sequences, start=first):
-            begin = start if place == first else 0
-            length = stop + extra - begin if place == last else None
+        for place, sequence in enumerate(sequences, start=1):
+            begin = start if place == 1 else 0
+            length = stop + extra - begin if place == len(sequences) else None
             parts.append(self.dataset.get(sequence, offset=begin, length=length))
         missing = self.config.sequence_length + extra - sum(len(part) for part in parts)
         if missing > 0:
             parts.append([self._pad_token_id] * missing)
         return np.concatenate(parts, dtype=np.int64), np.array(sequences, dtype=np.int64)
+
+    def _span(self, idx: Any) -> tuple[NDArray[np.int32], int, int]:
+        """A sample's sequences, its start in the first, and the start of the next in the last."""
+        row = int(self.shuffle_index[idx])
+        (first, start), (last, stop) = self.sample_index[row : row + 2].tolist()
+        return self.document_index[first : last + 1], start, stop
 
     def _is_plain(self) -> bool:
         """Whether the core can read the samples: no hook or reader was replaced."""
@@ -224,80 +218,53 @@ class GPTDataset(CachedIndices, MegatronDataset):
 
     def _get_source(self) -> SampleSource:
         """The samples of the token file and the indices; a new source if any was replaced."""
-        parts = (
-            self._row_options(self.config.sequence_length),
-            self.dataset.token_file,
-            self.document_index,
-            self.sample_index,
-            self.shuffle_index,
-        )
-        if self._source is None or any(map(operator.is_not, parts, self._source_parts)):
-            options, token_file, *indices = parts
+        options = self._row_options(self.config.sequence_length)
+        token_file = self.dataset.token_file
+        indices = self.document_index, self.sample_index, self.shuffle_index
+        parts = (options, token_file, *indices)
+        if self._source is None or any(map(operator.is_not, parts, self._source[0])):
             order = _native.gpt_order(
                 token_file.sequence_lengths,
                 *map(np.asarray, indices),
                 sequence_length=options.sequence_length,
                 add_extra_token=options.add_extra_token,
             )
-            self._source = SampleSource(token_file, CoreOrder(order), options)
-            self._source_parts = parts
-        return self._source
-
-    def _fill(self, text: NDArray[Any]) -> Arrays:
-        """The arrays of a sample from its tokens."""
-        tokens = text.astype(np.int64, copy=False)
-        extra = bool(self.config.add_extra_token_to_sequence)
-        options = self._row_options(len(tokens) - extra)
-        arrays = _native.fill_rows(tokens, np.array([len(tokens)]), options)
-        return tuple(array[0] for array in arrays)
+            self._source = parts, SampleSource(token_file, CoreOrder(order), options)
+        return self._source[1]
 
     def _sample(self, arrays: Arrays) -> Sample:
         tokens, labels, loss_mask, position_ids = arrays
         sample = {"tokens": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
         if self.config.create_attention_mask and not self.config.inter_document_masking:
-            sample["attention_mask"] = torch.from_numpy(self._attention_mask(position_ids))
+            mask = _causal_mask(len(tokens))
+            if self._masks_documents():
+                mask = rules.mask_across_documents(mask, position_ids)
+            sample["attention_mask"] = torch.from_numpy(mask)
         if self._masks_documents() and not self.config.reset_position_ids:
             position_ids = np.arange(len(tokens))
         sample["loss_mask"] = torch.from_numpy(loss_mask)
         sample["position_ids"] = torch.from_numpy(position_ids)
         return sample
 
-    def _attention_mask(self, position_ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        length = len(position_ids)
-        if self._causal_mask is None or self._causal_mask.shape[-1] != length:
-            self._causal_mask = rules.causal_mask(length)
-        if not self._masks_documents():
-            return self._causal_mask
-        return rules.mask_across_documents(self._causal_mask, position_ids)
-
     def _add_document_bounds(self, sample: Sample, idx: Any) -> None:
         """Adds where the sample's documents start, and restarts the position ids there."""
         length = self.config.sequence_length
-        ends = np.cumsum(self._part_lengths(idx))
-        if len(ends) > length:  # Too many documents for the array: leave out the empty ones.
-            ends = np.unique(ends)
-            ends = ends[ends > 0]
-        bounds = np.concatenate(([0], ends))
-        lengths = np.diff(bounds)
+        sequences, start, stop = self._span(idx)
+        lengths = self.dataset.sequence_lengths[sequences].astype(np.int64)
+        lengths[-1] = stop
+        lengths[0] -= start
+        if self.config.add_extra_token_to_sequence and lengths[-1] == 0 and len(lengths) > 1:
+            lengths = lengths[:-1]  # It gave only the extra token.
+        lengths[-1] += length - lengths.sum()  # padding
+        if len(lengths) > length:  # Too many documents for the array: leave out the empty ones.
+            lengths = lengths[lengths > 0]
+        bounds = np.concatenate(([0], np.cumsum(lengths)))
         cu_seqlens = np.full(length + 1, length, np.int32)
         cu_seqlens[: len(bounds)] = bounds
         starts = np.repeat(bounds[:-1], lengths)
         sample["position_ids"] = torch.from_numpy(np.arange(length) - starts)
         sample["cu_seqlens"] = torch.from_numpy(cu_seqlens)
         sample["max_seqlen"] = torch.tensor(int(lengths.max()), dtype=torch.int32)
-
-    def _part_lengths(self, idx: Any) -> NDArray[np.int64]:
-        """Lengths of a sample's documents without the extra token; they sum to sequence_length."""
-        row = int(self.shuffle_index[idx])
-        (first, start), (last, stop) = self.sample_index[row : row + 2].tolist()
-        sequences = self.document_index[first : last + 1]
-        lengths: NDArray[np.int64] = self.dataset.sequence_lengths[sequences].astype(np.int64)
-        lengths[-1] = stop
-        lengths[0] -= start
-        if self.config.add_extra_token_to_sequence and lengths[-1] == 0 and len(lengths) > 1:
-            lengths = lengths[:-1]  # It gave only the extra token.
-        lengths[-1] += self.config.sequence_length - lengths.sum()  # padding
-        return lengths
 
     # ---- indices ----
 
@@ -308,82 +275,140 @@ class GPTDataset(CachedIndices, MegatronDataset):
             # Refuse what cannot be built before touching the cache.
             _ = self._plan
             check_seed(config.random_seed)
-        document_index, sample_index, shuffle_index = self._prepare_indices(config.fast_cache_load)
-        if sample_index is not None:
-            message = f"> total number of samples: {sample_index.shape[0] - 1}"
-            log_on_first_rank(logger, message)
-        return document_index, sample_index, shuffle_index
-
-    def _files(self) -> cache.CacheSet:
-        folder = self.config.path_to_cache
-        if folder is None and not self.config.mock:
-            name = f"{type(self).__name__}_indices"
-            folder = os.path.join(self.dataset.path_prefix, "cache", name)
-        return self._cache_set(folder, self.index_split)
-
-    def _what(self) -> str:
-        return f"{type(self).__name__} {self.index_split.name} indices"
+        folder, name = config.path_to_cache, type(self).__name__
+        if folder is None and not config.mock:
+            folder = os.path.join(self.dataset.path_prefix, "cache", f"{name}_indices")
+        split, is_trusted = self.index_split, config.fast_cache_load
+        documents, samples, shuffle = self._prepare_indices(
+            folder, split, f"{name} {split.name} indices", is_trusted=is_trusted
+        )
+        if samples is not None:
+            log_on_first_rank(f"> total number of samples: {samples.shape[0] - 1}")
+        return documents, samples, shuffle
 
     def _check(self, arrays: cache.Arrays) -> None:
-        config = self.config
-        is_trusted = config.fast_cache_load and not config.defer_npy_index_mmap
+        is_trusted = self.config.fast_cache_load and not self.config.defer_npy_index_mmap
         if is_trusted or self.indices is None:
             cache.check_gpt_forms(arrays)
         else:
             lengths = self.dataset.sequence_lengths
-            cache.check_gpt_arrays(arrays, self._plan, len(self._get_indices()), lengths)
+            cache.check_gpt_arrays(arrays, self._plan, len(self.indices), lengths)
 
     def _build(self) -> cache.Arrays:
-        plan, lengths = self._plan, self.dataset.sequence_lengths
-        log_on_first_rank(logger, f"> total number of epochs: {plan.num_epochs}")
+        plan, lengths, seed = self._plan, self.dataset.sequence_lengths, self.config.random_seed
+        indices = np.arange(len(lengths)) if self.indices is None else self.indices
+        log_on_first_rank(f"> total number of epochs: {plan.num_epochs}")
         require(
             lengths.dtype == np.int32, f"the sequence lengths are {lengths.dtype}; int32 is needed"
         )
         try:
-            indices = rules.build_indices(
-                lengths, self._get_indices(), plan, self.config.random_seed
-            )
+            return rules.build_indices(lengths, indices, plan, seed)._asdict()
         except ConfigError as error:
             raise ConfigAssertionError(f"{self.dataset_path}: {error}") from error
         except ValueError as error:
             raise DataAssertionError(f"{self.dataset_path}: {error}; see `verify`") from error
-        return cache.gpt_arrays(indices)
 
     @cached_property
     def _plan(self) -> GPTPlan:
-        """Epochs and samples.
+        """Epochs and samples; no samples if one epoch suffices and holds none.
 
-        Raises:
-            ConfigAssertionError: If samples are requested and there are no tokens. (Megatron-LM
-                would look for enough epochs for ever.)
+        Samples of no tokens are an error. (Megatron-LM would look for enough epochs for ever.)
         """
-        config, split = self.config, self.index_split.name
+        config, split, num_samples = self.config, self.index_split.name, self.num_samples
+        length, extra = config.sequence_length, 1 if config.add_extra_token_to_sequence else 0
+        drops_partial = bool(
+            split != Split.valid.name or config.drop_last_partial_validation_sequence
+        )
+        num_tokens = self._get_num_tokens_per_epoch()
+        requested = 0 if num_samples is None else num_samples * length + extra
+        is_empty = num_tokens - extra < (length if drops_partial else 1)
+        if is_empty and requested <= num_tokens and length >= 1:
+            return GPTPlan(
+                num_tokens_per_epoch=num_tokens,
+                num_epochs=1,
+                num_samples=0,
+                num_samples_before_final_epoch=None,
+                sequence_length=length,
+                add_extra_token=bool(extra),
+                allow_partial=not drops_partial,
+            )
         try:
-            return rules.plan_samples(
-                self._get_num_tokens_per_epoch(),
-                self.num_samples,
-                config.sequence_length,
-                add_extra_token=bool(config.add_extra_token_to_sequence),
-                drop_last_partial_sequence=bool(
-                    split != Split.valid.name or config.drop_last_partial_validation_sequence
-                ),
+            return plan_gpt(
+                num_tokens,
+                None if num_samples is None else max(num_samples, 0),
+                length,
+                add_extra_token=bool(extra),
+                drop_last_partial_sequence=drops_partial,
             )
         except ValueError as error:
             raise ConfigAssertionError(f"{self.dataset_path}, {split} split: {error}") from error
 
-    def _get_indices(self) -> NDArray[np.int32]:
-        if self.indices is None:
-            return np.arange(len(self.dataset.sequence_lengths), dtype=np.int32)
-        return self.indices
-
     def _get_num_tokens_per_epoch(self) -> int:
-        indices, lengths = self._get_indices(), self.dataset.sequence_lengths
-        run = rules.as_range(indices)
-        return int(np.sum(lengths[slice(*run) if run else indices], dtype=np.int64))
+        lengths = self.dataset.sequence_lengths
+        return int(
+            np.sum(lengths if self.indices is None else lengths[self.indices], dtype=np.int64)
+        )
 
     def _get_num_epochs(self, num_tokens_per_epoch: int) -> int:
         """The least number of epochs that holds the samples."""
         return self._plan.num_epochs
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_source": None, "_source_parts": (), "_causal_mask": None}
+        return super().__getstate__() | {"_source": None}
+
+
+class MockGPTLowLevelDataset:
+    """Sequences of random lengths: the tokens 1, 2, 3, ... and an EOD token at the end.
+
+    Args:
+        tokenizer: Tokenizer, for the size of the vocabulary and the EOD token.
+    """
+
+    seed: int = 0
+    size: int = 100000
+    max_sequence_length: int = 4096
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.vocab_size = tokenizer.vocab_size
+        self.eod_token = tokenizer.eod
+        random = np.random.default_rng(seed=self.seed)
+        self.sequence_lengths = random.integers(
+            low=1, high=self.max_sequence_length, size=self.size, dtype=np.int32
+        )
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, idx: Any) -> NDArray[np.int64]:
+        """A sequence's tokens, int64 [length]."""
+        tokens: NDArray[np.int64] = np.arange(1, self.sequence_lengths[idx] + 1, dtype=np.int64)
+        tokens %= self.vocab_size
+        tokens[-1] = self.eod_token
+        return tokens
+
+    def get(self, idx: Any, offset: int = 0, length: int | None = None) -> NDArray[np.int64]:
+        """Tokens [offset, offset + length) of a sequence; without a length, all from `offset`."""
+        return self[idx][offset : None if length is None else offset + length]
+
+
+class MockGPTDataset(GPTDataset):
+    """A GPT dataset of made-up tokens, for a configuration without a blend."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        dataset_path: str | None,
+        indices: NDArray[np.int32],
+        num_samples: int | None,
+        index_split: Split,
+        config: GPTDatasetConfig,
+    ) -> None:
+        require(config.mock, "MockGPTDataset needs a configuration without a blend (mock is False)")
+        super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
+
+    @staticmethod
+    def build_low_level_dataset(  # type: ignore[override]
+        dataset_path: str | None, config: GPTDatasetConfig
+    ) -> MockGPTLowLevelDataset:
+        """The made-up sequences; the path is not used."""
+        return MockGPTLowLevelDataset(config.tokenizer)

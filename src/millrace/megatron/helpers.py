@@ -43,14 +43,12 @@ def build_sample_idx(
     require(sequence_length >= 1, f"sequence_length is {sequence_length}; at least 1 is needed")
     extra = 1 if add_extra_token_to_sequence else 0
     num_tokens = max(num_epochs * tokens_per_epoch - extra, 0)
-    num_samples = num_tokens // sequence_length
-    if not drop_last_partial_sequence:
-        num_samples = -(-num_tokens // sequence_length)
+    partial = 0 if drop_last_partial_sequence else sequence_length - 1
     return _native.sample_index(
         np.ascontiguousarray(sizes, np.int32),
         np.ascontiguousarray(document_indices, np.int32),
         sequence_length,
-        num_samples,
+        (num_tokens + partial) // sequence_length,
         add_extra_token=bool(extra),
         allow_partial=not drop_last_partial_sequence,
         dtype=sample_index_dtype(len(document_indices)) if dtype is None else dtype,

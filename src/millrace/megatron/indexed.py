@@ -110,19 +110,13 @@ class _BinReader(ABC):
 
     @abstractmethod
     def read(self, dtype: Any, count: int, offset: int) -> NDArray[Any]:
-        """`count` numbers of a dtype from byte `offset` on; read-only if the file is mapped.
-
-        Raises:
-            DataAssertionError: If they lie outside the file.
-        """
+        """`count` numbers of a dtype from byte `offset` on; DataAssertionError beyond the file."""
 
 
 class _LocalBinReader(_BinReader):
     """A `.bin` in a file system.
 
-    Args:
-        bin_path: PREFIX.bin.
-        reader: Reader of the `.bin`, if it is open already.
+    `reader` reads the `.bin` if it is open already.
     """
 
     _ACCESS: ClassVar[Access]
@@ -168,14 +162,13 @@ class _FileBinReader(_LocalBinReader):
 
 
 class _ObjectStoreBinReader(_BinReader):
-    """A `.bin` in an object store, which cannot be read yet.
-
-    Raises:
-        ConfigAssertionError: Always.
-    """
+    """A `.bin` in an object store, which cannot be read yet: an error."""
 
     def __init__(self, bin_path: str, object_storage_config: ObjectStorageConfig) -> None:
-        _refuse_object_store(bin_path)
+        raise ConfigAssertionError(
+            f"{bin_path} is in an object store; copy it to a file system, or read it with "
+            "millrace.IndexedDataset and your own bin_reader"
+        )
 
     def read(self, dtype: Any, count: int, offset: int) -> NDArray[Any]:
         raise NotImplementedError
@@ -225,15 +218,9 @@ class IndexedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
         dtype_code: int | None = None,
     ) -> None:
         super().__init__()
-        self.initialize(
-            path_prefix,
-            multimodal,
-            mmap,
-            object_storage_config or s3_config,
-            fast_cache_load,
-            sequences_per_dataset,
-            dtype_code,
-        )
+        config = object_storage_config or s3_config
+        expected = (fast_cache_load, sequences_per_dataset, dtype_code)
+        self.initialize(path_prefix, multimodal, mmap, config, *expected)
 
     def initialize(
         self,
@@ -248,7 +235,7 @@ class IndexedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
         """Opens the files; the arguments are those of the class."""
         self.path_prefix = os.fspath(path_prefix)
         if is_object_storage_path(self.path_prefix):
-            _refuse_object_store(self.path_prefix)
+            _ObjectStoreBinReader(self.path_prefix, object_storage_config)
         require(
             object_storage_config is None,
             f"{path_prefix} is in a file system, and object_storage_config is given: leave it out",
@@ -262,22 +249,15 @@ class IndexedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
         self.token_file = _open(self.path_prefix, mmap)
         idx_path, bin_path = get_idx_path(self.path_prefix), get_bin_path(self.path_prefix)
         self.index = _IndexReader(
-            idx_path, multimodal, sequences_per_dataset, dtype_code, self.token_file
+            idx_path, multimodal, sequences_per_dataset, token_file=self.token_file
         )
         kind = _MMapBinReader if mmap else _FileBinReader
         self.bin_reader: _BinReader = kind(bin_path, reader=self.token_file.reader)
 
     def __getstate__(self) -> tuple[Any, ...]:
-        arguments = (
-            self.path_prefix,
-            self.multimodal,
-            self.mmap,
-            self.object_storage_config,
-            self.fast_cache_load,
-            self.sequences_per_dataset,
-            self.dtype_code,
-        )
-        return arguments, self.token_file.identity()
+        files = self.path_prefix, self.multimodal, self.mmap, self.object_storage_config
+        expected = self.fast_cache_load, self.sequences_per_dataset, self.dtype_code
+        return (*files, *expected), self.token_file.identity()
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         arguments, identity = state
@@ -357,11 +337,7 @@ class IndexedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
 
     @property
     def sequence_modes(self) -> NDArray[np.int8]:
-        """int8 [sequences], of a multimodal file.
-
-        Raises:
-            ConfigAssertionError: If the file was not opened as multimodal.
-        """
+        """int8 [sequences]; a ConfigAssertionError if the file was not opened as multimodal."""
         modes = self.index.sequence_modes
         if modes is None:
             raise ConfigAssertionError(f"{self.path_prefix} was opened without multimodal=True")
@@ -490,13 +466,6 @@ def get_bin_path(path_prefix: str) -> str:
     return path_prefix + ".bin"
 
 
-def _refuse_object_store(path: str) -> None:
-    raise ConfigAssertionError(
-        f"{path} is in an object store; copy it to a file system, or read it with "
-        "millrace.IndexedDataset and your own bin_reader"
-    )
-
-
 def _open(prefix: str, mmap: bool) -> store.IndexedDataset:
     try:
         return store.IndexedDataset(prefix, access="mmap" if mmap else "file")
@@ -506,26 +475,20 @@ def _open(prefix: str, mmap: bool) -> store.IndexedDataset:
 
 
 def _as_tokens(tokens: Any, dtype: Any) -> NDArray[Any]:
-    """`numpy.array(tokens, dtype)` as [tokens], if that changes no token.
-
-    Raises:
-        ConfigAssertionError: If something is not a number, or would be cut or wrap around.
-    """
+    """`numpy.array(tokens, dtype)` as [tokens]; a ConfigError if that changes a token."""
     try:
         array = np.asarray(tokens)
         if array.dtype.kind in "iu":  # The builder checks that they fit.
             return array.reshape(-1)
         with np.errstate(invalid="ignore"):  # NaN and infinity: the comparison refuses them.
             converted = np.array(tokens, dtype)
-        is_exact = array.dtype.kind != "c" and (
+        if array.dtype.kind != "c" and (
             converted.dtype.kind == "f" or np.array_equal(converted, np.array(tokens, np.float64))
-        )
-    except (TypeError, ValueError, OverflowError) as error:
-        problem = str(error)
-    else:
-        if is_exact:
+        ):
             return converted.reshape(-1)
         problem = "not all are whole numbers within its limits"
-    raise ConfigAssertionError(
+    except (TypeError, ValueError, OverflowError) as error:
+        problem = str(error)
+    raise ConfigError(
         f"the tokens {shown(tokens)} cannot be stored as {np.dtype(dtype)}: {problem}"
     )

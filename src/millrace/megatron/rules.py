@@ -1,4 +1,4 @@
-"""The rules of a GPT dataset: how many samples, in which order, with which masks."""
+"""The rules of a GPT dataset: the order of its samples, and their masks."""
 
 from __future__ import annotations
 
@@ -8,75 +8,24 @@ from numpy.typing import NDArray
 
 from millrace import _native
 from millrace.dtypes import shuffle_index_dtype
+from millrace.feed.samples import Arrays
 from millrace.options import SampleOptions
-from millrace.order import GPTIndices, GPTPlan, build_gpt_indices, plan_gpt
-
-
-def plan_samples(
-    num_tokens_per_epoch: int,
-    num_samples: int | None,
-    sequence_length: int,
-    *,
-    add_extra_token: bool,
-    drop_last_partial_sequence: bool,
-) -> GPTPlan:
-    """`plan_gpt`, but an epoch without a sample is an empty plan if one epoch suffices.
-
-    A negative number of samples requests one epoch, as 0 does.
-
-    Raises:
-        ConfigError: If sequence_length is below 1, or samples are requested and there are no
-            tokens.
-    """
-    extra = 1 if add_extra_token else 0
-    at_least = None if num_samples is None else max(num_samples, 0)
-    requested = 0 if num_samples is None else num_samples * sequence_length + extra
-    shortest = sequence_length if drop_last_partial_sequence else 1
-    is_empty = num_tokens_per_epoch - extra < shortest
-    if not at_least and is_empty and requested <= num_tokens_per_epoch and sequence_length >= 1:
-        return GPTPlan(
-            num_tokens_per_epoch=num_tokens_per_epoch,
-            num_epochs=1,
-            num_samples=0,
-            num_samples_before_final_epoch=None,
-            sequence_length=sequence_length,
-            add_extra_token=add_extra_token,
-            allow_partial=not drop_last_partial_sequence,
-        )
-    return plan_gpt(
-        num_tokens_per_epoch,
-        at_least,
-        sequence_length,
-        add_extra_token=add_extra_token,
-        drop_last_partial_sequence=drop_last_partial_sequence,
-    )
+from millrace.order import GPTIndices, GPTPlan, build_gpt_indices
 
 
 def build_indices(
     sequence_lengths: NDArray[np.int32], indices: NDArray[np.int32], plan: GPTPlan, seed: int
 ) -> GPTIndices:
     """`build_gpt_indices` of any choice of sequences, int32 [sequences]."""
-    run = as_range(indices)
-    if run is not None:
-        return build_gpt_indices(sequence_lengths, run, plan, seed)
+    start = int(indices[0]) if len(indices) > 0 else 0
+    stop = start + len(indices)
+    if start >= 0 and np.array_equal(indices, np.arange(start, stop)):  # as the builder gives them
+        return build_gpt_indices(sequence_lengths, (start, stop), plan, seed)
     # A shuffle moves places, whatever they hold: shuffle the numbers 0 to n - 1, then look up.
     lengths = np.ascontiguousarray(sequence_lengths[indices])
     places = build_gpt_indices(lengths, (0, len(indices)), plan, seed)
-    return GPTIndices(
-        document_index=np.asarray(indices, np.int32)[places.document_index],
-        sample_index=places.sample_index,
-        shuffle_index=places.shuffle_index,
-    )
-
-
-def as_range(indices: NDArray[np.int32]) -> tuple[int, int] | None:
-    """(start, stop) of consecutive numbers, which the builder gives; None for any others."""
-    if len(indices) == 0:
-        return 0, 0
-    start, stop = int(indices[0]), int(indices[-1]) + 1
-    if stop - start != len(indices) or start < 0:
-        return None
-    return (start, stop) if np.array_equal(indices, np.arange(start, stop)) else None
+    document_index = np.asarray(indices, np.int32)[places.document_index]
+    return places._replace(document_index=document_index)
 
 
 def _build_document_index(
@@ -118,20 +67,14 @@ def _get_ltor_masks_and_position_ids(
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """The attention mask (or None), loss mask and position ids of tokens, for subclasses."""
     tokens = np.ascontiguousarray(data.numpy(), np.int64)
-    _, _, loss_mask, position_ids = (
-        rows[0]
-        for rows in _native.fill_rows(
-            tokens,
-            np.array([len(tokens)]),
-            SampleOptions(
-                sequence_length=len(tokens),
-                add_extra_token=False,
-                eod_token=eod_token,
-                reset_position_ids=bool(reset_position_ids or reset_attention_mask),
-                eod_mask_loss=bool(eod_mask_loss),
-            ),
-        )
+    options = SampleOptions(
+        sequence_length=len(tokens),
+        add_extra_token=False,
+        eod_token=eod_token,
+        reset_position_ids=bool(reset_position_ids or reset_attention_mask),
+        eod_mask_loss=bool(eod_mask_loss),
     )
+    _, _, loss_mask, position_ids = fill_sample(tokens, options)
     loss_mask[-1] = 1.0 - (bool(eod_mask_loss) and tokens[-1] == eod_token)
     mask = None
     if create_attention_mask:
@@ -145,6 +88,12 @@ def _get_ltor_masks_and_position_ids(
         torch.from_numpy(loss_mask),
         torch.from_numpy(position_ids),
     )
+
+
+def fill_sample(tokens: NDArray[np.int64], options: SampleOptions) -> Arrays:
+    """Tokens, labels, loss mask and position ids of one sample, from its tokens."""
+    arrays = _native.fill_rows(tokens, np.array([len(tokens)]), options)
+    return tuple(array[0] for array in arrays)
 
 
 # NumPy makes the masks: torch would use threads, and then hangs in a forked process if its parent

@@ -13,6 +13,8 @@ import numpy as np
 from millrace.megatron.errors import require
 from millrace.torch import distributed_rank
 
+logger = logging.getLogger(__name__)
+
 Blend = tuple[list[str], list[float] | None]
 """Path prefixes, and their weights (None: their numbers of samples)."""
 
@@ -38,8 +40,7 @@ def normalize(weights: Sequence[float]) -> list[float]:
         f"the weights {list(weights)} sum to {total}, which gives no shares. Give weights that are "
         "finite and not all 0",
     )
-    normalized: list[float] = (array / total).tolist() if array.size > 0 else []
-    return normalized
+    return [float(share) for share in array / total]
 
 
 def get_blend_from_list(blend: Sequence[Any] | None) -> Blend | None:
@@ -92,7 +93,8 @@ def compile_helpers() -> None:
     """Does nothing: installing millrace compiles the core."""
 
 
-def log_on_first_rank(logger: logging.Logger, message: str, level: int = logging.INFO) -> None:
+def log_on_first_rank(message: str, *, is_warning: bool = False) -> None:
     """Logs on rank 0 alone."""
+    level = logging.WARNING if is_warning else logging.INFO
     if logger.isEnabledFor(level) and distributed_rank() in (None, 0):
         logger.log(level, message)

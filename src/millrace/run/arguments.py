@@ -7,7 +7,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from millrace.errors import ConfigError
@@ -20,27 +20,13 @@ DEFAULT_SEED, DEFAULT_EVAL_ITERS, DEFAULT_EVAL_INTERVAL = 1234, 100, 1000
 
 _PATHS = ("train_data_path", "valid_data_path", "test_data_path")
 _DATA = ("data_path", "data_args_path", "per_split_data_args_path", *_PATHS)
-NAMES = (
-    *_DATA,
-    "split",
-    "seq_length",
-    "seed",
-    "num_samples",
-    "train_samples",
-    "train_iters",
-    "global_batch_size",
-    "eval_iters",
-    "eval_interval",
-    "skip_train",
-    "full_validation",
-    "multiple_validation_sets",
-    "data_cache_path",
-    "dataloader_fast_cache_load",
-    "num_dataset_builder_threads",
-    "mid_level_dataset_surplus",
-    "mmap_bin_files",
-    "no_mmap_bin_files",
-)
+_OTHERS = """
+    split seq_length seed num_samples train_samples train_iters global_batch_size eval_iters
+    eval_interval skip_train full_validation multiple_validation_sets data_cache_path
+    dataloader_fast_cache_load num_dataset_builder_threads mid_level_dataset_surplus mmap_bin_files
+    no_mmap_bin_files
+"""
+NAMES = (*_DATA, *_OTHERS.split())
 """The arguments that concern data. Only `num_samples` is millrace's own: train, valid, test."""
 
 
@@ -51,36 +37,28 @@ def read_arguments(path: str | os.PathLike[str]) -> dict[str, Any]:
         ConfigError: A missing file, or one in another format.
     """
     name = os.fspath(path)
-    try:
-        with open(name, "rb") as file:
-            content = file.read()
-    except OSError as error:
-        raise ConfigError(f"{name}: {error.strerror}. Give a YAML or TOML file") from None
-    try:
-        arguments = _parse(name, content.decode())
-    except ValueError as error:  # TOMLDecodeError and UnicodeDecodeError among them
-        raise ConfigError(f"{name} cannot be read: {error}") from None
-    if not isinstance(arguments, dict):
-        raise ConfigError(f"{name} holds a {type(arguments).__name__}; `name: value` is needed")
-    return _flat(name, arguments)
-
-
-def _parse(name: str, text: str) -> Any:
+    text = _read_text(name)
+    load: Callable[[str], Any]
     if name.endswith((".yaml", ".yml")):
         import yaml
 
-        try:
-            return yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ValueError(str(error)) from None
-    if name.endswith(".toml"):
+        load, error_class = yaml.safe_load, yaml.YAMLError
+    elif name.endswith(".toml"):
         if sys.version_info >= (3, 11):
             import tomllib
         else:
             import tomli as tomllib
 
-        return tomllib.loads(text)
-    raise ConfigError(f"{name} is neither .yaml, .yml nor .toml: rename it")
+        load, error_class = tomllib.loads, ValueError
+    else:
+        raise ConfigError(f"{name} is neither .yaml, .yml nor .toml: rename it")
+    try:
+        arguments = load(text)
+    except (error_class, ValueError) as error:  # YAML's dates raise ValueError
+        raise ConfigError(f"{name} cannot be read: {error}") from None
+    if not isinstance(arguments, dict):
+        raise ConfigError(f"{name} holds a {type(arguments).__name__}; `name: value` is needed")
+    return _flat(name, arguments)
 
 
 def _flat(place: str, sections: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,11 +75,7 @@ def _flat(place: str, sections: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unknown_arguments(arguments: Mapping[str, Any]) -> list[str]:
-    """The names that do not concern data, such as the model's in a file for the whole run.
-
-    Raises:
-        ConfigError: A name that is nearly one of NAMES.
-    """
+    """The names that do not concern data; ConfigError for one that is nearly one of NAMES."""
     unknown = [name for name in arguments if name not in NAMES]
     for name in unknown:
         near = difflib.get_close_matches(name, NAMES, 1, 0.85)
@@ -124,35 +98,33 @@ def config_from(arguments: Mapping[str, Any]) -> DatasetConfig:
     """
     arguments = {name: value for name, value in arguments.items() if value is not None}
     blend, per_split = _blends(arguments)
-    split = arguments.get("split", LEGACY_SPLIT) if blend is not None else None
-    if blend is None and "split" in arguments:
+    split = arguments.get("split", None if blend is None else LEGACY_SPLIT)
+    if isinstance(split, list | tuple):
+        split = ",".join(map(str, split))
+    if blend is None and split is not None:
         raise ConfigError(
-            f"split {arguments['split']!r} goes with data_path; here each split has its own data: "
-            "leave it out"
+            f"split {split!r} goes with data_path; here each split has its own data: leave it out"
         )
+    is_mapped = arguments.get("mmap_bin_files", True) and not arguments.get("no_mmap_bin_files")
     return DatasetConfig(
         sequence_length=_integer(arguments, "seq_length"),
         seed=_integer(arguments, "seed", DEFAULT_SEED),
         num_samples=_num_samples(arguments, per_split),
         blend=blend,
-        split=split if split is None else _split_text(split),
+        split=None if split is None else str(split),
         blend_per_split=per_split,
-        multiple_validation_sets=bool(arguments.get("multiple_validation_sets", False)),
-        full_validation=bool(arguments.get("full_validation", False)),
+        multiple_validation_sets=bool(arguments.get("multiple_validation_sets")),
+        full_validation=bool(arguments.get("full_validation")),
         cache=arguments.get("data_cache_path"),
-        trust_cache=bool(arguments.get("dataloader_fast_cache_load", False)),
+        trust_cache=bool(arguments.get("dataloader_fast_cache_load")),
         num_threads=_integer(arguments, "num_dataset_builder_threads", 1),
-        access="mmap" if _is_mapped(arguments) else "file",
+        access="mmap" if is_mapped else "file",
         surplus=float(arguments.get("mid_level_dataset_surplus", SURPLUS)),
     )
 
 
 def read_identifiers(text: str) -> Any:
-    """A tokenizer's unique identifiers: JSON, a JSON file, or a description of Megatron-LM's.
-
-    Raises:
-        ConfigError: Another text.
-    """
+    """A tokenizer's unique identifiers: JSON, a JSON file, or a description of Megatron-LM's."""
     content = _read_text(text) if os.path.exists(text) else text
     try:
         identifiers = json.loads(content)
@@ -168,29 +140,26 @@ def read_identifiers(text: str) -> Any:
 
 
 def parse_blend(items: Sequence[Any] | str) -> Blend:
-    """The blend in Megatron-LM's list: prefixes only, or a weight before each prefix.
-
-    Raises:
-        ConfigError: Weights for some of the prefixes only.
-    """
-    parts = shlex.split(items) if isinstance(items, str) else [str(item) for item in items]
-    if len(parts) % 2 == 0:
-        weights = [_number(part) for part in parts[::2]]
-        if all(weight is not None for weight in weights) and parts:
-            return [part.strip() for part in parts[1::2]], [w for w in weights if w is not None]
-        if any(weight is not None for weight in weights):
-            raise ConfigError(
-                f"the data {' '.join(parts[:8])} ... give weights for some prefixes only: give "
-                "one before each, or none"
-            )
-    return [part.strip() for part in parts], None
+    """The blend in Megatron-LM's list: prefixes only, or a weight before each prefix."""
+    parts = shlex.split(items) if isinstance(items, str) else map(str, items)
+    parts = [part.strip() for part in parts]
+    are_numbers = [_is_number(part) for part in parts[::2]]
+    if len(parts) % 2 or not any(are_numbers):
+        return parts, None
+    if not all(are_numbers):
+        raise ConfigError(
+            f"the data {' '.join(parts[:8])} ... give weights for some prefixes only: give one "
+            "before each, or none"
+        )
+    return parts[1::2], [float(part) for part in parts[::2]]
 
 
-def _number(text: str) -> float | None:
+def _is_number(text: str) -> bool:
     try:
-        return float(text)
+        float(text)
     except ValueError:
-        return None
+        return False
+    return True
 
 
 def _blends(arguments: Mapping[str, Any]) -> tuple[Blend | None, list[Blend | None] | None]:
@@ -202,21 +171,19 @@ def _blends(arguments: Mapping[str, Any]) -> tuple[Blend | None, list[Blend | No
             "per_split_data_args_path, or train_data_path and the like"
         )
     kind = kinds.pop()
-    if kind == "data_path":
-        return parse_blend(arguments[kind]), None
-    if kind == "data_args_path":
-        return parse_blend(_read_text(arguments[kind])), None
     if kind == "paths":
-        return None, [
-            parse_blend(arguments[name]) if name in arguments else None for name in _PATHS
-        ]
-    try:
-        blends = json.loads(_read_text(arguments[kind]))
-        lists = [blends.get(name) for name in SPLITS]
-    except (ValueError, AttributeError) as error:
-        raise ConfigError(
-            f"{arguments[kind]} is not a JSON object with train, valid and test: {error}"
-        ) from None
+        lists = [arguments.get(name) for name in _PATHS]
+    elif kind == "per_split_data_args_path":
+        try:
+            blends = json.loads(_read_text(arguments[kind]))
+            lists = [blends.get(name) for name in SPLITS]
+        except (ValueError, AttributeError) as error:
+            raise ConfigError(
+                f"{arguments[kind]} is not a JSON object with train, valid and test: {error}"
+            ) from None
+    else:
+        items = arguments[kind]
+        return parse_blend(items if kind == "data_path" else _read_text(items)), None
     return None, [None if items is None else parse_blend(items) for items in lists]
 
 
@@ -226,6 +193,8 @@ def _read_text(path: str) -> str:
             return file.read()
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
 
 
 def _num_samples(
@@ -276,16 +245,6 @@ def _integer(arguments: Mapping[str, Any], name: str, default: int | None = None
     if value is None:
         raise ConfigError(f"{name} is missing")
     try:
-        return int(str(value).replace("_", ""))
+        return int(str(value))
     except ValueError:
         raise ConfigError(f"{name} is {value!r}; a whole number is needed") from None
-
-
-def _split_text(split: Any) -> str:
-    return ",".join(map(str, split)) if isinstance(split, list | tuple) else str(split)
-
-
-def _is_mapped(arguments: Mapping[str, Any]) -> bool:
-    return bool(arguments.get("mmap_bin_files", True)) and not arguments.get(
-        "no_mmap_bin_files", False
-    )

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import numpy as np
-from numpy.typing import NDArray
 
 from millrace.checks import paths, whole
 from millrace.cores import available_cores
@@ -141,7 +140,8 @@ def _verify_once(
                     text += f": {describe(_Index(prefix, idx_file), start, stop)}"
                 problems.append(text)
             num_bytes += size
-        problems += _Index(prefix, idx_file).problems(os.fstat(bin_file.fileno()).st_size)
+        bin_size = os.fstat(bin_file.fileno()).st_size
+        problems += _Index(prefix, idx_file).problems(bin_path(prefix), bin_size)
         num_bytes = num_bytes or os.fstat(idx_file.fileno()).st_size
     return Report(
         prefix=prefix,
@@ -185,40 +185,31 @@ def _damaged_blocks(
     return [block for block, ok in enumerate(results) if not ok]
 
 
-class _Index:
-    """An index file that is read piece by piece, not mapped."""
-
-    def __init__(self, prefix: str, file: BinaryIO) -> None:
-        self._prefix, self._file = prefix, file
-        self._header = layout.read_header(file, idx_path(prefix))
-
-    def problems(self, bin_size: int) -> Iterator[str]:
+class _Index(layout.IndexFile):
+    def problems(self, bin_path: str, bin_size: int) -> Iterator[str]:
         """The first thing that is wrong with the sequences, and with the documents."""
-        idx, header = idx_path(self._prefix), self._header
-        token_size, byte, problem = header.dtype.itemsize, 0, ""
+        header, byte, problem = self.header, 0, ""
         for start in range(0, header.num_sequences, _ENTRIES):
-            lengths = self._read("lengths", start, _ENTRIES)
-            pointers = self._read("pointers", start, _ENTRIES)
-            problem, byte = layout.sequence_problem(lengths, pointers, token_size, byte, start)
+            lengths = self.read("lengths", start, _ENTRIES)
+            pointers = self.read("pointers", start, _ENTRIES)
+            problem, byte = layout.sequence_problem(
+                lengths, pointers, header.dtype.itemsize, byte, start
+            )
             if problem:
-                yield f"{idx}: {problem}"
+                yield f"{self.path}: {problem}"
                 break
         if not problem and (problem := layout.size_problem(bin_size, byte)):
-            yield f"{bin_path(self._prefix)} {problem}"
+            yield f"{bin_path} {problem}"
         last = np.zeros(1, np.int64)
         for start in range(0, header.num_document_entries, _ENTRIES):
             # The entries of a part go on from the last of the part before.
-            entries = np.concatenate((last, self._read("documents", start, _ENTRIES)))
+            entries = np.concatenate((last, self.read("documents", start, _ENTRIES)))
             if problem := layout.document_problem(entries, header.num_sequences, start - 1):
-                yield f"{idx}: {problem}"
+                yield f"{self.path}: {problem}"
                 return
             last = entries[-1:]
-        first = self._read("documents", 0, 1)
-        if first[0] != 0 or last[0] != header.num_sequences:
-            yield (
-                f"{idx}: the document indices go from {first[0]} to {last[0]}, not from 0 to "
-                f"{header.num_sequences}, the number of sequences"
-            )
+        if problem := self.document_ends_problem():
+            yield problem
 
     def sequences_in(self, start: int, stop: int) -> str:
         """The sequences and documents between two bytes of the `.bin`."""
@@ -238,7 +229,7 @@ class _Index:
             "modes": "modes of sequences",
         }
         parts = ["header"] if start < layout.HEADER.size else []
-        for name, column in self._header.columns.items():
+        for name, column in self.header.columns.items():
             first, end = max(start, column.offset), min(stop, column.end)
             if first < end:
                 low, high = (
@@ -247,18 +238,7 @@ class _Index:
                 parts.append(f"{labels[name]} {low} to {high}")
         return ", ".join(parts)
 
-    def _read(self, name: str, start: int, count: int) -> NDArray[Any]:
-        """Entries of a column: `count` of them, or those up to its end."""
-        column = self._header.columns[name]
-        values = np.empty(min(count, column.length - start), column.dtype)
-        offset = column.offset + start * values.itemsize
-        if read_at(self._file, offset, values.view(np.uint8)) < values.nbytes:
-            raise DataError(
-                f"{idx_path(self._prefix)} was cut short while it was read: verify it again"
-            )
-        return values
-
     def _find(self, name: str, value: int) -> int:
         """The number of a column's last entry that is at most `value`."""
-        numbers = range(self._header.columns[name].length)
-        return bisect_right(numbers, value, key=lambda number: self._read(name, number, 1)[0]) - 1
+        numbers = range(self.header.columns[name].length)
+        return bisect_right(numbers, value, key=lambda number: self.read(name, number)[0]) - 1

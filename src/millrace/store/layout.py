@@ -25,6 +25,8 @@ from numpy.typing import DTypeLike, NDArray
 
 from millrace import _native
 from millrace.errors import ConfigError, DataError
+from millrace.store.bytes import read_at
+from millrace.store.publish import idx_path
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -109,8 +111,40 @@ class Header:
         )
 
 
-def read_header(file: BinaryIO, path: str) -> Header:
-    """Reads the header of an open index file; a DataError if the file is truncated or foreign."""
+class IndexFile:
+    """An open index file, read by positions: it may be cut short at any moment.
+
+    Raises:
+        DataError: If the file is truncated or foreign.
+    """
+
+    def __init__(self, prefix: str, file: BinaryIO) -> None:
+        self.path = idx_path(prefix)
+        self.header = _read_header(file, self.path)
+        self._file = file
+
+    def read(self, name: str, start: int, count: int = 1) -> NDArray[Any]:
+        """Entries of a column: `count` of them, or those up to its end."""
+        column = self.header.columns[name]
+        values = np.empty(min(count, column.length - start), column.dtype)
+        offset = column.offset + start * values.itemsize
+        if read_at(self._file, offset, values.view(np.uint8)) < values.nbytes:
+            raise DataError(f"{self.path} was cut short while it was read: try again")
+        return values
+
+    def document_ends_problem(self) -> str:
+        """The problem of the first and last document entries, or an empty text."""
+        count, num_entries = self.header.num_sequences, self.header.num_document_entries
+        first, last = self.read("documents", 0)[0], self.read("documents", num_entries - 1)[0]
+        if (first, last) == (0, count):
+            return ""
+        return (
+            f"{self.path}: the document indices go from {first} to {last}, not from 0 to {count}, "
+            "the number of sequences"
+        )
+
+
+def _read_header(file: BinaryIO, path: str) -> Header:
     data, size = os.pread(file.fileno(), HEADER.size, 0), os.fstat(file.fileno()).st_size
     if size < HEADER.size or len(data) < HEADER.size:
         raise DataError(
@@ -130,20 +164,20 @@ def read_header(file: BinaryIO, path: str) -> Header:
             f"{path} has dtype code {code}; the codes are {min(DTYPES)} to {max(DTYPES)}. "
             "The file is damaged: write it again from its source"
         )
-    plain = Header(
+    header = Header(
         dtype=DTYPES[code],
         num_sequences=num_sequences,
         num_document_entries=num_entries,
         has_modes=False,
     )
-    size_with_modes = plain.size + num_sequences
-    if num_entries == 0 or size not in (plain.size, size_with_modes):
+    with_modes = replace(header, has_modes=True)
+    if num_entries == 0 or size not in (header.size, with_modes.size):
         raise DataError(
             f"{path} has {size} bytes, but its {num_sequences} sequences and {num_entries} "
-            f"document entries take {plain.size}, or {size_with_modes} with modes. "
+            f"document entries take {header.size}, or {with_modes.size} with modes. "
             "It is truncated or damaged: write it again from its source"
         )
-    return plain if size == plain.size else replace(plain, has_modes=True)
+    return header if size == header.size else with_modes
 
 
 # ---- what is wrong with the entries: a phrase, or an empty text ----

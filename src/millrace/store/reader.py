@@ -19,14 +19,14 @@ from millrace.checks import one_path, whole, whole_numbers
 from millrace.errors import ConfigError, DataError
 from millrace.files import checksum, cut_short
 from millrace.store import layout
-from millrace.store.bytes import Access, BinReader, bytes_in_memory, open_bin
+from millrace.store.bytes import Access, BinReader, bytes_in_memory, copied, open_bin
 from millrace.store.info import Info, read_info
 from millrace.store.publish import bin_path, idx_path, open_pair
 
 _CHUNK = 1024  # sequences that iteration reads at a time
 _BLOCK = 4096
 _FINGERPRINT_BLOCKS = 16
-_PIECE = 2 << 20  # bytes of an index that are copied at a time: they stay in a core's cache
+_PIECE = 1 << 19  # lengths that are copied at a time: they stay in a core's cache
 
 
 class IndexedDataset:
@@ -86,13 +86,13 @@ class IndexedDataset:
             files = open_pair(self.prefix, has_bin=bin_reader is None)
             for file in files:
                 stack.enter_context(file)
-            self.header = layout.read_header(files[-1], idx_path(self.prefix))
+            index = layout.IndexFile(self.prefix, files[-1])
+            self.header = index.header
             self._index = _native.map_file(files[-1].fileno(), self.header.size)
             self._files = [_identity(file) for file in files]
             self.reader = open_bin(files[0], access) if bin_reader is None else bin_reader
-            self._check_ends(files[-1])
+            self._check_ends(index)
         self.dtype = self.header.dtype
-        self._shift = self.dtype.itemsize.bit_length() - 1
         self.sequence_lengths: NDArray[np.int32] = self._column("lengths")
         self.sequence_pointers: NDArray[np.int64] = self._column("pointers")
         self.document_indices: NDArray[np.int64] = self._column("documents")
@@ -114,34 +114,18 @@ class IndexedDataset:
         column = self.header.columns[name]
         return np.frombuffer(self._index, column.dtype, column.length, column.offset)
 
-    def _check_ends(self, idx_file: BinaryIO) -> None:
-        """Checks the first and last entries.
-
-        They are read, not looked up in the map: the file may be cut short at this moment.
-        """
-
-        columns = self.header.columns
-
-        def entry(name: str, number: int) -> int:
-            dtype, offset, _ = columns[name]
-            data = os.pread(idx_file.fileno(), dtype.itemsize, offset + number * dtype.itemsize)
-            return int.from_bytes(data, "little", signed=True)
-
-        idx, count = idx_path(self.prefix), len(self)
-        first, last = entry("documents", 0), entry("documents", self.num_documents)
-        if first != 0 or last != count:
-            raise DataError(
-                f"{idx}: the document indices go from {first} to {last}, not from 0 to {count}, "
-                f"the number of sequences. {layout.WRITE_AGAIN}"
-            )
-        end = 0
-        if count > 0:
-            start, length = entry("pointers", 0), entry("lengths", count - 1)
-            end = entry("pointers", count - 1) + length * self.header.dtype.itemsize
+    def _check_ends(self, index: layout.IndexFile) -> None:
+        """Checks the first and last entries: read, as the map may be cut short at this moment."""
+        if problem := index.document_ends_problem():
+            raise DataError(f"{problem}. {layout.WRITE_AGAIN}")
+        end, last = 0, len(self) - 1
+        if last >= 0:
+            start, length = index.read("pointers", 0).item(), index.read("lengths", last).item()
+            end = index.read("pointers", last).item() + length * self.header.dtype.itemsize
             if start != 0 or length < 0:
                 raise DataError(
-                    f"{idx}: the first sequence starts at byte {start}, not 0, or the last has a "
-                    f"negative length ({length}). {layout.WRITE_AGAIN}"
+                    f"{index.path}: the first sequence starts at byte {start}, not 0, or the last "
+                    f"has a negative length ({length}). {layout.WRITE_AGAIN}"
                 )
         if problem := layout.size_problem(self.reader.size, end):
             raise DataError(f"{bin_path(self.prefix)} {problem}")
@@ -227,11 +211,16 @@ class IndexedDataset:
                 pass
         # Not a number, a file that is not mapped, or a damaged index: the rest names the damage.
         if isinstance(index, slice):
-            return self._slice(*index.indices(len(self)))
+            bounds = index.indices(len(self))
+            if self._views is not None:
+                with contextlib.suppress(ValueError):
+                    return self._views.many(*bounds)
+                return [self[number] for number in range(*bounds)]  # one of them raises
+            index = np.arange(*bounds)
         if isinstance(index, (np.ndarray, list)) and np.ndim(index) == 1:
             flat, offsets = self.read(index)
-            return _cut(flat, offsets)
-        number = self._sequence(index)
+            return [flat[a:b] for a, b in itertools.pairwise(offsets.tolist())]
+        number = self._number("sequence", index, len(self))
         return self._read(
             number, self.sequence_pointers.item(number), self.sequence_lengths.item(number)
         )
@@ -246,7 +235,7 @@ class IndexedDataset:
         Raises:
             ConfigError: If the span lies outside the sequence.
         """
-        number = self._sequence(index)
+        number = self._number("sequence", index, len(self))
         available = self.sequence_lengths.item(number)
         start = whole("offset", offset)
         count = available - start if length is None else whole("length", length)
@@ -277,55 +266,34 @@ class IndexedDataset:
                 )
                 return flat.view(self.dtype), offsets
             counts = lengths[ids].astype(np.int64)
-            counts <<= self._shift
-            flat = self.reader.gather(pointers[ids], counts)
+            flat = self.reader.gather(pointers[ids], counts * self.dtype.itemsize)
         except DataError as error:
             raise DataError(f"{self.prefix}.bin/.idx: {error}") from None
         except ValueError as error:
             raise layout.index_damage(self.prefix, f"{error} (of those to be read)") from None
-        offsets = np.zeros(len(ids) + 1, np.int64)
-        np.cumsum(counts, out=offsets[1:])
-        offsets >>= self._shift
-        return flat.view(self.dtype), offsets
+        return flat.view(self.dtype), np.concatenate(([0], np.cumsum(counts)))
 
     def document(self, number: SupportsIndex) -> NDArray[Any]:
         """A document's tokens, all its sequences one after the other: [length] of `dtype`."""
-        place = operator.index(number)
-        place += self.num_documents if place < 0 else 0
-        if not 0 <= place < self.num_documents:
-            raise IndexError(
-                f"there is no document {place}; {self.prefix} has 0 to {self.num_documents - 1}"
-            )
-        first, last = self.document_indices[place : place + 2].tolist()
-        if not 0 <= first <= last <= len(self):
-            problem = f"document {place} has the sequences {first} to {last} of {len(self)}"
-            raise layout.index_damage(self.prefix, problem)
+        place = self._number("document", number, self.num_documents)
+        first, last = self.check_documents(place, place + 1)
         return self.read(np.arange(first, last))[0] if last != first + 1 else self[first]
 
-    def _sequence(self, index: SupportsIndex) -> int:
+    def _number(self, kind: str, index: SupportsIndex, count: int) -> int:
         number = operator.index(index)
-        if not -len(self) <= number < len(self):
-            raise IndexError(
-                f"there is no sequence {number}; {self.prefix} has 0 to {len(self) - 1}"
-            )
-        return number
-
-    def _slice(self, start: int, stop: int, step: int) -> list[NDArray[Any]]:
-        if self._views is not None:
-            with contextlib.suppress(ValueError):
-                return self._views.many(start, stop, step)
-            return [self[number] for number in range(start, stop, step)]  # one of them raises
-        flat, offsets = self.read(np.arange(start, stop, step))
-        return _cut(flat, offsets)
+        if not -count <= number < count:
+            raise IndexError(f"there is no {kind} {number}; {self.prefix} has 0 to {count - 1}")
+        return number % count
 
     def _read(self, number: int, byte_offset: int, count: int) -> NDArray[Any]:
-        if count < 0 or not 0 <= byte_offset <= self.reader.size - (count << self._shift):
+        num_bytes = count * self.dtype.itemsize
+        if count < 0 or not 0 <= byte_offset <= self.reader.size - num_bytes:
             problem = (
                 f"sequence {number} has {count} tokens from byte {byte_offset} on, outside the "
                 f".bin of {self.reader.size} bytes"
             )
             raise layout.index_damage(self.prefix, problem)
-        return self.reader.read(byte_offset, count << self._shift).view(self.dtype)
+        return self.reader.read(byte_offset, num_bytes).view(self.dtype)
 
     # ---- identity ----
 
@@ -351,11 +319,8 @@ class IndexedDataset:
     @cached_property
     def lengths_checksum(self) -> str:
         """A checksum (XXH3-64, 16 hex digits) of all sequence lengths, which decide the order."""
-        start, end = self.header.columns["lengths"].offset, self.header.columns["lengths"].end
-        return checksum(
-            _native.copy_pieces(self._index, np.array([at]), np.array([min(_PIECE, end - at)]))
-            for at in range(start, end, _PIECE)
-        )
+        lengths = self.sequence_lengths
+        return checksum(copied(lengths[at : at + _PIECE]) for at in range(0, len(self), _PIECE))
 
     def info(self) -> Info | None:
         """The sidecar's checksums and provenance; None if there is no sidecar."""
@@ -390,9 +355,9 @@ class IndexedDataset:
 
         Without it, that happens when the dataset and its last array are gone.
         """
+        kept = {name: vars(self)[name] for name in ("prefix", "dtype", "header", "_files")}
         self.__class__ = _closed(type(self))
-        for name in _CLOSED:
-            self.__dict__.pop(name, None)
+        self.__dict__ = kept
 
     def __enter__(self) -> IndexedDataset:
         return self
@@ -436,13 +401,6 @@ def _open_same(
     return dataset
 
 
-_CLOSED = (
-    *("_index", "_options", "_bytes", "_tokens", "_views", "reader", "sequence_lengths"),
-    *("sequence_pointers", "document_indices", "sequence_modes", "fingerprint", "lengths_checksum"),
-)
-"""The attributes that a closed dataset does not have any more."""
-
-
 def _closed(kind: type[IndexedDataset]) -> type[IndexedDataset]:
     """The class of closed datasets, which raise ConfigError for the attributes they lack.
 
@@ -460,8 +418,3 @@ def _identity(file: BinaryIO) -> tuple[int, ...]:
     """Device, inode, size and time of a file."""
     stat = os.fstat(file.fileno())
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
-
-
-def _cut(flat: NDArray[Any], offsets: NDArray[np.int64]) -> list[NDArray[Any]]:
-    bounds = offsets.tolist()
-    return [flat[a:b] for a, b in itertools.pairwise(bounds)]

@@ -18,6 +18,7 @@ from millrace import _native
 from millrace.errors import ConfigError, DataError
 from millrace.files import flush_to_disk, naming
 from millrace.interrupts import interrupts_held
+from millrace.store.bytes import copied
 from millrace.store.info import BlockHasher, Info
 from millrace.store.layout import Header
 from millrace.store.publish import bin_path, building
@@ -207,12 +208,12 @@ class PairWriter:
         """Appends the entries of sequences and documents [start, stop) of another index."""
         for start in range(*sequences, LIMIT):
             part = slice(start, min(start + LIMIT, sequences[1]))
-            self._lengths.extend(_copied(other.sequence_lengths[part]))
+            self._lengths.extend(copied(other.sequence_lengths[part]))
             if self._multimodal and other.sequence_modes is not None:
-                self._modes.extend(_copied(other.sequence_modes[part]))
+                self._modes.extend(copied(other.sequence_modes[part]))
         for start in range(documents[0] + 1, documents[1] + 1, LIMIT):
             ends = other.document_indices[start : min(start + LIMIT, documents[1] + 1)]
-            self._documents.extend(_copied(ends) + (self.buffer.num_sequences - sequences[0]))
+            self._documents.extend(copied(ends) + (self.buffer.num_sequences - sequences[0]))
 
     # ---- the end ----
 
@@ -336,12 +337,6 @@ def blocks(dataset: IndexedDataset, start: int, stop: int) -> Iterator[NDArray[n
     """
     for at in range(start, stop, _READ_SIZE):
         yield dataset.reader.gather(np.array([at]), np.array([min(_READ_SIZE, stop - at)]))
-
-
-def _copied(column: NDArray[Any]) -> NDArray[Any]:
-    """A copy of a part of a mapped column: an error if the file was cut short, not a bus error."""
-    data = column.view(np.uint8)
-    return _native.copy_pieces(data, np.array([0]), np.array([len(data)])).view(column.dtype)
 
 
 def _write_all(file: BinaryIO, data: NDArray[np.uint8]) -> None:

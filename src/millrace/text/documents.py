@@ -124,14 +124,24 @@ class _Source:
 
 
 @contextlib.contextmanager
-def _decompressed(source: _Source, path: str) -> Iterator[Any]:
+def _decompressed(source: Any, path: str) -> Iterator[Any]:
     magic = source.first_bytes
     if magic.startswith(_GZIP_MAGIC):
-        with gzip.GzipFile(fileobj=source) as stream:  # type: ignore[call-overload]
+        with gzip.GzipFile(fileobj=source) as stream:
             yield stream
     elif magic == _ZSTD_MAGIC or (magic[1:] == _ZSTD_SKIPPABLE and magic[0] & 0xF0 == 0x50):
-        zstd = _import_zstd(path)
-        window = {zstd.DecompressionParameter.window_log_max: 31}  # for files of zstd --long=31
+        try:
+            if sys.version_info >= (3, 14):
+                from compression import zstd
+            else:
+                from backports import zstd
+        except ImportError:
+            raise TextError(
+                f"{path} is zstd-compressed, which needs the backports.zstd package: "
+                "pip install 'millrace[tokenizers]'"
+            ) from None
+        # For files of zstd --long=31.
+        window: dict[Any, int] = {zstd.DecompressionParameter.window_log_max: 31}
         try:
             with zstd.ZstdFile(source, options=window) as stream:
                 yield stream
@@ -141,20 +151,6 @@ def _decompressed(source: _Source, path: str) -> Iterator[Any]:
             ) from None
     else:
         yield source
-
-
-def _import_zstd(path: str) -> Any:
-    try:
-        if sys.version_info >= (3, 14):
-            from compression import zstd
-        else:
-            from backports import zstd
-    except ImportError:
-        raise TextError(
-            f"{path} is zstd-compressed, which needs the backports.zstd package: "
-            "pip install 'millrace[tokenizers]'"
-        ) from None
-    return zstd
 
 
 def document_texts(block: LineBlock, keys: Sequence[str]) -> list[tuple[int, list[str]]]:
@@ -176,11 +172,7 @@ def document_texts(block: LineBlock, keys: Sequence[str]) -> list[tuple[int, lis
 
 
 def check_keys(keys: Sequence[str]) -> tuple[str, ...]:
-    """The JSON keys as a tuple.
-
-    Raises:
-        ConfigError: Not a list of strings, an empty list, or a repeated key.
-    """
+    """The JSON keys as a tuple; ConfigError unless they are a list of strings, each once."""
     if isinstance(keys, str):
         raise ConfigError(f"json_keys is {keys!r}, one key alone; give a list: [{keys!r}]")
     names = tuple(keys) if isinstance(keys, Iterable) else ()
@@ -232,11 +224,7 @@ def _excerpt(line: bytes) -> str:
 
 
 def input_size(path: str) -> int | None:
-    """The size of an input file, in bytes; None for a pipe or a device.
-
-    Raises:
-        TextError: A missing or unreadable file.
-    """
+    """The size of an input file, in bytes; None for a pipe; TextError if it cannot be read."""
     try:
         status = os.stat(path)
     except OSError as error:

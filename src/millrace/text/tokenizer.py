@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from millrace.checks import shown
 from millrace.dtypes import optimal_dtype
@@ -53,8 +53,7 @@ class Tokenizer:
     @property
     def vocabulary_size(self) -> int:
         """Number of tokens, including added ones."""
-        size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        return size
+        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
     @cached_property
     def dtype(self) -> np.dtype[Any]:
@@ -70,9 +69,7 @@ class Tokenizer:
             TextError: No `eod_token`, and a tokenizer with none or several of `EOD_TOKENS`.
         """
         if self.eod_token is None:
-            usual = [
-                token for token in EOD_TOKENS if self._tokenizer.token_to_id(token) is not None
-            ]
+            usual = [text for text in EOD_TOKENS if self._tokenizer.token_to_id(text) is not None]
             if len(usual) != 1:
                 what = f"several ({', '.join(usual)})" if usual else "none"
                 raise TextError(
@@ -80,8 +77,7 @@ class Tokenizer:
                     f"({', '.join(EOD_TOKENS)}). Name the token with --eod-token"
                 )
             self.eod_token = usual[0]
-        number: int = self._tokenizer.token_to_id(self.eod_token)
-        return number
+        return int(self._tokenizer.token_to_id(self.eod_token))
 
     def special_tokens(self) -> dict[str, int]:
         """The ids of the special tokens, by name."""
@@ -100,17 +96,13 @@ class Tokenizer:
         except TypeError:
             if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
                 raise ConfigError(f"texts are {shown(texts)}; give a list of texts") from None
-            for number, text in enumerate(texts):
-                try:
-                    text.encode()
-                except UnicodeEncodeError as error:
-                    raise InvalidUnicodeError(number, error.start, text[error.start]) from None
+            for text in texts:
+                encoded_size(text)
             raise
 
     def decode(self, ids: ArrayLike) -> str:
         """The text of some ids, including special tokens."""
-        text: str = self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
-        return text
+        return str(self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False))
 
     def __getstate__(self) -> dict[str, Any]:
         # The content, not only the path: workers must have the same tokenizer as the job, even if
@@ -127,28 +119,30 @@ class Tokenizer:
         self.__dict__.update(state)
 
 
-class InvalidUnicodeError(TextError):
-    """A text with a lone surrogate, which no encoding can represent."""
-
-    def __init__(self, text_number: int, position: int, character: str) -> None:
-        super().__init__(text_number, position, character)  # as pickle needs them
-        self.text_number = text_number
-
-    def __str__(self) -> str:
-        _, position, character = self.args
-        return (
-            f"character {position + 1} is the lone surrogate U+{ord(character):04X}, which is not "
-            "valid Unicode. Repair or remove the text"
-        )
+def encoded_size(text: str, place: str = "") -> int:
+    """The size of a text in UTF-8, in bytes; TextError, after `place`, if it has none."""
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError as error:
+        raise TextError(
+            f"{place}character {error.start + 1} is the lone surrogate "
+            f"U+{ord(text[error.start]):04X}, which is not valid Unicode. Repair or remove the text"
+        ) from None
 
 
-def _load(content: bytes, path: str) -> Any:
+def import_tokenizers() -> Any:
+    """The tokenizers package, which is optional."""
     try:
         import tokenizers
     except ImportError:
         raise TextError(
             "tokenizing needs the tokenizers package: pip install 'millrace[tokenizers]'"
         ) from None
+    return tokenizers
+
+
+def _load(content: bytes, path: str) -> Any:
+    tokenizers = import_tokenizers()
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises bare Exception and ValueError
@@ -159,14 +153,3 @@ def _load(content: bytes, path: str) -> Any:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
-
-
-def flatten(ids: Sequence[Sequence[int]], dtype: Any) -> tuple[NDArray[Any], NDArray[np.int32]]:
-    """Lists of ids as one array [tokens] of `dtype`, and their lengths, int32 [lists]."""
-    lengths = np.fromiter((len(part) for part in ids), np.int32, len(ids))
-    flat = np.empty(int(lengths.sum(dtype=np.int64)), dtype)
-    start = 0
-    for part in ids:
-        flat[start : start + len(part)] = part
-        start += len(part)
-    return flat, lengths
