@@ -254,6 +254,26 @@ def test_a_state_of_version_2_is_read(tmp_path: Path) -> None:
     resumed.load_state_dict(resumed.state_dict())
 
 
+def test_a_state_of_version_2_of_another_dataset_is_read() -> None:
+    class Numbers:
+        def __len__(self) -> int:
+            return 6
+
+        def batch(self, sample_numbers: Any) -> dict[str, np.ndarray]:
+            return {"tokens": np.asarray(sample_numbers)}
+
+        def fingerprint(self) -> dict[str, Any]:
+            return {"kind": "numbers"}
+
+    loader = Loader(Numbers(), micro_batch_size=3)
+    state = {"version": 2, "consumed_samples": 3, "fingerprint": {"kind": "numbers"}}
+    loader.load_state_dict(state)
+    assert next(loader)["tokens"].tolist() == [3, 4, 5]
+    state["fingerprint"] = {"kind": np.array([1, 2])}
+    with pytest.raises(ResumeError, match="kind: saved array"):
+        loader.load_state_dict(state)
+
+
 def test_a_state_of_another_blend_is_refused(make_dataset: Make) -> None:
     parts = [
         GPTDataset(make_dataset([200], name=name), sequence_length=8, seed=1) for name in ("a", "b")

@@ -125,8 +125,8 @@ class GPTDataset:
             order = _build_order(
                 self.dataset, options, seed, num_samples, sequences, drop_last_partial_sequence
             )
-        elif not all(option is None for option in (seed, num_samples, sequences)) or (
-            drop_last_partial_sequence is not True
+        elif (seed, num_samples) != (None, None) or not (
+            sequences is None and drop_last_partial_sequence is True
         ):
             raise ConfigError(
                 "seed, num_samples, sequences and drop_last_partial_sequence belong to "
@@ -412,12 +412,17 @@ def _batch_by_dataset(
                 name: np.empty((len(dataset_rows), *array.shape[1:]), array.dtype)
                 for name, array in part.items()
             }
-        form = {name: (array.dtype, *array.shape) for name, array in part.items()}
-        needed = {name: (array.dtype, len(rows), *array.shape[1:]) for name, array in batch.items()}
-        if form != needed:
-            raise DataError(f"{_name(dataset)} returned arrays {form}; {needed} is needed")
+        if part.keys() != batch.keys():
+            raise DataError(f"{_name(dataset)} returned {[*part]}; {[*batch]} are needed")
         for name, array in part.items():
-            batch[name][rows] = array
+            column = batch[name]
+            shape = (len(rows), *column.shape[1:])
+            if array.shape != shape or array.dtype != column.dtype:
+                raise DataError(
+                    f"{_name(dataset)} returned {name} as {array.dtype} {list(array.shape)}; "
+                    f"{column.dtype} {list(shape)} is needed"
+                )
+            column[rows] = array
     return batch
 
 

@@ -239,14 +239,15 @@ def _sequential_sampler(
 
 
 def _from_version_2(fingerprint: Any) -> Any:
-    """A fingerprint of version 2, which had no view of its own, and was of the rules' version 1."""
-    if not isinstance(fingerprint, Mapping):
-        return fingerprint
+    """A fingerprint of version 2, which had no view, and no version of the rules: it was 1."""
+    kind = fingerprint.get("kind") if isinstance(fingerprint, Mapping) else None
+    if not (isinstance(kind, str) and kind in ("gpt", "blend")):
+        return fingerprint  # another dataset's
     moved = {"rules": 1, **fingerprint}
-    if isinstance(moved.get("datasets"), (list, tuple)):
-        moved["datasets"] = [_from_version_2(dataset) for dataset in moved["datasets"]]
-    if moved.get("kind") == "gpt":
+    if kind == "gpt":
         moved["view"] = {name: moved.pop(name, None) for name in _VIEW_OPTIONS}
+    elif isinstance(moved.get("datasets"), (list, tuple)):
+        moved["datasets"] = [_from_version_2(dataset) for dataset in moved["datasets"]]
     return moved
 
 

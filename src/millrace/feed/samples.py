@@ -53,7 +53,11 @@ class SampleSource:
         """
         if self.core_order is not None:
             return gather([self], np.zeros(len(numbers), np.int64), numbers)
-        sequences, offsets, counts, bounds = checked_spans(self._order, numbers)
+        core = getattr(self._order, "core", None)
+        spans = (
+            checked_spans(self._order, numbers) if core is None else _native.spans(core, numbers)
+        )
+        sequences, offsets, counts, bounds = spans
         places = _native.locate_spans(self.tokens, sequences, offsets, counts)
         tokens = self._dataset.reader.gather(*places).view(self._dataset.dtype)
         ends = np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))[bounds[1:]]

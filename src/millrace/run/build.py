@@ -319,12 +319,15 @@ def _places(split: SplitPlan) -> list[_Places]:
 
 def _layout(split: SplitPlan) -> arrays.Layout:
     """Dtypes and shapes of a split's arrays: the indices of all its datasets, one after another."""
-    last = _places(split)[-1]
-    most_documents = max(dataset.num_entries for dataset in split.datasets)
+    num_entries = [dataset.num_entries for dataset in split.datasets]
+    num_samples = sum(split.lengths)
     layout: dict[str, tuple[Any, tuple[int, ...]]] = {
-        "document_index": (np.int32, (last.document_index.stop,)),
-        "sample_index": (sample_index_dtype(most_documents), (last.sample_index.stop, 2)),
-        "shuffle_index": (shuffle_index_dtype(max(split.lengths)), (last.shuffle_index.stop,)),
+        "document_index": (np.int32, (sum(num_entries),)),
+        "sample_index": (
+            sample_index_dtype(max(num_entries)),
+            (num_samples + len(split.datasets), 2),
+        ),
+        "shuffle_index": (shuffle_index_dtype(max(split.lengths)), (num_samples,)),
     }
     if split.kind == "blend":
         layout["dataset_index"] = (np.int16, (split.num_samples,))
