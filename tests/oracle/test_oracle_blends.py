@@ -335,7 +335,7 @@ def test_a_blend_that_draws_too_much_of_a_dataset_is_refused_by_both(tmp_path: P
     )
     ours = our_datasets(prefixes, "1", 0, [None, None])
     theirs = [
-        megatron.gpt_dataset(prefix, config, dataset.sequences, None)
+        megatron.gpt_dataset(prefix, config, dataset.order.sequences, None)
         for prefix, dataset in zip(prefixes, ours, strict=True)
     ]
     for weights in ([1.0, 1e-6], [1e-6, 1.0]):

@@ -169,7 +169,7 @@ def test_the_final_epoch_is_cut_off_at_the_same_count(
             drop_last=True,
         )
         assert check(case, tmp_path / f"cache-{num_samples}") == "same"
-        cuts.add(case.ours().plan.num_samples_before_final_epoch is None)
+        cuts.add(case.ours().order.plan.num_samples_before_final_epoch is None)
     assert cuts == ({True} if num_epochs == 1 else {True, False})
 
 
