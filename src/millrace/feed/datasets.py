@@ -106,17 +106,18 @@ class GPTDataset:
         order: Order | None = None,
         options: SampleOptions | None = None,
     ) -> None:
-        single_options: dict[str, Any] = {
-            "sequence_length": sequence_length,
-            "add_extra_token": add_extra_token,
-            "eod_token": eod_token,
-            "pad_token": pad_token,
-            "reset_position_ids": reset_position_ids,
-            "eod_mask_loss": eod_mask_loss,
-        }
         if options is None:
-            options = SampleOptions(**single_options)
-        elif single_options != _NO_OPTIONS:
+            options = SampleOptions(
+                sequence_length=sequence_length,  # type: ignore[arg-type]
+                add_extra_token=add_extra_token,
+                eod_token=eod_token,
+                pad_token=pad_token,
+                reset_position_ids=reset_position_ids,
+                eod_mask_loss=eod_mask_loss,
+            )
+        elif (sequence_length, eod_token, pad_token) != (None, None, None) or not (
+            add_extra_token is True and reset_position_ids is eod_mask_loss is False
+        ):
             raise ConfigError("give options, or single options of samples: one of the two")
         self._file = dataset
         self.prefix = dataset.prefix
@@ -214,16 +215,6 @@ class GPTDataset:
             **order,
             "view": view,
         }
-
-
-_NO_OPTIONS = {
-    "sequence_length": None,
-    "add_extra_token": True,
-    "eod_token": None,
-    "pad_token": None,
-    "reset_position_ids": False,
-    "eod_mask_loss": False,
-}
 
 
 def _build_order(

@@ -406,8 +406,7 @@ def _from_manifest(config: DatasetConfig, folder: str) -> tuple[RunPlan, Dataset
         if (split is None) != (array_set is None):
             return None
         if split is not None and array_set is not None:
-            layout = {name: (np.dtype(d), shape) for name, (d, shape) in _layout(split).items()}
-            is_same = array_set.key == set_key(plan, split) and array_set.layout == layout
+            is_same = array_set.key == set_key(plan, split) and array_set.layout == _layout(split)
             if not is_same or array_set.damage():
                 return None
     if not config.trust_cache and any(file.record.change() for file in plan.files):
