@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -18,19 +18,24 @@ class Deferred(Generic[T]):
 
     def __init__(self, load: Callable[[], T]) -> None:
         self._load = load
+        self._values: list[T] = []  # the value, once it is loaded
 
     @classmethod
     def of(cls, value: T) -> Deferred[T]:
         """A value that is there already: a pickle holds the value itself."""
         return cls(partial(_same, value))
 
-    @cached_property
+    @property
     def value(self) -> T:
-        return self._load()
+        # Without a lock, which a fork beside a thread that loads would leave locked for ever: two
+        # threads may both load the value.
+        if not self._values:
+            self._values = [self._load()]
+        return self._values[0]
 
     @property
     def is_loaded(self) -> bool:
-        return "value" in self.__dict__
+        return bool(self._values)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Deferred, (self._load,)

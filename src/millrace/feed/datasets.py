@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Protocol, SupportsIndex
 
 import numpy as np
@@ -135,6 +135,7 @@ class GPTDataset:
             )
         self.order = order
         self._watch = SizeWatch()
+        self._source: SampleSource | None = None
 
     @property
     def dataset(self) -> IndexedDataset:
@@ -151,13 +152,15 @@ class GPTDataset:
         indices: GPTIndices = self.order.indices  # type: ignore[union-attr]
         return indices
 
-    @cached_property
+    @property
     def source(self) -> SampleSource:
         """The samples, for a call of the core that reads from several datasets."""
-        return SampleSource(self.dataset, self.order, self.options)
+        if self._source is None:
+            self._source = SampleSource(self.dataset, self.order, self.options)
+        return self._source
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "source"}
+        return vars(self) | {"_source": None}  # made again where it is needed
 
     def __len__(self) -> int:
         return len(self.order)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -99,6 +98,7 @@ class GPTOrder:
         self.files = files
         self._lengths = lengths
         self._indices = indices
+        self._core: _native.Order | None = None
 
     def __len__(self) -> int:
         return self.plan.num_samples
@@ -108,17 +108,17 @@ class GPTOrder:
         """The document index, sample index and shuffle index."""
         return self._indices.value
 
-    @cached_property
+    @property
     def core(self) -> _native.Order:
         """The same order in the native core."""
-        return _native.gpt_order(
-            self._lengths.value,
-            self.indices.document_index,
-            self.indices.sample_index,
-            self.indices.shuffle_index,
-            sequence_length=self.plan.sequence_length,
-            add_extra_token=self.plan.add_extra_token,
-        )
+        if self._core is None:
+            self._core = _native.gpt_order(
+                self._lengths.value,
+                *self.indices,
+                sequence_length=self.plan.sequence_length,
+                add_extra_token=self.plan.add_extra_token,
+            )
+        return self._core
 
     def spans(self, sample_numbers: ArrayLike) -> Spans:
         """The spans of some samples.
@@ -149,7 +149,7 @@ class GPTOrder:
         }
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "core"}
+        return vars(self) | {"_core": None}  # made again where it is needed
 
 
 def plan_gpt(
