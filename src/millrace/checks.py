@@ -91,10 +91,7 @@ def reals(name: str, values: Any) -> list[float]:
 
 
 def whole_numbers(name: str, values: ArrayLike) -> NDArray[np.int64]:
-    """Whole numbers as one contiguous int64 [n] in native byte order; `values` itself if it is one.
-
-    It may be a list, or an array [n] of any integer dtype, byte order, stride and alignment.
-    """
+    """Whole numbers as one contiguous, native int64 [n]; `values` itself if it is such an array."""
     try:
         array = np.asarray(values)
     except (TypeError, ValueError):  # lists of several lengths, tensors of other devices

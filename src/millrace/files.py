@@ -26,10 +26,7 @@ def temporary_name(path: str) -> str:
 
 
 def temporaries_of(*paths: str) -> list[str]:
-    """The existing temporaries of files, also those of living writers.
-
-    These are the names of `temporary_name`, and the path + ".tmp" of older versions.
-    """
+    """The existing temporaries of files, also of living writers and older versions (".tmp")."""
     names = {os.path.split(path) for path in paths}
     temporaries = []
     for folder in {folder for folder, _ in names}:
@@ -101,10 +98,7 @@ def fsync_folder(path: str) -> None:
 
 
 def cut_short(path: str, identity: tuple[int, ...]) -> str:
-    """A message, if a file has become shorter since it was opened; else an empty text.
-
-    It had the `identity` then: device, inode and size.
-    """
+    """A message if a file is shorter than its identity (device, inode, size) says; else empty."""
     try:
         now = os.stat(path)
     except OSError:

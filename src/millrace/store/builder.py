@@ -110,12 +110,7 @@ class IndexedDatasetBuilder:
         return self._buffer.num_tokens
 
     def columns(self) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int8]]:
-        """The index so far, read back; memory and time grow with it.
-
-        Returns:
-            Lengths int32 [sequences], document entries int64 [documents + 1] and modes int8
-            [sequences] (empty in a file without modes).
-        """
+        """Lengths, document entries and modes so far, read back; memory and time grow with them."""
         with self._writer.alone():
             return self._writer.columns()
 

@@ -38,11 +38,7 @@ class BinReader(Protocol):
         ...
 
     def gather(self, byte_offsets: NDArray[np.int64], byte_counts: NDArray[np.int64]) -> Bytes:
-        """Many pieces, one after the other: uint8 [sum of byte_counts].
-
-        Args:
-            byte_offsets, byte_counts: int64 [pieces].
-        """
+        """Many pieces, one after the other: uint8 [sum of byte_counts]; the arrays are [pieces]."""
         ...
 
 

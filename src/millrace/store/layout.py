@@ -177,10 +177,7 @@ def _read_header(file: BinaryIO, path: str) -> Header:
 def sequence_problem(
     lengths: NDArray[np.int32], pointers: NDArray[np.int64], token_size: int, byte: int, first: int
 ) -> tuple[str, int]:
-    """The problem of some sequences, and the byte at which the last good one ends.
-
-    The first of them has the number `first`, and should start at `byte`.
-    """
+    """The problem of sequences from number `first` and `byte` on; the end of the last good one."""
     bad, end = _native.first_bad_sequence(lengths, pointers, token_size, byte)
     if bad == len(lengths):
         return "", end

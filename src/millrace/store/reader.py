@@ -221,9 +221,7 @@ class IndexedDataset:
             flat, offsets = self.read(index)
             return [flat[a:b] for a, b in itertools.pairwise(offsets.tolist())]
         number = self._number("sequence", index, len(self))
-        return self._read(
-            number, self.sequence_pointers.item(number), self.sequence_lengths.item(number)
-        )
+        return self._read(number, 0, self.sequence_lengths.item(number))
 
     def __iter__(self) -> Iterator[NDArray[Any]]:
         for start in range(0, len(self), _CHUNK):
@@ -244,8 +242,7 @@ class IndexedDataset:
                 f"tokens [{start}, {start + count}) are not in sequence {number}, which has "
                 f"{available} tokens"
             )
-        pointer = self.sequence_pointers.item(number)
-        return self._read(number, pointer + start * self.dtype.itemsize, count)
+        return self._read(number, start, count)
 
     def read(self, sequence_ids: ArrayLike) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """Many sequences at once, anywhere in the file, in one call of the core.
@@ -285,7 +282,8 @@ class IndexedDataset:
             raise IndexError(f"there is no {kind} {number}; {self.prefix} has 0 to {count - 1}")
         return number % count
 
-    def _read(self, number: int, byte_offset: int, count: int) -> NDArray[Any]:
+    def _read(self, number: int, start: int, count: int) -> NDArray[Any]:
+        byte_offset = self.sequence_pointers.item(number) + start * self.dtype.itemsize
         num_bytes = count * self.dtype.itemsize
         if count < 0 or not 0 <= byte_offset <= self.reader.size - num_bytes:
             problem = (

@@ -151,10 +151,7 @@ class PairWriter:
     # ---- tokens and entries ----
 
     def append(self, values: NDArray[Any]) -> None:
-        """Buffers tokens: a chunk is checked while the one before is written.
-
-        Raises ConfigError if a token does not fit the dtype.
-        """
+        """Buffers tokens that fit the dtype; a chunk is checked while the last one is written."""
         for start in range(0, len(values), _CHUNK):
             try:
                 self.buffer.append(values[start : start + _CHUNK])
