@@ -148,7 +148,10 @@ def _groups(folder: str) -> dict[tuple[str, bool], list[str]]:
 
 
 def _entry(folder: str, name: str, paths: list[str], check_contents: bool) -> CacheEntry:
-    stats = [os.stat(path) for path in paths if os.path.exists(path)]
+    stats = []
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):  # a temporary may get its name at any moment
+            stats.append(os.stat(path))
     entry = CacheEntry(
         name=name,
         kind="run" if name.startswith(MANIFEST) else "set",
