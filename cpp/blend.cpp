@@ -9,6 +9,8 @@
 // its candidates anew. This is exact for any weights: it needs no bound on rounding errors and no
 // weights that sum to 1. The floor is a guess that only affects speed. It is a margin below the
 // last winner's error; the margin grows when a block ends early and shrinks otherwise.
+// The candidates of a short block are chosen from the candidates of a longer block
+// around it, whose floor is not higher, and those from the candidates of a still longer one.
 //
 // Several threads: a sample depends on the samples before it only through `taken`, the number of
 // samples taken of each dataset. The blend is cut into parts. Each part but the first guesses
@@ -42,12 +44,12 @@ namespace millrace {
 namespace {
 
 constexpr double infinity = std::numeric_limits<double>::infinity();
-constexpr double lowest = std::numeric_limits<double>::lowest();
 constexpr double no_winner = std::numeric_limits<double>::quiet_NaN();  // equals no error
 
-constexpr std::int64_t block_size = 48;        // samples
+constexpr std::int64_t shortest_block = 16;    // samples
+constexpr std::int64_t block_growth = 8;       // a block around blocks is 8 times as long
 constexpr std::int64_t shortest_part = 4096;   // samples
-constexpr std::int64_t part_per_dataset = 96;  // samples; a part needs some 70 bytes per dataset
+constexpr std::int64_t part_per_dataset = 96;  // samples; a part needs some 250 bytes per dataset
 constexpr std::int64_t warmups_per_part = 32;  // a warm-up is 1/32 of a part
 constexpr std::int64_t parts_per_thread = 4;   // an idle thread takes another one
 constexpr int most_threads = 64;
@@ -109,95 +111,134 @@ double update_errors(std::span<Row> rows, double last_best, double position) {
 // Returns the first place whose error is `best`, and erases that error from all other places, so
 // that `update_errors` recognises the winner.
 std::size_t find_winner(std::span<Row> rows, double best) {
-  Lanes first_places = {};
+  Lanes place = {};
   for (std::size_t lane = 0; lane < num_lanes; ++lane) {
-    first_places[lane] = static_cast<double>(lane);
+    place[lane] = static_cast<double>(lane);
   }
   const Lanes none = Lanes{} + infinity;
-  Lanes place = first_places, first = none, last = -none;
+  Lanes first = none, last = -none;
   for (const Row& row : rows) {
     const Lanes match = row.error == best ? place : none;
     first = match < first ? match : first;
     last = row.error == best ? place : last;
     place += static_cast<double>(num_lanes);
   }
-  const double winner = across(first, smaller);
-  if (winner != across(last, larger)) [[unlikely]] {
-    place = first_places;
+  const auto winner = static_cast<std::size_t>(across(first, smaller));
+  if (winner != static_cast<std::size_t>(across(last, larger))) [[unlikely]] {
     for (Row& row : rows) {
-      row.error = place == winner ? row.error : -none;
-      place += static_cast<double>(num_lanes);
+      row.error = -none;
     }
+    rows[winner / num_lanes].error[winner % num_lanes] = best;
   }
-  return static_cast<std::size_t>(winner);
+  return winner;
 }
 
-// Lists the datasets whose error reaches the floor, in order: their numbers in `candidates`, their
-// weights and what is taken of them in `list`. Returns the rows used.
-std::span<Row> list_candidates(std::span<const Row> all, double floor,
-                               std::span<std::int32_t> candidates, std::span<Row> list) {
+// The candidates of a block, in order.
+struct List {
+  List(std::size_t capacity, std::int64_t most_samples)
+      : length(most_samples), margin(1.0 / static_cast<double>(capacity)),
+        rows(rows_for(capacity)), datasets(capacity), places(capacity + 1) {}
+
+  std::span<Row> used_rows() { return std::span(rows).first(rows_for(count)); }
+
+  std::int64_t length, end = 0;  // samples
+  double margin, floor = std::numeric_limits<double>::lowest();
   std::size_t count = 0;
-  std::int32_t dataset = 0;
-  for (const Row& row : all) {
+  std::vector<Row> rows;
+  std::vector<std::uint32_t> datasets;  // their numbers
+  std::vector<std::uint32_t> places;    // in the list that they were chosen from
+};
+
+// Returns the list of all datasets and one list for each length of a block, the longest first.
+std::vector<List> make_lists(std::size_t num_datasets) {
+  std::vector<List> lists;
+  const auto longest = static_cast<std::int64_t>(num_datasets) / 2;
+  for (std::int64_t length = shortest_block; length < longest; length *= block_growth) {
+    lists.emplace_back(num_datasets, length);
+  }
+  lists.emplace_back(num_datasets, 0);
+  std::reverse(lists.begin(), lists.end());
+  return lists;
+}
+
+// Fills `list` with the datasets of `outer` whose error reaches the floor at the block's end.
+void choose_candidates(List& outer, List& list) {
+  list.count = 0;
+  std::uint32_t place = 0;
+  for (const Row& row : outer.used_rows()) {
+    const Lanes error = row.weight * position_of(list.end - 1) - row.taken;
     for (std::size_t lane = 0; lane < num_lanes; ++lane) {
-      candidates[count] = dataset++;  // overwritten by the next one if it is no candidate
-      count += row.error[lane] >= floor ? 1 : 0;
+      list.places[list.count] = place++;  // overwritten by the next one if it is no candidate
+      list.count += error[lane] >= list.floor ? 1 : 0;
     }
   }
-  const std::span<Row> rows = list.first(rows_for(count));
-  std::fill(rows.begin(), rows.end(), Row());
-  for (std::size_t place = 0; place < count; ++place) {
-    const auto number = static_cast<std::size_t>(candidates[place]);
-    const Row& row = all[number / num_lanes];
-    rows[place / num_lanes].weight[place % num_lanes] = row.weight[number % num_lanes];
-    rows[place / num_lanes].taken[place % num_lanes] = row.taken[number % num_lanes];
+  std::ranges::fill(list.used_rows(), Row());
+  for (std::size_t i = 0; i < list.count; ++i) {
+    const std::uint32_t from = list.places[i];
+    const Row& row = outer.rows[from / num_lanes];
+    list.datasets[i] = outer.datasets[from];
+    list.rows[i / num_lanes].weight[i % num_lanes] = row.weight[from % num_lanes];
+    list.rows[i / num_lanes].taken[i % num_lanes] = row.taken[from % num_lanes];
   }
-  return rows;
 }
 
 // Draws the samples [begin, end) and updates `taken`. In a warm-up `blend` is null.
 MILLRACE_VECTOR_CODE
 void draw(const Datasets& datasets, Taken& taken, std::int64_t begin, std::int64_t end,
           const Blend* blend) {
-  std::vector<Row> all(rows_for(datasets.size())), list(all.size());
-  std::vector<std::int32_t> candidates(all.size() * num_lanes + 1);
+  std::vector<List> lists = make_lists(datasets.size());
+  List& all = lists.front();
+  all.count = datasets.size();
+  all.end = end;
+  std::iota(all.datasets.begin(), all.datasets.end(), std::uint32_t{0});
   for (std::size_t i = 0; i < datasets.size(); ++i) {
-    all[i / num_lanes].weight[i % num_lanes] = datasets.weights[i];
-    all[i / num_lanes].taken[i % num_lanes] = taken[i] == datasets.limits[i] ? infinity : taken[i];
+    all.rows[i / num_lanes].weight[i % num_lanes] = datasets.weights[i];
+    all.rows[i / num_lanes].taken[i % num_lanes] =
+        taken[i] == datasets.limits[i] ? infinity : taken[i];
   }
   const double spacing = 1.0 / static_cast<double>(datasets.size());  // between errors, about
-  double margin = spacing;
-  double best = update_errors(all, no_winner, position_of(begin));
+  double best = update_errors(all.used_rows(), no_winner, position_of(begin));
+  std::size_t depth = 0;
   for (std::int64_t sample = begin; sample < end;) {
-    const std::int64_t block_end = std::min(sample + block_size, end);
-    const double floor = std::max(lowest, best - margin);  // `lowest` if the difference is NaN
-    update_errors(all, no_winner, position_of(block_end - 1));
-    const std::span<Row> rows = list_candidates(all, floor, candidates, list);
-    best = no_winner;
-    for (; sample < block_end; ++sample) {
-      best = update_errors(rows, best, position_of(sample));
-      if (best < floor) {
-        break;
-      }
+    for (; depth + 1 < lists.size(); ++depth) {
+      List& list = lists[depth + 1];
+      list.end = std::min(sample + list.length, lists[depth].end);
+      list.floor = std::max(lists[depth].floor, best - list.margin);
+      choose_candidates(lists[depth], list);
+    }
+    const List& list = lists.back();
+    const std::span<Row> rows = lists.back().used_rows();
+    double error = update_errors(rows, no_winner, position_of(sample));
+    while (sample < list.end && error >= list.floor) {
+      best = error;
       const std::size_t place = find_winner(rows, best);
-      const auto winner = static_cast<std::size_t>(candidates[place]);
-      double number = all[winner / num_lanes].taken[winner % num_lanes];
+      const std::uint32_t winner = list.datasets[place];
+      const double number = rows[place / num_lanes].taken[place % num_lanes];
       if (blend != nullptr) {
         const auto i = static_cast<std::size_t>(sample);
         blend->dataset_index[i] = static_cast<std::int16_t>(winner);
         blend->dataset_sample_index[i] = static_cast<std::int64_t>(number);
       }
-      ++number;
-      if (number == datasets.limits[winner]) {
-        number = infinity;
+      if (number + 1 == datasets.limits[winner]) {
         rows[place / num_lanes].taken[place % num_lanes] = infinity;
       }
-      all[winner / num_lanes].taken[winner % num_lanes] = number;
+      error = update_errors(rows, best, position_of(++sample));
     }
-    margin = sample < block_end ? 2 * margin + spacing / 16 : 0.9 * margin;
+    const bool is_early = sample < list.end;
+    best = is_early ? list.floor : best;
+    // Leave the blocks that are at their end and those in which no error reaches the floor.
+    while (depth > 0 && (sample == lists[depth].end || best == lists[depth].floor)) {
+      List& done = lists[depth--];
+      done.margin = is_early ? 2 * done.margin + spacing / 16 : 0.9 * done.margin;
+      for (std::size_t i = 0; i < done.count; ++i) {
+        const std::uint32_t to = done.places[i];
+        lists[depth].rows[to / num_lanes].taken[to % num_lanes] =
+            done.rows[i / num_lanes].taken[i % num_lanes];
+      }
+    }
   }
   for (std::size_t i = 0; i < datasets.size(); ++i) {
-    taken[i] = std::min(all[i / num_lanes].taken[i % num_lanes], datasets.limits[i]);
+    taken[i] = std::min(all.rows[i / num_lanes].taken[i % num_lanes], datasets.limits[i]);
   }
 }
 
@@ -207,8 +248,7 @@ Taken guess(const Datasets& datasets, std::int64_t sample) {
   const auto position = static_cast<double>(sample);
   const auto taken_above = [&](double level, std::size_t i) {
     const double most = std::min(datasets.limits[i], position);
-    const double share =
-        std::max(0.0, std::min(datasets.weights[i] * position - level, most));
+    const double share = std::max(0.0, std::min(datasets.weights[i] * position - level, most));
     const auto whole = static_cast<double>(static_cast<std::int64_t>(share));
     return whole < share ? whole + 1 : whole;
   };
@@ -274,8 +314,7 @@ struct Part {
 std::size_t count_parts(std::int64_t size, std::size_t num_datasets, int threads) {
   const std::int64_t shortest =
       std::max(shortest_part, part_per_dataset * static_cast<std::int64_t>(num_datasets));
-  const std::int64_t most = parts_per_thread * threads;
-  const std::int64_t count = std::clamp<std::int64_t>(size / shortest, 1, most);
+  const auto count = std::clamp<std::int64_t>(size / shortest, 1, parts_per_thread * threads);
   return static_cast<std::size_t>(count > threads ? count - count % threads : count);
 }
 

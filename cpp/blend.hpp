@@ -1,5 +1,4 @@
-// The dataset of each sample of a blend. The rules are here; blend.cpp tells how they are followed
-// without comparing every dataset for every sample, and why that is exact.
+// The rules for the dataset of each sample of a blend; blend.cpp tells how they are followed.
 #pragma once
 
 #include <cstdint>
