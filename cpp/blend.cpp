@@ -136,10 +136,7 @@ std::size_t find_winner(std::span<Row> rows, double best) {
 // The candidates of a block, in order.
 struct List {
   List(std::size_t capacity, std::int64_t most_samples)
-      : length(most_samples), margin(1.0 / static_cast<double>(capacity)),
-        rows(rows_for(capacity)), datasets(capacity), places(capacity + 1) {}
-
-  std::span<Row> used_rows() { return std::span(rows).first(rows_for(count)); }
+      : length(most_samples), margin(1.0 / static_cast<double>(capacity)), places(capacity + 1) {}
 
   std::int64_t length, end = 0;  // samples
   double margin, floor = std::numeric_limits<double>::lowest();
@@ -165,14 +162,15 @@ std::vector<List> make_lists(std::size_t num_datasets) {
 void choose_candidates(List& outer, List& list) {
   list.count = 0;
   std::uint32_t place = 0;
-  for (const Row& row : outer.used_rows()) {
+  for (const Row& row : outer.rows) {
     const Lanes error = row.weight * position_of(list.end - 1) - row.taken;
     for (std::size_t lane = 0; lane < num_lanes; ++lane) {
       list.places[list.count] = place++;  // overwritten by the next one if it is no candidate
       list.count += error[lane] >= list.floor ? 1 : 0;
     }
   }
-  std::ranges::fill(list.used_rows(), Row());
+  list.rows.assign(rows_for(list.count), Row());
+  list.datasets.resize(list.count);
   for (std::size_t i = 0; i < list.count; ++i) {
     const std::uint32_t from = list.places[i];
     const Row& row = outer.rows[from / num_lanes];
@@ -189,6 +187,8 @@ void draw(const Datasets& datasets, Taken& taken, std::int64_t begin, std::int64
   std::vector<List> lists = make_lists(datasets.size());
   List& all = lists.front();
   all.count = datasets.size();
+  all.rows.resize(rows_for(all.count));
+  all.datasets.resize(all.count);
   all.end = end;
   std::iota(all.datasets.begin(), all.datasets.end(), std::uint32_t{0});
   for (std::size_t i = 0; i < datasets.size(); ++i) {
@@ -197,7 +197,7 @@ void draw(const Datasets& datasets, Taken& taken, std::int64_t begin, std::int64
         taken[i] == datasets.limits[i] ? infinity : taken[i];
   }
   const double spacing = 1.0 / static_cast<double>(datasets.size());  // between errors, about
-  double best = update_errors(all.used_rows(), no_winner, position_of(begin));
+  double best = update_errors(all.rows, no_winner, position_of(begin));
   std::size_t depth = 0;
   for (std::int64_t sample = begin; sample < end;) {
     for (; depth + 1 < lists.size(); ++depth) {
@@ -207,7 +207,7 @@ void draw(const Datasets& datasets, Taken& taken, std::int64_t begin, std::int64
       choose_candidates(lists[depth], list);
     }
     const List& list = lists.back();
-    const std::span<Row> rows = lists.back().used_rows();
+    const std::span<Row> rows = lists.back().rows;
     double error = update_errors(rows, no_winner, position_of(sample));
     while (sample < list.end && error >= list.floor) {
       best = error;

@@ -51,7 +51,7 @@ def bytes_in_memory(reader: BinReader) -> Bytes | None:
         isinstance(data, np.ndarray)
         and (data.dtype, data.shape) == (np.uint8, (reader.size,))
         and data.flags.c_contiguous
-        and data.ctypes.data % 8 == 0
+        and data.__array_interface__["data"][0] % 8 == 0
     ):
         raise ConfigError(
             f"the reader's bytes are {shown(data)}; a contiguous uint8 [{reader.size}] is needed, "
