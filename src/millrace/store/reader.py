@@ -82,10 +82,8 @@ class IndexedDataset:
     ) -> None:
         self.prefix = one_path("prefix", prefix)
         self._options = {"access": access, "bin_reader": bin_reader}
-        with contextlib.ExitStack() as stack:
-            files = open_pair(self.prefix, has_bin=bin_reader is None)
-            for file in files:
-                stack.enter_context(file)
+        files = open_pair(self.prefix, has_bin=bin_reader is None)
+        with files[0], files[-1]:  # one file twice, if there is no .bin to open
             index = layout.IndexFile(self.prefix, files[-1])
             self.header = index.header
             self._index = _native.map_file(files[-1].fileno(), self.header.size)
