@@ -281,9 +281,9 @@ class BlendedDataset:
             order = _build_blend_order(self.datasets, weights, size)
         elif weights is not None or size is not None:
             raise ConfigError("give an order, or weights and a size: one of the two")
-        _check_forms(self.datasets)
-        self.order = order
         options = [getattr(dataset, "options", None) for dataset in self.datasets]
+        _check_forms(self.datasets, options)
+        self.order = order
         self._has_one_view = options[0] is not None and options.count(options[0]) == len(options)
         self._watch = SizeWatch()
 
@@ -367,9 +367,8 @@ def _name(dataset: Dataset) -> str:
     return str(getattr(dataset, "prefix", type(dataset).__name__))
 
 
-def _check_forms(datasets: Sequence[Dataset]) -> None:
-    """Checks that all datasets' samples have the same arrays."""
-    options = [getattr(dataset, "options", None) for dataset in datasets]
+def _check_forms(datasets: Sequence[Dataset], options: Sequence[Any]) -> None:
+    """Checks that all samples have the same arrays; datasets that share their options do."""
     first = _form(datasets[0])
     for number, dataset in enumerate(datasets):
         if options[number] is not None and options[number] is options[0]:

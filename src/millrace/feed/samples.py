@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from millrace import _native
 from millrace.options import SampleOptions
 from millrace.order import Order
-from millrace.order.spans import CoreOrder, checked_spans
+from millrace.order.spans import checked_spans
 from millrace.store import IndexedDataset
 
 Batch = dict[str, NDArray[Any]]
@@ -27,15 +27,17 @@ class SampleSource:
 
     Args:
         dataset: The token file.
-        order: The order of its samples.
+        order: The order of its samples, or an order of the native core itself.
         options: What a sample looks like.
     """
 
     def __init__(
-        self, dataset: IndexedDataset, order: Order | CoreOrder, options: SampleOptions
+        self, dataset: IndexedDataset, order: Order | _native.Order, options: SampleOptions
     ) -> None:
         self.options = options
-        self._dataset, self._order = dataset, order
+        self._dataset, self._order = dataset, cast(Order, order)
+        is_core = isinstance(order, _native.Order)
+        self._core: Any = order if is_core else getattr(order, "core", None)
         self.tokens = _native.token_source(
             dataset.tokens if dataset.is_mapped else np.empty(0, dataset.dtype),
             dataset.sequence_pointers,
@@ -43,7 +45,7 @@ class SampleSource:
             dataset.reader.size,
         )
         # With one, a call of the core reads samples of this and of other such sources.
-        self.core_order: Any = getattr(order, "core", None) if dataset.is_mapped else None
+        self.core_order: Any = self._core if dataset.is_mapped else None
 
     def read(self, numbers: NDArray[np.int64]) -> Arrays:
         """The samples of these numbers: FIELDS, each [batch, sequence_length].
@@ -53,11 +55,10 @@ class SampleSource:
         """
         if self.core_order is not None:
             return gather([self], np.zeros(len(numbers), np.int64), numbers)
-        core = getattr(self._order, "core", None)
-        spans = (
-            checked_spans(self._order, numbers) if core is None else _native.spans(core, numbers)
-        )
-        sequences, offsets, counts, bounds = spans
+        if self._core is None:
+            sequences, offsets, counts, bounds = checked_spans(self._order, numbers)
+        else:
+            sequences, offsets, counts, bounds = _native.spans(self._core, numbers)
         places = _native.locate_spans(self.tokens, sequences, offsets, counts)
         tokens = self._dataset.reader.gather(*places).view(self._dataset.dtype)
         ends = np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))[bounds[1:]]

@@ -25,7 +25,6 @@ from millrace.megatron.utils import Split, log_on_first_rank
 from millrace.options import SampleOptions
 from millrace.order import GPTPlan, plan_gpt
 from millrace.order.gpt import check_seed
-from millrace.order.spans import CoreOrder
 
 _sample_options = lru_cache(maxsize=64)(SampleOptions)  # a configuration may change
 _causal_mask = lru_cache(maxsize=1)(rules.causal_mask)
@@ -229,7 +228,7 @@ class GPTDataset(CachedIndices, MegatronDataset):
                 sequence_length=options.sequence_length,
                 add_extra_token=options.add_extra_token,
             )
-            self._source = parts, SampleSource(token_file, CoreOrder(order), options)
+            self._source = parts, SampleSource(token_file, order, options)
         return self._source[1]
 
     def _sample(self, arrays: Arrays) -> Sample:

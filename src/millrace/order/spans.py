@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace import _native
 from millrace.checks import whole_numbers
 from millrace.errors import ConfigError
 
@@ -70,22 +69,7 @@ class Order(Protocol):
         ...
 
 
-class CoreOrder:
-    """The spans of an order of the native core.
-
-    Args:
-        core: The order.
-    """
-
-    def __init__(self, core: _native.Order) -> None:
-        self.core = core
-
-    def spans(self, sample_numbers: NDArray[np.int64]) -> Spans:
-        """See `Order.spans`."""
-        return Spans(*_native.spans(self.core, sample_numbers))
-
-
-def checked_spans(order: Order | CoreOrder, sample_numbers: NDArray[np.int64]) -> Spans:
+def checked_spans(order: Order, sample_numbers: NDArray[np.int64]) -> Spans:
     """The spans of some samples, with arrays that go together.
 
     Raises:

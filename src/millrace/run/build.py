@@ -250,11 +250,11 @@ def _build_in_cache(
     try:
         # First, so that `prune` in another process leaves this run what is built now.
         manifest.write(folder, limit=wait_limit)
-        sets = _build_sets(plan, folder, keys, progress, wait_limit)
+        sets = _build_sets(plan, folder, names, keys, progress, wait_limit)
     except OSError as error:
         sets = [
-            None if key is None else arrays.usable(folder, arrays.fingerprint(key), key)
-            for key in keys
+            None if name is None else arrays.usable(folder, name, key)
+            for name, key in zip(names, keys, strict=True)
         ]
         if [array_set and array_set.name for array_set in sets] != names:
             raise _cache_error(folder, error) from error
@@ -278,6 +278,7 @@ def _cache_error(folder: str, error: OSError) -> CacheError:
 def _build_sets(
     plan: RunPlan,
     folder: str,
+    names: Sequence[str | None],
     keys: Sequence[dict[str, Any] | None],
     progress: Progress | None,
     wait_limit: float | None,
@@ -285,13 +286,13 @@ def _build_sets(
     """The array set of each split."""
     count = _counter(plan, progress)
     sets: list[arrays.ArraySet | None] = []
-    for split, key in zip(plan.splits, keys, strict=True):
-        if split is None or key is None:
+    for split, name, key in zip(plan.splits, names, keys, strict=True):
+        if split is None or name is None:
             sets.append(None)
             continue
         build = partial(_build_split, plan, split, count)
         array_set, _ = arrays.load_or_build(
-            folder, arrays.fingerprint(key), key, partial(_layout, split), build, limit=wait_limit
+            folder, name, key, partial(_layout, split), build, limit=wait_limit
         )
         sets.append(array_set)
     return sets

@@ -226,4 +226,4 @@ class _Index(layout.IndexFile):
     def _find(self, name: str, value: int) -> int:
         """The number of a column's last entry that is at most `value`."""
         numbers = range(self.header.columns[name].length)
-        return bisect_right(numbers, value, key=lambda number: self.read(name, number)[0]) - 1
+        return bisect_right(numbers, value, key=lambda number: self.entry(name, number)) - 1

@@ -114,7 +114,7 @@ class IndexFile:
         self.header = _read_header(file, self.path)
         self._file = file
 
-    def read(self, name: str, start: int, count: int = 1) -> NDArray[Any]:
+    def read(self, name: str, start: int, count: int) -> NDArray[Any]:
         """Entries of a column: `count` of them, or those up to its end."""
         column = self.header.columns[name]
         values = np.empty(min(count, column.length - start), column.dtype)
