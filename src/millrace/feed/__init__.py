@@ -5,8 +5,21 @@ which sample numbers a data-parallel rank takes at each step, and the *loader* h
 batches and remembers one number, `consumed_samples`.
 """
 
+from millrace.feed.ahead import WaitStats
 from millrace.feed.datasets import BlendedDataset, Dataset, GPTDataset
+from millrace.feed.external import ExternalBatches
+from millrace.feed.fields import BatchForm
 from millrace.feed.loader import Loader
 from millrace.feed.samplers import Sampler, SequentialSampler
 
-__all__ = ["BlendedDataset", "Dataset", "GPTDataset", "Loader", "Sampler", "SequentialSampler"]
+__all__ = [
+    "BatchForm",
+    "BlendedDataset",
+    "Dataset",
+    "ExternalBatches",
+    "GPTDataset",
+    "Loader",
+    "Sampler",
+    "SequentialSampler",
+    "WaitStats",
+]

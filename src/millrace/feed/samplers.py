@@ -7,7 +7,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checks import MAX_INT64, flag, whole
+from millrace.checks import MAX_INT64, flag, shown, whole
+from millrace.errors import ConfigError
 
 
 class Sampler(Protocol):
@@ -61,6 +62,20 @@ class SequentialSampler:
         self.drop_last = flag("drop_last", drop_last)
         self._start = rank * micro_batch_size
         self._stop = self._start + micro_batch_size
+
+    def num_steps(self, consumed_samples: int = 0) -> int:
+        left = max(self.num_samples - whole("consumed_samples", consumed_samples, 0), 0)
+        return left // self.block_size if self.drop_last else -(-left // self.block_size)
+
+    def consumed_at(self, step: int) -> int:
+        return whole("step", step, 0) * self.block_size
+
+    def check_position(self, consumed_samples: int) -> None:
+        if consumed_samples > self.num_samples:
+            raise ConfigError(
+                f"consumed_samples is {shown(consumed_samples)}; the dataset has "
+                f"{self.num_samples} samples. Build it with a larger num_samples to train on"
+            )
 
     def has_step(self, consumed_samples: int) -> bool:
         consumed_samples = whole("consumed_samples", consumed_samples, 0)
