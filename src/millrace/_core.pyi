@@ -147,3 +147,6 @@ def gather_texts(
 def fill_rows(
     tokens: NDArray[Any], ends: _Numbers, options: SampleOptions, form: RowForm | None
 ) -> tuple[Any, ...]: ...
+def torch_randperm(
+    size: int, seed: int, has_64_bit_draws: bool, like: NDArray[_T]
+) -> NDArray[_T]: ...
