@@ -411,7 +411,9 @@ def fill_in_middle(
         return [begin, *prefix, end, *suffix, fill, *middle]
 
     pieces: list[tuple[int, int]] = []
-    for (start, end), number in zip(_bounds(ends, len(tokens)), sample_numbers.tolist(), strict=True):
+    for (start, end), number in zip(
+        _bounds(ends, len(tokens)), sample_numbers.tolist(), strict=True
+    ):
         text = list(zip(tokens[start:end].tolist(), flags[start:end].tolist(), strict=True))
         num_tokens = len(text)
         while pad_token is not None and num_tokens > 0 and text[num_tokens - 1][0] == pad_token:
@@ -490,7 +492,7 @@ def mask_losses(
     loss_masks: NDArray[np.float32], flags: NDArray[np.uint8], ends: Numbers
 ) -> NDArray[np.float32]:
     """See `_native.mask_losses`."""
-    out = loss_masks.copy()
+    out: NDArray[np.float32] = loss_masks.copy()
     for row, (start, end) in zip(out, _bounds(ends, len(flags)), strict=True):
         labels = flags[start + 1 : end]
         if len(labels) > len(row):
