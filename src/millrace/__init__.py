@@ -13,7 +13,17 @@ from millrace.errors import (
     TextError,
     ViewChangeWarning,
 )
-from millrace.feed import BlendedDataset, GPTDataset, Loader, SequentialSampler
+from millrace.feed import (
+    BlendedDataset,
+    FillInMiddle,
+    GPTDataset,
+    Loader,
+    LossRanges,
+    RepeatGuard,
+    SequentialSampler,
+    TransformedDataset,
+    write_loss_ranges,
+)
 from millrace.order import normalize, parse_split, samples_per_dataset, split_ranges
 from millrace.run import DatasetConfig, Datasets, build_datasets
 from millrace.store import IndexedDataset, IndexedDatasetBuilder, optimal_dtype
@@ -26,14 +36,18 @@ __all__ = [
     "DatasetConfig",
     "Datasets",
     "DuplicateDataWarning",
+    "FillInMiddle",
     "GPTDataset",
     "IndexedDataset",
     "IndexedDatasetBuilder",
     "Loader",
+    "LossRanges",
     "MillraceError",
+    "RepeatGuard",
     "ResumeError",
     "SequentialSampler",
     "TextError",
+    "TransformedDataset",
     "ViewChangeWarning",
     "build_datasets",
     "normalize",
@@ -41,4 +55,5 @@ __all__ = [
     "parse_split",
     "samples_per_dataset",
     "split_ranges",
+    "write_loss_ranges",
 ]

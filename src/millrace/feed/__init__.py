@@ -7,6 +7,20 @@ batches and remembers one number, `consumed_samples`.
 
 from millrace.feed.datasets import BlendedDataset, Dataset, GPTDataset
 from millrace.feed.loader import Loader
+from millrace.feed.loss_ranges import LossRanges, write_loss_ranges
 from millrace.feed.samplers import Sampler, SequentialSampler
+from millrace.feed.transforms import FillInMiddle, RepeatGuard, TransformedDataset
 
-__all__ = ["BlendedDataset", "Dataset", "GPTDataset", "Loader", "Sampler", "SequentialSampler"]
+__all__ = [
+    "BlendedDataset",
+    "Dataset",
+    "FillInMiddle",
+    "GPTDataset",
+    "Loader",
+    "LossRanges",
+    "RepeatGuard",
+    "Sampler",
+    "SequentialSampler",
+    "TransformedDataset",
+    "write_loss_ranges",
+]
