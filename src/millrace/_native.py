@@ -535,6 +535,36 @@ def first_bad_document(entries: Numbers, num_sequences: int) -> int:
     return _core.first_bad_document(entries, num_sequences)
 
 
+def torch_randperm(
+    size: int, seed: int, *, dtype: Any = np.int64, has_64_bit_draws: bool | None = None
+) -> NDArray[Any]:
+    """`torch.randperm(size, generator=torch.Generator().manual_seed(seed))`, on the CPU.
+
+    Args:
+        size: Number of numbers, at least 0.
+        seed: Seed of the generator, -2**63 to 2**64 - 1. Its low 32 bits decide the result.
+        dtype: uint32 (up to 2**32 numbers) or int64.
+        has_64_bit_draws: Whether two words of the generator are drawn for each number. None: as
+            torch decides, from 214,748,364 numbers on. Tests choose it for smaller sizes.
+
+    Returns:
+        A permutation of 0 to size - 1, [size] of `dtype`.
+    """
+    dtype = np.dtype(dtype)
+    if dtype not in (np.dtype(np.uint32), _INT64):
+        raise ConfigError(f"dtype is {dtype}; uint32 or int64 is needed")
+    largest = 2**32 if dtype.kind == "u" else MAX_INT64 // 8
+    if not 0 <= size <= largest:
+        raise ConfigError(f"size is {size}; 0 to {largest} is possible for {dtype}")
+    if not -(2**63) <= seed < 2**64:
+        raise ConfigError(f"seed is {seed}; -2**63 to 2**64 - 1 is possible")
+    if has_64_bit_draws is None:
+        has_64_bit_draws = size >= (2**32 - 1) // 20
+    if not has_64_bit_draws and size > 2**32 - 1:
+        raise ConfigError(f"size is {size}; 32-bit draws need fewer than 2**32 numbers")
+    return _core.torch_randperm(size, seed % 2**32, has_64_bit_draws, np.empty(0, dtype))
+
+
 def _check_vector(name: str, array: NDArray[Any], dtype: np.dtype[Any]) -> None:
     if array.ndim != 1 or array.dtype != dtype or not array.flags.c_contiguous:
         raise ConfigError(

@@ -386,3 +386,24 @@ def first_bad_document(entries: Numbers, num_sequences: int) -> int:
             return place
         previous = entry
     return len(entries)
+
+
+def torch_randperm(
+    size: int, seed: int, *, dtype: Any = np.int64, has_64_bit_draws: bool = False
+) -> NDArray[Any]:
+    """See `_native.torch_randperm`.
+
+    NumPy's legacy generator and torch's are seeded alike, and draw the same words.
+    """
+    next_word = np.random.RandomState(seed % 2**32)._bit_generator.random_raw
+    values = list(range(size))
+    if has_64_bit_draws:
+        for step in range(size):
+            words = next_word() << 32 | next_word()
+            target = words % (step + 1)
+            values[step], values[target] = values[target], step
+    else:
+        for step in range(size - 1):
+            target = step + next_word() % (size - step)
+            values[step], values[target] = values[target], values[step]
+    return np.array(values, dtype=dtype)

@@ -5,8 +5,27 @@ which sample numbers a data-parallel rank takes at each step, and the *loader* h
 batches and remembers one number, `consumed_samples`.
 """
 
+from millrace.feed.cyclic import CyclicSampler
 from millrace.feed.datasets import BlendedDataset, Dataset, GPTDataset
 from millrace.feed.loader import Loader
-from millrace.feed.samplers import Sampler, SequentialSampler
+from millrace.feed.samplers import (
+    FullValidationSampler,
+    GlobalBatchSampler,
+    Sampler,
+    SequentialSampler,
+)
+from millrace.feed.schedules import BatchSizeSchedule, RampUp
 
-__all__ = ["BlendedDataset", "Dataset", "GPTDataset", "Loader", "Sampler", "SequentialSampler"]
+__all__ = [
+    "BatchSizeSchedule",
+    "BlendedDataset",
+    "CyclicSampler",
+    "Dataset",
+    "FullValidationSampler",
+    "GPTDataset",
+    "GlobalBatchSampler",
+    "Loader",
+    "RampUp",
+    "Sampler",
+    "SequentialSampler",
+]
