@@ -13,7 +13,13 @@ from millrace.errors import (
     TextError,
     ViewChangeWarning,
 )
-from millrace.feed import BlendedDataset, GPTDataset, Loader, SequentialSampler
+from millrace.feed import (
+    BlendedDataset,
+    ExternalBatches,
+    GPTDataset,
+    Loader,
+    SequentialSampler,
+)
 from millrace.order import normalize, parse_split, samples_per_dataset, split_ranges
 from millrace.run import DatasetConfig, Datasets, build_datasets
 from millrace.store import IndexedDataset, IndexedDatasetBuilder, optimal_dtype
@@ -26,6 +32,7 @@ __all__ = [
     "DatasetConfig",
     "Datasets",
     "DuplicateDataWarning",
+    "ExternalBatches",
     "GPTDataset",
     "IndexedDataset",
     "IndexedDatasetBuilder",

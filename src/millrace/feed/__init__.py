@@ -5,8 +5,11 @@ which sample numbers a data-parallel rank takes at each step, and the *loader* h
 batches and remembers one number, `consumed_samples`.
 """
 
+from millrace.feed.ahead import WaitStats
 from millrace.feed.cyclic import CyclicSampler
 from millrace.feed.datasets import BlendedDataset, Dataset, GPTDataset
+from millrace.feed.external import ExternalBatches
+from millrace.feed.fields import BatchForm
 from millrace.feed.loader import Loader
 from millrace.feed.samplers import (
     FullValidationSampler,
@@ -17,10 +20,12 @@ from millrace.feed.samplers import (
 from millrace.feed.schedules import BatchSizeSchedule, RampUp
 
 __all__ = [
+    "BatchForm",
     "BatchSizeSchedule",
     "BlendedDataset",
     "CyclicSampler",
     "Dataset",
+    "ExternalBatches",
     "FullValidationSampler",
     "GPTDataset",
     "GlobalBatchSampler",
@@ -28,4 +33,5 @@ __all__ = [
     "RampUp",
     "Sampler",
     "SequentialSampler",
+    "WaitStats",
 ]
