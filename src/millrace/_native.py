@@ -512,6 +512,40 @@ def read_pieces(
     return _core.read_pieces(descriptor, num_bytes, byte_offsets, byte_counts)
 
 
+def prefetch_mapped(data: NDArray[np.uint8], byte_offsets: Numbers, byte_counts: Numbers) -> None:
+    """Starts to read pieces of a mapped file into memory, without waiting for them.
+
+    Args:
+        data: uint8 [n], the mapped file.
+        byte_offsets, byte_counts: int64 [pieces].
+
+    Raises:
+        ValueError: A piece outside the data.
+    """
+    _check_vector("data", data, _UINT8)
+    _check_vector("byte_offsets", byte_offsets, _INT64)
+    _check_vector("byte_counts", byte_counts, _INT64)
+    _core.prefetch_mapped(data, byte_offsets, byte_counts)
+
+
+def prefetch_file(
+    descriptor: int, num_bytes: int, byte_offsets: Numbers, byte_counts: Numbers
+) -> None:
+    """Starts to read pieces of an open file into memory, without waiting for them.
+
+    Args:
+        descriptor: Descriptor of a file that is open for reading.
+        num_bytes: Size of the file.
+        byte_offsets, byte_counts: int64 [pieces].
+
+    Raises:
+        ValueError: A piece outside the file.
+    """
+    _check_vector("byte_offsets", byte_offsets, _INT64)
+    _check_vector("byte_counts", byte_counts, _INT64)
+    _core.prefetch_file(descriptor, num_bytes, byte_offsets, byte_counts)
+
+
 def copy_sequences(
     data: NDArray[np.uint8],
     pointers: Numbers,

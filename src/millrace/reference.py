@@ -403,6 +403,18 @@ def copy_pieces(
     return np.concatenate(pieces)
 
 
+def prefetch_mapped(data: NDArray[np.uint8], byte_offsets: Numbers, byte_counts: Numbers) -> None:
+    """See `_native.prefetch_mapped`: what can be seen of it, which is its errors."""
+    copy_pieces(data, byte_offsets, byte_counts)
+
+
+def prefetch_file(
+    descriptor: int, num_bytes: int, byte_offsets: Numbers, byte_counts: Numbers
+) -> None:
+    """See `_native.prefetch_file`: what can be seen of it, which is its errors."""
+    read_pieces(descriptor, num_bytes, byte_offsets, byte_counts)
+
+
 def copy_sequences(
     data: NDArray[np.uint8],
     pointers: Numbers,
