@@ -6,7 +6,16 @@ batches and remembers one number, `consumed_samples`.
 """
 
 from millrace.feed.datasets import BlendedDataset, Dataset, GPTDataset
+from millrace.feed.fields import BatchForm
 from millrace.feed.loader import Loader
 from millrace.feed.samplers import Sampler, SequentialSampler
 
-__all__ = ["BlendedDataset", "Dataset", "GPTDataset", "Loader", "Sampler", "SequentialSampler"]
+__all__ = [
+    "BatchForm",
+    "BlendedDataset",
+    "Dataset",
+    "GPTDataset",
+    "Loader",
+    "Sampler",
+    "SequentialSampler",
+]
