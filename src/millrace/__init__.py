@@ -13,24 +13,39 @@ from millrace.errors import (
     TextError,
     ViewChangeWarning,
 )
-from millrace.feed import BlendedDataset, GPTDataset, Loader, SequentialSampler
+from millrace.feed import (
+    BatchSizeSchedule,
+    BlendedDataset,
+    CyclicSampler,
+    FullValidationSampler,
+    GlobalBatchSampler,
+    GPTDataset,
+    Loader,
+    RampUp,
+    SequentialSampler,
+)
 from millrace.order import normalize, parse_split, samples_per_dataset, split_ranges
 from millrace.run import DatasetConfig, Datasets, build_datasets
 from millrace.store import IndexedDataset, IndexedDatasetBuilder, optimal_dtype
 
 __all__ = [
+    "BatchSizeSchedule",
     "BlendedDataset",
     "CacheError",
     "ConfigError",
+    "CyclicSampler",
     "DataError",
     "DatasetConfig",
     "Datasets",
     "DuplicateDataWarning",
+    "FullValidationSampler",
     "GPTDataset",
+    "GlobalBatchSampler",
     "IndexedDataset",
     "IndexedDatasetBuilder",
     "Loader",
     "MillraceError",
+    "RampUp",
     "ResumeError",
     "SequentialSampler",
     "TextError",
