@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -94,6 +95,14 @@ def test_the_cases_run_as_a_script() -> None:
     root = Path(__file__).parents[2]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "20 cases agree\n"), done.stderr
+
+
+def test_the_pages_examples_run() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "samplers.md").read_text(encoding="utf-8")
+    examples = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(examples) == 3
+    for example in examples:
+        exec(compile(example, "samplers.md", "exec"), {})
 
 
 # ---- resuming on other ranks ----
