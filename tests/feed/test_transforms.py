@@ -6,7 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -463,6 +463,32 @@ def test_a_transform_of_ones_own(two_files: list[str]) -> None:
     dataset = blend_of(two_files)
     batch = TransformedDataset(dataset, [OddTokensOnly()]).batch(range(40))
     assert np.array_equal(batch["loss_mask"], batch["labels"] % 2)
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (lambda texts: None, "Returning returned None; MaskedTexts are needed"),
+        (lambda texts: texts[:2], "MaskedTexts are needed"),
+        (
+            lambda texts: texts._replace(is_trained=texts.is_trained.astype(int)),
+            r"is_trained int64 \[50\]; tokens int64 \[n\], ends int64 \[2\] and is_trained bool",
+        ),
+        (lambda texts: texts._replace(is_trained=texts.is_trained[1:]), r"is_trained bool \[49\]"),
+        (lambda texts: texts._replace(tokens=texts.tokens / 2), r"tokens float64 \[50\]"),
+        (lambda texts: texts._replace(ends=texts.ends[1:]), r"ends int64 \[1\]"),
+        (lambda texts: texts._replace(ends=texts.ends - np.array([1, 0])), "must be True"),
+    ],
+)
+def test_what_a_transform_returns_is_checked(
+    two_files: list[str], result: Callable[[MaskedTexts], Any], message: str
+) -> None:
+    class Returning(OddTokensOnly):
+        def apply(self, texts: MaskedTexts, sample_numbers: np.ndarray) -> Any:
+            return result(texts)
+
+    with pytest.raises(ConfigError, match=message):
+        TransformedDataset(gpt(two_files[0]), [Returning()]).batch([0, 1])
 
 
 def test_wrong_transforms_are_refused(two_files: list[str]) -> None:
