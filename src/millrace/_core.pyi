@@ -156,3 +156,26 @@ def fill_rows(
 def torch_randperm(
     size: int, seed: int, has_64_bit_draws: bool, like: NDArray[_T]
 ) -> NDArray[_T]: ...
+def fill_in_middle(
+    tokens: _Numbers,
+    flags: NDArray[np.uint8],
+    ends: _Numbers,
+    sample_numbers: _Numbers,
+    rate: float,
+    spm_rate: float,
+    prefix_token: int,
+    middle_token: int,
+    suffix_token: int,
+    eod_token: int | None,
+    pad_token: int | None,
+    seed: int,
+) -> tuple[_Numbers, NDArray[np.uint8]]: ...
+def mark_repeats(
+    tokens: _Numbers, ends: _Numbers, max_period: int, min_repeats: int, is_whole: bool
+) -> NDArray[np.uint8]: ...
+def mark_ranges(
+    ranges: NDArray[np.int32], sequences: _Numbers, offsets: _Numbers, counts: _Numbers
+) -> NDArray[np.uint8]: ...
+def mask_losses(
+    loss_masks: NDArray[np.float32], flags: NDArray[np.uint8], ends: _Numbers
+) -> NDArray[np.float32]: ...

@@ -37,6 +37,7 @@ _UINT8, _INT16, _INT32 = np.dtype(np.uint8), np.dtype(np.int16), np.dtype(np.int
 _INT64, _FLOAT64 = np.dtype(np.int64), np.dtype(np.float64)
 
 Numbers = NDArray[np.int64]
+Flags = NDArray[np.uint8]
 Samples = tuple[Any, ...]
 
 _SHUFFLED = (_INT32, np.dtype(np.uint32), _INT64)
@@ -675,3 +676,140 @@ def _draw(random: np.random.RandomState, kernel: Callable[..., Any], *arguments:
     full["state"] = {"key": key, "pos": position}
     random.set_state(full)
     return out
+
+
+# ---- transforms of texts ----
+
+
+def fill_in_middle(
+    tokens: Numbers,
+    flags: Flags,
+    ends: Numbers,
+    sample_numbers: Numbers,
+    *,
+    rate: float,
+    spm_rate: float,
+    prefix_token: int,
+    middle_token: int,
+    suffix_token: int,
+    eod_token: int | None,
+    pad_token: int | None,
+    seed: int,
+) -> tuple[Numbers, Flags]:
+    """Texts with some of their documents permuted for fill-in-the-middle.
+
+    Args:
+        tokens: int64 [n], the tokens of all texts, one text after the other.
+        flags: uint8 [n], a flag of each token, which moves with it; inserted tokens have 1.
+        ends: int64 [batch], where each text ends; the last one ends at n.
+        sample_numbers: int64 [batch], which decide the draws.
+        rate, spm_rate, prefix_token, middle_token, suffix_token, eod_token, pad_token, seed: See
+            `millrace.FillInMiddle`.
+
+    Returns:
+        The tokens and their flags; the texts end where they did.
+
+    Raises:
+        ValueError: A text that ends outside the tokens, or before it starts.
+    """
+    for name, array in (("tokens", tokens), ("ends", ends), ("sample_numbers", sample_numbers)):
+        _check_vector(name, array, _INT64)
+    _check_vector("flags", flags, _UINT8)
+    if not (0 <= rate <= 1 and 0 <= spm_rate <= 1):
+        raise ConfigError(f"rate is {rate} and spm_rate {spm_rate}; 0 to 1 is possible")
+    return _core.fill_in_middle(
+        tokens,
+        flags,
+        ends,
+        sample_numbers,
+        rate,
+        spm_rate,
+        prefix_token,
+        middle_token,
+        suffix_token,
+        eod_token,
+        pad_token,
+        seed,
+    )
+
+
+def mark_repeats(
+    tokens: Numbers, ends: Numbers, max_period: int, min_repeats: int, is_whole: bool
+) -> Flags:
+    """Marks of the tokens in runs that repeat themselves.
+
+    Args:
+        tokens: int64 [n], the tokens of all texts, one text after the other.
+        ends: int64 [batch], where each text ends; the last one ends at n.
+        max_period: Largest number of tokens that are repeated, at least 1.
+        min_repeats: Smallest number of times they stand in a row, at least 2.
+        is_whole: Whether to mark all tokens of a text that has such a run.
+
+    Returns:
+        uint8 [n], 1 in such runs, else 0.
+
+    Raises:
+        ValueError: A text that ends outside the tokens, or before it starts.
+    """
+    _check_vector("tokens", tokens, _INT64)
+    _check_vector("ends", ends, _INT64)
+    if not (1 <= max_period <= MAX_INT32 and 2 <= min_repeats <= MAX_INT32):
+        raise ConfigError(
+            f"max_period is {max_period} and min_repeats {min_repeats}; at least 1 and 2 are "
+            f"needed, and at most {MAX_INT32} is possible"
+        )
+    return _core.mark_repeats(tokens, ends, max_period, min_repeats, is_whole)
+
+
+def mark_ranges(
+    ranges: NDArray[np.int32], sequences: Numbers, offsets: Numbers, counts: Numbers
+) -> Flags:
+    """Marks of the tokens of spans that lie in ranges.
+
+    Args:
+        ranges: int32 [ranges, 3], (sequence, start, stop) in tokens, sorted and without overlap;
+            it may be mapped.
+        sequences, offsets, counts: int64 [spans], `counts` tokens of a sequence from `offsets` on.
+
+    Returns:
+        uint8 [sum of counts], 1 in a range, else 0.
+
+    Raises:
+        ValueError: A span with a negative offset or count.
+    """
+    if ranges.ndim != 2 or ranges.shape[1] != 3:
+        raise ConfigError(f"ranges has shape {ranges.shape}; [ranges, 3] is needed")
+    _check_vector("ranges", ranges.reshape(-1), _INT32)
+    _check_vector("sequences", sequences, _INT64)
+    _check_vector("offsets", offsets, _INT64)
+    _check_vector("counts", counts, _INT64)
+    return _core.mark_ranges(ranges.reshape(-1), sequences, offsets, counts)
+
+
+def mask_losses(
+    loss_masks: NDArray[np.float32], flags: Flags, ends: Numbers
+) -> NDArray[np.float32]:
+    """Loss masks with 0 where the flag of the label is 0.
+
+    Label k of row i is token k + 1 of text i; where the text has no such token, the loss mask stays
+    as it is.
+
+    Args:
+        loss_masks: float32 [batch, length].
+        flags: uint8 [n], a flag of each token of all texts.
+        ends: int64 [batch], where each text ends; the last one ends at n.
+
+    Returns:
+        float32 [batch, length].
+
+    Raises:
+        ValueError: A text that does not fit its row, or ends outside the flags.
+    """
+    if loss_masks.ndim != 2 or loss_masks.dtype != np.float32:
+        raise ConfigError(
+            f"loss_masks has shape {loss_masks.shape} and dtype {loss_masks.dtype}; "
+            "[batch, length] of float32 is needed"
+        )
+    _check_vector("flags", flags, _UINT8)
+    _check_vector("ends", ends, _INT64)
+    return _core.mask_losses(np.ascontiguousarray(loss_masks), flags, ends)

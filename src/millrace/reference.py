@@ -483,3 +483,128 @@ def torch_randperm(
             target = step + next_word() % (size - step)
             values[step], values[target] = values[target], values[step]
     return np.array(values, dtype=dtype)
+
+
+MIN_FIM_TOKENS = 3
+"""A document of which fewer tokens would remain is not permuted for fill-in-the-middle."""
+
+
+def fill_in_middle(
+    tokens: Numbers,
+    flags: NDArray[np.uint8],
+    ends: Numbers,
+    sample_numbers: Numbers,
+    *,
+    rate: float,
+    spm_rate: float,
+    prefix_token: int,
+    middle_token: int,
+    suffix_token: int,
+    eod_token: int | None,
+    pad_token: int | None,
+    seed: int,
+) -> tuple[Numbers, NDArray[np.uint8]]:
+    """See `_native.fill_in_middle`.
+
+    The draws are NumPy's own: four words of Philox for each document.
+    """
+
+    def permuted(document: list[tuple[int, int]], draw: list[int]) -> list[tuple[int, int]]:
+        cuts = sorted(word * (len(document) + 1) >> 64 for word in draw[2:])
+        prefix, middle, suffix = (
+            document[start:stop] for start, stop in pairwise([0, *cuts, len(document)])
+        )
+        begin, fill, end = ((token, 1) for token in (prefix_token, middle_token, suffix_token))
+        if _is_drawn(draw[1], spm_rate):
+            return [begin, end, *suffix, fill, *prefix, *middle]
+        return [begin, *prefix, end, *suffix, fill, *middle]
+
+    pieces: list[tuple[int, int]] = []
+    for (start, end), number in zip(
+        _bounds(ends, len(tokens)), sample_numbers.tolist(), strict=True
+    ):
+        text = list(zip(tokens[start:end].tolist(), flags[start:end].tolist(), strict=True))
+        num_tokens = len(text)
+        while pad_token is not None and num_tokens > 0 and text[num_tokens - 1][0] == pad_token:
+            num_tokens -= 1
+        out: list[tuple[int, int]] = []
+        first = place = 0
+        while first < num_tokens and len(out) < len(text):
+            stop = first
+            while stop < num_tokens and (eod_token is None or text[stop][0] != eod_token):
+                stop += 1
+            generator = np.random.Philox(key=seed, counter=[place, number, 0, 0])
+            draw = generator.random_raw(4).tolist()
+            room = len(text) - len(out)
+            document = text[first : min(stop, first + max(room - 3, 0))]
+            if len(document) >= MIN_FIM_TOKENS and _is_drawn(draw[0], rate):
+                out += permuted(document, draw)
+            else:
+                out += text[first:stop][:room]
+            out += text[stop:num_tokens][:1][: len(text) - len(out)]  # EOD
+            first, place = stop + 1, place + 1
+        pieces += out + text[len(out) :]
+    columns = np.array(pieces, np.int64).reshape(-1, 2)
+    return columns[:, 0].copy(), columns[:, 1].astype(np.uint8)
+
+
+def _is_drawn(word: int, rate: float) -> bool:
+    return (word >> 11) / 2**53 < rate
+
+
+def _bounds(ends: Numbers, num_tokens: int) -> list[tuple[int, int]]:
+    """The start and end of each text."""
+    bounds = list(pairwise([0, *ends.tolist()]))
+    if any(start > end for start, end in bounds) or (bounds[-1][1] if bounds else 0) != num_tokens:
+        raise ValueError(f"the texts' ends {ends} do not fit {num_tokens} tokens")
+    return bounds
+
+
+def mark_repeats(
+    tokens: Numbers, ends: Numbers, max_period: int, min_repeats: int, is_whole: bool
+) -> NDArray[np.uint8]:
+    """See `_native.mark_repeats`."""
+    marks = np.zeros(len(tokens), np.uint8)
+    for start, end in _bounds(ends, len(tokens)):
+        text, row = tokens[start:end].tolist(), marks[start:end]
+        for period in range(1, min(max_period, len(text)) + 1):
+            for first in range(len(text) - period * min_repeats + 1):
+                ngram = text[first : first + period]
+                if text[first : first + period * min_repeats] == ngram * min_repeats:
+                    row[first : first + period * min_repeats] = 1
+        if is_whole and row.any():
+            row[:] = 1
+    return marks
+
+
+def mark_ranges(
+    ranges: NDArray[np.int32], sequences: Numbers, offsets: Numbers, counts: Numbers
+) -> NDArray[np.uint8]:
+    """See `_native.mark_ranges`."""
+    if np.any(offsets < 0) or np.any(counts < 0):
+        raise ValueError("an offset or a count is negative")
+    places = {
+        (sequence, token)
+        for sequence, start, stop in ranges.tolist()
+        for token in range(start, stop)
+    }
+    columns = (column.tolist() for column in (sequences, offsets, counts))
+    marks = [
+        (sequence, token) in places
+        for sequence, offset, count in zip(*columns, strict=True)
+        for token in range(offset, offset + count)
+    ]
+    return np.array(marks, np.uint8)
+
+
+def mask_losses(
+    loss_masks: NDArray[np.float32], flags: NDArray[np.uint8], ends: Numbers
+) -> NDArray[np.float32]:
+    """See `_native.mask_losses`."""
+    out: NDArray[np.float32] = loss_masks.copy()
+    for row, (start, end) in zip(out, _bounds(ends, len(flags)), strict=True):
+        labels = flags[start + 1 : end]
+        if len(labels) > len(row):
+            raise ValueError(f"a text of {end - start} tokens does not fit a row of {len(row)}")
+        row[: len(labels)][labels == 0] = 0
+    return out

@@ -483,7 +483,7 @@ def _check_numbers(sample_numbers: ArrayLike, limit: int) -> NDArray[np.int64]:
     return numbers
 
 
-def _sample(dataset: GPTDataset | BlendedDataset, sample_number: SupportsIndex) -> Batch:
+def _sample(dataset: Dataset, sample_number: SupportsIndex) -> Batch:
     number = whole("the sample number", sample_number)
     number += len(dataset) if number < 0 else 0
     if not 0 <= number < len(dataset):
