@@ -31,6 +31,12 @@ void append_runs(const TokenSource& source, std::span<const Span> spans,
   }
 }
 
+bool were_cold(std::span<const SampleSource> sources) {
+  return std::ranges::any_of(sources, [](const SampleSource& source) {
+    return source.tokens->recent_reads().are_cold();
+  });
+}
+
 }  // namespace
 
 void gather_samples(std::span<const SampleSource> sources, Column<std::int64_t> sample_numbers,
@@ -66,7 +72,13 @@ void gather_samples(std::span<const SampleSource> sources, Column<std::int64_t> 
                   runs);
       run_bounds[i - start + 1] = runs.size();
     }
-    if (runs.size() > 1 && runs[0].count > 0 && is_cold(runs[0].bytes)) {
+    const DiskWatch watch;
+    bool is_cold = were_cold(sources.subspan(start, stop - start));
+    if (!is_cold && runs.size() > 1 && runs[0].count > 0) {
+      touch(runs[0].bytes);
+      is_cold = watch.has_read();
+    }
+    if (is_cold) {
       for (const Run& run : runs) {
         prefetch_pages(run.bytes, run.count);
       }
@@ -77,6 +89,10 @@ void gather_samples(std::span<const SampleSource> sources, Column<std::int64_t> 
       fill_row(sources[i].tokens->tokens(), all.subspan(first, run_bounds[i - start + 1] - first),
                all.subspan(std::min(first + prefetch_distance, all.size())), options,
                first_row + static_cast<std::int64_t>(i) * options.sequence_length);
+    }
+    const bool has_read_disk = watch.has_read();
+    for (std::size_t i = start; i < stop; ++i) {
+      sources[i].tokens->recent_reads().note(has_read_disk);
     }
   }
 }

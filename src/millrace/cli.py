@@ -246,8 +246,8 @@ def _add_index(verbs: Verbs) -> None:
 
 
 def _add_bench(verbs: Verbs) -> None:
-    text = """Measures how fast this machine feeds a run. Draws batches of the training data, cold and
-        warm, and says how long training steps would wait, what bounds the rate, and how many
+    text = """Measures how fast this machine feeds a run. Draws batches of the training data, cold
+        and warm, and says how long training steps would wait, what bounds the rate, and how many
         accelerators it could feed."""
     parser = _add_verb(verbs, _bench, text, "--json")
     add = parser.add_argument
@@ -273,8 +273,8 @@ def _add_bench(verbs: Verbs) -> None:
     text = "leave the page cache as it is, and make no cold measurement"
     add("--keep-cache", dest="drop_cache", action="store_false", help=text)
     add("--replay", action="store_true", help="also measure a perfect loader, with one ready batch")
-    text = """tokens that one accelerator trains on in a second (10000: about an H100 with a model of
-        8 billion parameters)"""
+    text = """tokens that one accelerator trains on in a second (10000: about an H100 with a model
+        of 8 billion parameters)"""
     add("--accelerator-tokens-per-second", type=float, default=10_000, metavar="N", help=text)
     add("--svg", metavar="FILE", help="write a picture of the waits")
 
