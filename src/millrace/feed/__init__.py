@@ -11,6 +11,7 @@ from millrace.feed.datasets import BlendedDataset, Dataset, GPTDataset
 from millrace.feed.external import ExternalBatches
 from millrace.feed.fields import BatchForm
 from millrace.feed.loader import Loader
+from millrace.feed.loss_ranges import LossRanges, write_loss_ranges
 from millrace.feed.samplers import (
     FullValidationSampler,
     GlobalBatchSampler,
@@ -18,6 +19,7 @@ from millrace.feed.samplers import (
     SequentialSampler,
 )
 from millrace.feed.schedules import BatchSizeSchedule, RampUp
+from millrace.feed.transforms import FillInMiddle, RepeatGuard, TransformedDataset
 
 __all__ = [
     "BatchForm",
