@@ -260,7 +260,8 @@ def _add_bench(verbs: Verbs) -> None:
     add("--micro-batch-size", type=_positive, default=1, metavar="N", help="samples in a batch (1)")
     add("--ranks", type=_positive, default=1, metavar="N", help="ranks to feed, each a process (1)")
     add("--threads", type=_positive, default=1, metavar="N", help="threads of each rank (1)")
-    add("--prefetch", type=_count, default=2, metavar="N", help="ready batches of each rank (2)")
+    text = "ready batches of each rank (default: by their size); 0: each is made on demand"
+    add("--prefetch", type=_count, metavar="N", help=text)
     text = "arrays of a batch: tokens labels loss_mask position_ids (default: these four), ..."
     add("--fields", nargs="+", metavar="NAME", help=text)
     text = "dtype of tokens and labels (int64); file: as in the token files"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-_COPY_SIZE = 256 << 20  # bytes that all threads copy together: more than caches hold
+_COPY_SIZE = 128 << 20  # bytes that all threads copy together: more than caches hold
 _NUM_COPIES = 4
 _PART = 1 << 34  # bytes of a file that are looked at together
 

@@ -16,7 +16,7 @@ def format_result(result: BenchResult) -> str:
         f"data         {result.num_files} token files, {result.num_samples:,} samples of "
         f"{result.sequence_length:,} tokens, {result.token_bytes} bytes a token",
         f"loader       micro batch {options['micro_batch_size']}, ranks {options['ranks']}, "
-        f"threads {options['threads']}, prefetch {options['prefetch']}",
+        f"threads {options['threads']}, prefetch {_prefetch(result)}",
         f"batch        {', '.join(options['fields'])} ({options['token_dtype']})",
         f"machine      {result.num_cores} cores, copies memory at "
         f"{result.copy_bytes_per_second / 1e9:.1f} GB/s (read and written)",
@@ -55,6 +55,11 @@ def format_result(result: BenchResult) -> str:
 _ROW = "{:<22}{:>12}{:>16}{:>9}{:>11}{:>11}{:>11}   {}"
 
 
+def _prefetch(result: BenchResult) -> str:
+    prefetch = result.options["prefetch"]
+    return "automatic" if prefetch is None else str(prefetch)
+
+
 def _time(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:.2f} s"
@@ -85,7 +90,7 @@ def waits_picture(result: BenchResult) -> str:
             44,
             f"{result.num_samples:,} samples of {result.sequence_length:,} tokens, micro batch "
             f"{options['micro_batch_size']}, {options['ranks']} ranks, {options['threads']} "
-            f"threads, prefetch {options['prefetch']}",
+            f"threads, prefetch {_prefetch(result)}",
         ),
     ]
     for number, one in enumerate(result.measurements):

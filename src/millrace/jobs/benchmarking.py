@@ -33,7 +33,7 @@ SECONDS = 5.0
 _BLOCK_SIZE = 512  # bytes, the unit of `ru_inblock`
 _BUSY = 0.7  # share of the cores' time above which a measurement is bound by them
 _NEAR_COPY = 0.5  # share of the copying rate above which a measurement is bound by memory
-_SMALL_WAIT = 0.01  # share of the time below which a trainer hardly waits
+_SMALL_WAIT = 0.02  # share of the time below which a trainer hardly waits
 _MOST_POINTS = 400  # of a timeline
 _OTHERS = ("paced", "warm", "replay")  # the measurements after the cold one
 _TRAIN = 0  # place of the training data among the splits
@@ -46,6 +46,8 @@ class Waits:
     Attributes:
         share: Share of the whole time that was spent waiting, 0 to 1.
         median, percentile_99, longest: Seconds of a wait, over all steps and ranks.
+        by_cause: Share of the waits by what took the longest in making the batches: "sampler",
+            "dataset" or "prepare" (see `Loader.wait_stats`).
         timeline: (seconds since the start, longest wait from there to the next entry) of rank 0.
     """
 
@@ -53,6 +55,7 @@ class Waits:
     median: float
     percentile_99: float
     longest: float
+    by_cause: dict[str, float]
     timeline: list[tuple[float, float]]
 
 
@@ -135,7 +138,7 @@ def bench(
     micro_batch_size: int = 1,
     ranks: int = 1,
     threads: int = 1,
-    prefetch: int = 2,
+    prefetch: int | None = None,
     fields: Sequence[str] | None = None,
     token_dtype: str = "int64",
     seconds: float = SECONDS,
@@ -155,7 +158,8 @@ def bench(
         micro_batch_size: Number of samples in a batch.
         ranks: Number of data-parallel ranks to feed at once, each by a separate process.
         threads: Number of threads of each rank that make batches.
-        prefetch: Number of ready batches of each rank; 0: each is made when it is needed.
+        prefetch: Number of ready batches of each rank; 0: each is made when it is needed; None: the
+            loader's own choice.
         fields: Arrays of a batch (see `Loader`); None: the usual four.
         token_dtype: Dtype of tokens and labels: "int64", "int32" or "file".
         seconds: Length of each measurement.
@@ -174,7 +178,7 @@ def bench(
         micro_batch_size=whole("micro_batch_size", micro_batch_size, 1),
         ranks=whole("ranks", ranks, 1, 1024),
         threads=whole("threads", threads, 1),
-        prefetch=whole("prefetch", prefetch, 0),
+        prefetch=None if prefetch is None else whole("prefetch", prefetch, 0),
         fields=None if fields is None else tuple(fields),
         token_dtype=token_dtype,
         seconds=_positive("seconds", seconds),
@@ -183,7 +187,9 @@ def bench(
     drop_cache, replay = flag("drop_cache", drop_cache), flag("replay", replay)
     tokens_each = _positive("accelerator_tokens_per_second", accelerator_tokens_per_second)
     prefixes = _training_prefixes(config)
-    page_cache, reports, measurements = "left as it was", [], []
+    page_cache = "left as it was"
+    reports: list[_RankReport] = []
+    measurements: list[Measurement] = []
     copy_rate = copy_bytes_per_second(min(job.ranks * job.threads, available_cores()))
     for names in [("cold",), _OTHERS] if drop_cache else [_OTHERS]:
         names = tuple(name for name in names if replay or name != "replay")
@@ -228,7 +234,7 @@ class _Job:
     micro_batch_size: int
     ranks: int
     threads: int
-    prefetch: int
+    prefetch: int | None
     fields: tuple[str, ...] | None
     token_dtype: str
     seconds: float
@@ -244,6 +250,7 @@ class _Pass:
     seconds: float
     starts: NDArray[np.float64]
     waits: NDArray[np.float64]
+    by_cause: dict[str, float]
     cpu_seconds: float
     disk_bytes: int
     memory_bytes: int
@@ -358,17 +365,14 @@ def _measure_rank(job: _Job, item: tuple[int, Sequence[str]]) -> _RankReport:
 
 
 def _loader(job: _Job, dataset: Any, sampler: Sampler) -> Loader:
-    options: Any = {"threads": job.threads, "prefetch": job.prefetch}
-    options["token_dtype"] = job.token_dtype
-    if job.fields is not None:
-        options["fields"] = job.fields
-    import inspect  # SHIM until the new Loader
-
-    if "threads" not in inspect.signature(Loader).parameters:
-        import contextlib
-
-        return contextlib.nullcontext(Loader(dataset, sampler=sampler))
-    return Loader(dataset, sampler=sampler, **options)
+    return Loader(
+        dataset,
+        sampler=sampler,
+        fields=job.fields,
+        token_dtype=job.token_dtype,
+        threads=job.threads,
+        prefetch=job.prefetch,
+    )
 
 
 def _same(batch: Any) -> Iterator[Any]:
@@ -388,6 +392,7 @@ def _draw(
     """Draws batches for some seconds, or to the end of the data; at least one."""
     starts: list[float] = []
     waits: list[float] = []
+    causes = _causes(batches)
     usage = resource.getrusage(resource.RUSAGE_SELF)
     start = after = time.perf_counter()
     while after - start < seconds:
@@ -410,10 +415,18 @@ def _draw(
         seconds=after - start,
         starts=np.array(starts),
         waits=np.array(waits),
+        by_cause={
+            cause: total - causes.get(cause, 0.0) for cause, total in _causes(batches).items()
+        },
         cpu_seconds=used.ru_utime + used.ru_stime - usage.ru_utime - usage.ru_stime,
         disk_bytes=(used.ru_inblock - usage.ru_inblock) * _BLOCK_SIZE,
         memory_bytes=len(waits) * (written + num_tokens * token_bytes),
     )
+
+
+def _causes(batches: Iterator[Any]) -> dict[str, float]:
+    """Seconds of waiting by cause, so far."""
+    return dict(batches.wait_stats().by_cause) if isinstance(batches, Loader) else {}
 
 
 def _bytes_written(batch: dict[str, NDArray[Any]]) -> tuple[int, int]:
@@ -448,6 +461,7 @@ def _merge(job: _Job, passes: Sequence[_Pass], copy_rate: float, tokens_each: fl
         median=float(np.median(all_waits)),
         percentile_99=float(np.quantile(all_waits, 0.99)),
         longest=float(all_waits.max()),
+        by_cause=_shares([each.by_cause for each in passes]),
         timeline=_timeline(first),
     )
     cores = sum(each.cpu_seconds / each.seconds for each in passes)
@@ -476,6 +490,14 @@ def _merge(job: _Job, passes: Sequence[_Pass], copy_rate: float, tokens_each: fl
         bound_by=cause,
         reason=reason,
     )
+
+
+def _shares(parts: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The sums of all parts as shares of the whole, the largest first."""
+    sums = {cause: sum(part.get(cause, 0.0) for part in parts) for part in parts for cause in part}
+    whole_sum = sum(sums.values())
+    ordered = sorted(sums.items(), key=lambda item: -item[1])
+    return {cause: seconds / whole_sum for cause, seconds in ordered if seconds > 0}
 
 
 def _timeline(one: _Pass) -> list[tuple[float, float]]:
