@@ -18,7 +18,7 @@ from millrace import _native
 from millrace.checks import MAX_INT32, MAX_INT64, flag, real, shown, token, whole, whole_numbers
 from millrace.errors import ConfigError
 from millrace.feed.datasets import BlendedDataset, Dataset, _sample
-from millrace.feed.samples import FIELDS, Batch
+from millrace.feed.fields import FIELDS, Batch
 from millrace.feed.size_watch import SizeWatch
 from millrace.options import SampleOptions
 from millrace.order import Spans
@@ -72,6 +72,15 @@ class TransformedDataset:
         """The dataset's method: where the tokens come from, before they are transformed."""
         spans: Callable[[ArrayLike], Spans] = self.dataset.spans  # type: ignore[attr-defined]
         return spans
+
+    @property
+    def is_remote(self) -> bool:
+        """See `SampleSource.is_remote`."""
+        return bool(getattr(self.dataset, "is_remote", False))
+
+    def prefetch(self, sample_numbers: ArrayLike) -> None:
+        """See `GPTDataset.prefetch`."""
+        getattr(self.dataset, "prefetch", id)(sample_numbers)
 
     def __len__(self) -> int:
         return len(self.dataset)
