@@ -97,6 +97,20 @@ class TokenSource:
         num_bytes: int,
     ) -> None: ...
 
+class RowForm:
+    def __init__(
+        self,
+        tokens: bool,
+        labels: bool,
+        loss_mask: bool,
+        position_ids: bool,
+        parts: bool,
+        token_dtype: str,
+        share_labels: bool,
+        share_plain: bool,
+        vocab_size: int | None,
+    ) -> None: ...
+
 class Order: ...
 
 class GPTOrder(Order):
@@ -122,8 +136,18 @@ def gather_samples(
     source_numbers: _Numbers,
     sample_numbers: _Numbers,
     options: SampleOptions,
-) -> _Samples: ...
-def fill_rows(tokens: NDArray[Any], ends: _Numbers, options: SampleOptions) -> _Samples: ...
+    form: RowForm | None,
+) -> tuple[Any, ...]: ...
+def gather_texts(
+    token_sources: tuple[TokenSource, ...],
+    orders: tuple[Order, ...],
+    source_numbers: _Numbers,
+    sample_numbers: _Numbers,
+) -> tuple[_Numbers, _Numbers]: ...
+def fill_rows(
+    tokens: NDArray[Any], ends: _Numbers, options: SampleOptions, form: RowForm | None
+) -> tuple[Any, ...]: ...
+def find_documents(document_indices: _Numbers, sequences: _Numbers) -> _Numbers: ...
 def fill_in_middle(
     tokens: _Numbers,
     flags: NDArray[np.uint8],

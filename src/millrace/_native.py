@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from millrace import _core
 from millrace._core import GPTOrder as GPTOrder
 from millrace._core import Order as Order
+from millrace._core import RowForm as RowForm
 from millrace._core import SequenceViews as SequenceViews
 from millrace._core import TokenBuffer as TokenBuffer
 from millrace._core import TokenSource as TokenSource
@@ -37,7 +38,7 @@ _INT64, _FLOAT64 = np.dtype(np.int64), np.dtype(np.float64)
 
 Numbers = NDArray[np.int64]
 Flags = NDArray[np.uint8]
-Samples = tuple[Numbers, Numbers, NDArray[np.float32], Numbers]
+Samples = tuple[Any, ...]
 
 _SHUFFLED = (_INT32, np.dtype(np.uint32), _INT64)
 
@@ -344,12 +345,54 @@ def locate_spans(
     return _core.locate_spans(token_source, sequences, offsets, counts)
 
 
+def row_form(
+    *,
+    tokens: bool = True,
+    labels: bool = True,
+    loss_mask: bool = True,
+    position_ids: bool = True,
+    parts: bool = False,
+    token_dtype: str = "int64",
+    share_labels: bool = False,
+    share_plain: bool = False,
+    vocab_size: int | None = None,
+) -> RowForm:
+    """Which arrays `gather_samples` and `fill_rows` write, and how.
+
+    Args:
+        tokens, labels, loss_mask, position_ids: Whether this array is written.
+        parts: Whether `gather_samples` returns the spans of the samples too.
+        token_dtype: Dtype of tokens and labels: "int64", "int32" or "file", that of the token file.
+        share_labels: Whether tokens and labels are views of one array [batch, sequence_length + 1].
+        share_plain: Whether to leave out loss masks and position ids that are plain in every row: a
+            mask of ones (but for the last label, if there is no extra token), and the ids 0, 1, ...
+        vocab_size: Least number above all token ids, which are checked; the padding token, which
+            becomes 0, may be above it. None: not checked.
+    """
+    if token_dtype not in ("int64", "int32", "file"):
+        raise ConfigError(f"token_dtype is {token_dtype!r}; int64, int32 or file is needed")
+    if vocab_size is not None and not 1 <= vocab_size <= MAX_INT64:
+        raise ConfigError(f"vocab_size is {vocab_size}; at least 1 is needed")
+    return RowForm(
+        tokens,
+        labels,
+        loss_mask,
+        position_ids,
+        parts,
+        token_dtype,
+        share_labels,
+        share_plain,
+        vocab_size,
+    )
+
+
 def gather_samples(
     token_sources: tuple[TokenSource, ...],
     orders: tuple[Order, ...],
     source_numbers: Numbers,
     sample_numbers: Numbers,
     options: SampleOptions,
+    form: RowForm | None = None,
 ) -> Samples:
     """The samples of a batch, straight from mapped token files.
 
@@ -360,35 +403,84 @@ def gather_samples(
         orders: As many orders, one over each token file.
         source_numbers, sample_numbers: int64 [batch].
         options: Options of all samples.
+        form: The arrays that are written; None: all, as int64.
 
     Returns:
-        tokens int64, labels int64, loss_mask float32 and position_ids int64, each
-        [batch, sequence_length]. A sample with fewer tokens ends in 0, with masked labels.
+        tokens, labels, loss_mask float32 and position_ids int64, each [batch, sequence_length];
+        None for an array that the form leaves out. A sample with fewer tokens ends in 0, with
+        masked labels. With `parts`, also the sequences, counts and bounds of the samples' spans, as
+        `spans` returns them.
 
     Raises:
-        ValueError: No such sample, one that does not fit its row, or indices that point outside
+        ValueError: No such sample, one that does not fit its row, indices that point outside
             their arrays or the token file.
+        DataError: A token id that does not fit the vocabulary or int32.
     """
     _check_vector("source_numbers", source_numbers, _INT64)
     _check_vector("sample_numbers", sample_numbers, _INT64)
     _check_rows(options.sequence_length, sample_numbers.size)
-    return _core.gather_samples(token_sources, orders, source_numbers, sample_numbers, options)
+    return _core.gather_samples(
+        token_sources, orders, source_numbers, sample_numbers, options, form
+    )
 
 
-def fill_rows(tokens: NDArray[Any], ends: Numbers, options: SampleOptions) -> Samples:
+def gather_texts(
+    token_sources: tuple[TokenSource, ...],
+    orders: tuple[Order, ...],
+    source_numbers: Numbers,
+    sample_numbers: Numbers,
+) -> tuple[Numbers, Numbers]:
+    """The tokens of the samples of a batch, unpadded, straight from mapped token files.
+
+    The arguments are those of `gather_samples`.
+
+    Returns:
+        The tokens of all samples, one sample after the other, int64 [n], and where each sample
+        ends, int64 [batch].
+
+    Raises:
+        ValueError: No such sample, or indices that point outside their arrays or the token file.
+    """
+    _check_vector("source_numbers", source_numbers, _INT64)
+    _check_vector("sample_numbers", sample_numbers, _INT64)
+    return _core.gather_texts(token_sources, orders, source_numbers, sample_numbers)
+
+
+def fill_rows(
+    tokens: NDArray[Any], ends: Numbers, options: SampleOptions, form: RowForm | None = None
+) -> Samples:
     """The result of `gather_samples` from tokens that were read already.
 
     Args:
         tokens: [n] of an integer dtype: all samples' tokens, one after the other.
         ends: int64 [batch], where each sample's tokens end.
         options: Options of all samples.
+        form: The arrays that are written; None: all, as int64. "file" is the dtype of `tokens`, and
+            `parts` has no meaning here.
 
     Raises:
-        ValueError: A sample that is longer than its row, or ends outside the tokens.
+        ValueError: A sample that is longer than its row or ends outside the tokens.
+        DataError: A token id that does not fit the vocabulary or int32.
     """
     _check_vector("ends", ends, _INT64)
     _check_rows(options.sequence_length, ends.size)
-    return _core.fill_rows(tokens, ends, options)
+    return _core.fill_rows(tokens, ends, options, form)
+
+
+def find_documents(document_indices: Numbers, sequences: Numbers) -> Numbers:
+    """The documents that sequences belong to, by `np.searchsorted`.
+
+    Args:
+        document_indices: int64 [documents + 1], ascending: document j has the sequences
+            document_indices[j] up to document_indices[j + 1].
+        sequences: int64 [n].
+
+    Returns:
+        int64 [n].
+    """
+    _check_vector("document_indices", document_indices, _INT64)
+    _check_vector("sequences", sequences, _INT64)
+    return _core.find_documents(document_indices, sequences)
 
 
 def copy_pieces(

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from millrace.options import SampleOptions
 
 Numbers = NDArray[np.int64]
-Samples = tuple[Numbers, Numbers, NDArray[np.float32], Numbers]
+Samples = tuple[Any, ...]
 
 MAX_32_BIT_STEP = 2**32 - 1
 """Up to this step of a shuffle NumPy draws 32 bits, above it 64."""
@@ -252,50 +252,126 @@ def locate_spans(
     return byte_offsets, byte_counts
 
 
+class RowForm(NamedTuple):
+    """See `_native.row_form`."""
+
+    tokens: bool = True
+    labels: bool = True
+    loss_mask: bool = True
+    position_ids: bool = True
+    parts: bool = False
+    token_dtype: str = "int64"
+    share_labels: bool = False
+    share_plain: bool = False
+    vocab_size: int | None = None
+
+
+def row_form(**fields: Any) -> RowForm:
+    """See `_native.row_form`."""
+    return RowForm(**fields)
+
+
 def gather_samples(
     token_sources: tuple[TokenSource, ...],
     orders: tuple[GPTOrder, ...],
     source_numbers: Numbers,
     sample_numbers: Numbers,
     options: SampleOptions,
+    form: RowForm | None = None,
 ) -> Samples:
     """See `_native.gather_samples`."""
+    form = RowForm() if form is None else form
+    texts = _texts(token_sources, orders, source_numbers, sample_numbers)
+    used = [token_sources[number].tokens.dtype for number in source_numbers.tolist()]
+    if form.token_dtype == "file" and len(set(used)) > 1:
+        raise ValueError("the token files of a batch have several dtypes")
+    dtype = (*used, *(source.tokens.dtype for source in token_sources), np.dtype(np.int64))[0]
+    rows = _rows(texts, options, form, dtype)
+    if not form.parts:
+        return rows
+    samples = [
+        orders[source].spans(number)
+        for source, number in zip(source_numbers.tolist(), sample_numbers.tolist(), strict=True)
+    ]
+    spans = [span for sample in samples for span in sample]
+    sequences = np.array([sequence for sequence, _, _ in spans], np.int64)
+    counts = np.array([count for _, _, count in spans], np.int64)
+    return *rows, sequences, counts, np.cumsum([0, *map(len, samples)], dtype=np.int64)
+
+
+def gather_texts(
+    token_sources: tuple[TokenSource, ...],
+    orders: tuple[GPTOrder, ...],
+    source_numbers: Numbers,
+    sample_numbers: Numbers,
+) -> tuple[Numbers, Numbers]:
+    """See `_native.gather_texts`."""
+    texts = _texts(token_sources, orders, source_numbers, sample_numbers)
+    flat = np.array([token for text in texts for token in text], np.int64)
+    return flat, np.cumsum([len(text) for text in texts], dtype=np.int64)
+
+
+def _texts(
+    token_sources: tuple[TokenSource, ...],
+    orders: tuple[GPTOrder, ...],
+    source_numbers: Numbers,
+    sample_numbers: Numbers,
+) -> list[list[int]]:
+    """The tokens of each sample."""
     texts = []
     for source, number in zip(source_numbers.tolist(), sample_numbers.tolist(), strict=True):
         sample = _entry(orders, source).spans(number)
         texts.append([token for span in sample for token in token_sources[source].read(*span)])
-    return _rows(texts, options)
+    return texts
 
 
-def fill_rows(tokens: NDArray[Any], ends: Numbers, options: SampleOptions) -> Samples:
+def fill_rows(
+    tokens: NDArray[Any], ends: Numbers, options: SampleOptions, form: RowForm | None = None
+) -> Samples:
     """See `_native.fill_rows`."""
     bounds = [0, *ends.tolist()]
     for start, end in pairwise(bounds):
         if not start <= end <= len(tokens):
             raise ValueError(f"a row from token {start} to {end} does not fit")
-    return _rows([tokens[start:end].tolist() for start, end in pairwise(bounds)], options)
+    texts = [tokens[start:end].tolist() for start, end in pairwise(bounds)]
+    return _rows(texts, options, RowForm() if form is None else form, tokens.dtype)
 
 
-def _rows(texts: list[list[int]], options: SampleOptions) -> Samples:
-    """The rows of some texts, padded and masked."""
+def _rows(
+    texts: list[list[int]], options: SampleOptions, form: RowForm, file_dtype: np.dtype[Any]
+) -> Samples:
+    """The rows of some texts, padded and masked; None for arrays that the form leaves out."""
     length, pad, eod = options.sequence_length, options.pad_token, options.eod_token
+    dtype = file_dtype if form.token_dtype == "file" else np.dtype(form.token_dtype)
+    least, limit = np.iinfo(dtype).min, np.iinfo(dtype).max + 1
+    if form.vocab_size is not None:
+        least, limit = 0, form.vocab_size
     shape = (len(texts), length)
-    tokens, labels = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    both = np.zeros((len(texts), length + 1), dtype)
     loss_mask, position_ids = np.ones(shape, np.float32), np.zeros(shape, np.int64)
     capacity = length + (1 if options.add_extra_token else 0)
     for i, text in enumerate(texts):
         if len(text) > capacity:
             raise ValueError(f"row {i} has {len(text)} tokens, above {capacity}; does not fit")
+        if bad := [token for token in text if token != pad and not least <= token < limit]:
+            raise ValueError(f"token id {bad[0]} of row {i} is outside [{least}, {limit})")
         padded = [*text, *[pad] * (length + 1 - len(text))]
         ends = [token is not None and token == eod for token in padded]
         is_pad = [token == pad for token in padded]
-        plain = [0 if token is None or token == pad else token for token in padded]
-        tokens[i], labels[i] = plain[:-1], plain[1:]
+        both[i] = [0 if token is None or token == pad else token for token in padded]
         if options.eod_mask_loss:
             loss_mask[i][ends[:-1]] = 0.0
         loss_mask[i][is_pad[1:]] = 0.0
         position_ids[i] = _positions(ends[:-1] if options.reset_position_ids else [False] * length)
-    return tokens, labels, loss_mask, position_ids
+    plain_mask = [1.0] * capacity + [0.0] * (length + 1 - capacity)
+    is_plain_mask = form.share_plain and np.all(loss_mask == plain_mask[1:])
+    are_plain_ids = form.share_plain and np.all(position_ids == range(length))
+    return (
+        both[:, :-1] if form.tokens else None,
+        both[:, 1:] if form.labels else None,
+        loss_mask if form.loss_mask and not is_plain_mask else None,
+        position_ids if form.position_ids and not are_plain_ids else None,
+    )
 
 
 def _positions(ends: list[bool]) -> list[int]:
@@ -313,6 +389,11 @@ def _entry(values: Any, number: int) -> Any:
     if not 0 <= number < len(values):
         raise ValueError(f"{number} is outside [0, {len(values)})")
     return values[number]
+
+
+def find_documents(document_indices: Numbers, sequences: Numbers) -> Numbers:
+    """See `_native.find_documents`."""
+    return np.searchsorted(document_indices, sequences, side="right").astype(np.int64) - 1
 
 
 def copy_pieces(

@@ -165,10 +165,10 @@ def assert_refused(
         for source in arrays
     ]
     for module in (reference, _native):
-        with pytest.raises(ValueError, match=r"outside|do not fit|goes from|above"):
+        with pytest.raises(ValueError, match=r"outside|not fit|goes from|above"):
             gather(module, roomy, source_numbers, sample_numbers, **options)
         if len(roomy) == 1 and not np.any(source_numbers):
-            with pytest.raises(ValueError, match=r"outside|do not fit|goes from|above"):
+            with pytest.raises(ValueError, match=r"outside|not fit|goes from|above"):
                 pieces_of(module, roomy[0], sample_numbers, **options)
 
 
@@ -469,7 +469,7 @@ def test_any_damage_is_refused_or_read_as_the_twin_reads_it(data: st.DataObject)
     try:
         expected = gather(reference, [arrays], np.zeros_like(numbers), numbers)
     except ValueError:
-        with pytest.raises(ValueError, match=r"outside|do not fit"):
+        with pytest.raises(ValueError, match=r"outside|not fit"):
             gather(_native, [arrays], np.zeros_like(numbers), numbers)
     else:
         actual = gather(_native, [arrays], np.zeros_like(numbers), numbers)
@@ -566,7 +566,7 @@ def test_refuses_numbers_that_are_no_vectors_of_int64(
 def test_fill_rows_refuses_what_does_not_fit(ends: list[int]) -> None:
     tokens = np.arange(80, dtype=np.uint16)[:40]
     for module in (_native, reference):
-        with pytest.raises(ValueError, match="does not fit"):
+        with pytest.raises(ValueError, match="not fit"):
             module.fill_rows(tokens, np.array(ends, np.int64), OPTIONS)
 
 

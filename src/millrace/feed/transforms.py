@@ -8,7 +8,7 @@ sample is the same whatever the batch, rank or thread that reads it, and after a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple, Protocol, SupportsIndex
 
 import numpy as np
@@ -16,9 +16,19 @@ from numpy.typing import ArrayLike, NDArray
 
 from millrace import _native
 from millrace.checks import MAX_INT32, MAX_INT64, flag, real, shown, token, whole, whole_numbers
-from millrace.errors import ConfigError
-from millrace.feed.datasets import BlendedDataset, Dataset, _sample
-from millrace.feed.samples import FIELDS, Batch
+from millrace.errors import ConfigError, DataError, MillraceError
+from millrace.feed.datasets import BlendedDataset, Dataset, _batch_of_form, _sample, _texts_of_one
+from millrace.feed.fields import (
+    FIELDS,
+    SOURCE_FIELDS,
+    Batch,
+    BatchForm,
+    Parts,
+    find_parts,
+    make_batch,
+    needs_parts,
+    row_form,
+)
 from millrace.feed.size_watch import SizeWatch
 from millrace.options import SampleOptions
 from millrace.order import Spans
@@ -33,8 +43,8 @@ class TransformedDataset:
     set to 0 wherever the label is a token that is not trained on.
 
     Args:
-        dataset: `GPTDataset`, `BlendedDataset` of such, or another dataset with a method `texts`
-            and, if a transform changes tokens, with `options`.
+        dataset: `GPTDataset`, `BlendedDataset`, or another dataset with a method `texts` and, if a
+            transform changes tokens, with `options`.
         transforms: The transforms: `LossRanges`, `FillInMiddle`, `RepeatGuard` or others with the
             methods of `Transform`.
 
@@ -68,6 +78,12 @@ class TransformedDataset:
         return options
 
     @property
+    def file_dtype(self) -> np.dtype[Any]:
+        """The dtype of the token files."""
+        dtype: np.dtype[Any] = self.dataset.file_dtype  # type: ignore[attr-defined]
+        return dtype
+
+    @property
     def spans(self) -> Callable[[ArrayLike], Spans]:
         """The dataset's method: where the tokens come from, before they are transformed."""
         spans: Callable[[ArrayLike], Spans] = self.dataset.spans  # type: ignore[attr-defined]
@@ -80,29 +96,62 @@ class TransformedDataset:
         """One sample; see `GPTDataset`."""
         return _sample(self, sample_number)
 
-    def batch(self, sample_numbers: ArrayLike) -> Batch:
-        """The transformed samples of these numbers; see `GPTDataset.batch`."""
+    def batch(self, sample_numbers: ArrayLike, form: BatchForm | None = None) -> Batch:
+        """The transformed samples of these numbers; see `GPTDataset.batch`.
+
+        If a transform changes tokens, `document_ids`, `cu_seqlens`, `max_seqlen` and
+        `attention_mask` are those of the documents in the transformed texts, which end with the
+        options' EOD.
+
+        Raises:
+            ConfigError: Also a field or token dtype that transformed tokens do not allow, or a
+                transform that returns something else than texts.
+            DataError: Also a transformed text that is longer than a sample.
+        """
         numbers = whole_numbers("sample numbers", sample_numbers)
         self._watch.look(self._own_files)
+        has_mask = form is None or "loss_mask" in form.fields
+        if self._options is None and not has_mask:
+            return _batch_of_form(self.dataset, numbers, form)
         texts = self._transformed_texts(numbers)
         if self._options is None:
-            batch = self.dataset.batch(numbers)
+            batch = _batch_of_form(self.dataset, numbers, form)
         else:
-            batch = dict(
-                zip(
-                    FIELDS,
-                    _native.fill_rows(texts.tokens, texts.ends, self._options),
-                    strict=True,
-                )
-            )
-        if not texts.is_trained.all():
+            batch = self._batch_of_texts(texts, self._options, numbers, form)
+        if has_mask and not texts.is_trained.all():
             batch["loss_mask"] = _native.mask_losses(
                 batch["loss_mask"], texts.is_trained.view(np.uint8), texts.ends
             )
         return batch
 
+    def _batch_of_texts(
+        self,
+        texts: MaskedTexts,
+        options: SampleOptions,
+        numbers: NDArray[np.int64],
+        form: BatchForm | None,
+    ) -> Batch:
+        tokens = texts.tokens
+        if form is not None and form.token_dtype == "file":
+            tokens = _narrowed(tokens, self.file_dtype)
+        try:
+            arrays = _native.fill_rows(
+                tokens, texts.ends, options, None if form is None else row_form(form)
+            )
+        except MillraceError:
+            raise
+        except ValueError as error:
+            raise DataError(f"transformed samples of {self.prefix}: {error}") from None
+        if form is None:
+            return dict(zip(FIELDS, arrays, strict=True))
+        parts = _parts_of(texts, options, form) if needs_parts(form) else None
+        batch = make_batch(form, arrays, options, numbers, parts=parts)
+        if names := tuple(name for name in form.fields if name in SOURCE_FIELDS):
+            batch |= _batch_of_form(self.dataset, numbers, replace(form, fields=names))
+        return batch
+
     def _transformed_texts(self, numbers: NDArray[np.int64]) -> MaskedTexts:
-        tokens, ends = self.dataset.texts(numbers)  # type: ignore[attr-defined]
+        tokens, ends = _texts_of_one(self.dataset, numbers)
         texts = MaskedTexts(tokens, ends, np.ones(len(tokens), np.bool_))
         for transform in self.transforms:
             texts = _checked_texts(transform, texts, transform.apply(texts, numbers))
@@ -153,7 +202,7 @@ class Transform(Protocol):
     """
 
     changes_tokens: bool
-    """Whether texts change, and not only what of them is trained on."""
+    """Whether it changes tokens, and not only which of them are trained on."""
 
     def apply(self, texts: MaskedTexts, sample_numbers: NDArray[np.int64]) -> MaskedTexts:
         """The transformed texts of some samples.
@@ -243,7 +292,7 @@ class FillInMiddle:
             if other in inserted and other != name:
                 raise ConfigError(
                     f"{other} and {name} are both {plain[name]}: a model could not tell them "
-                    "apart. Give each a token id of its own"
+                    "apart. Give each a different token id"
                 )
         for name, value in plain.items():
             object.__setattr__(self, name, value)
@@ -336,6 +385,38 @@ def _check_transforms(dataset: Dataset, transforms: Sequence[Any]) -> bool:
                 )
         changes_tokens = changes_tokens or transform.changes_tokens
     return changes_tokens
+
+
+def _narrowed(tokens: NDArray[np.int64], dtype: np.dtype[Any]) -> NDArray[Any]:
+    limits = np.iinfo(dtype)
+    least, most = (int(tokens.min()), int(tokens.max())) if tokens.size > 0 else (0, 0)
+    if least < limits.min or most > limits.max:
+        raise ConfigError(
+            f"the transformed tokens go from {least} to {most}; the token file's dtype is {dtype}, "
+            f"{limits.min} to {limits.max}. Pass token_dtype='int32' or 'int64'"
+        )
+    return tokens.astype(dtype)
+
+
+def _parts_of(texts: MaskedTexts, options: SampleOptions, form: BatchForm) -> Parts:
+    """The parts of transformed texts: a part ends with an EOD, or with its text."""
+    if "document_numbers" in form.fields or "document_bounds" in form.fields:
+        raise ConfigError(
+            "a transform has changed the tokens, so their documents in the token file are not "
+            "known: leave out document_numbers and document_bounds"
+        )
+    if options.eod_token is None:
+        raise ConfigError(
+            "a transform has changed the tokens, so documents are told apart by EOD: give the "
+            "dataset its eod_token, or leave out document_ids, cu_seqlens, max_seqlen and "
+            "attention_mask"
+        )
+    is_last = texts.tokens == options.eod_token
+    is_last[texts.ends[np.diff(texts.ends, prepend=0) > 0] - 1] = True
+    stops = np.flatnonzero(is_last) + 1
+    bounds = np.searchsorted(stops, np.append(0, texts.ends), side="right")
+    counts = np.diff(stops, prepend=0)
+    return find_parts(counts, bounds, np.zeros_like(counts), options)
 
 
 def _checked_texts(transform: Transform, old: MaskedTexts, new: Any) -> MaskedTexts:
