@@ -252,7 +252,7 @@ def test_tokens_of_any_dtype(two_files: list[str]) -> None:
             some = transformed.batch(numbers, form_of("labels", "loss_mask", token_dtype=dtype))
             assert list(some) == ["labels", "loss_mask"]
             assert np.array_equal(some["loss_mask"], expected["loss_mask"])
-    with pytest.raises(DataError, match=f"token id {PREFIX} is outside"):
+    with pytest.raises(DataError, match=rf"samples \[0, 1, .*token id {PREFIX} is outside"):
         transformed.batch(numbers, form_of(vocab_size=PREFIX))
     everything = [FillInMiddle(**(FIM | {"rate": 1, "prefix_token": 2**40}))]
     with pytest.raises(DataError, match=f"token id {2**40} is outside"):
@@ -528,6 +528,26 @@ def test_wrong_options_of_the_guard(options: dict, message: str) -> None:
 
 
 # ---- together ----
+
+
+class Longer:
+    """A transform that adds a token to each text."""
+
+    changes_tokens = True
+
+    def apply(self, texts: MaskedTexts, sample_numbers: np.ndarray) -> MaskedTexts:
+        tokens = np.insert(texts.tokens, texts.ends, 5)
+        ends = texts.ends + np.arange(1, len(texts.ends) + 1)
+        return MaskedTexts(tokens, ends, np.ones(len(tokens), bool))
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"kind": "longer"}
+
+
+def test_a_text_may_not_outgrow_its_sample(two_files: list[str]) -> None:
+    dataset = gpt(two_files[0])
+    with pytest.raises(DataError, match=r"a, transformed samples \[7, 3\]: .* does not fit"):
+        TransformedDataset(dataset, [Longer()]).batch([7, 3])
 
 
 class OddTokensOnly:

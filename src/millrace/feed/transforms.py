@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from millrace import _native
 from millrace.checks import MAX_INT32, MAX_INT64, flag, real, shown, token, whole, whole_numbers
-from millrace.errors import ConfigError, DataError, MillraceError
+from millrace.errors import ConfigError, DataError
 from millrace.feed.datasets import BlendedDataset, Dataset, _batch_of_form, _sample, _texts_of_one
 from millrace.feed.fields import (
     FIELDS,
@@ -106,7 +106,8 @@ class TransformedDataset:
         Raises:
             ConfigError: Also a field or token dtype that transformed tokens do not allow, or a
                 transform that returns something else than texts.
-            DataError: Also a transformed text that is longer than a sample.
+            DataError: Also a transformed text that is longer than a sample, or holds a token id
+                that does not fit the vocabulary or int32.
         """
         numbers = whole_numbers("sample numbers", sample_numbers)
         self._watch.look(self._own_files)
@@ -138,10 +139,9 @@ class TransformedDataset:
             arrays = _native.fill_rows(
                 tokens, texts.ends, options, None if form is None else row_form(form)
             )
-        except MillraceError:
-            raise
         except ValueError as error:
-            raise DataError(f"transformed samples of {self.prefix}: {error}") from None
+            place = f"{self.prefix}, transformed samples {shown(numbers.tolist())}"
+            raise DataError(f"{place}: {error}") from None
         if form is None:
             return dict(zip(FIELDS, arrays, strict=True))
         parts = _parts_of(texts, options, form) if needs_parts(form) else None
