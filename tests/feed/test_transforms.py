@@ -35,6 +35,7 @@ from millrace import (
 )
 from millrace.feed.fields import BatchForm
 from millrace.feed.transforms import MaskedTexts
+from millrace.options import SampleOptions
 from tests.conftest import write_documents
 
 EOD, PREFIX, MIDDLE, SUFFIX = 0, 90_001, 90_002, 90_003
@@ -528,6 +529,41 @@ def test_wrong_options_of_the_guard(options: dict, message: str) -> None:
 
 
 # ---- together ----
+
+
+class Counting:
+    """A user's dataset: sample k has the tokens 10 k, 10 k + 1, ..., 10 k + 8."""
+
+    options = SampleOptions(sequence_length=8)
+
+    def __len__(self) -> int:
+        return 9
+
+    def texts(self, sample_numbers: Any) -> tuple[np.ndarray, np.ndarray]:
+        tokens = 10 * np.asarray(sample_numbers)[:, None] + np.arange(9)
+        return tokens.reshape(-1), 9 * np.arange(1, len(tokens) + 1)
+
+    def batch(self, sample_numbers: Any) -> dict[str, np.ndarray]:
+        rows = self.texts(sample_numbers)[0].reshape(-1, 9)
+        return {"tokens": rows[:, :-1], "loss_mask": np.ones((len(rows), 8), np.float32)}
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"kind": "counting"}
+
+
+def test_a_dataset_of_ones_own() -> None:
+    numbers = np.array([3, 1])
+    odd = TransformedDataset(Counting(), [OddTokensOnly()]).batch(numbers)
+    assert odd["tokens"].tolist() == [[*range(30, 38)], [*range(10, 18)]]
+    assert odd["loss_mask"].tolist() == [[1, 0] * 4] * 2
+    transforms = [OddTokensOnly(), FillInMiddle(**(FIM | {"rate": 1}))]
+    filled = TransformedDataset(Counting(), transforms)
+    batch = filled.batch(numbers, BatchForm(fields=("labels", "loss_mask"), token_dtype="file"))
+    is_known = batch["labels"] < PREFIX
+    assert np.array_equal(batch["loss_mask"][is_known], batch["labels"][is_known] % 2)
+    assert filled.fingerprint()["transforms"][0]["kind"] == "fill_in_middle"
+    with pytest.raises(ConfigError, match=r"Counting returns tokens, loss_mask; it has no labels"):
+        TransformedDataset(Counting(), [OddTokensOnly()]).batch(numbers, BatchForm())
 
 
 class Longer:
