@@ -283,7 +283,7 @@ std::optional<BadToken> survey_texts(const Texts& texts, const SampleOptions& op
   for (std::size_t i = 0; i < texts.size(); ++i) {
     const std::int64_t size = texts.num_tokens(i);
     if (size > options.capacity()) {
-      fail("the ", size, " tokens of a sample do not fit its row of ", options.capacity());
+      fail("a sample of ", size, " tokens does not fit its row of ", options.capacity());
     }
     if (form.token_type == TokenType::file && texts.types[i].index() != texts.types[0].index()) {
       fail("the token files of a batch have several dtypes, so that \"file\" is not one");

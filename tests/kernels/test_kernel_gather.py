@@ -165,10 +165,10 @@ def assert_refused(
         for source in arrays
     ]
     for module in (reference, _native):
-        with pytest.raises(ValueError, match=r"outside|do not fit|goes from|above"):
+        with pytest.raises(ValueError, match=r"outside|not fit|goes from|above"):
             gather(module, roomy, source_numbers, sample_numbers, **options)
         if len(roomy) == 1 and not np.any(source_numbers):
-            with pytest.raises(ValueError, match=r"outside|do not fit|goes from|above"):
+            with pytest.raises(ValueError, match=r"outside|not fit|goes from|above"):
                 pieces_of(module, roomy[0], sample_numbers, **options)
 
 
@@ -469,7 +469,7 @@ def test_any_damage_is_refused_or_read_as_the_twin_reads_it(data: st.DataObject)
     try:
         expected = gather(reference, [arrays], np.zeros_like(numbers), numbers)
     except ValueError:
-        with pytest.raises(ValueError, match=r"outside|do not fit"):
+        with pytest.raises(ValueError, match=r"outside|not fit"):
             gather(_native, [arrays], np.zeros_like(numbers), numbers)
     else:
         actual = gather(_native, [arrays], np.zeros_like(numbers), numbers)

@@ -73,7 +73,7 @@ class BatchSizeSchedule:
         Raises:
             ConfigError: A number of samples inside a step; the message names the step's ends.
         """
-        consumed_samples = whole("consumed_samples", consumed_samples, 0)
+        consumed_samples = whole("consumed_samples", consumed_samples, 0, MAX_INT64)
         run = bisect_right(self._run_starts, consumed_samples) - 1
         size = self._run_sizes[run]
         steps, samples_inside = divmod(consumed_samples - self._run_starts[run], size)
@@ -89,7 +89,7 @@ class BatchSizeSchedule:
 
     def consumed_at(self, step: int) -> int:
         """Number of samples consumed before a step; step 0 starts at sample 0."""
-        step = whole("step", step, 0)
+        step = whole("step", step, 0, MAX_INT64)
         run = bisect_right(self._run_steps, step) - 1
         return self._run_starts[run] + (step - self._run_steps[run]) * self._run_sizes[run]
 

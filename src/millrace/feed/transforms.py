@@ -105,7 +105,7 @@ class TransformedDataset:
         tokens, ends = self.dataset.texts(numbers)  # type: ignore[attr-defined]
         texts = MaskedTexts(tokens, ends, np.ones(len(tokens), np.bool_))
         for transform in self.transforms:
-            texts = transform.apply(texts, numbers)
+            texts = _checked_texts(transform, texts, transform.apply(texts, numbers))
         return texts
 
     def mapped_files(self) -> list[MappedFiles]:
@@ -336,6 +336,31 @@ def _check_transforms(dataset: Dataset, transforms: Sequence[Any]) -> bool:
                 )
         changes_tokens = changes_tokens or transform.changes_tokens
     return changes_tokens
+
+
+def _checked_texts(transform: Transform, old: MaskedTexts, new: Any) -> MaskedTexts:
+    """What a transform returned, if it is texts."""
+    try:
+        tokens, ends, is_trained = (np.ascontiguousarray(array) for array in new)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"{type(transform).__name__} returned {shown(new)}; MaskedTexts are needed"
+        ) from None
+    forms = [(array.dtype, array.ndim) for array in (tokens, ends, is_trained)]
+    needed = [(np.dtype(np.int64), 1), (np.dtype(np.int64), 1), (np.dtype(np.bool_), 1)]
+    if forms != needed or len(ends) != len(old.ends) or len(is_trained) != len(tokens):
+        arrays = zip(MaskedTexts._fields, (tokens, ends, is_trained), strict=True)
+        forms_shown = ", ".join(f"{name} {one.dtype} {list(one.shape)}" for name, one in arrays)
+        raise ConfigError(
+            f"{type(transform).__name__} returned {forms_shown}; tokens int64 [n], ends int64 "
+            f"[{len(old.ends)}] and is_trained bool [n] are needed"
+        )
+    if not transform.changes_tokens and not np.array_equal(ends, old.ends):
+        raise ConfigError(
+            f"{type(transform).__name__} returned texts of other lengths: its changes_tokens must "
+            "be True"
+        )
+    return MaskedTexts(tokens, ends, is_trained)
 
 
 def _options_of(dataset: Dataset) -> SampleOptions:

@@ -1,4 +1,4 @@
-"""torch at the edge: tensors, and the ranks of torch.distributed."""
+"""Datasets and errors over the ranks of torch.distributed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import threading
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
-import torch
-from numpy.typing import NDArray
 from torch import distributed
 
 from millrace.errors import ConfigError, MillraceError
@@ -17,18 +15,6 @@ from millrace.run import DatasetConfig, Datasets
 from millrace.run import build_datasets as _build_datasets
 
 T = TypeVar("T")
-
-
-def to_tensors(batch: dict[str, NDArray[Any]]) -> dict[str, torch.Tensor]:
-    """A batch as torch tensors that share its memory; pass it as a loader's `transform`.
-
-    Args:
-        batch: Arrays of any shape, int64 or float32.
-
-    Returns:
-        CPU tensors of the same shapes and dtypes.
-    """
-    return {name: torch.from_numpy(array) for name, array in batch.items()}
 
 
 def build_datasets(

@@ -1,0 +1,24 @@
+"""torch at the edge: tensors, DataLoaders, and the ranks of torch.distributed.
+
+- Tensors of a loader's batches, as its `transform`: `to_tensors`, `to_device`.
+- What a torch DataLoader takes: `MapDataset`, `BatchSampler`, `IterableDataset`, `collate`.
+- All ranks together: `build_datasets`, `check_consistency`.
+"""
+
+from millrace.torch.consistency import check_consistency
+from millrace.torch.data import BatchSampler, IterableDataset, MapDataset, collate
+from millrace.torch.ranks import build_datasets, distributed_rank, first_then_rest
+from millrace.torch.tensors import to_device, to_tensors
+
+__all__ = [
+    "BatchSampler",
+    "IterableDataset",
+    "MapDataset",
+    "build_datasets",
+    "check_consistency",
+    "collate",
+    "distributed_rank",
+    "first_then_rest",
+    "to_device",
+    "to_tensors",
+]

@@ -1,0 +1,270 @@
+"""What a torch DataLoader takes: a map-style dataset, a batch sampler, an iterable dataset.
+
+    DataLoader(MapDataset(dataset), batch_sampler=BatchSampler(sampler), collate_fn=collate)
+    DataLoader(IterableDataset(loader), batch_size=None)
+
+Both work with any number of workers and any start method. torchdata's StatefulDataLoader takes the
+same arguments, and its state resumes at the batch after the last one that the trainer got.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import data
+
+from millrace.checks import shown, whole
+from millrace.errors import ConfigError, ResumeError
+from millrace.feed import Dataset, Loader, Sampler
+from millrace.torch.tensors import to_tensors
+
+Tensors = dict[str, torch.Tensor]
+
+
+class MapDataset(data.Dataset):  # type: ignore[misc]
+    """A dataset by sample number, for `DataLoader(dataset, batch_sampler=...)`.
+
+    A DataLoader reads each batch by one call of the core. With `collate_fn=collate` it hands over
+    this batch as it is; any other collate function gets a list of samples.
+
+    Args:
+        dataset: `GPTDataset`, `BlendedDataset` or another `millrace.feed.Dataset`.
+
+    Example:
+        >>> import tempfile, millrace
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with millrace.IndexedDatasetBuilder(f"{folder}/text") as builder:
+        ...         builder.add_document(np.arange(20))
+        ...     token_file = millrace.IndexedDataset(f"{folder}/text")
+        ...     dataset = MapDataset(millrace.GPTDataset(token_file, sequence_length=4, seed=1))
+        ...     loader = data.DataLoader(dataset, batch_size=2, collate_fn=collate)
+        ...     len(dataset), next(iter(loader))["tokens"].shape
+        (4, torch.Size([2, 4]))
+    """
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, sample_number: int) -> Tensors:
+        """One sample: tensors without a batch dimension."""
+        return _Rows(self._batch([sample_number]), 1)[0]
+
+    def __getitems__(self, sample_numbers: Sequence[int]) -> Sequence[Tensors]:
+        """The samples of a batch; `collate` takes the whole batch out of it."""
+        return _Rows(self._batch(sample_numbers), len(sample_numbers))
+
+    def _batch(self, sample_numbers: Sequence[int]) -> Tensors:
+        return to_tensors(self.dataset.batch(np.asarray(sample_numbers, np.int64)))
+
+
+class _Rows(Sequence[Tensors]):
+    """The samples of one batch, which stay in one tensor per name."""
+
+    def __init__(self, batch: Tensors, length: int) -> None:
+        self.batch = batch
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, row: Any) -> Any:
+        if not 0 <= row < self._length:
+            raise IndexError(row)
+        return {name: tensor[row] for name, tensor in self.batch.items()}
+
+
+def collate(samples: Sequence[Tensors]) -> Tensors:
+    """The batch of samples of a `MapDataset`, without a copy where they were read as a batch."""
+    if isinstance(samples, _Rows):
+        return samples.batch
+    return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+
+
+class BatchSampler(data.Sampler):  # type: ignore[misc]
+    """The steps of a sampler, for `DataLoader(MapDataset(dataset), batch_sampler=...)`.
+
+    Each iteration starts at `consumed_samples`; after `load_state_dict`, the next one starts at the
+    saved position. A DataLoader with workers asks for batches ahead of the trainer, so
+    `state_dict()` is ahead as well: torchdata's StatefulDataLoader takes this into account. With
+    torch's own DataLoader, save `state_after(num_batches)`.
+
+    Args:
+        sampler: The sampler of this rank, with its micro batch size and data-parallel rank.
+        consumed_samples: Number of samples that all ranks have consumed before an iteration.
+    """
+
+    def __init__(self, sampler: Sampler, consumed_samples: int = 0) -> None:
+        self.sampler = sampler
+        self.consumed_samples = whole("consumed_samples", consumed_samples, 0)
+        self._next_start = self._position = self.consumed_samples
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self._position = self._next_start
+        self._next_start = self.consumed_samples
+        return self._steps()
+
+    def _steps(self) -> Iterator[list[int]]:
+        while self.sampler.has_step(self._position):
+            numbers = self.sampler.sample_numbers(self._position).tolist()
+            self._position = self.sampler.consumed_after(self._position)
+            yield numbers
+
+    def __len__(self) -> int:
+        """The number of steps from `consumed_samples` to the end.
+
+        Raises:
+            TypeError: A sampler without an end, or one that cannot tell.
+        """
+        num_steps = getattr(self.sampler, "num_steps", None)
+        if num_steps is None:
+            raise TypeError(f"a {type(self.sampler).__name__} has no number of steps")
+        return int(num_steps(self.consumed_samples))
+
+    def state_dict(self) -> dict[str, int]:
+        """The position after the last step that was handed out."""
+        return {"consumed_samples": self._position}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Starts the next iteration at a saved position.
+
+        Raises:
+            ResumeError: A state without `consumed_samples`.
+            ConfigError: A position that is not a whole number of at least 0.
+        """
+        if not isinstance(state, Mapping) or "consumed_samples" not in state:
+            raise ResumeError(f"the state is {shown(state)}; it has no consumed_samples")
+        self._next_start = whole("consumed_samples", state["consumed_samples"], 0)
+        self._position = self._next_start
+
+    def state_after(self, num_batches: int) -> dict[str, int]:
+        """The state after so many batches of an iteration that starts at `consumed_samples`."""
+        return {
+            "consumed_samples": _position_after(self.sampler, self.consumed_samples, num_batches)
+        }
+
+
+class IterableDataset(data.IterableDataset):  # type: ignore[misc]
+    """The batches of a loader, for `DataLoader(dataset, batch_size=None)`.
+
+    Each of n workers makes every n-th batch, so the DataLoader hands them over in the loader's
+    order. Workers start at the loader's position at the time they start, and hold copies of it:
+    the loader itself stays where it is. So save the state of torchdata's StatefulDataLoader, or,
+    with torch's DataLoader, `state_after(num_batches)`. Without workers the loader itself advances,
+    and its own `state_dict()` is the state.
+
+    Args:
+        loader: The loader of this rank.
+    """
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+        self._has_advanced = False
+
+    def __len__(self) -> int:
+        """The number of steps from sample 0: `len(loader)`."""
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = data.get_worker_info()
+        if worker is None:
+            self._has_advanced = True
+            return _Steps(self.loader)
+        return _WorkerSteps(self.loader, worker.id, worker.num_workers)
+
+    def state_after(self, num_batches: int) -> dict[str, Any]:
+        """The loader's state after so many batches of a DataLoader with workers.
+
+        It resumes with any number of workers and ranks: `loader.load_state_dict(state)`, then a new
+        DataLoader.
+
+        Raises:
+            ConfigError: The loader was iterated in this process, and so has advanced; or fewer
+                batches are left.
+        """
+        if self._has_advanced:
+            raise ConfigError(
+                "state_after counts from the loader's position, which has advanced in this "
+                "process: save loader.state_dict()"
+            )
+        start = self.loader.consumed_samples
+        position = _position_after(self.loader.sampler, start, num_batches)
+        return {**self.loader.state_dict(), "consumed_samples": position}
+
+
+class _Steps:
+    """A loader as an iterator whose state a StatefulDataLoader saves."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> _Steps:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._loader)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._loader.load_state_dict(state)
+
+
+class _WorkerSteps:
+    """Every n-th step of a loader, in a worker process.
+
+    Its state is the loader's, at the worker's next step.
+    """
+
+    def __init__(self, loader: Loader, worker: int, num_workers: int) -> None:
+        self._loader = copy.copy(loader)  # persistent workers start again from the original
+        self._num_workers = num_workers
+        self._position = loader.consumed_samples
+        self._fingerprint: dict[str, Any] | None = None
+        self._advance(worker)
+
+    def __iter__(self) -> _WorkerSteps:
+        return self
+
+    def __next__(self) -> Any:
+        if not self._loader.sampler.has_step(self._position):
+            raise StopIteration
+        batch = _batch_at(self._loader, self._position)
+        self._advance(self._num_workers)
+        return batch
+
+    def _advance(self, num_steps: int) -> None:
+        sampler = self._loader.sampler
+        for _ in range(num_steps):
+            if not sampler.has_step(self._position):
+                break
+            self._position = sampler.consumed_after(self._position)
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._fingerprint is None:  # once: a blend of thousands takes a while
+            self._fingerprint = self._loader.state_dict()
+        return {**self._fingerprint, "consumed_samples": self._position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._loader.load_state_dict(state)
+        self._position = self._loader.consumed_samples
+
+
+def _batch_at(loader: Loader, consumed_samples: int) -> Any:
+    batch = loader.dataset.batch(loader.sampler.sample_numbers(consumed_samples))
+    return batch if loader.transform is None else loader.transform(batch)
+
+
+def _position_after(sampler: Sampler, consumed_samples: int, num_steps: int) -> int:
+    for step in range(whole("num_batches", num_steps, 0)):
+        if not sampler.has_step(consumed_samples):
+            raise ConfigError(f"num_batches is {num_steps}; only {step} batches are left")
+        consumed_samples = sampler.consumed_after(consumed_samples)
+    return consumed_samples

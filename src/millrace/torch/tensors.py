@@ -1,0 +1,114 @@
+"""Torch tensors of numpy batches, on the CPU or on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from millrace.checks import flag
+from millrace.errors import ConfigError
+
+
+def to_tensors(batch: Mapping[str, NDArray[Any]], *, pin: bool = False) -> dict[str, torch.Tensor]:
+    """A batch as torch tensors that share its memory; pass it as a loader's `transform`.
+
+    An array that several batches share (`loss_mask`, `position_ids`) is read-only in numpy. torch
+    has no read-only tensors: do not write to these tensors in place.
+
+    Args:
+        batch: Arrays of any shape, of integers, booleans or floats.
+        pin: Whether to copy the tensors to pinned memory, from which copies to a GPU run beside the
+            computation. It has no effect where CUDA is not available.
+
+    Returns:
+        CPU tensors of the same shapes and dtypes (`uint16` needs torch 2.3 or newer).
+
+    Example:
+        >>> to_tensors({"tokens": np.array([[1, 2]])})
+        {'tokens': tensor([[1, 2]])}
+    """
+    tensors = {name: _tensor(array) for name, array in batch.items()}
+    if flag("pin", pin) and torch.cuda.is_available():
+        return {name: tensor.pin_memory() for name, tensor in tensors.items()}
+    return tensors
+
+
+def to_device(
+    device: torch.device | str | int, *, stream: Any = None
+) -> Callable[[Mapping[str, NDArray[Any]]], dict[str, torch.Tensor]]:
+    """A loader's `transform` that copies each batch to a device ahead of its use.
+
+    The threads of a loader with `prefetch` call it, so the batch is on the device when the trainer
+    asks for it. On a CUDA device the copy runs on a separate stream, beside the computation.
+
+    Args:
+        device: The device, for example "cuda:0"; "cpu" is the same as `to_tensors`.
+        stream: The CUDA stream that the trainer computes on. None: the device's default stream.
+
+    Returns:
+        Function from a batch of arrays to a batch of tensors on the device.
+
+    Raises:
+        ConfigError: A device that torch does not know or that is not available.
+    """
+    try:
+        target = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device is {device!r}: {error}") from None
+    if target.type == "cpu":
+        return to_tensors
+    if target.type != "cuda":
+        return partial(_copy, device=target)
+    if not torch.cuda.is_available():
+        raise ConfigError(f"device is {device!r}, but CUDA is not available here: use 'cpu'")
+    count = torch.cuda.device_count()
+    index = torch.cuda.current_device() if target.index is None else target.index
+    if index >= count:
+        raise ConfigError(f"device is {device!r}; this process sees {count} CUDA devices")
+    return partial(_copy_to_cuda, device=torch.device("cuda", index), stream=stream)
+
+
+class _Writable:
+    """The memory of a read-only array, described to numpy as writable.
+
+    `torch.from_numpy` warns about each read-only array, although trainers read batches only.
+    """
+
+    def __init__(self, array: NDArray[Any]) -> None:
+        self.array = array  # keeps the memory alive
+        interface = array.__array_interface__
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
+
+
+def _tensor(array: NDArray[Any]) -> torch.Tensor:
+    array = np.asarray(array)
+    return torch.from_numpy(array if array.flags.writeable else np.asarray(_Writable(array)))
+
+
+def _copy(batch: Mapping[str, NDArray[Any]], device: torch.device) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(device) for name, tensor in to_tensors(batch).items()}
+
+
+def _copy_to_cuda(
+    batch: Mapping[str, NDArray[Any]], device: torch.device, stream: Any
+) -> dict[str, torch.Tensor]:
+    user = torch.cuda.default_stream(device) if stream is None else stream
+    side = _copy_stream(device)
+    pinned = to_tensors(batch, pin=True)
+    with torch.cuda.stream(side):
+        copies = {name: tensor.to(device, non_blocking=True) for name, tensor in pinned.items()}
+    for copy in copies.values():
+        copy.record_stream(user)  # else its memory could be reused while the trainer still reads
+    side.synchronize()  # only the loader's thread waits
+    return copies
+
+
+@lru_cache
+def _copy_stream(device: torch.device) -> Any:
+    """One stream per device: torch's allocator keeps free memory separately for each stream."""
+    return torch.cuda.Stream(device)
