@@ -1,9 +1,7 @@
 #include "gather.hpp"
 
 #include <algorithm>
-#include <array>
 #include <stdexcept>
-#include <string>
 
 #include "errors.hpp"
 #include "prefetch.hpp"
@@ -14,18 +12,13 @@ namespace {
 // Samples that go through each step together, so that their waits for memory overlap.
 constexpr std::size_t group_size = 8;
 
-// Appends the runs of some spans, which are one sample's.
-void append_runs(const TokenSource& source, std::span<const Span> spans,
-                 const SampleOptions& options, std::vector<Run>& runs) {
-  std::int64_t room = options.capacity();
+// Appends the runs of the spans from `first` on, which are one sample's.
+void append_runs(const TokenSource& source, std::span<const Span> spans, std::size_t first_of_group,
+                 std::vector<Run>& runs) {
   for (const Span& span : spans) {
     const Piece piece = source.locate(span);
-    room -= span.count;
-    if (room < 0) {
-      fail("the tokens of a sample do not fit its row of ", options.capacity());
-    }
     runs.push_back({bytes_of(source.tokens()) + piece.offset, piece.count});
-    if (runs.size() <= prefetch_distance) {
+    if (runs.size() - first_of_group <= prefetch_distance) {
       prefetch_run(runs.back());
     }
   }
@@ -33,13 +26,11 @@ void append_runs(const TokenSource& source, std::span<const Span> spans,
 
 }  // namespace
 
-void gather_samples(std::span<const SampleSource> sources, Column<std::int64_t> sample_numbers,
-                    const SampleOptions& options, const SampleRow& first_row,
-                    GatherSpace& space) {
-  std::vector<Span>& spans = space.spans;
-  std::vector<Run>& runs = space.runs;
-  std::array<std::size_t, group_size + 1> span_bounds;
-  std::array<std::size_t, group_size + 1> run_bounds;
+void locate_texts(std::span<const SampleSource> sources, Column<std::int64_t> sample_numbers,
+                  LocatedTexts& located) {
+  std::vector<Span>& spans = located.spans;
+  auto& [runs, bounds, types] = located.texts;
+  bounds.push_back(0);
   for (std::size_t start = 0; start < sample_numbers.size(); start += group_size) {
     const std::size_t stop = std::min(start + group_size, sample_numbers.size());
     for (int stage = 0; stage < Order::num_prefetch_stages; ++stage) {
@@ -47,38 +38,38 @@ void gather_samples(std::span<const SampleSource> sources, Column<std::int64_t> 
         sources[i].order->prefetch(stage, sample_numbers[i]);
       }
     }
-    spans.clear();
-    span_bounds[0] = 0;
     for (std::size_t i = start; i < stop; ++i) {
-      const std::size_t first = spans.size();
       sources[i].order->append_spans(sample_numbers[i], spans);
-      for (std::size_t k = first; k < spans.size(); ++k) {
+      for (std::size_t k = bounds.back(); k < spans.size(); ++k) {
         sources[i].tokens->prefetch(spans[k]);
       }
-      span_bounds[i - start + 1] = spans.size();
+      bounds.push_back(spans.size());
+      types.push_back(sources[i].tokens->tokens());
     }
-    runs.clear();
-    run_bounds[0] = 0;
+    const std::size_t first_run = runs.size();
     for (std::size_t i = start; i < stop; ++i) {
-      const std::size_t first = span_bounds[i - start];
       append_runs(*sources[i].tokens,
-                  std::span(spans).subspan(first, span_bounds[i - start + 1] - first), options,
-                  runs);
-      run_bounds[i - start + 1] = runs.size();
+                  std::span(spans).subspan(bounds[i], bounds[i + 1] - bounds[i]), first_run, runs);
     }
-    if (runs.size() > 1 && runs[0].count > 0 && is_cold(runs[0].bytes)) {
-      for (const Run& run : runs) {
+    const std::span<const Run> group = std::span<const Run>(runs).subspan(first_run);
+    if (group.size() > 1 && group[0].count > 0 && is_cold(group[0].bytes)) {
+      for (const Run& run : group) {
         prefetch_pages(run.bytes, run.count);
       }
     }
-    const std::span<const Run> all = runs;
-    for (std::size_t i = start; i < stop; ++i) {
-      const std::size_t first = run_bounds[i - start];
-      fill_row(sources[i].tokens->tokens(), all.subspan(first, run_bounds[i - start + 1] - first),
-               all.subspan(std::min(first + prefetch_distance, all.size())), options,
-               first_row + static_cast<std::int64_t>(i) * options.sequence_length);
-    }
   }
+}
+
+std::string describe(const LocatedTexts& located, const BadToken& bad) {
+  std::int64_t place = bad.place;
+  std::size_t i = located.texts.bounds[bad.sample];
+  for (; place >= located.spans[i].count; ++i) {
+    place -= located.spans[i].count;
+  }
+  const Span& span = located.spans[i];
+  return "token id " + text(bad.id) + " is outside [" + text(bad.least) + ", " + text(bad.limit) +
+         "): it is token " + text(span.offset + place) + " of sequence " + text(span.sequence) +
+         " and token " + text(bad.place) + " of the sample";
 }
 
 }  // namespace millrace

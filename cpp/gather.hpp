@@ -2,6 +2,7 @@
 #pragma once
 
 #include <span>
+#include <string>
 #include <vector>
 
 #include "column.hpp"
@@ -17,16 +18,19 @@ struct SampleSource {
   const Order* order;
 };
 
-// The vectors that `gather_samples` fills on its way. The caller owns them: a read of mapped memory
-// may end in a jump (see mapping.hpp).
-struct GatherSpace {
+// The texts of some samples, and the spans that they were read from: span i is run i. The caller
+// owns the vectors: a read of mapped memory may end in a jump (see mapping.hpp).
+struct LocatedTexts {
   std::vector<Span> spans;
-  std::vector<Run> runs;
+  Texts texts;
 };
 
-// Fills row i with sample sample_numbers[i] of sources[i]. Throws std::invalid_argument for a sample
-// that there is not or that does not fit its row, and for arrays that disagree.
-void gather_samples(std::span<const SampleSource> sources, Column<std::int64_t> sample_numbers,
-                    const SampleOptions& options, const SampleRow& first_row, GatherSpace& space);
+// Finds the texts of samples: text i is sample sample_numbers[i] of sources[i]. Throws
+// std::invalid_argument for a sample that there is not, and for arrays that disagree.
+void locate_texts(std::span<const SampleSource> sources, Column<std::int64_t> sample_numbers,
+                  LocatedTexts& located);
+
+// A bad token for a message, with its sequence.
+std::string describe(const LocatedTexts& located, const BadToken& bad);
 
 }  // namespace millrace

@@ -18,6 +18,14 @@ class Mt19937 {
   // words have been drawn.
   Mt19937(const Key& key, int position) : key_(key), position_(position) { temper(); }
 
+  // Seeded with one word, as NumPy's legacy RandomState and torch's CPU generator are.
+  explicit Mt19937(std::uint32_t seed) : position_(state_size) {
+    for (std::uint32_t i = 0; i < state_size; ++i) {
+      key_[i] = seed;
+      seed = 1812433253U * (seed ^ (seed >> 30)) + i + 1;
+    }
+  }
+
   const Key& key() const noexcept { return key_; }
   int position() const noexcept { return position_; }
 

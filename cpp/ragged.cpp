@@ -29,9 +29,7 @@ constexpr std::size_t block_size = 1024;
 
 void prefetch_cold(std::span<const std::uint8_t> bytes, std::span<const Piece> pieces) {
   if (pieces.size() > 1 && pieces[0].count > 0 && is_cold(bytes.data() + pieces[0].offset)) {
-    for (const Piece& piece : pieces.subspan(1)) {
-      prefetch_pages(bytes.data() + piece.offset, piece.count);
-    }
+    prefetch_pieces(bytes, pieces.subspan(1));
   }
 }
 
@@ -131,6 +129,22 @@ void copy_pieces(std::span<const std::uint8_t> bytes, std::span<const Piece> pie
     if (pieces[i].count > 0) {
       std::memcpy(to, bytes.data() + pieces[i].offset, static_cast<std::size_t>(pieces[i].count));
       to += pieces[i].count;
+    }
+  }
+}
+
+void prefetch_pieces(std::span<const std::uint8_t> bytes, std::span<const Piece> pieces) noexcept {
+  for (const Piece& piece : pieces) {
+    if (piece.count > 0) {
+      prefetch_pages(bytes.data() + piece.offset, piece.count);
+    }
+  }
+}
+
+void prefetch_pieces(int descriptor, std::span<const Piece> pieces) noexcept {
+  for (const Piece& piece : pieces) {
+    if (piece.count > 0) {  // a count of 0 would mean the rest of the file
+      prefetch_range(descriptor, piece.offset, piece.count);
     }
   }
 }

@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <numeric>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <utility>
 
 #include "errors.hpp"
@@ -14,73 +16,233 @@
 namespace millrace {
 namespace {
 
-// The widening copy. Token files may hold sequences at any byte, hence memcpy for each token; it
-// compiles to plain (vector) loads.
+// Token files may hold sequences at any byte, hence memcpy for each token; it compiles to plain
+// (vector) loads.
 template <class T>
-void widen(const std::uint8_t* bytes, std::int64_t count, std::int64_t* out) {
-  for (std::int64_t i = 0; i < count; ++i) {
-    T token;
-    std::memcpy(&token, bytes + static_cast<std::size_t>(i) * sizeof(T), sizeof(T));
-    out[i] = static_cast<std::int64_t>(token);
-  }
+T token_at(const std::uint8_t* bytes, std::int64_t place) noexcept {
+  T token;
+  std::memcpy(&token, bytes + place * static_cast<std::int64_t>(sizeof(T)), sizeof(T));
+  return token;
 }
 
-// Writes the runs' tokens, the first sequence_length of them as tokens, and all but the first as
-// labels. Returns the number of tokens.
 template <class T>
-std::int64_t write_tokens_and_labels(std::span<const Run> runs, std::span<const Run> next_runs,
-                                     std::int64_t sequence_length, const SampleRow& row) {
-  constexpr auto width = static_cast<std::int64_t>(sizeof(T));
-  std::int64_t size = 0;
-  for (std::size_t i = 0; i < runs.size(); ++i) {
-    if (i < next_runs.size()) {
-      prefetch_run(next_runs[i]);
-    }
-    const std::int64_t count = runs[i].count / width;
-    widen<T>(runs[i].bytes, std::min(count, sequence_length - size), row.tokens + size);
-    const std::int64_t skipped = size == 0 ? 1 : 0;  // the first token is not a label
-    widen<T>(runs[i].bytes + skipped * width, count - skipped,
-             row.labels + (size - 1 + skipped));
-    size += count;
-  }
-  return size;
+std::int64_t num_tokens_of(const Run& run) noexcept {
+  return run.count / static_cast<std::int64_t>(sizeof(T));
 }
 
-// Whether a token is among the runs. Most samples hold no pad, and to look for it among the narrow
-// tokens of the file costs a tenth of a pass over the row.
+// The token in the type of a file; none, if the file cannot hold it.
 template <class T>
-bool contains(std::span<const Run> runs, std::int64_t token) {
-  if (!std::in_range<T>(token)) {
-    return false;
-  }
-  T is_there = 0;  // as wide as a token, so that vector code need not widen
+std::optional<T> as(std::optional<std::int64_t> token) noexcept {
+  return token && std::in_range<T>(*token) ? std::optional<T>(static_cast<T>(*token))
+                                           : std::nullopt;
+}
+
+// Whether there is a token that `is_wanted`. It is as wide as a token until the end, so that vector
+// code need not widen: to look among the narrow tokens of a file costs a tenth of writing a row.
+template <class T, class Wanted>
+bool contains(std::span<const Run> runs, Wanted is_wanted) {
+  T is_there = 0;
   for (const Run& run : runs) {
-    for (std::int64_t at = 0; at < run.count; at += static_cast<std::int64_t>(sizeof(T))) {
-      T value;
-      std::memcpy(&value, run.bytes + at, sizeof(T));
-      is_there = static_cast<T>(is_there | static_cast<T>(value == static_cast<T>(token)));
+    for (std::int64_t i = 0; i < num_tokens_of<T>(run); ++i) {
+      is_there = static_cast<T>(is_there | static_cast<T>(is_wanted(token_at<T>(run.bytes, i))));
     }
   }
   return is_there != 0;
 }
 
-void mask_pads(std::int64_t pad, std::int64_t length, const SampleRow& row) {
-  for (std::int64_t i = 0; i < length; ++i) {
-    row.loss_mask[i] = row.labels[i] == pad ? 0.0F : row.loss_mask[i];
-    row.tokens[i] = row.tokens[i] == pad ? 0 : row.tokens[i];
-    row.labels[i] = row.labels[i] == pad ? 0 : row.labels[i];
+template <class T>
+bool contains(std::span<const Run> runs, std::optional<std::int64_t> token) {
+  const std::optional<T> value = as<T>(token);
+  return value && contains<T>(runs, [wanted = *value](T one) { return one == wanted; });
+}
+
+// The first token outside [least, limit) that is not the pad token.
+template <class T>
+std::optional<BadToken> find_bad(std::span<const Run> runs, std::int64_t least, std::int64_t limit,
+                                 std::optional<std::int64_t> pad) {
+  using Limits = std::numeric_limits<T>;
+  const T low = static_cast<T>(std::max<std::int64_t>(least, Limits::min()));
+  const T high = static_cast<T>(std::min<std::int64_t>(limit - 1, Limits::max()));
+  if (low == Limits::min() && high == Limits::max()) {
+    return std::nullopt;
+  }
+  const T pad_or_ok = as<T>(pad).value_or(high);
+  const auto is_bad = [=](T one) { return ((one < low) | (one > high)) & (one != pad_or_ok); };
+  if (!contains<T>(runs, is_bad)) {
+    return std::nullopt;
+  }
+  std::int64_t place = 0;
+  for (const Run& run : runs) {
+    for (std::int64_t i = 0; i < num_tokens_of<T>(run); ++i, ++place) {
+      const T one = token_at<T>(run.bytes, i);
+      if (is_bad(one)) {
+        return BadToken{0, place, static_cast<std::int64_t>(one), least, limit};
+      }
+    }
+  }
+  return std::nullopt;
+}
+
+// Copies tokens, widened; pad tokens become 0.
+template <class In, class Out>
+void convert(const std::uint8_t* __restrict bytes, std::int64_t count, std::optional<In> pad,
+             Out* __restrict out) {
+  if (pad) {
+    for (std::int64_t i = 0; i < count; ++i) {
+      const In token = token_at<In>(bytes, i);
+      out[i] = static_cast<Out>(token == *pad ? In{0} : token);
+    }
+  } else if constexpr (std::is_same_v<In, Out>) {
+    std::memcpy(out, bytes, static_cast<std::size_t>(count) * sizeof(In));
+  } else {
+    for (std::int64_t i = 0; i < count; ++i) {
+      out[i] = static_cast<Out>(token_at<In>(bytes, i));
+    }
   }
 }
 
-// Position ids that start again after each EOD among the first `count` tokens.
-void restart_positions(std::int64_t eod, std::int64_t count, std::int64_t length,
-                       const SampleRow& row) {
-  std::int64_t start = 0;
-  for (std::int64_t i = 0; i < count; ++i) {
-    row.position_ids[i] = i - start;
-    start = row.tokens[i] == eod ? i + 1 : start;
+// Calls `work` with the pieces of the runs that hold tokens `first` up to `first + length`, and where
+// each starts in the row. Returns how many tokens that are.
+template <class T, class Work>
+std::int64_t for_each_piece(std::span<const Run> runs, std::span<const Run> next_runs,
+                            std::int64_t first, std::int64_t length, Work work) {
+  std::int64_t at = -first;
+  for (std::size_t i = 0; i < runs.size(); ++i) {
+    if (i < next_runs.size()) {
+      prefetch_run(next_runs[i]);
+    }
+    const std::int64_t count = num_tokens_of<T>(runs[i]);
+    const std::int64_t start = std::clamp<std::int64_t>(-at, 0, count);
+    const std::int64_t stop = std::min(count, length - at);
+    if (stop > start) {
+      work(at + start, runs[i].bytes + start * static_cast<std::int64_t>(sizeof(T)), stop - start);
+    }
+    at += count;
   }
-  std::iota(row.position_ids + count, row.position_ids + length, count - start);
+  return std::clamp<std::int64_t>(at, 0, length);
+}
+
+// The same for each token.
+template <class T, class Work>
+void for_each_token(std::span<const Run> runs, std::int64_t first, std::int64_t length, Work work) {
+  for_each_piece<T>(runs, {}, first, length,
+                    [&](std::int64_t at, const std::uint8_t* bytes, std::int64_t count) {
+                      for (std::int64_t i = 0; i < count; ++i) {
+                        work(at + i, token_at<T>(bytes, i));
+                      }
+                    });
+}
+
+// Writes `length` tokens of the runs, from token `first` on; what they lack is 0.
+template <class In, class Out>
+void write_tokens(std::span<const Run> runs, std::span<const Run> next_runs, std::int64_t first,
+                  std::int64_t length, std::optional<In> pad, Out* out) {
+  const std::int64_t count = for_each_piece<In>(
+      runs, next_runs, first, length,
+      [&](std::int64_t at, const std::uint8_t* bytes, std::int64_t num_tokens) {
+        convert<In>(bytes, num_tokens, pad, out + at);
+      });
+  std::fill(out + count, out + length, Out{0});
+}
+
+// Whether arrays of type Out may hold tokens of type In: these are the pairs that are compiled.
+template <class In, class Out>
+constexpr bool is_possible = std::is_same_v<Out, std::int64_t> ||
+                             std::is_same_v<Out, std::int32_t> || std::is_same_v<In, Out>;
+
+MILLRACE_VECTOR_CODE
+void write_tokens(const Tokens& type, std::span<const Run> runs, std::span<const Run> next_runs,
+                  std::int64_t first, std::int64_t length, std::optional<std::int64_t> pad,
+                  const Tokens& out_type, std::uint8_t* out) {
+  // Two visits of one variant each: GCC makes switches of them, and so compiles the loops into each
+  // version of this function.
+  std::visit(
+      [&]<class In>(const In*) {
+        std::visit(
+            [&]<class Out>(const Out*) {
+              if constexpr (is_possible<In, Out>) {
+                write_tokens<In>(runs, next_runs, first, length, as<In>(pad),
+                                 reinterpret_cast<Out*>(out));
+              }
+            },
+            out_type);
+      },
+      type);
+}
+
+MILLRACE_VECTOR_CODE
+void write_loss_mask(const Tokens& type, std::span<const Run> runs, const SampleOptions& options,
+                     bool has_pads, std::int64_t num_labels, float* out) {
+  const std::int64_t length = options.sequence_length;
+  std::fill(out, out + num_labels, 1.0F);
+  std::visit(
+      [&]<class T>(const T*) {
+        if (const std::optional<T> eod = as<T>(options.eod_token); options.eod_mask_loss && eod) {
+          for_each_token<T>(runs, 0, length,
+                            [&](std::int64_t i, T one) { out[i] = one == *eod ? 0.0F : 1.0F; });
+        }
+        if (const std::optional<T> pad = as<T>(options.pad_token); has_pads && pad) {
+          for_each_token<T>(runs, 1, length, [&](std::int64_t i, T one) {
+            out[i] = one == *pad ? 0.0F : out[i];
+          });
+        }
+      },
+      type);
+  std::fill(out + num_labels, out + length, 0.0F);
+}
+
+MILLRACE_VECTOR_CODE
+void write_position_ids(const Tokens& type, std::span<const Run> runs,
+                        const SampleOptions& options, std::int64_t num_tokens,
+                        std::int64_t* out) {
+  const std::int64_t length = options.sequence_length;
+  if (!options.reset_position_ids || !options.eod_token) {
+    std::iota(out, out + length, std::int64_t{0});
+    return;
+  }
+  std::int64_t start = 0;
+  std::visit(
+      [&]<class T>(const T*) {
+        const std::optional<T> eod = as<T>(options.eod_token);
+        for_each_token<T>(runs, 0, length, [&](std::int64_t i, T one) {
+          out[i] = i - start;
+          start = eod && one == *eod ? i + 1 : start;
+        });
+      },
+      type);
+  // Filling counts as pad tokens, which may be EOD too.
+  for (std::int64_t i = num_tokens; i < length; ++i) {
+    out[i] = i - start;
+    start = options.pad_token == options.eod_token ? i + 1 : start;
+  }
+}
+
+// Notes what one row needs; see survey_texts.
+MILLRACE_VECTOR_CODE
+std::optional<BadToken> survey_text(const Tokens& type, std::span<const Run> runs,
+                                    std::int64_t size, const SampleOptions& options,
+                                    const RowForm& form, RowNeeds& needs) {
+  const std::int64_t length = options.sequence_length;
+  return std::visit(
+      [&]<class T>(const T*) -> std::optional<BadToken> {
+        needs.pads = needs.pads || contains<T>(runs, options.pad_token);
+        const auto has_eod = [&] { return contains<T>(runs, options.eod_token); };
+        needs.loss_mask = needs.loss_mask || needs.pads || size < options.capacity() ||
+                          (options.eod_mask_loss && form.loss_mask && has_eod());
+        needs.position_ids = needs.position_ids ||
+                             (options.reset_position_ids && form.position_ids &&
+                              (size < length || has_eod()));
+        if (form.vocab_size) {
+          return find_bad<T>(runs, 0, *form.vocab_size, options.pad_token);
+        }
+        if (form.token_type == TokenType::int32 && sizeof(T) > sizeof(std::int32_t)) {
+          using Limits = std::numeric_limits<std::int32_t>;
+          return find_bad<T>(runs, Limits::min(), std::int64_t{Limits::max()} + 1,
+                             options.pad_token);
+        }
+        return std::nullopt;
+      },
+      type);
 }
 
 }  // namespace
@@ -90,56 +252,104 @@ void prefetch_run(const Run& run) noexcept {
   prefetch_bytes(run.bytes, run.count, limit);
 }
 
-MILLRACE_VECTOR_CODE
-void fill_row(const Tokens& tokens, std::span<const Run> runs, std::span<const Run> next_runs,
-              const SampleOptions& options, const SampleRow& row) {
-  const std::int64_t length = options.sequence_length;
-  const std::int64_t size = std::visit(
-      [&]<class T>(const T*) { return write_tokens_and_labels<T>(runs, next_runs, length, row); },
-      tokens);
-  const std::int64_t num_tokens = std::min(size, length);
-  // Without tokens the number of labels is 0, not -1.
-  const std::int64_t num_labels = std::max<std::int64_t>(size - 1, 0);
-  const std::optional<std::int64_t> pad = options.pad_token;
-  std::fill(row.tokens + num_tokens, row.tokens + length, pad.value_or(0));
-  std::fill(row.labels + num_labels, row.labels + length, pad.value_or(0));
-
-  // A pad token counts as a token, which may be EOD too; other filling does not.
-  const std::int64_t num_counted = pad ? length : num_tokens;
-  std::fill_n(row.loss_mask, length, 1.0F);
-  if (options.eod_mask_loss && options.eod_token) {
-    const std::int64_t eod = *options.eod_token;
-    for (std::int64_t i = 0; i < num_counted; ++i) {
-      row.loss_mask[i] = row.tokens[i] == eod ? 0.0F : 1.0F;
-    }
+std::int64_t Texts::num_tokens(std::size_t sample) const noexcept {
+  const std::int64_t width = size_of_token(types[sample]);
+  std::int64_t count = 0;
+  for (const Run& run : of(sample)) {
+    count += run.count / width;
   }
-  if (options.reset_position_ids && options.eod_token) {
-    restart_positions(*options.eod_token, num_counted, length, row);
-  } else {
-    std::iota(row.position_ids, row.position_ids + length, std::int64_t{0});
-  }
-  if (!pad) {
-    std::fill(row.loss_mask + num_labels, row.loss_mask + length, 0.0F);
-  } else if (num_labels < length ||
-             std::visit([&]<class T>(const T*) { return contains<T>(runs, *pad); }, tokens)) {
-    mask_pads(*pad, length, row);
-  }
+  return count;
 }
 
-void fill_rows(const Tokens& tokens, std::int64_t num_tokens, Column<std::int64_t> ends,
-               const SampleOptions& options, const SampleRow& first_row) {
+void split_texts(const Tokens& tokens, std::int64_t num_tokens, Column<std::int64_t> ends,
+                 Texts& texts) {
   const std::int64_t width = size_of_token(tokens);
-  SampleRow row = first_row;
+  texts.types.assign(ends.size(), tokens);
+  texts.bounds.assign(1, 0);
   std::int64_t start = 0;
   for (std::size_t i = 0; i < ends.size(); ++i) {
     const std::int64_t end = ends[i];
-    if (end < start || end - start > options.capacity() || end > num_tokens) {
-      fail("a row from token ", start, " to ", end, " does not fit");
+    if (end < start || end > num_tokens) {
+      fail("a row from token ", start, " to ", end, " does not fit ", num_tokens, " tokens");
     }
-    const Run run{bytes_of(tokens) + start * width, (end - start) * width};
-    fill_row(tokens, std::span(&run, end > start ? 1 : 0), {}, options, row);
-    row = row + options.sequence_length;
+    texts.runs.push_back({bytes_of(tokens) + start * width, (end - start) * width});
+    texts.bounds.push_back(texts.runs.size());
     start = end;
+  }
+}
+
+std::optional<BadToken> survey_texts(const Texts& texts, const SampleOptions& options,
+                                     const RowForm& form, RowNeeds& needs) {
+  for (std::size_t i = 0; i < texts.size(); ++i) {
+    const std::int64_t size = texts.num_tokens(i);
+    if (size > options.capacity()) {
+      fail("the ", size, " tokens of a sample do not fit its row of ", options.capacity());
+    }
+    if (form.token_type == TokenType::file && texts.types[i].index() != texts.types[0].index()) {
+      fail("the token files of a batch have several dtypes, so that \"file\" is not one");
+    }
+    if (auto bad = survey_text(texts.types[i], texts.of(i), size, options, form, needs)) {
+      bad->sample = i;
+      return bad;
+    }
+  }
+  return std::nullopt;
+}
+
+void write_rows(const Texts& texts, const SampleOptions& options, const RowNeeds& needs,
+                const RowArrays& arrays) {
+  const std::int64_t length = options.sequence_length;
+  const std::int64_t row_bytes = arrays.stride * size_of_token(arrays.type);
+  const std::optional<std::int64_t> pad = needs.pads ? options.pad_token : std::nullopt;
+  const std::span<const Run> all = texts.runs;
+  for (std::size_t sample = 0; sample < texts.size(); ++sample) {
+    const auto row = static_cast<std::int64_t>(sample);
+    const Tokens& type = texts.types[sample];
+    const std::span<const Run> runs = texts.of(sample);
+    const std::span<const Run> next_runs =
+        all.subspan(std::min(texts.bounds[sample] + prefetch_distance, all.size()));
+    const auto write = [&](std::uint8_t* array, std::span<const Run> next, std::int64_t first,
+                           std::int64_t count) {
+      write_tokens(type, runs, next, first, count, pad, arrays.type, array + row * row_bytes);
+    };
+    if (arrays.stride > length) {  // one row for both
+      write(arrays.tokens, next_runs, 0, length + 1);
+    } else {
+      if (arrays.tokens != nullptr) {
+        write(arrays.tokens, next_runs, 0, length);
+      }
+      if (arrays.labels != nullptr) {
+        write(arrays.labels, arrays.tokens == nullptr ? next_runs : all.first(0), 1, length);
+      }
+    }
+    if (arrays.loss_mask == nullptr && arrays.position_ids == nullptr) {
+      continue;
+    }
+    const std::int64_t size = texts.num_tokens(sample);
+    if (arrays.loss_mask != nullptr) {
+      // Without tokens the number of labels is 0, not -1.
+      write_loss_mask(type, runs, options, needs.pads, std::max<std::int64_t>(size - 1, 0),
+                      arrays.loss_mask + row * length);
+    }
+    if (arrays.position_ids != nullptr) {
+      write_position_ids(type, runs, options, std::min(size, length),
+                         arrays.position_ids + row * length);
+    }
+  }
+}
+
+void write_texts(const Texts& texts, std::span<std::int64_t> tokens,
+                 std::span<std::int64_t> ends) {
+  const Tokens int64 = static_cast<const std::int64_t*>(nullptr);
+  const std::span<const Run> all = texts.runs;
+  std::int64_t end = 0;
+  for (std::size_t i = 0; i < texts.size(); ++i) {
+    const std::int64_t count = texts.num_tokens(i);
+    write_tokens(texts.types[i], texts.of(i),
+                 all.subspan(std::min(texts.bounds[i] + prefetch_distance, all.size())), 0, count,
+                 std::nullopt, int64, reinterpret_cast<std::uint8_t*>(tokens.data() + end));
+    end += count;
+    ends[i] = end;
   }
 }
 

@@ -1,9 +1,11 @@
-// Samples as rows of a batch: tokens, labels, loss mask and position ids.
+// Samples as rows of a batch: tokens, labels, loss masks and position ids.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <vector>
 
 #include "column.hpp"
 #include "tokens.hpp"
@@ -23,16 +25,19 @@ struct SampleOptions {
   std::int64_t capacity() const noexcept { return sequence_length + (add_extra_token ? 1 : 0); }
 };
 
-// One row of a batch; each array holds sequence_length numbers, and the next row follows it.
-struct SampleRow {
-  std::int64_t* tokens;
-  std::int64_t* labels;
-  float* loss_mask;
-  std::int64_t* position_ids;
+enum class TokenType { int64, int32, file };
 
-  SampleRow operator+(std::int64_t count) const noexcept {
-    return {tokens + count, labels + count, loss_mask + count, position_ids + count};
-  }
+// Which arrays are written, and how: see `_native.row_form`, which has the same fields.
+struct RowForm {
+  bool tokens = true;
+  bool labels = true;
+  bool loss_mask = true;
+  bool position_ids = true;
+  bool parts = false;  // the spans of the samples are returned too
+  TokenType token_type = TokenType::int64;
+  bool share_labels = false;  // tokens and labels are views of rows of one token more
+  bool share_plain = false;   // loss masks and position ids that are plain in all rows are left out
+  std::optional<std::int64_t> vocab_size;
 };
 
 // A piece in memory: `count` bytes.
@@ -41,18 +46,67 @@ struct Run {
   std::int64_t count;
 };
 
+// The tokens of some samples: those of sample i are the runs bounds[i] up to bounds[i + 1], of the
+// type types[i].
+struct Texts {
+  std::vector<Run> runs;
+  std::vector<std::size_t> bounds;
+  std::vector<Tokens> types;
+
+  std::size_t size() const noexcept { return types.size(); }
+  std::span<const Run> of(std::size_t sample) const noexcept {
+    return std::span(runs).subspan(bounds[sample], bounds[sample + 1] - bounds[sample]);
+  }
+  std::int64_t num_tokens(std::size_t sample) const noexcept;
+};
+
+// What rows need to be written, found by reading their tokens.
+struct RowNeeds {
+  bool pads = false;  // tokens that become 0
+  bool loss_mask = false;
+  bool position_ids = false;
+};
+
+// A token id outside its limits, [least, limit).
+struct BadToken {
+  std::size_t sample;
+  std::int64_t place;  // in the sample
+  std::int64_t id;
+  std::int64_t least;
+  std::int64_t limit;
+};
+
+// Where the arrays of a batch start; null: not written. Those of tokens are of type `type`, and
+// their rows are `stride` tokens apart; those of the others, sequence_length numbers.
+struct RowArrays {
+  Tokens type;
+  std::uint8_t* tokens = nullptr;
+  std::uint8_t* labels = nullptr;
+  std::int64_t stride = 0;
+  float* loss_mask = nullptr;
+  std::int64_t* position_ids = nullptr;
+};
+
 // Prefetches a run's tokens.
 void prefetch_run(const Run& run) noexcept;
 
-// Fills a row with the tokens of its runs, padded and masked; `tokens` gives their type. What the
-// runs lack is filled with the pad token; where there is none, with 0, which is masked and does not
-// count as a token. `next_runs` are read next: they are prefetched while this row is filled.
-void fill_row(const Tokens& tokens, std::span<const Run> runs, std::span<const Run> next_runs,
-              const SampleOptions& options, const SampleRow& row);
+// Splits tokens into texts: text i ends before token ends[i]. Throws std::invalid_argument for ends
+// that go backwards or beyond the tokens.
+void split_texts(const Tokens& tokens, std::int64_t num_tokens, Column<std::int64_t> ends,
+                 Texts& texts);
 
-// Fills rows from one run of tokens: row i has the tokens from the end of the row before it up to
-// ends[i]. Throws std::invalid_argument for a row that does not fit.
-void fill_rows(const Tokens& tokens, std::int64_t num_tokens, Column<std::int64_t> ends,
-               const SampleOptions& options, const SampleRow& first_row);
+// Reads the texts where the options and the form demand it, and notes what rows need to be written.
+// Returns the first token whose id does not fit. Throws std::invalid_argument for a text that does
+// not fit its row, and for texts of several types where the form asks for the type of the file.
+std::optional<BadToken> survey_texts(const Texts& texts, const SampleOptions& options,
+                                     const RowForm& form, RowNeeds& needs);
+
+// Writes one row for each text, padded and masked. What a text lacks is 0, masked, and counts as a
+// pad token; where there is no pad token, it does not count as a token.
+void write_rows(const Texts& texts, const SampleOptions& options, const RowNeeds& needs,
+                const RowArrays& arrays);
+
+// Writes all texts, one after the other, and where each ends.
+void write_texts(const Texts& texts, std::span<std::int64_t> tokens, std::span<std::int64_t> ends);
 
 }  // namespace millrace

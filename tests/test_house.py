@@ -27,7 +27,7 @@ FLOORS = [
     {"cache", "text"},
     {"feed"},
     {"run"},
-    {"jobs", "inspect", "torch"},
+    {"jobs", "inspect", "testing", "torch"},
     {"megatron"},
     {"demo"},
     {"cli"},

@@ -33,4 +33,5 @@ NB_MODULE(_core, module) {
   add_buffer(module);
   add_views(module);
   add_samples(module);
+  add_transforms(module);
 }

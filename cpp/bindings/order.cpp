@@ -3,6 +3,7 @@
 #include "blend.hpp"
 #include "mapping.hpp"
 #include "mt19937.hpp"
+#include "randperm.hpp"
 #include "sample_index.hpp"
 #include "shuffle.hpp"
 
@@ -57,6 +58,14 @@ auto py_draw_targets(std::int64_t first, std::size_t count, const Key& key, int 
   return make_drawn<std::int64_t>(count, key, position, [&](auto out, Mt19937& random) {
     draw_targets(first, out, random);
   });
+}
+
+template <class T>
+Out<T> py_torch_randperm(std::size_t size, std::uint32_t seed, bool has_64_bit_draws,
+                         const In<T>& /* like */) {
+  Mt19937 random(seed);
+  return make_array<T>(
+      size, [&](std::span<T> out) { randperm(out, has_64_bit_draws, random); });
 }
 
 template <class T>
@@ -124,6 +133,12 @@ void add_order(nb::module_& module) {
   add_shuffles(std::uint32_t{});
   add_shuffles(std::int64_t{});
   module.def("draw_targets", &py_draw_targets, "first"_a, "count"_a, "key"_a, "position"_a);
+  const auto add_randperm = [&module]<class T>(T) {
+    module.def("torch_randperm", &py_torch_randperm<T>, "size"_a, "seed"_a, "has_64_bit_draws"_a,
+               "like"_a.noconvert());
+  };
+  add_randperm(std::uint32_t{});
+  add_randperm(std::int64_t{});
   const auto add_sample_index = [&module]<class T>(T) {
     module.def("sample_index", &py_sample_index<T>, "sequence_lengths"_a, "document_index"_a,
                "sequence_length"_a, "num_samples"_a, "add_extra_token"_a, "allow_partial"_a,

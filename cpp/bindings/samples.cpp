@@ -1,4 +1,6 @@
 // Token sources, orders, and batches of samples.
+#include <array>
+
 #include "arrays.hpp"
 #include "gather.hpp"
 #include "gpt_order.hpp"
@@ -11,7 +13,6 @@ namespace millrace {
 namespace {
 
 using Numbers = Out<std::int64_t>;
-using Samples = std::tuple<Numbers, Numbers, Out<float>, Numbers>;
 
 Tokens tokens_of(const AnyArray& array) {
   const void* data = array.data();
@@ -114,42 +115,126 @@ SampleOptions options_from(nb::handle options) {
   return out;
 }
 
-// Four arrays of one row for each sample, in one allocation. As four, glibc gives the end of its
-// heap back to the kernel with every batch that is freed, and the next batch faults all its pages in
-// again: half of the time of a batch.
+// A `_native.row_form`.
+RowForm make_row_form(bool tokens, bool labels, bool loss_mask, bool position_ids, bool parts,
+                      const std::string& token_dtype, bool share_labels, bool share_plain,
+                      std::optional<std::int64_t> vocab_size) {
+  const TokenType type = token_dtype == "int64"   ? TokenType::int64
+                         : token_dtype == "int32" ? TokenType::int32
+                                                  : TokenType::file;
+  return {tokens, labels, loss_mask, position_ids, parts, type, share_labels, share_plain,
+          vocab_size};
+}
+
+// The arrays of a batch, one row for each sample, in one allocation. As several, glibc gives the end
+// of its heap back to the kernel with every batch that is freed, and the next batch faults all its
+// pages in again: half of the time of a batch.
 class Rows {
  public:
-  Rows(std::size_t num_rows, std::int64_t sequence_length)
-      : num_rows_(num_rows),
-        length_(static_cast<std::size_t>(sequence_length)),
-        memory_(allocate<std::int64_t>(3 * size() + (size() + 1) / 2)) {}
-
-  SampleRow first() noexcept {
-    std::int64_t* tokens = memory_.data.get();
-    return {tokens, tokens + size(), reinterpret_cast<float*>(tokens + 3 * size()),
-            tokens + 2 * size()};
+  Rows(std::size_t num_rows, std::int64_t sequence_length, const Tokens& type, const RowForm& form,
+       const RowNeeds& needs)
+      : num_rows_(num_rows), length_(static_cast<std::size_t>(sequence_length)) {
+    shares_labels_ = form.share_labels && form.tokens && form.labels;
+    const std::size_t stride = length_ + (shares_labels_ ? 1 : 0);
+    const auto width = static_cast<std::size_t>(size_of_token(type));
+    const std::size_t row_bytes = num_rows_ * stride * width;
+    std::size_t size = 0;
+    const auto add = [&size](bool is_needed, std::size_t bytes) {
+      const std::size_t start = size;
+      size += is_needed ? (bytes + line_size - 1) / line_size * line_size : 0;
+      return is_needed ? std::optional(start) : std::nullopt;
+    };
+    const auto position_ids = add(form.position_ids && needs.position_ids, num_rows * length_ * 8);
+    const auto tokens = add(form.tokens, row_bytes);
+    const auto labels = add(form.labels && !shares_labels_, row_bytes);
+    const auto loss_mask = add(form.loss_mask && needs.loss_mask, num_rows * length_ * 4);
+    memory_ = allocate<std::int64_t>((size + 7) / 8);
+    auto* start = reinterpret_cast<std::uint8_t*>(memory_.data.get());
+    const auto at = [start](std::optional<std::size_t> place) {
+      return place ? start + *place : nullptr;
+    };
+    arrays_ = {type,
+               at(tokens),
+               at(labels),
+               static_cast<std::int64_t>(stride),
+               reinterpret_cast<float*>(at(loss_mask)),
+               reinterpret_cast<std::int64_t*>(at(position_ids))};
   }
 
-  Samples take() {
-    const SampleRow row = first();
+  const RowArrays& arrays() const noexcept { return arrays_; }
+
+  // Tokens, labels, loss mask and position ids; None for what was not written.
+  std::array<nb::object, 4> take() {
     nb::capsule owner(memory_.data.release(),
                       [](void* pointer) noexcept { FreeMemory{}(pointer); });
-    const std::initializer_list<std::size_t> shape{num_rows_, length_};
-    return {Numbers(row.tokens, shape, owner), Numbers(row.labels, shape, owner),
-            Out<float>(row.loss_mask, shape, owner), Numbers(row.position_ids, shape, owner)};
+    const std::uint8_t* labels =
+        shares_labels_ ? arrays_.tokens + size_of_token(arrays_.type) : arrays_.labels;
+    return {tokens_at(arrays_.tokens, owner), tokens_at(labels, owner),
+            array_at(arrays_.loss_mask, length_, owner),
+            array_at(arrays_.position_ids, length_, owner)};
   }
 
  private:
-  std::size_t size() const noexcept { return num_rows_ * length_; }
+  static constexpr std::size_t line_size = 64;
+
+  template <class T>
+  nb::object array_at(T* start, std::size_t stride, const nb::capsule& owner) const {
+    if (start == nullptr) {
+      return nb::none();
+    }
+    const std::size_t shape[] = {num_rows_, length_};
+    const std::int64_t strides[] = {static_cast<std::int64_t>(stride), 1};
+    return nb::cast(Out<T>(start, 2, shape, owner, strides));
+  }
+
+  nb::object tokens_at(const std::uint8_t* start, const nb::capsule& owner) const {
+    return std::visit(
+        [&]<class T>(const T*) {
+          return array_at(reinterpret_cast<T*>(const_cast<std::uint8_t*>(start)),
+                          static_cast<std::size_t>(arrays_.stride), owner);
+        },
+        arrays_.type);
+  }
 
   std::size_t num_rows_;
   std::size_t length_;
+  bool shares_labels_;
+  RowArrays arrays_;
   Buffer<std::int64_t> memory_;
 };
 
-Samples py_gather_samples(const nb::tuple& token_sources, const nb::tuple& orders,
-                          const In<std::int64_t>& source_numbers,
-                          const In<std::int64_t>& sample_numbers, nb::handle options) {
+// The type of the arrays of tokens.
+Tokens type_of(const RowForm& form, const Tokens& file_type) {
+  switch (form.token_type) {
+    case TokenType::int64:
+      return static_cast<const std::int64_t*>(nullptr);
+    case TokenType::int32:
+      return static_cast<const std::int32_t*>(nullptr);
+    case TokenType::file:
+      break;
+  }
+  return file_type;
+}
+
+// The rows of texts that were read already, without the GIL.
+std::array<nb::object, 4> rows_of(const Texts& texts, const SampleOptions& options,
+                                  const RowForm& form, const RowNeeds& needs,
+                                  const Tokens& file_type) {
+  Rows rows(texts.size(), options.sequence_length, type_of(form, file_type), form, needs);
+  {
+    nb::gil_scoped_release unlocked;
+    read_mapped([&] { write_rows(texts, options, needs, rows.arrays()); });
+  }
+  return rows.take();
+}
+
+RowNeeds first_needs(const RowForm& form) {
+  return {false, !form.share_plain, !form.share_plain};
+}
+
+std::vector<SampleSource> sources_of(const nb::tuple& token_sources, const nb::tuple& orders,
+                                     const In<std::int64_t>& source_numbers,
+                                     const In<std::int64_t>& sample_numbers) {
   const std::size_t num_samples = sample_numbers.shape(0);
   if (source_numbers.shape(0) != num_samples || token_sources.size() != orders.size()) {
     fail("source_numbers and sample_numbers, or token_sources and orders, differ in size");
@@ -168,28 +253,95 @@ Samples py_gather_samples(const nb::tuple& token_sources, const nb::tuple& order
       fail("source ", number, " is not mapped");
     }
   }
-  const SampleOptions plain = options_from(options);
-  Rows rows(num_samples, plain.sequence_length);
-  {
-    nb::gil_scoped_release unlocked;
-    GatherSpace space;
-    read_mapped([&] {
-      gather_samples(sources, column_of(sample_numbers), plain, rows.first(), space);
-    });
-  }
-  return rows.take();
+  return sources;
 }
 
-Samples py_fill_rows(const AnyArray& tokens, const In<std::int64_t>& ends, nb::handle options) {
+nb::tuple py_gather_samples(const nb::tuple& token_sources, const nb::tuple& orders,
+                            const In<std::int64_t>& source_numbers,
+                            const In<std::int64_t>& sample_numbers, nb::handle options,
+                            const RowForm* form_or_none) {
+  static const RowForm all_arrays;
+  const RowForm& form = form_or_none == nullptr ? all_arrays : *form_or_none;
+  const std::vector<SampleSource> sources =
+      sources_of(token_sources, orders, source_numbers, sample_numbers);
+  const Tokens file_type = token_sources.size() > 0
+                               ? nb::cast<const TokenSource&>(token_sources[0]).tokens()
+                               : Tokens(static_cast<const std::int64_t*>(nullptr));
   const SampleOptions plain = options_from(options);
-  const Tokens typed = tokens_of(tokens);
-  const auto num_tokens = static_cast<std::int64_t>(tokens.size());
-  Rows rows(ends.shape(0), plain.sequence_length);
+  RowNeeds needs = first_needs(form);
+  LocatedTexts located;
   {
     nb::gil_scoped_release unlocked;
-    fill_rows(typed, num_tokens, column_of(ends), plain, rows.first());
+    std::optional<BadToken> bad;
+    read_mapped([&] {
+      locate_texts(sources, column_of(sample_numbers), located);
+      bad = survey_texts(located.texts, plain, form, needs);
+    });
+    if (bad) {
+      fail(describe(located, *bad));
+    }
   }
-  return rows.take();
+  auto [tokens, labels, loss_mask, position_ids] =
+      rows_of(located.texts, plain, form, needs,
+              sources.empty() ? file_type : sources[0].tokens->tokens());
+  if (!form.parts) {
+    return nb::make_tuple(tokens, labels, loss_mask, position_ids);
+  }
+  const auto column = [&](std::int64_t Span::*field) {
+    return make_array<std::int64_t>(located.spans.size(), [&](auto out) {
+      std::transform(located.spans.begin(), located.spans.end(), out.begin(),
+                     [field](const Span& span) { return span.*field; });
+    });
+  };
+  Numbers bounds = make_array<std::int64_t>(located.texts.bounds.size(), [&](auto out) {
+    std::copy(located.texts.bounds.begin(), located.texts.bounds.end(), out.begin());
+  });
+  return nb::make_tuple(tokens, labels, loss_mask, position_ids, column(&Span::sequence),
+                        column(&Span::count), bounds);
+}
+
+nb::tuple py_fill_rows(const AnyArray& tokens, const In<std::int64_t>& ends, nb::handle options,
+                       const RowForm* form_or_none) {
+  static const RowForm all_arrays;
+  const RowForm& form = form_or_none == nullptr ? all_arrays : *form_or_none;
+  const SampleOptions plain = options_from(options);
+  const Tokens typed = tokens_of(tokens);
+  RowNeeds needs = first_needs(form);
+  Texts texts;
+  {
+    nb::gil_scoped_release unlocked;
+    split_texts(typed, static_cast<std::int64_t>(tokens.size()), column_of(ends), texts);
+    std::optional<BadToken> bad;
+    read_mapped([&] { bad = survey_texts(texts, plain, form, needs); });
+    if (bad) {
+      fail("token id ", bad->id, " is outside [", bad->least, ", ", bad->limit, "): it is token ",
+           bad->place, " of row ", bad->sample);
+    }
+  }
+  auto [tokens_rows, labels, loss_mask, position_ids] = rows_of(texts, plain, form, needs, typed);
+  return nb::make_tuple(tokens_rows, labels, loss_mask, position_ids);
+}
+
+std::tuple<Numbers, Numbers> py_gather_texts(const nb::tuple& token_sources,
+                                             const nb::tuple& orders,
+                                             const In<std::int64_t>& source_numbers,
+                                             const In<std::int64_t>& sample_numbers) {
+  const std::vector<SampleSource> sources =
+      sources_of(token_sources, orders, source_numbers, sample_numbers);
+  LocatedTexts located;
+  std::int64_t num_tokens = 0;
+  {
+    nb::gil_scoped_release unlocked;
+    read_mapped([&] { locate_texts(sources, column_of(sample_numbers), located); });
+    for (std::size_t i = 0; i < located.texts.size(); ++i) {
+      num_tokens += located.texts.num_tokens(i);
+    }
+  }
+  auto ends = allocate<std::int64_t>(sources.size());
+  Numbers tokens = make_array<std::int64_t>(static_cast<std::size_t>(num_tokens), [&](auto out) {
+    read_mapped([&] { write_texts(located.texts, out, ends.span()); });
+  });
+  return {tokens, to_numpy(std::move(ends))};
 }
 
 }  // namespace
@@ -200,6 +352,10 @@ void add_samples(nb::module_& module) {
       .def("__init__", &make_token_source, "tokens"_a.noconvert(),
            "sequence_pointers"_a.noconvert(), "sequence_lengths"_a.noconvert(), "num_bytes"_a,
            nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>());
+  nb::class_<RowForm>(module, "RowForm").def(nb::new_(&make_row_form), "tokens"_a, "labels"_a,
+                                             "loss_mask"_a, "position_ids"_a, "parts"_a,
+                                             "token_dtype"_a, "share_labels"_a, "share_plain"_a,
+                                             "vocab_size"_a.none());
   nb::class_<Order>(module, "Order");
   nb::class_<GPTOrder, Order>(module, "GPTOrder")
       .def("__init__", &make_gpt_order, "sequence_lengths"_a.noconvert(),
@@ -211,8 +367,10 @@ void add_samples(nb::module_& module) {
   module.def("locate_spans", &py_locate_spans, "token_source"_a, "sequences"_a, "offsets"_a,
              "counts"_a);
   module.def("gather_samples", &py_gather_samples, "token_sources"_a, "orders"_a,
-             "source_numbers"_a, "sample_numbers"_a, "options"_a);
-  module.def("fill_rows", &py_fill_rows, "tokens"_a, "ends"_a, "options"_a);
+             "source_numbers"_a, "sample_numbers"_a, "options"_a, "form"_a.none());
+  module.def("gather_texts", &py_gather_texts, "token_sources"_a, "orders"_a, "source_numbers"_a,
+             "sample_numbers"_a);
+  module.def("fill_rows", &py_fill_rows, "tokens"_a, "ends"_a, "options"_a, "form"_a.none());
 }
 
 }  // namespace millrace

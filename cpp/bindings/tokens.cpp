@@ -47,6 +47,22 @@ Out<std::uint8_t> py_read_pieces(int descriptor, std::int64_t num_bytes,
   return to_numpy(std::move(out));
 }
 
+void py_prefetch_mapped(const In<std::uint8_t>& bytes, const In<std::int64_t>& offsets,
+                        const In<std::int64_t>& counts) {
+  nb::gil_scoped_release unlocked;
+  const std::vector<Piece> pieces = pieces_from(offsets, counts);
+  (void)total_size(pieces, static_cast<std::int64_t>(bytes.shape(0)));
+  prefetch_pieces(span_of(bytes), pieces);
+}
+
+void py_prefetch_file(int descriptor, std::int64_t num_bytes, const In<std::int64_t>& offsets,
+                      const In<std::int64_t>& counts) {
+  nb::gil_scoped_release unlocked;
+  const std::vector<Piece> pieces = pieces_from(offsets, counts);
+  (void)total_size(pieces, num_bytes);
+  prefetch_pieces(descriptor, pieces);
+}
+
 std::tuple<Out<std::uint8_t>, Out<std::int64_t>> py_copy_sequences(
     const In<std::uint8_t>& bytes, const In<std::int64_t>& pointers,
     const In<std::int32_t>& lengths, const In<std::int64_t>& ids, std::int64_t token_size) {
@@ -120,6 +136,9 @@ void py_start_writeback(int file, std::int64_t start, std::int64_t size) {
 void add_tokens(nb::module_& module) {
   module.def("copy_pieces", &py_copy_pieces, "data"_a, "byte_offsets"_a, "byte_counts"_a);
   module.def("read_pieces", &py_read_pieces, "descriptor"_a, "num_bytes"_a, "byte_offsets"_a,
+             "byte_counts"_a);
+  module.def("prefetch_mapped", &py_prefetch_mapped, "data"_a, "byte_offsets"_a, "byte_counts"_a);
+  module.def("prefetch_file", &py_prefetch_file, "descriptor"_a, "num_bytes"_a, "byte_offsets"_a,
              "byte_counts"_a);
   module.def("copy_sequences", &py_copy_sequences, "data"_a, "pointers"_a, "lengths"_a, "ids"_a,
              "token_size"_a);

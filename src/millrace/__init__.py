@@ -13,27 +13,53 @@ from millrace.errors import (
     TextError,
     ViewChangeWarning,
 )
-from millrace.feed import BlendedDataset, GPTDataset, Loader, SequentialSampler
+from millrace.feed import (
+    BatchSizeSchedule,
+    BlendedDataset,
+    CyclicSampler,
+    ExternalBatches,
+    FillInMiddle,
+    FullValidationSampler,
+    GlobalBatchSampler,
+    GPTDataset,
+    Loader,
+    LossRanges,
+    RampUp,
+    RepeatGuard,
+    SequentialSampler,
+    TransformedDataset,
+    write_loss_ranges,
+)
 from millrace.order import normalize, parse_split, samples_per_dataset, split_ranges
 from millrace.run import DatasetConfig, Datasets, build_datasets
 from millrace.store import IndexedDataset, IndexedDatasetBuilder, optimal_dtype
 
 __all__ = [
+    "BatchSizeSchedule",
     "BlendedDataset",
     "CacheError",
     "ConfigError",
+    "CyclicSampler",
     "DataError",
     "DatasetConfig",
     "Datasets",
     "DuplicateDataWarning",
+    "ExternalBatches",
+    "FillInMiddle",
+    "FullValidationSampler",
     "GPTDataset",
+    "GlobalBatchSampler",
     "IndexedDataset",
     "IndexedDatasetBuilder",
     "Loader",
+    "LossRanges",
     "MillraceError",
+    "RampUp",
+    "RepeatGuard",
     "ResumeError",
     "SequentialSampler",
     "TextError",
+    "TransformedDataset",
     "ViewChangeWarning",
     "build_datasets",
     "normalize",
@@ -41,4 +67,5 @@ __all__ = [
     "parse_split",
     "samples_per_dataset",
     "split_ranges",
+    "write_loss_ranges",
 ]

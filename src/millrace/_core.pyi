@@ -40,6 +40,12 @@ def copy_pieces(
 def read_pieces(
     descriptor: int, num_bytes: int, byte_offsets: _Numbers, byte_counts: _Numbers
 ) -> NDArray[np.uint8]: ...
+def prefetch_mapped(
+    data: NDArray[np.uint8], byte_offsets: _Numbers, byte_counts: _Numbers
+) -> None: ...
+def prefetch_file(
+    descriptor: int, num_bytes: int, byte_offsets: _Numbers, byte_counts: _Numbers
+) -> None: ...
 def copy_sequences(
     data: NDArray[np.uint8], pointers: _Numbers, lengths: _Lengths, ids: _Numbers, token_size: int
 ) -> tuple[NDArray[np.uint8], _Numbers]: ...
@@ -97,6 +103,20 @@ class TokenSource:
         num_bytes: int,
     ) -> None: ...
 
+class RowForm:
+    def __init__(
+        self,
+        tokens: bool,
+        labels: bool,
+        loss_mask: bool,
+        position_ids: bool,
+        parts: bool,
+        token_dtype: str,
+        share_labels: bool,
+        share_plain: bool,
+        vocab_size: int | None,
+    ) -> None: ...
+
 class Order: ...
 
 class GPTOrder(Order):
@@ -122,5 +142,40 @@ def gather_samples(
     source_numbers: _Numbers,
     sample_numbers: _Numbers,
     options: SampleOptions,
-) -> _Samples: ...
-def fill_rows(tokens: NDArray[Any], ends: _Numbers, options: SampleOptions) -> _Samples: ...
+    form: RowForm | None,
+) -> tuple[Any, ...]: ...
+def gather_texts(
+    token_sources: tuple[TokenSource, ...],
+    orders: tuple[Order, ...],
+    source_numbers: _Numbers,
+    sample_numbers: _Numbers,
+) -> tuple[_Numbers, _Numbers]: ...
+def fill_rows(
+    tokens: NDArray[Any], ends: _Numbers, options: SampleOptions, form: RowForm | None
+) -> tuple[Any, ...]: ...
+def torch_randperm(
+    size: int, seed: int, has_64_bit_draws: bool, like: NDArray[_T]
+) -> NDArray[_T]: ...
+def fill_in_middle(
+    tokens: _Numbers,
+    flags: NDArray[np.uint8],
+    ends: _Numbers,
+    sample_numbers: _Numbers,
+    rate: float,
+    spm_rate: float,
+    prefix_token: int,
+    middle_token: int,
+    suffix_token: int,
+    eod_token: int | None,
+    pad_token: int | None,
+    seed: int,
+) -> tuple[_Numbers, NDArray[np.uint8]]: ...
+def mark_repeats(
+    tokens: _Numbers, ends: _Numbers, max_period: int, min_repeats: int, is_whole: bool
+) -> NDArray[np.uint8]: ...
+def mark_ranges(
+    ranges: NDArray[np.int32], sequences: _Numbers, offsets: _Numbers, counts: _Numbers
+) -> NDArray[np.uint8]: ...
+def mask_losses(
+    loss_masks: NDArray[np.float32], flags: NDArray[np.uint8], ends: _Numbers
+) -> NDArray[np.float32]: ...

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from millrace import _core
 from millrace._core import GPTOrder as GPTOrder
 from millrace._core import Order as Order
+from millrace._core import RowForm as RowForm
 from millrace._core import SequenceViews as SequenceViews
 from millrace._core import TokenBuffer as TokenBuffer
 from millrace._core import TokenSource as TokenSource
@@ -36,7 +37,8 @@ _UINT8, _INT16, _INT32 = np.dtype(np.uint8), np.dtype(np.int16), np.dtype(np.int
 _INT64, _FLOAT64 = np.dtype(np.int64), np.dtype(np.float64)
 
 Numbers = NDArray[np.int64]
-Samples = tuple[Numbers, Numbers, NDArray[np.float32], Numbers]
+Flags = NDArray[np.uint8]
+Samples = tuple[Any, ...]
 
 _SHUFFLED = (_INT32, np.dtype(np.uint32), _INT64)
 
@@ -343,12 +345,54 @@ def locate_spans(
     return _core.locate_spans(token_source, sequences, offsets, counts)
 
 
+def row_form(
+    *,
+    tokens: bool = True,
+    labels: bool = True,
+    loss_mask: bool = True,
+    position_ids: bool = True,
+    parts: bool = False,
+    token_dtype: str = "int64",
+    share_labels: bool = False,
+    share_plain: bool = False,
+    vocab_size: int | None = None,
+) -> RowForm:
+    """Which arrays `gather_samples` and `fill_rows` write, and how.
+
+    Args:
+        tokens, labels, loss_mask, position_ids: Whether this array is written.
+        parts: Whether `gather_samples` returns the spans of the samples too.
+        token_dtype: Dtype of tokens and labels: "int64", "int32" or "file", that of the token file.
+        share_labels: Whether tokens and labels are views of one array [batch, sequence_length + 1].
+        share_plain: Whether to leave out loss masks and position ids that are plain in every row: a
+            mask of ones (but for the last label, if there is no extra token), and the ids 0, 1, ...
+        vocab_size: Least number above all token ids, which are checked; the padding token, which
+            becomes 0, may be above it. None: not checked.
+    """
+    if token_dtype not in ("int64", "int32", "file"):
+        raise ConfigError(f"token_dtype is {token_dtype!r}; int64, int32 or file is needed")
+    if vocab_size is not None and not 1 <= vocab_size <= MAX_INT64:
+        raise ConfigError(f"vocab_size is {vocab_size}; at least 1 is needed")
+    return RowForm(
+        tokens,
+        labels,
+        loss_mask,
+        position_ids,
+        parts,
+        token_dtype,
+        share_labels,
+        share_plain,
+        vocab_size,
+    )
+
+
 def gather_samples(
     token_sources: tuple[TokenSource, ...],
     orders: tuple[Order, ...],
     source_numbers: Numbers,
     sample_numbers: Numbers,
     options: SampleOptions,
+    form: RowForm | None = None,
 ) -> Samples:
     """The samples of a batch, straight from mapped token files.
 
@@ -359,35 +403,67 @@ def gather_samples(
         orders: As many orders, one over each token file.
         source_numbers, sample_numbers: int64 [batch].
         options: Options of all samples.
+        form: The arrays that are written; None: all, as int64.
 
     Returns:
-        tokens int64, labels int64, loss_mask float32 and position_ids int64, each
-        [batch, sequence_length]. A sample with fewer tokens ends in 0, with masked labels.
+        tokens, labels, loss_mask float32 and position_ids int64, each [batch, sequence_length];
+        None for an array that the form leaves out. A sample with fewer tokens ends in 0, with
+        masked labels. With `parts`, also the sequences, counts and bounds of the samples' spans, as
+        `spans` returns them.
 
     Raises:
-        ValueError: No such sample, one that does not fit its row, or indices that point outside
-            their arrays or the token file.
+        ValueError: No such sample, one that does not fit its row, indices that point outside
+            their arrays or the token file, or a token id that does not fit the vocabulary or int32.
     """
     _check_vector("source_numbers", source_numbers, _INT64)
     _check_vector("sample_numbers", sample_numbers, _INT64)
     _check_rows(options.sequence_length, sample_numbers.size)
-    return _core.gather_samples(token_sources, orders, source_numbers, sample_numbers, options)
+    return _core.gather_samples(
+        token_sources, orders, source_numbers, sample_numbers, options, form
+    )
 
 
-def fill_rows(tokens: NDArray[Any], ends: Numbers, options: SampleOptions) -> Samples:
+def gather_texts(
+    token_sources: tuple[TokenSource, ...],
+    orders: tuple[Order, ...],
+    source_numbers: Numbers,
+    sample_numbers: Numbers,
+) -> tuple[Numbers, Numbers]:
+    """The tokens of the samples of a batch, unpadded, straight from mapped token files.
+
+    The arguments are those of `gather_samples`.
+
+    Returns:
+        The tokens of all samples, one sample after the other, int64 [n], and where each sample
+        ends, int64 [batch].
+
+    Raises:
+        ValueError: No such sample, or indices that point outside their arrays or the token file.
+    """
+    _check_vector("source_numbers", source_numbers, _INT64)
+    _check_vector("sample_numbers", sample_numbers, _INT64)
+    return _core.gather_texts(token_sources, orders, source_numbers, sample_numbers)
+
+
+def fill_rows(
+    tokens: NDArray[Any], ends: Numbers, options: SampleOptions, form: RowForm | None = None
+) -> Samples:
     """The result of `gather_samples` from tokens that were read already.
 
     Args:
         tokens: [n] of an integer dtype: all samples' tokens, one after the other.
         ends: int64 [batch], where each sample's tokens end.
         options: Options of all samples.
+        form: The arrays that are written; None: all, as int64. "file" is the dtype of `tokens`, and
+            `parts` has no meaning here.
 
     Raises:
-        ValueError: A sample that is longer than its row, or ends outside the tokens.
+        ValueError: A sample that is longer than its row or ends outside the tokens, or a token id
+            that does not fit the vocabulary or int32.
     """
     _check_vector("ends", ends, _INT64)
     _check_rows(options.sequence_length, ends.size)
-    return _core.fill_rows(tokens, ends, options)
+    return _core.fill_rows(tokens, ends, options, form)
 
 
 def copy_pieces(
@@ -434,6 +510,40 @@ def read_pieces(
     _check_vector("byte_offsets", byte_offsets, _INT64)
     _check_vector("byte_counts", byte_counts, _INT64)
     return _core.read_pieces(descriptor, num_bytes, byte_offsets, byte_counts)
+
+
+def prefetch_mapped(data: NDArray[np.uint8], byte_offsets: Numbers, byte_counts: Numbers) -> None:
+    """Starts to read pieces of a mapped file into memory, without waiting for them.
+
+    Args:
+        data: uint8 [n], the mapped file.
+        byte_offsets, byte_counts: int64 [pieces].
+
+    Raises:
+        ValueError: A piece outside the data.
+    """
+    _check_vector("data", data, _UINT8)
+    _check_vector("byte_offsets", byte_offsets, _INT64)
+    _check_vector("byte_counts", byte_counts, _INT64)
+    _core.prefetch_mapped(data, byte_offsets, byte_counts)
+
+
+def prefetch_file(
+    descriptor: int, num_bytes: int, byte_offsets: Numbers, byte_counts: Numbers
+) -> None:
+    """Starts to read pieces of an open file into memory, without waiting for them.
+
+    Args:
+        descriptor: Descriptor of a file that is open for reading.
+        num_bytes: Size of the file.
+        byte_offsets, byte_counts: int64 [pieces].
+
+    Raises:
+        ValueError: A piece outside the file.
+    """
+    _check_vector("byte_offsets", byte_offsets, _INT64)
+    _check_vector("byte_counts", byte_counts, _INT64)
+    _core.prefetch_file(descriptor, num_bytes, byte_offsets, byte_counts)
 
 
 def copy_sequences(
@@ -501,6 +611,36 @@ def first_bad_document(entries: Numbers, num_sequences: int) -> int:
     return _core.first_bad_document(entries, num_sequences)
 
 
+def torch_randperm(
+    size: int, seed: int, *, dtype: Any = np.int64, has_64_bit_draws: bool | None = None
+) -> NDArray[Any]:
+    """`torch.randperm(size, generator=torch.Generator().manual_seed(seed))`, on the CPU.
+
+    Args:
+        size: Number of numbers, at least 0.
+        seed: Seed of the generator, -2**63 to 2**64 - 1. Its low 32 bits decide the result.
+        dtype: uint32 (up to 2**32 numbers) or int64.
+        has_64_bit_draws: Whether two words of the generator are drawn for each number. None: as
+            torch decides, from 214,748,364 numbers on. Tests choose it for smaller sizes.
+
+    Returns:
+        A permutation of 0 to size - 1, [size] of `dtype`.
+    """
+    dtype = np.dtype(dtype)
+    if dtype not in (np.dtype(np.uint32), _INT64):
+        raise ConfigError(f"dtype is {dtype}; uint32 or int64 is needed")
+    largest = 2**32 if dtype.kind == "u" else MAX_INT64 // 8
+    if not 0 <= size <= largest:
+        raise ConfigError(f"size is {size}; 0 to {largest} is possible for {dtype}")
+    if not -(2**63) <= seed < 2**64:
+        raise ConfigError(f"seed is {seed}; -2**63 to 2**64 - 1 is possible")
+    if has_64_bit_draws is None:
+        has_64_bit_draws = size >= (2**32 - 1) // 20
+    if not has_64_bit_draws and size > 2**32 - 1:
+        raise ConfigError(f"size is {size}; 32-bit draws need fewer than 2**32 numbers")
+    return _core.torch_randperm(size, seed % 2**32, has_64_bit_draws, np.empty(0, dtype))
+
+
 def _check_vector(name: str, array: NDArray[Any], dtype: np.dtype[Any]) -> None:
     if array.ndim != 1 or array.dtype != dtype or not array.flags.c_contiguous:
         raise ConfigError(
@@ -536,3 +676,140 @@ def _draw(random: np.random.RandomState, kernel: Callable[..., Any], *arguments:
     full["state"] = {"key": key, "pos": position}
     random.set_state(full)
     return out
+
+
+# ---- transforms of texts ----
+
+
+def fill_in_middle(
+    tokens: Numbers,
+    flags: Flags,
+    ends: Numbers,
+    sample_numbers: Numbers,
+    *,
+    rate: float,
+    spm_rate: float,
+    prefix_token: int,
+    middle_token: int,
+    suffix_token: int,
+    eod_token: int | None,
+    pad_token: int | None,
+    seed: int,
+) -> tuple[Numbers, Flags]:
+    """Texts with some of their documents permuted for fill-in-the-middle.
+
+    Args:
+        tokens: int64 [n], the tokens of all texts, one text after the other.
+        flags: uint8 [n], a flag of each token, which moves with it; inserted tokens have 1.
+        ends: int64 [batch], where each text ends; the last one ends at n.
+        sample_numbers: int64 [batch], which decide the draws.
+        rate, spm_rate, prefix_token, middle_token, suffix_token, eod_token, pad_token, seed: See
+            `millrace.FillInMiddle`.
+
+    Returns:
+        The tokens and their flags; the texts end where they did.
+
+    Raises:
+        ValueError: A text that ends outside the tokens, or before it starts.
+    """
+    for name, array in (("tokens", tokens), ("ends", ends), ("sample_numbers", sample_numbers)):
+        _check_vector(name, array, _INT64)
+    _check_vector("flags", flags, _UINT8)
+    if not (0 <= rate <= 1 and 0 <= spm_rate <= 1):
+        raise ConfigError(f"rate is {rate} and spm_rate {spm_rate}; 0 to 1 is possible")
+    return _core.fill_in_middle(
+        tokens,
+        flags,
+        ends,
+        sample_numbers,
+        rate,
+        spm_rate,
+        prefix_token,
+        middle_token,
+        suffix_token,
+        eod_token,
+        pad_token,
+        seed,
+    )
+
+
+def mark_repeats(
+    tokens: Numbers, ends: Numbers, max_period: int, min_repeats: int, is_whole: bool
+) -> Flags:
+    """Marks of the tokens in runs that repeat themselves.
+
+    Args:
+        tokens: int64 [n], the tokens of all texts, one text after the other.
+        ends: int64 [batch], where each text ends; the last one ends at n.
+        max_period: Largest number of tokens that are repeated, at least 1.
+        min_repeats: Smallest number of times they stand in a row, at least 2.
+        is_whole: Whether to mark all tokens of a text that has such a run.
+
+    Returns:
+        uint8 [n], 1 in such runs, else 0.
+
+    Raises:
+        ValueError: A text that ends outside the tokens, or before it starts.
+    """
+    _check_vector("tokens", tokens, _INT64)
+    _check_vector("ends", ends, _INT64)
+    if not (1 <= max_period <= MAX_INT32 and 2 <= min_repeats <= MAX_INT32):
+        raise ConfigError(
+            f"max_period is {max_period} and min_repeats {min_repeats}; at least 1 and 2 are "
+            f"needed, and at most {MAX_INT32} is possible"
+        )
+    return _core.mark_repeats(tokens, ends, max_period, min_repeats, is_whole)
+
+
+def mark_ranges(
+    ranges: NDArray[np.int32], sequences: Numbers, offsets: Numbers, counts: Numbers
+) -> Flags:
+    """Marks of the tokens of spans that lie in ranges.
+
+    Args:
+        ranges: int32 [ranges, 3], (sequence, start, stop) in tokens, sorted and without overlap;
+            it may be mapped.
+        sequences, offsets, counts: int64 [spans], `counts` tokens of a sequence from `offsets` on.
+
+    Returns:
+        uint8 [sum of counts], 1 in a range, else 0.
+
+    Raises:
+        ValueError: A span with a negative offset or count.
+    """
+    if ranges.ndim != 2 or ranges.shape[1] != 3:
+        raise ConfigError(f"ranges has shape {ranges.shape}; [ranges, 3] is needed")
+    _check_vector("ranges", ranges.reshape(-1), _INT32)
+    _check_vector("sequences", sequences, _INT64)
+    _check_vector("offsets", offsets, _INT64)
+    _check_vector("counts", counts, _INT64)
+    return _core.mark_ranges(ranges.reshape(-1), sequences, offsets, counts)
+
+
+def mask_losses(
+    loss_masks: NDArray[np.float32], flags: Flags, ends: Numbers
+) -> NDArray[np.float32]:
+    """Loss masks with 0 where the flag of the label is 0.
+
+    Label k of row i is token k + 1 of text i; where the text has no such token, the loss mask stays
+    as it is.
+
+    Args:
+        loss_masks: float32 [batch, length].
+        flags: uint8 [n], a flag of each token of all texts.
+        ends: int64 [batch], where each text ends; the last one ends at n.
+
+    Returns:
+        float32 [batch, length].
+
+    Raises:
+        ValueError: A text that does not fit its row, or ends outside the flags.
+    """
+    if loss_masks.ndim != 2 or loss_masks.dtype != np.float32:
+        raise ConfigError(
+            f"loss_masks has shape {loss_masks.shape} and dtype {loss_masks.dtype}; "
+            "[batch, length] of float32 is needed"
+        )
+    _check_vector("flags", flags, _UINT8)
+    _check_vector("ends", ends, _INT64)
+    return _core.mask_losses(np.ascontiguousarray(loss_masks), flags, ends)

@@ -97,6 +97,12 @@ def fsync_folder(path: str) -> None:
         os.close(descriptor)
 
 
+def file_identity(file: IO[bytes] | int) -> tuple[int, ...]:
+    """Device, inode, size and time of an open file or descriptor."""
+    status = os.fstat(file if isinstance(file, int) else file.fileno())
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
 def cut_short(path: str, identity: tuple[int, ...]) -> str:
     """A message if a file is shorter than its identity (device, inode, size) says; else empty."""
     try:

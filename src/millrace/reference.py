@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from millrace.options import SampleOptions
 
 Numbers = NDArray[np.int64]
-Samples = tuple[Numbers, Numbers, NDArray[np.float32], Numbers]
+Samples = tuple[Any, ...]
 
 MAX_32_BIT_STEP = 2**32 - 1
 """Up to this step of a shuffle NumPy draws 32 bits, above it 64."""
@@ -252,50 +252,126 @@ def locate_spans(
     return byte_offsets, byte_counts
 
 
+class RowForm(NamedTuple):
+    """See `_native.row_form`."""
+
+    tokens: bool = True
+    labels: bool = True
+    loss_mask: bool = True
+    position_ids: bool = True
+    parts: bool = False
+    token_dtype: str = "int64"
+    share_labels: bool = False
+    share_plain: bool = False
+    vocab_size: int | None = None
+
+
+def row_form(**fields: Any) -> RowForm:
+    """See `_native.row_form`."""
+    return RowForm(**fields)
+
+
 def gather_samples(
     token_sources: tuple[TokenSource, ...],
     orders: tuple[GPTOrder, ...],
     source_numbers: Numbers,
     sample_numbers: Numbers,
     options: SampleOptions,
+    form: RowForm | None = None,
 ) -> Samples:
     """See `_native.gather_samples`."""
+    form = RowForm() if form is None else form
+    texts = _texts(token_sources, orders, source_numbers, sample_numbers)
+    used = [token_sources[number].tokens.dtype for number in source_numbers.tolist()]
+    if form.token_dtype == "file" and len(set(used)) > 1:
+        raise ValueError("the token files of a batch have several dtypes")
+    dtype = (*used, *(source.tokens.dtype for source in token_sources), np.dtype(np.int64))[0]
+    rows = _rows(texts, options, form, dtype)
+    if not form.parts:
+        return rows
+    samples = [
+        orders[source].spans(number)
+        for source, number in zip(source_numbers.tolist(), sample_numbers.tolist(), strict=True)
+    ]
+    spans = [span for sample in samples for span in sample]
+    sequences = np.array([sequence for sequence, _, _ in spans], np.int64)
+    counts = np.array([count for _, _, count in spans], np.int64)
+    return *rows, sequences, counts, np.cumsum([0, *map(len, samples)], dtype=np.int64)
+
+
+def gather_texts(
+    token_sources: tuple[TokenSource, ...],
+    orders: tuple[GPTOrder, ...],
+    source_numbers: Numbers,
+    sample_numbers: Numbers,
+) -> tuple[Numbers, Numbers]:
+    """See `_native.gather_texts`."""
+    texts = _texts(token_sources, orders, source_numbers, sample_numbers)
+    flat = np.array([token for text in texts for token in text], np.int64)
+    return flat, np.cumsum([len(text) for text in texts], dtype=np.int64)
+
+
+def _texts(
+    token_sources: tuple[TokenSource, ...],
+    orders: tuple[GPTOrder, ...],
+    source_numbers: Numbers,
+    sample_numbers: Numbers,
+) -> list[list[int]]:
+    """The tokens of each sample."""
     texts = []
     for source, number in zip(source_numbers.tolist(), sample_numbers.tolist(), strict=True):
         sample = _entry(orders, source).spans(number)
         texts.append([token for span in sample for token in token_sources[source].read(*span)])
-    return _rows(texts, options)
+    return texts
 
 
-def fill_rows(tokens: NDArray[Any], ends: Numbers, options: SampleOptions) -> Samples:
+def fill_rows(
+    tokens: NDArray[Any], ends: Numbers, options: SampleOptions, form: RowForm | None = None
+) -> Samples:
     """See `_native.fill_rows`."""
     bounds = [0, *ends.tolist()]
     for start, end in pairwise(bounds):
         if not start <= end <= len(tokens):
             raise ValueError(f"a row from token {start} to {end} does not fit")
-    return _rows([tokens[start:end].tolist() for start, end in pairwise(bounds)], options)
+    texts = [tokens[start:end].tolist() for start, end in pairwise(bounds)]
+    return _rows(texts, options, RowForm() if form is None else form, tokens.dtype)
 
 
-def _rows(texts: list[list[int]], options: SampleOptions) -> Samples:
-    """The rows of some texts, padded and masked."""
+def _rows(
+    texts: list[list[int]], options: SampleOptions, form: RowForm, file_dtype: np.dtype[Any]
+) -> Samples:
+    """The rows of some texts, padded and masked; None for arrays that the form leaves out."""
     length, pad, eod = options.sequence_length, options.pad_token, options.eod_token
+    dtype = file_dtype if form.token_dtype == "file" else np.dtype(form.token_dtype)
+    least, limit = np.iinfo(dtype).min, np.iinfo(dtype).max + 1
+    if form.vocab_size is not None:
+        least, limit = 0, form.vocab_size
     shape = (len(texts), length)
-    tokens, labels = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    both = np.zeros((len(texts), length + 1), dtype)
     loss_mask, position_ids = np.ones(shape, np.float32), np.zeros(shape, np.int64)
     capacity = length + (1 if options.add_extra_token else 0)
     for i, text in enumerate(texts):
         if len(text) > capacity:
             raise ValueError(f"row {i} has {len(text)} tokens, above {capacity}; does not fit")
+        if bad := [token for token in text if token != pad and not least <= token < limit]:
+            raise ValueError(f"token id {bad[0]} of row {i} is outside [{least}, {limit})")
         padded = [*text, *[pad] * (length + 1 - len(text))]
         ends = [token is not None and token == eod for token in padded]
         is_pad = [token == pad for token in padded]
-        plain = [0 if token is None or token == pad else token for token in padded]
-        tokens[i], labels[i] = plain[:-1], plain[1:]
+        both[i] = [0 if token is None or token == pad else token for token in padded]
         if options.eod_mask_loss:
             loss_mask[i][ends[:-1]] = 0.0
         loss_mask[i][is_pad[1:]] = 0.0
         position_ids[i] = _positions(ends[:-1] if options.reset_position_ids else [False] * length)
-    return tokens, labels, loss_mask, position_ids
+    plain_mask = [1.0] * capacity + [0.0] * (length + 1 - capacity)
+    is_plain_mask = form.share_plain and np.all(loss_mask == plain_mask[1:])
+    are_plain_ids = form.share_plain and np.all(position_ids == range(length))
+    return (
+        both[:, :-1] if form.tokens else None,
+        both[:, 1:] if form.labels else None,
+        loss_mask if form.loss_mask and not is_plain_mask else None,
+        position_ids if form.position_ids and not are_plain_ids else None,
+    )
 
 
 def _positions(ends: list[bool]) -> list[int]:
@@ -325,6 +401,18 @@ def copy_pieces(
             raise ValueError(f"{count} bytes from byte {offset} on lie outside {len(data)}")
         pieces.append(data[offset : offset + count])
     return np.concatenate(pieces)
+
+
+def prefetch_mapped(data: NDArray[np.uint8], byte_offsets: Numbers, byte_counts: Numbers) -> None:
+    """See `_native.prefetch_mapped`: what can be seen of it, which is its errors."""
+    copy_pieces(data, byte_offsets, byte_counts)
+
+
+def prefetch_file(
+    descriptor: int, num_bytes: int, byte_offsets: Numbers, byte_counts: Numbers
+) -> None:
+    """See `_native.prefetch_file`: what can be seen of it, which is its errors."""
+    read_pieces(descriptor, num_bytes, byte_offsets, byte_counts)
 
 
 def copy_sequences(
@@ -374,3 +462,149 @@ def first_bad_document(entries: Numbers, num_sequences: int) -> int:
             return place
         previous = entry
     return len(entries)
+
+
+def torch_randperm(
+    size: int, seed: int, *, dtype: Any = np.int64, has_64_bit_draws: bool = False
+) -> NDArray[Any]:
+    """See `_native.torch_randperm`.
+
+    NumPy's legacy generator and torch's are seeded alike, and draw the same words.
+    """
+    next_word = np.random.RandomState(seed % 2**32)._bit_generator.random_raw
+    values = list(range(size))
+    if has_64_bit_draws:
+        for step in range(size):
+            words = next_word() << 32 | next_word()
+            target = words % (step + 1)
+            values[step], values[target] = values[target], step
+    else:
+        for step in range(size - 1):
+            target = step + next_word() % (size - step)
+            values[step], values[target] = values[target], values[step]
+    return np.array(values, dtype=dtype)
+
+
+MIN_FIM_TOKENS = 3
+"""A document of which fewer tokens would remain is not permuted for fill-in-the-middle."""
+
+
+def fill_in_middle(
+    tokens: Numbers,
+    flags: NDArray[np.uint8],
+    ends: Numbers,
+    sample_numbers: Numbers,
+    *,
+    rate: float,
+    spm_rate: float,
+    prefix_token: int,
+    middle_token: int,
+    suffix_token: int,
+    eod_token: int | None,
+    pad_token: int | None,
+    seed: int,
+) -> tuple[Numbers, NDArray[np.uint8]]:
+    """See `_native.fill_in_middle`.
+
+    The draws are NumPy's own: four words of Philox for each document.
+    """
+
+    def permuted(document: list[tuple[int, int]], draw: list[int]) -> list[tuple[int, int]]:
+        cuts = sorted(word * (len(document) + 1) >> 64 for word in draw[2:])
+        prefix, middle, suffix = (
+            document[start:stop] for start, stop in pairwise([0, *cuts, len(document)])
+        )
+        begin, fill, end = ((token, 1) for token in (prefix_token, middle_token, suffix_token))
+        if _is_drawn(draw[1], spm_rate):
+            return [begin, end, *suffix, fill, *prefix, *middle]
+        return [begin, *prefix, end, *suffix, fill, *middle]
+
+    pieces: list[tuple[int, int]] = []
+    for (start, end), number in zip(
+        _bounds(ends, len(tokens)), sample_numbers.tolist(), strict=True
+    ):
+        text = list(zip(tokens[start:end].tolist(), flags[start:end].tolist(), strict=True))
+        num_tokens = len(text)
+        while pad_token is not None and num_tokens > 0 and text[num_tokens - 1][0] == pad_token:
+            num_tokens -= 1
+        out: list[tuple[int, int]] = []
+        first = place = 0
+        while first < num_tokens and len(out) < len(text):
+            stop = first
+            while stop < num_tokens and (eod_token is None or text[stop][0] != eod_token):
+                stop += 1
+            generator = np.random.Philox(key=seed, counter=[place, number, 0, 0])
+            draw = generator.random_raw(4).tolist()
+            room = len(text) - len(out)
+            document = text[first : min(stop, first + max(room - 3, 0))]
+            if len(document) >= MIN_FIM_TOKENS and _is_drawn(draw[0], rate):
+                out += permuted(document, draw)
+            else:
+                out += text[first:stop][:room]
+            out += text[stop:num_tokens][:1][: len(text) - len(out)]  # EOD
+            first, place = stop + 1, place + 1
+        pieces += out + text[len(out) :]
+    columns = np.array(pieces, np.int64).reshape(-1, 2)
+    return columns[:, 0].copy(), columns[:, 1].astype(np.uint8)
+
+
+def _is_drawn(word: int, rate: float) -> bool:
+    return (word >> 11) / 2**53 < rate
+
+
+def _bounds(ends: Numbers, num_tokens: int) -> list[tuple[int, int]]:
+    """The start and end of each text."""
+    bounds = list(pairwise([0, *ends.tolist()]))
+    if any(start > end for start, end in bounds) or (bounds[-1][1] if bounds else 0) != num_tokens:
+        raise ValueError(f"the texts' ends {ends} do not fit {num_tokens} tokens")
+    return bounds
+
+
+def mark_repeats(
+    tokens: Numbers, ends: Numbers, max_period: int, min_repeats: int, is_whole: bool
+) -> NDArray[np.uint8]:
+    """See `_native.mark_repeats`."""
+    marks = np.zeros(len(tokens), np.uint8)
+    for start, end in _bounds(ends, len(tokens)):
+        text, row = tokens[start:end].tolist(), marks[start:end]
+        for period in range(1, min(max_period, len(text)) + 1):
+            for first in range(len(text) - period * min_repeats + 1):
+                ngram = text[first : first + period]
+                if text[first : first + period * min_repeats] == ngram * min_repeats:
+                    row[first : first + period * min_repeats] = 1
+        if is_whole and row.any():
+            row[:] = 1
+    return marks
+
+
+def mark_ranges(
+    ranges: NDArray[np.int32], sequences: Numbers, offsets: Numbers, counts: Numbers
+) -> NDArray[np.uint8]:
+    """See `_native.mark_ranges`."""
+    if np.any(offsets < 0) or np.any(counts < 0):
+        raise ValueError("an offset or a count is negative")
+    places = {
+        (sequence, token)
+        for sequence, start, stop in ranges.tolist()
+        for token in range(start, stop)
+    }
+    columns = (column.tolist() for column in (sequences, offsets, counts))
+    marks = [
+        (sequence, token) in places
+        for sequence, offset, count in zip(*columns, strict=True)
+        for token in range(offset, offset + count)
+    ]
+    return np.array(marks, np.uint8)
+
+
+def mask_losses(
+    loss_masks: NDArray[np.float32], flags: NDArray[np.uint8], ends: Numbers
+) -> NDArray[np.float32]:
+    """See `_native.mask_losses`."""
+    out: NDArray[np.float32] = loss_masks.copy()
+    for row, (start, end) in zip(out, _bounds(ends, len(flags)), strict=True):
+        labels = flags[start + 1 : end]
+        if len(labels) > len(row):
+            raise ValueError(f"a text of {end - start} tokens does not fit a row of {len(row)}")
+        row[: len(labels)][labels == 0] = 0
+    return out

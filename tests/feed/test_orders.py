@@ -106,7 +106,7 @@ def test_a_blend_mixes_any_datasets_of_equal_shape(
         (0, 25, 9, "tokens"),
         (0, -1, 9, "tokens"),
         (0, 0, -1, "tokens"),
-        (0, 0, 10, "does not fit"),
+        (0, 0, 10, "not fit"),
     ],
 )
 def test_spans_outside_the_data_are_refused(

@@ -47,6 +47,8 @@ def test_pieces_equal_their_twins(tmp_path_factory: pytest.TempPathFactory, data
         for module in (_native, reference):
             got = module.read_pieces(file.fileno(), size, offsets, counts)
             assert np.array_equal(got, expected)
+            module.prefetch_file(file.fileno(), size, offsets, counts)
+            module.prefetch_mapped(content, offsets, counts)
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -75,6 +77,10 @@ def test_pieces_outside_are_refused(tmp_path: Path, offset: int, count: int) -> 
                 module.copy_pieces(content, int64([0, offset]), int64([1, count]))
             with pytest.raises(ValueError, match="outside"):
                 module.read_pieces(file.fileno(), 10, int64([0, offset]), int64([1, count]))
+            with pytest.raises(ValueError, match="outside"):
+                module.prefetch_mapped(content, int64([0, offset]), int64([1, count]))
+            with pytest.raises(ValueError, match="outside"):
+                module.prefetch_file(file.fileno(), 10, int64([0, offset]), int64([1, count]))
 
 
 def test_a_file_that_ends_early_is_refused(tmp_path: Path) -> None:

@@ -5,8 +5,40 @@ which sample numbers a data-parallel rank takes at each step, and the *loader* h
 batches and remembers one number, `consumed_samples`.
 """
 
+from millrace.feed.ahead import WaitStats
+from millrace.feed.cyclic import CyclicSampler
 from millrace.feed.datasets import BlendedDataset, Dataset, GPTDataset
+from millrace.feed.external import ExternalBatches
+from millrace.feed.fields import BatchForm
 from millrace.feed.loader import Loader
-from millrace.feed.samplers import Sampler, SequentialSampler
+from millrace.feed.loss_ranges import LossRanges, write_loss_ranges
+from millrace.feed.samplers import (
+    FullValidationSampler,
+    GlobalBatchSampler,
+    Sampler,
+    SequentialSampler,
+)
+from millrace.feed.schedules import BatchSizeSchedule, RampUp
+from millrace.feed.transforms import FillInMiddle, RepeatGuard, TransformedDataset
 
-__all__ = ["BlendedDataset", "Dataset", "GPTDataset", "Loader", "Sampler", "SequentialSampler"]
+__all__ = [
+    "BatchForm",
+    "BatchSizeSchedule",
+    "BlendedDataset",
+    "CyclicSampler",
+    "Dataset",
+    "ExternalBatches",
+    "FillInMiddle",
+    "FullValidationSampler",
+    "GPTDataset",
+    "GlobalBatchSampler",
+    "Loader",
+    "LossRanges",
+    "RampUp",
+    "RepeatGuard",
+    "Sampler",
+    "SequentialSampler",
+    "TransformedDataset",
+    "WaitStats",
+    "write_loss_ranges",
+]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, Protocol, SupportsIndex
 
 import numpy as np
@@ -13,7 +14,7 @@ from millrace.checks import reals, shown, whole, whole_numbers
 from millrace.deferred import Deferred
 from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.feed.indices import build_indices, plan_indices
-from millrace.feed.samples import FIELDS, Arrays, Batch, SampleSource, gather
+from millrace.feed.samples import FIELDS, Arrays, Batch, SampleSource, Texts, gather
 from millrace.feed.size_watch import SizeWatch
 from millrace.options import SampleOptions
 from millrace.order import (
@@ -192,6 +193,27 @@ class GPTDataset:
         except ValueError as error:
             raise _damage(error) from None
 
+    def texts(self, sample_numbers: ArrayLike) -> Texts:
+        """The tokens of the samples of these numbers, as the token file has them.
+
+        They include the extra token, the last label. Nothing is padded or masked: a last partial
+        sample is shorter than the others.
+
+        Returns:
+            The tokens of all samples, one sample after the other: int64 [n]. Where each sample ends
+            among them: int64 [batch].
+
+        Raises:
+            ConfigError, IndexError, DataError: As `batch`.
+        """
+        numbers = _check_numbers(sample_numbers, len(self))
+        self._watch.look(self.mapped_files)
+        try:
+            tokens, ends = self.source.texts(numbers)
+        except ValueError as error:
+            raise _damage(error) from None
+        return tokens.astype(np.int64, copy=False), ends
+
     def spans(self, sample_numbers: ArrayLike) -> Spans:
         """Which tokens of which sequences the samples of these numbers are made of.
 
@@ -311,6 +333,24 @@ class BlendedDataset:
 
     def batch(self, sample_numbers: ArrayLike) -> Batch:
         """The samples of these numbers; see `GPTDataset.batch`."""
+        datasets, rows, in_dataset = self._draws(sample_numbers)
+        sources = [getattr(dataset, "source", None) for dataset in datasets]
+        core_orders = [source and source.core_order for source in sources]
+        if self._has_one_view and None not in core_orders:
+            try:
+                return _batch(gather(sources, rows.astype(np.int64, copy=False), in_dataset))  # type: ignore[arg-type]
+            except ValueError as error:
+                raise _damage(error) from None
+        return _batch_by_dataset(datasets, rows, in_dataset)
+
+    def texts(self, sample_numbers: ArrayLike) -> Texts:
+        """The tokens of the samples of these numbers; see `GPTDataset.texts`."""
+        return _texts_by_dataset(*self._draws(sample_numbers))
+
+    def _draws(
+        self, sample_numbers: ArrayLike
+    ) -> tuple[list[Dataset], NDArray[np.intp], NDArray[np.int64]]:
+        """The datasets of a batch; each sample's place among them, and its number there."""
         numbers = _check_numbers(sample_numbers, len(self))
         self._watch.look(self.mapped_files)
         dataset_numbers, in_dataset = self.order.draws(numbers)
@@ -321,14 +361,7 @@ class BlendedDataset:
                 f"{len(self.datasets)} datasets. It is damaged: build it again"
             )
         datasets = [self.datasets[number] for number in used.tolist()] or self.datasets[:1]
-        sources = [getattr(dataset, "source", None) for dataset in datasets]
-        core_orders = [source and source.core_order for source in sources]
-        if self._has_one_view and None not in core_orders:
-            try:
-                return _batch(gather(sources, rows.astype(np.int64, copy=False), in_dataset))  # type: ignore[arg-type]
-            except ValueError as error:
-                raise _damage(error) from None
-        return _batch_by_dataset(datasets, rows, in_dataset)
+        return datasets, rows, in_dataset
 
     def mapped_files(self) -> list[MappedFiles]:
         """The files whose sizes are checked now and then, each once."""
@@ -419,6 +452,26 @@ def _batch_by_dataset(
     return batch
 
 
+def _texts_by_dataset(
+    datasets: Sequence[Dataset], dataset_rows: NDArray[Any], numbers: NDArray[np.int64]
+) -> Texts:
+    """The texts of each dataset, put in the order of the rows."""
+    texts: list[NDArray[np.int64]] = [np.empty(0, np.int64)] * len(dataset_rows)
+    for place, dataset in enumerate(datasets):
+        read = getattr(dataset, "texts", None)
+        if read is None:
+            raise ConfigError(
+                f"{_name(dataset)} has no method `texts`, which returns the tokens of samples: "
+                "leave this dataset out of the blend, or leave out what needs the tokens"
+            )
+        rows = np.flatnonzero(dataset_rows == place)
+        tokens, ends = read(numbers[rows])
+        for row, (start, end) in zip(rows.tolist(), pairwise([0, *ends.tolist()]), strict=True):
+            texts[row] = tokens[start:end]
+    ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
+    return np.concatenate([np.empty(0, np.int64), *texts]), ends
+
+
 def _check_numbers(sample_numbers: ArrayLike, limit: int) -> NDArray[np.int64]:
     numbers = whole_numbers("sample numbers", sample_numbers)
     # As unsigned numbers, negative ones are large: one comparison finds both.
@@ -430,7 +483,7 @@ def _check_numbers(sample_numbers: ArrayLike, limit: int) -> NDArray[np.int64]:
     return numbers
 
 
-def _sample(dataset: GPTDataset | BlendedDataset, sample_number: SupportsIndex) -> Batch:
+def _sample(dataset: Dataset, sample_number: SupportsIndex) -> Batch:
     number = whole("the sample number", sample_number)
     number += len(dataset) if number < 0 else 0
     if not 0 <= number < len(dataset):

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
+import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
-from millrace.checks import shown, whole
-from millrace.errors import ConfigError, ResumeError, ViewChangeWarning
+from millrace.checks import limit, shown, whole
+from millrace.errors import ConfigError, ViewChangeWarning
+from millrace.feed.ahead import Ahead, Step, StepMaker, WaitStats, print_stacks
 from millrace.feed.datasets import Dataset
+from millrace.feed.fields import FIELDS, BatchForm
 from millrace.feed.samplers import Sampler, SequentialSampler
 from millrace.feed.samples import Batch
+from millrace.feed.state import STATE_VERSION, read_state
 
-STATE_VERSION = 3
-"""It rises when states of earlier versions cannot be compared with fingerprints of today."""
-
-_LEAVES = (str, int, float, np.generic, type(None))  # of a fingerprint
-_MOST_LINES = 10  # differences in a message
-_MOST_SHOWN = 80  # characters of a value in a message
-_VIEW_OPTIONS = ("eod_token", "pad_token", "reset_position_ids", "eod_mask_loss")  # of version 2
+_MAX_PREFETCH = 1 << 20
+_MAX_THREADS = 1024
 
 
 class Loader:
@@ -33,16 +31,20 @@ class Loader:
     batch and the places where they stopped: a state that was saved by one rank of a run resumes
     every rank of another run at the very next sample.
 
+    Threads make the next batches while the trainer works; what is ready is not part of the state,
+    so that no step depends on them. They start with the first batch, or with `start`, and end with
+    `close`, at the end of a `with` block, or when the loader is no longer used.
+
     Several threads may draw from one loader: each step is handed out once, in any order among them,
     and one at a time. After an error in a step, which `transform` may raise too, the position is
     where it was before: the next call tries the same step again. If `transform` asks the loader for
     a batch, it gets that of the next step.
 
     Args:
-        dataset: Dataset to draw from: `GPTDataset`, `BlendedDataset` or another one with the
-            methods of `millrace.feed.Dataset`.
-        sampler: Which samples this rank takes at each step. None: a `SequentialSampler` of the
-            next arguments, which belong to it.
+        dataset: Dataset to draw from: `GPTDataset`, `BlendedDataset`, `ExternalBatches` or another
+            one with the methods of `millrace.feed.Dataset`.
+        sampler: Which samples this rank takes at each step. None: the dataset's own (see
+            `ExternalBatches`), or a `SequentialSampler` of the next arguments, which belong to it.
         micro_batch_size: Number of samples in a batch.
         data_parallel_rank: Number of this rank, 0 to data_parallel_size - 1.
         data_parallel_size: Number of ranks.
@@ -50,7 +52,23 @@ class Loader:
             else ranks may get shorter batches, and none, at the last step.
         consumed_samples: Number of samples that all ranks have consumed before the first batch.
         transform: Function that is called with each batch, a dict of arrays [micro_batch_size,
-            sequence_length]; `millrace.torch.to_tensors` makes torch tensors of them.
+            sequence_length], when it is asked for; `millrace.torch.to_tensors` makes torch tensors
+            of them.
+        prepare: Function that is called with each batch ahead of its use, in the loader's threads:
+            for work that takes time, such as pinning memory or copying to a device.
+        fields: Names of a batch's arrays (see `millrace.feed.BatchForm`). With them, a loss mask
+            and position ids that are the same for every sample are one read-only array for all
+            batches. None: tokens, labels, loss_mask and position_ids, all of them the caller's own.
+        token_dtype: Dtype of tokens and labels: "int64", "int32", or "file" for the file's own.
+        share_labels: Whether labels may be a view of the tokens' memory, one token further on.
+        vocab_size: Size of the vocabulary: a token id outside it is an error. None: not checked.
+        prefetch: Number of batches that are ready or in work at most, ahead of the trainer. None:
+            2, or up to 32 if they are small (4 MiB in all). 0: each batch is made when it is asked
+            for.
+        threads: Number of threads that make batches; the result does not depend on it. Storage
+            with a long latency needs several, and a `prefetch` of at least their number.
+        watchdog: Seconds after which a batch that is not there yet prints what all threads are
+            doing to stderr. None: never.
 
     Raises:
         ConfigError: A number outside its limits.
@@ -63,9 +81,10 @@ class Loader:
         ...         return {"tokens": np.asarray(sample_numbers) * 10}
         ...     def fingerprint(self):
         ...         return {"kind": "numbers"}
+        >>> import numpy as np
         >>> loader = Loader(Numbers(), micro_batch_size=3)
-        >>> next(loader)["tokens"], loader.consumed_samples
-        (array([ 0, 10, 20]), 3)
+        >>> next(loader)["tokens"], loader.consumed_samples, len(loader)
+        (array([ 0, 10, 20]), 3, 2)
     """
 
     def __init__(
@@ -79,28 +98,49 @@ class Loader:
         consumed_samples: int = 0,
         drop_last: bool = True,
         transform: Callable[[Batch], Any] | None = None,
+        prepare: Callable[[Batch], Any] | None = None,
+        fields: tuple[str, ...] | None = None,
+        token_dtype: str = "int64",
+        share_labels: bool = False,
+        vocab_size: int | None = None,
+        prefetch: int | None = None,
+        threads: int = 1,
+        watchdog: float | None = None,
     ) -> None:
         self.dataset = dataset
-        if sampler is None:
-            sampler = _sequential_sampler(
-                len(dataset), micro_batch_size, data_parallel_rank, data_parallel_size, drop_last
-            )
-        elif (micro_batch_size, data_parallel_rank, data_parallel_size, drop_last) != (
+        has_arguments = (micro_batch_size, data_parallel_rank, data_parallel_size, drop_last) != (
             None,
             0,
             1,
             True,
-        ):
+        )
+        if sampler is None:
+            sampler = getattr(dataset, "sampler", None)
+        if sampler is None:
+            sampler = _sequential_sampler(
+                len(dataset), micro_batch_size, data_parallel_rank, data_parallel_size, drop_last
+            )
+        elif has_arguments:
             raise ConfigError(
                 "micro_batch_size, data_parallel_rank, data_parallel_size and drop_last are the "
                 "sampler's: leave them out where a sampler is given"
             )
         self.sampler = sampler
         self.transform = transform
-        self._lock = threading.RLock()
-        _loaders.add(self)
+        form = _form(dataset, fields, token_dtype, share_labels, vocab_size)
+        self._maker = StepMaker(dataset, sampler, form, prepare)
+        self._prefetch = None if prefetch is None else whole("prefetch", prefetch, 0, _MAX_PREFETCH)
+        self._num_threads = whole("threads", threads, 1, _MAX_THREADS)
+        if getattr(dataset, "is_sequential", False):
+            self._num_threads = 1
+        self._watchdog = limit("watchdog", watchdog)
+        self._stats = WaitStats()
+        self._is_closed = False
+        self._queue: Ahead | None = None
         # `_next` is where the next step starts: ahead of what was handed out, while one is made.
         self._next = self._consumed_samples = 0
+        self._renew()
+        _loaders.add(self)
         self._seek(consumed_samples)
 
     @property
@@ -112,39 +152,78 @@ class Loader:
         return self
 
     def __next__(self) -> Any:
+        self._maker.check_thread()
         with self._lock:
             start = self._next
-            if not self.sampler.has_step(start):
+            step = self._take(start)
+            if step is None:
                 raise StopIteration
-            self._next = whole("consumed_after", self.sampler.consumed_after(start), start)
+            self._next = step.end
             try:
-                batch = self.dataset.batch(self.sampler.sample_numbers(start))
-                result = batch if self.transform is None else self.transform(batch)
+                result = step.batch if self.transform is None else self.transform(step.batch)
             except BaseException:
                 self._next = self._consumed_samples = start
                 raise
             self._consumed_samples = self._next
+            self._stats.steps += 1
             return result
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
+    def __len__(self) -> int:
+        """The number of steps from sample 0 to the end, wherever the loader stands.
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._renew()
-        _loaders.add(self)
+        Raises:
+            TypeError: A sampler without end.
+        """
+        num_steps = getattr(self.sampler, "num_steps", None)
+        if num_steps is None:
+            raise TypeError(f"a {type(self.sampler).__name__} has no number of steps")
+        return whole("num_steps", num_steps(), 0)
 
-    def _renew(self) -> None:
-        """In another process there is no step under way."""
-        self._lock = threading.RLock()
-        self._next = self._consumed_samples
+    def batch(self, step: int) -> Any:
+        """The batch of a step, counted from sample 0; the position stays where it is.
+
+        Raises:
+            IndexError: No such step.
+        """
+        step = whole("step", step, 0)
+        consumed_at = getattr(self.sampler, "consumed_at", None)
+        return self.batch_at(self._walk(step) if consumed_at is None else consumed_at(step))
+
+    def batch_at(self, consumed_samples: int) -> Any:
+        """The batch of the step that starts after so many samples; the position stays where it is.
+
+        Raises:
+            IndexError: No such step.
+        """
+        bounds = self._maker.claim(whole("consumed_samples", consumed_samples, 0), 1)
+        made = self._maker.make(bounds)[0] if bounds else []
+        if not made:
+            raise IndexError(f"there is no step after {shown(consumed_samples)} samples")
+        batch = _batch_of(made[0])
+        return batch if self.transform is None else self.transform(batch)
+
+    def _walk(self, step: int) -> int:
+        """The start of a step, by all steps before it."""
+        start = 0
+        for _ in range(step):
+            bounds = self._maker.claim(start, 1)
+            if not bounds:
+                raise IndexError(f"there is no step {shown(step)}")
+            start = bounds[0][1]
+        return start
+
+    def wait_stats(self) -> WaitStats:
+        """How long the trainer has waited for batches since the loader was made."""
+        return copy.deepcopy(self._stats)
+
+    # ---- the state ----
 
     def state_dict(self) -> dict[str, Any]:
         """The state to save with a checkpoint: plain numbers, strings, lists and dicts."""
         return {
             "version": STATE_VERSION,
             "consumed_samples": self._consumed_samples,
-            "fingerprint": self.dataset.fingerprint(),
+            "fingerprint": self._fingerprint(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -155,57 +234,119 @@ class Loader:
         Raises:
             ResumeError: A state of other data, another order or another version; the message says
                 what differs.
-            ConfigError: A consumed_samples that is not a whole number, or more than the dataset
-                has.
+            ConfigError: A consumed_samples that is not a whole number, or where no step can start.
         """
-        if not isinstance(state, Mapping):
-            raise ResumeError(f"the state is {shown(state)}: it is not a Loader's")
-        missing = {"version", "consumed_samples", "fingerprint"} - set(state)
-        if missing:
-            raise ResumeError(
-                f"the state has no {', '.join(sorted(missing))}: it is not a Loader's"
-            )
-        version, consumed_samples = state["version"], state["consumed_samples"]
-        saved = state["fingerprint"]
-        is_number = isinstance(version, (int, np.integer))
-        if is_number and version == 1:
-            raise ResumeError(
-                "the state has version 1, of an earlier millrace, which noted less of the data: it "
-                "cannot be compared. The order has stayed the same: if data and options have too, "
-                f"go on with Loader(..., consumed_samples={shown(consumed_samples)})"
-            )
-        if is_number and version == 2:
-            saved = _from_version_2(saved)
-        elif not is_number or version != STATE_VERSION:
-            raise ResumeError(
-                f"the state has version {shown(version)}; this millrace reads {STATE_VERSION}"
-            )
-        differences = list(_differences(saved, self.dataset.fingerprint()))
-        order = [line for line, is_view in differences if not is_view]
-        if order:
-            raise ResumeError(
-                f"the state was saved with other data or another order:\n{_listed(order)}\n"
-                "Restore what differs, or start a new order with consumed_samples=0"
-            )
+        remark = getattr(self.sampler, "explain_difference", str)()
+        consumed_samples, view = read_state(state, self._fingerprint(), remark)
         self._seek(consumed_samples)
-        if differences:
+        if view:
             warnings.warn(
                 "the same tokens follow, but their masks or padding differ from those of the saved "
-                f"state:\n{_listed([line for line, _ in differences])}",
+                f"state:\n{view}",
                 ViewChangeWarning,
                 stacklevel=2,
             )
 
+    def _fingerprint(self) -> dict[str, Any]:
+        sampler: dict[str, Any] = getattr(self.sampler, "fingerprint", dict)()
+        fingerprint = self.dataset.fingerprint()
+        return {**fingerprint, "sampler": sampler} if sampler else fingerprint
+
     def _seek(self, consumed_samples: int) -> None:
         consumed_samples = whole("consumed_samples", consumed_samples, 0)
-        is_sequential = isinstance(self.sampler, SequentialSampler)
-        if is_sequential and consumed_samples > len(self.dataset):  # others may go round
-            raise ConfigError(
-                f"consumed_samples is {shown(consumed_samples)}; the dataset has "
-                f"{len(self.dataset)} samples. Build it with a larger num_samples to train on"
-            )
+        getattr(self.sampler, "check_position", int)(consumed_samples)
         with self._lock:
             self._next = self._consumed_samples = consumed_samples
+            self._drop_queue()
+
+    # ---- batches ahead of their use ----
+
+    def start(self) -> None:
+        """Starts to make batches now, for example before the model is loaded."""
+        with self._lock:
+            if self._prefetch != 0 and not self._is_closed:
+                self._open_queue(self._next)
+
+    def close(self) -> None:
+        """Ends the threads and gives up the batches that are ready. `state_dict` still works."""
+        self._is_closed = True
+        queue = self._queue  # without the lock, which a thread that waits for a batch holds
+        if queue is not None:
+            queue.close(wait=None)
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _take(self, start: int) -> Step | None:
+        """The step that starts there; None at the end."""
+        if self._is_closed:
+            raise ConfigError("the loader is closed; make a new one, and load its state_dict")
+        if self._prefetch == 0:
+            step = self._make(start)
+        else:
+            step = self._open_queue(start).take(self._stats, self._watchdog)
+        if step is not None and step.error is not None:
+            self._drop_queue()
+            _batch_of(step)
+        return step
+
+    def _make(self, start: int) -> Step | None:
+        """The step that starts there, made in this thread."""
+        begin = time.perf_counter()
+        timer = None
+        if self._watchdog is not None:
+            timer = threading.Timer(self._watchdog, print_stacks, [self._watchdog])
+            timer.start()
+        try:
+            bounds = self._maker.claim(start, 1)
+            steps, seconds = self._maker.make(bounds) if bounds else ([], {})
+        finally:
+            if timer is not None:
+                timer.cancel()
+        if not steps:
+            return None
+        self._stats.add_wait(time.perf_counter() - begin, max(seconds, key=seconds.__getitem__))
+        return steps[0]
+
+    def _open_queue(self, start: int) -> Ahead:
+        """The queue whose next step starts there."""
+        if self._queue is None or self._queue.position != start:
+            self._drop_queue()
+            self._queue = Ahead(self._maker, start, self._prefetch, self._num_threads)
+            if self._is_closed:  # by another thread, which has not seen the queue
+                self._queue.close()
+        return self._queue
+
+    def _drop_queue(self) -> None:
+        queue, self._queue = self._queue, None
+        if queue is not None:
+            queue.close()
+
+    def __del__(self) -> None:
+        queue = self.__dict__.get("_queue")
+        if queue is not None:
+            queue.close()
+
+    # ---- copies, and other processes ----
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            name: value for name, value in self.__dict__.items() if name not in ("_lock", "_queue")
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._renew()
+        _loaders.add(self)
+
+    def _renew(self) -> None:
+        """Forgets the threads of another process, and the step that was under way there."""
+        self._lock = threading.RLock()
+        self._queue = None
+        self._next = self._consumed_samples
 
 
 _loaders: weakref.WeakSet[Loader] = weakref.WeakSet()
@@ -217,6 +358,33 @@ def _renew_all() -> None:
 
 
 os.register_at_fork(after_in_child=_renew_all)  # the thread that held a lock is not there any more
+
+
+def _batch_of(step: Step) -> Any:
+    if step.error is not None:
+        raise step.error
+    return step.batch
+
+
+def _form(
+    dataset: Any, fields: Any, token_dtype: str, share_labels: bool, vocab_size: int | None
+) -> BatchForm | None:
+    """The form of the batches; None: the dataset's own."""
+    others = (token_dtype, share_labels, vocab_size)
+    if fields is None and others == ("int64", False, None):
+        return None
+    form = BatchForm(
+        fields=FIELDS if fields is None else fields,
+        token_dtype=token_dtype,
+        share_labels=share_labels,
+        vocab_size=vocab_size,
+    )
+    if not getattr(dataset, "takes_form", False) and others != ("int64", False, None):
+        raise ConfigError(
+            f"token_dtype, share_labels and vocab_size need a dataset of millrace; "
+            f"{type(dataset).__name__} makes its arrays itself. Leave them out"
+        )
+    return form
 
 
 def _sequential_sampler(
@@ -236,46 +404,3 @@ def _sequential_sampler(
             "pass drop_last=False"
         )
     return sampler
-
-
-def _from_version_2(fingerprint: Any) -> Any:
-    """A fingerprint of version 2, which had no view, and no version of the rules: it was 1."""
-    kind = fingerprint.get("kind") if isinstance(fingerprint, Mapping) else None
-    if not (isinstance(kind, str) and kind in ("gpt", "blend")):
-        return fingerprint  # another dataset's
-    moved = {"rules": 1, **fingerprint}
-    if kind == "gpt":
-        moved["view"] = {name: moved.pop(name, None) for name in _VIEW_OPTIONS}
-    elif isinstance(moved.get("datasets"), (list, tuple)):
-        moved["datasets"] = [_from_version_2(dataset) for dataset in moved["datasets"]]
-    return moved
-
-
-def _listed(lines: list[str]) -> str:
-    more = [f"  and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else []
-    return "\n".join([f"  {line}" for line in lines[:_MOST_LINES]] + more)
-
-
-def _differences(
-    saved: Any, present: Any, place: str = "", is_view: bool = False
-) -> Iterator[tuple[str, bool]]:
-    """Where two fingerprints differ: a short line each, and whether that is in a view."""
-    if isinstance(saved, Mapping) and isinstance(present, Mapping):
-        for key in dict.fromkeys([*saved, *present]):
-            at = f"{place}.{key}" if place else str(key)
-            yield from _differences(saved.get(key), present.get(key), at, is_view or key == "view")
-    elif isinstance(saved, (list, tuple)) and isinstance(present, (list, tuple)):
-        entries = (
-            difference
-            for number, pair in enumerate(zip(saved, present, strict=False))
-            for difference in _differences(*pair, f"{place}[{number}]", is_view)
-        )
-        if len(saved) == len(present):
-            yield from entries
-        else:
-            line = f"{place}: saved {len(saved)} entries, now {len(present)}"
-            first = next(entries, None)
-            yield line if first is None else f"{line}; first difference at {first[0]}", is_view
-    elif not (isinstance(saved, _LEAVES) and isinstance(present, _LEAVES)) or saved != present:
-        line = f"{place}: saved {shown(saved, _MOST_SHOWN)}, now {shown(present, _MOST_SHOWN)}"
-        yield line, is_view

@@ -19,6 +19,9 @@ Batch = dict[str, NDArray[Any]]
 
 Arrays = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]
 
+Texts = tuple[NDArray[Any], NDArray[np.int64]]
+"""The tokens of some samples, one sample after the other, [n], and where each ends, [batch]."""
+
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
@@ -55,6 +58,14 @@ class SampleSource:
         """
         if self.core_order is not None:
             return gather([self], np.zeros(len(numbers), np.int64), numbers)
+        return _native.fill_rows(*self.texts(numbers), self.options)
+
+    def texts(self, numbers: NDArray[np.int64]) -> Texts:
+        """The tokens of the samples of these numbers, in the dtype of the token file.
+
+        Raises:
+            ValueError: An index, or an order, that points outside the token file.
+        """
         if self._core is None:
             sequences, offsets, counts, bounds = checked_spans(self._order, numbers)
         else:
@@ -62,7 +73,7 @@ class SampleSource:
         places = _native.locate_spans(self.tokens, sequences, offsets, counts)
         tokens = self._dataset.reader.gather(*places).view(self._dataset.dtype)
         ends = np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))[bounds[1:]]
-        return _native.fill_rows(tokens, ends, self.options)
+        return tokens, ends
 
 
 def gather(

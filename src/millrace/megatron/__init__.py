@@ -61,6 +61,14 @@ from millrace.megatron.rules import (
     _build_shuffle_index,
     _get_ltor_masks_and_position_ids,
 )
+from millrace.megatron.samplers import (
+    HybridCPMegatronPretrainingSampler,
+    MegatronFullValidationSampler,
+    MegatronPretrainingRandomSampler,
+    MegatronPretrainingSampler,
+    RandomSeedDataset,
+    build_pretraining_data_loader,
+)
 from millrace.megatron.utils import Split, compile_helpers, get_blend_from_list, normalize
 from millrace.store.layout import MAGIC as _INDEX_HEADER
 
@@ -77,14 +85,19 @@ __all__ = [
     "DistributedDataset",
     "GPTDataset",
     "GPTDatasetConfig",
+    "HybridCPMegatronPretrainingSampler",
     "IndexedDataset",
     "IndexedDatasetBuilder",
     "LowLevelDataset",
     "MegatronDataset",
+    "MegatronFullValidationSampler",
+    "MegatronPretrainingRandomSampler",
+    "MegatronPretrainingSampler",
     "MidLevelDataset",
     "MockGPTDataset",
     "MockGPTLowLevelDataset",
     "ObjectStorageConfig",
+    "RandomSeedDataset",
     "S3Client",
     "S3Config",
     "Split",
@@ -101,6 +114,7 @@ __all__ = [
     "_get_size_per_split_per_dataset",
     "build_blending_indices",
     "build_exhaustive_blending_indices",
+    "build_pretraining_data_loader",
     "build_sample_idx",
     "build_sample_idx_int32",
     "build_sample_idx_int64",

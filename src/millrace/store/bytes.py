@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from millrace import _native
 from millrace.checks import shown
 from millrace.errors import ConfigError, DataError
+from millrace.store.descriptors import PooledFile
 
 Bytes = NDArray[np.uint8]
 Access = Literal["mmap", "file"]
@@ -26,6 +27,11 @@ class BinReader(Protocol):
     A reader with the whole `.bin` in memory (mapped, or local pages of an object store) may also
     have an attribute `bytes`: uint8 [size], one contiguous array that starts at a multiple of 8.
     Reads of sequences are then views of it, and samples are gathered straight from it.
+
+    A reader of slow storage may also have a method `prefetch(byte_offsets, byte_counts)`, with the
+    arguments of `gather`: a hint that these pieces will be read soon. It starts the transfers and
+    returns nothing, without waiting for them. It may be called by one thread while others read,
+    and a piece that was announced need not be read.
 
     Attributes:
         size: Size of the `.bin` in bytes.
@@ -88,33 +94,48 @@ class MMapReader:
     def gather(self, byte_offsets: NDArray[np.int64], byte_counts: NDArray[np.int64]) -> Bytes:
         return _native.copy_pieces(self.bytes, byte_offsets, byte_counts)
 
+    def prefetch(self, byte_offsets: NDArray[np.int64], byte_counts: NDArray[np.int64]) -> None:
+        _native.prefetch_mapped(self.bytes, byte_offsets, byte_counts)
+
 
 class FileReader:
     """Positioned reads into new arrays, for file systems where mapping hurts.
 
-    Memory is bounded by the size of a read; threads share the descriptor without a lock.
+    Memory is bounded by the size of a read. Threads share the descriptor without a lock; of all
+    readers, those that were used last have an open one (see `descriptors`).
     """
 
     def __init__(self, file: BinaryIO) -> None:
         self.size = os.fstat(file.fileno()).st_size
-        self._file = os.fdopen(os.dup(file.fileno()), "rb", buffering=0)
+        self._file = PooledFile(file)
 
     def read(self, byte_offset: int, num_bytes: int) -> Bytes:
         data = np.empty(num_bytes, np.uint8)
-        count = read_at(self._file, byte_offset, data)
+        descriptor = self._file.descriptor()  # open as long as this name refers to it
+        count = read_at(descriptor.number, byte_offset, data)
         if count < num_bytes:
-            raise DataError(
-                f"the .bin ends at byte {byte_offset + count}, before the end of a sequence: it "
-                "was truncated after it was opened"
-            )
+            raise self._cut_short(byte_offset + count)
         return data
 
     def gather(self, byte_offsets: NDArray[np.int64], byte_counts: NDArray[np.int64]) -> Bytes:
-        return _native.read_pieces(self._file.fileno(), self.size, byte_offsets, byte_counts)
+        descriptor = self._file.descriptor()
+        try:
+            return _native.read_pieces(descriptor.number, self.size, byte_offsets, byte_counts)
+        except ValueError:
+            size = os.fstat(descriptor.number).st_size
+            if size < self.size:
+                raise self._cut_short(size) from None
+            raise
 
-    def __del__(self) -> None:
-        if hasattr(self, "_file"):
-            self._file.close()
+    def prefetch(self, byte_offsets: NDArray[np.int64], byte_counts: NDArray[np.int64]) -> None:
+        descriptor = self._file.descriptor()
+        _native.prefetch_file(descriptor.number, self.size, byte_offsets, byte_counts)
+
+    def _cut_short(self, size: int) -> DataError:
+        return DataError(
+            f"{self._file.path} ends at byte {size}; it had {self.size} bytes when it was opened, "
+            "and was cut short since. Restore it: files in use are replaced by renames"
+        )
 
 
 def copied(column: NDArray[Any]) -> NDArray[Any]:
@@ -123,11 +144,11 @@ def copied(column: NDArray[Any]) -> NDArray[Any]:
     return _native.copy_pieces(data, np.array([0]), np.array([len(data)])).view(column.dtype)
 
 
-def read_at(file: BinaryIO, offset: int, buffer: Bytes) -> int:
+def read_at(descriptor: int, offset: int, buffer: Bytes) -> int:
     """Fills a buffer from a place in a file; returns the number of bytes, fewer at its end."""
     view, count = memoryview(buffer.data), 0
     while count < len(view):
-        step = os.preadv(file.fileno(), [view[count:]], offset + count)
+        step = os.preadv(descriptor, [view[count:]], offset + count)
         if step == 0:
             break
         count += step

@@ -166,7 +166,7 @@ def _damaged_blocks(
     def is_ok(block: int) -> bool:
         if not hasattr(memory, "block"):
             memory.block = np.empty(BLOCK_SIZE, np.uint8)
-        count = read_at(file, block * BLOCK_SIZE, memory.block)
+        count = read_at(file.fileno(), block * BLOCK_SIZE, memory.block)
         if on_bytes is not None:
             on_bytes(count)
         return checksum([memory.block[:count].data]) == sums.blocks[block]

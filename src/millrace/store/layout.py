@@ -119,7 +119,7 @@ class IndexFile:
         column = self.header.columns[name]
         values = np.empty(min(count, column.length - start), column.dtype)
         offset = column.offset + start * values.itemsize
-        if read_at(self._file, offset, values.view(np.uint8)) < values.nbytes:
+        if read_at(self._file.fileno(), offset, values.view(np.uint8)) < values.nbytes:
             raise DataError(f"{self.path} was cut short while it was read: try again")
         return values
 

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from millrace import _native
 from millrace.checks import one_path, whole, whole_numbers
 from millrace.errors import ConfigError, DataError
-from millrace.files import checksum, cut_short
+from millrace.files import checksum, cut_short, file_identity
 from millrace.store import layout
 from millrace.store.bytes import Access, BinReader, bytes_in_memory, copied, open_bin
 from millrace.store.info import Info, read_info
@@ -51,8 +51,9 @@ class IndexedDataset:
     The arrays are read-only views of the mapped index. Opening takes the same time for any size: it
     checks the header, the sizes, and the first and last entries. No descriptor stays open behind a
     map. An open dataset keeps showing the files that it opened when another pair is published at
-    its prefix. It can be forked, shared by threads, and pickled; a pickle can only be opened where
-    the same data are at the prefix.
+    its prefix; with access="file" and more than 64 such datasets, reading may be a DataError then.
+    It can be forked, shared by threads, and pickled; a pickle can only be opened where the same
+    data are at the prefix.
 
     If another program cuts a mapped file short, touching a view of the lost part is a bus error,
     which ends the process; `read`, `GPTDataset.batch` and the `Loader` raise DataError instead.
@@ -87,7 +88,7 @@ class IndexedDataset:
             index = layout.IndexFile(self.prefix, files[-1])
             self.header = index.header
             self._index = _native.map_file(files[-1].fileno(), self.header.size)
-            self._files = [_identity(file) for file in files]
+            self._files = [file_identity(file) for file in files]
             self.reader = open_bin(files[0], access) if bin_reader is None else bin_reader
             self._check_ends(index)
         self.dtype = self.header.dtype
@@ -331,7 +332,7 @@ class IndexedDataset:
             return None
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
             file = stack.enter_context(open(bin_path(self.prefix), "rb", buffering=0))
-            if _identity(file) == self._files[0]:
+            if file_identity(file) == self._files[0]:
                 stack.pop_all()
                 return file
         return None
@@ -400,9 +401,3 @@ def _open_same(
 
 def _raise_closed(dataset: IndexedDataset, name: str) -> Any:
     raise ConfigError(f"{dataset.prefix} is closed; open it again")
-
-
-def _identity(file: BinaryIO) -> tuple[int, ...]:
-    """Device, inode, size and time of a file."""
-    stat = os.fstat(file.fileno())
-    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns

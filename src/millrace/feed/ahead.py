@@ -1,0 +1,388 @@
+"""Steps made ahead of their use: threads, and a bounded queue in the order of the steps."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import os
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.checks import shown, whole
+from millrace.errors import ConfigError, MillraceError
+from millrace.feed.datasets import Dataset
+from millrace.feed.samplers import Sampler
+
+_MAX_AHEAD = 32  # steps; more would only fill memory
+_AHEAD_BYTES = 1 << 22  # how much is made ahead, where a step is small
+_BLOCK_BYTES = 1 << 20  # how much one call of the core makes: it stays in a core's cache
+_EXIT_LIMIT = 10.0  # seconds that the end of Python waits for a read
+
+
+class Step(NamedTuple):
+    """A step that is ready.
+
+    Attributes:
+        start: Number of samples consumed before it.
+        end: Number of samples consumed after it.
+        batch: The rank's batch, or None if the step failed.
+        error: Why it failed.
+    """
+
+    start: int
+    end: int
+    batch: Any
+    error: BaseException | None = None
+
+
+class EndOfBatches(Exception):  # noqa: N818 - not an error
+    """Raised by `batch` of a dataset that learns only by reading that no step is left."""
+
+
+@dataclass
+class WaitStats:
+    """How long the trainer has waited for batches.
+
+    Attributes:
+        steps: Number of steps that were handed out.
+        waited_steps: Number of steps that were not ready when they were asked for.
+        seconds: Seconds of waiting in all.
+        longest: Seconds of the longest wait.
+        first: Seconds of the wait for the first batch, which `seconds` includes.
+        by_cause: Seconds of waiting by what took the longest in making the batch: "sampler",
+            "dataset" or "prepare".
+    """
+
+    steps: int = 0
+    waited_steps: int = 0
+    seconds: float = 0.0
+    longest: float = 0.0
+    first: float | None = None
+    by_cause: dict[str, float] = field(default_factory=dict)
+
+    def add_wait(self, seconds: float, cause: str) -> None:
+        """Counts the wait for one step."""
+        self.waited_steps += 1
+        self.seconds += seconds
+        self.longest = max(self.longest, seconds)
+        self.first = seconds if self.first is None else self.first
+        self.by_cause[cause] = self.by_cause.get(cause, 0.0) + seconds
+
+
+@dataclass(frozen=True)
+class StepMaker:
+    """Makes steps: which samples, their arrays, and what the caller prepares.
+
+    Args:
+        dataset: The dataset.
+        sampler: The sampler.
+        form: Arrays of a batch; None: those that the dataset's `batch` returns.
+        prepare: Function of each batch, or None.
+    """
+
+    dataset: Dataset
+    sampler: Sampler
+    form: Any
+    prepare: Callable[[Any], Any] | None
+
+    def claim(self, start: int, count: int) -> list[tuple[int, int]]:
+        """The starts and ends of up to `count` steps from a position on; fewer at the end."""
+        steps: list[tuple[int, int]] = []
+        while len(steps) < count and self.sampler.has_step(start):
+            end = whole("consumed_after", self.sampler.consumed_after(start), start)
+            steps.append((start, end))
+            start = end
+        return steps
+
+    def make(self, bounds: list[tuple[int, int]]) -> tuple[list[Step], dict[str, float]]:
+        """The steps with these bounds, and the seconds that each part of the work took.
+
+        Several steps are one batch of the dataset, cut into slices. They end with the first that
+        fails; fewer steps without an error mean that the batches have ended.
+        """
+        clock = [time.perf_counter()]
+        numbers: list[NDArray[np.int64]] = []
+        try:
+            numbers += [self.sampler.sample_numbers(start) for start, _ in bounds]
+            clock.append(time.perf_counter())
+            batches = self._batches(numbers)
+            clock.append(time.perf_counter())
+            if self.prepare is not None:
+                batches = [self.prepare(batch) for batch in batches]
+            clock.append(time.perf_counter())
+            steps = [
+                Step(start, end, batch) for (start, end), batch in zip(bounds, batches, strict=True)
+            ]
+        except EndOfBatches:
+            steps = []
+        except BaseException as error:
+            if len(bounds) > 1:
+                return self._make_in_turn(bounds)
+            start, end = bounds[0]
+            steps = [Step(start, end, None, _placed(error, start, numbers))]
+        clock += [time.perf_counter()] * (4 - len(clock))
+        names = ("sampler", "dataset", "prepare")
+        return steps, {name: clock[i + 1] - clock[i] for i, name in enumerate(names)}
+
+    def _batches(self, numbers: list[NDArray[np.int64]]) -> list[Any]:
+        dataset: Any = self.dataset
+        if len(numbers) == 1:
+            return [self._batch(dataset, numbers[0])]
+        batch = self._batch(dataset, np.concatenate(numbers))
+        ends = np.cumsum([len(part) for part in numbers]).tolist()
+        return [
+            {name: array[start:end] for name, array in batch.items()}
+            for start, end in zip([0, *ends], ends, strict=False)
+        ]
+
+    def _batch(self, dataset: Any, numbers: NDArray[np.int64]) -> Any:
+        if self.form is None:
+            return dataset.batch(numbers)
+        if getattr(dataset, "takes_form", False):
+            return dataset.batch(numbers, self.form)
+        batch = dataset.batch(numbers)
+        if missing := [name for name in self.form.fields if name not in batch]:
+            raise ConfigError(
+                f"{', '.join(missing)} is asked for; {type(dataset).__name__} returns "
+                f"{', '.join(batch)}"
+            )
+        return {name: batch[name] for name in self.form.fields}
+
+    def _make_in_turn(self, bounds: list[tuple[int, int]]) -> tuple[list[Step], dict[str, float]]:
+        """Steps one by one, up to the first that fails."""
+        steps: list[Step] = []
+        seconds: dict[str, float] = {}
+        for one in bounds:
+            made, seconds = self.make([one])
+            steps += made
+            if not made or made[0].error is not None:
+                break
+        return steps, seconds
+
+    def check_thread(self) -> None:
+        """Raises ConfigError in a thread that makes these steps: it would wait for itself."""
+        if getattr(_worker, "maker", None) is self:
+            raise ConfigError(
+                "the dataset, sampler or `prepare` of a loader asks the same loader for a batch: "
+                "pass prefetch=0"
+            )
+
+    def steps_per_call(self, step_bytes: int, most: int) -> int:
+        """How many steps one call of the dataset makes: several, if they are small.
+
+        A dataset of another class may pad a batch to its longest sample, say: only ours are cut.
+        """
+        can_cut = getattr(self.dataset, "takes_form", False) and (
+            self.form is None or self.form.has_rows
+        )
+        return max(1, min(_BLOCK_BYTES // max(step_bytes, 1), most)) if can_cut else 1
+
+
+class Ahead:
+    """Steps in their order, made by threads before they are asked for.
+
+    A thread claims the next steps under the lock and makes them without it. The queue takes at most
+    `prefetch` steps, those in work included. After a step that failed no other is made.
+
+    Args:
+        maker: What makes the steps.
+        start: Number of samples consumed before the first step.
+        prefetch: Number of steps made ahead at most; None: 2, or more if they are small.
+        num_threads: Number of threads.
+
+    Attributes:
+        position: Number of samples consumed before the next step that is handed out.
+    """
+
+    def __init__(
+        self, maker: StepMaker, start: int, prefetch: int | None, num_threads: int
+    ) -> None:
+        self._maker = maker
+        self.position = self._next_claim = start
+        self._is_automatic = prefetch is None
+        self._limit = max(2, 2 * num_threads) if prefetch is None else prefetch
+        self._num_threads = num_threads
+        self._steps_per_call = 1
+        self._lock = threading.RLock()  # `close` may be called by a garbage collection under it
+        self._is_ready = threading.Condition(self._lock)
+        self._has_room = threading.Condition(self._lock)
+        self._blocks: dict[int, tuple[list[Step], dict[str, float]]] = {}  # by number, if ready
+        self._first_block = self._num_blocks = 0  # the next one to hand out, and to claim
+        self._num_steps = 0  # claimed, and not handed out
+        self._is_over = self._is_closed = False
+        self._steps: deque[Step] = deque()  # of the block that is handed out
+        self._process = os.getpid()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"millrace-loader-{number}", daemon=True)
+            for number in range(num_threads)
+        ]
+        _open.add(self)
+        for thread in self._threads:
+            thread.start()
+
+    def take(self, stats: WaitStats, watchdog: float | None) -> Step | None:
+        """The next step, perhaps one with an error; None if there is no other.
+
+        Raises:
+            ConfigError: The queue was closed.
+        """
+        if not self._steps:
+            block = self._take_block(stats, watchdog)
+            if block is None:
+                return None
+            self._steps.extend(block)
+        step = self._steps[0]
+        self.position = step.end  # first: Ctrl-C may come between any two lines
+        return self._steps.popleft()
+
+    def _take_block(self, stats: WaitStats, watchdog: float | None) -> list[Step] | None:
+        with self._lock:
+            if self._first_block not in self._blocks:
+                start = time.perf_counter()
+                while self._first_block not in self._blocks:
+                    if self._is_closed:
+                        raise ConfigError("the loader was closed while a batch was asked for")
+                    if self._is_over and self._first_block == self._num_blocks:
+                        return None
+                    limit = None if watchdog is None else start + watchdog - time.perf_counter()
+                    if limit is not None and limit <= 0:
+                        print_stacks(watchdog)
+                        limit = watchdog = None  # once for each batch
+                    self._is_ready.wait(limit)
+                seconds = self._blocks[self._first_block][1]
+                cause = max(seconds, key=seconds.__getitem__, default="sampler")
+                stats.add_wait(time.perf_counter() - start, cause)
+            steps, _ = self._blocks.pop(self._first_block)
+            self._first_block += 1
+            self._num_steps -= len(steps)
+            self._has_room.notify_all()
+            return steps or None
+
+    def _work(self) -> None:
+        _worker.maker = self._maker
+        while (claim := self._claim()) is not None:
+            number, bounds = claim
+            block = self._maker.make(bounds)
+            with self._lock:
+                steps = block[0]
+                if len(steps) < len(bounds) or steps[-1].error is not None:
+                    self._is_over = True
+                    self._num_steps -= len(bounds) - len(steps)
+                elif number == 0:
+                    self._measure(steps[0])
+                self._blocks[number] = block
+                self._is_ready.notify_all()
+                self._has_room.notify_all()
+
+    def _claim(self) -> tuple[int, list[tuple[int, int]]] | None:
+        """The next block: its number and its steps; None if none is left to make."""
+        with self._lock:
+            while not (self._is_closed or self._is_over):
+                room = self._limit - self._num_steps
+                # Whole blocks, unless the queue is empty: a call for few steps costs the same.
+                if room >= self._steps_per_call or self._num_steps == 0:
+                    break
+                self._has_room.wait()
+            if self._is_closed or self._is_over:
+                return None
+            number, start = self._num_blocks, self._next_claim
+            try:
+                bounds = self._maker.claim(start, self._steps_per_call)
+            except BaseException as error:
+                self._blocks[number] = [Step(start, start, None, _placed(error, start, []))], {}
+                self._num_blocks, self._num_steps, bounds = number + 1, self._num_steps + 1, []
+            if bounds:
+                self._num_blocks, self._num_steps = number + 1, self._num_steps + len(bounds)
+                self._next_claim = bounds[-1][1]
+                return number, bounds
+            self._is_over = True
+            self._is_ready.notify_all()
+            self._has_room.notify_all()
+            return None
+
+    def _measure(self, step: Step) -> None:
+        """Chooses how much is made ahead, from the size of the first batch."""
+        size = num_bytes(step.batch)
+        if self._is_automatic and size > 0:
+            self._limit = max(self._limit, min(_AHEAD_BYTES // size, _MAX_AHEAD))
+        most = self._limit // (2 * self._num_threads)
+        self._steps_per_call = self._maker.steps_per_call(size, most) if size > 0 else 1
+
+    def close(self, wait: float | None = 0.0) -> None:
+        """Ends the threads after the work that they have in hand.
+
+        Args:
+            wait: Seconds to wait for their end; None: no limit.
+        """
+        if self._process != os.getpid():  # a fork: the threads are not here, the lock may be held
+            return
+        with self._lock:
+            self._is_closed = True
+            self._blocks.clear()
+            self._is_ready.notify_all()
+            self._has_room.notify_all()
+        end = None if wait is None else time.monotonic() + wait
+        for thread in self._threads:
+            if thread is not threading.current_thread() and wait != 0.0:
+                thread.join(None if end is None else max(end - time.monotonic(), 0.0))
+
+
+def num_bytes(batch: Any) -> int:
+    """The bytes of a batch that it does not share with other batches; 0 if that is unknown."""
+    if not isinstance(batch, dict):
+        return 0
+    arrays = [array for array in batch.values() if isinstance(array, np.ndarray)]
+    return sum(array.nbytes for array in arrays if array.flags.writeable)
+
+
+def print_stacks(seconds: float | None) -> None:
+    """Prints what all threads are doing to stderr, because a batch takes too long."""
+    stream = sys.__stderr__
+    if stream is not None:
+        with contextlib.suppress(OSError, ValueError):  # it is closed
+            message = f"millrace: a batch takes more than {seconds:g} s; all threads:"
+            print(message, file=stream, flush=True)
+            faulthandler.dump_traceback(stream, all_threads=True)
+
+
+def _placed(error: BaseException, start: int, numbers: list[NDArray[np.int64]]) -> BaseException:
+    """The error with the step and the samples that it belongs to."""
+    place = f"in the step that starts at consumed_samples={start}"
+    if numbers:
+        samples = shown(np.asarray(numbers[0]).tolist(), 80)
+        place += f", sample numbers {samples}"
+    if isinstance(error, MillraceError) and len(error.args) == 1:
+        try:
+            placed = type(error)(f"{error} ({place})")
+        except Exception:
+            return error
+        placed.__cause__, placed.__traceback__ = error.__cause__, error.__traceback__
+        return placed
+    if hasattr(error, "add_note"):  # not on Python 3.10
+        error.add_note(place)
+    return error
+
+
+_worker = threading.local()  # `maker`: whose steps this thread makes
+_open: weakref.WeakSet[Ahead] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A thread that is in the core when Python ends would end the process by a signal."""
+    end = time.monotonic() + _EXIT_LIMIT
+    queues = list(_open)
+    for queue in queues:
+        queue.close()
+    for queue in queues:
+        queue.close(max(end - time.monotonic(), 0.001))

@@ -1,0 +1,266 @@
+"""Ranges of tokens that are not trained on, kept beside a token file.
+
+The ranges of `PREFIX.bin` are a set of arrays, `PREFIX.loss.json` and `PREFIX.loss-ranges.npy` (see
+`cache.arrays`). The JSON file holds the fingerprint of the token file, so that ranges of other data
+are refused. The array is int32 [ranges, 3], a row (sequence, start, stop) for each range, in tokens
+without `stop`, sorted and without overlap.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from millrace import _native
+from millrace.cache import arrays
+from millrace.checks import flag, one_path, whole_numbers
+from millrace.errors import ConfigError, DataError
+from millrace.feed.datasets import BlendedDataset, Dataset, GPTDataset
+from millrace.feed.transforms import MaskedTexts
+from millrace.files import checksum
+from millrace.order.spans import MappedFiles
+from millrace.store import IndexedDataset
+
+_KIND = "loss_ranges"
+_SUFFIX = ".loss"
+_ARRAY = "ranges"
+
+
+def write_loss_ranges(prefix: str, ranges: ArrayLike, *, path: str | None = None) -> str:
+    """Writes the ranges of a token file, in place of those that are there.
+
+    The files appear whole or not at all.
+
+    Args:
+        prefix: Path prefix of the token file.
+        ranges: Integers [ranges, 3], a row (sequence, start, stop) for each range: tokens start up
+            to stop, without stop, of that sequence. Sorted by sequence and start, without overlap;
+            it may be empty.
+        path: Path prefix of the files to write; None: beside the token file, at its prefix.
+
+    Returns:
+        The path of the JSON file.
+
+    Raises:
+        ConfigError: Ranges that are not sorted, overlap, or lie outside their sequence.
+        DataError: A token file that is missing or damaged.
+        OSError: A folder that cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> from millrace import IndexedDatasetBuilder
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with IndexedDatasetBuilder(f"{folder}/chat", np.uint16) as builder:
+        ...         builder.add_document([1, 2, 3, 4, 5])
+        ...     path = write_loss_ranges(f"{folder}/chat", [(0, 0, 3)])
+        ...     sorted(os.listdir(folder))
+        ['chat.bin', 'chat.idx', 'chat.loss-ranges.npy', 'chat.loss.json']
+    """
+    prefix = one_path("prefix", prefix)
+    folder, name = _place(prefix if path is None else one_path("path", path))
+    with IndexedDataset(prefix) as dataset:
+        rows = _checked_ranges(ranges, dataset.sequence_lengths)
+        key = _key(dataset.fingerprint, dataset.lengths_checksum, rows)
+    arrays.load_or_build(
+        folder,
+        name,
+        key,
+        lambda: {_ARRAY: (rows.dtype, rows.shape)},
+        lambda writers: writers[_ARRAY].write(0, rows),
+    )
+    return os.path.join(folder, name + arrays.JSON)
+
+
+class LossRanges:
+    """Takes the loss from ranges of tokens: prompts of chats, licences, boilerplate.
+
+    A token that lies in a range is not trained on: where it is the label, the loss mask is 0. The
+    token is still an input, and the token after the range is trained on.
+
+    Args:
+        dataset: Dataset whose samples are transformed: a `GPTDataset`, or a blend of such.
+        ranges: Where the ranges are. None: beside each token file, as `write_loss_ranges` writes
+            them. If all samples come from one token file, it may be the path prefix of files at
+            another place, or integers [ranges, 3] as `write_loss_ranges` takes them.
+        only: Whether to train on nothing but the ranges.
+
+    Attributes:
+        dataset: The dataset.
+        files: The mapped files that hold the ranges.
+
+    Raises:
+        ConfigError: Ranges that are not sorted, overlap, or lie outside their sequence; or one set
+            of ranges for several token files.
+        DataError: Ranges that are missing, damaged, or of other data.
+    """
+
+    changes_tokens = False
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        ranges: str | os.PathLike[str] | ArrayLike | None = None,
+        *,
+        only: bool = False,
+    ) -> None:
+        self.dataset = dataset
+        self.only = flag("only", only)
+        self._ranges: dict[str, _Ranges] = {}
+        leaves = list(_leaves(dataset))
+        prefixes = {leaf.prefix for leaf in leaves}
+        if ranges is not None and len(prefixes) != 1:
+            raise ConfigError(
+                f"there is one set of ranges for {len(prefixes)} token files: write ranges beside "
+                "each of them (write_loss_ranges), or transform each dataset of the blend alone"
+            )
+        for leaf in leaves:
+            if leaf.prefix not in self._ranges:
+                self._ranges[leaf.prefix] = _ranges_of(leaf, ranges)
+
+    @property
+    def files(self) -> list[MappedFiles]:
+        sources = (ranges.arrays for ranges in self._ranges.values())
+        return [source for source in sources if isinstance(source, arrays.ArraySet)]
+
+    def apply(self, texts: MaskedTexts, sample_numbers: NDArray[np.int64]) -> MaskedTexts:
+        """See `Transform.apply`."""
+        marks = np.zeros(len(texts.tokens), np.bool_)
+        starts = np.append(0, texts.ends)
+        for dataset, numbers, rows in _sources(
+            self.dataset, sample_numbers, np.arange(len(sample_numbers))
+        ):
+            spans = dataset.spans(numbers)
+            part = _native.mark_ranges(self._ranges[dataset.prefix].arrays[_ARRAY], *spans[:3])
+            bounds = np.append(0, np.cumsum(spans.counts))[spans.bounds]
+            for place, row in enumerate(rows.tolist()):
+                marks[starts[row] : starts[row + 1]] = part[bounds[place] : bounds[place + 1]]
+        return texts._replace(is_trained=texts.is_trained & (marks if self.only else ~marks))
+
+    def fingerprint(self) -> dict[str, Any]:
+        """See `Transform.fingerprint`."""
+        checksums = [self._ranges[leaf.prefix].checksum for leaf in _leaves(self.dataset)]
+        return {"kind": _KIND, "only": self.only, "ranges": checksums}
+
+
+class _Ranges(NamedTuple):
+    """The ranges of one token file, mapped or in memory."""
+
+    arrays: arrays.ArraySet | dict[str, NDArray[np.int32]]
+    checksum: str
+
+
+def _ranges_of(dataset: GPTDataset, ranges: str | os.PathLike[str] | ArrayLike | None) -> _Ranges:
+    if ranges is None:
+        return _read(dataset.prefix, dataset)
+    if isinstance(ranges, (str, bytes, os.PathLike)):
+        return _read(one_path("ranges", ranges), dataset)
+    rows = _checked_ranges(ranges, dataset.dataset.sequence_lengths)
+    return _Ranges({_ARRAY: rows}, _checksum(rows))
+
+
+def _read(prefix: str, dataset: GPTDataset) -> _Ranges:
+    """The published ranges at a path prefix, which must be those of the dataset's token file."""
+    folder, name = _place(prefix)
+    array_set = arrays.load(folder, name)
+    path = os.path.join(folder, name + arrays.JSON)
+    key = None if array_set is None else array_set.key
+    if array_set is None or not isinstance(key, dict) or key.get("kind") != _KIND:
+        raise DataError(
+            f"{path} is missing, damaged or of another version. Write the ranges of "
+            f"{dataset.prefix} with write_loss_ranges; an empty list if it has none"
+        )
+    data = dataset.fingerprint()
+    if (key["content"], key["lengths"]) != (data["content"], data["lengths"]):
+        raise DataError(
+            f"{path} holds ranges of other data: {dataset.prefix} was written again since, or the "
+            "ranges belong to another token file. Write them again with write_loss_ranges"
+        )
+    array_set[_ARRAY]  # maps it: damage shows now, not in mid-training
+    return _Ranges(array_set, key["ranges"])
+
+
+def _place(prefix: str) -> tuple[str, str]:
+    """Folder and name of the set of arrays."""
+    folder, name = os.path.split(prefix + _SUFFIX)
+    return folder or ".", name
+
+
+def _key(content: str, lengths: str, rows: NDArray[np.int32]) -> dict[str, str]:
+    return {"kind": _KIND, "content": content, "lengths": lengths, "ranges": _checksum(rows)}
+
+
+def _checksum(rows: NDArray[np.int32]) -> str:
+    return checksum([rows.reshape(-1).data])
+
+
+def _checked_ranges(ranges: ArrayLike, lengths: NDArray[np.int32]) -> NDArray[np.int32]:
+    """The ranges as int32 [ranges, 3]; a ConfigError for those that do not fit the sequences."""
+    try:
+        table = np.asarray(ranges)
+    except (TypeError, ValueError):  # rows of several lengths
+        table = np.empty(1)
+    if table.size > 0 and (table.ndim != 2 or table.shape[1] != 3):
+        raise ConfigError(
+            f"the ranges have shape {list(table.shape)}; rows of three integers (sequence, start, "
+            "stop) are needed"
+        )
+    rows = whole_numbers("the ranges", table.reshape(-1)).reshape(-1, 3)
+    sequences, starts, stops = rows.T
+
+    def refuse(is_bad: NDArray[np.bool_], problem: str) -> None:
+        if is_bad.any():
+            place = int(is_bad.argmax())
+            values = tuple(rows[place].tolist())
+            raise ConfigError(f"range {place}, (sequence, start, stop) = {values}, {problem}")
+
+    is_outside = (sequences < 0) | (sequences >= len(lengths))
+    refuse(
+        is_outside, f"names no sequence: the token file has {len(lengths)}, 0 to {len(lengths) - 1}"
+    )
+    refuse((starts < 0) | (starts >= stops), "is empty or negative; 0 <= start < stop is needed")
+    ends = lengths[sequences]
+    refuse(stops > ends, "ends outside its sequence; its stop can be at most the sequence's length")
+    later, sooner = rows[1:], rows[:-1]
+    is_same = later[:, 0] == sooner[:, 0]
+    is_unsorted = (later[:, 0] < sooner[:, 0]) | (is_same & (later[:, 1] < sooner[:, 1]))
+    refuse(
+        np.append(False, is_unsorted),
+        "comes after a later one. Sort them: ranges[np.lexsort((ranges[:, 1], ranges[:, 0]))]",
+    )
+    refuse(
+        np.append(False, is_same & (later[:, 1] < sooner[:, 2])),
+        "overlaps the one before it: merge the two",
+    )
+    return rows.astype(np.int32)
+
+
+def _leaves(dataset: Dataset) -> Iterator[GPTDataset]:
+    """The datasets of token files that a dataset is made of."""
+    if isinstance(dataset, BlendedDataset):
+        for one in dataset.datasets:
+            yield from _leaves(one)
+    elif isinstance(dataset, GPTDataset):
+        yield dataset
+    else:
+        raise ConfigError(
+            f"a {type(dataset).__name__} does not say which tokens of a token file its samples "
+            "are made of. Ranges fit a GPTDataset, or a blend of such; for other data, pass a "
+            "transform that makes the mask itself"
+        )
+
+
+def _sources(
+    dataset: Dataset, numbers: NDArray[np.int64], rows: NDArray[Any]
+) -> Iterator[tuple[GPTDataset, NDArray[np.int64], NDArray[Any]]]:
+    """The datasets that some samples come from, their numbers there and their rows in the batch."""
+    if isinstance(dataset, BlendedDataset):
+        dataset_numbers, in_dataset = dataset.order.draws(numbers)
+        for number in np.unique(dataset_numbers).tolist():
+            is_here = dataset_numbers == number
+            yield from _sources(dataset.datasets[number], in_dataset[is_here], rows[is_here])
+    elif isinstance(dataset, GPTDataset) and len(numbers) > 0:
+        yield dataset, numbers, rows

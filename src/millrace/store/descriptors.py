@@ -1,0 +1,104 @@
+"""Open files under a limit: a blend of thousands of files is read with a few descriptors."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import weakref
+from typing import BinaryIO
+
+from millrace.errors import DataError
+from millrace.files import cut_short, file_identity
+from millrace.store.publish import NEW
+
+MAX_OPEN = 64
+"""Files of a process that keep a descriptor; a thread may use one more while it opens a file."""
+
+
+class Descriptor:
+    """An open descriptor. It is closed when the last reference to it is gone."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        os.close(self.number)
+
+
+class PooledFile:
+    """A file that is read at any time, although its descriptor may be closed in between.
+
+    The `MAX_OPEN` files that were used last are open. Another one is opened again at its next use,
+    if it is still the same file.
+
+    Args:
+        file: The open file, which may be closed afterwards. Its name must be its path.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.path = os.path.abspath(file.name)
+        self.identity = file_identity(file)
+        self.last_use = next(_clock)
+        self._descriptor: Descriptor | None = None
+        self._keep(Descriptor(os.dup(file.fileno())))
+
+    def descriptor(self) -> Descriptor:
+        """An open descriptor, for as long as the caller holds it.
+
+        Raises:
+            DataError: The file was closed, and has been removed, replaced or changed since.
+        """
+        self.last_use = next(_clock)
+        return self._descriptor or self._keep(self._open_again())
+
+    def close(self) -> None:
+        """Closes the descriptor, as soon as no thread uses it. The next use opens the file."""
+        self._descriptor = None
+
+    def _keep(self, descriptor: Descriptor) -> Descriptor:
+        with _lock:
+            self._descriptor = descriptor
+            _open_files.add(self)
+            while len(_open_files) > MAX_OPEN:
+                oldest = min(_open_files, key=_last_use)
+                oldest.close()
+                _open_files.discard(oldest)
+        return descriptor
+
+    def _open_again(self) -> Descriptor:
+        """Opens the file without the lock: on a network file system it may take milliseconds."""
+        # A file that was opened in the middle of its publication has lost its ".new" since.
+        for path in dict.fromkeys((self.path, self.path.removesuffix(NEW))):
+            try:
+                descriptor = Descriptor(os.open(path, os.O_RDONLY))
+            except FileNotFoundError:
+                continue
+            if file_identity(descriptor.number) == self.identity:
+                return descriptor
+        raise DataError(
+            cut_short(self.path, self.identity)
+            or f"{self.path} was removed, replaced or changed after it was opened, and cannot be "
+            f"opened again: of all files that are read with access='file', {MAX_OPEN} stay open. "
+            "Restore the file or open the dataset again; files of a run must not change"
+        )
+
+
+def _last_use(file: PooledFile) -> int:
+    return file.last_use
+
+
+_clock = itertools.count()
+_open_files: weakref.WeakSet[PooledFile] = weakref.WeakSet()
+_lock = threading.RLock()
+
+
+def _renew_lock() -> None:
+    """In a forked child: the thread that held the lock does not exist there."""
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)

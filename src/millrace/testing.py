@@ -1,0 +1,322 @@
+"""A proof, for the tests of your own data, that a run can stop and resume at any step."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.checks import shown, whole
+from millrace.errors import ConfigError
+
+_MAX_SHOWN = 80  # characters of a value in a message
+
+
+def assert_resumes(
+    make_loader: Callable[[], Any],
+    *,
+    max_steps: int | None = None,
+    steps_after_resume: int | None = None,
+    through_json: bool = True,
+) -> int:
+    """Checks that a loader resumes exactly, from every step.
+
+    A loader is any iterable of batches with `state_dict()` and `load_state_dict(state)`: a
+    `millrace.Loader` over your own dataset, sampler or external batches, or torchdata's
+    `StatefulDataLoader`. It is run once from its beginning, and its state is taken after each step.
+    Then, for every number of steps k, from 0 to all of them:
+
+    - a new loader that loads the state after k steps returns the batches that follow, bit for bit:
+      the same names, dtypes, shapes and values, and the same end;
+    - copies of the state by JSON, pickle and `copy.deepcopy` work as well as the state itself;
+    - the state does not change while its loader goes on, and taking it changes no batch;
+    - a run that stops after every single step, so that each state comes from a loader that was
+      itself resumed, returns the same batches;
+    - `loader.batch(k)`, if the loader has such a method and starts at sample 0, returns the batch
+      of step k and leaves the position where it is.
+
+    The batches of the run are kept in memory, and the time is quadratic in the number of steps:
+    pass a short loader, or limits. Batches may be arrays, tensors, numbers, strings, and lists,
+    tuples and dicts of these.
+
+    Args:
+        make_loader: Function that returns a new loader, which starts at its beginning.
+        max_steps: Number of steps to check; None: all. Needed for a loader without an end.
+        steps_after_resume: Number of steps that each resumed loader runs; None: to the end.
+        through_json: Whether a state must be plain values that survive JSON. Pass False for states
+            with tensors, which are then copied by pickle.
+
+    Returns:
+        The number of steps of the run.
+
+    Raises:
+        AssertionError: The loader does not resume exactly; the message gives the step, counted from
+            0, and the first difference.
+        ConfigError: `make_loader` does not return a new loader at each call, or the loader returns
+            no batch.
+
+    Example:
+        >>> import numpy as np
+        >>> from millrace import Loader
+        >>> class Squares:
+        ...     def __len__(self):
+        ...         return 12
+        ...     def batch(self, sample_numbers):
+        ...         return {"squares": np.asarray(sample_numbers) ** 2}
+        ...     def fingerprint(self):
+        ...         return {"kind": "squares"}
+        >>> assert_resumes(lambda: Loader(Squares(), micro_batch_size=3))
+        4
+    """
+    max_steps = None if max_steps is None else whole("max_steps", max_steps, 1)
+    if steps_after_resume is not None:
+        steps_after_resume = whole("steps_after_resume", steps_after_resume, 1)
+    runs = _Runs(make_loader, through_json)
+    batches, states = runs.first(max_steps)
+    is_whole = max_steps is None or len(batches) < max_steps
+    after = len(batches) if steps_after_resume is None else steps_after_resume
+
+    runs.check(None, batches, is_whole, "a second loader of make_loader()")
+    for step, state in enumerate(states):
+        rest = batches[step : step + after]
+        reaches_end = is_whole and step + len(rest) == len(batches)
+        name = f"a loader that resumes after {step} steps"
+        runs.check(state, rest, reaches_end, name, first_step=step)
+    runs.check_chain(batches, states[0])
+    runs.check_batch_method(batches, states[0])
+    return len(batches)
+
+
+class _Runs:
+    """Runs of new loaders, each compared with the first one."""
+
+    def __init__(self, make_loader: Callable[[], Any], through_json: bool) -> None:
+        self._make_loader = make_loader
+        self._through_json = through_json
+        self._last: Any = None
+
+    def first(self, max_steps: int | None) -> tuple[list[Any], list[Any]]:
+        """The batches of a whole run, and the states before each of them and at the end."""
+        with self._new() as loader:
+            states = [loader.state_dict()]
+            copies = [copy.deepcopy(states[0])]
+            batches: list[Any] = []
+            for batch in itertools.islice(loader, max_steps):
+                batches.append(_frozen(batch))
+                states.append(loader.state_dict())
+                copies.append(copy.deepcopy(states[-1]))
+        if not batches:
+            raise ConfigError("the loader returns no batch: nothing can be checked")
+        for step, (state, snapshot) in enumerate(zip(states, copies, strict=True)):
+            if problem := _difference(_frozen(snapshot), _frozen(state), "state"):
+                raise AssertionError(
+                    f"the state after {step} steps has changed while its loader went on: {problem}"
+                )
+            for name, round_trip in (("pickle", _through_pickle), ("deepcopy", copy.deepcopy)):
+                if problem := _difference(_frozen(state), _frozen(round_trip(state)), "state"):
+                    raise AssertionError(
+                        f"the state after {step} steps is changed by {name}: {problem}"
+                    )
+        return batches, [self._copy(state, step) for step, state in enumerate(states)]
+
+    def check(
+        self, state: Any, batches: list[Any], reaches_end: bool, name: str, first_step: int = 0
+    ) -> None:
+        """Checks that a new loader, with a state if there is one, returns these batches."""
+        with self._new() as loader:
+            self._load(loader, state, name)
+            iterator = iter(loader)
+            for step, expected in enumerate(batches, first_step):
+                self._check_next(iterator, expected, step, name)
+            end = object()
+            if reaches_end and next(iterator, end) is not end:
+                steps = first_step + len(batches)
+                raise AssertionError(f"{name} goes on after step {steps - 1}, the last of the run")
+
+    def check_chain(self, batches: list[Any], state: Any) -> None:
+        """Checks a run that stops and resumes after every step."""
+        name = "a run that stops and resumes after every step"
+        for step, expected in enumerate(batches):
+            with self._new() as loader:
+                self._load(loader, state, name)
+                self._check_next(iter(loader), expected, step, name)
+                state = self._copy(loader.state_dict(), step + 1)
+
+    def check_batch_method(self, batches: list[Any], state: Any) -> None:
+        """Checks `loader.batch(step)`, of loaders that have it and start at sample 0."""
+        with self._new() as loader:
+            has_method = callable(getattr(loader, "batch", None))
+            if not has_method or getattr(loader, "consumed_samples", None) != 0:
+                return
+        for step, expected in enumerate(batches):
+            with self._new() as loader:
+                batch = _frozen(loader.batch(step))
+                if problem := _difference(expected, batch, "batch"):
+                    raise AssertionError(
+                        f"loader.batch({step}) differs from step {step}: {problem}"
+                    )
+                now = _frozen(self._copy(loader.state_dict(), 0))
+                if problem := _difference(_frozen(state), now, "state"):
+                    raise AssertionError(f"loader.batch({step}) has changed the state: {problem}")
+
+    def _check_next(self, iterator: Iterator[Any], expected: Any, step: int, name: str) -> None:
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            raise AssertionError(f"{name} has no step {step}; without a stop it has one") from None
+        except Exception as error:
+            raise AssertionError(f"{name} fails in step {step}: {error}") from error
+        if problem := _difference(expected, _frozen(batch), "batch"):
+            raise AssertionError(f"{name} differs in step {step}: {problem}")
+
+    def _new(self) -> _Closing:
+        loader = self._make_loader()
+        missing = [
+            name
+            for name in ("__iter__", "state_dict", "load_state_dict")
+            if not callable(getattr(loader, name, None))
+        ]
+        if missing:
+            raise ConfigError(
+                f"make_loader returned a {type(loader).__name__}, which has no "
+                f"{', '.join(missing)}: it is not a loader with a state"
+            )
+        if loader is self._last:
+            raise ConfigError(
+                "make_loader returned the same loader twice; it must make a new one at each call"
+            )
+        self._last = loader
+        return _Closing(loader)
+
+    @staticmethod
+    def _load(loader: Any, state: Any, name: str) -> None:
+        if state is None:
+            return
+        try:
+            loader.load_state_dict(copy.deepcopy(state))  # it may keep it and change it
+        except Exception as error:
+            raise AssertionError(f"{name} refuses its state {shown(state)}: {error}") from error
+
+    def _copy(self, state: Any, step: int) -> Any:
+        """The state as a checkpoint would return it."""
+        if not self._through_json:
+            return _through_pickle(state)
+        try:
+            return json.loads(json.dumps(state))
+        except (TypeError, ValueError) as error:
+            raise AssertionError(
+                f"JSON cannot hold the state after {step} steps ({error}): use plain numbers, "
+                "strings, lists and dicts, or pass through_json=False"
+            ) from error
+
+
+class _Closing:
+    """A loader that is closed at the end of its block, if it can be."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __enter__(self) -> Any:
+        return self._loader
+
+    def __exit__(self, *error: object) -> None:
+        close = getattr(self._loader, "close", None)
+        if callable(close):
+            close()
+
+
+def _through_pickle(state: Any) -> Any:
+    return pickle.loads(pickle.dumps(state))
+
+
+# ---- batches and states as plain values ----
+
+
+class _Array:
+    """A private copy of an array or a tensor, with the name of its dtype."""
+
+    def __init__(self, value: Any) -> None:
+        self.dtype = str(value.dtype) if hasattr(value, "dtype") else type(value).__name__
+        if hasattr(value, "detach"):  # a tensor of torch, perhaps on a device
+            value = value.detach().cpu()
+            if "bfloat16" in self.dtype or "float8" in self.dtype:
+                value = value.float()  # NumPy has no such dtype; every value is a float32
+        self.values: NDArray[Any] = np.asarray(value).copy()
+
+
+def _frozen(value: Any) -> Any:
+    """A deep copy of dicts, lists and arrays, which the loader cannot change any more."""
+    if isinstance(value, Mapping):
+        return {key: _frozen(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_frozen(part) for part in value]
+    if hasattr(value, "__array__") and not isinstance(value, np.generic):
+        return _Array(value)
+    return copy.deepcopy(value)
+
+
+def _difference(expected: Any, actual: Any, place: str) -> str:
+    """The first difference of two frozen values; empty if there is none."""
+    if isinstance(expected, dict) and isinstance(actual, dict):
+        if list(expected) != list(actual) and set(expected) != set(actual):
+            return f"{place} has {_names(expected)} in the first run, {_names(actual)} now"
+        pairs = ((f"{place}[{key!r}]", expected[key], actual[key]) for key in expected)
+    elif isinstance(expected, list) and isinstance(actual, list):
+        if len(expected) != len(actual):
+            return f"{place} has {len(expected)} entries in the first run, {len(actual)} now"
+        pairs = (
+            (f"{place}[{number}]", *pair)
+            for number, pair in enumerate(zip(expected, actual, strict=True))
+        )
+    elif isinstance(expected, _Array) and isinstance(actual, _Array):
+        return _array_difference(expected, actual, place)
+    else:
+        is_nan = expected != expected and actual != actual
+        if type(expected) is type(actual) and (is_nan or expected == actual):
+            return ""
+        return f"{place} is {_short(expected)} in the first run, {_short(actual)} now"
+    return next(filter(None, (_difference(one, other, at) for at, one, other in pairs)), "")
+
+
+def _array_difference(expected: _Array, actual: _Array, place: str) -> str:
+    forms = [f"{array.dtype} {list(array.values.shape)}" for array in (expected, actual)]
+    if forms[0] != forms[1]:
+        return f"{place} is {forms[0]} in the first run, {forms[1]} now"
+    one, other = expected.values, actual.values
+    if one.dtype.hasobject:
+        is_different = np.array(
+            [bool(_difference(*pair, "")) for pair in zip(one.flat, other.flat, strict=True)], bool
+        ).reshape(one.shape)
+    elif one.tobytes() == other.tobytes():
+        return ""
+    else:
+        is_different = _bits(one) != _bits(other)
+    if not is_different.any():
+        return ""
+    at = tuple(np.argwhere(is_different)[0].tolist())
+    return (
+        f"{place}{list(at) if at else ''} is {_short(one[at].tolist())} in the first run, "
+        f"{_short(other[at].tolist())} now ({np.count_nonzero(is_different)} of {one.size} values "
+        "differ)"
+    )
+
+
+def _bits(array: NDArray[Any]) -> NDArray[Any]:
+    """Each value as its bytes, so that NaN equals NaN and 0.0 is not -0.0."""
+    return np.ascontiguousarray(array).reshape(-1).view(f"V{array.itemsize}").reshape(array.shape)
+
+
+def _names(names: dict[Any, Any]) -> str:
+    return shown(list(names), _MAX_SHOWN)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, _Array):
+        return f"an array {value.dtype} {list(value.values.shape)}"
+    return shown(value, _MAX_SHOWN)

@@ -1,0 +1,419 @@
+"""Batches that are made ahead of their use: the same steps, errors in their place, clean ends."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace import (
+    ConfigError,
+    DataError,
+    ExternalBatches,
+    GPTDataset,
+    IndexedDataset,
+    Loader,
+    ResumeError,
+)
+
+Make = Callable[..., IndexedDataset]
+
+
+class Numbers:
+    """Samples that are their own numbers. Some fail; `work` is called for each batch."""
+
+    def __init__(self, size: int = 100, work: Callable[[Any], None] | None = None) -> None:
+        self.size = size
+        self.work = work
+
+    def __len__(self) -> int:
+        return self.size
+
+    def batch(self, sample_numbers: Any) -> dict[str, np.ndarray]:
+        if self.work is not None:
+            self.work(sample_numbers)
+        return {"tokens": np.asarray(sample_numbers).copy()}
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"kind": "numbers"}
+
+
+def workers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("millrace-loader")]
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    yield
+    gc.collect()
+    wait_for(lambda: not workers())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.integers(1, 60),
+    micro=st.integers(1, 7),
+    prefetch=st.one_of(st.none(), st.integers(0, 9)),
+    threads=st.integers(1, 4),
+    stop=st.integers(0, 12),
+    drop_last=st.booleans(),
+)
+def test_what_is_made_ahead_changes_no_step(
+    size: int, micro: int, prefetch: int | None, threads: int, stop: int, drop_last: bool
+) -> None:
+    options: dict[str, Any] = {"micro_batch_size": min(micro, size), "drop_last": drop_last}
+    expected = [b["tokens"].tolist() for b in Loader(Numbers(size), prefetch=0, **options)]
+    with Loader(Numbers(size), prefetch=prefetch, threads=threads, **options) as loader:
+        batches = [batch["tokens"].tolist() for _, batch in zip(range(stop), loader, strict=False)]
+        state = json.loads(json.dumps(loader.state_dict()))
+    with Loader(Numbers(size), prefetch=prefetch, threads=threads, **options) as loader:
+        loader.load_state_dict(state)
+        batches += [batch["tokens"].tolist() for batch in loader]
+        assert batches == expected
+        assert len(loader) == len(expected)
+        assert [loader.batch(k)["tokens"].tolist() for k in range(len(expected))] == expected
+        with pytest.raises(IndexError, match=f"no step {len(expected)}"):
+            loader.batch(len(expected))
+
+
+def test_several_small_steps_are_one_call_of_the_core(make_dataset: Make) -> None:
+    dataset = GPTDataset(make_dataset([2000] * 40), sequence_length=16, seed=1)
+    calls = []
+
+    class Counted(GPTDataset):
+        takes_form = True
+
+        def batch(self, sample_numbers: Any, form: Any = None) -> Any:
+            calls.append(len(sample_numbers))
+            return super().batch(sample_numbers, form) if form else super().batch(sample_numbers)
+
+    counted = Counted(make_dataset([2000] * 40), sequence_length=16, seed=1)
+    loader = Loader(counted, micro_batch_size=4)
+    for number, batch in enumerate(loader):
+        numbers = np.arange(4 * number, 4 * number + 4)
+        for name, array in dataset.batch(numbers).items():
+            assert np.array_equal(array, batch[name])
+        batch["tokens"][:] = -1  # the caller's own
+    assert max(calls) > 4
+    assert sum(calls) == len(loader) * 4
+
+
+def test_no_more_than_prefetch_batches_are_made_ahead() -> None:
+    made: list[int] = []
+    loader = Loader(Numbers(work=made.append), micro_batch_size=5, prefetch=3)  # type: ignore[arg-type]
+    loader.start()
+    wait_for(lambda: len(made) == 3)
+    time.sleep(0.05)
+    assert len(made) == 3
+    next(loader)
+    wait_for(lambda: len(made) == 4)
+    time.sleep(0.05)
+    assert len(made) == 4
+
+
+def test_an_error_comes_in_its_step_with_its_place_and_the_step_can_be_tried_again() -> None:
+    failures = [DataError("a.bin is cut short"), ValueError("no")]
+
+    def work(numbers: Any) -> None:
+        if 8 in numbers and failures:
+            raise failures.pop(0)
+
+    loader = Loader(Numbers(20, work), micro_batch_size=2, prefetch=8, threads=3)
+    for number in range(4):
+        assert next(loader)["tokens"][0] == 2 * number
+    with pytest.raises(DataError, match=r"cut short \(in the step .*=8, sample numbers \[8, 9\]"):
+        next(loader)
+    assert loader.consumed_samples == 8
+    with pytest.raises(ValueError, match="no") as caught:
+        next(loader)
+    if sys.version_info >= (3, 11):
+        assert "consumed_samples=8" in caught.value.__notes__[0]
+    assert [batch["tokens"][0] for batch in loader] == [8, 10, 12, 14, 16, 18]
+
+
+def test_an_error_of_the_sampler_comes_in_its_step() -> None:
+    class Broken:
+        def has_step(self, consumed_samples: int) -> bool:
+            if consumed_samples >= 6:
+                raise RuntimeError("lost")
+            return True
+
+        def sample_numbers(self, consumed_samples: int) -> Any:
+            return np.arange(consumed_samples, consumed_samples + 3)
+
+        def consumed_after(self, consumed_samples: int) -> int:
+            return consumed_samples + 3
+
+    loader = Loader(Numbers(), sampler=Broken())
+    assert [next(loader)["tokens"][0] for _ in range(2)] == [0, 3]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="lost"):
+            next(loader)
+    with pytest.raises(TypeError, match="Broken has no number of steps"):
+        len(loader)
+    assert loader.batch(1)["tokens"][0] == 3
+
+
+def test_a_closed_loader_says_so_and_keeps_its_state() -> None:
+    with Loader(Numbers(), micro_batch_size=2) as loader:
+        next(loader)
+    assert not workers()
+    loader.close()
+    loader.start()
+    with pytest.raises(ConfigError, match="the loader is closed"):
+        next(loader)
+    assert loader.state_dict()["consumed_samples"] == 2
+
+
+def test_close_wakes_a_thread_that_waits() -> None:
+    may_end = threading.Event()
+    loader = Loader(Numbers(work=lambda numbers: may_end.wait()), micro_batch_size=2)
+    errors: list[Exception] = []
+
+    def draw() -> None:
+        try:
+            next(loader)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    wait_for(lambda: bool(workers()))
+    closing = threading.Thread(target=loader.close)
+    closing.start()
+    thread.join(20)
+    assert isinstance(errors[0], ConfigError)
+    may_end.set()
+    closing.join(20)
+
+
+def test_a_loader_that_is_dropped_ends_its_threads() -> None:
+    loader = Loader(Numbers(), micro_batch_size=2, threads=2, prefetch=4)
+    next(loader)
+    assert len(workers()) == 2
+    del loader
+    gc.collect()
+    wait_for(lambda: not workers())
+
+
+def test_a_dataset_that_asks_its_loader_is_told_how() -> None:
+    loader: Loader
+    loader = Loader(Numbers(work=lambda numbers: next(loader)), micro_batch_size=2)
+    with pytest.raises(ConfigError, match="pass prefetch=0"):
+        next(loader)
+
+
+def test_prepare_runs_ahead_and_transform_does_not() -> None:
+    places: dict[str, set[str]] = {"prepare": set(), "transform": set()}
+
+    def note(name: str) -> Callable[[Any], Any]:
+        def function(batch: Any) -> Any:
+            places[name].add(threading.current_thread().name)
+            return batch
+
+        return function
+
+    loader = Loader(
+        Numbers(10), micro_batch_size=2, prepare=note("prepare"), transform=note("transform")
+    )
+    assert len(list(loader)) == 5
+    assert places["transform"] == {threading.current_thread().name}
+    assert all(name.startswith("millrace-loader") for name in places["prepare"])
+
+
+def test_waits_are_counted_by_their_cause() -> None:
+    loader = Loader(Numbers(20, lambda numbers: time.sleep(0.002)), micro_batch_size=2, prefetch=2)
+    for _ in loader:
+        pass
+    stats = loader.wait_stats()
+    assert stats.steps == 10
+    assert 1 <= stats.waited_steps <= 10
+    assert set(stats.by_cause) == {"dataset"}
+    assert stats.first is not None
+    assert 0 < stats.first <= stats.longest <= stats.seconds
+    on_demand = Loader(Numbers(20), micro_batch_size=2, prefetch=0)
+    for _ in on_demand:
+        pass
+    assert on_demand.wait_stats().waited_steps == 10
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_the_watchdog_prints_all_stacks(prefetch: int, capfd: pytest.CaptureFixture[str]) -> None:
+    is_slow = [True]
+
+    def a_slow_read(numbers: Any) -> None:
+        if is_slow:
+            is_slow.pop()
+            time.sleep(0.3)
+
+    loader = Loader(Numbers(work=a_slow_read), micro_batch_size=2, prefetch=prefetch, watchdog=0.05)
+    next(loader)
+    next(loader)
+    printed = capfd.readouterr().err
+    assert printed.count("a batch takes more than 0.05 s") == 1
+    assert "in a_slow_read" in printed
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "message"),
+    [
+        ("prefetch", -1, "prefetch is -1"),
+        ("prefetch", 1.5, "prefetch is 1.5"),
+        ("threads", 0, "threads is 0"),
+        ("threads", True, "threads is True"),
+        ("watchdog", float("nan"), "watchdog is nan"),
+        ("fields", ("tokens", "labels"), "labels is asked for; Numbers returns tokens"),
+        ("token_dtype", "int32", "need a dataset of millrace"),
+    ],
+)
+def test_wrong_arguments_are_refused(argument: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        next(Loader(Numbers(), micro_batch_size=2, **{argument: value}))
+
+
+def test_fields_of_another_dataset_are_picked() -> None:
+    loader = Loader(Numbers(), micro_batch_size=2, fields=("tokens",))
+    assert next(loader)["tokens"].tolist() == [0, 1]
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_fork_starts_threads_of_its_own() -> None:
+    loader = Loader(Numbers(), micro_batch_size=2, threads=2, prefetch=4)
+    next(loader)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        is_next = next(loader)["tokens"].tolist() == [2, 3] and len(workers()) == 2
+        loader.close()
+        os._exit(0 if is_next else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert next(loader)["tokens"].tolist() == [2, 3]
+
+
+PROGRAM = """
+import signal, sys, time
+import numpy as np
+from millrace import Loader
+
+class Slow:
+    def __len__(self):
+        return 1000
+    def batch(self, sample_numbers):
+        time.sleep(float(sys.argv[1]))
+        return {"tokens": np.asarray(sample_numbers)}
+    def fingerprint(self):
+        return {}
+
+loader = Loader(Slow(), micro_batch_size=2, threads=3, prefetch=9)
+loader.start()
+if sys.argv[2] == "wait":
+    print("waiting", flush=True)
+    next(loader)
+"""
+
+
+def test_python_ends_while_batches_are_in_work() -> None:
+    run = subprocess.run([sys.executable, "-c", PROGRAM, "0.2", "end"], timeout=60, check=False)
+    assert run.returncode == 0
+
+
+def test_ctrl_c_ends_a_wait() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, "1.0", "wait"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert "KeyboardInterrupt" in errors
+    assert process.returncode == -signal.SIGINT
+
+
+# ---- external batches ----
+
+
+def test_external_batches_resume_by_a_function_and_by_reading() -> None:
+    def from_consumed(consumed: int) -> Iterator[dict[str, np.ndarray]]:
+        for start in range(consumed, 20, 4):
+            yield {"tokens": np.arange(start, start + 4)}
+
+    for batches in (from_consumed, list(from_consumed(0))):
+        for prefetch in (0, 3):
+            source = ExternalBatches(batches, samples_per_step=4)
+            loader = Loader(source, prefetch=prefetch, threads=3)
+            starts = [next(loader)["tokens"][0] for _ in range(2)]
+            state = json.loads(json.dumps(loader.state_dict()))
+            other = Loader(ExternalBatches(batches, samples_per_step=4), prefetch=prefetch)
+            other.load_state_dict(state)
+            starts += [batch["tokens"][0] for batch in other]
+            assert starts == [0, 4, 8, 12, 16]
+            assert other.consumed_samples == 20
+            assert next(other, None) is None
+            assert loader.batch(3)["tokens"][0] == 12
+            assert [b["tokens"][0] for b in loader] == [8, 12, 16]
+
+
+def test_an_iterator_is_read_once() -> None:
+    loader = Loader(ExternalBatches(iter(range(5)), samples_per_step=1), consumed_samples=2)
+    state = loader.state_dict()
+    assert list(loader) == [2, 3, 4]
+    loader.load_state_dict(state)
+    with pytest.raises(ResumeError, match="cannot go back to consumed_samples=2"):
+        next(loader)
+
+
+def test_an_error_of_an_iterator_is_not_its_end() -> None:
+    def batches() -> Iterator[int]:
+        yield 0
+        raise OSError("lost")
+
+    loader = Loader(ExternalBatches(batches(), samples_per_step=1))
+    assert next(loader) == 0
+    with pytest.raises(OSError, match="lost"):
+        next(loader)
+    with pytest.raises(ResumeError, match="iterator"):
+        next(loader)
+
+
+def test_wrong_external_batches_are_refused() -> None:
+    with pytest.raises(ConfigError, match="batches is a int"):
+        ExternalBatches(3, samples_per_step=1)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="samples_per_step is 0"):
+        ExternalBatches([], samples_per_step=0)
+    short = Loader(ExternalBatches([1, 2], samples_per_step=2, num_steps=3))
+    assert len(short) == 3
+    assert [next(short), next(short)] == [1, 2]
+    with pytest.raises(ConfigError, match="num_steps=3 promises 6 samples"):
+        next(short)
+    endless = ExternalBatches([1, 2], samples_per_step=2)
+    with pytest.raises(TypeError, match="pass num_steps"):
+        len(Loader(endless))
+    with pytest.raises(ConfigError, match="give a multiple"):
+        Loader(endless, consumed_samples=3)
+    state = Loader(ExternalBatches([], samples_per_step=2, fingerprint={"file": "a"})).state_dict()
+    with pytest.raises(ResumeError, match="file: saved 'a', now None"):
+        Loader(endless).load_state_dict(state)

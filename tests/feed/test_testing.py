@@ -1,0 +1,270 @@
+"""`assert_resumes` accepts loaders that resume exactly, and names what is wrong with others."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from millrace import ConfigError, GPTDataset, IndexedDataset, Loader
+from millrace.testing import assert_resumes
+
+Make = Callable[..., IndexedDataset]
+
+
+class Numbers:
+    """A dataset of a user."""
+
+    def __init__(self, size: int = 10) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def batch(self, sample_numbers: Any) -> dict[str, Any]:
+        numbers = np.asarray(sample_numbers)
+        return {"x": numbers * 1.5, "name": [str(number) for number in numbers.tolist()]}
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"kind": "numbers", "size": self.size}
+
+
+class Plain:
+    """A loader written by hand: batches of a list, and the position as its state."""
+
+    def __init__(self, size: int = 6) -> None:
+        self.position = 0
+        self.size = size
+        self.log: list[int] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.position < self.size:
+            self.position += 1
+            yield self.make(self.position - 1)
+
+    def make(self, number: int) -> Any:
+        return {"x": np.full(3, number, np.float32)}
+
+    def state_dict(self) -> Any:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.position = state["position"]
+
+
+def test_loaders_that_resume_are_accepted(make_dataset: Make) -> None:
+    dataset = GPTDataset(make_dataset([30, 0, 50, 7, 101]), sequence_length=8, seed=3)
+    assert assert_resumes(lambda: Loader(dataset, micro_batch_size=3)) == len(dataset) // 3
+    assert assert_resumes(lambda: Loader(dataset, micro_batch_size=1, consumed_samples=5)) == (
+        len(dataset) - 5
+    )
+    assert assert_resumes(lambda: Loader(Numbers(), micro_batch_size=4, drop_last=False)) == 3
+    assert assert_resumes(Plain) == 6
+
+
+def test_limits_shorten_the_run() -> None:
+    steps = []
+
+    class Counting(Plain):
+        def make(self, number: int) -> Any:
+            steps.append(number)
+            return super().make(number)
+
+    assert assert_resumes(lambda: Counting(10**9), max_steps=5, steps_after_resume=2) == 5
+    assert max(steps) <= 7
+
+
+def test_batches_of_any_plain_kind_are_compared() -> None:
+    torch = pytest.importorskip("torch")
+
+    class Kinds(Plain):
+        def make(self, number: int) -> Any:
+            return (
+                torch.full((2,), number, dtype=torch.bfloat16, requires_grad=True),
+                np.array([np.nan, -0.0]),
+                {"deep": [number, None, "text", 1.5, float("nan")], "object": np.array([None])},
+                np.int64(number),
+            )
+
+    assert assert_resumes(Kinds) == 6
+
+
+def test_states_with_tensors_travel_by_pickle() -> None:
+    torch = pytest.importorskip("torch")
+
+    class Tensors(Plain):
+        def state_dict(self) -> Any:
+            return {"position": torch.tensor(self.position)}
+
+        def load_state_dict(self, state: Any) -> None:
+            self.position = int(state["position"])
+
+    with pytest.raises(AssertionError, match="JSON cannot hold the state after 0 steps"):
+        assert_resumes(Tensors)
+    assert assert_resumes(Tensors, through_json=False) == 6
+
+
+# ---- loaders that do not resume ----
+
+
+class LosesOne(Plain):
+    """It reads one batch ahead, and counts it."""
+
+    def state_dict(self) -> Any:
+        return {"position": min(self.position + (self.position > 2), self.size)}
+
+
+class Forgets(Plain):
+    def load_state_dict(self, state: Any) -> None:
+        pass
+
+
+class CountsFromTheResume(Plain):
+    base = 0
+
+    def state_dict(self) -> Any:
+        return {"position": self.position - self.base}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.base = self.position = state["position"]
+
+
+class SharesItsState(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = {"position": 0}
+
+    def state_dict(self) -> Any:
+        self.state["position"] = self.position
+        return self.state
+
+
+class IsRandom(Plain):
+    def make(self, number: int) -> Any:
+        return {"x": np.array([random.random()])}
+
+
+class ChangesItsDtype(Plain):
+    was_resumed = False
+
+    def load_state_dict(self, state: Any) -> None:
+        super().load_state_dict(state)
+        self.was_resumed = state["position"] == 4
+
+    def make(self, number: int) -> Any:
+        return {"x": np.full(3, number, np.float64 if self.was_resumed else np.float32)}
+
+
+class ChangesItsNames(ChangesItsDtype):
+    def make(self, number: int) -> Any:
+        return {"y" if self.was_resumed else "x": np.zeros(3)}
+
+
+class ChangesItsZero(ChangesItsDtype):
+    def make(self, number: int) -> Any:
+        return {"x": np.array([1.0, -0.0 if self.was_resumed else 0.0])}
+
+
+class GoesOn(ChangesItsDtype):
+    def __iter__(self) -> Iterator[Any]:
+        self.size += self.was_resumed
+        return super().__iter__()
+
+    def make(self, number: int) -> Any:
+        return number
+
+
+class EndsEarly(ChangesItsDtype):
+    def __iter__(self) -> Iterator[Any]:
+        self.size -= self.was_resumed
+        return super().__iter__()
+
+    def make(self, number: int) -> Any:
+        return number
+
+
+class Refuses(Plain):
+    def load_state_dict(self, state: Any) -> None:
+        if state["position"] == 3:
+            raise ValueError("three is bad")
+        super().load_state_dict(state)
+
+
+class Fails(ChangesItsDtype):
+    def make(self, number: int) -> Any:
+        if self.was_resumed:
+            raise OSError("no such shard")
+        return number
+
+
+class MovesWithItsState(Plain):
+    def state_dict(self) -> Any:
+        self.log.append(0)
+        return {"position": self.position}
+
+    def make(self, number: int) -> Any:
+        return len(self.log)
+
+
+class NeedsIntegerKeys(Plain):
+    def state_dict(self) -> Any:
+        return {0: self.position}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.position = state[0]
+
+
+class HasAWrongBatch(Plain):
+    consumed_samples = 0
+
+    def batch(self, step: int) -> Any:
+        return self.make(step + (step == 3))
+
+
+class MovesInBatch(Plain):
+    consumed_samples = 0
+
+    def batch(self, step: int) -> Any:
+        self.position = step
+        return self.make(step)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (LosesOne, r"resumes after 3 steps differs in step 3: batch\['x'\]\[0\] is 3\.0 in the"),
+        (Forgets, "resumes after 1 steps differs in step 1: .* is 1.0 in the first run, 0.0 now"),
+        (CountsFromTheResume, "stops and resumes after every step differs in step 2"),
+        (SharesItsState, r"after 0 steps has changed while its loader .*\['position'\] is 0 in"),
+        (IsRandom, r"a second loader of make_loader\(\) differs in step 0"),
+        (ChangesItsDtype, r"after 4 steps differs in step 4: batch\['x'\] is float32 \[3\] in the"),
+        (ChangesItsNames, r"batch has \['x'\] in the first run, \['y'\] now"),
+        (ChangesItsZero, r"after 4 steps .*\[1\] is 0.0 in the first run, -0.0 now \(1 of 2 val"),
+        (GoesOn, "after 4 steps goes on after step 5, the last of the run"),
+        (EndsEarly, "after 4 steps has no step 5; without a stop it has one"),
+        (Refuses, r"after 3 steps refuses its state \{'position': 3\}: three is bad"),
+        (Fails, "resumes after 4 steps fails in step 4: no such shard"),
+        (MovesWithItsState, r"a second loader of make_loader\(\) differs in step 0"),
+        (NeedsIntegerKeys, r"after 0 steps refuses its state \{'0': 0\}"),
+        (HasAWrongBatch, r"loader\.batch\(3\) differs from step 3"),
+        (MovesInBatch, r"loader\.batch\(1\) has changed the state"),
+    ],
+)
+def test_loaders_that_do_not_resume_are_named(kind: type[Plain], message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        assert_resumes(kind)
+
+
+def test_what_is_not_a_loader_is_refused() -> None:
+    loader = Plain()
+    with pytest.raises(ConfigError, match="the same loader twice"):
+        assert_resumes(lambda: loader)
+    with pytest.raises(ConfigError, match="list, which has no state_dict, load_state_dict"):
+        assert_resumes(lambda: [1, 2])
+    with pytest.raises(ConfigError, match="returns no batch"):
+        assert_resumes(lambda: Plain(0))
+    with pytest.raises(ConfigError, match="max_steps is 0; at least 1 is needed"):
+        assert_resumes(Plain, max_steps=0)

@@ -1,0 +1,104 @@
+"""The twin law for torch_randperm, and torch itself as the definition."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace import _native, reference
+
+# Around the kernel's blocks of 512 targets, the generator's of 624 words, and powers of two.
+SIZES = sorted(
+    {0, 1, 2, 3, 5000}
+    | {size + d for size in (512, 624, 1024, 1248) for d in (-1, 0, 1, 2)}
+    | {2**k + d for k in range(1, 13) for d in (-1, 0, 1)}
+)
+SEEDS = [0, 1, -1, 12345, 2**31, 2**32 - 1, 2**32, 2**63, 2**64 - 1, -(2**63)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [np.uint32, np.int64])
+def test_torch_randperm_equals_its_twin(size: int, dtype: Any) -> None:
+    for seed in SEEDS:
+        for has_64_bit_draws in (False, True):
+            options = {"dtype": dtype, "has_64_bit_draws": has_64_bit_draws}
+            actual = _native.torch_randperm(size, seed, **options)
+            expected = reference.torch_randperm(size, seed, **options)
+            np.testing.assert_array_equal(actual, expected, strict=True)
+
+
+@given(
+    size=st.integers(0, 3000), seed=st.integers(-(2**63), 2**64 - 1), has_64_bit_draws=st.booleans()
+)
+@settings(deadline=None, derandomize=True, max_examples=100)
+def test_torch_randperm_equals_its_twin_for_any_seed(
+    size: int, seed: int, has_64_bit_draws: bool
+) -> None:
+    actual = _native.torch_randperm(size, seed, has_64_bit_draws=has_64_bit_draws)
+    expected = reference.torch_randperm(size, seed, has_64_bit_draws=has_64_bit_draws)
+    np.testing.assert_array_equal(actual, expected, strict=True)
+
+
+def assert_equals_torch(size: int, seed: int) -> None:
+    torch = pytest.importorskip("torch")
+    generator = torch.Generator()
+    generator.manual_seed(seed)
+    expected = torch.randperm(size, generator=generator).numpy()
+    np.testing.assert_array_equal(_native.torch_randperm(size, seed), expected, strict=True)
+
+
+def test_torch_randperm_equals_torch() -> None:
+    for size in SIZES:
+        for seed in SEEDS:
+            assert_equals_torch(size, seed)
+    random = np.random.default_rng(0)
+    for _ in range(2000):
+        assert_equals_torch(
+            int(random.integers(0, 300)), int(random.integers(0, 2**64, None, "u8"))
+        )
+
+
+@pytest.mark.parametrize("size", [2**16 + 1, 2**20 - 1, 3_000_000])
+def test_torch_randperm_equals_torch_for_large_sizes(size: int) -> None:
+    assert_equals_torch(size, size)
+
+
+# CRC-32 of the first and last 1,000 numbers (int64) that torch 2.13.0 gives on each side of its
+# limit, with seed 3. Each array takes 1.7 GB: run by hand,
+#     python -c 'from tests.kernels import test_kernel_randperm as t; t.compare_at_the_limit()'
+AT_THE_LIMIT = {214_748_363: 1647997914, 214_748_364: 451719763}
+
+
+def compare_at_the_limit() -> None:
+    for size, checksum in AT_THE_LIMIT.items():
+        values = _native.torch_randperm(size, 3)
+        ends = np.concatenate([values[:1000], values[-1000:]])
+        assert zlib.crc32(ends.tobytes()) == checksum, size
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint64, np.float64, ">i8"])
+def test_torch_randperm_refuses_other_dtypes(dtype: Any) -> None:
+    with pytest.raises(ValueError, match="uint32 or int64 is needed"):
+        _native.torch_randperm(3, 0, dtype=dtype)
+
+
+@pytest.mark.parametrize("seed", [-(2**63) - 1, 2**64])
+def test_torch_randperm_refuses_seeds_that_torch_refuses(seed: int) -> None:
+    with pytest.raises(ValueError, match=r"seed is .* is possible"):
+        _native.torch_randperm(3, seed)
+
+
+def test_torch_randperm_refuses_impossible_sizes() -> None:
+    with pytest.raises(ValueError, match=r"size is -1"):
+        _native.torch_randperm(-1, 0)
+    with pytest.raises(ValueError, match=r"size is \d+; 0 to 4294967296 is possible for uint32"):
+        _native.torch_randperm(2**32 + 1, 0, dtype=np.uint32)
+    with pytest.raises(ValueError, match=r"32-bit draws"):
+        _native.torch_randperm(2**32, 0, has_64_bit_draws=False)
+    with pytest.raises(ValueError, match=r"size is \d+; 0 to"):
+        _native.torch_randperm(2**62, 0)

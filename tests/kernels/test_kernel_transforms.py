@@ -1,0 +1,298 @@
+"""Transforms of texts: the kernels equal their twins, and refuse arrays that do not fit."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace import ConfigError, _native, reference
+
+FIM: dict[str, Any] = {
+    "rate": 1.0,
+    "spm_rate": 0.5,
+    "prefix_token": 101,
+    "middle_token": 102,
+    "suffix_token": 103,
+    "eod_token": 0,
+    "pad_token": None,
+    "seed": 7,
+}
+RATES = st.sampled_from([0.0, 1e-9, 0.3, 0.5, 1.0]) | st.floats(0, 1)
+LENGTHS = st.lists(st.sampled_from([0, 1, 2, 3, 5, 6, 7, 8, 9]) | st.integers(0, 70), max_size=5)
+
+
+def texts_of(lengths: list[int], seed: int, num_values: int) -> tuple[np.ndarray, np.ndarray]:
+    """Random tokens from 0 up to num_values, and where each text ends."""
+    ends = np.cumsum(lengths, dtype=np.int64)
+    return np.random.default_rng(seed).integers(0, num_values, sum(lengths)), ends
+
+
+def flags_of(count: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 2, count).astype(np.uint8)
+
+
+def assert_twin(name: str, *arguments: Any, **options: Any) -> Any:
+    actual = getattr(_native, name)(*arguments, **options)
+    expected = getattr(reference, name)(*arguments, **options)
+    np.testing.assert_equal(actual, expected)
+    pairs = (
+        zip(actual, expected, strict=True) if isinstance(actual, tuple) else [(actual, expected)]
+    )
+    for left, right in pairs:
+        assert left.dtype == right.dtype
+    return actual
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    lengths=LENGTHS,
+    seed=st.integers(0, 2**32 - 1),
+    num_values=st.sampled_from([1, 2, 4, 30]),
+    rates=st.tuples(RATES, RATES),
+    eod_token=st.sampled_from([None, 0, 1]),
+    pad_token=st.sampled_from([None, 0, 1]),
+    draw_seed=st.sampled_from([0, 1, 2**63 - 1]) | st.integers(0, 2**63 - 1),
+    first_number=st.sampled_from([0, 2**31, 2**32, 2**62]),
+)
+def test_fill_in_middle_equals_its_twin(
+    lengths: list[int],
+    seed: int,
+    num_values: int,
+    rates: tuple[float, float],
+    eod_token: int | None,
+    pad_token: int | None,
+    draw_seed: int,
+    first_number: int,
+) -> None:
+    tokens, ends = texts_of(lengths, seed, num_values)
+    assert_twin(
+        "fill_in_middle",
+        tokens,
+        flags_of(len(tokens), seed),
+        ends,
+        first_number + np.arange(len(lengths)),
+        rate=rates[0],
+        spm_rate=rates[1],
+        prefix_token=2**62,
+        middle_token=102,
+        suffix_token=103,
+        eod_token=eod_token,
+        pad_token=pad_token,
+        seed=draw_seed,
+    )
+
+
+def unpermuted(document: list[int]) -> list[int]:
+    """The tokens of a permuted document in their old order."""
+    prefix, middle, suffix = (document.index(token) for token in (101, 102, 103))
+    assert prefix == 0
+    assert suffix < middle
+    if suffix == 1:  # SPM, or PSM with an empty prefix, which is the same but for the last part
+        return document[middle + 1 :] + document[2:middle]
+    return document[1:suffix] + document[middle + 1 :] + document[suffix + 1 : middle]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=6), st.integers(0, 2**32 - 1))
+def test_a_permuted_text_holds_its_first_tokens(lengths: list[int], number: int) -> None:
+    """Undone, it is a text of the same documents, of which the last tokens are missing."""
+    documents = [list(range(200, 200 + length)) for length in lengths]
+    text = [token for document in documents for token in [*document, 0]]
+    tokens, _ = _native.fill_in_middle(
+        np.array(text),
+        np.ones(len(text), np.uint8),
+        np.array([len(text)]),
+        np.array([number]),
+        **FIM,
+    )
+    assert len(tokens) == len(text)
+    parts: list[list[int]] = [[]]
+    for token in tokens.tolist():
+        if token == 0:
+            parts.append([])
+        else:
+            parts[-1].append(token)
+    for place, (part, document) in enumerate(zip(parts, [*documents, []], strict=False)):
+        old = unpermuted(part) if 101 in part else part
+        is_last = place == len(parts) - 1
+        assert old == (document[: len(old)] if is_last else document)
+        room = len(text) - sum(len(other) + 1 for other in parts[:place])
+        assert (101 in part) == (min(len(document), room - 3) >= reference.MIN_FIM_TOKENS)
+
+
+def test_the_draws_are_numpys() -> None:
+    """Four words of NumPy's Philox decide a document, wherever it stands in its batch."""
+    tokens = np.arange(1000, 1050)
+    number, seed = 12345, 99
+    words = np.random.Philox(key=seed, counter=[0, number, 0, 0]).random_raw(4).tolist()
+    cuts = sorted(word * 48 >> 64 for word in words[2:])
+    is_spm = words[1] / 2**64 < 0.5
+    out, _ = _native.fill_in_middle(
+        np.concatenate([tokens, tokens]),
+        np.ones(100, np.uint8),
+        np.array([50, 100]),
+        np.array([3, number]),
+        **(FIM | {"seed": seed}),
+    )
+    kept = tokens[:47]
+    prefix, middle, suffix = (
+        kept[start:stop].tolist() for start, stop in pairwise([0, *cuts, len(kept)])
+    )
+    expected = (
+        [101, 103, *suffix, 102, *prefix, *middle]
+        if is_spm
+        else [101, *prefix, 103, *suffix, 102, *middle]
+    )
+    assert out[50:].tolist() == expected
+
+
+def test_the_rates_are_met() -> None:
+    count, length = 4000, 40
+    tokens = np.tile(np.arange(1000, 1000 + length), count)
+    out, _ = _native.fill_in_middle(
+        tokens,
+        np.ones(len(tokens), np.uint8),
+        np.arange(1, count + 1) * length,
+        np.arange(count),
+        **(FIM | {"rate": 0.25, "spm_rate": 0.75}),
+    )
+    rows = out.reshape(count, length)
+    permuted = rows[rows[:, 0] == 101]
+    assert abs(len(permuted) / count - 0.25) < 0.03
+    # A PSM row with an empty prefix, one of 38 places, looks the same.
+    assert abs(np.mean(permuted[:, 1] == 103) - 0.75) < 0.06
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    lengths=LENGTHS,
+    seed=st.integers(0, 2**32 - 1),
+    num_values=st.sampled_from([1, 2, 3]),
+    max_period=st.integers(1, 6) | st.just(2**31 - 1),
+    min_repeats=st.integers(2, 6) | st.just(2**31 - 1),
+    is_whole=st.booleans(),
+)
+def test_mark_repeats_equals_its_twin(
+    lengths: list[int],
+    seed: int,
+    num_values: int,
+    max_period: int,
+    min_repeats: int,
+    is_whole: bool,
+) -> None:
+    tokens, ends = texts_of(lengths, seed, num_values)
+    assert_twin("mark_repeats", tokens * 2**60, ends, max_period, min_repeats, is_whole)
+
+
+def test_runs_that_start_and_end_anywhere_are_marked() -> None:
+    for period in (1, 2, 3):
+        for before in range(5):
+            for length in range(3 * period - 1, 4 * period + 2):
+                text = [100 + k for k in range(before)]
+                text += [k % period for k in range(length)] + [200, 201]
+                marks = assert_twin(
+                    "mark_repeats", np.array(text), np.array([len(text)]), 3, 3, False
+                )
+                is_run = length >= 3 * period
+                assert marks.tolist() == [0] * before + [int(is_run)] * length + [0, 0]
+
+
+@st.composite
+def ranges_and_spans(draw: Any) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+    base = draw(st.sampled_from([0, 2**31 - 60]))
+    rows = []
+    for sequence in draw(st.sets(st.integers(0, 6))):
+        edges = sorted(draw(st.sets(st.integers(0, 50), max_size=8)))
+        rows += [
+            (sequence, base + start, base + stop)
+            for start, stop in zip(edges[::2], edges[1::2], strict=False)
+        ]
+    spans = draw(
+        st.lists(st.tuples(st.integers(0, 7), st.integers(0, 50), st.integers(0, 20)), max_size=6)
+    )
+    table = np.array(spans, np.int64).reshape(-1, 3) + np.array([0, base, 0])
+    ranges = np.array(sorted(rows), np.int32).reshape(-1, 3)
+    return ranges, tuple(np.ascontiguousarray(column) for column in table.T)
+
+
+@settings(max_examples=200, deadline=None)
+@given(ranges_and_spans())
+def test_mark_ranges_equals_its_twin(arrays: tuple[np.ndarray, tuple[np.ndarray, ...]]) -> None:
+    ranges, spans = arrays
+    assert_twin("mark_ranges", ranges, *spans)
+
+
+def test_ranges_may_start_at_any_byte() -> None:
+    rows = np.array([(0, 1, 2), (4, 3, 7)], np.int32)
+    at_odd_byte = np.frombuffer(b"x" + rows.tobytes(), np.int32, offset=1).reshape(-1, 3)
+    columns = [np.array([column]) for column in (4, 2, 6)]
+    assert _native.mark_ranges(at_odd_byte, *columns).tolist() == [0, 1, 1, 1, 1, 0]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 9), max_size=5),
+    seed=st.integers(0, 2**32 - 1),
+    spare=st.integers(0, 2),
+)
+def test_mask_losses_equals_its_twin(lengths: list[int], seed: int, spare: int) -> None:
+    length = max([1, *(length - 1 for length in lengths)]) + spare
+    random = np.random.default_rng(seed)
+    masks = random.integers(0, 2, (len(lengths), length)).astype(np.float32)
+    ends = np.cumsum(lengths, dtype=np.int64)
+    assert_twin("mask_losses", masks, flags_of(sum(lengths), seed), ends)
+
+
+@pytest.mark.parametrize("ends", [[3], [5], [2, 1, 4], [-1, 4], [], [2**62]])
+def test_ends_that_do_not_fit_are_refused(ends: list[int]) -> None:
+    tokens, places = np.arange(4), np.array(ends, np.int64)
+    flags, numbers = np.ones(4, np.uint8), np.arange(len(ends))
+    masks = np.ones((len(ends), 9), np.float32)
+    for module in (_native, reference):
+        with pytest.raises(ValueError, match="text"):
+            module.fill_in_middle(tokens, flags, places, numbers, **FIM)
+        with pytest.raises(ValueError, match="text"):
+            module.mark_repeats(tokens, places, 1, 2, False)
+        with pytest.raises(ValueError, match="text"):
+            module.mask_losses(masks, flags, places)
+
+
+def test_other_arrays_that_do_not_fit_are_refused() -> None:
+    tokens, ends, one = np.arange(4), np.array([4]), np.array([1])
+    flags = np.ones(4, np.uint8)
+    with pytest.raises(ValueError, match="flags has 3 entries; 4 are needed"):
+        _native.fill_in_middle(tokens, flags[:3], ends, one, **FIM)
+    with pytest.raises(ValueError, match="sample_numbers has 2 entries; 1 are needed"):
+        _native.fill_in_middle(tokens, flags, ends, np.array([1, 2]), **FIM)
+    with pytest.raises(ValueError, match="text 0 has 4 tokens, above 3"):
+        _native.mask_losses(np.ones((1, 2), np.float32), flags, ends)
+    with pytest.raises(ValueError, match="loss_masks has 4 entries; 2 are needed"):
+        _native.mask_losses(np.ones((2, 2), np.float32), flags, ends)
+    ranges = np.zeros((0, 3), np.int32)
+    for spans in ([1, -1, 1], [1, 0, -1], [1, 2**62, 1], [1, 0, 2**62]):
+        with pytest.raises(ValueError, match=r"span"):
+            _native.mark_ranges(ranges, *(np.array([number]) for number in spans))
+    with pytest.raises(ValueError, match="counts has 2 entries; 1 are needed"):
+        _native.mark_ranges(ranges, one, one, np.array([1, 1]))
+
+
+def test_wrong_arguments_are_refused() -> None:
+    tokens, ends, one = np.arange(4), np.array([4]), np.array([1])
+    flags = np.ones(4, np.uint8)
+    for rate in (-0.1, 1.1, float("nan")):
+        with pytest.raises(ConfigError, match="rate is"):
+            _native.fill_in_middle(tokens, flags, ends, one, **(FIM | {"rate": rate}))
+    with pytest.raises(ConfigError, match="int64 is needed"):
+        _native.fill_in_middle(tokens.astype(np.int32), flags, ends, one, **FIM)
+    for max_period, min_repeats in ((0, 2), (1, 1), (2**31, 2), (1, 2**31)):
+        with pytest.raises(ConfigError, match="max_period is"):
+            _native.mark_repeats(tokens, ends, max_period, min_repeats, False)
+    with pytest.raises(ConfigError, match=r"\[ranges, 3\] is needed"):
+        _native.mark_ranges(np.zeros((2, 2), np.int32), one, one, one)
+    with pytest.raises(ConfigError, match="float32 is needed"):
+        _native.mask_losses(np.ones((1, 3)), flags, ends)

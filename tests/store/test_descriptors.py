@@ -1,0 +1,283 @@
+"""Many files read with few descriptors: the pool, its limit, and files that change meanwhile."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from millrace import DataError, IndexedDataset, IndexedDatasetBuilder
+from millrace.store import descriptors
+
+
+def write(prefix: Path, token: int, length: int = 100, count: int = 20) -> None:
+    with IndexedDatasetBuilder(prefix, np.int32) as builder:
+        for _ in range(count):
+            builder.add_document(np.full(length, token))
+
+
+def num_open(folder: Path) -> int:
+    """Descriptors of this process that lead into a folder."""
+    count = 0
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            count += os.readlink(f"/proc/self/fd/{number}").startswith(f"{folder}/")
+        except FileNotFoundError:  # the descriptor of the listing
+            continue
+    return count
+
+
+def open_many(folder: Path, count: int) -> list[IndexedDataset]:
+    """Datasets whose tokens are their numbers."""
+    for number in range(count):
+        write(folder / f"data-{number}", number, length=10, count=3)
+    return [IndexedDataset(folder / f"data-{number}", access="file") for number in range(count)]
+
+
+@pytest.fixture
+def limit(monkeypatch: pytest.MonkeyPatch) -> int:
+    gc.collect()  # files of other tests
+    monkeypatch.setattr(descriptors, "MAX_OPEN", 4)
+    return 4
+
+
+# ---- the bar: 5,000 datasets, 100 descriptors ----
+
+_BLEND = """
+import os, resource, sys, threading, numpy as np
+from millrace import BlendedDataset, GPTDataset, IndexedDataset
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+prefix, access, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
+most = 0
+def look():
+    global most
+    most = max(most, len(os.listdir("/proc/self/fd")))
+files = [IndexedDataset(f"{prefix}-{number}", access=access) for number in range(count)]
+order = GPTDataset(files[0], sequence_length=4, seed=1).order  # building 5,000 takes seconds
+datasets = [GPTDataset(file, sequence_length=4, order=order) for file in files]
+look()
+blend = BlendedDataset(datasets)
+numbers = np.random.default_rng(0).permutation(len(blend))
+problems = []
+def read(part):
+    try:
+        for at in range(0, len(part), 500):
+            tokens = blend.batch(part[at : at + 500])["tokens"]
+            if not np.all(tokens == 3):
+                problems.append(tokens)
+            look()
+    except Exception as error:
+        problems.append(error)
+threads = [threading.Thread(target=read, args=(part,)) for part in np.array_split(numbers, 8)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(most <= 100, problems)
+"""
+
+
+@pytest.mark.parametrize("access", ["mmap", "file"])
+def test_a_blend_of_5000_datasets_holds_100_descriptors(tmp_path: Path, access: str) -> None:
+    write(tmp_path / "data-0", 3, length=9, count=2)
+    for number in range(1, 5000):
+        for suffix in (".bin", ".idx"):
+            os.link(tmp_path / f"data-0{suffix}", tmp_path / f"data-{number}{suffix}")
+    command = [sys.executable, "-c", _BLEND, str(tmp_path / "data"), access, "5000"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stdout) == (0, "True []\n"), result.stderr
+
+
+# ---- the pool ----
+
+
+def test_the_files_used_last_stay_open(tmp_path: Path, limit: int) -> None:
+    datasets = open_many(tmp_path, 6)
+    assert num_open(tmp_path) == limit
+    assert [dataset[0][0] for dataset in datasets] == list(range(6))
+    paths = {str(file.path) for file in descriptors._open_files}
+    assert paths == {str(tmp_path / f"data-{number}.bin") for number in range(2, 6)}
+    datasets[2].get(0)
+    datasets[0].get(0)  # closes 3, which was used before 2
+    paths = {Path(file.path).stem for file in descriptors._open_files}
+    assert paths == {"data-0", "data-2", "data-4", "data-5"}
+
+
+def test_a_dataset_that_is_gone_keeps_no_descriptor(tmp_path: Path, limit: int) -> None:
+    datasets = open_many(tmp_path, 3)
+    datasets.pop()
+    assert num_open(tmp_path) == 2
+    datasets.pop().close()
+    assert num_open(tmp_path) == 1
+
+
+def test_a_descriptor_in_use_is_not_closed(tmp_path: Path, limit: int) -> None:
+    datasets = open_many(tmp_path, 6)
+    file = datasets[0].reader._file  # type: ignore[attr-defined]
+    descriptor = file.descriptor()
+    for dataset in datasets[1:]:
+        dataset.get(0)
+    assert num_open(tmp_path) == limit + 1
+    assert os.pread(descriptor.number, 4, 0) == b"\0\0\0\0"
+    del descriptor
+    assert num_open(tmp_path) == limit
+
+
+def test_threads_share_the_pool(tmp_path: Path, limit: int) -> None:
+    datasets = open_many(tmp_path, 12)
+    problems: list[object] = []
+    most = 0
+
+    def read(seed: int) -> None:
+        nonlocal most
+        try:
+            for number in np.random.default_rng(seed).integers(0, 12, 500).tolist():
+                tokens, _ = datasets[number].read([0, 2])
+                if not np.all(tokens == number):
+                    problems.append((number, tokens))
+                most = max(most, num_open(tmp_path) if seed == 0 else 0)
+        except Exception as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert problems == []
+    assert most <= limit + len(threads)
+    assert num_open(tmp_path) == limit
+
+
+def test_a_forked_child_reads_while_the_lock_is_held(tmp_path: Path, limit: int) -> None:
+    datasets = open_many(tmp_path, 6)
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with descriptors._lock:
+            held.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(60)
+    child = os.fork()
+    if child == 0:
+        try:
+            is_equal = [dataset[1][0] for dataset in datasets] == list(range(6))
+            os._exit(0 if is_equal else 1)
+        except BaseException:
+            os._exit(2)
+    done.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert [dataset[1][0] for dataset in datasets] == list(range(6))
+
+
+# ---- files that change ----
+
+
+def test_an_open_file_that_is_replaced_is_still_read(tmp_path: Path, limit: int) -> None:
+    datasets = open_many(tmp_path, 3)
+    write(tmp_path / "data-0", 77)
+    assert datasets[0][0][0] == 0
+
+
+@pytest.mark.parametrize("change", ["replace", "remove", "shorten", "touch"])
+def test_a_closed_file_that_changed_is_refused(tmp_path: Path, limit: int, change: str) -> None:
+    datasets = open_many(tmp_path, 6)  # 0 and 1 are closed again
+    path = tmp_path / "data-0.bin"
+    if change == "replace":
+        write(tmp_path / "data-0", 77, length=10, count=3)
+    elif change == "remove":
+        path.unlink()
+    elif change == "shorten":
+        os.truncate(path, 8)
+    else:
+        os.utime(path)
+    problem = "has 8 bytes; it had 120" if change == "shorten" else "removed, replaced or changed"
+    for _ in range(2):
+        with pytest.raises(DataError, match=f"{re.escape(str(path))} .*{problem}"):
+            datasets[0].get(0)
+        with pytest.raises(DataError, match=problem):
+            datasets[0].read([0, 1])
+    assert datasets[1][0][0] == 1
+
+
+def test_a_relative_prefix_keeps_its_folder(
+    tmp_path: Path, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "text", 5)
+    monkeypatch.chdir(tmp_path)
+    dataset = IndexedDataset("text", access="file")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    assert len(open_many(tmp_path / "other", 5)) == 5
+    assert dataset[0][0] == 5
+
+
+def test_a_pair_that_was_opened_half_published_is_read(tmp_path: Path, limit: int) -> None:
+    write(tmp_path / "data", 5)
+    os.rename(tmp_path / "data.bin", tmp_path / "data.bin.new")
+    os.rename(tmp_path / "data.idx", tmp_path / "data.idx.new")
+    dataset = IndexedDataset(tmp_path / "data", access="file")
+    os.rename(tmp_path / "data.bin.new", tmp_path / "data.bin")
+    os.rename(tmp_path / "data.idx.new", tmp_path / "data.idx")
+    (tmp_path / "others").mkdir()
+    assert len(open_many(tmp_path / "others", 5)) == 5
+    assert dataset[0][0] == 5
+
+
+@pytest.mark.parametrize("size", [0, 1, 4001])
+def test_an_open_file_that_is_cut_short_is_refused(tmp_path: Path, size: int) -> None:
+    write(tmp_path / "data", 5)
+    dataset = IndexedDataset(tmp_path / "data", access="file")
+    os.truncate(tmp_path / "data.bin", size)
+    problem = rf"data\.bin ends at byte {size}; it had 8000 bytes"
+    with pytest.raises(DataError, match=problem):
+        dataset.get(size // 400)
+    with pytest.raises(DataError, match=problem):
+        dataset.read([0, 19])
+    if size == 4001:
+        assert dataset.read([0, 9])[0].tolist() == [5] * 200
+
+
+# ---- prefetching ----
+
+
+def is_cached(descriptor: int, offset: int) -> bool:
+    try:
+        return os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+    except BlockingIOError:
+        return False
+
+
+@pytest.mark.parametrize("access", ["mmap", "file"])
+def test_prefetching_brings_pieces_into_memory(tmp_path: Path, access: str) -> None:
+    write(tmp_path / "data", 5, length=1 << 18, count=16)  # 16 MiB
+    offsets, counts = np.array([1 << 23, 1 << 20]), np.array([1 << 16, 0])
+    with open(tmp_path / "data.bin", "rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        try:
+            if is_cached(file.fileno(), 1 << 23):
+                pytest.skip("this file system keeps its files in memory")
+        except OSError:
+            pytest.skip("this file system does not tell what is in memory")
+        reader = IndexedDataset(tmp_path / "data", access=access).reader  # type: ignore[arg-type]
+        reader.prefetch(offsets, counts)  # type: ignore[attr-defined]
+        pause = threading.Event()
+        for _ in range(1000):
+            if is_cached(file.fileno(), (1 << 23) + (1 << 16) - 1):
+                break
+            pause.wait(0.01)
+        assert is_cached(file.fileno(), 1 << 23)
+        assert is_cached(file.fileno(), (1 << 23) + (1 << 16) - 1)
+        assert not is_cached(file.fileno(), 1 << 22)
+    with pytest.raises(ValueError, match="outside"):
+        reader.prefetch(np.array([1 << 24]), np.array([1]))  # type: ignore[attr-defined]
