@@ -160,10 +160,14 @@ def _follow(
 
 def _report(loader: Loader, checksum_batches: int) -> dict[str, Any]:
     sampler, position = loader.sampler, loader.consumed_samples
-    has_step = sampler.has_step(position)
+    samples: list[int] = []
+    if sampler.has_step(position):
+        numbers = sampler.sample_numbers(position)
+        is_padding = getattr(sampler, "is_padding", None)  # these samples are taken twice
+        samples = (numbers if is_padding is None else numbers[~is_padding(position)]).tolist()
     return {
         "position": position,
-        "samples": sampler.sample_numbers(position).tolist() if has_step else [],
+        "samples": samples,
         "checksums": list(_checksums(loader, checksum_batches)),
     }
 
@@ -316,8 +320,5 @@ def _digest(fingerprint: dict[str, str]) -> str:
 def _differences(first: dict[str, str], own: dict[str, str]) -> list[str]:
     places = [place for place in {**first, **own} if first.get(place) != own.get(place)]
     return _cut(
-        [
-            f"  {place}: {first.get(place)} on rank 0, {own.get(place)} elsewhere"
-            for place in places
-        ]
+        [f"  {place}: {first.get(place)} on rank 0, {own.get(place)} elsewhere" for place in places]
     )
