@@ -93,7 +93,7 @@ def sample_losses(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Ten
 def train_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]
 ) -> float:
-    """One step on the global batch, of which this rank has `batch`; the loss of the global batch."""
+    """One step on the global batch, of which this rank has `batch`; the global batch's loss."""
     parameters = list(model.parameters())
     rows = []
     for row in range(len(batch["tokens"])):

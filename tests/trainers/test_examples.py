@@ -42,6 +42,9 @@ def losses(folder: Path) -> dict[int, str]:
 CASES = {
     "torch_dataloader.py": ("torch,millrace.torch", (1, 2, 4)),
     "torch_checkpoint.py": ("torch,torch.distributed.checkpoint,millrace.torch", (1, 4, 2)),
+    "lightning_trainer.py": ("lightning.pytorch,millrace.lightning,millrace.torch", (1, 2, 1)),
+    "huggingface_trainer.py": ("transformers.trainer,millrace.torch", (1, 2, 1)),
+    "accelerate_loop.py": ("accelerate,millrace.torch", (1, 2, 4)),
 }
 
 
