@@ -194,11 +194,18 @@ class Loader:
         """
         step = whole("step", step, 0)
         consumed_at = getattr(self.sampler, "consumed_at", None)
-        start = self._walk(step) if consumed_at is None else consumed_at(step)
-        bounds = self._maker.claim(start, 1)
+        return self.batch_at(self._walk(step) if consumed_at is None else consumed_at(step))
+
+    def batch_at(self, consumed_samples: int) -> Any:
+        """The batch of the step that starts after so many samples; the position stays where it is.
+
+        Raises:
+            IndexError: No such step.
+        """
+        bounds = self._maker.claim(whole("consumed_samples", consumed_samples, 0), 1)
         made = self._maker.make(bounds)[0] if bounds else []
         if not made:
-            raise IndexError(f"there is no step {shown(step)}")
+            raise IndexError(f"there is no step after {shown(consumed_samples)} samples")
         batch = _batch_of(made[0])
         return batch if self.transform is None else self.transform(batch)
 
