@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -37,7 +37,7 @@ class Step(NamedTuple):
 
     Attributes:
         start: Number of samples consumed before it.
-        end: Number of samples consumed after it.
+        end: Number of samples consumed after it; `start`, if it failed.
         batch: The rank's batch, or None if the step failed.
         error: Why it failed.
     """
@@ -102,10 +102,19 @@ class StepMaker:
         """The starts and ends of up to `count` steps from a position on; fewer at the end."""
         steps: list[tuple[int, int]] = []
         while len(steps) < count and self.sampler.has_step(start):
-            end = whole("consumed_after", self.sampler.consumed_after(start), start)
+            end = whole("consumed_after", self.sampler.consumed_after(start), start + 1)
             steps.append((start, end))
             start = end
         return steps
+
+    def step(self, start: int) -> tuple[Step | None, dict[str, float]]:
+        """The step that starts there, or None at the end, and the seconds as of `make`."""
+        try:
+            bounds = self.claim(start, 1)
+        except BaseException as error:
+            return _failed_step(start, error), {}
+        steps, seconds = self.make(bounds) if bounds else ([], {})
+        return (steps[0] if steps else None), seconds
 
     def make(self, bounds: list[tuple[int, int]]) -> tuple[list[Step], dict[str, float]]:
         """The steps with these bounds, and the seconds that each part of the work took.
@@ -131,8 +140,7 @@ class StepMaker:
         except BaseException as error:
             if len(bounds) > 1:
                 return self._make_in_turn(bounds)
-            start, end = bounds[0]
-            steps = [Step(start, end, None, _placed(error, start, numbers))]
+            steps = [_failed_step(bounds[0][0], error, numbers)]
         clock += [time.perf_counter()] * (4 - len(clock))
         names = ("sampler", "dataset", "prepare")
         return steps, {name: clock[i + 1] - clock[i] for i, name in enumerate(names)}
@@ -142,6 +150,8 @@ class StepMaker:
             return [batch_of_form(self.dataset, numbers[0], self.form)]
         batch = batch_of_form(self.dataset, np.concatenate(numbers), self.form)
         ends = np.cumsum([len(part) for part in numbers]).tolist()
+        if any(len(array) != ends[-1] for array in batch.values()):
+            raise ValueError("an array of the batch is not by row: the steps are made one by one")
         return [
             {name: array[start:end] for name, array in batch.items()}
             for start, end in zip([0, *ends], ends, strict=False)
@@ -162,16 +172,17 @@ class StepMaker:
         """Raises ConfigError in a thread that makes these steps: it would wait for itself."""
         if getattr(_worker, "maker", None) is self:
             raise ConfigError(
-                "the dataset, sampler or `prepare` of a loader asks the same loader for a batch: "
-                "pass prefetch=0"
+                "the dataset, sampler or `prepare` of a loader uses the same loader, whose thread "
+                "would wait for itself: use it in `transform`"
             )
 
     def steps_per_call(self, step_bytes: int, most: int) -> int:
         """How many steps one call of the dataset makes: several, if they are small.
 
-        A dataset of another class may pad a batch to its longest sample, say: only ours are cut.
+        Only datasets are cut whose class says `takes_form`: another one, also a class derived from
+        ours, may pad a batch to its longest sample, for example.
         """
-        can_cut = getattr(self.dataset, "takes_form", False) and (
+        can_cut = vars(type(self.dataset)).get("takes_form", False) and (
             self.form is None or self.form.has_rows
         )
         return max(1, min(_BLOCK_BYTES // max(step_bytes, 1), most)) if can_cut else 1
@@ -190,7 +201,8 @@ class Ahead:
         num_threads: Number of threads.
 
     Attributes:
-        position: Number of samples consumed before the next step that is handed out.
+        position: Number of samples consumed before the next step that is handed out; -1 after
+            `close`, and after an interruption (Ctrl-C) that leaves the queue in an unknown state.
     """
 
     def __init__(
@@ -204,7 +216,8 @@ class Ahead:
         self._num_threads = num_threads
         self._steps_per_call = 1
         self._lock = threading.RLock()  # `close` may be called by a garbage collection under it
-        self._is_ready = threading.Condition(self._lock)
+        self._news = threading.Lock()  # what `take` waits for: `_tell` releases it
+        self._news.acquire()
         self._has_room = threading.Condition(self._lock)
         self._blocks: dict[int, tuple[list[Step], dict[str, float]]] = {}  # by number, if ready
         self._first_block = self._num_blocks = 0  # the next one to hand out, and to claim
@@ -212,13 +225,30 @@ class Ahead:
         self._is_over = self._is_closed = False
         self._steps: deque[Step] = deque()  # of the block that is handed out
         self._process = os.getpid()
-        self._threads = [
-            threading.Thread(target=self._work, name=f"millrace-loader-{number}", daemon=True)
-            for number in range(num_threads)
-        ]
+        self._threads: list[threading.Thread] = []
         _open.add(self)
-        for thread in self._threads:
-            thread.start()
+
+    def start(self) -> None:
+        """Starts the threads that do not run yet.
+
+        Raises:
+            ConfigError: The system refuses another thread.
+        """
+        while len(self._threads) < self._num_threads:
+            name = f"millrace-loader-{len(self._threads)}"
+            thread = threading.Thread(target=self._work, name=name, daemon=True)
+            try:
+                thread.start()
+            except BaseException as error:  # at Ctrl-C the thread may run or not
+                self.close()
+                if not isinstance(error, RuntimeError):
+                    raise
+                raise ConfigError(
+                    f"thread {len(self._threads) + 1} of {self._num_threads} does not start: "
+                    f"{error}. Lower `threads`, raise the limit on processes (ulimit -u), or pass "
+                    "prefetch=0"
+                ) from None
+            self._threads.append(thread)
 
     def take(self, stats: WaitStats, watchdog: float | None) -> Step | None:
         """The next step, perhaps one with an error; None if there is no other.
@@ -226,53 +256,70 @@ class Ahead:
         Raises:
             ConfigError: The queue was closed.
         """
-        if not self._steps:
-            block = self._take_block(stats, watchdog)
-            if block is None:
-                return None
-            self._steps.extend(block)
+        if not self._steps and not self._take_block(stats, watchdog):
+            return None
         step = self._steps[0]
         self.position = step.end  # first: Ctrl-C may come between any two lines
         return self._steps.popleft()
 
-    def _take_block(self, stats: WaitStats, watchdog: float | None) -> list[Step] | None:
+    def _take_block(self, stats: WaitStats, watchdog: float | None) -> bool:
+        """Waits for the next block and takes its steps; False at the end."""
+        begin, has_waited = time.perf_counter(), False
+        while not self._is_answered():
+            has_waited = True
+            limit = None if watchdog is None else begin + watchdog - time.perf_counter()
+            # A plain lock: Ctrl-C in a Condition's `wait` can leave its lock in the wrong state.
+            if not self._news.acquire(timeout=-1 if limit is None else max(limit, 0)):
+                print_stacks(watchdog)
+                watchdog = None  # once for each batch
         with self._lock:
-            if self._first_block not in self._blocks:
-                start = time.perf_counter()
-                while self._first_block not in self._blocks:
-                    if self._is_closed:
-                        raise ConfigError("the loader was closed while a batch was asked for")
-                    if self._is_over and self._first_block == self._num_blocks:
-                        return None
-                    limit = None if watchdog is None else start + watchdog - time.perf_counter()
-                    if limit is not None and limit <= 0:
-                        print_stacks(watchdog)
-                        limit = watchdog = None  # once for each batch
-                    self._is_ready.wait(limit)
-                seconds = self._blocks[self._first_block][1]
+            if self._is_closed:
+                raise ConfigError("the loader was closed while a batch was asked for")
+            steps, seconds = self._blocks.get(self._first_block, ([], {}))
+            if not steps:
+                return False
+            if has_waited:
                 cause = max(seconds, key=seconds.__getitem__, default="sampler")
-                stats.add_wait(time.perf_counter() - start, cause)
-            steps, _ = self._blocks.pop(self._first_block)
+                stats.add_wait(time.perf_counter() - begin, cause)
+            self.position = -1  # until `take` knows it: see there
+            del self._blocks[self._first_block]
             self._first_block += 1
             self._num_steps -= len(steps)
+            self._steps.extend(steps)
             self._has_room.notify_all()
-            return steps or None
+            return True
+
+    def _is_answered(self) -> bool:
+        """Whether the next block is there, or will never be."""
+        with self._lock:
+            is_end = self._is_over and self._first_block == self._num_blocks
+            return self._is_closed or is_end or self._first_block in self._blocks
+
+    def _tell(self) -> None:
+        """Wakes all threads that wait. The caller has the lock."""
+        with contextlib.suppress(RuntimeError):  # it is released already
+            self._news.release()
+        self._has_room.notify_all()
 
     def _work(self) -> None:
         _worker.maker = self._maker
         while (claim := self._claim()) is not None:
-            number, bounds = claim
-            block = self._look_ahead.read(bounds[-1][1], partial(self._maker.make, bounds))
-            with self._lock:
-                steps = block[0]
-                if len(steps) < len(bounds) or steps[-1].error is not None:
-                    self._is_over = True
-                    self._num_steps -= len(bounds) - len(steps)
-                elif number == 0:
-                    self._measure(steps[0])
-                self._blocks[number] = block
-                self._is_ready.notify_all()
-                self._has_room.notify_all()
+            self._make_block(*claim)
+
+    def _make_block(self, number: int, bounds: list[tuple[int, int]]) -> None:
+        try:
+            make = partial(self._maker.make, bounds)
+            steps, seconds = self._look_ahead.read(bounds[-1][1], make)
+            if number == 0 and steps:
+                self._measure(steps[0])
+        except BaseException as error:  # without it the trainer would wait for ever
+            steps, seconds = [Step(bounds[0][0], bounds[0][0], None, error)], {}
+        with self._lock:
+            if len(steps) < len(bounds) or steps[-1].error is not None:
+                self._is_over = True
+                self._num_steps -= len(bounds) - len(steps)
+            self._blocks[number] = steps, seconds
+            self._tell()
 
     def _claim(self) -> tuple[int, list[tuple[int, int]]] | None:
         """The next block: its number and its steps; None if none is left to make."""
@@ -289,15 +336,14 @@ class Ahead:
             try:
                 bounds = self._maker.claim(start, self._steps_per_call)
             except BaseException as error:
-                self._blocks[number] = [Step(start, start, None, _placed(error, start, []))], {}
+                self._blocks[number] = [_failed_step(start, error)], {}
                 self._num_blocks, self._num_steps, bounds = number + 1, self._num_steps + 1, []
             if bounds:
                 self._num_blocks, self._num_steps = number + 1, self._num_steps + len(bounds)
                 self._next_claim = bounds[-1][1]
                 return number, bounds
             self._is_over = True
-            self._is_ready.notify_all()
-            self._has_room.notify_all()
+            self._tell()
             return None
 
     def _measure(self, step: Step) -> None:
@@ -312,24 +358,30 @@ class Ahead:
         """Ends the threads after the work that they have in hand.
 
         Args:
-            wait: Seconds to wait for their end; None: no limit.
+            wait: Seconds to wait for their end; None: no limit. A thread of the queue does not
+                wait, nor does a signal handler that has interrupted the queue.
         """
         if self._process != os.getpid():  # a fork: the threads are not here, the lock may be held
             return
         with self._lock:
             self._is_closed = True
+            self.position = -1
             self._blocks.clear()
-            self._is_ready.notify_all()
-            self._has_room.notify_all()
+            self._tell()
+        if wait == 0.0 or threading.current_thread() in self._threads or self._is_locked_here():
+            return
         end = None if wait is None else time.monotonic() + wait
         for thread in self._threads:
-            if thread is not threading.current_thread() and wait != 0.0:
-                thread.join(None if end is None else max(end - time.monotonic(), 0.0))
+            thread.join(None if end is None else max(end - time.monotonic(), 0.0))
+
+    def _is_locked_here(self) -> bool:
+        """Whether this thread holds the lock, which the others need for their end."""
+        return bool(self._lock._is_owned())  # type: ignore[attr-defined]
 
 
 def num_bytes(batch: Any) -> int:
     """The bytes of a batch that it does not share with other batches; 0 if that is unknown."""
-    if not isinstance(batch, dict):
+    if type(batch) is not dict:
         return 0
     arrays = [array for array in batch.values() if isinstance(array, np.ndarray)]
     return sum(array.nbytes for array in arrays if array.flags.writeable)
@@ -345,22 +397,24 @@ def print_stacks(seconds: float | None) -> None:
             faulthandler.dump_traceback(stream, all_threads=True)
 
 
-def _placed(error: BaseException, start: int, numbers: list[NDArray[np.int64]]) -> BaseException:
-    """The error with the step and the samples that it belongs to."""
+def _failed_step(
+    start: int, error: BaseException, numbers: Sequence[NDArray[np.int64]] = ()
+) -> Step:
+    """A step with an error, which tells the step and the samples that it belongs to."""
     place = f"in the step that starts at consumed_samples={start}"
-    if numbers:
-        samples = shown(np.asarray(numbers[0]).tolist(), 80)
-        place += f", sample numbers {samples}"
-    if isinstance(error, MillraceError) and len(error.args) == 1:
-        try:
+    if isinstance(error, StopIteration):  # it would end the trainer's loop
+        stop, error = error, RuntimeError(f"StopIteration was raised {place}")
+        error.__cause__ = stop
+    with contextlib.suppress(Exception):  # an error that takes no more text stays as it is
+        if numbers:
+            place += f", sample numbers {shown(np.asarray(numbers[0]).tolist(), 80)}"
+        if isinstance(error, MillraceError) and len(error.args) == 1:
             placed = type(error)(f"{error} ({place})")
-        except Exception:
-            return error
-        placed.__cause__, placed.__traceback__ = error.__cause__, error.__traceback__
-        return placed
-    if hasattr(error, "add_note"):  # not on Python 3.10
-        error.add_note(place)
-    return error
+            placed.__cause__, placed.__traceback__ = error.__cause__, error.__traceback__
+            error = placed
+        elif hasattr(error, "add_note") and place not in getattr(error, "__notes__", ()):
+            error.add_note(place)  # not on Python 3.10
+    return Step(start, start, None, error)
 
 
 _worker = threading.local()  # `maker`: whose steps this thread makes

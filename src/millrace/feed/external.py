@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -49,7 +51,6 @@ class ExternalBatches:
     is_sequential = True
     _iterator: Iterator[Any]
     _position: int  # of the iterator, or -1
-    _has_begun: bool
 
     def __init__(
         self,
@@ -67,8 +68,11 @@ class ExternalBatches:
         self._batches = batches
         self._samples_per_step = whole("samples_per_step", samples_per_step, 1, MAX_INT64)
         self._fingerprint = {} if fingerprint is None else dict(fingerprint)
-        self._num_steps = None if num_steps is None else whole("num_steps", num_steps, 0)
+        most = MAX_INT64 // self._samples_per_step
+        self._num_steps = None if num_steps is None else whole("num_steps", num_steps, 0, most)
+        self._has_begun = False  # kept in copies, whose iterator stands where this one stood
         self._renew()
+        _all.add(self)
 
     @property
     def sampler(self) -> ExternalBatches:
@@ -169,15 +173,27 @@ class ExternalBatches:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        hidden = ("_lock", "_iterator", "_position", "_has_begun")
+        hidden = ("_lock", "_iterator", "_position")
         return {name: value for name, value in vars(self).items() if name not in hidden}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._renew()
+        _all.add(self)
 
     def _renew(self) -> None:
+        """Forgets the reading of another process, whose thread may hold the lock."""
         self._lock = threading.Lock()
         self._iterator = iter(())
         self._position = -1
-        self._has_begun = False
+
+
+_all: weakref.WeakSet[ExternalBatches] = weakref.WeakSet()
+
+
+def _renew_all() -> None:
+    for batches in _all:
+        batches._renew()
+
+
+os.register_at_fork(after_in_child=_renew_all)

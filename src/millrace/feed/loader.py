@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import threading
 import time
 import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from millrace.checks import limit, shown, whole
@@ -141,7 +141,8 @@ class Loader:
         if getattr(dataset, "is_sequential", False):
             self._num_threads = 1
         self._watchdog = limit("watchdog", watchdog)
-        self._stats = WaitStats()
+        if self._watchdog is not None and self._watchdog > threading.TIMEOUT_MAX:
+            self._watchdog = None  # centuries
         self._is_closed = False
         self._queue: Ahead | None = None
         # `_next` is where the next step starts: ahead of what was handed out, while one is made.
@@ -165,11 +166,13 @@ class Loader:
             step = self._take(start)
             if step is None:
                 raise StopIteration
-            self._next = step.end
             try:
+                self._next = step.end
                 result = step.batch if self.transform is None else self.transform(step.batch)
-            except BaseException:
+            except BaseException as error:
                 self._next = self._consumed_samples = start
+                if isinstance(error, StopIteration):  # it would end the trainer's loop
+                    raise RuntimeError("`transform` raised StopIteration") from error
                 raise
             self._consumed_samples = self._next
             self._stats.steps += 1
@@ -202,11 +205,10 @@ class Loader:
         Raises:
             IndexError: No such step.
         """
-        bounds = self._maker.claim(whole("consumed_samples", consumed_samples, 0), 1)
-        made = self._maker.make(bounds)[0] if bounds else []
-        if not made:
+        step, _ = self._maker.step(whole("consumed_samples", consumed_samples, 0))
+        if step is None:
             raise IndexError(f"there is no step after {shown(consumed_samples)} samples")
-        batch = _batch_of(made[0])
+        batch = _batch_of(step)
         return batch if self.transform is None else self.transform(batch)
 
     def _walk(self, step: int) -> int:
@@ -221,7 +223,7 @@ class Loader:
 
     def wait_stats(self) -> WaitStats:
         """How long the trainer has waited for batches since the loader was made."""
-        return copy.deepcopy(self._stats)
+        return replace(self._stats, by_cause=dict(self._stats.by_cause))
 
     # ---- the state ----
 
@@ -262,6 +264,7 @@ class Loader:
     def _seek(self, consumed_samples: int) -> None:
         consumed_samples = whole("consumed_samples", consumed_samples, 0)
         getattr(self.sampler, "check_position", int)(consumed_samples)
+        self._maker.check_thread()
         with self._lock:
             self._next = self._consumed_samples = consumed_samples
             self._drop_queue()
@@ -270,6 +273,7 @@ class Loader:
 
     def start(self) -> None:
         """Starts to make batches now, for example before the model is loaded."""
+        self._maker.check_thread()
         with self._lock:
             if self._prefetch != 0 and not self._is_closed:
                 self._open_queue(self._next)
@@ -306,31 +310,33 @@ class Loader:
         timer = None
         if self._watchdog is not None:
             timer = threading.Timer(self._watchdog, print_stacks, [self._watchdog])
-            timer.start()
+            timer.daemon = True
         try:
-            bounds = self._maker.claim(start, 1)
-            steps, seconds = self._maker.make(bounds) if bounds else ([], {})
+            if timer is not None:
+                timer.start()
+            step, seconds = self._maker.step(start)
         finally:
             if timer is not None:
                 timer.cancel()
-        if not steps:
-            return None
-        self._stats.add_wait(time.perf_counter() - begin, max(seconds, key=seconds.__getitem__))
-        return steps[0]
+        if step is not None:
+            cause = max(seconds, key=seconds.__getitem__, default="sampler")
+            self._stats.add_wait(time.perf_counter() - begin, cause)
+        return step
 
     def _open_queue(self, start: int) -> Ahead:
         """The queue whose next step starts there."""
         if self._queue is None or self._queue.position != start:
             self._drop_queue()
             self._queue = Ahead(self._maker, start, self._prefetch, self._num_threads)
-            if self._is_closed:  # by another thread, which has not seen the queue
-                self._queue.close()
+        self._queue.start()
+        if self._is_closed:  # by another thread, which may not have seen the queue
+            self._queue.close()
         return self._queue
 
     def _drop_queue(self) -> None:
-        queue, self._queue = self._queue, None
-        if queue is not None:
-            queue.close()
+        if self._queue is not None:
+            self._queue.close()  # first: after Ctrl-C here, the next call closes it again
+            self._queue = None
 
     def __del__(self) -> None:
         queue = self.__dict__.get("_queue")
@@ -341,7 +347,9 @@ class Loader:
 
     def __getstate__(self) -> dict[str, Any]:
         return {
-            name: value for name, value in self.__dict__.items() if name not in ("_lock", "_queue")
+            name: value
+            for name, value in self.__dict__.items()
+            if name not in ("_lock", "_queue", "_stats")
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -353,6 +361,7 @@ class Loader:
         """Forgets the threads of another process, and the step that was under way there."""
         self._lock = threading.RLock()
         self._queue = None
+        self._stats = WaitStats()
         self._next = self._consumed_samples
 
 
