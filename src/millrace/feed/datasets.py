@@ -214,8 +214,9 @@ class GPTDataset:
         try:
             return self.source.batch(numbers, form)
         except (ValueError, OSError) as error:
-            read = partial(self.source.batch, form=form)
-            raise _error_of_sample(error, f"{self.prefix}, sample", numbers, read) from None
+            raise _error_of_sample(
+                error, self.prefix, numbers, lambda one: self.source.batch(one, form)
+            ) from None
 
     def texts(self, sample_numbers: ArrayLike) -> Texts:
         """The tokens of the samples of these numbers, as the token file has them.
@@ -235,8 +236,9 @@ class GPTDataset:
         try:
             return self.source.texts(numbers)
         except (ValueError, OSError) as error:
-            name = f"{self.prefix}, sample"
-            raise _error_of_sample(error, name, numbers, self.source.texts) from None
+            raise _error_of_sample(
+                error, self.prefix, numbers, lambda one: self.source.texts(one)
+            ) from None
 
     def spans(self, sample_numbers: ArrayLike) -> Spans:
         """Which tokens of which sequences the samples of these numbers are made of.
@@ -405,8 +407,8 @@ class BlendedDataset:
         try:
             return self._batch(draws, form)
         except (ValueError, OSError) as error:
-            read = partial(_batch_of_form, form=None if form is None else form_of_datasets(form))
-            raise _error_of_draw(error, draws, read) from None
+            part = None if form is None else form_of_datasets(form)
+            raise _error_of_draw(error, draws, partial(_batch_of_form, form=part)) from None
 
     def _batch(self, draws: _Draws, form: BatchForm | None) -> Batch:
         numbers, dataset_numbers, datasets, places, in_dataset = draws
@@ -561,21 +563,28 @@ def _texts_of_one(dataset: Dataset, numbers: NDArray[np.int64]) -> Texts:
 
 
 def _error_of_sample(
-    error: Exception, name: str, numbers: NDArray[np.int64], read: Callable[[Any], object]
+    error: Exception,
+    prefix: str,
+    numbers: NDArray[np.int64],
+    read: Callable[[NDArray[np.int64]], object],
 ) -> Exception:
     """The error of the first sample that cannot be read, with its place."""
+    if isinstance(error, ConfigError):  # of the call, not of a sample
+        return error
     for number in numbers.tolist():
         try:
             read(np.array([number]))
         except (ValueError, OSError) as its_error:
-            return _at(f"{name} {number}", its_error)
-    return _at(f"{name}s {shown(numbers.tolist())}", error)
+            return _at(f"{prefix}, sample {number}", its_error)
+    return _at(f"{prefix}, samples {shown(numbers.tolist())}", error)
 
 
 def _error_of_draw(
-    error: Exception, draws: _Draws, read: Callable[[Any, Any], object]
+    error: Exception, draws: _Draws, read: Callable[[Dataset, NDArray[np.int64]], object]
 ) -> Exception:
     """The same for a blend, whose datasets name their own samples."""
+    if isinstance(error, ConfigError):
+        return error
     numbers, _, datasets, places, in_dataset = draws
     for row, number in enumerate(numbers.tolist()):
         try:

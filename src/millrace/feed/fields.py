@@ -111,10 +111,10 @@ def _check_fields(fields: Any) -> tuple[str, ...]:
     for name in fields:
         if not isinstance(name, str) or name not in ALL_FIELDS:
             raise ConfigError(f"there is no field {shown(name)}; there are {', '.join(ALL_FIELDS)}")
-    for name in fields:
-        if list(fields).count(name) > 1:
-            raise ConfigError(f"the field {name!r} is named twice; name it once")
     names = tuple(fields)
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"the field {name!r} is named twice; name it once")
     if "document_numbers" in names and "document_bounds" not in names:
         names += ("document_bounds",)
     return names
@@ -228,7 +228,7 @@ def _in_order(
     dataset_numbers: NDArray[Any] | None,
     parts: Parts | None,
 ) -> Batch:
-    """Adds the fields that the core does not write."""
+    """The fields of a form in their order, with those that the core does not write."""
     batch["sample_numbers"] = sample_numbers.copy()
     batch["dataset_numbers"] = (
         np.zeros_like(sample_numbers)
@@ -390,6 +390,7 @@ def merge_batches(
                 plain = plain_array(name, num_rows, sequence_length, has_extra)
                 if np.array_equal(batch[name], plain):
                     batch[name] = plain
+                    break
     parts = _merge_parts(batches, num_rows, sequence_length) if needs_parts(form) else None
     return _in_order(form, batch, sequence_length, sample_numbers, dataset_numbers, parts)
 
