@@ -38,6 +38,7 @@ ALL_FIELDS = FIELDS + SOURCE_FIELDS + PART_FIELDS
 
 TOKEN_DTYPES = ("int64", "int32", "file")
 
+_PLACES = {name: place for place, name in enumerate(FIELDS)}
 _UNEVEN = ("cu_seqlens", "max_seqlen", "document_numbers", "document_bounds")
 
 
@@ -118,6 +119,15 @@ def _check_fields(fields: Any) -> tuple[str, ...]:
     if "document_numbers" in names and "document_bounds" not in names:
         names += ("document_bounds",)
     return names
+
+
+def check_form(form: Any) -> None:
+    """Raises ConfigError for what is neither a form nor None."""
+    if form is not None and not isinstance(form, BatchForm):
+        raise ConfigError(
+            f"form is {shown(form)}; give a BatchForm, such as BatchForm(fields=('tokens',)), or "
+            "None for all fields of a batch"
+        )
 
 
 @lru_cache(maxsize=256)
@@ -203,18 +213,17 @@ def make_batch(
         dataset_numbers: The samples' datasets: integers [batch]. None: no blend.
         parts: The parts of the samples, if the form needs them.
     """
-    rows = dict(zip(FIELDS, arrays, strict=True))
     batch: Batch = {}
     for name in form.fields:
-        if name in rows:
-            array = rows[name]
-            batch[name] = (
-                plain_array(
-                    name, len(sample_numbers), options.sequence_length, options.add_extra_token
-                )
-                if array is None
-                else array
+        place = _PLACES.get(name)
+        if place is None:
+            continue
+        array = arrays[place]
+        if array is None:
+            array = plain_array(
+                name, len(sample_numbers), options.sequence_length, options.add_extra_token
             )
+        batch[name] = array
     if len(batch) == len(form.fields):
         return batch
     return _in_order(form, batch, options.sequence_length, sample_numbers, dataset_numbers, parts)
