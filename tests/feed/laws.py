@@ -435,7 +435,6 @@ def run_leg(
     case: Case, leg: Leg, loaders: list[Loader], consumed: int, seen: list[int], place: str
 ) -> int:
     """Runs the steps of a leg, and compares each with the model; returns the position after it."""
-    table = table_of(case.kind)
     for step in range(leg.num_steps):
         at = f"{place}, step {step}, consumed_samples {consumed}"
         expected = global_order(case, leg, consumed)
