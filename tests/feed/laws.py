@@ -43,21 +43,22 @@ from millrace import (
     reference,
 )
 from millrace.feed import (
+    BatchForm,
     BatchSizeSchedule,
     CyclicSampler,
+    ExternalBatches,
     FullValidationSampler,
     GlobalBatchSampler,
     RampUp,
     SequentialSampler,
 )
-from millrace.feed.external import ExternalBatches
+from millrace.feed.fields import ALL_FIELDS, FIELDS, TOKEN_DTYPES
 from millrace.order import Spans
 from tests.conftest import write_documents
 
 Numbers = NDArray[np.int64]
 Batch = dict[str, NDArray[Any]]
 
-FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 MAX_RANKS = 8
 UNITS = (1, 2, 3, 4, 6, 8, 12, 24)
 """Numbers of samples that a step takes, or divides: micro batch times ranks divide one of them."""
@@ -137,9 +138,25 @@ def dataset_of(kind: str) -> Any:
 
 @cache
 def table_of(kind: str) -> Batch:
-    """All samples of a dataset, read in one go."""
+    """All samples of a dataset, read in one go: the arrays with a row for each."""
     dataset = dataset_of(kind)
-    return dict(dataset.batch(np.arange(len(dataset))))
+    numbers = np.arange(len(dataset))
+    if not getattr(dataset, "takes_form", False):
+        return dict(dataset.batch(numbers))
+    names = [name for name in ALL_FIELDS if BatchForm(fields=(name,)).has_rows]
+    return dict(dataset.batch(numbers, BatchForm(fields=tuple(names))))
+
+
+def expected_batch(case: Case, numbers: Numbers) -> Batch:
+    """The batch of some samples."""
+    table = table_of(case.kind)
+    if case.fields is None:
+        names = [name for name in table if name in FIELDS or case.kind == "own"]
+        return {name: table[name][numbers] for name in names}
+    form = BatchForm(fields=case.fields)
+    if not form.has_rows:
+        return dict(dataset_of(case.kind).batch(numbers, form))
+    return {name: table[name][numbers] for name in form.fields}
 
 
 # ---- the global orders, by slow models ----
@@ -186,6 +203,7 @@ class Case:
     start: int  # of the run, in units
     fields: tuple[str, ...] | None
     token_dtype: str
+    shares_labels: bool
     legs: tuple[Leg, ...]
 
 
@@ -207,7 +225,9 @@ def cases(draw: st.DrawFn) -> Case:
         )
     )
     kind = draw(st.sampled_from(KINDS))
-    fields = draw(st.none() | st.lists(st.sampled_from(FIELDS), min_size=1, unique=True).map(tuple))
+    has_forms = kind != "own" and sampler != "external"
+    fields = draw(st.none() | st.lists(st.sampled_from(ALL_FIELDS), min_size=1, unique=True))
+    token_dtype = draw(st.sampled_from(TOKEN_DTYPES))
     shapes = [(r, m) for r in range(1, MAX_RANKS + 1) for m in range(1, 25) if unit % (r * m) == 0]
     return Case(
         kind=kind,
@@ -217,8 +237,9 @@ def cases(draw: st.DrawFn) -> Case:
         sizes=tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))),
         every=draw(st.integers(1, 40)),
         start=draw(st.just(0) | st.integers(0, 40)),
-        fields=None if kind == "own" else fields,
-        token_dtype="int64" if kind == "own" else draw(st.sampled_from(["int64", "int32", "file"])),
+        fields=tuple(fields) if fields is not None and has_forms else None,
+        token_dtype=token_dtype if has_forms else "int64",
+        shares_labels=has_forms and draw(st.booleans()),
         legs=tuple(
             Leg(
                 *shape,
@@ -281,9 +302,11 @@ def loader_of(case: Case, leg: Leg, rank: int, consumed_samples: int) -> Loader:
             micro_batches, samples_per_step=leg.block, num_steps=size // leg.block
         )
         return Loader(source, **options)
-    options |= {"fields": case.fields}  # TMP
-    if getattr(dataset, "takes_form", False):
-        options |= {"token_dtype": case.token_dtype}
+    options |= {
+        "fields": case.fields,
+        "token_dtype": case.token_dtype,
+        "share_labels": case.shares_labels,
+    }
     if case.sampler == "short form":
         return Loader(dataset, **share, drop_last=case.option, **options)
     if case.sampler == "sequential":
@@ -433,16 +456,25 @@ def run_leg(
         assert dealt == numbers, f"{at}: {dealt} instead of {numbers}"
         for rank, (batch, part) in enumerate(zip(batches, parts, strict=True)):
             assert batch is not None, f"{at}: rank {rank} has no batch"
-            names = table if case.fields is None or case.sampler == "external" else case.fields
-            assert set(batch) == set(names), f"{at}: {set(batch)}"
-            for name in names:
-                assert np.array_equal(batch[name], table[name][part]), f"{at}, rank {rank}: {name}"
+            rows = expected_batch(case, part)
+            assert set(batch) == set(rows), f"{at}: {set(batch)}"
+            for name, array in rows.items():
+                if name in ("tokens", "labels"):
+                    array = array.astype(token_dtype_of(case))
+                np.testing.assert_array_equal(
+                    batch[name], array, f"{at}, rank {rank}: {name}", strict=True
+                )
         positions = {loader.consumed_samples for loader in loaders}
         assert positions == {after}, f"{at}: {positions} instead of {after}"
         consumed = after
         seen += numbers
     check_steps(case, loaders[0], consumed)
     return consumed
+
+
+def token_dtype_of(case: Case) -> Any:
+    """Dtype of tokens and labels in a batch; the token files have uint16."""
+    return {"int64": np.int64, "int32": np.int32, "file": np.uint16}[case.token_dtype]
 
 
 def rank_numbers(

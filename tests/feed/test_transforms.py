@@ -33,7 +33,9 @@ from millrace import (
     reference,
     write_loss_ranges,
 )
+from millrace.feed.fields import BatchForm
 from millrace.feed.transforms import MaskedTexts
+from millrace.options import SampleOptions
 from tests.conftest import write_documents
 
 EOD, PREFIX, MIDDLE, SUFFIX = 0, 90_001, 90_002, 90_003
@@ -225,6 +227,88 @@ def test_padding_makes_room() -> None:
     left = texts.tokens.tolist()
     assert sorted(left[:7]) == [11, 12, 13, 14, PREFIX, MIDDLE, SUFFIX]
     assert left[7:] == [EOD, 1]
+
+
+# ---- other arrays ----
+
+
+def form_of(*fields: str, **options: Any) -> BatchForm:
+    return BatchForm(fields=fields or FIELDS, **options)
+
+
+def test_tokens_of_any_dtype(two_files: list[str]) -> None:
+    dataset = blend_of(two_files, reset_position_ids=True)
+    transformed = TransformedDataset(
+        dataset, [LossRanges(dataset), FillInMiddle(**FIM, eod_token=EOD)]
+    )
+    numbers = np.arange(40)
+    expected = transformed.batch(numbers)
+    for dtype in ("int64", "int32", "file"):
+        for share_labels in (False, True):
+            form = form_of(token_dtype=dtype, share_labels=share_labels, vocab_size=SUFFIX + 1)
+            batch = transformed.batch(numbers, form)
+            assert batch["labels"].dtype == ("int64" if dtype == "int64" else "int32")
+            for name, array in batch.items():
+                assert np.array_equal(array, expected[name])
+            some = transformed.batch(numbers, form_of("labels", "loss_mask", token_dtype=dtype))
+            assert list(some) == ["labels", "loss_mask"]
+            assert np.array_equal(some["loss_mask"], expected["loss_mask"])
+    with pytest.raises(DataError, match=rf"samples \[0, 1, .*token id {PREFIX} is outside"):
+        transformed.batch(numbers, form_of(vocab_size=PREFIX))
+    everything = [FillInMiddle(**(FIM | {"rate": 1, "prefix_token": 2**40}))]
+    with pytest.raises(DataError, match=f"token id {2**40} is outside"):
+        TransformedDataset(dataset, everything).batch(numbers, form_of(token_dtype="int32"))
+    with pytest.raises(ConfigError, match=r"go from 0 to 1099511627776; .* dtype is int32"):
+        TransformedDataset(dataset, everything).batch(numbers, form_of(token_dtype="file"))
+
+
+def test_masks_leave_shared_arrays_alone(two_files: list[str]) -> None:
+    dataset = gpt(two_files[0])
+    form = form_of("tokens", "loss_mask")
+    numbers = np.arange(40)
+    plain = dataset.batch(numbers, form)["loss_mask"]
+    ranges = TransformedDataset(dataset, [LossRanges(dataset)]).batch(numbers, form)["loss_mask"]
+    assert (plain == 1).all()
+    assert ranges.min() == 0
+    assert ranges.flags.writeable
+    unmasked = TransformedDataset(dataset, [RepeatGuard()]).batch(numbers, form)["loss_mask"]
+    assert np.shares_memory(unmasked, plain)
+
+
+def test_fields_of_documents(two_files: list[str]) -> None:
+    """What only masks leaves them alone; where tokens have moved, EOD tells documents apart."""
+    names = ("document_ids", "cu_seqlens", "max_seqlen", "attention_mask")
+    numbers = np.arange(40)
+    dataset = blend_of(two_files, reset_position_ids=True)
+    fields = form_of("tokens", *names, "sample_numbers", "dataset_numbers", "document_numbers")
+    masked = TransformedDataset(dataset, [LossRanges(dataset)])
+    rows_equal(masked.batch(numbers, fields), dataset.batch(numbers, fields))
+
+    fill = FillInMiddle(**FIM, eod_token=EOD)
+    transformed = TransformedDataset(dataset, [fill])
+    form = form_of("position_ids", *names, "sample_numbers", "dataset_numbers")
+    batch = transformed.batch(numbers, form)
+    assert list(batch) == list(form.fields)
+    assert np.array_equal(batch["sample_numbers"], numbers)
+    assert np.array_equal(batch["dataset_numbers"], dataset.dataset_index[:40])
+    starts = np.flatnonzero(batch["position_ids"] == 0)
+    assert np.array_equal(batch["cu_seqlens"], [*starts, 40 * 24])
+    assert batch["max_seqlen"] == np.diff(batch["cu_seqlens"]).max()
+    is_start = batch["position_ids"] == 0
+    assert np.array_equal(batch["document_ids"], np.cumsum(is_start, axis=1) - 1)
+    ids = batch["document_ids"]
+    is_hidden = (ids[:, :, None] != ids[:, None, :]) | ~np.tri(24, dtype=bool)
+    assert np.array_equal(batch["attention_mask"][:, 0], is_hidden)
+
+    with pytest.raises(ConfigError, match="leave out document_numbers"):
+        transformed.batch(numbers, form_of("tokens", "document_numbers"))
+    without_eod = gpt(two_files[0], eod_token=None)
+    with pytest.raises(ConfigError, match="give the dataset its eod_token"):
+        TransformedDataset(without_eod, [fill]).batch(numbers, form_of("cu_seqlens"))
+    alone = BlendedDataset([TransformedDataset(gpt(two_files[0]), [fill]), gpt(two_files[1])])
+    batch = alone.batch(range(40), form_of("tokens", "cu_seqlens", token_dtype="file"))
+    assert batch["tokens"].dtype == np.int32
+    assert set(np.flatnonzero(batch["tokens"].ravel() == EOD) + 1) <= set(batch["cu_seqlens"])
 
 
 # ---- ranges without loss ----
@@ -445,6 +529,61 @@ def test_wrong_options_of_the_guard(options: dict, message: str) -> None:
 
 
 # ---- together ----
+
+
+class Counting:
+    """A user's dataset: sample k has the tokens 10 k, 10 k + 1, ..., 10 k + 8."""
+
+    options = SampleOptions(sequence_length=8)
+
+    def __len__(self) -> int:
+        return 9
+
+    def texts(self, sample_numbers: Any) -> tuple[np.ndarray, np.ndarray]:
+        tokens = 10 * np.asarray(sample_numbers)[:, None] + np.arange(9)
+        return tokens.reshape(-1), 9 * np.arange(1, len(tokens) + 1)
+
+    def batch(self, sample_numbers: Any) -> dict[str, np.ndarray]:
+        rows = self.texts(sample_numbers)[0].reshape(-1, 9)
+        return {"tokens": rows[:, :-1], "loss_mask": np.ones((len(rows), 8), np.float32)}
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"kind": "counting"}
+
+
+def test_a_dataset_of_ones_own() -> None:
+    numbers = np.array([3, 1])
+    odd = TransformedDataset(Counting(), [OddTokensOnly()]).batch(numbers)
+    assert odd["tokens"].tolist() == [[*range(30, 38)], [*range(10, 18)]]
+    assert odd["loss_mask"].tolist() == [[1, 0] * 4] * 2
+    transforms = [OddTokensOnly(), FillInMiddle(**(FIM | {"rate": 1}))]
+    filled = TransformedDataset(Counting(), transforms)
+    batch = filled.batch(numbers, BatchForm(fields=("labels", "loss_mask"), token_dtype="file"))
+    is_known = batch["labels"] < PREFIX
+    assert np.array_equal(batch["loss_mask"][is_known], batch["labels"][is_known] % 2)
+    assert filled.fingerprint()["transforms"][0]["kind"] == "fill_in_middle"
+    with pytest.raises(ConfigError, match=r"Counting returns tokens, loss_mask; it has no labels"):
+        TransformedDataset(Counting(), [OddTokensOnly()]).batch(numbers, BatchForm())
+
+
+class Longer:
+    """A transform that adds a token to each text."""
+
+    changes_tokens = True
+
+    def apply(self, texts: MaskedTexts, sample_numbers: np.ndarray) -> MaskedTexts:
+        tokens = np.insert(texts.tokens, texts.ends, 5)
+        ends = texts.ends + np.arange(1, len(texts.ends) + 1)
+        return MaskedTexts(tokens, ends, np.ones(len(tokens), bool))
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"kind": "longer"}
+
+
+def test_a_text_may_not_outgrow_its_sample(two_files: list[str]) -> None:
+    dataset = gpt(two_files[0])
+    with pytest.raises(DataError, match=r"a, transformed samples \[7, 3\]: .* does not fit"):
+        TransformedDataset(dataset, [Longer()]).batch([7, 3])
 
 
 class OddTokensOnly:

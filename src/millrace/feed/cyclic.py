@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from typing import Any
@@ -124,16 +125,10 @@ class CyclicSampler:
 
     def explain_difference(self) -> str:
         """Why a cyclic order can differ between two numbers of ranks."""
-        if self.data_sharding:
-            return (
-                "With data_sharding each rank shuffles its own shard of the dataset, so that "
-                "another number of ranks or micro batch gives other shards: resume with the "
-                "numbers of the saved run"
-            )
         return (
-            "An epoch leaves out the samples that do not fill a step of all ranks, so that another "
-            "number of ranks or micro batch can give another epoch: resume with the numbers of the "
-            "saved run, or with others that leave out as many samples"
+            "A cyclic order depends on the samples that fill an epoch and, with data_sharding, on "
+            "the number of ranks. Resume with the micro batch, ranks and data_sharding of the "
+            "saved run, or with others that give the same numbers."
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -157,11 +152,12 @@ class CyclicSampler:
         if excess:
             epoch, position = divmod(consumed_samples, self.samples_per_epoch)
             start = consumed_samples - excess
+            common = math.gcd(position, self.samples_per_epoch)
             raise ConfigError(
                 f"consumed_samples is {consumed_samples}, which is {position} samples into "
                 f"epoch {epoch}; a step takes micro_batch_size * data_parallel_size = "
                 f"{self.block_size} samples and starts at {start} or {start + self.block_size}. "
-                f"Resume with a micro batch and a number of ranks whose product divides {position}"
+                f"Resume with a micro batch and a number of ranks whose product divides {common}"
             )
         return consumed_samples
 

@@ -250,6 +250,23 @@ class GPTDataset:
         except ValueError as error:
             raise _damage(error) from None
 
+    @property
+    def is_remote(self) -> bool:
+        """See `SampleSource.is_remote`."""
+        return self.source.is_remote
+
+    def prefetch(self, sample_numbers: ArrayLike) -> None:
+        """Tells the storage that these samples are read soon, and does not wait for it.
+
+        Raises:
+            ConfigError, IndexError, DataError: As `batch`.
+        """
+        numbers = _check_numbers(sample_numbers, len(self))
+        try:
+            self.source.prefetch(numbers)
+        except ValueError as error:
+            raise _damage(error) from None
+
     def mapped_files(self) -> list[MappedFiles]:
         """The files whose sizes are checked now and then."""
         return [self._file, *getattr(self.order, "files", ())]
@@ -405,7 +422,7 @@ class BlendedDataset:
         try:
             return self._batch(draws, form)
         except (ValueError, OSError) as error:
-            read = partial(_batch_of_form, form=None if form is None else form_of_datasets(form))
+            read = partial(batch_of_form, form=None if form is None else form_of_datasets(form))
             raise _error_of_draw(error, draws, read) from None
 
     def _batch(self, draws: _Draws, form: BatchForm | None) -> Batch:
@@ -424,7 +441,7 @@ class BlendedDataset:
         batches = []
         for place, dataset in enumerate(datasets):
             rows = np.flatnonzero(places == place)
-            batch = _batch_of_form(dataset, in_dataset[rows], form_of_each)
+            batch = batch_of_form(dataset, in_dataset[rows], form_of_each)
             batches.append(DatasetBatch(_name(dataset), rows, batch))
         if form is None:
             return merge_rows(batches, len(numbers))
@@ -451,6 +468,19 @@ class BlendedDataset:
                 texts[row] = tokens[start:end]
         ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
         return np.concatenate([np.empty(0, np.int64), *texts]), ends
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether one of the datasets is remote; see `SampleSource.is_remote`."""
+        return any(getattr(dataset, "is_remote", False) for dataset in self.datasets)
+
+    def prefetch(self, sample_numbers: ArrayLike) -> None:
+        """Tells the storage that these samples are read soon; see `GPTDataset.prefetch`."""
+        _, _, datasets, places, in_dataset = self._draws(sample_numbers)
+        for place, dataset in enumerate(datasets):
+            prefetch = getattr(dataset, "prefetch", None)
+            if prefetch is not None:
+                prefetch(in_dataset[places == place])
 
     def _draws(self, sample_numbers: ArrayLike) -> _Draws:
         numbers = _check_numbers(sample_numbers, len(self))
@@ -536,7 +566,7 @@ def _form(dataset: Dataset) -> dict[str, str]:
     return {name: f"{array.dtype} {list(array.shape[1:])}" for name, array in batch.items()}
 
 
-def _batch_of_form(dataset: Dataset, numbers: NDArray[np.int64], form: BatchForm | None) -> Batch:
+def batch_of_form(dataset: Dataset, numbers: NDArray[np.int64], form: BatchForm | None) -> Batch:
     """A batch of a form, of a dataset that need not know forms."""
     if form is None:
         return dataset.batch(numbers)

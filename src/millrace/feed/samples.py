@@ -104,6 +104,18 @@ class SampleSource:
         tokens, ends = self._read_spans(self._spans(numbers))
         return tokens.astype(np.int64, copy=False), ends
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether the bytes come from elsewhere than a local file, by a reader that prefetches."""
+        reader = self._dataset.reader
+        return hasattr(reader, "prefetch") and not getattr(reader, "is_local", False)
+
+    def prefetch(self, numbers: NDArray[np.int64]) -> None:
+        """Tells the storage that the samples of these numbers are read soon."""
+        prefetch = getattr(self._dataset.reader, "prefetch", None)
+        if prefetch is not None:
+            prefetch(*_native.locate_spans(self.tokens, *self._spans(numbers)[:3]))
+
     def documents(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
         """The documents that sequences belong to: int64 [sequences]."""
         return _native.find_documents(self._dataset.document_indices, sequences)

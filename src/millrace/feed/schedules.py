@@ -27,6 +27,9 @@ class BatchSizeSchedule:
         changes: Pairs (consumed_samples, global_batch_size): the size of the steps that start
             there or later, up to the next pair. The first pair is for 0 consumed samples.
 
+    Attributes:
+        changes: The pairs.
+
     Raises:
         ConfigError: Pairs that are not in order, or a number outside its limits.
 
@@ -149,6 +152,9 @@ class RampUp(BatchSizeSchedule):
         increment: Difference between a size and the next.
         samples: Number of samples over which the size grows.
         global_batch_size: Global batch size afterwards: `start` plus a multiple of `increment`.
+
+    Attributes:
+        changes: Pairs (consumed_samples, global_batch_size), as of a `BatchSizeSchedule`.
 
     Raises:
         ConfigError: A number outside its limits, or a growth that is not a multiple of `increment`.

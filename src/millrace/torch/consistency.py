@@ -160,10 +160,14 @@ def _follow(
 
 def _report(loader: Loader, checksum_batches: int) -> dict[str, Any]:
     sampler, position = loader.sampler, loader.consumed_samples
-    has_step = sampler.has_step(position)
+    samples: list[int] = []
+    if sampler.has_step(position):
+        numbers = sampler.sample_numbers(position)
+        is_padding = getattr(sampler, "is_padding", None)  # these samples are taken twice
+        samples = (numbers if is_padding is None else numbers[~is_padding(position)]).tolist()
     return {
         "position": position,
-        "samples": sampler.sample_numbers(position).tolist() if has_step else [],
+        "samples": samples,
         "checksums": list(_checksums(loader, checksum_batches)),
     }
 

@@ -20,6 +20,7 @@ from torch.utils import data
 from millrace.checks import shown, whole
 from millrace.errors import ConfigError, ResumeError
 from millrace.feed import Dataset, Loader, Sampler
+from millrace.feed.fields import FIELDS, BatchForm
 from millrace.torch.tensors import to_tensors
 
 Tensors = dict[str, torch.Tensor]
@@ -33,6 +34,12 @@ class MapDataset(data.Dataset):  # type: ignore[misc]
 
     Args:
         dataset: `GPTDataset`, `BlendedDataset` or another `millrace.feed.Dataset`.
+        fields: Names of a batch's arrays, as in `millrace.Loader`. None: tokens, labels, loss_mask
+            and position_ids.
+        token_dtype: Dtype of tokens and labels: "int64", "int32", or "file" for the file's own.
+
+    Raises:
+        ConfigError: A form that this dataset cannot give.
 
     Example:
         >>> import tempfile, millrace
@@ -46,22 +53,39 @@ class MapDataset(data.Dataset):  # type: ignore[misc]
         (4, torch.Size([2, 4]))
     """
 
-    def __init__(self, dataset: Dataset) -> None:
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        fields: tuple[str, ...] | None = None,
+        token_dtype: str = "int64",
+    ) -> None:
         self.dataset = dataset
+        self._options: tuple[Any, ...] = ()
+        if fields is not None or token_dtype != "int64":
+            if not getattr(dataset, "takes_form", False):
+                raise ConfigError(
+                    f"a {type(dataset).__name__} makes its arrays itself: leave out fields and "
+                    "token_dtype"
+                )
+            fields = FIELDS if fields is None else fields
+            self._options = (BatchForm(fields=fields, token_dtype=token_dtype),)
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, sample_number: int) -> Tensors:
         """One sample: tensors without a batch dimension."""
-        return _Rows(self._batch([sample_number]), 1)[0]
+        sample: Tensors = _Rows(self._batch([sample_number]), 1)[0]
+        return sample
 
     def __getitems__(self, sample_numbers: Sequence[int]) -> Sequence[Tensors]:
         """The samples of a batch; `collate` takes the whole batch out of it."""
         return _Rows(self._batch(sample_numbers), len(sample_numbers))
 
     def _batch(self, sample_numbers: Sequence[int]) -> Tensors:
-        return to_tensors(self.dataset.batch(np.asarray(sample_numbers, np.int64)))
+        numbers = np.asarray(sample_numbers, np.int64)
+        return to_tensors(self.dataset.batch(numbers, *self._options))
 
 
 class _Rows(Sequence[Tensors]):
@@ -77,6 +101,12 @@ class _Rows(Sequence[Tensors]):
     def __getitem__(self, row: Any) -> Any:
         if not 0 <= row < self._length:
             raise IndexError(row)
+        for name, tensor in self.batch.items():
+            if tensor.ndim == 0 or len(tensor) != self._length:
+                raise ConfigError(
+                    f"{name} belongs to a whole batch and cannot be divided into samples: pass "
+                    "collate_fn=millrace.torch.collate to the DataLoader"
+                )
         return {name: tensor[row] for name, tensor in self.batch.items()}
 
 
@@ -169,7 +199,7 @@ class IterableDataset(data.IterableDataset):  # type: ignore[misc]
 
     def __len__(self) -> int:
         """The number of steps from sample 0: `len(loader)`."""
-        return len(self.loader)  # type: ignore[arg-type]
+        return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
         worker = data.get_worker_info()
@@ -236,7 +266,7 @@ class _WorkerSteps:
     def __next__(self) -> Any:
         if not self._loader.sampler.has_step(self._position):
             raise StopIteration
-        batch = _batch_at(self._loader, self._position)
+        batch = self._loader.batch_at(self._position)
         self._advance(self._num_workers)
         return batch
 
@@ -255,11 +285,6 @@ class _WorkerSteps:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._loader.load_state_dict(state)
         self._position = self._loader.consumed_samples
-
-
-def _batch_at(loader: Loader, consumed_samples: int) -> Any:
-    batch = loader.dataset.batch(loader.sampler.sample_numbers(consumed_samples))
-    return batch if loader.transform is None else loader.transform(batch)
 
 
 def _position_after(sampler: Sampler, consumed_samples: int, num_steps: int) -> int:

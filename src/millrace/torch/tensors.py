@@ -15,7 +15,7 @@ from millrace.errors import ConfigError
 
 
 def to_tensors(batch: Mapping[str, NDArray[Any]], *, pin: bool = False) -> dict[str, torch.Tensor]:
-    """A batch as torch tensors that share its memory; pass it as a loader's `transform`.
+    """A batch as torch tensors that share its memory: a `transform` or `prepare` of a loader.
 
     An array that several batches share (`loss_mask`, `position_ids`) is read-only in numpy. torch
     has no read-only tensors: do not write to these tensors in place.
@@ -41,10 +41,10 @@ def to_tensors(batch: Mapping[str, NDArray[Any]], *, pin: bool = False) -> dict[
 def to_device(
     device: torch.device | str | int, *, stream: Any = None
 ) -> Callable[[Mapping[str, NDArray[Any]]], dict[str, torch.Tensor]]:
-    """A loader's `transform` that copies each batch to a device ahead of its use.
+    """A `prepare` function for a loader that copies each batch to a device ahead of its use.
 
-    The threads of a loader with `prefetch` call it, so the batch is on the device when the trainer
-    asks for it. On a CUDA device the copy runs on a separate stream, beside the computation.
+    The loader's threads call it, so the batch is on the device when the trainer asks for it. On a
+    CUDA device the copy runs on a separate stream, beside the computation.
 
     Args:
         device: The device, for example "cuda:0"; "cpu" is the same as `to_tensors`.

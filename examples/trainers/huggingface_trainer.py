@@ -1,0 +1,86 @@
+"""Hugging Face's Trainer with its own resume, DDP and gradient accumulation.
+
+The Trainer resumes at `global_step * gradient_accumulation_steps` batches, skips them in the
+sampler without reading them, and gives each rank the micro batches that Megatron-LM would: all it
+needs is the dataset by sample number, in sequential order. See `lightning_trainer.py` for why one
+and two ranks have the same losses.
+
+    torchrun --nproc-per-node 2 examples/trainers/huggingface_trainer.py FOLDER
+"""
+
+import tiny_gpt
+import torch
+from torch import distributed
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+from millrace.torch import MapDataset, collate
+
+MICRO_BATCHES = 2  # in a global batch
+
+
+def causal_lm_batch(samples):
+    """The names of a Hugging Face model. Its labels are the inputs, which it shifts; ours are
+    shifted already, and `shift_labels` says so."""
+    batch = collate(samples)
+    labels = batch["labels"].masked_fill(batch["loss_mask"] == 0, -100)
+    return {
+        "input_ids": batch["tokens"],
+        "position_ids": batch["position_ids"],
+        "labels": labels,
+        "shift_labels": labels,
+    }
+
+
+class Losses(TrainerCallback):
+    def __init__(self, options) -> None:
+        self.options = options
+
+    def on_log(self, arguments, state, control, logs, **_):
+        if "loss" in logs:
+            tiny_gpt.log(self.options, state.global_step, logs["loss"])
+
+
+def main() -> None:
+    options = tiny_gpt.arguments("train with Hugging Face's Trainer")
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    width = tiny_gpt.WIDTH
+    config = LlamaConfig(
+        vocab_size=tiny_gpt.VOCABULARY,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=tiny_gpt.SEQUENCE_LENGTH,
+    )
+    arguments = TrainingArguments(
+        output_dir=str(options.folder / "checkpoints"),
+        max_steps=options.steps,
+        save_steps=options.save_every,
+        per_device_train_batch_size=tiny_gpt.GLOBAL_BATCH // MICRO_BATCHES,
+        gradient_accumulation_steps=MICRO_BATCHES // options.ranks,
+        train_sampling_strategy="sequential",  # the dataset is in its order already
+        remove_unused_columns=False,  # the collate function takes whole batches
+        dataloader_drop_last=True,
+        accelerator_config={"split_batches": False, "even_batches": False},
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    trainer = Trainer(
+        LlamaForCausalLM(config).double(),
+        arguments,
+        train_dataset=MapDataset(tiny_gpt.make_dataset(options)),
+        data_collator=causal_lm_batch,
+        callbacks=[Losses(options)],
+    )
+    last = arguments.output_dir if (options.folder / "checkpoints").exists() else None
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(last) if last else None)
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

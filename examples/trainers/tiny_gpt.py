@@ -1,0 +1,133 @@
+"""What the examples share: a little data, a tiny GPT, and sums that do not depend on the ranks.
+
+Adding floats in another order changes the last bits. A run that resumes on another number of ranks
+keeps its losses to the last bit only if every sum is taken in one order. So `train_step` computes
+loss and gradient for each sample alone, gathers them from all ranks in the order of the samples,
+and then adds them up on every rank. A real run would not pay for that; it shows that the data is
+the same.
+"""
+
+import argparse
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import distributed, nn
+
+import millrace
+
+VOCABULARY, SEQUENCE_LENGTH, WIDTH = 50, 16, 16
+GLOBAL_BATCH = 8
+
+
+def arguments(description: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("folder", type=Path, help="data, checkpoints and losses go here")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--save-every", type=int, default=2)
+    parser.add_argument("--kill-at", type=int, help="SIGKILL this process after that step")
+    options = parser.parse_args()
+    options.rank, options.ranks = (
+        int(os.environ.get("RANK", 0)),
+        int(os.environ.get("WORLD_SIZE", 1)),
+    )
+    options.folder.mkdir(parents=True, exist_ok=True)
+    return options
+
+
+def make_dataset(options: argparse.Namespace) -> millrace.GPTDataset:
+    """Samples of random documents; rank 0 writes the token file, and the others wait for it."""
+    prefix, index = options.folder / "text", options.folder / "text.idx"
+    if options.rank == 0 and not index.exists():
+        random = np.random.default_rng(7)
+        with millrace.IndexedDatasetBuilder(prefix, np.uint16) as builder:
+            for length in random.integers(5, 90, 60):
+                builder.add_document(random.integers(0, VOCABULARY, length))
+    while not index.exists():
+        time.sleep(0.05)
+    return millrace.GPTDataset(
+        millrace.IndexedDataset(prefix), sequence_length=SEQUENCE_LENGTH, seed=3, num_samples=400
+    )
+
+
+def make_model() -> tuple["TinyGPT", torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    torch.set_num_threads(1)
+    model = TinyGPT()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+class TinyGPT(nn.Module):
+    """One transformer block, in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.positions = nn.Embedding(SEQUENCE_LENGTH, WIDTH)
+        self.query_key_value = nn.Linear(WIDTH, 3 * WIDTH)
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.double()
+
+    def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) + self.positions(position_ids)
+        query, key, value = self.query_key_value(x).chunk(3, dim=-1)
+        scores = query @ key.transpose(-1, -2) / WIDTH**0.5
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        x = x + scores.masked_fill(future, float("-inf")).softmax(-1) @ value
+        return self.head(x + self.mlp(x))
+
+
+def sample_losses(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The mean loss of each sample: [batch]."""
+    logits = model(batch["tokens"], batch["position_ids"])
+    losses = nn.functional.cross_entropy(logits.transpose(1, 2), batch["labels"], reduction="none")
+    return (losses * batch["loss_mask"]).sum(1) / batch["loss_mask"].sum(1)
+
+
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]
+) -> float:
+    """One step on the global batch, of which this rank has `batch`; the global batch's loss."""
+    parameters = list(model.parameters())
+    rows = []
+    for row in range(len(batch["tokens"])):
+        sample = {name: tensor[row : row + 1] for name, tensor in batch.items()}
+        loss = sample_losses(model, sample).sum()
+        gradients = torch.autograd.grad(loss, parameters)
+        rows.append(torch.cat([loss.detach()[None], *(g.flatten() for g in gradients)]))
+    mean = in_sample_order(torch.stack(rows)).sum(0) / GLOBAL_BATCH
+    gradients = mean[1:].split([parameter.numel() for parameter in parameters])
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient.view_as(parameter)
+    optimizer.step()
+    return mean[0].item()
+
+
+def in_sample_order(rows: torch.Tensor) -> torch.Tensor:
+    """The rows of all ranks: rank r has the r-th part of each global batch."""
+    if not distributed.is_initialized():
+        return rows
+    parts = [torch.empty_like(rows) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(parts, rows)
+    return torch.cat(parts)
+
+
+def log(options: argparse.Namespace, step: int, loss: float) -> None:
+    """Adds a line to the losses, exact to the last bit; kills this process where it is asked to."""
+    if options.rank == 0:
+        with open(options.folder / "losses.txt", "a") as file:
+            file.write(f"{step} {float(loss).hex()}\n")
+    if step == options.kill_at:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def save_atomically(state: object, path: Path) -> None:
+    """A checkpoint that a kill cannot leave half written."""
+    torch.save(state, path.with_suffix(".new"))
+    os.replace(path.with_suffix(".new"), path)

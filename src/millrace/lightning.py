@@ -1,0 +1,138 @@
+"""PyTorch Lightning: a data module that resumes at the exact next sample. It imports lightning."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+try:
+    from lightning.pytorch import LightningDataModule
+except ImportError:  # the same classes under their older name
+    from pytorch_lightning import LightningDataModule
+
+from millrace.errors import ConfigError
+from millrace.feed import Loader
+
+
+class DataModule(LightningDataModule):  # type: ignore[misc]
+    """The loaders of a run for `Trainer.fit(model, datamodule=...)`.
+
+    The position travels in Lightning's checkpoint, as the state of the training dataloader
+    ("loops", "fit_loop", "combined_loader"); `Trainer.fit(..., ckpt_path=...)` restores it, also
+    with another number of ranks. It is the position after the last batch that was trained on: a
+    batch that was fetched but not finished, as in a checkpoint that is saved on an exception, comes
+    again. Each loader takes its data-parallel rank when it is made, so it is made by a function,
+    after Lightning has started its processes.
+
+    Args:
+        train: Function of the data-parallel rank and the number of ranks that makes the loader of
+            the training samples, with `transform=millrace.torch.to_tensors`.
+        validation: The same for the validation samples. They start anew at each validation. None:
+            no validation.
+
+    Attributes:
+        train_loader: The training loader, once `train_dataloader` was called.
+    """
+
+    def __init__(
+        self,
+        train: Callable[[int, int], Loader],
+        *,
+        validation: Callable[[int, int], Loader] | None = None,
+    ) -> None:
+        super().__init__()
+        self._train = train
+        self._validation = validation
+        if validation is not None:  # Lightning warns where the method is there without need
+            self.val_dataloader = self._val_dataloader
+        self.train_loader: Loader | None = None
+
+    def train_dataloader(self) -> TrainerBatches:
+        """The training batches, which Lightning saves with its checkpoints."""
+        if self.train_loader is None:
+            self.train_loader = self._train(*self._rank_and_size())
+        return TrainerBatches(self.train_loader, self._finished_batches)
+
+    def _val_dataloader(self) -> _Restarting:
+        return _Restarting(self._validation(*self._rank_and_size()))  # type: ignore[misc]
+
+    def _rank_and_size(self) -> tuple[int, int]:
+        if self.trainer is None:
+            raise ConfigError("the data module has no trainer: pass it to Trainer.fit")
+        ranks = self.trainer.distributed_sampler_kwargs or {}  # of the data-parallel ranks alone
+        return ranks.get("rank", 0), ranks.get("num_replicas", 1)
+
+    def _finished_batches(self) -> int:
+        progress = self.trainer.fit_loop.epoch_loop.batch_progress.total
+        return int(progress.processed)
+
+
+class TrainerBatches:
+    """The batches of a loader, with the state after the last batch that the trainer has finished.
+
+    Args:
+        loader: The loader.
+        finished_batches: Function that returns how many batches the trainer has finished. Only the
+            change of this number matters.
+    """
+
+    def __init__(self, loader: Loader, finished_batches: Callable[[], int]) -> None:
+        self.loader = loader
+        self._finished_batches = finished_batches
+        self._forget()
+
+    def _forget(self) -> None:
+        # Where the unfinished batches started; and how many were finished before the first of them.
+        self._starts: deque[int] = deque()
+        self._finished: int | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        self._drop_finished()
+        start = self.loader.consumed_samples
+        batch = next(self.loader)
+        self._starts.append(start)
+        return batch
+
+    def __len__(self) -> int:
+        """The number of steps from sample 0, as Lightning counts them.
+
+        Without it, Lightning reads one batch ahead.
+        """
+        return len(self.loader)
+
+    def _drop_finished(self) -> None:
+        finished = self._finished_batches()
+        if self._finished is not None:
+            for _ in range(min(finished - self._finished, len(self._starts))):
+                self._starts.popleft()
+        self._finished = finished
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's state at the first batch that is not finished."""
+        self._drop_finished()
+        state = self.loader.state_dict()
+        return {**state, "consumed_samples": self._starts[0]} if self._starts else state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from a saved state; see `Loader.load_state_dict`."""
+        self.loader.load_state_dict(state)
+        self._forget()
+
+
+class _Restarting:
+    """A loader that starts at its first position again at each iteration."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+        self._state = loader.state_dict()
+
+    def __iter__(self) -> Iterator[Any]:
+        self._loader.load_state_dict(self._state)
+        return iter(self._loader)
+
+    def __len__(self) -> int:
+        return len(self._loader)

@@ -1,0 +1,65 @@
+"""Each trainer: killed with SIGKILL, resumed on other ranks, and its losses stay bit for bit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples" / "trainers"
+STEPS = 6
+
+
+def launch(script: str, modules: str, runs: list[dict[str, Any]]) -> None:
+    command = [sys.executable, str(Path(__file__).parent / "launch.py"), str(EXAMPLES / script)]
+    result = subprocess.run(
+        [*command, modules, json.dumps(runs)], capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-8000:]
+
+
+def run(folder: Path, ranks: int, *arguments: str, is_killed: bool = False) -> dict[str, Any]:
+    options = [str(folder), "--steps", str(STEPS), *arguments]
+    return {"ranks": ranks, "arguments": options, "is_killed": is_killed}
+
+
+def losses(folder: Path) -> dict[int, str]:
+    """The loss of each step; a step that was done twice must have had the same loss."""
+    by_step: dict[int, str] = {}
+    for line in (folder / "losses.txt").read_text().splitlines():
+        step, loss = line.split()
+        assert by_step.setdefault(int(step), loss) == loss, f"step {step} differs"
+    return by_step
+
+
+# By script: what to import beforehand, and the ranks of the whole run, of the killed one and of
+# the ones that resume it.
+CASES = {
+    "torch_dataloader.py": ("torch,millrace.torch", (1, 2, 4)),
+    "torch_checkpoint.py": ("torch,torch.distributed.checkpoint,millrace.torch", (1, 4, 2)),
+    "lightning_trainer.py": ("lightning.pytorch,millrace.lightning,millrace.torch", (1, 2, 1)),
+    "huggingface_trainer.py": ("transformers.trainer,millrace.torch", (1, 2, 1)),
+    "accelerate_loop.py": ("accelerate,millrace.torch", (1, 2, 4)),
+}
+
+
+@pytest.mark.parametrize("script", CASES)
+def test_a_killed_run_resumes_on_other_ranks_bit_for_bit(script: str, tmp_path: Path) -> None:
+    modules, (whole, killed, resumed) = CASES[script]
+    launch(
+        script,
+        modules,
+        [
+            run(tmp_path / "whole", whole),
+            run(tmp_path / "killed", killed, "--kill-at", "3", is_killed=True),
+            run(tmp_path / "killed", resumed),
+        ],
+    )
+    expected = losses(tmp_path / "whole")
+    assert sorted(expected) == list(range(1, STEPS + 1))
+    assert losses(tmp_path / "killed") == expected
