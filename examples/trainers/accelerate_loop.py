@@ -16,16 +16,6 @@ import millrace
 from millrace.torch import to_device
 
 
-class Progress:
-    step = 0
-
-    def state_dict(self):
-        return {"step": self.step}
-
-    def load_state_dict(self, state):
-        self.step = state["step"]
-
-
 def main() -> None:
     options = tiny_gpt.arguments("train with Accelerate")
     accelerator = Accelerator(cpu=True)
@@ -37,7 +27,7 @@ def main() -> None:
         prepare=to_device(accelerator.device),
     )
     model, optimizer = accelerator.prepare(*tiny_gpt.make_model())
-    progress = Progress()
+    progress = tiny_gpt.Progress()
     accelerator.register_for_checkpointing(loader, progress)
     checkpoint = options.folder / "checkpoint"
     if checkpoint.exists():

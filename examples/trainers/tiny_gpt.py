@@ -131,3 +131,38 @@ def save_atomically(state: object, path: Path) -> None:
     """A checkpoint that a kill cannot leave half written."""
     torch.save(state, path.with_suffix(".new"))
     os.replace(path.with_suffix(".new"), path)
+
+
+class Progress:
+    """The number of steps done, as a state that torch.distributed.checkpoint saves."""
+
+    step = 0
+
+    def state_dict(self):
+        return {"step": torch.tensor(self.step)}
+
+    def load_state_dict(self, state):
+        self.step = int(state["step"])
+
+
+class Moments:
+    """An optimizer whose state exists before the first step, as the checkpoint's reader needs."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        for parameter in optimizer.param_groups[0]["params"]:
+            optimizer.state[parameter] = {
+                "step": torch.tensor(0.0),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+    def state_dict(self):
+        return {
+            str(number): state for number, state in self.optimizer.state_dict()["state"].items()
+        }
+
+    def load_state_dict(self, state):
+        groups = self.optimizer.state_dict()["param_groups"]
+        numbered = {int(number): entry for number, entry in state.items()}
+        self.optimizer.load_state_dict({"state": numbered, "param_groups": groups})
