@@ -3,6 +3,7 @@
 torchrun --nproc-per-node 2 examples/trainers/torch_checkpoint.py FOLDER
 """
 
+import tiny_data
 import tiny_gpt
 from torch import distributed
 from torch.distributed import checkpoint
@@ -12,13 +13,13 @@ from millrace.torch import CheckpointState, to_tensors
 
 
 def main() -> None:
-    options = tiny_gpt.arguments("train with a loader saved by torch.distributed.checkpoint")
+    options = tiny_data.arguments("train with a loader saved by torch.distributed.checkpoint")
     if options.ranks > 1:
         distributed.init_process_group("gloo")
     model, optimizer = tiny_gpt.make_model()
     loader = millrace.Loader(
-        tiny_gpt.make_dataset(options),
-        micro_batch_size=tiny_gpt.GLOBAL_BATCH // options.ranks,
+        tiny_data.make_dataset(options),
+        micro_batch_size=tiny_data.GLOBAL_BATCH // options.ranks,
         data_parallel_rank=options.rank,
         data_parallel_size=options.ranks,
         transform=to_tensors,
@@ -34,7 +35,7 @@ def main() -> None:
         progress.step += 1
         if progress.step % options.save_every == 0:
             checkpoint.save(states, checkpoint_id=options.folder / f"step-{progress.step}")
-        tiny_gpt.log(options, progress.step, loss)
+        tiny_data.log(options, progress.step, loss)
         if progress.step == options.steps:
             break
     if options.ranks > 1:

@@ -9,6 +9,7 @@ place of its own loader. Its trainer needs a GPU, so the loop here is a plain on
 import logging
 from dataclasses import dataclass
 
+import tiny_data
 import tiny_gpt
 import torch
 from torch import distributed
@@ -60,16 +61,16 @@ class MillraceDataLoader(BaseDataLoader):
 
 
 def main() -> None:
-    options = tiny_gpt.arguments("train with torchtitan's loader interface and checkpointer")
+    options = tiny_data.arguments("train with torchtitan's loader interface and checkpointer")
     logging.getLogger("torchtitan").setLevel(logging.WARNING)
     distributed.init_process_group("gloo")
-    tiny_gpt.make_dataset(options)
+    tiny_data.make_dataset(options)
     loader = MillraceDataLoader.Config(dataset_path=str(options.folder / "text")).build(
         dp_world_size=options.ranks,
         dp_rank=options.rank,
         tokenizer=None,
-        seq_len=tiny_gpt.SEQUENCE_LENGTH,
-        local_batch_size=tiny_gpt.GLOBAL_BATCH // options.ranks,
+        seq_len=tiny_data.SEQUENCE_LENGTH,
+        local_batch_size=tiny_data.GLOBAL_BATCH // options.ranks,
     )
     model, optimizer = tiny_gpt.make_model()
     progress = tiny_gpt.Progress()
@@ -89,7 +90,7 @@ def main() -> None:
         loss = tiny_gpt.train_step(model, optimizer, batch)
         progress.step += 1
         checkpointer.save(progress.step)
-        tiny_gpt.log(options, progress.step, loss)
+        tiny_data.log(options, progress.step, loss)
         if progress.step == options.steps:
             break
     checkpointer.close()
