@@ -92,7 +92,17 @@ class Row:
 
 @dataclass
 class Report:
-    """The rows of one benchmark, with notes on the method and the machine."""
+    """The rows of one benchmark, with notes on the method and the machine.
+
+    Attributes:
+        title: Title.
+        notes: Sentences about the method.
+        runs: Number of runs of each side.
+        rows: The comparisons.
+        machine: Conditions of the measurement.
+        date: Time of the measurement.
+        peer: Name of the column of the other side.
+    """
 
     title: str
     notes: list[str]
@@ -100,6 +110,7 @@ class Report:
     rows: list[Row] = field(default_factory=list)
     machine: dict[str, str] = field(default_factory=lambda: machine())
     date: str = field(default_factory=lambda: _now())
+    peer: str = "megatron-core"
 
     @classmethod
     def load(cls, path: Path) -> Report:
@@ -135,7 +146,7 @@ def finish(report: Report, options: argparse.Namespace) -> None:
     if options.quick:
         report.rows = [dataclasses.replace(row, bar=None) for row in report.rows]
     print(f"\n{report.title}, {report.runs} runs of each side in alternation")
-    print(table(report.rows))
+    print(table(report.rows, report.peer))
     if report.machine["compiled core"] != _core_digest():
         raise RuntimeError("millrace was rebuilt during the measurement; run it again")
     if options.json:
@@ -152,9 +163,14 @@ def alternate(runs: int, sides: dict[str, Callable[[], T]]) -> dict[str, list[T]
     return results
 
 
-def table(rows: Sequence[Row], *, markdown: bool = False) -> str:
+def best_of(results: dict[str, list[float]]) -> tuple[str, list[float]]:
+    """The name and the runs of the side with the highest median."""
+    return max(results.items(), key=lambda item: statistics.median(item[1]))
+
+
+def table(rows: Sequence[Row], peer: str, *, markdown: bool = False) -> str:
     """The rows as a table: both medians (minimum to maximum), the ratio, the bar."""
-    header = ["what", "unit", "millrace", "megatron-core", "ratio", "bar", "verdict"]
+    header = ["what", "unit", "millrace", peer, "ratio", "bar", "verdict"]
     cells = [_cells(row) for row in rows]
     widths = [max(len(line[i]) for line in [header, *cells]) for i in range(len(header))]
     rule = ["-" * width for width in widths]
@@ -168,7 +184,7 @@ def table(rows: Sequence[Row], *, markdown: bool = False) -> str:
 
 
 def _cells(row: Row) -> list[str]:
-    bar = "-" if row.bar is None else f"{row.bar:g}x"
+    bar = "-" if row.bar is None else f"{row.bar:.3g}x"
     measured = [_spread(row.ours), _spread(row.peer), f"{row.ratio:.2f}x"]
     return [row.name, row.unit, *measured, bar, row.verdict]
 

@@ -22,10 +22,10 @@ PAGE = HERE / "RESULTS.md"
 
 INTRODUCTION = """# Benchmarks
 
-Written by `benchmarks/run.py`; do not edit. Each section compares millrace with megatron-core in
-one run, on the machine and at the time given there. Cells show the median of the runs and, in
-parentheses, the minimum and the maximum. The ratio is computed from the medians: how many times
-better millrace is; below 1 the peer is better. The bar is the target of the ratio.
+Written by `benchmarks/run.py`; do not edit. Each section compares millrace with megatron-core or
+other peers in one run, on the machine and at the time given there. Cells show the median of the
+runs and, in parentheses, the minimum and the maximum. The ratio is computed from the medians: how
+many times better millrace is; below 1 the peer is better. The bar is the target of the ratio.
 """
 
 
@@ -83,7 +83,7 @@ def section(report: Report) -> str:
     return (
         f"## {report.title}\n\n"
         f"{report.date}, {report.runs} runs of each side, in alternation. {machine}.\n\n"
-        f"{table(report.rows, markdown=True)}\n\n{notes}\n"
+        f"{table(report.rows, report.peer, markdown=True)}\n\n{notes}\n"
     )
 
 

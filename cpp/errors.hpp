@@ -23,6 +23,12 @@ template <class Error = std::invalid_argument, class... Parts>
   throw Error((text(parts) + ...));
 }
 
+// Data that the caller must change, or read in another way: DataError in Python.
+class BadData : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
 // The value, which must be in [0, limit).
 inline std::int64_t checked(std::int64_t value, std::int64_t limit, const char* name) {
   if (value < 0 || value >= limit) [[unlikely]] {

@@ -24,6 +24,27 @@ void append_runs(const TokenSource& source, std::span<const Span> spans, std::si
   }
 }
 
+// Prefetches the pages of a group of samples, if they are on a disk.
+void prefetch_cold(std::span<const SampleSource> sources, std::span<const Run> runs) noexcept {
+  const DiskWatch watch;
+  const bool were_cold = std::ranges::any_of(sources, [](const SampleSource& source) {
+    return source.tokens->recent_reads().are_cold();
+  });
+  if (!were_cold && runs.size() > 1 && runs[0].count > 0) {
+    touch(runs[0].bytes);
+  }
+  bool has_read = !were_cold && watch.has_read();
+  if (were_cold || has_read) {
+    for (const Run& run : runs) {
+      prefetch_pages(run.bytes, run.count);
+    }
+    has_read = watch.has_read();
+    for (const SampleSource& source : sources) {
+      source.tokens->recent_reads().note(has_read);
+    }
+  }
+}
+
 }  // namespace
 
 void locate_texts(std::span<const SampleSource> sources, Column<std::int64_t> sample_numbers,
@@ -51,12 +72,7 @@ void locate_texts(std::span<const SampleSource> sources, Column<std::int64_t> sa
       append_runs(*sources[i].tokens,
                   std::span(spans).subspan(bounds[i], bounds[i + 1] - bounds[i]), first_run, runs);
     }
-    const std::span<const Run> group = std::span<const Run>(runs).subspan(first_run);
-    if (group.size() > 1 && group[0].count > 0 && is_cold(group[0].bytes)) {
-      for (const Run& run : group) {
-        prefetch_pages(run.bytes, run.count);
-      }
-    }
+    prefetch_cold(sources.subspan(start, stop - start), std::span(runs).subspan(first_run));
   }
 }
 
@@ -70,6 +86,21 @@ std::string describe(const LocatedTexts& located, const BadToken& bad) {
   return "token id " + text(bad.id) + " is outside [" + text(bad.least) + ", " + text(bad.limit) +
          "): it is token " + text(span.offset + place) + " of sequence " + text(span.sequence) +
          " and token " + text(bad.place) + " of the sample";
+}
+
+void find_documents(Column<std::int64_t> document_indices, Column<std::int64_t> sequences,
+                    std::span<std::int64_t> documents) {
+  for (std::size_t i = 0; i < sequences.size(); ++i) {
+    // The number of entries that are not above the sequence, by halves.
+    std::size_t first = 0;
+    for (std::size_t count = document_indices.size(); count > 0;) {
+      const std::size_t half = count / 2;
+      const bool is_above = document_indices[first + half] > sequences[i];
+      first += is_above ? 0 : half + 1;
+      count = is_above ? half : count - half - 1;
+    }
+    documents[i] = static_cast<std::int64_t>(first) - 1;
+  }
 }
 
 }  // namespace millrace

@@ -33,4 +33,9 @@ void locate_texts(std::span<const SampleSource> sources, Column<std::int64_t> sa
 // A bad token for a message, with its sequence.
 std::string describe(const LocatedTexts& located, const BadToken& bad);
 
+// Finds the documents of sequences: document j has the sequences document_indices[j] up to
+// document_indices[j + 1]. A sequence of none is in document -1, or in the last one.
+void find_documents(Column<std::int64_t> document_indices, Column<std::int64_t> sequences,
+                    std::span<std::int64_t> documents);
+
 }  // namespace millrace

@@ -7,6 +7,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "errors.hpp"
+
 namespace millrace {
 
 // Maps the first `size` bytes of an open file, read-only; the descriptor is not kept. Throws
@@ -31,10 +33,10 @@ class MappedRead {
 };
 
 // A page of a mapped file that can no longer be read.
-class LostPage : public std::runtime_error {
+class LostPage : public BadData {
  public:
   LostPage()
-      : std::runtime_error(
+      : BadData(
             "a mapped file has become shorter, or its storage fails: a page of it cannot be read. "
             "Restore the file; files that are mapped are replaced by renames, never cut short") {}
 };

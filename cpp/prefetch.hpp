@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 
@@ -56,12 +57,39 @@ class DiskWatch {
   long before_ = blocks();
 };
 
+// Reads a byte of mapped memory, from the disk if it is not in memory.
+inline void touch(const std::uint8_t* start) noexcept {
+  (void)*static_cast<const volatile std::uint8_t*>(start);
+}
+
 // Touches mapped memory; true if that had to wait for a disk.
 inline bool is_cold(const std::uint8_t* start) noexcept {
   const DiskWatch watch;
-  (void)*static_cast<const volatile std::uint8_t*>(start);
+  touch(start);
   return watch.has_read();
 }
+
+// Whether mapped memory was in memory of late. A touch of a page on a disk brings in all around it
+// too: as much as the disk's read-ahead, which is 8 MiB on some machines, and a thousand times what a
+// sequence needs. So once reads have gone to the disk, pages are prefetched without such a touch,
+// until a number of groups of reads in a row have found everything in memory.
+class RecentReads {
+ public:
+  bool are_cold() const noexcept { return num_cold_.load(std::memory_order_relaxed) > 0; }
+
+  void note(bool has_read_disk) const noexcept {
+    if (has_read_disk) {
+      num_cold_.store(patience, std::memory_order_relaxed);
+    } else if (are_cold()) {
+      num_cold_.fetch_sub(1, std::memory_order_relaxed);
+    }
+  }
+
+ private:
+  static constexpr int patience = 64;  // groups
+
+  mutable std::atomic<int> num_cold_ = 0;
+};
 
 // Prefetches the pages of mapped memory.
 inline void prefetch_pages(const std::uint8_t* start, std::int64_t count) noexcept {

@@ -6,6 +6,7 @@
 #include <variant>
 
 #include "column.hpp"
+#include "prefetch.hpp"
 #include "ragged.hpp"
 
 namespace millrace {
@@ -32,6 +33,7 @@ class TokenSource {
 
   const Tokens& tokens() const noexcept { return tokens_; }
   bool is_mapped() const noexcept { return is_mapped_; }
+  const RecentReads& recent_reads() const noexcept { return recent_reads_; }
 
   // The piece of the token file that a span is. Throws std::invalid_argument for a span outside its
   // sequence or the token file.
@@ -47,6 +49,7 @@ class TokenSource {
   bool is_mapped_;
   Column<std::int64_t> sequence_pointers_;
   Column<std::int32_t> sequence_lengths_;
+  RecentReads recent_reads_;
 };
 
 // The pieces of spans, which are three columns.

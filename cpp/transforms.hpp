@@ -29,7 +29,7 @@ struct FillInMiddle {
 inline constexpr std::int64_t min_fim_tokens = 3;
 
 // Writes each text with some of its documents permuted; flags move with their tokens, and are 1 for
-// the tokens that are inserted. The rule is that of `millrace.feed.transforms.FillInMiddle`.
+// the tokens that are inserted. The rule is that of `millrace.FillInMiddle`.
 void fill_in_middle(std::span<const std::int64_t> tokens, Flags flags, TextEnds ends,
                     std::span<const std::int64_t> sample_numbers, const FillInMiddle& options,
                     std::span<std::int64_t> tokens_out, std::span<std::uint8_t> flags_out);

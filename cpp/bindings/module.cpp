@@ -23,7 +23,7 @@ NB_MODULE(_core, module) {
     } catch (const std::system_error& error) {
       errno = error.code().value();
       PyErr_SetFromErrno(PyExc_OSError);
-    } catch (const LostPage& error) {
+    } catch (const BadData& error) {
       PyErr_SetString(nb::module_::import_("millrace.errors").attr("DataError").ptr(),
                       error.what());
     }

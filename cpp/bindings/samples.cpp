@@ -278,7 +278,7 @@ nb::tuple py_gather_samples(const nb::tuple& token_sources, const nb::tuple& ord
       bad = survey_texts(located.texts, plain, form, needs);
     });
     if (bad) {
-      fail(describe(located, *bad));
+      fail<BadData>(describe(located, *bad));
     }
   }
   auto [tokens, labels, loss_mask, position_ids] =
@@ -314,7 +314,7 @@ nb::tuple py_fill_rows(const AnyArray& tokens, const In<std::int64_t>& ends, nb:
     std::optional<BadToken> bad;
     read_mapped([&] { bad = survey_texts(texts, plain, form, needs); });
     if (bad) {
-      fail("token id ", bad->id, " is outside [", bad->least, ", ", bad->limit, "): it is token ",
+      fail<BadData>("token id ", bad->id, " is outside [", bad->least, ", ", bad->limit, "): it is token ",
            bad->place, " of row ", bad->sample);
     }
   }
@@ -344,6 +344,13 @@ std::tuple<Numbers, Numbers> py_gather_texts(const nb::tuple& token_sources,
   return {tokens, to_numpy(std::move(ends))};
 }
 
+Numbers py_find_documents(const In<std::int64_t>& document_indices,
+                          const In<std::int64_t>& sequences) {
+  return make_array<std::int64_t>(sequences.shape(0), [&](auto out) {
+    read_mapped([&] { find_documents(column_of(document_indices), column_of(sequences), out); });
+  });
+}
+
 }  // namespace
 
 // Sources and orders read the caller's own arrays (hence no conversion), and keep them alive.
@@ -370,6 +377,7 @@ void add_samples(nb::module_& module) {
              "source_numbers"_a, "sample_numbers"_a, "options"_a, "form"_a.none());
   module.def("gather_texts", &py_gather_texts, "token_sources"_a, "orders"_a, "source_numbers"_a,
              "sample_numbers"_a);
+  module.def("find_documents", &py_find_documents, "document_indices"_a, "sequences"_a);
   module.def("fill_rows", &py_fill_rows, "tokens"_a, "ends"_a, "options"_a, "form"_a.none());
 }
 

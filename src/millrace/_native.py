@@ -413,7 +413,8 @@ def gather_samples(
 
     Raises:
         ValueError: No such sample, one that does not fit its row, indices that point outside
-            their arrays or the token file, or a token id that does not fit the vocabulary or int32.
+            their arrays or the token file.
+        DataError: A token id that does not fit the vocabulary or int32.
     """
     _check_vector("source_numbers", source_numbers, _INT64)
     _check_vector("sample_numbers", sample_numbers, _INT64)
@@ -458,12 +459,28 @@ def fill_rows(
             `parts` has no meaning here.
 
     Raises:
-        ValueError: A sample that is longer than its row or ends outside the tokens, or a token id
-            that does not fit the vocabulary or int32.
+        ValueError: A sample that is longer than its row or ends outside the tokens.
+        DataError: A token id that does not fit the vocabulary or int32.
     """
     _check_vector("ends", ends, _INT64)
     _check_rows(options.sequence_length, ends.size)
     return _core.fill_rows(tokens, ends, options, form)
+
+
+def find_documents(document_indices: Numbers, sequences: Numbers) -> Numbers:
+    """The documents that sequences belong to, by `np.searchsorted`.
+
+    Args:
+        document_indices: int64 [documents + 1], ascending: document j has the sequences
+            document_indices[j] up to document_indices[j + 1].
+        sequences: int64 [n].
+
+    Returns:
+        int64 [n].
+    """
+    _check_vector("document_indices", document_indices, _INT64)
+    _check_vector("sequences", sequences, _INT64)
+    return _core.find_documents(document_indices, sequences)
 
 
 def copy_pieces(

@@ -21,6 +21,7 @@ from millrace.errors import ConfigError, DataError, MillraceError
 
 if TYPE_CHECKING:
     from millrace.jobs import CacheEntry
+    from millrace.run import DatasetConfig
 
     Verbs = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -125,6 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_file_verbs(verbs)
     _add_index(verbs)
     _add_cache(verbs)
+    _add_bench(verbs)
     text = """Runs the whole pipeline on the text of Python's standard library. Makes a corpus of
         source files and docstrings, trains a small tokenizer, tokenises both domains, blends them,
         draws batches for 2 ranks, stops, resumes with 4, and checks that no sample was lost or
@@ -243,6 +245,41 @@ def _add_index(verbs: Verbs) -> None:
     add("--data-cache-path", "--cache", metavar="DIR", help="output folder: millrace's cache")
 
 
+def _add_bench(verbs: Verbs) -> None:
+    text = """Measures how fast this machine feeds a run. Draws batches of the training data, cold
+        and warm, and says how long training steps would wait, what bounds the rate, and how many
+        accelerators it could feed."""
+    parser = _add_verb(verbs, _bench, text, "--json")
+    add = parser.add_argument
+    text = "arguments of a run, as for `millrace index` (.yaml, .toml), or a path prefix"
+    add("source", metavar="RUN", help=text)
+    add("--sequence-length", type=_positive, metavar="N", help="tokens in a sample, for a prefix")
+    add("--seed", type=int, metavar="N", help="seed of the order (default: 1234), for a prefix")
+
+    add = parser.add_argument_group("loader").add_argument
+    add("--micro-batch-size", type=_positive, default=1, metavar="N", help="samples in a batch (1)")
+    add("--ranks", type=_positive, default=1, metavar="N", help="ranks to feed, each a process (1)")
+    add("--threads", type=_positive, default=1, metavar="N", help="threads of each rank (1)")
+    text = "ready batches of each rank (default: by their size); 0: each is made on demand"
+    add("--prefetch", type=_count, metavar="N", help=text)
+    text = "arrays of a batch: tokens labels loss_mask position_ids (default: these four), ..."
+    add("--fields", nargs="+", metavar="NAME", help=text)
+    text = "dtype of tokens and labels (int64); file: as in the token files"
+    add("--token-dtype", choices=("int64", "int32", "file"), default="int64", help=text)
+
+    add = parser.add_argument_group("measurement").add_argument
+    add("--seconds", type=float, default=5.0, metavar="S", help="of each measurement (5)")
+    text = "simulated training step (0.01)"
+    add("--step-time", type=float, default=0.01, metavar="S", help=text)
+    text = "leave the page cache as it is, and make no cold measurement"
+    add("--keep-cache", dest="drop_cache", action="store_false", help=text)
+    add("--replay", action="store_true", help="also measure a perfect loader, with one ready batch")
+    text = """tokens that one accelerator trains on in a second (10000: about an H100 with a model
+        of 8 billion parameters)"""
+    add("--accelerator-tokens-per-second", type=float, default=10_000, metavar="N", help=text)
+    add("--svg", metavar="FILE", help="write a picture of the waits")
+
+
 def _add_cache(verbs: Verbs) -> None:
     text = "Lists what millrace keeps in a cache folder, and removes what no run can use."
     summary = "Lists, checks and prunes cached indices"
@@ -348,6 +385,58 @@ def _index(
         print(f"arguments that do not concern the data were left out: {', '.join(unknown)}")
 
 
+def _bench(
+    source: str,
+    sequence_length: int | None,
+    seed: int | None,
+    svg: str | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    from millrace.files import atomic_file
+    from millrace.jobs import bench
+    from millrace.jobs.benchmark_report import format_result, waits_picture
+
+    if svg is not None and not os.path.isdir(os.path.dirname(svg) or "."):
+        raise ConfigError(f"the folder of {svg} does not exist: make it first")
+    result = bench(_run_of(source, sequence_length, seed), **options)
+    if svg is not None:
+        with atomic_file(svg) as file:
+            file.write(waits_picture(result).encode())
+    if as_json:
+        _print_json(result)
+    else:
+        print(format_result(result))
+
+
+def _run_of(source: str, sequence_length: int | None, seed: int | None) -> DatasetConfig:
+    """The configuration in a file, or one that takes all samples of a token file once."""
+    from millrace.run import DatasetConfig, arguments
+
+    if source.endswith((".yaml", ".yml", ".toml")):
+        if (sequence_length, seed) != (None, None):
+            raise ConfigError(
+                f"{source} gives the sequence length and the seed: leave out --sequence-length and "
+                "--seed"
+            )
+        values = arguments.read_arguments(source)
+        values.pop("tokenizer_identifiers", None)
+        arguments.unknown_arguments(values)
+        return arguments.config_from(values)
+    if sequence_length is None:
+        raise ConfigError(
+            f"{source} is taken as the path prefix of a token file, as it does not end with .yaml, "
+            ".yml or .toml: give --sequence-length too"
+        )
+    return DatasetConfig(
+        sequence_length=sequence_length,
+        seed=arguments.DEFAULT_SEED if seed is None else seed,
+        num_samples=(None, 0, 0),
+        blend=([source], None),
+        split="1,0,0",
+    )
+
+
 def _list(folder: str, as_json: bool) -> None:
     from millrace.jobs import list_cache
 
@@ -423,4 +512,10 @@ def _size(text: str) -> int:
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
     return int(text)

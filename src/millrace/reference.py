@@ -391,6 +391,11 @@ def _entry(values: Any, number: int) -> Any:
     return values[number]
 
 
+def find_documents(document_indices: Numbers, sequences: Numbers) -> Numbers:
+    """See `_native.find_documents`."""
+    return np.searchsorted(document_indices, sequences, side="right").astype(np.int64) - 1
+
+
 def copy_pieces(
     data: NDArray[np.uint8], byte_offsets: Numbers, byte_counts: Numbers
 ) -> NDArray[np.uint8]:

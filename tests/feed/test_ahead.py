@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace import (
+    BlendedDataset,
     ConfigError,
     DataError,
     ExternalBatches,
@@ -26,7 +28,9 @@ from millrace import (
     IndexedDataset,
     Loader,
     ResumeError,
+    TransformedDataset,
 )
+from millrace.store.bytes import gather_in_turn
 
 Make = Callable[..., IndexedDataset]
 
@@ -281,8 +285,8 @@ def test_the_watchdog_prints_all_stacks(prefetch: int, capfd: pytest.CaptureFixt
         ("threads", 0, "threads is 0"),
         ("threads", True, "threads is True"),
         ("watchdog", float("nan"), "watchdog is nan"),
-        ("fields", ("tokens", "labels"), "labels is asked for; Numbers returns tokens"),
-        ("token_dtype", "int32", "need a dataset of millrace"),
+        ("fields", ("tokens", "labels"), "Numbers returns tokens; it has no labels"),
+        ("token_dtype", "int31", "token_dtype is 'int31'"),
     ],
 )
 def test_wrong_arguments_are_refused(argument: str, value: Any, message: str) -> None:
@@ -291,8 +295,11 @@ def test_wrong_arguments_are_refused(argument: str, value: Any, message: str) ->
 
 
 def test_fields_of_another_dataset_are_picked() -> None:
-    loader = Loader(Numbers(), micro_batch_size=2, fields=("tokens",))
-    assert next(loader)["tokens"].tolist() == [0, 1]
+    options: dict[str, Any] = {"micro_batch_size": 2, "fields": ("tokens",)}
+    batch = next(Loader(Numbers(), token_dtype="int32", **options))
+    assert (batch["tokens"].dtype, batch["tokens"].tolist()) == (np.int32, [0, 1])
+    with pytest.raises(DataError, match="token id 1, which is outside"):
+        next(Loader(Numbers(), vocab_size=1, **options))
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
@@ -417,3 +424,54 @@ def test_wrong_external_batches_are_refused() -> None:
     state = Loader(ExternalBatches([], samples_per_step=2, fingerprint={"file": "a"})).state_dict()
     with pytest.raises(ResumeError, match="file: saved 'a', now None"):
         Loader(endless).load_state_dict(state)
+
+
+# ---- look-ahead ----
+
+
+class RemoteReader:
+    """A reader of a file elsewhere, which notes what it is told."""
+
+    def __init__(self, data: np.ndarray) -> None:
+        self.data, self.size = data, len(data)
+        self.told: set[int] = set()
+        self.untold_reads = 0
+
+    def read(self, byte_offset: int, num_bytes: int) -> np.ndarray:
+        return self.data[byte_offset : byte_offset + num_bytes]
+
+    def gather(self, byte_offsets: np.ndarray, byte_counts: np.ndarray) -> np.ndarray:
+        self.untold_reads += len(set(byte_offsets.tolist()) - self.told)
+        return gather_in_turn(self.read, byte_offsets, byte_counts)
+
+    def prefetch(self, byte_offsets: np.ndarray, byte_counts: np.ndarray) -> None:
+        self.told |= set(byte_offsets.tolist())
+
+
+def test_remote_storage_is_told_what_is_read_next(make_dataset: Make, tmp_path: Path) -> None:
+    make_dataset([100] * 50)
+    reader = RemoteReader(np.fromfile(tmp_path / "data.bin", np.uint8))
+    data = IndexedDataset(tmp_path / "data", bin_reader=reader)
+    dataset = GPTDataset(data, sequence_length=8, seed=3)
+    plain = GPTDataset(IndexedDataset(tmp_path / "data"), sequence_length=8, seed=3)
+    blend = BlendedDataset([dataset, plain], [1, 2], 300)
+    for source in (dataset, blend, TransformedDataset(blend, [])):
+        reader.told, reader.untold_reads = set(), 0
+        loader = Loader(source, micro_batch_size=5)
+        batches = list(loader)
+        assert len(batches) == len(loader)
+        assert reader.untold_reads <= 30  # the first steps
+    expected = plain.batch(np.arange(5))
+    assert np.array_equal(next(Loader(dataset, micro_batch_size=5))["tokens"], expected["tokens"])
+
+
+def test_an_error_of_a_hint_is_not_the_batches_own(make_dataset: Make, tmp_path: Path) -> None:
+    class Unwilling(RemoteReader):
+        def prefetch(self, byte_offsets: np.ndarray, byte_counts: np.ndarray) -> None:
+            raise OSError("busy")
+
+    make_dataset([100] * 50)
+    reader = Unwilling(np.fromfile(tmp_path / "data.bin", np.uint8))
+    data = IndexedDataset(tmp_path / "data", bin_reader=reader)
+    loader = Loader(GPTDataset(data, sequence_length=8, seed=3), micro_batch_size=5)
+    assert len(list(loader)) == len(loader)

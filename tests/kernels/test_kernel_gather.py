@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import ArrayLike
 
-from millrace import _native, reference
+from millrace import ConfigError, DataError, _native, reference
 from millrace.options import SampleOptions
 
 TOKEN_DTYPES = (np.uint8, np.int8, np.int16, np.uint16, np.int32, np.int64)
@@ -165,10 +165,10 @@ def assert_refused(
         for source in arrays
     ]
     for module in (reference, _native):
-        with pytest.raises(ValueError, match=r"outside|do not fit|goes from|above"):
+        with pytest.raises(ValueError, match=r"outside|not fit|goes from|above"):
             gather(module, roomy, source_numbers, sample_numbers, **options)
         if len(roomy) == 1 and not np.any(source_numbers):
-            with pytest.raises(ValueError, match=r"outside|do not fit|goes from|above"):
+            with pytest.raises(ValueError, match=r"outside|not fit|goes from|above"):
                 pieces_of(module, roomy[0], sample_numbers, **options)
 
 
@@ -469,7 +469,7 @@ def test_any_damage_is_refused_or_read_as_the_twin_reads_it(data: st.DataObject)
     try:
         expected = gather(reference, [arrays], np.zeros_like(numbers), numbers)
     except ValueError:
-        with pytest.raises(ValueError, match=r"outside|do not fit"):
+        with pytest.raises(ValueError, match=r"outside|not fit"):
             gather(_native, [arrays], np.zeros_like(numbers), numbers)
     else:
         actual = gather(_native, [arrays], np.zeros_like(numbers), numbers)
@@ -600,6 +600,262 @@ def test_samples_that_are_longer_than_their_rows_are_refused(wrong: dict[str, An
         parts = (token_source(module, arrays),), (gpt_order(module, arrays),)
         with pytest.raises(ValueError, match="not fit"):
             module.gather_samples(*parts, numbers, numbers, options)
+
+
+# ---- forms ----
+
+
+def plain(name: str, options: dict[str, Any], num_rows: int) -> np.ndarray:
+    """The loss mask, or the position ids, that a form with `share_plain` leaves out."""
+    length = options["sequence_length"]
+    if name == "position_ids":
+        return np.tile(np.arange(length), (num_rows, 1))
+    mask = np.ones((num_rows, length), np.float32)
+    mask[:, length - (not options["add_extra_token"]) :] = 0.0
+    return mask
+
+
+def assert_same_rows(actual: Any, expected: Any, form: dict[str, Any], **options: Any) -> None:
+    """Compares rows; what the core leaves out must be plain."""
+    assert len(actual) == len(expected)
+    num_rows = next((len(rows) for rows in expected[:4] if rows is not None), 0)
+    for name, left, right in zip((*NAMES, "", "", ""), actual, expected, strict=False):
+        if name and not form.get(name, True):
+            assert left is right is None
+        elif left is None:
+            assert form["share_plain"]
+            assert name in ("loss_mask", "position_ids")
+            np.testing.assert_array_equal(plain(name, options, num_rows), right, strict=True)
+        else:
+            np.testing.assert_array_equal(left, right, err_msg=name, strict=True)
+    tokens, labels = actual[:2]
+    if tokens is not None and labels is not None and tokens.size > 0:
+        distance = labels.ctypes.data - tokens.ctypes.data
+        assert (distance == tokens.itemsize) == form["share_labels"]
+    assert all(array is None or array.flags.writeable for array in actual)
+
+
+@given(data=st.data())
+@settings(deadline=None, derandomize=True, max_examples=250)
+def test_any_form_equals_its_twin(data: st.DataObject) -> None:
+    options: dict[str, Any] = {
+        "sequence_length": data.draw(st.integers(1, 70)),
+        "add_extra_token": data.draw(st.booleans()),
+        "pad_token": data.draw(st.sampled_from([None, -1, 0, 5, 11, 99, 2**40])),
+        "eod_token": data.draw(st.sampled_from([None, -1, 0, 5, 10, 99, 2**40])),
+        "reset_position_ids": data.draw(st.booleans()),
+        "eod_mask_loss": data.draw(st.booleans()),
+    }
+    dtypes = st.sampled_from(TOKEN_DTYPES)
+    one_dtype = data.draw(st.one_of(st.none(), dtypes))
+    arrays = [
+        make_arrays(
+            data.draw(st.integers(0, 10**6)),
+            options["sequence_length"],
+            extra=options["add_extra_token"],
+            partial=data.draw(st.booleans()),
+            dtype=one_dtype or data.draw(dtypes),
+            num_sequences=data.draw(st.integers(1, 12)),
+            max_length=data.draw(st.integers(1, 90)),
+        )
+        for _ in range(data.draw(st.integers(1, 3)))
+    ]
+    if data.draw(st.booleans()):
+        for source in arrays:
+            tokens = source["tokens"]
+            limits = limits_of(tokens)
+            ids = [id_ for id_ in (5, limits[0], limits[-1], 2**31, 2**40) if id_ in limits]
+            tokens[data.draw(st.integers(0, len(tokens) - 1))] = data.draw(st.sampled_from(ids))
+    filled = [d for d in range(len(arrays)) if len(arrays[d]["shuffle_index"]) > 0]
+    batch = (
+        data.draw(st.lists(st.tuples(st.sampled_from(filled), st.integers(0, 10**6)), max_size=20))
+        if filled
+        else []
+    )
+    form = {name: data.draw(st.booleans()) for name in (*NAMES, "parts", "share_labels")}
+    form |= {
+        "share_plain": data.draw(st.booleans()),
+        "token_dtype": data.draw(st.sampled_from(["int64", "int32", "file"])),
+        "vocab_size": data.draw(st.sampled_from([None, None, 1, 11, 12, 100, 2**15, 2**40])),
+    }
+    results = []
+    for module in (_native, reference):
+        parts = (
+            tuple(token_source(module, source) for source in arrays),
+            tuple(gpt_order(module, source, **options) for source in arrays),
+            np.array([d for d, _ in batch], np.int64),
+            np.array([n % len(arrays[d]["shuffle_index"]) for d, n in batch], np.int64),
+        )
+        plain_form = form | ({"share_plain": False} if module is reference else {})
+        shape = options_of(**options)
+        try:
+            rows = module.gather_samples(*parts, shape, module.row_form(**plain_form))
+        except ValueError as error:
+            rows = error
+        texts = module.gather_texts(*parts)
+        try:
+            filled_rows = module.fill_rows(*texts, shape, module.row_form(**plain_form))
+        except ValueError as error:
+            filled_rows = error
+        results.append((rows, texts, filled_rows))
+    (rows, texts, filled_rows), (expected_rows, expected_texts, expected_filled) = results
+    for left, right in zip(texts, expected_texts, strict=True):
+        np.testing.assert_array_equal(left, right, strict=True)
+    for actual, expected in ((rows, expected_rows), (filled_rows, expected_filled)):
+        if isinstance(expected, ValueError):
+            assert isinstance(actual, ValueError)
+        else:
+            assert_same_rows(actual, expected, form, **options)
+
+
+def limits_of(array: np.ndarray) -> range:
+    """The numbers that an array can hold."""
+    limits = np.iinfo(array.dtype)
+    return range(int(limits.min), int(limits.max) + 1)
+
+
+@pytest.mark.parametrize("dtype", TOKEN_DTYPES)
+@pytest.mark.parametrize("token_dtype", ["int64", "int32", "file"])
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 1000])
+def test_rows_of_any_length_equal_their_twin(dtype: Any, token_dtype: str, length: int) -> None:
+    """From tokens at an odd address."""
+    random = np.random.default_rng(length)
+    for num_tokens in (0, 1, length, length + 1):
+        memory = random.integers(0, 100, num_tokens * 8 + 1).astype(np.uint8)
+        tokens = memory[1 : 1 + num_tokens * np.dtype(dtype).itemsize].view(dtype)
+        tokens = np.minimum(tokens, 2**20) if tokens.itemsize > 4 else tokens
+        ends = np.array([num_tokens, num_tokens])
+        for pad_token, share_labels in ((None, True), (None, False), (5, True), (5, False)):
+            shape = options_of(sequence_length=length, pad_token=pad_token, eod_token=7)
+            form = {"token_dtype": token_dtype, "share_labels": share_labels, "share_plain": False}
+            actual, expected = (
+                module.fill_rows(tokens, ends, shape, module.row_form(**form))
+                for module in (_native, reference)
+            )
+            assert_same_rows(actual, expected, form)
+
+
+def test_plain_masks_and_ids_are_left_out() -> None:
+    tokens, ends = np.arange(1, 19, dtype=np.uint16), np.array([9, 18])
+    form = _native.row_form(share_plain=True)
+
+    def left_out(ends: np.ndarray = ends, **options: Any) -> list[str]:
+        rows = _native.fill_rows(tokens, ends, options_of(**options), form)
+        return [name for name, array in zip(NAMES, rows, strict=True) if array is None]
+
+    assert left_out() == ["loss_mask", "position_ids"]
+    assert left_out(pad_token=0, eod_token=0) == ["loss_mask", "position_ids"]
+    assert left_out(pad_token=5) == ["position_ids"]
+    assert left_out(ends=np.array([9, 17])) == ["position_ids"]
+    assert left_out(eod_token=5) == ["loss_mask", "position_ids"]
+    assert left_out(eod_token=5, eod_mask_loss=True) == ["position_ids"]
+    assert left_out(eod_token=5, reset_position_ids=True) == ["loss_mask"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "id_", "vocab_size", "pad_token", "is_bad"),
+    [
+        (np.uint16, 99, 100, None, False),
+        (np.uint16, 100, 100, None, True),
+        (np.uint16, 65535, 65535, None, True),
+        (np.uint16, 65535, 65536, None, False),
+        (np.int32, -1, 100, None, True),
+        (np.int32, -1, 100, -1, False),
+        (np.int32, 100, 100, 100, False),
+        (np.int32, 100, 100, 101, True),
+        (np.int8, -1, 2**40, None, True),
+        (np.int64, 2**40, 2**40, None, True),
+        (np.int64, 2**40, 2**40 + 1, None, False),
+        (np.int64, 2**31, None, None, True),
+        (np.int64, 2**31, None, 2**31, False),
+        (np.int64, -(2**31) - 1, None, None, True),
+        (np.int64, -(2**31), None, None, False),
+    ],
+)
+def test_token_ids_outside_the_vocabulary_are_refused(
+    dtype: Any, id_: int, vocab_size: int | None, pad_token: int | None, is_bad: bool
+) -> None:
+    tokens = np.ones(40, dtype)
+    tokens[22] = id_
+    ends = np.array([9, 18, 27, 36])
+    token_dtype = "int32" if vocab_size is None else "int64"
+    for module in (_native, reference):
+        form = module.row_form(vocab_size=vocab_size, token_dtype=token_dtype)
+        if not is_bad:
+            labels = module.fill_rows(tokens, ends, options_of(pad_token=pad_token), form)[1]
+            assert labels[2, 3] == (0 if id_ == pad_token else id_)
+            continue
+        with pytest.raises(ValueError, match=f"token id {id_} .*of row 2"):
+            module.fill_rows(tokens, ends, options_of(pad_token=pad_token), form)
+    if is_bad:
+        with pytest.raises(DataError, match=f"token id {id_} is outside .*: it is token 4 of row"):
+            _native.fill_rows(
+                tokens,
+                ends,
+                options_of(pad_token=pad_token),
+                _native.row_form(vocab_size=vocab_size, token_dtype=token_dtype),
+            )
+
+
+def test_a_bad_token_is_found_in_its_sequence() -> None:
+    arrays = make_arrays(4, 8, extra=True)
+    order = gpt_order(reference, arrays)
+    for number in range(len(arrays["shuffle_index"])):
+        spans = order.spans(number)
+        sequence, offset, count = spans[-1]
+        place = sum(count for _, _, count in spans) - 1
+        byte_offset = int(arrays["sequence_pointers"][sequence]) + 2 * (offset + count - 1)
+        tokens = arrays["tokens"].copy()
+        tokens.view(np.uint8)[byte_offset : byte_offset + 2] = (0x12, 0x34)
+        damaged = arrays | {"tokens": tokens}
+        # The same token may be in the sample twice, in two epochs.
+        with pytest.raises(DataError, match=r"token id 13330 is outside \[0, 3000\)") as caught:
+            _native.gather_samples(
+                (token_source(_native, damaged),),
+                (gpt_order(_native, damaged),),
+                np.zeros(1, np.int64),
+                np.array([number]),
+                OPTIONS,
+                _native.row_form(vocab_size=3000),
+            )
+        if sum(one == sequence for one, _, _ in spans) == 1:
+            assert f"token {offset + count - 1} of sequence {sequence} and token {place} of" in str(
+                caught.value
+            )
+
+
+def test_the_dtype_of_several_files_is_refused() -> None:
+    arrays = [make_arrays(0, 8, extra=True, dtype=dtype) for dtype in (np.uint16, np.int32)]
+    for module in (_native, reference):
+        parts = (
+            tuple(token_source(module, source) for source in arrays),
+            tuple(gpt_order(module, source) for source in arrays),
+        )
+        form = module.row_form(token_dtype="file")
+        one = np.array([1, 1])
+        assert module.gather_samples(*parts, one, one, OPTIONS, form)[0].dtype == np.int32
+        with pytest.raises(ValueError, match="several dtypes"):
+            module.gather_samples(*parts, np.array([0, 1]), one, OPTIONS, form)
+
+
+def test_forms_outside_their_limits_are_refused() -> None:
+    for wrong in ({"token_dtype": "uint16"}, {"vocab_size": 0}, {"vocab_size": 2**63}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            _native.row_form(**wrong)  # type: ignore[arg-type]
+
+
+@given(
+    sizes=st.lists(st.integers(0, 3), max_size=20),
+    sequences=st.lists(st.integers(-3, 70), max_size=20),
+)
+@settings(derandomize=True)
+def test_documents_of_sequences_equal_their_twin(sizes: list[int], sequences: list[int]) -> None:
+    bounds, numbers = np.cumsum([0, *sizes]), np.array(sequences, np.int64)
+    expected = reference.find_documents(bounds, numbers)
+    np.testing.assert_array_equal(_native.find_documents(bounds, numbers), expected, strict=True)
+    for sequence, document in zip(sequences, expected.tolist(), strict=True):
+        if 0 <= sequence < bounds[-1]:
+            assert bounds[document] <= sequence < bounds[document + 1]
 
 
 # ---- spans of any order ----

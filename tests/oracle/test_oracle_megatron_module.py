@@ -21,7 +21,7 @@ import torch
 import millrace
 import millrace.megatron as ours
 from millrace.errors import ConfigError, DataError
-from millrace.megatron import errors
+from millrace.megatron import errors, samplers
 from millrace.megatron.gpt import GPTDataset as OurGPTDataset
 
 pytestmark = pytest.mark.filterwarnings(
@@ -31,10 +31,11 @@ pytestmark = pytest.mark.filterwarnings(
 # After a failed opening it raises at some later time.
 oracle.IndexedDataset.__del__ = lambda self: None
 
-OUR_NAMES = {name: getattr(ours, name) for name in ours.__all__}
+# Without the samplers, which belong to Megatron-LM's training program: test_oracle_samplers.py.
+OUR_NAMES = {name: getattr(ours, name) for name in ours.__all__ if not hasattr(samplers, name)}
 THEIR_NAMES = {
     name: oracle.helpers if name == "helpers" else oracle.name_of_megatron(name)
-    for name in ours.__all__
+    for name in OUR_NAMES
 }
 
 
@@ -113,7 +114,6 @@ def gpt(side: Any, prefix: Path, cache: Path, kind: Any = None, **options: Any) 
 
 
 def test_every_name_is_there() -> None:
-    assert set(THEIR_NAMES) == set(ours.__all__)
     for name in ours.__all__:
         if not name.startswith("_"):
             assert getattr(ours, name).__doc__, name

@@ -10,8 +10,10 @@ from millrace.feed.cyclic import CyclicSampler
 from millrace.feed.datasets import BlendedDataset, Dataset, GPTDataset
 from millrace.feed.external import ExternalBatches
 from millrace.feed.fields import BatchForm
+from millrace.feed.fill_in_middle import FillInMiddle
 from millrace.feed.loader import Loader
 from millrace.feed.loss_ranges import LossRanges, write_loss_ranges
+from millrace.feed.repeat_guard import RepeatGuard
 from millrace.feed.samplers import (
     FullValidationSampler,
     GlobalBatchSampler,
@@ -19,7 +21,7 @@ from millrace.feed.samplers import (
     SequentialSampler,
 )
 from millrace.feed.schedules import BatchSizeSchedule, RampUp
-from millrace.feed.transforms import FillInMiddle, RepeatGuard, TransformedDataset
+from millrace.feed.transforms import TransformedDataset
 
 __all__ = [
     "BatchForm",

@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +21,9 @@ from numpy.typing import NDArray
 
 from millrace.checks import shown, whole
 from millrace.errors import ConfigError, MillraceError
-from millrace.feed.datasets import Dataset
+from millrace.feed.datasets import Dataset, batch_of_form
+from millrace.feed.fields import BatchForm
+from millrace.feed.look_ahead import LookAhead
 from millrace.feed.samplers import Sampler
 
 _MAX_AHEAD = 32  # steps; more would only fill memory
@@ -92,7 +95,7 @@ class StepMaker:
 
     dataset: Dataset
     sampler: Sampler
-    form: Any
+    form: BatchForm | None
     prepare: Callable[[Any], Any] | None
 
     def claim(self, start: int, count: int) -> list[tuple[int, int]]:
@@ -135,28 +138,14 @@ class StepMaker:
         return steps, {name: clock[i + 1] - clock[i] for i, name in enumerate(names)}
 
     def _batches(self, numbers: list[NDArray[np.int64]]) -> list[Any]:
-        dataset: Any = self.dataset
         if len(numbers) == 1:
-            return [self._batch(dataset, numbers[0])]
-        batch = self._batch(dataset, np.concatenate(numbers))
+            return [batch_of_form(self.dataset, numbers[0], self.form)]
+        batch = batch_of_form(self.dataset, np.concatenate(numbers), self.form)
         ends = np.cumsum([len(part) for part in numbers]).tolist()
         return [
             {name: array[start:end] for name, array in batch.items()}
             for start, end in zip([0, *ends], ends, strict=False)
         ]
-
-    def _batch(self, dataset: Any, numbers: NDArray[np.int64]) -> Any:
-        if self.form is None:
-            return dataset.batch(numbers)
-        if getattr(dataset, "takes_form", False):
-            return dataset.batch(numbers, self.form)
-        batch = dataset.batch(numbers)
-        if missing := [name for name in self.form.fields if name not in batch]:
-            raise ConfigError(
-                f"{', '.join(missing)} is asked for; {type(dataset).__name__} returns "
-                f"{', '.join(batch)}"
-            )
-        return {name: batch[name] for name in self.form.fields}
 
     def _make_in_turn(self, bounds: list[tuple[int, int]]) -> tuple[list[Step], dict[str, float]]:
         """Steps one by one, up to the first that fails."""
@@ -211,6 +200,7 @@ class Ahead:
         self.position = self._next_claim = start
         self._is_automatic = prefetch is None
         self._limit = max(2, 2 * num_threads) if prefetch is None else prefetch
+        self._look_ahead = LookAhead(maker.dataset, maker.sampler)
         self._num_threads = num_threads
         self._steps_per_call = 1
         self._lock = threading.RLock()  # `close` may be called by a garbage collection under it
@@ -272,7 +262,7 @@ class Ahead:
         _worker.maker = self._maker
         while (claim := self._claim()) is not None:
             number, bounds = claim
-            block = self._maker.make(bounds)
+            block = self._look_ahead.read(bounds[-1][1], partial(self._maker.make, bounds))
             with self._lock:
                 steps = block[0]
                 if len(steps) < len(bounds) or steps[-1].error is not None:

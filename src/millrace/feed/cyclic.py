@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace import _native
-from millrace.checks import MAX_INT64, flag, shown, whole
+from millrace.checks import MAX_INT64, flag, whole
 from millrace.errors import ConfigError
 
 _EPOCHS_KEPT = 2  # prefetching threads ask for the end of one epoch and the start of the next
@@ -77,7 +78,7 @@ class CyclicSampler:
         self._permutations: dict[int, NDArray[Any]] = {}
 
     def has_step(self, consumed_samples: int) -> bool:
-        whole("consumed_samples", consumed_samples, 0)
+        whole("consumed_samples", consumed_samples, 0, MAX_INT64)
         return True
 
     def sample_numbers(self, consumed_samples: int) -> NDArray[np.int64]:
@@ -103,7 +104,7 @@ class CyclicSampler:
 
     def consumed_at(self, step: int) -> int:
         """Number of samples consumed before a step; step 0 starts at sample 0."""
-        return whole("step", step, 0) * self.block_size
+        return whole("step", step, 0, MAX_INT64) * self.block_size
 
     def step_at(self, consumed_samples: int) -> int:
         """The number of the step that starts there; step 0 starts at sample 0.
@@ -124,16 +125,10 @@ class CyclicSampler:
 
     def explain_difference(self) -> str:
         """Why a cyclic order can differ between two numbers of ranks."""
-        if self.data_sharding:
-            return (
-                "With data_sharding each rank shuffles its own shard of the dataset, so that "
-                "another number of ranks or micro batch gives other shards: resume with the "
-                "numbers of the saved run"
-            )
         return (
-            "An epoch leaves out the samples that do not fill a step of all ranks, so that another "
-            "number of ranks or micro batch can give another epoch: resume with the numbers of the "
-            "saved run, or with others that leave out as many samples"
+            "A cyclic order depends on the samples that fill an epoch and, with data_sharding, on "
+            "the number of ranks. Resume with the micro batch, ranks and data_sharding of the "
+            "saved run, or with others that give the same numbers."
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -152,16 +147,17 @@ class CyclicSampler:
 
     def _step_start(self, consumed_samples: int) -> int:
         """The number of consumed samples, if a step starts there."""
-        consumed_samples = whole("consumed_samples", consumed_samples, 0)
+        consumed_samples = whole("consumed_samples", consumed_samples, 0, MAX_INT64)
         excess = consumed_samples % self.block_size
         if excess:
             epoch, position = divmod(consumed_samples, self.samples_per_epoch)
             start = consumed_samples - excess
+            common = math.gcd(position, self.samples_per_epoch)
             raise ConfigError(
-                f"consumed_samples is {shown(consumed_samples)}, which is {position} samples into "
+                f"consumed_samples is {consumed_samples}, which is {position} samples into "
                 f"epoch {epoch}; a step takes micro_batch_size * data_parallel_size = "
                 f"{self.block_size} samples and starts at {start} or {start + self.block_size}. "
-                f"Resume with a micro batch and a number of ranks whose product divides {position}"
+                f"Resume with a micro batch and a number of ranks whose product divides {common}"
             )
         return consumed_samples
 
@@ -174,7 +170,7 @@ class CyclicSampler:
             if permutation is None:
                 size = self._num_shuffled
                 dtype = np.uint32 if size <= 2**32 else np.int64
-                permutation = _native.torch_randperm(size, epoch % 2**64, dtype=dtype)
+                permutation = _native.torch_randperm(size, epoch, dtype=dtype)
                 # A new dict: other threads read the old one without the lock.
                 kept = list(self._permutations.items())[1 - _EPOCHS_KEPT :]
                 self._permutations = {**dict(kept), epoch: permutation}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from itertools import pairwise
-from typing import Any, Protocol, SupportsIndex
+from typing import Any, NamedTuple, Protocol, SupportsIndex
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -13,8 +13,18 @@ from numpy.typing import ArrayLike, NDArray
 from millrace.checks import reals, shown, whole, whole_numbers
 from millrace.deferred import Deferred
 from millrace.errors import ConfigError, DataError, MillraceError
+from millrace.feed.fields import (
+    FIELDS,
+    Batch,
+    BatchForm,
+    DatasetBatch,
+    form_of_datasets,
+    merge_batches,
+    merge_rows,
+    select_fields,
+)
 from millrace.feed.indices import build_indices, plan_indices
-from millrace.feed.samples import FIELDS, Arrays, Batch, SampleSource, Texts, gather
+from millrace.feed.samples import SampleSource, Texts, gather, gather_texts
 from millrace.feed.size_watch import SizeWatch
 from millrace.options import SampleOptions
 from millrace.order import (
@@ -35,9 +45,12 @@ from millrace.store.token_file import TokenFile
 class Dataset(Protocol):
     """Samples by number: what a blend and a loader need.
 
-    A dataset may offer attributes more. `source` (a `SampleSource`) and its `options` let a blend
-    read samples of several datasets in one call of the core. `mapped_files()` returns the files
-    whose sizes a blend checks now and then. `prefix` names the dataset in messages.
+    A dataset may offer attributes more. `takes_form`, if true, says that `batch` has a second
+    argument `form` (a `BatchForm`, or None); other datasets give no other arrays than they return
+    anyway. `texts(sample_numbers)` returns the tokens of samples (see `GPTDataset.texts`).
+    `source` (a `SampleSource`) and its `options` let a blend read samples of several datasets in
+    one call of the core. `mapped_files()` returns the files whose sizes a blend checks now and
+    then. `prefix` names the dataset in messages, and `file_dtype` is the dtype of its token files.
     """
 
     def __len__(self) -> int:
@@ -89,6 +102,8 @@ class GPTDataset:
         ConfigError: No tokens, too few for a sample, or an option outside its limits.
         DataError: Tokens that are not integers, or a damaged index.
     """
+
+    takes_form = True
 
     def __init__(
         self,
@@ -170,28 +185,37 @@ class GPTDataset:
         """One sample: the arrays of `batch` without their first dimension."""
         return _sample(self, sample_number)
 
-    def batch(self, sample_numbers: ArrayLike) -> Batch:
+    @property
+    def file_dtype(self) -> np.dtype[Any]:
+        """The dtype of the token file."""
+        return self.dataset.dtype
+
+    def batch(self, sample_numbers: ArrayLike, form: BatchForm | None = None) -> Batch:
         """The samples of these numbers.
 
         Args:
             sample_numbers: Integers [batch], each in [0, len): a list, or an array of any integer
                 dtype, byte order and stride.
+            form: Which arrays the batch has. None: `tokens` int64, `labels` int64, `loss_mask`
+                float32 and `position_ids` int64, each [batch, sequence_length].
 
         Returns:
-            `tokens` int64, `labels` int64, `loss_mask` float32 and `position_ids` int64, each
-            [batch, sequence_length].
+            The arrays by name. Without a form, they are new; with one, loss masks and position ids
+            may be read-only arrays that batches share.
 
         Raises:
             ConfigError: Sample numbers that are not integers, or have another shape.
             IndexError: No such sample.
-            DataError: An index entry that points outside the token file.
+            DataError: An index entry that points outside the token file, or a token id that does
+                not fit the vocabulary or dtype of the form; the message names file and sample.
         """
         numbers = _check_numbers(sample_numbers, len(self))
         self._watch.look(self.mapped_files)
         try:
-            return _batch(self.source.read(numbers))
-        except ValueError as error:
-            raise _damage(error) from None
+            return self.source.batch(numbers, form)
+        except (ValueError, OSError) as error:
+            read = partial(self.source.batch, form=form)
+            raise _error_of_sample(error, f"{self.prefix}, sample", numbers, read) from None
 
     def texts(self, sample_numbers: ArrayLike) -> Texts:
         """The tokens of the samples of these numbers, as the token file has them.
@@ -209,10 +233,10 @@ class GPTDataset:
         numbers = _check_numbers(sample_numbers, len(self))
         self._watch.look(self.mapped_files)
         try:
-            tokens, ends = self.source.texts(numbers)
-        except ValueError as error:
-            raise _damage(error) from None
-        return tokens.astype(np.int64, copy=False), ends
+            return self.source.texts(numbers)
+        except (ValueError, OSError) as error:
+            name = f"{self.prefix}, sample"
+            raise _error_of_sample(error, name, numbers, self.source.texts) from None
 
     def spans(self, sample_numbers: ArrayLike) -> Spans:
         """Which tokens of which sequences the samples of these numbers are made of.
@@ -223,6 +247,23 @@ class GPTDataset:
         numbers = _check_numbers(sample_numbers, len(self))
         try:
             return checked_spans(self.order, numbers)
+        except ValueError as error:
+            raise _damage(error) from None
+
+    @property
+    def is_remote(self) -> bool:
+        """See `SampleSource.is_remote`."""
+        return self.source.is_remote
+
+    def prefetch(self, sample_numbers: ArrayLike) -> None:
+        """Tells the storage that these samples are read soon, and does not wait for it.
+
+        Raises:
+            ConfigError, IndexError, DataError: As `batch`.
+        """
+        numbers = _check_numbers(sample_numbers, len(self))
+        try:
+            self.source.prefetch(numbers)
         except ValueError as error:
             raise _damage(error) from None
 
@@ -268,6 +309,24 @@ def _build_order(
     )
 
 
+class _Draws(NamedTuple):
+    """The samples of a batch of a blend.
+
+    Attributes:
+        numbers: Number of each sample: int64 [batch].
+        dataset_numbers: Dataset of each sample: int16 [batch].
+        datasets: The datasets in use, by number; the first one, if the batch is empty.
+        places: Place of each sample's dataset among these: int64 [batch].
+        in_dataset: Number of each sample in its dataset: int64 [batch].
+    """
+
+    numbers: NDArray[np.int64]
+    dataset_numbers: NDArray[np.int16]
+    datasets: list[Dataset]
+    places: NDArray[np.int64]
+    in_dataset: NDArray[np.int64]
+
+
 class BlendedDataset:
     """Samples of several datasets, mixed by weight or until all are used up.
 
@@ -287,6 +346,8 @@ class BlendedDataset:
         ConfigError: Weights that are not positive, too few samples in a dataset, or datasets whose
             samples differ in shape.
     """
+
+    takes_form = True
 
     def __init__(
         self,
@@ -331,37 +392,117 @@ class BlendedDataset:
         """One sample; see `GPTDataset`."""
         return _sample(self, sample_number)
 
-    def batch(self, sample_numbers: ArrayLike) -> Batch:
-        """The samples of these numbers; see `GPTDataset.batch`."""
-        datasets, rows, in_dataset = self._draws(sample_numbers)
-        sources = [getattr(dataset, "source", None) for dataset in datasets]
-        core_orders = [source and source.core_order for source in sources]
-        if self._has_one_view and None not in core_orders:
-            try:
-                return _batch(gather(sources, rows.astype(np.int64, copy=False), in_dataset))  # type: ignore[arg-type]
-            except ValueError as error:
-                raise _damage(error) from None
-        return _batch_by_dataset(datasets, rows, in_dataset)
+    @cached_property
+    def file_dtype(self) -> np.dtype[Any]:
+        """The dtype of the token files.
+
+        Raises:
+            ConfigError: Token files of several dtypes.
+        """
+        dtypes = [getattr(dataset, "file_dtype", None) for dataset in self.datasets]
+        names = {str(dtype): number for number, dtype in enumerate(dtypes) if dtype is not None}
+        if len(names) > 1:
+            some = ", ".join(f"{_name(self.datasets[n])} {dtype}" for dtype, n in names.items())
+            raise ConfigError(
+                f"the token files of the blend have several dtypes ({some}), so that there is no "
+                "token_dtype 'file': use 'int32' or 'int64'"
+            )
+        return np.dtype(next(iter(names), "int64"))
+
+    def batch(self, sample_numbers: ArrayLike, form: BatchForm | None = None) -> Batch:
+        """The samples of these numbers; see `GPTDataset.batch`.
+
+        Raises:
+            ConfigError: Also a field that one of the datasets does not have, or the dtype of the
+                token file, if there are several.
+        """
+        if form is not None and form.token_dtype == "file":
+            _ = self.file_dtype
+        draws = self._draws(sample_numbers)
+        try:
+            return self._batch(draws, form)
+        except (ValueError, OSError) as error:
+            read = partial(batch_of_form, form=None if form is None else form_of_datasets(form))
+            raise _error_of_draw(error, draws, read) from None
+
+    def _batch(self, draws: _Draws, form: BatchForm | None) -> Batch:
+        numbers, dataset_numbers, datasets, places, in_dataset = draws
+        sources = self._core_sources(datasets)
+        if sources and self._has_one_view:
+            return gather(
+                sources,
+                places,
+                in_dataset,
+                form,
+                sample_numbers=numbers,
+                dataset_numbers=dataset_numbers,
+            )
+        form_of_each = None if form is None else form_of_datasets(form)
+        batches = []
+        for place, dataset in enumerate(datasets):
+            rows = np.flatnonzero(places == place)
+            batch = batch_of_form(dataset, in_dataset[rows], form_of_each)
+            batches.append(DatasetBatch(_name(dataset), rows, batch))
+        if form is None:
+            return merge_rows(batches, len(numbers))
+        return merge_batches(form, batches, numbers, dataset_numbers)
 
     def texts(self, sample_numbers: ArrayLike) -> Texts:
         """The tokens of the samples of these numbers; see `GPTDataset.texts`."""
-        return _texts_by_dataset(*self._draws(sample_numbers))
+        draws = self._draws(sample_numbers)
+        try:
+            return self._texts(draws)
+        except (ValueError, OSError) as error:
+            raise _error_of_draw(error, draws, _texts_of_one) from None
 
-    def _draws(
-        self, sample_numbers: ArrayLike
-    ) -> tuple[list[Dataset], NDArray[np.intp], NDArray[np.int64]]:
-        """The datasets of a batch; each sample's place among them, and its number there."""
+    def _texts(self, draws: _Draws) -> Texts:
+        numbers, _, datasets, places, in_dataset = draws
+        if sources := self._core_sources(datasets):
+            return gather_texts(sources, places, in_dataset)
+        texts: list[NDArray[np.int64]] = [np.empty(0, np.int64)] * len(numbers)
+        for place, dataset in enumerate(datasets):
+            rows = np.flatnonzero(places == place)
+            tokens, ends = _texts_of_one(dataset, in_dataset[rows])
+            bounds = pairwise([0, *ends.tolist()])
+            for row, (start, end) in zip(rows.tolist(), bounds, strict=True):
+                texts[row] = tokens[start:end]
+        ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
+        return np.concatenate([np.empty(0, np.int64), *texts]), ends
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether one of the datasets is remote; see `SampleSource.is_remote`."""
+        return any(getattr(dataset, "is_remote", False) for dataset in self.datasets)
+
+    def prefetch(self, sample_numbers: ArrayLike) -> None:
+        """Tells the storage that these samples are read soon; see `GPTDataset.prefetch`."""
+        _, _, datasets, places, in_dataset = self._draws(sample_numbers)
+        for place, dataset in enumerate(datasets):
+            prefetch = getattr(dataset, "prefetch", None)
+            if prefetch is not None:
+                prefetch(in_dataset[places == place])
+
+    def _draws(self, sample_numbers: ArrayLike) -> _Draws:
         numbers = _check_numbers(sample_numbers, len(self))
         self._watch.look(self.mapped_files)
         dataset_numbers, in_dataset = self.order.draws(numbers)
-        used, rows = np.unique(dataset_numbers, return_inverse=True)
+        used, places = np.unique(dataset_numbers, return_inverse=True)
         if used.size > 0 and not 0 <= used[0] <= used[-1] < len(self.datasets):
             raise DataError(
                 f"the dataset index has entries from {used[0]} to {used[-1]}; there are "
                 f"{len(self.datasets)} datasets. It is damaged: build it again"
             )
         datasets = [self.datasets[number] for number in used.tolist()] or self.datasets[:1]
-        return datasets, rows, in_dataset
+        return _Draws(
+            numbers, dataset_numbers, datasets, places.astype(np.int64, copy=False), in_dataset
+        )
+
+    @staticmethod
+    def _core_sources(datasets: Sequence[Dataset]) -> list[SampleSource] | None:
+        """The datasets' sources, if the core can read all of them in one call."""
+        sources = [getattr(dataset, "source", None) for dataset in datasets]
+        core_orders = [source and source.core_order for source in sources]
+        return None if None in core_orders else sources  # type: ignore[return-value]
 
     def mapped_files(self) -> list[MappedFiles]:
         """The files whose sizes are checked now and then, each once."""
@@ -425,51 +566,61 @@ def _form(dataset: Dataset) -> dict[str, str]:
     return {name: f"{array.dtype} {list(array.shape[1:])}" for name, array in batch.items()}
 
 
-def _batch_by_dataset(
-    datasets: Sequence[Dataset], dataset_rows: NDArray[Any], numbers: NDArray[np.int64]
-) -> Batch:
-    """A batch of each dataset, copied into its rows."""
-    batch: Batch = {}
-    for row, dataset in enumerate(datasets):
-        rows = np.flatnonzero(dataset_rows == row)
-        part = dataset.batch(numbers[rows])
-        if row == 0:
-            batch = {
-                name: np.empty((len(dataset_rows), *array.shape[1:]), array.dtype)
-                for name, array in part.items()
-            }
-        if part.keys() != batch.keys():
-            raise DataError(f"{_name(dataset)} returned {[*part]}; {[*batch]} are needed")
-        for name, array in part.items():
-            column = batch[name]
-            shape = (len(rows), *column.shape[1:])
-            if array.shape != shape or array.dtype != column.dtype:
-                raise DataError(
-                    f"{_name(dataset)} returned {name} as {array.dtype} {list(array.shape)}; "
-                    f"{column.dtype} {list(shape)} is needed"
-                )
-            column[rows] = array
-    return batch
+def batch_of_form(dataset: Dataset, numbers: NDArray[np.int64], form: BatchForm | None) -> Batch:
+    """A batch of a form, of a dataset that need not know forms."""
+    if form is None:
+        return dataset.batch(numbers)
+    if getattr(dataset, "takes_form", False):
+        batch: Batch = dataset.batch(numbers, form)  # type: ignore[call-arg]
+        return batch
+    return select_fields(dataset.batch(numbers), form, _name(dataset))
 
 
-def _texts_by_dataset(
-    datasets: Sequence[Dataset], dataset_rows: NDArray[Any], numbers: NDArray[np.int64]
-) -> Texts:
-    """The texts of each dataset, put in the order of the rows."""
-    texts: list[NDArray[np.int64]] = [np.empty(0, np.int64)] * len(dataset_rows)
-    for place, dataset in enumerate(datasets):
-        read = getattr(dataset, "texts", None)
-        if read is None:
-            raise ConfigError(
-                f"{_name(dataset)} has no method `texts`, which returns the tokens of samples: "
-                "leave this dataset out of the blend, or leave out what needs the tokens"
-            )
-        rows = np.flatnonzero(dataset_rows == place)
-        tokens, ends = read(numbers[rows])
-        for row, (start, end) in zip(rows.tolist(), pairwise([0, *ends.tolist()]), strict=True):
-            texts[row] = tokens[start:end]
-    ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
-    return np.concatenate([np.empty(0, np.int64), *texts]), ends
+def _texts_of_one(dataset: Dataset, numbers: NDArray[np.int64]) -> Texts:
+    read = getattr(dataset, "texts", None)
+    if read is None:
+        raise ConfigError(
+            f"{_name(dataset)} has no method `texts`, which returns the tokens of samples: leave "
+            "this dataset out of the blend, or leave out what needs the tokens"
+        )
+    texts: Texts = read(numbers)
+    return texts
+
+
+# ---- errors of a batch ----
+
+
+def _error_of_sample(
+    error: Exception, name: str, numbers: NDArray[np.int64], read: Callable[[Any], object]
+) -> Exception:
+    """The error of the first sample that cannot be read, with its place."""
+    for number in numbers.tolist():
+        try:
+            read(np.array([number]))
+        except (ValueError, OSError) as its_error:
+            return _at(f"{name} {number}", its_error)
+    return _at(f"{name}s {shown(numbers.tolist())}", error)
+
+
+def _error_of_draw(
+    error: Exception, draws: _Draws, read: Callable[[Any, Any], object]
+) -> Exception:
+    """The same for a blend, whose datasets name their own samples."""
+    numbers, _, datasets, places, in_dataset = draws
+    for row, number in enumerate(numbers.tolist()):
+        try:
+            read(datasets[int(places[row])], in_dataset[row : row + 1])
+        except (ValueError, OSError) as its_error:
+            return _at(f"sample {number} of the blend", its_error)
+    return _at(f"samples {shown(numbers.tolist())} of the blend", error)
+
+
+def _at(place: str, error: Exception) -> Exception:
+    if isinstance(error, OSError):
+        return OSError(error.errno, f"{place}: {error.strerror or error}")
+    if isinstance(error, MillraceError):
+        return type(error)(f"{place}: {error}")
+    return DataError(f"{place}: an index points outside its data: {error}. Write it again")
 
 
 def _check_numbers(sample_numbers: ArrayLike, limit: int) -> NDArray[np.int64]:
@@ -491,10 +642,6 @@ def _sample(dataset: Dataset, sample_number: SupportsIndex) -> Batch:
             f"there is no sample {shown(number)}; the dataset has 0 to {len(dataset) - 1}"
         )
     return {name: array[0] for name, array in dataset.batch([number]).items()}
-
-
-def _batch(arrays: Arrays) -> Batch:
-    return dict(zip(FIELDS, arrays, strict=True))
 
 
 def _damage(error: ValueError) -> ValueError:

@@ -127,7 +127,14 @@ class Loader:
             )
         self.sampler = sampler
         self.transform = transform
-        form = _form(dataset, fields, token_dtype, share_labels, vocab_size)
+        form = None
+        if (fields, token_dtype, share_labels, vocab_size) != (None, "int64", False, None):
+            form = BatchForm(
+                fields=FIELDS if fields is None else fields,
+                token_dtype=token_dtype,
+                share_labels=share_labels,
+                vocab_size=vocab_size,
+            )
         self._maker = StepMaker(dataset, sampler, form, prepare)
         self._prefetch = None if prefetch is None else whole("prefetch", prefetch, 0, _MAX_PREFETCH)
         self._num_threads = whole("threads", threads, 1, _MAX_THREADS)
@@ -364,27 +371,6 @@ def _batch_of(step: Step) -> Any:
     if step.error is not None:
         raise step.error
     return step.batch
-
-
-def _form(
-    dataset: Any, fields: Any, token_dtype: str, share_labels: bool, vocab_size: int | None
-) -> BatchForm | None:
-    """The form of the batches; None: the dataset's own."""
-    others = (token_dtype, share_labels, vocab_size)
-    if fields is None and others == ("int64", False, None):
-        return None
-    form = BatchForm(
-        fields=FIELDS if fields is None else fields,
-        token_dtype=token_dtype,
-        share_labels=share_labels,
-        vocab_size=vocab_size,
-    )
-    if not getattr(dataset, "takes_form", False) and others != ("int64", False, None):
-        raise ConfigError(
-            f"token_dtype, share_labels and vocab_size need a dataset of millrace; "
-            f"{type(dataset).__name__} makes its arrays itself. Leave them out"
-        )
-    return form
 
 
 def _sequential_sampler(

@@ -30,7 +30,12 @@ _SUFFIX = ".loss"
 _ARRAY = "ranges"
 
 
-def write_loss_ranges(prefix: str, ranges: ArrayLike, *, path: str | None = None) -> str:
+def write_loss_ranges(
+    prefix: str | os.PathLike[str],
+    ranges: ArrayLike,
+    *,
+    path: str | os.PathLike[str] | None = None,
+) -> str:
     """Writes the ranges of a token file, in place of those that are there.
 
     The files appear whole or not at all.
@@ -82,7 +87,7 @@ class LossRanges:
     token is still an input, and the token after the range is trained on.
 
     Args:
-        dataset: Dataset whose samples are transformed: a `GPTDataset`, or a blend of such.
+        dataset: Dataset whose samples are transformed: a `GPTDataset`, or a blend of GPT datasets.
         ranges: Where the ranges are. None: beside each token file, as `write_loss_ranges` writes
             them. If all samples come from one token file, it may be the path prefix of files at
             another place, or integers [ranges, 3] as `write_loss_ranges` takes them.
@@ -248,8 +253,8 @@ def _leaves(dataset: Dataset) -> Iterator[GPTDataset]:
     else:
         raise ConfigError(
             f"a {type(dataset).__name__} does not say which tokens of a token file its samples "
-            "are made of. Ranges fit a GPTDataset, or a blend of such; for other data, pass a "
-            "transform that makes the mask itself"
+            "are made of. Ranges need a GPTDataset, or a blend of GPT datasets; for other data, "
+            "write a transform that makes the mask"
         )
 
 

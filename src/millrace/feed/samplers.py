@@ -141,11 +141,11 @@ class GlobalBatchSampler:
         """Number of samples consumed before a step; step 0 starts at sample 0.
 
         Raises:
-            ConfigError: A step beyond the end. The step after the last one gives the end.
+            IndexError: A step beyond the end. The step after the last one gives the end.
         """
         consumed_samples = self.schedule.consumed_at(step)
         if step > self.num_steps():
-            raise ConfigError(f"step is {shown(step)}; there are {self.num_steps()} steps")
+            raise IndexError(f"there is no step {step}: the sampler has {self.num_steps()} steps")
         return min(consumed_samples, self.num_samples)
 
     def step_at(self, consumed_samples: int) -> int:

@@ -27,6 +27,9 @@ class BatchSizeSchedule:
         changes: Pairs (consumed_samples, global_batch_size): the size of the steps that start
             there or later, up to the next pair. The first pair is for 0 consumed samples.
 
+    Attributes:
+        changes: The pairs.
+
     Raises:
         ConfigError: Pairs that are not in order, or a number outside its limits.
 
@@ -73,7 +76,7 @@ class BatchSizeSchedule:
         Raises:
             ConfigError: A number of samples inside a step; the message names the step's ends.
         """
-        consumed_samples = whole("consumed_samples", consumed_samples, 0)
+        consumed_samples = whole("consumed_samples", consumed_samples, 0, MAX_INT64)
         run = bisect_right(self._run_starts, consumed_samples) - 1
         size = self._run_sizes[run]
         steps, samples_inside = divmod(consumed_samples - self._run_starts[run], size)
@@ -89,7 +92,7 @@ class BatchSizeSchedule:
 
     def consumed_at(self, step: int) -> int:
         """Number of samples consumed before a step; step 0 starts at sample 0."""
-        step = whole("step", step, 0)
+        step = whole("step", step, 0, MAX_INT64)
         run = bisect_right(self._run_steps, step) - 1
         return self._run_starts[run] + (step - self._run_steps[run]) * self._run_sizes[run]
 
@@ -149,6 +152,9 @@ class RampUp(BatchSizeSchedule):
         increment: Difference between a size and the next.
         samples: Number of samples over which the size grows.
         global_batch_size: Global batch size afterwards: `start` plus a multiple of `increment`.
+
+    Attributes:
+        changes: Pairs (consumed_samples, global_batch_size), as of a `BatchSizeSchedule`.
 
     Raises:
         ConfigError: A number outside its limits, or a growth that is not a multiple of `increment`.

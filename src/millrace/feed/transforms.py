@@ -1,4 +1,4 @@
-"""Transforms of samples: fill-in-the-middle, and masks of losses.
+"""Datasets whose samples are transformed.
 
 A transform takes the texts of some samples, which are their raw tokens, and says for each token
 whether the model is trained to predict it. It is a pure function of texts and sample numbers, so a
@@ -8,17 +8,27 @@ sample is the same whatever the batch, rank or thread that reads it, and after a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, SupportsIndex
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from millrace import _native
-from millrace.checks import MAX_INT32, MAX_INT64, flag, real, shown, token, whole, whole_numbers
-from millrace.errors import ConfigError
-from millrace.feed.datasets import BlendedDataset, Dataset, _sample
-from millrace.feed.samples import FIELDS, Batch
+from millrace.checks import shown, whole_numbers
+from millrace.errors import ConfigError, DataError
+from millrace.feed.datasets import BlendedDataset, Dataset, _sample, _texts_of_one, batch_of_form
+from millrace.feed.fields import (
+    FIELDS,
+    SOURCE_FIELDS,
+    Batch,
+    BatchForm,
+    Parts,
+    find_parts,
+    make_batch,
+    needs_parts,
+    row_form,
+)
 from millrace.feed.size_watch import SizeWatch
 from millrace.options import SampleOptions
 from millrace.order import Spans
@@ -33,8 +43,8 @@ class TransformedDataset:
     set to 0 wherever the label is a token that is not trained on.
 
     Args:
-        dataset: `GPTDataset`, `BlendedDataset` of such, or another dataset with a method `texts`
-            and, if a transform changes tokens, with `options`.
+        dataset: `GPTDataset`, `BlendedDataset`, or another dataset with a method `texts` and, if a
+            transform changes tokens, with `options`.
         transforms: The transforms: `LossRanges`, `FillInMiddle`, `RepeatGuard` or others with the
             methods of `Transform`.
 
@@ -68,10 +78,25 @@ class TransformedDataset:
         return options
 
     @property
+    def file_dtype(self) -> np.dtype[Any]:
+        """The dtype of the token files."""
+        dtype: np.dtype[Any] = getattr(self.dataset, "file_dtype", np.dtype(np.int64))
+        return dtype
+
+    @property
     def spans(self) -> Callable[[ArrayLike], Spans]:
         """The dataset's method: where the tokens come from, before they are transformed."""
         spans: Callable[[ArrayLike], Spans] = self.dataset.spans  # type: ignore[attr-defined]
         return spans
+
+    @property
+    def is_remote(self) -> bool:
+        """See `SampleSource.is_remote`."""
+        return bool(getattr(self.dataset, "is_remote", False))
+
+    def prefetch(self, sample_numbers: ArrayLike) -> None:
+        """See `GPTDataset.prefetch`."""
+        getattr(self.dataset, "prefetch", id)(sample_numbers)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -80,32 +105,65 @@ class TransformedDataset:
         """One sample; see `GPTDataset`."""
         return _sample(self, sample_number)
 
-    def batch(self, sample_numbers: ArrayLike) -> Batch:
-        """The transformed samples of these numbers; see `GPTDataset.batch`."""
+    def batch(self, sample_numbers: ArrayLike, form: BatchForm | None = None) -> Batch:
+        """The transformed samples of these numbers; see `GPTDataset.batch`.
+
+        If a transform changes tokens, `document_ids`, `cu_seqlens`, `max_seqlen` and
+        `attention_mask` are those of the documents in the transformed texts, which end with the
+        options' EOD.
+
+        Raises:
+            ConfigError: Also a field or token dtype that transformed tokens do not allow, or a
+                transform that returns something else than texts.
+            DataError: Also a transformed text that is longer than a sample, or holds a token id
+                that does not fit the vocabulary or int32.
+        """
         numbers = whole_numbers("sample numbers", sample_numbers)
         self._watch.look(self._own_files)
+        has_mask = form is None or "loss_mask" in form.fields
+        if self._options is None and not has_mask:
+            return batch_of_form(self.dataset, numbers, form)
         texts = self._transformed_texts(numbers)
         if self._options is None:
-            batch = self.dataset.batch(numbers)
+            batch = batch_of_form(self.dataset, numbers, form)
         else:
-            batch = dict(
-                zip(
-                    FIELDS,
-                    _native.fill_rows(texts.tokens, texts.ends, self._options),
-                    strict=True,
-                )
-            )
-        if not texts.is_trained.all():
+            batch = self._batch_of_texts(texts, self._options, numbers, form)
+        if has_mask and not texts.is_trained.all():
             batch["loss_mask"] = _native.mask_losses(
                 batch["loss_mask"], texts.is_trained.view(np.uint8), texts.ends
             )
         return batch
 
+    def _batch_of_texts(
+        self,
+        texts: MaskedTexts,
+        options: SampleOptions,
+        numbers: NDArray[np.int64],
+        form: BatchForm | None,
+    ) -> Batch:
+        tokens = texts.tokens
+        if form is not None and form.token_dtype == "file":
+            tokens = _narrowed(tokens, self.file_dtype)
+        try:
+            arrays = _native.fill_rows(
+                tokens, texts.ends, options, None if form is None else row_form(form)
+            )
+        except ValueError as error:
+            place = f"{self.prefix}, transformed samples {shown(numbers.tolist())}"
+            raise DataError(f"{place}: {error}") from None
+        if form is None:
+            return dict(zip(FIELDS, arrays, strict=True))
+        parts = _parts_of(texts, options, form) if needs_parts(form) else None
+        batch = make_batch(form, arrays, options, numbers, parts=parts)
+        if names := tuple(name for name in form.fields if name in SOURCE_FIELDS):
+            batch |= batch_of_form(self.dataset, numbers, replace(form, fields=names))
+        return batch
+
     def _transformed_texts(self, numbers: NDArray[np.int64]) -> MaskedTexts:
-        tokens, ends = self.dataset.texts(numbers)  # type: ignore[attr-defined]
+        tokens, ends = _texts_of_one(self.dataset, numbers)
         texts = MaskedTexts(tokens, ends, np.ones(len(tokens), np.bool_))
         for transform in self.transforms:
-            texts = transform.apply(texts, numbers)
+            texts = _checked_texts(transform, texts, transform.apply(texts, numbers))
         return texts
 
     def mapped_files(self) -> list[MappedFiles]:
@@ -153,7 +211,7 @@ class Transform(Protocol):
     """
 
     changes_tokens: bool
-    """Whether texts change, and not only what of them is trained on."""
+    """Whether it changes tokens, and not only which of them are trained on."""
 
     def apply(self, texts: MaskedTexts, sample_numbers: NDArray[np.int64]) -> MaskedTexts:
         """The transformed texts of some samples.
@@ -169,143 +227,6 @@ class Transform(Protocol):
     def fingerprint(self) -> dict[str, Any]:
         """What decides the result, as plain values, for comparison with a saved state."""
         ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class FillInMiddle:
-    """Permutes documents so that the model learns to fill in their middle.
-
-    A text is split into documents at each EOD, or is one document without `eod_token`. Each
-    document is permuted with probability `rate`: two cuts split its tokens into prefix, middle and
-    suffix, any of which may be empty, and they are written as one of
-
-        PSM:  prefix_token, prefix, suffix_token, suffix, middle_token, middle
-        SPM:  prefix_token, suffix_token, suffix, middle_token, prefix, middle
-
-    The text keeps its length: the inserted tokens push out the last tokens of the text. The
-    document that does not fit any more is cut first and permuted then, so that a permuted document
-    has all of its three inserted tokens. A document of which fewer than 3 tokens would remain is
-    not permuted. An EOD stays behind its document.
-
-    The cuts are places between tokens, not characters: there is no tokenizer at training time.
-
-    The draws of document d (0, 1, ...) of sample k are the four words of a counter-based generator,
-    `np.random.Philox(key=seed, counter=[d, k, 0, 0]).random_raw(4)`: whether it is permuted,
-    whether as SPM, and the two cuts, each uniform over all places.
-
-    Args:
-        rate: Probability that a document is permuted, 0 to 1.
-        spm_rate: Probability that a permuted document is written as SPM, 0 to 1.
-        prefix_token, middle_token, suffix_token: Token ids of the three inserted tokens.
-        eod_token: End-of-document token; None: a text is one document.
-        pad_token: Padding token. Padding at the end of a text makes room for inserted tokens, and
-            belongs to no document. None: the texts are not padded.
-        seed: Seed of the draws, 0 to 2**63 - 1.
-
-    Raises:
-        ConfigError: A rate outside [0, 1], or a token that is not a token id or equals another one.
-
-    Example:
-        >>> fill = FillInMiddle(
-        ...     rate=1, spm_rate=0, prefix_token=97, middle_token=98, suffix_token=99, seed=3
-        ... )
-        >>> tokens = np.arange(12)
-        >>> texts = MaskedTexts(tokens, np.array([12]), np.ones(12, bool))
-        >>> fill.apply(texts, np.array([0])).tokens.tolist()
-        [97, 0, 1, 2, 99, 7, 8, 98, 3, 4, 5, 6]
-    """
-
-    rate: float
-    spm_rate: float = 0.5
-    prefix_token: int
-    middle_token: int
-    suffix_token: int
-    eod_token: int | None = None
-    pad_token: int | None = None
-    seed: int
-
-    changes_tokens = True
-
-    def __post_init__(self) -> None:
-        plain: dict[str, Any] = {"seed": whole("seed", self.seed, 0, MAX_INT64)}
-        for name in ("rate", "spm_rate"):
-            plain[name] = real(name, getattr(self, name))
-            if not 0 <= plain[name] <= 1:  # NaN too
-                raise ConfigError(f"{name} is {plain[name]}; 0 to 1 is possible")
-        inserted = ("prefix_token", "middle_token", "suffix_token")
-        for name in inserted:
-            plain[name] = whole(name, getattr(self, name), 0, MAX_INT64)
-        for name in ("eod_token", "pad_token"):
-            plain[name] = token(name, getattr(self, name))
-        names: dict[int, str] = {}
-        for name in (*inserted, "eod_token", "pad_token"):
-            other = names.setdefault(plain[name], name)
-            if other in inserted and other != name:
-                raise ConfigError(
-                    f"{other} and {name} are both {plain[name]}: a model could not tell them "
-                    "apart. Give each a token id of its own"
-                )
-        for name, value in plain.items():
-            object.__setattr__(self, name, value)
-
-    def apply(self, texts: MaskedTexts, sample_numbers: NDArray[np.int64]) -> MaskedTexts:
-        """See `Transform.apply`."""
-        tokens, flags = _native.fill_in_middle(
-            texts.tokens,
-            texts.is_trained.view(np.uint8),
-            texts.ends,
-            sample_numbers,
-            **asdict(self),
-        )
-        return MaskedTexts(tokens, texts.ends, flags.view(np.bool_))
-
-    def fingerprint(self) -> dict[str, Any]:
-        """See `Transform.fingerprint`."""
-        return {"kind": "fill_in_middle", **asdict(self)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class RepeatGuard:
-    """Takes the loss from runs in which the same few tokens repeat over and over.
-
-    A run of period p is a longest stretch of a text in which each token equals the one p places
-    later, the last p tokens excepted. Where a run has at least p * min_repeats tokens, and p is at
-    most `max_period`, none of its tokens is trained on, the first repetition included.
-
-    Args:
-        max_period: Largest number of tokens that are repeated, 1 to 2**31 - 1.
-        min_repeats: Smallest number of times that they stand in a row, 2 to 2**31 - 1.
-        whole_sample: Whether a sample with such a run has no loss at all.
-
-    Raises:
-        ConfigError: A number outside its limits.
-    """
-
-    max_period: int = 13
-    min_repeats: int = 32
-    whole_sample: bool = False
-
-    changes_tokens = False
-
-    def __post_init__(self) -> None:
-        plain = {
-            "max_period": whole("max_period", self.max_period, 1, MAX_INT32),
-            "min_repeats": whole("min_repeats", self.min_repeats, 2, MAX_INT32),
-            "whole_sample": flag("whole_sample", self.whole_sample),
-        }
-        for name, value in plain.items():
-            object.__setattr__(self, name, value)
-
-    def apply(self, texts: MaskedTexts, sample_numbers: NDArray[np.int64]) -> MaskedTexts:
-        """See `Transform.apply`."""
-        marks = _native.mark_repeats(
-            texts.tokens, texts.ends, self.max_period, self.min_repeats, self.whole_sample
-        )
-        return texts._replace(is_trained=texts.is_trained & ~marks.view(np.bool_))
-
-    def fingerprint(self) -> dict[str, Any]:
-        """See `Transform.fingerprint`."""
-        return {"kind": "repeat_guard", **asdict(self)}
 
 
 def _check_transforms(dataset: Dataset, transforms: Sequence[Any]) -> bool:
@@ -336,6 +257,63 @@ def _check_transforms(dataset: Dataset, transforms: Sequence[Any]) -> bool:
                 )
         changes_tokens = changes_tokens or transform.changes_tokens
     return changes_tokens
+
+
+def _narrowed(tokens: NDArray[np.int64], dtype: np.dtype[Any]) -> NDArray[Any]:
+    limits = np.iinfo(dtype)
+    least, most = (int(tokens.min()), int(tokens.max())) if tokens.size > 0 else (0, 0)
+    if least < limits.min or most > limits.max:
+        raise ConfigError(
+            f"the transformed tokens go from {least} to {most}; the token file's dtype is {dtype}, "
+            f"{limits.min} to {limits.max}. Pass token_dtype='int32' or 'int64'"
+        )
+    return tokens.astype(dtype)
+
+
+def _parts_of(texts: MaskedTexts, options: SampleOptions, form: BatchForm) -> Parts:
+    """The parts of transformed texts: a part ends with an EOD, or with its text."""
+    if "document_numbers" in form.fields or "document_bounds" in form.fields:
+        raise ConfigError(
+            "a transform has changed the tokens, so their documents in the token file are not "
+            "known: leave out document_numbers and document_bounds"
+        )
+    if options.eod_token is None:
+        raise ConfigError(
+            "a transform has changed the tokens, so documents are told apart by EOD: give the "
+            "dataset its eod_token, or leave out document_ids, cu_seqlens, max_seqlen and "
+            "attention_mask"
+        )
+    is_last = texts.tokens == options.eod_token
+    is_last[texts.ends[np.diff(texts.ends, prepend=0) > 0] - 1] = True
+    stops = np.flatnonzero(is_last) + 1
+    bounds = np.searchsorted(stops, np.append(0, texts.ends), side="right")
+    counts = np.diff(stops, prepend=0)
+    return find_parts(counts, bounds, np.zeros_like(counts), options)
+
+
+def _checked_texts(transform: Transform, old: MaskedTexts, new: Any) -> MaskedTexts:
+    """What a transform returned, if it is texts."""
+    try:
+        tokens, ends, is_trained = (np.ascontiguousarray(array) for array in new)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"{type(transform).__name__} returned {shown(new)}; MaskedTexts are needed"
+        ) from None
+    forms = [(array.dtype, array.ndim) for array in (tokens, ends, is_trained)]
+    needed = [(np.dtype(np.int64), 1), (np.dtype(np.int64), 1), (np.dtype(np.bool_), 1)]
+    if forms != needed or len(ends) != len(old.ends) or len(is_trained) != len(tokens):
+        arrays = zip(MaskedTexts._fields, (tokens, ends, is_trained), strict=True)
+        forms_shown = ", ".join(f"{name} {one.dtype} {list(one.shape)}" for name, one in arrays)
+        raise ConfigError(
+            f"{type(transform).__name__} returned {forms_shown}; tokens int64 [n], ends int64 "
+            f"[{len(old.ends)}] and is_trained bool [n] are needed"
+        )
+    if not transform.changes_tokens and not np.array_equal(ends, old.ends):
+        raise ConfigError(
+            f"{type(transform).__name__} returned texts of other lengths: its changes_tokens must "
+            "be True"
+        )
+    return MaskedTexts(tokens, ends, is_trained)
 
 
 def _options_of(dataset: Dataset) -> SampleOptions:

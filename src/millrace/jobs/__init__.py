@@ -1,14 +1,17 @@
 """Long work over many files: bounded memory, every core, the same output for any number of them."""
 
+from millrace.jobs.benchmarking import BenchResult, bench
 from millrace.jobs.cache import CacheEntry, list_cache, prune_cache
 from millrace.jobs.indexing import IndexResult, index
 from millrace.jobs.reshape import convert, merge, split
 from millrace.jobs.tokenizing import TokenizeResult, tokenize
 
 __all__ = [
+    "BenchResult",
     "CacheEntry",
     "IndexResult",
     "TokenizeResult",
+    "bench",
     "convert",
     "index",
     "list_cache",

@@ -31,7 +31,8 @@ class BinReader(Protocol):
     A reader of slow storage may also have a method `prefetch(byte_offsets, byte_counts)`, with the
     arguments of `gather`: a hint that these pieces will be read soon. It starts the transfers and
     returns nothing, without waiting for them. It may be called by one thread while others read,
-    and a piece that was announced need not be read.
+    and a piece that was announced need not be read. Loaders call it for all that they will read; of
+    a reader with a true attribute `is_local` only while its reads go to the disk.
 
     Attributes:
         size: Size of the `.bin` in bytes.
@@ -84,6 +85,8 @@ def gather_in_turn(
 class MMapReader:
     """The file's pages in the page cache, mapped: reads are views."""
 
+    is_local = True
+
     def __init__(self, file: BinaryIO) -> None:
         self.size = os.fstat(file.fileno()).st_size
         self.bytes: Bytes = _native.map_file(file.fileno(), self.size)
@@ -104,6 +107,8 @@ class FileReader:
     Memory is bounded by the size of a read. Threads share the descriptor without a lock; of all
     readers, those that were used last have an open one (see `descriptors`).
     """
+
+    is_local = True
 
     def __init__(self, file: BinaryIO) -> None:
         self.size = os.fstat(file.fileno()).st_size

@@ -1,0 +1,85 @@
+"""What `bench` needs of the machine: an empty page cache, and the rate of copying memory."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+_COPY_SIZE = 128 << 20  # bytes that all threads copy together: more than caches hold
+_NUM_COPIES = 4
+_PART = 1 << 34  # bytes of a file that are looked at together
+
+
+def drop_from_page_cache(paths: Sequence[str]) -> str:
+    """Drops files from the page cache, so that the next reads go to the disk.
+
+    Pages that a process has mapped and touched stay, and so do files of memory file systems.
+
+    Returns:
+        What happened, for people: "dropped (12.3 MB in 4 files)", or why not.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        return "not dropped: this system has no posix_fadvise. The data may be warm"
+    num_bytes = num_resident = 0
+    for path in paths:
+        try:
+            descriptor = os.open(path, os.O_RDONLY)
+        except OSError:
+            continue  # opening the run says what is wrong
+        try:
+            os.fsync(descriptor)  # pages that are not on the disk yet cannot be dropped
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            size = os.fstat(descriptor).st_size
+            num_bytes += size
+            num_resident += resident_bytes(descriptor, size)
+        finally:
+            os.close(descriptor)
+    amount = f"{num_bytes / 1e6:,.1f} MB in {len(paths)} files"
+    if num_resident > 0.01 * num_bytes:
+        return (
+            f"partly dropped: {num_resident / 1e6:,.1f} of {amount} stay in memory. Another "
+            "process has mapped them, or the file system is in memory. They are warm"
+        )
+    return f"dropped ({amount})"
+
+
+def resident_bytes(descriptor: int, size: int) -> int:
+    """How many bytes of an open file are in the page cache; 0 where the kernel does not tell."""
+    mincore = getattr(ctypes.CDLL(None), "mincore", None)
+    if mincore is None:
+        return 0
+    num_pages = 0
+    for start in range(0, size, _PART):
+        length = min(_PART, size - start)
+        states = np.zeros(-(-length // mmap.PAGESIZE), np.uint8)
+        # A writable private map, as ctypes takes no address of a read-only one.
+        with mmap.mmap(descriptor, length, access=mmap.ACCESS_COPY, offset=start) as pages:
+            holder = ctypes.c_char.from_buffer(pages)
+            address = ctypes.addressof(holder)
+            del holder  # the map cannot be closed while it is there
+            arguments = address, length, states.ctypes.data
+            if mincore(*map(ctypes.c_void_p, arguments)) == 0:
+                num_pages += int((states & 1).sum())
+    return min(num_pages * mmap.PAGESIZE, size)
+
+
+def copy_bytes_per_second(num_threads: int) -> float:
+    """The rate at which threads copy memory, in bytes read and written: the best of some copies."""
+    size = _COPY_SIZE // num_threads
+    buffers = [(np.ones(size, np.uint8), np.ones(size, np.uint8)) for _ in range(num_threads)]
+    best = float("inf")
+    for _ in range(_NUM_COPIES):
+        workers = [threading.Thread(target=np.copyto, args=pair) for pair in buffers]
+        start = time.perf_counter()
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        best = min(best, time.perf_counter() - start)
+    return 2 * size * num_threads / best

@@ -1,0 +1,551 @@
+"""Random cases of the one-order law and the resume law, over all kinds of datasets and samplers.
+
+    python -m tests.feed.laws --cases 2000 --seed 1
+
+A case is a run in legs. In each leg all ranks of some size draw their batches in lock step, with
+some micro batch, threads and prefetch; then every rank's state is saved, the states are compared,
+and the next leg resumes from one of them, sent through JSON, with other numbers. Each batch is
+compared with a table of all samples of the dataset, and the ranks' sample numbers with the global
+order, which a slow model gives:
+
+- the ranks' samples of a step, dealt back into one sequence, are the next samples of that order;
+- so every sample number comes exactly once, whatever the legs.
+
+Where the order depends on the number of ranks (a cyclic sampler), a resume with other numbers must
+either continue the same order, or be refused with a reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import numpy as np
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from millrace import (
+    BlendedDataset,
+    ConfigError,
+    GPTDataset,
+    IndexedDataset,
+    Loader,
+    ResumeError,
+    reference,
+)
+from millrace.feed import (
+    BatchForm,
+    BatchSizeSchedule,
+    CyclicSampler,
+    ExternalBatches,
+    FullValidationSampler,
+    GlobalBatchSampler,
+    RampUp,
+    SequentialSampler,
+)
+from millrace.feed.fields import ALL_FIELDS, FIELDS, TOKEN_DTYPES
+from millrace.order import Spans
+from tests.conftest import write_documents
+
+Numbers = NDArray[np.int64]
+Batch = dict[str, NDArray[Any]]
+
+MAX_RANKS = 8
+UNITS = (1, 2, 3, 4, 6, 8, 12, 24)
+"""Numbers of samples that a step takes, or divides: micro batch times ranks divide one of them."""
+
+
+# ---- the datasets, made once ----
+
+
+class EverySecond:
+    """An order in Python: sample k has 9 tokens from token k of sequence 2 k on."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def spans(self, sample_numbers: Numbers) -> Spans:
+        counts = np.full(len(sample_numbers), 9)
+        return Spans(
+            2 * sample_numbers, sample_numbers % 7, counts, np.arange(len(sample_numbers) + 1)
+        )
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"kind": "every second"}
+
+
+class Squares:
+    """A dataset of a user, without a token file."""
+
+    def __len__(self) -> int:
+        return 53
+
+    def batch(self, sample_numbers: Any) -> Batch:
+        numbers = np.asarray(sample_numbers)
+        return {"tokens": np.square(numbers), "half": numbers / 2}
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"kind": "squares"}
+
+
+KINDS = ("gpt", "masked", "file", "python order", "blend", "nested blend", "own")
+
+
+@cache
+def folder() -> Path:
+    """The folder of the token files, which ends with the process."""
+    global _folder
+    _folder = tempfile.TemporaryDirectory()
+    random = np.random.default_rng(12)
+    for name, lengths in {
+        "a": random.integers(0, 60, 30),
+        "b": random.integers(1, 9, 90),
+        "c": np.full(90, 20),
+    }.items():
+        documents = [random.integers(0, 500, length).astype(np.uint16) for length in lengths]
+        write_documents(Path(_folder.name) / name, documents)
+    return Path(_folder.name)
+
+
+@cache
+def dataset_of(kind: str) -> Any:
+    a, b, c = (IndexedDataset(folder() / name) for name in "abc")
+    gpt = partial(GPTDataset, sequence_length=8)
+    if kind == "gpt":
+        return gpt(a, seed=5, num_samples=150)
+    if kind == "masked":
+        return gpt(b, seed=6, eod_token=7, reset_position_ids=True, eod_mask_loss=True)
+    if kind == "file":
+        return gpt(IndexedDataset(folder() / "a", access="file"), seed=5, num_samples=150)
+    if kind == "python order":
+        return gpt(c, order=EverySecond())
+    if kind == "blend":
+        return BlendedDataset([gpt(a, seed=1), gpt(b, seed=2, num_samples=90)], [3, 2], 120)
+    if kind == "nested blend":
+        others = [dataset_of(name) for name in ("file", "python order")]
+        return BlendedDataset([BlendedDataset([gpt(a, seed=4), gpt(b, seed=4)]), *others])
+    return Squares()
+
+
+@cache
+def table_of(kind: str) -> Batch:
+    """All samples of a dataset, read in one go: the arrays with a row for each."""
+    dataset = dataset_of(kind)
+    numbers = np.arange(len(dataset))
+    if not getattr(dataset, "takes_form", False):
+        return dict(dataset.batch(numbers))
+    names = [name for name in ALL_FIELDS if BatchForm(fields=(name,)).has_rows]
+    return dict(dataset.batch(numbers, BatchForm(fields=tuple(names))))
+
+
+def expected_batch(case: Case, numbers: Numbers) -> Batch:
+    """The batch of some samples."""
+    table = table_of(case.kind)
+    if case.fields is None:
+        names = [name for name in table if name in FIELDS or case.kind == "own"]
+        return {name: table[name][numbers] for name in names}
+    form = BatchForm(fields=case.fields)
+    if not form.has_rows:
+        return dict(dataset_of(case.kind).batch(numbers, form))
+    return {name: table[name][numbers] for name in form.fields}
+
+
+# ---- the global orders, by slow models ----
+
+
+def dealt_back(parts: list[Numbers], turn: int) -> list[int]:
+    """The ranks' numbers of a step in global order: `turn` of each rank at a time."""
+    lists = [part.tolist() for part in parts]
+    longest = max(map(len, lists))
+    return [
+        number
+        for start in range(0, longest, turn)
+        for numbers in lists
+        for number in numbers[start : start + turn]
+    ]
+
+
+@dataclass(frozen=True)
+class Leg:
+    """A part of a run between two stops."""
+
+    ranks: int
+    micro: int
+    num_steps: int
+    threads: int
+    prefetch: int | None
+    resumed_rank: int
+
+    @property
+    def block(self) -> int:
+        return self.ranks * self.micro
+
+
+@dataclass(frozen=True)
+class Case:
+    """A dataset, a sampler and the legs of a run."""
+
+    kind: str
+    sampler: str
+    unit: int
+    option: bool  # drop_last, data_sharding or pad
+    sizes: tuple[int, ...]  # of a schedule of global batches, in units
+    every: int  # samples between two of them
+    start: int  # of the run, in units
+    fields: tuple[str, ...] | None
+    token_dtype: str
+    shares_labels: bool
+    legs: tuple[Leg, ...]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    unit = draw(st.sampled_from(UNITS))
+    sampler = draw(
+        st.sampled_from(
+            [
+                "short form",
+                "sequential",
+                "global",
+                "schedule",
+                "ramp-up",
+                "cyclic",
+                "full",
+                "external",
+            ]
+        )
+    )
+    kind = draw(st.sampled_from(KINDS))
+    has_forms = kind != "own" and sampler != "external"
+    fields = draw(st.none() | st.lists(st.sampled_from(ALL_FIELDS), min_size=1, unique=True))
+    token_dtype = draw(st.sampled_from(TOKEN_DTYPES))
+    shapes = [(r, m) for r in range(1, MAX_RANKS + 1) for m in range(1, 25) if unit % (r * m) == 0]
+    return Case(
+        kind=kind,
+        sampler=sampler,
+        unit=unit,
+        option=draw(st.booleans()),
+        sizes=tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))),
+        every=draw(st.integers(1, 40)),
+        start=draw(st.just(0) | st.integers(0, 40)),
+        fields=tuple(fields) if fields is not None and has_forms else None,
+        token_dtype=token_dtype if has_forms else "int64",
+        shares_labels=has_forms and draw(st.booleans()),
+        legs=tuple(
+            Leg(
+                *shape,
+                num_steps=draw(st.integers(0, 12) | st.integers(0, 50)),
+                threads=draw(st.integers(1, 4)),
+                prefetch=draw(st.none() | st.integers(0, 4)),
+                resumed_rank=draw(st.integers(0, MAX_RANKS - 1)),
+            )
+            for shape in draw(st.lists(st.sampled_from(shapes), min_size=1, max_size=4))
+        ),
+    )
+
+
+def schedule_of(case: Case) -> int | BatchSizeSchedule:
+    sizes = [case.unit * size for size in case.sizes]
+    if case.sampler == "schedule":
+        return BatchSizeSchedule([(place * case.every, size) for place, size in enumerate(sizes)])
+    if case.sampler == "ramp-up":
+        least, growth = sizes[0], case.unit * len(sizes)
+        return RampUp(least, case.unit, case.every * len(sizes), least + growth)
+    return sizes[0]
+
+
+def size_after(case: Case, leg: Leg, consumed: int) -> int:
+    """The number of samples that a step takes which starts there: the rules, written down anew."""
+    sizes = [case.unit * size for size in case.sizes]
+    if case.sampler == "global":
+        return sizes[0]
+    if case.sampler == "schedule":
+        return sizes[min(consumed // case.every, len(sizes) - 1)]
+    if case.sampler == "ramp-up":
+        if consumed > case.every * len(sizes):
+            return sizes[0] + case.unit * len(sizes)
+        return sizes[0] + int(consumed / (case.every * len(sizes) / len(sizes))) * case.unit
+    return leg.block
+
+
+def start_of(case: Case) -> int:
+    """The number of samples that were consumed before the run."""
+    num_samples = len(dataset_of(case.kind))
+    units = case.start if case.sampler == "cyclic" else min(case.start, num_samples // case.unit)
+    return units * case.unit
+
+
+def loader_of(case: Case, leg: Leg, rank: int, consumed_samples: int) -> Loader:
+    """The loader of a rank."""
+    dataset = dataset_of(case.kind)
+    share: dict[str, Any] = {
+        "micro_batch_size": leg.micro,
+        "data_parallel_rank": rank,
+        "data_parallel_size": leg.ranks,
+    }
+    options: dict[str, Any] = {"threads": leg.threads, "prefetch": leg.prefetch}
+    options |= {"consumed_samples": consumed_samples}
+    size = len(dataset)
+    sampler: Any
+    if case.sampler == "external":
+        micro_batches = partial(external_batches, case.kind, leg, rank)
+        source = ExternalBatches(
+            micro_batches, samples_per_step=leg.block, num_steps=size // leg.block
+        )
+        return Loader(source, **options)
+    options |= {
+        "fields": case.fields,
+        "token_dtype": case.token_dtype,
+        "share_labels": case.shares_labels,
+    }
+    if case.sampler == "short form":
+        return Loader(dataset, **share, drop_last=case.option, **options)
+    if case.sampler == "sequential":
+        sampler = SequentialSampler(size, **share, drop_last=case.option)
+    elif case.sampler == "cyclic":
+        sampler = CyclicSampler(size, **share, data_sharding=case.option)
+    elif case.sampler == "full":
+        sampler = FullValidationSampler(size, **share, pad=case.option)
+    else:
+        sampler = GlobalBatchSampler(
+            size, **share, global_batch_size=schedule_of(case), drop_last=case.option
+        )
+    return Loader(dataset, sampler=sampler, **options)
+
+
+def external_batches(kind: str, leg: Leg, rank: int, consumed: int) -> Iterator[Batch]:
+    """What another program would make: a rank's slices of consecutive blocks."""
+    dataset = dataset_of(kind)
+    for start in range(consumed, len(dataset) - leg.block + 1, leg.block):
+        first = start + rank * leg.micro
+        yield dict(dataset.batch(np.arange(first, first + leg.micro)))
+
+
+def global_order(case: Case, leg: Leg, start: int) -> tuple[list[int], int] | None:
+    """The samples of the step that starts there, and the position after it; None at the end."""
+    num_samples = len(dataset_of(case.kind))
+    if case.sampler == "cyclic":
+        return cyclic_order(case, leg, start, num_samples), start + leg.block
+    drops = (case.option and case.sampler != "full") or case.sampler == "external"
+    end = start + size_after(case, leg, start)
+    if start >= num_samples or (drops and end > num_samples):
+        return None
+    return list(range(start, min(end, num_samples))), min(end, num_samples)
+
+
+def cyclic_order(case: Case, leg: Leg, start: int, num_samples: int) -> list[int]:
+    """Megatron-LM's rules for `cyclic`, one step at a time."""
+    per_epoch = num_samples // leg.block * leg.block
+    epoch, inside = divmod(start, per_epoch)
+    if case.option:
+        shard = num_samples // leg.block * leg.micro
+        order = permutation(shard, epoch)
+        first = inside // leg.ranks
+        rows = [[rank * shard + number for number in order] for rank in range(leg.ranks)]
+        return [number for row in rows for number in row[first : first + leg.micro]]
+    return permutation(num_samples // leg.micro * leg.micro, epoch)[inside : inside + leg.block]
+
+
+@cache
+def permutation(size: int, seed: int) -> list[int]:
+    return reference.torch_randperm(size, seed).tolist()  # type: ignore[no-any-return]
+
+
+# ---- the laws ----
+
+
+def check(case: Case) -> None:
+    """Runs a case; AssertionError with the place where a law is broken."""
+    start = consumed = start_of(case)
+    seen: list[int] = []
+    state: Any = None
+    last: Leg | None = None
+    for number, leg in enumerate(case.legs):
+        if case.sampler in ("short form", "cyclic") and leg.block > len(dataset_of(case.kind)):
+            continue
+        loaders = [loader_of(case, leg, rank, start) for rank in range(leg.ranks)]
+        try:
+            if last is not None and not resume(case, last, leg, loaders, state):
+                continue
+            last = leg
+            consumed = run_leg(case, leg, loaders, consumed, seen, f"leg {number}")
+            states = [loader.state_dict() for loader in loaders]
+            assert all(one == states[0] for one in states), "the ranks' states differ"
+            assert states[0]["consumed_samples"] == consumed
+            state = json.loads(json.dumps(states[leg.resumed_rank % leg.ranks]))
+        finally:
+            for loader in loaders:
+                loader.close()
+    if case.sampler != "cyclic":
+        assert seen == list(range(start, start + len(seen))), (
+            "a sample number comes twice, or not at all"
+        )
+
+
+def resume(case: Case, last: Leg, leg: Leg, loaders: list[Loader], state: Any) -> bool:
+    """Loads a state of the last leg into all ranks; False if all of them refuse it, rightly."""
+    refusals = []
+    for loader in loaders:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                loader.load_state_dict(state)
+        except (ResumeError, ConfigError) as error:
+            refusals.append(str(error))
+    consumed = state["consumed_samples"]
+    assert len(refusals) in (0, len(loaders)), "some ranks refuse a state that others accept"
+    if refusals:
+        assert case.sampler in ("cyclic", "external"), refusals[0]
+        is_same = (leg.ranks, leg.micro) == (last.ranks, last.micro)
+        assert not is_same, refusals[0]
+        assert case.sampler == "cyclic" or consumed % leg.block, refusals[0]
+    elif case.sampler == "cyclic":
+        assert consumed % leg.block == 0
+        orders = [rest_of_cycles(case, one, consumed) for one in (last, leg)]
+        assert orders[0] == orders[1], f"accepted from {last} to {leg}: another order follows"
+    return not refusals
+
+
+def rest_of_cycles(case: Case, leg: Leg, consumed: int) -> list[list[int]]:
+    """What follows in this epoch and in the next one: of each shard, or of all ranks together."""
+    num_samples = len(dataset_of(case.kind))
+    end = num_samples // leg.block * leg.block
+    epoch, inside = divmod(consumed, end)
+    if case.option:
+        shard = end // leg.ranks
+        return [
+            [rank * shard + number for number in permutation(shard, epoch)[inside // leg.ranks :]]
+            + [rank * shard + number for number in permutation(shard, epoch + 1)]
+            for rank in range(leg.ranks)
+        ]
+    size = num_samples // leg.micro * leg.micro
+    return [permutation(size, epoch)[inside:end] + permutation(size, epoch + 1)[:end]]
+
+
+def run_leg(
+    case: Case, leg: Leg, loaders: list[Loader], consumed: int, seen: list[int], place: str
+) -> int:
+    """Runs the steps of a leg, and compares each with the model; returns the position after it."""
+    table = table_of(case.kind)
+    for step in range(leg.num_steps):
+        at = f"{place}, step {step}, consumed_samples {consumed}"
+        expected = global_order(case, leg, consumed)
+        batches = [next(loader, None) for loader in loaders]
+        if expected is None:
+            assert batches == [None] * leg.ranks, f"{at}: batches after the end"
+            assert [next(loader, None) for loader in loaders] == batches
+            return consumed
+        numbers, after = expected
+        parts = [np.asarray(part) for part in rank_numbers(case, leg, loaders, consumed)]
+        turn = 1 if case.sampler == "cyclic" and not case.option else leg.micro
+        padded = case.sampler == "full" and case.option
+        dealt = dealt_back([part[: leg.micro] for part in parts] if padded else parts, turn)
+        if padded:
+            rows = [len(part) for part in parts]
+            assert rows == [leg.micro] * leg.ranks, f"{at}: rows {rows}"
+            dealt = dealt[: len(numbers)]
+        assert dealt == numbers, f"{at}: {dealt} instead of {numbers}"
+        for rank, (batch, part) in enumerate(zip(batches, parts, strict=True)):
+            assert batch is not None, f"{at}: rank {rank} has no batch"
+            rows = expected_batch(case, part)
+            assert set(batch) == set(rows), f"{at}: {set(batch)}"
+            for name, array in rows.items():
+                if name in ("tokens", "labels"):
+                    array = array.astype(token_dtype_of(case))
+                np.testing.assert_array_equal(
+                    batch[name], array, f"{at}, rank {rank}: {name}", strict=True
+                )
+        positions = {loader.consumed_samples for loader in loaders}
+        assert positions == {after}, f"{at}: {positions} instead of {after}"
+        consumed = after
+        seen += numbers
+    check_steps(case, loaders[0], consumed)
+    return consumed
+
+
+def token_dtype_of(case: Case) -> Any:
+    """Dtype of tokens and labels in a batch; the token files have uint16."""
+    return {"int64": np.int64, "int32": np.int32, "file": np.uint16}[case.token_dtype]
+
+
+def rank_numbers(
+    case: Case, leg: Leg, loaders: list[Loader], consumed: int
+) -> Iterator[Numbers] | list[Numbers]:
+    """The sample numbers of each rank at a step."""
+    if case.sampler != "external":
+        return [loader.sampler.sample_numbers(consumed) for loader in loaders]
+    return [consumed + rank * leg.micro + np.arange(leg.micro) for rank in range(leg.ranks)]
+
+
+def check_steps(case: Case, loader: Loader, consumed: int) -> None:
+    """`batch(step)`, `len` and the conversions between steps and positions agree with the run."""
+    sampler: Any = loader.sampler
+    if case.sampler != "cyclic":
+        starts = list(walk(sampler, 0))
+        assert len(loader) == len(starts)
+        left = sampler.num_steps(consumed)
+        assert left == len(list(walk(sampler, consumed)))
+    try:
+        step = sampler.step_at(consumed)
+    except ConfigError:
+        return  # an earlier leg had other steps
+    assert sampler.consumed_at(step) == consumed
+    if sampler.has_step(consumed):
+        batch = loader.batch(step)
+        following = next(loader)
+        assert set(batch) == set(following)
+        assert all(np.array_equal(batch[name], following[name]) for name in batch)
+        loader.load_state_dict({**loader.state_dict(), "consumed_samples": consumed})
+
+
+def walk(sampler: Any, consumed: int) -> Iterator[int]:
+    while sampler.has_step(consumed):
+        yield consumed
+        consumed = sampler.consumed_after(consumed)
+
+
+# ---- any number of cases ----
+
+
+def run(num_cases: int, seed: int) -> dict[str, int]:
+    """Checks that many random cases; returns how many there were of each sampler."""
+    counts: dict[str, int] = {}
+
+    @hypothesis.seed(seed)
+    @hypothesis.settings(
+        max_examples=num_cases,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(cases())
+    def test(case: Case) -> None:
+        counts[case.sampler] = counts.get(case.sampler, 0) + 1
+        check(case)
+
+    test()
+    return counts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--cases", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    start = time.monotonic()
+    counts = run(options.cases, options.seed)
+    seconds = time.monotonic() - start
+    print(f"{sum(counts.values())} cases in {seconds:.0f} s, all laws hold: {counts}")
+
+
+if __name__ == "__main__":
+    main()

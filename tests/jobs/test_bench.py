@@ -1,0 +1,212 @@
+"""`millrace bench`: what it reports for real files, and its errors. No test asserts a rate."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from millrace import ConfigError, DatasetConfig, IndexedDataset
+from millrace.cli import main
+from millrace.jobs import BenchResult, bench
+from millrace.jobs.benchmark_limits import drop_from_page_cache, resident_bytes
+from millrace.jobs.benchmark_report import format_result, waits_picture
+from millrace.jobs.benchmarking import bound_by
+
+SHORT: dict[str, Any] = {"seconds": 0.05, "step_time": 0.001}
+SHORT_OPTIONS = ["--seconds", "0.05", "--step-time", "0.001"]
+
+
+@pytest.fixture
+def config(make_dataset: Callable[..., IndexedDataset]) -> DatasetConfig:
+    """Two blended token files, 100 samples of 16 tokens."""
+    prefixes = [make_dataset([30] * num, name=str(num)).prefix for num in (60, 61)]
+    return DatasetConfig(
+        sequence_length=16, seed=1, num_samples=(100, 0, 0), blend=(prefixes, None), split="1,0,0"
+    )
+
+
+def test_bench_measures_cold_paced_and_warm_data(config: DatasetConfig) -> None:
+    result = bench(config, micro_batch_size=4, replay=True, **SHORT)
+    assert [one.name for one in result.measurements] == ["cold", "paced", "warm", "replay"]
+    assert (result.num_files, result.sequence_length, result.token_bytes) == (2, 16, 2)
+    assert result.num_samples >= 100
+    assert result.options["fields"] == ["tokens", "labels", "loss_mask", "position_ids"]
+    assert 0 < result.opening_seconds < result.first_batch_seconds
+    assert result.copy_bytes_per_second > 0
+    assert result.perfect_share is not None
+    assert result.perfect_share > 0
+    for one in result.measurements:
+        assert one.num_steps > 0
+        assert one.tokens_per_second == pytest.approx(16 * one.samples_per_second)
+        assert 0 <= one.waits.share <= 1
+        assert 0 <= one.waits.median <= one.waits.percentile_99 <= one.waits.longest
+        assert sum(one.waits.by_cause.values()) == pytest.approx(1 if one.waits.by_cause else 0)
+        assert (one.accelerators is None) == (one.step_time > 0)
+        assert bool(one.bound_by) == (one.name != "replay")
+        starts = [start for start, _ in one.waits.timeline]
+        assert starts == sorted(starts)
+        assert max(wait for _, wait in one.waits.timeline) == one.waits.longest
+    cold = result.measurements[0]
+    assert cold.accelerators == int(cold.tokens_per_second // 10_000)
+
+
+def test_bench_without_dropping_the_cache_has_no_cold_measurement(config: DatasetConfig) -> None:
+    result = bench(config, drop_cache=False, prefetch=0, **SHORT)
+    assert [one.name for one in result.measurements] == ["paced", "warm"]
+    assert result.page_cache == "left as it was"
+    assert result.perfect_share is None
+
+
+def test_bench_feeds_several_ranks_from_separate_processes(config: DatasetConfig) -> None:
+    result = bench(config, ranks=2, threads=2, drop_cache=False, **SHORT)
+    assert (result.options["ranks"], result.options["threads"]) == (2, 2)
+    assert all(one.num_steps >= 2 for one in result.measurements)
+
+
+def test_bench_of_a_run_with_a_cache_folder(config: DatasetConfig, tmp_path: Path) -> None:
+    values = {name: getattr(config, name) for name in ("sequence_length", "seed", "num_samples")}
+    cached = DatasetConfig(**values, blend=config.blend, split="1,0,0", cache=tmp_path / "cache")
+    num_files = []
+    for _ in range(2):  # the second time, index arrays are there to be dropped
+        result = bench(cached, **SHORT)
+        num_files.append(result.page_cache.rpartition(" in ")[2])
+    assert num_files[-1] == "9 files)"
+
+
+def test_the_picture_is_well_formed_and_the_text_complete(config: DatasetConfig) -> None:
+    result = bench(config, replay=True, **SHORT)
+    root = ElementTree.fromstring(waits_picture(result))
+    texts = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    lines = format_result(result).splitlines()
+    for one in result.measurements:
+        assert any(text.startswith(one.name) for text in texts)
+        assert any(line.startswith(one.name) for line in lines)
+    assert f"{result.num_samples:,} samples of 16 tokens" in lines[0]
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    status = main(["bench", *map(str, arguments)])
+    return status, *capsys.readouterr()
+
+
+def test_the_verb_takes_a_configuration(
+    config: DatasetConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert config.blend is not None
+    path = tmp_path / "run.yaml"
+    arguments = {"data-path": config.blend[0], "split": "1,0,0", "seq-length": 16, "lr": 0.1}
+    path.write_text(json.dumps({**arguments, "num-samples": [50, 0, 0]}))
+    picture = tmp_path / "waits.svg"
+    status, output, _ = run(capsys, path, "--json", "--svg", picture, *SHORT_OPTIONS)
+    assert status == 0
+    assert json.loads(output)["num_samples"] >= 50
+    assert json.loads(output).keys() == BenchResult.__dataclass_fields__.keys()
+    assert ElementTree.parse(picture).getroot().tag.endswith("svg")
+
+
+def test_the_verb_takes_a_path_prefix(
+    make_dataset: Callable[..., IndexedDataset], capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefix = make_dataset([30] * 60).prefix
+    status, output, _ = run(
+        capsys, prefix, "--sequence-length", 16, "--keep-cache", "--seed", 5, *SHORT_OPTIONS
+    )
+    assert status == 0
+    assert "112 samples of 16 tokens" in output
+    assert "warm data feed" in output
+
+
+def test_bad_input_is_one_clear_error(
+    make_dataset: Callable[..., IndexedDataset], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefix = make_dataset([30] * 60).prefix
+    (tmp_path / "run.toml").write_text("seq-length = 16\n")
+    for arguments, message in [
+        ([prefix], "give --sequence-length"),
+        ([tmp_path / "run.yaml"], "No such file"),
+        ([tmp_path / "run.toml"], "no data given"),
+        ([tmp_path / "run.toml", "--seed", 1], "leave out --sequence-length and --seed"),
+        ([tmp_path / "gone", "--sequence-length", 16], "gone"),
+        ([prefix, "--sequence-length", 16, "--seed", -1], "seed is -1"),
+        ([prefix, "--sequence-length", 16, "--seconds", 0], "seconds is 0"),
+        ([prefix, "--sequence-length", 16, "--seconds", "nan"], "seconds is nan"),
+        ([prefix, "--sequence-length", 16, "--step-time", -1], "step_time is -1"),
+        (
+            [prefix, "--sequence-length", 16, "--accelerator-tokens-per-second", "inf"],
+            "accelerator_tokens_per_second is inf",
+        ),
+        (
+            [prefix, "--sequence-length", 16, "--micro-batch-size", 100, "--ranks", 1],
+            "lower the micro batch size or ranks",
+        ),
+        (
+            [prefix, "--sequence-length", 16, "--svg", tmp_path / "no" / "x.svg"],
+            "make it first",
+        ),
+    ]:
+        status, output, error = run(capsys, *arguments)
+        assert (status, output) == (1, "")
+        assert message in error
+        assert error.count("\n") == 1
+
+
+def test_a_run_without_training_data_is_refused(
+    make_dataset: Callable[..., IndexedDataset],
+) -> None:
+    blend = [make_dataset([30] * 60).prefix], None
+    values: dict[str, Any] = {"sequence_length": 16, "seed": 1, "num_samples": (None, 0, 0)}
+    with pytest.raises(ConfigError, match="no training data"):
+        bench(DatasetConfig(**values, blend_per_split=[None, blend, None]), **SHORT)
+    with pytest.raises(ConfigError, match="give train a share"):
+        bench(DatasetConfig(**values, blend=blend, split="0,1,0"), **SHORT)
+
+
+@pytest.mark.parametrize(
+    ("wait_share", "busy_share", "disk_rate", "copy_share", "expected"),
+    [
+        (0.001, 0.1, 1e9, 0.1, "step"),
+        (0.5, 0.1, 1e9, 0.1, "disk"),
+        (None, 0.1, 1e9, 0.1, "disk"),
+        (None, 0.1, 0.0, 0.1, "other"),
+        (None, 0.9, 1e9, 0.1, "CPU"),
+        (None, 0.9, 0.0, 0.9, "memory"),
+    ],
+)
+def test_the_bound_follows_from_the_measured_quantities(
+    wait_share: float | None,
+    busy_share: float,
+    disk_rate: float,
+    copy_share: float,
+    expected: str,
+) -> None:
+    cause, reason = bound_by(
+        wait_share=wait_share, busy_share=busy_share, disk_rate=disk_rate, copy_share=copy_share
+    )
+    assert cause == expected
+    assert "%" in reason
+
+
+def test_dropping_a_file_from_the_page_cache(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(np.random.default_rng(0).bytes(40 * mmap.PAGESIZE))
+    size = path.stat().st_size
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        assert resident_bytes(descriptor, size) == size
+        with mmap.mmap(descriptor, size, prot=mmap.PROT_READ) as pages:
+            assert len(pages[:]) == size  # pages in use stay
+            assert drop_from_page_cache([str(path)]).startswith("partly dropped: 0.2 of 0.2 MB")
+        message = drop_from_page_cache([str(path)])
+        if message.startswith("dropped"):  # not on a file system in memory
+            assert message == "dropped (0.2 MB in 1 files)"
+            assert resident_bytes(descriptor, size) == 0
+    finally:
+        os.close(descriptor)
