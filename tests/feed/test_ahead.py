@@ -55,7 +55,11 @@ class Numbers:
 
 
 def workers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("millrace-loader")]
+    return [
+        thread
+        for thread in threading.enumerate()
+        if thread.name.startswith("millrace-loader") and thread.is_alive()
+    ]
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -222,7 +226,7 @@ def test_a_loader_that_is_dropped_ends_its_threads() -> None:
 def test_a_dataset_that_asks_its_loader_is_told_how() -> None:
     loader: Loader
     loader = Loader(Numbers(work=lambda numbers: next(loader)), micro_batch_size=2)
-    with pytest.raises(ConfigError, match="pass prefetch=0"):
+    with pytest.raises(ConfigError, match="use it in `transform`"):
         next(loader)
 
 

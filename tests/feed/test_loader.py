@@ -457,7 +457,7 @@ def test_numbers_of_a_sampler_become_plain(dataset: GPTDataset) -> None:
             next(loader)
             assert json.loads(json.dumps(loader.state_dict()))["consumed_samples"] == 2
         else:
-            with pytest.raises(ConfigError, match="consumed_after is -1; at least 0 is needed"):
+            with pytest.raises(ConfigError, match="consumed_after is -1; at least 1 is needed"):
                 next(loader)
 
 

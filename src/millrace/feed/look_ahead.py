@@ -46,7 +46,7 @@ class LookAhead:
             return work()
         before = resource.getrusage(_THREAD).ru_inblock
         if self._is_cold:
-            with contextlib.suppress(Exception):  # the read itself will say what is wrong
+            with contextlib.suppress(BaseException):  # the read itself will say what is wrong
                 for numbers in self._coming(position):
                     self._prefetch(numbers)
         result = work()

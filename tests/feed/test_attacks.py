@@ -1,0 +1,313 @@
+"""What can go wrong around a loader: interruptions, strange errors, forks, many threads."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+
+from millrace import ConfigError, ExternalBatches, GPTDataset, IndexedDataset, Loader, ResumeError
+from tests.feed.test_ahead import Numbers, _no_thread_is_left, wait_for, workers
+
+__all__ = ["_no_thread_is_left"]  # a fixture
+
+AHEAD = pytest.mark.parametrize("prefetch", [0, 8])
+
+
+# ---- interruptions ----
+
+
+class CutNumbers(Numbers):
+    """Numbers of which several small steps are one call."""
+
+    takes_form = True
+
+    def batch(self, sample_numbers: Any, form: Any = None) -> dict[str, np.ndarray]:
+        return super().batch(sample_numbers)
+
+
+@pytest.mark.parametrize(("prefetch", "threads"), [(0, 1), (1, 1), (8, 3)])
+def test_an_interruption_at_any_instant_loses_no_step(prefetch: int, threads: int) -> None:
+    may_interrupt, num_interruptions = False, 0
+
+    def interrupt(*_: Any) -> None:
+        nonlocal may_interrupt, num_interruptions
+        if may_interrupt:
+            may_interrupt = False
+            num_interruptions += 1
+            raise KeyboardInterrupt
+
+    errors: list[str] = []
+    loader = Loader(CutNumbers(10**9), micro_batch_size=2, prefetch=prefetch, threads=threads)
+    handler = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.0003, 0.0003)
+    try:
+        while num_interruptions < 300:
+            start = loader.consumed_samples
+            try:
+                may_interrupt = True
+                batch = next(loader)
+                may_interrupt = False
+            except KeyboardInterrupt:
+                assert loader.consumed_samples in (start, start + 2)
+                continue
+            except (RuntimeError, ConfigError) as error:
+                may_interrupt = False
+                errors.append(str(error))
+                continue
+            assert (batch["tokens"][0], loader.consumed_samples) == (start, start + 2)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        loader.close()
+    # Python's own, if the start of a thread is interrupted at a certain instant.
+    assert all("unlocked lock" in error for error in errors)
+
+
+def test_a_signal_handler_may_close_a_loader_inside_the_queue() -> None:
+    loader = Loader(Numbers(), micro_batch_size=2, threads=2)
+    next(loader)
+    queue = loader._queue
+    assert queue is not None
+    with queue._lock:  # what the handler has interrupted
+        loader.close()
+
+
+def test_a_loader_may_be_closed_by_its_own_threads() -> None:
+    meeting = threading.Barrier(2)
+
+    def prepare(batch: Any) -> Any:
+        meeting.wait(20)
+        loader.close()
+        return batch
+
+    loader = Loader(Numbers(), micro_batch_size=2, threads=2, prefetch=2, prepare=prepare)
+    with pytest.raises(ConfigError, match="closed while"):
+        next(loader)
+
+
+def test_a_loader_cannot_be_moved_by_its_own_threads() -> None:
+    def prepare(batch: Any) -> Any:
+        loader.load_state_dict(loader.state_dict())
+
+    loader = Loader(Numbers(), micro_batch_size=2, prepare=prepare)
+    with pytest.raises(ConfigError, match="use it in `transform`"):
+        next(loader)
+
+
+# ---- errors ----
+
+
+class StopSampler:
+    """A sampler of two samples a step that fails from the third step on."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def has_step(self, consumed_samples: int) -> bool:
+        return True
+
+    def sample_numbers(self, consumed_samples: int) -> list[int]:
+        if consumed_samples >= 4:
+            raise self.error
+        return [consumed_samples, consumed_samples + 1]
+
+    def consumed_after(self, consumed_samples: int) -> int:
+        return consumed_samples + 2
+
+
+@AHEAD
+@pytest.mark.parametrize("place", ["dataset", "sampler", "prepare", "transform"])
+def test_a_stop_iteration_is_not_the_end(prefetch: int, place: str) -> None:
+    def work(batch: Any) -> Any:
+        if 4 in np.asarray(batch["tokens"] if isinstance(batch, dict) else batch):
+            next(iter(()))
+        return batch
+
+    options: dict[str, Any] = {"micro_batch_size": 2}
+    if place == "sampler":
+        options = {"sampler": StopSampler(StopIteration())}
+    elif place != "dataset":
+        options[place] = work
+    dataset = Numbers(work=work if place == "dataset" else None)
+    loader = Loader(dataset, prefetch=prefetch, **options)
+    next(loader)
+    next(loader)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            next(loader)
+    assert loader.consumed_samples == 4
+
+
+class StubbornError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+    def add_note(self, note: str) -> None:
+        raise RuntimeError("no note")
+
+
+@AHEAD
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError, StubbornError])
+def test_any_error_of_a_worker_arrives(prefetch: int, error: type[BaseException]) -> None:
+    dataset: Any = Numbers()
+    dataset.is_remote, dataset.prefetch = True, len  # so that the sampler is asked ahead, too
+    loader = Loader(dataset, sampler=StopSampler(error()), prefetch=prefetch)
+    assert [next(loader)["tokens"][0], next(loader)["tokens"][0]] == [0, 2]
+    with pytest.raises(error):
+        next(loader)
+    assert loader.consumed_samples == 4
+
+
+@AHEAD
+def test_an_error_that_comes_again_gets_one_note(prefetch: int) -> None:
+    error = StubbornError.__base__("always")  # type: ignore[misc]
+
+    def work(numbers: Any) -> None:
+        raise error
+
+    loader = Loader(Numbers(work=work), micro_batch_size=2, prefetch=prefetch)
+    for _ in range(5):
+        with pytest.raises(Exception, match="always"):
+            next(loader)
+    assert len(getattr(error, "__notes__", [""])) == 1
+
+
+@AHEAD
+def test_a_sampler_that_does_not_move_is_an_error(prefetch: int) -> None:
+    class Still(StopSampler):
+        def consumed_after(self, consumed_samples: int) -> int:
+            return consumed_samples
+
+    loader = Loader(Numbers(), sampler=Still(ValueError()), prefetch=prefetch)
+    with pytest.raises(ConfigError, match="consumed_after is 0; at least 1 is needed"):
+        next(loader)
+
+
+def test_a_thread_that_does_not_start_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "millrace-loader-2":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    loader = Loader(Numbers(), micro_batch_size=2, prefetch=8, threads=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(ConfigError, match=r"thread 3 of 4 does not start: can't .*prefetch=0"):
+            next(loader)
+        wait_for(lambda: not workers())
+    assert next(loader)["tokens"].tolist() == [0, 1]
+    assert len(workers()) == 4
+
+
+@AHEAD
+@pytest.mark.parametrize("watchdog", [math.inf, 1e300])
+def test_a_watchdog_may_wait_for_ever(prefetch: int, watchdog: float) -> None:
+    dataset = Numbers(work=lambda numbers: time.sleep(0.001))
+    next(Loader(dataset, micro_batch_size=2, prefetch=prefetch, watchdog=watchdog))
+
+
+def test_a_class_derived_from_ours_makes_its_steps_one_by_one(
+    make_dataset: Callable[..., IndexedDataset],
+) -> None:
+    class Summed(GPTDataset):
+        def batch(self, sample_numbers: Any, form: Any = None) -> Any:
+            batch = super().batch(sample_numbers, form)
+            return {**batch, "sums": np.full(len(batch["tokens"]), batch["tokens"].sum())}
+
+    dataset = Summed(make_dataset([500] * 40), sequence_length=16, seed=1)
+    for marked in (False, True):
+        if marked:
+
+            class Marked(Summed):
+                takes_form = True
+
+                def batch(self, sample_numbers: Any, form: Any = None) -> Any:
+                    return {**super().batch(sample_numbers, form), "sums": np.zeros(1)}
+
+            dataset = Marked(make_dataset([500] * 40), sequence_length=16, seed=1)
+        sums = [
+            [batch["sums"].tolist() for batch in Loader(dataset, micro_batch_size=2, prefetch=n)]
+            for n in (0, 32)
+        ]
+        assert sums[0] == sums[1]
+
+
+# ---- copies, and many threads ----
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_fork_while_external_batches_are_read() -> None:
+    is_reading = threading.Event()
+
+    def batches(consumed: int) -> Iterator[int]:
+        for number in range(consumed, 100):
+            if number == 3 and not is_reading.is_set():
+                is_reading.set()
+                time.sleep(0.2)
+            yield number
+
+    loader = Loader(ExternalBatches(batches, samples_per_step=1), prefetch=3)
+    assert [next(loader), next(loader)] == [0, 1]
+    is_reading.wait(20)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        is_next = [next(loader), next(loader)] == [2, 3]
+        os._exit(0 if is_next else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert [next(loader), next(loader)] == [2, 3]
+    loader.close()
+
+
+def test_a_copy_of_an_iterator_that_was_read_does_not_go_on_as_if_it_were_new() -> None:
+    loader = Loader(ExternalBatches(iter([0, 1, 2, 3]), samples_per_step=1), prefetch=0)
+    assert next(copy.deepcopy(loader)) == 0
+    assert next(loader) == 0
+    for twin in (copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
+        with pytest.raises(ResumeError, match="iterator"):
+            next(twin)
+
+
+@pytest.mark.parametrize(("prefetch", "threads"), [(0, 1), (1, 2), (9, 4)])
+def test_threads_share_the_steps_of_a_loader(prefetch: int, threads: int) -> None:
+    loader = Loader(CutNumbers(20000), micro_batch_size=4, prefetch=prefetch, threads=threads)
+    starts: list[list[int]] = [[] for _ in range(4)]
+    errors: list[BaseException] = []
+
+    def draw(number: int) -> None:
+        starts[number] += [int(batch["tokens"][0]) for batch in loader]
+
+    def look() -> None:
+        try:
+            while (consumed := loader.state_dict()["consumed_samples"]) < 20000:
+                assert consumed % 4 == 0
+                assert loader.batch(consumed // 4)["tokens"][0] == consumed
+                loader.start()
+                loader.wait_stats()
+                copy.deepcopy(loader)
+        except BaseException as error:
+            errors.append(error)
+
+    callers = [threading.Thread(target=draw, args=(number,)) for number in range(4)]
+    callers.append(threading.Thread(target=look))
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert not errors
+    assert sorted(chain(*starts)) == list(range(0, 20000, 4))
+    assert all(part == sorted(part) for part in starts)
+    assert loader.wait_stats().steps == 5000
