@@ -36,6 +36,7 @@ class CutNumbers(Numbers):
         return super().batch(sample_numbers)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a callback
 @pytest.mark.parametrize(("prefetch", "threads"), [(0, 1), (1, 1), (8, 3)])
 def test_an_interruption_at_any_instant_loses_no_step(prefetch: int, threads: int) -> None:
     may_interrupt, num_interruptions = False, 0

@@ -37,7 +37,7 @@ class Step(NamedTuple):
 
     Attributes:
         start: Number of samples consumed before it.
-        end: Number of samples consumed after it; `start`, if it failed.
+        end: Number of samples consumed after it; -1 if it failed.
         batch: The rank's batch, or None if the step failed.
         error: Why it failed.
     """
@@ -201,8 +201,9 @@ class Ahead:
         num_threads: Number of threads.
 
     Attributes:
-        position: Number of samples consumed before the next step that is handed out; -1 after
-            `close`, and after an interruption (Ctrl-C) that leaves the queue in an unknown state.
+        position: Number of samples consumed before the next step that is handed out; -1 if there
+            is no other: after `close`, after a step that failed, and after an interruption (Ctrl-C)
+            at an instant that leaves the queue in an unknown state.
     """
 
     def __init__(
@@ -313,7 +314,7 @@ class Ahead:
             if number == 0 and steps:
                 self._measure(steps[0])
         except BaseException as error:  # without it the trainer would wait for ever
-            steps, seconds = [Step(bounds[0][0], bounds[0][0], None, error)], {}
+            steps, seconds = [Step(bounds[0][0], -1, None, error)], {}
         with self._lock:
             if len(steps) < len(bounds) or steps[-1].error is not None:
                 self._is_over = True
@@ -414,7 +415,7 @@ def _failed_step(
             error = placed
         elif hasattr(error, "add_note") and place not in getattr(error, "__notes__", ()):
             error.add_note(place)  # not on Python 3.10
-    return Step(start, start, None, error)
+    return Step(start, -1, None, error)
 
 
 _worker = threading.local()  # `maker`: whose steps this thread makes

@@ -166,9 +166,10 @@ class Loader:
             step = self._take(start)
             if step is None:
                 raise StopIteration
+            batch = _batch_of(step)
             try:
                 self._next = step.end
-                result = step.batch if self.transform is None else self.transform(step.batch)
+                result = batch if self.transform is None else self.transform(batch)
             except BaseException as error:
                 self._next = self._consumed_samples = start
                 if isinstance(error, StopIteration):  # it would end the trainer's loop
@@ -296,13 +297,8 @@ class Loader:
         if self._is_closed:
             raise ConfigError("the loader is closed; make a new one, and load its state_dict")
         if self._prefetch == 0:
-            step = self._make(start)
-        else:
-            step = self._open_queue(start).take(self._stats, self._watchdog)
-        if step is not None and step.error is not None:
-            self._drop_queue()
-            _batch_of(step)
-        return step
+            return self._make(start)
+        return self._open_queue(start).take(self._stats, self._watchdog)
 
     def _make(self, start: int) -> Step | None:
         """The step that starts there, made in this thread."""
