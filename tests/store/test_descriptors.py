@@ -184,6 +184,19 @@ def test_a_forked_child_reads_while_the_lock_is_held(tmp_path: Path, limit: int)
     assert [dataset[1][0] for dataset in datasets] == list(range(6))
 
 
+def test_a_dataset_in_a_cycle_ends_with_python(tmp_path: Path) -> None:
+    write(tmp_path / "data", 1)
+    code = """
+import sys, millrace
+class Holder: pass
+sys.holder = Holder()
+sys.holder.cycle, sys.holder.data = sys.holder, millrace.IndexedDataset(sys.argv[1], access="file")
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "data")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
 # ---- files that change ----
 
 
