@@ -1,8 +1,8 @@
 """Packed sequences: samples per second, against Streaming, LitData, Grain and datasets.
 
 The same packed corpus in each library's own format, shuffled, micro batch 8, tokens and labels as
-int64. A library that is not installed is left out. `pip install '.[torch,peers]'` installs all four,
-in an environment apart: Streaming needs transformers below 5, and the tests a later one.
+int64. A library that is not installed is left out. `pip install '.[torch,peers]'` installs all, in
+an environment apart: Streaming needs transformers below 5, and the tests a later one.
 """
 
 from __future__ import annotations
