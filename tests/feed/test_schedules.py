@@ -58,12 +58,12 @@ def test_steps_and_consumed_samples_follow_from_each_other(
                 schedule.step_at(inside)
         consumed += size
         ends.append(consumed)
-    for start in (0, num_samples // 3, num_samples):
+    for start in (0, num_samples // 3, num_samples, num_samples + 3):
         end, steps = start, 0
         while end < num_samples:
             end += schedule.batch_size(end)
             steps += 1
-        expected = steps - (drop_last and end > num_samples)
+        expected = max(steps - (drop_last and end > num_samples), 0)
         assert schedule.num_steps(num_samples, start, drop_last=drop_last) == expected
 
 

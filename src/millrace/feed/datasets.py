@@ -47,11 +47,13 @@ class Dataset(Protocol):
     """Samples by number: what a blend and a loader need.
 
     A dataset may offer attributes more. `takes_form`, if true, says that `batch` has a second
-    argument `form` (a `BatchForm`, or None); other datasets give no other arrays than they return
-    anyway. `texts(sample_numbers)` returns the tokens of samples (see `GPTDataset.texts`).
-    `source` (a `SampleSource`) and its `options` let a blend read samples of several datasets in
-    one call of the core. `mapped_files()` returns the files whose sizes a blend checks now and
-    then. `prefix` names the dataset in messages, and `file_dtype` is the dtype of its token files.
+    argument `form` (a `BatchForm`, or None), and that a row depends on its sample number alone, so
+    that a loader may cut a batch into several; a derived class says it again. Other datasets give
+    no other arrays than they return anyway. `texts(sample_numbers)` returns the tokens of samples
+    (see `GPTDataset.texts`). `source` (a `SampleSource`) and its `options` let a blend read samples
+    of several datasets in one call of the core. `mapped_files()` returns the files whose sizes a
+    blend checks now and then. `prefix` names the dataset in messages, and `file_dtype` is the dtype
+    of its token files.
     """
 
     def __len__(self) -> int:

@@ -248,14 +248,14 @@ class Loader:
         """
         remark = getattr(self.sampler, "explain_difference", str)()
         consumed_samples, view = read_state(state, self._fingerprint(), remark)
-        self._seek(consumed_samples)
-        if view:
+        if view:  # before the move: a warning may be an error
             warnings.warn(
                 "the same tokens follow, but their masks or padding differ from those of the saved "
                 f"state:\n{view}",
                 ViewChangeWarning,
                 stacklevel=2,
             )
+        self._seek(consumed_samples)
 
     def _fingerprint(self) -> dict[str, Any]:
         sampler: dict[str, Any] = getattr(self.sampler, "fingerprint", dict)()
