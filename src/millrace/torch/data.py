@@ -10,6 +10,7 @@ same arguments, and its state resumes at the batch after the last one that the t
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.utils import data
 from millrace.checks import shown, whole
 from millrace.errors import ConfigError, ResumeError
 from millrace.feed import Dataset, Loader, Sampler
-from millrace.feed.fields import FIELDS, BatchForm
+from millrace.feed.fields import FIELDS, BatchForm, select_fields
 from millrace.torch.tensors import to_tensors
 
 Tensors = dict[str, torch.Tensor]
@@ -39,7 +40,7 @@ class MapDataset(data.Dataset):  # type: ignore[misc]
         token_dtype: Dtype of tokens and labels: "int64", "int32", or "file" for the file's own.
 
     Raises:
-        ConfigError: A form that this dataset cannot give.
+        ConfigError: A field or a dtype that does not exist.
 
     Example:
         >>> import tempfile, millrace
@@ -61,15 +62,10 @@ class MapDataset(data.Dataset):  # type: ignore[misc]
         token_dtype: str = "int64",
     ) -> None:
         self.dataset = dataset
-        self._options: tuple[Any, ...] = ()
+        self._form: BatchForm | None = None
         if fields is not None or token_dtype != "int64":
-            if not getattr(dataset, "takes_form", False):
-                raise ConfigError(
-                    f"a {type(dataset).__name__} makes its arrays itself: leave out fields and "
-                    "token_dtype"
-                )
             fields = FIELDS if fields is None else fields
-            self._options = (BatchForm(fields=fields, token_dtype=token_dtype),)
+            self._form = BatchForm(fields=fields, token_dtype=token_dtype)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -85,7 +81,13 @@ class MapDataset(data.Dataset):  # type: ignore[misc]
 
     def _batch(self, sample_numbers: Sequence[int]) -> Tensors:
         numbers = np.asarray(sample_numbers, np.int64)
-        return to_tensors(self.dataset.batch(numbers, *self._options))
+        dataset: Any = self.dataset
+        if self._form is None:
+            return to_tensors(dataset.batch(numbers))
+        if getattr(dataset, "takes_form", False):
+            return to_tensors(dataset.batch(numbers, self._form))
+        name = type(dataset).__name__
+        return to_tensors(select_fields(dataset.batch(numbers), self._form, name))
 
 
 class _Rows(Sequence[Tensors]):
@@ -206,6 +208,11 @@ class IterableDataset(data.IterableDataset):  # type: ignore[misc]
         if worker is None:
             self._has_advanced = True
             return _Steps(self.loader)
+        if getattr(self.loader.dataset, "is_sequential", False):
+            raise ConfigError(
+                "external batches come from one iterable, which workers cannot share: use "
+                "num_workers=0"
+            )
         return _WorkerSteps(self.loader, worker.id, worker.num_workers)
 
     def state_after(self, num_batches: int) -> dict[str, Any]:
@@ -285,6 +292,37 @@ class _WorkerSteps:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._loader.load_state_dict(state)
         self._position = self._loader.consumed_samples
+
+
+class CheckpointState:
+    """A loader's state as one entry of a `torch.distributed.checkpoint`.
+
+    torch.distributed.checkpoint stores each value of a nested state as an entry of its own, and
+    loads only those that the present state has: a blend that has lost a dataset since would load
+    without an error. One text holds all of it, so `Loader.load_state_dict` can compare.
+
+    Args:
+        loader: The loader, or another object with `state_dict` and `load_state_dict` whose state
+            JSON can hold.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def state_dict(self) -> dict[str, str]:
+        """The state as JSON."""
+        return {"json": json.dumps(self._loader.state_dict())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from a saved state.
+
+        Raises:
+            ResumeError: A state of other data or another order, or not a `CheckpointState`.
+        """
+        text = state.get("json") if isinstance(state, Mapping) else None
+        if not isinstance(text, str):
+            raise ResumeError(f"the state is {shown(state)}; it was not saved by CheckpointState")
+        self._loader.load_state_dict(json.loads(text))
 
 
 def _position_after(sampler: Sampler, consumed_samples: int, num_steps: int) -> int:
