@@ -47,10 +47,13 @@ from millrace.feed import (
     BatchSizeSchedule,
     CyclicSampler,
     ExternalBatches,
+    FillInMiddle,
     FullValidationSampler,
     GlobalBatchSampler,
     RampUp,
+    RepeatGuard,
     SequentialSampler,
+    TransformedDataset,
 )
 from millrace.feed.fields import ALL_FIELDS, FIELDS, TOKEN_DTYPES
 from millrace.order import Spans
@@ -59,8 +62,7 @@ from tests.conftest import write_documents
 Numbers = NDArray[np.int64]
 Batch = dict[str, NDArray[Any]]
 
-MAX_RANKS = 8
-UNITS = (1, 2, 3, 4, 6, 8, 12, 24)
+UNITS = (1, 2, 3, 4, 6, 8, 12, 24, 32, 60)
 """Numbers of samples that a step takes, or divides: micro batch times ranks divide one of them."""
 
 
@@ -97,7 +99,7 @@ class Squares:
         return {"kind": "squares"}
 
 
-KINDS = ("gpt", "masked", "file", "python order", "blend", "nested blend", "own")
+KINDS = ("gpt", "masked", "file", "python order", "blend", "nested blend", "transformed", "own")
 
 
 @cache
@@ -133,7 +135,21 @@ def dataset_of(kind: str) -> Any:
     if kind == "nested blend":
         others = [dataset_of(name) for name in ("file", "python order")]
         return BlendedDataset([BlendedDataset([gpt(a, seed=4), gpt(b, seed=4)]), *others])
+    if kind == "transformed":
+        fill = FillInMiddle(
+            rate=0.5, prefix_token=501, middle_token=502, suffix_token=503, eod_token=7, seed=3
+        )
+        guard = RepeatGuard(max_period=2, min_repeats=2)
+        return TransformedDataset(gpt(b, seed=9, eod_token=7), [fill, guard])
     return Squares()
+
+
+def fields_of(kind: str) -> list[str]:
+    """The fields that a dataset can make: a transformed text has no place in its token file."""
+    names = set(ALL_FIELDS)
+    if kind == "transformed":
+        names -= {"document_numbers", "document_bounds"}
+    return sorted(names)
 
 
 @cache
@@ -143,7 +159,7 @@ def table_of(kind: str) -> Batch:
     numbers = np.arange(len(dataset))
     if not getattr(dataset, "takes_form", False):
         return dict(dataset.batch(numbers))
-    names = [name for name in ALL_FIELDS if BatchForm(fields=(name,)).has_rows]
+    names = [name for name in fields_of(kind) if BatchForm(fields=(name,)).has_rows]
     return dict(dataset.batch(numbers, BatchForm(fields=tuple(names))))
 
 
@@ -208,7 +224,8 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(draw: st.DrawFn, max_ranks: int = 8) -> Case:
+    """Cases with up to that many ranks."""
     unit = draw(st.sampled_from(UNITS))
     sampler = draw(
         st.sampled_from(
@@ -226,9 +243,9 @@ def cases(draw: st.DrawFn) -> Case:
     )
     kind = draw(st.sampled_from(KINDS))
     has_forms = kind != "own" and sampler != "external"
-    fields = draw(st.none() | st.lists(st.sampled_from(ALL_FIELDS), min_size=1, unique=True))
+    fields = draw(st.none() | st.lists(st.sampled_from(fields_of(kind)), min_size=1, unique=True))
     token_dtype = draw(st.sampled_from(TOKEN_DTYPES))
-    shapes = [(r, m) for r in range(1, MAX_RANKS + 1) for m in range(1, 25) if unit % (r * m) == 0]
+    shapes = [(r, m) for r in range(1, max_ranks + 1) for m in range(1, 61) if unit % (r * m) == 0]
     return Case(
         kind=kind,
         sampler=sampler,
@@ -246,7 +263,7 @@ def cases(draw: st.DrawFn) -> Case:
                 num_steps=draw(st.integers(0, 12) | st.integers(0, 50)),
                 threads=draw(st.integers(1, 4)),
                 prefetch=draw(st.none() | st.integers(0, 4)),
-                resumed_rank=draw(st.integers(0, MAX_RANKS - 1)),
+                resumed_rank=draw(st.integers(0, max_ranks - 1)),
             )
             for shape in draw(st.lists(st.sampled_from(shapes), min_size=1, max_size=4))
         ),
@@ -435,7 +452,6 @@ def run_leg(
     case: Case, leg: Leg, loaders: list[Loader], consumed: int, seen: list[int], place: str
 ) -> int:
     """Runs the steps of a leg, and compares each with the model; returns the position after it."""
-    table = table_of(case.kind)
     for step in range(leg.num_steps):
         at = f"{place}, step {step}, consumed_samples {consumed}"
         expected = global_order(case, leg, consumed)
@@ -516,7 +532,7 @@ def walk(sampler: Any, consumed: int) -> Iterator[int]:
 # ---- any number of cases ----
 
 
-def run(num_cases: int, seed: int) -> dict[str, int]:
+def run(num_cases: int, seed: int, max_ranks: int = 8) -> dict[str, int]:
     """Checks that many random cases; returns how many there were of each sampler."""
     counts: dict[str, int] = {}
 
@@ -527,7 +543,7 @@ def run(num_cases: int, seed: int) -> dict[str, int]:
         database=None,
         suppress_health_check=list(hypothesis.HealthCheck),
     )
-    @hypothesis.given(cases())
+    @hypothesis.given(cases(max_ranks))
     def test(case: Case) -> None:
         counts[case.sampler] = counts.get(case.sampler, 0) + 1
         check(case)
@@ -540,9 +556,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max-ranks", type=int, default=32)
     options = parser.parse_args()
     start = time.monotonic()
-    counts = run(options.cases, options.seed)
+    counts = run(options.cases, options.seed, options.max_ranks)
     seconds = time.monotonic() - start
     print(f"{sum(counts.values())} cases in {seconds:.0f} s, all laws hold: {counts}")
 

@@ -6,6 +6,7 @@ import itertools
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from typing import BinaryIO
 
 from millrace.errors import DataError
@@ -24,8 +25,8 @@ class Descriptor:
     def __init__(self, number: int) -> None:
         self.number = number
 
-    def __del__(self) -> None:
-        os.close(self.number)
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        close(self.number)  # at the end of Python, `os` may be gone before the last dataset
 
 
 class PooledFile:
