@@ -16,7 +16,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace import ConfigError, ExternalBatches, GPTDataset, IndexedDataset, Loader, ResumeError
+from millrace import (
+    ConfigError,
+    ExternalBatches,
+    GPTDataset,
+    IndexedDataset,
+    Loader,
+    ResumeError,
+    SequentialSampler,
+)
 from tests.feed.test_ahead import Numbers, _no_thread_is_left, wait_for, workers
 
 __all__ = ["_no_thread_is_left"]  # a fixture
@@ -182,6 +190,26 @@ def test_an_error_that_comes_again_gets_one_note(prefetch: int) -> None:
         with pytest.raises(Exception, match="always"):
             next(loader)
     assert len(getattr(error, "__notes__", [""])) == 1
+
+
+@AHEAD
+@pytest.mark.parametrize("method", ["has_step", "sample_numbers", "consumed_after"])
+def test_an_error_of_a_sampler_comes_in_its_step_of_a_larger_block(
+    prefetch: int, method: str
+) -> None:
+    class Sampler(SequentialSampler):
+        def fail(self, consumed_samples: int) -> Any:
+            if consumed_samples == 1010:
+                raise ValueError("lost")
+            return getattr(super(), method)(consumed_samples)
+
+    setattr(Sampler, method, Sampler.fail)
+    sampler = Sampler(10**4, micro_batch_size=2)
+    loader = Loader(CutNumbers(10**4), sampler=sampler, prefetch=4 * prefetch)
+    assert [next(loader)["tokens"][0] for _ in range(505)] == list(range(0, 1010, 2))
+    with pytest.raises(ValueError, match="lost"):
+        next(loader)
+    assert loader.consumed_samples == 1010
 
 
 @AHEAD

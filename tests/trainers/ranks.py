@@ -60,11 +60,7 @@ def main() -> None:
             check_consistency(*arguments, **{"timeout": 60, **options})
             say(f"{case}: agree")
         except Exception as error:
-            print(
-                f"{case}: {type(error).__name__}: {error}".replace("\n", " | "),
-                file=output,
-                flush=True,
-            )
+            say(f"{case}: {type(error).__name__}: {error}")
 
     half = {"data_parallel_rank": rank // 2, "checksum_batches": 3}
     check("all differ", loader(rank, size), checksum_batches=2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
@@ -76,8 +75,6 @@ def test_a_data_loader_has_the_order_of_the_loader(
     assert tokens(steps) == expected
     if is_persistent:
         assert tokens(steps) == expected
-    if method == "forkserver":  # ends the server, whose process would outlive the test
-        multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -99,12 +99,19 @@ class StepMaker:
     prepare: Callable[[Any], Any] | None
 
     def claim(self, start: int, count: int) -> list[tuple[int, int]]:
-        """The starts and ends of up to `count` steps from a position on; fewer at the end."""
+        """The starts and ends of up to `count` steps from a position on; fewer at the end.
+
+        An error of the sampler is raised only at the first step: a later step is claimed again.
+        """
         steps: list[tuple[int, int]] = []
-        while len(steps) < count and self.sampler.has_step(start):
-            end = whole("consumed_after", self.sampler.consumed_after(start), start + 1)
-            steps.append((start, end))
-            start = end
+        try:
+            while len(steps) < count and self.sampler.has_step(start):
+                end = whole("consumed_after", self.sampler.consumed_after(start), start + 1)
+                steps.append((start, end))
+                start = end
+        except BaseException:
+            if not steps:
+                raise
         return steps
 
     def step(self, start: int) -> tuple[Step | None, dict[str, float]]:
