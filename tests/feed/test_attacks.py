@@ -126,7 +126,7 @@ class StopSampler:
     def has_step(self, consumed_samples: int) -> bool:
         return True
 
-    def sample_numbers(self, consumed_samples: int) -> list[int]:
+    def sample_numbers(self, consumed_samples: int) -> Any:
         if consumed_samples >= 4:
             raise self.error
         return [consumed_samples, consumed_samples + 1]
@@ -308,6 +308,17 @@ def test_a_copy_of_an_iterator_that_was_read_does_not_go_on_as_if_it_were_new() 
     for twin in (copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
         with pytest.raises(ResumeError, match="iterator"):
             next(twin)
+
+
+@AHEAD
+@pytest.mark.parametrize("consumed", [0, 2, 9])
+def test_the_end_of_an_iterator_stays_the_end(prefetch: int, consumed: int) -> None:
+    batches = ExternalBatches(iter([0, 1, 2]), samples_per_step=1)
+    loader = Loader(batches, consumed_samples=consumed, prefetch=prefetch)
+    assert list(loader) == [0, 1, 2][consumed:]
+    assert list(loader) == []
+    loader.load_state_dict(loader.state_dict())
+    assert next(loader, None) is None
 
 
 @pytest.mark.parametrize(("prefetch", "threads"), [(0, 1), (1, 2), (9, 4)])

@@ -101,6 +101,7 @@ class ExternalBatches:
             try:
                 batch = next(self._iterator)
             except StopIteration:
+                self._position = start  # the end stays the end
                 self._check_end(start)
                 raise EndOfBatches from None
             self._position = start + self._samples_per_step
@@ -161,8 +162,7 @@ class ExternalBatches:
         self._has_begun = True
         for _ in range(start // self._samples_per_step):
             if next(iterator, self) is self:
-                self._check_end(start)
-                raise EndOfBatches
+                break
         return iterator
 
     def _check_end(self, start: int) -> None:
