@@ -95,11 +95,11 @@ class ExternalBatches:
         """
         start = int(np.asarray(sample_numbers)[0])
         with self._lock:
-            if start != self._position:
-                self._iterator = self._open(start)
-            self._position = -1  # unknown, if the next line fails
+            iterator = self._iterator if start == self._position else self._open(start)
+            self._position = -1  # unknown, if `next` fails
+            self._iterator = iterator
             try:
-                batch = next(self._iterator)
+                batch = next(iterator)
             except StopIteration:
                 self._position = start  # the end stays the end
                 self._check_end(start)

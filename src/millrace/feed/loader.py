@@ -170,12 +170,12 @@ class Loader:
             try:
                 self._next = step.end
                 result = batch if self.transform is None else self.transform(batch)
+                self._consumed_samples = self._next
             except BaseException as error:
                 self._next = self._consumed_samples = start
                 if isinstance(error, StopIteration):  # it would end the trainer's loop
                     raise RuntimeError("`transform` raised StopIteration") from error
                 raise
-            self._consumed_samples = self._next
             self._stats.steps += 1
             return result
 
@@ -223,7 +223,7 @@ class Loader:
         return start
 
     def wait_stats(self) -> WaitStats:
-        """How long the trainer has waited for batches since the loader was made."""
+        """How long the trainer has waited since the loader was made, or copied, or forked."""
         return replace(self._stats, by_cause=dict(self._stats.by_cause))
 
     # ---- the state ----
@@ -354,7 +354,7 @@ class Loader:
         _loaders.add(self)
 
     def _renew(self) -> None:
-        """Forgets the threads of another process, and the step that was under way there."""
+        """Forgets the threads and waits of another process, and the step under way there."""
         self._lock = threading.RLock()
         self._queue = None
         self._stats = WaitStats()
