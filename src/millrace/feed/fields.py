@@ -352,9 +352,9 @@ def select_fields(batch: Mapping[str, Any], form: BatchForm, dataset_name: str) 
 def _converted(name: str, tokens: NDArray[Any], form: BatchForm, dataset_name: str) -> NDArray[Any]:
     """Tokens in the dtype of a form, checked."""
     dtype = tokens.dtype if form.token_dtype == "file" else np.dtype(form.token_dtype)
-    least, limit = 0, form.vocab_size
-    if limit is None:
-        least, limit = int(np.iinfo(dtype).min), int(np.iinfo(dtype).max) + 1
+    least, limit = int(np.iinfo(dtype).min), int(np.iinfo(dtype).max) + 1
+    if form.vocab_size is not None:
+        least, limit = 0, min(form.vocab_size, limit)
     bad = tokens[(tokens < least) | (tokens > limit - 1)]
     if bad.size > 0:
         raise DataError(
