@@ -8,6 +8,7 @@ its batches among the ranks once more. `register_for_checkpointing` saves and re
 
 import shutil
 
+import tiny_data
 import tiny_gpt
 from accelerate import Accelerator
 from torch import distributed
@@ -16,28 +17,18 @@ import millrace
 from millrace.torch import to_device
 
 
-class Progress:
-    step = 0
-
-    def state_dict(self):
-        return {"step": self.step}
-
-    def load_state_dict(self, state):
-        self.step = state["step"]
-
-
 def main() -> None:
-    options = tiny_gpt.arguments("train with Accelerate")
+    options = tiny_data.arguments("train with Accelerate")
     accelerator = Accelerator(cpu=True)
     loader = millrace.Loader(
-        tiny_gpt.make_dataset(options),
-        micro_batch_size=tiny_gpt.GLOBAL_BATCH // accelerator.num_processes,
+        tiny_data.make_dataset(options),
+        micro_batch_size=tiny_data.GLOBAL_BATCH // accelerator.num_processes,
         data_parallel_rank=accelerator.process_index,
         data_parallel_size=accelerator.num_processes,
         prepare=to_device(accelerator.device),
     )
     model, optimizer = accelerator.prepare(*tiny_gpt.make_model())
-    progress = Progress()
+    progress = tiny_gpt.Progress()
     accelerator.register_for_checkpointing(loader, progress)
     checkpoint = options.folder / "checkpoint"
     if checkpoint.exists():
@@ -52,7 +43,7 @@ def main() -> None:
                 shutil.rmtree(checkpoint, ignore_errors=True)
                 (options.folder / "new").rename(checkpoint)
             accelerator.wait_for_everyone()
-        tiny_gpt.log(options, progress.step, loss)
+        tiny_data.log(options, progress.step, loss)
         if progress.step == options.steps:
             break
     loader.close()

@@ -8,6 +8,7 @@ and two ranks have the same losses.
     torchrun --nproc-per-node 2 examples/trainers/huggingface_trainer.py FOLDER
 """
 
+import tiny_data
 import tiny_gpt
 import torch
 from torch import distributed
@@ -38,27 +39,27 @@ class Losses(TrainerCallback):
 
     def on_log(self, arguments, state, control, logs, **_):
         if "loss" in logs:
-            tiny_gpt.log(self.options, state.global_step, logs["loss"])
+            tiny_data.log(self.options, state.global_step, logs["loss"])
 
 
 def main() -> None:
-    options = tiny_gpt.arguments("train with Hugging Face's Trainer")
+    options = tiny_data.arguments("train with Hugging Face's Trainer")
     torch.set_num_threads(1)
     torch.manual_seed(1)
     width = tiny_gpt.WIDTH
     config = LlamaConfig(
-        vocab_size=tiny_gpt.VOCABULARY,
+        vocab_size=tiny_data.VOCABULARY,
         hidden_size=width,
         intermediate_size=2 * width,
         num_hidden_layers=1,
         num_attention_heads=2,
-        max_position_embeddings=tiny_gpt.SEQUENCE_LENGTH,
+        max_position_embeddings=tiny_data.SEQUENCE_LENGTH,
     )
     arguments = TrainingArguments(
         output_dir=str(options.folder / "checkpoints"),
         max_steps=options.steps,
         save_steps=options.save_every,
-        per_device_train_batch_size=tiny_gpt.GLOBAL_BATCH // MICRO_BATCHES,
+        per_device_train_batch_size=tiny_data.GLOBAL_BATCH // MICRO_BATCHES,
         gradient_accumulation_steps=MICRO_BATCHES // options.ranks,
         train_sampling_strategy="sequential",  # the dataset is in its order already
         remove_unused_columns=False,  # the collate function takes whole batches
@@ -72,7 +73,7 @@ def main() -> None:
     trainer = Trainer(
         LlamaForCausalLM(config).double(),
         arguments,
-        train_dataset=MapDataset(tiny_gpt.make_dataset(options)),
+        train_dataset=MapDataset(tiny_data.make_dataset(options)),
         data_collator=causal_lm_batch,
         callbacks=[Losses(options)],
     )

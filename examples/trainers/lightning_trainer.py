@@ -7,6 +7,7 @@ same in both, to the last bit. (More ranks may add them in another order.)
 """
 
 import lightning.pytorch as lightning
+import tiny_data
 import tiny_gpt
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -35,18 +36,18 @@ class Model(lightning.LightningModule):
     def on_train_batch_end(self, *_):
         if len(self.losses) == MICRO_BATCHES:
             step = self.trainer.global_step
-            tiny_gpt.log(self.options, step, sum(self.losses) / MICRO_BATCHES)
+            tiny_data.log(self.options, step, sum(self.losses) / MICRO_BATCHES)
             self.losses = []
 
 
 def main() -> None:
-    options = tiny_gpt.arguments("train with Lightning")
-    dataset = tiny_gpt.make_dataset(options)
+    options = tiny_data.arguments("train with Lightning")
+    dataset = tiny_data.make_dataset(options)
 
     def train(rank: int, size: int) -> millrace.Loader:
         return millrace.Loader(
             dataset,
-            micro_batch_size=tiny_gpt.GLOBAL_BATCH // MICRO_BATCHES,
+            micro_batch_size=tiny_data.GLOBAL_BATCH // MICRO_BATCHES,
             data_parallel_rank=rank,
             data_parallel_size=size,
             transform=to_tensors,

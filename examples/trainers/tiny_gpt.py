@@ -1,4 +1,4 @@
-"""What the examples share: a little data, a tiny GPT, and sums that do not depend on the ranks.
+"""A tiny GPT in torch, and sums that do not depend on the number of ranks.
 
 Adding floats in another order changes the last bits. A run that resumes on another number of ranks
 keeps its losses to the last bit only if every sum is taken in one order. So `train_step` computes
@@ -7,50 +7,14 @@ and then adds them up on every rank. A real run would not pay for that; it shows
 the same.
 """
 
-import argparse
 import os
-import signal
-import time
 from pathlib import Path
 
-import numpy as np
 import torch
+from tiny_data import GLOBAL_BATCH, SEQUENCE_LENGTH, VOCABULARY
 from torch import distributed, nn
 
-import millrace
-
-VOCABULARY, SEQUENCE_LENGTH, WIDTH = 50, 16, 16
-GLOBAL_BATCH = 8
-
-
-def arguments(description: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("folder", type=Path, help="data, checkpoints and losses go here")
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--save-every", type=int, default=2)
-    parser.add_argument("--kill-at", type=int, help="SIGKILL this process after that step")
-    options = parser.parse_args()
-    options.rank, options.ranks = (
-        int(os.environ.get("RANK", 0)),
-        int(os.environ.get("WORLD_SIZE", 1)),
-    )
-    options.folder.mkdir(parents=True, exist_ok=True)
-    return options
-
-
-def make_dataset(options: argparse.Namespace) -> millrace.GPTDataset:
-    """Samples of random documents; rank 0 writes the token file, and the others wait for it."""
-    prefix, index = options.folder / "text", options.folder / "text.idx"
-    if options.rank == 0 and not index.exists():
-        random = np.random.default_rng(7)
-        with millrace.IndexedDatasetBuilder(prefix, np.uint16) as builder:
-            for length in random.integers(5, 90, 60):
-                builder.add_document(random.integers(0, VOCABULARY, length))
-    while not index.exists():
-        time.sleep(0.05)
-    return millrace.GPTDataset(
-        millrace.IndexedDataset(prefix), sequence_length=SEQUENCE_LENGTH, seed=3, num_samples=400
-    )
+WIDTH = 16
 
 
 def make_model() -> tuple["TinyGPT", torch.optim.Optimizer]:
@@ -118,16 +82,42 @@ def in_sample_order(rows: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def log(options: argparse.Namespace, step: int, loss: float) -> None:
-    """Adds a line to the losses, exact to the last bit; kills this process where it is asked to."""
-    if options.rank == 0:
-        with open(options.folder / "losses.txt", "a") as file:
-            file.write(f"{step} {float(loss).hex()}\n")
-    if step == options.kill_at:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 def save_atomically(state: object, path: Path) -> None:
     """A checkpoint that a kill cannot leave half written."""
     torch.save(state, path.with_suffix(".new"))
     os.replace(path.with_suffix(".new"), path)
+
+
+class Progress:
+    """The number of steps done, as a state that torch.distributed.checkpoint saves."""
+
+    step = 0
+
+    def state_dict(self):
+        return {"step": torch.tensor(self.step)}
+
+    def load_state_dict(self, state):
+        self.step = int(state["step"])
+
+
+class Moments:
+    """An optimizer whose state exists before the first step, as the checkpoint's reader needs."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        for parameter in optimizer.param_groups[0]["params"]:
+            optimizer.state[parameter] = {
+                "step": torch.tensor(0.0),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+    def state_dict(self):
+        return {
+            str(number): state for number, state in self.optimizer.state_dict()["state"].items()
+        }
+
+    def load_state_dict(self, state):
+        groups = self.optimizer.state_dict()["param_groups"]
+        numbered = {int(number): entry for number, entry in state.items()}
+        self.optimizer.load_state_dict({"state": numbered, "param_groups": groups})

@@ -6,6 +6,7 @@ the batches that were trained on: `BatchSampler.state_after(step)`.
     torchrun --nproc-per-node 2 examples/trainers/torch_dataloader.py FOLDER
 """
 
+import tiny_data
 import tiny_gpt
 import torch
 from torch import distributed
@@ -16,10 +17,10 @@ from millrace.torch import BatchSampler, MapDataset, check_consistency, collate
 
 
 def main() -> None:
-    options = tiny_gpt.arguments("train with torch's DataLoader")
+    options = tiny_data.arguments("train with torch's DataLoader")
     if options.ranks > 1:
         distributed.init_process_group("gloo")
-    dataset = tiny_gpt.make_dataset(options)
+    dataset = tiny_data.make_dataset(options)
     model, optimizer = tiny_gpt.make_model()
     step, consumed_samples, checkpoint = 0, 0, options.folder / "checkpoint.pt"
     if checkpoint.exists():
@@ -30,7 +31,7 @@ def main() -> None:
 
     sampler = millrace.SequentialSampler(
         len(dataset),
-        micro_batch_size=tiny_gpt.GLOBAL_BATCH // options.ranks,
+        micro_batch_size=tiny_data.GLOBAL_BATCH // options.ranks,
         data_parallel_rank=options.rank,
         data_parallel_size=options.ranks,
     )
@@ -46,7 +47,7 @@ def main() -> None:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             state |= {"step": step, "data": batches.state_after(step - first)}
             tiny_gpt.save_atomically(state, checkpoint)
-        tiny_gpt.log(options, step, loss)
+        tiny_data.log(options, step, loss)
         if step == options.steps:
             break
     # Any loader at this position can be compared over the ranks, now and then.

@@ -47,10 +47,13 @@ from millrace.feed import (
     BatchSizeSchedule,
     CyclicSampler,
     ExternalBatches,
+    FillInMiddle,
     FullValidationSampler,
     GlobalBatchSampler,
     RampUp,
+    RepeatGuard,
     SequentialSampler,
+    TransformedDataset,
 )
 from millrace.feed.fields import ALL_FIELDS, FIELDS, TOKEN_DTYPES
 from millrace.order import Spans
@@ -97,7 +100,7 @@ class Squares:
         return {"kind": "squares"}
 
 
-KINDS = ("gpt", "masked", "file", "python order", "blend", "nested blend", "own")
+KINDS = ("gpt", "masked", "file", "python order", "blend", "nested blend", "transformed", "own")
 
 
 @cache
@@ -133,7 +136,21 @@ def dataset_of(kind: str) -> Any:
     if kind == "nested blend":
         others = [dataset_of(name) for name in ("file", "python order")]
         return BlendedDataset([BlendedDataset([gpt(a, seed=4), gpt(b, seed=4)]), *others])
+    if kind == "transformed":
+        fill = FillInMiddle(
+            rate=0.5, prefix_token=501, middle_token=502, suffix_token=503, eod_token=7, seed=3
+        )
+        guard = RepeatGuard(max_period=2, min_repeats=2)
+        return TransformedDataset(gpt(b, seed=9, eod_token=7), [fill, guard])
     return Squares()
+
+
+def fields_of(kind: str) -> list[str]:
+    """The fields that a dataset can make: a transformed text has no place in its token file."""
+    names = set(ALL_FIELDS)
+    if kind == "transformed":
+        names -= {"document_numbers", "document_bounds"}
+    return sorted(names)
 
 
 @cache
@@ -143,7 +160,7 @@ def table_of(kind: str) -> Batch:
     numbers = np.arange(len(dataset))
     if not getattr(dataset, "takes_form", False):
         return dict(dataset.batch(numbers))
-    names = [name for name in ALL_FIELDS if BatchForm(fields=(name,)).has_rows]
+    names = [name for name in fields_of(kind) if BatchForm(fields=(name,)).has_rows]
     return dict(dataset.batch(numbers, BatchForm(fields=tuple(names))))
 
 
@@ -226,7 +243,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
     kind = draw(st.sampled_from(KINDS))
     has_forms = kind != "own" and sampler != "external"
-    fields = draw(st.none() | st.lists(st.sampled_from(ALL_FIELDS), min_size=1, unique=True))
+    fields = draw(st.none() | st.lists(st.sampled_from(fields_of(kind)), min_size=1, unique=True))
     token_dtype = draw(st.sampled_from(TOKEN_DTYPES))
     shapes = [(r, m) for r in range(1, MAX_RANKS + 1) for m in range(1, 25) if unit % (r * m) == 0]
     return Case(
@@ -435,7 +452,6 @@ def run_leg(
     case: Case, leg: Leg, loaders: list[Loader], consumed: int, seen: list[int], place: str
 ) -> int:
     """Runs the steps of a leg, and compares each with the model; returns the position after it."""
-    table = table_of(case.kind)
     for step in range(leg.num_steps):
         at = f"{place}, step {step}, consumed_samples {consumed}"
         expected = global_order(case, leg, consumed)

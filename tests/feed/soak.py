@@ -16,13 +16,13 @@ of their sample numbers, and that private memory and descriptors do not grow.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import ctypes
 import gc
 import itertools
 import json
 import os
 import random
+import sys
 import tempfile
 import threading
 import time
@@ -48,6 +48,7 @@ SEQUENCE_LENGTH = 16
 MAX_BATCH = 1024  # samples of a rank's batch
 CHECKED_SHARE = 0.02  # of the steps, whose tokens are compared
 QUARTERS = 4
+MAX_GROWTH = 8_000_000  # bytes from the first quarter to the last
 
 
 class FlakyReader:
@@ -164,7 +165,7 @@ def soak(num_samples: int, seed: int, folder: Path, *, num_sessions: int) -> Res
             "drop_last": False,
             "threads": random_.randint(1, 4),
             "prefetch": random_.choice([None, 0, 1, 2, 3, 4]),
-            **({"fields": ("tokens", "sample_numbers")} if has_fields(blend) else {}),
+            "fields": ("tokens", "sample_numbers"),
         }
         stop = consumed + random_.randint(1, 2 * num_samples // num_sessions)
         result.sessions += 1
@@ -190,10 +191,6 @@ def soak(num_samples: int, seed: int, folder: Path, *, num_sessions: int) -> Res
     assert [next(loader, None) for loader in loaders_at_end(blend, state)] == [None]
     result.errors = failures.count
     return result
-
-
-def has_fields(blend: BlendedDataset) -> bool:
-    return getattr(blend, "takes_form", False)
 
 
 def open_loaders(blend: BlendedDataset, ranks: int, options: Any, state: Any) -> list[Loader]:
@@ -243,10 +240,8 @@ def take(
     positions = {loader.consumed_samples for loader in loaders}
     assert len(positions) == 1, f"the ranks are at {positions}"
     is_checked = random_.random() < CHECKED_SHARE
-    for loader, batch in zip(loaders, batches, strict=True):
-        numbers = batch.get("sample_numbers")
-        if numbers is None:
-            numbers = loader.sampler.sample_numbers(consumed)
+    for batch in batches:
+        numbers = batch["sample_numbers"]
         seen[numbers] += 1
         if is_checked:
             assert np.array_equal(batch["tokens"], blend.batch(numbers)["tokens"])
@@ -257,16 +252,27 @@ def take(
 
 
 def private_bytes() -> int:
-    """Private memory of this process, without pages of mapped files.
-
-    Free memory is given back first: threads of many sessions leave it in pieces of all sizes.
-    """
+    """Private memory of this process, without pages of mapped files and without free memory."""
     gc.collect()
-    with contextlib.suppress(AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+    ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/smaps_rollup") as file:
         lines = dict(line.split(":", 1) for line in itertools.islice(file, 1, None))
     return int(lines["Anonymous"].split()[0]) * 1024
+
+
+def use_one_arena() -> None:
+    """Has the allocator give all free memory back when asked to.
+
+    It keeps the free end of the arena of each thread, several MB each, which would hide a leak.
+    """
+    arena_max, mmap_threshold, trim_threshold = -8, -3, -1  # as <malloc.h> numbers them
+    libc = ctypes.CDLL(None)
+    for option, value in (
+        (arena_max, 1),
+        (mmap_threshold, 1 << 17),  # a threshold that is set does not grow
+        (trim_threshold, 1 << 17),
+    ):
+        libc.mallopt(option, value)
 
 
 def main() -> None:
@@ -275,6 +281,7 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=200, help="about how many there are")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    use_one_arena()
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         result = soak(options.samples, options.seed, Path(folder), num_sessions=options.sessions)
@@ -285,6 +292,9 @@ def main() -> None:
         f"{result.restarts} restarts, {result.checked:,} batches compared; private memory at the "
         f"quarters {memory} MB; at most {result.descriptors} descriptors"
     )
+    growth = max(result.memory) - result.memory[0]
+    if growth > MAX_GROWTH:
+        sys.exit(f"memory has grown by {growth / 1e6:.1f} MB; {MAX_GROWTH / 1e6:.0f} is the limit")
 
 
 if __name__ == "__main__":

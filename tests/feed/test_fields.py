@@ -346,6 +346,14 @@ def test_a_form_outside_its_limits_is_refused(options: dict[str, Any], message: 
         BatchForm(**options)
 
 
+@pytest.mark.parametrize("kind", ["mapped", "blend"])
+def test_what_is_not_a_form_is_refused(make_dataset: Make, kind: str) -> None:
+    dataset = make_datasets(make_dataset)[kind]
+    for form in (FIELDS, "tokens", {"fields": FIELDS}, 5):
+        with pytest.raises(ConfigError, match="give a BatchForm"):
+            dataset.batch([0], form)  # type: ignore[arg-type]
+
+
 def test_a_form_is_a_plain_value() -> None:
     form = BatchForm(fields=["tokens", "document_numbers"], vocab_size=np.int32(5))  # type: ignore[arg-type]
     assert form.fields == ("tokens", "document_numbers", "document_bounds")

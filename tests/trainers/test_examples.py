@@ -45,6 +45,12 @@ CASES = {
     "lightning_trainer.py": ("lightning.pytorch,millrace.lightning,millrace.torch", (1, 2, 1)),
     "huggingface_trainer.py": ("transformers.trainer,millrace.torch", (1, 2, 1)),
     "accelerate_loop.py": ("accelerate,millrace.torch", (1, 2, 4)),
+    "jax_loop.py": ("jax,millrace", (1, 4, 2)),
+    "megatron_external.py": ("megatron.core,millrace.torch", (1, 2, 4)),
+    "torchtitan_loader.py": (
+        "torchtitan.components.checkpointer,torchtitan.components.dataloader,millrace.torch",
+        (1, 2, 4),
+    ),
 }
 
 

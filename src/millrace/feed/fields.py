@@ -38,6 +38,7 @@ ALL_FIELDS = FIELDS + SOURCE_FIELDS + PART_FIELDS
 
 TOKEN_DTYPES = ("int64", "int32", "file")
 
+_PLACES = {name: place for place, name in enumerate(FIELDS)}
 _UNEVEN = ("cu_seqlens", "max_seqlen", "document_numbers", "document_bounds")
 
 
@@ -111,13 +112,22 @@ def _check_fields(fields: Any) -> tuple[str, ...]:
     for name in fields:
         if not isinstance(name, str) or name not in ALL_FIELDS:
             raise ConfigError(f"there is no field {shown(name)}; there are {', '.join(ALL_FIELDS)}")
-    for name in fields:
-        if list(fields).count(name) > 1:
-            raise ConfigError(f"the field {name!r} is named twice; name it once")
     names = tuple(fields)
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"the field {name!r} is named twice; name it once")
     if "document_numbers" in names and "document_bounds" not in names:
         names += ("document_bounds",)
     return names
+
+
+def check_form(form: Any) -> None:
+    """Raises ConfigError for what is neither a form nor None."""
+    if form is not None and not isinstance(form, BatchForm):
+        raise ConfigError(
+            f"form is {shown(form)}; give a BatchForm, such as BatchForm(fields=('tokens',)), or "
+            "None for all fields of a batch"
+        )
 
 
 @lru_cache(maxsize=256)
@@ -203,18 +213,17 @@ def make_batch(
         dataset_numbers: The samples' datasets: integers [batch]. None: no blend.
         parts: The parts of the samples, if the form needs them.
     """
-    rows = dict(zip(FIELDS, arrays, strict=True))
     batch: Batch = {}
     for name in form.fields:
-        if name in rows:
-            array = rows[name]
-            batch[name] = (
-                plain_array(
-                    name, len(sample_numbers), options.sequence_length, options.add_extra_token
-                )
-                if array is None
-                else array
+        place = _PLACES.get(name)
+        if place is None:
+            continue
+        array = arrays[place]
+        if array is None:
+            array = plain_array(
+                name, len(sample_numbers), options.sequence_length, options.add_extra_token
             )
+        batch[name] = array
     if len(batch) == len(form.fields):
         return batch
     return _in_order(form, batch, options.sequence_length, sample_numbers, dataset_numbers, parts)
@@ -228,7 +237,7 @@ def _in_order(
     dataset_numbers: NDArray[Any] | None,
     parts: Parts | None,
 ) -> Batch:
-    """Adds the fields that the core does not write."""
+    """The fields of a form in their order, with those that the core does not write."""
     batch["sample_numbers"] = sample_numbers.copy()
     batch["dataset_numbers"] = (
         np.zeros_like(sample_numbers)
@@ -390,6 +399,7 @@ def merge_batches(
                 plain = plain_array(name, num_rows, sequence_length, has_extra)
                 if np.array_equal(batch[name], plain):
                     batch[name] = plain
+                    break
     parts = _merge_parts(batches, num_rows, sequence_length) if needs_parts(form) else None
     return _in_order(form, batch, sequence_length, sample_numbers, dataset_numbers, parts)
 

@@ -198,6 +198,23 @@ class SequentialSampler(GlobalBatchSampler):
             data_parallel_size=data_parallel_size,
             drop_last=drop_last,
         )
+        self._start = self.data_parallel_rank * micro_batch_size
+        self._stop = self._start + micro_batch_size
+
+    # The rules above for a constant size, in a third of the time: every micro batch asks for them.
+
+    def has_step(self, consumed_samples: int) -> bool:
+        consumed_samples = whole("consumed_samples", consumed_samples, 0)
+        return consumed_samples + (self.block_size if self.drop_last else 1) <= self.num_samples
+
+    def sample_numbers(self, consumed_samples: int) -> NDArray[np.int64]:
+        consumed_samples = whole("consumed_samples", consumed_samples, 0)
+        end = min(consumed_samples + self._stop, self.num_samples)
+        return np.arange(min(consumed_samples + self._start, end), end, dtype=np.int64)
+
+    def consumed_after(self, consumed_samples: int) -> int:
+        consumed_samples = whole("consumed_samples", consumed_samples, 0)
+        return min(consumed_samples + self.block_size, self.num_samples)
 
 
 class FullValidationSampler(GlobalBatchSampler):

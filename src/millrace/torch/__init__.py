@@ -2,16 +2,18 @@
 
 - Tensors of a loader's batches, as its `transform`: `to_tensors`, `to_device`.
 - What a torch DataLoader takes: `MapDataset`, `BatchSampler`, `IterableDataset`, `collate`.
+- One entry of a torch.distributed.checkpoint: `CheckpointState`.
 - All ranks together: `build_datasets`, `check_consistency`.
 """
 
 from millrace.torch.consistency import check_consistency
-from millrace.torch.data import BatchSampler, IterableDataset, MapDataset, collate
+from millrace.torch.data import BatchSampler, CheckpointState, IterableDataset, MapDataset, collate
 from millrace.torch.ranks import build_datasets, distributed_rank, first_then_rest
 from millrace.torch.tensors import to_device, to_tensors
 
 __all__ = [
     "BatchSampler",
+    "CheckpointState",
     "IterableDataset",
     "MapDataset",
     "build_datasets",

@@ -10,6 +10,7 @@ same arguments, and its state resumes at the batch after the last one that the t
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -285,6 +286,37 @@ class _WorkerSteps:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._loader.load_state_dict(state)
         self._position = self._loader.consumed_samples
+
+
+class CheckpointState:
+    """A loader's state as one entry of a `torch.distributed.checkpoint`.
+
+    torch.distributed.checkpoint stores each value of a nested state as an entry of its own, and
+    loads only those that the present state has: a blend that has lost a dataset since would load
+    without an error. One text holds all of it, so `Loader.load_state_dict` can compare.
+
+    Args:
+        loader: The loader, or another object with `state_dict` and `load_state_dict` whose state
+            JSON can hold.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def state_dict(self) -> dict[str, str]:
+        """The state as JSON."""
+        return {"json": json.dumps(self._loader.state_dict())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from a saved state.
+
+        Raises:
+            ResumeError: A state of other data or another order, or not a `CheckpointState`.
+        """
+        text = state.get("json") if isinstance(state, Mapping) else None
+        if not isinstance(text, str):
+            raise ResumeError(f"the state is {shown(state)}; it was not saved by CheckpointState")
+        self._loader.load_state_dict(json.loads(text))
 
 
 def _position_after(sampler: Sampler, consumed_samples: int, num_steps: int) -> int:
