@@ -413,7 +413,7 @@ def test_ranges_at_another_path(tmp_path: Path) -> None:
         ([(0, 3, 3)], "is empty or negative"),
         ([(0, -1, 3)], "is empty or negative"),
         ([(0, 0, 2**40)], "ends outside its sequence"),
-        ([(0, 0.0, 2.5)], "integers of shape|dtype float64"),
+        ([(0, 0.0, 2.5)], "the ranges have dtype float64; integers"),
         ([(0, 1)], r"shape \[1, 2\]; rows of three integers"),
         ([0, 1, 2], r"shape \[3\]; rows of three integers"),
         ([(0, 1), (2,)], "rows of three integers"),
@@ -636,6 +636,13 @@ def test_wrong_transforms_are_refused(two_files: list[str]) -> None:
     ranges = LossRanges(dataset, [])
     with pytest.raises(ConfigError, match=r"transform 1 is .*, which has no 'apply'"):
         TransformedDataset(dataset, [fill, lambda texts: texts])  # type: ignore[list-item]
+    for not_a_list in (fill, None):
+        with pytest.raises(ConfigError, match=r"transforms is .*; give a list of transforms"):
+            TransformedDataset(dataset, not_a_list)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="transform 0 is the class RepeatGuard; give an object"):
+        TransformedDataset(dataset, [RepeatGuard])  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match="form is 'tokens'; give a BatchForm"):
+        TransformedDataset(dataset, [fill]).batch([0], "tokens")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="transform 0, LossRanges, was made for another dataset"):
         TransformedDataset(other, [ranges])
     with pytest.raises(ConfigError, match=r"transform 1, LossRanges, .* put it before"):

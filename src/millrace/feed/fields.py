@@ -344,7 +344,7 @@ def select_fields(batch: Mapping[str, Any], form: BatchForm, dataset_name: str) 
 
     Raises:
         ConfigError: A field that the batch does not have.
-        DataError: A token id outside the vocabulary or the dtype.
+        DataError: Tokens that are not integers, or an id outside the vocabulary or the dtype.
     """
     if missing := [name for name in form.fields if name not in batch]:
         raise ConfigError(
@@ -360,6 +360,8 @@ def select_fields(batch: Mapping[str, Any], form: BatchForm, dataset_name: str) 
 
 def _converted(name: str, tokens: NDArray[Any], form: BatchForm, dataset_name: str) -> NDArray[Any]:
     """Tokens in the dtype of a form, checked."""
+    if tokens.dtype.kind not in "iu":
+        raise DataError(f"{dataset_name} returned {name} as {tokens.dtype}; integers are needed")
     dtype = tokens.dtype if form.token_dtype == "file" else np.dtype(form.token_dtype)
     least, limit = int(np.iinfo(dtype).min), int(np.iinfo(dtype).max) + 1
     if form.vocab_size is not None:

@@ -24,6 +24,7 @@ from millrace.feed.fields import (
     Batch,
     BatchForm,
     Parts,
+    check_form,
     find_parts,
     make_batch,
     needs_parts,
@@ -61,7 +62,7 @@ class TransformedDataset:
 
     def __init__(self, dataset: Dataset, transforms: Sequence[Transform]) -> None:
         self.dataset = dataset
-        self.transforms = list(transforms)
+        self.transforms = _list_of(transforms)
         self._changes_tokens = _check_transforms(dataset, self.transforms)
         self._options = _options_of(dataset) if self._changes_tokens else None
         self._watch = SizeWatch()
@@ -118,6 +119,7 @@ class TransformedDataset:
             DataError: Also a transformed text that is longer than a sample, or holds a token id
                 that does not fit the vocabulary or int32.
         """
+        check_form(form)
         numbers = whole_numbers("sample numbers", sample_numbers)
         self._watch.look(self._own_files)
         has_mask = form is None or "loss_mask" in form.fields
@@ -229,6 +231,13 @@ class Transform(Protocol):
         ...
 
 
+def _list_of(transforms: Any) -> list[Any]:
+    try:
+        return list(transforms)
+    except TypeError:
+        raise ConfigError(f"transforms is {shown(transforms)}; give a list of transforms") from None
+
+
 def _check_transforms(dataset: Dataset, transforms: Sequence[Any]) -> bool:
     """Whether one of the transforms changes tokens; a ConfigError if they cannot work."""
     if not hasattr(dataset, "texts"):
@@ -240,6 +249,10 @@ def _check_transforms(dataset: Dataset, transforms: Sequence[Any]) -> bool:
         raise ConfigError(f"a {type(dataset).__name__} has no method `texts`: {hint}")
     changes_tokens = False
     for place, transform in enumerate(transforms):
+        if isinstance(transform, type):
+            raise ConfigError(
+                f"transform {place} is the class {transform.__name__}; give an object of it"
+            )
         for name in ("apply", "fingerprint", "changes_tokens"):
             if not hasattr(transform, name):
                 raise ConfigError(

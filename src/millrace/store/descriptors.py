@@ -86,7 +86,7 @@ class PooledFile:
 
 
 def _open(path: str) -> Descriptor:
-    """Opens a file; if the process has no descriptor left, the pool gives up those that it keeps."""
+    """Opens a file; if the process has no free descriptor, the pool closes some of its files."""
     while True:
         try:
             return Descriptor(os.open(path, os.O_RDONLY))
