@@ -307,8 +307,10 @@ def _part_fields(form: BatchForm, parts: Parts, num_rows: int, sequence_length: 
         ids = np.repeat(numbers, lengths).reshape(num_rows, sequence_length)
         batch["document_ids"] = ids
         if "attention_mask" in form.fields:
-            is_later = ~np.tri(sequence_length, dtype=np.bool_)
-            batch["attention_mask"] = (ids[:, None, :, None] != ids[:, None, None, :]) | is_later
+            places = np.arange(sequence_length)
+            mask = ids[:, None, :, None] != ids[:, None, None, :]
+            mask |= places[:, None] < places  # in place: masks are large
+            batch["attention_mask"] = mask
     return batch
 
 
