@@ -334,6 +334,13 @@ def test_tokens_of_other_datasets_are_checked() -> None:
     with pytest.raises(DataError, match="Shifted returned tokens as float64; integers are needed"):
         BlendedDataset([Shifted(np.float64)]).batch([0], BatchForm())
 
+    class Flat(Squares):
+        def batch(self, sample_numbers: Any) -> dict[str, NDArray[Any]]:
+            return {"labels": super().batch(sample_numbers)["labels"][:, 0]}
+
+    with pytest.raises(DataError, match=r"Flat returned labels of shape \[1\]; \[batch, length\]"):
+        BlendedDataset([Flat()]).batch([0], BatchForm(fields=("labels",)))
+
 
 # ---- errors ----
 

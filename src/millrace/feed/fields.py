@@ -386,7 +386,7 @@ def merge_batches(
     """The batch of a form from batches of `form_of_datasets(form)`.
 
     Raises:
-        DataError: Batches whose arrays differ in dtype or shape.
+        DataError: Batches whose arrays differ in dtype or shape, or are not [batch, length].
     """
     num_rows = len(sample_numbers)
     batch = merge_rows(
@@ -396,6 +396,12 @@ def merge_batches(
         ],
         num_rows,
     )
+    for name, array in batch.items():
+        if array.ndim != 2:
+            raise DataError(
+                f"{batches[0].name} returned {name} of shape {list(array.shape)}; [batch, length] "
+                "is needed"
+            )
     sequence_length = next(iter(batch.values())).shape[1]
     for name in ("loss_mask", "position_ids"):
         if name in batch and not any(one.arrays[name].flags.writeable for one in batches):
