@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+TORCHTITAN := "torchtitan==0.3.0; python_version >= '3.11'" "spmd_types==0.2.3; python_version >= '3.11'" \
+	"torch_checkpointing==0.1.1; python_version >= '3.11'" tyro docstring_parser typeguard
 NATIVE := CMakeLists.txt $(wildcard cpp/*.hpp cpp/*.cpp cpp/bindings/*.hpp cpp/bindings/*.cpp)
 SANITIZED := build/sanitize
 # The interpreter that the environment was made from, with the environment's packages named by hand:
@@ -72,4 +74,6 @@ $(VENV)/.dev: $(VENV)/.package pyproject.toml
 	@echo "== installing the tests' tools, torch and the oracle (a few minutes the first time)"
 	$(PIP) install -q torch==2.13.0
 	$(PIP) install -q --no-build-isolation -e '.[torch,tokenizers,dev]'
+	@# torchtitan without most of its dependencies: tests use its loader interface and checkpointer
+	$(PIP) install -q --no-deps $(TORCHTITAN)
 	@touch $@

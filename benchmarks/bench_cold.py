@@ -6,6 +6,7 @@ pages are dropped from the page cache before each run, and a reader that takes 5
 
 from __future__ import annotations
 
+import gc
 import itertools
 import mmap
 import os
@@ -32,7 +33,7 @@ BLOCK = 16_000_000  # tokens that are written at a time
 NUM_BLOCKS, QUICK_BLOCKS = 128, 2
 SECONDS, QUICK_SECONDS = 3.0, 0.5
 DELAY = 0.005  # seconds
-THREADS, PREFETCH = 8, 64  # of the look-ahead on a disk
+THREADS, PREFETCH = 2, 32  # of the look-ahead on a disk
 SLOW_THREADS, SLOW_PREFETCH = 64, 128  # and with the slow reader
 BAR = 10
 NAMES = ("tokens", "labels")
@@ -140,7 +141,7 @@ def touched_batches(dataset: millrace.GPTDataset) -> Iterator[dict[str, NDArray[
 def check_equal(prefix: str) -> None:
     """Compares the first batches of all sides; raises RuntimeError if they differ."""
     dataset, slow = open_dataset(prefix), open_dataset(prefix, bin_reader=reader(prefix))
-    sides = [
+    sides: list[Iterator[Any]] = [
         touched_batches(dataset),
         loader(dataset, 1, 0),
         loader(dataset, THREADS, PREFETCH),
@@ -151,6 +152,9 @@ def check_equal(prefix: str) -> None:
         for batch, name in itertools.product(others, NAMES):
             if not np.array_equal(batch[name], expected[name]):
                 raise RuntimeError(f"{name} differ")
+    for side in sides:
+        if isinstance(side, millrace.Loader):
+            side.close()
 
 
 def reader(prefix: str) -> SlowReader:
@@ -159,6 +163,7 @@ def reader(prefix: str) -> SlowReader:
 
 def rows(prefix: str, seconds: float, runs: int) -> list[Row]:
     def cold_rate(batches_of: Any) -> float:
+        gc.collect()  # maps of the last run
         outcome = drop_from_page_cache([f"{prefix}.bin"])
         if not outcome.startswith("dropped"):
             raise RuntimeError(outcome)

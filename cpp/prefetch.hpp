@@ -86,7 +86,7 @@ class RecentReads {
   }
 
  private:
-  static constexpr int patience = 64;  // groups
+  static constexpr int patience = 1024;  // groups: 20 ms of prefetching, two touches of a disk
 
   mutable std::atomic<int> num_cold_ = 0;
 };

@@ -62,8 +62,7 @@ from tests.conftest import write_documents
 Numbers = NDArray[np.int64]
 Batch = dict[str, NDArray[Any]]
 
-MAX_RANKS = 8
-UNITS = (1, 2, 3, 4, 6, 8, 12, 24)
+UNITS = (1, 2, 3, 4, 6, 8, 12, 24, 32, 60)
 """Numbers of samples that a step takes, or divides: micro batch times ranks divide one of them."""
 
 
@@ -225,7 +224,8 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(draw: st.DrawFn, max_ranks: int = 8) -> Case:
+    """Cases with up to that many ranks."""
     unit = draw(st.sampled_from(UNITS))
     sampler = draw(
         st.sampled_from(
@@ -245,7 +245,7 @@ def cases(draw: st.DrawFn) -> Case:
     has_forms = kind != "own" and sampler != "external"
     fields = draw(st.none() | st.lists(st.sampled_from(fields_of(kind)), min_size=1, unique=True))
     token_dtype = draw(st.sampled_from(TOKEN_DTYPES))
-    shapes = [(r, m) for r in range(1, MAX_RANKS + 1) for m in range(1, 25) if unit % (r * m) == 0]
+    shapes = [(r, m) for r in range(1, max_ranks + 1) for m in range(1, 61) if unit % (r * m) == 0]
     return Case(
         kind=kind,
         sampler=sampler,
@@ -263,7 +263,7 @@ def cases(draw: st.DrawFn) -> Case:
                 num_steps=draw(st.integers(0, 12) | st.integers(0, 50)),
                 threads=draw(st.integers(1, 4)),
                 prefetch=draw(st.none() | st.integers(0, 4)),
-                resumed_rank=draw(st.integers(0, MAX_RANKS - 1)),
+                resumed_rank=draw(st.integers(0, max_ranks - 1)),
             )
             for shape in draw(st.lists(st.sampled_from(shapes), min_size=1, max_size=4))
         ),
@@ -532,7 +532,7 @@ def walk(sampler: Any, consumed: int) -> Iterator[int]:
 # ---- any number of cases ----
 
 
-def run(num_cases: int, seed: int) -> dict[str, int]:
+def run(num_cases: int, seed: int, max_ranks: int = 8) -> dict[str, int]:
     """Checks that many random cases; returns how many there were of each sampler."""
     counts: dict[str, int] = {}
 
@@ -543,7 +543,7 @@ def run(num_cases: int, seed: int) -> dict[str, int]:
         database=None,
         suppress_health_check=list(hypothesis.HealthCheck),
     )
-    @hypothesis.given(cases())
+    @hypothesis.given(cases(max_ranks))
     def test(case: Case) -> None:
         counts[case.sampler] = counts.get(case.sampler, 0) + 1
         check(case)
@@ -556,9 +556,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max-ranks", type=int, default=32)
     options = parser.parse_args()
     start = time.monotonic()
-    counts = run(options.cases, options.seed)
+    counts = run(options.cases, options.seed, options.max_ranks)
     seconds = time.monotonic() - start
     print(f"{sum(counts.values())} cases in {seconds:.0f} s, all laws hold: {counts}")
 

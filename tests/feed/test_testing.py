@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 from millrace import ConfigError, GPTDataset, IndexedDataset, Loader
+from millrace.feed import CyclicSampler, ExternalBatches, FullValidationSampler
 from millrace.testing import assert_resumes
 
 Make = Callable[..., IndexedDataset]
@@ -63,6 +65,25 @@ def test_loaders_that_resume_are_accepted(make_dataset: Make) -> None:
     )
     assert assert_resumes(lambda: Loader(Numbers(), micro_batch_size=4, drop_last=False)) == 3
     assert assert_resumes(Plain) == 6
+
+
+def test_samplers_and_external_batches_are_accepted() -> None:
+    numbers = Numbers(21)
+    external = partial(ExternalBatches, samples_per_step=2)
+    for make, max_steps, num_steps in (
+        (lambda: Loader(numbers, sampler=CyclicSampler(21, micro_batch_size=4)), 12, 12),
+        (lambda: Loader(numbers, sampler=FullValidationSampler(21, micro_batch_size=4)), None, 6),
+        (lambda: Loader(external([[1, 2], [3, 4], {"x": 5}])), None, 3),
+        (lambda: Loader(external(lambda start: range(start, 14, 2))), 9, 7),
+    ):
+        assert assert_resumes(make, max_steps=max_steps) == num_steps
+
+
+@pytest.mark.filterwarnings("ignore")  # torchdata's own
+def test_stateful_data_loaders_are_accepted() -> None:
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    kind = torchdata.StatefulDataLoader
+    assert assert_resumes(lambda: kind(list(range(14)), batch_size=2)) == 7
 
 
 def test_limits_shorten_the_run() -> None:

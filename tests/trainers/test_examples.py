@@ -69,3 +69,12 @@ def test_a_killed_run_resumes_on_other_ranks_bit_for_bit(script: str, tmp_path: 
     expected = losses(tmp_path / "whole")
     assert sorted(expected) == list(range(1, STEPS + 1))
     assert losses(tmp_path / "killed") == expected
+
+
+def test_lightning_saves_the_position_after_the_last_finished_batch(tmp_path: Path) -> None:
+    script = Path(__file__).parent / "lightning_cases.py"
+    launch(
+        str(script),
+        "millrace.lightning,millrace.torch",
+        [{"ranks": 1, "arguments": [str(tmp_path)]}],
+    )

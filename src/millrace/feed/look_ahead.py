@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from millrace.feed.samplers import Sampler
 
+_PATIENCE = 64  # reads in a row from memory, by all threads, that end the prefetching
 _DISTANCE = 256  # samples: what a disk, or an object store, serves side by side
 
 _THREAD = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
@@ -34,7 +35,8 @@ class LookAhead:
 
     def __init__(self, dataset: Any, sampler: Sampler) -> None:
         self._prefetch: Callable[[Any], None] | None = getattr(dataset, "prefetch", None)
-        self._is_cold = self._is_remote = bool(getattr(dataset, "is_remote", False))
+        self._is_remote = bool(getattr(dataset, "is_remote", False))
+        self._num_cold = 0  # reads that still prefetch
         self._sampler = sampler
         self._told: deque[tuple[int, int]] = deque()  # starts of steps, and their samples
         self._end = 0  # of these steps
@@ -45,12 +47,14 @@ class LookAhead:
         if self._prefetch is None:
             return work()
         before = resource.getrusage(_THREAD).ru_inblock
-        if self._is_cold:
+        if self._is_remote or self._num_cold > 0:
             with contextlib.suppress(Exception):  # the read itself will say what is wrong
                 for numbers in self._coming(position):
                     self._prefetch(numbers)
         result = work()
-        self._is_cold = self._is_remote or resource.getrusage(_THREAD).ru_inblock > before
+        # A thread whose samples another thread has prefetched does not see the disk.
+        has_read_disk = resource.getrusage(_THREAD).ru_inblock > before
+        self._num_cold = _PATIENCE if has_read_disk else max(self._num_cold - 1, 0)
         return result
 
     def _coming(self, position: int) -> list[NDArray[np.int64]]:

@@ -13,7 +13,7 @@ def format_result(result: BenchResult) -> str:
     options = result.options
     each = result.accelerator_tokens_per_second
     lines = [
-        f"data         {result.num_files} token files, {result.num_samples:,} samples of "
+        f"data         token files {result.num_files}, {result.num_samples:,} samples of "
         f"{result.sequence_length:,} tokens, {result.token_bytes} bytes a token",
         f"loader       micro batch {options['micro_batch_size']}, ranks {options['ranks']}, "
         f"threads {options['threads']}, prefetch {_prefetch(result)}",
@@ -89,8 +89,8 @@ def waits_picture(result: BenchResult) -> str:
             _LEFT,
             44,
             f"{result.num_samples:,} samples of {result.sequence_length:,} tokens, micro batch "
-            f"{options['micro_batch_size']}, {options['ranks']} ranks, {options['threads']} "
-            f"threads, prefetch {_prefetch(result)}",
+            f"{options['micro_batch_size']}, ranks {options['ranks']}, threads "
+            f"{options['threads']}, prefetch {_prefetch(result)}",
         ),
     ]
     for number, one in enumerate(result.measurements):

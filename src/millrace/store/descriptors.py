@@ -7,6 +7,7 @@ import itertools
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from typing import BinaryIO
 
 from millrace.errors import DataError
@@ -25,8 +26,8 @@ class Descriptor:
     def __init__(self, number: int) -> None:
         self.number = number
 
-    def __del__(self) -> None:
-        os.close(self.number)
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        close(self.number)  # at the end of Python, `os` may be gone before the last dataset
 
 
 class PooledFile:

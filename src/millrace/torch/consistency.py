@@ -161,7 +161,8 @@ def _follow(
 def _report(loader: Loader, checksum_batches: int) -> dict[str, Any]:
     sampler, position = loader.sampler, loader.consumed_samples
     samples: list[int] = []
-    if sampler.has_step(position):
+    is_external = getattr(loader.dataset, "is_sequential", False)  # its samples have no numbers
+    if not is_external and sampler.has_step(position):
         numbers = sampler.sample_numbers(position)
         is_padding = getattr(sampler, "is_padding", None)  # these samples are taken twice
         samples = (numbers if is_padding is None else numbers[~is_padding(position)]).tolist()
@@ -176,6 +177,8 @@ def _checksums(loader: Loader, num_batches: int) -> Iterator[tuple[int, str]]:
     """The first position and the checksum of each of the last batches."""
     if num_batches == 0:
         return
+    if getattr(loader.dataset, "is_sequential", False):
+        raise ConfigError("external batches cannot be read again: leave out checksum_batches")
     step_at = getattr(loader.sampler, "step_at", None)
     consumed_at = getattr(loader.sampler, "consumed_at", None)
     if step_at is None or consumed_at is None:

@@ -21,7 +21,7 @@ from torch.utils import data
 from millrace.checks import shown, whole
 from millrace.errors import ConfigError, ResumeError
 from millrace.feed import Dataset, Loader, Sampler
-from millrace.feed.fields import FIELDS, BatchForm
+from millrace.feed.fields import FIELDS, BatchForm, select_fields
 from millrace.torch.tensors import to_tensors
 
 Tensors = dict[str, torch.Tensor]
@@ -40,7 +40,7 @@ class MapDataset(data.Dataset):  # type: ignore[misc]
         token_dtype: Dtype of tokens and labels: "int64", "int32", or "file" for the file's own.
 
     Raises:
-        ConfigError: A form that this dataset cannot give.
+        ConfigError: A field or a dtype that does not exist.
 
     Example:
         >>> import tempfile, millrace
@@ -62,15 +62,10 @@ class MapDataset(data.Dataset):  # type: ignore[misc]
         token_dtype: str = "int64",
     ) -> None:
         self.dataset = dataset
-        self._options: tuple[Any, ...] = ()
+        self._form: BatchForm | None = None
         if fields is not None or token_dtype != "int64":
-            if not getattr(dataset, "takes_form", False):
-                raise ConfigError(
-                    f"a {type(dataset).__name__} makes its arrays itself: leave out fields and "
-                    "token_dtype"
-                )
             fields = FIELDS if fields is None else fields
-            self._options = (BatchForm(fields=fields, token_dtype=token_dtype),)
+            self._form = BatchForm(fields=fields, token_dtype=token_dtype)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -86,7 +81,13 @@ class MapDataset(data.Dataset):  # type: ignore[misc]
 
     def _batch(self, sample_numbers: Sequence[int]) -> Tensors:
         numbers = np.asarray(sample_numbers, np.int64)
-        return to_tensors(self.dataset.batch(numbers, *self._options))
+        dataset: Any = self.dataset
+        if self._form is None:
+            return to_tensors(dataset.batch(numbers))
+        if getattr(dataset, "takes_form", False):
+            return to_tensors(dataset.batch(numbers, self._form))
+        name = type(dataset).__name__
+        return to_tensors(select_fields(dataset.batch(numbers), self._form, name))
 
 
 class _Rows(Sequence[Tensors]):
@@ -207,6 +208,11 @@ class IterableDataset(data.IterableDataset):  # type: ignore[misc]
         if worker is None:
             self._has_advanced = True
             return _Steps(self.loader)
+        if getattr(self.loader.dataset, "is_sequential", False):
+            raise ConfigError(
+                "external batches come from one iterable, which workers cannot share: use "
+                "num_workers=0"
+            )
         return _WorkerSteps(self.loader, worker.id, worker.num_workers)
 
     def state_after(self, num_batches: int) -> dict[str, Any]:

@@ -1,0 +1,86 @@
+"""check_consistency in real processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace import ConfigError, Loader
+from millrace.torch import check_consistency
+from tests.trainers.ranks import Numbers
+
+RANKS = 4
+
+
+@pytest.fixture(scope="module")
+def by_dead_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, str]]]:
+    """What each rank wrote, by case, for each rank that died in the end."""
+    folders = {dead: tmp_path_factory.mktemp("ranks") for dead in (0, 2)}
+    here = Path(__file__).parent
+    runs = [{"ranks": RANKS, "arguments": [str(f), str(d)]} for d, f in folders.items()]
+    command = [sys.executable, "-W", "error", str(here / "launch.py"), str(here / "ranks.py")]
+    result = subprocess.run(
+        [*command, "millrace.torch", json.dumps(runs)], capture_output=True, text=True, timeout=200
+    )
+    assert result.returncode == 0, result.stderr
+    return {
+        dead: [
+            dict(line.split(": ", 1) for line in (folder / f"rank-{rank}").read_text().splitlines())
+            for rank in range(RANKS)
+        ]
+        for dead, folder in folders.items()
+    }
+
+
+EXPECTED = {
+    "all differ": "agree",
+    "replicas": "agree",
+    "group": "agree",
+    "position": "MillraceError: on rank 2 consumed_samples is 32 | on ranks 0, 1, 3 "
+    "consumed_samples is 24: load the same checkpoint on every rank",
+    "fingerprint": "MillraceError: rank 0 has other data or another order than ranks 1, 2, 3: |   "
+    "parts[0].seed: 7 on rank 0, 1 elsewhere | Give every rank the same files and options",
+    "overlap": "MillraceError: rank 1 takes sample 24 at the next step, and so does rank 0: they "
+    "are data-parallel ranks 1 and 0 and must take different samples. Check the data-parallel "
+    "ranks and sizes of their samplers",
+    "not replicas": "MillraceError: on rank 1 the next samples are [26, 27] | on rank 0 the next "
+    "samples are [24, 25]: all of them are data-parallel rank 0 and must take the same samples",
+}
+
+
+def test_ranks_that_differ_are_named_on_every_rank(
+    by_dead_rank: dict[int, list[dict[str, str]]],
+) -> None:
+    for rank, cases in enumerate(by_dead_rank[2]):
+        assert {case: cases[case] for case in EXPECTED} == EXPECTED
+        assert cases["content"].startswith("MillraceError: on rank 3 the checksums of the last ")
+        assert cases["content"].endswith("files differ: run `millrace verify` on them")
+        error = "DataError: text.bin has 0 bytes"
+        assert cases["failure"] == (error if rank == 1 else f"MillraceError: rank 1: {error}")
+
+
+@pytest.mark.parametrize("dead", [0, 2])
+def test_a_dead_rank_does_not_hold_up_the_others(
+    dead: int, by_dead_rank: dict[int, list[dict[str, str]]]
+) -> None:
+    for rank, cases in enumerate(by_dead_rank[dead]):
+        if rank == dead:
+            assert "dead" not in cases
+        else:
+            assert cases["dead"].startswith(f"MillraceError: rank {dead} did not answer within ")
+
+
+def test_without_a_process_group_only_arguments_are_checked() -> None:
+    loader: Any = Loader(Numbers(), micro_batch_size=2)
+    check_consistency(loader)
+    with pytest.raises(ConfigError, match="timeout is nan"):
+        check_consistency(loader, timeout=float("nan"))
+    with pytest.raises(ConfigError, match="checksum_batches is -1"):
+        check_consistency(loader, checksum_batches=-1)
+    with pytest.raises(ConfigError, match=r"data_parallel_rank is 0\.5"):
+        check_consistency(loader, data_parallel_rank=0.5)  # type: ignore[arg-type]

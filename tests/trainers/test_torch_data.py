@@ -1,0 +1,205 @@
+"""torch's DataLoader and torchdata's, with any number of workers and start method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import millrace
+from millrace import ConfigError, Loader, ResumeError
+from millrace.feed.fields import FIELDS
+from millrace.torch import (
+    BatchSampler,
+    CheckpointState,
+    IterableDataset,
+    MapDataset,
+    collate,
+    to_device,
+    to_tensors,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # more than there are cores
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata, with torch 2.13
+]
+
+WORKERS = [(0, None, False), (3, "fork", False), (2, "forkserver", True), (1, "spawn", True)]
+
+
+@pytest.fixture
+def dataset(make_dataset: Callable[..., Any]) -> millrace.GPTDataset:
+    token_file = make_dataset([30, 41, 7, 60, 33, 52])
+    return millrace.GPTDataset(token_file, sequence_length=8, seed=3, num_samples=60)
+
+
+def loader_of(dataset: Any, **options: Any) -> Loader:
+    ranks = {"micro_batch_size": 3, "data_parallel_rank": 1, "data_parallel_size": 2}
+    return Loader(dataset, transform=to_tensors, **{**ranks, **options})
+
+
+def sampler_of(dataset: Any) -> millrace.SequentialSampler:
+    return millrace.SequentialSampler(
+        len(dataset), micro_batch_size=3, data_parallel_rank=1, data_parallel_size=2
+    )
+
+
+def tokens(batches: Any) -> list[list[Any]]:
+    return [batch["tokens"].tolist() for batch in batches]
+
+
+def worker_options(workers: int, method: str | None, is_persistent: bool) -> dict[str, Any]:
+    options: dict[str, Any] = {"num_workers": workers, "persistent_workers": is_persistent}
+    return options | {"multiprocessing_context": method} if workers else {}
+
+
+@pytest.mark.parametrize(("workers", "method", "is_persistent"), WORKERS)
+def test_a_data_loader_has_the_order_of_the_loader(
+    dataset: Any, workers: int, method: str | None, is_persistent: bool
+) -> None:
+    options = worker_options(workers, method, is_persistent)
+    expected = tokens(loader_of(dataset, prefetch=0))
+    batches = BatchSampler(sampler_of(dataset))
+    by_number = DataLoader(
+        MapDataset(dataset), batch_sampler=batches, collate_fn=collate, **options
+    )
+    assert len(by_number) == len(expected)
+    assert tokens(by_number) == expected
+    assert tokens(by_number) == expected  # each iteration starts at the beginning again
+    steps = DataLoader(IterableDataset(loader_of(dataset, prefetch=0)), batch_size=None, **options)
+    assert len(steps) == len(expected)
+    assert tokens(steps) == expected
+    if is_persistent:
+        assert tokens(steps) == expected
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("stop", [0, 1, 4])
+def test_torchdata_resumes_at_the_next_batch(dataset: Any, workers: int, stop: int) -> None:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    expected = tokens(loader_of(dataset, prefetch=0))
+    makers: list[Callable[[], Any]] = [
+        lambda: StatefulDataLoader(
+            IterableDataset(loader_of(dataset)), batch_size=None, num_workers=workers
+        ),
+        lambda: StatefulDataLoader(
+            MapDataset(dataset),
+            batch_sampler=BatchSampler(sampler_of(dataset)),
+            collate_fn=collate,
+            num_workers=workers,
+        ),
+    ]
+    for make in makers:
+        first = make()
+        iterator = iter(first)
+        before = tokens(next(iterator) for _ in range(stop))
+        state = first.state_dict()
+        del iterator
+        second = make()
+        second.load_state_dict(state)
+        assert before + tokens(second) == expected
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_state_after_resumes_with_other_ranks(dataset: Any, workers: int) -> None:
+    expected = tokens(loader_of(dataset, prefetch=0))
+    steps = IterableDataset(loader_of(dataset))
+    if workers:
+        iterator = iter(DataLoader(steps, batch_size=None, num_workers=workers))
+        before = tokens(next(iterator) for _ in range(3))
+        state = steps.state_after(3)
+    else:
+        before = tokens(batch for _, batch in zip(range(3), steps, strict=False))
+        with pytest.raises(ConfigError, match=r"save loader.state_dict\(\)"):
+            steps.state_after(3)
+        state = steps.loader.state_dict()
+    assert state["consumed_samples"] == 18
+    resumed = loader_of(dataset)
+    resumed.load_state_dict(state)
+    assert before + tokens(resumed) == expected
+    alone = loader_of(dataset, micro_batch_size=6, data_parallel_rank=0, data_parallel_size=1)
+    alone.load_state_dict(state)
+    assert [batch[3:] for batch in tokens(alone)] == expected[3:]
+    assert BatchSampler(sampler_of(dataset), 6).state_after(2) == {"consumed_samples": 18}
+    with pytest.raises(ConfigError, match="num_batches is 99; only 11 batches are left"):
+        BatchSampler(sampler_of(dataset), 12).state_after(99)
+
+
+def test_any_collate_function_gets_samples(dataset: Any) -> None:
+    ours = MapDataset(dataset)
+    expected = dataset.batch([4, 9])
+    sample = ours[4]
+    assert sample["tokens"].tolist() == expected["tokens"][0].tolist()
+    for batch in (
+        collate(ours.__getitems__([4, 9])),
+        collate([ours[4], ours[9]]),
+        torch.utils.data.default_collate(ours.__getitems__([4, 9])),
+    ):
+        assert {name: tensor.tolist() for name, tensor in batch.items()} == {
+            name: array.tolist() for name, array in expected.items()
+        }
+    narrow = MapDataset(dataset, fields=("tokens", "cu_seqlens"), token_dtype="file")
+    whole = collate(narrow.__getitems__([4, 9]))
+    assert (whole["tokens"].dtype, whole["cu_seqlens"].dtype) == (torch.uint16, torch.int32)
+    with pytest.raises(ConfigError, match="cu_seqlens belongs to a whole batch"):
+        torch.utils.data.default_collate(narrow.__getitems__([4, 9]))
+    with pytest.raises(ConfigError, match="there is no field 'words'"):
+        MapDataset(dataset, fields=("words",))
+
+
+def test_shared_arrays_become_tensors_without_a_warning(dataset: Any) -> None:
+    loader = Loader(dataset, micro_batch_size=2, fields=FIELDS, token_dtype="int32")
+    arrays = next(loader)
+    assert not arrays["loss_mask"].flags.writeable
+    tensors = to_tensors(arrays, pin=True)  # without CUDA, pin has no effect
+    assert tensors["tokens"].dtype == torch.int32
+    for name, tensor in tensors.items():
+        assert np.array_equal(tensor.numpy(), arrays[name])
+        assert tensor.data_ptr() == arrays[name].ctypes.data
+    empty = np.empty((0, 4), np.uint16)
+    empty.flags.writeable = False
+    assert to_tensors({"tokens": empty})["tokens"].shape == (0, 4)
+
+
+def test_to_device(dataset: Any) -> None:
+    loader = Loader(dataset, micro_batch_size=2, prepare=to_device("cpu"))
+    assert next(loader)["tokens"].device.type == "cpu"
+    meta = Loader(dataset, micro_batch_size=2, prepare=to_device("meta"))
+    assert next(meta)["tokens"].device.type == "meta"
+    with pytest.raises(ConfigError, match="device is 'nowhere'"):
+        to_device("nowhere")
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="CUDA is not available"):
+            to_device("cuda:0")
+
+
+def test_a_state_in_one_entry(dataset: Any) -> None:
+    loader = loader_of(dataset)
+    next(loader)
+    state = CheckpointState(loader).state_dict()
+    assert set(map(type, state.values())) == {str}
+    other = loader_of(dataset)
+    CheckpointState(other).load_state_dict(state)
+    assert other.consumed_samples == 6
+    with pytest.raises(ResumeError, match="was not saved by CheckpointState"):
+        CheckpointState(other).load_state_dict({"consumed_samples": 4})
+
+
+def test_a_state_that_is_not_a_batch_samplers(dataset: Any) -> None:
+    batches = BatchSampler(sampler_of(dataset))
+    with pytest.raises(ResumeError, match="it has no consumed_samples"):
+        batches.load_state_dict({"position": 4})
+    with pytest.raises(ConfigError, match="consumed_samples is -1; at least 0"):
+        batches.load_state_dict({"consumed_samples": -1})
+
+
+def test_workers_cannot_share_external_batches() -> None:
+    external = millrace.ExternalBatches([1, 2, 3], samples_per_step=2, num_steps=3)
+    steps = DataLoader(IterableDataset(Loader(external)), batch_size=None, num_workers=1)
+    with pytest.raises(ConfigError, match="use num_workers=0"):
+        list(steps)
