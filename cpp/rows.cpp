@@ -232,13 +232,13 @@ std::optional<BadToken> survey_text(const Tokens& type, std::span<const Run> run
         needs.position_ids = needs.position_ids ||
                              (options.reset_position_ids && form.position_ids &&
                               (size < length || has_eod()));
-        if (form.vocab_size) {
-          return find_bad<T>(runs, 0, *form.vocab_size, options.pad_token);
-        }
-        if (form.token_type == TokenType::int32 && sizeof(T) > sizeof(std::int32_t)) {
-          using Limits = std::numeric_limits<std::int32_t>;
-          return find_bad<T>(runs, Limits::min(), std::int64_t{Limits::max()} + 1,
-                             options.pad_token);
+        using Int32 = std::numeric_limits<std::int32_t>;
+        const bool is_int32 = form.token_type == TokenType::int32;
+        if (is_int32 || form.vocab_size) {
+          const std::int64_t end =
+              is_int32 ? std::int64_t{Int32::max()} + 1 : std::numeric_limits<std::int64_t>::max();
+          return find_bad<T>(runs, form.vocab_size ? 0 : Int32::min(),
+                             std::min(form.vocab_size.value_or(end), end), options.pad_token);
         }
         return std::nullopt;
       },

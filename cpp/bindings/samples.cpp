@@ -1,5 +1,6 @@
 // Token sources, orders, and batches of samples.
 #include <array>
+#include <new>
 
 #include "arrays.hpp"
 #include "gather.hpp"
@@ -137,6 +138,9 @@ class Rows {
     shares_labels_ = form.share_labels && form.tokens && form.labels;
     const std::size_t stride = length_ + (shares_labels_ ? 1 : 0);
     const auto width = static_cast<std::size_t>(size_of_token(type));
+    if (length_ > max_numbers || num_rows_ > max_numbers / (length_ + 1)) {
+      throw std::bad_alloc();  // sizes in bytes would overflow
+    }
     const std::size_t row_bytes = num_rows_ * stride * width;
     std::size_t size = 0;
     const auto add = [&size](bool is_needed, std::size_t bytes) {
@@ -176,6 +180,7 @@ class Rows {
 
  private:
   static constexpr std::size_t line_size = 64;
+  static constexpr std::size_t max_numbers = std::size_t{1} << 48;  // more than memory holds
 
   template <class T>
   nb::object array_at(T* start, std::size_t stride, const nb::capsule& owner) const {

@@ -345,7 +345,7 @@ def _rows(
     dtype = file_dtype if form.token_dtype == "file" else np.dtype(form.token_dtype)
     least, limit = np.iinfo(dtype).min, np.iinfo(dtype).max + 1
     if form.vocab_size is not None:
-        least, limit = 0, form.vocab_size
+        least, limit = 0, min(form.vocab_size, limit)
     shape = (len(texts), length)
     both = np.zeros((len(texts), length + 1), dtype)
     loss_mask, position_ids = np.ones(shape, np.float32), np.zeros(shape, np.int64)

@@ -321,6 +321,27 @@ def test_a_blend_picks_the_fields_of_other_datasets(make_dataset: Make) -> None:
         blend.batch(numbers, BatchForm(vocab_size=2401))
 
 
+def test_tokens_of_other_datasets_are_checked() -> None:
+    @dataclass(frozen=True)
+    class Shifted(Squares):
+        def batch(self, sample_numbers: Any) -> dict[str, NDArray[Any]]:
+            batch = super().batch(sample_numbers)
+            return batch | {"tokens": (batch["tokens"] + 2**31).astype(self.dtype)}
+
+    form = BatchForm(token_dtype="int32", vocab_size=2**40)
+    with pytest.raises(DataError, match=r"token id 2147483648, .* outside \[0, 2147483648\)"):
+        BlendedDataset([Shifted()]).batch([0], form)
+    with pytest.raises(DataError, match="Shifted returned tokens as float64; integers are needed"):
+        BlendedDataset([Shifted(np.float64)]).batch([0], BatchForm())
+
+    class Flat(Squares):
+        def batch(self, sample_numbers: Any) -> dict[str, NDArray[Any]]:
+            return {"labels": super().batch(sample_numbers)["labels"][:, 0]}
+
+    with pytest.raises(DataError, match=r"Flat returned labels of shape \[1\]; \[batch, length\]"):
+        BlendedDataset([Flat()]).batch([0], BatchForm(fields=("labels",)))
+
+
 # ---- errors ----
 
 

@@ -413,7 +413,7 @@ def test_ranges_at_another_path(tmp_path: Path) -> None:
         ([(0, 3, 3)], "is empty or negative"),
         ([(0, -1, 3)], "is empty or negative"),
         ([(0, 0, 2**40)], "ends outside its sequence"),
-        ([(0, 0.0, 2.5)], "integers of shape|dtype float64"),
+        ([(0, 0.0, 2.5)], "the ranges have dtype float64; integers"),
         ([(0, 1)], r"shape \[1, 2\]; rows of three integers"),
         ([0, 1, 2], r"shape \[3\]; rows of three integers"),
         ([(0, 1), (2,)], "rows of three integers"),
@@ -617,6 +617,8 @@ def test_a_transform_of_ones_own(two_files: list[str]) -> None:
         (lambda texts: texts._replace(tokens=texts.tokens / 2), r"tokens float64 \[50\]"),
         (lambda texts: texts._replace(ends=texts.ends[1:]), r"ends int64 \[1\]"),
         (lambda texts: texts._replace(ends=texts.ends - np.array([1, 0])), "must be True"),
+        (lambda texts: texts._replace(ends=texts.ends[::-1]), r"ends \[50, 25\] for 50 tokens"),
+        (lambda texts: texts._replace(ends=texts.ends - 1), r"ends \[24, 49\] for 50 tokens"),
     ],
 )
 def test_what_a_transform_returns_is_checked(
@@ -630,12 +632,49 @@ def test_what_a_transform_returns_is_checked(
         TransformedDataset(gpt(two_files[0]), [Returning()]).batch([0, 1])
 
 
+@pytest.mark.parametrize(
+    ("texts", "error", "message"),
+    [
+        (([1.0, 2.0], [1, 2]), ConfigError, r"Wrong\.texts returned tokens float64 \[2\]"),
+        (([1, 2], [1]), ConfigError, r"Wrong\.texts returned .*ends int64 \[1\]"),
+        (([1, 2], [1, 3]), ConfigError, r"Wrong\.texts returned ends \[1, 3\] for 2 tokens"),
+        (([1] * 9, [5, 9]), DataError, r"Wrong, transformed samples \[0, 1\]: text 0 has 5 tok"),
+    ],
+)
+def test_what_a_dataset_returns_as_texts_is_checked(
+    texts: Any, error: type[Exception], message: str
+) -> None:
+    class Wrong:
+        def __len__(self) -> int:
+            return 2
+
+        def batch(self, sample_numbers: Any) -> dict[str, np.ndarray]:
+            return {"loss_mask": np.ones((len(sample_numbers), 3), np.float32)}
+
+        def texts(self, sample_numbers: Any) -> Any:
+            return texts
+
+        def fingerprint(self) -> dict[str, Any]:
+            return {}
+
+    guard = RepeatGuard(max_period=1, min_repeats=2)
+    with pytest.raises(error, match=message):
+        TransformedDataset(Wrong(), [guard]).batch([0, 1])
+
+
 def test_wrong_transforms_are_refused(two_files: list[str]) -> None:
     dataset, other = gpt(two_files[0]), gpt(two_files[1])
     fill = FillInMiddle(**FIM)
     ranges = LossRanges(dataset, [])
     with pytest.raises(ConfigError, match=r"transform 1 is .*, which has no 'apply'"):
         TransformedDataset(dataset, [fill, lambda texts: texts])  # type: ignore[list-item]
+    for not_a_list in (fill, None):
+        with pytest.raises(ConfigError, match=r"transforms is .*; give a list of transforms"):
+            TransformedDataset(dataset, not_a_list)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="transform 0 is the class RepeatGuard; give an object"):
+        TransformedDataset(dataset, [RepeatGuard])  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match="form is 'tokens'; give a BatchForm"):
+        TransformedDataset(dataset, [fill]).batch([0], "tokens")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="transform 0, LossRanges, was made for another dataset"):
         TransformedDataset(other, [ranges])
     with pytest.raises(ConfigError, match=r"transform 1, LossRanges, .* put it before"):

@@ -797,6 +797,15 @@ def test_token_ids_outside_the_vocabulary_are_refused(
             )
 
 
+@pytest.mark.parametrize("id_", [2**31, 2**32 + 5, -1])
+def test_int32_tokens_are_checked_below_a_vocabulary_beyond_int32(id_: int) -> None:
+    tokens = np.array([1, id_, 3], np.int64)
+    for module in (_native, reference):
+        form = module.row_form(vocab_size=2**40, token_dtype="int32")
+        with pytest.raises(ValueError, match=rf"id {id_} .*outside \[0, 2147483648\)"):
+            module.fill_rows(tokens, np.array([3]), OPTIONS, form)
+
+
 def test_a_bad_token_is_found_in_its_sequence() -> None:
     arrays = make_arrays(4, 8, extra=True)
     order = gpt_order(reference, arrays)

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import oracle_megatron as megatron
 import pytest
+from tests.conftest import write_documents
 
 import millrace
+from millrace.feed import BatchForm
 
 # Warns of a tokenizer whose pad token is its EOD; the pad becomes -1, which is tested here.
 pytestmark = pytest.mark.filterwarnings(
@@ -35,6 +37,7 @@ def both(
     eod_mask_loss: bool = False,
     add_extra_token: bool = True,
     drop_last: bool = True,
+    has_attention_mask: bool = False,
 ) -> tuple[millrace.GPTDataset, megatron.GPTDataset]:
     config = megatron.config_of(
         cache,
@@ -45,6 +48,8 @@ def both(
         eod_mask_loss=eod_mask_loss,
         add_extra_token_to_sequence=add_extra_token,
         drop_last_partial_validation_sequence=drop_last,
+        reset_attention_mask=has_attention_mask,
+        create_attention_mask=has_attention_mask,
     )
     theirs = megatron.gpt_dataset(prefix, config, sequences, num_samples, split)
     ours = millrace.GPTDataset(
@@ -219,3 +224,30 @@ def test_loss_masks_do_not_depend_on_which_sample_was_first(tmp_path: Path) -> N
         1.0,
     ]  # the mask of the first sample
     assert megatron.fresh_sample(theirs, other)["loss_mask"].tolist() == expected
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_parts_and_attention_masks_are_those_of_documents_that_end_with_eod(
+    seed: int, tmp_path: Path
+) -> None:
+    random = np.random.default_rng(seed)
+    eod = 9
+    documents = [[*random.integers(0, eod, n), eod] for n in random.integers(0, 12, 9)]
+    write_documents(tmp_path / "data", [*documents, [1] * 20 + [eod]])
+    ours, theirs = both(
+        tmp_path / "data",
+        tmp_path / "cache",
+        sequences=(0, 10),
+        sequence_length=(1, 2, 5, 12)[seed % 4],
+        eod=eod,
+        reset_position_ids=True,
+        add_extra_token=bool(seed % 3),
+        has_attention_mask=True,
+    )
+    fields = ("position_ids", "attention_mask", "cu_seqlens")
+    batch = ours.batch(range(len(theirs)), BatchForm(fields=fields))
+    for number, mask in enumerate(batch["attention_mask"]):
+        sample = megatron.fresh_sample(theirs, number)
+        assert np.array_equal(mask, sample["attention_mask"])
+    starts = np.flatnonzero(batch["position_ids"] == 0)
+    assert np.array_equal(batch["cu_seqlens"], [*starts, batch["position_ids"].size])

@@ -133,6 +133,26 @@ def test_a_descriptor_in_use_is_not_closed(tmp_path: Path, limit: int) -> None:
     assert num_open(tmp_path) == limit
 
 
+_FULL = """
+import os, resource, sys
+from millrace import IndexedDataset
+files = [IndexedDataset(f"{sys.argv[1]}/data-{number}", access="file") for number in range(80)]
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+try:
+    others = [os.open(os.devnull, os.O_RDONLY) for _ in range(100)]
+except OSError:
+    pass
+print([file[0][0] for file in files] == list(range(80)))
+"""
+
+
+def test_files_are_read_in_a_process_without_free_descriptors(tmp_path: Path) -> None:
+    open_many(tmp_path, 80)
+    command = [sys.executable, "-c", _FULL, str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stdout) == (0, "True\n"), result.stderr
+
+
 def test_threads_share_the_pool(tmp_path: Path, limit: int) -> None:
     datasets = open_many(tmp_path, 12)
     problems: list[object] = []

@@ -307,8 +307,10 @@ def _part_fields(form: BatchForm, parts: Parts, num_rows: int, sequence_length: 
         ids = np.repeat(numbers, lengths).reshape(num_rows, sequence_length)
         batch["document_ids"] = ids
         if "attention_mask" in form.fields:
-            is_later = ~np.tri(sequence_length, dtype=np.bool_)
-            batch["attention_mask"] = (ids[:, None, :, None] != ids[:, None, None, :]) | is_later
+            places = np.arange(sequence_length)
+            mask = ids[:, None, :, None] != ids[:, None, None, :]
+            mask |= places[:, None] < places  # in place: masks are large
+            batch["attention_mask"] = mask
     return batch
 
 
@@ -344,7 +346,7 @@ def select_fields(batch: Mapping[str, Any], form: BatchForm, dataset_name: str) 
 
     Raises:
         ConfigError: A field that the batch does not have.
-        DataError: A token id outside the vocabulary or the dtype.
+        DataError: Tokens that are not integers, or an id outside the vocabulary or the dtype.
     """
     if missing := [name for name in form.fields if name not in batch]:
         raise ConfigError(
@@ -360,10 +362,12 @@ def select_fields(batch: Mapping[str, Any], form: BatchForm, dataset_name: str) 
 
 def _converted(name: str, tokens: NDArray[Any], form: BatchForm, dataset_name: str) -> NDArray[Any]:
     """Tokens in the dtype of a form, checked."""
+    if tokens.dtype.kind not in "iu":
+        raise DataError(f"{dataset_name} returned {name} as {tokens.dtype}; integers are needed")
     dtype = tokens.dtype if form.token_dtype == "file" else np.dtype(form.token_dtype)
-    least, limit = 0, form.vocab_size
-    if limit is None:
-        least, limit = int(np.iinfo(dtype).min), int(np.iinfo(dtype).max) + 1
+    least, limit = int(np.iinfo(dtype).min), int(np.iinfo(dtype).max) + 1
+    if form.vocab_size is not None:
+        least, limit = 0, min(form.vocab_size, limit)
     bad = tokens[(tokens < least) | (tokens > limit - 1)]
     if bad.size > 0:
         raise DataError(
@@ -382,7 +386,7 @@ def merge_batches(
     """The batch of a form from batches of `form_of_datasets(form)`.
 
     Raises:
-        DataError: Batches whose arrays differ in dtype or shape.
+        DataError: Batches whose arrays differ in dtype or shape, or are not [batch, length].
     """
     num_rows = len(sample_numbers)
     batch = merge_rows(
@@ -392,6 +396,12 @@ def merge_batches(
         ],
         num_rows,
     )
+    for name, array in batch.items():
+        if array.ndim != 2:
+            raise DataError(
+                f"{batches[0].name} returned {name} of shape {list(array.shape)}; [batch, length] "
+                "is needed"
+            )
     sequence_length = next(iter(batch.values())).shape[1]
     for name in ("loss_mask", "position_ids"):
         if name in batch and not any(one.arrays[name].flags.writeable for one in batches):

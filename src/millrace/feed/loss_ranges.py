@@ -213,6 +213,8 @@ def _checked_ranges(ranges: ArrayLike, lengths: NDArray[np.int32]) -> NDArray[np
             f"the ranges have shape {list(table.shape)}; rows of three integers (sequence, start, "
             "stop) are needed"
         )
+    if table.size > 0 and table.dtype.kind not in "iuO":
+        raise ConfigError(f"the ranges have dtype {table.dtype}; integers are needed")
     rows = whole_numbers("the ranges", table.reshape(-1)).reshape(-1, 3)
     sequences, starts, stops = rows.T
 

@@ -24,6 +24,7 @@ from millrace.feed.fields import (
     Batch,
     BatchForm,
     Parts,
+    check_form,
     find_parts,
     make_batch,
     needs_parts,
@@ -61,7 +62,7 @@ class TransformedDataset:
 
     def __init__(self, dataset: Dataset, transforms: Sequence[Transform]) -> None:
         self.dataset = dataset
-        self.transforms = list(transforms)
+        self.transforms = _list_of(transforms)
         self._changes_tokens = _check_transforms(dataset, self.transforms)
         self._options = _options_of(dataset) if self._changes_tokens else None
         self._watch = SizeWatch()
@@ -118,6 +119,7 @@ class TransformedDataset:
             DataError: Also a transformed text that is longer than a sample, or holds a token id
                 that does not fit the vocabulary or int32.
         """
+        check_form(form)
         numbers = whole_numbers("sample numbers", sample_numbers)
         self._watch.look(self._own_files)
         has_mask = form is None or "loss_mask" in form.fields
@@ -129,9 +131,11 @@ class TransformedDataset:
         else:
             batch = self._batch_of_texts(texts, self._options, numbers, form)
         if has_mask and not texts.is_trained.all():
-            batch["loss_mask"] = _native.mask_losses(
-                batch["loss_mask"], texts.is_trained.view(np.uint8), texts.ends
-            )
+            flags = texts.is_trained.view(np.uint8)
+            try:
+                batch["loss_mask"] = _native.mask_losses(batch["loss_mask"], flags, texts.ends)
+            except ValueError as error:
+                raise self._error_of(error, numbers) from None
         return batch
 
     def _batch_of_texts(
@@ -149,8 +153,7 @@ class TransformedDataset:
                 tokens, texts.ends, options, None if form is None else row_form(form)
             )
         except ValueError as error:
-            place = f"{self.prefix}, transformed samples {shown(numbers.tolist())}"
-            raise DataError(f"{place}: {error}") from None
+            raise self._error_of(error, numbers) from None
         if form is None:
             return dict(zip(FIELDS, arrays, strict=True))
         parts = _parts_of(texts, options, form) if needs_parts(form) else None
@@ -159,11 +162,21 @@ class TransformedDataset:
             batch |= batch_of_form(self.dataset, numbers, replace(form, fields=names))
         return batch
 
+    def _error_of(self, error: ValueError, numbers: NDArray[np.int64]) -> DataError:
+        return DataError(f"{self.prefix}, transformed samples {shown(numbers.tolist())}: {error}")
+
     def _transformed_texts(self, numbers: NDArray[np.int64]) -> MaskedTexts:
         tokens, ends = _texts_of_one(self.dataset, numbers)
-        texts = MaskedTexts(tokens, ends, np.ones(len(tokens), np.bool_))
+        name = f"{type(self.dataset).__name__}.texts"
+        is_trained = np.ones(np.shape(tokens), np.bool_)
+        texts = _checked_texts(name, (tokens, ends, is_trained), len(numbers))
         for transform in self.transforms:
-            texts = _checked_texts(transform, texts, transform.apply(texts, numbers))
+            name = type(transform).__name__
+            old, texts = texts, _checked_texts(name, transform.apply(texts, numbers), len(numbers))
+            if not transform.changes_tokens and not np.array_equal(texts.ends, old.ends):
+                raise ConfigError(
+                    f"{name} returned texts of other lengths: its changes_tokens must be True"
+                )
         return texts
 
     def mapped_files(self) -> list[MappedFiles]:
@@ -229,6 +242,13 @@ class Transform(Protocol):
         ...
 
 
+def _list_of(transforms: Any) -> list[Any]:
+    try:
+        return list(transforms)
+    except TypeError:
+        raise ConfigError(f"transforms is {shown(transforms)}; give a list of transforms") from None
+
+
 def _check_transforms(dataset: Dataset, transforms: Sequence[Any]) -> bool:
     """Whether one of the transforms changes tokens; a ConfigError if they cannot work."""
     if not hasattr(dataset, "texts"):
@@ -240,6 +260,10 @@ def _check_transforms(dataset: Dataset, transforms: Sequence[Any]) -> bool:
         raise ConfigError(f"a {type(dataset).__name__} has no method `texts`: {hint}")
     changes_tokens = False
     for place, transform in enumerate(transforms):
+        if isinstance(transform, type):
+            raise ConfigError(
+                f"transform {place} is the class {transform.__name__}; give an object of it"
+            )
         for name in ("apply", "fingerprint", "changes_tokens"):
             if not hasattr(transform, name):
                 raise ConfigError(
@@ -291,27 +315,26 @@ def _parts_of(texts: MaskedTexts, options: SampleOptions, form: BatchForm) -> Pa
     return find_parts(counts, bounds, np.zeros_like(counts), options)
 
 
-def _checked_texts(transform: Transform, old: MaskedTexts, new: Any) -> MaskedTexts:
-    """What a transform returned, if it is texts."""
+def _checked_texts(name: str, texts: Any, num_texts: int) -> MaskedTexts:
+    """What a dataset or transform returned, if it is texts."""
     try:
-        tokens, ends, is_trained = (np.ascontiguousarray(array) for array in new)
+        tokens, ends, is_trained = (np.ascontiguousarray(array) for array in texts)
     except (TypeError, ValueError):
-        raise ConfigError(
-            f"{type(transform).__name__} returned {shown(new)}; MaskedTexts are needed"
-        ) from None
+        raise ConfigError(f"{name} returned {shown(texts)}; MaskedTexts are needed") from None
     forms = [(array.dtype, array.ndim) for array in (tokens, ends, is_trained)]
     needed = [(np.dtype(np.int64), 1), (np.dtype(np.int64), 1), (np.dtype(np.bool_), 1)]
-    if forms != needed or len(ends) != len(old.ends) or len(is_trained) != len(tokens):
+    if forms != needed or len(ends) != num_texts or len(is_trained) != len(tokens):
         arrays = zip(MaskedTexts._fields, (tokens, ends, is_trained), strict=True)
         forms_shown = ", ".join(f"{name} {one.dtype} {list(one.shape)}" for name, one in arrays)
         raise ConfigError(
-            f"{type(transform).__name__} returned {forms_shown}; tokens int64 [n], ends int64 "
-            f"[{len(old.ends)}] and is_trained bool [n] are needed"
+            f"{name} returned {forms_shown}; tokens int64 [n], ends int64 [{num_texts}] and "
+            "is_trained bool [n] are needed"
         )
-    if not transform.changes_tokens and not np.array_equal(ends, old.ends):
+    bounds = np.append(0, ends)
+    if bounds[-1] != len(tokens) or np.any(bounds[1:] < bounds[:-1]):
         raise ConfigError(
-            f"{type(transform).__name__} returned texts of other lengths: its changes_tokens must "
-            "be True"
+            f"{name} returned ends {shown(ends.tolist())} for {len(tokens)} tokens; they must not "
+            "go backwards, and the last one must be the number of tokens"
         )
     return MaskedTexts(tokens, ends, is_trained)
 

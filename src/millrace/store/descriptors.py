@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import threading
@@ -64,9 +65,7 @@ class PooledFile:
             self._descriptor = descriptor
             _open_files.add(self)
             while len(_open_files) > MAX_OPEN:
-                oldest = min(_open_files, key=_last_use)
-                oldest.close()
-                _open_files.discard(oldest)
+                _close_oldest()
         return descriptor
 
     def _open_again(self) -> Descriptor:
@@ -74,7 +73,7 @@ class PooledFile:
         # A file that was opened in the middle of its publication has lost its ".new" since.
         for path in dict.fromkeys((self.path, self.path.removesuffix(NEW))):
             try:
-                descriptor = Descriptor(os.open(path, os.O_RDONLY))
+                descriptor = _open(path)
             except FileNotFoundError:
                 continue
             if file_identity(descriptor.number) == self.identity:
@@ -85,6 +84,29 @@ class PooledFile:
             f"opened again: of all files that are read with access='file', {MAX_OPEN} stay open. "
             "Restore the file or open the dataset again; files of a run must not change"
         )
+
+
+def _open(path: str) -> Descriptor:
+    """Opens a file; if the process has no free descriptor, the pool closes some of its files."""
+    while True:
+        try:
+            return Descriptor(os.open(path, os.O_RDONLY))
+        except OSError as error:
+            if error.errno != errno.EMFILE:
+                raise
+            with _lock:
+                if not _close_oldest():
+                    raise
+
+
+def _close_oldest() -> bool:
+    """Closes the file whose last use is the longest ago, if there is one; the lock must be held."""
+    oldest = min(_open_files, key=_last_use, default=None)
+    if oldest is None:
+        return False
+    oldest.close()
+    _open_files.discard(oldest)
+    return True
 
 
 def _last_use(file: PooledFile) -> int:
