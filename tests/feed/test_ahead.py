@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from millrace import (
     BlendedDataset,
     ConfigError,
+    CyclicSampler,
     DataError,
     ExternalBatches,
     GPTDataset,
@@ -479,3 +480,12 @@ def test_an_error_of_a_hint_is_not_the_batches_own(make_dataset: Make, tmp_path:
     data = IndexedDataset(tmp_path / "data", bin_reader=reader)
     loader = Loader(GPTDataset(data, sequence_length=8, seed=3), micro_batch_size=5)
     assert len(list(loader)) == len(loader)
+
+
+def test_a_sampler_that_cannot_work_is_refused() -> None:
+    with pytest.raises(ConfigError, match="which has no has_step, sample_numbers, consumed_after"):
+        Loader(Numbers(), sampler=3)  # type: ignore[arg-type]
+    sampler = CyclicSampler(101, micro_batch_size=2)
+    with pytest.raises(ConfigError, match="draws from 101 samples; the dataset has 100"):
+        Loader(Numbers(100), sampler=sampler)
+    assert Loader(Numbers(101), sampler=sampler)  # endless, and true

@@ -125,6 +125,7 @@ class Loader:
                 "micro_batch_size, data_parallel_rank, data_parallel_size and drop_last are the "
                 "sampler's: leave them out where a sampler is given"
             )
+        _check_sampler(sampler, dataset)
         self.sampler = sampler
         self.transform = transform
         form = None
@@ -189,6 +190,9 @@ class Loader:
         if num_steps is None:
             raise TypeError(f"a {type(self.sampler).__name__} has no number of steps")
         return whole("num_steps", num_steps(), 0)
+
+    def __bool__(self) -> bool:
+        return True  # also without a number of steps
 
     def batch(self, step: int) -> Any:
         """The batch of a step, counted from sample 0; the position stays where it is.
@@ -376,6 +380,25 @@ def _batch_of(step: Step) -> Any:
     if step.error is not None:
         raise step.error
     return step.batch
+
+
+def _check_sampler(sampler: Any, dataset: Any) -> None:
+    missing = [
+        name
+        for name in ("has_step", "sample_numbers", "consumed_after")
+        if not callable(getattr(sampler, name, None))
+    ]
+    if missing:
+        raise ConfigError(
+            f"sampler is {shown(sampler)}, which has no {', '.join(missing)}; give a sampler, such "
+            "as SequentialSampler"
+        )
+    num_samples = getattr(sampler, "num_samples", None)
+    if isinstance(num_samples, int) and num_samples > len(dataset):
+        raise ConfigError(
+            f"the sampler draws from {num_samples} samples; the dataset has {len(dataset)}. Make "
+            "it with num_samples=len(dataset)"
+        )
 
 
 def _sequential_sampler(
