@@ -116,7 +116,7 @@ class BatchSizeSchedule:
             count = -(-(end - consumed) // size)
             steps += count
             consumed += count * size
-        return steps - 1 if drop_last and consumed > num_samples else steps
+        return steps - 1 if steps and drop_last and consumed > num_samples else steps
 
     def check_micro_batches(
         self, num_samples: int, micro_batch_size: int, data_parallel_size: int
