@@ -88,6 +88,14 @@ class TrainerBatches:
         self._finished: int | None = None
 
     def __iter__(self) -> Iterator[Any]:
+        position = self.loader.consumed_samples
+        if position > 0 and not self.loader.sampler.has_step(position):
+            # Lightning would go through empty epochs for ever.
+            raise ConfigError(
+                f"the training samples end at consumed_samples={position}, and the trainer starts "
+                "another epoch: lower max_steps or max_epochs, or build the dataset with a larger "
+                "num_samples"
+            )
         return self
 
     def __next__(self) -> Any:
