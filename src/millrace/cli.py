@@ -397,8 +397,12 @@ def _bench(
     from millrace.jobs import bench
     from millrace.jobs.benchmark_report import format_result, waits_picture
 
-    if svg is not None and not os.path.isdir(os.path.dirname(svg) or "."):
-        raise ConfigError(f"the folder of {svg} does not exist: make it first")
+    if svg is not None:
+        folder = os.path.dirname(svg) or "."
+        if not os.path.isdir(folder):
+            raise ConfigError(f"the folder of {svg} does not exist: make it first")
+        if not svg or os.path.isdir(svg) or not os.access(folder, os.W_OK | os.X_OK):
+            raise ConfigError(f"the picture cannot be written to {svg!r}: give another --svg")
     result = bench(_run_of(source, sequence_length, seed), **options)
     if svg is not None:
         with atomic_file(svg) as file:

@@ -80,6 +80,7 @@ class TrainerBatches:
     def __init__(self, loader: Loader, finished_batches: Callable[[], int]) -> None:
         self.loader = loader
         self._finished_batches = finished_batches
+        self._is_first = True  # of an iteration
         self._forget()
 
     def _forget(self) -> None:
@@ -88,12 +89,24 @@ class TrainerBatches:
         self._finished: int | None = None
 
     def __iter__(self) -> Iterator[Any]:
+        self._is_first = True
         return self
 
     def __next__(self) -> Any:
         self._drop_finished()
         start = self.loader.consumed_samples
-        batch = next(self.loader)
+        is_first, self._is_first = self._is_first, False
+        try:
+            batch = next(self.loader)
+        except StopIteration:
+            if not is_first:
+                raise
+            # Lightning would go through empty epochs for ever.
+            raise ConfigError(
+                f"the training samples end at consumed_samples={start}, and the trainer starts "
+                "another epoch: lower max_steps or max_epochs, or build the dataset with a larger "
+                "num_samples"
+            ) from None
         self._starts.append(start)
         return batch
 

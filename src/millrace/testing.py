@@ -36,14 +36,15 @@ def assert_resumes(
       the same names, dtypes, shapes and values, and the same end;
     - copies of the state by JSON, pickle and `copy.deepcopy` work as well as the state itself;
     - the state does not change while its loader goes on, and taking it changes no batch;
+    - no batch changes after it was returned, as one in a buffer that is used again would;
     - a run that stops after every single step, so that each state comes from a loader that was
       itself resumed, returns the same batches;
     - `loader.batch(k)`, if the loader has such a method and starts at sample 0, returns the batch
       of step k and leaves the position where it is.
 
-    The batches of the run are kept in memory, and the time is quadratic in the number of steps:
-    pass a short loader, or limits. Batches may be arrays, tensors, numbers, strings, and lists,
-    tuples and dicts of these.
+    Two copies of the run's batches are kept in memory, and the time is quadratic in the number of
+    steps: pass a short loader, or limits. Batches may be arrays, tensors, numbers, strings, and
+    lists, tuples and dicts of these.
 
     Args:
         make_loader: Function that returns a new loader, which starts at its beginning.
@@ -107,12 +108,20 @@ class _Runs:
             states = [loader.state_dict()]
             copies = [copy.deepcopy(states[0])]
             batches: list[Any] = []
+            originals: list[Any] = []
             for batch in itertools.islice(loader, max_steps):
+                originals.append(batch)
                 batches.append(_frozen(batch))
                 states.append(loader.state_dict())
                 copies.append(copy.deepcopy(states[-1]))
         if not batches:
             raise ConfigError("the loader returns no batch: nothing can be checked")
+        for step, (batch, original) in enumerate(zip(batches, originals, strict=True)):
+            if problem := _difference(batch, _frozen(original), "batch"):
+                raise AssertionError(
+                    f"the batch of step {step} has changed while its loader went on: {problem}. A "
+                    "dataset must return new arrays each time, and leave them as they are"
+                )
         for step, (state, snapshot) in enumerate(zip(states, copies, strict=True)):
             if problem := _difference(_frozen(snapshot), _frozen(state), "state"):
                 raise AssertionError(

@@ -72,6 +72,7 @@ def test_large_numbers_take_no_time() -> None:
     step = 10**17
     assert schedule.step_at(schedule.consumed_at(step)) == step
     steps = schedule.num_steps(10**18)
+    assert schedule.num_steps(7, 99) == schedule.num_steps(7, 7) == 0  # beyond the end
     assert schedule.consumed_at(steps) <= 10**18 < schedule.consumed_at(steps + 1)
 
 

@@ -238,6 +238,13 @@ class NeedsIntegerKeys(Plain):
         self.position = state[0]
 
 
+class UsesItsBufferAgain(Plain):
+    def make(self, number: int) -> Any:
+        self.buffer = getattr(self, "buffer", np.zeros(3))
+        self.buffer[:] = number
+        return {"x": self.buffer}
+
+
 class HasAWrongBatch(Plain):
     consumed_samples = 0
 
@@ -270,6 +277,7 @@ class MovesInBatch(Plain):
         (Fails, "resumes after 4 steps fails in step 4: no such shard"),
         (MovesWithItsState, r"a second loader of make_loader\(\) differs in step 0"),
         (NeedsIntegerKeys, r"after 0 steps refuses its state \{'0': 0\}"),
+        (UsesItsBufferAgain, "the batch of step 0 has changed .* is 0.0 in the first run, 5.0 now"),
         (HasAWrongBatch, r"loader\.batch\(3\) differs from step 3"),
         (MovesInBatch, r"loader\.batch\(1\) has changed the state"),
     ],

@@ -145,12 +145,14 @@ def test_bad_input_is_one_clear_error(
         ),
         (
             [prefix, "--sequence-length", 16, "--micro-batch-size", 100, "--ranks", 1],
-            "lower the micro batch size or ranks",
+            "lower one of them, or use more data",
         ),
         (
             [prefix, "--sequence-length", 16, "--svg", tmp_path / "no" / "x.svg"],
             "make it first",
         ),
+        ([prefix, "--sequence-length", 16, "--svg", tmp_path], "give another --svg"),
+        ([prefix, "--sequence-length", 16, "--svg", ""], "give another --svg"),
     ]:
         status, output, error = run(capsys, *arguments)
         assert (status, output) == (1, "")

@@ -300,3 +300,18 @@ def test_the_first_batch_does_not_wait_for_a_list_of_all_samples() -> None:
     ):
         assert next(iter(make())) == [10**16 + 2, 10**16 + 3]
     assert next(iter(ours.MegatronFullValidationSampler(10**17, 3, 4))) == [3]
+
+
+@pin_memory_warning
+def test_without_a_megatron_program_the_error_says_so(
+    arguments: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments.eval_micro_batch_size = None  # as before Megatron-LM has completed its arguments
+    validation = Samples(6, ours.Split.valid)
+    loader = ours.build_pretraining_data_loader(validation, 0)
+    assert loader.batch_sampler.micro_batch_size == arguments.micro_batch_size
+    with pytest.raises(AssertionError, match="consumed_samples is -1; 0 is the least"):
+        ours.MegatronPretrainingSampler(10, -1, 2, 0, 1)
+    monkeypatch.setitem(sys.modules, "megatron.training", None)
+    with pytest.raises(ImportError, match="belongs into a Megatron-LM program"):
+        ours.build_pretraining_data_loader(validation, 0)

@@ -10,7 +10,7 @@ import lightning.pytorch as lightning
 import numpy as np
 import torch
 
-from millrace import CyclicSampler, Loader
+from millrace import ConfigError, CyclicSampler, Loader
 from millrace.lightning import DataModule
 from millrace.torch import to_tensors
 
@@ -92,6 +92,17 @@ def main() -> None:
         assert before + after == expected, (make, before, after, expected)
         before = batches(make, 2, save=path)
         assert before + batches(make, 6, resume=path) == expected, make
+    path = folder / "end.ckpt"
+    assert len(batches(sequential, 10, save=path)) == 10
+    assert batches(sequential, 10, resume=path) == []
+    assert batches(sequential, -1, max_epochs=1, resume=path) == []
+    message = ""
+    for options in ({"resume": path}, {}):
+        try:
+            batches(sequential, 12, **options)
+        except ConfigError as error:
+            message = str(error)
+        assert message.startswith("the training samples end at consumed_samples=40"), message
     validated = batches(
         sequential, 4, validation=sequential, val_check_interval=2, limit_val_batches=1
     )

@@ -72,6 +72,11 @@ def main() -> None:
     check("content", loader(rank // 2, size // 2, shift=int(rank == 3)), **half)
     check("failure", loader(rank, size, is_missing=rank == 1), checksum_batches=1)
     check("group", loader(rank, size), group=distributed.new_group([0, 1, 2, 3]))
+    pairs = [distributed.new_group(ranks) for ranks in ([0, 1], [1, 2])]  # rank 1 is in both
+    for number, pair in enumerate(pairs):
+        check(f"pair {number}", loader(max(rank - number, 0) % 2, 2), group=pair)
+    check("bad argument", loader(rank, size), timeout=-1 if rank == 1 else 60)
+    check("afterwards", loader(rank, size))
     if rank == dead:
         os._exit(0)
     check("dead", loader(rank, size), timeout=3)

@@ -41,6 +41,7 @@ EXPECTED = {
     "all differ": "agree",
     "replicas": "agree",
     "group": "agree",
+    "afterwards": "agree",
     "position": "MillraceError: on rank 2 consumed_samples is 32 | on ranks 0, 1, 3 "
     "consumed_samples is 24: load the same checkpoint on every rank",
     "fingerprint": "MillraceError: rank 0 has other data or another order than ranks 1, 2, 3: |   "
@@ -61,6 +62,15 @@ def test_ranks_that_differ_are_named_on_every_rank(
         assert cases["content"].startswith("MillraceError: on rank 3 the checksums of the last ")
         assert cases["content"].endswith("files differ: run `millrace verify` on them")
         error = "DataError: text.bin has 0 bytes"
+        for number, pair in enumerate([(0, 1), (1, 2)]):
+            outside = (
+                "ConfigError: this process is not in the group: call check_consistency on its "
+            )
+            assert cases[f"pair {number}"] == ("agree" if rank in pair else f"{outside}ranks")
+        refused = "ConfigError: timeout is -1.0; seconds above 0, up to 1,000,000, are possible"
+        assert cases["bad argument"] == (
+            refused if rank == 1 else f"MillraceError: rank 1: {refused}"
+        )
         assert cases["failure"] == (error if rank == 1 else f"MillraceError: rank 1: {error}")
 
 

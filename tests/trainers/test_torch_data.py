@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -203,3 +204,54 @@ def test_workers_cannot_share_external_batches() -> None:
     steps = DataLoader(IterableDataset(Loader(external)), batch_size=None, num_workers=1)
     with pytest.raises(ConfigError, match="use num_workers=0"):
         list(steps)
+
+
+def test_arrays_that_torch_cannot_map_are_copied_or_refused() -> None:
+    arrays = {
+        "big": np.arange(3, dtype=">i4"),
+        "back": np.arange(3)[::-1],
+        "none": np.array(7),
+        "tensor": torch.ones(1, dtype=torch.bfloat16),
+    }
+    tensors = to_tensors(arrays)
+    assert [tensors[name].tolist() for name in arrays] == [[0, 1, 2], [2, 1, 0], 7, [1.0]]
+    with pytest.raises(ConfigError, match="'names' is an array of <U1, which torch does not have"):
+        to_tensors({"names": np.array(["a"])})
+
+
+def test_what_is_not_a_dataset_sampler_or_loader_is_refused(dataset: Any) -> None:
+    with pytest.raises(ConfigError, match="loader is a GPTDataset; a millrace"):
+        IterableDataset(dataset)
+    with pytest.raises(ConfigError, match="sampler is a Loader; a sampler"):
+        BatchSampler(loader_of(dataset))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="dataset is a NoneType; a dataset"):
+        MapDataset(None)  # type: ignore[arg-type]
+    ours = MapDataset(dataset)
+    with pytest.raises(ConfigError, match="integers of shape"):
+        ours[1.5]  # type: ignore[index]
+    assert collate(ours.__getitems__([]))["tokens"].shape == (0, 8)
+    with pytest.raises(IndexError, match="batches that may be empty need collate_fn"):
+        torch.utils.data.default_collate(ours.__getitems__([]))
+
+
+def test_a_batch_sampler_refuses_positions_and_orders_of_others(dataset: Any) -> None:
+    def batches(ranks: int) -> BatchSampler:
+        return BatchSampler(
+            millrace.CyclicSampler(61, micro_batch_size=3, data_parallel_size=ranks)
+        )
+
+    first = batches(2)
+    list(zip(range(12), first, strict=False))
+    state = json.loads(json.dumps(first.state_dict()))
+    second = batches(2)
+    second.load_state_dict(state)
+    assert next(iter(second)) == first.sampler.sample_numbers(72).tolist()
+    assert batches(2).state_after(12) == state
+    with pytest.raises(ResumeError, match="Resume with the micro batch, ranks and data_sharding"):
+        batches(4).load_state_dict(state)
+    with pytest.raises(ConfigError, match="3 samples into epoch 0"):
+        second.load_state_dict({**state, "consumed_samples": 3})
+    with pytest.raises(ConfigError, match="consumed_samples is 99; the dataset has 60 samples"):
+        BatchSampler(millrace.SequentialSampler(60, micro_batch_size=3), 99)
+    with pytest.raises(ResumeError, match="the state is not JSON"):
+        CheckpointState(loader_of(dataset)).load_state_dict({"json": "{"})

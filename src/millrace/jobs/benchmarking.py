@@ -337,8 +337,8 @@ def _measure_rank(job: _Job, item: tuple[int, Sequence[str]]) -> _RankReport:
     )
     if len(dataset) < 2 * sampler.block_size:
         raise ConfigError(
-            f"a step of {job.ranks} ranks takes {sampler.block_size} samples, and the data have "
-            f"{len(dataset)}, which is not enough for 2 steps: lower the micro batch size or ranks"
+            f"a step takes micro_batch_size * ranks = {sampler.block_size} samples; the data have "
+            f"{len(dataset)}, and at least 2 steps are needed: lower one of them, or use more data"
         )
     with _loader(job, dataset, sampler) as loader:
         batch = next(loader)
@@ -528,7 +528,7 @@ def bound_by(
     """
     if wait_share is not None and wait_share < _SMALL_WAIT:
         return "step", f"the steps waited {wait_share:.2%} of the time"
-    busy = f"the cores were busy {busy_share:.0%} of the time"
+    busy = f"the cores were busy {min(busy_share, 1):.0%} of the time"
     if busy_share < _BUSY:
         if disk_rate > 0:
             return "disk", f"{busy}, and {disk_rate / 1e6:,.0f} MB/s came from disks"

@@ -54,6 +54,7 @@ class MegatronPretrainingSampler:
         self.micro_batch_times_data_parallel_size = micro_batch_size * data_parallel_size
         self.drop_last = drop_last
         _check_numbers(total_samples, micro_batch_size, data_parallel_rank, data_parallel_size)
+        require(consumed_samples >= 0, f"consumed_samples is {consumed_samples}; 0 is the least")
         require(
             consumed_samples < total_samples,
             f"consumed_samples is {consumed_samples}; the dataset has {total_samples} samples, so "
@@ -307,20 +308,29 @@ def build_pretraining_data_loader(dataset: Any, consumed_samples: int) -> Any:
     Raises:
         AssertionError: A number outside its limits.
         ConfigError: A dataloader type that Megatron-LM does not have.
+        ImportError: `megatron.training` cannot be imported.
     """
     if dataset is None or _is_empty(dataset):
         return None
-    from megatron.core import parallel_state
-    from megatron.training import get_args
-
+    try:
+        from megatron.core import parallel_state
+        from megatron.training import get_args
+    except ImportError as error:
+        raise ImportError(
+            f"build_pretraining_data_loader belongs into a Megatron-LM program: {error}. Put "
+            "Megatron-LM's source tree on the path, or use millrace.Loader"
+        ) from error
     args = get_args()
     if args.dataloader_type == "external":
         return dataset
     # By name: the dataset's Split can be Megatron-LM's or ours.
     split = getattr(getattr(dataset, "split", getattr(dataset, "index_split", None)), "name", None)
     prefix = "eval_" if split in ("valid", "test") else ""
-    micro_batch_size = getattr(args, f"{prefix}micro_batch_size", args.micro_batch_size)
-    global_batch_size = getattr(args, f"{prefix}global_batch_size", args.global_batch_size)
+    micro_batch_size, global_batch_size = (
+        getattr(args, name) if size is None else size
+        for name in ("micro_batch_size", "global_batch_size")
+        for size in [getattr(args, f"{prefix}{name}", None)]
+    )
     is_hybrid = getattr(args, "hybrid_context_parallel", False)
     ranks = {
         "data_parallel_rank": parallel_state.get_data_parallel_rank(),

@@ -12,7 +12,6 @@ import json
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -24,8 +23,11 @@ from millrace.checks import real, shown, whole
 from millrace.errors import ConfigError, MillraceError
 from millrace.feed import Loader
 
+_SHARED_KEYS = ("fingerprint", "digest", "verdict", "readers", "all have read")
+_TIMEOUT = 120.0  # seconds
 _MOST_LISTED = 8  # ranks, or differences of a fingerprint, in a message
-_calls = count()  # in this process; every rank makes the same calls, so the numbers agree
+# Calls of this process by group: every rank of a group makes the same, so the numbers agree.
+_num_calls: Counter[str] = Counter()
 
 
 def check_consistency(
@@ -33,7 +35,7 @@ def check_consistency(
     *,
     data_parallel_rank: int | None = None,
     checksum_batches: int = 0,
-    timeout: float = 120.0,
+    timeout: float = _TIMEOUT,
     group: distributed.ProcessGroup | None = None,
 ) -> None:
     """Compares the loaders of all ranks, and names the ranks that differ.
@@ -59,34 +61,51 @@ def check_consistency(
 
     Raises:
         MillraceError: The ranks differ, one of them failed, or one did not answer in time.
-        ConfigError: An argument outside its limits.
+        ConfigError: An argument outside its limits, or a group without this process.
     """
-    checksum_batches = whole("checksum_batches", checksum_batches, 0)
-    timeout = real("timeout", timeout)
-    if not 0 < timeout <= 10**6:
-        raise ConfigError(f"timeout is {timeout}; seconds above 0, up to 1,000,000, are possible")
-    if data_parallel_rank is not None:
-        data_parallel_rank = whole("data_parallel_rank", data_parallel_rank, 0)
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return
-    rank, size = distributed.get_rank(group), distributed.get_world_size(group)
-    board = _Board(group, time.monotonic() + timeout)
     error: BaseException | None = None
     try:
+        checksum_batches = whole("checksum_batches", checksum_batches, 0)
+        if data_parallel_rank is not None:
+            data_parallel_rank = whole("data_parallel_rank", data_parallel_rank, 0)
+        timeout = _checked_timeout(timeout)
+    except ConfigError as caught:  # raised below: the other ranks wait for this rank's report
+        error, timeout = caught, _TIMEOUT
+    if not (distributed.is_available() and distributed.is_initialized()):
+        if error is not None:
+            raise error
+        return
+    rank, size = distributed.get_rank(group), distributed.get_world_size(group)
+    if rank < 0:
+        raise ConfigError("this process is not in the group: call check_consistency on its ranks")
+    board = _Board(group, time.monotonic() + timeout)
+    try:
+        if error is not None:
+            raise error
         fingerprint = dict(_leaves(loader.state_dict()["fingerprint"]))
         report = _report(loader, checksum_batches)
         report["data_parallel_rank"] = rank if data_parallel_rank is None else data_parallel_rank
     except BaseException as caught:
         error = caught
         fingerprint, report = {}, {"error": f"{type(error).__name__}: {error}"}
-    if rank == 0:
-        message = _lead(board, report, fingerprint, size, timeout)
-    else:
-        message = _follow(board, report, fingerprint, rank, timeout)
+    try:
+        if rank == 0:
+            message = _lead(board, report, fingerprint, size, timeout)
+        else:
+            message = _follow(board, report, fingerprint, rank, timeout)
+    except distributed.DistNetworkError as lost:
+        message = f"the store of the process group is lost, its process has probably died: {lost}"
     if error is not None:
         raise error
     if message:
         raise MillraceError(message)
+
+
+def _checked_timeout(timeout: Any) -> float:
+    seconds = real("timeout", timeout)
+    if not 0 < seconds <= 10**6:
+        raise ConfigError(f"timeout is {seconds}; seconds above 0, up to 1,000,000, are possible")
+    return seconds
 
 
 class _Board:
@@ -94,7 +113,8 @@ class _Board:
 
     def __init__(self, group: distributed.ProcessGroup | None, deadline: float) -> None:
         name = "" if group is None else group.group_name
-        prefix = f"millrace/check_consistency/{name}/{next(_calls)}"
+        prefix = f"millrace/check_consistency/{name}/{_num_calls[name]}"
+        _num_calls[name] += 1
         self.store = distributed.PrefixStore(prefix, distributed_c10d._get_default_store())
         self.deadline = deadline
 
@@ -132,8 +152,10 @@ def _lead(
         message = _verdict([report, *(board.get(key) for key in keys)])
     num_readers = size - 1 - len(missing)
     board.put("verdict", {"message": message, "num_readers": num_readers})
-    if num_readers:
-        board.is_there(["all have read"])  # the store may die with this process
+    # The store may die with this process.
+    if num_readers and board.is_there(["all have read"]) and not missing:
+        for key in [*_SHARED_KEYS, *keys]:  # else each call would leave them in the store for ever
+            board.store.delete_key(key)
     return message
 
 
@@ -141,19 +163,16 @@ def _follow(
     board: _Board, report: dict[str, Any], fingerprint: dict[str, Any], rank: int, timeout: float
 ) -> str:
     lost = _missing([0], timeout)
-    try:
-        if not board.is_there(["digest"]):
-            return lost
-        if "error" not in report and board.get("digest") != _digest(fingerprint):
-            report["differences"] = _differences(board.get("fingerprint"), fingerprint)
-        board.put(f"report {rank}", report)
-        if not board.is_there(["verdict"]):
-            return lost
-        verdict = board.get("verdict")
-        if board.store.add("readers", 1) == verdict["num_readers"]:
-            board.put("all have read", True)
-    except distributed.DistNetworkError as error:
-        return f"the store of the process group is lost, so rank 0 has probably died: {error}"
+    if not board.is_there(["digest"]):
+        return lost
+    if "error" not in report and board.get("digest") != _digest(fingerprint):
+        report["differences"] = _differences(board.get("fingerprint"), fingerprint)
+    board.put(f"report {rank}", report)
+    if not board.is_there(["verdict"]):
+        return lost
+    verdict = board.get("verdict")
+    if board.store.add("readers", 1) == verdict["num_readers"]:
+        board.put("all have read", True)
     message: str = verdict["message"]
     return message
 

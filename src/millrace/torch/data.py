@@ -61,6 +61,7 @@ class MapDataset(data.Dataset):  # type: ignore[misc]
         fields: tuple[str, ...] | None = None,
         token_dtype: str = "int64",
     ) -> None:
+        _check_kind("dataset", dataset, "batch", "a dataset, for example a millrace.GPTDataset")
         self.dataset = dataset
         self._form: BatchForm | None = None
         if fields is not None or token_dtype != "int64":
@@ -80,7 +81,7 @@ class MapDataset(data.Dataset):  # type: ignore[misc]
         return _Rows(self._batch(sample_numbers), len(sample_numbers))
 
     def _batch(self, sample_numbers: Sequence[int]) -> Tensors:
-        numbers = np.asarray(sample_numbers, np.int64)
+        numbers = np.asarray(sample_numbers, None if len(sample_numbers) else np.int64)
         dataset: Any = self.dataset
         if self._form is None:
             return to_tensors(dataset.batch(numbers))
@@ -102,7 +103,10 @@ class _Rows(Sequence[Tensors]):
 
     def __getitem__(self, row: Any) -> Any:
         if not 0 <= row < self._length:
-            raise IndexError(row)
+            raise IndexError(
+                f"there is no sample {row} in a batch of {self._length}: batches that may be empty "
+                "need collate_fn=millrace.torch.collate"
+            )
         for name, tensor in self.batch.items():
             if tensor.ndim == 0 or len(tensor) != self._length:
                 raise ConfigError(
@@ -130,11 +134,15 @@ class BatchSampler(data.Sampler):  # type: ignore[misc]
     Args:
         sampler: The sampler of this rank, with its micro batch size and data-parallel rank.
         consumed_samples: Number of samples that all ranks have consumed before an iteration.
+
+    Raises:
+        ConfigError: A consumed_samples where no step can start.
     """
 
     def __init__(self, sampler: Sampler, consumed_samples: int = 0) -> None:
+        _check_kind("sampler", sampler, "has_step", "a sampler, as millrace.SequentialSampler,")
         self.sampler = sampler
-        self.consumed_samples = whole("consumed_samples", consumed_samples, 0)
+        self.consumed_samples = self._checked(consumed_samples)
         self._next_start = self._position = self.consumed_samples
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -159,27 +167,41 @@ class BatchSampler(data.Sampler):  # type: ignore[misc]
             raise TypeError(f"a {type(self.sampler).__name__} has no number of steps")
         return int(num_steps(self.consumed_samples))
 
-    def state_dict(self) -> dict[str, int]:
-        """The position after the last step that was handed out."""
-        return {"consumed_samples": self._position}
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last step that was handed out, and the sampler's fingerprint."""
+        return self._state(self._position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Starts the next iteration at a saved position.
 
         Raises:
-            ResumeError: A state without `consumed_samples`.
-            ConfigError: A position that is not a whole number of at least 0.
+            ResumeError: A state without `consumed_samples`, or of a sampler with another order.
+            ConfigError: A position where no step can start.
         """
         if not isinstance(state, Mapping) or "consumed_samples" not in state:
             raise ResumeError(f"the state is {shown(state)}; it has no consumed_samples")
-        self._next_start = whole("consumed_samples", state["consumed_samples"], 0)
-        self._position = self._next_start
+        saved, now = state.get("sampler", {}), self._state(0).get("sampler", {})
+        if saved != now:
+            remark = getattr(self.sampler, "explain_difference", str)()
+            raise ResumeError(
+                f"the state was saved by a sampler with another order: {shown(saved)}, now "
+                f"{shown(now)}. {remark}".rstrip()
+            )
+        self._next_start = self._position = self._checked(state["consumed_samples"])
 
-    def state_after(self, num_batches: int) -> dict[str, int]:
+    def state_after(self, num_batches: int) -> dict[str, Any]:
         """The state after so many batches of an iteration that starts at `consumed_samples`."""
-        return {
-            "consumed_samples": _position_after(self.sampler, self.consumed_samples, num_batches)
-        }
+        return self._state(_position_after(self.sampler, self.consumed_samples, num_batches))
+
+    def _state(self, consumed_samples: int) -> dict[str, Any]:
+        fingerprint: dict[str, Any] = getattr(self.sampler, "fingerprint", dict)()
+        sampler = {"sampler": fingerprint} if fingerprint else {}
+        return {"consumed_samples": consumed_samples, **sampler}
+
+    def _checked(self, consumed_samples: Any) -> int:
+        position = whole("consumed_samples", consumed_samples, 0)
+        getattr(self.sampler, "check_position", int)(position)
+        return position
 
 
 class IterableDataset(data.IterableDataset):  # type: ignore[misc]
@@ -192,10 +214,15 @@ class IterableDataset(data.IterableDataset):  # type: ignore[misc]
     and its own `state_dict()` is the state.
 
     Args:
-        loader: The loader of this rank.
+        loader: The loader of this rank. With `fields`, it needs `transform=to_tensors`: torch's own
+            conversion warns about arrays that batches share.
+
+    Raises:
+        ConfigError: Anything but a `millrace.Loader`, such as its dataset.
     """
 
     def __init__(self, loader: Loader) -> None:
+        _check_kind("loader", loader, "batch_at", "a millrace.Loader")
         self.loader = loader
         self._has_advanced = False
 
@@ -322,7 +349,16 @@ class CheckpointState:
         text = state.get("json") if isinstance(state, Mapping) else None
         if not isinstance(text, str):
             raise ResumeError(f"the state is {shown(state)}; it was not saved by CheckpointState")
-        self._loader.load_state_dict(json.loads(text))
+        try:
+            saved = json.loads(text)
+        except ValueError as error:
+            raise ResumeError(f"the state is not JSON ({error}): it is damaged") from None
+        self._loader.load_state_dict(saved)
+
+
+def _check_kind(name: str, value: Any, method: str, kind: str) -> None:
+    if not callable(getattr(value, method, None)):
+        raise ConfigError(f"{name} is a {type(value).__name__}; {kind} is needed")
 
 
 def _position_after(sampler: Sampler, consumed_samples: int, num_steps: int) -> int:

@@ -26,13 +26,17 @@ def to_tensors(batch: Mapping[str, NDArray[Any]], *, pin: bool = False) -> dict[
             computation. It has no effect where CUDA is not available.
 
     Returns:
-        CPU tensors of the same shapes and dtypes (`uint16` needs torch 2.3 or newer).
+        CPU tensors of the same shapes and dtypes (`uint16` needs torch 2.3 or newer). An array that
+        torch cannot map (big-endian, or with a negative stride) is copied; a tensor stays as it is.
+
+    Raises:
+        ConfigError: An array of a dtype that torch does not have, such as strings or objects.
 
     Example:
         >>> to_tensors({"tokens": np.array([[1, 2]])})
         {'tokens': tensor([[1, 2]])}
     """
-    tensors = {name: _tensor(array) for name, array in batch.items()}
+    tensors = {name: _tensor(name, array) for name, array in batch.items()}
     if flag("pin", pin) and torch.cuda.is_available():
         return {name: tensor.pin_memory() for name, tensor in tensors.items()}
     return tensors
@@ -58,6 +62,8 @@ def to_device(
     """
     try:
         target = torch.device(device)
+        if target.type != "cuda":
+            torch.empty(0, device=target)  # Devices such as "mps" are known, but not always there.
     except (RuntimeError, TypeError) as error:
         raise ConfigError(f"device is {device!r}: {error}") from None
     if target.type == "cpu":
@@ -85,9 +91,19 @@ class _Writable:
         self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
 
 
-def _tensor(array: NDArray[Any]) -> torch.Tensor:
+def _tensor(name: str, array: Any) -> torch.Tensor:
+    if isinstance(array, torch.Tensor):
+        return array
     array = np.asarray(array)
-    return torch.from_numpy(array if array.flags.writeable else np.asarray(_Writable(array)))
+    if not array.dtype.isnative or any(stride < 0 for stride in array.strides):
+        array = array.astype(array.dtype.newbyteorder("="), order="C")
+    try:
+        return torch.from_numpy(array if array.flags.writeable else np.asarray(_Writable(array)))
+    except TypeError:
+        raise ConfigError(
+            f"{name!r} is an array of {array.dtype}, which torch does not have: leave it out, or "
+            "convert it before to_tensors"
+        ) from None
 
 
 def _copy(batch: Mapping[str, NDArray[Any]], device: torch.device) -> dict[str, torch.Tensor]:
