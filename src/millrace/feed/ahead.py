@@ -29,6 +29,12 @@ from millrace.feed.samplers import Sampler
 _MAX_AHEAD = 32  # steps; more would only fill memory
 _AHEAD_BYTES = 1 << 22  # how much is made ahead, where a step is small
 _BLOCK_BYTES = 1 << 20  # how much one call of the core makes: it stays in a core's cache
+# A trainer that comes back at once leaves a thread nothing to hide, and each wait of one thread for
+# the other costs 50 us. After so many waits in a row it makes the steps itself, in half the time.
+_MAX_RUSH = 8
+_RUSH_GAP = 5e-5  # seconds: a trainer that takes longer between two steps does not rush
+_RUSH_WORK = 2e-3  # seconds: a call that takes longer may read from a disk, which threads hide
+_PAUSE = 5e-3  # seconds without a step after which the threads go on
 _EXIT_LIMIT = 10.0  # seconds that the end of Python waits for a read
 
 
@@ -201,6 +207,9 @@ class Ahead:
     A thread claims the next steps under the lock and makes them without it. The queue takes at most
     `prefetch` steps, those in work included. After a step that failed no other is made.
 
+    If the trainer rushes (see `_MAX_RUSH`), it claims and makes the next steps in its own thread,
+    and the threads pause. A given `prefetch`, several threads and remote storage rule that out.
+
     Args:
         maker: What makes the steps.
         start: Number of samples consumed before the first step.
@@ -232,6 +241,9 @@ class Ahead:
         self._num_steps = 0  # claimed, and not handed out
         self._is_over = self._is_closed = False
         self._steps: deque[Step] = deque()  # of the block that is handed out
+        self._can_rush = prefetch is None and num_threads == 1 and not self._look_ahead.is_remote
+        self._rush = 0  # waits in a row; from _MAX_RUSH on the threads pause
+        self._last_take = 0.0
         self._process = os.getpid()
         self._threads: list[threading.Thread] = []
         _open.add(self)
@@ -273,8 +285,14 @@ class Ahead:
     def _take_block(self, stats: WaitStats, watchdog: float | None) -> bool:
         """Waits for the next block and takes its steps; False at the end."""
         begin, has_waited = time.perf_counter(), False
+        if self._rush and begin - self._last_take > _RUSH_GAP:
+            with self._lock:
+                self._rush = 0
+                self._has_room.notify_all()
         while not self._is_answered():
             has_waited = True
+            if self._rush >= _MAX_RUSH and self._make_here():
+                continue
             limit = None if watchdog is None else begin + watchdog - time.perf_counter()
             # A plain lock: Ctrl-C in a Condition's `wait` can leave its lock in the wrong state.
             if not self._news.acquire(timeout=-1 if limit is None else max(limit, 0)):
@@ -294,8 +312,29 @@ class Ahead:
             self._first_block += 1
             self._num_steps -= len(steps)
             self._steps.extend(steps)
-            self._has_room.notify_all()
+            is_rush = has_waited and self._can_rush and sum(seconds.values()) < _RUSH_WORK
+            self._rush = self._rush + 1 if is_rush else 0
+            self._last_take = time.perf_counter()
+            if self._rush < _MAX_RUSH:
+                self._has_room.notify_all()
             return True
+
+    def _make_here(self) -> bool:
+        """Makes the next block in this thread; False if a thread of the queue is making it."""
+        with self._lock:
+            if self._first_block < self._num_blocks:
+                return False
+        _worker.maker = self._maker
+        try:
+            claim = self._claim_block()
+            if claim is not None:
+                self._make_block(*claim)
+        except BaseException:  # Ctrl-C may have come after the claim
+            self.close()
+            raise
+        finally:
+            _worker.maker = None
+        return True
 
     def _is_answered(self) -> bool:
         """Whether the next block is there, or will never be."""
@@ -304,10 +343,9 @@ class Ahead:
             return self._is_closed or is_end or self._first_block in self._blocks
 
     def _tell(self) -> None:
-        """Wakes all threads that wait. The caller has the lock."""
+        """Wakes the thread that waits in `take`. The caller has the lock."""
         with contextlib.suppress(RuntimeError):  # it is released already
             self._news.release()
-        self._has_room.notify_all()
 
     def _work(self) -> None:
         _worker.maker = self._maker
@@ -323,10 +361,11 @@ class Ahead:
         except BaseException as error:  # without it the trainer would wait for ever
             steps, seconds = [Step(bounds[0][0], -1, None, error)], {}
         with self._lock:
+            self._blocks[number] = steps, seconds
+            self._num_steps -= len(bounds) - len(steps)
             if len(steps) < len(bounds) or steps[-1].error is not None:
                 self._is_over = True
-                self._num_steps -= len(bounds) - len(steps)
-            self._blocks[number] = steps, seconds
+                self._has_room.notify_all()
             self._tell()
 
     def _claim(self) -> tuple[int, list[tuple[int, int]]] | None:
@@ -334,10 +373,19 @@ class Ahead:
         with self._lock:
             while not (self._is_closed or self._is_over):
                 room = self._limit - self._num_steps
+                if self._rush >= _MAX_RUSH:
+                    self._has_room.wait(_PAUSE)
+                    if time.perf_counter() - self._last_take > _PAUSE:
+                        self._rush = 0
+                    continue
                 # Whole blocks, unless the queue is empty: a call for few steps costs the same.
                 if room >= self._steps_per_call or self._num_steps == 0:
                     break
                 self._has_room.wait()
+            return self._claim_block()
+
+    def _claim_block(self) -> tuple[int, list[tuple[int, int]]] | None:
+        with self._lock:
             if self._is_closed or self._is_over:
                 return None
             number, start = self._num_blocks, self._next_claim
@@ -351,6 +399,7 @@ class Ahead:
                 self._next_claim = bounds[-1][1]
                 return number, bounds
             self._is_over = True
+            self._has_room.notify_all()
             self._tell()
             return None
 
@@ -375,6 +424,7 @@ class Ahead:
             self._is_closed = True
             self.position = -1
             self._blocks.clear()
+            self._has_room.notify_all()
             self._tell()
         if wait == 0.0 or threading.current_thread() in self._threads or self._is_locked_here():
             return

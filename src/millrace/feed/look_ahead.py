@@ -35,7 +35,7 @@ class LookAhead:
 
     def __init__(self, dataset: Any, sampler: Sampler) -> None:
         self._prefetch: Callable[[Any], None] | None = getattr(dataset, "prefetch", None)
-        self._is_remote = bool(getattr(dataset, "is_remote", False))
+        self.is_remote = bool(getattr(dataset, "is_remote", False))
         self._num_cold = 0  # reads that still prefetch
         self._sampler = sampler
         self._told: deque[tuple[int, int]] = deque()  # starts of steps, and their samples
@@ -47,7 +47,7 @@ class LookAhead:
         if self._prefetch is None:
             return work()
         before = resource.getrusage(_THREAD).ru_inblock
-        if self._is_remote or self._num_cold > 0:
+        if self.is_remote or self._num_cold > 0:
             with contextlib.suppress(BaseException):  # the read itself will say what is wrong
                 for numbers in self._coming(position):
                     self._prefetch(numbers)
