@@ -189,15 +189,18 @@ class StepMaker:
                 "would wait for itself: use it in `transform`"
             )
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the dataset's class says `takes_form`, not only one that it is derived from."""
+        return bool(vars(type(self.dataset)).get("takes_form", False))
+
     def steps_per_call(self, step_bytes: int, most: int) -> int:
         """How many steps one call of the dataset makes: several, if they are small.
 
         Only datasets are cut whose class says `takes_form`: another one, also a class derived from
         ours, may pad a batch to its longest sample, for example.
         """
-        can_cut = vars(type(self.dataset)).get("takes_form", False) and (
-            self.form is None or self.form.has_rows
-        )
+        can_cut = self.is_plain and (self.form is None or self.form.has_rows)
         return max(1, min(_BLOCK_BYTES // max(step_bytes, 1), most)) if can_cut else 1
 
 
@@ -208,7 +211,8 @@ class Ahead:
     `prefetch` steps, those in work included. After a step that failed no other is made.
 
     If the trainer rushes (see `_MAX_RUSH`), it claims and makes the next steps in its own thread,
-    and the threads pause. A given `prefetch`, several threads and remote storage rule that out.
+    and the threads pause. That is ruled out by a given `prefetch`, several threads, `prepare`, a
+    watchdog, remote storage, and a dataset of another class.
 
     Args:
         maker: What makes the steps.
@@ -241,7 +245,11 @@ class Ahead:
         self._num_steps = 0  # claimed, and not handed out
         self._is_over = self._is_closed = False
         self._steps: deque[Step] = deque()  # of the block that is handed out
-        self._can_rush = prefetch is None and num_threads == 1 and not self._look_ahead.is_remote
+        self._can_rush = (
+            (prefetch, num_threads, maker.prepare) == (None, 1, None)
+            and maker.is_plain  # another dataset may rely on one thread
+            and not self._look_ahead.is_remote
+        )
         self._rush = 0  # waits in a row; from _MAX_RUSH on the threads pause
         self._last_take = 0.0
         self._process = os.getpid()
@@ -285,6 +293,7 @@ class Ahead:
     def _take_block(self, stats: WaitStats, watchdog: float | None) -> bool:
         """Waits for the next block and takes its steps; False at the end."""
         begin, has_waited = time.perf_counter(), False
+        can_rush = self._can_rush and watchdog is None
         if self._rush and begin - self._last_take > _RUSH_GAP:
             with self._lock:
                 self._rush = 0
@@ -312,7 +321,7 @@ class Ahead:
             self._first_block += 1
             self._num_steps -= len(steps)
             self._steps.extend(steps)
-            is_rush = has_waited and self._can_rush and sum(seconds.values()) < _RUSH_WORK
+            is_rush = has_waited and can_rush and sum(seconds.values()) < _RUSH_WORK
             self._rush = self._rush + 1 if is_rush else 0
             self._last_take = time.perf_counter()
             if self._rush < _MAX_RUSH:
