@@ -27,8 +27,8 @@ from millrace.feed.look_ahead import LookAhead
 from millrace.feed.samplers import Sampler
 
 _MAX_AHEAD = 32  # steps; more would only fill memory
-_AHEAD_BYTES = 1 << 22  # how much is made ahead, where a step is small
-_BLOCK_BYTES = 1 << 20  # how much one call of the core makes: it stays in a core's cache
+_AHEAD_BYTES = 1 << 23  # how much is made ahead, where a step is small
+_BLOCK_BYTES = 1 << 21  # how much one call of the core makes: it stays in a core's cache
 # A trainer that comes back at once leaves a thread nothing to hide, and each wait of one thread for
 # the other costs 50 us. After so many waits in a row it makes the steps itself, in half the time.
 _MAX_RUSH = 8

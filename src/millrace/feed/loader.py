@@ -63,7 +63,7 @@ class Loader:
         share_labels: Whether labels may be a view of the tokens' memory, one token further on.
         vocab_size: Size of the vocabulary: a token id outside it is an error. None: not checked.
         prefetch: Number of batches that are ready or in work at most, ahead of the trainer. None:
-            2, or up to 32 if they are small (4 MiB in all). 0: each batch is made when it is asked
+            2, or up to 32 if they are small (8 MiB in all). 0: each batch is made when it is asked
             for.
         threads: Number of threads that make batches; the result does not depend on it. Storage
             with a long latency needs several, and a `prefetch` of at least their number.

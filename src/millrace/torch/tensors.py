@@ -95,10 +95,11 @@ def _tensor(name: str, array: Any) -> torch.Tensor:
     if isinstance(array, torch.Tensor):
         return array
     array = np.asarray(array)
-    if not array.dtype.isnative or any(stride < 0 for stride in array.strides):
+    flags = array.flags
+    if not array.dtype.isnative or (not flags.c_contiguous and min(array.strides) < 0):
         array = array.astype(array.dtype.newbyteorder("="), order="C")
     try:
-        return torch.from_numpy(array if array.flags.writeable else np.asarray(_Writable(array)))
+        return torch.from_numpy(array if flags.writeable else np.asarray(_Writable(array)))
     except TypeError:
         raise ConfigError(
             f"{name!r} is an array of {array.dtype}, which torch does not have: leave it out, or "
