@@ -32,7 +32,7 @@ _BLOCK_BYTES = 1 << 21  # how much one call of the core makes: it stays in a cor
 # A trainer that comes back at once leaves a thread nothing to hide, and each wait of one thread for
 # the other costs 50 us. After so many waits in a row it makes the steps itself, in half the time.
 _MAX_RUSH = 8
-_RUSH_GAP = 5e-5  # seconds: a trainer that takes longer between two steps does not rush
+_RUSH_GAP = 3e-5  # seconds: a trainer that takes longer for a step does not rush
 _RUSH_WORK = 2e-3  # seconds: a call that takes longer may read from a disk, which threads hide
 _PAUSE = 5e-3  # seconds without a step after which the threads go on
 _EXIT_LIMIT = 10.0  # seconds that the end of Python waits for a read
@@ -251,7 +251,7 @@ class Ahead:
             and not self._look_ahead.is_remote
         )
         self._rush = 0  # waits in a row; from _MAX_RUSH on the threads pause
-        self._last_take = 0.0
+        self._last_take, self._num_taken = 0.0, 1  # when the last block was taken, and its steps
         self._process = os.getpid()
         self._threads: list[threading.Thread] = []
         _open.add(self)
@@ -296,7 +296,7 @@ class Ahead:
         """Waits for the next block and takes its steps; False at the end."""
         begin, has_waited = time.perf_counter(), False
         can_rush = self._can_rush and watchdog is None
-        if self._rush and begin - self._last_take > _RUSH_GAP:
+        if self._rush and begin - self._last_take > _RUSH_GAP * self._num_taken:
             with self._lock:
                 self._rush = 0
                 self._has_room.notify_all()
@@ -325,7 +325,7 @@ class Ahead:
             self._steps.extend(steps)
             is_rush = has_waited and can_rush and sum(seconds.values()) < _RUSH_WORK
             self._rush = self._rush + 1 if is_rush else 0
-            self._last_take = time.perf_counter()
+            self._last_take, self._num_taken = time.perf_counter(), len(steps)
             if self._rush < _MAX_RUSH:
                 self._has_room.notify_all()
             return True
