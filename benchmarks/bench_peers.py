@@ -51,8 +51,9 @@ NOTES = [
     "the next one; page cache warm. Micro batch 8, shuffled, tokens and labels int64. Each run "
     "opens the data again, and draws batches for 2 seconds (a peer that ends an epoch is opened "
     "again), after 20 that start workers. The row shows the faster of 0 and 2 workers.",
-    "Ours: a token file, `GPTDataset` and `Loader(fields=('tokens', 'labels'))` with its defaults: "
-    "one thread, no worker processes; NumPy arrays. Its order has epochs enough for a run.",
+    "Ours: a token file, `GPTDataset` and `Loader(fields=('tokens', 'labels'), share_labels=True)`: "
+    "one thread, no worker processes; NumPy arrays. On every side tokens and labels are two views of "
+    "one int64 array. Its order has epochs enough for a run.",
     "MosaicML Streaming: `MDSWriter` with a column ndarray:uint16, a `StreamingDataset` on the "
     "local folder with shuffle=True, a torch DataLoader that collates int64 tensors.",
     "LitData: `optimize` with `TokensLoader`, `StreamingDataset(shuffle=True)` and its "
@@ -144,7 +145,9 @@ def ours(corpus: NDArray[np.uint16], folder: Path) -> Callable[..., Iterator[Any
             seed=SEED,
             num_samples=num_samples,
         )
-        return millrace.Loader(dataset, micro_batch_size=MICRO_BATCH_SIZE, fields=NAMES)
+        return millrace.Loader(
+            dataset, micro_batch_size=MICRO_BATCH_SIZE, fields=NAMES, share_labels=True
+        )
 
     return open_batches
 
@@ -242,6 +245,9 @@ def _rows_of_file(path: str, numbers: NDArray[np.int64]) -> Iterator[torch.Tenso
 
 def grain_batches(corpus: NDArray[np.uint16], folder: Path) -> Callable[[int], Iterator[Any]]:
     import grain
+    from absl import flags
+
+    flags.FLAGS.mark_as_parsed()  # as absl's app.run does; worker processes ask for a flag
 
     path = folder.with_suffix(".bin")
     np.ascontiguousarray(corpus).tofile(path)
