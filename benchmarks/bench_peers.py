@@ -51,9 +51,9 @@ NOTES = [
     "the next one; page cache warm. Micro batch 8, shuffled, tokens and labels int64. Each run "
     "opens the data again, and draws batches for 2 seconds (a peer that ends an epoch is opened "
     "again), after 20 that start workers. The row shows the faster of 0 and 2 workers.",
-    "Ours: a token file, `GPTDataset` and `Loader(fields=('tokens', 'labels'), share_labels=True)`: "
-    "one thread, no worker processes; NumPy arrays. On every side tokens and labels are two views of "
-    "one int64 array. Its order has epochs enough for a run.",
+    "Ours: a token file, `GPTDataset` and `Loader(fields=('tokens', 'labels'), "
+    "share_labels=True)`: one thread, no worker processes; NumPy arrays. On every side tokens and "
+    "labels are two views of one int64 array. Its order has epochs enough for a run.",
     "MosaicML Streaming: `MDSWriter` with a column ndarray:uint16, a `StreamingDataset` on the "
     "local folder with shuffle=True, a torch DataLoader that collates int64 tensors.",
     "LitData: `optimize` with `TokensLoader`, `StreamingDataset(shuffle=True)` and its "
