@@ -269,8 +269,12 @@ def test_a_file_system_without_locks(tmp_path: Path) -> None:
     for process in processes:
         _, stderr = process.communicate(timeout=HANG)
         assert process.returncode == 0 or "Error" in stderr
+    log = folder / "out.log"
+    size = log.stat().st_size
     first = subprocess.Popen(arguments, env=environment)
-    time.sleep(0.5)
+    while log.stat().st_size < size + 10:
+        assert first.poll() is None
+        time.sleep(0.001)
     first.kill()
     first.wait()
     last = subprocess.run(arguments, env=environment, capture_output=True, text=True)

@@ -109,10 +109,10 @@ class Journal:
 
     def close(self) -> None:
         """Lets other processes open the journal, and removes it if nothing is committed."""
-        with self._stack:
-            if self._is_alone and os.path.isdir(self.path) and not self._has_records():
-                with contextlib.suppress(MillraceError):  # an empty folder does no harm
-                    self.remove()
+        # A folder that stays does no harm.
+        with self._stack, contextlib.suppress(OSError, MillraceError):
+            if self._is_alone and not os.listdir(os.path.join(self.folder, _RECORDS)):
+                self.remove()
 
     def set_plan(self, plan: Any) -> None:
         """Stores the plan of the job, plain JSON, before its tasks run."""
@@ -251,9 +251,6 @@ class Journal:
                 f"{self.path} is damaged: its plan cannot be read. Give --restart (restart=True) "
                 "to discard it, or another prefix"
             ) from None
-
-    def _has_records(self) -> bool:
-        return len(os.listdir(os.path.join(self.folder, _RECORDS))) > 0
 
 
 def commit(folder: str, number: int, record: Mapping[str, Any], files: Sequence[str]) -> None:
