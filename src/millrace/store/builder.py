@@ -215,6 +215,16 @@ class IndexedDatasetBuilder:
         with self._writer.alone():
             self._writer.add_origins(table)
 
+    def add_provenance(self, entries: Mapping[str, Any]) -> None:
+        """Adds to the origin of the tokens that the sidecar tells, before the end.
+
+        Args:
+            entries: Plain JSON values; an entry of the same name is replaced.
+        """
+        plain = _plain_json(entries)
+        with self._writer.alone():
+            self._writer.provenance = {**(self._writer.provenance or {}), **(plain or {})}
+
     def add_index(
         self,
         source: str | os.PathLike[str] | IndexedDataset,

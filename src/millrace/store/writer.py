@@ -43,6 +43,7 @@ class PairWriter:
         place: The absolute prefix: the files stay there if the working directory changes.
         temporaries: Paths of the files until they are published.
         buffer: The core's buffer of tokens and entries, and their numbers.
+        provenance: Origin of the tokens, for the sidecar, or None.
         closed_because: Why the writer is closed; None: it is open.
         durable: Whether to bring the files to the disk before they appear.
     """
@@ -60,7 +61,7 @@ class PairWriter:
         folder = os.path.realpath(os.path.dirname(prefix) or ".")
         self.prefix, self.place = prefix, os.path.join(folder, os.path.basename(prefix))
         self.closed_because: str | None = None
-        self._dtype, self._multimodal, self._provenance = dtype, multimodal, provenance
+        self._dtype, self._multimodal, self.provenance = dtype, multimodal, provenance
         self._num_bytes = 0  # bytes of tokens that were written, without those in the buffer
         self._hasher = BlockHasher() if checksums else None
         self.durable = durable
@@ -286,9 +287,9 @@ class PairWriter:
                 f"sequences and {self.buffer.num_documents} documents. Nothing is published"
             )
         origins = self._write_origins()
-        if self._hasher is not None or self._provenance is not None:
+        if self._hasher is not None or self.provenance is not None:
             info = Info(
-                provenance=dict(self._provenance or {}),
+                provenance=dict(self.provenance or {}),
                 bin=None if self._hasher is None else self._hasher.finish(),
                 idx=None if index_hasher is None else index_hasher.finish(),
                 origins=None if self._hasher is None else origins,

@@ -21,8 +21,9 @@ from millrace.jobs.progress import Progress
 from millrace.jobs.tokenizing import plan
 from millrace.jobs.tokenizing.output import Output
 from millrace.jobs.tokenizing.task import Settings, Work, run_task, task_name
-from millrace.store import IndexedDatasetBuilder, finalize_together, read_info, write_dolma
-from millrace.store.publish import bin_path, idx_path, info_path
+from millrace.store import IndexedDatasetBuilder, finalize_together, write_dolma
+from millrace.store.info import read_info
+from millrace.store.publish import bin_path, idx_path, info_path, origins_path
 from millrace.text import (
     InputFile,
     Part,
@@ -256,7 +257,7 @@ def tokenize(
         with interruptible():  # the last time: after this the files are published
             pass
         output.finish()
-        for builder, key in zip(builders, keys, strict=True):
+        for builder, key in zip(builders if checksums else (), keys, strict=False):
             builder.add_provenance(_provenance(settings, files, key, output, shard))
         if quarantine is not None and output.num_rejects > 0:
             flush_to_disk(quarantine)
@@ -265,7 +266,9 @@ def tokenize(
         journal.remove()
     if provenance in ("csv.gz", "both"):
         for prefix in prefixes.values():
-            write_dolma(prefix, keep_parquet=provenance == "both")
+            write_dolma(prefix)
+            if provenance == "csv.gz":
+                os.unlink(origins_path(prefix))
     return TokenizeResult(
         prefixes=prefixes,
         num_documents=output.num_documents,
@@ -400,7 +403,7 @@ def _check_outputs(
     outputs = {
         os.path.realpath(name(prefix))
         for prefix in prefixes
-        for name in (bin_path, idx_path, info_path)
+        for name in (bin_path, idx_path, info_path, origins_path)
     }
     for file in files:
         if os.path.realpath(file.path) in outputs:

@@ -108,7 +108,7 @@ class Output:
         """Appends the documents of a task whose line within it is `group` modulo the partitions."""
         origins = _read_origins(task, group) if self._has_origins else None
         for key, builder in enumerate(self._builders):
-            builder.add_index(prefix_of(task.folder, task.record, key, group))
+            builder.add_index(prefix_of(task.folder, task.record, key, group), origins=False)
             if origins is not None:
                 builder.add_origins(**origins)
 
