@@ -394,6 +394,8 @@ def make_table(
         "byte_offsets": whole_numbers("byte_offsets", byte_offsets),
     }
     counts = {name: len(column) for name, column in columns.items()}
+    if isinstance(ids, str):
+        raise ConfigError(f"ids are {shown(ids)}; give a list of texts")
     if ids is not None:
         counts["ids"] = len(ids)
     for name, count in counts.items():
