@@ -1,0 +1,610 @@
+"""Random cases of `millrace tokenize` against a plain restatement of Megatron-LM's script.
+
+    python -m tests.jobs.preprocess_cases --cases 500 --seed 1
+    python -m tests.jobs.preprocess_cases --seed 1 --case 217      # one case again
+    python -m tests.jobs.preprocess_cases --cases 20 --megatron CHECKOUT --python PYTHON
+
+A case is a pure function of seed and number: documents, a tokenizer, the options that decide the
+output, and those that must not matter (file format, compression, number of files, workers, chunk
+size). `preprocess` says in a page what Megatron-LM's `tools/preprocess_data.py` writes, with
+megatron-core's own builder and the reference tokenizing library. Every `.bin` and `.idx` must be
+equal, byte for byte. With --megatron, the script itself runs too and must agree with `preprocess`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bz2
+import contextlib
+import csv
+import functools
+import gc
+import gzip
+import io
+import json
+import lzma
+import math
+import os
+import random
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+
+# torch and megatron-core warn of their own deprecations, and of optional packages, on import.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
+
+from millrace.cli import main as millrace
+from tests.conftest import WORDS
+
+# After a failed opening it raises at some later time.
+IndexedDataset.__del__ = lambda self: None
+
+PIECE_LENGTH = 1_000_000  # characters that the script passes to its sentence splitter at once
+SUFFIXES = (".bin", ".idx")
+EOD = "<|endoftext|>"
+
+Tokenize = Callable[[str], list[int]]
+Split = Callable[[str], list[str]]
+Value = Any  # of a key: a string, or a list of strings
+Documents = Sequence[dict[str, Value]]
+
+
+# ---- what Megatron-LM's script writes ----
+
+
+def preprocess(
+    documents: Documents,
+    prefix: Path,
+    *,
+    keys: Sequence[str],
+    tokenize: Tokenize,
+    vocabulary_size: int,
+    eod: int | None = None,
+    split: Split | None = None,
+    partitions: int = 1,
+    keep_sequential_samples: bool = False,
+) -> list[str]:
+    """Writes one pair per key, in the order of the script, and returns the path prefixes.
+
+    Args:
+        documents: The parsed lines.
+        prefix: Path prefix of the output.
+        keys: Keys of the texts.
+        tokenize: The reference tokenizer.
+        vocabulary_size: Size of the vocabulary, which decides the dtype.
+        eod: Token at the end of documents; None: none.
+        split: Sentence splitter; None: documents are not split.
+        partitions: Number of partitions.
+        keep_sequential_samples: Whether a partition is a run of lines, not every n-th line.
+    """
+    level = "document" if split is None else "sentence"
+    parts = partition(documents, partitions, keep_sequential_samples)
+    prefixes = []
+    for key in keys:
+        prefixes.append(f"{prefix}_{key}_{level}")
+        names = [f"{prefix}_{number}_{key}_{level}" for number in range(partitions)]
+        for name, part in zip(names if partitions > 1 else prefixes[-1:], parts, strict=True):
+            builder = new_builder(name, vocabulary_size)
+            for document in part:
+                add_document(builder, sentences_of(document[key], split), tokenize, eod)
+            builder.finalize(name + ".idx")
+        if partitions > 1:
+            merge(names, prefixes[-1], vocabulary_size)
+    return prefixes
+
+
+def merge(parts: Sequence[str], prefix: str, vocabulary_size: int) -> None:
+    builder = new_builder(prefix, vocabulary_size)
+    gc.freeze()  # `add_index` collects garbage, which would take longer than all else
+    for part in parts:
+        builder.add_index(part)
+        for suffix in SUFFIXES:
+            os.remove(part + suffix)
+    gc.unfreeze()
+    builder.finalize(prefix + ".idx")
+
+
+def partition(documents: Sequence[Any], count: int, is_sequential: bool) -> list[Sequence[Any]]:
+    if is_sequential:
+        size = math.ceil(len(documents) / count)
+        return [documents[i * size : (i + 1) * size] for i in range(count)]
+    return [documents[i::count] for i in range(count)]
+
+
+def new_builder(prefix: str, vocabulary_size: int) -> IndexedDatasetBuilder:
+    return IndexedDatasetBuilder(prefix + ".bin", dtype=DType.optimal_dtype(vocabulary_size))
+
+
+def sentences_of(value: Value, split: Split | None) -> list[str]:
+    if split is not None:
+        pieces = [value[i : i + PIECE_LENGTH] for i in range(0, len(value), PIECE_LENGTH)]
+        return [sentence for piece in pieces for sentence in split(piece)]
+    return value if isinstance(value, list) else [value]
+
+
+def add_document(
+    builder: IndexedDatasetBuilder, sentences: Sequence[str], tokenize: Tokenize, eod: int | None
+) -> None:
+    """Adds a document: empty sentences are left out, and a document without tokens gets no EOD."""
+    sequences = [ids for ids in map(tokenize, sentences) if len(ids) > 0]
+    if sequences and eod is not None:
+        sequences[-1] = [*sequences[-1], eod]
+    builder.add_document([i for ids in sequences for i in ids], [len(ids) for ids in sequences])
+
+
+# ---- tokenizers ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """A tokenizer file and what its reference library says.
+
+    Attributes:
+        path: Argument of `--tokenizer`.
+        tokenize: The reference, without special tokens that are added to each text.
+        tokenize_with_special_tokens: The same with them.
+        vocabulary_size: Size of the vocabulary.
+        eod: Id of the end-of-document token.
+        megatron_type: Argument of the script's `--tokenizer-type`.
+        megatron_model: Argument of the script's `--tokenizer-model`.
+    """
+
+    path: Path
+    tokenize: Tokenize
+    tokenize_with_special_tokens: Tokenize
+    vocabulary_size: int
+    eod: int
+    megatron_type: str
+    megatron_model: Path
+
+
+def make_references(folder: Path) -> dict[str, Reference]:
+    """Trains small tokenizers of each kind."""
+    return {
+        "byte-level BPE": hugging_face(folder / "bpe"),
+        "transformers folder": hugging_face(folder / "folder", is_folder=True),
+        "BOS template": hugging_face(folder / "bos", bos="<|bos|>"),
+        "70,000 tokens": hugging_face(folder / "wide", num_tokens=70_000),
+        "SentencePiece": sentencepiece_model(folder / "model"),
+    }
+
+
+def hugging_face(
+    folder: Path, *, is_folder: bool = False, bos: str | None = None, num_tokens: int = 0
+) -> Reference:
+    """A byte-level BPE tokenizer in a `transformers` folder.
+
+    Args:
+        folder: The folder.
+        is_folder: Whether `--tokenizer` gets the folder or the tokenizer.json in it.
+        bos: Token that the tokenizer's template puts before each text.
+        num_tokens: Size of the vocabulary, filled up with tokens that no text has.
+    """
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=[EOD, *([bos] if bos else [])],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(training_texts(), trainer)
+    if bos:
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+        )
+    if num_tokens:
+        settings = json.loads(tokenizer.to_str())
+        vocabulary = settings["model"]["vocab"]
+        for number in range(len(vocabulary), num_tokens):
+            vocabulary[f"\u0100unused {number}"] = number
+        tokenizer = tokenizers.Tokenizer.from_str(json.dumps(settings))
+    folder.mkdir(parents=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOD}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return Reference(
+        path=folder if is_folder else folder / "tokenizer.json",
+        tokenize=lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
+        tokenize_with_special_tokens=lambda text: tokenizer.encode(text).ids,
+        vocabulary_size=tokenizer.get_vocab_size(),
+        eod=tokenizer.token_to_id(EOD),
+        megatron_type="HuggingFaceTokenizer",
+        megatron_model=folder,
+    )
+
+
+def sentencepiece_model(folder: Path) -> Reference:
+    import sentencepiece
+
+    folder.mkdir(parents=True)
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(training_texts()),
+        model_prefix=str(folder / "tokenizer"),
+        model_type="bpe",
+        vocab_size=400,
+        byte_fallback=True,
+        minloglevel=2,
+    )
+    path = folder / "tokenizer.model"
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    return Reference(
+        path=path,
+        tokenize=processor.encode,
+        tokenize_with_special_tokens=functools.partial(processor.encode, add_bos=True),
+        vocabulary_size=processor.get_piece_size(),
+        eod=processor.eos_id(),
+        megatron_type="SentencePieceTokenizer",
+        megatron_model=path,
+    )
+
+
+def training_texts() -> list[str]:
+    texts = random.Random(0)
+    return [" ".join(texts.choices([*WORDS, *FRAGMENTS[:20]], k=30)) for _ in range(200)]
+
+
+# ---- random cases ----
+
+FRAGMENTS = [
+    *"The mill. Water turns it! Does Dr. Miller know? He does. wheel's don't 3.14".split(),
+    *[" ", "\n", "\n\n", "\t", "\r\n", "\u2028", "\u0085", "\u00a0", "\u200b", "\ufeff"],
+    *"naïve café ποταμός 水車 水車が回る。 مرحبا שלום हिन्दी 한국어 🌊 👩\u200d👩\u200d👧 ½".split(),
+    *["\x00", "\x1f", "\x7f", "e\u0301", "\ufffd", "\U0010ffff", "\\", "\\u0041", "{}", "[", '"'],
+    *["'", ",", EOD, "<|bos|>", "</s>", "<s>", "▁"],
+]
+KEYS = ("text", "title", "doc.text", "source", "名前")
+FORMATS = ("jsonl", "jsonl", "jsonl", "parquet", "arrow", "csv", "tsv")
+COMPRESSIONS = ("", "", "gzip", "zstd", "bz2", "xz")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Documents and options; the attributes after `partitions` must not change the output."""
+
+    documents: list[dict[str, Value]]
+    keys: tuple[str, ...]
+    tokenizer: str
+    append_eod: bool
+    add_special_tokens: bool
+    split_sentences: bool
+    keep_newlines: bool
+    partitions: int
+    keep_sequential_samples: bool
+    file_format: str
+    compression: str
+    num_files: int
+    workers: int
+    chunk_size: int
+    spelling_seed: int
+
+    def __str__(self) -> str:
+        values = {**vars(self), "documents": len(self.documents)}
+        return ", ".join(f"{name}={value!r}" for name, value in values.items())
+
+
+def random_case(seed: int, number: int) -> Case:
+    choices = random.Random(f"{seed} {number}")
+    is_split = choices.random() < 0.25
+    has_lists = not is_split and choices.random() < 0.4
+    keys = tuple(choices.sample(KEYS, choices.choice([1, 1, 2, 3])))
+    partitions = choices.choice([1, 1, 1, 2, 3])
+    count = choices.choice([1, 2, 5, 20, 60, 150])
+    documents = [{key: random_value(choices, has_lists) for key in keys} for _ in range(count)]
+    formats = [f for f in FORMATS if f in ("jsonl", "parquet", "arrow") or not has_lists]
+    if has_lists:  # a column has one type
+        formats = ["jsonl"]
+        if choices.random() < 0.3:
+            formats = ["parquet", "arrow"]
+            documents = [
+                {key: value if isinstance(value, list) else [value] for key, value in d.items()}
+                for d in documents
+            ]
+    file_format = choices.choice(formats)
+    return Case(
+        documents=documents,
+        keys=keys,
+        tokenizer=choices.choice(TOKENIZERS),
+        append_eod=choices.random() < 0.6,
+        add_special_tokens=choices.random() < 0.3,
+        split_sentences=is_split,
+        keep_newlines=is_split and choices.random() < 0.5,
+        partitions=partitions,
+        keep_sequential_samples=partitions > 1 and choices.random() < 0.5,
+        file_format=file_format,
+        compression="" if file_format in ("parquet", "arrow") else choices.choice(COMPRESSIONS),
+        num_files=choices.choice([1, 1, 2, 3]),
+        workers=choices.choice([1, 1, 2]),
+        chunk_size=choices.choice([100, 1000, 10_000, 1_000_000]),
+        spelling_seed=choices.getrandbits(32),
+    )
+
+
+TOKENIZERS = (
+    "byte-level BPE",
+    "byte-level BPE",
+    "transformers folder",
+    "BOS template",
+    "70,000 tokens",
+    "SentencePiece",
+)
+
+
+def random_value(choices: random.Random, has_lists: bool) -> Value:
+    if has_lists and choices.random() < 0.6:
+        return [random_text(choices) for _ in range(choices.choice([0, 1, 2, 5]))]
+    return random_text(choices)
+
+
+def random_text(choices: random.Random) -> str:
+    kind = choices.random()
+    if kind < 0.1:
+        return ""
+    if kind < 0.2:
+        return "".join(choices.choices(" \n\t\r\u00a0\u3000", k=choices.randrange(1, 9)))
+    if kind < 0.3:
+        points = [choices.randrange(0x11_0000 - 0x800) for _ in range(choices.randrange(1, 40))]
+        return "".join(chr(point if point < 0xD800 else point + 0x800) for point in points)
+    if kind < 0.35:
+        return choices.choice(FRAGMENTS) * choices.randrange(1, 800)
+    words = choices.choices([*WORDS, *FRAGMENTS], k=choices.choice([1, 3, 10, 40, 400]))
+    return choices.choice(["", " ", " "]).join(words)
+
+
+# ---- the input files ----
+
+
+def write_inputs(case: Case, folder: Path) -> list[Path]:
+    """Writes the documents to the files of the case, in order; returns their paths."""
+    bounds = [len(case.documents) * i // case.num_files for i in range(case.num_files + 1)]
+    spelling = random.Random(case.spelling_seed)
+    paths = []
+    for number in range(case.num_files):
+        documents = case.documents[bounds[number] : bounds[number + 1]]
+        data = WRITERS[case.file_format](documents, case.keys, spelling)
+        suffix = {"gzip": ".gz", "zstd": ".zst", "bz2": ".bz2", "xz": ".xz"}
+        name = f"input{number}.{case.file_format}{suffix.get(case.compression, '')}"
+        paths.append(folder / name)
+        paths[-1].write_bytes(compress(data, case.compression))
+    return paths
+
+
+def compress(data: bytes, compression: str) -> bytes:
+    if compression == "zstd":
+        if sys.version_info >= (3, 14):
+            from compression import zstd
+        else:
+            from backports import zstd
+        return zstd.compress(data)
+    functions = {"": bytes, "gzip": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
+    return functions[compression](data)
+
+
+def jsonl(documents: Documents, keys: Sequence[str], spelling: random.Random) -> bytes:
+    """JSON Lines in all the spellings that Python's `json` reads."""
+    end = spelling.choice(["\n", "\n", "\r\n"])
+    lines = [spell(document, spelling) + end for document in documents]
+    if lines and spelling.random() < 0.3:
+        lines[-1] = lines[-1].removesuffix(end)
+    return "".join(lines).encode()
+
+
+EXTRA_VALUES = (
+    *("null", "NaN", "-Infinity", "1e400", "1" + "0" * 30, '"\\ud83d"', '{"text": ["x", {}]}'),
+)
+
+
+def spell(document: dict[str, Value], spelling: random.Random) -> str:
+    members = [(key, json_of(value, spelling)) for key, value in document.items()]
+    for number in range(spelling.choice([0, 0, 1, 3])):
+        members.append((f"extra{number}", spelling.choice(EXTRA_VALUES)))
+    spelling.shuffle(members)
+    if spelling.random() < 0.1:  # of two equal keys, the last one counts
+        members.insert(0, (spelling.choice(list(document)), spelling.choice(['"first"', "5"])))
+    space = spelling.choice(["", " ", "\t", "  "])
+    between = [f"{json_of(key, spelling)}{space}:{space}{value}" for key, value in members]
+    return f"{space}{{{space}{f'{space},{space}'.join(between)}{space}}}{space}"
+
+
+def json_of(value: Value, spelling: random.Random) -> str:
+    return json.dumps(value, ensure_ascii=spelling.random() < 0.5)
+
+
+def parquet(documents: Documents, keys: Sequence[str], spelling: random.Random) -> bytes:
+    file = io.BytesIO()
+    size = spelling.choice([1, 7, 1000])
+    pa.parquet.write_table(table_of(documents, keys, spelling), file, row_group_size=size)
+    return file.getvalue()
+
+
+def arrow(documents: Documents, keys: Sequence[str], spelling: random.Random) -> bytes:
+    file = io.BytesIO()
+    table = table_of(documents, keys, spelling)
+    writer = spelling.choice([pa.ipc.new_file, pa.ipc.new_stream])(file, table.schema)
+    writer.write_table(table, max_chunksize=spelling.choice([1, 7, 1000]))
+    writer.close()
+    return file.getvalue()
+
+
+def table_of(documents: Documents, keys: Sequence[str], spelling: random.Random) -> pa.Table:
+    string = spelling.choice([pa.string(), pa.large_string()])
+    is_list = bool(documents) and isinstance(documents[0][keys[0]], list)
+    column_type = pa.list_(string) if is_list else string
+    columns = {key: pa.array([d[key] for d in documents], column_type) for key in keys}
+    return pa.table({"number": pa.array(range(len(documents)), pa.int64()), **columns})
+
+
+def separated(
+    documents: Documents,
+    keys: Sequence[str],
+    spelling: random.Random,
+    delimiter: str = ",",
+) -> bytes:
+    file = io.StringIO(newline="")
+    end = spelling.choice(["\n", "\r\n"])
+    writer = csv.writer(file, delimiter=delimiter, quoting=csv.QUOTE_ALL, lineterminator=end)
+    writer.writerow(["number", *keys])
+    for number, document in enumerate(documents):
+        writer.writerow([number, *(document[key] for key in keys)])
+    return file.getvalue().encode()
+
+
+WRITERS: dict[str, Callable[..., bytes]] = {
+    "jsonl": jsonl,
+    "parquet": parquet,
+    "arrow": arrow,
+    "csv": separated,
+    "tsv": functools.partial(separated, delimiter="\t"),
+}
+
+
+# ---- the comparison ----
+
+
+def run_case(
+    case: Case,
+    references: dict[str, Reference],
+    folder: Path,
+    script: Callable[..., None] | None = None,
+) -> None:
+    """Runs `millrace tokenize` on the case; AssertionError if a byte differs."""
+    reference = references[case.tokenizer]
+    inputs = write_inputs(case, folder)
+    split = None
+    if case.split_sentences:
+        from millrace.text import SentenceSplitter
+
+        split = SentenceSplitter("english", keep_newlines=case.keep_newlines).split
+    with_special_tokens = reference.tokenize_with_special_tokens
+    (folder / "theirs").mkdir()
+    (folder / "ours").mkdir()
+    expected = preprocess(
+        case.documents,
+        folder / "theirs" / "out",
+        keys=case.keys,
+        tokenize=with_special_tokens if case.add_special_tokens else reference.tokenize,
+        vocabulary_size=reference.vocabulary_size,
+        eod=reference.eod if case.append_eod else None,
+        split=split,
+        partitions=case.partitions,
+        keep_sequential_samples=case.keep_sequential_samples,
+    )
+    options = [*shared_options(case), "--chunk-size", str(case.chunk_size), "--json"]
+    options += ["--add-special-tokens"] if case.add_special_tokens else []
+    options += ["--tokenizer", str(reference.path), "--workers", str(case.workers)]
+    prefix = str(folder / "ours" / "out")
+    inputs_option = ["--input", *map(str, inputs)]
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        status = millrace(["tokenize", *inputs_option, "--output-prefix", prefix, *options])
+    assert status == 0, "millrace failed"
+    assert json.loads(output.getvalue())["documents"] == len(case.documents)
+    assert_pairs_equal(folder / "ours", folder / "theirs")
+    if script is not None and not case.split_sentences:
+        (folder / "script").mkdir()
+        (folder / "lines.jsonl").write_bytes(jsonl(case.documents, case.keys, random.Random(1)))
+        script(folder / "lines.jsonl", folder / "script" / "out", reference, case)
+        for path in expected:
+            name = Path(path).name
+            for suffix in SUFFIXES:
+                theirs = (folder / "script" / f"{name}{suffix}").read_bytes()
+                assert Path(path + suffix).read_bytes() == theirs, f"the script's {name}{suffix}"
+
+
+def shared_options(case: Case) -> list[str]:
+    """The options that are spelled alike in the script and in millrace."""
+    options = ["--json-keys", *case.keys]
+    for name in ("append_eod", "split_sentences", "keep_newlines", "keep_sequential_samples"):
+        options += [f"--{name.replace('_', '-')}"] if getattr(case, name) else []
+    return [*options, "--partitions", str(case.partitions)] if case.partitions > 1 else options
+
+
+def assert_pairs_equal(ours: Path, theirs: Path) -> None:
+    """Compares every pair in two folders; nothing but pairs and sidecars may lie in ours."""
+    names = {path.name for path in theirs.iterdir()}
+    prefixes = {name.removesuffix(".bin").removesuffix(".idx") for name in names}
+    sidecars = {f"{p}{s}" for p in prefixes for s in (".info.json", ".origins.parquet")}
+    left_over = {path.name for path in ours.iterdir()} - names - sidecars
+    assert not left_over, f"beside the pairs lie {sorted(left_over)}"
+    for prefix in sorted(prefixes):
+        files = [f"{prefix}{suffix}" for suffix in SUFFIXES]
+        if any((ours / name).read_bytes() != (theirs / name).read_bytes() for name in files):
+            raise AssertionError(difference(ours / prefix, theirs / prefix))
+
+
+def difference(ours: Path, theirs: Path) -> str:
+    """The first difference of two pairs, in words."""
+    left, right = (IndexedDataset(str(prefix)) for prefix in (ours, theirs))
+    name = ours.name
+    if left.index.dtype != right.index.dtype:
+        return f"{name}: dtype {left.index.dtype}, expected {right.index.dtype}"
+    if len(left.document_indices) != len(right.document_indices):
+        counts = len(left.document_indices) - 1, len(right.document_indices) - 1
+        return f"{name}: {counts[0]} documents, expected {counts[1]}"
+    for document in range(len(right.document_indices) - 1):
+        sequences = [
+            [d[i].tolist() for i in range(*map(int, d.document_indices[document : document + 2]))]
+            for d in (left, right)
+        ]
+        if sequences[0] != sequences[1]:
+            return f"{name}, document {document}: {sequences[0]}, expected {sequences[1]}"
+    return f"{name}: the files differ, though the documents do not"
+
+
+# ---- any number of cases ----
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--cases", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--case", type=int, help="run this case alone")
+    parser.add_argument("--megatron", type=Path, help="run this checkout's script too")
+    parser.add_argument("--python", default=sys.executable, help="interpreter of the script")
+    options = parser.parse_args(arguments)
+    numbers = range(options.cases) if options.case is None else [options.case]
+    script = None
+    if options.megatron:
+        from tests.jobs.preprocess_corpus import case_runner
+
+        script = case_runner(options.megatron, options.python)
+    counts: Counter[str] = Counter()
+    failures = 0
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        references = make_references(Path(folder))
+        for number in numbers:
+            case = random_case(options.seed, number)
+            with tempfile.TemporaryDirectory(dir=folder) as case_folder:
+                try:
+                    run_case(case, references, Path(case_folder), script)
+                except Exception:
+                    failures += 1
+                    print(f"--seed {options.seed} --case {number}: {case}")
+                    traceback.print_exc(limit=-2, file=sys.stdout)
+            counts[case.file_format] += 1
+            if sys.stderr.isatty():
+                print(f"\r{number + 1} cases", end="", file=sys.stderr)
+    seconds = time.monotonic() - start
+    print(f"seed {options.seed}: {len(numbers)} cases, {failures} failed, {seconds:.0f} s")
+    print(", ".join(f"{name}: {count}" for name, count in counts.most_common()))
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

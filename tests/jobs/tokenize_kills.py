@@ -1,0 +1,297 @@
+"""kill -9 at any moment of `millrace tokenize`: `python -m tests.jobs.tokenize_kills --kills 100`.
+
+Each job has a few hundred chunks. It runs as a process; at random moments the process, or one of
+its workers, is killed; then the same command runs again, until the job is done. A job that loses
+one worker must go on by itself. At the end
+
+- the files equal those of an undisturbed run, byte for byte, and nothing else is left;
+- no chunk was tokenised twice, except those in flight: a record in the journal stays as it is, and
+  the last run reports every record that it found as kept;
+- no worker has outlived its parent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.conftest import make_texts, train_tokenizer
+from tests.jobs.preprocess_cases import compress
+
+CHUNK_SIZE = 4000  # bytes
+MOST_WORKER_KILLS = 2  # in one run; a task whose worker dies three times is an error
+DEADLINE = 120.0  # seconds that a run, or the end of an orphan, may take
+# Files that tell of the run, not of the data.
+VARYING = (".info.json",)
+
+
+class KillError(AssertionError):
+    """Something was lost, done twice, or left behind."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A command, and what it writes.
+
+    Attributes:
+        name: Name in reports.
+        options: Options of `millrace tokenize`, without the output prefix.
+        files: Name and content of each file of an undisturbed run.
+        num_chunks: Number of chunks.
+        seconds: Duration of an undisturbed run.
+    """
+
+    name: str
+    options: Sequence[str]
+    files: dict[str, bytes]
+    num_chunks: int
+    seconds: float
+
+
+# ---- the jobs ----
+
+
+def make_jobs(folder: Path, num_documents: int) -> list[Job]:
+    """Writes the inputs, and runs each job undisturbed."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    tokenizer = train_tokenizer(folder / "tokenizer.json")
+    texts, titles = make_texts(num_documents, 1), make_texts(num_documents, 2)
+    pairs = list(zip(texts, titles, strict=True))
+    lines = [
+        json.dumps({"id": f"document {i}", "text": text, "title": title[:40]}).encode() + b"\n"
+        for i, (text, title) in enumerate(pairs)
+    ]
+    plain = b"".join(lines)
+    (folder / "plain.jsonl").write_bytes(plain)
+    for name, compression in (("gz", "gzip"), ("zst", "zstd")):
+        (folder / f"compressed.jsonl.{name}").write_bytes(compress(plain, compression))
+    table = pa.table({"text": texts, "title": titles})
+    pq.write_table(table, folder / "table.parquet", row_group_size=num_documents // 40)
+    poison = [b"{}\n", b"not JSON\n", b'{"text": "\xff"}\n', b'{"text": 5}\n', b'{"text": "\n']
+    for place in range(0, len(lines), 37):
+        lines.insert(place, poison[place % len(poison)])
+    (folder / "poisoned.jsonl").write_bytes(b"".join(lines))
+    small = folder / "small"
+    small.mkdir()
+    for number in range(30):
+        lines = [json.dumps({"text": text}).encode() + b"\n" for text in texts[number : number + 9]]
+        (small / f"{number:02}.jsonl.gz").write_bytes(compress(b"".join(lines), "gzip"))
+    commands: dict[str, list[Any]] = {
+        "plain": ["plain.jsonl", "--append-eod"],
+        "keys": ["plain.jsonl", "--json-keys", "text", "title"],
+        "gzip": ["compressed.jsonl.gz", "--append-eod"],
+        "Parquet": ["table.parquet", "--json-keys", "title", "text"],
+        "mixed": ["compressed.jsonl.zst", "table.parquet", "plain.jsonl", "small"],
+        "poisoned": ["poisoned.jsonl", "--on-error", "quarantine"],
+        "partitions": ["plain.jsonl", "--partitions", "3", "--append-eod"],
+        "sentences": ["plain.jsonl", "--split-sentences", "--append-eod"],
+    }
+    jobs = []
+    for number, (name, command) in enumerate(commands.items()):
+        inputs = [
+            str(folder / word) if "." in word or word == "small" else word for word in command
+        ]
+        options = ["--input", *inputs, "--tokenizer", str(tokenizer), "--json"]
+        options += ["--chunk-size", str(CHUNK_SIZE), "--workers", str(1 + number % 2)]
+        jobs.append(undisturbed(name, options, folder))
+    return jobs
+
+
+def undisturbed(name: str, options: Sequence[str], folder: Path) -> Job:
+    output = folder / "undisturbed"
+    output.mkdir()
+    start = time.monotonic()
+    process = launch(options, output)
+    summary = finish(process)
+    seconds = time.monotonic() - start
+    files = read_files(output)
+    shutil.rmtree(output)
+    done, kept = chunks_of(summary)
+    if kept != 0:
+        raise KillError(f"{name}: the first run kept {kept} chunks")
+    return Job(name=name, options=options, files=files, num_chunks=done, seconds=seconds)
+
+
+def launch(options: Sequence[str], output: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "millrace", "tokenize", *options]
+    command += ["--output-prefix", str(output / "out")]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """The summary of a run that was not killed."""
+    output, errors = process.communicate(timeout=DEADLINE)
+    if process.returncode != 0:
+        raise KillError(f"the job failed with status {process.returncode}: {errors[-2000:]}")
+    summary: dict[str, Any] = json.loads(output)
+    return summary
+
+
+def chunks_of(summary: dict[str, Any]) -> tuple[int, int]:
+    """Numbers of chunks that the run did and that it kept."""
+    return summary["chunks_done"], summary["chunks_kept"]
+
+
+def read_files(output: Path) -> dict[str, bytes]:
+    return {
+        path.name: b"" if path.is_dir() or path.name.endswith(VARYING) else path.read_bytes()
+        for path in output.iterdir()
+    }
+
+
+# ---- kills ----
+
+
+def run_job(job: Job, output: Path, choices: random.Random, counts: Counter[str]) -> None:
+    """Runs a job until it is done, with kills at random moments; KillError if a law is broken."""
+    records: dict[str, tuple[int, int]] = {}
+    while True:
+        process = launch(job.options, output)
+        start = time.monotonic()
+        for _ in range(MOST_WORKER_KILLS):
+            # Sometimes later than the end: the job must be able to end.
+            moment = start + choices.uniform(0, 1.2 * job.seconds)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, moment - time.monotonic()))
+                break
+            family = descendants(process.pid)
+            if not family or choices.random() < 0.5:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                    counts["parent"] += 1
+                process.wait(DEADLINE)
+                wait_for_end(family)
+                break
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(choices.choice(family), signal.SIGKILL)
+                counts["worker"] += 1
+        if process.wait(DEADLINE) != -signal.SIGKILL:
+            done, kept = chunks_of(finish(process))
+            if (done, kept) != (job.num_chunks - len(records), len(records)):
+                raise KillError(
+                    f"{done} chunks done and {kept} kept, of {job.num_chunks}; the journal had "
+                    f"{len(records)}"
+                )
+            break
+        process.communicate()
+        later = read_records(output)
+        if list(output.glob("*.journal")):
+            changed = [name for name, identity in records.items() if later.get(name) != identity]
+            if changed:
+                raise KillError(f"records that were written again: {sorted(changed)[:5]}")
+        elif records:  # the kill came after the publication; the next run starts from nothing
+            check_files(job, {n: data for n, data in read_files(output).items() if n in job.files})
+            counts["after the publication"] += 1
+        records = later
+        counts["runs"] += 1
+    check_files(job, read_files(output))
+
+
+def check_files(job: Job, files: dict[str, bytes]) -> None:
+    names = {name for name in {*files, *job.files} if files.get(name) != job.files.get(name)}
+    if names:
+        raise KillError(f"not as in an undisturbed run: {sorted(names)}")
+
+
+def read_records(output: Path) -> dict[str, tuple[int, int]]:
+    """Name of each record in the journal, and what changes if it is written again."""
+    records = {}
+    for path in output.glob("*.journal/*/records/*.json"):
+        status = path.stat()
+        records[path.name] = (status.st_ino, status.st_mtime_ns)
+    return records
+
+
+def descendants(pid: int) -> list[int]:
+    """The living processes that a process has started, and theirs."""
+    found = []
+    with contextlib.suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            for child in map(int, (thread / "children").read_text().split()):
+                found += [child, *descendants(child)]
+    return [pid for pid in found if not is_ended(pid)]
+
+
+def is_ended(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state in "ZX"
+
+
+def wait_for_end(pids: Sequence[int]) -> None:
+    """Waits for processes whose parent was killed; KillError if they stay."""
+    end = time.monotonic() + DEADLINE
+    while left := [pid for pid in pids if not is_ended(pid)]:
+        if time.monotonic() > end:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            raise KillError(f"{len(left)} workers live {DEADLINE:.0f} s after their parent's death")
+        time.sleep(0.005)
+
+
+# ---- any number of kills ----
+
+
+def run(num_kills: int, seed: int, num_documents: int = 6000) -> Counter[str]:
+    """Kills jobs that many times; returns how often what was killed.
+
+    Args:
+        num_kills: Number of kills, at least; the last job ends undisturbed by the limit.
+        seed: Seed of jobs and moments.
+        num_documents: Number of documents in each input; 6,000 are about 400 chunks.
+    """
+    choices = random.Random(seed)
+    counts: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        jobs = make_jobs(folder, num_documents)
+        order: list[Job] = []
+        while counts["parent"] + counts["worker"] < num_kills:
+            order = order or choices.sample(jobs, len(jobs))
+            job = order.pop()
+            output = folder / "output"
+            output.mkdir()
+            try:
+                run_job(job, output, choices, counts)
+            except KillError as error:
+                raise KillError(f"seed {seed}, job {job.name!r}: {error}") from None
+            counts["jobs"] += 1
+            shutil.rmtree(output)
+    return counts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--documents", type=int, default=6000, help="documents in each input")
+    options = parser.parse_args()
+    start = time.monotonic()
+    counts = run(options.kills, options.seed, options.documents)
+    seconds = time.monotonic() - start
+    print(f"seed {options.seed}: {dict(counts)}, {seconds:.0f} s; nothing was lost or done twice")
+
+
+if __name__ == "__main__":
+    main()
