@@ -14,7 +14,7 @@ from typing import Any
 
 from millrace import checks
 from millrace.errors import ConfigError
-from millrace.files import checksum, flush_to_disk
+from millrace.files import flush_to_disk, xxh3
 from millrace.interrupts import interruptible, interrupts_held
 from millrace.jobs.engine import Executor, Journal, Task, run_local
 from millrace.jobs.progress import Progress
@@ -190,6 +190,10 @@ def tokenize(
         raise ConfigError(f"check_rate is {check_rate}; a share from 0 to 1 is possible")
     last_token = tokenizer.eod if checks.flag("append_eod", append_eod) else None
     first_token = tokenizer.bos if checks.flag("prepend_bos", prepend_bos) else None
+    if prepend_bos and first_token is None:
+        raise ConfigError(
+            f"{tokenizer.path} does not say which token starts a document: name it with --bos-token"
+        )
     if on_unknown == "reject" and tokenizer.unknown is None:
         raise ConfigError(
             f"on_unknown is 'reject', but {tokenizer.path} has no unknown token: it encodes every "
@@ -339,38 +343,49 @@ class _Run:
                     yield from self._piece(number, piece)
                     number += 1
 
-    def _unless_done(
-        self, number: int, parts: tuple[Part, ...], checksum: str | None = None
-    ) -> Iterator[Task]:
+    def _unless_done(self, number: int, parts: tuple[Part, ...]) -> Iterator[Task]:
         record = self._journal.record(number)
-        is_new = record is None
-        work = Work(
-            journal=self._journal.folder,
-            folder=(self._journal.new_folder_of if is_new else self._journal.folder_of)(number),
-            parts=parts,
-            checksum=checksum,
-        )
-        task = Task(number, work, task_name(parts))
-        self._order.append(task)
-        if record is None:
-            yield task
+        if record is not None:
+            self._keep(number, parts, record)
             return
-        if record["checksum"] != checksum:
-            raise ConfigError(
-                f"{parts[0].source} is not the input that the interrupted job has read. Give the "
-                "same input, or start over: --restart"
-            )
-        self.num_kept += 1
-        self._records[number] = record
+        folder = self._journal.new_folder_of(number)
+        yield self._task(number, parts, folder)
 
     def _piece(self, number: int, piece: Piece) -> Iterator[Task]:
         """The task of a piece of a file that cannot be cut: it is written beside its results."""
-        path = os.path.join(self._journal.folder_of(number), "piece")
-        part = replace(piece.part, path=path)
-        for task in self._unless_done(number, (part,), checksum([piece.data])):
-            with open(path, "wb") as file:
-                file.write(piece.data)
-            yield task
+        record = self._journal.record(number)
+        digest = xxh3()
+        if record is not None:
+            for data in piece.chunks:
+                digest.update(data)
+            if record["checksum"] != digest.hexdigest():
+                raise ConfigError(
+                    f"{piece.part.source} is not the input that the interrupted job has read. "
+                    "Give the same input, or start over: --restart"
+                )
+            self._keep(number, (piece.part,), record)
+            return
+        folder = self._journal.new_folder_of(number)
+        path = os.path.join(folder, "piece")
+        with open(path, "wb") as file:
+            for data in piece.chunks:
+                digest.update(data)
+                file.write(data)
+        yield self._task(number, (replace(piece.part, path=path),), folder, digest.hexdigest())
+
+    def _task(
+        self, number: int, parts: tuple[Part, ...], folder: str, checksum: str | None = None
+    ) -> Task:
+        work = Work(journal=self._journal.folder, folder=folder, parts=parts, checksum=checksum)
+        task = Task(number, work, task_name(parts))
+        self._order.append(task)
+        return task
+
+    def _keep(self, number: int, parts: tuple[Part, ...], record: dict[str, Any]) -> None:
+        """Takes over what an earlier run has done."""
+        self._task(number, parts, self._journal.folder_of(number))
+        self._records[number] = record
+        self.num_kept += 1
 
 
 def _executor(engine: str) -> Executor:

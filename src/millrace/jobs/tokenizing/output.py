@@ -11,9 +11,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from millrace.jobs.tokenizing.task import ORIGIN_COLUMNS, prefix_of
+from millrace.jobs.tokenizing.task import ORIGIN_COLUMNS, first_line_of, prefix_of
 from millrace.store import IndexedDatasetBuilder
-from millrace.text import Part, lines_before
+from millrace.text import Part
 
 _SHOWN_REJECTS = 20
 _READ_SIZE = 3 << 18  # bytes that become base64 at a time: a multiple of 3
@@ -76,7 +76,7 @@ class Output:
             if first is None:
                 first = self._next_line.get(part.source)
             if first is None:  # a shard that begins in the middle of a file
-                first = lines_before(part)
+                first = first_line_of(part)
             first_lines.append(first)
             self._next_line[part.source] = first + num_lines
         self.num_documents += record["documents"]

@@ -178,8 +178,5 @@ def _part(entries: dict[str, Any]) -> Part:
 
 
 def _can_be_unpacked(file: InputFile, separator: str | None) -> bool:
-    if file.size is None:
-        return True
-    if file.format == "text":
-        return separator is not None
-    return not file.is_divisible and file.format in ("jsonl", "csv", "tsv")
+    is_one_text = file.format == "text" and separator is None
+    return file.is_pipe or (file.has_pieces and not is_one_text)

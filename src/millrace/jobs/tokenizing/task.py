@@ -26,12 +26,12 @@ from millrace.text import (
     SentenceSplitter,
     Tokenizer,
     compare_encoders,
-    lines_before,
     read_documents,
 )
 
 Item = TypeVar("Item")
 
+_READ_SIZE = 1 << 20
 _LONGEST_CHECK = 100_000  # characters of a document that are compared: the reference is slow
 
 
@@ -90,6 +90,19 @@ def task_name(parts: Sequence[Part]) -> str:
     stop = "the end" if part.stop is None else f"{part.stop:,}"
     more = f" and {len(parts) - 1:,} more" if len(parts) > 1 else ""
     return f"{part.source} from {part.start:,} to {stop}{more}"
+
+
+def first_line_of(part: Part) -> int:
+    """The number of a part's first line; reads the lines before it if nobody knows it yet."""
+    if part.first_line is not None:
+        return part.first_line
+    with open(part.path, "rb") as file:
+        count, rest = 0, part.start - 1
+        while rest > 0 and (data := file.read(min(rest, _READ_SIZE))):
+            count += data.count(b"\n")
+            rest -= len(data)
+        # The part's first line begins after the newline at or after the byte before its start.
+        return count + 2
 
 
 def run_task(settings: Settings, task: Task) -> dict[str, Any]:
@@ -314,12 +327,9 @@ class Rejects:
 
     def _message(self, part_number: int, line: int, byte_offset: int, reason: str) -> str:
         part = self._parts[part_number]
-        first = part.first_line
-        if first is None:
-            first = lines_before(part)
         what = "row" if part.format in ("parquet", "arrow") else "line"
         return (
-            f"{part.source}, {what} {first + line}: {reason}. Repair it, or go on without such "
+            f"{part.source}, {what} {first_line_of(part) + line}: {reason}. Repair it, or go on without such "
             f"{what}s: --on-error skip, or quarantine, which keeps their bytes"
         )
 
@@ -375,11 +385,13 @@ class _Comparison:
         if not texts:
             return
         tokenizer = self._tokenizer
-        difference = compare_encoders(tokenizer, tokenizer.reference(), texts)
+        difference = compare_encoders(
+            tokenizer, tokenizer.with_encoder(tokenizer.reference_name), texts
+        )
         if difference is not None:
             raise TextError(
-                f"{tokenizer.encoder_name} and {tokenizer.reference_name} encode a text "
-                f"differently: {difference}. Its tokens cannot be trusted: run again with "
+                f"{tokenizer.encoder_name} and {tokenizer.reference_name} differ: {difference}. "
+                "The tokens cannot be trusted: run again with "
                 f"--encoder {tokenizer.reference_name} --restart"
             )
 
