@@ -13,13 +13,6 @@ from numpy.typing import NDArray
 
 from millrace import checks
 from millrace.errors import ConfigError
-from millrace.text.blocks import (
-    BLOCK_SIZE,
-    LineBlock,
-    document_texts,
-    input_size,
-    read_blocks,
-)
 from millrace.text.parts import Part
 from millrace.text.records import (
     BadDocumentError,
@@ -33,9 +26,7 @@ from millrace.text.records import (
     text_at,
 )
 from millrace.text.streams import (
-    BLOCK_SIZE as STREAM_BLOCK_SIZE,
-)
-from millrace.text.streams import (
+    BLOCK_SIZE,
     Block,
     Boundary,
     FileIdentity,
@@ -46,19 +37,6 @@ from millrace.text.streams import (
     readable,
     record_blocks,
 )
-
-__all__ = [
-    "BLOCK_SIZE",
-    "MAX_DOCUMENT_SIZE",
-    "Documents",
-    "LineBlock",
-    "Reject",
-    "check_keys",
-    "document_texts",
-    "input_size",
-    "read_blocks",
-    "read_documents",
-]
 
 MAX_DOCUMENT_SIZE = 1 << 28
 """Size of the longest line, record or text that is read by default, in bytes."""
@@ -99,7 +77,7 @@ def read_documents(
     separator: str | None = None,
     skip_empty: bool = False,
     max_document_size: int = MAX_DOCUMENT_SIZE,
-    block_size: int = STREAM_BLOCK_SIZE,
+    block_size: int = BLOCK_SIZE,
 ) -> Iterator[Documents]:
     """The documents of a part, in order.
 

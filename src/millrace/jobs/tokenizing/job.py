@@ -200,6 +200,7 @@ def tokenize(
             "text. Leave the option out"
         )
     shard = None if shard is None else _checked_shard(shard)
+    restart = checks.flag("restart", restart)
     resources = plan.resources_for(workers, memory, max_document_size)
     files = find_inputs(checks.paths("inputs", inputs), separator=separator)
     level = "document" if splitter is None else "sentence"
@@ -343,8 +344,19 @@ class _Run:
                     yield from self._piece(number, piece)
                     number += 1
 
-    def _unless_done(self, number: int, parts: tuple[Part, ...]) -> Iterator[Task]:
+    def _record(self, number: int) -> dict[str, Any] | None:
+        """The record of a task that is done, and would not end otherwise with today's `on_error`.
+
+        So a job that stopped at a bad line can go on without such lines.
+        """
         record = self._journal.record(number)
+        if record is not None and record["on_error"] != self._settings.on_error:
+            if record["rejects"] or record["empty"]:
+                return None
+        return record
+
+    def _unless_done(self, number: int, parts: tuple[Part, ...]) -> Iterator[Task]:
+        record = self._record(number)
         if record is not None:
             self._keep(number, parts, record)
             return
@@ -353,7 +365,7 @@ class _Run:
 
     def _piece(self, number: int, piece: Piece) -> Iterator[Task]:
         """The task of a piece of a file that cannot be cut: it is written beside its results."""
-        record = self._journal.record(number)
+        record = self._record(number)
         digest = xxh3()
         if record is not None:
             for data in piece.chunks:
@@ -482,17 +494,13 @@ def _identity(
         "last_token": settings.last_token,
         "unknown": settings.unknown,
         "partitions": settings.num_partitions,
-        "on_error": settings.on_error,
         "max_document_size": settings.max_document_size,
         "shard": None if shard is None else list(shard),
         "number of inputs": len(files),
     }
     for number, file in enumerate(files, 1):
-        if file.size is None:
-            entries[f"input {number}"] = file.path
-        else:
-            path = os.path.abspath(file.path)
-            entries[f"input {number}"] = f"{path}, {file.size} bytes, written at {file.mtime_ns} ns"
+        path = file.path if file.is_pipe else os.path.abspath(file.path)
+        entries[f"input {number}, {path}"] = {"bytes": file.size, "modified_ns": file.mtime_ns}
     return entries
 
 

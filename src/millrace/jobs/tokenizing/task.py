@@ -109,7 +109,8 @@ def run_task(settings: Settings, task: Task) -> dict[str, Any]:
     """Reads, encodes and commits a task; returns its record.
 
     The record has `stem` (start of the names of its files), `documents`, `tokens` (per key),
-    `bytes` (of UTF-8 text), `lines` (per part) and `rejects`.
+    `bytes` (of UTF-8 text), `lines` (per part), `rejects`, `empty` (number of documents without
+    text), and `on_error` and `checksum` as they were.
     """
     work: Work = task.payload
     # Each attempt has its own names: one that was lost, and is not dead, disturbs no other.
@@ -120,7 +121,7 @@ def run_task(settings: Settings, task: Task) -> dict[str, Any]:
         for key in range(len(settings.keys))
     ]
     num_tokens = [0] * len(settings.keys)
-    num_documents = num_bytes = 0
+    num_documents = num_bytes = num_empty = 0
     origins = _Origins()
     compare = _Comparison(settings, task.number)
     with contextlib.ExitStack() as stack:
@@ -154,6 +155,7 @@ def run_task(settings: Settings, task: Task) -> dict[str, Any]:
                     column.select(partitions[mask] == partition).add_to(builder)
             num_documents += int(mask.sum())
             num_bytes += batch.num_bytes
+            num_empty += _num_empty(batch.documents)
             origins.add(batch, mask, partitions)
         rejects.close()
         finalize_together([builder for group in builders for builder in group])
@@ -167,6 +169,8 @@ def run_task(settings: Settings, task: Task) -> dict[str, Any]:
         "bytes": num_bytes,
         "lines": reader.num_lines,
         "rejects": rejects.count,
+        "empty": num_empty,
+        "on_error": settings.on_error,
         "checksum": work.checksum,
     }
     commit(work.journal, task.number, record, files)
@@ -228,6 +232,14 @@ class _Reader:
                     num_bytes=sum(map(_num_bytes, documents.texts)),
                 )
             lines_before += self.num_lines[number]
+
+
+def _num_empty(documents: Documents) -> int:
+    """The number of documents whose texts are empty under all keys, or more."""
+    return min(
+        sum(not (any(text) if isinstance(text, list) else text) for text in texts)
+        for texts in documents.texts
+    )
 
 
 def _num_bytes(texts: Sequence[str | list[str]]) -> int:
