@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -59,6 +60,8 @@ __all__ = [
     "read_blocks",
     "read_documents",
 ]
+
+_BLOCKS_IN_BATCH = 4
 
 MAX_DOCUMENT_SIZE = 1 << 28
 """Size of the longest line, record or text that is read by default, in bytes."""
@@ -168,13 +171,41 @@ class _Options:
 
 
 class _Batch(NamedTuple):
-    """Documents; their lines, of which `num_lines` are read, count from the part's first."""
+    """Documents of `size` bytes; `num_lines` lines of the part are read."""
 
     texts: list[list[Text]]
     lines: NDArray[np.int64]
     byte_offsets: NDArray[np.int64]
     ids: list[str | None]
     num_lines: int
+    size: int = 0
+
+
+def _merged(batches: Iterator[_Batch], size: int) -> Iterator[_Batch]:
+    """Batches of about `size` bytes: blocks are smaller, because they fit a core's cache."""
+    several: list[_Batch] = []
+    for batch in batches:
+        several.append(batch)
+        if sum(batch.size for batch in several) >= size:
+            yield _concatenated(several)
+            several = []
+    if several:
+        yield _concatenated(several)
+
+
+def _concatenated(batches: list[_Batch]) -> _Batch:
+    if len(batches) == 1:
+        return batches[0]
+    return _Batch(
+        [
+            list(itertools.chain.from_iterable(columns))
+            for columns in zip(*(batch.texts for batch in batches), strict=True)
+        ],
+        np.concatenate([batch.lines for batch in batches]),
+        np.concatenate([batch.byte_offsets for batch in batches]),
+        list(itertools.chain.from_iterable(batch.ids for batch in batches)),
+        batches[-1].num_lines,
+    )
 
 
 class _Progress:
@@ -226,7 +257,7 @@ def _stream_documents(part: Part, options: _Options, block_size: int) -> Iterato
             batches = _text_batches(blocks, options)
         else:
             batches = _csv_batches(blocks, part, options)
-        for batch in batches:
+        for batch in _merged(batches, _BLOCKS_IN_BATCH * block_size):
             documents = progress.documents(batch, stream.position, stream.size)
             if documents.ids or documents.num_lines or documents.num_bytes:
                 yield documents
@@ -252,28 +283,28 @@ def _json_batches(blocks: Iterator[Block | LongRecord], options: _Options) -> It
         np.cumsum(offsets + 1, out=offsets)
         offsets[1:] = offsets[:-1] + block.byte_offset
         offsets[0] = block.byte_offset
-        texts, ids, unused = _json_documents(lines, options, loads)
+        texts, ids, unused = _json_documents(lines, len(block.data), options, loads)
         numbers = np.arange(len(lines), dtype=np.int64)
         if unused:
             for number, reason in sorted(unused.items()):
                 if reason:
                     options.reject(first + number, int(offsets[number]), reason, (lines[number],))
             numbers = np.delete(numbers, [*unused])
-        count = len(lines)
-        del lines, block  # the consumer may keep the batch for long
-        yield _Batch(texts, first + numbers, offsets[numbers], ids, first + count)
-        first += count
+            offsets = offsets[numbers]
+        numbers += first
+        first += len(lines)
+        yield _Batch(texts, numbers, offsets, ids, first, len(block.data))
     yield _no_documents(options, first)
 
 
 def _json_documents(
-    lines: list[bytes], options: _Options, loads: Callable[[bytes], Any] | None
+    lines: list[bytes], size: int, options: _Options, loads: Callable[[bytes], Any] | None
 ) -> tuple[list[list[Text]], list[str | None], dict[int, str]]:
     """Texts and ids of lines, and the lines without a document, with the reason; "" if blank."""
     keys = options.keys
     unused: dict[int, str] = {}
     doubtful: set[int] = set()  # may hold halves of surrogate pairs, which orjson refuses
-    if any(len(line) > options.max_size for line in lines):
+    if size > options.max_size:
         for number, line in enumerate(lines):
             if len(line) > options.max_size:
                 unused[number] = _too_long("line", options)
@@ -348,7 +379,8 @@ def _text_batches(blocks: Iterator[Block | LongRecord], options: _Options) -> It
         records = block.data.split(separator) if separator else [block.data]
         if len(records) > 1 and not records[-1]:
             records.pop()
-        yield _text_batch(records, separator, line, block.byte_offset, options)
+        batch = _text_batch(records, separator, line, block.byte_offset, options)
+        yield batch._replace(size=len(block.data))
         line += block.data.count(b"\n")
     if is_empty and not separator:
         yield _text_batch([b""], separator, 0, 0, options)
@@ -364,13 +396,7 @@ def _text_batch(
         try:
             if len(record) > options.max_size:
                 raise BadDocumentError(_too_long("text", options))
-            try:
-                text = record.decode()
-            except UnicodeDecodeError as error:
-                raise BadDocumentError(
-                    f"byte {error.start + 1} of the text is not UTF-8 ({error.reason}). "
-                    "Convert the file to UTF-8"
-                ) from None
+            text = _decoded(record)
             _check_not_empty([text], options)
             texts.append(text)
             lines.append(line)
@@ -407,8 +433,6 @@ def _csv_batches(
         lines, offsets, ids = [], [], []
         for record in csv_records.csv_records(block.data, part.format):
             fields = record.fields
-            if not fields and not record.problem:
-                continue
             try:
                 if record.end - record.byte_offset > options.max_size:
                     raise BadDocumentError(_too_long("record", options))
@@ -419,7 +443,7 @@ def _csv_batches(
                         f"the record has {len(fields)} fields, and the header line has "
                         f"{len(columns)}. Quote fields with separators or line breaks in them"
                     )
-                row = [fields[index] for index in indices]
+                row = [_decoded(fields[index]) for index in indices]
                 _check_not_empty(row, options)
             except BadDocumentError as error:
                 data = block.data[record.byte_offset : record.end]
@@ -431,9 +455,16 @@ def _csv_batches(
                 column.append(text)
             lines.append(line + record.line)
             offsets.append(block.byte_offset + record.byte_offset)
-            ids.append(None if id_index is None else fields[id_index])
+            ids.append(None if id_index is None else fields[id_index].decode(errors="replace"))
         line += csv_records.num_lines(block.data)
-        yield _Batch(texts, np.array(lines, np.int64), np.array(offsets, np.int64), ids, line)
+        yield _Batch(
+            texts,
+            np.array(lines, np.int64),
+            np.array(offsets, np.int64),
+            ids,
+            line,
+            len(block.data),
+        )
     yield _no_documents(options, line)
 
 
@@ -488,6 +519,16 @@ def _table_texts(
         for column, text in zip(texts, row, strict=True):
             column.append(text)
     return texts, unused
+
+
+def _decoded(data: bytes) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise BadDocumentError(
+            f"byte {error.start + 1} of the text is not UTF-8 ({error.reason}). "
+            "Convert the file to UTF-8"
+        ) from None
 
 
 def _size(text: Text) -> int:
