@@ -485,7 +485,7 @@ def _table_documents(part: Part, options: _Options) -> Iterator[Documents]:
             values = {
                 key: column[number] for key, column in zip(options.keys, rows.columns, strict=True)
             }
-            options.reject(row + number, -1, reason, (_row_bytes(values),))
+            options.reject(row + number, -1, reason, _row_chunks(values))
         numbers = np.delete(np.arange(count, dtype=np.int64), [*unused])
         ids = [id_text(rows.ids[i]) if rows.ids else None for i in numbers]
         batch = _Batch(texts, row + numbers, np.full(len(numbers), -1, np.int64), ids, row + count)
@@ -510,7 +510,7 @@ def _table_texts(
     for number, values in enumerate(zip(*columns, strict=True)):
         try:
             row = [check_cell(value, key) for value, key in zip(values, options.keys, strict=True)]
-            if any(_size(text) > options.max_size for text in row):
+            if any(_is_too_long(text, options.max_size) for text in row):
                 raise BadDocumentError(_too_long("text", options))
             _check_not_empty(row, options)
         except BadDocumentError as error:
@@ -531,19 +531,35 @@ def _decoded(data: bytes) -> str:
         ) from None
 
 
-def _size(text: Text) -> int:
-    """Bytes of UTF-8."""
-    return len(text.encode()) if isinstance(text, str) else sum(map(_size, text))
+def _is_too_long(text: Text, max_size: int) -> bool:
+    """Whether texts have more bytes of UTF-8; a character has 1 to 4."""
+    texts = [text] if isinstance(text, str) else text
+    num_characters = sum(map(len, texts))
+    if num_characters > max_size or 4 * num_characters <= max_size:
+        return num_characters > max_size
+    return sum(len(text.encode()) for text in texts) > max_size
 
 
-def _row_bytes(values: dict[str, Any]) -> bytes:
-    """A row as JSON; bytes that are not UTF-8 become halves of surrogate pairs."""
-    return json.dumps(
-        values,
-        default=lambda value: (
-            value.decode(errors="surrogateescape") if isinstance(value, bytes) else str(value)
-        ),
-    ).encode()
+def _row_chunks(values: dict[str, Any]) -> Iterator[bytes]:
+    """A row as JSON, in pieces; bytes that are not UTF-8 become halves of surrogate pairs."""
+    before = "{"
+    for key, value in values.items():
+        yield f"{before}{json.dumps(key)}: ".encode()
+        before = ", "
+        if isinstance(value, bytes):
+            value = value.decode(errors="surrogateescape")
+        if isinstance(value, str):
+            yield b'"'
+            for start in range(0, len(value), STREAM_BLOCK_SIZE):
+                yield json.dumps(value[start : start + STREAM_BLOCK_SIZE])[1:-1].encode()
+            yield b'"'
+        else:
+            yield json.dumps(value, default=_json_value).encode()
+    yield b"}"
+
+
+def _json_value(value: Any) -> str:
+    return value.decode(errors="surrogateescape") if isinstance(value, bytes) else str(value)
 
 
 def _check_not_empty(texts: Sequence[Text], options: _Options) -> None:

@@ -517,7 +517,7 @@ def record_blocks(
             if data:
                 continue
         # Reads grow with a long record, so that its bytes are copied and searched few times.
-        more = stream.read(max(block_size, len(data)))
+        more = stream.read(max(block_size, min(len(data), max_size - len(data) + 1)))
         if not more:
             break
         data += more
