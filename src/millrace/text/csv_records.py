@@ -6,23 +6,19 @@ inside are doubled, and a quoted field may have line breaks.
 
 from __future__ import annotations
 
-import csv
-import io
+import functools
 import itertools
 import re
-import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import numpy as np
-
 from millrace.errors import TextError
-from millrace.text.records import is_unicode
 from millrace.text.streams import Block, LongRecord
 
-DELIMITERS = {"csv": ",", "tsv": "\t"}
+DELIMITERS = {"csv": b",", "tsv": b"\t"}
 
-_NOT_UTF8 = "a field is not UTF-8. Convert the file to UTF-8"
+_DELIMITERS = frozenset(DELIMITERS.values())
+_NO_QUOTE = "a quoted field has no closing quote. Close it, or double a quote that is text"
 
 _Blocks = Iterator[Block | LongRecord]
 
@@ -38,7 +34,7 @@ class CsvRecord(NamedTuple):
         problem: What is wrong with it; empty if nothing is.
     """
 
-    fields: list[str]
+    fields: list[bytes]
     line: int
     byte_offset: int
     end: int
@@ -62,43 +58,41 @@ def split_header(
         for record in csv_records(block.data, format_):
             if record.problem:
                 raise TextError(f"{source}, line {line + record.line}: {record.problem}")
-            if record.fields:
-                line += num_lines(block.data[: record.end])
-                rest = Block(block.byte_offset + record.end, block.data[record.end :])
-                rests = [rest] if rest.data else []
-                return tuple(record.fields), line, itertools.chain(rests, blocks)
+            try:
+                columns = tuple(field.decode() for field in record.fields)
+            except UnicodeDecodeError:
+                raise TextError(
+                    f"{source}, line {line + record.line}: the header line is not UTF-8. Convert "
+                    "the file to UTF-8"
+                ) from None
+            line += num_lines(block.data[: record.end])
+            rest = Block(block.byte_offset + record.end, block.data[record.end :])
+            return columns, line, itertools.chain([rest] if rest.data else [], blocks)
         line += num_lines(block.data)
     return (), line, blocks
 
 
 def csv_records(data: bytes, format_: str) -> Iterator[CsvRecord]:
-    """The records of a block; a blank line is a record without fields."""
-    csv.field_size_limit(sys.maxsize)
-    try:
-        text = data.decode()
-        problem = ""
-    except UnicodeDecodeError:
-        text = data.decode(errors="surrogateescape")
-        problem = _NOT_UTF8
-    lengths = np.fromiter(map(len, data.splitlines(keepends=True)), np.int64)
-    ends = np.concatenate([[0], np.cumsum(lengths)]).tolist()
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=DELIMITERS[format_])
-    line = 0
-    while True:
-        try:
-            fields = next(reader)
-            record_problem = ""
-        except StopIteration:
-            return
-        except csv.Error as error:
-            fields, record_problem = [], f"not valid CSV ({error})"
-        if problem and not all(map(is_unicode, fields)):
-            record_problem = problem
-        end = reader.line_num
-        if end == len(lengths) and CsvBoundary(format_).is_open(data[ends[line] :]):
-            record_problem = "a quoted field has no closing quote"
-        yield CsvRecord(fields, line, ends[line], ends[end], record_problem)
-        line = end
+    """The records of a block that are not blank."""
+    fields: list[bytes] = []
+    line = start = num_breaks = 0
+    for match in _field_pattern(format_).finditer(data):
+        quoted, quote, rest, end = match.groups()
+        if quoted is None:
+            field = rest
+        else:
+            field = quoted.replace(b'""', b'"') + rest
+            num_breaks += num_lines(quoted)
+        if end in _DELIMITERS:
+            fields.append(field)
+            continue
+        if fields or field or quoted is not None:  # else a blank line, or the end of the data
+            fields.append(field)
+            problem = _NO_QUOTE if quoted is not None and not quote else ""
+            yield CsvRecord(fields, line, start, match.end(), problem)
+            fields = []
+        line += 1 + num_breaks
+        start, num_breaks = match.end(), 0
 
 
 def column_index(columns: tuple[str, ...], key: str, source: str) -> int:
@@ -113,15 +107,27 @@ def column_index(columns: tuple[str, ...], key: str, source: str) -> int:
 
 
 def num_lines(data: bytes) -> int:
-    """The number of lines of whole records; "\\n", "\\r\\n" and "\\r" end a line."""
-    return len(data.splitlines())
+    """The number of line breaks: "\\n", "\\r\\n" and "\\r"."""
+    count = data.count(b"\n")
+    if b"\r" in data:
+        count += data.count(b"\r") - data.count(b"\r\n")
+    return count
+
+
+@functools.cache
+def _field_pattern(format_: str) -> re.Pattern[bytes]:
+    """A field: quoted text, its closing quote, what follows or stands without quotes, the end."""
+    unquoted = rb"[^\r\n%s]*" % DELIMITERS[format_]
+    return re.compile(
+        rb'(?:"([^"]*(?:""[^"]*)*)("?))?(%s)(%s|\r\n|\r|\n|\Z)' % (unquoted, DELIMITERS[format_])
+    )
 
 
 class CsvBoundary:
     """CSV records end at a line break outside quotes."""
 
     def __init__(self, format_: str) -> None:
-        delimiter = DELIMITERS[format_].encode()
+        delimiter = DELIMITERS[format_]
         # A quoted field, or its beginning: then the last group is empty.
         self._quoted = re.compile(rb'(?<![^\r\n%s])"[^"]*(?:""[^"]*)*("?)' % delimiter)
 
@@ -154,13 +160,6 @@ class CsvBoundary:
             return len(data) - 1, b"x"  # outside quotes; the last byte may be a delimiter
         after_quote = fields[-1].start() + 1
         return max(after_quote, len(data.rstrip(b'"'))), b'"'
-
-    def is_open(self, data: bytes) -> bool:
-        """Whether data that begin with a record end inside quotes."""
-        fields = self._fields(data)
-        if not fields or fields[-1].end() < len(data):
-            return False
-        return not fields[-1][1]
 
     def _fields(self, data: bytes) -> list[re.Match[bytes]]:
         return list(self._quoted.finditer(data)) if b'"' in data else []

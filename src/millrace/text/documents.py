@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,6 +38,8 @@ from millrace.text.streams import (
     readable,
     record_blocks,
 )
+
+_BLOCKS_IN_BATCH = 4
 
 MAX_DOCUMENT_SIZE = 1 << 28
 """Size of the longest line, record or text that is read by default, in bytes."""
@@ -146,13 +149,41 @@ class _Options:
 
 
 class _Batch(NamedTuple):
-    """Documents; their lines, of which `num_lines` are read, count from the part's first."""
+    """Documents of `size` bytes; `num_lines` lines of the part are read."""
 
     texts: list[list[Text]]
     lines: NDArray[np.int64]
     byte_offsets: NDArray[np.int64]
     ids: list[str | None]
     num_lines: int
+    size: int = 0
+
+
+def _merged(batches: Iterator[_Batch], size: int) -> Iterator[_Batch]:
+    """Batches of about `size` bytes: blocks are smaller, because they fit a core's cache."""
+    several: list[_Batch] = []
+    for batch in batches:
+        several.append(batch)
+        if sum(batch.size for batch in several) >= size:
+            yield _concatenated(several)
+            several = []
+    if several:
+        yield _concatenated(several)
+
+
+def _concatenated(batches: list[_Batch]) -> _Batch:
+    if len(batches) == 1:
+        return batches[0]
+    return _Batch(
+        [
+            list(itertools.chain.from_iterable(columns))
+            for columns in zip(*(batch.texts for batch in batches), strict=True)
+        ],
+        np.concatenate([batch.lines for batch in batches]),
+        np.concatenate([batch.byte_offsets for batch in batches]),
+        list(itertools.chain.from_iterable(batch.ids for batch in batches)),
+        batches[-1].num_lines,
+    )
 
 
 class _Progress:
@@ -204,7 +235,7 @@ def _stream_documents(part: Part, options: _Options, block_size: int) -> Iterato
             batches = _text_batches(blocks, options)
         else:
             batches = _csv_batches(blocks, part, options)
-        for batch in batches:
+        for batch in _merged(batches, _BLOCKS_IN_BATCH * block_size):
             documents = progress.documents(batch, stream.position, stream.size)
             if documents.ids or documents.num_lines or documents.num_bytes:
                 yield documents
@@ -230,28 +261,28 @@ def _json_batches(blocks: Iterator[Block | LongRecord], options: _Options) -> It
         np.cumsum(offsets + 1, out=offsets)
         offsets[1:] = offsets[:-1] + block.byte_offset
         offsets[0] = block.byte_offset
-        texts, ids, unused = _json_documents(lines, options, loads)
+        texts, ids, unused = _json_documents(lines, len(block.data), options, loads)
         numbers = np.arange(len(lines), dtype=np.int64)
         if unused:
             for number, reason in sorted(unused.items()):
                 if reason:
                     options.reject(first + number, int(offsets[number]), reason, (lines[number],))
             numbers = np.delete(numbers, [*unused])
-        count = len(lines)
-        del lines, block  # the consumer may keep the batch for long
-        yield _Batch(texts, first + numbers, offsets[numbers], ids, first + count)
-        first += count
+            offsets = offsets[numbers]
+        numbers += first
+        first += len(lines)
+        yield _Batch(texts, numbers, offsets, ids, first, len(block.data))
     yield _no_documents(options, first)
 
 
 def _json_documents(
-    lines: list[bytes], options: _Options, loads: Callable[[bytes], Any] | None
+    lines: list[bytes], size: int, options: _Options, loads: Callable[[bytes], Any] | None
 ) -> tuple[list[list[Text]], list[str | None], dict[int, str]]:
     """Texts and ids of lines, and the lines without a document, with the reason; "" if blank."""
     keys = options.keys
     unused: dict[int, str] = {}
     doubtful: set[int] = set()  # may hold halves of surrogate pairs, which orjson refuses
-    if any(len(line) > options.max_size for line in lines):
+    if size > options.max_size:
         for number, line in enumerate(lines):
             if len(line) > options.max_size:
                 unused[number] = _too_long("line", options)
@@ -326,7 +357,8 @@ def _text_batches(blocks: Iterator[Block | LongRecord], options: _Options) -> It
         records = block.data.split(separator) if separator else [block.data]
         if len(records) > 1 and not records[-1]:
             records.pop()
-        yield _text_batch(records, separator, line, block.byte_offset, options)
+        batch = _text_batch(records, separator, line, block.byte_offset, options)
+        yield batch._replace(size=len(block.data))
         line += block.data.count(b"\n")
     if is_empty and not separator:
         yield _text_batch([b""], separator, 0, 0, options)
@@ -342,13 +374,7 @@ def _text_batch(
         try:
             if len(record) > options.max_size:
                 raise BadDocumentError(_too_long("text", options))
-            try:
-                text = record.decode()
-            except UnicodeDecodeError as error:
-                raise BadDocumentError(
-                    f"byte {error.start + 1} of the text is not UTF-8 ({error.reason}). "
-                    "Convert the file to UTF-8"
-                ) from None
+            text = _decoded(record)
             _check_not_empty([text], options)
             texts.append(text)
             lines.append(line)
@@ -385,8 +411,6 @@ def _csv_batches(
         lines, offsets, ids = [], [], []
         for record in csv_records.csv_records(block.data, part.format):
             fields = record.fields
-            if not fields and not record.problem:
-                continue
             try:
                 if record.end - record.byte_offset > options.max_size:
                     raise BadDocumentError(_too_long("record", options))
@@ -397,7 +421,7 @@ def _csv_batches(
                         f"the record has {len(fields)} fields, and the header line has "
                         f"{len(columns)}. Quote fields with separators or line breaks in them"
                     )
-                row = [fields[index] for index in indices]
+                row = [_decoded(fields[index]) for index in indices]
                 _check_not_empty(row, options)
             except BadDocumentError as error:
                 data = block.data[record.byte_offset : record.end]
@@ -409,9 +433,16 @@ def _csv_batches(
                 column.append(text)
             lines.append(line + record.line)
             offsets.append(block.byte_offset + record.byte_offset)
-            ids.append(None if id_index is None else fields[id_index])
+            ids.append(None if id_index is None else fields[id_index].decode(errors="replace"))
         line += csv_records.num_lines(block.data)
-        yield _Batch(texts, np.array(lines, np.int64), np.array(offsets, np.int64), ids, line)
+        yield _Batch(
+            texts,
+            np.array(lines, np.int64),
+            np.array(offsets, np.int64),
+            ids,
+            line,
+            len(block.data),
+        )
     yield _no_documents(options, line)
 
 
@@ -432,7 +463,7 @@ def _table_documents(part: Part, options: _Options) -> Iterator[Documents]:
             values = {
                 key: column[number] for key, column in zip(options.keys, rows.columns, strict=True)
             }
-            options.reject(row + number, -1, reason, (_row_bytes(values),))
+            options.reject(row + number, -1, reason, _row_chunks(values))
         numbers = np.delete(np.arange(count, dtype=np.int64), [*unused])
         ids = [id_text(rows.ids[i]) if rows.ids else None for i in numbers]
         batch = _Batch(texts, row + numbers, np.full(len(numbers), -1, np.int64), ids, row + count)
@@ -457,7 +488,7 @@ def _table_texts(
     for number, values in enumerate(zip(*columns, strict=True)):
         try:
             row = [check_cell(value, key) for value, key in zip(values, options.keys, strict=True)]
-            if any(_size(text) > options.max_size for text in row):
+            if any(_is_too_long(text, options.max_size) for text in row):
                 raise BadDocumentError(_too_long("text", options))
             _check_not_empty(row, options)
         except BadDocumentError as error:
@@ -468,19 +499,45 @@ def _table_texts(
     return texts, unused
 
 
-def _size(text: Text) -> int:
-    """Bytes of UTF-8."""
-    return len(text.encode()) if isinstance(text, str) else sum(map(_size, text))
+def _decoded(data: bytes) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise BadDocumentError(
+            f"byte {error.start + 1} of the text is not UTF-8 ({error.reason}). "
+            "Convert the file to UTF-8"
+        ) from None
 
 
-def _row_bytes(values: dict[str, Any]) -> bytes:
-    """A row as JSON; bytes that are not UTF-8 become halves of surrogate pairs."""
-    return json.dumps(
-        values,
-        default=lambda value: (
-            value.decode(errors="surrogateescape") if isinstance(value, bytes) else str(value)
-        ),
-    ).encode()
+def _is_too_long(text: Text, max_size: int) -> bool:
+    """Whether texts have more bytes of UTF-8; a character has 1 to 4."""
+    texts = [text] if isinstance(text, str) else text
+    num_characters = sum(map(len, texts))
+    if num_characters > max_size or 4 * num_characters <= max_size:
+        return num_characters > max_size
+    return sum(len(text.encode()) for text in texts) > max_size
+
+
+def _row_chunks(values: dict[str, Any]) -> Iterator[bytes]:
+    """A row as JSON, in pieces; bytes that are not UTF-8 become halves of surrogate pairs."""
+    before = "{"
+    for key, value in values.items():
+        yield f"{before}{json.dumps(key)}: ".encode()
+        before = ", "
+        if isinstance(value, bytes):
+            value = value.decode(errors="surrogateescape")
+        if isinstance(value, str):
+            yield b'"'
+            for start in range(0, len(value), BLOCK_SIZE):
+                yield json.dumps(value[start : start + BLOCK_SIZE])[1:-1].encode()
+            yield b'"'
+        else:
+            yield json.dumps(value, default=_json_value).encode()
+    yield b"}"
+
+
+def _json_value(value: Any) -> str:
+    return value.decode(errors="surrogateescape") if isinstance(value, bytes) else str(value)
 
 
 def _check_not_empty(texts: Sequence[Text], options: _Options) -> None:

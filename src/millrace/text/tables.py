@@ -108,7 +108,7 @@ def _parquet_file(path: str) -> Iterator[Any]:
     from pyarrow import parquet
 
     # A buffer: a column of a large row group is read bit by bit.
-    with parquet.ParquetFile(path, buffer_size=_BATCH_SIZE) as file:
+    with parquet.ParquetFile(path, buffer_size=_BATCH_SIZE, pre_buffer=False) as file:
         yield file
 
 
