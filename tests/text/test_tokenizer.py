@@ -299,7 +299,7 @@ def test_sentencepiece_ids(
 
 def test_auto_takes_a_fast_encoder_for_sentencepiece(sentencepiece_file: Path) -> None:
     tokenizer = Tokenizer(sentencepiece_file)
-    assert (tokenizer.encoder_name, tokenizer.reference_name) == ("fastokens", "sentencepiece")
+    assert (tokenizer.encoder_name, tokenizer.reference_name) == ("gigatoken", "sentencepiece")
 
 
 @pytest.mark.parametrize(
