@@ -12,6 +12,7 @@ from millrace.errors import TextError
 
 _BPE = 2  # TrainerSpec.model_type
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6  # SentencePiece.type
+_UNMATCHED = (_UNKNOWN, _CONTROL, _USER_DEFINED)
 _SPACE = "\u2581"  # sentencepiece writes a space as this character
 
 
@@ -39,7 +40,7 @@ def tokenizer_json(model: bytes, path: str) -> str:
     problem = ""
     if trainer.get(3, 1) != _BPE:
         problem = "is not a BPE model"
-    elif not {kind for _, _, kind in pieces} <= known:
+    elif not {kind for _, _, kind in pieces} <= known or not pieces:
         problem = "has unused pieces"
     elif symbols and (normalizer.get(2) or " " in symbols or _SPACE in symbols):
         problem = "has user-defined symbols with spaces or with a normalization"
@@ -49,9 +50,11 @@ def tokenizer_json(model: bytes, path: str) -> str:
         problem = "has rules for the normalization of decoded text"
     if problem:
         raise TextError(f"{path} {problem}, which only sentencepiece itself can encode")
-    vocabulary = {piece: number for number, (piece, _, _) in enumerate(pieces)}
+    # A name with a space never matches: the normalizer replaces all spaces.
+    names = [f"{piece} " if kind in _UNMATCHED else piece for piece, _, kind in pieces]
+    vocabulary = {name: number for number, name in enumerate(names)}
     scores = {piece: score for piece, score, kind in pieces if kind == _NORMAL}
-    unknown = next(piece for piece, _, kind in pieces if kind == _UNKNOWN)
+    kinds = [kind for _, _, kind in pieces]
     return json.dumps(
         {
             "version": "1.0",
@@ -65,7 +68,7 @@ def tokenizer_json(model: bytes, path: str) -> str:
             "model": {
                 "type": "BPE",
                 "dropout": None,
-                "unk_token": unknown,
+                "unk_token": names[kinds.index(_UNKNOWN)],
                 "continuing_subword_prefix": None,
                 "end_of_word_suffix": None,
                 "fuse_unk": True,

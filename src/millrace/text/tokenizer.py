@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -302,7 +303,10 @@ class Tokenizer:
 
     def __getstate__(self) -> dict[str, Any]:
         # Workers need these, but not the reference library that knows them.
-        _ = self.dtype, self.encoder_name
+        _ = self.dtype, self.encoder_name, self.unknown, self.fingerprints
+        for name in ("bos", "eod"):
+            with contextlib.suppress(TextError):  # there may be none
+                getattr(self, name)
         state = dict(self.__dict__)
         state.pop("_encode_batch", None)
         return state

@@ -633,7 +633,7 @@ class SentencePieceVocabulary:
     add_special_tokens: bool
 
     reference_name = "sentencepiece"
-    encoder_names = ("fastokens", "gigatoken", "sentencepiece")
+    encoder_names = ("gigatoken", "fastokens", "sentencepiece")
 
     @cached_property
     def library(self) -> Any:

@@ -1,0 +1,329 @@
+"""Compares fast encoders with the tokenizers library on many variants of tokenizer.json.
+
+    python -m tests.text.encoder_variants --cases 2000 --seed 1
+
+A fast encoder may refuse a variant, or differ on the built-in edge cases: it is then not used. It
+must not agree on the edge cases and differ on other texts: that is a miss, and the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import random
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from millrace.text import edge_cases as built_in
+from millrace.text.encoder_check import _first_difference, _problem
+from millrace.text.encoders import make_encoder
+from millrace.text.vocabularies import JsonVocabulary
+
+LETTERS = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+SMALL = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+PATTERNS = {
+    "gpt2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    "cl100k": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "cl100k possessive": r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
+    r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s",
+    "qwen2": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "qwen3.5": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "o200k": rf"[^\r\n\p{{L}}\p{{N}}]?{LETTERS}*{SMALL}+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{LETTERS}+{SMALL}*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "tekken": rf"[^\r\n\p{{L}}\p{{N}}]?{LETTERS}*{SMALL}+|[^\r\n\p{{L}}\p{{N}}]?{LETTERS}+{SMALL}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "deepseek": r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?"
+    r"[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "bloom": r" ?[^(\s|[.,!?…。，、।۔،])]+",
+}
+UNUSUAL = r"""
+\p{N}{1,3}
+[一-龥぀-ゟ゠-ヿ]+
+\d{1,3}(?=(?:\d{3})*\b)
+\w+|[^\w\s]+
+\s+
+.
+\d
+(?=[A-Z])
+[A-Z][a-z]*
+[[:alpha:]]+|[[:digit:]]+|[[:space:]]+|[[:punct:]]+
+\p{P}
+[\p{S}\p{P}]+
+\p{Han}+
+\p{Hiragana}+|\p{Katakana}+|\p{Latin}+
+\b\w
+\W+
+(?s).
+(?<=\s)\S+
+a.*?b
+(?i)the|mill|ss
+(?i:k|s|ß)
+[0-9a-fA-F]{2}
+^.*$
+\A\s+|\s+\z
+\X
+\R
+\h+
+\P{L}+
+x*
+\p{Emoji}+
+\p{M}+
+\p{C}
+a|ab|abc
+[ \u00a0]+
+\s+$
+(?>\s+)(?!\S)
+\s++(?!\S)|\S++
+\p{Lu}\p{Ll}*|\p{Ll}+
+[\w']+
+\p{Nd}+|\p{Nl}|\p{No}
+\S
+[^\S\n]+
+\w
+(\S)\1+
+\D+
+"""
+PATTERNS.update((pattern, pattern) for pattern in UNUSUAL.split())
+
+BEHAVIORS = ("Isolated", "Removed", "MergedWithPrevious", "MergedWithNext", "Contiguous")
+
+
+def split(pattern: dict[str, str], behavior: str = "Isolated", invert: bool = False) -> Any:
+    return {"type": "Split", "pattern": pattern, "behavior": behavior, "invert": invert}
+
+
+def byte_level(add_prefix_space: bool = False, use_regex: bool = False) -> Any:
+    return {
+        "type": "ByteLevel",
+        "add_prefix_space": add_prefix_space,
+        "trim_offsets": True,
+        "use_regex": use_regex,
+    }
+
+
+def sequence(*parts: Any) -> Any:
+    return {"type": "Sequence", "pretokenizers": list(parts)}
+
+
+def normalizers(*parts: Any) -> Any:
+    return {"type": "Sequence", "normalizers": list(parts)}
+
+
+SPLITTERS = [
+    {"type": "Whitespace"},
+    {"type": "WhitespaceSplit"},
+    {"type": "BertPreTokenizer"},
+    *({"type": "Punctuation", "behavior": behavior} for behavior in BEHAVIORS),
+    *({"type": "Digits", "individual_digits": flag} for flag in (True, False)),
+    {"type": "UnicodeScripts"},
+    {"type": "CharDelimiterSplit", "delimiter": "a"},
+    {"type": "FixedLength", "length": 5},
+    *(
+        {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": flag}
+        for scheme in ("always", "first", "never")
+        for flag in (True, False)
+    ),
+]
+_PREPEND = {"type": "Prepend", "prepend": "▁"}
+_SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+NORMALIZERS = [
+    *({"type": name} for name in "NFC NFD NFKC NFKD Lowercase StripAccents Nmt ByteLevel".split()),
+    *(
+        {"type": "Strip", "strip_left": left, "strip_right": right}
+        for left, right in ((True, True), (True, False), (False, True))
+    ),
+    _PREPEND,
+    _SPACES,
+    normalizers(_PREPEND, _SPACES),
+    *(
+        {"type": "Replace", "pattern": {"Regex": pattern}, "content": content}
+        for pattern, content in ((" {2,}", " "), (r"\s+", " "), (r"\d", "0"), (r"\p{P}", ""))
+    ),
+    *(
+        {
+            "type": "BertNormalizer",
+            "clean_text": clean,
+            "handle_chinese_chars": clean,
+            "strip_accents": accents,
+            "lowercase": clean,
+        }
+        for clean, accents in ((True, None), (False, True), (True, False))
+    ),
+    normalizers({"type": "NFD"}, {"type": "Lowercase"}, {"type": "StripAccents"}),
+]
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+TOKENS = ("<tok>", "ab", "<TOK>x", "  ", "é", "<t", "the", "1", "\n", "'s")
+
+
+@cache
+def models() -> dict[str, dict[str, Any]]:
+    """Small vocabularies of every kind, trained on the edge cases."""
+    import tokenizers as hf
+    from tokenizers import pre_tokenizers as pre
+    from tokenizers import trainers
+
+    texts = built_in.edge_cases()[::3]
+
+    def trained(model: Any, splitter: Any, trainer: Any) -> dict[str, Any]:
+        tokenizer = hf.Tokenizer(model)
+        tokenizer.pre_tokenizer = splitter
+        tokenizer.train_from_iterator(texts, trainer)
+        config: dict[str, Any] = json.loads(tokenizer.to_str())
+        return config
+
+    def options(size: int, *special: str) -> dict[str, Any]:
+        return {"vocab_size": size, "special_tokens": list(special), "show_progress": False}
+
+    alphabet = pre.ByteLevel.alphabet()
+    result = {
+        "byte_level": trained(
+            hf.models.BPE(),
+            pre.ByteLevel(add_prefix_space=False),
+            trainers.BpeTrainer(initial_alphabet=alphabet, **options(900, "<|endoftext|>")),
+        ),
+        "bpe": trained(
+            hf.models.BPE(unk_token="<unk>"),
+            pre.Metaspace(),
+            trainers.BpeTrainer(**options(1800, "<unk>")),
+        ),
+        "unigram": trained(
+            hf.models.Unigram(),
+            pre.Metaspace(),
+            trainers.UnigramTrainer(unk_token="<unk>", **options(1800, "<unk>")),
+        ),
+        "wordpiece": trained(
+            hf.models.WordPiece(unk_token="[UNK]"),
+            pre.BertPreTokenizer(),
+            trainers.WordPieceTrainer(**options(1500, "[UNK]")),
+        ),
+        "wordlevel": trained(
+            hf.models.WordLevel(unk_token="[UNK]"),
+            pre.Whitespace(),
+            trainers.WordLevelTrainer(**options(800, "[UNK]")),
+        ),
+    }
+
+    def variant(name: str, **changes: Any) -> dict[str, Any]:
+        config = copy.deepcopy(result[name])
+        config["model"].update(changes)
+        return config
+
+    result["fused"] = variant("bpe", fuse_unk=True)
+    result["no_unknown"] = variant("bpe", unk_token=None)
+    fallback = variant("bpe", byte_fallback=True)
+    for byte in range(256):
+        fallback["model"]["vocab"][f"<0x{byte:02X}>"] = len(fallback["model"]["vocab"])
+    result["fallback"] = fallback
+    result["fused_fallback"] = variant("fallback", fuse_unk=True)
+    ignoring = variant("byte_level", ignore_merges=True)
+    for word in ("ĠxĠ", "123", "don't", "'s", "ĠmillĠ", "zqzq", "中文"):
+        ignoring["model"]["vocab"].setdefault(word, len(ignoring["model"]["vocab"]))
+    result["ignore_merges"] = ignoring
+    return result
+
+
+def variants(cases: int, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    draw = random.Random(seed)
+    for _ in range(cases):
+        name = draw.choice(["byte_level"] * 6 + list(models()))
+        config = copy.deepcopy(models()[name])
+        is_byte_level = name in ("byte_level", "ignore_merges")
+        kind = draw.randrange(6)
+        if is_byte_level and kind < 4:
+            key = draw.choice(list(PATTERNS))
+            pattern = {"Regex": PATTERNS[key]}
+            if kind == 3 and draw.random() < 0.3:
+                pattern = {"String": draw.choice([" ", "a", "\n", "ab", "'", "  "])}
+            splitter = split(pattern)
+            if draw.random() < 0.4:
+                splitter = split(pattern, draw.choice(BEHAVIORS), draw.random() < 0.4)
+            parts = [splitter]
+            if draw.random() < 0.2:
+                parts.insert(draw.randrange(2), draw.choice(SPLITTERS))
+            config["pre_tokenizer"] = sequence(*parts, byte_level(use_regex=draw.random() < 0.1))
+        elif is_byte_level and kind == 4:
+            config["pre_tokenizer"] = byte_level(draw.random() < 0.5, draw.random() < 0.5)
+        elif kind < 4:
+            splitter = draw.choice([*SPLITTERS, None])
+            if splitter and is_byte_level:
+                splitter = sequence(splitter, byte_level(use_regex=draw.random() < 0.5))
+            config["pre_tokenizer"] = splitter
+        if draw.random() < 0.4:
+            config["normalizer"] = draw.choice(NORMALIZERS)
+        if draw.random() < 0.4:
+            first = 1 + max(
+                len(config["model"]["vocab"]), *(t["id"] for t in config["added_tokens"]), 0
+            )
+            for number, token in enumerate(draw.sample(TOKENS, 4)):
+                flags = {flag: draw.random() < 0.25 for flag in FLAGS}
+                config["added_tokens"].append({"id": first + number, "content": token, **flags})
+        yield name, config
+
+
+def random_texts(tokens: list[str], count: int, seed: int) -> list[str]:
+    """Other texts than the built-in ones."""
+    draw = random.Random(seed)
+    texts = []
+    ranges = [
+        (32, 127),
+        (9, 14),
+        (160, 0x600),
+        (0x900, 0xD000),
+        (0xE000, 0x11000),
+        (0x1F000, 0x1FB00),
+    ]
+    for _ in range(count // 2):
+        numbers = [draw.randrange(*draw.choice(ranges)) for _ in range(draw.randint(1, 12))]
+        texts.append("".join(map(chr, numbers)))
+    cases = built_in.edge_cases(tokens)
+    for _ in range(count // 2):
+        text = draw.choice(cases)[:40] + draw.choice(["", " ", "\n", "x"]) + draw.choice(cases)[:40]
+        texts.append(text)
+    return texts
+
+
+def run(cases: int, seed: int, encoder: str = "fastokens", texts: int = 4000) -> Counter[str]:
+    """Counts how the encoder fared: refused, caught, equal, missed."""
+    counts: Counter[str] = Counter()
+    for name, config in variants(cases, seed):
+        vocabulary = JsonVocabulary("variant", json.dumps(config), False, True, "")
+        label = json.dumps(
+            [name, config["pre_tokenizer"], config["normalizer"], config["added_tokens"]]
+        )
+        try:
+            _ = vocabulary.library
+        except ValueError:
+            counts["invalid"] += 1
+            continue
+        problem = _problem(encoder, vocabulary, [])
+        if problem:
+            outcome = "refused" if "is not used" in problem else "caught"
+            print(f"{outcome}: {label}\n   {problem}", flush=True)
+        else:
+            more = random_texts(vocabulary.added_tokens(), texts, seed)
+            encode = make_encoder(encoder, vocabulary)
+            difference = _first_difference(encode, vocabulary.encode_batch, more)
+            outcome = "equal" if difference is None else "missed"
+            if difference:
+                print(f"missed: {label}\n   {difference}", flush=True)
+        counts[outcome] += 1
+    return counts
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cases", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--encoder", default="fastokens")
+    options = parser.parse_args()
+    totals = run(options.cases, options.seed, options.encoder)
+    print(dict(totals))
+    sys.exit(1 if totals["missed"] else 0)

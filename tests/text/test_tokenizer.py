@@ -1,0 +1,540 @@
+"""Tokenizers from every kind of file, their options and their errors."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millrace import ConfigError, TextError
+from millrace.text import Tokenizer
+from millrace.text.vocabularies import TIKTOKEN_PATTERNS, TiktokenVocabulary
+from tests.conftest import WORDS, make_texts, train_tokenizer
+
+TEXT = "the water, don't 123  été\n"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizer_file: Path) -> Tokenizer:
+    return Tokenizer(tokenizer_file)
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_sentencepiece(tmp_path_factory.mktemp("spm") / "small.model", byte_fallback=True)
+
+
+def train_sentencepiece(path: Path, **options: Any) -> Path:
+    import sentencepiece
+
+    model = io.BytesIO()
+    settings = {
+        "vocab_size": 400, "model_type": "bpe", "character_coverage": 1.0, "minloglevel": 2,
+        "normalization_rule_name": "identity", "remove_extra_whitespaces": False,
+    }  # fmt: skip
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([" ".join(WORDS)] * 3 + make_texts(50) + ["a\tb", "1234567890"]),
+        model_writer=model,
+        **{**settings, **options},
+    )
+    path.write_bytes(model.getvalue())
+    return path
+
+
+def write_tiktoken(path: Path, extra: tuple[bytes, ...] = (b"th", b"the", b" the", b"er")) -> Path:
+    tokens = [*(bytes([byte]) for byte in range(256)), *extra]
+    lines = (f"{base64.b64encode(token).decode()} {i}\n" for i, token in enumerate(tokens))
+    path.write_text("".join(lines))
+    return path
+
+
+def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode([text])[0]
+
+
+def edited(source: Path, target: Path, **changes: Any) -> Path:
+    """A copy of a tokenizer.json with other settings."""
+    target.write_text(json.dumps({**json.loads(source.read_text()), **changes}))
+    return target
+
+
+# ---- ids and options of a tokenizer.json ----
+
+
+def test_the_ids_are_flat_arrays(tokenizer: Tokenizer) -> None:
+    import tokenizers
+
+    texts = ["", *make_texts(50), ""]
+    ids, lengths = tokenizer.encode_batch(texts)
+    assert (ids.dtype, lengths.dtype) == (np.uint32, np.int64)
+    library = tokenizers.Tokenizer.from_file(tokenizer.path)
+    expected = [library.encode(text).ids for text in texts]
+    assert ids.tolist() == [number for numbers in expected for number in numbers]
+    assert lengths.tolist() == [len(numbers) for numbers in expected]
+    assert tokenizer.encode(texts) == expected
+    assert tokenizer.encode_batch([])[0].tolist() == tokenizer.encode([]) == []
+
+
+@pytest.mark.parametrize("encoder", ["fastokens", "gigatoken", "tokenizers"])
+def test_every_encoder_gives_the_same_ids(tokenizer: Tokenizer, encoder: str) -> None:
+    other = tokenizer.with_encoder(encoder)
+    assert other.encoder_name == encoder
+    texts = [TEXT, "", "a<|endoftext|>b", *make_texts(20)]
+    assert other.encode(texts) == tokenizer.with_encoder("tokenizers").encode(texts)
+
+
+@given(texts=st.lists(st.text()))
+def test_encoders_agree_on_any_text(texts: list[str]) -> None:
+    tokenizer = cached_tokenizer()
+    ids, lengths = tokenizer.encode_batch(texts)
+    expected_ids, expected_lengths = tokenizer.with_encoder("tokenizers").encode_batch(texts)
+    assert np.array_equal(ids, expected_ids)
+    assert np.array_equal(lengths, expected_lengths)
+
+
+_CACHE: list[Tokenizer] = []
+
+
+def cached_tokenizer() -> Tokenizer:
+    return _CACHE[0]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fill_cache(tokenizer: Tokenizer) -> None:
+    _CACHE.append(tokenizer)
+
+
+POST_PROCESSOR = {
+    "type": "TemplateProcessing",
+    "single": [
+        {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+    ],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}],
+    "special_tokens": {
+        "<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}
+    },
+}
+
+
+@pytest.mark.parametrize("encoder", ["auto", "fastokens", "tokenizers"])
+def test_special_tokens_are_added_on_request(
+    tmp_path: Path, tokenizer_file: Path, encoder: str
+) -> None:
+    path = edited(tokenizer_file, tmp_path / "t.json", post_processor=POST_PROCESSOR)
+    plain = ids_of(Tokenizer(path, encoder=encoder), TEXT)
+    assert ids_of(Tokenizer(path, encoder=encoder, add_special_tokens=True), TEXT) == [0, *plain]
+
+
+@pytest.mark.parametrize("encoder", ["auto", "fastokens", "tokenizers"])
+def test_special_tokens_in_a_text_can_be_plain_text(tokenizer_file: Path, encoder: str) -> None:
+    text = "a<|endoftext|>b"
+    special = Tokenizer(tokenizer_file, encoder=encoder)
+    plain = Tokenizer(tokenizer_file, encoder=encoder, special_tokens_in_text=False)
+    assert special.eod in ids_of(special, text)
+    assert plain.eod not in ids_of(plain, text)
+    assert plain.decode(ids_of(plain, text)) == text
+
+
+def test_auto_takes_the_fast_encoder(tokenizer: Tokenizer) -> None:
+    assert tokenizer.encoder_name == "fastokens"
+    assert tokenizer.reference_name == "tokenizers"
+    assert tokenizer.with_encoder("auto").is_auto
+
+
+def test_truncation_and_padding_settings_are_ignored(tmp_path: Path, tokenizer_file: Path) -> None:
+    truncation = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    padding = {
+        "strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None,
+        "pad_id": 0, "pad_type_id": 0, "pad_token": "<|endoftext|>",
+    }  # fmt: skip
+    path = edited(tokenizer_file, tmp_path / "t.json", truncation=truncation, padding=padding)
+    expected = ids_of(Tokenizer(tokenizer_file), TEXT)
+    for encoder in ("fastokens", "gigatoken", "tokenizers"):
+        assert ids_of(Tokenizer(path, encoder=encoder), TEXT) == expected
+    assert Tokenizer(path).fingerprint == Tokenizer(tokenizer_file).fingerprint
+
+
+def test_dropout_is_refused(tmp_path: Path, tokenizer_file: Path) -> None:
+    model = json.loads(tokenizer_file.read_text())["model"]
+    path = edited(tokenizer_file, tmp_path / "t.json", model={**model, "dropout": 0.1})
+    with pytest.raises(TextError, match=r'dropout of 0\.1.*Set "dropout" to null'):
+        Tokenizer(path)
+
+
+def test_the_fingerprint_is_of_what_decides_the_ids(tmp_path: Path, tokenizer_file: Path) -> None:
+    tokenizer = Tokenizer(tokenizer_file)
+    content = json.loads(tokenizer_file.read_text())
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps(dict(reversed(content.items())), indent=7))
+    assert Tokenizer(path).fingerprint == tokenizer.fingerprint
+    sha256 = hashlib.sha256(tokenizer_file.read_bytes()).hexdigest()
+    assert tokenizer.fingerprints == (tokenizer.fingerprint, sha256)
+    assert Tokenizer(path).fingerprints[1] != sha256
+    other = edited(tokenizer_file, path, normalizer={"type": "NFC"})
+    assert Tokenizer(other).fingerprint != tokenizer.fingerprint
+
+
+def test_a_pickled_tokenizer_needs_no_file(tmp_path: Path, tokenizer_file: Path) -> None:
+    path = tmp_path / "t.json"
+    path.write_bytes(tokenizer_file.read_bytes())
+    tokenizer = Tokenizer(path)
+    data = pickle.dumps(tokenizer)
+    path.unlink()
+    code = (
+        "import pickle, sys\n"
+        "tokenizer = pickle.loads(sys.stdin.buffer.read())\n"
+        "print(tokenizer.encode(['the water'])[0], tokenizer.eod, tokenizer.encoder_name)\n"
+        "print(tokenizer.dtype, 'tokenizers' in sys.modules)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], input=data, capture_output=True)
+    expected = f"{ids_of(tokenizer, 'the water')} {tokenizer.eod} fastokens\nuint16 False\n"
+    assert (result.stdout.decode(), result.stderr) == (expected, b"")
+
+
+@pytest.mark.parametrize("options", [{"encoder": "tokenizers"}, {"add_special_tokens": True}])
+def test_pickling_keeps_the_options(
+    tmp_path: Path, tokenizer_file: Path, options: dict[str, Any]
+) -> None:
+    path = edited(tokenizer_file, tmp_path / "t.json", post_processor=POST_PROCESSOR)
+    tokenizer = Tokenizer(path, **options)
+    copy = pickle.loads(pickle.dumps(tokenizer))
+    assert copy.encoder_name == tokenizer.encoder_name
+    assert copy.encode([TEXT]) == tokenizer.encode([TEXT])
+    assert copy.fingerprints == tokenizer.fingerprints
+
+
+# ---- unknown tokens ----
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ({"type": "BPE", "vocab": {"<unk>": 0, "a": 1}, "merges": [], "unk_token": "<unk>"}, 0),
+        ({"type": "BPE", "vocab": {"<unk>": 0, "a": 1}, "merges": []}, None),
+        ({"type": "WordLevel", "vocab": {"a": 0, "[UNK]": 1}, "unk_token": "[UNK]"}, 1),
+        ({"type": "Unigram", "vocab": [["<unk>", 0.0], ["a", -1.0]], "unk_id": 0}, 0),
+    ],
+)
+def test_the_unknown_token(tmp_path: Path, model: dict[str, Any], expected: int | None) -> None:
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    tokenizer = Tokenizer(path)
+    assert tokenizer.unknown == expected
+    if expected is not None:
+        assert ids_of(tokenizer, "水") == [expected]
+
+
+def test_a_vocabulary_with_all_bytes_has_no_unknown_token(
+    tmp_path: Path, tokenizer_file: Path
+) -> None:
+    model = json.loads(tokenizer_file.read_text())["model"]
+    path = edited(tokenizer_file, tmp_path / "t.json", model={**model, "unk_token": "the"})
+    assert Tokenizer(path).unknown is None
+
+
+# ---- transformers folders ----
+
+
+def make_folder(folder: Path, tokenizer_file: Path, **config: Any) -> Path:
+    folder.mkdir()
+    (folder / "tokenizer.json").write_bytes(tokenizer_file.read_bytes())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_folder_names_its_tokens(tmp_path: Path) -> None:
+    path = train_tokenizer(tmp_path / "t.json", ["<pad>", "<bos>", "<end>"])
+    folder = make_folder(tmp_path / "f", path, bos_token="<bos>", eos_token={"content": "<end>"})
+    tokenizer = Tokenizer(folder)
+    assert (tokenizer.bos, tokenizer.eod, tokenizer.eod_token) == (1, 2, "<end>")
+    assert Tokenizer(folder, "<pad>", bos_token="<end>").eod == 0
+    assert Tokenizer(folder, "<pad>", bos_token="<end>").bos == 2
+    assert tokenizer.fingerprints == Tokenizer(path).fingerprints
+    assert Tokenizer(path).bos is None
+
+
+def test_a_folder_may_hold_a_sentencepiece_model(tmp_path: Path, sentencepiece_file: Path) -> None:
+    with pytest.raises(TextError, match=r"neither a tokenizer\.json.*save_pretrained"):
+        Tokenizer(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(sentencepiece_file.read_bytes())
+    assert Tokenizer(tmp_path).encode([TEXT]) == Tokenizer(sentencepiece_file).encode([TEXT])
+
+
+# ---- sentencepiece ----
+
+
+@pytest.mark.parametrize("encoder", ["auto", "fastokens", "gigatoken", "sentencepiece"])
+@pytest.mark.parametrize("add_special_tokens", [False, True])
+def test_sentencepiece_ids(
+    sentencepiece_file: Path, encoder: str, add_special_tokens: bool
+) -> None:
+    import sentencepiece
+
+    library = sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_file))
+    tokenizer = Tokenizer(
+        sentencepiece_file, encoder=encoder, add_special_tokens=add_special_tokens
+    )
+    texts = ["", TEXT, "  a  b ", "</s> is text", *make_texts(30)]
+    expected = library.encode(texts, add_bos=add_special_tokens, add_eos=add_special_tokens)
+    assert tokenizer.encode(texts) == expected
+    assert (tokenizer.bos, tokenizer.eod, tokenizer.unknown) == (1, 2, None)
+    assert tokenizer.vocabulary_size == 400
+    assert tokenizer.decode([*ids_of(tokenizer.with_encoder("sentencepiece"), "a b")]) in (
+        "a b",
+        "<s>a b</s>",
+    )
+
+
+def test_auto_takes_a_fast_encoder_for_sentencepiece(sentencepiece_file: Path) -> None:
+    tokenizer = Tokenizer(sentencepiece_file)
+    assert (tokenizer.encoder_name, tokenizer.reference_name) == ("gigatoken", "sentencepiece")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"user_defined_symbols": ["<sep>", "<cls>"]},
+        {"user_defined_symbols": ["[A]", "(B)"], "add_dummy_prefix": False},
+        {"remove_extra_whitespaces": True},
+        {"byte_fallback": False, "vocab_size": 160},
+        {"split_digits": True, "allow_whitespace_only_pieces": True},
+        {"normalization_rule_name": "nmt_nfkc"},
+        {"model_type": "unigram", "vocab_size": 310},
+        {"model_type": "char", "vocab_size": 310},
+        {"treat_whitespace_as_suffix": True},
+    ],
+)
+def test_any_sentencepiece_model_is_encoded_as_its_library_does(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    path = train_sentencepiece(tmp_path / "t.model", **{"byte_fallback": True, **options})
+    tokenizer = Tokenizer(path)
+    texts = [*make_texts(40, seed=5), "a<sep>b <cls>", "[A](B) c", "\uff08B) ﬁ", " \t "]
+    assert tokenizer.encode(texts) == tokenizer.with_encoder("sentencepiece").encode(texts)
+
+
+def test_a_sentencepiece_model_may_yield_unknown_tokens(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(train_sentencepiece(tmp_path / "t.model", vocab_size=160))
+    assert tokenizer.unknown == 0
+    assert 0 in ids_of(tokenizer, "ж")
+
+
+# ---- tiktoken ----
+
+
+@pytest.mark.parametrize("encoder", ["fastokens", "gigatoken", "tiktoken"])
+@pytest.mark.parametrize("name", ["r50k_base", "cl100k_base", "o200k_base"])
+@pytest.mark.parametrize("in_text", [True, False])
+def test_tiktoken_ids(tmp_path: Path, encoder: str, name: str, in_text: bool) -> None:
+    path = write_tiktoken(tmp_path / f"{name}.tiktoken")
+    tokenizer = Tokenizer(path, encoder=encoder, special_tokens_in_text=in_text)
+    texts = [TEXT, "", "a<|endoftext|>b", *make_texts(20)]
+    assert tokenizer.encode(texts) == tokenizer.with_encoder("tiktoken").encode(texts)
+    assert tokenizer.eod == TIKTOKEN_PATTERNS[name][1]["<|endoftext|>"]
+    assert (tokenizer.eod in ids_of(tokenizer, texts[2])) == in_text
+    assert tokenizer.decode(ids_of(tokenizer, texts[2])) == texts[2]
+    assert tokenizer.dtype == (np.int32 if name != "r50k_base" else np.uint16)
+
+
+def test_the_named_patterns_equal_the_published_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tiktoken_ext import openai_public
+
+    monkeypatch.setattr(openai_public, "load_tiktoken_bpe", lambda *_, **__: {})
+    for name in ("r50k_base", "p50k_base", "cl100k_base", "o200k_base"):
+        published = getattr(openai_public, name)()
+        assert TIKTOKEN_PATTERNS[name] == (published["pat_str"], published["special_tokens"])
+    assert TIKTOKEN_PATTERNS["gpt2"] == TIKTOKEN_PATTERNS["r50k_base"]
+
+
+def test_a_tiktoken_file_needs_a_pattern(tmp_path: Path) -> None:
+    path = write_tiktoken(tmp_path / "mine.tiktoken")
+    with pytest.raises(ConfigError, match=r"holds ranks only: .*--tiktoken-pattern.*cl100k_base"):
+        Tokenizer(path)
+    tokenizer = Tokenizer(path, tiktoken_pattern=r"\w+|\W+")
+    assert tokenizer.decode(ids_of(tokenizer, TEXT)) == TEXT
+    assert ids_of(tokenizer, "the the") == [257, 32, 257]
+    with pytest.raises(TextError, match="Name the token with --eod-token"):
+        _ = tokenizer.eod
+    with pytest.raises(ConfigError, match="pattern '\\(' cannot be used"):
+        Tokenizer(path, tiktoken_pattern="(")
+    named = Tokenizer(path, tiktoken_pattern="cl100k_base")
+    assert ids_of(named, " the<|endoftext|>") == [258, 100257]
+    assert named.fingerprint != tokenizer.fingerprint
+    assert named.fingerprints[1] == tokenizer.fingerprints[1]
+
+
+def test_a_pattern_whose_special_tokens_are_taken_is_refused(tmp_path: Path) -> None:
+    path = write_tiktoken(tmp_path / "t.tiktoken")
+    path.write_text(path.read_text() + "AAAAAAAAAAAA 50256\n")
+    with pytest.raises(ConfigError, match=r"rank 50256, which gpt2 uses for '<\|endoftext\|>'"):
+        Tokenizer(path, tiktoken_pattern="gpt2")
+
+
+def test_a_tiktoken_text_that_the_library_refuses_is_one_error(tmp_path: Path) -> None:
+    path = write_tiktoken(tmp_path / "t.tiktoken")
+    tokenizer = Tokenizer(path, tiktoken_pattern=r"(?:a|aa)*(?!a)c|.", encoder="tiktoken")
+    with pytest.raises(TextError, match="tiktoken cannot encode one of 1 texts"):
+        tokenizer.encode_batch(["a" * 2000])
+
+
+# ---- bytes and functions ----
+
+
+def test_bytes() -> None:
+    tokenizer = Tokenizer("bytes")
+    assert ids_of(tokenizer, "aé") == [97, 195, 169]
+    assert (tokenizer.vocabulary_size, tokenizer.eod, tokenizer.dtype) == (257, 256, np.uint16)
+    assert tokenizer.decode([97, 195, 169, 256]) == "aé<|endoftext|>"
+    assert tokenizer.encoder_name == tokenizer.reference_name == "bytes"
+    assert pickle.loads(pickle.dumps(tokenizer)).encode(["a"]) == [[97]]
+
+
+def code_points(text: str) -> list[int]:
+    return [ord(character) % 500 for character in text]
+
+
+def test_any_function(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_function(code_points, vocabulary_size=501, eod=500)
+    assert tokenizer.encode(["ab", ""]) == [[97, 98], []]
+    assert (tokenizer.eod, tokenizer.vocabulary_size, tokenizer.path) == (500, 501, "code_points")
+    copy = pickle.loads(pickle.dumps(tokenizer))
+    assert copy.encode(["ab"]) == [[97, 98]]
+    assert copy.fingerprint == tokenizer.fingerprint
+    with pytest.raises(ConfigError, match="cannot decode ids"):
+        tokenizer.decode([1])
+    with pytest.raises(TextError, match=r"--eod-token"):
+        _ = Tokenizer.from_function(code_points, vocabulary_size=501).eod
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ([500], "ids from 500 to 500 .* its vocabulary_size is 500"),
+        ([-1], "ids from -1 to -1"),
+        ([1.5], "dtype float64"),
+        ([[1]], r"shape \[1, 1\]"),
+        (None, "it must return a list of ids"),
+    ],
+)
+def test_wrong_results_of_a_function_are_refused(result: Any, message: str) -> None:
+    tokenizer = Tokenizer.from_function(lambda text: result, vocabulary_size=500, name="mine")
+    with pytest.raises(TextError, match=f"mine returned .*{message}"):
+        tokenizer.encode_batch(["a"])
+
+
+# ---- errors ----
+
+
+def test_texts_must_be_a_list_of_valid_texts(tokenizer: Tokenizer) -> None:
+    sources = [tokenizer.with_encoder(n) for n in ("fastokens", "gigatoken", "tokenizers")]
+    for other in (*sources, Tokenizer("bytes")):
+        for texts in ("water", ["water", 3], [b"water"], None, 3):
+            with pytest.raises(ConfigError, match=r"texts are .*; give a list of texts"):
+                other.encode_batch(texts)  # type: ignore[arg-type]
+        with pytest.raises(TextError, match=r"character 2 is the lone surrogate U\+D800"):
+            other.encode_batch(["fine", "a\ud800"])
+
+
+def test_lone_surrogates_are_refused_by_every_library(
+    tmp_path: Path, sentencepiece_file: Path
+) -> None:
+    tiktoken = write_tiktoken(tmp_path / "cl100k_base.tiktoken")
+    for path in (sentencepiece_file, tiktoken):
+        for name in Tokenizer(path).vocabulary.encoder_names:
+            with pytest.raises(TextError, match=r"lone surrogate U\+DFFF"):
+                Tokenizer(path, encoder=name).encode_batch(["\udfff"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"eod_token": 0}, "eod_token is 0; give the token's text"),
+        ({"bos_token": b"a"}, "bos_token is b'a'; give the token's text"),
+        ({"tiktoken_pattern": 1}, "tiktoken_pattern is 1; give the pattern"),
+        ({"tiktoken_pattern": "gpt2"}, "is not a tiktoken file; leave the pattern out"),
+        ({"add_special_tokens": 1}, "add_special_tokens is 1; give True or False"),
+        ({"special_tokens_in_text": "no"}, "special_tokens_in_text is 'no'"),
+        ({"encoder": "fast"}, "encoder is 'fast'; choose one of auto, fastokens"),
+        ({"encoder": "tiktoken"}, "which cannot read .*; choose one of auto, fastokens, gigatoken"),
+        ({"encoder": None}, "encoder is None"),
+    ],
+)
+def test_wrong_options_are_refused(
+    tokenizer_file: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Tokenizer(tokenizer_file, **options)
+
+
+def test_tokens_that_are_missing_are_refused(tokenizer_file: Path) -> None:
+    for name in ("eod", "bos"):
+        with pytest.raises(TextError, match=f"has no token '<x>'; give --{name}-token"):
+            Tokenizer(tokenizer_file, **{f"{name}_token": "<x>"})
+    with pytest.raises(ConfigError, match="does not say which special tokens"):
+        Tokenizer("bytes", add_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *(("t.json", content) for content in (b"", b"{}", b"not json", b"\xff\xfe\x00", b"[")),
+        ("t.json", b'{"model": {"type": "BPE"}}'),
+        ("t.json", b'{"model": []}'),
+        ("t.model", b"not a model"),
+        ("t.model", b"\n\x05hello"),
+        ("t.tiktoken", b"hello"),
+        ("t.bin", b"\x00\x01"),
+    ],
+)
+def test_files_that_are_not_tokenizers_are_refused(
+    tmp_path: Path, name: str, content: bytes
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(TextError, match=r"is not a (tokenizer|tiktoken) file"):
+        Tokenizer(tmp_path / name, tiktoken_pattern="gpt2" if "tiktoken" in name else None)
+
+
+def test_a_tiktoken_file_must_have_all_bytes(tmp_path: Path) -> None:
+    path = write_tiktoken(tmp_path / "cl100k_base.tiktoken")
+    path.write_text("\n".join(path.read_text().splitlines()[5:]))
+    with pytest.raises(TextError, match=r"no token for 5 of the 256 bytes \(the first is 0\)"):
+        Tokenizer(path)
+
+
+def test_a_missing_package_is_an_error_with_its_remedy(
+    monkeypatch: pytest.MonkeyPatch, tokenizer_file: Path, sentencepiece_file: Path
+) -> None:
+    for name in ("sentencepiece", "gigatoken", "fastokens"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(TextError, match=r"pip install 'millrace\[encoders\]'"):
+        Tokenizer(sentencepiece_file)
+    for name, extra in (("gigatoken", "encoders"), ("fastokens", "tokenizers")):
+        with pytest.raises(TextError, match=rf"{name} package: .*millrace\[{extra}\]"):
+            Tokenizer(tokenizer_file, encoder=name).encode_batch(["a"])
+    assert Tokenizer(tokenizer_file).encoder_name == "tokenizers"
+
+
+def test_ids_that_cannot_be_decoded_are_refused(tmp_path: Path, sentencepiece_file: Path) -> None:
+    tiktoken = write_tiktoken(tmp_path / "cl100k_base.tiktoken")
+    for tokenizer in (Tokenizer(sentencepiece_file), Tokenizer(tiktoken), Tokenizer("bytes")):
+        with pytest.raises(ConfigError, match=r"ids are \[999999\], which .* cannot decode"):
+            tokenizer.decode([999_999])
+
+
+def test_vocabularies_are_not_pickled_with_their_library(tmp_path: Path) -> None:
+    vocabulary = Tokenizer(write_tiktoken(tmp_path / "gpt2.tiktoken")).vocabulary
+    assert isinstance(vocabulary, TiktokenVocabulary)
+    assert "library" in vars(vocabulary)
+    assert "library" not in vars(pickle.loads(pickle.dumps(vocabulary)))
