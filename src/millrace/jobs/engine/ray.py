@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
@@ -27,6 +28,7 @@ from millrace.jobs.engine.tasks import (
     unpickled,
 )
 
+_CANCEL_TIME = 10.0  # seconds
 _PAUSE = 0.2  # seconds after which a wait for results lets Ctrl-C in
 
 
@@ -78,11 +80,12 @@ def run_ray(
             while running:
                 yield from _finished(ray, running, _PAUSE)
         finally:
-            for reference in running:
-                ray.cancel(reference, force=True)
+            _cancel(ray, list(running))
 
 
 def _import_ray() -> Any:
+    # Attempts to connect, of 40 seconds each: Ray's own default makes 14 minutes of them.
+    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "2")
     try:
         import ray
     except ImportError as error:
@@ -140,6 +143,16 @@ def _finished(
         except ray.exceptions.RayError as error:
             raise _failure(task, error) from None
         yield task, result_of(answer)
+
+
+def _cancel(ray: Any, references: list[Any]) -> None:
+    """Ends tasks that run, and waits until they have ended, for some seconds."""
+    deadline = time.monotonic() + _CANCEL_TIME
+    while references and time.monotonic() < deadline:
+        # Ray may lose a request for a task that is just being started.
+        for reference in references:
+            ray.cancel(reference, force=True)
+        _, references = ray.wait(references, num_returns=len(references), timeout=_PAUSE)
 
 
 def _failure(task: Task, error: Exception) -> MillraceError:
