@@ -163,8 +163,9 @@ def test_a_node_is_lost(cluster: Any, runtime: None, tmp_path: Path) -> None:
             finished.add(task.number)
             for number, worker, raylet in attempts_in(log):
                 if number not in finished and raylet in raylets and not lost:
-                    os.kill(worker, signal.SIGKILL)
+                    os.kill(worker, signal.SIGSTOP)  # it must not finish meanwhile
                     cluster.remove_node(raylets[raylet], allow_graceful=False)
+                    os.kill(worker, signal.SIGKILL)
                     lost.append(number)
 
     log = tmp_path / "ray.log"
