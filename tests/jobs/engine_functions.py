@@ -80,3 +80,11 @@ def fail(_: None, task: Task) -> float:
     if task.payload == "wait":
         time.sleep(60)
     return 1 / task.payload
+
+
+def beat(path: str, task: Task) -> None:
+    """Appends to a file every 0.05 s, as often as the payload says."""
+    for _ in range(task.payload):
+        with open(path, "ab") as file:
+            file.write(b"x")
+        time.sleep(0.05)

@@ -16,7 +16,8 @@ from millrace.interrupts import interrupts_held
 from millrace.jobs.engine import Executor, Journal, Task, commit, run_local
 
 Context = tuple[str, float, str]
-"""The journal's folder, seconds that a task takes, and a file that gets a line for each attempt."""
+"""The journal's folder, seconds that a task takes, and a file that gets a line for each attempt:
+the number of the task, the worker's process, and its parent."""
 
 
 def content_of(number: int) -> bytes:
@@ -28,7 +29,7 @@ def write_file(context: Context, task: Task) -> int:
     """The function of the job: writes a file in two steps, and commits it."""
     folder, seconds, log = context
     with open(log, "ab", buffering=0) as file:
-        file.write(f"{task.number}\n".encode())
+        file.write(f"{task.number} {os.getpid()} {os.getppid()}\n".encode())
     content = content_of(task.number)
     path = os.path.join(task.payload, "data")
     temporary = temporary_name(path)
@@ -45,7 +46,7 @@ def run_job(
     prefix: str,
     num_tasks: int,
     *,
-    workers: int,
+    workers: int | None,
     executor: Executor = run_local,
     seconds: float = 0.0,
     restart: bool = False,

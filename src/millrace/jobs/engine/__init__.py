@@ -10,8 +10,9 @@ and collects the results. Each task writes files into the journal's folder and c
 next run of the same job skips what is committed.
 """
 
-from millrace.jobs.engine.journal import Journal, commit
+from millrace.jobs.engine.journal import Journal, commit, task_folder
 from millrace.jobs.engine.local import run_local
+from millrace.jobs.engine.ray import run_ray
 from millrace.jobs.engine.tasks import Executor, Task
 
-__all__ = ["Executor", "Journal", "Task", "commit", "run_local"]
+__all__ = ["Executor", "Journal", "Task", "commit", "run_local", "run_ray", "task_folder"]

@@ -271,7 +271,7 @@ def commit(folder: str, number: int, record: Mapping[str, Any], files: Sequence[
         MillraceError: If the journal was removed: the job has ended, or has been started again.
         OSError: If a file cannot be read, or the record cannot be written.
     """
-    home = os.path.join(folder, _FILES, _name(number))
+    home = task_folder(folder, number)
     names = [os.path.relpath(path, home) for path in files]
     for name, path in zip(names, files, strict=True):
         if os.path.dirname(name) or name in (os.curdir, os.pardir):
@@ -289,16 +289,32 @@ def commit(folder: str, number: int, record: Mapping[str, Any], files: Sequence[
             json.dump(content, file)
         os.rename(temporary, path)
     except FileNotFoundError:
-        if os.path.isdir(folder):
-            raise
-        raise MillraceError(
-            f"task {number} cannot be recorded: {folder} is gone. The job has ended, or has been "
-            "started again, while the task was at work"
-        ) from None
+        task_folder(folder, number)  # says so if the folder is gone
+        raise
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+def task_folder(folder: str, number: int) -> str:
+    """The folder for the files of a task, in the process that runs it.
+
+    Args:
+        folder: `Journal.folder`.
+        number: Number of the task.
+
+    Raises:
+        MillraceError: If it does not exist.
+    """
+    path = os.path.join(folder, _FILES, _name(number))
+    if not os.path.isdir(path):
+        raise MillraceError(
+            f"{path} does not exist on {os.uname().nodename}. Either the job has ended or was "
+            "started again while this task was at work, or this machine does not share the file "
+            "system of the output: give a prefix on one that all machines share"
+        )
+    return path
 
 
 def _name(number: int) -> str:

@@ -16,11 +16,9 @@ import ctypes
 import errno
 import fcntl
 import os
-import pickle
 import signal
 import subprocess
 import sys
-import traceback
 from collections import deque
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
@@ -28,14 +26,19 @@ from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
 from millrace import checks
+from millrace.cores import available_cores
 from millrace.errors import MillraceError
 from millrace.interrupts import interruptible
 from millrace.jobs.engine.tasks import (
     ATTEMPTS,
+    ENVIRONMENT,
     Function,
     Task,
+    answer_of,
+    error_answer,
     interruptible_tasks,
     pickled,
+    result_of,
     unpickled,
 )
 
@@ -46,8 +49,6 @@ _READY = b""  # a worker's message when it has started, and again when it has lo
 _MOST_AHEAD = 1 << 15
 _CHECK_AFTER = 1.0  # seconds without a message, after which dead workers are looked for
 _FIRST_FREE = 3  # the first descriptor that is not stdin, stdout or stderr
-# One core per worker: threads of the libraries in it would compete.
-_ENVIRONMENT = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def run_local(
@@ -55,7 +56,7 @@ def run_local(
     context: Any,
     tasks: Iterable[Task],
     *,
-    workers: int,
+    workers: int | None = None,
     attempts: int = ATTEMPTS,
 ) -> Generator[tuple[Task, Any], None, None]:
     """Runs a function on tasks in worker processes; an `Executor`.
@@ -68,7 +69,7 @@ def run_local(
         function: A function of an importable module, not of the script that runs.
         context: First argument of every call; sent to each worker once.
         tasks: The tasks, at most 2 per worker of which are drawn and not finished.
-        workers: Number of processes, at least 1.
+        workers: Number of processes, at least 1; None: one per core.
         attempts: Number of times that a task is tried if its worker dies, at least 1.
 
     Yields:
@@ -81,7 +82,7 @@ def run_local(
             started.
         Exception: The error of the function, or of drawing a task.
     """
-    workers = checks.whole("workers", workers, 1)
+    workers = checks.whole("workers", available_cores() if workers is None else workers, 1)
     attempts = checks.whole("attempts", attempts, 1)
     if workers == 1:
         for task in interruptible_tasks(tasks):
@@ -226,10 +227,8 @@ class _Pool:
             self._bury(worker)
             return
         if data != _READY:
-            value, trace = pickle.loads(data)
-            if trace is not None:
-                raise value from (RuntimeError(trace) if trace else None)
-            self._results.append((worker.attempts.popleft().task, value))
+            result = result_of(data)
+            self._results.append((worker.attempts.popleft().task, result))
         elif not worker.has_work:
             worker.has_work = True
             self._send(worker, self._work)
@@ -321,7 +320,7 @@ def _spawn() -> tuple[Connection, subprocess.Popen[bytes]]:
                 stdout=output,
                 stderr=output,
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, **_ENVIRONMENT},
+                env={**os.environ, **ENVIRONMENT},
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -363,26 +362,10 @@ def work(descriptor: int, parent: int) -> None:
                 message = connection.recv_bytes()
             except (EOFError, OSError):  # the parent has ended
                 return
+            if function is not None:
+                answer = answer_of(function, context, message)
+                continue
             try:
-                if function is None:
-                    function, context = unpickled(message)
-                    answer = _READY
-                else:
-                    answer = _pickle_result(function(context, unpickled(message)))
+                function, context = unpickled(message)
             except Exception as error:
-                answer = _pickle_error(error)
-
-
-def _pickle_result(value: Any) -> bytes:
-    return pickled("the result of a task", (value, None))
-
-
-def _pickle_error(error: Exception) -> bytes:
-    """An error as an answer, with its traceback unless it is a MillraceError."""
-    trace = "" if isinstance(error, MillraceError) else traceback.format_exc()
-    try:
-        data = pickle.dumps((error, trace))
-        pickle.loads(data)
-    except Exception:  # an error whose class cannot be pickled, or not restored
-        data = pickle.dumps((MillraceError(f"in a worker process: {error!r}"), trace))
-    return data
+                answer = error_answer(error)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pickle
+import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
-from millrace.errors import ConfigError
+from millrace.errors import ConfigError, MillraceError
 from millrace.interrupts import interruptible
 
 
@@ -36,7 +37,7 @@ class Executor(Protocol):
     """Runs a function on tasks, several at a time."""
 
     def __call__(
-        self, function: Function, context: Any, tasks: Iterable[Task], *, workers: int
+        self, function: Function, context: Any, tasks: Iterable[Task], *, workers: int | None
     ) -> Generator[tuple[Task, Any], None, None]:
         """Yields each task and its result, in the order in which they finish.
 
@@ -44,7 +45,7 @@ class Executor(Protocol):
             function: A function of an importable module, not of the script that runs.
             context: First argument of every call; sent to each worker once.
             tasks: The tasks. They are drawn as workers become free, at most 2 per worker ahead.
-            workers: Number of processes, at least 1.
+            workers: Number of processes, at least 1; None: the executor chooses.
 
         Raises:
             ConfigError: A function, context or task that a worker cannot load.
@@ -55,6 +56,9 @@ class Executor(Protocol):
 
 ATTEMPTS = 3
 """How often a task is tried whose worker dies. An error of the function is not tried again."""
+
+ENVIRONMENT = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+"""Environment variables of workers: threads of a library would compete with other workers."""
 
 
 def interruptible_tasks(tasks: Iterable[Task]) -> Iterator[Task]:
@@ -69,13 +73,16 @@ def interruptible_tasks(tasks: Iterable[Task]) -> Iterator[Task]:
         yield task
 
 
+# ---- between processes ----
+
+
 def pickled(name: str, value: Any) -> bytes:
     """A value as bytes for another process."""
     try:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ConfigError(
-            f"{name} cannot be sent to a worker process: {error}. Use values that can be pickled, "
+            f"{name} cannot be sent to another process: {error}. Use values that can be pickled, "
             "and functions and classes of an importable module; or use workers=1"
         ) from None
 
@@ -89,3 +96,30 @@ def unpickled(data: bytes) -> Any:
             f"a worker process cannot load the function or its data: {error}. Workers do not run "
             "the script that starts them: move its definitions into a module, or use workers=1"
         ) from None
+
+
+def answer_of(function: Function, context: Any, task: bytes) -> bytes:
+    """Runs the function on a pickled task, in a worker; the answer is for `result_of`."""
+    try:
+        return pickled("the result of a task", (function(context, unpickled(task)), None))
+    except Exception as error:
+        return error_answer(error)
+
+
+def error_answer(error: Exception) -> bytes:
+    """An error as an answer, with its traceback unless it is a MillraceError."""
+    trace = "" if isinstance(error, MillraceError) else traceback.format_exc()
+    try:
+        data = pickle.dumps((error, trace))
+        pickle.loads(data)
+    except Exception:  # an error whose class cannot be pickled, or not restored
+        data = pickle.dumps((MillraceError(f"in a worker process: {error!r}"), trace))
+    return data
+
+
+def result_of(answer: bytes) -> Any:
+    """The result in a worker's answer; raises the error in it."""
+    value, trace = pickle.loads(answer)
+    if trace is not None:
+        raise value from (RuntimeError(trace) if trace else None)
+    return value

@@ -1,0 +1,191 @@
+"""Runs tasks on a Ray cluster: on all its machines, which share the file system of the output.
+
+millrace and the module of the function are installed on every machine of the cluster. Ray runs a
+task again if it loses the worker or the machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Generator, Iterable, Iterator
+from typing import Any
+
+from millrace import checks
+from millrace.errors import ConfigError, MillraceError
+from millrace.interrupts import interruptible
+from millrace.jobs.engine.tasks import (
+    ATTEMPTS,
+    ENVIRONMENT,
+    Function,
+    Task,
+    answer_of,
+    error_answer,
+    interruptible_tasks,
+    pickled,
+    result_of,
+    unpickled,
+)
+
+_CANCEL_TIME = 10.0  # seconds
+_PAUSE = 0.2  # seconds after which a wait for results lets Ctrl-C in
+
+
+def run_ray(
+    function: Function, context: Any, tasks: Iterable[Task], *, workers: int | None = None
+) -> Generator[tuple[Task, Any], None, None]:
+    """Runs a function on tasks on a Ray cluster; an `Executor`.
+
+    Uses the Ray runtime of this process if there is one, and leaves it running. Otherwise connects
+    as Ray does, to the cluster that the environment variable RAY_ADDRESS names or to one on this
+    machine, and disconnects at the end. Each task takes one CPU of the cluster. Close the iterator
+    to cancel what runs. Inside `interrupts_held`, Ctrl-C is taken while this waits for tasks or
+    results.
+
+    Args:
+        function: A function of a module that every machine of the cluster can import.
+        context: First argument of every call; sent to each machine once.
+        tasks: The tasks.
+        workers: Number of tasks that the cluster has at a time, at least 1; None: twice its CPUs,
+            so that a free CPU finds its next task there.
+
+    Yields:
+        Each task and its result, in the order in which they finish.
+
+    Raises:
+        ConfigError: If Ray is not installed, there is no cluster, it has no CPUs, or a worker
+            cannot load the function, the context or a task.
+        MillraceError: A task whose worker or machine was lost in every attempt.
+        Exception: The error of the function, or of drawing a task.
+    """
+    if workers is not None:
+        workers = checks.whole("workers", workers, 1)
+    work = pickled("the function or its context", (function, context))
+    ray = _import_ray()
+    with _connected(ray):
+        limit = 2 * _num_cpus(ray) if workers is None else workers
+        # In a list, a reference is sent to the worker instead of the bytes.
+        key, work_references = os.urandom(8), [ray.put(work)]
+        remote = ray.remote(num_cpus=1, max_retries=ATTEMPTS - 1, retry_exceptions=False)(_run)
+        running: dict[Any, Task] = {}
+        try:
+            for task in interruptible_tasks(tasks):
+                data = pickled(str(task), task)
+                options = remote.options(name=str(task))
+                running[options.remote(key, work_references, data)] = task
+                while len(running) == limit:
+                    yield from _finished(ray, running, _PAUSE)
+                yield from _finished(ray, running, 0)
+            while running:
+                yield from _finished(ray, running, _PAUSE)
+        finally:
+            _cancel(ray, list(running))
+
+
+def _import_ray() -> Any:
+    # Attempts to connect, of 40 seconds each: Ray's own default makes 14 minutes of them.
+    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "2")
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError(
+            f"Ray cannot be loaded: {error}. Install it on every machine, "
+            "`pip install 'millrace[ray]'`, or use the local engine"
+        ) from None
+    return ray
+
+
+@contextlib.contextmanager
+def _connected(ray: Any) -> Iterator[None]:
+    """A block with a Ray runtime, which is ended afterwards if it was not there before."""
+    if ray.is_initialized():
+        yield
+        return
+    try:
+        with interruptible():  # minutes, if nothing answers at the address
+            ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        text = " ".join(str(error).split())
+        raise ConfigError(
+            f"no connection to a Ray cluster: {text}. Start one with `ray start --head`, and give "
+            "its address in the environment variable RAY_ADDRESS; or use the local engine"
+        ) from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _num_cpus(ray: Any) -> int:
+    num_cpus = int(ray.cluster_resources().get("CPU", 0))
+    if num_cpus == 0:
+        raise ConfigError(
+            "the Ray cluster has no CPUs for tasks: add machines to it, or give the number of "
+            "workers if machines are added when tasks wait"
+        )
+    return num_cpus
+
+
+def _finished(
+    ray: Any, running: dict[Any, Task], seconds: float
+) -> Generator[tuple[Task, Any], None, None]:
+    """Takes the tasks that have finished; waits up to some seconds for the first."""
+    with interruptible():
+        ready, _ = ray.wait(list(running), timeout=seconds)
+        if ready:
+            ready, _ = ray.wait(list(running), num_returns=len(running), timeout=0)
+    for reference in ready:
+        task = running.pop(reference)
+        try:
+            with interruptible():
+                answer = ray.get(reference)
+        except ray.exceptions.RayError as error:
+            raise _failure(task, error) from None
+        yield task, result_of(answer)
+
+
+def _cancel(ray: Any, references: list[Any]) -> None:
+    """Ends tasks that run, and waits until they have ended, for some seconds."""
+    deadline = time.monotonic() + _CANCEL_TIME
+    while references and time.monotonic() < deadline:
+        # Ray may lose a request for a task that is just being started.
+        for reference in references:
+            ray.cancel(reference, force=True)
+        _, references = ray.wait(references, num_returns=len(references), timeout=_PAUSE)
+
+
+def _failure(task: Task, error: Exception) -> MillraceError:
+    """What Ray says about a task that it could not run."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if "ModuleNotFoundError" in str(error):
+        return ConfigError(
+            f"a worker of the Ray cluster cannot run {task}: {lines[-1]}. Install the same version "
+            "of millrace on every machine"
+        )
+    return MillraceError(
+        f"{task} failed on the Ray cluster, in {ATTEMPTS} attempts if its worker or machine was "
+        f"lost: {type(error).__name__}: {' '.join(lines)[:1000]}. Use fewer CPUs per machine or "
+        "smaller tasks if memory is short"
+    )
+
+
+# ---- in a worker ----
+
+_loaded: tuple[bytes, Function, Any] | None = None  # the key, the function and its context
+
+
+def _run(key: bytes, work_references: list[Any], data: bytes) -> bytes:
+    """Runs a task; loads the function and the context if the last task had others."""
+    global _loaded
+    os.environ.update(ENVIRONMENT)  # before a library of the function looks at it
+    try:
+        if _loaded is None or _loaded[0] != key:
+            import ray
+
+            _loaded = None  # the memory of the last context
+            _loaded = key, *unpickled(ray.get(work_references[0]))
+    except Exception as error:
+        return error_answer(error)
+    _, function, context = _loaded
+    return answer_of(function, context, data)

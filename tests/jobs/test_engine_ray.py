@@ -1,0 +1,191 @@
+"""Tasks on a real Ray cluster of three nodes, one of which is lost."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.errors import ConfigError, MillraceError, TextError
+from millrace.jobs.engine import Task, run_ray
+from tests.jobs import engine_functions as functions
+from tests.jobs.engine_job import expected_output, run_job
+
+HANG = 60.0  # seconds
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    from ray.cluster_utils import Cluster
+
+    # A short path: the names of Unix sockets in it have at most 107 bytes.
+    folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 1, "temp_dir": folder, "include_dashboard": False},
+    )
+    try:
+        for _ in range(2):
+            cluster.add_node(num_cpus=1)
+        yield cluster
+    finally:
+        cluster.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def runtime(cluster: Any) -> Iterator[None]:
+    import ray
+
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()
+
+
+def tasks_of(*payloads: Any) -> list[Task]:
+    return [Task(number, payload, f"part {number}") for number, payload in enumerate(payloads)]
+
+
+def test_a_job_connects_by_the_environment_and_disconnects(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    tasks = tasks_of(*range(30))
+    results = run_ray(functions.multiply, 3, iter(tasks))
+    assert dict(results) == {task: 3 * task.payload for task in tasks}
+    assert not ray.is_initialized()
+
+
+def test_ctrl_c_ends_a_job_on_ray(cluster: Any) -> None:
+    code = (
+        "from millrace.jobs.engine import *\n"
+        "from millrace.interrupts import interrupts_held\n"
+        "from tests.jobs.engine_functions import *\n"
+        "tasks = [Task(0, 0), Task(1, 1000), Task(2, 1000)]\n"
+        "with interrupts_held():\n"
+        "    for _ in run_ray(sleep, None, tasks): print('runs', flush=True)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, "RAY_ADDRESS": cluster.address},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "runs\n"
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=HANG)
+    assert stderr.splitlines()[-1] == "KeyboardInterrupt"
+    assert stderr.count("Traceback") == 1
+
+
+def test_large_contexts_and_payloads(runtime: None) -> None:
+    sizes = [3_000_000, 1, 40_000, 0]
+    tasks = tasks_of(*(bytes(size) for size in sizes))
+    results = run_ray(functions.size_of, bytes(20_000_000), tasks, workers=2)
+    assert sorted(size for _, size in results) == sorted(size + 20_000_000 for size in sizes)
+    ((_, threads),) = run_ray(functions.environment, "RAYON_NUM_THREADS", tasks_of(0))
+    assert threads == "1"
+
+
+def test_tasks_are_drawn_only_as_they_finish(runtime: None) -> None:
+    num_drawn = num_finished = 0
+
+    def tasks() -> Iterator[Task]:
+        nonlocal num_drawn
+        for number in range(20):
+            num_drawn += 1
+            assert num_drawn - num_finished <= 4
+            yield Task(number, 0)
+
+    for _ in run_ray(functions.sleep, None, tasks(), workers=3):
+        num_finished += 1
+    assert (num_drawn, num_finished) == (20, 20)
+
+
+@pytest.mark.parametrize(
+    ("payload", "kind", "message"),
+    [
+        (0, ZeroDivisionError, "division by zero"),
+        ("text", TextError, "line 3 is bad"),
+        ("unpicklable", MillraceError, "in a worker process: UnpicklableError"),
+        ("result", ConfigError, "the result of a task cannot be sent"),
+    ],
+)
+def test_an_error_of_the_function_is_raised(
+    runtime: None, payload: Any, kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message) as caught:
+        list(run_ray(functions.fail, None, tasks_of("wait", payload)))
+    if not isinstance(caught.value, (TextError, ConfigError)):
+        assert "in fail" in str(caught.value.__cause__)  # the worker's traceback
+
+
+def test_a_task_that_always_crashes_is_an_error(runtime: None) -> None:
+    with pytest.raises(MillraceError, match=r"task 0 \(part 0\) failed on the Ray cluster, in 3"):
+        list(run_ray(functions.die, "abort", tasks_of(0)))
+
+
+def test_close_ends_what_runs(runtime: None, tmp_path: Path) -> None:
+    beats = tmp_path / "beats"
+    results = run_ray(functions.beat, str(beats), tasks_of(1, 1000, 1000))
+    next(results)
+    results.close()
+    deadline = time.monotonic() + HANG
+    size = -1
+    while size != (size := beats.stat().st_size):
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+
+
+def test_a_node_is_lost(cluster: Any, runtime: None, tmp_path: Path) -> None:
+    """Its task runs again, and the output is what one process writes."""
+    num_tasks = 30
+    raylets = {node.all_processes["raylet"][0].process.pid: node for node in cluster.worker_nodes}
+    lost = []
+
+    def lossy(*arguments: Any, **options: Any) -> Generator[tuple[Task, Any], None, None]:
+        finished = set()
+        for task, result in run_ray(*arguments, **options):
+            yield task, result
+            finished.add(task.number)
+            for number, worker, raylet in attempts_in(log):
+                if number not in finished and raylet in raylets and not lost:
+                    os.kill(worker, signal.SIGSTOP)  # it must not finish meanwhile
+                    cluster.remove_node(raylets[raylet], allow_graceful=False)
+                    os.kill(worker, signal.SIGKILL)
+                    lost.append(number)
+
+    log = tmp_path / "ray.log"
+    counts = run_job(str(tmp_path / "ray"), num_tasks, workers=None, executor=lossy, seconds=0.3)
+    assert counts == (num_tasks, 0)
+    assert (tmp_path / "ray.out").read_bytes() == expected_output(num_tasks)
+    numbers = [number for number, _, _ in attempts_in(log)]
+    assert len(lost) == 1
+    assert numbers.count(lost[0]) > 1
+    assert sorted(set(numbers)) == list(range(num_tasks))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ray.log", "ray.out"]
+
+
+def attempts_in(log: Path) -> list[tuple[int, int, int]]:
+    """The attempts that began: the task, the worker, and the process that started the worker."""
+    lines = [line.split() for line in log.read_text().splitlines()]
+    return [(int(number), int(worker), int(parent)) for number, worker, parent in lines]
+
+
+def test_no_cluster_and_no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"Ray cannot be loaded.*pip install 'millrace\[ray\]'"):
+        list(run_ray(functions.multiply, 2, []))
