@@ -156,6 +156,11 @@ _SHARED_OPTIONS: dict[str, dict[str, Any]] = {
         "action": "store_false",
         "help": "write no sidecar PREFIX.info.json; `verify` then checks the structure only",
     },
+    "--no-origins": {
+        "dest": "origins",
+        "action": "store_false",
+        "help": "leave out the origins of the documents, PREFIX.origins.parquet",
+    },
     "--json": {"dest": "as_json", "action": "store_true", "help": "print JSON"},
 }
 
@@ -176,8 +181,8 @@ def _add_file_verbs(verbs: Verbs) -> None:
     _add_tokenize(verbs)
 
     text = """Describes a token file. Prints counts, dtype and lengths, and the head and tail of a
-        document. With a tokenizer, the document is decoded, and the occurrences of each special
-        token are counted."""
+        document, and where it came from. With a tokenizer, the document is decoded, and the
+        occurrences of each special token are counted."""
     add = _add_verb(verbs, _inspect, text, "prefix", "--json").add_argument
     add("--tokenizer", metavar="FILE", help="tokenizer.json to decode with")
     add("--document", type=int, default=0, metavar="N", help="document number (default: 0)")
@@ -188,12 +193,16 @@ def _add_file_verbs(verbs: Verbs) -> None:
     add = _add_verb(verbs, _verify, text, "prefixes", "--json").add_argument
     add("--threads", type=_positive, metavar="N", help="worker threads (default: one per core)")
 
-    text = "Concatenates token files. Documents keep their order."
-    _add_verb(verbs, _merge, text, "prefixes", "--output-prefix", "--no-checksums")
+    text = """Concatenates token files. Documents keep their order and their origins. Data of
+        different tokenizers are refused."""
+    options = "--output-prefix", "--no-checksums", "--no-origins"
+    add = _add_verb(verbs, _merge, text, "prefixes", *options).add_argument
+    text = "merge data of different tokenizers, too"
+    add("--any-tokenizer", action="store_true", help=text)
 
     text = """Cuts a token file into shards. The shards PREFIX_00000, PREFIX_00001, ... hold whole
         documents. `merge` restores the file."""
-    parser = _add_verb(verbs, _split, text, "prefix", "--output-prefix", "--no-checksums")
+    parser = _add_verb(verbs, _split, text, "prefix", *options)
     add = parser.add_mutually_exclusive_group(required=True).add_argument
     add("--documents", type=_positive, metavar="N", help="documents per shard")
     add("--size", dest="num_bytes", type=_size, metavar="BYTES", help="bytes per shard: 500M, 20G")
@@ -201,7 +210,7 @@ def _add_file_verbs(verbs: Verbs) -> None:
     text = """Converts token arrays to token files and back, or changes the dtype. NAME.npy is a
         NumPy array (one dimension: a stream of tokens; two: each row a document), NAME.bin without
         NAME.idx holds raw tokens, and any other name is a path prefix."""
-    add = _add_verb(verbs, _convert, text, "--no-checksums").add_argument
+    add = _add_verb(verbs, _convert, text, *options[1:]).add_argument
     add("source", metavar="SOURCE", help="input array or path prefix")
     add("target", metavar="TARGET", help="output array or path prefix")
     add("--dtype", type=_dtype, metavar="DTYPE", help="dtype of the target")
@@ -318,6 +327,8 @@ def _add_index(verbs: Verbs) -> None:
     add("--mid-level-dataset-surplus", metavar="SHARE")
     for name in ("skip-train", "full-validation", "multiple-validation-sets"):
         add(f"--{name}", action="store_true", default=None)
+    text = "mix data of different tokenizers, too (millrace's own option)"
+    add("--any-tokenizer", action="store_true", default=None, help=text)
     add("--data-cache-path", "--cache", metavar="DIR", help="output folder: millrace's cache")
 
 

@@ -44,6 +44,7 @@ OTHERS: dict[str, Any] = {
     "cache": "cache",
     "trust_cache": True,
     "num_threads": 2,
+    "any_tokenizer": True,
 }
 NEEDED: dict[str, dict[str, Any]] = {
     "blend": {"blend_per_split": None, "split": "1,1,1"},

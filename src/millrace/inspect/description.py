@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.errors import ConfigError
+from millrace.errors import ConfigError, DataError
 from millrace.store import IndexedDataset
+from millrace.store.origins import has_origins
+from millrace.store.tokenizers import read_tokenizer
 from millrace.text import Tokenizer
 
 _EXCERPT = 256  # tokens of a document's head, and of its tail
@@ -35,9 +37,14 @@ class Description:
         special_tokens: Occurrences of each special token of the tokenizer; None without tokenizer.
         document: Number, counts, head and tail of one document; None without documents. `head` and
             `tail` have `tokens` and, with a tokenizer, `text`; `tail` is None if the head is the
-            whole document.
+            whole document. `origin` has `source`, `line`, `byte_offset` and `id`, or is None if the
+            pair has no sidecar of origins; `origin_error` says why it cannot be read, or is None.
         provenance: Origin of the tokens, from the sidecar; None without one.
         has_checksums: Whether `verify` can check every byte.
+        has_origins: Whether there is a sidecar of the documents' origins.
+        is_same_tokenizer: Whether the tokenizer wrote these tokens; None without a tokenizer, or if
+            the sidecar does not say.
+        tokenizer_warning: A sentence about a tokenizer that did not write them, else None.
     """
 
     prefix: str
@@ -54,6 +61,9 @@ class Description:
     document: dict[str, Any] | None
     provenance: dict[str, Any] | None
     has_checksums: bool
+    has_origins: bool
+    is_same_tokenizer: bool | None
+    tokenizer_warning: str | None
 
 
 def describe(
@@ -74,6 +84,16 @@ def describe(
     """
     lengths = dataset.sequence_lengths
     info = dataset.info()
+    written_by = None if tokenizer is None else read_tokenizer(dataset.prefix)
+    is_same, warning = None, None
+    if tokenizer is not None and written_by is not None:
+        fingerprints = getattr(tokenizer, "fingerprints", [tokenizer.fingerprint])
+        is_same = written_by.is_same(fingerprints)
+        if not is_same:
+            warning = (
+                f"another tokenizer wrote these tokens: {written_by}, not {tokenizer.path} "
+                f"({tokenizer.fingerprint[:12]}). Texts and special tokens below are wrong"
+            )
     return Description(
         prefix=dataset.prefix,
         dtype=str(dataset.dtype),
@@ -89,6 +109,9 @@ def describe(
         document=_document(dataset, tokenizer, document) if dataset.num_documents else None,
         provenance=None if info is None else info.provenance,
         has_checksums=info is not None and info.bin is not None,
+        has_origins=has_origins(dataset.prefix),
+        is_same_tokenizer=is_same,
+        tokenizer_warning=warning,
     )
 
 
@@ -134,9 +157,16 @@ def _document(dataset: IndexedDataset, tokenizer: Tokenizer | None, number: int)
         text = None if tokenizer is None else tokenizer.decode(part)
         return {"tokens": part.tolist(), "text": text}
 
+    origin, origin_error = None, None
+    try:
+        origin = dataset.origin(number)
+    except (DataError, ConfigError) as error:  # damaged, or pyarrow is not installed
+        origin_error = str(error)
     rest = tokens[_EXCERPT:]
     return {
         "number": number,
+        "origin": None if origin is None else origin._asdict(),
+        "origin_error": origin_error,
         "num_sequences": last - first,
         "num_tokens": len(tokens),
         "head": excerpt(tokens[:_EXCERPT]),
@@ -153,7 +183,10 @@ def format_description(description: Description) -> str:
         f"  tokens     {description.num_tokens:,} ({description.dtype})",
         f"  size       {description.num_bytes / 1e6:,.1f} MB",
         f"  checksums  {'yes' if description.has_checksums else 'none'}",
+        f"  origins    {'yes' if description.has_origins else 'none'}",
     ]
+    if description.tokenizer_warning is not None:
+        lines.append(f"  WARNING    {description.tokenizer_warning}")
     for key, value in (description.provenance or {}).items():
         lines.append(f"  {key:<10} {value}")
     if description.lengths:
@@ -172,6 +205,10 @@ def format_description(description: Description) -> str:
     if document:
         head, tail = document["head"], document["tail"]
         lines += ["", f"  document {document['number']}, {document['num_tokens']:,} tokens:"]
+        if document["origin_error"] is not None:
+            lines.append(f"  its origin cannot be read: {document['origin_error']}")
+        elif document["origin"] is not None:
+            lines.append(f"  from {_origin_line(**document['origin'])}")
         lines += _excerpt_lines(head)
         if tail is not None:
             omitted = document["num_tokens"] - len(head["tokens"]) - len(tail["tokens"])
@@ -180,6 +217,11 @@ def format_description(description: Description) -> str:
         if head["text"] is None:
             lines.append("  (--tokenizer FILE decodes it)")
     return "\n".join(lines)
+
+
+def _origin_line(source: str, line: int, byte_offset: int, id: str | None) -> str:  # noqa: A002
+    place = f"row {line}" if byte_offset < 0 else f"line {line}, byte {byte_offset}"
+    return f"{source}, {place}" + ("" if id is None else f", id {id}")
 
 
 def _one_line(spread: dict[str, float]) -> str:

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from millrace.checks import one_path, paths, shown, token, whole
+from millrace.checks import flag, one_path, paths, shown, token, whole
 from millrace.errors import ConfigError, DataError
 from millrace.files import atomic_file
 from millrace.store import IndexedDataset, IndexedDatasetBuilder
 from millrace.store.checking import require_sound
 from millrace.store.publish import building, files_of
+from millrace.store.tokenizers import common_tokenizer, read_tokenizer, tokenizer_conflict
 
 _CHUNK = 16 << 20  # tokens that are converted at a time
 _MAX_LENGTH = 2**31 - 1  # tokens in a sequence
@@ -26,24 +27,43 @@ StrPath = str | os.PathLike[str]
 
 
 def merge(
-    prefixes: Sequence[StrPath], output_prefix: StrPath, *, checksums: bool = False
+    prefixes: Sequence[StrPath],
+    output_prefix: StrPath,
+    *,
+    checksums: bool = False,
+    origins: bool = True,
+    any_tokenizer: bool = False,
 ) -> IndexedDataset:
     """Concatenates indexed datasets; documents keep their order.
+
+    If all inputs have origins of their documents, so has the output; if all name the same
+    tokenizer, the output's sidecar names it, too.
 
     Args:
         prefixes: Path prefixes of the input pairs, at least one; all have the same dtype, and all
             have modes or none has.
         output_prefix: Path prefix of the output pair; it may be one of the inputs.
         checksums: Whether to write the sidecar.
+        origins: Whether to copy the origins of the documents.
+        any_tokenizer: Whether to merge pairs although their sidecars name different tokenizers.
 
     Raises:
-        ConfigError: An empty list, or pairs that differ in dtype or modes.
+        ConfigError: An empty list, or pairs that differ in dtype, modes or tokenizer.
         DataError: A missing or damaged pair.
     """
     names = paths("prefixes", prefixes)
     if not names:
         raise ConfigError("there is nothing to merge; give at least one prefix")
-    _copy([IndexedDataset(name) for name in names], output_prefix, checksums, {"merged": names})
+    conflict = ""
+    if not flag("any_tokenizer", any_tokenizer):
+        conflict = tokenizer_conflict(map(read_tokenizer, names))
+    if conflict:
+        raise ConfigError(
+            f"{conflict}. Tokenize one of them again, or merge them as they are with "
+            "--any-tokenizer (any_tokenizer=True)"
+        )
+    datasets = [IndexedDataset(name) for name in names]
+    _copy(datasets, output_prefix, checksums, {"merged": names}, origins=origins)
     return IndexedDataset(output_prefix)
 
 
@@ -54,8 +74,9 @@ def split(
     documents: int | None = None,
     num_bytes: int | None = None,
     checksums: bool = False,
+    origins: bool = True,
 ) -> list[str]:
-    """Cuts an indexed dataset into shards of whole documents.
+    """Cuts an indexed dataset into shards of whole documents, with their origins.
 
     Shard i gets the path prefix `{output_prefix}_{i:05}`; merging the shards restores the dataset,
     byte for byte. The shards of an earlier split with this output prefix are replaced, and those
@@ -68,6 +89,7 @@ def split(
         num_bytes: Maximum size of the tokens of a shard; a longer document gets a shard alone. Give
             either `documents` or `num_bytes`.
         checksums: Whether to write the sidecars.
+        origins: Whether to copy the origins of the documents.
 
     Returns:
         The shards' path prefixes.
@@ -93,7 +115,8 @@ def split(
     for number, (start, stop) in enumerate(itertools.pairwise(bounds)):
         shards.append(f"{output_prefix}_{number:05}")
         provenance = {"split": prefix, "documents": [start, stop]}
-        _copy([dataset], shards[-1], checksums, provenance, documents=(start, stop))
+        span = start, stop
+        _copy([dataset], shards[-1], checksums, provenance, documents=span, origins=origins)
     for shard in _existing_shards(output_prefix, len(shards)):
         if os.path.abspath(shard) != os.path.abspath(prefix):
             with building(shard):  # holds the lock: no other process builds this shard
@@ -110,8 +133,13 @@ def _copy(
     provenance: dict[str, Any],
     dtype: np.dtype[Any] | None = None,
     documents: tuple[int, int] | None = None,
+    *,
+    origins: bool,
 ) -> None:
     """Writes documents of `sources`, or some of them, with the dtype of the first by default."""
+    tokenizer = common_tokenizer([read_tokenizer(source.prefix) for source in sources])
+    if tokenizer is not None:
+        provenance = {**provenance, "tokenizer": tokenizer}
     with IndexedDatasetBuilder(
         prefix,
         sources[0].dtype if dtype is None else dtype,
@@ -121,7 +149,7 @@ def _copy(
         provenance=provenance if checksums else None,
     ) as builder:
         for source in sources:  # the open ones: the files at their prefixes may change meanwhile
-            builder.add_index(source, documents, change_dtype=dtype is not None)
+            builder.add_index(source, documents, change_dtype=dtype is not None, origins=origins)
 
 
 def _existing_shards(output_prefix: str, first: int) -> Iterator[str]:
@@ -153,6 +181,7 @@ def convert(
     source_dtype: DTypeLike | None = None,
     document_end: int | None = None,
     checksums: bool = False,
+    origins: bool = True,
 ) -> None:
     """Converts token arrays to indexed datasets and back, and from one dtype to another.
 
@@ -169,6 +198,7 @@ def convert(
         source_dtype: Dtype of raw tokens.
         document_end: Token that ends each document of a stream; None: the stream is one document.
         checksums: Whether to write the sidecar of an indexed dataset.
+        origins: Whether to copy the origins of an indexed dataset's documents to another.
 
     Raises:
         ConfigError: A token that does not fit the dtype, or an option that is missing or does not
@@ -190,7 +220,7 @@ def convert(
             )
         dataset = IndexedDataset(source)
         if not is_array:
-            _copy([dataset], target, checksums, {"converted": source}, dtype)
+            _copy([dataset], target, checksums, {"converted": source}, dtype, origins=origins)
             return
         require_sound(dataset)
         array = dataset.tokens

@@ -16,6 +16,7 @@ from millrace.megatron.config import BlendedMegatronDatasetConfig, SplitMatrix
 from millrace.megatron.errors import BuildError, require
 from millrace.megatron.utils import Blend, Split, log_on_first_rank, normalize
 from millrace.order import split_ranges
+from millrace.store.tokenizers import read_tokenizer, tokenizer_conflict
 from millrace.torch import distributed_rank, first_then_rest
 
 Sizes = Sequence[int | None]
@@ -80,6 +81,7 @@ class BlendedMegatronDatasetBuilder:
             BuildError: If the cache cannot be written (with torch.distributed, on rank 0), or mock
                 datasets cannot be built.
         """
+        self._warn_of_tokenizers()
         datasets = self._build_blended_dataset_splits()
         for dataset in datasets:
             if isinstance(dataset, BlendedDataset):
@@ -93,6 +95,16 @@ class BlendedMegatronDatasetBuilder:
                 f"{size} samples were requested, and {len(dataset)} built",
             )
         return datasets
+
+    def _warn_of_tokenizers(self) -> None:
+        """Warns on rank 0 of data of different tokenizers, which Megatron-LM mixes silently."""
+        if self.config.mock or self.config.fast_cache_load or distributed_rank() not in (None, 0):
+            return
+        blends = [self.config.blend, *(self.config.blend_per_split or ())]
+        prefixes = dict.fromkeys(prefix for blend in blends if blend for prefix in blend[0])
+        conflict = tokenizer_conflict(map(read_tokenizer, prefixes)) if len(prefixes) > 1 else ""
+        if conflict:
+            log_on_first_rank(f"{conflict}. Tokenize one of them again", is_warning=True)
 
     def _build_blended_dataset_splits(self) -> list[Any]:
         config, sizes = self.config, self.sizes

@@ -24,10 +24,11 @@ _OTHERS = """
     split seq_length seed num_samples train_samples train_iters global_batch_size eval_iters
     eval_interval skip_train full_validation multiple_validation_sets data_cache_path
     dataloader_fast_cache_load num_dataset_builder_threads mid_level_dataset_surplus mmap_bin_files
-    no_mmap_bin_files
+    no_mmap_bin_files any_tokenizer
 """
 NAMES = (*_DATA, *_OTHERS.split())
-"""The arguments that concern data. Only `num_samples` is millrace's own: train, valid, test."""
+"""The arguments that concern data. Only two are millrace's own: `num_samples` (train, valid,
+test) and `any_tokenizer`."""
 
 
 def read_arguments(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -119,6 +120,7 @@ def config_from(arguments: Mapping[str, Any]) -> DatasetConfig:
         trust_cache=bool(arguments.get("dataloader_fast_cache_load")),
         num_threads=_integer(arguments, "num_dataset_builder_threads", 1),
         access="mmap" if is_mapped else "file",
+        any_tokenizer=bool(arguments.get("any_tokenizer")),
         surplus=float(arguments.get("mid_level_dataset_surplus", SURPLUS)),
     )
 

@@ -27,6 +27,7 @@ NOT_IN_KEY = frozenset(
         *("eod_token", "pad_token", "reset_position_ids", "eod_mask_loss"),
         "full_validation",  # says only that num_samples[1] must be None, which is in the key
         *("access", "cache", "trust_cache", "num_threads"),  # how, not what
+        "any_tokenizer",  # which data are refused
     }
 )
 """The fields of a configuration that do not decide the order; all others are in its key."""
@@ -54,6 +55,8 @@ class DatasetConfig:
         trust_cache: Whether to take the manifest in the cache folder as it is, without looking at
             any token file; it must be there.
         num_threads: Number of threads that build indices; each needs the memory of one dataset's.
+        any_tokenizer: Whether to take token files although their sidecars name different
+            tokenizers. They are compared when a plan is made, not when one is found in the cache.
 
     Raises:
         ConfigError: Options outside their limits, or that do not go together.
@@ -78,6 +81,7 @@ class DatasetConfig:
     cache: str | os.PathLike[str] | None = None
     trust_cache: bool = False
     num_threads: int = 1
+    any_tokenizer: bool = False
 
     def __post_init__(self) -> None:
         if (self.blend is None) == (self.blend_per_split is None):
@@ -142,6 +146,7 @@ class DatasetConfig:
             "full_validation",
             "drop_last_partial_validation_sequence",
             "trust_cache",
+            "any_tokenizer",
         ):
             self._set(**{name: flag(name, getattr(self, name))})
         self._set(**dataclasses.asdict(self.sample_options))

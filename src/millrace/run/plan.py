@@ -20,6 +20,7 @@ from millrace.order import SPLITS, GPTPlan, normalize, samples_per_dataset, spli
 from millrace.order.splits import VALID, Range
 from millrace.run.config import DatasetConfig
 from millrace.store.token_file import TokenFile
+from millrace.store.tokenizers import read_tokenizer, tokenizer_conflict
 
 Kind = Literal["one", "blend", "apart"]
 """A split is one dataset, a blend, or several datasets apart from each other."""
@@ -132,6 +133,13 @@ def plan_run(config: DatasetConfig) -> RunPlan:
     prefixes = dict.fromkeys(os.fspath(p) for blend in blends if blend for p in blend[0])
     with ThreadPoolExecutor(config.num_threads) as pool:
         files = list(pool.map(functools.partial(TokenFile.open, access=config.access), prefixes))
+        if len(files) > 1 and not config.any_tokenizer:
+            conflict = tokenizer_conflict(pool.map(read_tokenizer, prefixes))
+            if conflict:
+                raise ConfigError(
+                    f"{conflict}. Tokenize one of them again, or take them as they are with "
+                    "any_tokenizer"
+                )
     by_prefix = dict(zip(prefixes, files, strict=True))
     splits = [
         None

@@ -1,0 +1,94 @@
+"""Which tokenizer wrote the tokens of a pair, by the provenance in its sidecar.
+
+The same ids mean other texts to another tokenizer, and nothing in a token file shows it. So the
+sidecar of a pair names the tokenizer by hashes (see `millrace.text.Tokenizer`), which are compared
+where pairs come together. A pair without that information fits any other.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from millrace.errors import DataError
+from millrace.store.info import read_info
+from millrace.store.publish import paths_to_read
+
+_HEAD = 1 << 14  # bytes of a sidecar that nearly always hold the provenance, before the checksums
+_START = re.compile(r'\s*\{\s*"version":\s*1,\s*"provenance":\s*')
+
+
+class TokenizerRecord(NamedTuple):
+    """What a sidecar says of the tokenizer.
+
+    Attributes:
+        prefix: Path prefix of the pair.
+        entry: The entry "tokenizer" of the provenance.
+        fingerprints: Hashes of the tokenizer; two with a hash in common are the same.
+    """
+
+    prefix: str
+    entry: dict[str, Any]
+    fingerprints: frozenset[str]
+
+    def is_same(self, fingerprints: Iterable[str]) -> bool:
+        return not self.fingerprints.isdisjoint(fingerprints)
+
+    def __str__(self) -> str:
+        name = self.entry.get("path") or self.entry.get("name") or "a tokenizer"
+        return f"{name} ({min(self.fingerprints)[:12]})"
+
+
+def read_tokenizer(prefix: str) -> TokenizerRecord | None:
+    """The tokenizer that wrote a pair; None if its sidecar is missing, damaged or does not say.
+
+    Only the start of the sidecar is read: the checksums of a large pair take megabytes.
+    """
+    entry = _provenance(prefix).get("tokenizer")
+    if not isinstance(entry, dict):
+        return None
+    others = entry.get("fingerprints")
+    values = [entry.get("sha256"), entry.get("fingerprint")]
+    values += others if isinstance(others, list) else []
+    fingerprints = frozenset(value for value in values if isinstance(value, str))
+    return TokenizerRecord(prefix, entry, fingerprints) if fingerprints else None
+
+
+def tokenizer_conflict(records: Iterable[TokenizerRecord | None]) -> str:
+    """A sentence about the first two pairs of different tokenizers; empty if there are none."""
+    known = [record for record in records if record is not None]
+    for record in known[1:]:
+        if not record.is_same(known[0].fingerprints):
+            first = known[0]
+            return (
+                f"{first.prefix} was tokenized with {first}, and {record.prefix} with {record}: "
+                "the same ids mean different texts"
+            )
+    return ""
+
+
+def common_tokenizer(records: Sequence[TokenizerRecord | None]) -> dict[str, Any] | None:
+    """The entry for the provenance of a pair made of others; None unless all name one tokenizer."""
+    if not records or None in records or tokenizer_conflict(records):
+        return None
+    first = records[0]
+    return None if first is None else first.entry
+
+
+def _provenance(prefix: str) -> dict[str, Any]:
+    try:
+        with open(paths_to_read(prefix).info, "rb") as file:
+            head = file.read(_HEAD).decode(errors="replace")
+        start = _START.match(head)
+        if start is not None:
+            try:
+                value, _ = json.JSONDecoder().raw_decode(head, start.end())
+                return value if isinstance(value, dict) else {}
+            except ValueError:
+                pass  # it is longer than the head
+        info = read_info(prefix)
+    except (OSError, DataError, RecursionError, ValueError):
+        return {}
+    return {} if info is None else info.provenance

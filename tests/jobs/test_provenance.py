@@ -1,0 +1,357 @@
+"""Origins and tokenizers through merge, split, convert, inspect and blends."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from millrace import (
+    ConfigError,
+    DataError,
+    DatasetConfig,
+    IndexedDataset,
+    IndexedDatasetBuilder,
+    build_datasets,
+)
+from millrace.inspect import describe, format_description
+from millrace.jobs import convert, merge, split
+from millrace.run.arguments import config_from
+from millrace.store import verify
+from millrace.store.tokenizers import common_tokenizer, read_tokenizer, tokenizer_conflict
+from millrace.text import Tokenizer
+from tests.conftest import train_tokenizer
+
+GPT2 = {"path": "gpt2.json", "sha256": "ab" * 32}
+LLAMA = {"path": "llama.json", "sha256": "cd" * 32}
+
+
+def write(
+    prefix: Path,
+    tokenizer: dict[str, Any] | None = None,
+    *,
+    count: int = 10,
+    origins: bool = True,
+    **others: Any,
+) -> str:
+    """A pair of `count` documents of 20 tokens."""
+    provenance = {"tool": "a test", **others, **({"tokenizer": tokenizer} if tokenizer else {})}
+    with IndexedDatasetBuilder(
+        prefix, np.uint16, checksums=True, provenance=provenance, durable=False
+    ) as builder:
+        for number in range(count):
+            builder.add_document(np.full(20, 100 * ord(prefix.name[0]) + number))
+        if origins:
+            numbers = np.arange(count)
+            ids = [f"{prefix.name}-{number}" for number in range(count)]
+            builder.add_origins([f"{prefix.name}.jsonl"], 0 * numbers, 1 + numbers, numbers, ids)
+    return str(prefix)
+
+
+def ids_of(prefix: str | Path) -> list[str | None] | None:
+    found = IndexedDataset(prefix).origins()
+    return None if found is None else found.ids
+
+
+def tokenizer_of(prefix: str | Path) -> Any:
+    info = IndexedDataset(prefix).info()
+    assert info is not None
+    return info.provenance.get("tokenizer")
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "millrace", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+# ---- reshaping ----
+
+
+@pytest.mark.parametrize("checksums", [False, True])
+def test_reshaping_carries_origins_and_the_tokenizer(tmp_path: Path, checksums: bool) -> None:
+    prefixes = [write(tmp_path / name, GPT2) for name in "abc"]
+    expected = [f"{name}-{number}" for name in "abc" for number in range(10)]
+    merge(prefixes, tmp_path / "all", checksums=checksums)
+    assert ids_of(tmp_path / "all") == expected
+    origin = IndexedDataset(tmp_path / "all").origin(13)
+    assert origin == ("b.jsonl", 4, 3, "b-3")
+    shards = split(tmp_path / "all", tmp_path / "shard", documents=7, checksums=checksums)
+    assert [ids_of(shard) for shard in shards] == [expected[at : at + 7] for at in range(0, 30, 7)]
+    convert(tmp_path / "all", tmp_path / "wide", dtype=np.int32, checksums=checksums)
+    assert ids_of(tmp_path / "wide") == expected
+    outputs = [tmp_path / "all", tmp_path / "wide", *map(Path, shards)]
+    assert [report.problems for report in verify(outputs)] == [[]] * len(outputs)
+    for output in outputs:
+        if checksums:
+            assert tokenizer_of(output) == GPT2
+        else:
+            assert IndexedDataset(output).info() is None
+    merge(shards, tmp_path / "again", checksums=True)
+    contents = [(tmp_path / f"{n}.origins.parquet").read_bytes() for n in ("all", "again")]
+    assert contents[0] == contents[1]
+
+
+def test_origins_can_be_left_out(tmp_path: Path) -> None:
+    prefixes = [write(tmp_path / name) for name in "ab"]
+    merge(prefixes, tmp_path / "all", origins=False)
+    shards = split(prefixes[0], tmp_path / "shard", documents=5, origins=False)
+    convert(prefixes[0], tmp_path / "wide", dtype=np.int32, origins=False)
+    for output in [tmp_path / "all", tmp_path / "wide", *shards]:
+        assert ids_of(output) is None
+
+
+def test_a_second_split_removes_the_sidecars_of_the_first(tmp_path: Path) -> None:
+    source = write(tmp_path / "data")
+    split(source, tmp_path / "shard", documents=1, checksums=True)
+    assert len(list(tmp_path.glob("shard*"))) == 40
+    split(source, tmp_path / "shard", documents=5, origins=False)
+    assert len(list(tmp_path.glob("shard*"))) == 4
+
+
+def test_a_merge_with_a_pair_without_origins_has_none(tmp_path: Path) -> None:
+    prefixes = [write(tmp_path / "a"), write(tmp_path / "b", origins=False)]
+    merge(prefixes, tmp_path / "all")
+    assert ids_of(tmp_path / "all") is None
+    merge(prefixes[:1], tmp_path / "all")
+    assert ids_of(tmp_path / "all") == ids_of(tmp_path / "a")
+
+
+def test_damaged_origins_stop_a_merge(tmp_path: Path) -> None:
+    prefixes = [write(tmp_path / "a"), write(tmp_path / "b")]
+    path = tmp_path / "b.origins.parquet"
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(DataError, match=r"b\.origins\.parquet is damaged"):
+        merge(prefixes, tmp_path / "all")
+    assert not list(tmp_path.glob("all*"))
+    merge(prefixes, tmp_path / "all", origins=False)
+    problems = verify([prefixes[1]])[0].problems
+    assert "when its checksums were made it had" in problems[0]
+
+
+# ---- tokenizers ----
+
+
+def test_data_of_different_tokenizers_are_not_merged(tmp_path: Path) -> None:
+    prefixes = [write(tmp_path / "a", GPT2), write(tmp_path / "b"), write(tmp_path / "c", LLAMA)]
+    with pytest.raises(ConfigError) as error:
+        merge(prefixes, tmp_path / "all", checksums=True)
+    for part in (prefixes[0], "gpt2.json (abababababab)", prefixes[2], "--any-tokenizer"):
+        assert part in str(error.value)
+    assert not list(tmp_path.glob("all*"))
+    merge(prefixes, tmp_path / "all", checksums=True, any_tokenizer=True)
+    assert tokenizer_of(tmp_path / "all") is None
+    merge(prefixes[:2], tmp_path / "all", checksums=True)  # of one it is not known
+    assert tokenizer_of(tmp_path / "all") is None
+    result = run("merge", *prefixes, "--output-prefix", tmp_path / "all")
+    assert result.returncode == 1
+    assert "the same ids mean different texts. Tokenize one of them again" in result.stderr
+    result = run(
+        "merge", *prefixes, "--output-prefix", tmp_path / "all", "--any-tokenizer", "--no-origins"
+    )
+    assert result.returncode == 0, result.stderr
+    assert ids_of(tmp_path / "all") is None
+    with pytest.raises(ConfigError, match="any_tokenizer is 1"):
+        merge(prefixes, tmp_path / "all", any_tokenizer=1)  # type: ignore[arg-type]
+
+
+def test_one_hash_in_common_is_the_same_tokenizer(tmp_path: Path) -> None:
+    old = write(tmp_path / "old", {"sha256": "file"})
+    new = write(tmp_path / "new", {"sha256": "canonical", "fingerprints": ["canonical", "file"]})
+    other = write(tmp_path / "other", {"sha256": "other"})
+    records = [read_tokenizer(prefix) for prefix in (old, new, other)]
+    assert tokenizer_conflict(records[:2]) == ""
+    assert f"and {other} with a tokenizer (other)" in tokenizer_conflict(records)
+    assert common_tokenizer(records[:2]) == {"sha256": "file"}
+    assert common_tokenizer(records) is None
+    assert common_tokenizer([]) is None
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"garbage",
+        b"[]",
+        b'{"version": 1, "provenance": []}',
+        b'{"version": 1, "provenance": {"tokenizer": 3}}',
+        b'{"version": 1, "provenance": {"tokenizer": {"path": "a"}}}',
+        b'{"version": 1, "provenance": {"tokenizer": {"sha256": 3, "fingerprints": 4}}}',
+        b'{"version": 9, "provenance": {"tokenizer": {"sha256": "a"}}}',
+        b'{"version": 1, "provenance": {"tokenizer": {"sha256": "a"}',
+        b"[" * 100_000,
+    ],
+)
+def test_a_sidecar_that_does_not_name_a_tokenizer_is_not_compared(
+    tmp_path: Path, content: bytes
+) -> None:
+    prefix = write(tmp_path / "a")
+    (tmp_path / "a.info.json").write_bytes(content)
+    assert read_tokenizer(prefix) is None
+    (tmp_path / "a.info.json").unlink()
+    assert read_tokenizer(prefix) is None
+    assert read_tokenizer(str(tmp_path / "none")) is None
+
+
+def test_a_long_provenance_is_read_whole(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "a", GPT2, inputs=[f"file-{number}.jsonl" for number in range(5000)])
+    record = read_tokenizer(prefix)
+    assert record is not None
+    assert record.entry == GPT2
+    # Of a sidecar with a short provenance only the start is read: the rest may be damaged.
+    path = Path(f"{write(tmp_path / 'b', GPT2)}.info.json")
+    path.write_bytes(path.read_bytes()[:-10])
+    record = read_tokenizer(str(tmp_path / "b"))
+    assert record is not None
+    assert record.entry == GPT2
+
+
+# ---- blends ----
+
+
+def config(prefixes: list[str], **options: Any) -> DatasetConfig:
+    return DatasetConfig(
+        sequence_length=8,
+        seed=1,
+        num_samples=(10, 0, 0),
+        blend=(prefixes, [1.0] * len(prefixes)),
+        split="1,0,0",
+        **options,
+    )
+
+
+def test_a_blend_of_different_tokenizers_is_refused(tmp_path: Path) -> None:
+    prefixes = [write(tmp_path / "a", GPT2), write(tmp_path / "b"), write(tmp_path / "c", LLAMA)]
+    with pytest.raises(ConfigError, match="take them as they are with any_tokenizer"):
+        build_datasets(config(prefixes))
+    with pytest.raises(ConfigError, match="different texts"):
+        build_datasets(config(prefixes, cache=tmp_path / "cache"))
+    apart = DatasetConfig(
+        sequence_length=8,
+        seed=1,
+        num_samples=(10, 5, 0),
+        blend_per_split=[([prefixes[0]], None), ([prefixes[2]], None), None],
+    )
+    with pytest.raises(ConfigError, match="different texts"):
+        build_datasets(apart)
+    datasets = build_datasets(config(prefixes, any_tokenizer=True, cache=tmp_path / "cache"))
+    assert datasets.train is not None
+    assert len(datasets.train) == 12
+    assert build_datasets(config(prefixes[:2])).train is not None
+
+
+def test_the_escape_is_an_argument_of_a_run(tmp_path: Path) -> None:
+    prefixes = [write(tmp_path / "a", GPT2), write(tmp_path / "b", LLAMA)]
+    arguments = {"data_path": prefixes, "seq_length": 8, "num_samples": [10, 0, 0]}
+    assert not config_from(arguments).any_tokenizer
+    assert config_from({**arguments, "any_tokenizer": True}).any_tokenizer
+    command = [
+        *("index", "--data-path", *prefixes, "--seq-length", 8, "--num-samples", 10, 0, 0),
+        *("--split", "1,0,0", "--cache", tmp_path / "cache"),
+    ]
+    result = run(*command)
+    assert result.returncode == 1
+    assert "the same ids mean different texts" in result.stderr
+    result = run(*command, "--any-tokenizer")
+    assert result.returncode == 0, result.stderr
+
+
+def test_under_megatrons_names_a_blend_of_different_tokenizers_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from types import SimpleNamespace
+
+    from millrace import megatron
+
+    prefixes = [write(tmp_path / "a", GPT2), write(tmp_path / "b", LLAMA)]
+
+    def build(prefixes: list[str]) -> str:
+        options: Any = {
+            "random_seed": 1,
+            "sequence_length": 8,
+            "blend": (prefixes, [1.0] * len(prefixes)),
+            "split": "1,0,0",
+            "reset_position_ids": False,
+            "reset_attention_mask": False,
+            "eod_mask_loss": False,
+            "mid_level_dataset_surplus": 0.005,
+            "tokenizer": SimpleNamespace(eod=0, pad=1, vocab_size=999, unique_identifiers={}),
+        }
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            train = megatron.BlendedMegatronDatasetBuilder(
+                megatron.GPTDataset, [10, 0, 0], lambda: True, megatron.GPTDatasetConfig(**options)
+            ).build()[0]
+        assert len(train) >= 10
+        return caplog.text
+
+    assert "the same ids mean different texts" in build(prefixes)
+    assert "different texts" not in build(prefixes[:1] * 2)
+
+
+# ---- inspect ----
+
+
+def test_inspect_shows_where_a_document_came_from(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "a")
+    description = describe(IndexedDataset(prefix), document=3)
+    assert description.has_origins
+    assert description.document is not None
+    assert description.document["origin"] == {
+        "source": "a.jsonl",
+        "line": 4,
+        "byte_offset": 3,
+        "id": "a-3",
+    }
+    assert "  from a.jsonl, line 4, byte 3, id a-3\n" in format_description(description)
+    with IndexedDatasetBuilder(tmp_path / "b") as builder:
+        builder.add_document([1])
+        builder.add_origins(["b.parquet"], [0], [7], [-1])
+    description = describe(IndexedDataset(tmp_path / "b"))
+    assert "  from b.parquet, row 7\n" in format_description(description)
+    report = json.loads(run("inspect", prefix, "--document", 9, "--json").stdout)
+    assert report["document"]["origin"]["id"] == "a-9"
+    assert report["has_origins"] is True
+
+
+def test_inspect_goes_on_without_origins(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "a", origins=False)
+    description = describe(IndexedDataset(prefix))
+    assert not description.has_origins
+    assert description.document is not None
+    assert description.document["origin"] is description.document["origin_error"] is None
+    assert "origins    none" in format_description(description)
+    prefix = write(tmp_path / "b")
+    Path(f"{prefix}.origins.parquet").write_bytes(b"garbage")
+    text = format_description(describe(IndexedDataset(prefix)))
+    assert "its origin cannot be read" in text
+    assert "b.origins.parquet is damaged" in text
+
+
+def test_inspect_says_that_another_tokenizer_wrote_the_tokens(
+    tmp_path: Path, tokenizer_file: Path
+) -> None:
+    tokenizer = Tokenizer(tokenizer_file)
+    own = {"path": str(tokenizer_file), "sha256": tokenizer.fingerprint}
+    other = train_tokenizer(tmp_path / "other.json", ["<eos>"])
+    prefix = write(tmp_path / "a", own)
+    description = describe(IndexedDataset(prefix), tokenizer=tokenizer)
+    assert description.is_same_tokenizer is True
+    assert description.tokenizer_warning is None
+    assert describe(IndexedDataset(prefix)).is_same_tokenizer is None
+    assert "WARNING" not in format_description(description)
+    result = run("inspect", prefix, "--tokenizer", other)
+    assert result.returncode == 0
+    warning = f"another tokenizer wrote these tokens: {tokenizer_file} ({own['sha256'][:12]}), not"
+    assert f"  WARNING    {warning} {other} (" in result.stdout
+    report = json.loads(run("inspect", prefix, "--tokenizer", other, "--json").stdout)
+    assert report["is_same_tokenizer"] is False
+    assert report["tokenizer_warning"].startswith(warning)
+    unknown = describe(IndexedDataset(write(tmp_path / "b")), tokenizer=tokenizer)
+    assert unknown.is_same_tokenizer is None
+    assert unknown.tokenizer_warning is None
