@@ -48,7 +48,7 @@ NOTES = [
     "without shuffling, one file and one thread per worker.",
     "preprocess_data_fast.py has no worker processes but threads: as many as we have workers. "
     "Its imports take some seconds; a row without a bar leaves them out. "
-    " (It gives empty documents an EOD, and so writes other bytes than preprocess_data.py.)",
+    "(It gives empty documents an EOD, and so writes other bytes than preprocess_data.py.)",
     "encode_batch: the same encoder in as many processes, on texts in memory, in batches of 1 MB. "
     "The start, reading, checking and writing are the difference.",
     "Memory: the peak of the sum of proportional set sizes of the process tree, sampled every "
