@@ -136,6 +136,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+ENCODERS = (
+    "auto",
+    "fastokens",
+    "gigatoken",
+    "tokenizers",
+    "tiktoken",
+    "sentencepiece",
+    "bytes",
+)
+
 _SHARED_OPTIONS: dict[str, dict[str, Any]] = {
     "prefix": {"metavar": "PREFIX", "help": "path prefix of the input, without .bin or .idx"},
     "prefixes": {"nargs": "+", "metavar": "PREFIX", "help": "path prefixes of the inputs"},
@@ -163,17 +173,7 @@ def _add_verb(
 
 
 def _add_file_verbs(verbs: Verbs) -> None:
-    text = """Converts JSONL files to token files. Reads plain, gzip and zstd files with one JSON
-        object per line. Writes Megatron-LM's token files PREFIX_KEY_document.bin/.idx, one pair per
-        key."""
-    add = _add_verb(verbs, _tokenize, text, "--output-prefix", "--no-checksums").add_argument
-    add("--input", dest="inputs", nargs="+", required=True, metavar="FILE", help="JSONL files")
-    add("--tokenizer", required=True, metavar="FILE", help="Hugging Face tokenizer.json")
-    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="text keys (default: text)")
-    add("--append-eod", action="store_true", help="end documents with the end-of-document token")
-    text = "that token (default: the one of <|endoftext|>, <|end_of_text|>, </s>, <eos> there is)"
-    add("--eod-token", metavar="TEXT", help=text)
-    add("--workers", type=_positive, metavar="N", help="worker processes (default: one per core)")
+    _add_tokenize(verbs)
 
     text = """Describes a token file. Prints counts, dtype and lengths, and the head and tail of a
         document. With a tokenizer, the document is decoded, and the occurrences of each special
@@ -207,6 +207,82 @@ def _add_file_verbs(verbs: Verbs) -> None:
     add("--dtype", type=_dtype, metavar="DTYPE", help="dtype of the target")
     add("--source-dtype", type=_dtype, metavar="DTYPE", help="dtype of raw tokens")
     add("--document-end", type=int, metavar="ID", help="last token of each document of a stream")
+
+
+def _add_tokenize(verbs: Verbs) -> None:
+    text = """Converts text to token files. Reads JSONL, Parquet, Arrow, CSV and plain text, also
+        compressed, and writes Megatron-LM's token files PREFIX_KEY_document.bin/.idx, one pair per
+        key. A job that was killed continues when the same command runs again."""
+    parser = _add_verb(verbs, _tokenize, text, "--output-prefix", "--no-checksums")
+    _add_inputs(parser)
+    add = parser.add_argument_group("input").add_argument
+    text = "key of a document's id, for the provenance (default: id)"
+    add("--id-key", default="id", metavar="KEY", help=text)
+    add("--shard", type=_shard, metavar="I/N", help="do part I (from 0) of N; `merge` joins them")
+
+    add = parser.add_argument_group("tokenizer").add_argument
+    text = "tokenizer.json, transformers folder, sentencepiece .model, .tiktoken file, or `bytes`"
+    add("--tokenizer", required=True, metavar="FILE", help=text)
+    text = "tokenizing library (default: the fastest that agrees with the reference)"
+    add("--encoder", choices=ENCODERS, default="auto", help=text)
+    text = "for a .tiktoken file: gpt2, cl100k_base, o200k_base, ..., or a regular expression"
+    add("--tiktoken-pattern", metavar="PATTERN", help=text)
+    text = "add the special tokens of the tokenizer's post-processor to each text"
+    add("--add-special-tokens", action="store_true", help=text)
+    text = 'encode "<|endoftext|>" in a text as plain text, not as that token'
+    add("--plain-special-tokens", dest="special_tokens_in_text", action="store_false", help=text)
+    add("--append-eod", action="store_true", help="end documents with the end-of-document token")
+    text = "that token (default: the one of <|endoftext|>, <|end_of_text|>, </s>, <eos> there is)"
+    add("--eod-token", metavar="TEXT", help=text)
+    add("--prepend-bos", action="store_true", help="start documents with the tokenizer's BOS token")
+    add("--bos-token", metavar="TEXT", help="that token")
+    text = "documents with the unknown token: keep them, or treat them as --on-error says"
+    add("--on-unknown", choices=("keep", "reject"), default="keep", help=text)
+    text = "share of documents that are compared with the reference library (default: 0.0002)"
+    add("--check", dest="check_rate", type=float, metavar="RATE", help=text)
+
+    add = parser.add_argument_group("documents").add_argument
+    text = "make each sentence a sequence; writes PREFIX_KEY_sentence"
+    add("--split-sentences", action="store_true", help=text)
+    add("--lang", default="english", metavar="NAME", help="language of the sentences (english)")
+    add("--keep-newlines", action="store_true", help="keep the space between sentences")
+    text = "deal lines round robin to N groups, and write one group after the other (default: 1)"
+    add("--partitions", type=_positive, default=1, metavar="N", help=text)
+    text = "make the groups runs of lines, which keeps the order"
+    add("--keep-sequential-samples", action="store_true", help=text)
+    text = """at lines that are not documents: stop; skip them; or also keep them in
+        PREFIX.quarantine.jsonl (default: stop)"""
+    add("--on-error", choices=("stop", "skip", "quarantine"), default="stop", help=text)
+    text = "longest line or text (default: 100M, or 1/1000 of --memory if that is less)"
+    add("--max-document-size", type=_size, metavar="SIZE", help=text)
+    text = "sidecar with the origin of each document; csv.gz: in dolma's form (default: parquet)"
+    choices = ("parquet", "csv.gz", "both", "none")
+    add("--provenance", choices=choices, default="parquet", help=text)
+
+    add = parser.add_argument_group("job").add_argument
+    text = "where it runs: here, or on the Ray cluster of RAY_ADDRESS (default: local)"
+    add("--engine", choices=("local", "ray"), default="local", help=text)
+    add("--workers", type=_positive, metavar="N", help="worker processes (default: one per core)")
+    add("--memory", type=_size, metavar="SIZE", help="limit for all processes: 512M, 4G")
+    text = "input that a worker takes at a time, and a kill may cost (default: by the input's size)"
+    add("--chunk-size", type=_size, metavar="SIZE", help=text)
+    text = "discard what an interrupted job with this prefix has done"
+    add("--restart", action="store_true", help=text)
+    add("--json", dest="as_json", action="store_true", help="print one JSON object at the end")
+
+
+def _add_inputs(parser: argparse.ArgumentParser) -> None:
+    """Options for documents from files."""
+    add = parser.add_argument_group("input").add_argument
+    text = "files, folders, patterns, or - for standard input"
+    add("--input", dest="inputs", nargs="+", default=[], metavar="FILE", help=text)
+    add("--input-list", metavar="FILE", help="file with an input per line")
+    text = "text keys or columns; dots reach into objects (default: text)"
+    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help=text)
+    text = (
+        r"text between the documents of a plain text file: '\n\n' (default: a file is a document)"
+    )
+    add("--separator", type=_escaped, metavar="TEXT", help=text)
 
 
 def _add_index(verbs: Verbs) -> None:
@@ -297,17 +373,88 @@ def _add_cache(verbs: Verbs) -> None:
     add("--dry-run", action="store_true", help="remove nothing, only list")
 
 
-def _tokenize(tokenizer: str, eod_token: str | None, **options: Any) -> None:
-    from millrace.jobs import tokenize
-    from millrace.text import Tokenizer
+_TOKENIZER_OPTIONS = (
+    "eod_token",
+    "bos_token",
+    "encoder",
+    "tiktoken_pattern",
+    "add_special_tokens",
+    "special_tokens_in_text",
+)
 
-    result = tokenize(tokenizer=Tokenizer(tokenizer, eod_token), show_progress=True, **options)
+
+def _tokenize(
+    tokenizer: str,
+    input_list: str | None,
+    split_sentences: bool,
+    lang: str,
+    keep_newlines: bool,
+    check_rate: float | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    # One core per worker: the encoders' threads would compete.
+    os.environ.setdefault("RAYON_NUM_THREADS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from millrace.jobs import tokenize
+    from millrace.text import SentenceSplitter, Tokenizer
+
+    options["inputs"] = _all_inputs(options["inputs"], input_list)
+    if check_rate is not None:
+        options["check_rate"] = check_rate
+    settings = {name: options.pop(name) for name in _TOKENIZER_OPTIONS}
+    splitter = SentenceSplitter(lang, keep_newlines=keep_newlines) if split_sentences else None
+    result = tokenize(
+        tokenizer=Tokenizer(tokenizer, **settings),
+        splitter=splitter,
+        show_progress=True,
+        **options,
+    )
+    for notice in result.notices:
+        print(f"millrace: {notice}", file=sys.stderr)
+    rate = result.num_bytes_done / 1e6 / max(result.seconds, 1e-9)
+    if as_json:
+        report = {
+            "documents": result.num_documents,
+            "tokens": sum(result.num_tokens.values()),
+            "tokens_by_key": result.num_tokens,
+            "bytes": result.num_bytes,
+            "seconds": round(result.seconds, 3),
+            "skipped": result.num_skipped,
+            "first_skipped": result.skipped,
+            "chunks_done": result.num_chunks_done,
+            "chunks_kept": result.num_chunks_kept,
+            "megabytes_per_second": round(rate, 1),
+            "encoder": result.encoder,
+            "notices": result.notices,
+            "prefixes": result.prefixes,
+        }
+        print(json.dumps(report))
+        return
     for key, prefix in result.prefixes.items():
         counts = f"{result.num_documents:,} documents, {result.num_tokens[key]:,} tokens"
         print(f"{prefix}.bin/.idx: {counts}")
-    megabytes = result.num_bytes / 1e6
-    rate = megabytes / max(result.seconds, 1e-9)
-    print(f"{megabytes:,.1f} MB of text in {result.seconds:.1f} s, {rate:.1f} MB/s")
+    print(
+        f"{result.num_bytes / 1e6:,.1f} MB of text in {result.seconds:.1f} s, {rate:.1f} MB/s, "
+        f"by {result.encoder}"
+    )
+    if result.num_chunks_kept:
+        num_chunks = result.num_chunks_kept + result.num_chunks_done
+        print(f"{result.num_chunks_kept:,} of {num_chunks:,} chunks were kept from an earlier run")
+    if result.num_skipped:
+        print(f"{result.num_skipped:,} lines were skipped:")
+        for row in result.skipped:
+            print(f"  {row['file']}, line {row['line']}: {row['reason']}")
+        if result.num_skipped > len(result.skipped):
+            print(f"  and {result.num_skipped - len(result.skipped):,} more")
+
+
+def _all_inputs(inputs: list[str], input_list: str | None) -> list[str]:
+    from millrace.text import read_input_list
+
+    if not inputs and input_list is None:
+        raise ConfigError("there is no input; give --input or --input-list")
+    return inputs + (read_input_list(input_list) if input_list is not None else [])
 
 
 def _inspect(prefix: str, tokenizer: str | None, document: int, as_json: bool) -> None:
@@ -511,6 +658,21 @@ def _size(text: str) -> int:
     if not number.isdecimal() or int(number) < 1 or unit not in _UNITS:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 500M or 20G")
     return int(number) * _UNITS[unit]
+
+
+def _escaped(text: str) -> str:
+    """The text of an option with its \\n, \\t, \\r and \\\\ replaced."""
+    characters = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
+    return re.sub(r"\\([ntr\\])", lambda match: characters[match[1]], text)
+
+
+def _shard(text: str) -> tuple[int, int]:
+    number, slash, count = text.partition("/")
+    if not (slash and number.isdecimal() and count.isdecimal() and int(number) < int(count)):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a shard; write I/N with I from 0 to N - 1: 0/8, 1/8, ... 7/8"
+        )
+    return int(number), int(count)
 
 
 def _positive(text: str) -> int:

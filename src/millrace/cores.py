@@ -1,9 +1,11 @@
-"""The number of cores to work with."""
+"""How many cores and how much memory there are to work with."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+from collections.abc import Iterator
 from pathlib import PurePosixPath
 
 
@@ -16,6 +18,18 @@ def available_cores() -> int:
     return min(count, quota_of_cgroups() or count)
 
 
+def available_memory(folder: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> int:
+    """Bytes of memory that this process may use, by free memory and control groups' limits."""
+    with open("/proc/meminfo") as file:
+        sizes = dict(line.split(":", 1) for line in file)
+    limits = [int(sizes["MemAvailable"].split()[0]) * 1024]
+    for group, version in _groups(folder, own, "memory"):
+        name = "memory.max" if version == 2 else "memory.limit_in_bytes"
+        with contextlib.suppress(OSError, ValueError), open(os.path.join(group, name)) as stream:
+            limits.append(int(stream.read()))  # a ValueError for "max"
+    return min(limits)
+
+
 def quota_of_cgroups(folder: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> int | None:
     """The lowest CPU quota of this process's control groups and their parents, rounded up, or None.
 
@@ -23,26 +37,33 @@ def quota_of_cgroups(folder: str = "/sys/fs/cgroup", own: str = "/proc/self/cgro
         folder: Mount point of the control groups, of version 1, 2 or both.
         own: File that lists the groups of this process.
     """
+    quotas: list[float] = []
+    for group, version in _groups(folder, own, "cpu"):
+        files = ["cpu.max"] if version == 2 else ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
+        quotas += _quota(group, files)
+    return max(math.ceil(min(quotas)), 1) if quotas else None
+
+
+def _groups(folder: str, own: str, controller: str) -> Iterator[tuple[str, int]]:
+    """The folder and version of each control group of this process that may limit something."""
     try:
         with open(own) as file:
             lines = [line.rstrip("\n").split(":", 2) for line in file]
     except (OSError, ValueError):
-        return None  # not Linux, or not readable
-    quotas: list[float] = []
+        return  # not Linux, or not readable
     for line in lines:
         if len(line) != 3:
             continue
         _, controllers, path = line
         if controllers == "":  # version 2, alone or beside version 1
-            mounts, files = ("", "unified"), ["cpu.max"]
-        elif "cpu" in controllers.split(","):
-            mounts, files = ("cpu", controllers), ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
+            mounts, version = ("", "unified"), 2
+        elif controller in controllers.split(","):
+            mounts, version = (controller, controllers), 1
         else:
             continue
         for mount in mounts:
             for group in (path, *PurePosixPath(path).parents):  # a container may only see the last
-                quotas += _quota(os.path.join(folder, mount, str(group).lstrip("/")), files)
-    return max(math.ceil(min(quotas)), 1) if quotas else None
+                yield os.path.join(folder, mount, str(group).lstrip("/")), version
 
 
 def _quota(group: str, files: list[str]) -> list[float]:

@@ -40,8 +40,10 @@ PAIRS = {
 }
 KINDS = tuple(PAIRS)
 HEADER = struct.Struct("<9sQBQQ")
-NAME = re.compile(r"(data\w*)\.(bin|idx|info\.json)")
-LEFTOVER = re.compile(r"data\w*\.((bin|idx|info\.json)(\.[0-9a-f]{12}\.tmp|\.new)|tmp\.lock)")
+NAME = re.compile(r"(data\w*)\.(bin|idx|info\.json|origins\.parquet)")
+LEFTOVER = re.compile(
+    r"data\w*\.((bin|idx|info\.json|origins\.parquet)(\.[0-9a-f]{12}\.tmp|\.new)|tmp\.lock)"
+)
 # Steps: audit events, which Python reports before they happen.
 STEPS = {"open", "os.rename", "os.remove", "fcntl.flock", "os.truncate", "os.link"}
 
@@ -118,9 +120,17 @@ def write(folder: Path, kind: str, generation: int) -> None:
             documents = documents_of(kind, generation, place)
             for document in documents[:1] if kind == "merge" else documents:
                 builder.add_document(document)
+            if has_origins(kind, generation):
+                numbers = np.arange(len(documents))
+                builder.add_origins([f"{kind}-{generation}"], 0 * numbers, numbers, numbers)
         for source in sources:
             builders[0].add_index(source)
         finalize_together(builders)
+
+
+def has_origins(kind: str, generation: int) -> bool:
+    """Whether a generation has a sidecar of origins."""
+    return kind in ("build", "keys") and generation % 3 == 0
 
 
 def write_sources(folder: Path, kind: str, generation: int) -> None:
@@ -211,7 +221,9 @@ def check_next_run(folder: Path, kind: str, generation: int) -> Generations:
     """Checks that the next run succeeds over any leftovers, and only leaves its pairs."""
     write_sources(folder, kind, generation)
     write(folder, kind, generation)
-    suffixes = ("bin", "idx", "info.json") if generation % 2 == 0 else ("bin", "idx")
+    suffixes = ["bin", "idx", *["info.json"] * (generation % 2 == 0)]
+    if has_origins(kind, generation):
+        suffixes.append("origins.parquet")
     if names_in(folder) != {f"{name}.{suffix}" for name in PAIRS[kind] for suffix in suffixes}:
         raise MixtureError(f"a finished run left {sorted(names_in(folder))}")
     return check_after_death(folder, kind, [generation] * len(PAIRS[kind]), generation)

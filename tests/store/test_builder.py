@@ -189,14 +189,14 @@ def test_dying_between_any_two_steps_leaves_the_old_or_the_new_pair(
 ) -> None:
     """Cuts the publication off before its k-th rename or unlink, for every k."""
     seen = set()
-    for steps in range(12):
+    for steps in range(20):
         folder = tmp_path / f"{has_old_pair}-{steps}"
         folder.mkdir()
         if has_old_pair:
             with IndexedDatasetBuilder(folder / "data") as old:
                 old.add_document([1])
         temporaries = publish.Temporaries(
-            *(str(folder / f"data.{x}.tmp") for x in ("bin", "idx", "info.json"))
+            *(str(folder / f"data.{x}.tmp") for x in ("bin", "idx", "info.json", "origins.parquet"))
         )
         Path(temporaries.bin).write_bytes(b"\x02\0\0\0\x03\0\0\0")
         Path(temporaries.idx).write_bytes(_index_of_two_tokens())

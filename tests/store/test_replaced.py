@@ -386,7 +386,7 @@ def half_publish(prefix: Path, token: int, steps: int, monkeypatch: pytest.Monke
     builder.abort()
 
 
-@pytest.mark.parametrize("steps", [2, 3, 5])
+@pytest.mark.parametrize("steps", [2, 3, 6])
 def test_a_later_pair_of_another_tool_is_not_replaced(
     tmp_path: Path, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -398,7 +398,7 @@ def test_a_later_pair_of_another_tool_is_not_replaced(
     write(tmp_path / "other", 3, length=1, count=1)
     for suffix in (".bin", ".idx"):  # written in place, as Megatron-LM does
         (tmp_path / f"data{suffix}").write_bytes((tmp_path / f"other{suffix}").read_bytes())
-        if suffix == ".bin" and steps == 5:
+        if suffix == ".bin" and steps == 6:
             with pytest.raises(DataError):  # no index yet, and the waiting one is another's
                 IndexedDataset(prefix)
     assert IndexedDataset(prefix)[0].tolist() == [3]
@@ -428,14 +428,16 @@ def test_the_folder_is_flushed_between_all_steps(
     for prefix in (tmp_path / "data", tmp_path / "data"):
         with IndexedDatasetBuilder(prefix, checksums=True) as builder:
             builder.add_document([1])
+            builder.add_origins(["a.jsonl"], [0], [1], [0])
             for name in ("rename", "unlink", "fsync"):
                 monkeypatch.setattr(os, name, noted(name))
         monkeypatch.undo()
-    first = ["data.bin", "data.info.json", "flush", "data.idx", "flush"]
+    sidecars = ["data.info.json", "data.origins.parquet"]
+    first = ["data.bin", *sidecars, "flush", "data.idx", "flush"]
     second = [
-        *("data.bin.new", "data.info.json.new", "flush", "data.idx.new", "flush"),
-        *("data.idx", "data.info.json", "flush"),
-        *("data.bin", "data.info.json", "flush", "data.idx", "flush"),
+        *("data.bin.new", *(f"{name}.new" for name in sidecars), "flush", "data.idx.new", "flush"),
+        *("data.idx", *sidecars, "flush"),
+        *("data.bin", *sidecars, "flush", "data.idx", "flush"),
     ]
     shown = [step for step in steps if not step.endswith((".tmp", ".lock"))]
     assert shown == first + second

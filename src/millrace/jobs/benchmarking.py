@@ -19,7 +19,7 @@ from millrace.cores import available_cores
 from millrace.errors import ConfigError
 from millrace.feed import BlendedDataset, GPTDataset, Loader, Sampler, SequentialSampler
 from millrace.jobs.benchmark_limits import copy_bytes_per_second, drop_from_page_cache
-from millrace.jobs.executor import ordered_map
+from millrace.jobs.engine import Task, run_local
 from millrace.run import DatasetConfig, build_datasets
 from millrace.run.manifest import Manifest, manifest_path
 from millrace.store.publish import bin_path, idx_path
@@ -196,8 +196,7 @@ def bench(
         if drop_cache:
             gc.collect()  # maps of the last round
             page_cache = drop_from_page_cache(_files(config, prefixes))
-        items = [(rank, names) for rank in range(job.ranks)]
-        round_reports = list(ordered_map(_measure_rank, items, context=job, workers=job.ranks))
+        round_reports = _measure_ranks(job, names)
         reports = reports or round_reports
         passes = zip(*(report.passes for report in round_reports), strict=True)
         measurements += [_merge(job, list(each), copy_rate, tokens_each) for each in passes]
@@ -321,9 +320,18 @@ class _Cycle:
         return consumed_samples + self._sampler.block_size
 
 
-def _measure_rank(job: _Job, item: tuple[int, Sequence[str]]) -> _RankReport:
+def _measure_ranks(job: _Job, names: Sequence[str]) -> list[_RankReport]:
+    """Makes the measurements of some names on all ranks at once, each in a process."""
+    tasks = [Task(rank, names, f"rank {rank}") for rank in range(job.ranks)]
+    # A rank that is tried again would be measured without the others.
+    results = run_local(_measure_rank, job, tasks, workers=job.ranks, attempts=1)
+    reports = {task.number: report for task, report in results}
+    return [reports[rank] for rank in range(job.ranks)]
+
+
+def _measure_rank(job: _Job, task: Task) -> _RankReport:
     """Makes the measurements of some names on one rank."""
-    rank, names = item
+    rank, names = task.number, task.payload
     start = time.perf_counter()
     dataset = build_datasets(job.config).train
     if dataset is None:

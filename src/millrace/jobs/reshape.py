@@ -17,7 +17,7 @@ from millrace.errors import ConfigError, DataError
 from millrace.files import atomic_file
 from millrace.store import IndexedDataset, IndexedDatasetBuilder
 from millrace.store.checking import require_sound
-from millrace.store.publish import bin_path, building, idx_path, info_path
+from millrace.store.publish import building, files_of
 
 _CHUNK = 16 << 20  # tokens that are converted at a time
 _MAX_LENGTH = 2**31 - 1  # tokens in a sequence
@@ -97,8 +97,7 @@ def split(
     for shard in _existing_shards(output_prefix, len(shards)):
         if os.path.abspath(shard) != os.path.abspath(prefix):
             with building(shard):  # holds the lock: no other process builds this shard
-                # The index first: without it the other files are ignored.
-                for path in (idx_path(shard), info_path(shard), bin_path(shard)):
+                for path in files_of(shard):
                     with contextlib.suppress(FileNotFoundError):
                         os.unlink(path)
     return shards

@@ -3,8 +3,9 @@
 An indexed dataset lies at one *path prefix*: `PREFIX.bin` holds the tokens of all sequences, one
 after the other; `PREFIX.idx` says how long each sequence is, where it starts and which sequences
 make a document. `layout` describes the bytes of the index, `publish` how a pair appears whole or
-not at all, `bytes` where the tokens are read from, `info` the sidecar with checksums, and `writer`
-the files while they are built. The public names are in `reader`, `builder` and `checking`.
+not at all, `bytes` where the tokens are read from, `info` the sidecar with checksums, `origins` the
+one that says where documents came from, and `writer` the files while they are built. The public
+names are in `reader`, `builder`, `checking` and `origins`.
 """
 
 from millrace.dtypes import optimal_dtype
@@ -13,6 +14,7 @@ from millrace.store.bytes import BinReader, gather_in_turn
 from millrace.store.checking import Report, verify
 from millrace.store.info import Checksums, Info
 from millrace.store.layout import DTYPES
+from millrace.store.origins import Origin, Origins, write_dolma
 from millrace.store.reader import IndexedDataset
 
 __all__ = [
@@ -22,9 +24,12 @@ __all__ = [
     "IndexedDataset",
     "IndexedDatasetBuilder",
     "Info",
+    "Origin",
+    "Origins",
     "Report",
     "finalize_together",
     "gather_in_turn",
     "optimal_dtype",
     "verify",
+    "write_dolma",
 ]

@@ -16,7 +16,8 @@ from millrace.errors import ConfigError
 from millrace.files import naming
 from millrace.interrupts import interrupts_held
 from millrace.store.layout import dtype_code
-from millrace.store.publish import bin_path, idx_path, info_path, publish
+from millrace.store.origins import make_table
+from millrace.store.publish import bin_path, files_of, publish
 from millrace.store.reader import IndexedDataset
 from millrace.store.writer import PairWriter, blocks
 
@@ -46,6 +47,9 @@ class IndexedDatasetBuilder:
         multimodal: Whether to store a mode (int8) for each sequence.
         checksums: Whether to write a sidecar with checksums of both files, for `verify`.
         provenance: Origin of the tokens, for the sidecar: plain JSON values.
+        durable: Whether to bring the files to the disk before they appear. Without it, a power cut
+            soon afterwards can leave files that are empty or cut short: for data that can be made
+            again.
 
     Attributes:
         num_documents, num_sequences, num_tokens: Numbers of what was added so far.
@@ -73,6 +77,7 @@ class IndexedDatasetBuilder:
         multimodal: bool = False,
         checksums: bool = False,
         provenance: Mapping[str, Any] | None = None,
+        durable: bool = True,
     ) -> None:
         self.prefix = one_path("prefix", prefix)
         folder = os.path.dirname(self.prefix) or "."
@@ -82,7 +87,7 @@ class IndexedDatasetBuilder:
             raise ConfigError(
                 f"the prefix is {self.prefix}; give it without {self.prefix[-4:]}, which is added"
             )
-        for path in (bin_path(self.prefix), idx_path(self.prefix), info_path(self.prefix)):
+        for path in files_of(self.prefix):
             if os.path.isdir(path):
                 raise ConfigError(f"{path} is a folder; remove it, or give another prefix")
         dtype_code(dtype)
@@ -94,6 +99,7 @@ class IndexedDatasetBuilder:
             multimodal=self.multimodal,
             checksums=flag("checksums", checksums),
             provenance=_plain_json(provenance),
+            durable=flag("durable", durable),
         )
         self._buffer = self._writer.buffer
 
@@ -181,26 +187,71 @@ class IndexedDatasetBuilder:
                 self._writer.flush_entries()
             self._writer.flush()
 
+    def add_origins(
+        self,
+        sources: Sequence[str],
+        source_numbers: ArrayLike,
+        lines: ArrayLike,
+        byte_offsets: ArrayLike,
+        ids: Sequence[str | None] | None = None,
+    ) -> None:
+        """Says where documents came from, for the sidecar `PREFIX.origins.parquet`.
+
+        The documents are those that follow the last ones with an origin, in order; they may be
+        added later. At the end every document has an origin, or none has.
+
+        Args:
+            sources: Paths of source files.
+            source_numbers: Place of each document's source in `sources`: integers [n].
+            lines: Line (from 1) or row (from 0) of each document: int64 [n].
+            byte_offsets: Where the lines start in the decompressed source: int64 [n]; -1: not
+                known.
+            ids: Id of each document, or None: [n]; None: no document has one.
+
+        Raises:
+            ConfigError: If the numbers do not agree with each other, or pyarrow is not installed.
+        """
+        table = make_table(sources, source_numbers, lines, byte_offsets, ids)
+        with self._writer.alone():
+            self._writer.add_origins(table)
+
+    def add_provenance(self, entries: Mapping[str, Any]) -> None:
+        """Adds to the origin of the tokens that the sidecar tells, before the end.
+
+        Args:
+            entries: Plain JSON values; an entry of the same name is replaced.
+        """
+        plain = _plain_json(entries)
+        with self._writer.alone():
+            self._writer.provenance = {**(self._writer.provenance or {}), **(plain or {})}
+
     def add_index(
         self,
         source: str | os.PathLike[str] | IndexedDataset,
         documents: tuple[int, int] | None = None,
         *,
         change_dtype: bool = False,
+        origins: bool = True,
+        first_lines: Mapping[str, int] | None = None,
     ) -> None:
         """Appends the documents of another indexed dataset (a merge), or some of them.
 
-        The bytes are copied in the kernel, or shared if the file system can.
+        The bytes are copied in the kernel, or shared if the file system can. If all documents so
+        far have origins (see `add_origins`), those of the other dataset are appended. If it has
+        none, or documents before have none, the new pair gets no sidecar of origins.
 
         Args:
             source: The other dataset, or the path prefix of its pair. A dataset gives the files
                 that it opened, even if another pair is at its prefix by now.
             documents: (start, stop), the range of documents to take; None: all.
             change_dtype: Whether another dtype is converted; each token is checked.
+            origins: Whether to append the origins, too. Without it, `add_origins` may give them.
+            first_lines: Number to add to the lines of each source; None: lines stay as they are.
 
         Raises:
             ConfigError: If the dtypes differ, only one of the two has modes, a token does not fit,
-                there are no such documents, or a document is still open here.
+                there are no such documents, a document is still open here, only some documents so
+                far have origins, or the other has origins and pyarrow is not installed.
             DataError: If the other dataset is damaged.
         """
         self._writer.check_open()
@@ -222,6 +273,7 @@ class IndexedDatasetBuilder:
                 f"{other.prefix} has {'' if has_modes else 'no '}modes, the new file has "
                 f"{'' if self.multimodal else 'no '}modes: both must have them, or neither"
             )
+        origins_file = other.origins_file if flag("origins", origins) else None
         first, end = other.check_documents(start, stop)
         first_byte, end_byte = other.check_sequences(first, end)
         writer = self._writer
@@ -230,6 +282,8 @@ class IndexedDatasetBuilder:
                 raise ConfigError(
                     "a document is still open; call end_document() before add_index()"
                 )
+            if origins:
+                writer.check_origins()
             writer.flush()
             try:
                 file = other.reopen_bin() if other.dtype == self.dtype else None
@@ -240,6 +294,8 @@ class IndexedDatasetBuilder:
                         writer.append(_as_tokens(data.view(other.dtype), self.dtype))
                         writer.flush()
                 writer.copy_entries(other, (first, end), (start, stop))
+                if origins and start < stop:
+                    writer.copy_origins(origins_file, (start, stop), first_lines)
             except ConfigError as error:  # a token that does not fit, or `other` was closed
                 writer.close(f"an addition failed: {error}")
                 raise
@@ -253,7 +309,8 @@ class IndexedDatasetBuilder:
         """Writes the index and publishes the pair.
 
         Raises:
-            ConfigError: If there are sequences after the last document's end.
+            ConfigError: If there are sequences after the last document's end, or only some
+                documents have origins.
             DataError: If the files are not what was added; nothing is published.
         """
         finalize_together([self])
@@ -305,13 +362,17 @@ def finalize_together(builders: Sequence[IndexedDatasetBuilder]) -> None:
                     f"the last sequences of {writer.prefix} do not belong to a document yet; "
                     "call end_document() before finalize()"
                 )
+            writer.check_origins()
         try:
             for writer in writers:
                 with naming(bin_path(writer.prefix)):
                     writer.write_files()
                 writer.check_open()
             with interrupts_held():
-                publish([(writer.place, writer.temporaries) for writer in writers])
+                publish(
+                    [(writer.place, writer.temporaries) for writer in writers],
+                    durable=any(writer.durable for writer in writers),
+                )
         finally:
             for writer in writers:
                 writer.close("it was finalised")

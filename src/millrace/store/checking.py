@@ -2,7 +2,7 @@
 
 The structure is always checked: the header, the sizes, and that each sequence and each document
 starts where the one before it ends. Checksums are checked if the pair has a sidecar with them; a
-damaged block is reported with its sequences and documents.
+damaged block is reported with its sequences and documents. A sidecar of origins is checked too.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from millrace.files import checksum, naming
 from millrace.store import layout
 from millrace.store.bytes import read_at
 from millrace.store.info import BLOCK_SIZE, Checksums, Info, read_info
+from millrace.store.origins import OriginsFile, has_pyarrow
 from millrace.store.publish import bin_path, idx_path, open_pair, paths_to_read
-from millrace.store.reader import IndexedDataset
+from millrace.store.reader import IndexedDataset, fingerprint_of
 
 _ENTRIES = 1 << 20  # index entries that are checked at a time
 _OnBytes = Callable[[int], Any] | None
@@ -93,10 +94,10 @@ def _verify(prefix: str, pool: ThreadPoolExecutor, on_bytes: _OnBytes) -> Report
 
 
 def _identity(prefix: str) -> list[tuple[str, int, int]]:
-    """Paths, inodes and times of the files, up to the first that is missing."""
+    """Paths, inodes and times of the files that there are."""
     identity = []
-    with contextlib.suppress(OSError, ValueError):
-        for path in paths_to_read(prefix):
+    with contextlib.suppress(OSError, ValueError):  # a prefix that no file can have
+        for path in filter(os.path.exists, paths_to_read(prefix)):
             stat = os.stat(path)
             identity.append((path, stat.st_ino, stat.st_mtime_ns))
     return identity
@@ -135,6 +136,7 @@ def _verify_once(prefix: str, pool: ThreadPoolExecutor, on_bytes: _OnBytes) -> R
             num_bytes += size
         bin_size = os.fstat(bin_file.fileno()).st_size
         problems += _Index(prefix, idx_file).problems(bin_path(prefix), bin_size)
+        num_bytes += _check_origins(prefix, (idx_file, bin_file), info, pool, on_bytes, problems)
         num_bytes = num_bytes or os.fstat(idx_file.fileno()).st_size
     return Report(
         prefix=prefix,
@@ -142,6 +144,46 @@ def _verify_once(prefix: str, pool: ThreadPoolExecutor, on_bytes: _OnBytes) -> R
         has_checksums=info.bin is not None,
         num_bytes=num_bytes,
     )
+
+
+def _check_origins(
+    prefix: str,
+    pair: tuple[BinaryIO, BinaryIO],
+    info: Info,
+    pool: ThreadPoolExecutor,
+    on_bytes: _OnBytes,
+    problems: list[str],
+) -> int:
+    """Checks the sidecar of origins, if there is one; returns the number of bytes that were read.
+
+    With checksums every byte is compared. Without, every row is read, if pyarrow is installed.
+    """
+    path = paths_to_read(prefix).origins
+    try:
+        file = open(path, "rb")  # noqa: SIM115
+    except FileNotFoundError:
+        return 0
+    with file, naming(path):
+        size = os.fstat(file.fileno()).st_size
+        if info.origins is not None:
+            if size != info.origins.size:
+                problems.append(
+                    f"{path} has {size} bytes; when its checksums were made it had "
+                    f"{info.origins.size}"
+                )
+                return 0
+            for block in _damaged_blocks(file, info.origins, pool, on_bytes):
+                start, stop = block * BLOCK_SIZE, min((block + 1) * BLOCK_SIZE, size)
+                problems.append(f"{path}: block {block} (bytes {start} to {stop - 1}) is damaged")
+        # Of a damaged pair, the fingerprint may have changed.
+        if not problems and has_pyarrow():
+            with _as_problems(prefix, problems):
+                num_documents = layout.IndexFile(prefix, pair[0]).header.num_document_entries - 1
+                origins = OriginsFile(prefix, fingerprint_of(*pair), num_documents)
+                if info.origins is None:
+                    for _ in origins.tables(0, num_documents):
+                        pass
+    return size
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The sidecar `PREFIX.info.json`: checksums of both files, and where they came from.
+"""The sidecar `PREFIX.info.json`: checksums of the files, and where they came from.
 
 It is optional: a pair without one is a whole dataset. Checksums are XXH3-64 of each block of 4 MiB,
 in hex; the provenance is what the writer knows (tool, tokenizer, options).
@@ -40,11 +40,13 @@ class Info:
     Attributes:
         provenance: Where the files came from.
         bin, idx: Checksums of the file of that suffix; both or None.
+        origins: Checksums of the sidecar of origins, if there is one; see `origins`.
     """
 
     provenance: dict[str, Any] = field(default_factory=dict)
     bin: Checksums | None = None
     idx: Checksums | None = None
+    origins: Checksums | None = None
 
     def to_json(self) -> str:
         document: dict[str, Any] = {"version": _VERSION, "provenance": self.provenance}
@@ -55,6 +57,8 @@ class Info:
                 "bin": asdict(self.bin),
                 "idx": asdict(self.idx),
             }
+            if self.origins is not None:
+                document["checksums"]["origins"] = asdict(self.origins)
         return json.dumps(document, indent=1) + "\n"
 
 
@@ -74,7 +78,13 @@ def read_info(prefix: str) -> Info | None:
                 f"{path} has checksums of {sums['algorithm']} in blocks of {sums['block_size']}; "
                 f"{ALGORITHM} in blocks of {BLOCK_SIZE} can be verified"
             )
-        return Info(provenance=provenance, bin=_checksums(sums["bin"]), idx=_checksums(sums["idx"]))
+        origins = sums.get("origins")
+        return Info(
+            provenance=provenance,
+            bin=_checksums(sums["bin"]),
+            idx=_checksums(sums["idx"]),
+            origins=None if origins is None else _checksums(origins),
+        )
     except FileNotFoundError:
         return None
     except DataError:

@@ -2,13 +2,14 @@
 
 A builder holds a lock on the prefix, writes its files under temporary names, and publishes them in
 steps, each of which is one rename or unlink for each file. (If nothing is replaced, two steps are
-enough: the .bin and the sidecar get their names, then the .idx.)
+enough: the .bin and the sidecars get their names, then the .idx.)
 
     1. .bin's temporary -> PREFIX.bin.new     (all files were flushed before), and the same for
-                                              the sidecar, PREFIX.info.json, if there is one
+                                              the sidecars, PREFIX.info.json and
+                                              PREFIX.origins.parquet, if there are any
     2. .idx's temporary -> PREFIX.idx.new     from here on the new pair is the one that counts
-    3. an old PREFIX.idx is removed, then an old sidecar
-    4. PREFIX.bin.new -> PREFIX.bin, then the sidecar
+    3. an old PREFIX.idx is removed, then old sidecars
+    4. PREFIX.bin.new -> PREFIX.bin, then the sidecars
     5. PREFIX.idx.new -> PREFIX.idx
 
 The folder is flushed after each step: a file system may bring renames to the disk in any order, and
@@ -26,7 +27,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import BinaryIO, NamedTuple
 
 from millrace.errors import DataError, MillraceError
@@ -48,8 +49,13 @@ def idx_path(prefix: str) -> str:
 
 
 def info_path(prefix: str) -> str:
-    """The sidecar, which a pair may have (see `info`)."""
+    """The sidecar of checksums and provenance, which a pair may have (see `info`)."""
     return prefix + ".info.json"
+
+
+def origins_path(prefix: str) -> str:
+    """The sidecar of its documents' origins, which a pair may have (see `origins`)."""
+    return prefix + ".origins.parquet"
 
 
 def open_pair(prefix: str, *, has_bin: bool = True) -> list[BinaryIO]:
@@ -85,22 +91,38 @@ class Temporaries(NamedTuple):
     bin: str
     idx: str
     info: str
+    origins: str
+
+    @property
+    def sidecars(self) -> tuple[str, str]:
+        """The paths of the files that a pair may lack."""
+        return self.info, self.origins
 
 
 def _paths(prefix: str) -> Temporaries:
-    return Temporaries(bin_path(prefix), idx_path(prefix), info_path(prefix))
+    return Temporaries(bin_path(prefix), idx_path(prefix), info_path(prefix), origins_path(prefix))
+
+
+def files_of(prefix: str) -> tuple[str, ...]:
+    """The paths of a pair and its sidecars, the index first: without it the others are ignored."""
+    paths = _paths(prefix)
+    return (paths.idx, *paths.sidecars, paths.bin)
 
 
 def paths_to_read(prefix: str) -> Temporaries:
-    """The files of the pair that counts; it may have no sidecar."""
+    """The files of the pair that counts; it may have no sidecars."""
     paths = _paths(prefix)
     if os.path.exists(paths.idx) or not _is_half_published(prefix):
         return paths
-    # Between steps 3 and 5. While PREFIX.bin.new exists, PREFIX.info.json is the old pair's.
+    # Between steps 3 and 5. While PREFIX.bin.new exists, sidecars without .new are the old pair's.
     new = Temporaries(*(path + NEW for path in paths))
     if os.path.exists(new.bin):
         return new
-    return Temporaries(paths.bin, new.idx, new.info if os.path.exists(new.info) else paths.info)
+    info, origins = (
+        new_path if os.path.exists(new_path) else path
+        for path, new_path in zip(paths.sidecars, new.sidecars, strict=True)
+    )
+    return Temporaries(paths.bin, new.idx, info, origins)
 
 
 def _is_half_published(prefix: str) -> bool:
@@ -137,7 +159,7 @@ def building(prefix: str) -> Iterator[Temporaries]:
                 "Wait for it, or give another prefix"
             ) from None
         if _is_half_published(prefix):
-            _finish([prefix])
+            _finish([prefix], _flush_folders)
         _withdraw([prefix], NEW)
         builder = os.getpid()
         try:
@@ -148,11 +170,15 @@ def building(prefix: str) -> Iterator[Temporaries]:
                     _remove(path)
 
 
-def publish(pairs: Sequence[tuple[str, Temporaries]]) -> None:
+def publish(pairs: Sequence[tuple[str, Temporaries]], *, durable: bool = True) -> None:
     """Publishes pairs: all, or (if it fails in the first two steps) none of them.
 
-    The temporaries are whole and flushed; a pair may have no sidecar.
+    The temporaries are whole and flushed; a pair may have no sidecars.
+
+    Args:
+        durable: Whether to flush the folders between the steps.
     """
+    flush_folders = _flush_folders if durable else _flush_nothing
     prefixes = [prefix for prefix, _ in pairs]
     # Where nothing is replaced, the files get their names at once: they count with the index.
     is_replacing = any(os.path.exists(path) for prefix in prefixes for path in _paths(prefix))
@@ -160,19 +186,20 @@ def publish(pairs: Sequence[tuple[str, Temporaries]]) -> None:
     try:
         for prefix, files in pairs:
             os.rename(files.bin, bin_path(prefix) + suffix)
-            if os.path.exists(files.info):
-                os.rename(files.info, info_path(prefix) + suffix)
-        _flush_folders(prefixes)
+            for sidecar, path in zip(files.sidecars, _paths(prefix).sidecars, strict=True):
+                if os.path.exists(sidecar):
+                    os.rename(sidecar, path + suffix)
+        flush_folders(prefixes)
         for prefix, files in pairs:
             os.rename(files.idx, idx_path(prefix) + suffix)
-        _flush_folders(prefixes)
+        flush_folders(prefixes)
     except BaseException:
         _withdraw(prefixes, suffix)
         raise
     try:
-        _finish(prefixes)
+        _finish(prefixes, flush_folders)
     except KeyboardInterrupt:  # the pairs count already: they must not wait for a next builder
-        _finish(prefixes)
+        _finish(prefixes, flush_folders)
         raise
     except OSError:
         # An old file cannot be removed, perhaps another user's. If all old indices are still there,
@@ -182,30 +209,32 @@ def publish(pairs: Sequence[tuple[str, Temporaries]]) -> None:
         raise
 
 
-def _finish(prefixes: Sequence[str]) -> None:
+def _finish(prefixes: Sequence[str], flush_folders: Callable[[Sequence[str]], None]) -> None:
     """Steps 3 to 5, also of a publication that was cut off among them."""
     prefixes = [prefix for prefix in prefixes if os.path.exists(idx_path(prefix) + NEW)]
-    # Once the tokens have their name, the old sidecar is gone, and the new one may be there.
+    # Once the tokens have their name, the old sidecars are gone, and the new ones may be there.
     waiting = [prefix for prefix in prefixes if os.path.exists(bin_path(prefix) + NEW)]
     for prefix in waiting:
         _remove(idx_path(prefix))
-        _remove(info_path(prefix))
-    _flush_folders(waiting)
+        for path in _paths(prefix).sidecars:
+            _remove(path)
+    flush_folders(waiting)
     for prefix in waiting:
         os.rename(bin_path(prefix) + NEW, bin_path(prefix))
     for prefix in prefixes:
-        with contextlib.suppress(FileNotFoundError):
-            os.rename(info_path(prefix) + NEW, info_path(prefix))
-    _flush_folders(prefixes)
+        for path in _paths(prefix).sidecars:
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(path + NEW, path)
+    flush_folders(prefixes)
     for prefix in prefixes:
         os.rename(idx_path(prefix) + NEW, idx_path(prefix))
-    _flush_folders(prefixes)
+    flush_folders(prefixes)
 
 
 def _withdraw(prefixes: Sequence[str], suffix: str) -> None:
     """Removes files of pairs; the index first, as a pair counts by its index."""
     for prefix in prefixes:
-        for path in (idx_path(prefix), info_path(prefix), bin_path(prefix)):
+        for path in files_of(prefix):
             _remove(path + suffix)
 
 
@@ -218,3 +247,7 @@ def _flush_folders(prefixes: Sequence[str]) -> None:
     """Brings the renames to the disk."""
     for folder in {os.path.dirname(prefix): prefix for prefix in prefixes}.values():
         fsync_folder(folder)
+
+
+def _flush_nothing(prefixes: Sequence[str]) -> None:
+    """Leaves it to the kernel when the renames reach the disk."""

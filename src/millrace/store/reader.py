@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import operator
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from typing import Any, BinaryIO, SupportsIndex, overload
 
@@ -19,8 +19,16 @@ from millrace.checks import one_path, whole, whole_numbers
 from millrace.errors import ConfigError, DataError
 from millrace.files import checksum, cut_short, file_identity
 from millrace.store import layout
-from millrace.store.bytes import Access, BinReader, bytes_in_memory, copied, open_bin
+from millrace.store.bytes import (
+    Access,
+    BinReader,
+    bytes_in_memory,
+    copied,
+    gather_in_turn,
+    open_bin,
+)
 from millrace.store.info import Info, read_info
+from millrace.store.origins import Origin, Origins, OriginsFile, has_origins
 from millrace.store.publish import bin_path, idx_path, open_pair
 
 _CHUNK = 1024  # sequences that iteration reads at a time
@@ -304,17 +312,10 @@ class IndexedDataset:
         It covers both sizes, the header and evenly spaced 4 KiB blocks of both files, so that it
         costs the same for any size. It tells datasets apart, but does not prove them undamaged.
         """
-        digest = hashlib.blake2b(digest_size=16)
-        for size, gather in (
+        return _fingerprint(
             (len(self._index), partial(_native.copy_pieces, self._index)),
             (self.reader.size, self.reader.gather),
-        ):
-            digest.update(size.to_bytes(8, "little"))
-            last = max(size - _BLOCK, 0)
-            pieces = range(_FINGERPRINT_BLOCKS)
-            starts = np.array([last * piece // (_FINGERPRINT_BLOCKS - 1) for piece in pieces])
-            digest.update(gather(starts, np.minimum(_BLOCK, size - starts)).data)
-        return digest.hexdigest()
+        )
 
     @cached_property
     def lengths_checksum(self) -> str:
@@ -325,6 +326,44 @@ class IndexedDataset:
     def info(self) -> Info | None:
         """The sidecar's checksums and provenance; None if there is no sidecar."""
         return read_info(self.prefix)
+
+    @cached_property
+    def origins_file(self) -> OriginsFile | None:
+        """The sidecar of origins; None if there is none."""
+        if not has_origins(self.prefix):  # else the fingerprint would cost reads for nothing
+            return None
+        return OriginsFile(self.prefix, self.fingerprint, self.num_documents)
+
+    def origin(self, document: SupportsIndex) -> Origin | None:
+        """Where a document came from; None if the pair has no sidecar of origins.
+
+        Raises:
+            DataError: If the sidecar is damaged, or of other token files.
+            ConfigError: If there is a sidecar, and pyarrow is not installed.
+        """
+        number = self._number("document", document, self.num_documents)
+        origins = self.origins(number, number + 1)
+        if origins is None:
+            return None
+        sources, _, lines, byte_offsets, ids = origins
+        return Origin(sources[0], int(lines[0]), int(byte_offsets[0]), ids[0])
+
+    def origins(self, start: int = 0, stop: int | None = None) -> Origins | None:
+        """Where documents [start, stop) came from; None if the pair has no sidecar of origins.
+
+        Args:
+            stop: End of the range; None: the number of documents.
+
+        Raises:
+            DataError, ConfigError: See `origin`.
+        """
+        first = whole("start", start)
+        end = self.num_documents if stop is None else whole("stop", stop)
+        if not 0 <= first <= end <= self.num_documents:
+            raise ConfigError(
+                f"documents are {first} to {end}; {self.prefix} has {self.num_documents}"
+            )
+        return None if self.origins_file is None else self.origins_file.read(first, end)
 
     def reopen_bin(self) -> BinaryIO | None:
         """The `.bin` as a file; None if it is not a file, or was replaced."""
@@ -384,6 +423,31 @@ class IndexedDataset:
             f"IndexedDataset({self.prefix!r}: {self.num_documents:,} documents, "
             f"{len(self):,} sequences, {self.num_tokens:,} tokens, {self.dtype})"
         )
+
+
+def fingerprint_of(idx: BinaryIO, bin_: BinaryIO) -> str:
+    """The fingerprint of a pair (see `IndexedDataset.fingerprint`), by its open files."""
+    index, data = (
+        (os.fstat(file.fileno()).st_size, partial(gather_in_turn, partial(_read_bytes, file)))
+        for file in (idx, bin_)
+    )
+    return _fingerprint(index, data)
+
+
+def _read_bytes(file: BinaryIO, byte_offset: int, num_bytes: int) -> NDArray[np.uint8]:
+    return np.frombuffer(os.pread(file.fileno(), num_bytes, byte_offset), np.uint8)
+
+
+def _fingerprint(*files: tuple[int, Callable[..., NDArray[np.uint8]]]) -> str:
+    """The fingerprint of files, each given by its size and a function that gathers pieces."""
+    digest = hashlib.blake2b(digest_size=16)
+    for size, gather in files:
+        digest.update(size.to_bytes(8, "little"))
+        last = max(size - _BLOCK, 0)
+        pieces = range(_FINGERPRINT_BLOCKS)
+        starts = np.array([last * piece // (_FINGERPRINT_BLOCKS - 1) for piece in pieces])
+        digest.update(gather(starts, np.minimum(_BLOCK, size - starts)).data)
+    return digest.hexdigest()
 
 
 def _cut(flat: NDArray[Any], offsets: NDArray[np.int64]) -> list[NDArray[Any]]:

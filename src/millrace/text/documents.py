@@ -1,174 +1,148 @@
-"""Documents from JSONL files: plain, gzip or zstd, one JSON object per line."""
+"""Documents: the texts of a part of a file, in batches, whatever the format."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import gzip
 import json
 import os
-import stat
-import sys
-import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from millrace import checks
-from millrace.errors import ConfigError, TextError
+from millrace.errors import ConfigError
+from millrace.text.blocks import (
+    BLOCK_SIZE,
+    LineBlock,
+    document_texts,
+    input_size,
+    read_blocks,
+)
+from millrace.text.parts import Part
+from millrace.text.records import (
+    BadDocumentError,
+    Text,
+    check_cell,
+    check_unicode,
+    id_of,
+    id_text,
+    orjson_loads,
+    parse_json,
+    text_at,
+)
+from millrace.text.streams import (
+    BLOCK_SIZE as STREAM_BLOCK_SIZE,
+)
+from millrace.text.streams import (
+    Block,
+    Boundary,
+    FileIdentity,
+    LongRecord,
+    Separator,
+    check_unchanged,
+    open_stream,
+    readable,
+    record_blocks,
+)
 
-BLOCK_SIZE = 1 << 20
-"""Bytes of text that are read and sent to a worker at a time; a longer line is not divided."""
+__all__ = [
+    "BLOCK_SIZE",
+    "MAX_DOCUMENT_SIZE",
+    "Documents",
+    "LineBlock",
+    "Reject",
+    "check_keys",
+    "document_texts",
+    "input_size",
+    "read_blocks",
+    "read_documents",
+]
 
-_GZIP_MAGIC = b"\x1f\x8b"
-_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
-_ZSTD_SKIPPABLE = b"\x2a\x4d\x18"  # after one byte from 0x50 to 0x5f: a frame without text
-_UTF8_BOM = b"\xef\xbb\xbf"
+MAX_DOCUMENT_SIZE = 1 << 28
+"""Size of the longest line, record or text that is read by default, in bytes."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class LineBlock:
-    """Whole lines of one file.
-
-    Attributes:
-        path: Path of the file, for messages.
-        first_line: Number of the first line, from 1.
-        data: Decompressed lines.
-        position: Bytes of the (compressed) file that have been read so far.
-    """
-
-    path: str
-    first_line: int
-    data: bytes
-    position: int
-
-
-def read_blocks(path: str | os.PathLike[str], block_size: int = BLOCK_SIZE) -> Iterator[LineBlock]:
-    """The lines of a file in blocks of about `block_size` bytes.
-
-    The first bytes of a file, not its name, tell gzip and zstd. The file is opened once and read
-    from start to end, so it may be a pipe.
-
-    Raises:
-        ConfigError: A block size that is not a whole number above 0.
-        TextError: A missing or unreadable file, damaged or truncated compressed data, or a file
-            that was truncated while it was read.
-    """
-    path = os.fsdecode(path)
-    return _read_blocks(path, checks.whole("block_size", block_size, 1))
-
-
-def _read_blocks(path: str, block_size: int) -> Iterator[LineBlock]:
-    try:
-        with open(path, "rb") as file:
-            source = _Source(file)
-            with _decompressed(source, path) as stream:
-                yield from _whole_lines(stream, source, path, block_size)
-            if source.position < source.size:
-                raise TextError(
-                    f"{path} had {source.size} bytes when it was opened, and ended after "
-                    f"{source.position}: it was truncated in between. Run again with the whole file"
-                )
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise TextError(
-            f"{path}: the compressed data are damaged or truncated ({error}). "
-            "Copy or write the file again"
-        ) from None
-    except OSError as error:
-        raise TextError(f"{path} cannot be read: {error.strerror or error}") from None
+Reject = Callable[[int, int, str, Iterable[bytes]], None]
+"""What is called for each line that cannot be used: with the number of the line within the part,
+the byte offset in the decompressed source (-1 for rows), the reason, and the bytes of the line."""
 
 
-def _whole_lines(stream: Any, source: _Source, path: str, block_size: int) -> Iterator[LineBlock]:
-    line = 1
-    rest: list[bytes] = []  # parts of a line whose end has not been read yet
-
-    def block(*parts: bytes) -> LineBlock:
-        data = b"".join((*rest, *parts))
-        if line == 1:
-            data = data.removeprefix(_UTF8_BOM)
-        return LineBlock(path=path, first_line=line, data=data, position=source.position)
-
-    while chunk := stream.read(block_size):
-        lines, newline, tail = chunk.rpartition(b"\n")
-        if newline:
-            whole = block(lines, newline)
-            yield whole
-            line += whole.data.count(b"\n")
-            rest = []
-        rest.append(tail)
-    if any(rest):
-        yield block()
-
-
-class _Source:
-    """A file whose first bytes are known before it is read, without seeking: it may be a pipe.
+@dataclass
+class Documents:
+    """A batch of documents, about 1 MB.
 
     Attributes:
-        first_bytes: First four bytes, or all of a shorter file.
-        size: Size of the file when it was opened; 0 for a pipe.
-        position: Number of bytes read.
+        texts: For each key, the text (or the list of texts) of each document.
+        lines: Line or row of each document, counted from the part's first, from 0: int64 [n].
+        byte_offsets: Position of each document's line in the decompressed source; -1 for rows:
+            int64 [n].
+        ids: Value of each document's id as text, or None.
+        num_lines: Number of lines or rows since the last batch, with blank and rejected ones.
+        num_bytes: Number of bytes since the last batch, as `Part.size` counts them.
     """
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.size = _regular_size(os.fstat(file.fileno())) or 0
-        self.first_bytes = self._unread = file.read(4)
-        self.position = 0
-
-    def read(self, size: int) -> bytes:
-        """At most `size` bytes; no bytes only at the end."""
-        data, self._unread = self._unread[:size], self._unread[size:]
-        data = data or self._file.read(size)
-        self.position += len(data)
-        return data
+    texts: list[list[Text]]
+    lines: NDArray[np.int64]
+    byte_offsets: NDArray[np.int64]
+    ids: list[str | None]
+    num_lines: int
+    num_bytes: int
 
 
-@contextlib.contextmanager
-def _decompressed(source: Any, path: str) -> Iterator[Any]:
-    magic = source.first_bytes
-    if magic.startswith(_GZIP_MAGIC):
-        with gzip.GzipFile(fileobj=source) as stream:
-            yield stream
-    elif magic == _ZSTD_MAGIC or (magic[1:] == _ZSTD_SKIPPABLE and magic[0] & 0xF0 == 0x50):
-        try:
-            if sys.version_info >= (3, 14):
-                from compression import zstd
-            else:
-                from backports import zstd
-        except ImportError:
-            raise TextError(
-                f"{path} is zstd-compressed, which needs the backports.zstd package: "
-                "pip install 'millrace[tokenizers]'"
-            ) from None
-        # For files of zstd --long=31.
-        window: dict[Any, int] = {zstd.DecompressionParameter.window_log_max: 31}
-        try:
-            with zstd.ZstdFile(source, options=window) as stream:
-                yield stream
-        except zstd.ZstdError as error:
-            raise TextError(
-                f"{path}: the zstd data are damaged ({error}). Copy or write the file again"
-            ) from None
-    else:
-        yield source
+def read_documents(
+    part: Part,
+    keys: Sequence[str],
+    *,
+    reject: Reject,
+    id_key: str = "id",
+    separator: str | None = None,
+    skip_empty: bool = False,
+    max_document_size: int = MAX_DOCUMENT_SIZE,
+    block_size: int = STREAM_BLOCK_SIZE,
+) -> Iterator[Documents]:
+    """The documents of a part, in order.
 
+    A line that cannot be used is not JSON in UTF-8, has no text under a key, has half of a
+    surrogate pair in it, or is longer than `max_document_size`. It goes to `reject`, which raises
+    or takes note, and reading goes on. The last batch may be without documents: it counts the
+    lines after the last document.
 
-def document_texts(block: LineBlock, keys: Sequence[str]) -> list[tuple[int, list[str]]]:
-    """The texts of a block's documents: (line number, a text for each key); skips blank lines.
+    Args:
+        part: What to read.
+        keys: Keys of the texts: JSON keys or columns. If there is none of that name, dots reach
+            into objects and struct columns. Plain text has only the key "text".
+        reject: Function of the line within the part, the byte offset, the reason and the bytes of
+            a line that cannot be used. It need not take the bytes.
+        id_key: Key of the document's id.
+        separator: Text between the documents of a plain text file; None: the file is a document.
+        skip_empty: Whether a document without text under all keys is rejected.
+        max_document_size: Size of the longest line, record or text, in bytes. A longer one is
+            never in memory, except of Parquet and Arrow.
+        block_size: Number of bytes to read at a time.
 
     Raises:
         ConfigError: Keys that are not a list of strings.
-        TextError: A line that is not a JSON object in UTF-8, or has no text under a key.
+        TextError: A file that cannot be read, is damaged or truncated, or was changed; a table
+            without a column for a key.
     """
     keys = check_keys(keys)
-    documents = []
-    for number, line in enumerate(block.data.split(b"\n"), start=block.first_line):
-        if not line or line.isspace():
-            continue
-        place = f"{block.path}, line {number}"
-        record = _parse(line, place)
-        documents.append((number, [_text(record, key, place) for key in keys]))
-    return documents
+    options = _Options(
+        keys=keys,
+        reject=reject,
+        id_key=id_key,
+        separator=separator,
+        skip_empty=skip_empty,
+        max_size=checks.whole("max_document_size", max_document_size, 1),
+    )
+    if part.format in ("parquet", "arrow"):
+        return _table_documents(part, options)
+    if part.format == "text" and keys != ("text",):
+        raise ConfigError(
+            f'{part.source} is plain text, which has only the key "text"; the keys are: '
+            f"{', '.join(keys)}"
+        )
+    return _stream_documents(part, options, block_size)
 
 
 def check_keys(keys: Sequence[str]) -> tuple[str, ...]:
@@ -183,58 +157,368 @@ def check_keys(keys: Sequence[str]) -> tuple[str, ...]:
     return names
 
 
-def _parse(line: bytes, place: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line.decode())
-    except UnicodeDecodeError as error:
-        raise TextError(
-            f"{place}: byte {error.start + 1} is not UTF-8 ({error.reason}). "
-            "Convert the file to UTF-8"
-        ) from None
-    except json.JSONDecodeError as error:
-        raise TextError(
-            f"{place}, column {error.colno}: not valid JSON ({error.msg}): {_excerpt(line)}. "
-            "Each line must be one JSON object; repair or remove the line"
-        ) from None
-    except (RecursionError, ValueError) as error:
-        raise TextError(f"{place}: the JSON cannot be read ({error}): {_excerpt(line)}") from None
-    if not isinstance(record, dict):
-        raise TextError(
-            f"{place}: a JSON {type(record).__name__}, not an object: {_excerpt(line)}. "
-            'Each line must be an object such as {"text": "..."}'
+@dataclass(frozen=True, kw_only=True)
+class _Options:
+    keys: tuple[str, ...]
+    reject: Reject
+    id_key: str
+    separator: str | None
+    skip_empty: bool
+    max_size: int
+
+
+class _Batch(NamedTuple):
+    """Documents; their lines, of which `num_lines` are read, count from the part's first."""
+
+    texts: list[list[Text]]
+    lines: NDArray[np.int64]
+    byte_offsets: NDArray[np.int64]
+    ids: list[str | None]
+    num_lines: int
+
+
+class _Progress:
+    """Lines and bytes between two batches."""
+
+    def __init__(self, part: Part) -> None:
+        self._size = part.size
+        self._num_lines = self._num_bytes = 0
+
+    def documents(self, batch: _Batch, position: int, total: int | None) -> Documents:
+        """The batch, after `position` of `total` bytes on disk; None: of a pipe."""
+        if total is not None:
+            position = self._size * min(position, total) // max(total, 1)
+        documents = Documents(
+            batch.texts,
+            batch.lines,
+            batch.byte_offsets,
+            batch.ids,
+            batch.num_lines - self._num_lines,
+            position - self._num_bytes,
         )
-    return record
+        self._num_lines, self._num_bytes = batch.num_lines, position
+        return documents
 
 
-def _text(record: dict[str, Any], key: str, place: str) -> str:
-    text = record.get(key)
-    if isinstance(text, str):
-        return text
-    if key in record:
-        problem = f'the value of "{key}" is a JSON {type(text).__name__}, not a string'
-    else:
-        keys = ", ".join(list(record)[:10]) or "none"
-        problem = f'there is no key "{key}"; its keys are: {keys}'
-    raise TextError(f"{place}: {problem}. Name the text's key with --json-keys")
+def _stream_documents(part: Part, options: _Options, block_size: int) -> Iterator[Documents]:
+    with open_stream(
+        part.path,
+        source=part.source,
+        compression=part.compression,
+        start=part.start,
+        stop=part.stop,
+        identity=part.identity,
+    ) as stream:
+        progress = _Progress(part)
+        offset = part.byte_offset + stream.first_byte
+        if part.format == "jsonl":
+            boundary: Boundary = Separator(b"\n")
+        elif part.format == "text":
+            boundary = Separator((options.separator or "").encode())
+        else:
+            from millrace.text.csv_records import CsvBoundary
+
+            boundary = CsvBoundary(part.format)
+        blocks = record_blocks(stream, boundary, options.max_size, block_size, offset)
+        if part.format == "jsonl":
+            batches = _json_batches(blocks, options)
+        elif part.format == "text":
+            batches = _text_batches(blocks, options)
+        else:
+            batches = _csv_batches(blocks, part, options)
+        for batch in batches:
+            documents = progress.documents(batch, stream.position, stream.size)
+            if documents.ids or documents.num_lines or documents.num_bytes:
+                yield documents
 
 
-def _excerpt(line: bytes) -> str:
-    text = line[:60].decode(errors="replace")
-    return repr(text + "..." if len(line) > 60 else text)
+def _no_documents(options: _Options, num_lines: int) -> _Batch:
+    empty = np.zeros(0, np.int64)
+    return _Batch([[] for _ in options.keys], empty, empty, [], num_lines)
 
 
-def input_size(path: str) -> int | None:
-    """The size of an input file, in bytes; None for a pipe; TextError if it cannot be read."""
+def _json_batches(blocks: Iterator[Block | LongRecord], options: _Options) -> Iterator[_Batch]:
+    loads = orjson_loads()
+    first = 0
+    for block in blocks:
+        if isinstance(block, LongRecord):
+            _reject_long(block, first, "line", options)
+            first += 1
+            continue
+        lines = block.data.split(b"\n")
+        if not lines[-1]:
+            lines.pop()
+        offsets = np.fromiter(map(len, lines), np.int64, len(lines))
+        np.cumsum(offsets + 1, out=offsets)
+        offsets[1:] = offsets[:-1] + block.byte_offset
+        offsets[0] = block.byte_offset
+        texts, ids, unused = _json_documents(lines, options, loads)
+        numbers = np.arange(len(lines), dtype=np.int64)
+        if unused:
+            for number, reason in sorted(unused.items()):
+                if reason:
+                    options.reject(first + number, int(offsets[number]), reason, (lines[number],))
+            numbers = np.delete(numbers, [*unused])
+        count = len(lines)
+        del lines, block  # the consumer may keep the batch for long
+        yield _Batch(texts, first + numbers, offsets[numbers], ids, first + count)
+        first += count
+    yield _no_documents(options, first)
+
+
+def _json_documents(
+    lines: list[bytes], options: _Options, loads: Callable[[bytes], Any] | None
+) -> tuple[list[list[Text]], list[str | None], dict[int, str]]:
+    """Texts and ids of lines, and the lines without a document, with the reason; "" if blank."""
+    keys = options.keys
+    unused: dict[int, str] = {}
+    doubtful: set[int] = set()  # may hold halves of surrogate pairs, which orjson refuses
+    if any(len(line) > options.max_size for line in lines):
+        for number, line in enumerate(lines):
+            if len(line) > options.max_size:
+                unused[number] = _too_long("line", options)
     try:
-        status = os.stat(path)
-    except OSError as error:
-        raise TextError(f"{path} cannot be read: {error.strerror}") from None
-    if stat.S_ISDIR(status.st_mode):
-        raise TextError(f"{path} is a folder; name its files")
-    if not os.access(path, os.R_OK):
-        raise TextError(f"{path} cannot be read: {os.strerror(errno.EACCES)}")
-    return _regular_size(status)
+        if loads is None or unused:
+            raise ValueError
+        records = list(map(loads, lines))
+    except ValueError:
+        records = [None] * len(lines)
+        for number, line in enumerate(lines):
+            if number in unused:
+                continue
+            try:
+                if loads is None:
+                    raise ValueError
+                records[number] = loads(line)
+            except ValueError:
+                if not line or line.isspace():
+                    unused[number] = ""
+                    continue
+                try:
+                    records[number] = parse_json(line)
+                    doubtful.add(number)
+                except BadDocumentError as error:
+                    unused[number] = str(error)
+    columns: list[list[Text]]
+    if not unused and not doubtful and not options.skip_empty:
+        try:
+            columns = [[record[key] for record in records] for key in keys]
+        except (KeyError, TypeError):
+            pass
+        else:
+            if all({*map(type, column)} == {str} for column in columns):
+                return columns, _json_ids(records, lines, options.id_key), unused
+    columns = [[] for _ in keys]
+    ids: list[str | None] = []
+    for number, record in enumerate(records):
+        if number in unused:
+            continue
+        try:
+            texts = [text_at(record, key) for key in keys]
+            if number in doubtful:
+                check_unicode(texts)
+            _check_not_empty(texts, options)
+        except BadDocumentError as error:
+            unused[number] = str(error)
+            continue
+        for column, text in zip(columns, texts, strict=True):
+            column.append(text)
+        ids.append(id_of(record, options.id_key, lines[number]))
+    return columns, ids, unused
 
 
-def _regular_size(status: os.stat_result) -> int | None:
-    return status.st_size if stat.S_ISREG(status.st_mode) else None
+def _json_ids(records: list[Any], lines: list[bytes], key: str) -> list[str | None]:
+    if "." not in key:
+        values = [record.get(key) for record in records]
+        if {*map(type, values)} <= {str, type(None)}:
+            return values
+    return [id_of(record, key, line) for record, line in zip(records, lines, strict=True)]
+
+
+def _text_batches(blocks: Iterator[Block | LongRecord], options: _Options) -> Iterator[_Batch]:
+    separator = (options.separator or "").encode()
+    line = 0
+    is_empty = True
+    for block in blocks:
+        is_empty = False
+        if isinstance(block, LongRecord):
+            _reject_long(block, line, "text", options)
+            line += block.num_newlines
+            continue
+        records = block.data.split(separator) if separator else [block.data]
+        if len(records) > 1 and not records[-1]:
+            records.pop()
+        yield _text_batch(records, separator, line, block.byte_offset, options)
+        line += block.data.count(b"\n")
+    if is_empty and not separator:
+        yield _text_batch([b""], separator, 0, 0, options)
+    yield _no_documents(options, line)
+
+
+def _text_batch(
+    records: list[bytes], separator: bytes, line: int, offset: int, options: _Options
+) -> _Batch:
+    texts: list[Text] = []
+    lines, offsets = [], []
+    for record in records:
+        try:
+            if len(record) > options.max_size:
+                raise BadDocumentError(_too_long("text", options))
+            try:
+                text = record.decode()
+            except UnicodeDecodeError as error:
+                raise BadDocumentError(
+                    f"byte {error.start + 1} of the text is not UTF-8 ({error.reason}). "
+                    "Convert the file to UTF-8"
+                ) from None
+            _check_not_empty([text], options)
+            texts.append(text)
+            lines.append(line)
+            offsets.append(offset)
+        except BadDocumentError as error:
+            options.reject(line, offset, str(error), (record,))
+        line += record.count(b"\n") + separator.count(b"\n")
+        offset += len(record) + len(separator)
+    return _Batch(
+        [texts], np.array(lines, np.int64), np.array(offsets, np.int64), [None] * len(texts), line
+    )
+
+
+def _csv_batches(
+    blocks: Iterator[Block | LongRecord], part: Part, options: _Options
+) -> Iterator[_Batch]:
+    from millrace.text import csv_records
+
+    line = 0
+    columns = part.columns
+    if columns is None:
+        columns, line, blocks = csv_records.split_header(blocks, part.source, part.format)
+        line -= 1
+    indices = None
+    for block in blocks:
+        if indices is None:  # an empty file needs no columns
+            indices = [csv_records.column_index(columns, key, part.source) for key in options.keys]
+            id_index = columns.index(options.id_key) if options.id_key in columns else None
+        if isinstance(block, LongRecord):
+            _reject_long(block, line, "record", options)
+            line += block.num_newlines
+            continue
+        texts: list[list[Text]] = [[] for _ in options.keys]
+        lines, offsets, ids = [], [], []
+        for record in csv_records.csv_records(block.data, part.format):
+            fields = record.fields
+            if not fields and not record.problem:
+                continue
+            try:
+                if record.end - record.byte_offset > options.max_size:
+                    raise BadDocumentError(_too_long("record", options))
+                if record.problem:
+                    raise BadDocumentError(record.problem)
+                if len(fields) != len(columns):
+                    raise BadDocumentError(
+                        f"the record has {len(fields)} fields, and the header line has "
+                        f"{len(columns)}. Quote fields with separators or line breaks in them"
+                    )
+                row = [fields[index] for index in indices]
+                _check_not_empty(row, options)
+            except BadDocumentError as error:
+                data = block.data[record.byte_offset : record.end]
+                options.reject(
+                    line + record.line, block.byte_offset + record.byte_offset, str(error), (data,)
+                )
+                continue
+            for column, text in zip(texts, row, strict=True):
+                column.append(text)
+            lines.append(line + record.line)
+            offsets.append(block.byte_offset + record.byte_offset)
+            ids.append(None if id_index is None else fields[id_index])
+        line += csv_records.num_lines(block.data)
+        yield _Batch(texts, np.array(lines, np.int64), np.array(offsets, np.int64), ids, line)
+    yield _no_documents(options, line)
+
+
+def _table_documents(part: Part, options: _Options) -> Iterator[Documents]:
+    from millrace.text import tables
+
+    with readable(part.source):
+        status = os.stat(part.path)
+    check_unchanged(part.source, status, part.identity)
+    progress = _Progress(part)
+    row = 0
+    for rows in tables.read_rows(
+        part.path, part.format, part.start, part.stop, options.keys, options.id_key, part.source
+    ):
+        count = len(rows.columns[0])
+        texts, unused = _table_texts(rows.columns, options)
+        for number, reason in unused.items():
+            values = {
+                key: column[number] for key, column in zip(options.keys, rows.columns, strict=True)
+            }
+            options.reject(row + number, -1, reason, (_row_bytes(values),))
+        numbers = np.delete(np.arange(count, dtype=np.int64), [*unused])
+        ids = [id_text(rows.ids[i]) if rows.ids else None for i in numbers]
+        batch = _Batch(texts, row + numbers, np.full(len(numbers), -1, np.int64), ids, row + count)
+        row += count
+        yield progress.documents(batch, int(rows.share * (1 << 32)), 1 << 32)
+    with readable(part.source):
+        after = os.stat(part.path)
+    check_unchanged(part.source, after, FileIdentity(status.st_size, status.st_mtime_ns))
+
+
+def _table_texts(
+    columns: list[list[Any]], options: _Options
+) -> tuple[list[list[Text]], dict[int, str]]:
+    """The texts of the rows, and the rows without a document, with the reason."""
+    is_simple = all({*map(type, column)} == {str} for column in columns)
+    if is_simple and not options.skip_empty:
+        num_characters = max(len(text) for column in columns for text in column)
+        if 4 * num_characters <= options.max_size:  # a character has at most 4 bytes
+            return columns, {}
+    texts: list[list[Text]] = [[] for _ in columns]
+    unused = {}
+    for number, values in enumerate(zip(*columns, strict=True)):
+        try:
+            row = [check_cell(value, key) for value, key in zip(values, options.keys, strict=True)]
+            if any(_size(text) > options.max_size for text in row):
+                raise BadDocumentError(_too_long("text", options))
+            _check_not_empty(row, options)
+        except BadDocumentError as error:
+            unused[number] = str(error)
+            continue
+        for column, text in zip(texts, row, strict=True):
+            column.append(text)
+    return texts, unused
+
+
+def _size(text: Text) -> int:
+    """Bytes of UTF-8."""
+    return len(text.encode()) if isinstance(text, str) else sum(map(_size, text))
+
+
+def _row_bytes(values: dict[str, Any]) -> bytes:
+    """A row as JSON; bytes that are not UTF-8 become halves of surrogate pairs."""
+    return json.dumps(
+        values,
+        default=lambda value: (
+            value.decode(errors="surrogateescape") if isinstance(value, bytes) else str(value)
+        ),
+    ).encode()
+
+
+def _check_not_empty(texts: Sequence[Text], options: _Options) -> None:
+    if options.skip_empty and not any(
+        text if isinstance(text, str) else any(text) for text in texts
+    ):
+        raise BadDocumentError("the document is empty")
+
+
+def _reject_long(record: LongRecord, line: int, name: str, options: _Options) -> None:
+    # The consumer may close what it gets; what is left of the record is skipped all the same.
+    chunks = (chunk for chunk in record.chunks)
+    options.reject(line, record.byte_offset, _too_long(name, options), chunks)
+
+
+def _too_long(name: str, options: _Options) -> str:
+    return (
+        f"the {name} is longer than {options.max_size} bytes. Raise max_document_size, or remove it"
+    )

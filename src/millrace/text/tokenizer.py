@@ -1,122 +1,315 @@
-"""Token ids from texts, by a Hugging Face `tokenizer.json`."""
+"""Token ids from texts: a vocabulary, and the encoder that reads it."""
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
+from millrace import checks
 from millrace.checks import shown
 from millrace.dtypes import optimal_dtype
 from millrace.errors import ConfigError, TextError
+from millrace.text.encoder_check import choose_encoder
+from millrace.text.encoders import ENCODERS, EncodeBatch, is_of_the_process, make_encoder
+from millrace.text.vocabularies import (
+    FunctionVocabulary,
+    Vocabulary,
+    import_tokenizers,
+    load_vocabulary,
+)
+
+__all__ = ["EOD_TOKENS", "Tokenizer", "encoded_size", "import_tokenizers"]
 
 EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """The usual end-of-document tokens; a tokenizer with exactly one of them needs no `eod_token`."""
 
 
 class Tokenizer:
-    """A Hugging Face fast tokenizer that encodes as `transformers` does: no truncation, no padding,
-    special tokens as the file's post-processor adds them.
+    """Ids from texts, equal to those of the library that defines the vocabulary.
+
+    No text is truncated or padded. A tokenizer is pickled by its content, so worker processes have
+    the same one even if the file changes meanwhile.
 
     Args:
-        path: Path of a `tokenizer.json`.
-        eod_token: Text of the end-of-document token; None: the one of `EOD_TOKENS` that the
-            tokenizer has.
+        path: Path of a Hugging Face `tokenizer.json`, a transformers folder, a sentencepiece
+            `.model` or a `.tiktoken` file; or "bytes" for the bytes of UTF-8 (EOD: 256).
+        eod_token: Text of the end-of-document token. None: the one that the files name, or the one
+            of `EOD_TOKENS` that the vocabulary has.
+        encoder: Library that encodes: one of `ENCODERS`, or "auto" for the fastest one that
+            agrees with the vocabulary's own library on a set of edge cases.
+        add_special_tokens: Whether to add the special tokens of the post-processor, or the BOS
+            and EOS of a sentencepiece model, to each text.
+        bos_token: Text of the beginning-of-document token. None: the one that the files name.
+        tiktoken_pattern: Pattern of a tiktoken file: a name ("gpt2", "r50k_base", "p50k_base",
+            "cl100k_base", "o200k_base") or a regular expression. None: the file's name tells it.
+        special_tokens_in_text: Whether the text of a special token, such as "<|endoftext|>" in a
+            document, becomes that token; otherwise it is encoded as plain text. Sentencepiece
+            always does the latter.
+
+    Attributes:
+        path: Path of the file or folder.
 
     Raises:
-        TextError: A file that is not a tokenizer, or has no such token.
-        ConfigError: An `eod_token` that is not a string.
+        TextError: A file that is not a tokenizer, or has no such token; a package that is not
+            installed.
+        ConfigError: An argument of a wrong type, or one that does not fit the vocabulary.
     """
 
-    def __init__(self, path: str | os.PathLike[str], eod_token: str | None = None) -> None:
-        self.path = os.fsdecode(path)
-        if eod_token is not None and not isinstance(eod_token, str):
-            raise ConfigError(f"eod_token is {eod_token!r}; give the token's text")
-        try:
-            with open(self.path, "rb") as file:
-                content = file.read()
-        except OSError as error:
-            raise TextError(f"{self.path} cannot be read: {error.strerror}") from None
-        self.fingerprint = hashlib.sha256(content).hexdigest()
-        self._tokenizer = _load(content, self.path)
-        self.eod_token = eod_token
-        if eod_token is not None and self._tokenizer.token_to_id(eod_token) is None:
-            raise TextError(
-                f"{self.path} has no token {eod_token!r}; give --eod-token one of its tokens"
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        eod_token: str | None = None,
+        *,
+        encoder: str = "auto",
+        add_special_tokens: bool = False,
+        bos_token: str | None = None,
+        tiktoken_pattern: str | None = None,
+        special_tokens_in_text: bool = True,
+    ) -> None:
+        self.path = checks.one_path("path", path)
+        texts = {
+            "eod_token": eod_token,
+            "bos_token": bos_token,
+            "tiktoken_pattern": tiktoken_pattern,
+        }
+        for name, value in texts.items():
+            if value is not None and not isinstance(value, str):
+                what = "the pattern" if name == "tiktoken_pattern" else "the token's text"
+                raise ConfigError(f"{name} is {shown(value)}; give {what}")
+        vocabulary = load_vocabulary(
+            self.path,
+            add_special_tokens=checks.flag("add_special_tokens", add_special_tokens),
+            special_tokens_in_text=checks.flag("special_tokens_in_text", special_tokens_in_text),
+            tiktoken_pattern=tiktoken_pattern,
+        )
+        for name, token in (("eod", eod_token), ("bos", bos_token)):
+            if token is not None and vocabulary.id_of(token) is None:
+                raise TextError(
+                    f"{self.path} has no token {token!r}; give --{name}-token one of its tokens"
+                )
+        self._set(vocabulary, eod_token, bos_token, encoder)
+
+    @classmethod
+    def from_function(
+        cls,
+        function: Callable[[str], Any],
+        *,
+        vocabulary_size: int,
+        eod: int | None = None,
+        name: str | None = None,
+    ) -> Tokenizer:
+        """A tokenizer that calls a function.
+
+        Args:
+            function: Function from a text to a list or array of ids. Worker processes need to
+                pickle it, so it must be defined in a module.
+            vocabulary_size: Number of ids; the largest id is one less.
+            eod: Id of the end-of-document token.
+            name: Name of the function in messages, and part of the fingerprint; None: its own.
+
+        >>> tokenizer = Tokenizer.from_function(lambda text: [len(text)], vocabulary_size=100)
+        >>> ids, lengths = tokenizer.encode_batch(["mill", "race!"])
+        >>> ids.tolist(), lengths.tolist()
+        ([4, 5], [1, 1])
+        """
+        if not callable(function):
+            raise ConfigError(f"function is {shown(function)}; give a function from text to ids")
+        size = checks.whole("vocabulary_size", vocabulary_size, 1, 2**31)
+        eod = None if eod is None else checks.whole("eod", eod, 0, size - 1)
+        if name is None:
+            name = getattr(function, "__qualname__", type(function).__qualname__)
+        self = cls.__new__(cls)
+        self.path = name
+        self._set(FunctionVocabulary(function, name, size, eod), None, None, "auto")
+        return self
+
+    def _set(
+        self, vocabulary: Vocabulary, eod_token: str | None, bos_token: str | None, encoder: str
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._eod_token, self._bos_token = eod_token, bos_token
+        self._encoder = encoder
+        if encoder not in ("auto", *ENCODERS):
+            raise ConfigError(
+                f"encoder is {shown(encoder)}; choose one of auto, {', '.join(ENCODERS)}"
+            )
+        if encoder not in ("auto", *vocabulary.encoder_names):
+            names = ", ".join(("auto", *vocabulary.encoder_names))
+            raise ConfigError(
+                f"encoder is {encoder!r}, which cannot read {self.path}; choose one of {names}"
             )
 
     @property
+    def fingerprint(self) -> str:
+        """SHA-256 of what decides the ids: equal for a `tokenizer.json` with other line breaks, key
+        order, truncation or padding settings."""
+        return self.fingerprints[0]
+
+    @cached_property
+    def fingerprints(self) -> tuple[str, str]:
+        """The fingerprint, and the SHA-256 of the file's bytes, which older sidecars hold."""
+        return self._vocabulary.fingerprints
+
+    @cached_property
     def vocabulary_size(self) -> int:
         """Number of tokens, including added ones."""
-        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+        return self._vocabulary.size
 
     @cached_property
     def dtype(self) -> np.dtype[Any]:
         """Dtype of stored ids: by the vocabulary's size, or by the largest id if ids have gaps."""
-        largest = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-        return optimal_dtype(max(self.vocabulary_size, largest + 1))
+        return optimal_dtype(max(self.vocabulary_size, self._vocabulary.largest_id + 1))
+
+    @property
+    def eod_token(self) -> str | None:
+        """Text of the end-of-document token; None if it is not known yet (see `eod`)."""
+        return self._eod_token or self._vocabulary.eod_token
 
     @cached_property
     def eod(self) -> int:
         """The id of the end-of-document token.
 
         Raises:
-            TextError: No `eod_token`, and a tokenizer with none or several of `EOD_TOKENS`.
+            TextError: No `eod_token`, and a vocabulary with none or several of `EOD_TOKENS`.
         """
-        if self.eod_token is None:
-            usual = [text for text in EOD_TOKENS if self._tokenizer.token_to_id(text) is not None]
+        token = self.eod_token
+        if token is None:
+            usual = [text for text in EOD_TOKENS if self._vocabulary.id_of(text) is not None]
             if len(usual) != 1:
                 what = f"several ({', '.join(usual)})" if usual else "none"
                 raise TextError(
                     f"{self.path} has {what} of the usual end-of-document tokens "
                     f"({', '.join(EOD_TOKENS)}). Name the token with --eod-token"
                 )
-            self.eod_token = usual[0]
-        return int(self._tokenizer.token_to_id(self.eod_token))
+            token = self._eod_token = usual[0]
+        return self._named_id(token, "eod")
+
+    @cached_property
+    def bos(self) -> int | None:
+        """The id of the beginning-of-document token, or None if there is none."""
+        token = self._bos_token or self._vocabulary.bos_token
+        return None if token is None else self._named_id(token, "bos")
+
+    def _named_id(self, token: str, kind: str) -> int:
+        number = self._vocabulary.id_of(token)
+        if number is None:
+            raise TextError(
+                f"{self.path} names the token {token!r}, but has no such token. "
+                f"Name another with --{kind}-token"
+            )
+        return int(number)
+
+    @cached_property
+    def unknown(self) -> int | None:
+        """The id of the unknown token; None if the vocabulary can encode every text."""
+        return self._vocabulary.unknown
 
     def special_tokens(self) -> dict[str, int]:
         """The ids of the special tokens, by name."""
-        tokens = self._tokenizer.get_added_tokens_decoder()
-        return {token.content: number for number, token in tokens.items() if token.special}
+        return self._vocabulary.special_tokens()
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text.
+    @property
+    def reference_name(self) -> str:
+        """Name of the library that defines the vocabulary's ids."""
+        return self._vocabulary.reference_name
+
+    @property
+    def encoder_name(self) -> str:
+        """Name of the library that encodes; with "auto", this checks the encoders."""
+        if self._encoder == "auto":
+            self._encoder, _ = choose_encoder(self._vocabulary)
+        return self._encoder
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the encoder is still to be chosen."""
+        return self._encoder == "auto"
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The vocabulary, with its reference library."""
+        return self._vocabulary
+
+    def with_encoder(self, name: str) -> Tokenizer:
+        """The same tokenizer with another encoder; ConfigError if it cannot read the vocabulary."""
+        other = type(self).__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other.__dict__.pop("_encode_batch", None)
+        other._set(self._vocabulary, self._eod_token, self._bos_token, name)
+        return other
+
+    @cached_property
+    def _encode_batch(self) -> EncodeBatch:
+        return make_encoder(self.encoder_name, self._vocabulary)
+
+    def encode_batch(self, texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+        """The ids of some texts.
+
+        Args:
+            texts: Texts, such as those of about 1 MB of documents.
+
+        Returns:
+            The ids of all texts in one array (uint32), and the number of ids of each (int64).
 
         Raises:
             ConfigError: Texts that are not a list of strings.
-            TextError: A text that is not valid Unicode.
+            TextError: A text that is not valid Unicode, or that the library cannot encode.
         """
+        if isinstance(texts, str) or not _are_texts(texts):
+            raise ConfigError(f"texts are {shown(texts)}; give a list of texts")
+        encode = self._encode_batch
         try:
-            return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts)]
-        except TypeError:
-            if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
-                raise ConfigError(f"texts are {shown(texts)}; give a list of texts") from None
+            return encode(list(texts))
+        except (TextError, ConfigError):
+            raise
+        except BaseException as error:
+            if is_of_the_process(error):
+                raise
             for text in texts:
                 encoded_size(text)
-            raise
+            raise TextError(
+                f"{self.encoder_name} cannot encode one of {len(texts)} texts: "
+                f"{error or type(error).__name__}. Encode them one by one to find it"
+            ) from error
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text, as lists; `encode_batch` is faster."""
+        ids, lengths = self.encode_batch(texts)
+        parts = np.split(ids, np.cumsum(lengths)[:-1]) if len(lengths) else []
+        return [part.tolist() for part in parts]
 
     def decode(self, ids: ArrayLike) -> str:
-        """The text of some ids, including special tokens."""
-        return str(self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False))
+        """The text of some ids, including special tokens.
+
+        Raises:
+            ConfigError: Ids that the vocabulary cannot decode.
+        """
+        numbers = np.asarray(ids).tolist()
+        try:
+            return self._vocabulary.decode(numbers)
+        except BaseException as error:
+            if is_of_the_process(error) or isinstance(error, ConfigError):
+                raise
+            raise ConfigError(
+                f"ids are {shown(numbers)}, which {self.path} cannot decode ({error}); its ids go "
+                f"from 0 to {self._vocabulary.largest_id}"
+            ) from None
 
     def __getstate__(self) -> dict[str, Any]:
-        # The content, not only the path: workers must have the same tokenizer as the job, even if
-        # the file changes meanwhile.
-        return {
-            "path": self.path,
-            "fingerprint": self.fingerprint,
-            "eod_token": self.eod_token,
-            "content": self._tokenizer.to_str(),
-        }
+        # Workers need these, but not the reference library that knows them.
+        _ = self.dtype, self.encoder_name
+        state = dict(self.__dict__)
+        state.pop("_encode_batch", None)
+        return state
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._tokenizer = _load(state.pop("content").encode(), state["path"])
-        self.__dict__.update(state)
+
+def _are_texts(texts: Any) -> bool:
+    return isinstance(texts, Sequence) and all(isinstance(text, str) for text in texts)
 
 
 def encoded_size(text: str, place: str = "") -> int:
@@ -128,28 +321,3 @@ def encoded_size(text: str, place: str = "") -> int:
             f"{place}character {error.start + 1} is the lone surrogate "
             f"U+{ord(text[error.start]):04X}, which is not valid Unicode. Repair or remove the text"
         ) from None
-
-
-def import_tokenizers() -> Any:
-    """The tokenizers package, which is optional."""
-    try:
-        import tokenizers
-    except ImportError:
-        raise TextError(
-            "tokenizing needs the tokenizers package: pip install 'millrace[tokenizers]'"
-        ) from None
-    return tokenizers
-
-
-def _load(content: bytes, path: str) -> Any:
-    tokenizers = import_tokenizers()
-    try:
-        tokenizer = tokenizers.Tokenizer.from_buffer(content)
-    except Exception as error:  # the library raises bare Exception and ValueError
-        raise TextError(
-            f"{path} is not a tokenizer file ({error}). Give a Hugging Face tokenizer.json"
-        ) from None
-    # A file may carry settings for training batches; documents must stay whole.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer

@@ -1,0 +1,91 @@
+"""What a task is, and what an executor does with tasks."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+from millrace.errors import ConfigError
+from millrace.interrupts import interruptible
+
+
+class Task(NamedTuple):
+    """One step of a job, which runs in one process without the other steps.
+
+    Attributes:
+        number: Number of the task in its job, from 0.
+        payload: What the function needs for this task; picklable.
+        name: Text that tells a user which part of the input this is, for error messages.
+    """
+
+    number: int
+    payload: Any
+    name: str = ""
+
+    def __str__(self) -> str:
+        return f"task {self.number} ({self.name})" if self.name else f"task {self.number}"
+
+
+Function = Callable[[Any, Task], Any]
+"""Called with the context and a task. A task may run twice, after a worker or a machine has died;
+both runs must have the same effect."""
+
+
+class Executor(Protocol):
+    """Runs a function on tasks, several at a time."""
+
+    def __call__(
+        self, function: Function, context: Any, tasks: Iterable[Task], *, workers: int
+    ) -> Generator[tuple[Task, Any], None, None]:
+        """Yields each task and its result, in the order in which they finish.
+
+        Args:
+            function: A function of an importable module, not of the script that runs.
+            context: First argument of every call; sent to each worker once.
+            tasks: The tasks. They are drawn as workers become free, at most 2 per worker ahead.
+            workers: Number of processes, at least 1.
+
+        Raises:
+            ConfigError: A function, context or task that a worker cannot load.
+            MillraceError: A task whose worker died in each of `ATTEMPTS` attempts.
+            Exception: The error of the function, or of drawing a task. It ends the job at once.
+        """
+
+
+ATTEMPTS = 3
+"""How often a task is tried whose worker dies. An error of the function is not tried again."""
+
+
+def interruptible_tasks(tasks: Iterable[Task]) -> Iterator[Task]:
+    """The tasks; Ctrl-C is taken while the next one is drawn."""
+    iterator = iter(tasks)
+    while True:
+        with interruptible():
+            try:
+                task = next(iterator)
+            except StopIteration:
+                return
+        yield task
+
+
+def pickled(name: str, value: Any) -> bytes:
+    """A value as bytes for another process."""
+    try:
+        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"{name} cannot be sent to a worker process: {error}. Use values that can be pickled, "
+            "and functions and classes of an importable module; or use workers=1"
+        ) from None
+
+
+def unpickled(data: bytes) -> Any:
+    """The value of `pickled`, in a worker."""
+    try:
+        return pickle.loads(data)
+    except (AttributeError, ImportError) as error:
+        raise ConfigError(
+            f"a worker process cannot load the function or its data: {error}. Workers do not run "
+            "the script that starts them: move its definitions into a module, or use workers=1"
+        ) from None

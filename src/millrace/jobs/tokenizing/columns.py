@@ -1,0 +1,154 @@
+"""Token ids of many documents in flat arrays, from the encoder to the file."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.store import IndexedDatasetBuilder
+from millrace.text import SentenceSplitter, Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """The tokens of one key of a batch of documents.
+
+    Attributes:
+        tokens: Tokens of all sequences, one after the other: [tokens].
+        lengths: Length of each sequence in tokens, int64 [sequences]. If `counts` is None, each
+            document is one sequence, and 0 stands for a document without tokens.
+        counts: Number of sequences of each document, int64 [documents], or None.
+    """
+
+    tokens: NDArray[Any]
+    lengths: NDArray[np.int64]
+    counts: NDArray[np.int64] | None
+
+    def select(self, mask: NDArray[np.bool_]) -> Column:
+        """The documents where `mask`, bool [documents], is True."""
+        if mask.all():
+            return self
+        sequences = mask if self.counts is None else np.repeat(mask, self.counts)
+        return Column(
+            tokens=self.tokens[np.repeat(sequences, self.lengths)],
+            lengths=self.lengths[sequences],
+            counts=None if self.counts is None else self.counts[mask],
+        )
+
+    def has_token(self, token: int) -> NDArray[np.bool_]:
+        """Whether each document has a token: bool [documents]."""
+        lengths = self.lengths
+        if self.counts is not None:
+            lengths = np.bincount(_numbers(self.counts), lengths, len(self.counts)).astype(np.int64)
+        has = np.zeros(len(lengths), np.bool_)
+        has[_numbers(lengths)[self.tokens == token]] = True
+        return has
+
+    def add_to(self, builder: IndexedDatasetBuilder) -> None:
+        """Appends the documents to an indexed dataset."""
+        if self.counts is None:
+            builder.add_documents(self.tokens, self.lengths)
+            return
+        sequence = token = 0
+        for count in self.counts.tolist():
+            lengths = self.lengths[sequence : sequence + count]
+            num_tokens = int(lengths.sum())
+            builder.add_document(self.tokens[token : token + num_tokens], lengths)
+            sequence += count
+            token += num_tokens
+
+
+def encode_column(
+    texts: Sequence[str | list[str]],
+    tokenizer: Tokenizer,
+    *,
+    splitter: SentenceSplitter | None,
+    first_token: int | None,
+    last_token: int | None,
+) -> Column:
+    """The tokens of documents, as Megatron-LM's script makes them.
+
+    A text is one sequence, or one for each sentence if there is a splitter; a list of texts has one
+    for each. Sequences without tokens are dropped.
+
+    Args:
+        texts: Text or list of texts of each document.
+        tokenizer: The tokenizer.
+        splitter: Splitter of texts into sentences, or None.
+        first_token, last_token: Token before the first, and after the last sequence of each
+            document with at least one token, as part of that sequence; None: no token.
+    """
+    if splitter is None and all(type(text) is str for text in texts):
+        ids, lengths = tokenizer.encode_batch(texts)  # type: ignore[arg-type]
+        starts, ends = _bounds(lengths)
+        is_full = lengths > 0
+        lengths = lengths + is_full * ((first_token is not None) + (last_token is not None))
+        tokens = _with_tokens(
+            ids, starts[is_full], ends[is_full], first_token, last_token, tokenizer.dtype
+        )
+        return Column(tokens=tokens, lengths=lengths, counts=None)
+    parts = [_sentences(text, splitter) for text in texts]
+    ids, lengths = tokenizer.encode_batch(list(itertools.chain.from_iterable(parts)))
+    documents = _numbers(np.fromiter(map(len, parts), np.int64, len(parts)))[lengths > 0]
+    lengths = lengths[lengths > 0]
+    counts = np.bincount(documents, minlength=len(parts))
+    starts, ends = _bounds(lengths)
+    last = np.cumsum(counts)[counts > 0] - 1  # the last sequence of each document
+    first = last - counts[counts > 0] + 1
+    tokens = _with_tokens(ids, starts[first], ends[last], first_token, last_token, tokenizer.dtype)
+    lengths[first] += first_token is not None
+    lengths[last] += last_token is not None
+    return Column(tokens=tokens, lengths=lengths, counts=counts)
+
+
+def _sentences(text: str | list[str], splitter: SentenceSplitter | None) -> list[str]:
+    if isinstance(text, list):
+        return text
+    return [text] if splitter is None else splitter.split(text)
+
+
+def _bounds(lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    ends = np.cumsum(lengths)
+    return ends - lengths, ends
+
+
+def _numbers(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Number i, counts[i] times, for each i."""
+    return np.repeat(np.arange(len(counts)), counts)
+
+
+def _with_tokens(
+    ids: NDArray[np.uint32],
+    starts: NDArray[np.int64],
+    ends: NDArray[np.int64],
+    first_token: int | None,
+    last_token: int | None,
+    dtype: np.dtype[Any],
+) -> NDArray[Any]:
+    """The ids in the dtype of the file, with a token before each start and after each end.
+
+    Args:
+        ids: Ids of all documents, uint32 [ids].
+        starts, ends: Bounds of the documents with ids, in order: int64 [documents].
+    """
+    num_firsts = 0 if first_token is None else 1
+    num_lasts = 0 if last_token is None else 1
+    if num_firsts + num_lasts == 0:
+        return ids.astype(dtype)
+    shifts = np.arange(len(starts)) * (num_firsts + num_lasts)
+    tokens = np.empty(len(ids) + len(starts) * (num_firsts + num_lasts), dtype)
+    is_id = np.ones(len(tokens), np.bool_)
+    for token, places in (
+        (first_token, starts + shifts),
+        (last_token, ends + shifts + num_firsts),
+    ):
+        if token is not None:
+            tokens[places] = token
+            is_id[places] = False
+    tokens[is_id] = ids
+    return tokens

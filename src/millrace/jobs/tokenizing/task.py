@@ -1,0 +1,436 @@
+"""A task of a tokenise job: documents of some parts of the input become a small indexed dataset."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import os
+import queue
+import threading
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.errors import TextError
+from millrace.jobs.engine import Task, commit
+from millrace.jobs.tokenizing.columns import Column, encode_column
+from millrace.store import IndexedDatasetBuilder, finalize_together
+from millrace.text import (
+    Documents,
+    Part,
+    SentenceSplitter,
+    Tokenizer,
+    compare_encoders,
+    read_documents,
+)
+
+Item = TypeVar("Item")
+
+_READ_SIZE = 1 << 20
+_LONGEST_CHECK = 100_000  # characters of a document that are compared: the reference is slow
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What each task of a job needs to know.
+
+    Attributes:
+        tokenizer: The tokenizer.
+        keys: Keys of the texts in a document.
+        id_key: Key of a document's id.
+        separator: Text between the documents of a plain text file, or None: the file is one.
+        splitter: Splitter of texts into sentences, or None.
+        first_token, last_token: Token at the start and end of each document, or None.
+        unknown: Token that makes a document unfit, or None.
+        num_partitions: Number of groups among which lines are dealt round robin.
+        on_error: What happens to lines that are not documents: "stop", "skip" or "quarantine".
+        max_document_size: Longest line, or text, in bytes.
+        check_rate: Share of documents that are compared with the reference library.
+    """
+
+    tokenizer: Tokenizer
+    keys: tuple[str, ...]
+    id_key: str
+    separator: str | None
+    splitter: SentenceSplitter | None
+    first_token: int | None
+    last_token: int | None
+    unknown: int | None
+    num_partitions: int
+    on_error: str
+    max_document_size: int
+    check_rate: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """The payload of a task.
+
+    Attributes:
+        journal: The first argument of `commit`.
+        folder: Path of the task's folder in the journal.
+        parts: What it reads.
+        checksum: Checksum of an unpacked piece that it reads, or None.
+    """
+
+    journal: str
+    folder: str
+    parts: tuple[Part, ...]
+    checksum: str | None
+
+
+def task_name(parts: Sequence[Part]) -> str:
+    """What a task reads, for messages."""
+    part = parts[0]
+    stop = "the end" if part.stop is None else f"{part.stop:,}"
+    more = f" and {len(parts) - 1:,} more" if len(parts) > 1 else ""
+    return f"{part.source} from {part.start:,} to {stop}{more}"
+
+
+def first_line_of(part: Part) -> int:
+    """The number of a part's first line; reads the lines before it if nobody knows it yet."""
+    if part.first_line is not None:
+        return part.first_line
+    with open(part.path, "rb") as file:
+        count, rest = 0, part.start - 1
+        while rest > 0 and (data := file.read(min(rest, _READ_SIZE))):
+            count += data.count(b"\n")
+            rest -= len(data)
+        # The part's first line begins after the newline at or after the byte before its start.
+        return count + 2
+
+
+def run_task(settings: Settings, task: Task) -> dict[str, Any]:
+    """Reads, encodes and commits a task; returns its record.
+
+    The record has `stem` (start of the names of its files), `documents`, `tokens` (per key),
+    `bytes` (of UTF-8 text), `lines` (per part) and `rejects`.
+    """
+    work: Work = task.payload
+    # Each attempt has its own names: one that was lost, and is not dead, disturbs no other.
+    stem = os.path.join(work.folder, os.urandom(6).hex())
+    tokenizer = settings.tokenizer
+    prefixes = [
+        [f"{stem}-{key}-{partition}" for partition in range(settings.num_partitions)]
+        for key in range(len(settings.keys))
+    ]
+    num_tokens = [0] * len(settings.keys)
+    num_documents = num_bytes = 0
+    origins = _Origins()
+    compare = _Comparison(settings, task.number)
+    with contextlib.ExitStack() as stack:
+        builders = [
+            [
+                stack.enter_context(IndexedDatasetBuilder(prefix, tokenizer.dtype, durable=False))
+                for prefix in group
+            ]
+            for group in prefixes
+        ]
+        rejects = stack.enter_context(Rejects(stem, settings, work.parts))
+        reader = _Reader(settings, work.parts, rejects)
+        for batch in stack.enter_context(contextlib.closing(_ahead(reader.batches()))):
+            columns = [
+                encode_column(
+                    texts,
+                    tokenizer,
+                    splitter=settings.splitter,
+                    first_token=settings.first_token,
+                    last_token=settings.last_token,
+                )
+                for texts in batch.documents.texts
+            ]
+            compare(batch.documents)
+            mask = _accepted(settings, columns, batch, rejects)
+            columns = [column.select(mask) for column in columns]
+            partitions = (batch.lines_before + batch.documents.lines) % settings.num_partitions
+            for key, column in enumerate(columns):
+                num_tokens[key] += len(column.tokens)
+                for partition, builder in enumerate(builders[key]):
+                    column.select(partitions[mask] == partition).add_to(builder)
+            num_documents += int(mask.sum())
+            num_bytes += batch.num_bytes
+            origins.add(batch, mask, partitions)
+        rejects.close()
+        finalize_together([builder for group in builders for builder in group])
+    files = [origins.write(stem), *rejects.files]
+    for group in prefixes:
+        files += [prefix + suffix for prefix in group for suffix in (".bin", ".idx")]
+    record = {
+        "stem": os.path.basename(stem),
+        "documents": num_documents,
+        "tokens": num_tokens,
+        "bytes": num_bytes,
+        "lines": reader.num_lines,
+        "rejects": rejects.count,
+        "checksum": work.checksum,
+    }
+    commit(work.journal, task.number, record, files)
+    return record
+
+
+def prefix_of(folder: str, record: dict[str, Any], key: int, partition: int) -> str:
+    """The prefix of a committed task's indexed dataset."""
+    return os.path.join(folder, f"{record['stem']}-{key}-{partition}")
+
+
+# ---- reading ahead ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Batch:
+    """Documents of one part.
+
+    Attributes:
+        documents: The documents.
+        part: Number of the part.
+        lines_before: Number of lines of the parts before it.
+        num_bytes: Bytes of UTF-8 text.
+    """
+
+    documents: Documents
+    part: int
+    lines_before: int
+    num_bytes: int
+
+
+class _Reader:
+    """The batches of all parts; `num_lines` is the number of lines of each part that was read."""
+
+    def __init__(self, settings: Settings, parts: Sequence[Part], rejects: Rejects) -> None:
+        self._settings, self._parts, self._rejects = settings, parts, rejects
+        self.num_lines = [0] * len(parts)
+
+    def batches(self) -> Iterator[_Batch]:
+        settings = self._settings
+        lines_before = 0
+        for number, part in enumerate(self._parts):
+            batches = read_documents(
+                part,
+                settings.keys,
+                reject=functools.partial(self._rejects.add, number),
+                id_key=settings.id_key,
+                separator=settings.separator,
+                # Megatron-LM makes an empty document of an empty text.
+                skip_empty=settings.on_error != "stop",
+                max_document_size=settings.max_document_size,
+            )
+            for documents in batches:
+                self.num_lines[number] += documents.num_lines
+                yield _Batch(
+                    documents=documents,
+                    part=number,
+                    lines_before=lines_before,
+                    num_bytes=sum(map(_num_bytes, documents.texts)),
+                )
+            lines_before += self.num_lines[number]
+
+
+def _num_bytes(texts: Sequence[str | list[str]]) -> int:
+    # An ASCII text is the usual case, and its size is known without encoding it.
+    return sum(
+        (len(text) if text.isascii() else len(text.encode()))
+        if isinstance(text, str)
+        else _num_bytes(text)
+        for text in texts
+    )
+
+
+def _ahead(items: Iterator[Item]) -> Generator[Item, None, None]:
+    """The items, made by a thread while the caller works: encoders release the GIL."""
+    ready: queue.Queue[tuple[Item | None, BaseException | None]] = queue.Queue(maxsize=1)
+    is_closed = threading.Event()
+
+    def put(item: Item | None, error: BaseException | None) -> None:
+        while not is_closed.is_set():
+            with contextlib.suppress(queue.Full):
+                ready.put((item, error), timeout=0.1)
+                return
+
+    def make() -> None:
+        try:
+            for item in items:
+                put(item, None)
+                if is_closed.is_set():
+                    return
+            put(None, None)
+        except BaseException as error:  # raised again in the caller's thread
+            put(None, error)
+
+    thread = threading.Thread(target=make, name="millrace-reader", daemon=True)
+    thread.start()
+    try:
+        while True:
+            item, error = ready.get()
+            if error is not None:
+                raise error
+            if item is None:
+                return
+            yield item
+    finally:
+        is_closed.set()
+        thread.join()
+
+
+# ---- lines that are not documents ----
+
+
+class Rejects:
+    """What a task rejects: raised, or written to two files.
+
+    `STEM.rejects.jsonl` has an object per line: the part, the line within the part, the byte
+    offset, the reason and the size; `STEM.rejects.bin` has the bytes of all, one after the other.
+    """
+
+    def __init__(self, stem: str, settings: Settings, parts: Sequence[Part]) -> None:
+        self._settings, self._parts = settings, parts
+        self._names = stem + ".rejects.jsonl", stem + ".rejects.bin"
+        self._resources = contextlib.ExitStack()
+        self._rows: Any = None
+        self._bytes: Any = None
+        self.count = 0
+
+    @property
+    def files(self) -> list[str]:
+        return [] if self._rows is None else list(self._names)
+
+    def add(
+        self, part: int, line: int, byte_offset: int, reason: str, data: Iterable[bytes]
+    ) -> None:
+        """Raises a TextError, or keeps a line that is not a document."""
+        if self._settings.on_error == "stop":
+            raise TextError(self._message(part, line, byte_offset, reason))
+        if self._rows is None:
+            self._rows = self._resources.enter_context(open(self._names[0], "wb"))  # noqa: SIM115
+            self._bytes = self._resources.enter_context(open(self._names[1], "wb"))  # noqa: SIM115
+        self.count += 1
+        size = 0
+        if self._settings.on_error == "quarantine":
+            for piece in data:
+                self._bytes.write(piece)
+                size += len(piece)
+        row = {
+            "part": part,
+            "line": line,
+            "byte_offset": byte_offset,
+            "reason": reason,
+            "size": size,
+        }
+        self._rows.write(json.dumps(row).encode() + b"\n")
+
+    def close(self) -> None:
+        self._resources.close()
+
+    def _message(self, part_number: int, line: int, byte_offset: int, reason: str) -> str:
+        part = self._parts[part_number]
+        what = "row" if part.format in ("parquet", "arrow") else "line"
+        return (
+            f"{part.source}, {what} {first_line_of(part) + line}: {reason}. Repair it, or go on "
+            f"without such {what}s: --on-error skip, or quarantine, which keeps their bytes"
+        )
+
+    def __enter__(self) -> Rejects:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _accepted(
+    settings: Settings, columns: Sequence[Column], batch: _Batch, rejects: Rejects
+) -> NDArray[np.bool_]:
+    """Whether each document is wanted: False where the unknown token makes it unfit."""
+    documents = batch.documents
+    mask = np.ones(len(documents.lines), np.bool_)
+    if settings.unknown is None:
+        return mask
+    for column in columns:
+        mask &= ~column.has_token(settings.unknown)
+    for number in np.flatnonzero(~mask).tolist():
+        rejects.add(
+            batch.part,
+            int(documents.lines[number]),
+            int(documents.byte_offsets[number]),
+            "a character that the tokenizer does not know",
+            [json.dumps([texts[number] for texts in documents.texts]).encode()],
+        )
+    return mask
+
+
+# ---- the reference ----
+
+
+class _Comparison:
+    """Compares a random sample of documents with the reference library."""
+
+    def __init__(self, settings: Settings, number: int) -> None:
+        self._tokenizer, self._rate = settings.tokenizer, settings.check_rate
+        if self._tokenizer.encoder_name == self._tokenizer.reference_name:
+            self._rate = 0.0
+        self._random = np.random.default_rng([number])
+
+    def __call__(self, documents: Documents) -> None:
+        if self._rate == 0:
+            return
+        chosen = np.flatnonzero(self._random.random(len(documents.lines)) < self._rate)
+        texts = []
+        for number in chosen.tolist():
+            for column in documents.texts:
+                text = column[number]
+                texts += [part[:_LONGEST_CHECK] for part in ([text] if type(text) is str else text)]
+        if not texts:
+            return
+        tokenizer = self._tokenizer
+        difference = compare_encoders(
+            tokenizer, tokenizer.with_encoder(tokenizer.reference_name), texts
+        )
+        if difference is not None:
+            raise TextError(
+                f"{tokenizer.encoder_name} and {tokenizer.reference_name} differ: {difference}. "
+                "The tokens cannot be trusted: run again with "
+                f"--encoder {tokenizer.reference_name} --restart"
+            )
+
+
+# ---- origins ----
+
+
+class _Origins:
+    """Where the documents of a task come from: part, line, byte offset, id and partition."""
+
+    def __init__(self) -> None:
+        self._columns: list[tuple[NDArray[Any], ...]] = []
+
+    def add(self, batch: _Batch, mask: NDArray[np.bool_], partitions: NDArray[np.int64]) -> None:
+        documents = batch.documents
+        ids = [None if text is None else text.encode() for text in documents.ids]
+        ids = list(itertools.compress(ids, mask))
+        self._columns.append(
+            (
+                np.full(len(ids), batch.part, np.int32),
+                documents.lines[mask],
+                documents.byte_offsets[mask],
+                partitions[mask].astype(np.int32),
+                np.fromiter(
+                    (-1 if name is None else len(name) for name in ids), np.int32, len(ids)
+                ),
+                np.frombuffer(b"".join(name for name in ids if name is not None), np.uint8),
+            )
+        )
+
+    def write(self, stem: str) -> str:
+        """Writes the columns as `STEM.npz`; returns its path."""
+        columns = [np.concatenate(parts) for parts in zip(*self._columns, strict=True)]
+        if not columns:
+            columns = [np.empty(0, np.int64)] * len(ORIGIN_COLUMNS)
+        path = stem + ".npz"
+        np.savez(path, **dict(zip(ORIGIN_COLUMNS, columns, strict=True)))
+        return path
+
+
+ORIGIN_COLUMNS = ("part", "line", "byte_offset", "partition", "id_length", "ids")
+"""Columns of a task's origins; `ids` are the ids' UTF-8 bytes, and a length of -1 is no id."""

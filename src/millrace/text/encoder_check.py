@@ -1,0 +1,161 @@
+"""Whether an encoder gives the ids of the library that defines the vocabulary."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.errors import ConfigError, TextError
+from millrace.text.edge_cases import edge_cases
+from millrace.text.encoders import EncodeBatch, is_of_the_process, make_encoder
+from millrace.text.vocabularies import Vocabulary
+
+if TYPE_CHECKING:
+    from millrace.text.tokenizer import Tokenizer
+
+_NUM_TOKENS_AS_TEXTS = 3000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """A text whose ids differ from the reference's.
+
+    Attributes:
+        text: The text.
+        ids: Ids of the encoder that was checked.
+        reference_ids: Ids of the reference library.
+        error: Error of the encoder for a text that the reference can encode, or "".
+    """
+
+    text: str
+    ids: list[int]
+    reference_ids: list[int]
+    error: str = ""
+
+    def __str__(self) -> str:
+        if self.error:
+            return f"it cannot encode the text {_excerpt(self.text)} ({self.error})"
+        pairs = zip(self.ids, self.reference_ids, strict=False)
+        length = min(len(self.ids), len(self.reference_ids))
+        place = next((i for i, (one, other) in enumerate(pairs) if one != other), length)
+        window = slice(max(place - 3, 0), place + 5)
+        return (
+            f"from token {place} the ids are {self.ids[window]} instead of "
+            f"{self.reference_ids[window]}, for the text {_excerpt(self.text)}"
+        )
+
+
+def _excerpt(text: str, most: int = 300) -> str:
+    return repr(text) if len(text) <= most else f"{text[:most]!r}... ({len(text):,} characters)"
+
+
+def compare_encoders(
+    tokenizer: Tokenizer, reference: Tokenizer, texts: Sequence[str]
+) -> Difference | None:
+    """The first text whose ids differ between two tokenizers, or None.
+
+    A text that the reference cannot encode is left out.
+    """
+    return _first_difference(tokenizer.encode_batch, reference.encode_batch, list(texts))
+
+
+def checked_tokenizer(tokenizer: Tokenizer, texts: Sequence[str] = ()) -> tuple[Tokenizer, str]:
+    """The tokenizer to use: the given one if its encoder agrees with the reference library.
+
+    Both encode a built-in set of edge cases and `texts`.
+
+    Args:
+        tokenizer: Tokenizer to check.
+        texts: Texts of the data, such as its first documents.
+
+    Returns:
+        A tokenizer whose encoder agrees, and the reason if it is not the encoder that `tokenizer`
+        asks for ("" otherwise).
+    """
+    name = "auto" if tokenizer.is_auto else tokenizer.encoder_name
+    name, message = choose_encoder(tokenizer.vocabulary, name, texts)
+    return tokenizer.with_encoder(name), message
+
+
+def choose_encoder(
+    vocabulary: Vocabulary, name: str = "auto", texts: Sequence[str] = ()
+) -> tuple[str, str]:
+    """The encoder `name`, or with "auto" the first one, that agrees with the reference.
+
+    Returns:
+        Its name, and if none agrees, the name of the reference and the reasons.
+    """
+    problems = []
+    for candidate in vocabulary.encoder_names if name == "auto" else (name,):
+        if candidate == vocabulary.reference_name:
+            break
+        problem = _problem(candidate, vocabulary, texts)
+        if not problem:
+            return candidate, ""
+        problems.append(problem)
+    if problems:
+        problems.append(f"{vocabulary.reference_name} is used instead")
+    return vocabulary.reference_name, "; ".join(problems)
+
+
+def _problem(name: str, vocabulary: Vocabulary, texts: Sequence[str]) -> str:
+    """Why an encoder cannot be used, or ""."""
+    try:
+        encode = make_encoder(name, vocabulary)
+    except (TextError, ConfigError) as error:
+        return f"{name} is not used: {error}"
+    for some in (edge_cases(vocabulary.added_tokens()), _token_texts(vocabulary), list(texts)):
+        difference = _first_difference(encode, vocabulary.encode_batch, some)
+        if difference is not None:
+            return f"{name} differs from {vocabulary.reference_name}: {difference}"
+    return ""
+
+
+def _first_difference(
+    encode: EncodeBatch, reference: EncodeBatch, texts: list[str]
+) -> Difference | None:
+    expected = _results(reference, texts)
+    results = _results(encode, texts)
+    for text, ids, reference_ids in zip(texts, results, expected, strict=True):
+        if isinstance(reference_ids, str):
+            continue
+        if isinstance(ids, str):
+            return Difference(text=text, reference_ids=reference_ids.tolist(), ids=[], error=ids)
+        if not np.array_equal(ids, reference_ids):
+            return Difference(text=text, reference_ids=reference_ids.tolist(), ids=ids.tolist())
+    return None
+
+
+def _results(encode: EncodeBatch, texts: list[str]) -> list[NDArray[np.uint32] | str]:
+    """The ids of each text, or the error that it raises."""
+    try:
+        ids, lengths = encode(texts)
+        bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        if len(lengths) != len(texts) or bounds[-1] != len(ids):
+            raise TextError(f"it returned {len(lengths)} lengths for {len(texts)} texts")
+        return [ids[start:stop] for start, stop in itertools.pairwise(bounds)]
+    except BaseException as error:
+        if is_of_the_process(error):
+            raise
+        if len(texts) == 1:
+            return [f"{error}" or type(error).__name__]
+    return [result for text in texts for result in _results(encode, [text])]
+
+
+def _token_texts(vocabulary: Vocabulary) -> list[str]:
+    """The texts of many tokens, alone and in a row."""
+    step = max(1, vocabulary.size // _NUM_TOKENS_AS_TEXTS)
+    texts = []
+    for number in range(0, vocabulary.size, step):
+        try:
+            texts.append(vocabulary.decode([number]))
+        except BaseException as error:  # ids may have gaps
+            if is_of_the_process(error):
+                raise
+    rows = [texts[start : start + 20] for start in range(0, len(texts), 20)]
+    return [*texts, *("".join(row) for row in rows), *(" ".join(row) for row in rows)]

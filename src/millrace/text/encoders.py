@@ -1,0 +1,206 @@
+"""Encoders: libraries that turn texts into ids, each behind one function.
+
+An encoder takes a list of texts and returns the ids of all of them in one array, and the number of
+ids of each text. The fast ones never make a Python object per id. All of them run on the threads
+that the environment of their library allows, which the workers of a job set to one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.checks import shown
+from millrace.errors import ConfigError, TextError
+from millrace.text.sentencepiece_json import tokenizer_json, user_defined_symbols
+from millrace.text.vocabularies import (
+    FlatIds,
+    JsonVocabulary,
+    SentencePieceVocabulary,
+    TiktokenVocabulary,
+    Vocabulary,
+    import_package,
+    joined_ids,
+    rank_lines,
+)
+
+ENCODERS = ("fastokens", "gigatoken", "tokenizers", "tiktoken", "sentencepiece", "bytes")
+"""The names of the encoders; "auto" chooses among them."""
+
+EncodeBatch = Callable[[list[str]], FlatIds]
+
+# An older form of the pattern, which fastokens knows by heart: it matches the same.
+_FASTOKENS_PATTERNS = {
+    "cl100k_base": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+}
+
+_GIGATOKEN_PATTERNS = {
+    "gpt2": "gpt2",
+    "r50k_base": "gpt2",
+    "cl100k_base": "gpt4",
+    "o200k_base": "o200k",
+}
+
+
+def make_encoder(name: str, vocabulary: Vocabulary) -> EncodeBatch:
+    """The encoder of a library for a vocabulary.
+
+    Raises:
+        ConfigError: A library that cannot read vocabularies of this kind, or lacks an option.
+        TextError: A package that is not installed, or a vocabulary that the library refuses.
+    """
+    if name not in vocabulary.encoder_names:
+        raise ConfigError(
+            f"encoder is {shown(name)}; a vocabulary of {vocabulary.reference_name} has the "
+            f"encoders auto, {', '.join(vocabulary.encoder_names)}"
+        )
+    if name == vocabulary.reference_name:
+        return vocabulary.encode_batch
+    make = {"fastokens": _fastokens, "gigatoken": _gigatoken}[name]
+    try:
+        return make(vocabulary)
+    except (ConfigError, TextError):
+        raise
+    except BaseException as error:
+        if is_of_the_process(error):
+            raise
+        raise TextError(f"{name} cannot read this vocabulary: {error}") from None
+
+
+def is_of_the_process(error: BaseException) -> bool:
+    """Whether an exception is not a library's answer; panics of Rust are BaseExceptions."""
+    return isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError))
+
+
+def _fastokens(vocabulary: Any) -> EncodeBatch:
+    package = import_package("fastokens", "the encoder fastokens", "tokenizers")
+    options = {"add_special_tokens": False, "split_special_tokens": False}
+    if isinstance(vocabulary, TiktokenVocabulary):
+        with _rank_file(vocabulary) as path:
+            pattern = _FASTOKENS_PATTERNS.get(vocabulary.pattern_name, vocabulary.pattern)
+            tokenizer = package.Tokenizer.from_tiktoken(
+                path, pattern=pattern, special_tokens=vocabulary.special_ids
+            )
+        options["split_special_tokens"] = not vocabulary.special_tokens_in_text
+    elif isinstance(vocabulary, SentencePieceVocabulary):
+        content = tokenizer_json(vocabulary.content, vocabulary.path)
+        tokenizer = package.Tokenizer.from_json_str(content)
+    else:
+        tokenizer = package.Tokenizer.from_json_str(vocabulary.content)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        options["add_special_tokens"] = vocabulary.add_special_tokens
+        options["split_special_tokens"] = not vocabulary.special_tokens_in_text
+
+    def encode_batch(texts: list[str]) -> FlatIds:
+        ids, offsets = tokenizer.encode_batch_flat(texts, **options)
+        bounds = np.frombuffer(offsets, np.uint64).astype(np.int64)
+        return np.frombuffer(ids, np.uint32), np.diff(bounds)
+
+    if isinstance(vocabulary, SentencePieceVocabulary):
+        return _as_sentencepiece(encode_batch, vocabulary)
+    return encode_batch
+
+
+def _gigatoken(vocabulary: Any) -> EncodeBatch:
+    package = import_package("gigatoken", "the encoder gigatoken", "encoders")
+    if isinstance(vocabulary, TiktokenVocabulary):
+        pattern = _GIGATOKEN_PATTERNS.get(vocabulary.pattern_name)
+        if pattern is None:
+            raise TextError(
+                "gigatoken has the tiktoken patterns "
+                f"{', '.join(_GIGATOKEN_PATTERNS)} only; choose another encoder"
+            )
+        special = vocabulary.special_ids if vocabulary.special_tokens_in_text else {}
+        with _rank_file(vocabulary) as path:
+            tokenizer = package.Tokenizer.from_tiktoken(path, pattern, special)
+    elif isinstance(vocabulary, SentencePieceVocabulary):
+        content = tokenizer_json(vocabulary.content, vocabulary.path)
+        tokenizer = package.Tokenizer.from_json(content)
+    else:
+        assert isinstance(vocabulary, JsonVocabulary)
+        for option, is_missing in (
+            ("add_special_tokens", vocabulary.add_special_tokens),
+            ("special_tokens_in_text=False", not vocabulary.special_tokens_in_text),
+        ):
+            if is_missing:
+                raise TextError(f"gigatoken has no option like {option}; choose another encoder")
+        tokenizer = package.Tokenizer.from_json(vocabulary.content)
+
+    def encode_batch(texts: list[str]) -> FlatIds:
+        layout = tokenizer.encode_batch(texts, parallel=False).layout
+        bounds = np.asarray(layout.offsets.data)
+        ids = np.asarray(layout.content.data)[bounds[0] : bounds[-1]]
+        return ids.astype(np.uint32, copy=False), np.diff(bounds).astype(np.int64, copy=False)
+
+    if isinstance(vocabulary, SentencePieceVocabulary):
+        return _as_sentencepiece(encode_batch, vocabulary)
+    return encode_batch
+
+
+def _as_sentencepiece(
+    encode_batch: EncodeBatch, vocabulary: SentencePieceVocabulary
+) -> EncodeBatch:
+    """Adds BOS, EOS and user-defined symbols to an encoder that knows none of them.
+
+    Texts with user-defined symbols are rare, and are left to sentencepiece.
+    """
+    first = last = -1
+    if vocabulary.add_special_tokens:
+        first, last = vocabulary.library.bos_id(), vocabulary.library.eos_id()
+    symbols = user_defined_symbols(vocabulary.content)
+    marks = symbols
+    if symbols:  # one search for what all of them begin with takes less time than many
+        pairs = zip(min(symbols), max(symbols), strict=False)
+        prefix = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
+        mark = "".join(character for character, _ in prefix)
+        marks = [mark] if len(mark) > 1 else symbols
+
+    def encode(texts: list[str]) -> FlatIds:
+        others = [i for i, text in enumerate(texts) if any(mark in text for mark in marks)]
+        if not others:
+            return surrounded(*encode_batch(texts), first, last)
+        plain_texts = list(texts)
+        for i in others:
+            plain_texts[i] = ""
+        ids, lengths = surrounded(*encode_batch(plain_texts), first, last)
+        parts = np.split(ids, np.cumsum(lengths)[:-1])
+        for i in others:
+            parts[i] = vocabulary.encode_batch([texts[i]])[0]
+        return joined_ids(parts)
+
+    return encode
+
+
+def surrounded(
+    ids: NDArray[np.uint32], lengths: NDArray[np.int64], first: int, last: int
+) -> FlatIds:
+    """Flat ids with an id before and after each text; a negative id adds nothing."""
+    stops = np.cumsum(lengths)
+    if last >= 0:
+        ids = np.insert(ids, stops, np.uint32(last))
+        lengths = lengths + 1
+        stops = np.cumsum(lengths)
+    if first >= 0:
+        ids = np.insert(ids, stops - lengths, np.uint32(first))
+        lengths = lengths + 1
+    return ids, lengths
+
+
+@contextlib.contextmanager
+def _rank_file(vocabulary: TiktokenVocabulary) -> Iterator[str]:
+    """A file of the ranks in memory: both libraries read only files."""
+    number = os.memfd_create("ranks.tiktoken")
+    try:
+        with os.fdopen(os.dup(number), "wb") as file:
+            file.write(rank_lines(vocabulary.ranks))
+        yield f"/proc/self/fd/{number}"
+    finally:
+        os.close(number)

@@ -1,0 +1,223 @@
+"""Files cut into parts that tasks read: ranges of divisible files, unpacked pieces of others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from millrace import checks
+from millrace.errors import ConfigError
+from millrace.text.inputs import InputFile
+from millrace.text.streams import (
+    BLOCK_SIZE,
+    Block,
+    Boundary,
+    FileIdentity,
+    Separator,
+    open_stream,
+    record_blocks,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What a task reads of one file. All fields are plain JSON values.
+
+    Attributes:
+        path: Path of the file; "-" for standard input.
+        format: Format, one of `millrace.text.inputs.FORMATS`.
+        compression: Compression of the file.
+        start: Start of the range: a byte of plain JSONL (the lines that begin in [start, stop)
+            belong to the part), a row group of Parquet, or a record batch of an Arrow file.
+        stop: End of the range, exclusive. None: the end of the file.
+        size: Number of bytes on disk, about, for progress; 0 if it is not known.
+        source: Path of the source in messages and provenance, which differs from `path` for an
+            unpacked piece.
+        byte_offset: Position of the file's byte 0 in the decompressed source.
+        first_line: Number of the part's first line, from 1, or row, from 0. None: unknown.
+        columns: Names of the columns of a CSV piece, which has no header line.
+        file_size: Size of the file when the job was planned; None: not compared.
+        mtime_ns: Time of the file's last change when the job was planned; None: not compared.
+    """
+
+    path: str
+    format: str
+    compression: str = ""
+    start: int = 0
+    stop: int | None = None
+    size: int = 0
+    source: str
+    byte_offset: int = 0
+    first_line: int | None
+    columns: tuple[str, ...] | None = None
+    file_size: int | None = None
+    mtime_ns: int | None = None
+
+    @property
+    def identity(self) -> FileIdentity:
+        """Size and time that the file must have."""
+        return FileIdentity(self.file_size, self.mtime_ns)
+
+
+@dataclass
+class Piece:
+    """Decompressed documents of a file that cannot be cut, to be written to a file.
+
+    Attributes:
+        part: How to read them: a part without a path. Its `size`, the bytes that were read of the
+            source, is known when `chunks` are exhausted.
+        chunks: Bytes of the piece. Those that are not taken before the next piece are skipped.
+    """
+
+    part: Part
+    chunks: Iterator[bytes]
+
+
+def parts_of(file: InputFile, size: int) -> list[Part]:
+    """Consecutive parts of about `size` bytes on disk; one part of a file that cannot be cut.
+
+    Raises:
+        ConfigError: A size that is not a whole number above 0.
+        TextError: A file that cannot be read or is damaged.
+    """
+    size = checks.whole("size", size, 1)
+    if file.is_divisible and file.format == "jsonl":
+        end = file.size or 0
+        return [
+            _part(
+                file,
+                start=start,
+                stop=min(start + size, end),
+                size=min(size, end - start),
+                first_line=None if start else 1,
+            )
+            for start in range(0, end, size)
+        ] or [_part(file)]
+    if file.is_divisible:
+        from millrace.text import tables
+
+        return [
+            _part(file, start=start, stop=stop, size=num_bytes, first_line=row)
+            for start, stop, num_bytes, row in tables.ranges(file.path, file.format, size)
+        ]
+    return [_part(file)]
+
+
+def _part(
+    file: InputFile,
+    *,
+    start: int = 0,
+    stop: int | None = None,
+    size: int | None = None,
+    first_line: int | None = -1,
+) -> Part:
+    if first_line == -1:
+        first_line = 0 if file.format in ("parquet", "arrow") else 1
+    return Part(
+        path=file.path,
+        format=file.format,
+        compression=file.compression,
+        start=start,
+        stop=stop,
+        size=(file.size or 0) if size is None else size,
+        source=file.path,
+        first_line=first_line,
+        file_size=file.size,
+        mtime_ns=file.mtime_ns,
+    )
+
+
+def pieces_of(
+    file: InputFile, size: int, *, separator: str | None = None, block_size: int = BLOCK_SIZE
+) -> Iterator[Piece]:
+    """The decompressed data of a file in pieces of about `size` bytes, cut between documents.
+
+    Each piece holds whole lines, CSV records, or texts with the separator after them; a plain
+    text file without a separator is one piece. An empty file has no piece, but for an empty text,
+    which is a document.
+
+    Args:
+        file: JSONL, CSV, TSV or plain text. A pipe is read once.
+        size: Size of a piece. The last is smaller; others are longer by up to `block_size`, or
+            the length of their last document.
+        separator: Text between the documents of a plain text file.
+        block_size: Number of bytes to read and decompress at a time.
+
+    Raises:
+        ConfigError: A file of another format, or a size that is not a whole number above 0.
+        TextError: A file that cannot be read, is damaged or truncated, or was changed.
+    """
+    size = checks.whole("size", size, 1)
+    if file.format not in ("jsonl", "csv", "tsv", "text"):
+        raise ConfigError(f"{file.path} is a {file.format} file, which is read without unpacking")
+    return _pieces_of(file, size, separator, min(block_size, size))
+
+
+def _pieces_of(
+    file: InputFile, size: int, separator: str | None, block_size: int
+) -> Iterator[Piece]:
+    identity = FileIdentity(file.size, file.mtime_ns)
+    with open_stream(
+        file.path, source=file.path, compression=file.compression, identity=identity
+    ) as stream:
+        columns: tuple[str, ...] | None = None
+        line = 1
+        end_mark = b""  # what follows the chunks of a long record
+        num_lines = _num_newlines
+        if file.format in ("csv", "tsv"):
+            from millrace.text import csv_records
+
+            boundary: Boundary = csv_records.CsvBoundary(file.format)
+            num_lines = csv_records.num_lines
+        else:
+            end_mark = b"\n" if file.format == "jsonl" else (separator or "").encode()
+            boundary = Separator(end_mark)
+        blocks = record_blocks(stream, boundary, BLOCK_SIZE, block_size)
+        if file.format in ("csv", "tsv"):
+            columns, line, blocks = csv_records.split_header(blocks, file.path, file.format)
+        block = next(blocks, None)
+        if block is None and file.format == "text" and not separator:
+            block = Block(0, b"")  # an empty document
+        position = 0
+
+        def chunks(piece: Piece) -> Iterator[bytes]:
+            nonlocal block, line, position
+            num_bytes = 0
+            while block is not None and num_bytes < size:
+                if isinstance(block, Block):
+                    yield block.data
+                    num_bytes += len(block.data)
+                    line += num_lines(block.data)
+                else:
+                    num_in_record = 0
+                    for chunk in block.chunks:
+                        yield chunk
+                        num_in_record += len(chunk)
+                    if block.size > num_in_record:
+                        yield end_mark
+                    num_bytes += block.size
+                    line += block.num_newlines
+                block = next(blocks, None)
+            piece.part = replace(piece.part, size=stream.position - position)
+            position = stream.position
+
+        while block is not None:
+            part = Part(
+                path="",
+                format=file.format,
+                source=file.path,
+                byte_offset=block.byte_offset,
+                first_line=line,
+                columns=columns,
+            )
+            piece = Piece(part, iter(()))
+            rest = chunks(piece)
+            # The consumer may close what it gets; the rest is skipped all the same.
+            piece.chunks = (chunk for chunk in rest)
+            yield piece
+            for _ in rest:
+                pass
+
+
+def _num_newlines(data: bytes) -> int:
+    return data.count(b"\n")

@@ -1,0 +1,296 @@
+"""Sentences of a text: by NLTK's Punkt, or by `sentencex`.
+
+Megatron-LM's script splits with Punkt, whose data must be installed; nothing is downloaded here.
+`sentencex` needs no data, knows more languages, and is many times faster.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from importlib.metadata import version
+from typing import Any
+
+from millrace.checks import flag, shown
+from millrace.errors import ConfigError, TextError
+
+MAX_CHARACTERS = 1_000_000
+"""Longer texts are cut before they are split, as Megatron-LM's script cuts them."""
+
+LIBRARIES = ("punkt", "sentencex")
+
+LANGUAGES = {
+    "albanian": "sq",
+    "arabic": "ar",
+    "armenian": "hy",
+    "basque": "eu",
+    "bengali": "bn",
+    "bulgarian": "bg",
+    "catalan": "ca",
+    "chinese": "zh",
+    "croatian": "hr",
+    "czech": "cs",
+    "danish": "da",
+    "dutch": "nl",
+    "english": "en",
+    "estonian": "et",
+    "finnish": "fi",
+    "french": "fr",
+    "german": "de",
+    "greek": "el",
+    "gujarati": "gu",
+    "hebrew": "he",
+    "hindi": "hi",
+    "hungarian": "hu",
+    "icelandic": "is",
+    "indonesian": "id",
+    "italian": "it",
+    "japanese": "ja",
+    "kannada": "kn",
+    "korean": "ko",
+    "latvian": "lv",
+    "lithuanian": "lt",
+    "malayalam": "ml",
+    "marathi": "mr",
+    "norwegian": "no",
+    "persian": "fa",
+    "polish": "pl",
+    "portuguese": "pt",
+    "punjabi": "pa",
+    "romanian": "ro",
+    "russian": "ru",
+    "serbian": "sr",
+    "slovak": "sk",
+    "slovene": "sl",
+    "spanish": "es",
+    "swahili": "sw",
+    "swedish": "sv",
+    "tamil": "ta",
+    "telugu": "te",
+    "thai": "th",
+    "turkish": "tr",
+    "ukrainian": "uk",
+    "urdu": "ur",
+    "vietnamese": "vi",
+}
+"""The ISO 639-1 code of each language, by NLTK's name."""
+
+
+class SentenceSplitter:
+    """Splits texts into sentences.
+
+    Punkt gives the sentences of Megatron-LM's script for the same data: the whitespace between
+    sentences is left out, or with `keep_newlines` it stays at the end of the sentence before it,
+    except at the end of the text. `sentencex` gives sentences without surrounding whitespace; with
+    `keep_newlines` they are the whole text, one after the other.
+
+    A splitter can be pickled, with Punkt's data: other processes and machines need none.
+
+    Args:
+        lang: Language, by NLTK's name ("english") or ISO code ("en").
+        keep_newlines: Whether sentences keep the whitespace that follows them.
+        library: "punkt", "sentencex", or "auto": Punkt if its data for the language is installed,
+            else sentencex.
+
+    Attributes:
+        library: The library that splits, "punkt" or "sentencex".
+        name: Library, version and language, for the provenance of token files.
+
+    Raises:
+        ConfigError: An unknown language or library.
+        TextError: The library or its data is not installed; in `split`, a text that is not valid
+            Unicode, or one that takes Punkt too long.
+
+    Example:
+        >>> SentenceSplitter("english", library="sentencex").split("It rains.  Does it? Yes.")
+        ['It rains.', 'Does it?', 'Yes.']
+    """
+
+    def __init__(
+        self, lang: str = "english", *, keep_newlines: bool = False, library: str = "auto"
+    ) -> None:
+        language, code = _language(lang)
+        self.keep_newlines = flag("keep_newlines", keep_newlines)
+        if library not in ("auto", *LIBRARIES):
+            raise ConfigError(
+                f"library is {shown(library)}; it is one of auto, {', '.join(LIBRARIES)}"
+            )
+        self._code = code
+        self._punkt: Any = None  # Punkt's parameters
+        found = None if library == "sentencex" else _load_punkt(language)
+        if found is not None:
+            self._punkt, data = found
+            self.library = "punkt"
+            self.name = f"nltk {version('nltk')} {data} {language}"
+        elif library == "punkt":
+            raise TextError(
+                f"NLTK's Punkt data for {language} is not installed. Install it (`python -m "
+                "nltk.downloader punkt_tab`, or a copy of its folder and NLTK_DATA), install nltk "
+                "if that is missing, or split with sentencex"
+            )
+        else:
+            _import_sentencex(language)
+            self.library = "sentencex"
+            self.name = f"sentencex {version('sentencex')} {code}"
+        self._make_splitter()
+
+    def split(self, text: str) -> list[str]:
+        """The sentences of a text."""
+        if len(text) <= MAX_CHARACTERS:
+            return self._split(text)
+        return [
+            sentence
+            for start in range(0, len(text), MAX_CHARACTERS)
+            for sentence in self._split(text[start : start + MAX_CHARACTERS])
+        ]
+
+    def _split(self, text: str) -> list[str]:
+        if self._tokenizer is not None:
+            try:
+                sentences: list[str] = self._tokenizer.tokenize(text)
+            except TimeoutError as error:  # later versions of NLTK stop a search that takes long
+                raise TextError(
+                    f"Punkt cannot split a text of {len(text)} characters ({error}). Remove the "
+                    "text, or split with sentencex"
+                ) from None
+            return sentences
+        try:
+            pieces = self._segment(self._code, text)
+        except UnicodeEncodeError as error:
+            raise TextError(
+                f"character {error.start + 1} of a text is the lone surrogate "
+                f"U+{ord(text[error.start]):04X}, which is not valid Unicode. Repair the text"
+            ) from None
+        if self.keep_newlines:
+            return _with_whitespace(pieces)
+        stripped = map(str.strip, pieces)
+        return [sentence for sentence in stripped if sentence]
+
+    def _make_splitter(self) -> None:
+        self._tokenizer: Any = None
+        self._segment: Any = None
+        if self._punkt is None:
+            self._segment = _import_sentencex(self._code).segment
+        else:
+            self._tokenizer = _punkt_tokenizer(self._punkt, self.keep_newlines)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_tokenizer": None, "_segment": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._make_splitter()
+
+
+def _language(lang: Any) -> tuple[str, str]:
+    """NLTK's name and the ISO code of a language; a code that NLTK has no name for stands alone."""
+    if isinstance(lang, str):
+        name = lang.lower()
+        if name in LANGUAGES:
+            return name, LANGUAGES[name]
+        for language, code in LANGUAGES.items():
+            if code == name:
+                return language, code
+        if name.isascii() and name.isalpha() and len(name) in (2, 3):
+            return name, name
+    raise ConfigError(
+        f"the language is {shown(lang)}; give an ISO code of two or three letters, or one of "
+        f"{', '.join(LANGUAGES)}"
+    )
+
+
+def _with_whitespace(pieces: list[str]) -> list[str]:
+    """The pieces; those of whitespace alone are added to the piece before, or at the start to the
+    piece after."""
+    sentences: list[str] = []
+    lead = ""
+    for piece in pieces:
+        if not piece.isspace():
+            sentences.append(lead + piece)
+            lead = ""
+        elif sentences:
+            sentences[-1] += piece
+        else:
+            lead += piece
+    return [*sentences, lead] if lead else sentences
+
+
+def _import_sentencex(language: str) -> Any:
+    try:
+        import sentencex
+    except ImportError:
+        raise TextError(
+            f"neither NLTK's Punkt data for {language} nor the sentencex package is installed: pip "
+            "install 'millrace[tokenizers]', or `python -m nltk.downloader punkt_tab`"
+        ) from None
+    return sentencex
+
+
+# ---- Punkt ----
+
+
+def _load_punkt(language: str) -> tuple[Any, str] | None:
+    """Punkt's parameters for a language, and the name of its data; None if they are not installed.
+
+    NLTK looks in its own folders, and those that NLTK_DATA names. The newer `punkt_tab` comes
+    first; the older `punkt` is a pickle.
+    """
+    try:
+        from nltk import data
+        from nltk.tokenize import punkt
+    except ImportError:
+        return None
+    try:
+        folder = data.find(f"tokenizers/punkt_tab/{language}/")
+        return punkt.load_punkt_params(folder), "punkt_tab"
+    except LookupError:
+        pass
+    for folder in ("punkt/PY3", "punkt"):
+        try:
+            pointer = data.find(f"tokenizers/{folder}/{language}.pickle")
+        except LookupError:
+            continue
+        with pointer.open() as file:
+            content = file.read()
+        try:
+            return _PunktUnpickler(io.BytesIO(content)).load()._params, "punkt"
+        except Exception as error:  # a pickle may raise anything
+            raise TextError(f"{pointer} is not Punkt's data ({error}); install it again") from None
+    return None
+
+
+_PICKLED = frozenset(
+    """collections.defaultdict nltk.probability.FreqDist builtins.int builtins.set __builtin__.int
+    __builtin__.long __builtin__.set __builtin__.object copy_reg._reconstructor
+    copyreg._reconstructor""".split()
+)
+"""What a Punkt model holds besides Punkt's classes, also as Python 2 wrote it."""
+
+
+class _PunktUnpickler(pickle.Unpickler):
+    """Loads a Punkt model: no other classes, as a pickle could run any code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_punkt = module == "nltk.tokenize.punkt" and name.startswith("Punkt") and "." not in name
+        if is_punkt or f"{module}.{name}" in _PICKLED:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} is not a part of a Punkt model")
+
+
+def _punkt_tokenizer(parameters: Any, keep_newlines: bool) -> Any:
+    from nltk.tokenize.punkt import PunktLanguageVars, PunktSentenceTokenizer
+
+    class WhitespaceBefore(PunktLanguageVars):  # type: ignore[misc]
+        """Counts whitespace after a sentence to the sentence, not to the gap to the next.
+
+        A candidate for a sentence's end is a run of characters without whitespace up to its last
+        end mark, and the whitespace behind it. It can only begin where such a run begins: saying so
+        changes no match, and spares a search from each character of long runs.
+        """
+
+        _period_context_fmt = (
+            r"(?<!\S)\S*%(SentEndChars)s\s*(?=(?P<after_tok>%(NonWord)s|(?P<next_tok>\S+)))"
+        )
+
+    variables = WhitespaceBefore() if keep_newlines else PunktLanguageVars()
+    return PunktSentenceTokenizer(parameters, lang_vars=variables)

@@ -1,0 +1,556 @@
+"""Bytes of one file, plain or compressed, and the records that a separator divides them into."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, BinaryIO, NamedTuple, Protocol
+
+from millrace.errors import TextError
+
+BLOCK_SIZE = 1 << 20
+"""Number of bytes that are read and decompressed at a time; a longer record is read in several."""
+
+STDIN = "-"
+"""The path that means standard input."""
+
+COMPRESSIONS = ("gzip", "zstd", "bz2", "xz")
+
+NUM_MAGIC_BYTES = 10
+"""Number of bytes that tell every compression."""
+
+_INPUT_SIZE = 1 << 17  # compressed bytes that are read at a time
+_UTF8_BOM = b"\xef\xbb\xbf"
+
+
+class FileIdentity(NamedTuple):
+    """Size and time of a regular file; both None for a pipe."""
+
+    size: int | None
+    mtime_ns: int | None
+
+
+ANY_FILE = FileIdentity(None, None)
+
+
+class ByteStream(Protocol):
+    """Decompressed bytes.
+
+    Attributes:
+        position: Number of bytes on disk that have been read, of the range if there is one.
+        size: Number of bytes on disk to read; None for a pipe.
+        first_byte: Position of the first byte in the decompressed file.
+    """
+
+    @property
+    def position(self) -> int: ...
+
+    @property
+    def size(self) -> int | None: ...
+
+    @property
+    def first_byte(self) -> int: ...
+
+    def read(self, size: int, /) -> bytes:
+        """At least one byte and at most `size`; no bytes only at the end."""
+        ...
+
+
+def compression_of(first_bytes: bytes) -> str:
+    """The compression of a file that begins with `first_bytes`; empty for none.
+
+    >>> compression_of(bytes.fromhex("1f8b08000000")), compression_of(b'{"text": "a"}')
+    ('gzip', '')
+    """
+    if first_bytes.startswith(b"\x1f\x8b"):
+        return "gzip"
+    if first_bytes.startswith(b"\x28\xb5\x2f\xfd"):
+        return "zstd"
+    if first_bytes[1:4] == b"\x2a\x4d\x18" and first_bytes[0] & 0xF0 == 0x50:
+        return "zstd"  # a skippable frame, which has no text
+    if first_bytes.startswith(b"\xfd7zXZ\x00"):
+        return "xz"
+    if first_bytes.startswith(b"BZh") and first_bytes[4:10] in (
+        b"\x31\x41\x59\x26\x53\x59",  # a block
+        b"\x17\x72\x45\x38\x50\x90",  # the end of an empty stream
+    ):
+        return "bz2"
+    return ""
+
+
+@contextlib.contextmanager
+def open_stream(
+    path: str,
+    *,
+    source: str,
+    compression: str = "",
+    start: int = 0,
+    stop: int | None = None,
+    identity: FileIdentity = ANY_FILE,
+) -> Iterator[ByteStream]:
+    """The decompressed bytes of a file.
+
+    A pipe is read once and never sought; its first bytes tell its compression.
+
+    Args:
+        path: Path of the file; "-" for standard input.
+        source: Name of the file in messages.
+        compression: Compression of a regular file, one of `COMPRESSIONS`, or empty.
+        start: First byte of a range of a plain file: the lines that begin in the range are read.
+        stop: Last byte of that range, exclusive. None: the end of the file.
+        identity: Size and time that the file must have. Fields that are None are not compared.
+
+    Raises:
+        TextError: A file that cannot be read, is damaged or truncated, or was changed.
+    """
+    with readable(source), _open_binary(path) as file:
+        status = os.fstat(file.fileno())
+        check_unchanged(source, status, identity)
+        regular = stat.S_ISREG(status.st_mode) and path != STDIN
+        stream: ByteStream
+        if not regular:
+            raw = _File(file, source)
+            compression = compression_of(raw.peek(NUM_MAGIC_BYTES))
+        else:
+            raw = _File(file, source, status.st_size)
+        if compression:
+            stream = _Decompressed(raw, compression, source)
+        elif start or stop is not None:
+            stream = _LineRange(raw, start, stop)
+        else:
+            stream = raw
+        yield stream
+        if regular:
+            identity = FileIdentity(status.st_size, status.st_mtime_ns)
+            check_unchanged(source, os.fstat(file.fileno()), identity)
+
+
+@contextlib.contextmanager
+def readable(source: str) -> Iterator[None]:
+    """Turns the errors of reading and decompressing into a TextError that names the file."""
+    try:
+        yield
+    except EOFError:
+        raise TextError(
+            f"{source}: the compressed data end too early. Copy or write the file again"
+        ) from None
+    except OSError as error:
+        raise TextError(f"{source} cannot be read: {error.strerror or error}") from None
+
+
+def check_unchanged(source: str, status: os.stat_result, identity: FileIdentity) -> None:
+    """TextError if a file has another size or time than it had."""
+    size, mtime_ns = identity
+    if size is not None and status.st_size != size:
+        raise TextError(
+            f"{source} has {status.st_size} bytes, and had {size} before: it was changed while "
+            "the job was running. Run again when the file is complete"
+        )
+    if mtime_ns is not None and status.st_mtime_ns != mtime_ns:
+        raise TextError(
+            f"{source} was written to while the job was running. Run again when the file is "
+            "complete"
+        )
+
+
+def _open_binary(path: str) -> BinaryIO:
+    if path == STDIN:
+        return open(0, "rb", buffering=0, closefd=False)
+    return open(path, "rb", buffering=0)
+
+
+class _File:
+    """Bytes of a file or pipe as they are."""
+
+    first_byte = 0
+
+    def __init__(self, file: BinaryIO, source: str, size: int | None = None) -> None:
+        self._file = file
+        self._source = source
+        self.size = size
+        self._ahead = b""
+        self.position = 0
+
+    def peek(self, size: int) -> bytes:
+        """The first `size` bytes, or all of a shorter file, which the next `read` gives again."""
+        while len(self._ahead) < size and (data := self._file.read(size - len(self._ahead))):
+            self._ahead += data
+        return self._ahead
+
+    def seek(self, position: int) -> None:
+        self._file.seek(position)
+        self.position = position
+
+    def read(self, size: int) -> bytes:
+        if self._ahead:
+            data, self._ahead = self._ahead[:size], self._ahead[size:]
+        else:
+            data = self._file.read(size)
+        self.position += len(data)
+        if not data and self.size is not None and self.position < self.size:
+            raise TextError(
+                f"{self._source} had {self.size} bytes when it was opened, and ended after "
+                f"{self.position}: it was truncated in between. Run again with the whole file"
+            )
+        return data
+
+
+class _LineRange:
+    """The lines of a plain file that begin in [start, stop)."""
+
+    def __init__(self, raw: _File, start: int, stop: int | None) -> None:
+        self._raw = raw
+        self._start = start
+        self._stop = sys.maxsize if stop is None else stop
+        self._ahead = b""
+        self.size = max(min(self._stop, raw.size or 0) - start, 0)
+        self.first_byte = start
+        self._has_ended = start >= self._stop
+        if start and not self._has_ended:
+            self._skip_to_line()
+
+    def _skip_to_line(self) -> None:
+        """Skips the line that began before the range; a line break before it is its end."""
+        raw = self._raw
+        raw.seek(self._start - 1)
+        while raw.position < self._stop:
+            data = raw.read(min(BLOCK_SIZE, self._stop - raw.position))
+            if not data:
+                break
+            end = data.find(b"\n") + 1
+            if end:
+                self._ahead = data[end:]
+                self.first_byte = raw.position - len(self._ahead)
+                self._has_ended = self.first_byte >= self._stop
+                return
+        self._has_ended = True
+
+    @property
+    def position(self) -> int:
+        return min(self._raw.position, self._stop) - self._start
+
+    def read(self, size: int) -> bytes:
+        if self._has_ended:
+            return b""
+        if self._ahead:
+            data, self._ahead = self._ahead, b""
+        elif self._raw.position < self._stop:
+            data = self._raw.read(min(size, self._stop - self._raw.position))
+        else:  # the rest of the last line
+            data = self._raw.read(size)
+            end = data.find(b"\n") + 1
+            if end:
+                self._has_ended = True
+            return data[: end or None]
+        if self._raw.position >= self._stop and data.endswith(b"\n"):
+            self._has_ended = True
+        return data
+
+
+class _Decompressed:
+    """Bytes of a compressed file, which may be several streams one after the other.
+
+    The file classes of Python's modules are not used: they take a damaged beginning of a second
+    stream for the end of the file.
+    """
+
+    first_byte = 0
+
+    def __init__(self, raw: _File, compression: str, source: str) -> None:
+        self._raw = raw
+        self._source = source
+        self._new, self._errors = _decompressors(compression, source)
+        self._has_padding = compression in ("gzip", "xz")  # zeros after a stream
+        self._current: _Decompressor | None = None
+
+    @property
+    def position(self) -> int:
+        return self._raw.position
+
+    @property
+    def size(self) -> int | None:
+        return self._raw.size
+
+    def read(self, size: int) -> bytes:
+        try:
+            return self._read(size)
+        except self._errors as error:
+            raise TextError(
+                f"{self._source}: the compressed data are damaged ({error}). "
+                "Copy or write the file again"
+            ) from None
+
+    def _read(self, size: int) -> bytes:
+        while True:
+            current = self._current
+            if current is None or current.eof:
+                compressed = self._start_of_stream()
+                if not compressed:
+                    return b""
+                current = self._current = self._new()
+            elif current.needs_input:
+                compressed = self._raw.read(_INPUT_SIZE)
+                if not compressed:
+                    data = current.decompress(b"", size)  # what zlib still has inside
+                    if not data and not current.eof:
+                        raise EOFError
+                    if data:
+                        return data
+                    continue
+            else:
+                compressed = b""
+            data = current.decompress(compressed, size)
+            if data:
+                return data
+
+    def _start_of_stream(self) -> bytes:
+        """The first bytes of the next stream; no bytes at the end of the file."""
+        if self._current is None:
+            return self._raw.read(_INPUT_SIZE)
+        compressed = self._current.unused_data
+        while True:
+            if self._has_padding:
+                compressed = compressed.lstrip(b"\0")
+            if compressed:
+                return compressed
+            compressed = self._raw.read(_INPUT_SIZE)
+            if not compressed:
+                return b""
+
+
+class _Decompressor(Protocol):
+    """One compressed stream, by the interface of `bz2.BZ2Decompressor`."""
+
+    @property
+    def eof(self) -> bool: ...
+
+    @property
+    def needs_input(self) -> bool: ...
+
+    @property
+    def unused_data(self) -> bytes: ...
+
+    def decompress(self, data: bytes, size: int, /) -> bytes: ...
+
+
+def _decompressors(compression: str, source: str) -> tuple[Callable[[], _Decompressor], Any]:
+    """A function that makes a decompressor, and the class, or classes, of its errors."""
+    if compression == "gzip":
+        return _gzip_decompressors()
+    if compression == "bz2":
+        import bz2
+
+        return bz2.BZ2Decompressor, OSError
+    if compression == "xz":
+        import lzma
+
+        return lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ), lzma.LZMAError
+    try:
+        if sys.version_info >= (3, 14):
+            from compression import zstd
+        else:
+            from backports import zstd
+    except ImportError:
+        raise TextError(
+            f"{source} is zstd-compressed, which needs the backports.zstd package: "
+            "pip install 'millrace[tokenizers]'"
+        ) from None
+    window: dict[Any, int] = {zstd.DecompressionParameter.window_log_max: 31}  # --long=31
+    return lambda: zstd.ZstdDecompressor(options=window), zstd.ZstdError
+
+
+def _gzip_decompressors() -> tuple[Callable[[], _Decompressor], Any]:
+    import zlib
+
+    module: Any = zlib
+    with contextlib.suppress(ImportError):
+        # 2.5 times as fast as zlib.
+        module = importlib.import_module("isal.isal_zlib")
+
+    class Gzip:
+        """A gzip member."""
+
+        def __init__(self) -> None:
+            self._decompressor = module.decompressobj(wbits=31)
+
+        @property
+        def eof(self) -> bool:
+            return bool(self._decompressor.eof)
+
+        @property
+        def needs_input(self) -> bool:
+            return not self._decompressor.unconsumed_tail
+
+        @property
+        def unused_data(self) -> bytes:
+            return bytes(self._decompressor.unused_data)
+
+        def decompress(self, data: bytes, size: int, /) -> bytes:
+            data = self._decompressor.unconsumed_tail + data
+            return bytes(self._decompressor.decompress(data, size))
+
+    return Gzip, (zlib.error, module.error)
+
+
+@dataclass
+class Block:
+    """Whole records.
+
+    Attributes:
+        byte_offset: Position of the first byte in the decompressed data.
+        data: Records, each with the separator after it; only the last of a file may lack it.
+    """
+
+    byte_offset: int
+    data: bytes
+
+
+@dataclass
+class LongRecord:
+    """A record that is longer than the limit, and is not in memory.
+
+    Attributes:
+        byte_offset: Position of its first byte in the decompressed data.
+        chunks: Its bytes in pieces, without the separator. What is not taken from it before the
+            next block is read, is skipped.
+        size: Number of bytes with the separator; complete when the next block is read.
+        num_newlines: Number of line breaks in those bytes; complete when the next block is read.
+    """
+
+    byte_offset: int
+    chunks: Iterator[bytes]
+    size: int = 0
+    num_newlines: int = 0
+
+
+class Boundary(Protocol):
+    """Where records end."""
+
+    def last_end(self, data: bytes) -> int:
+        """The position after the last whole record of data that begin with a record; or 0."""
+        ...
+
+    def first_end(self, data: bytes) -> tuple[int, int] | None:
+        """The end of the first record, without and with its separator; None if it is not there."""
+        ...
+
+    def keep(self, data: bytes) -> tuple[int, bytes]:
+        """How to look for the end of a record of which `data`, in which it is not, are a part.
+
+        Returns:
+            The position from which the data are looked at again, and bytes to put before them.
+        """
+        ...
+
+
+class Separator:
+    """Records that end with a separator. Without one, all data are one record."""
+
+    def __init__(self, separator: bytes) -> None:
+        self._separator = separator
+
+    def last_end(self, data: bytes) -> int:
+        separator = self._separator
+        if not separator:
+            return 0
+        if len(separator) == 1:
+            return data.rfind(separator) + 1
+        # From left to right: separators such as "\n\n" may overlap themselves.
+        return len(data) - len(data.split(separator)[-1])
+
+    def first_end(self, data: bytes) -> tuple[int, int] | None:
+        end = data.find(self._separator) if self._separator else -1
+        return None if end < 0 else (end, end + len(self._separator))
+
+    def keep(self, data: bytes) -> tuple[int, bytes]:
+        return max(len(data) - max(len(self._separator) - 1, 0), 0), b""
+
+
+def record_blocks(
+    stream: ByteStream,
+    boundary: Boundary,
+    max_size: int,
+    block_size: int = BLOCK_SIZE,
+    byte_offset: int = 0,
+) -> Iterator[Block | LongRecord]:
+    """The records of a stream, in blocks of about `block_size` bytes.
+
+    A byte order mark at the beginning of a source is left out, and counts in the offsets.
+
+    Args:
+        stream: The bytes.
+        boundary: Where records end.
+        max_size: Size from which a record is a `LongRecord`.
+        block_size: Number of bytes to read at a time.
+        byte_offset: Position of the stream's first byte in the source.
+    """
+    offset = byte_offset
+    data = b""
+    if offset == 0:
+        while len(data) < len(_UTF8_BOM) and (more := stream.read(block_size)):
+            data += more
+        if data.startswith(_UTF8_BOM):
+            data = data[len(_UTF8_BOM) :]
+            offset = len(_UTF8_BOM)
+    while True:
+        end = boundary.last_end(data)
+        if end:
+            yield Block(offset, data[:end])
+            offset += end
+            data = data[end:]
+        if len(data) > max_size:
+            tail: list[bytes] = []
+            record = LongRecord(offset, iter(()))
+            record.chunks = _long_record(stream, data, boundary, record, tail, block_size)
+            yield record
+            for _ in record.chunks:
+                pass
+            offset += record.size
+            data = b"".join(tail)
+            if data:
+                continue
+        # Reads grow with a long record, so that its bytes are copied and searched few times.
+        more = stream.read(max(block_size, len(data)))
+        if not more:
+            break
+        data += more
+    if data:
+        yield Block(offset, data)
+
+
+def _long_record(
+    stream: ByteStream,
+    data: bytes,
+    boundary: Boundary,
+    record: LongRecord,
+    tail: list[bytes],
+    block_size: int,
+) -> Iterator[bytes]:
+    """The bytes of a record; the bytes after its separator go to `tail`."""
+    num_added = 0  # bytes at the beginning of `data` that are not of the file
+    while True:
+        ends = boundary.first_end(data)
+        if ends:
+            end, after = ends
+            record.size += after - num_added
+            record.num_newlines += data.count(b"\n", num_added, after)
+            tail.append(data[after:])
+            if end > num_added:
+                yield data[num_added:end]
+            return
+        more = stream.read(block_size)
+        position, added = boundary.keep(data) if more else (len(data), b"")
+        chunk = data[num_added:position]
+        data = added + data[max(position, num_added) :] + more
+        num_added = len(added)
+        record.size += len(chunk)
+        record.num_newlines += chunk.count(b"\n")
+        if chunk:
+            yield chunk
+        if not more:
+            return

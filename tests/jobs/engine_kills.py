@@ -1,0 +1,114 @@
+"""Kills a job on the engine, and its workers, at random instants.
+
+    python -m tests.jobs.engine_kills --kills 100 --seed 1
+
+Each round starts the job anew and kills it (SIGKILL), or first some of its workers and then it. In
+the end the output equals an undisturbed run's, only tasks in flight ran twice, and no file and no
+process is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import subprocess
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from tests.jobs.engine_job import command, expected_output
+
+WORKERS = 2
+SECONDS = 0.02  # of a task
+WAIT = 60.0  # seconds until something hangs
+
+
+def run_kills(folder: Path, num_kills: int, seed: int) -> str:
+    """Makes at least `num_kills` kills in finished and unfinished jobs; a text on what happened."""
+    chance = random.Random(seed)
+    counts: Counter[str] = Counter()
+    while counts["parents"] + counts["workers"] < num_kills:
+        _run_one_job(folder / f"job{counts['jobs']}", chance, counts, num_kills)
+        counts["jobs"] += 1
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
+
+
+def _run_one_job(prefix: Path, chance: random.Random, counts: Counter[str], num_kills: int) -> None:
+    num_tasks = chance.randrange(40, 90)
+    start = Counter(counts)
+    arguments = command(prefix, "--tasks", num_tasks, "--workers", WORKERS, "--seconds", SECONDS)
+    while True:
+        process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, start_new_session=True)
+        if counts["parents"] + counts["workers"] < num_kills:
+            _disturb(process, chance, counts)
+        status = process.wait(WAIT)
+        _wait_for_end_of_session(process.pid)
+        assert status in (0, -signal.SIGKILL), f"{prefix}: exit status {status}"
+        if status == 0:
+            break
+    output = prefix.with_name(prefix.name + ".out")
+    log = prefix.with_name(prefix.name + ".log")
+    assert output.read_bytes() == expected_output(num_tasks)
+    left = {path.name for path in prefix.parent.iterdir()} - {output.name, log.name}
+    assert not left, f"files are left: {left}"
+    runs = log.read_text().count("\n")
+    killed = (counts - start)["parents"] * WORKERS + (counts - start)["workers"]
+    assert num_tasks <= runs <= num_tasks + killed, f"{runs} runs of {num_tasks} tasks: {counts}"
+    counts["repeated tasks"] += runs - num_tasks
+    output.unlink()
+    log.unlink()
+
+
+def _disturb(process: subprocess.Popen[bytes], chance: random.Random, counts: Counter[str]) -> None:
+    """Kills one worker now and then, and perhaps the job."""
+    # A task fails whose worker is killed three times: so only up to two of a run are.
+    for _ in range(chance.randrange(3)):
+        time.sleep(chance.uniform(0, 0.5))
+        workers = _session(process.pid) - {process.pid}
+        if workers:
+            try:
+                os.kill(chance.choice(sorted(workers)), signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+            counts["workers"] += 1
+    if chance.random() < 0.8:
+        time.sleep(chance.uniform(0, 1.2))
+        if process.poll() is None:
+            process.kill()
+            counts["parents"] += 1
+
+
+def _session(leader: int) -> set[int]:
+    """The living processes of a session."""
+    members = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == leader and fields[0] != "Z":
+            members.add(int(path.parent.name))
+    return members
+
+
+def _wait_for_end_of_session(leader: int) -> None:
+    deadline = time.monotonic() + WAIT
+    while _session(leader):
+        assert time.monotonic() < deadline, "a worker outlived its parent"
+        time.sleep(0.005)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        print(run_kills(Path(folder), options.kills, options.seed))
+
+
+if __name__ == "__main__":
+    main()

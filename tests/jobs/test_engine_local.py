@@ -1,0 +1,280 @@
+"""Tasks in worker processes: order, deaths, errors, and what a worker inherits."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.errors import ConfigError, MillraceError, TextError
+from millrace.jobs.engine import Task, run_local
+from tests.jobs import engine_functions as functions
+from tests.jobs.engine_kills import run_kills
+
+HANG = 60.0  # seconds
+
+
+def tasks_of(payloads: Any) -> list[Task]:
+    return [Task(number, payload, f"part {number}") for number, payload in enumerate(payloads)]
+
+
+def workers_of(pid: int) -> list[int]:
+    """The worker processes of a process."""
+    workers = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+            is_worker = b"millrace.jobs.engine.local" in (path.parent / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if int(fields[1]) == pid and is_worker and fields[0] != "Z":
+            workers.append(int(path.parent.name))
+    return workers
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_every_task_has_its_result(workers: int) -> None:
+    tasks = tasks_of(range(50))
+    results = dict(run_local(functions.multiply, 3, iter(tasks), workers=workers))
+    assert results == {task: 3 * task.payload for task in tasks}
+    assert list(run_local(functions.multiply, 3, [], workers=workers)) == []
+    assert workers_of(os.getpid()) == []
+
+
+def test_large_contexts_payloads_and_many_small_tasks() -> None:
+    sizes = [5_000_000, 1, 40_000, 3_000_000, 1 << 15, *range(100)]
+    tasks = tasks_of(bytes(size) for size in sizes)
+    context = bytes(20_000_000)
+    results = dict(run_local(functions.size_of, context, tasks, workers=2))
+    assert sorted(results.values()) == sorted(size + len(context) for size in sizes)
+
+
+def test_tasks_are_drawn_at_most_two_per_worker_ahead() -> None:
+    num_drawn = 0
+
+    def tasks() -> Iterator[Task]:
+        nonlocal num_drawn
+        for number in range(100):
+            num_drawn += 1
+            assert num_drawn - num_finished <= 2 * 2 + 1
+            yield Task(number, 0)
+
+    num_finished = 0
+    for _ in run_local(functions.sleep, None, tasks(), workers=2):
+        num_finished += 1
+    assert (num_drawn, num_finished) == (100, 100)
+
+
+def test_tasks_run_at_the_same_time_and_come_back_as_they_finish() -> None:
+    results = run_local(functions.sleep, None, tasks_of([1.5, 0, 0, 0]), workers=2)
+    numbers, pids = zip(*((task.number, pid) for task, pid in results), strict=True)
+    assert numbers[-1] == 0 or numbers[-2] == 0
+    assert len(set(pids)) == 2
+
+
+def test_close_ends_the_workers_at_once() -> None:
+    results = run_local(functions.sleep, None, tasks_of([0, 1000, 1000, 1000]), workers=3)
+    next(results)
+    assert len(workers_of(os.getpid())) == 3
+    results.close()
+    assert workers_of(os.getpid()) == []
+
+
+# ---- deaths ----
+
+
+def test_a_task_is_tried_again_when_its_worker_dies(tmp_path: Path) -> None:
+    results = run_local(functions.die_at_first, str(tmp_path), tasks_of(range(9)), workers=2)
+    attempts = {task.number: count for task, (count, _) in results}
+    assert attempts == {number: 3 if number % 3 == 0 else 1 for number in range(9)}
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("kill", "was killed by signal 9 (Killed): by a user, or by a limit on memory"),
+        ("abort", "crashed with signal 6 (Aborted)"),
+        ("exit", "exited with status 3; its output on stderr says why"),
+    ],
+)
+def test_a_task_whose_worker_always_dies_is_an_error(how: str, message: str) -> None:
+    text = re.escape(f"the worker process of task 0 (part 0) died 3 times: it {message}")
+    with pytest.raises(MillraceError, match=text):
+        list(run_local(functions.die, how, tasks_of(range(1)), workers=2))
+    assert workers_of(os.getpid()) == []
+
+
+def test_the_number_of_attempts_can_be_one() -> None:
+    with pytest.raises(MillraceError, match=r"task 0 \(part 0\) died once"):
+        list(run_local(functions.die, "kill", tasks_of(range(1)), workers=2, attempts=1))
+
+
+def test_a_worker_that_leaves_a_process_behind_is_missed(tmp_path: Path) -> None:
+    """The process holds the worker's socket, which therefore does not close."""
+    start = time.monotonic()
+    results = run_local(functions.fork_and_die, str(tmp_path), tasks_of([0]), workers=2)
+    assert [result for _, result in results] == ["second attempt"]
+    assert time.monotonic() - start < HANG
+
+
+def test_kills_of_jobs_and_workers(tmp_path: Path) -> None:
+    run_kills(tmp_path, num_kills=4, seed=int.from_bytes(os.urandom(4), "little"))
+
+
+# ---- errors ----
+
+
+@pytest.mark.parametrize(
+    ("payload", "kind", "message"),
+    [
+        (0, ZeroDivisionError, "division by zero"),
+        ("text", TextError, "line 3 is bad"),
+        ("unpicklable", MillraceError, "in a worker process: UnpicklableError"),
+        ("result", ConfigError, "the result of a task cannot be sent"),
+    ],
+)
+def test_an_error_of_the_function_ends_the_job(
+    payload: Any, kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message) as caught:
+        list(run_local(functions.fail, None, tasks_of(["wait", payload]), workers=2))
+    if not isinstance(caught.value, (TextError, ConfigError)):
+        assert "in fail" in str(caught.value.__cause__)  # the worker's traceback
+    assert workers_of(os.getpid()) == []
+
+
+def test_an_error_in_drawing_a_task_ends_the_job() -> None:
+    def tasks() -> Iterator[Task]:
+        yield Task(0, 1000)
+        raise TextError("the input is gone")
+
+    with pytest.raises(TextError, match="the input is gone"):
+        list(run_local(functions.sleep, None, tasks(), workers=2))
+    assert workers_of(os.getpid()) == []
+
+
+def test_what_workers_cannot_load_is_refused() -> None:
+    for workers in (0, -1, 1.5, "2"):
+        with pytest.raises(ConfigError, match="workers is"):
+            list(run_local(functions.multiply, 2, [], workers=workers))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="the function or its context cannot be sent"):
+        list(run_local(lambda *_: 0, None, tasks_of([1]), workers=2))
+    with pytest.raises(ConfigError, match=r"task 0 \(part 0\) cannot be sent"):
+        list(run_local(functions.multiply, 2, tasks_of([lambda: 0]), workers=2))
+
+
+# ---- what workers inherit ----
+
+
+def test_libraries_in_workers_use_one_thread() -> None:
+    for name, value in (("RAYON_NUM_THREADS", "1"), ("TOKENIZERS_PARALLELISM", "false")):
+        ((_, result),) = run_local(functions.environment, name, tasks_of([0]), workers=2)
+        assert result == value
+        assert os.environ.get(name) != value
+
+
+def run_script(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    prelude = (
+        "import os, sys; from millrace.jobs.engine import *; from tests.jobs.engine_functions "
+        "import *\n"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", prelude + code],
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+        **options,
+    )
+
+
+def test_output_of_workers_goes_to_stderr() -> None:
+    result = run_script(
+        "print([r for _, r in run_local(write_everywhere, None, [Task(0, 0)], workers=2)])"
+    )
+    assert (result.returncode, result.stdout) == (0, "['done']\n")
+    assert sorted(result.stderr.split("\n")) == ["", "on stderr", "on stdout"]
+
+
+def test_a_job_without_stdin_stdout_and_stderr(tmp_path: Path) -> None:
+    """The sockets must not get their descriptors."""
+    result = run_script(
+        "os.closerange(0, 3)\n"
+        "results = list(run_local(write_everywhere, None, [Task(n, 0) for n in range(9)], "
+        "workers=3))\n"
+        f"open({str(tmp_path / 'out')!r}, 'w').write(str(len(results)))"
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+    assert (tmp_path / "out").read_text() == "9"
+
+
+def test_too_few_descriptors_for_the_workers() -> None:
+    result = run_script(
+        "try: list(run_local(sleep, None, [Task(n, 1) for n in range(99)], workers=99))\n"
+        "except Exception as error: print(error)",
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16)),
+    )
+    assert re.fullmatch(
+        r"worker process \d+ of 99 cannot be started: \[Errno 24\] Too many open files. Run again "
+        r"with fewer workers; workers=1 starts none\n",
+        result.stdout,
+    ), result
+
+
+def test_a_script_needs_no_main_guard(tmp_path: Path) -> None:
+    """Workers do not run the script that starts them, and cannot load what it defines."""
+    code = "print(len(list(run_local(sleep, None, [Task(0, 0)] * 3, workers=2))))"
+    assert run_script(code).stdout == "3\n"
+    result = run_script("def sleep(*_): pass\n" + code)
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("millrace.errors.ConfigError: a worker process cannot load")
+    assert "into a module" in last
+
+
+def test_a_forked_child_leaves_the_workers_alone() -> None:
+    results = run_local(functions.sleep, None, tasks_of([0, 0.5, 0.5]), workers=2)
+    next(results)
+    if (child := os.fork()) == 0:
+        results.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert len(workers_of(os.getpid())) == 2
+    assert len(list(results)) == 2
+
+
+def test_ctrl_c_ends_the_job_and_its_workers() -> None:
+    for workers in (1, 2):
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                "from millrace.jobs.engine import *\n"
+                "from millrace.interrupts import interrupts_held\n"
+                "from tests.jobs.engine_functions import *\n"
+                "print('starts', flush=True)\n"
+                "tasks = [Task(n, 9) for n in range(9)]\n"
+                "with interrupts_held():\n"
+                f"    list(run_local(sleep, None, tasks, workers={workers}))",
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == "starts\n"
+        time.sleep(0.3)
+        os.killpg(process.pid, signal.SIGINT)
+        _, stderr = process.communicate(timeout=HANG)
+        assert process.returncode == -signal.SIGINT
+        assert stderr.splitlines()[-1] == "KeyboardInterrupt"
+        assert stderr.count("Traceback") == 1
+        assert workers_of(process.pid) == []

@@ -1,0 +1,383 @@
+"""The tokenise job: chunks, the journal, bad lines, shards, partitions, provenance."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace import ConfigError, IndexedDataset, TextError
+from millrace.jobs import TokenizeResult, merge, tokenize
+from millrace.jobs.tokenizing import job
+from millrace.text import Tokenizer
+from tests.conftest import make_texts, write_jsonl
+
+CHUNK = 4_000  # bytes: many chunks in a small test
+BAD_LINES = {
+    b'{"id": 1, "text": 5}': "int",
+    b'{"id": 2, "text": "a"': "JSON",
+    b'{"id": 3, "text": "\\ud800"}': "Unicode",
+    b'{"id": 4, "text": "\xff"}': "UTF-8",
+    b'{"id": 5, "title": "a"}': "text",
+    b"[1, 2]": "list",
+    b'{"id": 6, "text": "' + b"x" * 5_000 + b'"}': "5,",
+}
+
+
+@pytest.fixture
+def tokenizer(tokenizer_file: Path) -> Tokenizer:
+    return Tokenizer(tokenizer_file)
+
+
+def run(
+    inputs: Sequence[Path], prefix: Path, tokenizer: Tokenizer, **options: Any
+) -> TokenizeResult:
+    options = {"workers": 1, "chunk_size": CHUNK, **options}
+    return tokenize([str(path) for path in inputs], str(prefix), tokenizer, **options)
+
+
+def contents(prefix: Path, key: str = "text", level: str = "document") -> tuple[bytes, bytes]:
+    stem = f"{prefix}_{key}_{level}"
+    return Path(stem + ".bin").read_bytes(), Path(stem + ".idx").read_bytes()
+
+
+def files_beside(prefix: Path) -> list[str]:
+    return sorted(name for name in os.listdir(prefix.parent) if name.startswith(prefix.name))
+
+
+def interrupt_after(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Makes the job fail after a number of tasks."""
+    real, calls = job.run_task, iter(range(count))
+
+    def run_some(settings: Any, item: Any) -> Any:
+        if next(calls, None) is None:
+            raise OSError(5, "the disk went away")
+        return real(settings, item)
+
+    monkeypatch.setattr(job, "run_task", run_some)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
+def test_an_interrupted_job_continues(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    path = write_jsonl(tmp_path / name, make_texts(400))
+    whole = run([path], tmp_path / "whole", tokenizer)
+    assert whole.num_chunks_kept == 0
+    assert whole.num_chunks_done > 4
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 3)
+        with pytest.raises(OSError, match="the disk went away"):
+            run([path], tmp_path / "out", tokenizer)
+    assert files_beside(tmp_path / "out") == ["out.journal"]
+    result = run([path], tmp_path / "out", tokenizer)
+    assert result.num_chunks_kept == 3
+    assert result.num_chunks_done == whole.num_chunks_done - 3
+    assert result.num_tokens == whole.num_tokens
+    assert 0 < result.num_bytes_done < result.num_bytes == whole.num_bytes
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert files_beside(tmp_path / "out") == ["out_text_document.bin", "out_text_document.idx"]
+
+
+def test_another_job_on_the_prefix_is_refused_or_starts_over(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", make_texts(300))
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 2)
+        with pytest.raises(OSError, match="the disk went away"):
+            run([path], tmp_path / "out", tokenizer)
+    with pytest.raises(ConfigError, match=r"last_token was None, and is \d+ now.*--restart"):
+        run([path], tmp_path / "out", tokenizer, append_eod=True)
+    # Workers and the size of chunks do not change what the job is.
+    result = run([path], tmp_path / "out", tokenizer, append_eod=True, restart=True)
+    assert result.num_chunks_kept == 0
+    run([path], tmp_path / "whole", tokenizer, append_eod=True, chunk_size=None)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_a_changed_input_is_refused(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", make_texts(300))
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 2)
+        with pytest.raises(OSError, match="the disk went away"):
+            run([path], tmp_path / "out", tokenizer)
+    write_jsonl(path, make_texts(300, seed=1))
+    with pytest.raises(ConfigError, match=r"input 1 was '.*a\.jsonl, .* bytes"):
+        run([path], tmp_path / "out", tokenizer)
+
+
+def test_standard_input_continues_and_must_be_the_same(
+    tmp_path: Path, tokenizer: Tokenizer, tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = write_jsonl(tmp_path / "a.jsonl", make_texts(300)).read_bytes()
+    run([tmp_path / "a.jsonl"], tmp_path / "whole", tokenizer)
+
+    def run_pipe(data: bytes, fails_after: int | None = None) -> TokenizeResult:
+        with monkeypatch.context() as patch, open(tmp_path / "pipe", "wb+") as file:
+            file.write(data)
+            file.seek(0)
+            read_end = subprocess.Popen(["cat"], stdin=file, stdout=subprocess.PIPE).stdout
+            assert read_end is not None
+            os.dup2(read_end.fileno(), 0)
+            if fails_after is not None:
+                interrupt_after(patch, fails_after)
+            return tokenize(["-"], str(tmp_path / "out"), tokenizer, workers=1, chunk_size=CHUNK)
+
+    stdin = os.dup(0)
+    try:
+        with pytest.raises(OSError, match="the disk went away"):
+            run_pipe(data, fails_after=3)
+        with pytest.raises(ConfigError, match="not the input that the interrupted job has read"):
+            run_pipe(data.replace(b"mill", b"mall"))
+        result = run_pipe(data)
+    finally:
+        os.dup2(stdin, 0)
+        os.close(stdin)
+    assert result.num_chunks_kept == 3
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def write_bad(path: Path) -> tuple[list[str], list[int]]:
+    """Writes good lines with a bad one after every fourth; returns the good texts, bad numbers."""
+    texts = [text for text in make_texts(len(BAD_LINES) * 4 + 4) if text][: len(BAD_LINES) * 3]
+    lines: list[bytes] = []
+    bad = []
+    remaining = iter(BAD_LINES)
+    for number, text in enumerate(texts):
+        lines.append(json.dumps({"id": number, "text": text}).encode())
+        if number % 3 == 2:
+            lines.append(next(remaining))
+            bad.append(len(lines))
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    return texts, bad
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("mode", ["skip", "quarantine"])
+def test_bad_lines_are_skipped_counted_and_kept(
+    tmp_path: Path, tokenizer: Tokenizer, mode: str, workers: int
+) -> None:
+    texts, bad = write_bad(tmp_path / "a.jsonl")
+    options: dict[str, Any] = {"max_document_size": 4_000, "on_error": mode, "workers": workers}
+    result = run([tmp_path / "a.jsonl"], tmp_path / "out", tokenizer, chunk_size=1_000, **options)
+    assert result.num_skipped == len(bad)
+    assert [row["line"] for row in result.skipped] == bad
+    assert {row["file"] for row in result.skipped} == {str(tmp_path / "a.jsonl")}
+    for row, word in zip(result.skipped, BAD_LINES.values(), strict=True):
+        assert word in row["reason"]
+    write_jsonl(tmp_path / "good.jsonl", texts)
+    run([tmp_path / "good.jsonl"], tmp_path / "good", tokenizer)
+    assert contents(tmp_path / "out") == contents(tmp_path / "good")
+    path = tmp_path / "out.quarantine.jsonl"
+    assert path.exists() == (mode == "quarantine")
+    if mode == "quarantine":
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        assert [base64.b64decode(row["bytes"]) for row in rows] == list(BAD_LINES)
+        assert [row["line"] for row in rows] == bad
+        assert all(row["reason"] for row in rows)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("line", list(BAD_LINES))
+def test_stop_names_the_line_and_the_job_continues_when_it_is_repaired(
+    tmp_path: Path, tokenizer: Tokenizer, line: bytes, workers: int
+) -> None:
+    good = write_jsonl(tmp_path / "good.jsonl", make_texts(60)).read_bytes()
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(good + line + b"\n" + good)
+    options: dict[str, Any] = {"max_document_size": 4_000, "workers": workers, "chunk_size": 1_500}
+    number = good.count(b"\n") + 1
+    with pytest.raises(TextError, match=rf"a\.jsonl, line {number}: .*--on-error skip") as error:
+        run([path], tmp_path / "out", tokenizer, **options)
+    assert BAD_LINES[line] in str(error.value)
+
+
+def test_an_empty_text_is_an_empty_document_or_is_skipped(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ["", "the mill", "", "water"])
+    assert run([path], tmp_path / "a", tokenizer).num_documents == 4
+    result = run([path], tmp_path / "b", tokenizer, on_error="skip")
+    assert (result.num_documents, result.num_skipped) == (2, 2)
+
+
+@pytest.mark.parametrize("options", [{}, {"append_eod": True}, {"partitions": 3}])
+def test_the_output_depends_on_neither_chunks_nor_workers(
+    tmp_path: Path, tokenizer: Tokenizer, options: dict[str, Any]
+) -> None:
+    inputs = [
+        write_jsonl(tmp_path / "a.jsonl", make_texts(200)),
+        write_jsonl(tmp_path / "b.jsonl.gz", make_texts(100, seed=1)),
+        write_jsonl(tmp_path / "c.jsonl", make_texts(3, seed=2)),
+    ]
+    run(inputs, tmp_path / "one", tokenizer, chunk_size=10**6, provenance="parquet", **options)
+    expected = contents(tmp_path / "one")
+    places = IndexedDataset(tmp_path / "one_text_document")
+    for workers, chunk_size in ((1, 700), (2, 3_000), (3, None)):
+        prefix = tmp_path / f"{workers}"
+        run(
+            inputs,
+            prefix,
+            tokenizer,
+            workers=workers,
+            chunk_size=chunk_size,
+            provenance="parquet",
+            **options,
+        )
+        assert contents(prefix) == expected
+        data = IndexedDataset(f"{prefix}_text_document")
+        for number in range(0, data.num_documents, 37):
+            assert data.origin(number) == places.origin(number)
+
+
+def test_partitions_deal_lines_round_robin(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    texts = make_texts(50)
+    inputs = [
+        write_jsonl(tmp_path / "a.jsonl", texts[:20]),
+        write_jsonl(tmp_path / "b.jsonl", texts[20:]),
+    ]
+    run(inputs, tmp_path / "out", tokenizer, partitions=3, chunk_size=500)
+    dealt = write_jsonl(tmp_path / "dealt.jsonl", texts[::3] + texts[1::3] + texts[2::3])
+    run([dealt], tmp_path / "expected", tokenizer)
+    assert contents(tmp_path / "out") == contents(tmp_path / "expected")
+    run(inputs, tmp_path / "same", tokenizer, partitions=3, keep_sequential_samples=True)
+    run(inputs, tmp_path / "plain", tokenizer)
+    assert contents(tmp_path / "same") == contents(tmp_path / "plain")
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_shards_merge_into_the_output_of_one_job(
+    tmp_path: Path, tokenizer: Tokenizer, count: int
+) -> None:
+    inputs = [
+        write_jsonl(tmp_path / "a.jsonl", make_texts(200)),
+        write_jsonl(tmp_path / "b.jsonl.gz", make_texts(50, seed=1)),
+        write_jsonl(tmp_path / "c.jsonl", make_texts(100, seed=2)),
+    ]
+    run(inputs, tmp_path / "one", tokenizer, provenance="parquet")
+    for number in range(count):
+        run(inputs, tmp_path / f"s{number}", tokenizer, shard=(number, count), provenance="parquet")
+    shards = [tmp_path / f"s{number}_text_document" for number in range(count)]
+    merged = merge(shards, tmp_path / "merged_text_document")
+    assert contents(tmp_path / "merged") == contents(tmp_path / "one")
+    one = IndexedDataset(tmp_path / "one_text_document")
+    for number in range(0, one.num_documents, 23):
+        assert merged.origin(number) == one.origin(number)
+
+
+def test_a_shard_does_not_overwrite_another(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", make_texts(50))
+    run([path], tmp_path / "out", tokenizer, shard=(0, 2), checksums=True)
+    with pytest.raises(ConfigError, match=r"holds shard 0 of 2.*a prefix of its own"):
+        run([path], tmp_path / "out", tokenizer, shard=(1, 2), checksums=True)
+    run([path], tmp_path / "out", tokenizer, shard=(0, 2), checksums=True)
+
+
+def test_the_origin_of_each_document(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    texts = make_texts(120)
+    path = write_jsonl(tmp_path / "a.jsonl", texts)
+    second = write_jsonl(tmp_path / "b.jsonl.gz", texts)
+    run(
+        [path, second], tmp_path / "out", tokenizer, workers=2, provenance="parquet", checksums=True
+    )
+    data = IndexedDataset(tmp_path / "out_text_document")
+    raw = path.read_bytes()
+    for number in range(0, 240, 7):
+        origin = data.origin(number)
+        assert origin is not None
+        assert origin.source == str(second if number >= 120 else path)
+        assert origin.line == number % 120 + 1
+        line = raw[origin.byte_offset :].partition(b"\n")[0]
+        assert json.loads(line) == {"id": number % 120, "text": texts[number % 120]}
+        assert origin.id == str(number % 120)
+
+
+def test_an_encoder_that_differs_later_stops_the_job(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text after the first documents is encoded wrongly: the sample finds it."""
+    path = write_jsonl(tmp_path / "a.jsonl", [*["the mill"] * 20_000, "strange"])
+    real = Tokenizer.encode_batch
+
+    def encode_batch(self: Tokenizer, texts: Sequence[str]) -> Any:
+        ids, lengths = real(self, texts)
+        if self.encoder_name != self.reference_name and "strange" in texts:
+            ids = ids.copy()
+            ids[-1] ^= 1
+        return ids, lengths
+
+    monkeypatch.setattr(Tokenizer, "encode_batch", encode_batch)
+    with pytest.raises(TextError, match=r"(?s)strange.*--encoder tokenizers --restart"):
+        run([path], tmp_path / "out", tokenizer, check_rate=1.0, chunk_size=None)
+
+
+def test_memory_decides_workers_and_the_longest_document() -> None:
+    from millrace.jobs.tokenizing.plan import resources_for
+
+    assert resources_for(2, None, None).max_document_size == 100_000_000
+    assert resources_for(None, 500_000_000, None).workers == 1
+    many = resources_for(None, 10**12, None)
+    assert many.max_document_size == 100_000_000
+    with pytest.raises(ConfigError, match=r"memory is 500 MB; .* for 2 workers .*fewer workers"):
+        resources_for(2, 500_000_000, None)
+    with pytest.raises(ConfigError, match="Give more memory"):
+        resources_for(None, 50_000_000, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"on_error": "ignore"}, "on_error is 'ignore'; one of stop, skip, quarantine"),
+        ({"on_unknown": "drop"}, "on_unknown is 'drop'"),
+        ({"on_unknown": "reject"}, "has no unknown token"),
+        ({"provenance": "csv"}, "provenance is 'csv'"),
+        ({"engine": "slurm"}, "engine is 'slurm'"),
+        ({"shard": (2, 2)}, "shard is 2; 0 to 1"),
+        ({"shard": 1}, r"give \(number, count\)"),
+        ({"partitions": 0}, "partitions is 0"),
+        ({"chunk_size": 0}, "chunk_size is 0"),
+        ({"memory": 1.5}, "memory is 1.5"),
+        ({"check_rate": 2}, "check_rate is 2.0; a share"),
+        ({"json_keys": "text"}, "one key alone"),
+        ({"restart": 1}, "restart is 1"),
+    ],
+)
+def test_wrong_options_are_refused(
+    tmp_path: Path, tokenizer: Tokenizer, options: dict[str, Any], message: str
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", make_texts(5))
+    with pytest.raises(ConfigError, match=message):
+        run([path], tmp_path / "out", tokenizer, **options)
+    assert files_beside(tmp_path / "out") == []
+
+
+def test_a_killed_command_continues(tmp_path: Path, tokenizer_file: Path) -> None:
+    """By the command line, with one JSON object at the end."""
+    path = write_jsonl(tmp_path / "a.jsonl", make_texts(20_000))
+    command = [sys.executable, "-m", "millrace", "tokenize", "--input", str(path)]
+    command += ["--tokenizer", str(tokenizer_file), "--chunk-size", "20K", "--workers", "2"]
+    command += ["--json", "--output-prefix"]
+    subprocess.run([*command, str(tmp_path / "whole")], check=True, capture_output=True)
+    process = subprocess.Popen([*command, str(tmp_path / "out")], stdout=subprocess.PIPE)
+    records = tmp_path / "out.journal"
+    while len(list(records.glob("*/records/*.json"))) < 5:
+        assert process.poll() is None
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    done = subprocess.run([*command, str(tmp_path / "out")], check=True, capture_output=True)
+    report = json.loads(done.stdout)
+    assert report["chunks_kept"] >= 5
+    assert report["documents"] == 20_000
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert not records.exists()

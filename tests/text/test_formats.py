@@ -1,0 +1,382 @@
+"""Every format: whole, in parts and in pieces."""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import gzip
+import io
+import json
+import lzma
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyarrow import parquet
+
+from millrace import ConfigError, TextError
+from millrace.text import find_inputs, parts_of, pieces_of
+from tests.text.reading import read_file, read_in_parts, read_in_pieces
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+TEXTS = ["the water", "", "turns\nthe mill", "水車 🌊", '"quoted", and\r\nmore', "a" * 300]
+DATA = b"".join(
+    json.dumps({"text": text, "id": i}).encode() + b"\n" for i, text in enumerate(TEXTS * 3)
+)
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    "gzip": gzip.compress,
+    "zstd": zstd.compress,
+    "bz2": bz2.compress,
+    "xz": lzma.compress,
+}
+EMPTY_FRAME = b"\x5a\x2a\x4d\x18\x03\x00\x00\x00abc"  # zstd's skippable frame
+
+
+@pytest.fixture(params=["isal", "zlib"])
+def gzip_library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each library that reads gzip, if it is installed."""
+    if request.param == "zlib":
+        monkeypatch.setitem(sys.modules, "isal.isal_zlib", None)
+    else:
+        pytest.importorskip("isal")
+    return str(request.param)
+
+
+@pytest.mark.parametrize("compression", COMPRESS)
+@pytest.mark.parametrize("block_size", [7, 1 << 20])
+def test_compressed_files_of_any_name(tmp_path: Path, compression: str, block_size: int) -> None:
+    """Also of several streams, one after the other."""
+    compress = COMPRESS[compression]
+    path = tmp_path / "a.anything"
+    path.write_bytes(compress(DATA[:100]) + compress(b"") + compress(DATA[100:]))
+    [file] = find_inputs([path])
+    assert (file.format, file.compression, file.is_divisible) == ("jsonl", compression, False)
+    reading = read_file(path, block_size=block_size)
+    plain = tmp_path / "plain"
+    plain.write_bytes(DATA)
+    expected = read_file(plain)
+    assert reading.texts == expected.texts == [TEXTS * 3]
+    assert reading.byte_offsets == expected.byte_offsets
+    assert reading.num_bytes == path.stat().st_size
+    for size in (1, 100, 10000):
+        pieces = read_in_pieces(path, tmp_path / f"pieces{size}", size)
+        assert pieces == reading
+
+
+def test_padding_and_frames_without_text(tmp_path: Path, gzip_library: str) -> None:
+    path = tmp_path / "a"
+    for data in (
+        gzip.compress(DATA[:90]) + b"\0" * 70 + gzip.compress(DATA[90:]) + b"\0" * 512,
+        lzma.compress(DATA[:90]) + b"\0" * 8 + lzma.compress(DATA[90:]) + b"\0" * 4,
+        EMPTY_FRAME + zstd.compress(DATA[:90]) + EMPTY_FRAME + zstd.compress(DATA[90:]),
+    ):
+        path.write_bytes(data)
+        assert read_file(path).texts == [TEXTS * 3]
+
+
+def test_long_windows(tmp_path: Path) -> None:
+    path = tmp_path / "a.zst"
+    options = {
+        zstd.CompressionParameter.window_log: 28,
+        zstd.CompressionParameter.enable_long_distance_matching: 1,
+    }
+    compressor = zstd.ZstdCompressor(options=options)
+    path.write_bytes(compressor.compress(DATA) + compressor.flush())
+    assert read_file(path).texts == [TEXTS * 3]
+
+
+@pytest.mark.parametrize("compression", COMPRESS)
+def test_compressed_files_cut_anywhere_are_refused(
+    tmp_path: Path, compression: str, gzip_library: str
+) -> None:
+    path = tmp_path / "a"
+    data = COMPRESS[compression](DATA) + COMPRESS[compression](DATA)
+    whole = len(data) // 2
+    for size in {*range(12, len(data), 7), *range(whole - 9, whole + 9), len(data) - 1} - {whole}:
+        path.write_bytes(data[:size])
+        with pytest.raises(TextError, match=f"{path}: the compressed data"):
+            read_file(path)
+
+
+@pytest.mark.parametrize("compression", COMPRESS)
+def test_damaged_compressed_data_are_refused(
+    tmp_path: Path, compression: str, gzip_library: str
+) -> None:
+    path = tmp_path / "a"
+    stream = COMPRESS[compression](DATA)
+    for data in (
+        stream[:40] + b"abc" + stream[43:],
+        stream + b"garbage after the end",
+        stream + stream[:-20] + b"x" * 20,
+    ):
+        path.write_bytes(data)
+        with pytest.raises(TextError, match=f"{path}: the compressed data"):
+            read_file(path)
+
+
+def write_parquet(path: Path, columns: dict[str, Any], rows: int = 1000) -> Path:
+    parquet.write_table(pa.table(columns), path, row_group_size=rows)
+    return path
+
+
+def test_parquet_by_row_groups(tmp_path: Path) -> None:
+    texts = [f"{i} é" * (i % 5) for i in range(100)]
+    columns = {"other": list(range(100)), "text": texts, "id": list(range(100))}
+    path = write_parquet(tmp_path / "a.parquet", columns, 7)
+    [file] = find_inputs([path])
+    assert file.is_divisible
+    reading = read_file(path)
+    assert reading.texts == [texts]
+    assert reading.lines == list(range(100))
+    assert reading.byte_offsets == [-1] * 100
+    assert reading.ids == [str(i) for i in range(100)]
+    assert reading.num_lines == 100
+    assert reading.num_bytes == path.stat().st_size
+    assert len(parts_of(file, 1)) == 15
+    assert len(parts_of(file, 1 << 40)) == 1
+    assert [part.first_line for part in parts_of(file, 1)] == list(range(0, 100, 7))
+    for size in (1, 700, 1 << 40):
+        parts = read_in_parts(path, size)
+        parts.num_bytes = reading.num_bytes
+        assert parts == reading
+
+
+TYPES = [
+    pa.string(),
+    pa.large_string(),
+    pa.binary(),
+    pa.large_binary(),
+    pa.dictionary(pa.int32(), pa.string()),
+]
+
+
+@pytest.mark.parametrize("type_", [*TYPES, pa.string_view(), pa.binary_view()], ids=str)
+def test_columns_of_text(tmp_path: Path, type_: Any) -> None:
+    values = ["a", "", "é" * 100, None]
+    table = pa.table({"text": pa.array(values).cast(pa.binary()).cast(pa.string())})
+    if pa.types.is_dictionary(type_):
+        column = table["text"].dictionary_encode()
+    else:
+        column = pa.array(
+            [v.encode() if v is not None and "binary" in str(type_) else v for v in values], type_
+        )
+    table = pa.table({"text": column})
+    with pa.ipc.new_stream(str(tmp_path / "a.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    paths = [tmp_path / "a.arrow"]
+    if "view" not in str(type_):
+        parquet.write_table(table, tmp_path / "a.parquet")
+        paths.append(tmp_path / "a.parquet")
+    for path in paths:
+        reading = read_file(path)
+        assert reading.texts == [["a", "", "é" * 100]]
+        assert reading.lines == [0, 1, 2]
+        assert reading.rejected == [(3, -1, 'column "text" is null', b'{"text": null}')]
+
+
+def test_nested_columns_and_lists(tmp_path: Path) -> None:
+    docs = [{"text": "a", "n": 1}, None, {"text": None, "n": 2}, {"text": "b", "n": 3}]
+    lists = [["x", "y"], [], ["z"], ["w", None]]
+    columns = {"doc": docs, "parts": lists}
+    path = write_parquet(tmp_path / "a.parquet", columns)
+    assert read_file(path, ["doc.text"]).texts == [["a", "b"]]
+    reading = read_file(path, ["parts"], id_key="doc.n")
+    assert reading.texts == [[["x", "y"], [], ["z"]]]
+    assert reading.ids == ["1", None, "2"]
+    assert reading.reasons == ['the list in column "parts" has a null']
+    path = write_parquet(
+        tmp_path / "b.parquet", {"doc.text": ["literal"], "doc": [{"text": "nested"}]}
+    )
+    assert read_file(path, ["doc.text"]).texts == [["literal"]]
+
+
+def test_rows_that_are_not_utf8_or_too_long(tmp_path: Path) -> None:
+    good = pa.array([b"a", b"\xff\xfe", "é".encode() * 50, b"b"])
+    strings = pa.Array.from_buffers(pa.string(), 4, good.buffers())
+    lists = pa.ListArray.from_arrays([0, 1, 2, 3, 4], strings)
+    for column in (good, strings, lists):
+        path = write_parquet(tmp_path / "a.parquet", {"text": column})
+        reading = read_file(path, max_document_size=99)
+        assert reading.lines == [0, 3]
+        assert "not UTF-8" in reading.reasons[0]
+        assert "longer than 99 bytes" in reading.reasons[1]
+        assert "\\udcff" in reading.rejected[0][3].decode()
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+def test_arrow_files_and_streams(tmp_path: Path, is_file: bool) -> None:
+    texts = [f"{i}" * 10 for i in range(100)]
+    table = pa.table({"n": list(range(100)), "text": texts, "id": texts})
+    path = tmp_path / "data-00000-of-00001.arrow"
+    open_ = pa.ipc.new_file if is_file else pa.ipc.new_stream
+    with open_(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=9)
+    [file] = find_inputs([path])
+    assert file.is_divisible == is_file
+    reading = read_file(path)
+    assert reading.texts == [texts]
+    assert reading.ids == texts
+    assert reading.lines == list(range(100))
+    assert read_in_parts(path, 500).texts == [texts]
+    assert read_in_parts(path, 500).lines == list(range(100))
+    if is_file:
+        assert len(parts_of(file, 1)) == 12
+    with pytest.raises(ConfigError, match="without unpacking"):
+        pieces_of(file, 100)
+
+
+def test_damaged_tables_are_refused(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", {"text": [str(i) for i in range(1000)]}, 100)
+    data = path.read_bytes()
+    for size in range(4, len(data), 101):
+        path.write_bytes(data[:size])
+        with pytest.raises(TextError, match=f"{path} "):
+            read_file(path)
+    path = tmp_path / "a.arrow"
+    table = pa.table({"text": [str(i) for i in range(1000)]})
+    with pa.ipc.new_stream(str(path), table.schema) as writer:
+        writer.write_table(table)
+    data = path.read_bytes()
+    for size in range(0, len(data) - 8, 101):
+        path.write_bytes(data[:size])
+        with pytest.raises(TextError, match=f"{path} "):
+            read_file(path)
+
+
+def test_tables_without_the_column_are_refused(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", {"n": [1], "s": [{"a": "b"}]})
+    with pytest.raises(TextError, match='has no column "text"; its columns are: n, s'):
+        read_file(path)
+    with pytest.raises(TextError, match=r'has no column "s\.b"'):
+        read_file(path, ["s.b"])
+    with pytest.raises(TextError, match='column "n" is int64, not a text'):
+        read_file(path, ["n"])
+    path = tmp_path / "a.csv"
+    path.write_text("a,b,b\n1,2,3\n")
+    with pytest.raises(TextError, match='has 0 columns "text"; its columns are: a, b, b'):
+        read_file(path)
+    with pytest.raises(TextError, match='has 2 columns "b"'):
+        read_file(path, ["b"])
+
+
+def test_csv_and_tsv(tmp_path: Path) -> None:
+    for name, delimiter in (("a.csv", ","), ("a.tsv", "\t"), ("a.csv.gz", ",")):
+        path = tmp_path / name
+        rows = io.StringIO(newline="")
+        writer = csv.writer(rows, delimiter=delimiter)
+        writer.writerow(["id", "text"])
+        writer.writerows(enumerate(TEXTS))
+        data = b"\xef\xbb\xbf" + rows.getvalue().encode()
+        path.write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+        reading = read_file(path)
+        assert reading.texts == [TEXTS]
+        assert reading.ids == [str(i) for i in range(len(TEXTS))]
+        assert reading.lines == [1, 2, 3, 5, 6, 8]
+        assert [data[offset : offset + 2] for offset in reading.byte_offsets] == [
+            f"{i}{delimiter}".encode() for i in range(len(TEXTS))
+        ]
+        assert reading.num_bytes == path.stat().st_size
+
+
+fields = st.sampled_from(
+    ["", "a", '"', '""', ",", "\n", "\r\n", '"a,b"', '"a\nb"', '"a""\nb"', "é", "x" * 9]
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(fields=st.lists(fields, max_size=14), size=st.integers(1, 30), block_size=st.integers(1, 30))
+def test_csv_is_what_pythons_csv_reads(
+    tmp_path_factory: pytest.TempPathFactory, fields: list[str], size: int, block_size: int
+) -> None:
+    """Also in pieces, wherever a quote or a line break falls; long records are rejected whole."""
+    folder = tmp_path_factory.mktemp("csv")
+    path = folder / "a.csv"
+    text = "text,b\n" + "".join(fields)
+    path.write_bytes(text.encode())
+    records = list(csv.reader(io.StringIO(text, newline="")))[1:]
+    reading = read_file(path)
+    is_open = any("no closing quote" in reason for reason in reading.reasons)
+    texts = [record[0] for record in records if len(record) == 2]
+    if is_open:
+        texts = [record[0] for record in records[:-1] if len(record) == 2]
+    assert reading.texts == [texts]
+    assert len(reading.rejected) + len(texts) == len([record for record in records if record])
+    assert read_file(path, block_size=block_size) == reading
+    pieces = read_in_pieces(path, folder / "pieces", size)
+    pieces.num_bytes = reading.num_bytes
+    pieces.num_lines = reading.num_lines
+    assert pieces == reading
+    short = read_file(path, block_size=block_size, max_document_size=16)
+    data = path.read_bytes()
+    for _, offset, _, record in short.rejected:
+        assert data[offset : offset + len(record)] == record
+    both = sorted({*short.byte_offsets, *(offset for _, offset, *_ in short.rejected)})
+    all_offsets = sorted({*reading.byte_offsets, *(offset for _, offset, *_ in reading.rejected)})
+    assert both == all_offsets
+
+
+def test_plain_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"\xef\xbb\xbfone\r\n\ntwo\n\n\n\nthree\n\n")
+    assert read_file(path).texts == [["one\r\n\ntwo\n\n\n\nthree\n\n"]]
+    for block_size in (1, 2, 3, 100):
+        reading = read_file(path, separator="\n\n", block_size=block_size)
+        assert reading.texts == [["one\r", "two", "", "three"]]
+        assert reading.lines == [0, 2, 4, 6]
+        assert reading.byte_offsets == [3, 9, 14, 16]
+        assert read_in_pieces(path, tmp_path / "p", 5, separator="\n\n") == reading
+    reading = read_file(path, separator="\n\n", max_document_size=4, block_size=3)
+    assert reading.texts == [["one\r", "two", ""]]
+    assert [(offset, data) for _, offset, _, data in reading.rejected] == [
+        (16, b"three"),
+    ]
+    path.write_bytes(b"")
+    assert read_file(path).texts == [[""]]
+    assert read_file(path, separator="|").texts == [[]]
+    assert read_file(path, skip_empty=True).reasons == ["the document is empty"]
+    assert read_in_pieces(path, tmp_path / "q", 5).texts == [[""]]
+    path.write_bytes(b"a|b\xff|c")
+    assert read_file(path, separator="|").texts == [["a", "c"]]
+    assert "byte 2 of the text is not UTF-8" in read_file(path, separator="|").reasons[0]
+    with pytest.raises(ConfigError, match='only the key "text"'):
+        read_file(path, ["content"])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    text=st.text("a\n|", max_size=30),
+    separator=st.sampled_from(["\n", "\n\n", "|", "a|a", "|||"]),
+    block_size=st.integers(1, 9),
+    limit=st.integers(1, 9),
+)
+def test_separators_split_from_left_to_right(
+    tmp_path_factory: pytest.TempPathFactory, text: str, separator: str, block_size: int, limit: int
+) -> None:
+    folder = tmp_path_factory.mktemp("text")
+    path = folder / "a.txt"
+    path.write_text(text)
+    texts = text.split(separator)
+    if not texts[-1]:
+        texts.pop()
+    reading = read_file(path, separator=separator, block_size=block_size)
+    assert reading.texts == [texts]
+    pieces = read_in_pieces(path, folder / "pieces", limit, separator=separator)
+    assert (pieces.texts, pieces.lines, pieces.byte_offsets) == (
+        reading.texts,
+        reading.lines,
+        reading.byte_offsets,
+    )
+    short = read_file(path, separator=separator, block_size=block_size, max_document_size=limit)
+    assert short.texts == [[text for text in texts if len(text) <= limit]]
+    assert [data.decode() for *_, data in short.rejected] == [
+        text for text in texts if len(text) > limit
+    ]

@@ -1,0 +1,276 @@
+"""JSONL: which lines there are, and what they mean."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from millrace import ConfigError, TextError
+from millrace.text import Part
+from tests.text.reading import joined, read_file, read_in_parts, read_part
+
+BOM = b"\xef\xbb\xbf"
+
+
+def lines_of(data: bytes) -> list[tuple[int, int, bytes]]:
+    """Number, byte offset and bytes of each line that is not blank."""
+    start, lines = 0, []
+    for number, line in enumerate(data.split(b"\n")):
+        content = line.removeprefix(BOM) if number == 0 else line
+        offset = start + len(line) - len(content)
+        start += len(line) + 1
+        if content.strip():
+            lines.append((number, offset, content))
+    return lines
+
+
+def test_texts_lines_offsets_and_ids(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(
+        BOM + b'{"text": "a", "id": "x"}\r\n\r\n \t\n{"id": 7, "text": "\xc3\xa9"}\n'
+        b'{"text": "", "id": null}\n{"text": ["b", ""], "id": 1.5}\n{"text": [], "id": true}'
+    )
+    reading = read_file(path)
+    assert reading.texts == [["a", "é", "", ["b", ""], []]]
+    assert reading.lines == [0, 3, 4, 5, 6]
+    assert reading.byte_offsets == [offset for _, offset, _ in lines_of(path.read_bytes())]
+    assert reading.ids == ["x", "7", None, "1.5", None]
+    assert reading.num_lines == 7
+    assert reading.num_bytes == path.stat().st_size
+
+
+pieces_of_files = st.lists(
+    st.sampled_from(
+        [b"\n", b"\r\n", b" ", b"{}", BOM, b'{"text": "a"}', b'{"text": "bc\xc3\xa9"}', b"x"]
+    ),
+    max_size=12,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(chunks=pieces_of_files, size=st.integers(1, 30), block_size=st.integers(1, 40))
+def test_parts_share_out_the_lines(
+    tmp_path_factory: pytest.TempPathFactory, chunks: list[bytes], size: int, block_size: int
+) -> None:
+    """Wherever a file is cut, each line is read once, with its number, offset and bytes."""
+    path = tmp_path_factory.getbasetemp() / "cut.jsonl"
+    path.write_bytes(b"".join(chunks))
+    expected = lines_of(path.read_bytes())
+    contents = {number: data for number, _, data in expected}
+    reading = read_in_parts(path, size, block_size=block_size)
+    assert reading == read_file(path)
+    found = {line: (offset, data) for line, offset, _, data in reading.rejected}
+    for line, offset in zip(reading.lines, reading.byte_offsets, strict=True):
+        found[line] = offset, contents[line]
+    assert [(line, *found[line]) for line in sorted(found)] == expected
+    assert reading.num_bytes == path.stat().st_size
+
+
+def test_a_line_that_covers_many_parts(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    line = json.dumps({"text": "x" * 1000}).encode()
+    path.write_bytes(line + b"\n" + line + b"\n{}\n")
+    for size in (1, 7, len(line), len(line) + 1, 500):
+        reading = read_in_parts(path, size, block_size=16)
+        assert reading.texts == [["x" * 1000] * 2]
+        assert reading.byte_offsets == [0, len(line) + 1]
+        assert reading.num_lines == 3
+
+
+def test_any_cuts_partition_the_lines(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    data = b'{"text": "a"}\n\n\r\n{"text": "bb"}\r\n\n{"text": "c"}'
+    path.write_bytes(data)
+    whole = read_file(path)
+    for cut in range(len(data) + 1):
+        parts = [
+            Part(path=str(path), format="jsonl", start=a, stop=b, source="s", first_line=None)
+            for a, b in [(0, cut), (cut, None)]
+        ]
+        reading = joined(read_part(part) for part in parts)
+        assert (reading.texts, reading.lines) == (whole.texts, whole.lines), cut
+
+
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(st.characters(exclude_categories=()), max_size=6),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@st.composite
+def json_lines(draw: Any) -> bytes:
+    """Lines of JSON, and lines that are nearly JSON."""
+    text = draw(st.text(st.characters(exclude_categories=()), max_size=8) | values)
+    record = {"text": text, "id": draw(values), "text2": draw(values)}
+    line = json.dumps(record, ensure_ascii=draw(st.booleans())).encode(errors="surrogatepass")
+    for _ in range(draw(st.integers(0, 2))):
+        place = draw(st.integers(0, len(line)))
+        change = draw(
+            st.binary(max_size=2)
+            | st.sampled_from(
+                [b"NaN", b"-Infinity", b"1e999", b"9" * 30, b'"text": "z", ', b"\\ud800"]
+            )
+        )
+        line = line[:place] + change + line[place + draw(st.integers(0, 2)) :]
+    return line.replace(b"\n", b" ")
+
+
+def json_document(line: bytes) -> Any:
+    """The text of a line by Python's json; None if it is not a document."""
+    try:
+        text = json.loads(line.decode())["text"]
+        for item in text if isinstance(text, list) else [text]:
+            item.encode()
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    return text
+
+
+@settings(max_examples=400, deadline=None)
+@given(lines=st.lists(json_lines(), max_size=4))
+@example(
+    lines=[b'{"text": "a", "text": "b"}', b'{"text": "\\ud83d\\ude00"}', b'["text"]', b'"text"']
+)
+@example(
+    lines=[b'{"x": NaN, "text": "a"}', b'{"x": "\\ud800", "text": "a"}', b'{"text": "\\udc00"}']
+)
+def test_json_means_what_pythons_json_means(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[bytes]
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "lines.jsonl"
+    path.write_bytes(b"[]\n" + b"".join(line + b"\n" for line in lines))
+    reading = read_file(path)
+    expected = {
+        number: document
+        for number, line in enumerate(lines, start=1)
+        if (document := json_document(line)) is not None
+    }
+    assert dict(zip(reading.lines, reading.texts[0], strict=True)) == expected
+    bad = {n for n, line in enumerate(lines, 1) if line.strip() and n not in expected} | {0}
+    assert {line for line, *_ in reading.rejected} == bad
+    assert all(data == ([b"[]", *lines])[line] for line, _, _, data in reading.rejected)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"text": 1}', 'the value of "text" is a JSON number, not a string'),
+        (b'{"text": null}', "JSON null"),
+        (b'{"text": {"a": 1}}', "JSON object"),
+        (b'{"text": ["a", 1]}', 'the list under "text" has a JSON number, not only strings'),
+        (b'{"a": 1}', 'there is no key "text"; its keys are: a'),
+        (b"[1]", "a JSON list, not an object"),
+        (b'{"text": "a"', "column 13: not valid JSON"),
+        (b'{"text": "\xff"}', "byte 11 is not UTF-8"),
+        (b'{"text": "\\udce9"}', "half of a surrogate pair"),
+        (b'{"text": ["a", "\\udce9"]}', "half of a surrogate pair"),
+        (b"[" * 100000, "the JSON cannot be read"),
+    ],
+)
+def test_a_bad_line_is_rejected_and_reading_goes_on(
+    tmp_path: Path, line: bytes, reason: str
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "a"}\n' + line + b'\n{"text": "b"}\n')
+    reading = read_file(path)
+    assert reading.texts == [["a", "b"]]
+    assert reading.lines == [0, 2]
+    [(number, offset, text, data)] = reading.rejected
+    assert (number, offset, data) == (1, 14, line)
+    assert reason in text
+
+
+def test_keys_are_literal_before_dots_reach_into_objects(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(
+        '{"doc.text": "literal", "doc": {"text": "nested"}}\n{"doc": {"text": "nested"}}\n'
+        '{"doc": ["text"]}\n{"doc": {}}\n'
+    )
+    reading = read_file(path, ["doc.text"], id_key="doc.text")
+    assert reading.texts == [["literal", "nested"]]
+    assert reading.ids == ["literal", "nested"]
+    assert len(reading.rejected) == 2
+
+
+def test_several_keys(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": "1", "b": "2"}\n{"a": "3"}\n{"b": "4", "a": ["5"]}\n')
+    reading = read_file(path, ["b", "a"])
+    assert reading.texts == [["2", "4"], ["1", ["5"]]]
+    assert reading.lines == [0, 2]
+
+
+def test_ids_are_exact(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(
+        '{"text": "", "id": 123456789012345678901234567890}\n{"text": "", "id": 0.1}\n'
+        '{"text": "", "id": [1]}\n{"text": "", "id": "\\ud800"}\n{"text": ""}\n'
+    )
+    assert read_file(path).ids == ["123456789012345678901234567890", "0.1", None, None, None]
+
+
+def test_empty_documents_are_rejected_on_request(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": "", "b": ""}\n{"a": "", "b": "x"}\n{"a": [""], "b": []}\n')
+    assert read_file(path, ["a", "b"]).lines == [0, 1, 2]
+    reading = read_file(path, ["a", "b"], skip_empty=True)
+    assert reading.lines == [1]
+    assert reading.reasons == ["the document is empty"] * 2
+
+
+@pytest.mark.parametrize("takes", [0, 1, 1000])
+@pytest.mark.parametrize("block_size", [1, 10, 1000])
+def test_a_line_beyond_the_limit_is_rejected_in_pieces(
+    tmp_path: Path, takes: int, block_size: int
+) -> None:
+    """Whatever part of its bytes the callee takes."""
+    path = tmp_path / "a.jsonl"
+    long = b'{"text": "' + b"x" * 500 + b'"}'
+    path.write_bytes(b'{"text": "a"}\n' + long + b'\n{"text": "b"}\n' + long)
+    taken = []
+
+    def reject(line: int, offset: int, reason: str, data: Any) -> None:
+        chunks = iter(data)
+        taken.append((line, offset, b"".join(itertools.islice(chunks, takes))))
+        if hasattr(chunks, "close"):
+            chunks.close()
+        assert "longer than 100 bytes" in reason
+
+    reading = read_file(path, max_document_size=100, block_size=block_size, reject=reject)
+    assert reading.texts == [["a", "b"]]
+    assert reading.lines == [0, 2]
+    assert reading.num_lines == 4
+    assert [(line, offset) for line, offset, _ in taken] == [(1, 14), (3, 541)]
+    assert takes < 1000 or [data for *_, data in taken] == [long, long]
+
+
+def test_what_reject_raises_ends_the_reading(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\nx\n')
+
+    def reject(*_: Any) -> None:
+        raise TextError("stop")
+
+    with pytest.raises(TextError, match="stop"):
+        read_file(path, reject=reject)
+
+
+def test_wrong_keys_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("")
+    for keys in ("text", [], ["a", "a"], [1]):
+        with pytest.raises(ConfigError, match="json_keys"):
+            read_file(path, keys)  # type: ignore[arg-type]

@@ -1,0 +1,251 @@
+"""Splitting texts into sentences: Punkt as NLTK and Megatron-LM's script use it, and sentencex."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from millrace.errors import ConfigError, TextError
+from millrace.text import sentences
+from millrace.text.sentences import LANGUAGES, SentenceSplitter
+
+TRAINING = (
+    "Dr. Smith met Mr. Jones at 5 p.m. on Monday. They talked (at length) about the weather. "
+    'The U.S. is large! Is it? "Yes," said Mr. Jones. Prof. Brown et al. disagree.\n\n'
+) * 40
+
+PIECES = [" ", "\n", "  ", "\t", ".", "?", "!", "...", ")", "(", '"', "\u2019", ",", "-", "--"]
+WORDS = ["a", "B", "Dr", "Mr", "Smith", "met", "5", "é", "U.S", "et al", "。", "ß", "x" * 40]
+texts = st.lists(st.sampled_from(PIECES + WORDS), max_size=30).map("".join)
+
+
+@pytest.fixture
+def punkt_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A small model in both of Punkt's forms: `punkt_tab` of English, and `punkt` of German."""
+    import nltk.data
+    from nltk.tokenize import punkt
+
+    parameters = punkt.PunktTrainer(TRAINING).get_params()
+    assert parameters.abbrev_types
+    monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
+    folder = tmp_path / "tokenizers" / "punkt_tab" / "english"
+    folder.mkdir(0o700, parents=True)
+    punkt.save_punkt_params(parameters, dir=str(folder))
+    folder = tmp_path / "tokenizers" / "punkt"
+    folder.mkdir()
+    for protocol, name in [(2, "german"), (4, "danish")]:
+        tokenizer = punkt.PunktSentenceTokenizer(parameters)
+        (folder / f"{name}.pickle").write_bytes(pickle.dumps(tokenizer, protocol))
+    return parameters
+
+
+def megatron_splitter(parameters: Any) -> Any:
+    """NLTK's splitter with the pattern of Megatron-LM's `--keep-newlines`, made of NLTK's own: a
+    candidate takes the characters before its end mark and the whitespace behind it."""
+    from nltk.tokenize import punkt
+
+    class Variables(punkt.PunktLanguageVars):  # type: ignore[misc]
+        _period_context_fmt = punkt.PunktLanguageVars._period_context_fmt.replace(
+            "%(SentEndChars)s", r"\S*%(SentEndChars)s\s*"
+        ).replace(r"\s+(?P<next_tok>", "(?P<next_tok>")
+
+    assert Variables._period_context_fmt.count(r"\s") == 1
+    return punkt.PunktSentenceTokenizer(train_text=parameters, lang_vars=Variables())
+
+
+# ---- Punkt ----
+
+
+@pytest.mark.parametrize("lang", ["english", "en", "german", "danish"])
+def test_punkt_gives_the_sentences_of_nltk(punkt_data: Any, lang: str) -> None:
+    from nltk.tokenize import punkt
+
+    splitter = SentenceSplitter(lang)
+    assert splitter.library == "punkt"
+    name = next(name for name, code in LANGUAGES.items() if lang in (name, code))
+    assert splitter.name.split()[2:] == ["punkt_tab" if name == "english" else "punkt", name]
+    reference = punkt.PunktSentenceTokenizer(punkt_data)
+    if name == "english":
+        reference = punkt.PunktTokenizer("english")
+    kept = SentenceSplitter(lang, keep_newlines=True)
+    kept_reference = megatron_splitter(punkt_data)
+    assert len(kept.split(TRAINING)) > 100
+    assert "".join(kept.split(TRAINING)) == TRAINING.rstrip()
+
+    @settings(max_examples=60, deadline=None)
+    @example(TRAINING)
+    @example("One.\n\nTwo.  Three.\n")
+    @example("")
+    @example("\n \n")
+    @given(texts)
+    def check(text: str) -> None:
+        assert splitter.split(text) == reference.tokenize(text)
+        assert kept.split(text) == kept_reference.tokenize(text)
+
+    check()
+
+
+def test_newlines_stay_with_the_sentence_before(punkt_data: Any) -> None:
+    text = "\nDr. Smith met him.\n\nThey talked. \n Is it?\n"
+    assert SentenceSplitter("english", keep_newlines=True).split(text) == [
+        "\nDr. Smith met him.\n\n",
+        "They talked. \n ",
+        "Is it?",
+    ]
+    assert SentenceSplitter("english").split(text) == [
+        "\nDr. Smith met him.",
+        "They talked.",
+        "Is it?",
+    ]
+
+
+def test_a_splitter_works_without_the_data_once_it_is_pickled(
+    punkt_data: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import nltk.data
+
+    for keep_newlines in (False, True):
+        splitter = SentenceSplitter("english", keep_newlines=keep_newlines)
+        data = pickle.dumps(splitter)
+        with monkeypatch.context() as patch:
+            patch.setattr(nltk.data, "path", [])
+            copy = pickle.loads(data)
+            assert copy.split(TRAINING) == splitter.split(TRAINING)
+            assert copy.name == splitter.name
+
+
+def test_a_pickle_that_runs_code_is_refused(
+    punkt_data: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "evil"),)
+
+    path = tmp_path / "tokenizers" / "punkt" / "german.pickle"
+    path.write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(TextError, match="not Punkt's data"):
+        SentenceSplitter("german")
+    path.write_bytes(b"garbage")
+    with pytest.raises(TextError, match="not Punkt's data"):
+        SentenceSplitter("german")
+    assert not (tmp_path / "evil").exists()
+
+
+def test_punkt_without_its_data_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    import nltk.data
+
+    monkeypatch.setattr(nltk.data, "path", [])
+    with pytest.raises(TextError, match="Punkt data for german is not installed"):
+        SentenceSplitter("german", library="punkt")
+    assert SentenceSplitter("german").library == "sentencex"
+
+
+def test_a_long_run_of_characters_takes_no_quadratic_time(punkt_data: Any) -> None:
+    """NLTK stops a search after some seconds: Megatron-LM's pattern fails on this text."""
+    text = "x" * 300_000 + ". Next one."
+    splitter = SentenceSplitter("english", keep_newlines=True)
+    assert len(splitter.split(text)) == 2
+
+
+# ---- sentencex ----
+
+SAMPLES = {
+    "en": "Dr. Smith is here. Is he?  Yes!\n\nA new paragraph (e.g. this one). End",
+    "de": "Das ist z.B. gut. Wirklich?\n„Ja.“ Am 3. Mai.",
+    "ja": "こんにちは。元気ですか？\nはい！",
+    "zh": "你好。今天天气很好！我们走吧？",
+    "hi": "यह एक वाक्य है। यह दूसरा है।",
+    "ar": "مرحبا. كيف حالك؟ بخير!",
+    "ru": "Это т.е. пример. Второе предложение!",
+    "am": "ሰላም። እንዴት ነህ።",
+    "xx": "One. Two.",
+}
+some_languages = sorted({*SAMPLES, "fr", "el", "th", "my", "tr", "ko", "he", "pt"})
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    lang=st.sampled_from(some_languages),
+    text=st.one_of(
+        texts,
+        st.text(max_size=40),
+        st.lists(st.sampled_from([*"".join(SAMPLES.values()), " ", "\n", "\r\n", "\x85"])).map(
+            "".join
+        ),
+    ),
+)
+def test_sentencex_loses_nothing(lang: str, text: str) -> None:
+    kept = SentenceSplitter(lang, keep_newlines=True, library="sentencex").split(text)
+    assert "".join(kept) == text
+    if text and not text.isspace():
+        assert not any(sentence.isspace() for sentence in kept)
+    stripped = SentenceSplitter(lang, library="sentencex").split(text)
+    assert stripped == [sentence.strip() for sentence in kept if sentence.strip()]
+
+
+def test_sentencex_splits_many_languages() -> None:
+    for lang, text in SAMPLES.items():
+        splitter = SentenceSplitter(lang, library="sentencex")
+        assert splitter.library == "sentencex"
+        assert splitter.name.startswith("sentencex ")
+        assert splitter.name.endswith(f" {lang}")
+        assert len(splitter.split(text)) > 1, lang
+        assert pickle.loads(pickle.dumps(splitter)).split(text) == splitter.split(text)
+    english = SentenceSplitter("English", library="sentencex")
+    assert english.split(SAMPLES["en"]) == [
+        "Dr. Smith is here.",
+        "Is he?",
+        "Yes!",
+        "A new paragraph (e.g. this one).",
+        "End",
+    ]
+
+
+# ---- both ----
+
+
+@pytest.mark.parametrize("library", ["punkt", "sentencex"])
+@pytest.mark.parametrize("keep_newlines", [False, True])
+def test_long_texts_are_cut_first(
+    punkt_data: Any, library: str, keep_newlines: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    splitter = SentenceSplitter("english", keep_newlines=keep_newlines, library=library)
+    text = TRAINING[:3000]
+    monkeypatch.setattr(sentences, "MAX_CHARACTERS", 1000)
+    expected = [
+        sentence for start in (0, 1000, 2000) for sentence in splitter.split(text[start:][:1000])
+    ]
+    assert splitter.split(text) == expected
+
+
+def test_bad_arguments_are_refused() -> None:
+    for lang in ("klingon", "", "e", "../en", None, 3):
+        with pytest.raises(ConfigError, match="the language is"):
+            SentenceSplitter(lang)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="library is 'spacy'; it is one of auto, punkt, sent"):
+        SentenceSplitter("english", library="spacy")
+    with pytest.raises(ConfigError, match="keep_newlines is 'yes'"):
+        SentenceSplitter("english", keep_newlines="yes")  # type: ignore[arg-type]
+
+
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    for name in ("nltk", "sentencex"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(TextError, match="nor the sentencex package is installed: pip install"):
+        SentenceSplitter("english")
+    with pytest.raises(TextError, match="install nltk if that is missing"):
+        SentenceSplitter("english", library="punkt")
+
+
+def test_a_lone_surrogate_is_named() -> None:
+    splitter = SentenceSplitter("english", library="sentencex")
+    with pytest.raises(TextError, match=r"character 4 of a text is the lone surrogate U\+D800"):
+        splitter.split("Hi.\ud800")
