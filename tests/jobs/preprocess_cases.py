@@ -487,7 +487,7 @@ def run_case(
     inputs = write_inputs(case, folder)
     split = None
     if case.split_sentences:
-        from millrace.text import SentenceSplitter
+        from millrace.text.sentences import SentenceSplitter
 
         split = SentenceSplitter("english", keep_newlines=case.keep_newlines).split
     with_special_tokens = reference.tokenize_with_special_tokens
