@@ -246,7 +246,9 @@ def sentencepiece_model(folder: Path) -> Reference:
     return Reference(
         path=path,
         tokenize=processor.encode,
-        tokenize_with_special_tokens=functools.partial(processor.encode, add_bos=True),
+        tokenize_with_special_tokens=functools.partial(
+            processor.encode, add_bos=True, add_eos=True
+        ),
         vocabulary_size=processor.get_piece_size(),
         eod=processor.eos_id(),
         megatron_type="SentencePieceTokenizer",
