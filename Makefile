@@ -27,8 +27,8 @@ help:  ## list the commands
 demo: $(VENV)/.package  ## set up, build, and run the main job on real text
 	$(BIN)/millrace demo
 
-test: $(VENV)/.package $(VENV)/.dev  ## set up, build, and run the tests
-	$(BIN)/python -m pytest
+test: $(VENV)/.package $(VENV)/.dev  ## set up, build, and run the tests (or only TESTS=...)
+	$(BIN)/python -m pytest $(TESTS)
 
 lint: $(VENV)/.package $(VENV)/.dev  ## ruff: lint and format
 	$(BIN)/ruff check .

@@ -246,7 +246,9 @@ def sentencepiece_model(folder: Path) -> Reference:
     return Reference(
         path=path,
         tokenize=processor.encode,
-        tokenize_with_special_tokens=functools.partial(processor.encode, add_bos=True),
+        tokenize_with_special_tokens=functools.partial(
+            processor.encode, add_bos=True, add_eos=True
+        ),
         vocabulary_size=processor.get_piece_size(),
         eod=processor.eos_id(),
         megatron_type="SentencePieceTokenizer",
@@ -487,7 +489,7 @@ def run_case(
     inputs = write_inputs(case, folder)
     split = None
     if case.split_sentences:
-        from millrace.text import SentenceSplitter
+        from millrace.text.sentences import SentenceSplitter
 
         split = SentenceSplitter("english", keep_newlines=case.keep_newlines).split
     with_special_tokens = reference.tokenize_with_special_tokens

@@ -74,7 +74,7 @@ def test_by_weights_equals_its_twin_in_many_parts(num_datasets: int, kind: str) 
     """Enough samples for several parts per thread, and for wrong guesses that are corrected."""
     random = np.random.default_rng(num_datasets)
     weights = normalized(weights_of(kind, num_datasets, random))
-    assert_weights_twin(weights, 50_000 + num_datasets, threads=(1, 2, 5))
+    assert_weights_twin(weights, 30_000 + num_datasets, threads=(1, 2, 5))
 
 
 @pytest.mark.parametrize("spread", [1e-2, 1e-3, 1e-15])
@@ -93,7 +93,7 @@ def test_by_weights_equals_its_twin_for_nearly_equal_weights(kind: str, spread: 
         weights[100:] /= 3
     elif kind == "but for one":
         weights[7] = 400
-    assert_weights_twin(normalized(weights), 60_000, threads=(1, 2))
+    assert_weights_twin(normalized(weights), 30_000, threads=(1, 2))
     assert_weights_twin(normalized(weights), 300)
 
 
@@ -118,7 +118,7 @@ def test_by_sizes_equals_its_twin_for_nearly_equal_sizes() -> None:
 def test_by_sizes_equals_its_twin_in_many_parts(num_datasets: int, kind: str) -> None:
     random = np.random.default_rng(num_datasets)
     shares = normalized(weights_of(kind, num_datasets, random))
-    assert_sizes_twin(np.ceil(shares * 40_000).astype(np.int64), threads=(1, 2, 5))
+    assert_sizes_twin(np.ceil(shares * 25_000).astype(np.int64), threads=(1, 2, 5))
 
 
 @pytest.mark.parametrize("scale", [1e-300, 1e-9, 0.9, 1.1, 1e9, 1e300])
@@ -150,7 +150,7 @@ def test_by_weights_equals_its_twin_for_weights_that_are_not_normalised(scale: f
 @pytest.mark.parametrize("num_datasets", [80, 32_766])
 def test_equal_weights_take_turns(num_datasets: int) -> None:
     """Where errors are too large to tell two counts apart, the first dataset wins every time."""
-    size = 2 * num_datasets + 3
+    size = num_datasets + 3
     index, sample_index = _native.blend_by_weights(np.full(num_datasets, 1 / num_datasets), size)
     np.testing.assert_array_equal(index, np.arange(size) % num_datasets)
     np.testing.assert_array_equal(sample_index, np.arange(size) // num_datasets)

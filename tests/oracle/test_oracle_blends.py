@@ -107,7 +107,9 @@ def test_blends_by_weights_that_are_not_normalised_are_equal(scale: float) -> No
 def test_exhaustive_blends_of_many_datasets_are_equal(count: int, kind: str) -> None:
     random = np.random.default_rng([31, count])
     weights = many_weights(kind, count, random)
-    sizes = np.ceil(weights / weights.sum() * 150_000).astype(int).tolist()
+    # Megatron-LM looks at every dataset for every sample.
+    size = min(150_000, 80_000_000 // count)
+    sizes = np.ceil(weights / weights.sum() * size).astype(int).tolist()
     assert_equal(blend_exhaustively(sizes), theirs_by_sizes(sizes))
 
 

@@ -259,7 +259,7 @@ def test_kill_9_at_random_moments_leaves_a_whole_pair(tmp_path: Path) -> None:
     with IndexedDatasetBuilder(prefix) as builder:
         builder.add_document(np.zeros(10, np.int32))
     random = np.random.default_rng()
-    for _ in range(12):
+    for _ in range(6):
         process = subprocess.Popen(
             [sys.executable, "-c", _BUILD_FOREVER, str(prefix)], stdout=subprocess.PIPE
         )

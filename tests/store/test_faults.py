@@ -221,7 +221,7 @@ def test_kill_9_at_random_moments(kind: str, tmp_path: Path) -> None:
     """In another process, as it forks and this one has threads."""
     assert_runs(
         "import sys, pathlib, random; from tests.store import kill; "
-        "print(kill.kill_at_random_moments(pathlib.Path(sys.argv[1]), sys.argv[2], 10, "
+        "print(kill.kill_at_random_moments(pathlib.Path(sys.argv[1]), sys.argv[2], 6, "
         f"random.Random({random.getrandbits(32)})))",
         tmp_path,
         kind,

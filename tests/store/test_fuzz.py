@@ -1,4 +1,4 @@
-"""Damaged token files: some thousands of the cases that `python -m tests.store.fuzz` runs."""
+"""Damaged token files: some of the cases that `python -m tests.store.fuzz` runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.store import fuzz
 
 
 def test_damaged_files_are_refused_or_read_as_the_format_says() -> None:
-    findings = fuzz.fuzz(cases=2000, seed=0)
+    findings = fuzz.fuzz(cases=1200, seed=0)
     assert not findings, fuzz.report(findings, seed=0)
 
 

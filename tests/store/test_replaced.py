@@ -78,14 +78,14 @@ def is_one_generation(dataset: IndexedDataset) -> bool:
 @pytest.mark.parametrize("checksums", [False, True])
 def test_a_merge_takes_lengths_and_tokens_of_one_pair(tmp_path: Path, checksums: bool) -> None:
     with publisher(tmp_path / "source"):
-        for _ in range(80):
+        for _ in range(50):
             merged = merge([tmp_path / "source"], tmp_path / "merged", checksums=checksums)
             assert is_one_generation(merged)
 
 
 def test_a_split_takes_all_shards_of_one_pair(tmp_path: Path) -> None:
     with publisher(tmp_path / "source"):
-        for _ in range(15):
+        for _ in range(8):
             shards = split(tmp_path / "source", tmp_path / "shard", documents=3)
             assert len(shards) == 7
             assert is_one_generation(merge(shards, tmp_path / "merged"))
