@@ -53,6 +53,10 @@ class Part:
     file_size: int | None = None
     mtime_ns: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.columns is not None:  # a list, if it comes from JSON
+            object.__setattr__(self, "columns", tuple(self.columns))
+
     @property
     def identity(self) -> FileIdentity:
         """Size and time that the file must have."""

@@ -109,22 +109,20 @@ def open_stream(
     Raises:
         TextError: A file that cannot be read, is damaged or truncated, or was changed.
     """
-    with readable(source), _open_binary(path) as file:
-        status = os.fstat(file.fileno())
+    with contextlib.ExitStack() as stack:
+        with readable(source):
+            file = stack.enter_context(_open_binary(path))
+            status = os.fstat(file.fileno())
         check_unchanged(source, status, identity)
         regular = stat.S_ISREG(status.st_mode) and path != STDIN
-        stream: ByteStream
+        raw = _File(file, source, status.st_size if regular else None)
         if not regular:
-            raw = _File(file, source)
             compression = compression_of(raw.peek(NUM_MAGIC_BYTES))
-        else:
-            raw = _File(file, source, status.st_size)
+        stream: ByteStream = raw
         if compression:
             stream = _Decompressed(raw, compression, source)
         elif start or stop is not None:
             stream = _LineRange(raw, start, stop)
-        else:
-            stream = raw
         yield stream
         if regular:
             identity = FileIdentity(status.st_size, status.st_mtime_ns)
@@ -133,13 +131,9 @@ def open_stream(
 
 @contextlib.contextmanager
 def readable(source: str) -> Iterator[None]:
-    """Turns the errors of reading and decompressing into a TextError that names the file."""
+    """Turns an OSError of the block into a TextError that names the file."""
     try:
         yield
-    except EOFError:
-        raise TextError(
-            f"{source}: the compressed data end too early. Copy or write the file again"
-        ) from None
     except OSError as error:
         raise TextError(f"{source} cannot be read: {error.strerror or error}") from None
 
@@ -179,8 +173,9 @@ class _File:
 
     def peek(self, size: int) -> bytes:
         """The first `size` bytes, or all of a shorter file, which the next `read` gives again."""
-        while len(self._ahead) < size and (data := self._file.read(size - len(self._ahead))):
-            self._ahead += data
+        with readable(self._source):
+            while len(self._ahead) < size and (data := self._file.read(size - len(self._ahead))):
+                self._ahead += data
         return self._ahead
 
     def seek(self, position: int) -> None:
@@ -191,7 +186,8 @@ class _File:
         if self._ahead:
             data, self._ahead = self._ahead[:size], self._ahead[size:]
         else:
-            data = self._file.read(size)
+            with readable(self._source):
+                data = self._file.read(size)
         self.position += len(data)
         if not data and self.size is not None and self.position < self.size:
             raise TextError(
@@ -299,7 +295,10 @@ class _Decompressed:
                 if not compressed:
                     data = current.decompress(b"", size)  # what zlib still has inside
                     if not data and not current.eof:
-                        raise EOFError
+                        raise TextError(
+                            f"{self._source}: the compressed data end too early. "
+                            "Copy or write the file again"
+                        )
                     if data:
                         return data
                     continue

@@ -12,7 +12,7 @@ from millrace.errors import TextError
 from millrace.text.streams import readable
 
 _BATCH_SIZE = 1 << 20  # bytes of text
-_MOST_ROWS = 1 << 14  # in a batch, should the sizes of the texts not be known
+_MOST_ROWS = 1 << 11  # in a batch: texts that are stored once may be repeated in each row
 
 
 class Rows(NamedTuple):
@@ -136,8 +136,8 @@ def _parquet_rows(
             columns=columns,
             use_threads=False,
         ):
-            row += batch.num_rows
-            yield _rows(batch, names, id_name, row / max(num_rows, 1))
+            before, row = row, row + batch.num_rows
+            yield from _slices(batch, names, id_name, before / num_rows, row / num_rows)
 
 
 def _text_size(group: Any, columns: Sequence[str]) -> int:
