@@ -33,19 +33,22 @@ from millrace.text.records import (
     parse_json,
     text_at,
 )
+from millrace.text.splitting import (
+    Block,
+    Lines,
+    LongRecord,
+    Separator,
+    line_blocks,
+    record_blocks,
+)
 from millrace.text.streams import (
     BLOCK_SIZE as STREAM_BLOCK_SIZE,
 )
 from millrace.text.streams import (
-    Block,
-    Boundary,
     FileIdentity,
-    LongRecord,
-    Separator,
     check_unchanged,
     open_stream,
     readable,
-    record_blocks,
 )
 
 __all__ = [
@@ -242,20 +245,18 @@ def _stream_documents(part: Part, options: _Options, block_size: int) -> Iterato
     ) as stream:
         progress = _Progress(part)
         offset = part.byte_offset + stream.first_byte
+        max_size = options.max_size
         if part.format == "jsonl":
-            boundary: Boundary = Separator(b"\n")
+            lines = line_blocks(stream, max_size, block_size, offset)
+            batches = _json_batches(lines, options)
         elif part.format == "text":
-            boundary = Separator((options.separator or "").encode())
+            separator = Separator((options.separator or "").encode())
+            blocks = record_blocks(stream, separator, max_size, block_size, offset)
+            batches = _text_batches(blocks, options)
         else:
             from millrace.text.csv_records import CsvBoundary
 
-            boundary = CsvBoundary(part.format)
-        blocks = record_blocks(stream, boundary, options.max_size, block_size, offset)
-        if part.format == "jsonl":
-            batches = _json_batches(blocks, options)
-        elif part.format == "text":
-            batches = _text_batches(blocks, options)
-        else:
+            blocks = record_blocks(stream, CsvBoundary(part.format), max_size, block_size, offset)
             batches = _csv_batches(blocks, part, options)
         for batch in _merged(batches, _BLOCKS_IN_BATCH * block_size):
             documents = progress.documents(batch, stream.position, stream.size)
@@ -268,7 +269,7 @@ def _no_documents(options: _Options, num_lines: int) -> _Batch:
     return _Batch([[] for _ in options.keys], empty, empty, [], num_lines)
 
 
-def _json_batches(blocks: Iterator[Block | LongRecord], options: _Options) -> Iterator[_Batch]:
+def _json_batches(blocks: Iterator[Lines | LongRecord], options: _Options) -> Iterator[_Batch]:
     loads = orjson_loads()
     first = 0
     for block in blocks:
@@ -276,14 +277,13 @@ def _json_batches(blocks: Iterator[Block | LongRecord], options: _Options) -> It
             _reject_long(block, first, "line", options)
             first += 1
             continue
-        lines = block.data.split(b"\n")
-        if not lines[-1]:
-            lines.pop()
+        lines = block.lines
         offsets = np.fromiter(map(len, lines), np.int64, len(lines))
         np.cumsum(offsets + 1, out=offsets)
         offsets[1:] = offsets[:-1] + block.byte_offset
         offsets[0] = block.byte_offset
-        texts, ids, unused = _json_documents(lines, len(block.data), options, loads)
+        size = int(offsets[-1]) + len(lines[-1]) - block.byte_offset
+        texts, ids, unused = _json_documents(lines, size, options, loads)
         numbers = np.arange(len(lines), dtype=np.int64)
         if unused:
             for number, reason in sorted(unused.items()):
@@ -293,7 +293,7 @@ def _json_batches(blocks: Iterator[Block | LongRecord], options: _Options) -> It
             offsets = offsets[numbers]
         numbers += first
         first += len(lines)
-        yield _Batch(texts, numbers, offsets, ids, first, len(block.data))
+        yield _Batch(texts, numbers, offsets, ids, first, size)
     yield _no_documents(options, first)
 
 

@@ -8,15 +8,8 @@ from dataclasses import dataclass, replace
 from millrace import checks
 from millrace.errors import ConfigError
 from millrace.text.inputs import InputFile
-from millrace.text.streams import (
-    BLOCK_SIZE,
-    Block,
-    Boundary,
-    FileIdentity,
-    Separator,
-    open_stream,
-    record_blocks,
-)
+from millrace.text.splitting import Block, Boundary, Separator, record_blocks
+from millrace.text.streams import BLOCK_SIZE, FileIdentity, open_stream
 
 
 @dataclass(frozen=True, kw_only=True)
