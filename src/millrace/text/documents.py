@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -64,8 +63,6 @@ __all__ = [
     "read_documents",
 ]
 
-_BLOCKS_IN_BATCH = 4
-
 MAX_DOCUMENT_SIZE = 1 << 28
 """Size of the longest line, record or text that is read by default, in bytes."""
 
@@ -76,7 +73,7 @@ the byte offset in the decompressed source (-1 for rows), the reason, and the by
 
 @dataclass
 class Documents:
-    """A batch of documents, about 1 MB.
+    """A batch of documents, about 256 KB: short documents of larger ones leave a core's cache.
 
     Attributes:
         texts: For each key, the text (or the list of texts) of each document.
@@ -174,41 +171,13 @@ class _Options:
 
 
 class _Batch(NamedTuple):
-    """Documents of `size` bytes; `num_lines` lines of the part are read."""
+    """Documents; their lines, of which `num_lines` are read, count from the part's first."""
 
     texts: list[list[Text]]
     lines: NDArray[np.int64]
     byte_offsets: NDArray[np.int64]
     ids: list[str | None]
     num_lines: int
-    size: int = 0
-
-
-def _merged(batches: Iterator[_Batch], size: int) -> Iterator[_Batch]:
-    """Batches of about `size` bytes: blocks are smaller, because they fit a core's cache."""
-    several: list[_Batch] = []
-    for batch in batches:
-        several.append(batch)
-        if sum(batch.size for batch in several) >= size:
-            yield _concatenated(several)
-            several = []
-    if several:
-        yield _concatenated(several)
-
-
-def _concatenated(batches: list[_Batch]) -> _Batch:
-    if len(batches) == 1:
-        return batches[0]
-    return _Batch(
-        [
-            list(itertools.chain.from_iterable(columns))
-            for columns in zip(*(batch.texts for batch in batches), strict=True)
-        ],
-        np.concatenate([batch.lines for batch in batches]),
-        np.concatenate([batch.byte_offsets for batch in batches]),
-        list(itertools.chain.from_iterable(batch.ids for batch in batches)),
-        batches[-1].num_lines,
-    )
 
 
 class _Progress:
@@ -258,7 +227,7 @@ def _stream_documents(part: Part, options: _Options, block_size: int) -> Iterato
 
             blocks = record_blocks(stream, CsvBoundary(part.format), max_size, block_size, offset)
             batches = _csv_batches(blocks, part, options)
-        for batch in _merged(batches, _BLOCKS_IN_BATCH * block_size):
+        for batch in batches:
             documents = progress.documents(batch, stream.position, stream.size)
             if documents.ids or documents.num_lines or documents.num_bytes:
                 yield documents
@@ -278,22 +247,20 @@ def _json_batches(blocks: Iterator[Lines | LongRecord], options: _Options) -> It
             first += 1
             continue
         lines = block.lines
-        offsets = np.fromiter(map(len, lines), np.int64, len(lines))
-        np.cumsum(offsets + 1, out=offsets)
-        offsets[1:] = offsets[:-1] + block.byte_offset
-        offsets[0] = block.byte_offset
-        size = int(offsets[-1]) + len(lines[-1]) - block.byte_offset
-        texts, ids, unused = _json_documents(lines, size, options, loads)
+        ends = np.cumsum(np.fromiter(map(len, lines), np.int64, len(lines)))
+        offsets = block.byte_offset + np.concatenate([[0], ends[:-1]])
+        texts, ids, unused = _json_documents(lines, int(ends[-1]), options, loads)
         numbers = np.arange(len(lines), dtype=np.int64)
         if unused:
             for number, reason in sorted(unused.items()):
                 if reason:
-                    options.reject(first + number, int(offsets[number]), reason, (lines[number],))
+                    line = lines[number].removesuffix(b"\n")
+                    options.reject(first + number, int(offsets[number]), reason, (line,))
             numbers = np.delete(numbers, [*unused])
             offsets = offsets[numbers]
         numbers += first
         first += len(lines)
-        yield _Batch(texts, numbers, offsets, ids, first, size)
+        yield _Batch(texts, numbers, offsets, ids, first)
     yield _no_documents(options, first)
 
 
@@ -306,7 +273,7 @@ def _json_documents(
     doubtful: set[int] = set()  # may hold halves of surrogate pairs, which orjson refuses
     if size > options.max_size:
         for number, line in enumerate(lines):
-            if len(line) > options.max_size:
+            if len(line) - line.endswith(b"\n") > options.max_size:
                 unused[number] = _too_long("line", options)
     try:
         if loads is None or unused:
@@ -322,11 +289,11 @@ def _json_documents(
                     raise ValueError
                 records[number] = loads(line)
             except ValueError:
-                if not line or line.isspace():
+                if line.isspace():
                     unused[number] = ""
                     continue
                 try:
-                    records[number] = parse_json(line)
+                    records[number] = parse_json(line.removesuffix(b"\n"))
                     doubtful.add(number)
                 except BadDocumentError as error:
                     unused[number] = str(error)
@@ -379,8 +346,7 @@ def _text_batches(blocks: Iterator[Block | LongRecord], options: _Options) -> It
         records = block.data.split(separator) if separator else [block.data]
         if len(records) > 1 and not records[-1]:
             records.pop()
-        batch = _text_batch(records, separator, line, block.byte_offset, options)
-        yield batch._replace(size=len(block.data))
+        yield _text_batch(records, separator, line, block.byte_offset, options)
         line += block.data.count(b"\n")
     if is_empty and not separator:
         yield _text_batch([b""], separator, 0, 0, options)
@@ -457,14 +423,7 @@ def _csv_batches(
             offsets.append(block.byte_offset + record.byte_offset)
             ids.append(None if id_index is None else fields[id_index].decode(errors="replace"))
         line += csv_records.num_lines(block.data)
-        yield _Batch(
-            texts,
-            np.array(lines, np.int64),
-            np.array(offsets, np.int64),
-            ids,
-            line,
-            len(block.data),
-        )
+        yield _Batch(texts, np.array(lines, np.int64), np.array(offsets, np.int64), ids, line)
     yield _no_documents(options, line)
 
 

@@ -13,8 +13,8 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 from millrace.errors import TextError
 
 BLOCK_SIZE = 1 << 18
-"""Number of bytes that are read and decompressed at a time: short documents of blocks of 1 MB,
-which do not fit a core's cache, are parsed at 0.7 of the speed."""
+"""Number of bytes that are read and decompressed at a time: blocks of 1 MB do not fit a core's
+cache, and short documents in them are parsed at 0.7 of the speed."""
 
 STDIN = "-"
 """The path that means standard input."""
