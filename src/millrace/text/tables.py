@@ -183,7 +183,7 @@ def _arrow_rows(
                 numbers = range(reader.num_record_batches)[start:stop]
                 for done, number in enumerate(numbers, start=1):
                     yield from _slices(
-                        reader.get_batch(number),
+                        _checked(reader.get_batch(number)),
                         names,
                         id_name,
                         (done - 1) / len(numbers),
@@ -193,7 +193,21 @@ def _arrow_rows(
                 position = 0
                 for batch in reader:
                     before, position = position, file.tell()
-                    yield from _slices(batch, names, id_name, before / size, position / size)
+                    share = before / size, position / size
+                    yield from _slices(_checked(batch), names, id_name, *share)
+
+
+def _checked(batch: Any) -> Any:
+    """The record batch, if its offsets are valid: others would lead to any place in memory."""
+    import pyarrow
+
+    for column in batch.columns:
+        try:
+            column.validate(full=True)
+        except pyarrow.ArrowInvalid as error:
+            if "UTF8" not in str(error):  # rows that are not UTF-8 are rejected one by one
+                raise
+    return batch
 
 
 def _slices(
@@ -299,6 +313,11 @@ def _values(column: Any) -> list[Any]:
 
     if isinstance(column.type, pyarrow.BaseExtensionType):
         column = column.storage
+    try:
+        column.validate(full=True)  # damaged offsets would lead anywhere in memory
+    except pyarrow.ArrowInvalid as error:
+        if "UTF8" not in str(error):
+            raise
     if types.is_dictionary(column.type):
         column = column.dictionary_decode()
     with contextlib.suppress(pyarrow.ArrowException, UnicodeDecodeError):
@@ -307,7 +326,9 @@ def _values(column: Any) -> list[Any]:
         return [_as_text(value) for value in column.to_pylist()]
     is_list = types.is_nested(column.type)
     binary = pyarrow.large_list(pyarrow.large_binary()) if is_list else pyarrow.large_binary()
-    return [_as_text(value) for value in column.cast(binary).to_pylist()]
+    column = column.cast(binary)
+    column.validate(full=True)  # of nested columns, only the first problem is known so far
+    return [_as_text(value) for value in column.to_pylist()]
 
 
 def _as_text(value: Any) -> Any:
