@@ -43,7 +43,7 @@ def ranges(path: str, format_: str, size: int) -> Iterator[tuple[int, int, int, 
             with _parquet_file(path) as file:
                 metadata = file.metadata
                 groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-                weights = [_compressed_size(group) for group in groups]
+                weights = [int(group.total_byte_size) for group in groups]
                 rows = [int(group.num_rows) for group in groups]
         else:
             with _arrow_file(path) as file:
@@ -95,7 +95,7 @@ def _table_errors(source: str) -> Iterator[None]:
     try:
         with readable(source):
             yield
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:  # also of damaged names
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise TextError(
             f"{source} is damaged, truncated or of another format ({reason}). "
@@ -110,10 +110,6 @@ def _parquet_file(path: str) -> Iterator[Any]:
     # A buffer: a column of a large row group is read bit by bit.
     with parquet.ParquetFile(path, buffer_size=_BATCH_SIZE, pre_buffer=False) as file:
         yield file
-
-
-def _compressed_size(group: Any) -> int:
-    return sum(group.column(i).total_compressed_size for i in range(group.num_columns))
 
 
 def _parquet_rows(
