@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from millrace.errors import TextError
-from millrace.text.streams import Block, LongRecord
+from millrace.text.splitting import Block, LongRecord
 
 DELIMITERS = {"csv": b",", "tsv": b"\t"}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,20 +25,21 @@ from millrace.text.records import (
     parse_json,
     text_at,
 )
-from millrace.text.streams import (
-    BLOCK_SIZE,
+from millrace.text.splitting import (
     Block,
-    Boundary,
-    FileIdentity,
+    Lines,
     LongRecord,
     Separator,
+    line_blocks,
+    record_blocks,
+)
+from millrace.text.streams import (
+    BLOCK_SIZE,
+    FileIdentity,
     check_unchanged,
     open_stream,
     readable,
-    record_blocks,
 )
-
-_BLOCKS_IN_BATCH = 4
 
 MAX_DOCUMENT_SIZE = 1 << 28
 """Size of the longest line, record or text that is read by default, in bytes."""
@@ -51,7 +51,7 @@ the byte offset in the decompressed source (-1 for rows), the reason, and the by
 
 @dataclass
 class Documents:
-    """A batch of documents, about 1 MB.
+    """A batch of documents, about 256 KB: short documents of larger ones leave a core's cache.
 
     Attributes:
         texts: For each key, the text (or the list of texts) of each document.
@@ -149,41 +149,13 @@ class _Options:
 
 
 class _Batch(NamedTuple):
-    """Documents of `size` bytes; `num_lines` lines of the part are read."""
+    """Documents; their lines, of which `num_lines` are read, count from the part's first."""
 
     texts: list[list[Text]]
     lines: NDArray[np.int64]
     byte_offsets: NDArray[np.int64]
     ids: list[str | None]
     num_lines: int
-    size: int = 0
-
-
-def _merged(batches: Iterator[_Batch], size: int) -> Iterator[_Batch]:
-    """Batches of about `size` bytes: blocks are smaller, because they fit a core's cache."""
-    several: list[_Batch] = []
-    for batch in batches:
-        several.append(batch)
-        if sum(batch.size for batch in several) >= size:
-            yield _concatenated(several)
-            several = []
-    if several:
-        yield _concatenated(several)
-
-
-def _concatenated(batches: list[_Batch]) -> _Batch:
-    if len(batches) == 1:
-        return batches[0]
-    return _Batch(
-        [
-            list(itertools.chain.from_iterable(columns))
-            for columns in zip(*(batch.texts for batch in batches), strict=True)
-        ],
-        np.concatenate([batch.lines for batch in batches]),
-        np.concatenate([batch.byte_offsets for batch in batches]),
-        list(itertools.chain.from_iterable(batch.ids for batch in batches)),
-        batches[-1].num_lines,
-    )
 
 
 class _Progress:
@@ -220,22 +192,20 @@ def _stream_documents(part: Part, options: _Options, block_size: int) -> Iterato
     ) as stream:
         progress = _Progress(part)
         offset = part.byte_offset + stream.first_byte
+        max_size = options.max_size
         if part.format == "jsonl":
-            boundary: Boundary = Separator(b"\n")
+            lines = line_blocks(stream, max_size, block_size, offset)
+            batches = _json_batches(lines, options)
         elif part.format == "text":
-            boundary = Separator((options.separator or "").encode())
+            separator = Separator((options.separator or "").encode())
+            blocks = record_blocks(stream, separator, max_size, block_size, offset)
+            batches = _text_batches(blocks, options)
         else:
             from millrace.text.csv_records import CsvBoundary
 
-            boundary = CsvBoundary(part.format)
-        blocks = record_blocks(stream, boundary, options.max_size, block_size, offset)
-        if part.format == "jsonl":
-            batches = _json_batches(blocks, options)
-        elif part.format == "text":
-            batches = _text_batches(blocks, options)
-        else:
+            blocks = record_blocks(stream, CsvBoundary(part.format), max_size, block_size, offset)
             batches = _csv_batches(blocks, part, options)
-        for batch in _merged(batches, _BLOCKS_IN_BATCH * block_size):
+        for batch in batches:
             documents = progress.documents(batch, stream.position, stream.size)
             if documents.ids or documents.num_lines or documents.num_bytes:
                 yield documents
@@ -246,7 +216,7 @@ def _no_documents(options: _Options, num_lines: int) -> _Batch:
     return _Batch([[] for _ in options.keys], empty, empty, [], num_lines)
 
 
-def _json_batches(blocks: Iterator[Block | LongRecord], options: _Options) -> Iterator[_Batch]:
+def _json_batches(blocks: Iterator[Lines | LongRecord], options: _Options) -> Iterator[_Batch]:
     loads = orjson_loads()
     first = 0
     for block in blocks:
@@ -254,24 +224,21 @@ def _json_batches(blocks: Iterator[Block | LongRecord], options: _Options) -> It
             _reject_long(block, first, "line", options)
             first += 1
             continue
-        lines = block.data.split(b"\n")
-        if not lines[-1]:
-            lines.pop()
-        offsets = np.fromiter(map(len, lines), np.int64, len(lines))
-        np.cumsum(offsets + 1, out=offsets)
-        offsets[1:] = offsets[:-1] + block.byte_offset
-        offsets[0] = block.byte_offset
-        texts, ids, unused = _json_documents(lines, len(block.data), options, loads)
+        lines = block.lines
+        ends = np.cumsum(np.fromiter(map(len, lines), np.int64, len(lines)))
+        offsets = block.byte_offset + np.concatenate([[0], ends[:-1]])
+        texts, ids, unused = _json_documents(lines, int(ends[-1]), options, loads)
         numbers = np.arange(len(lines), dtype=np.int64)
         if unused:
             for number, reason in sorted(unused.items()):
                 if reason:
-                    options.reject(first + number, int(offsets[number]), reason, (lines[number],))
+                    line = lines[number].removesuffix(b"\n")
+                    options.reject(first + number, int(offsets[number]), reason, (line,))
             numbers = np.delete(numbers, [*unused])
             offsets = offsets[numbers]
         numbers += first
         first += len(lines)
-        yield _Batch(texts, numbers, offsets, ids, first, len(block.data))
+        yield _Batch(texts, numbers, offsets, ids, first)
     yield _no_documents(options, first)
 
 
@@ -284,7 +251,7 @@ def _json_documents(
     doubtful: set[int] = set()  # may hold halves of surrogate pairs, which orjson refuses
     if size > options.max_size:
         for number, line in enumerate(lines):
-            if len(line) > options.max_size:
+            if len(line) - line.endswith(b"\n") > options.max_size:
                 unused[number] = _too_long("line", options)
     try:
         if loads is None or unused:
@@ -300,11 +267,11 @@ def _json_documents(
                     raise ValueError
                 records[number] = loads(line)
             except ValueError:
-                if not line or line.isspace():
+                if line.isspace():
                     unused[number] = ""
                     continue
                 try:
-                    records[number] = parse_json(line)
+                    records[number] = parse_json(line.removesuffix(b"\n"))
                     doubtful.add(number)
                 except BadDocumentError as error:
                     unused[number] = str(error)
@@ -357,8 +324,7 @@ def _text_batches(blocks: Iterator[Block | LongRecord], options: _Options) -> It
         records = block.data.split(separator) if separator else [block.data]
         if len(records) > 1 and not records[-1]:
             records.pop()
-        batch = _text_batch(records, separator, line, block.byte_offset, options)
-        yield batch._replace(size=len(block.data))
+        yield _text_batch(records, separator, line, block.byte_offset, options)
         line += block.data.count(b"\n")
     if is_empty and not separator:
         yield _text_batch([b""], separator, 0, 0, options)
@@ -435,14 +401,7 @@ def _csv_batches(
             offsets.append(block.byte_offset + record.byte_offset)
             ids.append(None if id_index is None else fields[id_index].decode(errors="replace"))
         line += csv_records.num_lines(block.data)
-        yield _Batch(
-            texts,
-            np.array(lines, np.int64),
-            np.array(offsets, np.int64),
-            ids,
-            line,
-            len(block.data),
-        )
+        yield _Batch(texts, np.array(lines, np.int64), np.array(offsets, np.int64), ids, line)
     yield _no_documents(options, line)
 
 

@@ -161,8 +161,14 @@ def input_file(path: str) -> InputFile:
         if not stat.S_ISREG(status.st_mode):
             if not os.access(path, os.R_OK):
                 raise PermissionError(13, os.strerror(13))
+            format_ = _format_of(path)
+            if format_ in ("parquet", "arrow"):
+                raise TextError(
+                    f"{path} is not a regular file, and {format_} cannot be read from a pipe. "
+                    "Write it to a file first"
+                )
             return InputFile(
-                path=path, format=_format_of(path), size=None, mtime_ns=None, is_divisible=False
+                path=path, format=format_, size=None, mtime_ns=None, is_divisible=False
             )
         with open(path, "rb", buffering=0) as file:
             first_bytes = file.read(NUM_MAGIC_BYTES)

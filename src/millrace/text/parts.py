@@ -8,15 +8,8 @@ from dataclasses import dataclass, replace
 from millrace import checks
 from millrace.errors import ConfigError
 from millrace.text.inputs import InputFile
-from millrace.text.streams import (
-    BLOCK_SIZE,
-    Block,
-    Boundary,
-    FileIdentity,
-    Separator,
-    open_stream,
-    record_blocks,
-)
+from millrace.text.splitting import Block, Boundary, Separator, record_blocks
+from millrace.text.streams import BLOCK_SIZE, FileIdentity, open_stream
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +45,10 @@ class Part:
     columns: tuple[str, ...] | None = None
     file_size: int | None = None
     mtime_ns: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.columns is not None:  # a list, if it comes from JSON
+            object.__setattr__(self, "columns", tuple(self.columns))
 
     @property
     def identity(self) -> FileIdentity:

@@ -1,4 +1,4 @@
-"""Bytes of one file, plain or compressed, and the records that a separator divides them into."""
+"""Bytes of one file or pipe, plain or compressed."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import os
 import stat
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from millrace.errors import TextError
 
 BLOCK_SIZE = 1 << 18
-"""Number of bytes that are read and decompressed at a time: short documents of blocks of 1 MB,
-which do not fit a core's cache, are parsed at 0.7 of the speed."""
+"""Number of bytes that are read and decompressed at a time: blocks of 1 MB do not fit a core's
+cache, and short documents in them are parsed at 0.7 of the speed."""
 
 STDIN = "-"
 """The path that means standard input."""
@@ -26,7 +25,6 @@ NUM_MAGIC_BYTES = 10
 """Number of bytes that tell every compression."""
 
 _INPUT_SIZE = 1 << 17  # compressed bytes that are read at a time
-_UTF8_BOM = b"\xef\xbb\xbf"
 
 
 class FileIdentity(NamedTuple):
@@ -109,22 +107,20 @@ def open_stream(
     Raises:
         TextError: A file that cannot be read, is damaged or truncated, or was changed.
     """
-    with readable(source), _open_binary(path) as file:
-        status = os.fstat(file.fileno())
+    with contextlib.ExitStack() as stack:
+        with readable(source):
+            file = stack.enter_context(_open_binary(path))
+            status = os.fstat(file.fileno())
         check_unchanged(source, status, identity)
         regular = stat.S_ISREG(status.st_mode) and path != STDIN
-        stream: ByteStream
+        raw = _File(file, source, status.st_size if regular else None)
         if not regular:
-            raw = _File(file, source)
             compression = compression_of(raw.peek(NUM_MAGIC_BYTES))
-        else:
-            raw = _File(file, source, status.st_size)
+        stream: ByteStream = raw
         if compression:
             stream = _Decompressed(raw, compression, source)
         elif start or stop is not None:
             stream = _LineRange(raw, start, stop)
-        else:
-            stream = raw
         yield stream
         if regular:
             identity = FileIdentity(status.st_size, status.st_mtime_ns)
@@ -133,13 +129,9 @@ def open_stream(
 
 @contextlib.contextmanager
 def readable(source: str) -> Iterator[None]:
-    """Turns the errors of reading and decompressing into a TextError that names the file."""
+    """Turns an OSError of the block into a TextError that names the file."""
     try:
         yield
-    except EOFError:
-        raise TextError(
-            f"{source}: the compressed data end too early. Copy or write the file again"
-        ) from None
     except OSError as error:
         raise TextError(f"{source} cannot be read: {error.strerror or error}") from None
 
@@ -179,8 +171,9 @@ class _File:
 
     def peek(self, size: int) -> bytes:
         """The first `size` bytes, or all of a shorter file, which the next `read` gives again."""
-        while len(self._ahead) < size and (data := self._file.read(size - len(self._ahead))):
-            self._ahead += data
+        with readable(self._source):
+            while len(self._ahead) < size and (data := self._file.read(size - len(self._ahead))):
+                self._ahead += data
         return self._ahead
 
     def seek(self, position: int) -> None:
@@ -191,7 +184,8 @@ class _File:
         if self._ahead:
             data, self._ahead = self._ahead[:size], self._ahead[size:]
         else:
-            data = self._file.read(size)
+            with readable(self._source):
+                data = self._file.read(size)
         self.position += len(data)
         if not data and self.size is not None and self.position < self.size:
             raise TextError(
@@ -299,7 +293,10 @@ class _Decompressed:
                 if not compressed:
                     data = current.decompress(b"", size)  # what zlib still has inside
                     if not data and not current.eof:
-                        raise EOFError
+                        raise TextError(
+                            f"{self._source}: the compressed data end too early. "
+                            "Copy or write the file again"
+                        )
                     if data:
                         return data
                     continue
@@ -396,163 +393,3 @@ def _gzip_decompressors() -> tuple[Callable[[], _Decompressor], Any]:
             return bytes(self._decompressor.decompress(data, size))
 
     return Gzip, (zlib.error, module.error)
-
-
-@dataclass
-class Block:
-    """Whole records.
-
-    Attributes:
-        byte_offset: Position of the first byte in the decompressed data.
-        data: Records, each with the separator after it; only the last of a file may lack it.
-    """
-
-    byte_offset: int
-    data: bytes
-
-
-@dataclass
-class LongRecord:
-    """A record that is longer than the limit, and is not in memory.
-
-    Attributes:
-        byte_offset: Position of its first byte in the decompressed data.
-        chunks: Its bytes in pieces, without the separator. What is not taken from it before the
-            next block is read, is skipped.
-        size: Number of bytes with the separator; complete when the next block is read.
-        num_newlines: Number of line breaks in those bytes; complete when the next block is read.
-    """
-
-    byte_offset: int
-    chunks: Iterator[bytes]
-    size: int = 0
-    num_newlines: int = 0
-
-
-class Boundary(Protocol):
-    """Where records end."""
-
-    def last_end(self, data: bytes) -> int:
-        """The position after the last whole record of data that begin with a record; or 0."""
-        ...
-
-    def first_end(self, data: bytes) -> tuple[int, int] | None:
-        """The end of the first record, without and with its separator; None if it is not there."""
-        ...
-
-    def keep(self, data: bytes) -> tuple[int, bytes]:
-        """How to look for the end of a record of which `data`, in which it is not, are a part.
-
-        Returns:
-            The position from which the data are looked at again, and bytes to put before them.
-        """
-        ...
-
-
-class Separator:
-    """Records that end with a separator. Without one, all data are one record."""
-
-    def __init__(self, separator: bytes) -> None:
-        self._separator = separator
-
-    def last_end(self, data: bytes) -> int:
-        separator = self._separator
-        if not separator:
-            return 0
-        if len(separator) == 1:
-            return data.rfind(separator) + 1
-        # From left to right: separators such as "\n\n" may overlap themselves.
-        return len(data) - len(data.split(separator)[-1])
-
-    def first_end(self, data: bytes) -> tuple[int, int] | None:
-        end = data.find(self._separator) if self._separator else -1
-        return None if end < 0 else (end, end + len(self._separator))
-
-    def keep(self, data: bytes) -> tuple[int, bytes]:
-        return max(len(data) - max(len(self._separator) - 1, 0), 0), b""
-
-
-def record_blocks(
-    stream: ByteStream,
-    boundary: Boundary,
-    max_size: int,
-    block_size: int = BLOCK_SIZE,
-    byte_offset: int = 0,
-) -> Iterator[Block | LongRecord]:
-    """The records of a stream, in blocks of about `block_size` bytes.
-
-    A byte order mark at the beginning of a source is left out, and counts in the offsets.
-
-    Args:
-        stream: The bytes.
-        boundary: Where records end.
-        max_size: Size from which a record is a `LongRecord`.
-        block_size: Number of bytes to read at a time.
-        byte_offset: Position of the stream's first byte in the source.
-    """
-    offset = byte_offset
-    data = b""
-    if offset == 0:
-        while len(data) < len(_UTF8_BOM) and (more := stream.read(block_size)):
-            data += more
-        if data.startswith(_UTF8_BOM):
-            data = data[len(_UTF8_BOM) :]
-            offset = len(_UTF8_BOM)
-    while True:
-        end = boundary.last_end(data)
-        if end:
-            yield Block(offset, data[:end])
-            offset += end
-            data = data[end:]
-        # The last bytes may be of the separator.
-        if len(data) > max_size and boundary.keep(data)[0] > max_size:
-            tail: list[bytes] = []
-            record = LongRecord(offset, iter(()))
-            record.chunks = _long_record(stream, data, boundary, record, tail, block_size)
-            yield record
-            for _ in record.chunks:
-                pass
-            offset += record.size
-            data = b"".join(tail)
-            if data:
-                continue
-        # Reads grow with a long record, so that its bytes are copied and searched few times.
-        more = stream.read(max(block_size, min(len(data), max_size - len(data) + 1)))
-        if not more:
-            break
-        data += more
-    if data:
-        yield Block(offset, data)
-
-
-def _long_record(
-    stream: ByteStream,
-    data: bytes,
-    boundary: Boundary,
-    record: LongRecord,
-    tail: list[bytes],
-    block_size: int,
-) -> Iterator[bytes]:
-    """The bytes of a record; the bytes after its separator go to `tail`."""
-    num_added = 0  # bytes at the beginning of `data` that are not of the file
-    while True:
-        ends = boundary.first_end(data)
-        if ends:
-            end, after = ends
-            record.size += after - num_added
-            record.num_newlines += data.count(b"\n", num_added, after)
-            tail.append(data[after:])
-            if end > num_added:
-                yield data[num_added:end]
-            return
-        more = stream.read(block_size)
-        position, added = boundary.keep(data) if more else (len(data), b"")
-        chunk = data[num_added:position]
-        data = added + data[max(position, num_added) :] + more
-        num_added = len(added)
-        record.size += len(chunk)
-        record.num_newlines += chunk.count(b"\n")
-        if chunk:
-            yield chunk
-        if not more:
-            return

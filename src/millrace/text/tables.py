@@ -12,7 +12,7 @@ from millrace.errors import TextError
 from millrace.text.streams import readable
 
 _BATCH_SIZE = 1 << 20  # bytes of text
-_MOST_ROWS = 1 << 14  # in a batch, should the sizes of the texts not be known
+_MOST_ROWS = 1 << 11  # in a batch: texts that are stored once may be repeated in each row
 
 
 class Rows(NamedTuple):
@@ -43,7 +43,7 @@ def ranges(path: str, format_: str, size: int) -> Iterator[tuple[int, int, int, 
             with _parquet_file(path) as file:
                 metadata = file.metadata
                 groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-                weights = [_compressed_size(group) for group in groups]
+                weights = [int(group.total_byte_size) for group in groups]
                 rows = [int(group.num_rows) for group in groups]
         else:
             with _arrow_file(path) as file:
@@ -95,7 +95,7 @@ def _table_errors(source: str) -> Iterator[None]:
     try:
         with readable(source):
             yield
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:  # also of damaged names
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise TextError(
             f"{source} is damaged, truncated or of another format ({reason}). "
@@ -110,10 +110,6 @@ def _parquet_file(path: str) -> Iterator[Any]:
     # A buffer: a column of a large row group is read bit by bit.
     with parquet.ParquetFile(path, buffer_size=_BATCH_SIZE, pre_buffer=False) as file:
         yield file
-
-
-def _compressed_size(group: Any) -> int:
-    return sum(group.column(i).total_compressed_size for i in range(group.num_columns))
 
 
 def _parquet_rows(
@@ -136,8 +132,8 @@ def _parquet_rows(
             columns=columns,
             use_threads=False,
         ):
-            row += batch.num_rows
-            yield _rows(batch, names, id_name, row / max(num_rows, 1))
+            before, row = row, row + batch.num_rows
+            yield from _slices(batch, names, id_name, before / num_rows, row / num_rows)
 
 
 def _text_size(group: Any, columns: Sequence[str]) -> int:
@@ -183,7 +179,7 @@ def _arrow_rows(
                 numbers = range(reader.num_record_batches)[start:stop]
                 for done, number in enumerate(numbers, start=1):
                     yield from _slices(
-                        reader.get_batch(number),
+                        _checked(reader.get_batch(number)),
                         names,
                         id_name,
                         (done - 1) / len(numbers),
@@ -193,7 +189,21 @@ def _arrow_rows(
                 position = 0
                 for batch in reader:
                     before, position = position, file.tell()
-                    yield from _slices(batch, names, id_name, before / size, position / size)
+                    share = before / size, position / size
+                    yield from _slices(_checked(batch), names, id_name, *share)
+
+
+def _checked(batch: Any) -> Any:
+    """The record batch, if its offsets are valid: others would lead to any place in memory."""
+    import pyarrow
+
+    for column in batch.columns:
+        try:
+            column.validate(full=True)
+        except pyarrow.ArrowInvalid as error:
+            if "UTF8" not in str(error):  # rows that are not UTF-8 are rejected one by one
+                raise
+    return batch
 
 
 def _slices(
@@ -299,6 +309,11 @@ def _values(column: Any) -> list[Any]:
 
     if isinstance(column.type, pyarrow.BaseExtensionType):
         column = column.storage
+    try:
+        column.validate(full=True)  # damaged offsets would lead anywhere in memory
+    except pyarrow.ArrowInvalid as error:
+        if "UTF8" not in str(error):
+            raise
     if types.is_dictionary(column.type):
         column = column.dictionary_decode()
     with contextlib.suppress(pyarrow.ArrowException, UnicodeDecodeError):
@@ -307,7 +322,9 @@ def _values(column: Any) -> list[Any]:
         return [_as_text(value) for value in column.to_pylist()]
     is_list = types.is_nested(column.type)
     binary = pyarrow.large_list(pyarrow.large_binary()) if is_list else pyarrow.large_binary()
-    return [_as_text(value) for value in column.cast(binary).to_pylist()]
+    column = column.cast(binary)
+    column.validate(full=True)  # of nested columns, only the first problem is known so far
+    return [_as_text(value) for value in column.to_pylist()]
 
 
 def _as_text(value: Any) -> Any:
