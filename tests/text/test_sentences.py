@@ -249,7 +249,7 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_panic_of_sentencex_is_an_error_of_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    class PanicException(BaseException):  # noqa: N818
+    class PanicException(BaseException):
         """As Rust's panics arrive in Python."""
 
     def segment(code: str, text: str) -> list[str]:
