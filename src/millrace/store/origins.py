@@ -154,7 +154,7 @@ class OriginsFile:
         self._metadata: Any = None
         with open(self.path, "rb") as file:
             self._identity = file_identity(file)
-            with self._damage_named():
+            with self._as_data_error():
                 parquet = self._parquet(file)
                 self._metadata = parquet.metadata
                 pair = _check_format(parquet, self.path)
@@ -180,7 +180,7 @@ class OriginsFile:
             parquet = self._parquet(file)
             group = int(np.searchsorted(self._ends, start, side="right")) - 1
             while group < len(self._ends) - 1 and (first := int(self._ends[group])) < stop:
-                with self._damage_named():
+                with self._as_data_error():
                     table = parquet.read_row_group(group, use_threads=False)
                     table.validate(full=True)
                 if len(table) != self._ends[group + 1] - first:
@@ -214,7 +214,7 @@ class OriginsFile:
         )
 
     @contextlib.contextmanager
-    def _damage_named(self) -> Iterator[None]:
+    def _as_data_error(self) -> Iterator[None]:
         """Makes errors of Parquet's reader DataErrors."""
         pa = import_pyarrow()
         try:

@@ -121,9 +121,9 @@ class SentenceSplitter:
             )
         self._code = code
         self._punkt: Any = None  # Punkt's parameters
-        found = None if library == "sentencex" else _load_punkt(language)
-        if found is not None:
-            self._punkt, data = found
+        model = None if library == "sentencex" else _load_punkt(language)
+        if model is not None:
+            self._punkt, data = model
             self.library = "punkt"
             self.name = f"nltk {version('nltk')} {data} {language}"
         elif library == "punkt":
