@@ -55,8 +55,8 @@ def write(
 
 
 def ids_of(prefix: str | Path) -> list[str | None] | None:
-    found = IndexedDataset(prefix).origins()
-    return None if found is None else found.ids
+    origins = IndexedDataset(prefix).origins()
+    return None if origins is None else origins.ids
 
 
 def tokenizer_of(prefix: str | Path) -> Any:

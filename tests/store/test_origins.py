@@ -55,10 +55,10 @@ def write(prefix: Path, rows: Sequence[Row], **options: Any) -> IndexedDataset:
 
 
 def rows_in(dataset: IndexedDataset, *span: int) -> list[Row] | None:
-    found = dataset.origins(*span)
-    if found is None:
+    span_origins = dataset.origins(*span)
+    if span_origins is None:
         return None
-    sources, numbers, lines, offsets, ids = found
+    sources, numbers, lines, offsets, ids = span_origins
     return [
         (sources[n], line, offset, id_)
         for n, line, offset, id_ in zip(numbers, lines.tolist(), offsets.tolist(), ids, strict=True)
@@ -82,7 +82,7 @@ def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- rows ----
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(rows=rows_of_origins, data=st.data())
 def test_the_rows_are_what_was_added(rows: list[Row], data: st.DataObject) -> None:
     """The bytes of the file do not depend on how they were added."""
@@ -523,10 +523,10 @@ def test_dolmas_rows(tmp_path: Path, small_groups: None, monkeypatch: pytest.Mon
 
 def test_origins_are_the_arguments_of_add_origins(tmp_path: Path) -> None:
     dataset = write(tmp_path / "data", some_rows(3))
-    found = dataset.origins()
-    assert isinstance(found, Origins)
+    all_origins = dataset.origins()
+    assert isinstance(all_origins, Origins)
     with IndexedDatasetBuilder(tmp_path / "copy") as builder:
         builder.add_documents(dataset.tokens, dataset.sequence_lengths)
-        builder.add_origins(*found)
+        builder.add_origins(*all_origins)
     contents = [(tmp_path / f"{n}.origins.parquet").read_bytes() for n in ("data", "copy")]
     assert contents[0] == contents[1]

@@ -170,14 +170,17 @@ some_languages = sorted({*SAMPLES, "fr", "el", "th", "my", "tr", "ko", "he", "pt
 
 
 @settings(max_examples=300, deadline=None)
+@example("en", "See U.S\xa0. A \u3000. \n\u2028. B\x85.C")  # sentencex 1.0 panics at this text
 @given(
     lang=st.sampled_from(some_languages),
     text=st.one_of(
         texts,
         st.text(max_size=40),
-        st.lists(st.sampled_from([*"".join(SAMPLES.values()), " ", "\n", "\r\n", "\x85"])).map(
-            "".join
-        ),
+        st.lists(
+            st.sampled_from(
+                [*"".join(SAMPLES.values()), " ", "\n", "\r\n", "\x85", *"SE\xa0\u3000.."]
+            )
+        ).map("".join),
     ),
 )
 def test_sentencex_loses_nothing(lang: str, text: str) -> None:
@@ -243,6 +246,19 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         SentenceSplitter("english")
     with pytest.raises(TextError, match="install nltk if that is missing"):
         SentenceSplitter("english", library="punkt")
+
+
+def test_a_panic_of_sentencex_is_an_error_of_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    class PanicException(BaseException):
+        """As Rust's panics arrive in Python."""
+
+    def segment(code: str, text: str) -> list[str]:
+        raise PanicException("out of bounds")
+
+    splitter = SentenceSplitter("english", library="sentencex")
+    monkeypatch.setattr(splitter, "_segment", segment)
+    with pytest.raises(TextError, match=r"cannot split a text of 3 characters \(out of bounds\)"):
+        splitter.split("Hi.")
 
 
 def test_a_lone_surrogate_is_named() -> None:

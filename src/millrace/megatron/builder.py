@@ -101,7 +101,7 @@ class BlendedMegatronDatasetBuilder:
         if self.config.mock or self.config.fast_cache_load or distributed_rank() not in (None, 0):
             return
         blends = [self.config.blend, *(self.config.blend_per_split or ())]
-        prefixes = dict.fromkeys(prefix for blend in blends if blend for prefix in blend[0])
+        prefixes = dict.fromkeys(str(prefix) for blend in blends if blend for prefix in blend[0])
         conflict = tokenizer_conflict(map(read_tokenizer, prefixes)) if len(prefixes) > 1 else ""
         if conflict:
             log_on_first_rank(f"{conflict}. Tokenize one of them again", is_warning=True)

@@ -16,7 +16,7 @@ one row takes one row group. pyarrow is imported when origins are added or read.
 from __future__ import annotations
 
 import contextlib
-import gzip
+import functools
 import io
 import itertools
 import os
@@ -98,6 +98,9 @@ def write_dolma(prefix: str | os.PathLike[str]) -> str:
             f"{dataset.prefix} has no origins ({origins_path(dataset.prefix)} is missing), and the "
             "rows are made of them: tokenize the text again"
         )
+    import csv  # 6 ms, with gzip, that `import millrace` does without
+    import gzip
+
     path = dataset.prefix + ".csv.gz"
     with (
         atomic_file(path) as file,
@@ -105,8 +108,6 @@ def write_dolma(prefix: str | os.PathLike[str]) -> str:
         gzip.GzipFile("", "wb", 6, file, mtime=0) as packed,
         io.TextIOWrapper(packed, encoding="utf-8", newline="") as text,
     ):
-        import csv  # 1 ms that `import millrace` does without
-
         writer = csv.writer(text)
         for start in range(0, dataset.num_documents, _CSV_DOCUMENTS):
             writer.writerows(_dolma_rows(dataset, start, start + _CSV_DOCUMENTS))
@@ -153,7 +154,7 @@ class OriginsFile:
         self._metadata: Any = None
         with open(self.path, "rb") as file:
             self._identity = file_identity(file)
-            with self._damage_named():
+            with self._as_data_error():
                 parquet = self._parquet(file)
                 self._metadata = parquet.metadata
                 pair = _check_format(parquet, self.path)
@@ -179,7 +180,7 @@ class OriginsFile:
             parquet = self._parquet(file)
             group = int(np.searchsorted(self._ends, start, side="right")) - 1
             while group < len(self._ends) - 1 and (first := int(self._ends[group])) < stop:
-                with self._damage_named():
+                with self._as_data_error():
                     table = parquet.read_row_group(group, use_threads=False)
                     table.validate(full=True)
                 if len(table) != self._ends[group + 1] - first:
@@ -213,7 +214,7 @@ class OriginsFile:
         )
 
     @contextlib.contextmanager
-    def _damage_named(self) -> Iterator[None]:
+    def _as_data_error(self) -> Iterator[None]:
         """Makes errors of Parquet's reader DataErrors."""
         pa = import_pyarrow()
         try:
@@ -461,6 +462,7 @@ def has_pyarrow() -> bool:
     return True
 
 
+@functools.cache
 def _schema() -> Any:
     pa = import_pyarrow()
     return pa.schema(

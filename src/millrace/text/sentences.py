@@ -7,7 +7,9 @@ Megatron-LM's script splits with Punkt, whose data must be installed; nothing is
 from __future__ import annotations
 
 import io
+import itertools
 import pickle
+import re
 from importlib.metadata import version
 from typing import Any
 
@@ -18,6 +20,8 @@ MAX_CHARACTERS = 1_000_000
 """Longer texts are cut before they are split, as Megatron-LM's script cuts them."""
 
 LIBRARIES = ("punkt", "sentencex")
+
+_UNSAFE = re.compile("[\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]\\.")
 
 LANGUAGES = {
     "albanian": "sq",
@@ -99,7 +103,7 @@ class SentenceSplitter:
     Raises:
         ConfigError: An unknown language or library.
         TextError: The library or its data is not installed; in `split`, a text that is not valid
-            Unicode, or one that takes Punkt too long.
+            Unicode, or one at which the library fails.
 
     Example:
         >>> SentenceSplitter("english", library="sentencex").split("It rains.  Does it? Yes.")
@@ -117,9 +121,9 @@ class SentenceSplitter:
             )
         self._code = code
         self._punkt: Any = None  # Punkt's parameters
-        found = None if library == "sentencex" else _load_punkt(language)
-        if found is not None:
-            self._punkt, data = found
+        model = None if library == "sentencex" else _load_punkt(language)
+        if model is not None:
+            self._punkt, data = model
             self.library = "punkt"
             self.name = f"nltk {version('nltk')} {data} {language}"
         elif library == "punkt":
@@ -154,17 +158,36 @@ class SentenceSplitter:
                     "text, or split with sentencex"
                 ) from None
             return sentences
+        pieces = self._segments(text)
+        if self.keep_newlines:
+            return _with_whitespace(pieces)
+        stripped = map(str.strip, pieces)
+        return [sentence for sentence in stripped if sentence]
+
+    def _segments(self, text: str) -> list[str]:
+        """The pieces of a text by sentencex."""
+        # sentencex 1.0 panics at a wide space before a period: it is split as a plain space there.
+        is_safe = text.isascii() or _UNSAFE.search(text) is None
         try:
-            pieces = self._segment(self._code, text)
+            pieces: list[str] = self._segment(
+                self._code, text if is_safe else _UNSAFE.sub(" .", text)
+            )
         except UnicodeEncodeError as error:
             raise TextError(
                 f"character {error.start + 1} of a text is the lone surrogate "
                 f"U+{ord(text[error.start]):04X}, which is not valid Unicode. Repair the text"
             ) from None
-        if self.keep_newlines:
-            return _with_whitespace(pieces)
-        stripped = map(str.strip, pieces)
-        return [sentence for sentence in stripped if sentence]
+        except BaseException as error:  # a panic in Rust is not an Exception
+            if type(error).__name__ != "PanicException":
+                raise
+            raise TextError(
+                f"sentencex cannot split a text of {len(text)} characters ({error}). Remove the "
+                "text, or split with Punkt"
+            ) from None
+        if is_safe:
+            return pieces
+        ends = itertools.accumulate(map(len, pieces), initial=0)
+        return [text[start:stop] for start, stop in itertools.pairwise(ends)]
 
     def _make_splitter(self) -> None:
         self._tokenizer: Any = None
