@@ -19,8 +19,7 @@ from functools import cache
 from typing import Any
 
 from millrace.text import edge_cases as built_in
-from millrace.text.encoder_check import _first_difference, _problem
-from millrace.text.encoders import make_encoder
+from millrace.text.encoder_check import _first_difference, choose_encoder
 from millrace.text.vocabularies import JsonVocabulary
 
 LETTERS = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
@@ -313,13 +312,12 @@ def run(cases: int, seed: int, encoder: str = "fastokens", texts: int = 4000) ->
         except ValueError:
             counts["invalid"] += 1
             continue
-        problem = _problem(encoder, vocabulary, [])
-        if problem:
+        name, encode, problem = choose_encoder(vocabulary, encoder)
+        if name != encoder:
             outcome = "refused" if "is not used" in problem else "caught"
             print(f"{outcome}: {label}\n   {problem}", flush=True)
         else:
             more = random_texts(vocabulary.added_tokens(), texts, seed)
-            encode = make_encoder(encoder, vocabulary)
             difference = _first_difference(encode, vocabulary.encode_batch, more)
             outcome = "equal" if difference is None else "missed"
             if difference:
