@@ -154,7 +154,6 @@ def test_byte_tokens_in_a_text_are_plain_text(tmp_path: Path) -> None:
 def test_an_encoder_that_agrees_is_used_without_a_message(tokenizer_file: Path) -> None:
     for name, expected in (
         ("auto", "fastokens"),
-        ("fastokens", "fastokens"),
         ("gigatoken", "gigatoken"),
         ("tokenizers", "tokenizers"),
     ):
