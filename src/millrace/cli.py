@@ -170,7 +170,8 @@ def _add_verb(
 ) -> argparse.ArgumentParser:
     """Adds the verb of `run`, whose arguments are the options; its summary is a sentence."""
     summary = text.partition(". ")[0].removesuffix(".")
-    parser = verbs.add_parser(run.__name__.lstrip("_"), help=summary, description=text)
+    name = run.__name__.lstrip("_").replace("_", "-")
+    parser = verbs.add_parser(name, help=summary, description=text)
     parser.set_defaults(run=run)
     for option in shared_options:
         parser.add_argument(option, **_SHARED_OPTIONS[option])
@@ -179,6 +180,29 @@ def _add_verb(
 
 def _add_file_verbs(verbs: Verbs) -> None:
     _add_tokenize(verbs)
+
+    text = """Trains a tokenizer. Reads the same files as `tokenize`, and writes a byte-level BPE
+        tokenizer as a Hugging Face tokenizer.json."""
+    add = _add_verb(verbs, _train_tokenizer, text).add_argument
+    text = "files, folders and patterns; - is standard input"
+    add("--input", dest="inputs", nargs="+", required=True, metavar="PATH", help=text)
+    add("--output", required=True, metavar="FILE", help="the tokenizer.json to write")
+    text = "number of tokens: the special ones, the 256 bytes, and merges"
+    add(
+        "--vocab-size",
+        dest="vocabulary_size",
+        type=_positive,
+        required=True,
+        metavar="N",
+        help=text,
+    )
+    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="text keys (default: text)")
+    text = "special tokens, with the first ids (default: <|endoftext|>)"
+    default = ["<|endoftext|>"]
+    add("--special-tokens", nargs="*", default=default, metavar="TOKEN", help=text)
+    text = "text to train on, taken evenly from all inputs: 500M, 2G (default: all)"
+    add("--max-bytes", type=_size, metavar="SIZE", help=text)
+    add("--separator", metavar="TEXT", help="text between the documents of a plain text file")
 
     text = """Describes a token file. Prints counts, dtype and lengths, and the head and tail of a
         document, and where it came from. With a tokenizer, the document is decoded, and the
@@ -466,6 +490,17 @@ def _all_inputs(inputs: list[str], input_list: str | None) -> list[str]:
     if not inputs and input_list is None:
         raise ConfigError("there is no input; give --input or --input-list")
     return inputs + (read_input_list(input_list) if input_list is not None else [])
+
+
+def _train_tokenizer(**options: Any) -> None:
+    from millrace.text.training import train_tokenizer
+
+    has_terminal = sys.stderr is not None and sys.stderr.isatty()
+    result = train_tokenizer(show_progress=has_terminal, **options)
+    print(
+        f"{result.tokenizer.path}: {result.tokenizer.vocabulary_size:,} tokens, trained on "
+        f"{result.num_texts:,} texts of {result.num_bytes / 1e6:,.1f} MB in {result.seconds:.1f} s"
+    )
 
 
 def _inspect(prefix: str, tokenizer: str | None, document: int, as_json: bool) -> None:

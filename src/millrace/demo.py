@@ -28,7 +28,7 @@ from millrace.jobs import index, tokenize
 from millrace.jobs.indexing import format_result
 from millrace.run import DatasetConfig, build_datasets
 from millrace.text import Tokenizer
-from millrace.text.tokenizer import import_tokenizers
+from millrace.text.training import train_tokenizer
 
 SEQUENCE_LENGTH = 1024
 MICRO_BATCH = 4
@@ -37,7 +37,7 @@ SEED = 1234
 WEIGHTS = {"source": 0.7, "docstrings": 0.3}
 EOD = "<|endoftext|>"
 VOCABULARY_SIZE = 8192
-TRAINING_BYTES = 4_000_000  # text of each domain that the tokenizer is trained on
+TRAINING_BYTES = 8_000_000  # text that the tokenizer is trained on
 
 
 def run_demo(folder: str) -> None:
@@ -49,9 +49,20 @@ def run_demo(folder: str) -> None:
     texts = _write_corpus(home)
 
     _say("2. a byte-level BPE tokenizer, trained on it")
-    tokenizer = _train_tokenizer(home / "tokenizer.json", texts)
+    training = train_tokenizer(
+        list(texts.values()),
+        home / "tokenizer.json",
+        vocabulary_size=VOCABULARY_SIZE,
+        special_tokens=[EOD],
+        max_bytes=TRAINING_BYTES,
+    )
+    tokenizer = training.tokenizer
+    print(
+        f"   {tokenizer.vocabulary_size:,} tokens from {training.num_bytes / 1e6:.1f} MB of text "
+        f"in {training.seconds:.1f} s   {tokenizer.path}"
+    )
 
-    _say("3. tokens: each domain as a Megatron-LM token file")
+    _say(f"3. tokens by {tokenizer.encoder_name}: each domain as a Megatron-LM token file")
     prefixes = {}
     for name, path in texts.items():
         result = tokenize([str(path)], str(home / name), tokenizer, append_eod=True)
@@ -150,31 +161,6 @@ def _docstrings(source: str) -> Iterator[str]:
             text = ast.get_docstring(node)
             if text:
                 yield text.encode(errors="replace").decode()  # escapes can give lone surrogates
-
-
-def _train_tokenizer(path: Path, texts: dict[str, Path]) -> Tokenizer:
-    tokenizers = import_tokenizers()
-    start = time.perf_counter()
-    model = tokenizers.Tokenizer(tokenizers.models.BPE())
-    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=VOCABULARY_SIZE,
-        special_tokens=[EOD],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    model.train_from_iterator(_training_texts(texts), trainer)
-    model.save(str(path))
-    print(f"   {model.get_vocab_size():,} tokens in {time.perf_counter() - start:.1f} s   {path}")
-    return Tokenizer(path)
-
-
-def _training_texts(texts: dict[str, Path]) -> Iterator[str]:
-    for path in texts.values():
-        with open(path) as file:
-            for line in file.readlines(TRAINING_BYTES):
-                yield json.loads(line)["text"]
 
 
 def _loaders(config: DatasetConfig, num_ranks: int) -> list[Loader]:

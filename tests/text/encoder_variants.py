@@ -19,8 +19,7 @@ from functools import cache
 from typing import Any
 
 from millrace.text import edge_cases as built_in
-from millrace.text.encoder_check import _first_difference, _problem
-from millrace.text.encoders import make_encoder
+from millrace.text.encoder_check import _first_difference, choose_encoder
 from millrace.text.vocabularies import JsonVocabulary
 
 LETTERS = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
@@ -170,7 +169,8 @@ def models() -> dict[str, dict[str, Any]]:
     from tokenizers import pre_tokenizers as pre
     from tokenizers import trainers
 
-    texts = built_in.edge_cases()[::3]
+    parts = (built_in._phrases(), built_in._contractions(), built_in._whitespace())
+    texts = [text for part in parts for text in part]
 
     def trained(model: Any, splitter: Any, trainer: Any) -> dict[str, Any]:
         tokenizer = hf.Tokenizer(model)
@@ -259,13 +259,22 @@ def variants(cases: int, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
         if draw.random() < 0.4:
             config["normalizer"] = draw.choice(NORMALIZERS)
         if draw.random() < 0.4:
-            first = 1 + max(
-                len(config["model"]["vocab"]), *(t["id"] for t in config["added_tokens"]), 0
-            )
-            for number, token in enumerate(draw.sample(TOKENS, 4)):
-                flags = {flag: draw.random() < 0.25 for flag in FLAGS}
-                config["added_tokens"].append({"id": first + number, "content": token, **flags})
+            flags = [{flag: draw.random() < 0.25 for flag in FLAGS} for _ in range(4)]
+            add_tokens(config, draw.sample(TOKENS, 4), flags)
         yield name, config
+
+
+def add_tokens(config: dict[str, Any], tokens: list[str], flags: list[dict[str, bool]]) -> None:
+    """Adds tokens; those of the model keep their ids, others get the next ones."""
+    vocabulary = config["model"]["vocab"]
+    if isinstance(vocabulary, list):
+        vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
+    number = 1 + max(vocabulary.values())
+    for token, values in zip(tokens, flags, strict=True):
+        identifier = vocabulary.get(token, number)
+        number += identifier == number
+        config["added_tokens"].append({"id": identifier, "content": token, **values})
+    config["added_tokens"].sort(key=lambda token: token["id"])
 
 
 def random_texts(tokens: list[str], count: int, seed: int) -> list[str]:
@@ -303,13 +312,12 @@ def run(cases: int, seed: int, encoder: str = "fastokens", texts: int = 4000) ->
         except ValueError:
             counts["invalid"] += 1
             continue
-        problem = _problem(encoder, vocabulary, [])
-        if problem:
+        name, encode, problem = choose_encoder(vocabulary, encoder)
+        if name != encoder:
             outcome = "refused" if "is not used" in problem else "caught"
             print(f"{outcome}: {label}\n   {problem}", flush=True)
         else:
             more = random_texts(vocabulary.added_tokens(), texts, seed)
-            encode = make_encoder(encoder, vocabulary)
             difference = _first_difference(encode, vocabulary.encode_batch, more)
             outcome = "equal" if difference is None else "missed"
             if difference:

@@ -128,7 +128,7 @@ POST_PROCESSOR = {
 }
 
 
-@pytest.mark.parametrize("encoder", ["auto", "fastokens", "tokenizers"])
+@pytest.mark.parametrize("encoder", ["fastokens", "tokenizers"])
 def test_special_tokens_are_added_on_request(
     tmp_path: Path, tokenizer_file: Path, encoder: str
 ) -> None:
@@ -137,7 +137,7 @@ def test_special_tokens_are_added_on_request(
     assert ids_of(Tokenizer(path, encoder=encoder, add_special_tokens=True), TEXT) == [0, *plain]
 
 
-@pytest.mark.parametrize("encoder", ["auto", "fastokens", "tokenizers"])
+@pytest.mark.parametrize("encoder", ["fastokens", "tokenizers"])
 def test_special_tokens_in_a_text_can_be_plain_text(tokenizer_file: Path, encoder: str) -> None:
     text = "a<|endoftext|>b"
     special = Tokenizer(tokenizer_file, encoder=encoder)
@@ -275,7 +275,7 @@ def test_a_folder_may_hold_a_sentencepiece_model(tmp_path: Path, sentencepiece_f
 # ---- sentencepiece ----
 
 
-@pytest.mark.parametrize("encoder", ["auto", "fastokens", "gigatoken", "sentencepiece"])
+@pytest.mark.parametrize("encoder", ["fastokens", "gigatoken", "sentencepiece"])
 @pytest.mark.parametrize("add_special_tokens", [False, True])
 def test_sentencepiece_ids(
     sentencepiece_file: Path, encoder: str, add_special_tokens: bool

@@ -72,6 +72,22 @@ _RARE = (
 )
 
 
+# Characters of every block: libraries know different versions of Unicode.
+_RANGES = (
+    (0x80, 0x3400, 7),
+    (0x3400, 0xA000, 997),
+    (0xA000, 0xAC00, 13),
+    (0xAC00, 0xD800, 997),
+    (0xE000, 0xF900, 997),
+    (0xF900, 0x10000, 11),
+    (0x10000, 0x14700, 23),
+    (0x14700, 0x1B000, 61),
+    (0x1B000, 0x1FC00, 17),
+    (0x1FC00, 0x32400, 1997),
+    (0x32400, 0x110000, 50021),
+)
+
+
 def _whitespace() -> Iterator[str]:
     yield ""
     for space in _SPACES + _NOT_SPACES:
@@ -172,10 +188,10 @@ def _characters() -> Iterator[str]:
         yield from (character, f" {character}", f"a{character}b", f"{character * 2} 1{character}")
     yield from ("".join(characters), " ".join(characters))
     yield from ("\ufeffa", "a\ufeffb", "\ufeff", "a\x00b", "\x00", "\x00\x00 \x00")
-    numbers = (range(0x80, 0x800, 61), range(0x800, 0xD800, 977), range(0xE000, 0x110000, 20011))
-    for number in (number for part in numbers for number in part):
-        character = chr(number)
-        yield f"{character} a{character} {character}1\n{character}"
+    for first, last, step in _RANGES:
+        for number in range(first, last, step):
+            character = chr(number)
+            yield f"{character} a{character} {character}1\n{character}!{character}\n\n"
     for form in ("NFC", "NFD", "NFKC", "NFKD"):
         yield unicodedata.normalize(form, "Ǻ é ﬁ Å ṩ 각 ½ ² ｶﾞ ΐ q̣̇ ≠ が क़ שּׁ ﷺ Ⅳ")
 

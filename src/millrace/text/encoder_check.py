@@ -78,42 +78,44 @@ def checked_tokenizer(tokenizer: Tokenizer, texts: Sequence[str] = ()) -> tuple[
         asks for ("" otherwise).
     """
     name = "auto" if tokenizer.is_auto else tokenizer.encoder_name
-    name, message = choose_encoder(tokenizer.vocabulary, name, texts)
-    return tokenizer.with_encoder(name), message
+    name, encode_batch, message = choose_encoder(tokenizer.vocabulary, name, texts)
+    return tokenizer.with_encoder(name, encode_batch), message
 
 
 def choose_encoder(
     vocabulary: Vocabulary, name: str = "auto", texts: Sequence[str] = ()
-) -> tuple[str, str]:
+) -> tuple[str, EncodeBatch, str]:
     """The encoder `name`, or with "auto" the first one, that agrees with the reference.
 
     Returns:
-        Its name, and if none agrees, the name of the reference and the reasons.
+        Its name, the encoder, and "". If none agrees: the reference, and the reasons.
     """
     problems = []
     for candidate in vocabulary.encoder_names if name == "auto" else (name,):
         if candidate == vocabulary.reference_name:
             break
-        problem = _problem(candidate, vocabulary, texts)
-        if not problem:
-            return candidate, ""
-        problems.append(problem)
+        try:
+            encode_batch = make_encoder(candidate, vocabulary)
+        except (TextError, ConfigError) as error:
+            problems.append(f"{candidate} is not used: {error}")
+            continue
+        difference = _difference_on_edge_cases(encode_batch, vocabulary, texts)
+        if difference is None:
+            return candidate, encode_batch, ""
+        problems.append(f"{candidate} differs from {vocabulary.reference_name}: {difference}")
     if problems:
         problems.append(f"{vocabulary.reference_name} is used instead")
-    return vocabulary.reference_name, "; ".join(problems)
+    return vocabulary.reference_name, vocabulary.encode_batch, "; ".join(problems)
 
 
-def _problem(name: str, vocabulary: Vocabulary, texts: Sequence[str]) -> str:
-    """Why an encoder cannot be used, or ""."""
-    try:
-        encode = make_encoder(name, vocabulary)
-    except (TextError, ConfigError) as error:
-        return f"{name} is not used: {error}"
+def _difference_on_edge_cases(
+    encode_batch: EncodeBatch, vocabulary: Vocabulary, texts: Sequence[str]
+) -> Difference | None:
     for some in (edge_cases(vocabulary.added_tokens()), _token_texts(vocabulary), list(texts)):
-        difference = _first_difference(encode, vocabulary.encode_batch, some)
+        difference = _first_difference(encode_batch, vocabulary.encode_batch, some)
         if difference is not None:
-            return f"{name} differs from {vocabulary.reference_name}: {difference}"
-    return ""
+            return difference
+    return None
 
 
 def _first_difference(

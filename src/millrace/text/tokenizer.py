@@ -135,6 +135,7 @@ class Tokenizer:
         self._vocabulary = vocabulary
         self._eod_token, self._bos_token = eod_token, bos_token
         self._encoder = encoder
+        self._encode_batch: EncodeBatch | None = None
         if encoder not in ("auto", *ENCODERS):
             raise ConfigError(
                 f"encoder is {shown(encoder)}; choose one of auto, {', '.join(ENCODERS)}"
@@ -223,8 +224,17 @@ class Tokenizer:
     def encoder_name(self) -> str:
         """Name of the library that encodes; with "auto", this checks the encoders."""
         if self._encoder == "auto":
-            self._encoder, _ = choose_encoder(self._vocabulary)
+            self._prepared()
         return self._encoder
+
+    def _prepared(self) -> EncodeBatch:
+        """The encoder, which is chosen or loaded at the first call."""
+        if self._encode_batch is None:
+            if self._encoder == "auto":
+                self._encoder, self._encode_batch, _ = choose_encoder(self._vocabulary)
+            else:
+                self._encode_batch = make_encoder(self._encoder, self._vocabulary)
+        return self._encode_batch
 
     @property
     def is_auto(self) -> bool:
@@ -236,17 +246,21 @@ class Tokenizer:
         """The vocabulary, with its reference library."""
         return self._vocabulary
 
-    def with_encoder(self, name: str) -> Tokenizer:
-        """The same tokenizer with another encoder; ConfigError if it cannot read the vocabulary."""
+    def with_encoder(self, name: str, encode_batch: EncodeBatch | None = None) -> Tokenizer:
+        """The same tokenizer with another encoder.
+
+        Args:
+            name: Name of the encoder, or "auto".
+            encode_batch: That encoder, if it is loaded already.
+
+        Raises:
+            ConfigError: An encoder that cannot read the vocabulary.
+        """
         other = type(self).__new__(type(self))
         other.__dict__.update(self.__dict__)
-        other.__dict__.pop("_encode_batch", None)
         other._set(self._vocabulary, self._eod_token, self._bos_token, name)
+        other._encode_batch = encode_batch
         return other
-
-    @cached_property
-    def _encode_batch(self) -> EncodeBatch:
-        return make_encoder(self.encoder_name, self._vocabulary)
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
         """The ids of some texts.
@@ -263,7 +277,7 @@ class Tokenizer:
         """
         if isinstance(texts, str) or not _are_texts(texts):
             raise ConfigError(f"texts are {shown(texts)}; give a list of texts")
-        encode = self._encode_batch
+        encode = self._prepared()
         try:
             return encode(list(texts))
         except (TextError, ConfigError):
@@ -307,9 +321,7 @@ class Tokenizer:
         for name in ("bos", "eod"):
             with contextlib.suppress(TextError):  # there may be none
                 getattr(self, name)
-        state = dict(self.__dict__)
-        state.pop("_encode_batch", None)
-        return state
+        return {**self.__dict__, "_encode_batch": None}
 
 
 def _are_texts(texts: Any) -> bool:

@@ -332,10 +332,12 @@ def _json_vocabulary(
             '"dropout" to null in a copy of the file'
         )
     names: dict[str, str] = {}
+    tokens: list[dict[str, Any]] = []
     if folder is not None:
-        tokens, names = _folder_tokens(folder)
-        if _add_tokens(config, tokens):
-            text = json.dumps(config, ensure_ascii=False)
+        more_tokens, names = _folder_tokens(folder)
+        tokens = _add_tokens(config, more_tokens)
+    if tokens:
+        text = json.dumps(config, ensure_ascii=False)
     vocabulary = JsonVocabulary(
         path=path,
         content=text,
@@ -346,7 +348,7 @@ def _json_vocabulary(
         bos_token=names.get("bos_token"),
     )
     _ = vocabulary.library  # fails here if the file is damaged
-    for token in config.get("added_tokens") or []:
+    for token in tokens:
         if vocabulary.id_of(token["content"]) != token["id"]:
             raise TextError(
                 f"{path}: the token {token['content']!r} should have the id {token['id']}, but "
@@ -386,16 +388,15 @@ def _folder_tokens(folder: str) -> tuple[list[dict[str, Any]], dict[str, str]]:
     return tokens, names
 
 
-def _add_tokens(config: dict[str, Any], tokens: Iterable[dict[str, Any]]) -> bool:
-    """Adds the tokens that a tokenizer.json lacks, as transformers does; says if it added any."""
-    added = config.setdefault("added_tokens", []) or []
-    config["added_tokens"] = added
+def _add_tokens(config: dict[str, Any], tokens: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Adds the tokens that a tokenizer.json lacks, as transformers does, and returns these."""
+    added = config.get("added_tokens") or []
     model = config["model"].get("vocab") or {}
     if isinstance(model, list):  # Unigram: pairs of token and score
         model = {pair[0]: number for number, pair in enumerate(model)}
     contents = {token["content"] for token in added}
     next_id = max([len(model) - 1, *(token["id"] for token in added)]) + 1
-    is_changed = False
+    new_tokens = []
     for token in tokens:
         content = token["content"]
         if content in contents:
@@ -403,11 +404,10 @@ def _add_tokens(config: dict[str, Any], tokens: Iterable[dict[str, Any]]) -> boo
         number = model.get(content, next_id)
         next_id += number == next_id
         flags = {flag: bool(token.get(flag, flag == "special")) for flag in _TOKEN_FLAGS}
-        added.append({"id": number, "content": content, **flags})
+        new_tokens.append({"id": number, "content": content, **flags})
         contents.add(content)
-        is_changed = True
-    added.sort(key=lambda token: int(token["id"]))
-    return is_changed
+    config["added_tokens"] = sorted([*added, *new_tokens], key=lambda token: int(token["id"]))
+    return new_tokens
 
 
 # ---- tiktoken ----

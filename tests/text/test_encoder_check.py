@@ -1,0 +1,226 @@
+"""The check of encoders: edge cases, differences, refusals."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.text import Tokenizer
+from millrace.text import edge_cases as edge_cases_module
+from millrace.text.edge_cases import _around_tokens, edge_cases
+from millrace.text.encoder_check import Difference, checked_tokenizer, compare_encoders
+from tests.text.encoder_variants import (
+    FLAGS,
+    add_tokens,
+    byte_level,
+    models,
+    run,
+    sequence,
+    split,
+)
+from tests.text.test_tokenizer import train_sentencepiece
+
+
+def write_variant(path: Path, name: str = "byte_level", **changes: Any) -> Path:
+    path.write_text(json.dumps({**models()[name], **changes}))
+    return path
+
+
+def letters(text: str) -> list[int]:
+    return [ord(character) for character in text]
+
+
+def wrong_letters(text: str) -> list[int]:
+    return [ord(character) + (character == "é") for character in text]
+
+
+# ---- the comparison ----
+
+
+def test_the_first_text_that_differs_is_found() -> None:
+    reference = Tokenizer.from_function(letters, vocabulary_size=300)
+    other = Tokenizer.from_function(wrong_letters, vocabulary_size=300)
+    texts = ["a", "", "the café", "é"]
+    difference = compare_encoders(other, reference, texts)
+    assert difference == Difference(
+        text="the café",
+        ids=[*letters("the caf"), ord("é") + 1],
+        reference_ids=letters("the café"),
+    )
+    assert str(difference) == (
+        "from token 7 the ids are [99, 97, 102, 234] instead of [99, 97, 102, 233], "
+        "for the text 'the café'"
+    )
+    assert compare_encoders(other, reference, texts[:2]) is None
+    assert compare_encoders(other, reference, []) is None
+
+
+def test_a_text_of_other_length_differs() -> None:
+    reference = Tokenizer.from_function(letters, vocabulary_size=300)
+    other = Tokenizer.from_function(lambda text: letters(text[:2]), vocabulary_size=300)
+    difference = compare_encoders(other, reference, ["ab", "abc"])
+    assert difference is not None
+    assert "from token 2 the ids are [97, 98] instead of [97, 98, 99]" in str(difference)
+
+
+def test_errors_are_differences_only_if_the_reference_has_none() -> None:
+    reference = Tokenizer.from_function(letters, vocabulary_size=300)
+    other = Tokenizer.from_function(lambda text: letters(text + "水"), vocabulary_size=300)
+    difference = compare_encoders(other, reference, ["水", "a"])
+    assert difference is not None
+    assert difference.text == "a"
+    assert "it cannot encode the text 'a' (" in str(difference)
+    assert compare_encoders(reference, other, ["水", "a"]) is None
+
+
+# ---- cases on which a fast encoder is, or was, silently wrong ----
+
+WRONG = {
+    "unicode spaces": split({"Regex": r"[^\s\p{L}]+|\s+(?!\S)|\s+"}),
+    "circled letters": split({"Regex": r"\w"}),
+    "word boundary": split({"Regex": r"\d{1,3}(?=(?:\d{3})*\b)"}),
+    "end of line": split({"Regex": r"\s+$"}),
+    "scripts": split({"Regex": r"\p{Hiragana}+|\p{Katakana}+|\p{Latin}+"}),
+    "merged": split({"Regex": r"\W+"}, "MergedWithPrevious"),
+}
+
+
+UNUSUAL_TEXTS = ["x\u180e  \n\n \u180ey ⓐ\u202fb 1ि 1️⃣ 👩\u200d👧 ", "a \u202f b", "   \n\n  x\t"]
+
+
+def assert_equal_to_reference(path: Path, texts: list[str]) -> None:
+    tokenizer = Tokenizer(path)
+    chosen, message = checked_tokenizer(tokenizer)
+    reference = tokenizer.with_encoder("tokenizers")
+    assert compare_encoders(chosen, reference, texts) is None
+    if compare_encoders(tokenizer.with_encoder("fastokens"), reference, texts) is not None:
+        assert chosen.encoder_name != "fastokens"
+    if chosen.encoder_name == "tokenizers":
+        assert "fastokens differs from tokenizers: from token" in message
+        assert message.endswith("; tokenizers is used instead")
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_unusual_patterns_are_encoded_as_the_reference_does(tmp_path: Path, name: str) -> None:
+    splitter = sequence(WRONG[name], byte_level())
+    assert_equal_to_reference(
+        write_variant(tmp_path / "t.json", pre_tokenizer=splitter), UNUSUAL_TEXTS
+    )
+
+
+TOKENS: list[dict[str, dict[str, bool]]] = [
+    {"\n": {"lstrip": True}, "  ": {}},
+    {"'s": {"single_word": True}, "<t": {}, "<tok>": {}},
+    {"é": {"single_word": True, "normalized": True, "special": True}},
+]
+
+
+@pytest.mark.parametrize("tokens", TOKENS, ids=list)
+def test_added_tokens_are_encoded_as_the_reference_does(
+    tmp_path: Path, tokens: dict[str, dict[str, bool]]
+) -> None:
+    config = copy.deepcopy(models()["byte_level"])
+    flags = [{**dict.fromkeys(FLAGS, False), **values} for values in tokens.values()]
+    add_tokens(config, list(tokens), flags)
+    path = write_variant(tmp_path / "t.json", added_tokens=config["added_tokens"])
+    assert_equal_to_reference(path, list(_around_tokens(list(tokens))))
+
+
+@pytest.mark.parametrize("name", ["unigram", "wordpiece", "fallback"])
+def test_models_of_every_kind(tmp_path: Path, name: str) -> None:
+    chosen, message = checked_tokenizer(Tokenizer(write_variant(tmp_path / "t.json", name)))
+    assert (message == "") == (chosen.encoder_name != "tokenizers")
+    reference = chosen.with_encoder("tokenizers")
+    assert compare_encoders(chosen, reference, UNUSUAL_TEXTS) is None
+
+
+def test_byte_tokens_in_a_text_are_plain_text(tmp_path: Path) -> None:
+    """fastokens takes them for the bytes, if no merges form their characters."""
+    path = train_sentencepiece(tmp_path / "t.model", byte_fallback=True)
+    tokenizer, message = checked_tokenizer(Tokenizer(path, encoder="fastokens"))
+    assert tokenizer.encode(["<0x0A>"]) == tokenizer.with_encoder("sentencepiece").encode(
+        ["<0x0A>"]
+    )
+    assert ("<0x" in message) == (tokenizer.encoder_name != "fastokens")
+
+
+# ---- what the check says ----
+
+
+def test_an_encoder_that_agrees_is_used_without_a_message(tokenizer_file: Path) -> None:
+    for name, expected in (
+        ("auto", "fastokens"),
+        ("gigatoken", "gigatoken"),
+        ("tokenizers", "tokenizers"),
+    ):
+        tokenizer, message = checked_tokenizer(Tokenizer(tokenizer_file, encoder=name), ["a"])
+        assert (tokenizer.encoder_name, message) == (expected, "")
+        assert not tokenizer.is_auto
+    assert checked_tokenizer(Tokenizer("bytes"))[1] == ""
+
+
+def test_an_encoder_without_an_option_is_not_used(tokenizer_file: Path) -> None:
+    tokenizer = Tokenizer(tokenizer_file, encoder="gigatoken", special_tokens_in_text=False)
+    chosen, message = checked_tokenizer(tokenizer)
+    assert chosen.encoder_name == "tokenizers"
+    assert message == (
+        "gigatoken is not used: gigatoken has no option like special_tokens_in_text=False; choose "
+        "another encoder; tokenizers is used instead"
+    )
+
+
+def test_an_encoder_that_refuses_the_vocabulary_is_not_used(tmp_path: Path) -> None:
+    path = write_variant(tmp_path / "t.json", pre_tokenizer={"type": "UnicodeScripts"})
+    chosen, message = checked_tokenizer(Tokenizer(path, encoder="fastokens"))
+    assert chosen.encoder_name == "tokenizers"
+    assert message.startswith("fastokens is not used: fastokens cannot read this vocabulary: ")
+    assert "UnicodeScripts" in message
+
+
+def test_the_texts_of_the_data_are_checked_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("millrace.text.encoder_check.edge_cases", lambda tokens: ["a"])
+    splitter = sequence(split({"Regex": r"[^\s\p{L}]+|\s+(?!\S)|\s+"}), byte_level())
+    tokenizer = Tokenizer(
+        write_variant(tmp_path / "t.json", pre_tokenizer=splitter), encoder="fastokens"
+    )
+    assert checked_tokenizer(tokenizer)[1] == ""
+    text = "x\u180e  \n\n \u180ex"
+    if tokenizer.encode([text]) != tokenizer.with_encoder("tokenizers").encode([text]):
+        chosen, message = checked_tokenizer(tokenizer, ["a", text])
+        assert chosen.encoder_name == "tokenizers"
+        assert repr(text) in message
+
+
+# ---- the edge cases themselves ----
+
+
+def test_the_edge_cases_are_valid_and_the_same_each_time() -> None:
+    tokens = ["<|endoftext|>", "  "]
+    texts = edge_cases(tokens)
+    assert texts == edge_cases(tokens)
+    assert "" in texts
+    assert sum(len(text.encode()) for text in texts) < 2_000_000
+    for character in "\t\n\r\x00\xa0\u180e\u200b\u2028\u3000\ufeff\ufffd\u0301ſⓐ漢각😀ا\U0010ffff":
+        assert any(character in text for text in texts), repr(character)
+    for token in tokens:
+        assert {token, f"a{token}b", token * 2, f"<{token}>"} <= set(texts)
+
+
+def test_many_added_tokens_make_few_texts() -> None:
+    tokens = [f"<extra_{number}>" for number in range(1000)]
+    texts = edge_cases(tokens)
+    assert len(texts) <= len(edge_cases()) + 25 * edge_cases_module._MOST_TOKENS
+    assert all(any(token in text for text in texts) for token in tokens)
+
+
+def test_no_variant_agrees_on_the_edge_cases_and_differs_elsewhere() -> None:
+    """A small run of `python -m tests.text.encoder_variants`."""
+    counts = run(cases=6, seed=3, texts=300)
+    assert counts["missed"] == 0
+    assert counts["equal"] > 0
