@@ -28,7 +28,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from millrace.checks import shown
+from millrace.checks import one_path, shown
 from millrace.errors import ConfigError, MillraceError
 from millrace.files import atomic_file, file_lock, naming, temporaries_of, temporary_name, xxh3
 
@@ -79,7 +79,8 @@ class Journal:
     def __init__(
         self, path: str | os.PathLike[str], job: Mapping[str, Any], *, restart: bool = False
     ) -> None:
-        self.path = os.fspath(path)
+        self.path = one_path("path", path).rstrip(os.sep)
+        self._owner = os.getpid()
         job = _plain_json(dict(job))
         parent = os.path.dirname(self.path) or "."
         if not os.path.isdir(parent):
@@ -109,9 +110,10 @@ class Journal:
 
     def close(self) -> None:
         """Lets other processes open the journal, and removes it if nothing is committed."""
-        # A folder that stays does no harm.
+        # A folder that stays does no harm. A forked child leaves it to its parent.
         with self._stack, contextlib.suppress(OSError, MillraceError):
-            if self._is_alone and not os.listdir(os.path.join(self.folder, _RECORDS)):
+            is_owner = self._is_alone and self._owner == os.getpid()
+            if is_owner and not os.listdir(os.path.join(self.folder, _RECORDS)):
                 self.remove()
 
     def set_plan(self, plan: Any) -> None:
