@@ -56,6 +56,9 @@ def run_job(
     with interrupts_held(), Journal(f"{prefix}.journal", job, restart=restart) as journal:
         for temporary in temporaries_of(f"{prefix}.out"):  # of a job that was killed
             os.unlink(temporary)
+        if journal.result is not None:  # killed while it removed the journal
+            journal.remove()
+            return 0, journal.result
         if journal.plan is None:
             journal.set_plan(list(range(num_tasks)))
         left = [number for number in journal.plan if journal.record(number) is None]
@@ -68,7 +71,7 @@ def run_job(
             for number in journal.plan:
                 with open(os.path.join(journal.folder_of(number), "data"), "rb") as file:
                     output.write(file.read())
-        journal.remove()
+        journal.finish(num_tasks)
     return len(left), num_tasks - len(left)
 
 

@@ -8,6 +8,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -59,6 +60,19 @@ def test_a_journal_without_a_record_is_removed_when_it_is_closed(tmp_path: Path)
     with Journal(tmp_path / "out.journal", JOB) as journal:
         journal.set_plan([])
         journal.new_folder_of(0)
+    assert names_in(tmp_path) == []
+
+
+def test_a_kill_while_the_journal_is_removed_loses_no_result(tmp_path: Path) -> None:
+    if (child := os.fork()) == 0:
+        shutil.rmtree = lambda path: os._exit(KILLED)  # type: ignore[assignment]
+        with Journal(tmp_path / "j", JOB) as journal:
+            write_task(journal, 0)
+            journal.finish({"num_tokens": 7})
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == KILLED
+    with Journal(tmp_path / "j", JOB) as journal:
+        assert journal.result == {"num_tokens": 7}
+        journal.remove()
     assert names_in(tmp_path) == []
 
 
@@ -337,7 +351,7 @@ def test_a_damaged_journal_is_refused_until_restart(tmp_path: Path, content: str
         Path(journal.folder, "plan.json").write_text(content[:1])
     if content[:1] not in ("", "{"):
         return
-    with pytest.raises(ConfigError, match="its plan cannot be read"):
+    with pytest.raises(ConfigError, match=r"plan.json cannot be read"):
         Journal(tmp_path / "j", JOB)
 
 

@@ -76,10 +76,12 @@ def test_a_job_connects_by_the_environment_and_disconnects(
     import ray
 
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    handler = signal.getsignal(signal.SIGTERM)
     tasks = tasks_of(*range(30))
     results = run_ray(functions.multiply, 3, iter(tasks))
     assert dict(results) == {task: 3 * task.payload for task in tasks}
     assert not ray.is_initialized()
+    assert signal.getsignal(signal.SIGTERM) == handler
 
 
 def test_ctrl_c_ends_a_job_on_ray(cluster: Any) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
+import threading
 import time
 from collections.abc import Generator, Iterable, Iterator
 from typing import Any
@@ -102,6 +104,7 @@ def _connected(ray: Any) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
+    previous = signal.getsignal(signal.SIGTERM)  # Ray sets its own
     try:
         with interruptible():
             _check_address(ray)
@@ -116,6 +119,8 @@ def _connected(ray: Any) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+        if previous is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, previous)
 
 
 def _check_address(ray: Any) -> None:
