@@ -242,6 +242,8 @@ class Journal:
                 "--restart (restart=True) to discard it, or another prefix"
             ) from None
         differences = list(_differences("", other, dict(job)))
+        if os.path.exists(os.path.join(self.path, run, _RESULT)):
+            return None if differences else str(run)  # that job is done
         if differences:
             more = len(differences) - _MOST_DIFFERENCES
             text = "; ".join(differences[:_MOST_DIFFERENCES]) + (f"; {more} more" * (more > 0))

@@ -186,9 +186,9 @@ def _failure(task: Task, error: Exception) -> MillraceError:
             "of millrace on every machine"
         )
     return MillraceError(
-        f"{task} failed on the Ray cluster, in {ATTEMPTS} attempts if its worker or machine was "
-        f"lost: {type(error).__name__}: {' '.join(lines)[:1000]}. Use fewer CPUs per machine or "
-        "smaller tasks if memory is short"
+        f"{task} cannot be run on the Ray cluster: {type(error).__name__}: "
+        f"{' '.join(lines)[:1000].rstrip('.')}. A task is tried {ATTEMPTS} times if its worker or "
+        "machine is lost. Use fewer CPUs per machine or smaller tasks if memory is short"
     )
 
 
