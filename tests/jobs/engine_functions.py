@@ -41,7 +41,7 @@ def die(how: Any, task: Task) -> None:
         os.abort()
     if how == "exit":
         os._exit(3)
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), how)
 
 
 def die_at_first(folder: str, task: Task) -> tuple[int, int]:

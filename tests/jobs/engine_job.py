@@ -11,9 +11,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from millrace.files import atomic_file, temporary_name
+from millrace.files import atomic_file, temporaries_of, temporary_name
 from millrace.interrupts import interrupts_held
-from millrace.jobs.engine import Executor, Journal, Task, commit, run_local
+from millrace.jobs.engine import Executor, Journal, Task, commit, run_local, task_folder
 
 Context = tuple[str, float, str]
 """The journal's folder, seconds that a task takes, and a file that gets a line for each attempt:
@@ -31,7 +31,7 @@ def write_file(context: Context, task: Task) -> int:
     with open(log, "ab", buffering=0) as file:
         file.write(f"{task.number} {os.getpid()} {os.getppid()}\n".encode())
     content = content_of(task.number)
-    path = os.path.join(task.payload, "data")
+    path = os.path.join(task_folder(folder, task.number), "data")
     temporary = temporary_name(path)
     with open(temporary, "xb", buffering=0) as file:
         file.write(content[:10])
@@ -54,6 +54,11 @@ def run_job(
     """Writes PREFIX.out; returns how many tasks ran now, and how many an earlier run had done."""
     job = {"num_tasks": num_tasks}
     with interrupts_held(), Journal(f"{prefix}.journal", job, restart=restart) as journal:
+        for temporary in temporaries_of(f"{prefix}.out"):  # of a job that was killed
+            os.unlink(temporary)
+        if journal.result is not None:  # killed while it removed the journal
+            journal.remove()
+            return 0, journal.result
         if journal.plan is None:
             journal.set_plan(list(range(num_tasks)))
         left = [number for number in journal.plan if journal.record(number) is None]
@@ -66,13 +71,14 @@ def run_job(
             for number in journal.plan:
                 with open(os.path.join(journal.folder_of(number), "data"), "rb") as file:
                     output.write(file.read())
-        journal.remove()
+        journal.finish(num_tasks)
     return len(left), num_tasks - len(left)
 
 
 def tasks_of(journal: Journal, numbers: list[int]) -> Iterator[Task]:
     for number in numbers:
-        yield Task(number, journal.new_folder_of(number), f"part {number}")
+        journal.new_folder_of(number)
+        yield Task(number, None, f"part {number}")
 
 
 def expected_output(num_tasks: int) -> bytes:

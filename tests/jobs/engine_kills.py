@@ -10,8 +10,10 @@ process is left.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -39,18 +41,21 @@ def run_kills(folder: Path, num_kills: int, seed: int) -> str:
 def _run_one_job(prefix: Path, chance: random.Random, counts: Counter[str], num_kills: int) -> None:
     num_tasks = chance.randrange(40, 90)
     start = Counter(counts)
+    output, log = (prefix.with_name(prefix.name + ending) for ending in (".out", ".log"))
     arguments = command(prefix, "--tasks", num_tasks, "--workers", WORKERS, "--seconds", SECONDS)
     while True:
         process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, start_new_session=True)
         if counts["parents"] + counts["workers"] < num_kills:
-            _disturb(process, chance, counts)
+            _disturb(process, log, chance, counts)
         status = process.wait(WAIT)
         _wait_for_end_of_session(process.pid)
         assert status in (0, -signal.SIGKILL), f"{prefix}: exit status {status}"
-        if status == 0:
+        # A kill after the end of the work leaves at most an empty part of the journal.
+        journal = prefix.with_name(prefix.name + ".journal")
+        if status == 0 or (output.exists() and not journal.exists()):
+            for part in prefix.parent.glob(journal.name + ".*") if status else ():
+                shutil.rmtree(part) if part.is_dir() else part.unlink()
             break
-    output = prefix.with_name(prefix.name + ".out")
-    log = prefix.with_name(prefix.name + ".log")
     assert output.read_bytes() == expected_output(num_tasks)
     left = {path.name for path in prefix.parent.iterdir()} - {output.name, log.name}
     assert not left, f"files are left: {left}"
@@ -62,23 +67,31 @@ def _run_one_job(prefix: Path, chance: random.Random, counts: Counter[str], num_
     log.unlink()
 
 
-def _disturb(process: subprocess.Popen[bytes], chance: random.Random, counts: Counter[str]) -> None:
-    """Kills one worker now and then, and perhaps the job."""
-    # A task fails whose worker is killed three times: so only up to two of a run are.
-    for _ in range(chance.randrange(3)):
-        time.sleep(chance.uniform(0, 0.5))
-        workers = _session(process.pid) - {process.pid}
-        if workers:
-            try:
-                os.kill(chance.choice(sorted(workers)), signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-            counts["workers"] += 1
+def _disturb(
+    process: subprocess.Popen[bytes], log: Path, chance: random.Random, counts: Counter[str]
+) -> None:
+    """Kills some workers, and perhaps the job: at its start or while tasks run."""
     if chance.random() < 0.8:
-        time.sleep(chance.uniform(0, 1.2))
+        size = _size(log)
+        while _size(log) == size and process.poll() is None:
+            time.sleep(0.002)
+    # A task fails whose worker is killed three times: so at most two of a run are.
+    for _ in range(chance.randrange(3)):
+        time.sleep(chance.uniform(0, 0.3))
+        workers = sorted(_session(process.pid) - {process.pid})
+        if workers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(chance.choice(workers), signal.SIGKILL)
+                counts["workers"] += 1
+    if chance.random() < 0.7:
+        time.sleep(chance.uniform(0, 0.5))
         if process.poll() is None:
             process.kill()
             counts["parents"] += 1
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _session(leader: int) -> set[int]:

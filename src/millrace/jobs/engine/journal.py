@@ -3,13 +3,14 @@
     PREFIX.journal.lock         exists while a process runs the job
     PREFIX.journal/job.json     what the job is, and the name of the folder RUN of its data
     PREFIX.journal/RUN/plan.json
+    PREFIX.journal/RUN/result.json            exists when the output is whole
     PREFIX.journal/RUN/files/NNNNNN/          files of task N
     PREFIX.journal/RUN/records/NNNNNN.json    record of task N: it is done if this file is whole and
                                               every file that it names has its size and checksum
 
 A task writes its files under temporary names, renames them, and commits its record last. Records
 and files of tasks are not flushed to the disk: after a power cut, what is damaged counts as not
-done. `job.json` and `plan.json` are flushed.
+done. `job.json`, `plan.json` and `result.json` are flushed.
 
 Two attempts of one task may run at once: an executor tries a task again when it has lost a machine
 that may still be at work. Both write the same bytes, under temporary names that differ, so it does
@@ -28,12 +29,13 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from millrace.checks import shown
+from millrace.checks import one_path, shown
 from millrace.errors import ConfigError, MillraceError
 from millrace.files import atomic_file, file_lock, naming, temporaries_of, temporary_name, xxh3
 
 _FORMAT = 1  # version of the folder's layout
-_JOB, _PLAN, _RECORDS, _FILES = "job.json", "plan.json", "records", "files"
+_JOB, _PLAN, _RESULT = "job.json", "plan.json", "result.json"
+_RECORDS, _FILES = "records", "files"
 _RUN = re.compile(r"[0-9a-f]{12}")
 _MOST_DIFFERENCES = 5  # in a message
 _BLOCK = 1 << 20  # bytes that are read at a time
@@ -56,6 +58,8 @@ class Journal:
         folder: Absolute path of the folder inside it that tasks write to; the first argument of
             `commit`.
         plan: What `set_plan` has stored, in this run or an earlier one; None before.
+        result: What `finish` has stored in an earlier run, which was killed while it removed the
+            journal: the job is done, and only `remove` is left to do. None for other jobs.
 
     Raises:
         ConfigError: If the folder holds the journal of another job, or is not a journal; or if the
@@ -72,14 +76,15 @@ class Journal:
         ...         commit(journal.folder, 0, {"num_letters": 3}, [path])
         ...     with Journal(f"{folder}/web.journal", {"inputs": ["a"]}) as journal:
         ...         print(journal.record(0), journal.record(1))
-        ...         journal.remove()
+        ...         journal.finish({"num_letters": 3})
         {'num_letters': 3} None
     """
 
     def __init__(
         self, path: str | os.PathLike[str], job: Mapping[str, Any], *, restart: bool = False
     ) -> None:
-        self.path = os.fspath(path)
+        self.path = one_path("path", path).rstrip(os.sep)
+        self._owner = os.getpid()
         job = _plain_json(dict(job))
         parent = os.path.dirname(self.path) or "."
         if not os.path.isdir(parent):
@@ -98,7 +103,8 @@ class Journal:
                 os.makedirs(os.path.join(self.folder, name), exist_ok=True)
             if self._is_alone:
                 self._remove_all_but(run)
-            self.plan = self._read_plan()
+            self.plan = self._read(_PLAN)
+            self.result = self._read(_RESULT)
             self._stack = stack.pop_all()
 
     def __enter__(self) -> Journal:
@@ -109,9 +115,14 @@ class Journal:
 
     def close(self) -> None:
         """Lets other processes open the journal, and removes it if nothing is committed."""
-        # A folder that stays does no harm.
+        # A folder that stays does no harm. A forked child leaves it to its parent.
         with self._stack, contextlib.suppress(OSError, MillraceError):
-            if self._is_alone and not os.listdir(os.path.join(self.folder, _RECORDS)):
+            is_owner = self._is_alone and self._owner == os.getpid()
+            if (
+                is_owner
+                and self.result is None
+                and not os.listdir(os.path.join(self.folder, _RECORDS))
+            ):
                 self.remove()
 
     def set_plan(self, plan: Any) -> None:
@@ -167,12 +178,27 @@ class Journal:
         """As the function `commit`, in the process that has the journal open."""
         commit(self.folder, number, record, files)
 
+    def finish(self, result: Any) -> None:
+        """Stores the result of the job, whose output is whole, and removes the journal.
+
+        Removing many files takes time. If the process is killed meanwhile, the next run finds the
+        result and does not do the work again.
+        """
+        result = _plain_json(result)
+        with _opening(self.path):
+            _write_json(os.path.join(self.folder, _RESULT), result)
+        self.result = result
+        self.remove()
+
     def remove(self) -> None:
         """Removes the folder; the lock is held until `close`."""
         # The rename is the instant at which the journal is gone. What a kill leaves of the renamed
         # folder, the next run of this prefix removes.
         doomed = temporary_name(self.path)
         try:
+            if self.result is not None:
+                for name in (_FILES, _RECORDS):
+                    _remove_tree(os.path.join(self.folder, name))
             os.rename(self.path, doomed)
             _remove_tree(doomed)
         except OSError as error:
@@ -216,6 +242,8 @@ class Journal:
                 "--restart (restart=True) to discard it, or another prefix"
             ) from None
         differences = list(_differences("", other, dict(job)))
+        if os.path.exists(os.path.join(self.path, run, _RESULT)):
+            return None if differences else str(run)  # that job is done
         if differences:
             more = len(differences) - _MOST_DIFFERENCES
             text = "; ".join(differences[:_MOST_DIFFERENCES]) + (f"; {more} more" * (more > 0))
@@ -241,14 +269,15 @@ class Journal:
                 if entry.endswith(".tmp"):
                     _remove_file(os.path.join(folder, entry))
 
-    def _read_plan(self) -> Any:
+    def _read(self, name: str) -> Any:
+        """The content of a file of the run; None if there is no file."""
         try:
-            return _read_json(os.path.join(self.folder, _PLAN))
+            return _read_json(os.path.join(self.folder, name))
         except FileNotFoundError:
             return None
         except ValueError:
             raise ConfigError(
-                f"{self.path} is damaged: its plan cannot be read. Give --restart (restart=True) "
+                f"{self.path} is damaged: {name} cannot be read. Give --restart (restart=True) "
                 "to discard it, or another prefix"
             ) from None
 

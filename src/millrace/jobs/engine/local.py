@@ -48,6 +48,15 @@ _READY = b""  # a worker's message when it has started, and again when it has lo
 # does not wait for a worker that may itself wait until its result is read.
 _MOST_AHEAD = 1 << 15
 _CHECK_AFTER = 1.0  # seconds without a message, after which dead workers are looked for
+_CRASHES = (
+    signal.SIGABRT,
+    signal.SIGBUS,
+    signal.SIGFPE,
+    signal.SIGILL,
+    signal.SIGSEGV,
+    signal.SIGSYS,
+    signal.SIGTRAP,
+)
 _FIRST_FREE = 3  # the first descriptor that is not stdin, stdout or stderr
 
 
@@ -260,19 +269,19 @@ class _Pool:
         if status >= 0:
             return f"exited with status {status}; its output on stderr says why"
         name = f"signal {-status} ({signal.strsignal(-status)})"
-        if -status != signal.SIGKILL:
+        if -status in _CRASHES:
             return (
                 f"crashed with {name}. A library that the task calls has a fault, or cannot bear "
                 "this input: try another version of it, or leave this input out"
             )
-        if _num_memory_kills() > self._num_kills:
+        if -status == signal.SIGKILL and _num_memory_kills() > self._num_kills:
             return (
                 f"was killed by {name}; the kernel has ended processes for lack of memory "
                 "meanwhile. Use fewer workers or smaller tasks"
             )
         return (
-            f"was killed by {name}: by a user, or by a limit on memory. Run again, with fewer "
-            "workers or smaller tasks if memory is short"
+            f"was killed by {name}: by a user, or by a limit on memory or time. Run again, with "
+            "fewer workers or smaller tasks if memory is short"
         )
 
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import socket
+import threading
 import time
 from collections.abc import Generator, Iterable, Iterator
 from typing import Any
@@ -28,7 +31,8 @@ from millrace.jobs.engine.tasks import (
     unpickled,
 )
 
-_CANCEL_TIME = 10.0  # seconds
+_ANSWER_TIME = 10.0  # seconds until a cluster answers
+_CANCEL_TIME = 10.0  # seconds until cancelled tasks have ended
 _PAUSE = 0.2  # seconds after which a wait for results lets Ctrl-C in
 
 
@@ -84,8 +88,6 @@ def run_ray(
 
 
 def _import_ray() -> Any:
-    # Attempts to connect, of 40 seconds each: Ray's own default makes 14 minutes of them.
-    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "2")
     try:
         import ray
     except ImportError as error:
@@ -102,8 +104,10 @@ def _connected(ray: Any) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
+    previous = signal.getsignal(signal.SIGTERM)  # Ray sets its own
     try:
-        with interruptible():  # minutes, if nothing answers at the address
+        with interruptible():
+            _check_address(ray)
             ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RuntimeError, ValueError) as error:
         text = " ".join(str(error).split())
@@ -115,6 +119,24 @@ def _connected(ray: Any) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+        if previous is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, previous)
+
+
+def _check_address(ray: Any) -> None:
+    """Raises a ConnectionError if nothing answers at the address of the cluster.
+
+    Ray itself would try for 14 minutes, and ignore Ctrl-C meanwhile.
+    """
+    try:
+        address = ray._private.services.canonicalize_bootstrap_address("auto")
+    except ValueError:  # "ray://...", or an address that Ray will refuse
+        return
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _ANSWER_TIME).close()
+    except OSError as error:
+        raise ConnectionError(f"nothing answers at {address}: {error}") from None
 
 
 def _num_cpus(ray: Any) -> int:
@@ -164,9 +186,9 @@ def _failure(task: Task, error: Exception) -> MillraceError:
             "of millrace on every machine"
         )
     return MillraceError(
-        f"{task} failed on the Ray cluster, in {ATTEMPTS} attempts if its worker or machine was "
-        f"lost: {type(error).__name__}: {' '.join(lines)[:1000]}. Use fewer CPUs per machine or "
-        "smaller tasks if memory is short"
+        f"{task} cannot be run on the Ray cluster: {type(error).__name__}: "
+        f"{' '.join(lines)[:1000].rstrip('.')}. A task is tried {ATTEMPTS} times if its worker or "
+        "machine is lost. Use fewer CPUs per machine or smaller tasks if memory is short"
     )
 
 

@@ -83,7 +83,7 @@ def pickled(name: str, value: Any) -> bytes:
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ConfigError(
             f"{name} cannot be sent to another process: {error}. Use values that can be pickled, "
-            "and functions and classes of an importable module; or use workers=1"
+            "and functions and classes of an importable module; or use one local worker"
         ) from None
 
 
@@ -94,7 +94,8 @@ def unpickled(data: bytes) -> Any:
     except (AttributeError, ImportError) as error:
         raise ConfigError(
             f"a worker process cannot load the function or its data: {error}. Workers do not run "
-            "the script that starts them: move its definitions into a module, or use workers=1"
+            "the script that starts them: move its definitions into a module that they can import, "
+            "or use one local worker"
         ) from None
 
 
