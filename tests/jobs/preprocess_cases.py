@@ -320,6 +320,9 @@ def random_case(seed: int, number: int) -> Case:
             ]
     file_format = choices.choice(formats)
     size = sum(len(str(value)) for document in documents for value in document.values())
+    is_sequential = partitions > 1 and choices.random() < 0.5
+    if file_format in ("csv", "tsv"):  # a record can have several lines, which are dealt as such
+        is_sequential = partitions > 1
     return Case(
         documents=documents,
         keys=keys,
@@ -329,7 +332,7 @@ def random_case(seed: int, number: int) -> Case:
         split_sentences=is_split,
         keep_newlines=is_split and choices.random() < 0.5,
         partitions=partitions,
-        keep_sequential_samples=partitions > 1 and choices.random() < 0.5,
+        keep_sequential_samples=is_sequential,
         file_format=file_format,
         compression="" if file_format in ("parquet", "arrow") else choices.choice(COMPRESSIONS),
         num_files=choices.choice([1, 1, 2, 3]),
