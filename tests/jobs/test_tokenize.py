@@ -12,24 +12,20 @@ import subprocess
 import sys
 import threading
 import time
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from millrace import (
     ConfigError,
     IndexedDataset,
-    MillraceError,
     TextError,
 )
-from millrace.jobs import executor, progress, tokenize
+from millrace.jobs import progress, tokenize
 from millrace.store.writer import PairWriter
-from millrace.text import LineBlock, Tokenizer, document_texts, documents, read_blocks
+from millrace.text import Tokenizer
 from tests.conftest import make_texts, train_tokenizer, write_jsonl
 
 
@@ -70,14 +66,13 @@ def test_plain_gzip_and_zstd_in_order(tmp_path: Path, tokenizer: Tokenizer) -> N
     assert np.array_equal(data.sequence_lengths, expected.sequence_lengths)
 
 
-def test_the_output_does_not_depend_on_workers_or_blocks(
-    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+def test_the_output_does_not_depend_on_workers_or_chunks(
+    tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", make_texts(400))
     outputs = []
-    for workers, block_size in [(1, 1 << 20), (1, 7), (1, 1000), (2, 500), (3, 2000)]:
-        monkeypatch.setattr(documents.read_blocks, "__defaults__", (block_size,))
-        run(tmp_path, [source], tokenizer, workers=workers, append_eod=True)
+    for workers, size in [(1, 1 << 20), (1, 700), (1, 1000), (2, 500), (3, 2000)]:
+        run(tmp_path, [source], tokenizer, workers=workers, chunk_size=size, append_eod=True)
         outputs.append(
             [(tmp_path / f"out_text_document{s}").read_bytes() for s in (".bin", ".idx")]
         )
@@ -332,7 +327,6 @@ def test_paths_of_any_kind_and_numpys_numbers(tmp_path: Path, tokenizer: Tokeniz
     info = json.loads((tmp_path / "paths_text_document.info.json").read_text())
     assert info["provenance"]["inputs"] == [str(source), str(source)]
     assert info["provenance"]["append_eod"] is False
-    assert sum(block.data.count(b"\n") for block in read_blocks(source, np.int32(7))) == 5
 
 
 @pytest.mark.parametrize(
@@ -385,23 +379,6 @@ def test_inputs_that_would_be_overwritten_or_read_twice_are_refused(
         run(tmp_path / "other", [tmp_path / "pipe", source, tmp_path / "pipe"], tokenizer)
 
 
-def test_wrong_arguments_of_the_parts_are_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    with pytest.raises(ConfigError, match="eod_token is 0; give the token's text"):
-        Tokenizer(tokenizer.path, 0)  # type: ignore[arg-type]
-    for texts in ("water", ["water", 3]):
-        with pytest.raises(ConfigError, match=r"texts are .*; give a list of texts"):
-            tokenizer.encode(texts)  # type: ignore[arg-type]
-    block = LineBlock(path="a", first_line=1, data=b'{"text": "a"}', position=0)
-    with pytest.raises(ConfigError, match=r"give a list: \['text'\]"):
-        document_texts(block, "text")
-    for block_size in (0, 1.5, True):
-        with pytest.raises(ConfigError, match=f"block_size is {block_size}"):
-            read_blocks(tmp_path / "a.jsonl", block_size)  # type: ignore[arg-type]
-    for workers in (0, 1.5, True):
-        with pytest.raises(ConfigError, match=f"workers is {workers}"):
-            list(executor.ordered_map(_double, [1], context=2, workers=workers))  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("content", [b"", b"{}", b"not json", b"\xff\xfe\x00"])
 def test_a_file_that_is_not_a_tokenizer_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "tokenizer.json"
@@ -415,125 +392,18 @@ def test_a_file_that_is_not_a_tokenizer_is_refused(tmp_path: Path, content: byte
 # ---- lines, memory and deaths ----
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
-@given(
-    lines=st.lists(
-        st.text("ab ", max_size=40).map(str.encode)
-        | st.sampled_from([b"\xef\xbb\xbf", "水車".encode(), b"x" * 300]),
-        max_size=8,
-    ),
-    end=st.sampled_from([b"\n", b"\r\n"]),
-    ends_whole=st.booleans(),
-    has_mark=st.booleans(),
-    block_size=st.sampled_from([1, 2, 3, 5, 64, 300, 1 << 20]),
-)
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-def test_the_lines_do_not_depend_on_the_block_size(
-    tmp_path: Path,
-    suffix: str,
-    lines: list[bytes],
-    end: bytes,
-    ends_whole: bool,
-    has_mark: bool,
-    block_size: int,
-) -> None:
-    """Lines longer than blocks, no newline at the end, a byte order mark: the text stays whole."""
-    text = end.join(lines) + (end if ends_whole else b"")
-    data = (b"\xef\xbb\xbf" if has_mark else b"") + text
-    compress = {".jsonl": bytes, ".jsonl.gz": gzip.compress, ".jsonl.zst": zstd_compress}[suffix]
-    path = tmp_path / f"a{suffix}"
-    path.write_bytes(compress(data))
-    blocks = list(read_blocks(path, block_size))
-    assert b"".join(block.data for block in blocks) == data.removeprefix(b"\xef\xbb\xbf")
-    line = 1
-    for block in blocks:
-        assert block.first_line == line
-        line += block.data.count(b"\n")
-        assert block.data.endswith(b"\n") or block is blocks[-1]
-    assert [block.position for block in blocks] == sorted(block.position for block in blocks)
-    if blocks and suffix == ".jsonl":
-        assert blocks[-1].position == path.stat().st_size
-
-
 def zstd_compress(data: bytes) -> bytes:
     from backports import zstd
 
     return zstd.compress(data)
 
 
-def test_a_long_line_is_copied_only_a_few_times(tmp_path: Path) -> None:
-    """64 MiB in blocks of 64 KiB: appending each block to the line would copy 32 GiB."""
-    path = tmp_path / "a.jsonl"
-    with open(path, "wb") as file:
-        for _ in range(64):
-            file.write(b"a" * (1 << 20))
-    tracemalloc.start()
-    try:
-        (block,) = read_blocks(path, 1 << 16)
-        _, most = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert len(block.data) == 64 << 20
-    assert most < 2.5 * len(block.data)
-
-
-def test_a_file_that_is_truncated_while_it_is_read_is_an_error(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", ["water"] * 10_000)
-    blocks = read_blocks(path, 1000)
-    next(blocks)
-    os.truncate(path, 100_000)
-    with pytest.raises(TextError, match="was truncated in between"):
-        list(blocks)
-
-
-def test_reading_is_bounded_by_the_block_size(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl.zst", make_texts(3000))
-    blocks = list(read_blocks(str(path), 4096))
-    assert max(len(block.data) for block in blocks) < 3 * 4096
-    assert b"".join(block.data for block in blocks).count(b"\n") == 3000
-    line = 1
-    for block in blocks:
-        assert block.first_line == line
-        line += block.data.count(b"\n")
-
-
-def test_items_are_taken_only_as_fast_as_results_are_used() -> None:
-    taken = []
-
-    def items() -> Any:
-        for number in range(1000):
-            taken.append(number)
-            yield number
-
-    results = executor.ordered_map(_double, items(), context=2, workers=2)
-    assert [next(results) for _ in range(3)] == [0, 2, 4]
-    assert len(taken) <= 3 + 3 * 2
-    results.close()
-
-
 def _double(factor: int, item: int) -> int:
     return factor * item
 
 
-def test_a_worker_that_dies_is_an_error() -> None:
-    with pytest.raises(MillraceError, match="a worker process died"):
-        list(executor.ordered_map(_die, range(10), context=None, workers=2))
-
-
 def _die(_: None, item: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_an_error_in_a_worker_is_raised_in_the_parent(tmp_path: Path) -> None:
-    for item, kind, message in [
-        (0, ZeroDivisionError, "division by zero"),
-        (1, MillraceError, "in a worker process: UnpicklableError"),
-    ]:
-        with pytest.raises(kind, match=message) as caught:
-            list(executor.ordered_map(_fail, [item], context=None, workers=2))
-        assert "in _fail" in str(caught.value.__cause__)  # the worker's traceback
 
 
 def _fail(_: None, item: int) -> float:
@@ -545,22 +415,9 @@ def _fail(_: None, item: int) -> float:
     return 1 / item
 
 
-def test_the_error_of_the_first_bad_item_is_raised() -> None:
-    for _ in range(3):
-        with pytest.raises(TextError, match=r"item 0\.3"):
-            list(executor.ordered_map(_fail_later, [0.3, 0, 0.1, 0], context=None, workers=3))
-
-
 def _fail_later(_: None, seconds: float) -> None:
     time.sleep(seconds)
     raise TextError(f"item {seconds}")
-
-
-def test_every_worker_starts_and_slow_ones_do_not_change_the_order() -> None:
-    items = [0.3, 0, 0.2, 0, 0, 0.1, 0, 0]
-    results = list(executor.ordered_map(_sleep, items, context=None, workers=3))
-    assert [seconds for seconds, _ in results] == items
-    assert len({pid for _, pid in results}) == 3
 
 
 def _sleep(_: None, seconds: float) -> tuple[float, int]:
@@ -652,7 +509,7 @@ def children(pid: int) -> list[int]:
             command = (stat.parent / "cmdline").read_bytes()
         except OSError:
             continue
-        if int(fields[1]) == pid and b"millrace.jobs.executor" in command:
+        if int(fields[1]) == pid and b"millrace.jobs.engine.local" in command:
             workers.append(int(stat.parent.name))
     return workers
 

@@ -437,10 +437,10 @@ def _check_outputs(
             raise ConfigError(
                 f"{file.path} is an input and would be overwritten; give another prefix"
             )
-    for prefix in prefixes if shard is not None else ():
-        info = read_info(prefix)
+    for prefix in prefixes:
+        info = None if shard is None else read_info(prefix)
         other = None if info is None else info.provenance.get("shard")
-        if other is not None and other != list(shard):
+        if shard is not None and other is not None and other != list(shard):
             raise ConfigError(
                 f"{prefix} holds shard {other[0]} of {other[1]}, which shard {shard[0]} of "
                 f"{shard[1]} would overwrite; give each shard a prefix of its own"
@@ -466,14 +466,13 @@ def _first_texts(files: Sequence[InputFile], settings: Settings) -> list[str]:
             separator=settings.separator,
             max_document_size=plan.MB,
         )
-        with contextlib.closing(batches):
-            for documents in batches:
-                for text in itertools.chain.from_iterable(documents.texts):
-                    parts = [text] if isinstance(text, str) else text
-                    texts += [part[:_FIRST_SIZE] for part in parts]
-                    size += sum(map(len, parts))
-                    if size >= _FIRST_SIZE:
-                        return texts
+        for documents in batches:
+            for text in itertools.chain.from_iterable(documents.texts):
+                parts = [text] if isinstance(text, str) else text
+                texts += [part[:_FIRST_SIZE] for part in parts]
+                size += sum(map(len, parts))
+                if size >= _FIRST_SIZE:
+                    return texts
     return texts
 
 
@@ -482,7 +481,7 @@ def _identity(
 ) -> dict[str, Any]:
     """What decides the output: another job cannot continue with this one's journal."""
     tokenizer = settings.tokenizer
-    entries = {
+    entries: dict[str, Any] = {
         "job": "tokenize 1",
         "tokenizer": tokenizer.fingerprint,
         "encoder": tokenizer.encoder_name,

@@ -440,7 +440,8 @@ class _Origins:
         if not columns:
             columns = [np.empty(0, np.int64)] * len(ORIGIN_COLUMNS)
         path = stem + ".npz"
-        np.savez(path, **dict(zip(ORIGIN_COLUMNS, columns, strict=True)))
+        arrays: dict[str, Any] = dict(zip(ORIGIN_COLUMNS, columns, strict=True))
+        np.savez(path, **arrays)
         return path
 
 
