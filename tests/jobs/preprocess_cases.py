@@ -272,6 +272,7 @@ FRAGMENTS = [
 ]
 KEYS = ("text", "title", "doc.text", "source", "名前")
 FORMATS = ("jsonl", "jsonl", "jsonl", "parquet", "arrow", "csv", "tsv")
+MOST_CHUNKS = 40  # of a case, about: each takes some milliseconds
 COMPRESSIONS = ("", "", "gzip", "zstd", "bz2", "xz")
 
 
@@ -318,6 +319,10 @@ def random_case(seed: int, number: int) -> Case:
                 for d in documents
             ]
     file_format = choices.choice(formats)
+    size = sum(len(str(value)) for document in documents for value in document.values())
+    is_sequential = partitions > 1 and choices.random() < 0.5
+    if file_format in ("csv", "tsv"):  # a record can have several lines, which are dealt as such
+        is_sequential = partitions > 1
     return Case(
         documents=documents,
         keys=keys,
@@ -327,12 +332,12 @@ def random_case(seed: int, number: int) -> Case:
         split_sentences=is_split,
         keep_newlines=is_split and choices.random() < 0.5,
         partitions=partitions,
-        keep_sequential_samples=partitions > 1 and choices.random() < 0.5,
+        keep_sequential_samples=is_sequential,
         file_format=file_format,
         compression="" if file_format in ("parquet", "arrow") else choices.choice(COMPRESSIONS),
         num_files=choices.choice([1, 1, 2, 3]),
         workers=choices.choice([1, 1, 2]),
-        chunk_size=choices.choice([100, 1000, 10_000, 1_000_000]),
+        chunk_size=max(choices.choice([100, 1000, 10_000, 1_000_000]), size // MOST_CHUNKS),
         spelling_seed=choices.getrandbits(32),
     )
 

@@ -65,8 +65,14 @@ class Job:
 # ---- the jobs ----
 
 
-def make_jobs(folder: Path, num_documents: int) -> list[Job]:
-    """Writes the inputs, and runs each job undisturbed."""
+def make_jobs(folder: Path, num_documents: int, names: Sequence[str] = ()) -> list[Job]:
+    """Writes the inputs, and runs each job undisturbed.
+
+    Args:
+        folder: Folder of the inputs.
+        num_documents: Number of documents in each input.
+        names: Names of the jobs; empty: all.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -104,6 +110,8 @@ def make_jobs(folder: Path, num_documents: int) -> list[Job]:
     }
     jobs = []
     for number, (name, command) in enumerate(commands.items()):
+        if names and name not in names:
+            continue
         inputs = [
             str(folder / word) if "." in word or word == "small" else word for word in command
         ]
@@ -128,8 +136,11 @@ def undisturbed(name: str, options: Sequence[str], folder: Path) -> Job:
     return Job(name=name, options=options, files=files, num_chunks=done, seconds=seconds)
 
 
-def launch(options: Sequence[str], output: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "millrace", "tokenize", *options]
+def launch(
+    options: Sequence[str], output: Path, wrapper: Sequence[str] = ()
+) -> subprocess.Popen[str]:
+    """Starts the command; `wrapper` is a command that runs it."""
+    command = [*wrapper, sys.executable, "-m", "millrace", "tokenize", *options]
     command += ["--output-prefix", str(output / "out")]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True
@@ -253,19 +264,22 @@ def wait_for_end(pids: Sequence[int]) -> None:
 # ---- any number of kills ----
 
 
-def run(num_kills: int, seed: int, num_documents: int = 6000) -> Counter[str]:
+def run(
+    num_kills: int, seed: int, num_documents: int = 6000, names: Sequence[str] = ()
+) -> Counter[str]:
     """Kills jobs that many times; returns how often what was killed.
 
     Args:
         num_kills: Number of kills, at least; the last job ends undisturbed by the limit.
         seed: Seed of jobs and moments.
         num_documents: Number of documents in each input; 6,000 are about 400 chunks.
+        names: Names of the jobs; empty: all.
     """
     choices = random.Random(seed)
     counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        jobs = make_jobs(folder, num_documents)
+        jobs = make_jobs(folder, num_documents, names)
         order: list[Job] = []
         while counts["parent"] + counts["worker"] < num_kills:
             order = order or choices.sample(jobs, len(jobs))

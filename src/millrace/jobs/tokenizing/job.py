@@ -456,10 +456,11 @@ def _first_texts(files: Sequence[InputFile], settings: Settings) -> list[str]:
         """The job itself meets the line again."""
 
     for file in files[:_FIRST_FILES]:
-        if file.size is None:
+        part = next(iter(parts_of(file, plan.MB)), None) if file.size is not None else None
+        if part is None:  # a pipe, or an Arrow file without batches
             continue
         batches = read_documents(
-            parts_of(file, plan.MB)[0],
+            part,
             settings.keys,
             reject=ignore,
             id_key=settings.id_key,

@@ -1,0 +1,175 @@
+"""Tokenising survives kills, full disks, read-only folders, and inputs that vanish or change."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from millrace.cli import main
+from tests.jobs import tokenize_kills as kills
+
+NUM_DOCUMENTS = 800
+PAGE = 4096  # bytes; a tmpfs gives out pages
+
+
+def test_kills_at_random_moments() -> None:
+    """`python -m tests.jobs.tokenize_kills` does more of them, to more kinds of jobs."""
+    counts = kills.run(4, 0, NUM_DOCUMENTS, ["keys", "gzip"])
+    assert counts["parent"] + counts["worker"] >= 4
+
+
+# ---- one error, and the next run continues ----
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> kills.Job:
+    return kills.make_jobs(tmp_path_factory.mktemp("job"), NUM_DOCUMENTS, ["plain"])[0]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 1 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode != 0:
+        pytest.skip(f"a tmpfs cannot be mounted here: {result.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+class Runner:
+    """Runs the job in this process."""
+
+    def __init__(self, job: kills.Job, output: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.job, self.output, self.capsys = job, output, capsys
+
+    def run(self, *options: str) -> tuple[int, str, str]:
+        """Exit status, stdout and the error messages on stderr."""
+        self.capsys.readouterr()
+        prefix = str(self.output / "out")
+        status = main(["tokenize", *self.job.options, "--output-prefix", prefix, *options])
+        output = self.capsys.readouterr()
+        errors = [line for line in output.err.splitlines() if "error: " in line]
+        return status, output.out, "\n".join(errors)
+
+    def assert_fails(self, *texts: str) -> None:
+        """One error, and no file of the output."""
+        status, _, error = self.run()
+        assert status == 1
+        assert error.count("error: ") == 1
+        for text in texts:
+            assert text in error
+        assert not [name for name in self.job.files if (self.output / name).exists()]
+
+    def assert_succeeds(self, *options: str, least_kept: int = 0) -> None:
+        status, output, error = self.run(*options)
+        assert status == 0, error
+        done, kept = kills.chunks_of(json.loads(output))
+        assert done + kept == self.job.num_chunks
+        assert kept >= least_kept
+        kills.check_files(self.job, kills.read_files(self.output))
+
+
+@pytest.fixture
+def runner(job: kills.Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Runner:
+    (tmp_path / "output").mkdir()
+    return Runner(job, tmp_path / "output", capsys)
+
+
+def test_a_full_disk(job: kills.Job, disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runner = Runner(job, disk, capsys)
+    num_failures = 0
+    for left in (0, 3, 20, 60, 100):
+        ballast = disk / "ballast"
+        with open(ballast, "wb", buffering=0) as file:
+            try:
+                while True:
+                    file.write(bytes(PAGE))
+            except OSError:
+                file.truncate(max(0, file.tell() - left * PAGE))
+        status, _, error = runner.run()
+        ballast.unlink()
+        if status == 0:
+            break
+        num_failures += 1
+        assert error.count("error: ") == 1
+        assert "No space left on device" in error
+        assert not [name for name in job.files if (disk / name).exists()]
+    assert num_failures >= 2
+    runner.assert_succeeds()
+
+
+def test_a_read_only_folder(job: kills.Job, disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runner = Runner(job, disk, capsys)
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    runner.assert_fails("Read-only file system")
+    subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+    runner.assert_succeeds()
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_limit_on_file_sizes(runner: Runner, workers: str) -> None:
+    """A chunk fits, the whole file does not: the next run keeps all chunks."""
+    size = max(len(data) for data in runner.job.files.values())
+    command = ["sh", "-c", f'ulimit -f {size // 2 // 512}; exec "$@"', "sh"]
+    process = kills.launch([*runner.job.options, "--workers", workers], runner.output, command)
+    _, errors = process.communicate(timeout=kills.DEADLINE)
+    assert process.returncode == 1
+    assert errors.count("error: ") == 1
+    assert "ulimit -f" in errors
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
+    runner.assert_succeeds(least_kept=1)
+
+
+@pytest.fixture
+def interrupted(runner: Runner) -> Runner:
+    """A job that was killed when some chunks were done."""
+    process = kills.launch(runner.job.options, runner.output)
+    while len(kills.read_records(runner.output)) < 3:
+        assert process.poll() is None, "the job has ended"
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    return runner
+
+
+def test_an_input_that_vanishes(interrupted: Runner) -> None:
+    source = Path(interrupted.job.options[1])
+    hidden = source.with_suffix(".hidden")
+    source.rename(hidden)
+    try:
+        interrupted.assert_fails(str(source))
+    finally:
+        hidden.rename(source)
+    interrupted.assert_succeeds(least_kept=3)
+
+
+def test_an_input_that_changes(interrupted: Runner) -> None:
+    source = Path(interrupted.job.options[1])
+    data, status = source.read_bytes(), source.stat()
+    source.write_bytes(data + b'{"text": "more"}\n')
+    try:
+        interrupted.assert_fails(str(source), "--restart")
+    finally:
+        source.write_bytes(data)
+        os.utime(source, ns=(status.st_atime_ns, status.st_mtime_ns))
+    interrupted.assert_succeeds(least_kept=3)
+
+
+def test_a_restart_keeps_nothing(interrupted: Runner) -> None:
+    status, output, _ = interrupted.run("--restart")
+    assert status == 0
+    assert kills.chunks_of(json.loads(output)) == (interrupted.job.num_chunks, 0)
+    kills.check_files(interrupted.job, kills.read_files(interrupted.output))
