@@ -350,10 +350,9 @@ class _Run:
         So a job that stopped at a bad line can go on without such lines.
         """
         record = self._journal.record(number)
-        if record is not None and record["on_error"] != self._settings.on_error:
-            if record["rejects"] or record["empty"]:
-                return None
-        return record
+        if record is None or record["on_error"] == self._settings.on_error:
+            return record
+        return None if record["rejects"] or record["empty"] else record
 
     def _unless_done(self, number: int, parts: tuple[Part, ...]) -> Iterator[Task]:
         record = self._record(number)

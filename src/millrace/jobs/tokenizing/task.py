@@ -341,8 +341,8 @@ class Rejects:
         part = self._parts[part_number]
         what = "row" if part.format in ("parquet", "arrow") else "line"
         return (
-            f"{part.source}, {what} {first_line_of(part) + line}: {reason}. Repair it, or go on "
-            f"without such {what}s: --on-error skip, or quarantine, which keeps their bytes"
+            f"{part.source}, {what} {first_line_of(part) + line}: {reason}. Or go on without "
+            f"such {what}s: --on-error skip, or quarantine, which keeps their bytes"
         )
 
     def __enter__(self) -> Rejects:
