@@ -166,6 +166,18 @@ def test_a_damaged_task_is_not_done(
         assert journal.record(1) == {"number": 1}
 
 
+def test_a_record_with_another_number_is_not_done(tmp_path: Path) -> None:
+    with Journal(tmp_path / "j", JOB) as journal:
+        write_task(journal, 1)
+        path = Path(journal.folder, "records", "000001.json")
+        path.write_text(
+            path.read_text().replace('"record": {"number": 1', '"record": {"number": 3')
+        )
+        assert journal.numbers() == {1}
+        assert journal.record(1) is None
+        assert journal.numbers() == set()
+
+
 @pytest.mark.parametrize("content", ["", "{}", "[]", "null", '{"record": 3, "files": []}', "\0"])
 def test_a_record_of_another_form_is_not_done(tmp_path: Path, content: str) -> None:
     with Journal(tmp_path / "j", JOB) as journal:

@@ -31,12 +31,21 @@ from typing import Any
 
 from millrace.checks import one_path, shown
 from millrace.errors import ConfigError, MillraceError
-from millrace.files import atomic_file, file_lock, naming, temporaries_of, temporary_name, xxh3
+from millrace.files import (
+    atomic_file,
+    checksum,
+    file_lock,
+    naming,
+    temporaries_of,
+    temporary_name,
+    xxh3,
+)
 
 _FORMAT = 1  # version of the folder's layout
 _JOB, _PLAN, _RESULT = "job.json", "plan.json", "result.json"
 _RECORDS, _FILES = "records", "files"
 _RUN = re.compile(r"[0-9a-f]{12}")
+_RECORD = re.compile(r"([0-9]+)\.json")
 _MOST_DIFFERENCES = 5  # in a message
 _BLOCK = 1 << 20  # bytes that are read at a time
 
@@ -124,6 +133,11 @@ class Journal:
                 and not os.listdir(os.path.join(self.folder, _RECORDS))
             ):
                 self.remove()
+
+    def numbers(self) -> set[int]:
+        """The numbers of the tasks that have a record, which may be damaged."""
+        names = os.listdir(os.path.join(self.folder, _RECORDS))
+        return {int(match[1]) for match in map(_RECORD.fullmatch, names) if match}
 
     def set_plan(self, plan: Any) -> None:
         """Stores the plan of the job, plain JSON, before its tasks run."""
@@ -314,6 +328,7 @@ def commit(folder: str, number: int, record: Mapping[str, Any], files: Sequence[
             size, digest = _sum_of(os.path.join(home, name))
             entries.append({"name": name, "size": size, "xxh3": digest})
         content = {"number": number, "files": entries, "record": plain_record}
+        content["xxh3"] = _sum_of_record(content)
         with naming(path), open(temporary, "x", encoding="utf-8") as file:
             json.dump(content, file)
         os.rename(temporary, path)
@@ -419,15 +434,23 @@ def _differences(place: str, old: Any, new: Any) -> Iterator[str]:
 def _whole_files(content: Any, folder: str) -> set[str] | None:
     """The names of a record's files if they are as it says; else None."""
     try:
+        if content["xxh3"] != _sum_of_record(content):
+            return None
         sums = {file["name"]: (file["size"], file["xxh3"]) for file in content["files"]}
         for name, (size, digest) in sums.items():
             path = os.path.join(folder, name)
             # The size first: it needs no reading.
             if os.path.getsize(path) != size or _sum_of(path) != (size, digest):
                 return None
-        return set(sums) if isinstance(content["record"], dict) else None
+        return set(sums)
     except (KeyError, TypeError, FileNotFoundError, NotADirectoryError):
         return None
+
+
+def _sum_of_record(content: dict[str, Any]) -> str:
+    """XXH3-64 of what a record says."""
+    values = [content["number"], content["files"], content["record"]]
+    return checksum([json.dumps(values).encode()])
 
 
 def _sum_of(path: str) -> tuple[int, str]:
