@@ -81,9 +81,10 @@ def _discard_output() -> None:
 
 
 _REMEDIES = {
-    errno.ENOSPC: "Make room on that disk",
-    errno.EDQUOT: "Make room in your quota",
-    errno.EFBIG: "Raise the limit on file sizes (`ulimit -f`)",
+    errno.ENOSPC: "Make room on that disk, or write elsewhere",
+    errno.EDQUOT: "Make room in your quota, or write elsewhere",
+    errno.EFBIG: "Raise the limit on file sizes (`ulimit -f`), or write elsewhere",
+    errno.EMFILE: "Raise the limit on open files (`ulimit -n`)",
 }
 
 
@@ -96,8 +97,8 @@ def _describe_error(error: OSError, options: dict[str, Any]) -> str:
     message = f"{place}: {error.strerror or error}"
     if error.errno in _REMEDIES:
         message += (
-            f". {_REMEDIES[error.errno]}, or write elsewhere, and run again: nothing half-written "
-            "was left behind, and an old file is as it was"
+            f". {_REMEDIES[error.errno]}, and run again: nothing half-written was left behind, and "
+            "an old file is as it was"
         )
     return message
 
