@@ -104,6 +104,69 @@ def test_another_job_on_the_prefix_is_refused_or_starts_over(
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_a_job_continues_from_another_folder(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder, seed in ((first, 0), (second, 1)):  # the same name in both folders
+        folder.mkdir()
+        write_jsonl(folder / name, make_texts(300, seed=seed))
+    with monkeypatch.context() as patch:
+        patch.chdir(first)
+        interrupt_after(patch, 2)
+        with pytest.raises(OSError, match="the disk went away"):
+            run([Path(name)], Path("out"), tokenizer)
+    monkeypatch.chdir(second)
+    path = Path("..", "first", name)
+    result = run([path], Path("../first/out"), tokenizer, provenance="parquet")
+    assert result.num_chunks_kept == 2
+    run([path], Path("whole"), tokenizer, provenance="parquet")
+    assert contents(first / "out") == contents(second / "whole")
+    suffix = "_text_document.origins.parquet"
+    assert Path(f"{first}/out{suffix}").read_bytes() == Path(f"whole{suffix}").read_bytes()
+
+
+def test_chunks_of_another_plan_are_not_kept(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without locks, two processes may plan the same job at once."""
+    path = write_jsonl(tmp_path / "a.jsonl", make_texts(300))
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 3)
+        with pytest.raises(OSError, match="the disk went away"):
+            run([path], tmp_path / "out", tokenizer)
+    next(tmp_path.glob("out.journal/*/plan.json")).unlink()
+    result = run([path], tmp_path / "out", tokenizer, chunk_size=2 * CHUNK)
+    assert result.num_chunks_kept == 0
+    run([path], tmp_path / "whole", tokenizer)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_all_files_are_whole_before_the_journal_goes(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_jsonl(tmp_path / "a.jsonl.gz", make_texts(100))
+    left = tmp_path / "out_text_document.csv.gz.0123456789ab.tmp"  # by a kill
+
+    def fail(prefix: str) -> None:
+        left.touch()
+        raise OSError(5, "the disk went away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "write_dolma", fail)
+        with pytest.raises(OSError, match="the disk went away"):
+            run([tmp_path], tmp_path / "out", tokenizer, provenance="csv.gz")
+    assert left.exists()
+    result = run([tmp_path], tmp_path / "out", tokenizer, provenance="csv.gz")
+    assert result.num_chunks_done == 0
+    assert files_beside(tmp_path / "out") == [
+        f"out_text_document.{ending}" for ending in ("bin", "csv.gz", "idx")
+    ]
+    # The folder's documents are the same as before.
+    assert run([tmp_path], tmp_path / "new", tokenizer).num_documents == result.num_documents
+
+
 def test_a_changed_input_is_refused(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,6 +196,8 @@ def test_standard_input_continues_and_must_be_the_same(
     assert b"--on-error skip" in stopped.stderr
     other = run_command(good.replace(b"mill", b"mall"), "out")
     assert b"not the input that the interrupted job has read" in other.stderr
+    less = run_command(b"", "out")
+    assert b"not the input that the interrupted job has read" in less.stderr
     again = run_command(good, "out")
     report = json.loads(again.stdout)
     assert report["chunks_kept"] > 2
@@ -177,6 +242,8 @@ def test_bad_lines_are_skipped_counted_and_kept(
         assert [base64.b64decode(row["bytes"]) for row in rows] == list(BAD_LINES)
         assert [row["line"] for row in rows] == bad
         assert all(row["reason"] for row in rows)
+    run([tmp_path / "good.jsonl"], tmp_path / "out", tokenizer, on_error=mode)
+    assert not path.exists()  # its lines are not of these files
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -47,6 +47,7 @@ def test_folders_are_read_with_all_their_documents(tmp_path: Path) -> None:
         "out.quarantine.jsonl",
         "out_text_document.info.json",
         "out_text_document.bin",
+        "out_text_document.csv.gz",
         "out.journal/job.json",
         "x.jsonl.0123456789ab.tmp",
         # what the `datasets` library writes

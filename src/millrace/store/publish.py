@@ -58,6 +58,11 @@ def origins_path(prefix: str) -> str:
     return prefix + ".origins.parquet"
 
 
+def dolma_path(prefix: str) -> str:
+    """The origins of its documents in dolma's format (see `origins.write_dolma`)."""
+    return prefix + ".csv.gz"
+
+
 def open_pair(prefix: str, *, has_bin: bool = True) -> list[BinaryIO]:
     """Opens `.bin` (if has_bin) and `.idx` of a whole pair, even while a builder replaces it."""
     for _ in range(_ATTEMPTS):
@@ -152,7 +157,7 @@ def building(prefix: str) -> Iterator[Temporaries]:
     temporaries = Temporaries(*map(temporary_name, _paths(prefix)))
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(writers_lock(lock, *_paths(prefix), limit=0))
+            stack.enter_context(writers_lock(lock, *_paths(prefix), dolma_path(prefix), limit=0))
         except BlockingIOError as error:
             raise MillraceError(
                 f"{prefix} is being built by another process ({lock} is {error.strerror}). "

@@ -43,6 +43,7 @@ _ARROW_FILE_MAGIC = b"ARROW1"
 # What this library writes beside its output, and the `datasets` library beside its tables.
 _NOT_DOCUMENTS = re.compile(
     r".*(\.info\.json|\.origins\.parquet|\.quarantine\.jsonl|\.manifest\.json)"
+    r"|.*_(document|sentence)\.csv\.gz"
     r"|(dataset_infos?|dataset_dict|state)\.json"
 )
 _JOURNAL = ".journal"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import time
 from collections import deque
@@ -14,7 +15,7 @@ from typing import Any
 
 from millrace import checks
 from millrace.errors import ConfigError
-from millrace.files import flush_to_disk, xxh3
+from millrace.files import checksum, flush_to_disk, temporary_name, xxh3
 from millrace.interrupts import interruptible, interrupts_held
 from millrace.jobs.engine import Executor, Journal, Task, run_local
 from millrace.jobs.progress import Progress
@@ -37,6 +38,7 @@ from millrace.text import (
     pieces_of,
     read_documents,
 )
+from millrace.text.streams import STDIN
 
 ON_ERROR = "stop", "skip", "quarantine"
 ON_UNKNOWN = "keep", "reject"
@@ -237,43 +239,52 @@ def tokenize(
             Journal(f"{output_prefix}.journal", identity, restart=restart)
         )
         if journal.plan is None:
-            steps = plan.plan_steps(
-                files,
-                task_size=task_size,
-                workers=shard[1] if shard else resources.workers,
-                separator=separator,
-            )
+            with interruptible():
+                steps = plan.plan_steps(
+                    [replace(file, path=_absolute(file.path)) for file in files],
+                    task_size=task_size,
+                    workers=shard[1] if shard else resources.workers,
+                    separator=separator,
+                )
             if shard is not None:
                 steps = plan.steps_of_shard(steps, *shard)
             journal.set_plan({"steps": plan.to_json(steps), "task_size": task_size})
         quarantine = None
         if on_error == "quarantine":
-            quarantine = stack.enter_context(open(f"{journal.folder}/quarantine.jsonl", "wb"))
+            # A name that no other process has, on a file system without locks.
+            path = temporary_name(f"{journal.folder}/quarantine.jsonl")
+            quarantine = stack.enter_context(open(path, "wb"))
         output = Output(
             builders,
             num_partitions=num_partitions,
             has_origins=provenance != "none",
             quarantine=quarantine,
         )
-        run = _Run(journal, settings, output)
+        names = {_absolute(file.path): file.path for file in files}
+        run = _Run(journal, settings, output, names)
         total = sum(map(plan.step_size, run.steps))
         progress = stack.enter_context(Progress("tokenize", total or None, enabled=show_progress))
         run.work(_executor(engine), resources.workers, progress)
-        with interruptible():  # the last time: after this the files are published
-            pass
         output.finish()
+        with interruptible():  # the last time before the files are published
+            pass
         for builder, key in zip(builders if checksums else (), keys, strict=False):
             builder.add_provenance(_provenance(settings, files, key, output, shard))
-        if quarantine is not None and output.num_rejects > 0:
-            flush_to_disk(quarantine)
-            os.replace(quarantine.name, f"{output_prefix}.quarantine.jsonl")
+        if quarantine is not None:
+            if output.num_rejects > 0:
+                flush_to_disk(quarantine)
+                os.replace(quarantine.name, f"{output_prefix}.quarantine.jsonl")
+            else:  # what an earlier job has kept is not of these files
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(f"{output_prefix}.quarantine.jsonl")
         finalize_together(builders)
+        if provenance in ("csv.gz", "both"):
+            for prefix in prefixes.values():
+                with interruptible():
+                    write_dolma(prefix)
+                if provenance == "csv.gz":
+                    os.unlink(origins_path(prefix))
         journal.remove()
-    if provenance in ("csv.gz", "both"):
-        for prefix in prefixes.values():
-            write_dolma(prefix)
-            if provenance == "csv.gz":
-                os.unlink(origins_path(prefix))
     return TokenizeResult(
         prefixes=prefixes,
         num_documents=output.num_documents,
@@ -291,11 +302,20 @@ def tokenize(
 
 
 class _Run:
-    """The tasks of a job: those to do, those done before, and their way to the output."""
+    """The tasks of a job: those to do, those done before, and their way to the output.
 
-    def __init__(self, journal: Journal, settings: Settings, output: Output) -> None:
+    Args:
+        names: For each path in the plan, the path that the user has given.
+    """
+
+    def __init__(
+        self, journal: Journal, settings: Settings, output: Output, names: dict[str, str]
+    ) -> None:
         self._journal, self._settings, self._output = journal, settings, output
+        self._names = names
+        self._earlier = journal.numbers()  # of an earlier run
         self.steps = plan.from_json(journal.plan["steps"])
+        self._plan = checksum([json.dumps(journal.plan).encode()])
         self._piece_size = min(journal.plan["task_size"], plan.LARGEST_PIECE)
         # Tasks in the order of the output, and the records of those that wait for one before them.
         self._order: deque[Task] = deque()
@@ -343,14 +363,21 @@ class _Run:
                 ):
                     yield from self._piece(number, piece)
                     number += 1
+                end = number - number % plan.PIECES + plan.PIECES
+                if any(number <= earlier < end for earlier in self._earlier):
+                    raise _other_input(step.file.path)
 
     def _record(self, number: int) -> dict[str, Any] | None:
         """The record of a task that is done, and would not end otherwise with today's `on_error`.
 
-        So a job that stopped at a bad line can go on without such lines.
+        So a job that stopped at a bad line can go on without such lines. The record of another
+        plan's task (of a process that runs at the same time, on a file system without locks) does
+        not count.
         """
         record = self._journal.record(number)
-        if record is None or record["on_error"] == self._settings.on_error:
+        if record is None or record["plan"] != self._plan:
+            return None
+        if record["on_error"] == self._settings.on_error:
             return record
         return None if record["rejects"] or record["empty"] else record
 
@@ -370,14 +397,12 @@ class _Run:
             for data in piece.chunks:
                 digest.update(data)
             if record["checksum"] != digest.hexdigest():
-                raise ConfigError(
-                    f"{piece.part.source} is not the input that the interrupted job has read. "
-                    "Give the same input, or start over: --restart"
-                )
+                raise _other_input(piece.part.source)
             self._keep(number, (piece.part,), record)
             return
         folder = self._journal.new_folder_of(number)
-        path = os.path.join(folder, "piece")
+        # Each process has its own names: without locks, two of them may write the same piece.
+        path = os.path.join(folder, f"{os.urandom(6).hex()}.piece")
         with open(path, "wb") as file:
             for data in piece.chunks:
                 digest.update(data)
@@ -385,9 +410,18 @@ class _Run:
         yield self._task(number, (replace(piece.part, path=path),), folder, digest.hexdigest())
 
     def _task(
-        self, number: int, parts: tuple[Part, ...], folder: str, checksum: str | None = None
+        self, number: int, parts: tuple[Part, ...], folder: str, digest: str | None = None
     ) -> Task:
-        work = Work(journal=self._journal.folder, folder=folder, parts=parts, checksum=checksum)
+        parts = tuple(
+            replace(part, source=self._names.get(part.source, part.source)) for part in parts
+        )
+        work = Work(
+            journal=self._journal.folder,
+            folder=folder,
+            plan=self._plan,
+            parts=parts,
+            checksum=digest,
+        )
         task = Task(number, work, task_name(parts))
         self._order.append(task)
         return task
@@ -397,6 +431,13 @@ class _Run:
         self._task(number, parts, self._journal.folder_of(number))
         self._records[number] = record
         self.num_kept += 1
+
+
+def _other_input(path: str) -> ConfigError:
+    return ConfigError(
+        f"{path} is not the input that the interrupted job has read. Give the same input, or start "
+        "over: --restart"
+    )
 
 
 def _executor(engine: str) -> Executor:
@@ -474,6 +515,11 @@ def _first_texts(files: Sequence[InputFile], settings: Settings) -> list[str]:
                 if size >= _FIRST_SIZE:
                     return texts
     return texts
+
+
+def _absolute(path: str) -> str:
+    """A path that is the same file from any folder, and for the workers of a Ray cluster."""
+    return path if path == STDIN else os.path.abspath(path)
 
 
 def _identity(

@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from millrace.interrupts import interruptible
 from millrace.jobs.tokenizing.task import ORIGIN_COLUMNS, first_line_of, prefix_of
 from millrace.store import IndexedDatasetBuilder
 from millrace.text import Part
@@ -102,6 +103,8 @@ class Output:
         """Appends what waited for the last task."""
         for partition in range(self._num_partitions):
             for task in self._tasks:
+                with interruptible():  # of terabytes, this takes hours
+                    pass
                 self._copy(task, (partition - task.lines_before) % self._num_partitions)
 
     def _copy(self, task: _Task, group: int) -> None:

@@ -74,12 +74,14 @@ class Work:
     Attributes:
         journal: The first argument of `commit`.
         folder: Path of the task's folder in the journal.
+        plan: Checksum of the plan that the task is of.
         parts: What it reads.
         checksum: Checksum of an unpacked piece that it reads, or None.
     """
 
     journal: str
     folder: str
+    plan: str
     parts: tuple[Part, ...]
     checksum: str | None
 
@@ -110,7 +112,7 @@ def run_task(settings: Settings, task: Task) -> dict[str, Any]:
 
     The record has `stem` (start of the names of its files), `documents`, `tokens` (per key),
     `bytes` (of UTF-8 text), `lines` (per part), `rejects`, `empty` (number of documents without
-    text), and `on_error` and `checksum` as they were.
+    text), and `on_error`, `plan` and `checksum` as they were.
     """
     work: Work = task.payload
     # Each attempt has its own names: one that was lost, and is not dead, disturbs no other.
@@ -171,6 +173,7 @@ def run_task(settings: Settings, task: Task) -> dict[str, Any]:
         "rejects": rejects.count,
         "empty": num_empty,
         "on_error": settings.on_error,
+        "plan": work.plan,
         "checksum": work.checksum,
     }
     commit(work.journal, task.number, record, files)
