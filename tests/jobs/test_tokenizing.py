@@ -334,6 +334,19 @@ def test_shards_merge_into_the_output_of_one_job(
         assert merged.origin(number) == one.origin(number)
 
 
+def test_shards_do_not_depend_on_the_size_of_chunks(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    paths = [write_jsonl(tmp_path / name, make_texts(300)) for name in ("a.jsonl", "b.jsonl.gz")]
+    paths += [paths[0]]
+    whole = run(paths, tmp_path / "whole", tokenizer)
+    prefixes = []
+    for number, size in enumerate((1_000, 5_000, 100_000)):
+        run(paths, tmp_path / f"{number}", tokenizer, chunk_size=size, shard=(number, 3))
+        prefixes.append(f"{tmp_path}/{number}_text_document")
+    merge(prefixes, f"{tmp_path}/merged_text_document")
+    assert contents(tmp_path / "merged") == contents(tmp_path / "whole")
+    assert whole.num_documents == 900
+
+
 def test_a_shard_does_not_overwrite_another(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", make_texts(50))
     run([path], tmp_path / "out", tokenizer, shard=(0, 2), checksums=True)

@@ -245,9 +245,8 @@ def tokenize(
                     task_size=task_size,
                     workers=shard[1] if shard else resources.workers,
                     separator=separator,
+                    shard=shard,
                 )
-            if shard is not None:
-                steps = plan.steps_of_shard(steps, *shard)
             journal.set_plan({"steps": plan.to_json(steps), "task_size": task_size})
         quarantine = None
         if on_error == "quarantine":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from millrace.cores import available_cores, available_memory
@@ -18,6 +18,7 @@ _TASKS_PER_WORKER = 8  # of a short job: the workers end within an eighth of eac
 _MOST_TASKS = 20_000  # of a long job: each is a few files in one folder
 _MOST_PARTS = 1_000  # of a task that reads many small files
 _UNPACKED_PER_WORKER = 4
+_PARTS_PER_SHARD = 64  # that are looked at: shards differ by a part, 2 % of their size
 LARGEST_PIECE = 32 * MB  # of a file that is unpacked: two copies of it are in memory
 PIECES = 1_000_000  # task numbers that belong to one step of the plan
 
@@ -96,17 +97,37 @@ class Step:
 
 
 def plan_steps(
-    files: Sequence[InputFile], *, task_size: int, workers: int, separator: str | None
+    files: Sequence[InputFile],
+    *,
+    task_size: int,
+    workers: int,
+    separator: str | None,
+    shard: tuple[int, int] | None = None,
 ) -> list[Step]:
-    """The steps that read all files, in their order.
+    """The steps that read all files, or those of a shard, in their order.
 
     A file that can be cut is cut into parts of about `task_size` bytes, and small parts share a
     task. A file that cannot be cut (a pipe, compressed lines, CSV) is unpacked into tasks if there
     are few of them, so that all workers read it; many are read by a task each.
+
+    Raises:
+        ConfigError: A shard of a pipe.
     """
     whole = [file for file in files if _can_be_unpacked(file, separator)]
     large = [file for file in whole if file.size is not None and 4 * file.size > task_size]
     is_unpacked = len(large) <= _UNPACKED_PER_WORKER * workers
+    # Where a shard begins must not depend on the size of its tasks: the others may have another.
+    part_size = task_size if shard is None else _shard_part_size(files, shard[1])
+    sources: list[Step] = []  # each a part or a file
+    for file in files:
+        if _can_be_unpacked(file, separator) and (
+            file.size is None or (is_unpacked and 4 * file.size > task_size)
+        ):
+            sources.append(Step(file=file))
+        else:
+            sources += [Step(parts=(part,)) for part in parts_of(file, part_size)]
+    if shard is not None:
+        sources = _sources_of_shard(sources, *shard)
     steps: list[Step] = []
     parts: list[Part] = []
 
@@ -115,29 +136,36 @@ def plan_steps(
             steps.append(Step(parts=tuple(parts)))
             parts.clear()
 
-    for file in files:
-        if _can_be_unpacked(file, separator) and (
-            file.size is None or (is_unpacked and 4 * file.size > task_size)
-        ):
+    for source in sources:
+        if source.file is not None:
             end_task()
-            steps.append(Step(file=file))
+            steps.append(source)
             continue
-        for part in parts_of(file, task_size):
+        for part in source.parts:
+            if parts and _continues(parts[-1], part):
+                last = parts.pop()
+                part = replace(last, stop=part.stop, size=last.size + part.size)
             parts.append(part)
-            if sum(part.size for part in parts) >= task_size or len(parts) >= _MOST_PARTS:
-                end_task()
+        if sum(part.size for part in parts) >= task_size or len(parts) >= _MOST_PARTS:
+            end_task()
     end_task()
     return steps
 
 
-def steps_of_shard(steps: Sequence[Step], shard: int, num_shards: int) -> list[Step]:
+def _shard_part_size(files: Sequence[InputFile], num_shards: int) -> int:
+    total = sum(file.size or 0 for file in files)
+    return min(max(total // (_PARTS_PER_SHARD * num_shards), 1), _DEFAULT_TASK)
+
+
+def _continues(part: Part, following: Part) -> bool:
+    return part.path == following.path and following.start > 0 and part.stop == following.start
+
+
+def _sources_of_shard(steps: Sequence[Step], shard: int, num_shards: int) -> list[Step]:
     """The steps of one of several independent jobs, whose outputs follow each other.
 
     The bytes of all steps together are divided evenly; a step belongs to the shard in which it
     begins.
-
-    Raises:
-        ConfigError: An input that is a pipe.
     """
     for step in steps:
         if step.file is not None and step.file.size is None:
