@@ -260,18 +260,20 @@ def test_named_pipes(tmp_path: Path, tokenizer: Tokenizer, name: str, workers: i
     [
         "cat {input} | {tokenize} --input /dev/stdin",
         "{tokenize} --input /dev/stdin < {input}",
+        "{tokenize} --input /dev/stdin < {plain}",
         "{tokenize} --input <(cat {input})",
     ],
 )
 def test_shell_pipes(tmp_path: Path, tokenizer: Tokenizer, line: str) -> None:
     path = write_jsonl(tmp_path / "a.jsonl.zst", make_texts(300))
+    plain = write_jsonl(tmp_path / "a.jsonl", make_texts(300))
     expected = run(tmp_path, [path], tokenizer).tokens.copy()
     tokenize_it = (
         f"{sys.executable} -m millrace tokenize --tokenizer {tokenizer.path} "
         f"--output-prefix {tmp_path}/shell --workers 2"
     )
     result = subprocess.run(
-        ["bash", "-c", line.format(input=path, tokenize=tokenize_it)],
+        ["bash", "-c", line.format(input=path, plain=plain, tokenize=tokenize_it)],
         capture_output=True,
         text=True,
         timeout=120,

@@ -85,6 +85,22 @@ def test_patterns(tmp_path: Path) -> None:
         find_inputs([f"{tmp_path}/*.csv"])
 
 
+def test_patterns_leave_out_what_a_killed_job_has_left(tmp_path: Path) -> None:
+    for name in (
+        "nature.journal/b.jsonl",
+        "nature.journal/out.journal/0123456789ab/files/000000/0123456789ab.rejects.jsonl",
+        "nature.journal/out.journal.lock",
+        "nature.journal/out_text_document.tmp.lock",
+        "nature.journal/out_text_document.bin",
+        "nature.journal/out_text_document.idx.new",
+        "nature.journal/out_text_document.origins.parquet.new",
+    ):
+        write(tmp_path / name)
+    for pattern in ("*", "**", "**/*"):
+        inputs = [f"{tmp_path}/nature.journal/{pattern}"]
+        assert names(tmp_path, inputs) == ["nature.journal/b.jsonl"]
+
+
 def test_the_order_is_the_callers_and_files_may_come_twice(tmp_path: Path) -> None:
     for name in ("b.jsonl", "a.jsonl", "x/c.jsonl"):
         write(tmp_path / name)

@@ -42,8 +42,8 @@ _ARROW_FILE_MAGIC = b"ARROW1"
 
 # What this library writes beside its output, and the `datasets` library beside its tables.
 _NOT_DOCUMENTS = re.compile(
-    r".*(\.info\.json|\.origins\.parquet|\.quarantine\.jsonl|\.manifest\.json)"
-    r"|.*_(document|sentence)\.csv\.gz"
+    r".*(\.info\.json|\.origins\.parquet|\.quarantine\.jsonl|\.manifest\.json)(\.new)?"
+    r"|.*_(document|sentence)\.(bin|idx|csv\.gz)(\.new)?|.*\.(tmp|journal)\.lock"
     r"|(dataset_infos?|dataset_dict|state)\.json"
 )
 _JOURNAL = ".journal"
@@ -225,8 +225,13 @@ def _expand(entry: str) -> Iterator[str]:
     elif os.path.lexists(entry) or not glob.has_magic(entry):
         yield entry
     else:
-        paths = sorted(path for path in glob.glob(entry, recursive=True) if not _is_ours(path))
-        is_deep = "**" in entry.split(os.sep)
+        literal = entry.split(os.sep)
+        paths = sorted(
+            path
+            for path in glob.glob(entry, recursive=True)
+            if not _is_ours(path) and not any(map(_is_ours, {*path.split(os.sep)} - {*literal}))
+        )
+        is_deep = "**" in literal
         files = [path for path in paths if not os.path.isdir(path)]
         if not (files if is_deep else paths):
             raise TextError(f"no file matches the pattern {entry}. Check the path and the pattern")

@@ -517,7 +517,9 @@ def _first_texts(files: Sequence[InputFile], settings: Settings) -> list[str]:
 
 
 def _absolute(path: str) -> str:
-    """A path that is the same file from any folder, and for the workers of a Ray cluster."""
+    """A path that is the same file from any folder, and for other processes."""
+    if path.startswith(("/dev/", "/proc/")) and os.path.isfile(path):
+        return os.path.realpath(path)  # of /dev/stdin: another file for each process
     return path if path == STDIN else os.path.abspath(path)
 
 
