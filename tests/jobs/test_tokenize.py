@@ -297,6 +297,14 @@ def test_progress_counts_items_and_can_be_off(monkeypatch: pytest.MonkeyPatch) -
         assert stream.getvalue() == text
 
 
+def test_progress_leaves_out_what_an_earlier_run_has_done() -> None:
+    stream = io.StringIO()
+    bar = progress.Progress("tokenize", 100, stream=stream)
+    bar.skip(60)
+    bar._show(20, "5 documents", time.monotonic())
+    assert stream.getvalue().startswith("tokenize  50%  5 documents")
+
+
 def test_an_empty_file_has_no_documents(tmp_path: Path, tokenizer: Tokenizer) -> None:
     for name in ("a.jsonl", "a.jsonl.gz", "a.jsonl.zst"):
         assert run(tmp_path, [write_jsonl(tmp_path / name, [])], tokenizer).num_documents == 0

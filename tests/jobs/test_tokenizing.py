@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from millrace import ConfigError, IndexedDataset, TextError
+from millrace.files import file_lock
 from millrace.jobs import TokenizeResult, merge, tokenize
 from millrace.jobs.tokenizing import job
 from millrace.text import Tokenizer
@@ -165,6 +166,23 @@ def test_all_files_are_whole_before_the_journal_goes(
     ]
     # The folder's documents are the same as before.
     assert run([tmp_path], tmp_path / "new", tokenizer).num_documents == result.num_documents
+
+
+def test_a_restart_with_other_keys_removes_what_a_killed_job_has_left(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", make_texts(20))
+    for name in ("title_document", "title_sentence"):
+        for suffix in (".bin.0123456789ab.tmp", ".tmp.lock"):
+            (tmp_path / f"out_{name}{suffix}").touch()
+    with file_lock(str(tmp_path / "out_title_sentence.tmp.lock")):
+        run([path], tmp_path / "out", tokenizer, restart=True)
+        assert files_beside(tmp_path / "out") == [
+            "out_text_document.bin",
+            "out_text_document.idx",
+            "out_title_sentence.bin.0123456789ab.tmp",  # of a living job
+            "out_title_sentence.tmp.lock",
+        ]
 
 
 def test_a_changed_input_is_refused(

@@ -50,6 +50,11 @@ class Progress:
             self._last = now
             self._show(done, detail, now)
 
+    def skip(self, amount: int) -> None:
+        """Takes work that an earlier run has done from the total, for the time left."""
+        if self._total is not None:
+            self._total = max(self._total - amount, 0)
+
     def count(self, done: int, total: int) -> None:
         """Shows "`done` of `total`"; a callback for work that is counted in items."""
         self._total, self.num_done = total, done

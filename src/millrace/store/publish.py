@@ -175,6 +175,15 @@ def building(prefix: str) -> Iterator[Temporaries]:
                     _remove(path)
 
 
+def remove_leftovers(prefix: str) -> None:
+    """Removes the temporaries of a builder that died, unless another one is at work."""
+    with (
+        contextlib.suppress(OSError),
+        writers_lock(prefix + LOCK, *_paths(prefix), dolma_path(prefix), limit=0),
+    ):
+        pass
+
+
 def publish(pairs: Sequence[tuple[str, Temporaries]], *, durable: bool = True) -> None:
     """Publishes pairs: all, or (if it fails in the first two steps) none of them.
 

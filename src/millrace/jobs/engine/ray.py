@@ -110,7 +110,7 @@ def _connected(ray: Any) -> Iterator[None]:
             _check_address(ray)
             ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RuntimeError, ValueError) as error:
-        text = " ".join(str(error).split())
+        text = " ".join(str(error).split()).rstrip(".")
         raise ConfigError(
             f"no connection to a Ray cluster: {text}. Start one with `ray start --head`, and give "
             "its address in the environment variable RAY_ADDRESS; or use the local engine"

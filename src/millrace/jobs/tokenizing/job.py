@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import itertools
 import json
 import os
@@ -24,7 +25,14 @@ from millrace.jobs.tokenizing.output import Output
 from millrace.jobs.tokenizing.task import Settings, Work, run_task, task_name
 from millrace.store import IndexedDatasetBuilder, finalize_together, write_dolma
 from millrace.store.info import read_info
-from millrace.store.publish import bin_path, idx_path, info_path, origins_path
+from millrace.store.publish import (
+    LOCK,
+    bin_path,
+    idx_path,
+    info_path,
+    origins_path,
+    remove_leftovers,
+)
 from millrace.text import (
     InputFile,
     Part,
@@ -238,6 +246,9 @@ def tokenize(
         journal = stack.enter_context(
             Journal(f"{output_prefix}.journal", identity, restart=restart)
         )
+        if restart:  # the job before may have had other keys
+            for lock in glob.glob(f"{glob.escape(output_prefix)}_*_*{LOCK}"):
+                remove_leftovers(lock.removesuffix(LOCK))
         if journal.plan is None:
             with interruptible():
                 steps = plan.plan_steps(
@@ -312,6 +323,7 @@ class _Run:
     ) -> None:
         self._journal, self._settings, self._output = journal, settings, output
         self._names = names
+        self._progress: Progress | None = None
         self._earlier = journal.numbers()  # of an earlier run
         self.steps = plan.from_json(journal.plan["steps"])
         self._plan = checksum([json.dumps(journal.plan).encode()])
@@ -324,6 +336,7 @@ class _Run:
     def work(self, executor: Executor, workers: int, progress: Progress) -> None:
         start = time.monotonic()
         size = 0
+        self._progress = progress
         results = executor(run_task, self._settings, self._tasks(), workers=workers)
         with contextlib.closing(results):
             for task, record in results:
@@ -430,6 +443,8 @@ class _Run:
         self._task(number, parts, self._journal.folder_of(number))
         self._records[number] = record
         self.num_kept += 1
+        if self._progress is not None:
+            self._progress.skip(sum(part.size for part in parts))
 
 
 def _other_input(path: str) -> ConfigError:
