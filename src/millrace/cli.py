@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import errno
 import json
@@ -439,12 +440,14 @@ def _tokenize(
         options["check_rate"] = check_rate
     settings = {name: options.pop(name) for name in _TOKENIZER_OPTIONS}
     splitter = SentenceSplitter(lang, keep_newlines=keep_newlines) if split_sentences else None
-    result = tokenize(
-        tokenizer=Tokenizer(tokenizer, **settings),
-        splitter=splitter,
-        show_progress=True,
-        **options,
-    )
+    # Ray writes about lost nodes to stdout, which is the report's.
+    with contextlib.redirect_stdout(sys.stderr):
+        result = tokenize(
+            tokenizer=Tokenizer(tokenizer, **settings),
+            splitter=splitter,
+            show_progress=True,
+            **options,
+        )
     for notice in result.notices:
         print(f"millrace: {notice}", file=sys.stderr)
     rate = result.num_bytes_done / 1e6 / max(result.seconds, 1e-9)

@@ -8,7 +8,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -23,7 +23,7 @@ from millrace.jobs.tokenizing.output import Output
 from millrace.jobs.tokenizing.task import Settings, Work, run_task, task_name
 from millrace.store import IndexedDatasetBuilder, finalize_together, write_dolma
 from millrace.store.info import read_info
-from millrace.store.publish import bin_path, idx_path, info_path, origins_path
+from millrace.store.publish import files_of, idx_path, origins_path
 from millrace.text import (
     InputFile,
     Part,
@@ -236,6 +236,10 @@ def tokenize(
         journal = stack.enter_context(
             Journal(f"{output_prefix}.journal", identity, restart=restart)
         )
+        if journal.result is not None and all(
+            map(os.path.exists, map(idx_path, prefixes.values()))
+        ):
+            return _finished(journal)
         if journal.plan is None:
             steps = plan.plan_steps(
                 files,
@@ -258,7 +262,12 @@ def tokenize(
         run = _Run(journal, settings, output)
         total = sum(map(plan.step_size, run.steps))
         progress = stack.enter_context(Progress("tokenize", total or None, enabled=show_progress))
-        run.work(_executor(engine), resources.workers, progress)
+        if engine == "local":
+            run.work(run_local, resources.workers, progress)
+        else:
+            from millrace.jobs.engine.ray import run_ray
+
+            run.work(run_ray, workers, progress)
         with interruptible():  # the last time: after this the files are published
             pass
         output.finish()
@@ -268,25 +277,37 @@ def tokenize(
             flush_to_disk(quarantine)
             os.replace(quarantine.name, f"{output_prefix}.quarantine.jsonl")
         finalize_together(builders)
-        journal.remove()
-    if provenance in ("csv.gz", "both"):
-        for prefix in prefixes.values():
+        for prefix in prefixes.values() if provenance in ("csv.gz", "both") else ():
             write_dolma(prefix)
             if provenance == "csv.gz":
                 os.unlink(origins_path(prefix))
-    return TokenizeResult(
-        prefixes=prefixes,
-        num_documents=output.num_documents,
-        num_tokens=dict(zip(keys, output.num_tokens, strict=True)),
-        num_bytes=output.num_bytes,
-        seconds=time.monotonic() - start,
-        num_skipped=output.num_rejects,
-        skipped=output.rejects,
-        num_chunks_done=run.num_done,
-        num_chunks_kept=run.num_kept,
-        num_bytes_done=run.num_bytes_done,
-        encoder=tokenizer.encoder_name,
-        notices=[notice] if notice else [],
+        result = TokenizeResult(
+            prefixes=prefixes,
+            num_documents=output.num_documents,
+            num_tokens=dict(zip(keys, output.num_tokens, strict=True)),
+            num_bytes=output.num_bytes,
+            seconds=time.monotonic() - start,
+            num_skipped=output.num_rejects,
+            skipped=output.rejects,
+            num_chunks_done=run.num_done,
+            num_chunks_kept=run.num_kept,
+            num_bytes_done=run.num_bytes_done,
+            encoder=tokenizer.encoder_name,
+            notices=[notice] if notice else [],
+        )
+        journal.finish(asdict(result))
+    return result
+
+
+def _finished(journal: Journal) -> TokenizeResult:
+    """The result of a job whose output is whole: it was killed while it removed its journal."""
+    result = TokenizeResult(**journal.result)
+    journal.remove()
+    return replace(
+        result,
+        num_chunks_done=0,
+        num_chunks_kept=result.num_chunks_kept + result.num_chunks_done,
+        num_bytes_done=0,
     )
 
 
@@ -302,7 +323,7 @@ class _Run:
         self._records: dict[int, dict[str, Any]] = {}
         self.num_done = self.num_kept = self.num_bytes_done = 0
 
-    def work(self, executor: Executor, workers: int, progress: Progress) -> None:
+    def work(self, executor: Executor, workers: int | None, progress: Progress) -> None:
         start = time.monotonic()
         size = 0
         results = executor(run_task, self._settings, self._tasks(), workers=workers)
@@ -399,14 +420,6 @@ class _Run:
         self.num_kept += 1
 
 
-def _executor(engine: str) -> Executor:
-    if engine == "local":
-        return run_local
-    from millrace.jobs.engine.ray import run_ray
-
-    return run_ray
-
-
 # ---- arguments ----
 
 
@@ -426,11 +439,7 @@ def _check_outputs(
     files: Sequence[InputFile], prefixes: Iterable[str], shard: tuple[int, int] | None
 ) -> None:
     prefixes = list(prefixes)
-    outputs = {
-        os.path.realpath(name(prefix))
-        for prefix in prefixes
-        for name in (bin_path, idx_path, info_path, origins_path)
-    }
+    outputs = {os.path.realpath(path) for prefix in prefixes for path in files_of(prefix)}
     for file in files:
         if os.path.realpath(file.path) in outputs:
             raise ConfigError(
@@ -517,6 +526,7 @@ def _provenance(
         "tokenizer": {
             "path": tokenizer.path,
             "sha256": tokenizer.fingerprint,
+            "fingerprints": list(tokenizer.fingerprints),
             "vocabulary_size": tokenizer.vocabulary_size,
             "encoder": tokenizer.encoder_name,
         },
