@@ -163,7 +163,7 @@ def test_the_end_of_document_token(
     ("content", "message"),
     [
         (b'{"text": "a"}\n{"text": \n', r"a.jsonl, line 2: column \d+: not valid JSON"),
-        (b'\n\n{"text": "a"', "line 3, column"),
+        (b'\n\n{"text": "a"', "line 3: column"),
         (b'{"text": "a"}\n[1]\n', "line 2: a JSON list, not an object"),
         (b'{"text": "a"}\n{"body": "b", "id": 1}', 'line 2: there is no key "text".*: body, id'),
         (b'{"text": null}', 'line 1: the value of "text" is a JSON NoneType'),
