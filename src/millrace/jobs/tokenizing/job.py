@@ -173,7 +173,10 @@ def tokenize(
     _check_choice("provenance", provenance, PROVENANCE)
     _check_choice("engine", engine, ENGINES)
     if not isinstance(tokenizer, Tokenizer):
-        raise ConfigError(f"tokenizer is {checks.shown(tokenizer)}; give a millrace.text.Tokenizer")
+        raise ConfigError(
+            f"tokenizer is {checks.shown(tokenizer)}; give "
+            f"millrace.text.Tokenizer({checks.shown(tokenizer)})"
+        )
     if workers is not None:
         workers = checks.whole("workers", workers, 1)
     if memory is not None:
