@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from millrace import checks
 from millrace.errors import ConfigError, TextError
 from millrace.files import TMP
-from millrace.text.streams import NUM_MAGIC_BYTES, STDIN, compression_of, readable
+from millrace.text.streams import NUM_MAGIC_BYTES, STDIN, compression_of, is_of_a_process, readable
 
 FORMATS = ("jsonl", "parquet", "arrow", "csv", "tsv", "text")
 
@@ -46,8 +46,6 @@ _NOT_DOCUMENTS = re.compile(
     r"|(dataset_infos?|dataset_dict|state)\.json"
 )
 _JOURNAL = ".journal"
-# Names that mean another file in a worker process, even if the shell has redirected a file to them.
-_OF_A_PROCESS = re.compile(r"/dev/(stdin|fd/)|/proc/(self|thread-self)/")
 _NOTES = re.compile(r"(readme|licen[cs]e|notice|copying|changelog|citation)\b.*", re.IGNORECASE)
 
 
@@ -160,13 +158,13 @@ def input_file(path: str) -> InputFile:
         status = os.stat(path)
         if stat.S_ISDIR(status.st_mode):
             raise TextError(f"{path} is a folder; name its files")
-        if not stat.S_ISREG(status.st_mode) or _OF_A_PROCESS.match(path):
+        if not stat.S_ISREG(status.st_mode) or is_of_a_process(path):
             if not os.access(path, os.R_OK):
                 raise PermissionError(13, os.strerror(13))
             format_ = _format_of(path)
             if format_ in ("parquet", "arrow"):
                 raise TextError(
-                    f"{path} is not the name of a regular file, and {format_} cannot be read from a pipe. "
+                    f"{path} is not a regular file, and {format_} cannot be read from a pipe. "
                     "Write it to a file first"
                 )
             return InputFile(
