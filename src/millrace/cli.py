@@ -280,9 +280,11 @@ def _add_tokenize(verbs: Verbs) -> None:
     add("--split-sentences", action="store_true", help=text)
     add("--lang", default="english", metavar="NAME", help="language of the sentences (english)")
     add("--keep-newlines", action="store_true", help="keep the space between sentences")
-    text = "deal lines round robin to N groups, and write one group after the other (default: 1)"
+    text = (
+        "deal documents round robin to N groups, and write one group after the other (default: 1)"
+    )
     add("--partitions", type=_positive, default=1, metavar="N", help=text)
-    text = "make the groups runs of lines, which keeps the order"
+    text = "make the groups runs of documents, which keeps the order"
     add("--keep-sequential-samples", action="store_true", help=text)
     text = """at lines that are not documents: stop; skip them; or also keep them in
         PREFIX.quarantine.jsonl (default: stop)"""

@@ -137,9 +137,9 @@ def tokenize(
             treated as lines that are not documents ("reject").
         splitter: Splitter of texts into sentences: each is a sequence, and the datasets are named
             `{output_prefix}_{key}_sentence`.
-        partitions: Number of groups among which lines are dealt in turn; the groups follow each
+        partitions: Number of groups among which documents are dealt in turn; the groups follow each
             other in the output, as with Megatron-LM's option.
-        keep_sequential_samples: Whether partitions are runs of lines, which keeps the order.
+        keep_sequential_samples: Whether partitions are runs of documents, which keeps the order.
         on_error: What happens at a line that is not a document: "stop" is an error; "skip" goes on
             without it; "quarantine" also keeps it in `{output_prefix}.quarantine.jsonl`. The last
             two also apply to empty texts, which Megatron-LM makes empty documents.
@@ -187,7 +187,7 @@ def tokenize(
         max_document_size = checks.whole("max_document_size", max_document_size, 1)
     num_partitions = checks.whole("partitions", partitions, 1)
     if checks.flag("keep_sequential_samples", keep_sequential_samples):
-        num_partitions = 1  # runs of lines, one after the other: the order of the input
+        num_partitions = 1  # runs of documents, one after the other: the order of the input
     check_rate = checks.real("check_rate", check_rate)
     if not 0 <= check_rate <= 1:
         raise ConfigError(f"check_rate is {check_rate}; a share from 0 to 1 is possible")
