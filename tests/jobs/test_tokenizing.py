@@ -185,6 +185,30 @@ def test_a_restart_with_other_keys_removes_what_a_killed_job_has_left(
         ]
 
 
+def test_a_job_is_done_when_only_its_journal_is_left(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [*make_texts(50), ""])
+
+    def fail(self: Any) -> None:
+        raise OSError(5, "the disk went away")
+
+    def run_until_the_end(**options: Any) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(job.Journal, "remove", fail)
+            with pytest.raises(OSError, match="the disk went away"):
+                run([path], tmp_path / "out", tokenizer, **options)
+
+    run_until_the_end()
+    assert run([path], tmp_path / "out", tokenizer).num_chunks_done == 0
+    run_until_the_end()
+    # Other files are asked for.
+    run([path], tmp_path / "out", tokenizer, provenance="parquet")
+    assert (tmp_path / "out_text_document.origins.parquet").exists()
+    run_until_the_end()
+    assert run([path], tmp_path / "out", tokenizer, on_error="skip").num_skipped > 0
+
+
 def test_a_changed_input_is_refused(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
