@@ -267,6 +267,47 @@ def test_shards_merge_into_the_output_of_one_job(
         assert merged.origin(number) == one.origin(number)
 
 
+def test_rows_of_arrow_are_counted_from_the_start_of_the_file(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    """A part begins at a record batch, and nothing in the file says how many rows are before."""
+    pyarrow = pytest.importorskip("pyarrow")
+    path = tmp_path / "a.arrow"
+    table = pyarrow.table({"text": ["a", "b", "c", None, "e", None, "g"]})
+    with pyarrow.ipc.new_file(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+    with pytest.raises(TextError, match="row 3: "):
+        run([path], tmp_path / "out", tokenizer, chunk_size=1)
+    rows = []
+    for number in range(3):
+        prefix = tmp_path / f"s{number}"
+        options: dict[str, Any] = {"shard": (number, 3), "on_error": "skip", "chunk_size": 1}
+        result = run([path], prefix, tokenizer, provenance="parquet", **options)
+        data = IndexedDataset(f"{prefix}_text_document")
+        rows += [data.origin(i).line for i in range(data.num_documents)]  # type: ignore[union-attr]
+        rows += [-row["line"] for row in result.skipped]
+    assert sorted(rows) == [-5, -3, 0, 1, 2, 4, 6]
+
+
+def test_documents_with_the_unknown_token_are_kept_among_the_bad_lines(tmp_path: Path) -> None:
+    """Two threads reject: the reader of lines, and the encoder."""
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.models.WordLevel({"a": 0, "[UNK]": 1}, "[UNK]")
+    tokenizers.Tokenizer(model).save(str(tmp_path / "words.json"))
+    lines = ['{"text": "a"}', '{"text": "b"}', "{}", '{"text": "c"}', "bad"] * 2_000
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(lines))
+    options: dict[str, Any] = {"on_unknown": "reject", "on_error": "quarantine"}
+    result = run(
+        [path], tmp_path / "out", Tokenizer(tmp_path / "words.json"), chunk_size=10**6, **options
+    )
+    rows = [json.loads(row) for row in (tmp_path / "out.quarantine.jsonl").read_text().splitlines()]
+    assert [row["line"] for row in rows] == [n for n in range(1, 10_001) if n % 5 != 1]
+    expected = [b'["b"]', b"{}", b'["c"]', b"bad"] * 2_000
+    assert [base64.b64decode(row["bytes"]) for row in rows] == expected
+    assert (result.num_documents, result.num_skipped) == (2_000, 8_000)
+
+
 def test_a_shard_does_not_overwrite_another(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", make_texts(50))
     run([path], tmp_path / "out", tokenizer, shard=(0, 2), checksums=True)

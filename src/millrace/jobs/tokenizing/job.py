@@ -352,7 +352,7 @@ class _Run:
         record = self._journal.record(number)
         if record is None or record["on_error"] == self._settings.on_error:
             return record
-        return None if record["rejects"] or record["empty"] else record
+        return None if any(record["rejects"]) or record["empty"] else record
 
     def _unless_done(self, number: int, parts: tuple[Part, ...]) -> Iterator[Task]:
         record = self._record(number)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import heapq
+import itertools
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -11,7 +14,12 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from millrace.jobs.tokenizing.task import ORIGIN_COLUMNS, first_line_of, prefix_of
+from millrace.jobs.tokenizing.task import (
+    ORIGIN_COLUMNS,
+    first_line_of,
+    prefix_of,
+    reject_stems,
+)
 from millrace.store import IndexedDatasetBuilder
 from millrace.text import Part
 
@@ -83,7 +91,7 @@ class Output:
         self.num_bytes += record["bytes"]
         for key, num_tokens in enumerate(record["tokens"]):
             self.num_tokens[key] += num_tokens
-        if record["rejects"]:
+        if any(record["rejects"]):
             self._append_rejects(folder, record, parts, first_lines)
         task = _Task(
             folder=folder,
@@ -115,10 +123,18 @@ class Output:
     def _append_rejects(
         self, folder: str, record: dict[str, Any], parts: Sequence[Part], first_lines: list[int]
     ) -> None:
-        stem = os.path.join(folder, record["stem"])
-        with open(stem + ".rejects.jsonl", "rb") as rows, open(stem + ".rejects.bin", "rb") as data:
-            for text in rows:
-                row = json.loads(text)
+        stems = reject_stems(os.path.join(folder, record["stem"]))
+        with contextlib.ExitStack() as stack:
+            files = [
+                (
+                    stack.enter_context(open(stem + ".rejects.jsonl", "rb")),
+                    stack.enter_context(open(stem + ".rejects.bin", "rb")),
+                )
+                for stem, count in zip(stems, record["rejects"], strict=True)
+                if count > 0
+            ]
+            rejects = heapq.merge(*itertools.starmap(_rejects, files), key=_place)
+            for row, data in rejects:
                 self.num_rejects += 1
                 place = {
                     "file": parts[row["part"]].source,
@@ -133,6 +149,17 @@ class Output:
                     for piece in _pieces(data, row["size"]):
                         self._quarantine.write(base64.b64encode(piece))
                     self._quarantine.write(b'"}\n')
+
+
+def _rejects(rows: BinaryIO, data: BinaryIO) -> Iterator[tuple[dict[str, Any], BinaryIO]]:
+    """Rejects of a task, and the file whose next bytes are those of the line."""
+    for row in rows:
+        yield json.loads(row), data
+
+
+def _place(reject: tuple[dict[str, Any], BinaryIO]) -> tuple[int, int]:
+    row, _ = reject
+    return row["part"], row["line"]
 
 
 def _pieces(file: BinaryIO, size: int) -> Iterator[bytes]:

@@ -26,6 +26,7 @@ from millrace.text import (
     SentenceSplitter,
     Tokenizer,
     compare_encoders,
+    num_rows_before,
     read_documents,
 )
 
@@ -93,9 +94,11 @@ def task_name(parts: Sequence[Part]) -> str:
 
 
 def first_line_of(part: Part) -> int:
-    """The number of a part's first line; reads the lines before it if nobody knows it yet."""
+    """The number of a part's first line or row; counts those before it if it is not known yet."""
     if part.first_line is not None:
         return part.first_line
+    if part.format == "arrow":
+        return num_rows_before(part.path, part.start)
     with open(part.path, "rb") as file:
         count, rest = 0, part.start - 1
         while rest > 0 and (data := file.read(min(rest, _READ_SIZE))):
@@ -109,8 +112,8 @@ def run_task(settings: Settings, task: Task) -> dict[str, Any]:
     """Reads, encodes and commits a task; returns its record.
 
     The record has `stem` (start of the names of its files), `documents`, `tokens` (per key),
-    `bytes` (of UTF-8 text), `lines` (per part), `rejects`, `empty` (number of documents without
-    text), and `on_error` and `checksum` as they were.
+    `bytes` (of UTF-8 text), `lines` (per part), `rejects` (per file of `reject_stems`), `empty`
+    (number of documents without text), and `on_error` and `checksum` as they were.
     """
     work: Work = task.payload
     # Each attempt has its own names: one that was lost, and is not dead, disturbs no other.
@@ -132,7 +135,11 @@ def run_task(settings: Settings, task: Task) -> dict[str, Any]:
             ]
             for group in prefixes
         ]
-        rejects = stack.enter_context(Rejects(stem, settings, work.parts))
+        # The first is written by the reader's thread, the second by this one.
+        rejects, unknown = (
+            stack.enter_context(Rejects(reject_stem, settings, work.parts))
+            for reject_stem in reject_stems(stem)
+        )
         reader = _Reader(settings, work.parts, rejects)
         for batch in stack.enter_context(contextlib.closing(_ahead(reader.batches()))):
             columns = [
@@ -146,7 +153,7 @@ def run_task(settings: Settings, task: Task) -> dict[str, Any]:
                 for texts in batch.documents.texts
             ]
             compare(batch.documents)
-            mask = _accepted(settings, columns, batch, rejects)
+            mask = _accepted(settings, columns, batch, unknown)
             columns = [column.select(mask) for column in columns]
             partitions = (batch.lines_before + batch.documents.lines) % settings.num_partitions
             for key, column in enumerate(columns):
@@ -158,8 +165,9 @@ def run_task(settings: Settings, task: Task) -> dict[str, Any]:
             num_empty += _num_empty(batch.documents)
             origins.add(batch, mask, partitions)
         rejects.close()
+        unknown.close()
         finalize_together([builder for group in builders for builder in group])
-    files = [origins.write(stem), *rejects.files]
+    files = [origins.write(stem), *rejects.files, *unknown.files]
     for group in prefixes:
         files += [prefix + suffix for prefix in group for suffix in (".bin", ".idx")]
     record = {
@@ -168,13 +176,18 @@ def run_task(settings: Settings, task: Task) -> dict[str, Any]:
         "tokens": num_tokens,
         "bytes": num_bytes,
         "lines": reader.num_lines,
-        "rejects": rejects.count,
+        "rejects": [rejects.count, unknown.count],
         "empty": num_empty,
         "on_error": settings.on_error,
         "checksum": work.checksum,
     }
     commit(work.journal, task.number, record, files)
     return record
+
+
+def reject_stems(stem: str) -> tuple[str, str]:
+    """The starts of the names of a task's rejects: lines, and documents with the unknown token."""
+    return stem + ".lines", stem + ".unknown"
 
 
 def prefix_of(folder: str, record: dict[str, Any], key: int, partition: int) -> str:
@@ -292,7 +305,7 @@ def _ahead(items: Iterator[Item]) -> Generator[Item, None, None]:
 
 
 class Rejects:
-    """What a task rejects: raised, or written to two files.
+    """What one thread of a task rejects, in order: raised, or written to two files.
 
     `STEM.rejects.jsonl` has an object per line: the part, the line within the part, the byte
     offset, the reason and the size; `STEM.rejects.bin` has the bytes of all, one after the other.
