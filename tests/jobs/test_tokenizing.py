@@ -335,6 +335,20 @@ def test_the_origin_of_each_document(tmp_path: Path, tokenizer: Tokenizer) -> No
         assert origin.id == str(number % 120)
 
 
+def test_the_quarantine_is_of_the_last_job_and_not_its_input(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    path, quarantine = tmp_path / "a.jsonl", tmp_path / "out.quarantine.jsonl"
+    path.write_text('{"text": "a"}\nbad')
+    run([path], tmp_path / "out", tokenizer, on_error="quarantine")
+    assert quarantine.exists()
+    with pytest.raises(ConfigError, match="is an input and would be overwritten"):
+        run([quarantine], tmp_path / "out", tokenizer, on_error="quarantine")
+    path.write_text('{"text": "a"}')
+    run([path], tmp_path / "out", tokenizer, on_error="quarantine")
+    assert not quarantine.exists()
+
+
 def test_an_encoder_that_differs_later_stops_the_job(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -383,6 +397,13 @@ def test_memory_decides_workers_and_the_longest_document() -> None:
         ({"check_rate": 2}, "check_rate is 2.0; a share"),
         ({"json_keys": "text"}, "one key alone"),
         ({"restart": 1}, "restart is 1"),
+        ({"partitions": 300}, "write 300 pairs at once; at most 256"),
+        ({"partitions": 2, "shard": (0, 2)}, "Leave one of the two out"),
+        ({"id_key": None}, "id_key is None"),
+        ({"json_keys": ["a\0"]}, "cannot be part of a file name"),
+        ({"json_keys": ["\ud800"]}, "cannot be part of a file name"),
+        ({"separator": "\udcff"}, "separator is .* not valid Unicode"),
+        ({"splitter": "english"}, "splitter is 'english'"),
     ],
 )
 def test_wrong_options_are_refused(

@@ -50,6 +50,7 @@ than a fast encoder: 1.6 % of the time."""
 _FIRST_FILES = 8  # that are looked into for the first documents
 _FIRST_SIZE = 200_000  # characters of them, which the reference encodes in 50 ms
 _LISTED_INPUTS = 1_000  # in the sidecar
+_MOST_PAIRS = 256  # that a task writes at once: each has open files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,12 +201,29 @@ def tokenize(
             "text. Leave the option out"
         )
     shard = None if shard is None else _checked_shard(shard)
+    if shard is not None and num_partitions > 1:
+        raise ConfigError(
+            f"partitions is {num_partitions}, which deals the lines of the whole input: shards "
+            "cannot do it, as each reads a part. Leave one of the two out"
+        )
+    if num_partitions * len(keys) > _MOST_PAIRS:
+        raise ConfigError(
+            f"partitions is {num_partitions} and there are {len(keys)} keys, so each task would "
+            f"write {num_partitions * len(keys)} pairs at once; at most {_MOST_PAIRS} are possible"
+        )
+    if not isinstance(id_key, str):
+        raise ConfigError(f"id_key is {checks.shown(id_key)}; give a key")
+    if splitter is not None and not isinstance(splitter, SentenceSplitter):
+        raise ConfigError(
+            f"splitter is {checks.shown(splitter)}; give a millrace.text.SentenceSplitter"
+        )
     restart = checks.flag("restart", restart)
     resources = plan.resources_for(workers, memory, max_document_size)
     files = find_inputs(checks.paths("inputs", inputs), separator=separator)
     level = "document" if splitter is None else "sentence"
     prefixes = {key: f"{output_prefix}_{key}_{level}" for key in keys}
-    _check_outputs(files, prefixes.values(), shard)
+    quarantine_path = f"{output_prefix}.quarantine.jsonl"
+    _check_outputs(files, prefixes.values(), quarantine_path, shard)
     settings = Settings(
         tokenizer=tokenizer,
         keys=keys,
@@ -266,7 +284,10 @@ def tokenize(
             builder.add_provenance(_provenance(settings, files, key, output, shard))
         if quarantine is not None and output.num_rejects > 0:
             flush_to_disk(quarantine)
-            os.replace(quarantine.name, f"{output_prefix}.quarantine.jsonl")
+            os.replace(quarantine.name, quarantine_path)
+        elif quarantine is not None:  # of an earlier job
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(quarantine_path)
         finalize_together(builders)
         journal.remove()
     if provenance in ("csv.gz", "both"):
@@ -423,7 +444,10 @@ def _checked_shard(shard: Any) -> tuple[int, int]:
 
 
 def _check_outputs(
-    files: Sequence[InputFile], prefixes: Iterable[str], shard: tuple[int, int] | None
+    files: Sequence[InputFile],
+    prefixes: Iterable[str],
+    quarantine_path: str,
+    shard: tuple[int, int] | None,
 ) -> None:
     prefixes = list(prefixes)
     outputs = {
@@ -431,6 +455,7 @@ def _check_outputs(
         for prefix in prefixes
         for name in (bin_path, idx_path, info_path, origins_path)
     }
+    outputs.add(os.path.realpath(quarantine_path))
     for file in files:
         if os.path.realpath(file.path) in outputs:
             raise ConfigError(
