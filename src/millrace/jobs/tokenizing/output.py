@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from millrace.jobs.tokenizing.task import (
-    ORIGIN_COLUMNS,
+    ORIGIN,
     first_line_of,
     prefix_of,
     reject_stems,
@@ -24,6 +24,7 @@ from millrace.store import IndexedDatasetBuilder
 from millrace.text import Part
 
 _SHOWN_REJECTS = 20
+_ORIGINS = 1 << 15  # documents whose origins are read at a time
 _READ_SIZE = 3 << 18  # bytes that become base64 at a time: a multiple of 3
 
 
@@ -114,11 +115,12 @@ class Output:
 
     def _copy(self, task: _Task, group: int) -> None:
         """Appends the documents of a task whose line within it is `group` modulo the partitions."""
-        origins = _read_origins(task, group) if self._has_origins else None
         for key, builder in enumerate(self._builders):
             builder.add_index(prefix_of(task.folder, task.record, key, group), origins=False)
-            if origins is not None:
-                builder.add_origins(**origins)
+        if self._has_origins:
+            for origins in _read_origins(task, group):
+                for builder in self._builders:
+                    builder.add_origins(**origins)
 
     def _append_rejects(
         self, folder: str, record: dict[str, Any], parts: Sequence[Part], first_lines: list[int]
@@ -170,25 +172,23 @@ def _pieces(file: BinaryIO, size: int) -> Iterator[bytes]:
         yield data
 
 
-def _read_origins(task: _Task, group: int) -> dict[str, Any]:
+def _read_origins(task: _Task, group: int) -> Iterator[dict[str, Any]]:
     """The arguments of `IndexedDatasetBuilder.add_origins` for a group of a task's documents."""
-    with np.load(os.path.join(task.folder, task.record["stem"] + ".npz")) as arrays:
-        columns = {name: arrays[name] for name in ORIGIN_COLUMNS}
-    sizes = np.maximum(columns["id_length"], 0).astype(np.int64)
-    ends = np.cumsum(sizes)
-    data = columns["ids"].tobytes()
-    members = np.flatnonzero(columns["partition"] == group)
-    ids = [
-        None if length < 0 else data[end - length : end].decode()
-        for length, end in zip(
-            columns["id_length"][members].tolist(), ends[members].tolist(), strict=True
-        )
-    ]
-    parts = columns["part"][members]
-    return {
-        "sources": task.sources,
-        "source_numbers": parts,
-        "lines": columns["line"][members] + np.array(task.first_lines, np.int64)[parts],
-        "byte_offsets": columns["byte_offset"][members],
-        "ids": ids,
-    }
+    stem = os.path.join(task.folder, task.record["stem"])
+    first_lines = np.array(task.first_lines, np.int64)
+    with open(stem + ".origins", "rb") as rows_file, open(stem + ".ids", "rb") as ids_file:
+        while data := rows_file.read(_ORIGINS * ORIGIN.itemsize):
+            rows = np.frombuffer(data, ORIGIN)
+            ids = [
+                None if length < 0 else ids_file.read(length).decode()
+                for length in rows["id_length"].tolist()
+            ]
+            members = rows["partition"] == group
+            rows = rows[members]
+            yield {
+                "sources": task.sources,
+                "source_numbers": rows["part"],
+                "lines": rows["line"] + first_lines[rows["part"]],
+                "byte_offsets": rows["byte_offset"],
+                "ids": list(itertools.compress(ids, members)),
+            }

@@ -125,7 +125,6 @@ def run_task(settings: Settings, task: Task) -> dict[str, Any]:
     ]
     num_tokens = [0] * len(settings.keys)
     num_documents = num_bytes = num_empty = 0
-    origins = _Origins()
     compare = _Comparison(settings, task.number)
     with contextlib.ExitStack() as stack:
         builders = [
@@ -135,6 +134,7 @@ def run_task(settings: Settings, task: Task) -> dict[str, Any]:
             ]
             for group in prefixes
         ]
+        origins = stack.enter_context(_Origins(stem))
         # The first is written by the reader's thread, the second by this one.
         rejects, unknown = (
             stack.enter_context(Rejects(reject_stem, settings, work.parts))
@@ -164,10 +164,11 @@ def run_task(settings: Settings, task: Task) -> dict[str, Any]:
             num_bytes += batch.num_bytes
             num_empty += _num_empty(batch.documents)
             origins.add(batch, mask, partitions)
+        origins.close()
         rejects.close()
         unknown.close()
         finalize_together([builder for group in builders for builder in group])
-    files = [origins.write(stem), *rejects.files, *unknown.files]
+    files = [*origins.files, *rejects.files, *unknown.files]
     for group in prefixes:
         files += [prefix + suffix for prefix in group for suffix in (".bin", ".idx")]
     record = {
@@ -423,40 +424,49 @@ class _Comparison:
 
 # ---- origins ----
 
+ORIGIN = np.dtype(
+    [
+        ("part", "<i4"),
+        ("partition", "<i4"),
+        ("line", "<i8"),
+        ("byte_offset", "<i8"),
+        ("id_length", "<i4"),  # bytes of UTF-8; -1: no id
+    ]
+)
+"""A document in `STEM.origins`; `STEM.ids` has the ids, one after the other."""
+
 
 class _Origins:
-    """Where the documents of a task come from: part, line, byte offset, id and partition."""
+    """Writes where the documents of a task come from."""
 
-    def __init__(self) -> None:
-        self._columns: list[tuple[NDArray[Any], ...]] = []
+    def __init__(self, stem: str) -> None:
+        self.files = [stem + ".origins", stem + ".ids"]
+        self._resources = contextlib.ExitStack()
+        self._rows, self._ids = (
+            self._resources.enter_context(open(path, "wb"))  # noqa: SIM115
+            for path in self.files
+        )
 
     def add(self, batch: _Batch, mask: NDArray[np.bool_], partitions: NDArray[np.int64]) -> None:
         documents = batch.documents
-        ids = [None if text is None else text.encode() for text in documents.ids]
-        ids = list(itertools.compress(ids, mask))
-        self._columns.append(
-            (
-                np.full(len(ids), batch.part, np.int32),
-                documents.lines[mask],
-                documents.byte_offsets[mask],
-                partitions[mask].astype(np.int32),
-                np.fromiter(
-                    (-1 if name is None else len(name) for name in ids), np.int32, len(ids)
-                ),
-                np.frombuffer(b"".join(name for name in ids if name is not None), np.uint8),
-            )
-        )
+        ids = [
+            None if text is None else text.encode()
+            for text in itertools.compress(documents.ids, mask)
+        ]
+        rows = np.empty(len(ids), ORIGIN)
+        rows["part"] = batch.part
+        rows["partition"] = partitions[mask]
+        rows["line"] = documents.lines[mask]
+        rows["byte_offset"] = documents.byte_offsets[mask]
+        rows["id_length"] = [-1 if name is None else len(name) for name in ids]
+        self._rows.write(rows.tobytes())
+        self._ids.write(b"".join(name for name in ids if name is not None))
 
-    def write(self, stem: str) -> str:
-        """Writes the columns as `STEM.npz`; returns its path."""
-        columns = [np.concatenate(parts) for parts in zip(*self._columns, strict=True)]
-        if not columns:
-            columns = [np.empty(0, np.int64)] * len(ORIGIN_COLUMNS)
-        path = stem + ".npz"
-        arrays: dict[str, Any] = dict(zip(ORIGIN_COLUMNS, columns, strict=True))
-        np.savez(path, **arrays)
-        return path
+    def close(self) -> None:
+        self._resources.close()
 
+    def __enter__(self) -> _Origins:
+        return self
 
-ORIGIN_COLUMNS = ("part", "line", "byte_offset", "partition", "id_length", "ids")
-"""Columns of a task's origins; `ids` are the ids' UTF-8 bytes, and a length of -1 is no id."""
+    def __exit__(self, *error: object) -> None:
+        self.close()
