@@ -308,6 +308,33 @@ def test_documents_with_the_unknown_token_are_kept_among_the_bad_lines(tmp_path:
     assert (result.num_documents, result.num_skipped) == (2_000, 8_000)
 
 
+def test_the_unknown_token_cannot_be_rejected_if_it_ends_documents(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.models.WordLevel({"a": 0, "</s>": 1}, "</s>")
+    tokenizers.Tokenizer(model).save(str(tmp_path / "words.json"))
+    path = write_jsonl(tmp_path / "a.jsonl", ["a"])
+    with pytest.raises(ConfigError, match="so every document has it"):
+        run(
+            [path],
+            tmp_path / "out",
+            Tokenizer(tmp_path / "words.json"),
+            on_unknown="reject",
+            append_eod=True,
+        )
+
+
+def code_points(text: str) -> list[int]:
+    return [ord(character) for character in text]
+
+
+def test_any_function_tokenizes(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ["ab", "", "c"])
+    tokenizer = Tokenizer.from_function(code_points, vocabulary_size=300, eod=299)
+    run([path], tmp_path / "out", tokenizer, append_eod=True)
+    data = IndexedDataset(tmp_path / "out_text_document")
+    assert [data[i].tolist() for i in range(len(data))] == [[97, 98, 299], [99, 299]]
+
+
 def test_a_shard_does_not_overwrite_another(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", make_texts(50))
     run([path], tmp_path / "out", tokenizer, shard=(0, 2), checksums=True)

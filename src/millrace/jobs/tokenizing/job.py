@@ -200,6 +200,12 @@ def tokenize(
             f"on_unknown is 'reject', but {tokenizer.path} has no unknown token: it encodes every "
             "text. Leave the option out"
         )
+    if on_unknown == "reject" and tokenizer.unknown in (first_token, last_token):
+        raise ConfigError(
+            f"on_unknown is 'reject', but the unknown token of {tokenizer.path} also starts or "
+            "ends documents, so every document has it. Leave the option out, or name another token "
+            "with --eod-token or --bos-token"
+        )
     shard = None if shard is None else _checked_shard(shard)
     if shard is not None and num_partitions > 1:
         raise ConfigError(
