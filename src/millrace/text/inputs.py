@@ -44,7 +44,8 @@ _ARROW_FILE_MAGIC = b"ARROW1"
 # What this library writes beside its output, and the `datasets` library beside its tables.
 _NOT_DOCUMENTS = re.compile(
     r".*(\.info\.json|\.origins\.parquet|\.quarantine\.jsonl|\.manifest\.json)"
-    r"|(dataset_infos?|dataset_dict|state)\.json"
+    r"|.*_(document|sentence)\.csv\.gz|(dataset_infos?|dataset_dict|state)\.json",
+    re.DOTALL,  # a name may have line breaks
 )
 _JOURNAL = ".journal"
 _NOTES = re.compile(r"(readme|licen[cs]e|notice|copying|changelog|citation)\b.*", re.IGNORECASE)
