@@ -232,6 +232,25 @@ def test_the_output_depends_on_neither_chunks_nor_workers(
             assert data.origin(number) == places.origin(number)
 
 
+def test_partitions_do_not_depend_on_how_files_are_cut(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    """A header is a line, whether the file is unpacked or read as a whole."""
+    paths = [tmp_path / name for name in ("a.csv", "b.csv", "c.jsonl")]
+    paths[0].write_text("text,id\n" + "".join(f'"mill{i}\nrace",{i}\n' for i in range(30)))
+    paths[1].write_text('text,"i\nd"\n')
+    write_jsonl(paths[2], make_texts(20))
+    for size in (100, 10_000):
+        prefix = tmp_path / f"out{size}"
+        run(paths, prefix, tokenizer, partitions=3, chunk_size=size, provenance="parquet")
+    assert contents(tmp_path / "out100") == contents(tmp_path / "out10000")
+    first, second = (
+        IndexedDataset(tmp_path / f"out{size}_text_document") for size in (100, 10_000)
+    )
+    for number in range(first.num_documents):
+        assert first.origin(number) == second.origin(number)
+
+
 def test_partitions_deal_lines_round_robin(tmp_path: Path, tokenizer: Tokenizer) -> None:
     texts = make_texts(50)
     inputs = [

@@ -363,7 +363,7 @@ def _csv_batches(
 ) -> Iterator[_Batch]:
     from millrace.text import csv_records
 
-    line = 0
+    line = part.num_header_lines
     columns = part.columns
     if columns is None:
         columns, line, blocks = csv_records.split_header(blocks, part.source, part.format)
