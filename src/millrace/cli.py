@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import errno
+import io
 import json
 import os
 import re
@@ -34,6 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     if arguments is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _InterruptOnce())
+    stdout = sys.stdout
+    if arguments is None and isinstance(stdout, io.TextIOWrapper) and stdout.errors == "strict":
+        stdout.reconfigure(errors="backslashreplace")  # names may not fit the encoding
     try:
         status = _run(sys.argv[1:] if arguments is None else arguments)
     except KeyboardInterrupt:

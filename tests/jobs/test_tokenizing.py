@@ -393,6 +393,9 @@ def test_the_quarantine_is_of_the_last_job_and_not_its_input(
     path.write_text('{"text": "a"}')
     run([path], tmp_path / "out", tokenizer, on_error="quarantine")
     assert not quarantine.exists()
+    quarantine.mkdir()
+    with pytest.raises(ConfigError, match=r"quarantine\.jsonl is a folder"):
+        run([path], tmp_path / "out", tokenizer, on_error="quarantine")
 
 
 def test_an_encoder_that_differs_later_stops_the_job(

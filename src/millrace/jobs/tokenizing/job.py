@@ -462,6 +462,8 @@ def _check_outputs(
         for name in (bin_path, idx_path, info_path, origins_path)
     }
     outputs.add(os.path.realpath(quarantine_path))
+    if os.path.isdir(quarantine_path):
+        raise ConfigError(f"{quarantine_path} is a folder; remove it, or give another prefix")
     for file in files:
         if os.path.realpath(file.path) in outputs:
             raise ConfigError(
