@@ -16,7 +16,7 @@ import pytest
 
 from millrace import ConfigError, IndexedDataset, TextError
 from millrace.jobs import TokenizeResult, merge, tokenize
-from millrace.jobs.tokenizing import job
+from millrace.jobs.tokenizing import job, plan
 from millrace.text import Tokenizer
 from tests.conftest import make_texts, write_jsonl
 
@@ -230,6 +230,19 @@ def test_the_output_depends_on_neither_chunks_nor_workers(
         data = IndexedDataset(f"{prefix}_text_document")
         for number in range(0, data.num_documents, 37):
             assert data.origin(number) == places.origin(number)
+
+
+def test_too_many_chunks_are_refused(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The numbers of a file's chunks must not reach those of the next file."""
+    monkeypatch.setattr(plan, "PIECES", 10)
+    plain = write_jsonl(tmp_path / "a.jsonl", ["text"] * 100)
+    with pytest.raises(ConfigError, match=r"at most 10 chunks are possible. Give at least \d+$"):
+        run([plain], tmp_path / "out", tokenizer, chunk_size=20)
+    packed = write_jsonl(tmp_path / "b.jsonl.gz", ["text"] * 100)
+    with pytest.raises(ConfigError, match="has more than 10 chunks of 100 bytes"):
+        run([packed], tmp_path / "out", tokenizer, chunk_size=100)
 
 
 def test_partitions_do_not_depend_on_how_files_are_cut(

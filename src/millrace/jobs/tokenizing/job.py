@@ -226,6 +226,12 @@ def tokenize(
     restart = checks.flag("restart", restart)
     resources = plan.resources_for(workers, memory, max_document_size)
     files = find_inputs(checks.paths("inputs", inputs), separator=separator)
+    num_bytes = sum(file.size or 0 for file in files)
+    if chunk_size is not None and num_bytes // chunk_size >= plan.PIECES:
+        raise ConfigError(
+            f"chunk_size is {chunk_size}, and the input has {num_bytes:,} bytes: at most "
+            f"{plan.PIECES:,} chunks are possible. Give at least {num_bytes // plan.PIECES + 1}"
+        )
     level = "document" if splitter is None else "sentence"
     prefixes = {key: f"{output_prefix}_{key}_{level}" for key in keys}
     quarantine_path = f"{output_prefix}.quarantine.jsonl"
@@ -365,11 +371,14 @@ class _Run:
             if step.file is None:
                 yield from self._unless_done(number, step.parts)
             else:
-                for piece in pieces_of(
-                    step.file, self._piece_size, separator=self._settings.separator
-                ):
-                    yield from self._piece(number, piece)
-                    number += 1
+                pieces = pieces_of(step.file, self._piece_size, separator=self._settings.separator)
+                for index, piece in enumerate(pieces):
+                    if index == plan.PIECES:
+                        raise ConfigError(
+                            f"{step.file.path} has more than {plan.PIECES:,} chunks of "
+                            f"{self._piece_size:,} bytes. Give a larger chunk_size, and restart"
+                        )
+                    yield from self._piece(number + index, piece)
 
     def _record(self, number: int) -> dict[str, Any] | None:
         """The record of a task that is done, and would not end otherwise with today's `on_error`.
