@@ -186,6 +186,24 @@ def test_the_error_of_a_full_disk_names_the_file_and_the_remedy(
         assert list(disk.iterdir()) == []
 
 
+@pytest.mark.parametrize("encoding", ["utf-8:strict", "ascii"])
+def test_a_report_shows_names_that_the_terminal_cannot(
+    tmp_path: Path, tokenizer_file: Path, encoding: str
+) -> None:
+    source = os.fsencode(tmp_path) + b"/\xc3\xa9\xff.jsonl"
+    Path(os.fsdecode(source)).write_text("bad")
+    words = ["tokenize", "--tokenizer", tokenizer_file, "--output-prefix", tmp_path / "é"]
+    words += ["--input", source, "--on-error", "skip", "--workers", "1"]
+    result = subprocess.run(
+        [sys.executable, "-m", "millrace", *words],
+        capture_output=True,
+        timeout=120,
+        env={**os.environ, "PYTHONIOENCODING": encoding},
+    )
+    assert result.returncode == 0, result.stderr
+    assert b"\\udcff.jsonl, line 1: " in result.stdout
+
+
 def test_the_error_of_a_file_size_limit_names_the_limit(tokenized: Path, tmp_path: Path) -> None:
     merge = f"{sys.executable} -m millrace merge {tokenized} --output-prefix {tmp_path}/new"
     result = subprocess.run(

@@ -123,8 +123,8 @@ def whole_numbers(name: str, values: ArrayLike) -> NDArray[np.int64]:
 def one_path(name: str, value: Any) -> str:
     """A path as a text, from a text, bytes or an `os.PathLike`."""
     try:
-        return os.fsdecode(value)
-    except TypeError:
+        return _path(value)
+    except (TypeError, ValueError):
         raise ConfigError(f"{name} is {shown(value)}; give a path") from None
 
 
@@ -133,9 +133,16 @@ def paths(name: str, values: Any) -> list[str]:
     if isinstance(values, (str, bytes, os.PathLike)):
         raise ConfigError(f"{name} is {shown(values)}, one path alone; give a list: [{values!r}]")
     try:
-        return [os.fsdecode(value) for value in values]
-    except TypeError:
+        return [_path(value) for value in values]
+    except (TypeError, ValueError):
         raise ConfigError(f"{name} are {shown(values)}; give a list of paths") from None
+
+
+def _path(value: Any) -> str:
+    path = os.fsdecode(value)
+    if "\0" in path:
+        raise ValueError
+    return path
 
 
 def shown(value: Any, most: int = 200) -> str:

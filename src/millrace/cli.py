@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import errno
+import io
 import json
 import os
 import re
@@ -35,6 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     if arguments is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _InterruptOnce())
+    stdout = sys.stdout
+    if arguments is None and isinstance(stdout, io.TextIOWrapper) and stdout.errors == "strict":
+        stdout.reconfigure(errors="backslashreplace")  # names may not fit the encoding
     try:
         status = _run(sys.argv[1:] if arguments is None else arguments)
     except KeyboardInterrupt:
@@ -204,7 +208,8 @@ def _add_file_verbs(verbs: Verbs) -> None:
     add("--special-tokens", nargs="*", default=default, metavar="TOKEN", help=text)
     text = "text to train on, taken evenly from all inputs: 500M, 2G (default: all)"
     add("--max-bytes", type=_size, metavar="SIZE", help=text)
-    add("--separator", metavar="TEXT", help="text between the documents of a plain text file")
+    text = r"text between the documents of a plain text file: '\n\n'"
+    add("--separator", type=_escaped, metavar="TEXT", help=text)
 
     text = """Describes a token file. Prints counts, dtype and lengths, and the head and tail of a
         document, and where it came from. With a tokenizer, the document is decoded, and the
@@ -249,8 +254,16 @@ def _add_tokenize(verbs: Verbs) -> None:
         compressed, and writes Megatron-LM's token files PREFIX_KEY_document.bin/.idx, one pair per
         key. A job that was killed continues when the same command runs again."""
     parser = _add_verb(verbs, _tokenize, text, "--output-prefix", "--no-checksums")
-    _add_inputs(parser)
     add = parser.add_argument_group("input").add_argument
+    text = "files, folders, patterns, or - for standard input"
+    add("--input", dest="inputs", nargs="+", default=[], metavar="FILE", help=text)
+    add("--input-list", metavar="FILE", help="file with an input per line")
+    text = "text keys or columns; dots reach into objects (default: text)"
+    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help=text)
+    text = (
+        r"text between the documents of a plain text file: '\n\n' (default: a file is a document)"
+    )
+    add("--separator", type=_escaped, metavar="TEXT", help=text)
     text = "key of a document's id, for the provenance (default: id)"
     add("--id-key", default="id", metavar="KEY", help=text)
     add("--shard", type=_shard, metavar="I/N", help="do part I (from 0) of N; `merge` joins them")
@@ -306,20 +319,6 @@ def _add_tokenize(verbs: Verbs) -> None:
     text = "discard what an interrupted job with this prefix has done"
     add("--restart", action="store_true", help=text)
     add("--json", dest="as_json", action="store_true", help="print one JSON object at the end")
-
-
-def _add_inputs(parser: argparse.ArgumentParser) -> None:
-    """Options for documents from files."""
-    add = parser.add_argument_group("input").add_argument
-    text = "files, folders, patterns, or - for standard input"
-    add("--input", dest="inputs", nargs="+", default=[], metavar="FILE", help=text)
-    add("--input-list", metavar="FILE", help="file with an input per line")
-    text = "text keys or columns; dots reach into objects (default: text)"
-    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help=text)
-    text = (
-        r"text between the documents of a plain text file: '\n\n' (default: a file is a document)"
-    )
-    add("--separator", type=_escaped, metavar="TEXT", help=text)
 
 
 def _add_index(verbs: Verbs) -> None:
@@ -495,6 +494,10 @@ def _all_inputs(inputs: list[str], input_list: str | None) -> list[str]:
 
     if not inputs and input_list is None:
         raise ConfigError("there is no input; give --input or --input-list")
+    if input_list == "-" and "-" in inputs:
+        raise ConfigError(
+            "standard input is both --input and --input-list. Write one of them to a file"
+        )
     return inputs + (read_input_list(input_list) if input_list is not None else [])
 
 

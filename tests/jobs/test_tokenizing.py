@@ -17,7 +17,7 @@ import pytest
 from millrace import ConfigError, IndexedDataset, TextError
 from millrace.files import file_lock
 from millrace.jobs import TokenizeResult, merge, tokenize
-from millrace.jobs.tokenizing import job
+from millrace.jobs.tokenizing import job, plan
 from millrace.text import Tokenizer
 from tests.conftest import make_texts, write_jsonl
 
@@ -341,6 +341,38 @@ def test_the_output_depends_on_neither_chunks_nor_workers(
             assert data.origin(number) == places.origin(number)
 
 
+def test_too_many_chunks_are_refused(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The numbers of a file's chunks must not reach those of the next file."""
+    monkeypatch.setattr(plan, "PIECES", 10)
+    plain = write_jsonl(tmp_path / "a.jsonl", ["text"] * 100)
+    with pytest.raises(ConfigError, match=r"at most 10 chunks are possible. Give at least \d+$"):
+        run([plain], tmp_path / "out", tokenizer, chunk_size=20)
+    packed = write_jsonl(tmp_path / "b.jsonl.gz", ["text"] * 100)
+    with pytest.raises(ConfigError, match="has more than 10 chunks of 100 bytes"):
+        run([packed], tmp_path / "out", tokenizer, chunk_size=100)
+
+
+def test_partitions_do_not_depend_on_how_files_are_cut(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    """A header is a line, whether the file is unpacked or read as a whole."""
+    paths = [tmp_path / name for name in ("a.csv", "b.csv", "c.jsonl")]
+    paths[0].write_text("text,id\n" + "".join(f'"mill{i}\nrace",{i}\n' for i in range(30)))
+    paths[1].write_text('text,"i\nd"\n')
+    write_jsonl(paths[2], make_texts(20))
+    for size in (100, 10_000):
+        prefix = tmp_path / f"out{size}"
+        run(paths, prefix, tokenizer, partitions=3, chunk_size=size, provenance="parquet")
+    assert contents(tmp_path / "out100") == contents(tmp_path / "out10000")
+    first, second = (
+        IndexedDataset(tmp_path / f"out{size}_text_document") for size in (100, 10_000)
+    )
+    for number in range(first.num_documents):
+        assert first.origin(number) == second.origin(number)
+
+
 def test_partitions_deal_lines_round_robin(tmp_path: Path, tokenizer: Tokenizer) -> None:
     texts = make_texts(50)
     inputs = [
@@ -389,6 +421,74 @@ def test_shards_do_not_depend_on_the_size_of_chunks(tmp_path: Path, tokenizer: T
     assert whole.num_documents == 900
 
 
+def test_rows_of_arrow_are_counted_from_the_start_of_the_file(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    """A part begins at a record batch, and nothing in the file says how many rows are before."""
+    pyarrow = pytest.importorskip("pyarrow")
+    path = tmp_path / "a.arrow"
+    table = pyarrow.table({"text": ["a", "b", "c", None, "e", None, "g"]})
+    with pyarrow.ipc.new_file(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+    with pytest.raises(TextError, match="row 3: "):
+        run([path], tmp_path / "out", tokenizer, chunk_size=1)
+    rows = []
+    for number in range(3):
+        prefix = tmp_path / f"s{number}"
+        options: dict[str, Any] = {"shard": (number, 3), "on_error": "skip", "chunk_size": 1}
+        result = run([path], prefix, tokenizer, provenance="parquet", **options)
+        data = IndexedDataset(f"{prefix}_text_document")
+        rows += [data.origin(i).line for i in range(data.num_documents)]  # type: ignore[union-attr]
+        rows += [-row["line"] for row in result.skipped]
+    assert sorted(rows) == [-5, -3, 0, 1, 2, 4, 6]
+
+
+def test_documents_with_the_unknown_token_are_kept_among_the_bad_lines(tmp_path: Path) -> None:
+    """Two threads reject: the reader of lines, and the encoder."""
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.models.WordLevel({"a": 0, "[UNK]": 1}, "[UNK]")
+    tokenizers.Tokenizer(model).save(str(tmp_path / "words.json"))
+    lines = ['{"text": "a"}', '{"text": "b"}', "{}", '{"text": "c"}', "bad"] * 2_000
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(lines))
+    options: dict[str, Any] = {"on_unknown": "reject", "on_error": "quarantine"}
+    result = run(
+        [path], tmp_path / "out", Tokenizer(tmp_path / "words.json"), chunk_size=10**6, **options
+    )
+    rows = [json.loads(row) for row in (tmp_path / "out.quarantine.jsonl").read_text().splitlines()]
+    assert [row["line"] for row in rows] == [n for n in range(1, 10_001) if n % 5 != 1]
+    expected = [b'["b"]', b"{}", b'["c"]', b"bad"] * 2_000
+    assert [base64.b64decode(row["bytes"]) for row in rows] == expected
+    assert (result.num_documents, result.num_skipped) == (2_000, 8_000)
+
+
+def test_the_unknown_token_cannot_be_rejected_if_it_ends_documents(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.models.WordLevel({"a": 0, "</s>": 1}, "</s>")
+    tokenizers.Tokenizer(model).save(str(tmp_path / "words.json"))
+    path = write_jsonl(tmp_path / "a.jsonl", ["a"])
+    with pytest.raises(ConfigError, match="so every document has it"):
+        run(
+            [path],
+            tmp_path / "out",
+            Tokenizer(tmp_path / "words.json"),
+            on_unknown="reject",
+            append_eod=True,
+        )
+
+
+def code_points(text: str) -> list[int]:
+    return [ord(character) for character in text]
+
+
+def test_any_function_tokenizes(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ["ab", "", "c"])
+    tokenizer = Tokenizer.from_function(code_points, vocabulary_size=300, eod=299)
+    run([path], tmp_path / "out", tokenizer, append_eod=True)
+    data = IndexedDataset(tmp_path / "out_text_document")
+    assert [data[i].tolist() for i in range(len(data))] == [[97, 98, 299], [99, 299]]
+
+
 def test_a_shard_does_not_overwrite_another(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", make_texts(50))
     run([path], tmp_path / "out", tokenizer, shard=(0, 2), checksums=True)
@@ -414,6 +514,23 @@ def test_the_origin_of_each_document(tmp_path: Path, tokenizer: Tokenizer) -> No
         line = raw[origin.byte_offset :].partition(b"\n")[0]
         assert json.loads(line) == {"id": number % 120, "text": texts[number % 120]}
         assert origin.id == str(number % 120)
+
+
+def test_the_quarantine_is_of_the_last_job_and_not_its_input(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    path, quarantine = tmp_path / "a.jsonl", tmp_path / "out.quarantine.jsonl"
+    path.write_text('{"text": "a"}\nbad')
+    run([path], tmp_path / "out", tokenizer, on_error="quarantine")
+    assert quarantine.exists()
+    with pytest.raises(ConfigError, match="is an input and would be overwritten"):
+        run([quarantine], tmp_path / "out", tokenizer, on_error="quarantine")
+    path.write_text('{"text": "a"}')
+    run([path], tmp_path / "out", tokenizer, on_error="quarantine")
+    assert not quarantine.exists()
+    quarantine.mkdir()
+    with pytest.raises(ConfigError, match=r"quarantine\.jsonl is a folder"):
+        run([path], tmp_path / "out", tokenizer, on_error="quarantine")
 
 
 def test_an_encoder_that_differs_later_stops_the_job(
@@ -464,6 +581,13 @@ def test_memory_decides_workers_and_the_longest_document() -> None:
         ({"check_rate": 2}, "check_rate is 2.0; a share"),
         ({"json_keys": "text"}, "one key alone"),
         ({"restart": 1}, "restart is 1"),
+        ({"partitions": 300}, "write 300 pairs at once; at most 256"),
+        ({"partitions": 2, "shard": (0, 2)}, "Leave one of the two out"),
+        ({"id_key": None}, "id_key is None"),
+        ({"json_keys": ["a\0"]}, "cannot be part of a file name"),
+        ({"json_keys": ["\ud800"]}, "cannot be part of a file name"),
+        ({"separator": "\udcff"}, "separator is .* not valid Unicode"),
+        ({"splitter": "english"}, "splitter is 'english'"),
     ],
 )
 def test_wrong_options_are_refused(

@@ -45,6 +45,8 @@ def test_folders_are_read_with_all_their_documents(tmp_path: Path) -> None:
         "notes.md",
         # what this library writes
         "out.quarantine.jsonl",
+        "out_text_document.csv.gz",
+        "out_a\nb_document.info.json",
         "out_text_document.info.json",
         "out_text_document.bin",
         "out_text_document.csv.gz",

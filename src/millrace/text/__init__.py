@@ -11,6 +11,7 @@ from millrace.text.encoder_check import Difference, checked_tokenizer, compare_e
 from millrace.text.inputs import InputFile, find_inputs, read_input_list
 from millrace.text.parts import Part, Piece, parts_of, pieces_of
 from millrace.text.sentences import SentenceSplitter
+from millrace.text.tables import num_rows_before
 from millrace.text.tokenizer import EOD_TOKENS, Tokenizer
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "checked_tokenizer",
     "compare_encoders",
     "find_inputs",
+    "num_rows_before",
     "parts_of",
     "pieces_of",
     "read_documents",

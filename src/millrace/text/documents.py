@@ -21,6 +21,7 @@ from millrace.text.records import (
     check_unicode,
     id_of,
     id_text,
+    is_unicode,
     orjson_loads,
     parse_json,
     text_at,
@@ -135,6 +136,9 @@ def check_keys(keys: Sequence[str]) -> tuple[str, ...]:
         raise ConfigError(
             f"json_keys are {checks.shown(keys)}; give a list of at least one key, each once"
         )
+    for name in names:
+        if "\0" in name or not is_unicode(name):
+            raise ConfigError(f"the key {name!r} cannot be part of a file name; rename it")
     return names
 
 
@@ -359,7 +363,7 @@ def _csv_batches(
 ) -> Iterator[_Batch]:
     from millrace.text import csv_records
 
-    line = 0
+    line = part.num_header_lines
     columns = part.columns
     if columns is None:
         columns, line, blocks = csv_records.split_header(blocks, part.source, part.format)

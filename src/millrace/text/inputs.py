@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from millrace import checks
 from millrace.errors import ConfigError, TextError
 from millrace.files import TMP
+from millrace.text.records import NOT_UNICODE, is_unicode
 from millrace.text.streams import NUM_MAGIC_BYTES, STDIN, compression_of, is_of_a_process, readable
 
 FORMATS = ("jsonl", "parquet", "arrow", "csv", "tsv", "text")
@@ -44,7 +45,8 @@ _ARROW_FILE_MAGIC = b"ARROW1"
 _NOT_DOCUMENTS = re.compile(
     r".*(\.info\.json|\.origins\.parquet|\.quarantine\.jsonl|\.manifest\.json)(\.new)?"
     r"|.*_(document|sentence)\.(bin|idx|csv\.gz)(\.new)?|.*\.(tmp|journal)\.lock"
-    r"|(dataset_infos?|dataset_dict|state)\.json"
+    r"|(dataset_infos?|dataset_dict|state)\.json",
+    re.DOTALL,  # a name may have line breaks
 )
 _JOURNAL = ".journal"
 _NOTES = re.compile(r"(readme|licen[cs]e|notice|copying|changelog|citation)\b.*", re.IGNORECASE)
@@ -111,6 +113,8 @@ def find_inputs(
         raise ConfigError("there are no inputs; give at least one file, folder or pattern")
     if separator is not None and (not isinstance(separator, str) or not separator):
         raise ConfigError(f"separator is {checks.shown(separator)}; give a text, not an empty one")
+    if separator is not None and not is_unicode(separator):
+        raise ConfigError(f"separator is {separator!r}, which is {NOT_UNICODE}")
     files = [input_file(path) for entry in paths for path in _expand(entry)]
     pipes: dict[tuple[int, int], str] = {}
     for file in files:

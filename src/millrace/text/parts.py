@@ -29,6 +29,7 @@ class Part:
         byte_offset: Position of the file's byte 0 in the decompressed source.
         first_line: Number of the part's first line, from 1, or row, from 0. None: unknown.
         columns: Names of the columns of a CSV piece, which has no header line.
+        num_header_lines: Number of the part's first lines that are not in a CSV piece: the header.
         file_size: Size of the file when the job was planned; None: not compared.
         mtime_ns: Time of the file's last change when the job was planned; None: not compared.
     """
@@ -43,6 +44,7 @@ class Part:
     byte_offset: int = 0
     first_line: int | None
     columns: tuple[str, ...] | None = None
+    num_header_lines: int = 0
     file_size: int | None = None
     mtime_ns: int | None = None
 
@@ -131,7 +133,7 @@ def pieces_of(
 
     Each piece holds whole lines, CSV records, or texts with the separator after them; a plain
     text file without a separator is one piece. An empty file has no piece, but for an empty text,
-    which is a document.
+    which is a document, and a CSV file with a header line only, whose lines count.
 
     Args:
         file: JSONL, CSV, TSV or plain text. A pipe is read once.
@@ -173,8 +175,10 @@ def _pieces_of(
         if file.format in ("csv", "tsv"):
             columns, line, blocks = csv_records.split_header(blocks, file.path, file.format)
         block = next(blocks, None)
-        if block is None and file.format == "text" and not separator:
-            block = Block(0, b"")  # an empty document
+        num_header_lines = line - 1
+        is_text = file.format == "text" and not separator
+        if block is None and (is_text or num_header_lines > 0):
+            block = Block(0, b"")  # an empty document, or a header alone
         position = 0
 
         def chunks(piece: Piece) -> Iterator[bytes]:
@@ -204,9 +208,11 @@ def _pieces_of(
                 format=file.format,
                 source=file.path,
                 byte_offset=block.byte_offset,
-                first_line=line,
+                first_line=line - num_header_lines,
                 columns=columns,
+                num_header_lines=num_header_lines,
             )
+            num_header_lines = 0
             piece = Piece(part, iter(()))
             rest = chunks(piece)
             # The consumer may close what it gets; the rest is skipped all the same.

@@ -63,6 +63,18 @@ def ranges(path: str, format_: str, size: int) -> Iterator[tuple[int, int, int, 
         start, position = stop, ends[stop - 1]
 
 
+def num_rows_before(path: str, batch: int) -> int:
+    """The number of rows before a record batch of an Arrow file."""
+    import pyarrow
+
+    with (
+        _table_errors(path),
+        pyarrow.memory_map(path) as source,
+        pyarrow.ipc.open_file(source) as file,
+    ):
+        return sum(file.get_batch(number).num_rows for number in range(batch))
+
+
 def read_rows(
     path: str,
     format_: str,

@@ -53,6 +53,7 @@ than a fast encoder: 1.6 % of the time."""
 _FIRST_FILES = 8  # that are looked into for the first documents
 _FIRST_SIZE = 200_000  # characters of them, which the reference encodes in 50 ms
 _LISTED_INPUTS = 1_000  # in the sidecar
+_MOST_PAIRS = 256  # that a task writes at once: each has open files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,13 +206,42 @@ def tokenize(
             f"on_unknown is 'reject', but {tokenizer.path} has no unknown token: it encodes every "
             "text. Leave the option out"
         )
+    if on_unknown == "reject" and tokenizer.unknown in (first_token, last_token):
+        raise ConfigError(
+            f"on_unknown is 'reject', but the unknown token of {tokenizer.path} also starts or "
+            "ends documents, so every document has it. Leave the option out, or name another token "
+            "with --eod-token or --bos-token"
+        )
     shard = None if shard is None else _checked_shard(shard)
+    if shard is not None and num_partitions > 1:
+        raise ConfigError(
+            f"partitions is {num_partitions}, which deals the lines of the whole input: shards "
+            "cannot do it, as each reads a part. Leave one of the two out"
+        )
+    if num_partitions * len(keys) > _MOST_PAIRS:
+        raise ConfigError(
+            f"partitions is {num_partitions} and there are {len(keys)} keys, so each task would "
+            f"write {num_partitions * len(keys)} pairs at once; at most {_MOST_PAIRS} are possible"
+        )
+    if not isinstance(id_key, str):
+        raise ConfigError(f"id_key is {checks.shown(id_key)}; give a key")
+    if splitter is not None and not isinstance(splitter, SentenceSplitter):
+        raise ConfigError(
+            f"splitter is {checks.shown(splitter)}; give a millrace.text.SentenceSplitter"
+        )
     restart = checks.flag("restart", restart)
     resources = plan.resources_for(workers, memory, max_document_size)
     files = find_inputs(checks.paths("inputs", inputs), separator=separator)
+    num_bytes = sum(file.size or 0 for file in files)
+    if chunk_size is not None and num_bytes // chunk_size >= plan.PIECES:
+        raise ConfigError(
+            f"chunk_size is {chunk_size}, and the input has {num_bytes:,} bytes: at most "
+            f"{plan.PIECES:,} chunks are possible. Give at least {num_bytes // plan.PIECES + 1}"
+        )
     level = "document" if splitter is None else "sentence"
     prefixes = {key: f"{output_prefix}_{key}_{level}" for key in keys}
-    _check_outputs(files, prefixes.values(), shard)
+    quarantine_path = f"{output_prefix}.quarantine.jsonl"
+    _check_outputs(files, prefixes.values(), quarantine_path, shard)
     settings = Settings(
         tokenizer=tokenizer,
         keys=keys,
@@ -288,13 +318,12 @@ def tokenize(
             pass
         for builder, key in zip(builders if checksums else (), keys, strict=False):
             builder.add_provenance(_provenance(settings, files, key, output, shard))
-        if quarantine is not None:
-            if output.num_rejects > 0:
-                flush_to_disk(quarantine)
-                os.replace(quarantine.name, f"{output_prefix}.quarantine.jsonl")
-            else:  # what an earlier job has kept is not of these files
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(f"{output_prefix}.quarantine.jsonl")
+        if quarantine is not None and output.num_rejects > 0:
+            flush_to_disk(quarantine)
+            os.replace(quarantine.name, quarantine_path)
+        elif quarantine is not None:  # of an earlier job
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(quarantine_path)
         finalize_together(builders)
         for prefix in prefixes.values() if provenance in ("csv.gz", "both") else ():
             with interruptible():
@@ -390,12 +419,17 @@ class _Run:
             if step.file is None:
                 yield from self._unless_done(number, step.parts)
             else:
+                end = number + plan.PIECES
                 for piece in pieces_of(
                     step.file, self._piece_size, separator=self._settings.separator
                 ):
+                    if number == end:
+                        raise ConfigError(
+                            f"{step.file.path} has more than {plan.PIECES:,} chunks of "
+                            f"{self._piece_size:,} bytes. Give a larger chunk_size, and restart"
+                        )
                     yield from self._piece(number, piece)
                     number += 1
-                end = number - number % plan.PIECES + plan.PIECES
                 if any(number <= earlier < end for earlier in self._earlier):
                     raise _other_input(step.file.path)
 
@@ -411,7 +445,7 @@ class _Run:
             return None
         if record["on_error"] == self._settings.on_error:
             return record
-        return None if record["rejects"] or record["empty"] else record
+        return None if any(record["rejects"]) or record["empty"] else record
 
     def _unless_done(self, number: int, parts: tuple[Part, ...]) -> Iterator[Task]:
         record = self._record(number)
@@ -490,10 +524,16 @@ def _checked_shard(shard: Any) -> tuple[int, int]:
 
 
 def _check_outputs(
-    files: Sequence[InputFile], prefixes: Iterable[str], shard: tuple[int, int] | None
+    files: Sequence[InputFile],
+    prefixes: Iterable[str],
+    quarantine_path: str,
+    shard: tuple[int, int] | None,
 ) -> None:
     prefixes = list(prefixes)
     outputs = {os.path.realpath(path) for prefix in prefixes for path in files_of(prefix)}
+    outputs.add(os.path.realpath(quarantine_path))
+    if os.path.isdir(quarantine_path):
+        raise ConfigError(f"{quarantine_path} is a folder; remove it, or give another prefix")
     for file in files:
         if os.path.realpath(file.path) in outputs:
             raise ConfigError(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import heapq
+import itertools
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -12,11 +15,17 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from millrace.interrupts import interruptible
-from millrace.jobs.tokenizing.task import ORIGIN_COLUMNS, first_line_of, prefix_of
+from millrace.jobs.tokenizing.task import (
+    ORIGIN,
+    first_line_of,
+    prefix_of,
+    reject_stems,
+)
 from millrace.store import IndexedDatasetBuilder
 from millrace.text import Part
 
 _SHOWN_REJECTS = 20
+_ORIGINS = 1 << 15  # documents whose origins are read at a time
 _READ_SIZE = 3 << 18  # bytes that become base64 at a time: a multiple of 3
 
 
@@ -82,7 +91,7 @@ class Output:
         self.num_bytes += record["bytes"]
         for key, num_tokens in enumerate(record["tokens"]):
             self.num_tokens[key] += num_tokens
-        if record["rejects"]:
+        if any(record["rejects"]):
             self._append_rejects(folder, record, parts, first_lines)
         task = _Task(
             folder=folder,
@@ -107,19 +116,28 @@ class Output:
 
     def _copy(self, task: _Task, group: int) -> None:
         """Appends the documents whose number in the task is `group` modulo the partitions."""
-        origins = _read_origins(task, group) if self._has_origins else None
         for key, builder in enumerate(self._builders):
             builder.add_index(prefix_of(task.folder, task.record, key, group), origins=False)
-            if origins is not None:
-                builder.add_origins(**origins)
+        if self._has_origins:
+            for origins in _read_origins(task, group):
+                for builder in self._builders:
+                    builder.add_origins(**origins)
 
     def _append_rejects(
         self, folder: str, record: dict[str, Any], parts: Sequence[Part], first_lines: list[int]
     ) -> None:
-        stem = os.path.join(folder, record["stem"])
-        with open(stem + ".rejects.jsonl", "rb") as rows, open(stem + ".rejects.bin", "rb") as data:
-            for text in rows:
-                row = json.loads(text)
+        stems = reject_stems(os.path.join(folder, record["stem"]))
+        with contextlib.ExitStack() as stack:
+            files = [
+                (
+                    stack.enter_context(open(stem + ".rejects.jsonl", "rb")),
+                    stack.enter_context(open(stem + ".rejects.bin", "rb")),
+                )
+                for stem, count in zip(stems, record["rejects"], strict=True)
+                if count > 0
+            ]
+            rejects = heapq.merge(*itertools.starmap(_rejects, files), key=_place)
+            for row, data in rejects:
                 self.num_rejects += 1
                 place = {
                     "file": parts[row["part"]].source,
@@ -136,6 +154,17 @@ class Output:
                     self._quarantine.write(b'"}\n')
 
 
+def _rejects(rows: BinaryIO, data: BinaryIO) -> Iterator[tuple[dict[str, Any], BinaryIO]]:
+    """Rejects of a task, and the file whose next bytes are those of the line."""
+    for row in rows:
+        yield json.loads(row), data
+
+
+def _place(reject: tuple[dict[str, Any], BinaryIO]) -> tuple[int, int]:
+    row, _ = reject
+    return row["part"], row["line"]
+
+
 def _pieces(file: BinaryIO, size: int) -> Iterator[bytes]:
     """The next `size` bytes of a file."""
     while size > 0:
@@ -144,25 +173,23 @@ def _pieces(file: BinaryIO, size: int) -> Iterator[bytes]:
         yield data
 
 
-def _read_origins(task: _Task, group: int) -> dict[str, Any]:
+def _read_origins(task: _Task, group: int) -> Iterator[dict[str, Any]]:
     """The arguments of `IndexedDatasetBuilder.add_origins` for a group of a task's documents."""
-    with np.load(os.path.join(task.folder, task.record["stem"] + ".npz")) as arrays:
-        columns = {name: arrays[name] for name in ORIGIN_COLUMNS}
-    sizes = np.maximum(columns["id_length"], 0).astype(np.int64)
-    ends = np.cumsum(sizes)
-    data = columns["ids"].tobytes()
-    members = np.flatnonzero(columns["partition"] == group)
-    ids = [
-        None if length < 0 else data[end - length : end].decode()
-        for length, end in zip(
-            columns["id_length"][members].tolist(), ends[members].tolist(), strict=True
-        )
-    ]
-    parts = columns["part"][members]
-    return {
-        "sources": task.sources,
-        "source_numbers": parts,
-        "lines": columns["line"][members] + np.array(task.first_lines, np.int64)[parts],
-        "byte_offsets": columns["byte_offset"][members],
-        "ids": ids,
-    }
+    stem = os.path.join(task.folder, task.record["stem"])
+    first_lines = np.array(task.first_lines, np.int64)
+    with open(stem + ".origins", "rb") as rows_file, open(stem + ".ids", "rb") as ids_file:
+        while data := rows_file.read(_ORIGINS * ORIGIN.itemsize):
+            rows = np.frombuffer(data, ORIGIN)
+            ids = [
+                None if length < 0 else ids_file.read(length).decode()
+                for length in rows["id_length"].tolist()
+            ]
+            members = rows["partition"] == group
+            rows = rows[members]
+            yield {
+                "sources": task.sources,
+                "source_numbers": rows["part"],
+                "lines": rows["line"] + first_lines[rows["part"]],
+                "byte_offsets": rows["byte_offset"],
+                "ids": list(itertools.compress(ids, members)),
+            }

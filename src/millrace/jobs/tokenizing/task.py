@@ -26,6 +26,7 @@ from millrace.text import (
     SentenceSplitter,
     Tokenizer,
     compare_encoders,
+    num_rows_before,
     read_documents,
 )
 
@@ -95,9 +96,11 @@ def task_name(parts: Sequence[Part]) -> str:
 
 
 def first_line_of(part: Part) -> int:
-    """The number of a part's first line; reads the lines before it if nobody knows it yet."""
+    """The number of a part's first line or row; counts those before it if it is not known yet."""
     if part.first_line is not None:
         return part.first_line
+    if part.format == "arrow":
+        return num_rows_before(part.path, part.start)
     with open(part.path, "rb") as file:
         count, rest = 0, part.start - 1
         while rest > 0 and (data := file.read(min(rest, _READ_SIZE))):
@@ -111,8 +114,8 @@ def run_task(settings: Settings, task: Task) -> dict[str, Any]:
     """Reads, encodes and commits a task; returns its record.
 
     The record has `stem` (start of the names of its files), `documents`, `tokens` (per key),
-    `bytes` (of UTF-8 text), `lines` (per part), `rejects`, `empty` (number of documents without
-    text), and `on_error`, `plan` and `checksum` as they were.
+    `bytes` (of UTF-8 text), `lines` (per part), `rejects` (per file of `reject_stems`), `empty`
+    (number of documents without text), and `on_error`, `plan` and `checksum` as they were.
     """
     work: Work = task.payload
     # Each attempt has its own names: one that was lost, and is not dead, disturbs no other.
@@ -124,7 +127,6 @@ def run_task(settings: Settings, task: Task) -> dict[str, Any]:
     ]
     num_tokens = [0] * len(settings.keys)
     num_documents = num_bytes = num_empty = 0
-    origins = _Origins()
     compare = _Comparison(settings, task.number)
     with contextlib.ExitStack() as stack:
         builders = [
@@ -134,7 +136,12 @@ def run_task(settings: Settings, task: Task) -> dict[str, Any]:
             ]
             for group in prefixes
         ]
-        rejects = stack.enter_context(Rejects(stem, settings, work.parts))
+        origins = stack.enter_context(_Origins(stem))
+        # The first is written by the reader's thread, the second by this one.
+        rejects, unknown = (
+            stack.enter_context(Rejects(reject_stem, settings, work.parts))
+            for reject_stem in reject_stems(stem)
+        )
         reader = _Reader(settings, work.parts, rejects)
         for batch in stack.enter_context(contextlib.closing(_ahead(reader.batches()))):
             columns = [
@@ -148,7 +155,7 @@ def run_task(settings: Settings, task: Task) -> dict[str, Any]:
                 for texts in batch.documents.texts
             ]
             compare(batch.documents)
-            mask = _accepted(settings, columns, batch, rejects)
+            mask = _accepted(settings, columns, batch, unknown)
             columns = [column.select(mask) for column in columns]
             numbers = np.arange(num_documents, num_documents + np.count_nonzero(mask))
             partitions = numbers % settings.num_partitions
@@ -160,9 +167,11 @@ def run_task(settings: Settings, task: Task) -> dict[str, Any]:
             num_bytes += batch.num_bytes
             num_empty += _num_empty(batch.documents)
             origins.add(batch, mask, partitions)
+        origins.close()
         rejects.close()
+        unknown.close()
         finalize_together([builder for group in builders for builder in group])
-    files = [origins.write(stem), *rejects.files]
+    files = [*origins.files, *rejects.files, *unknown.files]
     for group in prefixes:
         files += [prefix + suffix for prefix in group for suffix in (".bin", ".idx")]
     record = {
@@ -171,7 +180,7 @@ def run_task(settings: Settings, task: Task) -> dict[str, Any]:
         "tokens": num_tokens,
         "bytes": num_bytes,
         "lines": reader.num_lines,
-        "rejects": rejects.count,
+        "rejects": [rejects.count, unknown.count],
         "empty": num_empty,
         "on_error": settings.on_error,
         "plan": work.plan,
@@ -179,6 +188,11 @@ def run_task(settings: Settings, task: Task) -> dict[str, Any]:
     }
     commit(work.journal, task.number, record, files)
     return record
+
+
+def reject_stems(stem: str) -> tuple[str, str]:
+    """The starts of the names of a task's rejects: lines, and documents with the unknown token."""
+    return stem + ".lines", stem + ".unknown"
 
 
 def prefix_of(folder: str, record: dict[str, Any], key: int, partition: int) -> str:
@@ -291,7 +305,7 @@ def _ahead(items: Iterator[Item]) -> Generator[Item, None, None]:
 
 
 class Rejects:
-    """What a task rejects: raised, or written to two files.
+    """What one thread of a task rejects, in order: raised, or written to two files.
 
     `STEM.rejects.jsonl` has an object per line: the part, the line within the part, the byte
     offset, the reason and the size; `STEM.rejects.bin` has the bytes of all, one after the other.
@@ -409,40 +423,49 @@ class _Comparison:
 
 # ---- origins ----
 
+ORIGIN = np.dtype(
+    [
+        ("part", "<i4"),
+        ("partition", "<i4"),
+        ("line", "<i8"),
+        ("byte_offset", "<i8"),
+        ("id_length", "<i4"),  # bytes of UTF-8; -1: no id
+    ]
+)
+"""A document in `STEM.origins`; `STEM.ids` has the ids, one after the other."""
+
 
 class _Origins:
-    """Where the documents of a task come from: part, line, byte offset, id and partition."""
+    """Writes where the documents of a task come from."""
 
-    def __init__(self) -> None:
-        self._columns: list[tuple[NDArray[Any], ...]] = []
+    def __init__(self, stem: str) -> None:
+        self.files = [stem + ".origins", stem + ".ids"]
+        self._resources = contextlib.ExitStack()
+        self._rows, self._ids = (
+            self._resources.enter_context(open(path, "wb"))  # noqa: SIM115
+            for path in self.files
+        )
 
     def add(self, batch: _Batch, mask: NDArray[np.bool_], partitions: NDArray[np.int64]) -> None:
         documents = batch.documents
-        ids = [None if text is None else text.encode() for text in documents.ids]
-        ids = list(itertools.compress(ids, mask))
-        self._columns.append(
-            (
-                np.full(len(ids), batch.part, np.int32),
-                documents.lines[mask],
-                documents.byte_offsets[mask],
-                partitions.astype(np.int32),
-                np.fromiter(
-                    (-1 if name is None else len(name) for name in ids), np.int32, len(ids)
-                ),
-                np.frombuffer(b"".join(name for name in ids if name is not None), np.uint8),
-            )
-        )
+        ids = [
+            None if text is None else text.encode()
+            for text in itertools.compress(documents.ids, mask)
+        ]
+        rows = np.empty(len(ids), ORIGIN)
+        rows["part"] = batch.part
+        rows["partition"] = partitions
+        rows["line"] = documents.lines[mask]
+        rows["byte_offset"] = documents.byte_offsets[mask]
+        rows["id_length"] = [-1 if name is None else len(name) for name in ids]
+        self._rows.write(rows.tobytes())
+        self._ids.write(b"".join(name for name in ids if name is not None))
 
-    def write(self, stem: str) -> str:
-        """Writes the columns as `STEM.npz`; returns its path."""
-        columns = [np.concatenate(parts) for parts in zip(*self._columns, strict=True)]
-        if not columns:
-            columns = [np.empty(0, np.int64)] * len(ORIGIN_COLUMNS)
-        path = stem + ".npz"
-        arrays: dict[str, Any] = dict(zip(ORIGIN_COLUMNS, columns, strict=True))
-        np.savez(path, **arrays)
-        return path
+    def close(self) -> None:
+        self._resources.close()
 
+    def __enter__(self) -> _Origins:
+        return self
 
-ORIGIN_COLUMNS = ("part", "line", "byte_offset", "partition", "id_length", "ids")
-"""Columns of a task's origins; `ids` are the ids' UTF-8 bytes, and a length of -1 is no id."""
+    def __exit__(self, *error: object) -> None:
+        self.close()
