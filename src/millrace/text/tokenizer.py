@@ -16,11 +16,12 @@ from millrace.checks import shown
 from millrace.dtypes import optimal_dtype
 from millrace.errors import ConfigError, TextError
 from millrace.text.encoder_check import choose_encoder
-from millrace.text.encoders import ENCODERS, EncodeBatch, is_of_the_process, make_encoder
+from millrace.text.encoders import ENCODERS, EncodeBatch, make_encoder
 from millrace.text.vocabularies import (
     FunctionVocabulary,
     Vocabulary,
     import_tokenizers,
+    is_of_the_process,
     load_vocabulary,
 )
 
