@@ -445,8 +445,6 @@ def _tokenize(
         show_progress=True,
         **options,
     )
-    for notice in result.notices:
-        print(f"millrace: {notice}", file=sys.stderr)
     rate = result.num_bytes_done / 1e6 / max(result.seconds, 1e-9)
     if as_json:
         report = {

@@ -17,7 +17,7 @@ import pytest
 from millrace import ConfigError, IndexedDataset, TextError
 from millrace.jobs import TokenizeResult, merge, tokenize
 from millrace.jobs.tokenizing import job
-from millrace.text import Tokenizer
+from millrace.text import SentenceSplitter, Tokenizer
 from tests.conftest import make_texts, write_jsonl
 
 CHUNK = 4_000  # bytes: many chunks in a small test
@@ -372,3 +372,67 @@ def test_a_killed_command_continues(tmp_path: Path, tokenizer_file: Path) -> Non
     assert report["documents"] == 20_000
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert not records.exists()
+
+
+# ---- what an earlier job left ----
+
+
+def test_files_of_an_earlier_job_do_not_stay(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "the mill"}\n{}\n')
+    inputs, prefix, tokenizer = [tmp_path / "a.jsonl"], tmp_path / "out", Tokenizer("bytes")
+    tokenize(
+        inputs, prefix, tokenizer, on_error="quarantine", provenance="both", checksums=True,
+        workers=1,
+    )  # fmt: skip
+    assert len(list(tmp_path.iterdir())) == 7
+    inputs[0].write_text('{"text": "the water"}\n')
+    tokenize(inputs, prefix, tokenizer, on_error="quarantine", workers=1)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["a.jsonl", "out_text_document.bin", "out_text_document.idx"]
+
+
+@pytest.mark.parametrize("name", ["out_text_document.csv.gz", "out.quarantine.jsonl"])
+def test_an_input_is_not_overwritten(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("text\na\n")
+    with pytest.raises(ConfigError, match="is an input and would be overwritten"):
+        tokenize([tmp_path / name], tmp_path / "out", Tokenizer("bytes"), on_error="quarantine")
+
+
+@pytest.mark.parametrize(
+    "option", ["keep_newlines", "add_special_tokens", "special_tokens_in_text"]
+)
+def test_another_way_to_make_tokens_is_another_job(
+    tmp_path: Path, tokenizer_file: Path, option: str
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a b. C d."}\n' * 20 + "{\n")
+
+    def run(**options: Any) -> None:
+        keep_newlines = options.pop("keep_newlines", False)
+        splitter = SentenceSplitter(keep_newlines=keep_newlines, library="sentencex")
+        tokenizer = Tokenizer(tokenizer_file, encoder="tokenizers", **options)
+        tokenize([path], tmp_path / "out", tokenizer, splitter=splitter, workers=1, chunk_size=100)
+
+    with pytest.raises(TextError, match="line 21"):
+        run()
+    with pytest.raises(ConfigError, match=f"(?s){option}.*--restart"):
+        run(**{option: option != "special_tokens_in_text"})
+
+
+def test_the_job_says_at_its_start_that_it_uses_the_reference(
+    tmp_path: Path, tokenizer_file: Path
+) -> None:
+    content = json.loads(tokenizer_file.read_text())
+    content["normalizer"] = {"type": "Strip", "strip_left": True, "strip_right": True}
+    (tmp_path / "t.json").write_text(json.dumps(content))
+    (tmp_path / "a.jsonl").write_text('{"text": "the mill"}\n{\n')
+    result = subprocess.run(
+        [sys.executable, "-m", "millrace", "tokenize", "--input", tmp_path / "a.jsonl", "--workers",
+         "1", "--output-prefix", tmp_path / "out", "--tokenizer", tmp_path / "t.json",
+         "--encoder", "fastokens"],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    first, last = result.stderr.splitlines()
+    assert first.startswith("millrace: fastokens is not used: ")
+    assert first.endswith("tokenizers is used instead")
+    assert "line 2" in last

@@ -30,7 +30,7 @@ from millrace.checks import one_path, shown, whole, whole_numbers
 from millrace.errors import ConfigError, DataError
 from millrace.files import atomic_file, file_identity, flush_to_disk
 from millrace.store.info import BlockHasher, Checksums
-from millrace.store.publish import origins_path, paths_to_read
+from millrace.store.publish import dolma_path, origins_path, paths_to_read
 
 if TYPE_CHECKING:
     from millrace.store.reader import IndexedDataset
@@ -101,7 +101,7 @@ def write_dolma(prefix: str | os.PathLike[str]) -> str:
     import csv  # 6 ms, with gzip, that `import millrace` does without
     import gzip
 
-    path = dataset.prefix + ".csv.gz"
+    path = dolma_path(dataset.prefix)
     with (
         atomic_file(path) as file,
         # Without a name and a time in the header: the same origins give the same bytes.

@@ -58,6 +58,11 @@ def origins_path(prefix: str) -> str:
     return prefix + ".origins.parquet"
 
 
+def dolma_path(prefix: str) -> str:
+    """The origins in dolma's form; not a part of the pair (see `origins.write_dolma`)."""
+    return prefix + ".csv.gz"
+
+
 def open_pair(prefix: str, *, has_bin: bool = True) -> list[BinaryIO]:
     """Opens `.bin` (if has_bin) and `.idx` of a whole pair, even while a builder replaces it."""
     for _ in range(_ATTEMPTS):

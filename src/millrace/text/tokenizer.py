@@ -158,6 +158,13 @@ class Tokenizer:
         """The fingerprint, and the SHA-256 of the file's bytes, which older sidecars hold."""
         return self._vocabulary.fingerprints
 
+    @property
+    def options(self) -> dict[str, bool]:
+        """The options that decide the ids together with the fingerprint, if the files have them."""
+        names = ("add_special_tokens", "special_tokens_in_text")
+        values = {name: getattr(self._vocabulary, name, None) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
+
     @cached_property
     def vocabulary_size(self) -> int:
         """Number of tokens, including added ones."""

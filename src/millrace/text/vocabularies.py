@@ -374,8 +374,8 @@ def _json_vocabulary(
             raise
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise TextError(
-                f"{folder} has a damaged list of tokens ({type(error).__name__}: {error}). Save the "
-                "tokenizer again"
+                f"{folder} has a damaged list of tokens ({type(error).__name__}: {error}). Save "
+                "the tokenizer again"
             ) from None
     if tokens:
         text = json.dumps(config, ensure_ascii=False)

@@ -23,7 +23,7 @@ from millrace.jobs.tokenizing.output import Output
 from millrace.jobs.tokenizing.task import Settings, Work, run_task, task_name
 from millrace.store import IndexedDatasetBuilder, finalize_together, write_dolma
 from millrace.store.info import read_info
-from millrace.store.publish import bin_path, idx_path, info_path, origins_path
+from millrace.store.publish import bin_path, dolma_path, idx_path, info_path, origins_path
 from millrace.text import (
     InputFile,
     Part,
@@ -205,7 +205,10 @@ def tokenize(
     files = find_inputs(checks.paths("inputs", inputs), separator=separator)
     level = "document" if splitter is None else "sentence"
     prefixes = {key: f"{output_prefix}_{key}_{level}" for key in keys}
-    _check_outputs(files, prefixes.values(), shard)
+    quarantine_path = f"{output_prefix}.quarantine.jsonl"
+    _check_outputs(
+        files, prefixes.values(), [quarantine_path] if on_error == "quarantine" else [], shard
+    )
     settings = Settings(
         tokenizer=tokenizer,
         keys=keys,
@@ -258,22 +261,29 @@ def tokenize(
         run = _Run(journal, settings, output)
         total = sum(map(plan.step_size, run.steps))
         progress = stack.enter_context(Progress("tokenize", total or None, enabled=show_progress))
+        if notice:
+            progress.note(f"millrace: {notice}")
         run.work(_executor(engine), resources.workers, progress)
         with interruptible():  # the last time: after this the files are published
             pass
         output.finish()
         for builder, key in zip(builders if checksums else (), keys, strict=False):
             builder.add_provenance(_provenance(settings, files, key, output, shard))
-        if quarantine is not None and output.num_rejects > 0:
+        # Files of an earlier job with this prefix, which this one may not write.
+        for path in map(dolma_path, prefixes.values()):
+            _remove(path)
+        if quarantine is not None:
             flush_to_disk(quarantine)
-            os.replace(quarantine.name, f"{output_prefix}.quarantine.jsonl")
+            os.replace(quarantine.name, quarantine_path)
+            if output.num_rejects == 0:
+                _remove(quarantine_path)
         finalize_together(builders)
+        if provenance in ("csv.gz", "both"):
+            for prefix in prefixes.values():
+                write_dolma(prefix)
+                if provenance == "csv.gz":
+                    os.unlink(origins_path(prefix))
         journal.remove()
-    if provenance in ("csv.gz", "both"):
-        for prefix in prefixes.values():
-            write_dolma(prefix)
-            if provenance == "csv.gz":
-                os.unlink(origins_path(prefix))
     return TokenizeResult(
         prefixes=prefixes,
         num_documents=output.num_documents,
@@ -423,14 +433,18 @@ def _checked_shard(shard: Any) -> tuple[int, int]:
 
 
 def _check_outputs(
-    files: Sequence[InputFile], prefixes: Iterable[str], shard: tuple[int, int] | None
+    files: Sequence[InputFile],
+    prefixes: Iterable[str],
+    others: Sequence[str],
+    shard: tuple[int, int] | None,
 ) -> None:
     prefixes = list(prefixes)
     outputs = {
         os.path.realpath(name(prefix))
         for prefix in prefixes
-        for name in (bin_path, idx_path, info_path, origins_path)
+        for name in (bin_path, idx_path, info_path, origins_path, dolma_path)
     }
+    outputs.update(map(os.path.realpath, others))
     for file in files:
         if os.path.realpath(file.path) in outputs:
             raise ConfigError(
@@ -444,6 +458,11 @@ def _check_outputs(
                 f"{prefix} holds shard {other[0]} of {other[1]}, which shard {shard[0]} of "
                 f"{shard[1]} would overwrite; give each shard a prefix of its own"
             )
+
+
+def _remove(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
 
 
 def _first_texts(files: Sequence[InputFile], settings: Settings) -> list[str]:
@@ -488,7 +507,9 @@ def _identity(
         "json_keys": list(settings.keys),
         "id_key": settings.id_key,
         "separator": settings.separator,
+        **tokenizer.options,
         "sentences": None if settings.splitter is None else settings.splitter.name,
+        "keep_newlines": settings.splitter is not None and settings.splitter.keep_newlines,
         "first_token": settings.first_token,
         "last_token": settings.last_token,
         "unknown": settings.unknown,
@@ -519,6 +540,7 @@ def _provenance(
             "sha256": tokenizer.fingerprint,
             "vocabulary_size": tokenizer.vocabulary_size,
             "encoder": tokenizer.encoder_name,
+            **tokenizer.options,
         },
         "inputs": [file.path for file in files[:_LISTED_INPUTS]],
         "json_key": key,
@@ -531,6 +553,7 @@ def _provenance(
         entries["bos_token"] = settings.first_token
     if settings.splitter is not None:
         entries["sentences"] = settings.splitter.name
+        entries["keep_newlines"] = settings.splitter.keep_newlines
     if settings.num_partitions > 1:
         entries["partitions"] = settings.num_partitions
     if shard is not None:
