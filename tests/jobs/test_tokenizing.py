@@ -9,15 +9,18 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from millrace import ConfigError, IndexedDataset, TextError
 from millrace.jobs import TokenizeResult, merge, tokenize
 from millrace.jobs.tokenizing import job
-from millrace.text import SentenceSplitter, Tokenizer
+from millrace.jobs.tokenizing.task import Settings, _Comparison
+from millrace.text import Documents, SentenceSplitter, Tokenizer
 from tests.conftest import make_texts, write_jsonl
 
 CHUNK = 4_000  # bytes: many chunks in a small test
@@ -436,3 +439,47 @@ def test_the_job_says_at_its_start_that_it_uses_the_reference(
     assert first.startswith("millrace: fastokens is not used: ")
     assert first.endswith("tokenizers is used instead")
     assert "line 2" in last
+
+
+# ---- tokenizers ----
+
+
+def number_of_letters(text: str) -> list[int]:
+    return [len(word) for word in text.split()]
+
+
+def test_a_function_is_a_tokenizer(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ["the mill race", "", "turns"])
+    tokenizer = Tokenizer.from_function(number_of_letters, vocabulary_size=100, eod=99)
+    result = run([path], tmp_path / "out", tokenizer, append_eod=True)
+    data = IndexedDataset(result.prefixes["text"])
+    assert [sequence.tolist() for sequence in data] == [[3, 4, 4, 99], [5, 99]]
+    assert result.encoder == "function"
+
+
+def test_a_difference_in_the_sample_stops_the_job(tokenizer: Tokenizer) -> None:
+    def encode(texts: list[str]) -> Any:
+        ids, lengths = tokenizer.encode_batch(texts)
+        return ids + ["wheel" in text for text in texts].count(True), lengths
+
+    wrong = tokenizer.with_encoder("fastokens", encode)
+    settings = Settings(
+        tokenizer=wrong, keys=("text",), id_key="id", separator=None, splitter=None,
+        first_token=None, last_token=None, unknown=None, num_partitions=1, on_error="stop",
+        max_document_size=100, check_rate=1.0,
+    )  # fmt: skip
+
+    def documents(*texts: str | list[str]) -> Documents:
+        zeros = np.zeros(len(texts), np.int64)
+        return Documents(
+            texts=[list(texts)], lines=zeros, byte_offsets=zeros, ids=[None] * len(texts),
+            num_lines=len(texts), num_bytes=100,
+        )  # fmt: skip
+
+    check = _Comparison(settings, 0)
+    check(documents("the mill", "", ["a", "b"]))
+    with pytest.raises(
+        TextError, match=r"fastokens and tokenizers differ.*'a wheel'.*--encoder tokenizers"
+    ):
+        check(documents(["a wheel"]))
+    _Comparison(replace(settings, check_rate=0.0), 0)(documents("a wheel"))

@@ -137,7 +137,7 @@ class Tokenizer:
         self._eod_token, self._bos_token = eod_token, bos_token
         self._encoder = encoder
         self._encode_batch: EncodeBatch | None = None
-        if encoder not in ("auto", *ENCODERS):
+        if encoder not in ("auto", *ENCODERS, *vocabulary.encoder_names):
             raise ConfigError(
                 f"encoder is {shown(encoder)}; choose one of auto, {', '.join(ENCODERS)}"
             )
