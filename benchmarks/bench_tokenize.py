@@ -24,7 +24,7 @@ import tokenize_work as work
 from common import HIGHER, LOWER, Report, Row, alternate, finish, number_of_runs, parser
 
 WORKERS = (1, 2)
-INPUT_BYTES, QUICK_BYTES = 220_000_000, 4_000_000
+INPUT_BYTES, QUICK_BYTES = 300_000_000, 4_000_000
 # Slow peers read the first part of the input, and their start is left out, in their favour.
 PART_BYTES, QUICK_PART_BYTES = 30_000_000, 500_000
 START_BYTES = 10_000

@@ -4,12 +4,11 @@ import json
 import tempfile
 from pathlib import Path
 
-import tokenizers
-
 from millrace import IndexedDataset
 from millrace.inspect import describe, format_description
 from millrace.jobs import tokenize
 from millrace.text import Tokenizer
+from millrace.text.training import train_tokenizer
 
 
 def main() -> None:
@@ -18,18 +17,8 @@ def main() -> None:
         source = Path(folder, "mill.jsonl")
         source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
-        # Any Hugging Face tokenizer.json works; this one has a token for each byte.
-        model = tokenizers.Tokenizer(tokenizers.models.BPE())
-        model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        model.decoder = tokenizers.decoders.ByteLevel()
-        trainer = tokenizers.trainers.BpeTrainer(
-            special_tokens=["<|endoftext|>"],
-            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        )
-        model.train_from_iterator(texts, trainer)
-        model.save(f"{folder}/tokenizer.json")
-
+        # Any tokenizer.json of Hugging Face works; this one is trained here.
+        train_tokenizer([source], f"{folder}/tokenizer.json", vocabulary_size=300)
         tokenizer = Tokenizer(f"{folder}/tokenizer.json")
         result = tokenize([str(source)], f"{folder}/mill", tokenizer, append_eod=True, workers=1)
         dataset = IndexedDataset(result.prefixes["text"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import errno
 import json
@@ -280,9 +281,11 @@ def _add_tokenize(verbs: Verbs) -> None:
     add("--split-sentences", action="store_true", help=text)
     add("--lang", default="english", metavar="NAME", help="language of the sentences (english)")
     add("--keep-newlines", action="store_true", help="keep the space between sentences")
-    text = "deal lines round robin to N groups, and write one group after the other (default: 1)"
+    text = (
+        "deal documents round robin to N groups, and write one group after the other (default: 1)"
+    )
     add("--partitions", type=_positive, default=1, metavar="N", help=text)
-    text = "make the groups runs of lines, which keeps the order"
+    text = "make the groups runs of documents, which keeps the order"
     add("--keep-sequential-samples", action="store_true", help=text)
     text = """at lines that are not documents: stop; skip them; or also keep them in
         PREFIX.quarantine.jsonl (default: stop)"""
@@ -440,12 +443,14 @@ def _tokenize(
         options["check_rate"] = check_rate
     settings = {name: options.pop(name) for name in _TOKENIZER_OPTIONS}
     splitter = SentenceSplitter(lang, keep_newlines=keep_newlines) if split_sentences else None
-    result = tokenize(
-        tokenizer=Tokenizer(tokenizer, **settings),
-        splitter=splitter,
-        show_progress=True,
-        **options,
-    )
+    # Ray writes about lost nodes to stdout, which is the report's.
+    with contextlib.redirect_stdout(sys.stderr):
+        result = tokenize(
+            tokenizer=Tokenizer(tokenizer, **settings),
+            splitter=splitter,
+            show_progress=True,
+            **options,
+        )
     rate = result.num_bytes_done / 1e6 / max(result.seconds, 1e-9)
     if as_json:
         report = {

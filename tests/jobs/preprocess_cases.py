@@ -321,8 +321,6 @@ def random_case(seed: int, number: int) -> Case:
     file_format = choices.choice(formats)
     size = sum(len(str(value)) for document in documents for value in document.values())
     is_sequential = partitions > 1 and choices.random() < 0.5
-    if file_format in ("csv", "tsv"):  # a record can have several lines, which are dealt as such
-        is_sequential = partitions > 1
     return Case(
         documents=documents,
         keys=keys,

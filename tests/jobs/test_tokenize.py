@@ -163,12 +163,12 @@ def test_the_end_of_document_token(
     ("content", "message"),
     [
         (b'{"text": "a"}\n{"text": \n', r"a.jsonl, line 2: column \d+: not valid JSON"),
-        (b'\n\n{"text": "a"', "line 3, column"),
+        (b'\n\n{"text": "a"', "line 3: column"),
         (b'{"text": "a"}\n[1]\n', "line 2: a JSON list, not an object"),
         (b'{"text": "a"}\n{"body": "b", "id": 1}', 'line 2: there is no key "text".*: body, id'),
-        (b'{"text": null}', 'line 1: the value of "text" is a JSON NoneType'),
+        (b'{"text": null}', 'line 1: the value of "text" is a JSON null'),
         (b'{"text": "\xff"}', "line 1: byte 11 is not UTF-8"),
-        (b'{"text": "a\\ud800"}', r"line 1: character 2 is the lone surrogate U\+D800"),
+        (b'{"text": "a\\ud800"}', "line 1: the text is not valid Unicode"),
         (b"[" * 200_000, "line 1: the JSON cannot be read"),
     ],
 )
@@ -226,7 +226,7 @@ def test_zstd_frames_without_text_are_skipped(tmp_path: Path, tokenizer: Tokeniz
     path.write_bytes(skippable(5, b"nothing else"))
     assert run(tmp_path, [path], tokenizer).num_documents == 0
     path.write_bytes(skippable(5, b"cut off")[:-1])
-    with pytest.raises(TextError, match="damaged or truncated"):
+    with pytest.raises(TextError, match=r"damaged|end too early"):
         run(tmp_path, [path], tokenizer)
 
 
@@ -303,7 +303,7 @@ def test_an_empty_file_has_no_documents(tmp_path: Path, tokenizer: Tokenizer) ->
 def test_missing_inputs_and_options_are_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
     with pytest.raises(TextError, match=r"none.jsonl cannot be read: No such file"):
         run(tmp_path, [tmp_path / "none.jsonl"], tokenizer)
-    with pytest.raises(TextError, match="is a folder"):
+    with pytest.raises(TextError, match="has no documents"):
         run(tmp_path, [tmp_path], tokenizer)
     source = write_jsonl(tmp_path / "a.jsonl", ["a"])
     with pytest.raises(ConfigError, match="is not a folder"):
@@ -493,7 +493,7 @@ def test_a_killed_job_leaves_no_pair_no_worker_and_the_next_run_succeeds(
         assert time.monotonic() < deadline, "a worker outlived its parent"
         time.sleep(0.05)
     source.write_bytes(source.read_bytes()[:0])
-    run(tmp_path, [write_jsonl(tmp_path / "b.jsonl", ["a"])], tokenizer)
+    run(tmp_path, [write_jsonl(tmp_path / "b.jsonl", ["a"])], tokenizer, restart=True)
     assert sorted(path.name for path in tmp_path.glob("out*")) == [
         "out_text_document.bin",
         "out_text_document.idx",
@@ -535,7 +535,7 @@ def test_the_pairs_of_several_keys_are_published_together(
 
     def job(word: str) -> None:
         source.write_text(json.dumps(dict.fromkeys(keys, f"the {word}")) + "\n")
-        tokenize([source], tmp_path / "out", tokenizer, json_keys=keys, workers=1)
+        tokenize([source], tmp_path / "out", tokenizer, json_keys=keys, workers=1, restart=True)
 
     def texts() -> list[str]:
         datasets = [IndexedDataset(tmp_path / f"out_{key}_document") for key in keys]

@@ -116,7 +116,7 @@ def make_jobs(folder: Path, num_documents: int, names: Sequence[str] = ()) -> li
             str(folder / word) if "." in word or word == "small" else word for word in command
         ]
         options = ["--input", *inputs, "--tokenizer", str(tokenizer), "--json"]
-        options += ["--chunk-size", str(CHUNK_SIZE), "--workers", str(1 + number % 2)]
+        options += ["--chunk-size", str(CHUNK_SIZE), "--workers", str(1 if number % 4 == 0 else 2)]
         jobs.append(undisturbed(name, options, folder))
     return jobs
 
@@ -176,15 +176,11 @@ def run_job(job: Job, output: Path, choices: random.Random, counts: Counter[str]
     records: dict[str, tuple[int, int]] = {}
     while True:
         process = launch(job.options, output)
-        start = time.monotonic()
         for _ in range(MOST_WORKER_KILLS):
-            # Sometimes later than the end: the job must be able to end.
-            moment = start + choices.uniform(0, 1.2 * job.seconds)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, moment - time.monotonic()))
+            if wait_for_moment(process, job, output, len(records), choices):
                 break
             family = descendants(process.pid)
-            if not family or choices.random() < 0.5:
+            if not family or choices.random() < 0.4:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
                     counts["parent"] += 1
@@ -220,6 +216,25 @@ def check_files(job: Job, files: dict[str, bytes]) -> None:
     names = {name for name in {*files, *job.files} if files.get(name) != job.files.get(name)}
     if names:
         raise KillError(f"not as in an undisturbed run: {sorted(names)}")
+
+
+def wait_for_moment(
+    process: subprocess.Popen[str], job: Job, output: Path, num_kept: int, choices: random.Random
+) -> bool:
+    """Waits for a random moment; returns whether the process has ended before.
+
+    A third of the moments is at any time, and may be later than the end: the job must be able to
+    end. The others are while chunks are tokenised.
+    """
+    seconds = choices.uniform(0, 1.2 * job.seconds)
+    if choices.random() < 0.66:
+        while process.poll() is None and len(read_records(output)) <= num_kept:
+            time.sleep(0.002)
+        seconds *= choices.random() * (1 - num_kept / job.num_chunks) / 2
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
+        return True
+    return False
 
 
 def read_records(output: Path) -> dict[str, tuple[int, int]]:

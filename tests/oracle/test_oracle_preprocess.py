@@ -15,7 +15,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, cases.Refe
     return cases.make_references(tmp_path_factory.mktemp("tokenizers"))
 
 
-@pytest.mark.parametrize("number", range(16))
+@pytest.mark.parametrize("number", range(12))
 def test_a_random_case_is_equal_to_megatrons_output(
     number: int, references: dict[str, cases.Reference], tmp_path: Path
 ) -> None:
@@ -27,7 +27,7 @@ def test_long_texts_are_split_in_pieces(
 ) -> None:
     """The script cuts texts into pieces of 1,000,000 characters, also within a sentence."""
     sentence = "Water turns the mill. "
-    texts = [sentence * 50_000, sentence * 45_454 + "abcdefghijk", "x" * 1_000_001]
+    texts = [sentence * 45_454 + "abcdefghijk", "mill " * 200_001]
     case = dataclasses.replace(
         a_case(texts), split_sentences=True, append_eod=True, chunk_size=500_000, workers=2
     )

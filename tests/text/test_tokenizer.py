@@ -321,6 +321,7 @@ def test_a_folder_names_more_tokens(
     size = Tokenizer(tokenizer_file).vocabulary_size
     tokenizer = Tokenizer(make_folder(tmp_path / "f", tokenizer_file, **config))
     assert ids_of(tokenizer, "".join(tokens)) == [size + i for i in range(len(tokens))]
+    assert not {*tokenizer.fingerprints} & {*Tokenizer(tokenizer_file).fingerprints}
 
 
 def test_older_files_of_a_folder_count_as_in_transformers(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from millrace import checks
 from millrace.errors import ConfigError, TextError
 from millrace.files import TMP
-from millrace.text.streams import NUM_MAGIC_BYTES, STDIN, compression_of, readable
+from millrace.text.streams import NUM_MAGIC_BYTES, STDIN, compression_of, is_of_a_process, readable
 
 FORMATS = ("jsonl", "parquet", "arrow", "csv", "tsv", "text")
 
@@ -158,7 +158,7 @@ def input_file(path: str) -> InputFile:
         status = os.stat(path)
         if stat.S_ISDIR(status.st_mode):
             raise TextError(f"{path} is a folder; name its files")
-        if not stat.S_ISREG(status.st_mode):
+        if not stat.S_ISREG(status.st_mode) or is_of_a_process(path):
             if not os.access(path, os.R_OK):
                 raise PermissionError(13, os.strerror(13))
             format_ = _format_of(path)

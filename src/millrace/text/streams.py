@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import re
 import stat
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ BLOCK_SIZE = 1 << 18
 cache, and short documents in them are parsed at 0.7 of the speed."""
 
 STDIN = "-"
+_OF_A_PROCESS = re.compile(r"/dev/(stdin|fd/)|/proc/(self|thread-self)/")
 """The path that means standard input."""
 
 COMPRESSIONS = ("gzip", "zstd", "bz2", "xz")
@@ -112,7 +114,7 @@ def open_stream(
             file = stack.enter_context(_open_binary(path))
             status = os.fstat(file.fileno())
         check_unchanged(source, status, identity)
-        regular = stat.S_ISREG(status.st_mode) and path != STDIN
+        regular = stat.S_ISREG(status.st_mode) and path != STDIN and not is_of_a_process(path)
         raw = _File(file, source, status.st_size if regular else None)
         if not regular:
             compression = compression_of(raw.peek(NUM_MAGIC_BYTES))
@@ -134,6 +136,11 @@ def readable(source: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise TextError(f"{source} cannot be read: {error.strerror or error}") from None
+
+
+def is_of_a_process(path: str) -> bool:
+    """Whether a name means another file in another process, even if it is a regular file here."""
+    return _OF_A_PROCESS.match(path) is not None
 
 
 def check_unchanged(source: str, status: os.stat_result, identity: FileIdentity) -> None:

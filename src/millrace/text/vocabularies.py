@@ -379,6 +379,7 @@ def _json_vocabulary(
             ) from None
     if tokens:
         text = json.dumps(config, ensure_ascii=False)
+        content = text.encode(errors="surrogatepass")  # another tokenizer than the file's
     vocabulary = JsonVocabulary(
         path=path,
         content=text,

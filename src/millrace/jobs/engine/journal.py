@@ -118,11 +118,7 @@ class Journal:
         # A folder that stays does no harm. A forked child leaves it to its parent.
         with self._stack, contextlib.suppress(OSError, MillraceError):
             is_owner = self._is_alone and self._owner == os.getpid()
-            if (
-                is_owner
-                and self.result is None
-                and not os.listdir(os.path.join(self.folder, _RECORDS))
-            ):
+            if is_owner and self.result is None and not _has_records(self.folder):
                 self.remove()
 
     def set_plan(self, plan: Any) -> None:
@@ -242,9 +238,10 @@ class Journal:
                 "--restart (restart=True) to discard it, or another prefix"
             ) from None
         differences = list(_differences("", other, dict(job)))
-        if os.path.exists(os.path.join(self.path, run, _RESULT)):
-            return None if differences else str(run)  # that job is done
-        if differences:
+        if not differences:
+            return str(run)
+        folder = os.path.join(self.path, run)
+        if _has_records(folder) and not os.path.exists(os.path.join(folder, _RESULT)):
             more = len(differences) - _MOST_DIFFERENCES
             text = "; ".join(differences[:_MOST_DIFFERENCES]) + (f"; {more} more" * (more > 0))
             raise ConfigError(
@@ -252,7 +249,7 @@ class Journal:
                 f"{text}. Run the same command again to continue that job, give --restart "
                 "(restart=True) to discard it, or give another prefix"
             )
-        return str(run)
+        return None  # that job is done, or has done nothing
 
     def _new_run(self, job: Mapping[str, Any]) -> str:
         run = os.urandom(6).hex()
@@ -344,6 +341,13 @@ def task_folder(folder: str, number: int) -> str:
             "system of the output: give a prefix on one that all machines share"
         )
     return path
+
+
+def _has_records(folder: str) -> bool:
+    """Whether anything is committed in the folder of a run."""
+    with contextlib.suppress(FileNotFoundError):
+        return bool(os.listdir(os.path.join(folder, _RECORDS)))
+    return False
 
 
 def _name(number: int) -> str:

@@ -8,7 +8,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -23,7 +23,7 @@ from millrace.jobs.tokenizing.output import Output
 from millrace.jobs.tokenizing.task import Settings, Work, run_task, task_name
 from millrace.store import IndexedDatasetBuilder, finalize_together, write_dolma
 from millrace.store.info import read_info
-from millrace.store.publish import bin_path, dolma_path, idx_path, info_path, origins_path
+from millrace.store.publish import dolma_path, files_of, idx_path, origins_path
 from millrace.text import (
     InputFile,
     Part,
@@ -137,9 +137,9 @@ def tokenize(
             treated as lines that are not documents ("reject").
         splitter: Splitter of texts into sentences: each is a sequence, and the datasets are named
             `{output_prefix}_{key}_sentence`.
-        partitions: Number of groups among which lines are dealt in turn; the groups follow each
+        partitions: Number of groups among which documents are dealt in turn; the groups follow each
             other in the output, as with Megatron-LM's option.
-        keep_sequential_samples: Whether partitions are runs of lines, which keeps the order.
+        keep_sequential_samples: Whether partitions are runs of documents, which keeps the order.
         on_error: What happens at a line that is not a document: "stop" is an error; "skip" goes on
             without it; "quarantine" also keeps it in `{output_prefix}.quarantine.jsonl`. The last
             two also apply to empty texts, which Megatron-LM makes empty documents.
@@ -173,7 +173,10 @@ def tokenize(
     _check_choice("provenance", provenance, PROVENANCE)
     _check_choice("engine", engine, ENGINES)
     if not isinstance(tokenizer, Tokenizer):
-        raise ConfigError(f"tokenizer is {checks.shown(tokenizer)}; give a millrace.text.Tokenizer")
+        raise ConfigError(
+            f"tokenizer is {checks.shown(tokenizer)}; give "
+            f"millrace.text.Tokenizer({checks.shown(tokenizer)})"
+        )
     if workers is not None:
         workers = checks.whole("workers", workers, 1)
     if memory is not None:
@@ -184,7 +187,7 @@ def tokenize(
         max_document_size = checks.whole("max_document_size", max_document_size, 1)
     num_partitions = checks.whole("partitions", partitions, 1)
     if checks.flag("keep_sequential_samples", keep_sequential_samples):
-        num_partitions = 1  # runs of lines, one after the other: the order of the input
+        num_partitions = 1  # runs of documents, one after the other: the order of the input
     check_rate = checks.real("check_rate", check_rate)
     if not 0 <= check_rate <= 1:
         raise ConfigError(f"check_rate is {check_rate}; a share from 0 to 1 is possible")
@@ -239,6 +242,10 @@ def tokenize(
         journal = stack.enter_context(
             Journal(f"{output_prefix}.journal", identity, restart=restart)
         )
+        if journal.result is not None and all(
+            map(os.path.exists, map(idx_path, prefixes.values()))
+        ):
+            return _finished(journal)
         if journal.plan is None:
             steps = plan.plan_steps(
                 files,
@@ -263,7 +270,12 @@ def tokenize(
         progress = stack.enter_context(Progress("tokenize", total or None, enabled=show_progress))
         if notice:
             progress.note(f"millrace: {notice}")
-        run.work(_executor(engine), resources.workers, progress)
+        if engine == "local":
+            run.work(run_local, resources.workers, progress)
+        else:
+            from millrace.jobs.engine.ray import run_ray
+
+            run.work(run_ray, workers, progress)
         with interruptible():  # the last time: after this the files are published
             pass
         output.finish()
@@ -278,25 +290,37 @@ def tokenize(
             if output.num_rejects == 0:
                 _remove(quarantine_path)
         finalize_together(builders)
-        if provenance in ("csv.gz", "both"):
-            for prefix in prefixes.values():
-                write_dolma(prefix)
-                if provenance == "csv.gz":
-                    os.unlink(origins_path(prefix))
-        journal.remove()
-    return TokenizeResult(
-        prefixes=prefixes,
-        num_documents=output.num_documents,
-        num_tokens=dict(zip(keys, output.num_tokens, strict=True)),
-        num_bytes=output.num_bytes,
-        seconds=time.monotonic() - start,
-        num_skipped=output.num_rejects,
-        skipped=output.rejects,
-        num_chunks_done=run.num_done,
-        num_chunks_kept=run.num_kept,
-        num_bytes_done=run.num_bytes_done,
-        encoder=tokenizer.encoder_name,
-        notices=[notice] if notice else [],
+        for prefix in prefixes.values() if provenance in ("csv.gz", "both") else ():
+            write_dolma(prefix)
+            if provenance == "csv.gz":
+                os.unlink(origins_path(prefix))
+        result = TokenizeResult(
+            prefixes=prefixes,
+            num_documents=output.num_documents,
+            num_tokens=dict(zip(keys, output.num_tokens, strict=True)),
+            num_bytes=output.num_bytes,
+            seconds=time.monotonic() - start,
+            num_skipped=output.num_rejects,
+            skipped=output.rejects,
+            num_chunks_done=run.num_done,
+            num_chunks_kept=run.num_kept,
+            num_bytes_done=run.num_bytes_done,
+            encoder=tokenizer.encoder_name,
+            notices=[notice] if notice else [],
+        )
+        journal.finish(asdict(result))
+    return result
+
+
+def _finished(journal: Journal) -> TokenizeResult:
+    """The result of a job whose output is whole: it was killed while it removed its journal."""
+    result = TokenizeResult(**journal.result)
+    journal.remove()
+    return replace(
+        result,
+        num_chunks_done=0,
+        num_chunks_kept=result.num_chunks_kept + result.num_chunks_done,
+        num_bytes_done=0,
     )
 
 
@@ -312,7 +336,7 @@ class _Run:
         self._records: dict[int, dict[str, Any]] = {}
         self.num_done = self.num_kept = self.num_bytes_done = 0
 
-    def work(self, executor: Executor, workers: int, progress: Progress) -> None:
+    def work(self, executor: Executor, workers: int | None, progress: Progress) -> None:
         start = time.monotonic()
         size = 0
         results = executor(run_task, self._settings, self._tasks(), workers=workers)
@@ -409,14 +433,6 @@ class _Run:
         self.num_kept += 1
 
 
-def _executor(engine: str) -> Executor:
-    if engine == "local":
-        return run_local
-    from millrace.jobs.engine.ray import run_ray
-
-    return run_ray
-
-
 # ---- arguments ----
 
 
@@ -440,9 +456,9 @@ def _check_outputs(
 ) -> None:
     prefixes = list(prefixes)
     outputs = {
-        os.path.realpath(name(prefix))
+        os.path.realpath(path)
         for prefix in prefixes
-        for name in (bin_path, idx_path, info_path, origins_path, dolma_path)
+        for path in (*files_of(prefix), dolma_path(prefix))
     }
     outputs.update(map(os.path.realpath, others))
     for file in files:
@@ -538,6 +554,7 @@ def _provenance(
         "tokenizer": {
             "path": tokenizer.path,
             "sha256": tokenizer.fingerprint,
+            "fingerprints": list(tokenizer.fingerprints),
             "vocabulary_size": tokenizer.vocabulary_size,
             "encoder": tokenizer.encoder_name,
             **tokenizer.options,

@@ -28,14 +28,14 @@ class _Task:
         record: Its record.
         sources: Source of each part.
         first_lines: Number of the first line of each part.
-        lines_before: Number of lines of all tasks before it.
+        documents_before: Number of documents of all tasks before it.
     """
 
     folder: str
     record: dict[str, Any]
     sources: list[str]
     first_lines: list[int]
-    lines_before: int
+    documents_before: int
 
 
 class Output:
@@ -62,7 +62,6 @@ class Output:
         self._num_partitions, self._has_origins = num_partitions, has_origins
         self._quarantine = quarantine
         self._next_line: dict[str, int] = {}
-        self._num_lines = 0
         self._tasks: list[_Task] = []
         self.num_documents = self.num_bytes = self.num_rejects = 0
         self.num_tokens = [0] * len(builders)
@@ -79,7 +78,6 @@ class Output:
                 first = first_line_of(part)
             first_lines.append(first)
             self._next_line[part.source] = first + num_lines
-        self.num_documents += record["documents"]
         self.num_bytes += record["bytes"]
         for key, num_tokens in enumerate(record["tokens"]):
             self.num_tokens[key] += num_tokens
@@ -90,9 +88,9 @@ class Output:
             record=record,
             sources=[part.source for part in parts],
             first_lines=first_lines,
-            lines_before=self._num_lines,
+            documents_before=self.num_documents,
         )
-        self._num_lines += sum(record["lines"])
+        self.num_documents += record["documents"]
         if self._num_partitions == 1:
             self._copy(task, 0)
         else:
@@ -102,10 +100,10 @@ class Output:
         """Appends what waited for the last task."""
         for partition in range(self._num_partitions):
             for task in self._tasks:
-                self._copy(task, (partition - task.lines_before) % self._num_partitions)
+                self._copy(task, (partition - task.documents_before) % self._num_partitions)
 
     def _copy(self, task: _Task, group: int) -> None:
-        """Appends the documents of a task whose line within it is `group` modulo the partitions."""
+        """Appends the documents whose number in the task is `group` modulo the partitions."""
         origins = _read_origins(task, group) if self._has_origins else None
         for key, builder in enumerate(self._builders):
             builder.add_index(prefix_of(task.folder, task.record, key, group), origins=False)

@@ -47,7 +47,7 @@ class Settings:
         splitter: Splitter of texts into sentences, or None.
         first_token, last_token: Token at the start and end of each document, or None.
         unknown: Token that makes a document unfit, or None.
-        num_partitions: Number of groups among which lines are dealt round robin.
+        num_partitions: Number of groups among which documents are dealt round robin.
         on_error: What happens to lines that are not documents: "stop", "skip" or "quarantine".
         max_document_size: Longest line, or text, in bytes.
         check_rate: Share of documents that are compared with the reference library.
@@ -148,12 +148,13 @@ def run_task(settings: Settings, task: Task) -> dict[str, Any]:
             compare(batch.documents)
             mask = _accepted(settings, columns, batch, rejects)
             columns = [column.select(mask) for column in columns]
-            partitions = (batch.lines_before + batch.documents.lines) % settings.num_partitions
+            numbers = np.arange(num_documents, num_documents + np.count_nonzero(mask))
+            partitions = numbers % settings.num_partitions
             for key, column in enumerate(columns):
                 num_tokens[key] += len(column.tokens)
                 for partition, builder in enumerate(builders[key]):
-                    column.select(partitions[mask] == partition).add_to(builder)
-            num_documents += int(mask.sum())
+                    column.select(partitions == partition).add_to(builder)
+            num_documents += len(numbers)
             num_bytes += batch.num_bytes
             num_empty += _num_empty(batch.documents)
             origins.add(batch, mask, partitions)
@@ -192,13 +193,11 @@ class _Batch:
     Attributes:
         documents: The documents.
         part: Number of the part.
-        lines_before: Number of lines of the parts before it.
         num_bytes: Bytes of UTF-8 text.
     """
 
     documents: Documents
     part: int
-    lines_before: int
     num_bytes: int
 
 
@@ -211,7 +210,6 @@ class _Reader:
 
     def batches(self) -> Iterator[_Batch]:
         settings = self._settings
-        lines_before = 0
         for number, part in enumerate(self._parts):
             batches = read_documents(
                 part,
@@ -228,10 +226,8 @@ class _Reader:
                 yield _Batch(
                     documents=documents,
                     part=number,
-                    lines_before=lines_before,
                     num_bytes=sum(map(_num_bytes, documents.texts)),
                 )
-            lines_before += self.num_lines[number]
 
 
 def _num_empty(documents: Documents) -> int:
@@ -426,7 +422,7 @@ class _Origins:
                 np.full(len(ids), batch.part, np.int32),
                 documents.lines[mask],
                 documents.byte_offsets[mask],
-                partitions[mask].astype(np.int32),
+                partitions.astype(np.int32),
                 np.fromiter(
                     (-1 if name is None else len(name) for name in ids), np.int32, len(ids)
                 ),
