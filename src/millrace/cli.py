@@ -215,7 +215,8 @@ def _add_file_verbs(verbs: Verbs) -> None:
         document, and where it came from. With a tokenizer, the document is decoded, and the
         occurrences of each special token are counted."""
     add = _add_verb(verbs, _inspect, text, "prefix", "--json").add_argument
-    add("--tokenizer", metavar="FILE", help="tokenizer.json to decode with")
+    add("--tokenizer", metavar="FILE", help="tokenizer file or folder to decode with")
+    add("--tiktoken-pattern", metavar="PATTERN", help="for a .tiktoken file, as in `tokenize`")
     add("--document", type=int, default=0, metavar="N", help="document number (default: 0)")
 
     text = """Checks token files. Checks the structure of each pair, and every byte if the pair has
@@ -450,8 +451,6 @@ def _tokenize(
             show_progress=True,
             **options,
         )
-    for notice in result.notices:
-        print(f"millrace: {notice}", file=sys.stderr)
     rate = result.num_bytes_done / 1e6 / max(result.seconds, 1e-9)
     if as_json:
         report = {
@@ -512,12 +511,14 @@ def _train_tokenizer(**options: Any) -> None:
     )
 
 
-def _inspect(prefix: str, tokenizer: str | None, document: int, as_json: bool) -> None:
+def _inspect(
+    prefix: str, tokenizer: str | None, tiktoken_pattern: str | None, document: int, as_json: bool
+) -> None:
     from millrace.inspect import describe, format_description
     from millrace.store import IndexedDataset
     from millrace.text import Tokenizer
 
-    decoder = Tokenizer(tokenizer) if tokenizer else None
+    decoder = Tokenizer(tokenizer, tiktoken_pattern=tiktoken_pattern) if tokenizer else None
     description = describe(IndexedDataset(prefix), tokenizer=decoder, document=document)
     if as_json:
         _print_json(description, ensure_ascii=False)

@@ -21,12 +21,13 @@ from millrace import (
     build_datasets,
 )
 from millrace.inspect import describe, format_description
-from millrace.jobs import convert, merge, split
+from millrace.jobs import convert, merge, split, tokenize
 from millrace.run.arguments import config_from
 from millrace.store import verify
 from millrace.store.tokenizers import common_tokenizer, read_tokenizer, tokenizer_conflict
 from millrace.text import Tokenizer
 from tests.conftest import train_tokenizer
+from tests.text.test_tokenizer import write_tiktoken
 
 GPT2 = {"path": "gpt2.json", "sha256": "ab" * 32}
 LLAMA = {"path": "llama.json", "sha256": "cd" * 32}
@@ -295,6 +296,18 @@ def test_under_megatrons_names_a_blend_of_different_tokenizers_is_a_warning(
 
 
 # ---- inspect ----
+
+
+def test_inspect_decodes_with_tiktoken_ranks(tmp_path: Path) -> None:
+    path = write_tiktoken(tmp_path / "ranks")
+    (tmp_path / "a.jsonl").write_text('{"text": "the mill race"}\n')
+    tokenizer = Tokenizer(path, tiktoken_pattern=r"\w+|\W+")
+    tokenize([tmp_path / "a.jsonl"], tmp_path / "out", tokenizer, checksums=True, workers=1)
+    arguments = ["inspect", tmp_path / "out_text_document", "--tokenizer", path]
+    result = run(*arguments, "--tiktoken-pattern", r"\w+|\W+", "--json")
+    report = json.loads(result.stdout)
+    assert report["document"]["head"]["text"] == "the mill race"
+    assert report["is_same_tokenizer"]
 
 
 def test_inspect_shows_where_a_document_came_from(tmp_path: Path) -> None:

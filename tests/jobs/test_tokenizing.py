@@ -9,16 +9,19 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from millrace import ConfigError, IndexedDataset, TextError
 from millrace.files import file_lock
 from millrace.jobs import TokenizeResult, merge, tokenize
 from millrace.jobs.tokenizing import job, plan
-from millrace.text import Tokenizer
+from millrace.jobs.tokenizing.task import Settings, _Comparison
+from millrace.text import Documents, SentenceSplitter, Tokenizer
 from tests.conftest import make_texts, write_jsonl
 
 CHUNK = 4_000  # bytes: many chunks in a small test
@@ -618,3 +621,111 @@ def test_a_killed_command_continues(tmp_path: Path, tokenizer_file: Path) -> Non
     assert report["documents"] == 20_000
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert not records.exists()
+
+
+# ---- what an earlier job left ----
+
+
+def test_files_of_an_earlier_job_do_not_stay(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "the mill"}\n{}\n')
+    inputs, prefix, tokenizer = [tmp_path / "a.jsonl"], tmp_path / "out", Tokenizer("bytes")
+    tokenize(
+        inputs, prefix, tokenizer, on_error="quarantine", provenance="both", checksums=True,
+        workers=1,
+    )  # fmt: skip
+    assert len(list(tmp_path.iterdir())) == 7
+    inputs[0].write_text('{"text": "the water"}\n')
+    tokenize(inputs, prefix, tokenizer, on_error="quarantine", workers=1)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["a.jsonl", "out_text_document.bin", "out_text_document.idx"]
+
+
+@pytest.mark.parametrize("name", ["out_text_document.csv.gz", "out.quarantine.jsonl"])
+def test_an_input_is_not_overwritten(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("text\na\n")
+    with pytest.raises(ConfigError, match="is an input and would be overwritten"):
+        tokenize([tmp_path / name], tmp_path / "out", Tokenizer("bytes"), on_error="quarantine")
+
+
+@pytest.mark.parametrize(
+    "option", ["keep_newlines", "add_special_tokens", "special_tokens_in_text"]
+)
+def test_another_way_to_make_tokens_is_another_job(
+    tmp_path: Path, tokenizer_file: Path, option: str
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a b. C d."}\n' * 20 + "{\n")
+
+    def run(**options: Any) -> None:
+        keep_newlines = options.pop("keep_newlines", False)
+        splitter = SentenceSplitter(keep_newlines=keep_newlines, library="sentencex")
+        tokenizer = Tokenizer(tokenizer_file, encoder="tokenizers", **options)
+        tokenize([path], tmp_path / "out", tokenizer, splitter=splitter, workers=1, chunk_size=100)
+
+    with pytest.raises(TextError, match="line 21"):
+        run()
+    with pytest.raises(ConfigError, match=f"(?s){option}.*--restart"):
+        run(**{option: option != "special_tokens_in_text"})
+
+
+def test_the_job_says_at_its_start_that_it_uses_the_reference(
+    tmp_path: Path, tokenizer_file: Path
+) -> None:
+    content = json.loads(tokenizer_file.read_text())
+    content["normalizer"] = {"type": "Strip", "strip_left": True, "strip_right": True}
+    (tmp_path / "t.json").write_text(json.dumps(content))
+    (tmp_path / "a.jsonl").write_text('{"text": "the mill"}\n{\n')
+    result = subprocess.run(
+        [sys.executable, "-m", "millrace", "tokenize", "--input", tmp_path / "a.jsonl", "--workers",
+         "1", "--output-prefix", tmp_path / "out", "--tokenizer", tmp_path / "t.json",
+         "--encoder", "fastokens"],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    first, last = result.stderr.splitlines()
+    assert first.startswith("millrace: fastokens is not used: ")
+    assert first.endswith("tokenizers is used instead")
+    assert "line 2" in last
+
+
+# ---- tokenizers ----
+
+
+def number_of_letters(text: str) -> list[int]:
+    return [len(word) for word in text.split()]
+
+
+def test_a_function_is_a_tokenizer(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ["the mill race", "", "turns"])
+    tokenizer = Tokenizer.from_function(number_of_letters, vocabulary_size=100, eod=99)
+    result = run([path], tmp_path / "out", tokenizer, append_eod=True)
+    data = IndexedDataset(result.prefixes["text"])
+    assert [sequence.tolist() for sequence in data] == [[3, 4, 4, 99], [5, 99]]
+    assert result.encoder == "function"
+
+
+def test_a_difference_in_the_sample_stops_the_job(tokenizer: Tokenizer) -> None:
+    def encode(texts: list[str]) -> Any:
+        ids, lengths = tokenizer.encode_batch(texts)
+        return ids + ["wheel" in text for text in texts].count(True), lengths
+
+    wrong = tokenizer.with_encoder("fastokens", encode)
+    settings = Settings(
+        tokenizer=wrong, keys=("text",), id_key="id", separator=None, splitter=None,
+        first_token=None, last_token=None, unknown=None, num_partitions=1, on_error="stop",
+        max_document_size=100, check_rate=1.0,
+    )  # fmt: skip
+
+    def documents(*texts: str | list[str]) -> Documents:
+        zeros = np.zeros(len(texts), np.int64)
+        return Documents(
+            texts=[list(texts)], lines=zeros, byte_offsets=zeros, ids=[None] * len(texts),
+            num_lines=len(texts), num_bytes=100,
+        )  # fmt: skip
+
+    check = _Comparison(settings, 0)
+    check(documents("the mill", "", ["a", "b"]))
+    with pytest.raises(
+        TextError, match=r"fastokens and tokenizers differ.*'a wheel'.*--encoder tokenizers"
+    ):
+        check(documents(["a wheel"]))
+    _Comparison(replace(settings, check_rate=0.0), 0)(documents("a wheel"))

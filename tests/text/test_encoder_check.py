@@ -224,3 +224,20 @@ def test_no_variant_agrees_on_the_edge_cases_and_differs_elsewhere() -> None:
     counts = run(cases=6, seed=3, texts=300)
     assert counts["missed"] == 0
     assert counts["equal"] > 0
+
+
+def test_the_names_of_byte_tokens_in_a_text(tmp_path: Path) -> None:
+    """Without digits in the vocabulary, fastokens takes "<0x0A>" in a text for the byte."""
+    import sentencepiece
+
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["><" * 20 + " <x A> <xA> the mill and the water"] * 20),
+        model_prefix=tmp_path / "small", model_type="bpe", vocab_size=300, hard_vocab_limit=False,
+        byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
+        minloglevel=2,
+    )  # fmt: skip
+    path = tmp_path / "small.model"
+    tokenizer, _ = checked_tokenizer(Tokenizer(path, encoder="fastokens"))
+    texts = ["a<0x0A>", "é<0x00>"]
+    reference = Tokenizer(path, encoder="sentencepiece")
+    assert tokenizer.encode(texts) == reference.encode(texts)

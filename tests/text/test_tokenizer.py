@@ -186,6 +186,46 @@ def test_the_fingerprint_is_of_what_decides_the_ids(tmp_path: Path, tokenizer_fi
     assert Tokenizer(other).fingerprint != tokenizer.fingerprint
 
 
+def test_an_older_file_has_the_fingerprint_of_the_one_that_the_library_writes(
+    tmp_path: Path, tokenizer_file: Path
+) -> None:
+    content = json.loads(tokenizer_file.read_text())
+    model = content["model"]
+    model["merges"] = [" ".join(pair) for pair in model["merges"]]
+    for name in ("type", "ignore_merges", "byte_fallback"):
+        del model[name]
+    del content["pre_tokenizer"]["use_regex"], content["decoder"]["use_regex"]
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps(content))
+    assert Tokenizer(path).encode([TEXT]) == Tokenizer(tokenizer_file).encode([TEXT])
+    assert Tokenizer(path).fingerprint == Tokenizer(tokenizer_file).fingerprint
+    model["ignore_merges"] = True
+    path.write_text(json.dumps(content))
+    assert Tokenizer(path).fingerprint != Tokenizer(tokenizer_file).fingerprint
+
+
+def test_a_file_at_which_the_library_panics_is_an_error(
+    tmp_path: Path, tokenizer_file: Path
+) -> None:
+    model = json.loads(tokenizer_file.read_text())["model"]
+    model["continuing_subword_prefix"] = "##"
+    path = edited(tokenizer_file, tmp_path / "t.json", model=model)
+    with pytest.raises(TextError, match=r"t\.json is not a tokenizer file"):
+        Tokenizer(path)
+
+
+def test_the_dtype_holds_the_tokens_of_the_post_processor(
+    tmp_path: Path, tokenizer_file: Path
+) -> None:
+    processor = json.loads(json.dumps(POST_PROCESSOR))
+    processor["special_tokens"]["<|endoftext|>"]["ids"] = [70_000]
+    path = edited(tokenizer_file, tmp_path / "t.json", post_processor=processor)
+    assert Tokenizer(path).dtype == np.uint16
+    tokenizer = Tokenizer(path, add_special_tokens=True)
+    assert tokenizer.dtype == np.int32
+    assert ids_of(tokenizer, "the")[0] == 70_000
+
+
 def test_a_pickled_tokenizer_needs_no_file(tmp_path: Path, tokenizer_file: Path) -> None:
     path = tmp_path / "t.json"
     path.write_bytes(tokenizer_file.read_bytes())
@@ -263,6 +303,50 @@ def test_a_folder_names_its_tokens(tmp_path: Path) -> None:
     assert Tokenizer(folder, "<pad>", bos_token="<end>").bos == 2
     assert tokenizer.fingerprints == Tokenizer(path).fingerprints
     assert Tokenizer(path).bos is None
+
+
+@pytest.mark.parametrize(
+    ("config", "tokens"),
+    [
+        ({"additional_special_tokens": ["<x>", {"content": "<y>"}]}, ["<x>", "<y>"]),
+        ({"extra_special_tokens": ["<x>"], "pad_token": "<p>"}, ["<p>", "<x>"]),
+        ({"extra_special_tokens": {"image_token": "<x>"}}, ["<x>"]),
+        ({"image_token": "<x>", "add_bos_token": True, "bos_token": None}, ["<x>"]),
+    ],
+)
+def test_a_folder_names_more_tokens(
+    tmp_path: Path, tokenizer_file: Path, config: dict[str, Any], tokens: list[str]
+) -> None:
+    """The ids are those that transformers 5 gives."""
+    size = Tokenizer(tokenizer_file).vocabulary_size
+    tokenizer = Tokenizer(make_folder(tmp_path / "f", tokenizer_file, **config))
+    assert ids_of(tokenizer, "".join(tokens)) == [size + i for i in range(len(tokens))]
+    assert not {*tokenizer.fingerprints} & {*Tokenizer(tokenizer_file).fingerprints}
+
+
+def test_older_files_of_a_folder_count_as_in_transformers(
+    tmp_path: Path, tokenizer_file: Path
+) -> None:
+    folder = make_folder(tmp_path / "f", tokenizer_file, eos_token="<|endoftext|>")
+    (folder / "special_tokens_map.json").write_text('{"eos_token": "<end>"}')
+    size = Tokenizer(tokenizer_file).vocabulary_size
+    (folder / "added_tokens.json").write_text(json.dumps({"<x>": size}))
+    tokenizer = Tokenizer(folder)
+    assert (tokenizer.eod_token, tokenizer.eod) == ("<end>", size + 1)
+    assert ids_of(tokenizer, "<x>") == [size]
+    config = {"eos_token": "<|endoftext|>", "added_tokens_decoder": {}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    assert Tokenizer(folder).eod_token == "<|endoftext|>"
+    assert Tokenizer(folder).vocabulary_size == size
+
+
+@pytest.mark.parametrize("decoder", [{"a": {"content": "x"}}, {"300": {}}, {"300": "x"}, ["x"], 1])
+def test_a_damaged_list_of_tokens_is_an_error(
+    tmp_path: Path, tokenizer_file: Path, decoder: Any
+) -> None:
+    folder = make_folder(tmp_path / "f", tokenizer_file, added_tokens_decoder=decoder)
+    with pytest.raises(TextError, match=r"damaged list of tokens.*Save the tokenizer again"):
+        Tokenizer(folder)
 
 
 def test_a_folder_may_hold_a_sentencepiece_model(tmp_path: Path, sentencepiece_file: Path) -> None:

@@ -60,6 +60,10 @@ class Progress:
         self._total, self.num_done = total, done
         self.update(done, f"{done:,} of {total:,}")
 
+    def note(self, text: str) -> None:
+        """Shows a line that stays."""
+        self._write(f"{text}\n")
+
     def _show(self, done: int, detail: str, now: float) -> None:
         elapsed = now - self._start
         if self._total is None:

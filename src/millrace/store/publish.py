@@ -59,7 +59,7 @@ def origins_path(prefix: str) -> str:
 
 
 def dolma_path(prefix: str) -> str:
-    """The origins of its documents in dolma's format (see `origins.write_dolma`)."""
+    """The origins in dolma's form; not a part of the pair (see `origins.write_dolma`)."""
     return prefix + ".csv.gz"
 
 

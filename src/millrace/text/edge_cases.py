@@ -222,7 +222,7 @@ def _around_tokens(tokens: Sequence[str]) -> Iterator[str]:
     yield from (f"a<|{name}|> b<|{name}<|{name}|>{name}|>" for name in names)
     yield from "<s>a</s> <unk> <pad> [CLS]a[SEP] [UNK] [MASK] <mask> <0x0A> <0xFF> [INST]".split()
     byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
-    yield from (*byte_tokens, *(f"a {token}{token}b" for token in byte_tokens))
+    yield from (*byte_tokens, *(f"a {token}{token}b{token}é{token}" for token in byte_tokens))
     yield from ("".join(byte_tokens), " ".join(byte_tokens), "<0x0a> <0x0A <0x0A><0x0")
     yield from "<extra_id_0> ▁ ▁▁a a▁b Ġa Ċ ##ing a##b </w> @@a <| |> <s <s> s>".split()
 

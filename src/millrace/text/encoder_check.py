@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from millrace.errors import ConfigError, TextError
 from millrace.text.edge_cases import edge_cases
-from millrace.text.encoders import EncodeBatch, is_of_the_process, make_encoder
-from millrace.text.vocabularies import Vocabulary
+from millrace.text.encoders import EncodeBatch, make_encoder
+from millrace.text.vocabularies import Vocabulary, is_of_the_process
 
 if TYPE_CHECKING:
     from millrace.text.tokenizer import Tokenizer

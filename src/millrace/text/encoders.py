@@ -26,6 +26,7 @@ from millrace.text.vocabularies import (
     TiktokenVocabulary,
     Vocabulary,
     import_package,
+    is_of_the_process,
     joined_ids,
     rank_lines,
 )
@@ -72,11 +73,6 @@ def make_encoder(name: str, vocabulary: Vocabulary) -> EncodeBatch:
         if is_of_the_process(error):
             raise
         raise TextError(f"{name} cannot read this vocabulary: {error}") from None
-
-
-def is_of_the_process(error: BaseException) -> bool:
-    """Whether an exception is not a library's answer; panics of Rust are BaseExceptions."""
-    return isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError))
 
 
 def _fastokens(vocabulary: Any) -> EncodeBatch:

@@ -16,11 +16,12 @@ from millrace.checks import shown
 from millrace.dtypes import optimal_dtype
 from millrace.errors import ConfigError, TextError
 from millrace.text.encoder_check import choose_encoder
-from millrace.text.encoders import ENCODERS, EncodeBatch, is_of_the_process, make_encoder
+from millrace.text.encoders import ENCODERS, EncodeBatch, make_encoder
 from millrace.text.vocabularies import (
     FunctionVocabulary,
     Vocabulary,
     import_tokenizers,
+    is_of_the_process,
     load_vocabulary,
 )
 
@@ -156,6 +157,13 @@ class Tokenizer:
     def fingerprints(self) -> tuple[str, str]:
         """The fingerprint, and the SHA-256 of the file's bytes, which older sidecars hold."""
         return self._vocabulary.fingerprints
+
+    @property
+    def options(self) -> dict[str, bool]:
+        """The options that decide the ids together with the fingerprint, if the files have them."""
+        names = ("add_special_tokens", "special_tokens_in_text")
+        values = {name: getattr(self._vocabulary, name, None) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
 
     @cached_property
     def vocabulary_size(self) -> int:

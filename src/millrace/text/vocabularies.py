@@ -185,6 +185,11 @@ def import_package(name: str, purpose: str, extra: str) -> Any:
         ) from None
 
 
+def is_of_the_process(error: BaseException) -> bool:
+    """Whether an exception is not a library's answer; panics of Rust are BaseExceptions."""
+    return isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError))
+
+
 def import_tokenizers() -> Any:
     """The tokenizers package, which is optional."""
     return import_package("tokenizers", "tokenizing", "tokenizers")
@@ -223,12 +228,12 @@ class JsonVocabulary:
     @cached_property
     def library(self) -> Any:
         """The `tokenizers.Tokenizer`."""
-        # from_buffer gives an error; from_str panics on some damaged files.
+        from_buffer = import_tokenizers().Tokenizer.from_buffer  # from_str panics more often
         try:
-            tokenizer = import_tokenizers().Tokenizer.from_buffer(self.content.encode())
-        except TextError:
-            raise
-        except Exception as error:
+            tokenizer = from_buffer(self.content.encode())
+        except BaseException as error:
+            if is_of_the_process(error):
+                raise
             raise TextError(
                 f"{self.path} is not a tokenizer file ({error}). Give a Hugging Face tokenizer.json"
             ) from None
@@ -249,7 +254,10 @@ class JsonVocabulary:
 
     @cached_property
     def largest_id(self) -> int:
-        return max(self.library.get_vocab(with_added_tokens=True).values(), default=-1)
+        numbers = self.library.get_vocab(with_added_tokens=True).values()
+        # The post-processor may add tokens that are not in the vocabulary.
+        added = self.library.encode("", add_special_tokens=self.add_special_tokens).ids
+        return max(itertools.chain(numbers, added), default=-1)
 
     @cached_property
     def unknown(self) -> int | None:
@@ -274,7 +282,7 @@ class JsonVocabulary:
 
     @cached_property
     def fingerprints(self) -> tuple[str, str]:
-        config = {**self.config, "truncation": None, "padding": None}
+        config = {**_with_defaults(self.config), "truncation": None, "padding": None}
         text = json.dumps(config, sort_keys=True, separators=(",", ":"))
         return _sha256(text.encode()), self.file_sha256
 
@@ -299,6 +307,31 @@ class JsonVocabulary:
 
     def __getstate__(self) -> dict[str, Any]:
         return _content(self)
+
+
+_BPE_DEFAULTS = {
+    "type": "BPE",
+    "dropout": None,
+    "unk_token": None,
+    "continuing_subword_prefix": None,
+    "end_of_word_suffix": None,
+    "fuse_unk": False,
+    "byte_fallback": False,
+    "ignore_merges": False,
+}
+
+
+def _with_defaults(value: Any) -> Any:
+    """A part of a tokenizer.json as later versions of the library write it."""
+    if isinstance(value, list):
+        return [_with_defaults(part) for part in value]
+    if not isinstance(value, dict):
+        return value
+    if isinstance(value.get("merges"), list):  # in older files, a merge is a text: "t he"
+        pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in value["merges"]]
+        return {**_BPE_DEFAULTS, **value, "merges": pairs}
+    parts = {name: _with_defaults(part) for name, part in value.items()}
+    return {"use_regex": True, **parts} if value.get("type") == "ByteLevel" else parts
 
 
 def _types_of(value: Any) -> set[str]:
@@ -334,10 +367,19 @@ def _json_vocabulary(
     names: dict[str, str] = {}
     tokens: list[dict[str, Any]] = []
     if folder is not None:
-        more_tokens, names = _folder_tokens(folder)
-        tokens = _add_tokens(config, more_tokens)
+        try:
+            more_tokens, names = _folder_tokens(folder)
+            tokens = _add_tokens(config, more_tokens)
+        except TextError:
+            raise
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise TextError(
+                f"{folder} has a damaged list of tokens ({type(error).__name__}: {error}). Save "
+                "the tokenizer again"
+            ) from None
     if tokens:
         text = json.dumps(config, ensure_ascii=False)
+        content = text.encode(errors="surrogatepass")  # another tokenizer than the file's
     vocabulary = JsonVocabulary(
         path=path,
         content=text,
@@ -362,30 +404,50 @@ _TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def _folder_tokens(folder: str) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """The tokens of a transformers folder outside its tokenizer.json, and the named ones' texts."""
-    settings: dict[str, Any] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        path = os.path.join(folder, name)
-        if os.path.exists(path):
-            try:
-                values = json.loads(read_file(path))
-                settings.update(values)
-            except (ValueError, TypeError) as error:
-                raise TextError(
-                    f"{path} is not a JSON object ({error}). Save the tokenizer again"
-                ) from None
-    tokens = []
-    decoder = settings.get("added_tokens_decoder") or {}
-    for number in sorted(decoder, key=int):
-        tokens.append({**decoder[number], "id": int(number)})
+    """The tokens that a transformers folder names outside its tokenizer.json, in the order in which
+    transformers adds them, and the texts of the named ones."""
+    settings = _read_object(folder, "tokenizer_config.json")
+    if "added_tokens_decoder" not in settings:  # only then transformers reads the older files
+        settings.update(_read_object(folder, "special_tokens_map.json"))
+        numbers = _read_object(folder, "added_tokens.json")
+        settings["added_tokens_decoder"] = {
+            number: {"content": content, "special": False, "normalized": True}
+            for content, number in numbers.items()
+        }
+    decoder = settings["added_tokens_decoder"] or {}
+    tokens = [{**decoder[number], "id": int(number)} for number in sorted(decoder, key=int)]
+    extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
+    if isinstance(extra, dict):  # tokens that only this model has, by name
+        settings.update(extra)
+        extra = []
+    others = [name for name in settings if name.endswith("_token") and name not in _NAMED_TOKENS]
     names: dict[str, str] = {}
-    for name in _NAMED_TOKENS:
-        value = settings.get(name)
-        named: dict[str, Any] = value if isinstance(value, dict) else {"content": value}
-        if isinstance(named.get("content"), str):
-            names[name] = named["content"]
-            tokens.append({**named, "special": True})
-    return tokens, names
+    for name in (*_NAMED_TOKENS, *others):
+        token = _special_token(settings.get(name))
+        if token is not None:
+            names[name] = token["content"]
+            tokens.append(token)
+    return [*tokens, *filter(None, map(_special_token, extra))], names
+
+
+def _special_token(value: Any) -> dict[str, Any] | None:
+    """A token of a transformers folder: a text, or an object with "content"; None for others."""
+    token: dict[str, Any] = value if isinstance(value, dict) else {"content": value}
+    return {**token, "special": True} if isinstance(token.get("content"), str) else None
+
+
+def _read_object(folder: str, name: str) -> dict[str, Any]:
+    """The JSON object in a file of a folder; empty if there is no such file."""
+    path = os.path.join(folder, name)
+    if not os.path.exists(path):
+        return {}
+    try:
+        value = json.loads(read_file(path))
+        return dict(value.items())
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise TextError(
+            f"{path} is not a JSON object ({error}). Save the tokenizer again"
+        ) from None
 
 
 def _add_tokens(config: dict[str, Any], tokens: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -25,7 +25,14 @@ from millrace.jobs.tokenizing.output import Output
 from millrace.jobs.tokenizing.task import Settings, Work, run_task, task_name
 from millrace.store import IndexedDatasetBuilder, finalize_together, write_dolma
 from millrace.store.info import read_info
-from millrace.store.publish import LOCK, files_of, idx_path, origins_path, remove_leftovers
+from millrace.store.publish import (
+    LOCK,
+    dolma_path,
+    files_of,
+    idx_path,
+    origins_path,
+    remove_leftovers,
+)
 from millrace.text import (
     InputFile,
     Part,
@@ -241,7 +248,9 @@ def tokenize(
     level = "document" if splitter is None else "sentence"
     prefixes = {key: f"{output_prefix}_{key}_{level}" for key in keys}
     quarantine_path = f"{output_prefix}.quarantine.jsonl"
-    _check_outputs(files, prefixes.values(), quarantine_path, shard)
+    _check_outputs(
+        files, prefixes.values(), [quarantine_path] if on_error == "quarantine" else [], shard
+    )
     settings = Settings(
         tokenizer=tokenizer,
         keys=keys,
@@ -307,6 +316,8 @@ def tokenize(
         run = _Run(journal, settings, output, names)
         total = sum(map(plan.step_size, run.steps))
         progress = stack.enter_context(Progress("tokenize", total or None, enabled=show_progress))
+        if notice:
+            progress.note(f"millrace: {notice}")
         if engine == "local":
             run.work(run_local, resources.workers, progress)
         else:
@@ -318,12 +329,14 @@ def tokenize(
             pass
         for builder, key in zip(builders if checksums else (), keys, strict=False):
             builder.add_provenance(_provenance(settings, files, key, output, shard))
-        if quarantine is not None and output.num_rejects > 0:
+        # Files of an earlier job with this prefix, which this one may not write.
+        for path in map(dolma_path, prefixes.values()):
+            _remove(path)
+        if quarantine is not None:
             flush_to_disk(quarantine)
             os.replace(quarantine.name, quarantine_path)
-        elif quarantine is not None:  # of an earlier job
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(quarantine_path)
+            if output.num_rejects == 0:
+                _remove(quarantine_path)
         finalize_together(builders)
         for prefix in prefixes.values() if provenance in ("csv.gz", "both") else ():
             with interruptible():
@@ -526,14 +539,19 @@ def _checked_shard(shard: Any) -> tuple[int, int]:
 def _check_outputs(
     files: Sequence[InputFile],
     prefixes: Iterable[str],
-    quarantine_path: str,
+    others: Sequence[str],
     shard: tuple[int, int] | None,
 ) -> None:
     prefixes = list(prefixes)
-    outputs = {os.path.realpath(path) for prefix in prefixes for path in files_of(prefix)}
-    outputs.add(os.path.realpath(quarantine_path))
-    if os.path.isdir(quarantine_path):
-        raise ConfigError(f"{quarantine_path} is a folder; remove it, or give another prefix")
+    outputs = {
+        os.path.realpath(path)
+        for prefix in prefixes
+        for path in (*files_of(prefix), dolma_path(prefix))
+    }
+    outputs.update(map(os.path.realpath, others))
+    for path in others:
+        if os.path.isdir(path):
+            raise ConfigError(f"{path} is a folder; remove it, or give another prefix")
     for file in files:
         if os.path.realpath(file.path) in outputs:
             raise ConfigError(
@@ -547,6 +565,11 @@ def _check_outputs(
                 f"{prefix} holds shard {other[0]} of {other[1]}, which shard {shard[0]} of "
                 f"{shard[1]} would overwrite; give each shard a prefix of its own"
             )
+
+
+def _remove(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
 
 
 def _first_texts(files: Sequence[InputFile], settings: Settings) -> list[str]:
@@ -596,7 +619,9 @@ def _identity(
         "json_keys": list(settings.keys),
         "id_key": settings.id_key,
         "separator": settings.separator,
+        **tokenizer.options,
         "sentences": None if settings.splitter is None else settings.splitter.name,
+        "keep_newlines": settings.splitter is not None and settings.splitter.keep_newlines,
         "first_token": settings.first_token,
         "last_token": settings.last_token,
         "unknown": settings.unknown,
@@ -628,6 +653,7 @@ def _provenance(
             "fingerprints": list(tokenizer.fingerprints),
             "vocabulary_size": tokenizer.vocabulary_size,
             "encoder": tokenizer.encoder_name,
+            **tokenizer.options,
         },
         "inputs": [file.path for file in files[:_LISTED_INPUTS]],
         "json_key": key,
@@ -640,6 +666,7 @@ def _provenance(
         entries["bos_token"] = settings.first_token
     if settings.splitter is not None:
         entries["sentences"] = settings.splitter.name
+        entries["keep_newlines"] = settings.splitter.keep_newlines
     if settings.num_partitions > 1:
         entries["partitions"] = settings.num_partitions
     if shard is not None:
