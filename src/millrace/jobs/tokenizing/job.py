@@ -207,6 +207,7 @@ def tokenize(
         )
     shard = None if shard is None else _checked_shard(shard)
     restart = checks.flag("restart", restart)
+    checksums = checks.flag("checksums", checksums)
     resources = plan.resources_for(workers, memory, max_document_size)
     files = find_inputs(checks.paths("inputs", inputs), separator=separator)
     level = "document" if splitter is None else "sentence"
@@ -232,11 +233,7 @@ def tokenize(
     task_size = chunk_size or plan.task_size_for(files, shard[1] if shard else resources.workers)
     with interrupts_held(), contextlib.ExitStack() as stack:
         builders = [
-            stack.enter_context(
-                IndexedDatasetBuilder(
-                    prefix, tokenizer.dtype, checksums=checks.flag("checksums", checksums)
-                )
-            )
+            stack.enter_context(IndexedDatasetBuilder(prefix, tokenizer.dtype, checksums=checksums))
             for prefix in prefixes.values()
         ]
         journal = stack.enter_context(
