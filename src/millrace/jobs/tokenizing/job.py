@@ -237,6 +237,7 @@ def tokenize(
             f"splitter is {checks.shown(splitter)}; give a millrace.text.SentenceSplitter"
         )
     restart = checks.flag("restart", restart)
+    checksums = checks.flag("checksums", checksums)
     resources = plan.resources_for(workers, memory, max_document_size)
     files = find_inputs(checks.paths("inputs", inputs), separator=separator)
     num_bytes = sum(file.size or 0 for file in files)
@@ -271,11 +272,7 @@ def tokenize(
     task_size = chunk_size or plan.task_size_for(files, shard[1] if shard else resources.workers)
     with interrupts_held(), contextlib.ExitStack() as stack:
         builders = [
-            stack.enter_context(
-                IndexedDatasetBuilder(
-                    prefix, tokenizer.dtype, checksums=checks.flag("checksums", checksums)
-                )
-            )
+            stack.enter_context(IndexedDatasetBuilder(prefix, tokenizer.dtype, checksums=checksums))
             for prefix in prefixes.values()
         ]
         journal = stack.enter_context(
