@@ -432,9 +432,10 @@ def _tokenize(
     as_json: bool,
     **options: Any,
 ) -> None:
-    # One core per worker: the encoders' threads would compete.
-    os.environ.setdefault("RAYON_NUM_THREADS", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from millrace.jobs.engine import ENVIRONMENT
+
+    for name, value in ENVIRONMENT.items():  # one worker does its work in this process
+        os.environ.setdefault(name, value)
     from millrace.jobs import tokenize
     from millrace.text import SentenceSplitter, Tokenizer
 

@@ -19,7 +19,7 @@ from functools import cache
 from typing import Any
 
 from millrace.text import edge_cases as built_in
-from millrace.text.encoder_check import _first_difference, choose_encoder
+from millrace.text.encoder_check import choose_encoder, difference_on
 from millrace.text.vocabularies import JsonVocabulary
 
 LETTERS = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
@@ -318,7 +318,7 @@ def run(cases: int, seed: int, encoder: str = "fastokens", texts: int = 4000) ->
             print(f"{outcome}: {label}\n   {problem}", flush=True)
         else:
             more = random_texts(vocabulary.added_tokens(), texts, seed)
-            difference = _first_difference(encode, vocabulary.encode_batch, more)
+            difference = difference_on(more, encode, vocabulary.encode_batch)
             outcome = "equal" if difference is None else "missed"
             if difference:
                 print(f"missed: {label}\n   {difference}", flush=True)

@@ -202,6 +202,8 @@ class PairWriter:
                 for data in blocks(other, start, stop):
                     self._hasher.update(data)
             _copy_file(source, self._data, start, stop)
+        if self.durable:  # the flush at the end then has less to wait for
+            _native.start_writeback(self._data.fileno(), self._num_bytes, stop - start)
         self._num_bytes += stop - start
 
     def copy_entries(

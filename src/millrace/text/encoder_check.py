@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 
 _BATCH = 256  # texts that are compared at a time: the reference takes 20 kB of memory for each
 _NUM_TOKENS_AS_TEXTS = 3000
+
+
+Result = NDArray[np.uint32] | str
+"""The ids of a text, or the error that it raises."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +67,7 @@ def compare_encoders(
 
     A text that the reference cannot encode is left out.
     """
-    return _first_difference(tokenizer.encode_batch, reference.encode_batch, list(texts))
+    return difference_on(list(texts), tokenizer.encode_batch, reference.encode_batch)
 
 
 def checked_tokenizer(tokenizer: Tokenizer, texts: Sequence[str] = ()) -> tuple[Tokenizer, str]:
@@ -92,52 +97,77 @@ def choose_encoder(
         Its name, the encoder, and "". If none agrees: the reference, and the reasons.
     """
     problems = []
-    for candidate in vocabulary.encoder_names if name == "auto" else (name,):
-        if candidate == vocabulary.reference_name:
-            break
-        try:
-            encode_batch = make_encoder(candidate, vocabulary)
-        except (TextError, ConfigError) as error:
-            problems.append(f"{candidate} is not used: {error}")
-            continue
-        difference = _difference_on_edge_cases(encode_batch, vocabulary, texts)
-        if difference is None:
-            return candidate, encode_batch, ""
-        problems.append(f"{candidate} differs from {vocabulary.reference_name}: {difference}")
+    names = vocabulary.encoder_names if name == "auto" else (name,)
+    candidates = list(itertools.takewhile(lambda name: name != vocabulary.reference_name, names))
+    with ThreadPoolExecutor(1) as thread:
+        # The reference encodes while the candidate is loaded, which takes about as long.
+        comparison = _Comparison(vocabulary, texts, thread) if candidates else None
+        for candidate in candidates:
+            try:
+                encode_batch = make_encoder(candidate, vocabulary)
+            except (TextError, ConfigError) as error:
+                problems.append(f"{candidate} is not used: {error}")
+                continue
+            assert comparison is not None
+            difference = comparison.difference(encode_batch)
+            if difference is None:
+                return candidate, encode_batch, ""
+            problems.append(f"{candidate} differs from {vocabulary.reference_name}: {difference}")
+        thread.shutdown(cancel_futures=True)
     if problems:
         problems.append(f"{vocabulary.reference_name} is used instead")
     return vocabulary.reference_name, vocabulary.encode_batch, "; ".join(problems)
 
 
-def _difference_on_edge_cases(
-    encode_batch: EncodeBatch, vocabulary: Vocabulary, texts: Sequence[str]
+class _Comparison:
+    """The edge cases, the texts of tokens, and `texts`, with the ids of the reference."""
+
+    def __init__(
+        self, vocabulary: Vocabulary, texts: Sequence[str], thread: ThreadPoolExecutor
+    ) -> None:
+        all_texts = [
+            *edge_cases(vocabulary.added_tokens()),
+            *_token_texts(vocabulary),
+            *texts,
+        ]
+        self._batches = [
+            all_texts[start : start + _BATCH] for start in range(0, len(all_texts), _BATCH)
+        ]
+        self._expected = [
+            thread.submit(_results, vocabulary.encode_batch, batch) for batch in self._batches
+        ]
+
+    def difference(self, encode: EncodeBatch) -> Difference | None:
+        """The first text that an encoder and the reference encode differently, or None."""
+        for texts, expected in zip(self._batches, self._expected, strict=True):
+            difference = _difference(texts, _results(encode, texts), expected.result())
+            if difference is not None:
+                return difference
+        return None
+
+
+def difference_on(
+    texts: list[str], encode: EncodeBatch, reference: EncodeBatch
 ) -> Difference | None:
-    for some in (edge_cases(vocabulary.added_tokens()), _token_texts(vocabulary), list(texts)):
-        difference = _first_difference(encode_batch, vocabulary.encode_batch, some)
-        if difference is not None:
-            return difference
+    """The first text that an encoder and a reference encode differently, or None."""
+    return _difference(texts, _results(encode, texts), _results(reference, texts))
+
+
+def _difference(
+    texts: Sequence[str], results: Sequence[Result], expected: Sequence[Result]
+) -> Difference | None:
+    for text, ids, reference_ids in zip(texts, results, expected, strict=True):
+        if isinstance(reference_ids, str):
+            continue
+        reference_list = reference_ids.tolist()
+        if isinstance(ids, str):
+            return Difference(text=text, reference_ids=reference_list, ids=[], error=ids)
+        if ids.tolist() != reference_list:
+            return Difference(text=text, reference_ids=reference_list, ids=ids.tolist())
     return None
 
 
-def _first_difference(
-    encode: EncodeBatch, reference: EncodeBatch, texts: list[str]
-) -> Difference | None:
-    for start in range(0, len(texts), _BATCH):
-        some = texts[start : start + _BATCH]
-        expected = _results(reference, some)
-        results = _results(encode, some)
-        for text, ids, reference_ids in zip(some, results, expected, strict=True):
-            if isinstance(reference_ids, str):
-                continue
-            reference_list = reference_ids.tolist()
-            if isinstance(ids, str):
-                return Difference(text=text, reference_ids=reference_list, ids=[], error=ids)
-            if ids.tolist() != reference_list:
-                return Difference(text=text, reference_ids=reference_list, ids=ids.tolist())
-    return None
-
-
-def _results(encode: EncodeBatch, texts: list[str]) -> list[NDArray[np.uint32] | str]:
+def _results(encode: EncodeBatch, texts: list[str]) -> list[Result]:
     """The ids of each text, or the error that it raises."""
     try:
         ids, lengths = encode(texts)

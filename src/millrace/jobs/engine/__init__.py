@@ -13,6 +13,15 @@ next run of the same job skips what is committed.
 from millrace.jobs.engine.journal import Journal, commit, task_folder
 from millrace.jobs.engine.local import run_local
 from millrace.jobs.engine.ray import run_ray
-from millrace.jobs.engine.tasks import Executor, Task
+from millrace.jobs.engine.tasks import ENVIRONMENT, Executor, Task
 
-__all__ = ["Executor", "Journal", "Task", "commit", "run_local", "run_ray", "task_folder"]
+__all__ = [
+    "ENVIRONMENT",
+    "Executor",
+    "Journal",
+    "Task",
+    "commit",
+    "run_local",
+    "run_ray",
+    "task_folder",
+]

@@ -57,7 +57,11 @@ class Executor(Protocol):
 ATTEMPTS = 3
 """How often a task is tried whose worker dies. An error of the function is not tried again."""
 
-ENVIRONMENT = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+ENVIRONMENT = {
+    "RAYON_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "FASTOKENS_BPE_THREADS": "1",
+}
 """Environment variables of workers: threads of a library would compete with other workers."""
 
 
