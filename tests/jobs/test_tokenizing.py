@@ -20,6 +20,7 @@ from millrace import ConfigError, IndexedDataset, TextError
 from millrace.files import file_lock
 from millrace.jobs import TokenizeResult, merge, tokenize
 from millrace.jobs.tokenizing import job, plan
+from millrace.jobs.tokenizing import run as task_run
 from millrace.jobs.tokenizing.task import Settings, _Comparison
 from millrace.text import Documents, SentenceSplitter, Tokenizer
 from tests.conftest import make_texts, write_jsonl
@@ -59,14 +60,14 @@ def files_beside(prefix: Path) -> list[str]:
 
 def interrupt_after(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """Makes the job fail after a number of tasks."""
-    real, calls = job.run_task, iter(range(count))
+    real, calls = task_run.run_task, iter(range(count))
 
     def run_some(settings: Any, item: Any) -> Any:
         if next(calls, None) is None:
             raise OSError(5, "the disk went away")
         return real(settings, item)
 
-    monkeypatch.setattr(job, "run_task", run_some)
+    monkeypatch.setattr(task_run, "run_task", run_some)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])

@@ -57,6 +57,7 @@ class Output:
     Attributes:
         num_documents, num_bytes, num_rejects: Counts of what was appended.
         num_tokens: Number of tokens of each key.
+        quarantine: File of the rejected lines, or None.
         rejects: The first rejected lines: file, line and reason.
     """
 
@@ -70,7 +71,7 @@ class Output:
     ) -> None:
         self._builders = builders
         self._num_partitions, self._has_origins = num_partitions, has_origins
-        self._quarantine = quarantine
+        self.quarantine = quarantine
         self._next_line: dict[str, int] = {}
         self._tasks: list[_Task] = []
         self.num_documents = self.num_bytes = self.num_rejects = 0
@@ -147,11 +148,11 @@ class Output:
                 }
                 if len(self.rejects) < _SHOWN_REJECTS:
                     self.rejects.append(place)
-                if self._quarantine is not None:
-                    self._quarantine.write(json.dumps(place).encode()[:-1] + b', "bytes": "')
+                if self.quarantine is not None:
+                    self.quarantine.write(json.dumps(place).encode()[:-1] + b', "bytes": "')
                     for piece in _pieces(data, row["size"]):
-                        self._quarantine.write(base64.b64encode(piece))
-                    self._quarantine.write(b'"}\n')
+                        self.quarantine.write(base64.b64encode(piece))
+                    self.quarantine.write(b'"}\n')
 
 
 def _rejects(rows: BinaryIO, data: BinaryIO) -> Iterator[tuple[dict[str, Any], BinaryIO]]:
