@@ -123,9 +123,12 @@ def whole_numbers(name: str, values: ArrayLike) -> NDArray[np.int64]:
 def one_path(name: str, value: Any) -> str:
     """A path as a text, from a text, bytes or an `os.PathLike`."""
     try:
-        return _path(value)
-    except (TypeError, ValueError):
-        raise ConfigError(f"{name} is {shown(value)}; give a path") from None
+        path = os.fsdecode(value)
+    except TypeError:
+        path = "\0"
+    if "\0" in path:  # which no file can have
+        raise ConfigError(f"{name} is {shown(value)}; give a path")
+    return path
 
 
 def paths(name: str, values: Any) -> list[str]:
@@ -133,16 +136,9 @@ def paths(name: str, values: Any) -> list[str]:
     if isinstance(values, (str, bytes, os.PathLike)):
         raise ConfigError(f"{name} is {shown(values)}, one path alone; give a list: [{values!r}]")
     try:
-        return [_path(value) for value in values]
-    except (TypeError, ValueError):
+        return [os.fsdecode(value) for value in values]
+    except TypeError:
         raise ConfigError(f"{name} are {shown(values)}; give a list of paths") from None
-
-
-def _path(value: Any) -> str:
-    path = os.fsdecode(value)
-    if "\0" in path:
-        raise ValueError
-    return path
 
 
 def shown(value: Any, most: int = 200) -> str:

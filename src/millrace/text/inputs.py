@@ -109,6 +109,9 @@ def find_inputs(
     ('jsonl', 13)
     """
     paths = checks.paths("inputs", inputs)
+    for path in paths:
+        if "\0" in path:
+            raise ConfigError(f"one of inputs is {checks.shown(path)}, which no file can have")
     if not paths:
         raise ConfigError("there are no inputs; give at least one file, folder or pattern")
     if separator is not None and (not isinstance(separator, str) or not separator):
