@@ -204,7 +204,11 @@ def test_a_job_is_done_when_only_its_journal_is_left(
                 run([path], tmp_path / "out", tokenizer, **options)
 
     run_until_the_end()
+    whole = contents(tmp_path / "out")
+    assert whole[0]
     assert run([path], tmp_path / "out", tokenizer).num_chunks_done == 0
+    assert contents(tmp_path / "out") == whole
+    assert files_beside(tmp_path / "out") == ["out_text_document.bin", "out_text_document.idx"]
     run_until_the_end()
     # Other files are asked for.
     run([path], tmp_path / "out", tokenizer, provenance="parquet")

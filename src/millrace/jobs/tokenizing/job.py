@@ -177,6 +177,8 @@ def tokenize(
             Journal(arguments.journal, identity(arguments), restart=arguments.restart)
         )
         if _is_published(journal, arguments):
+            for builder in builders:
+                builder.abort()  # else it would publish an empty pair
             return _finished(journal)
         _prepare(journal, arguments)
         output = Output(
