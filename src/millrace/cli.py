@@ -313,7 +313,8 @@ def _add_tokenize(verbs: Verbs) -> None:
     add = parser.add_argument_group("job").add_argument
     text = "where it runs: here, or on the Ray cluster of RAY_ADDRESS (default: local)"
     add("--engine", choices=("local", "ray"), default="local", help=text)
-    add("--workers", type=_positive, metavar="N", help="worker processes (default: one per core)")
+    text = "worker processes (default: one per core, fewer for a small input)"
+    add("--workers", type=_positive, metavar="N", help=text)
     add("--memory", type=_size, metavar="SIZE", help="limit for all processes: 512M, 4G")
     text = "input that a worker takes at a time, and a kill may cost (default: by the input's size)"
     add("--chunk-size", type=_size, metavar="SIZE", help=text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -138,6 +138,9 @@ def checked_arguments(
         check_rate=check_rate,
     )
     files = find_inputs(checks.paths("inputs", inputs), separator=separator)
+    if workers is None and engine == "local":
+        count = min(resources.workers, plan.workers_worth(files))
+        resources = replace(resources, workers=count)
     level = "document" if splitter is None else "sentence"
     prefixes = {key: f"{output_prefix}_{key}_{level}" for key in keys}
     quarantine = f"{output_prefix}.quarantine.jsonl"

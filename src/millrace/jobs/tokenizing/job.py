@@ -145,7 +145,8 @@ def tokenize(
         shard: (number, count): this job is one of several, each with a prefix of its own;
             merging their outputs in order gives the output of one job.
         engine: Where tasks run: "local" in worker processes, "ray" on a Ray cluster.
-        workers: Number of worker processes; None: one per core, or per CPU of the cluster.
+        workers: Number of worker processes; None: one per core, or fewer for a small input; on Ray
+            one per CPU of the cluster.
         memory: Bytes of memory for all processes of the job; None: no limit but the machine's.
         chunk_size: Bytes of input of a chunk; None: by the size of the input.
         max_document_size: Longest line, or text, in bytes: a longer one is not a document; None:

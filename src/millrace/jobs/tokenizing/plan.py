@@ -19,6 +19,8 @@ _MOST_TASKS = 20_000  # of a long job: each is a few files in one folder
 _MOST_PARTS = 1_000  # of a task that reads many small files
 _UNPACKED_PER_WORKER = 4
 _PARTS_PER_SHARD = 64  # that are looked at: shards differ by a part, 2 % of their size
+_WORTH_A_WORKER = 32 * MB
+_UNPACKED = 4  # bytes of text in a byte of a compressed file, about
 LARGEST_PIECE = 32 * MB  # of a file that is unpacked: two copies of it are in memory
 PIECES = 1_000_000  # task numbers that belong to one step of the plan
 
@@ -79,6 +81,14 @@ def resources_for(
             f"{limit / MB:,.0f} MB. Give more memory, fewer workers or a lower limit of documents"
         )
     return Resources(workers=workers or min(available_cores(), most), max_document_size=limit)
+
+
+def workers_worth(files: Sequence[InputFile]) -> int:
+    """The number of workers that is worth their start, which takes as long as 32 MB of text."""
+    if any(file.size is None for file in files):
+        return available_cores()
+    size = sum((file.size or 0) * (_UNPACKED if file.compression else 1) for file in files)
+    return max(size // _WORTH_A_WORKER, 1)
 
 
 def task_size_for(files: Sequence[InputFile], workers: int) -> int:
