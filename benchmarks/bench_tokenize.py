@@ -164,18 +164,18 @@ def rows(setup: Setup, workers: int, runs: int) -> list[Row]:
         sides["datatrove"] = functools.partial(datatrove_rate, setup, workers)
     results = alternate(runs, sides)
     plural = "worker" if workers == 1 else "workers"
-    found = []
+    rows = []
     for name in sides:
         if name == "ours":
             continue
         pair = (name, "ours") if name in others else ("ours", name)
         label = f"{workers} {plural}: " + (f"{name} over JSONL" if name in others else name)
-        found.append(
+        rows.append(
             Row.compare(
                 label, results[pair[0]], results[pair[1]], "MB/s", better=HIGHER, bar=BARS.get(name)
             )
         )
-    return found
+    return rows
 
 
 def other_inputs(setup: Setup) -> dict[str, Path]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable, Sequence
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,21 @@ def make_dataset(tmp_path: Path) -> Callable[..., IndexedDataset]:
 def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small byte-level BPE tokenizer, trained for the tests."""
     return train_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tokenizer.json")
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    result = subprocess.run(mount, capture_output=True, text=True)
+    if result.returncode != 0:
+        pytest.skip(f"a tmpfs cannot be mounted here: {result.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def train_tokenizer(path: Path, special_tokens: Sequence[str] = ("<|endoftext|>",)) -> Path:

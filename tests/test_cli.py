@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -147,21 +146,6 @@ def test_a_job_that_fails_exits_with_1_and_one_message(
         assert message in result.stderr
         assert "Traceback" not in result.stderr
         assert list(out.iterdir()) == []
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
-    result = subprocess.run(mount, capture_output=True, text=True)
-    if result.returncode != 0:
-        pytest.skip(f"a tmpfs cannot be mounted here: {result.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def test_the_error_of_a_full_disk_names_the_file_and_the_remedy(

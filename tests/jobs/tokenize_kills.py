@@ -249,12 +249,12 @@ def read_records(output: Path) -> dict[str, tuple[int, int]]:
 
 def descendants(pid: int) -> list[int]:
     """The living processes that a process has started, and theirs."""
-    found = []
+    processes = []
     with contextlib.suppress(OSError):
         for thread in Path(f"/proc/{pid}/task").iterdir():
             for child in map(int, (thread / "children").read_text().split()):
-                found += [child, *descendants(child)]
-    return [pid for pid in found if not is_ended(pid)]
+                processes += [child, *descendants(child)]
+    return [pid for pid in processes if not is_ended(pid)]
 
 
 def is_ended(pid: int) -> bool:

@@ -87,8 +87,7 @@ def describe(
     written_by = None if tokenizer is None else read_tokenizer(dataset.prefix)
     is_same, warning = None, None
     if tokenizer is not None and written_by is not None:
-        fingerprints = getattr(tokenizer, "fingerprints", [tokenizer.fingerprint])
-        is_same = written_by.is_same(fingerprints)
+        is_same = written_by.is_same(tokenizer.fingerprints)
         if not is_same:
             warning = (
                 f"another tokenizer wrote these tokens: {written_by}, not {tokenizer.path} "

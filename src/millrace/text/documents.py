@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from millrace import checks
 from millrace.errors import ConfigError
+from millrace.text.inputs import TABLE_FORMATS
 from millrace.text.parts import Part
 from millrace.text.records import (
     BadDocumentError,
@@ -117,7 +118,7 @@ def read_documents(
         skip_empty=skip_empty,
         max_size=checks.whole("max_document_size", max_document_size, 1),
     )
-    if part.format in ("parquet", "arrow"):
+    if part.format in TABLE_FORMATS:
         return _table_documents(part, options)
     if part.format == "text" and keys != ("text",):
         raise ConfigError(

@@ -17,6 +17,7 @@ from millrace.text.records import NOT_UNICODE, is_unicode
 from millrace.text.streams import NUM_MAGIC_BYTES, STDIN, compression_of, is_of_a_process, readable
 
 FORMATS = ("jsonl", "parquet", "arrow", "csv", "tsv", "text")
+TABLE_FORMATS = ("parquet", "arrow")  # their documents are rows, not lines
 
 _ENDINGS = {
     ".jsonl": "jsonl",
@@ -170,7 +171,7 @@ def input_file(path: str) -> InputFile:
             if not os.access(path, os.R_OK):
                 raise PermissionError(13, os.strerror(13))
             format_ = _format_of(path)
-            if format_ in ("parquet", "arrow"):
+            if format_ in TABLE_FORMATS:
                 raise TextError(
                     f"{path} is not a regular file, and {format_} cannot be read from a pipe. "
                     "Write it to a file first"
@@ -182,7 +183,7 @@ def input_file(path: str) -> InputFile:
             first_bytes = file.read(NUM_MAGIC_BYTES)
     compression = compression_of(first_bytes)
     format_ = _format_of(path, first_bytes)
-    if compression and format_ in ("parquet", "arrow"):
+    if compression and format_ in TABLE_FORMATS:
         raise TextError(
             f"{path} is a {compression}-compressed {format_} file. Decompress it: the format has "
             "a compression inside"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from millrace import checks
 from millrace.errors import ConfigError
-from millrace.text.inputs import InputFile
+from millrace.text.inputs import TABLE_FORMATS, InputFile
 from millrace.text.splitting import Block, Boundary, Separator, record_blocks
 from millrace.text.streams import BLOCK_SIZE, FileIdentity, open_stream
 
@@ -51,6 +51,11 @@ class Part:
     def __post_init__(self) -> None:
         if self.columns is not None:  # a list, if it comes from JSON
             object.__setattr__(self, "columns", tuple(self.columns))
+
+    @property
+    def unit(self) -> str:
+        """What is counted: "row" or "line"."""
+        return "row" if self.format in TABLE_FORMATS else "line"
 
     @property
     def identity(self) -> FileIdentity:
@@ -111,7 +116,7 @@ def _part(
     first_line: int | None = -1,
 ) -> Part:
     if first_line == -1:
-        first_line = 0 if file.format in ("parquet", "arrow") else 1
+        first_line = 0 if file.format in TABLE_FORMATS else 1
     return Part(
         path=file.path,
         format=file.format,

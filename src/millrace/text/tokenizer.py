@@ -20,12 +20,9 @@ from millrace.text.encoders import ENCODERS, EncodeBatch, make_encoder
 from millrace.text.vocabularies import (
     FunctionVocabulary,
     Vocabulary,
-    import_tokenizers,
     is_of_the_process,
     load_vocabulary,
 )
-
-__all__ = ["EOD_TOKENS", "Tokenizer", "encoded_size", "import_tokenizers"]
 
 EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """The usual end-of-document tokens; a tokenizer with exactly one of them needs no `eod_token`."""
@@ -294,7 +291,7 @@ class Tokenizer:
             if is_of_the_process(error):
                 raise
             for text in texts:
-                encoded_size(text)
+                _check_unicode(text)
             raise TextError(
                 f"{self.encoder_name} cannot encode one of {len(texts)} texts: "
                 f"{error or type(error).__name__}. Encode them one by one to find it"
@@ -336,12 +333,12 @@ def _are_texts(texts: Any) -> bool:
     return isinstance(texts, Sequence) and all(isinstance(text, str) for text in texts)
 
 
-def encoded_size(text: str, place: str = "") -> int:
-    """The size of a text in UTF-8, in bytes; TextError, after `place`, if it has none."""
+def _check_unicode(text: str) -> None:
+    """TextError if a text has no UTF-8."""
     try:
-        return len(text.encode())
+        text.encode()
     except UnicodeEncodeError as error:
         raise TextError(
-            f"{place}character {error.start + 1} is the lone surrogate "
+            f"character {error.start + 1} is the lone surrogate "
             f"U+{ord(text[error.start]):04X}, which is not valid Unicode. Repair or remove the text"
         ) from None

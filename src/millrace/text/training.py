@@ -163,8 +163,7 @@ class _Texts:
             if part.first_line is None:
                 place = f"byte {byte_offset}"
             else:
-                unit = "row" if part.format in ("parquet", "arrow") else "line"
-                place = f"{unit} {part.first_line + line}"
+                place = f"{part.unit} {part.first_line + line}"
             raise TextError(f"{part.source}, {place}: {reason}")
 
         if most == 0:

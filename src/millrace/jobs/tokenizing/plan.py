@@ -123,16 +123,17 @@ def plan_steps(
     Raises:
         ConfigError: A shard of a pipe.
     """
-    whole = [file for file in files if _can_be_unpacked(file, separator)]
-    large = [file for file in whole if file.size is not None and 4 * file.size > task_size]
-    is_unpacked = len(large) <= _UNPACKED_PER_WORKER * workers
+    large = [
+        file
+        for file in files
+        if _can_be_unpacked(file, separator) and _UNPACKED * (file.size or 0) > task_size
+    ]
+    to_unpack = large if len(large) <= _UNPACKED_PER_WORKER * workers else []
     # Where a shard begins must not depend on the size of its tasks: the others may have another.
     part_size = task_size if shard is None else _shard_part_size(files, shard[1])
     sources: list[Step] = []  # each a part or a file
     for file in files:
-        if _can_be_unpacked(file, separator) and (
-            file.size is None or (is_unpacked and 4 * file.size > task_size)
-        ):
+        if file.is_pipe or file in to_unpack:
             sources.append(Step(file=file))
         else:
             sources += [Step(parts=(part,)) for part in parts_of(file, part_size)]
@@ -178,7 +179,7 @@ def _sources_of_shard(steps: Sequence[Step], shard: int, num_shards: int) -> lis
     begins.
     """
     for step in steps:
-        if step.file is not None and step.file.size is None:
+        if step.file is not None and step.file.is_pipe:
             raise ConfigError(f"{step.file.path} is a pipe, which shards cannot share; give files")
     total = sum(map(step_size, steps))
     first, end = (number * total // num_shards for number in (shard, shard + 1))
@@ -203,18 +204,13 @@ def to_json(steps: Sequence[Step]) -> list[dict[str, Any]]:
 def from_json(plan: list[dict[str, Any]]) -> list[Step]:
     return [
         Step(
-            parts=tuple(_part(part) for part in step["parts"]),
+            parts=tuple(Part(**part) for part in step["parts"]),
             file=None if step["file"] is None else InputFile(**step["file"]),
         )
         for step in plan
     ]
 
 
-def _part(entries: dict[str, Any]) -> Part:
-    columns = entries["columns"]
-    return Part(**{**entries, "columns": None if columns is None else tuple(columns)})
-
-
 def _can_be_unpacked(file: InputFile, separator: str | None) -> bool:
     is_one_text = file.format == "text" and separator is None
-    return file.is_pipe or (file.has_pieces and not is_one_text)
+    return file.has_pieces and not is_one_text

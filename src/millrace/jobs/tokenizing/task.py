@@ -354,10 +354,9 @@ class Rejects:
 
     def _message(self, part_number: int, line: int, byte_offset: int, reason: str) -> str:
         part = self._parts[part_number]
-        what = "row" if part.format in ("parquet", "arrow") else "line"
         return (
-            f"{part.source}, {what} {first_line_of(part) + line}: {reason}. Or go on without "
-            f"such {what}s: --on-error skip, or quarantine, which keeps their bytes"
+            f"{part.source}, {part.unit} {first_line_of(part) + line}: {reason}. Or go on without "
+            f"such {part.unit}s: --on-error skip, or quarantine, which keeps their bytes"
         )
 
     def __enter__(self) -> Rejects:
