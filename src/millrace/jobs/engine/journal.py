@@ -184,9 +184,15 @@ class Journal:
                         _remove_tree(os.path.join(folder, name))
         return None if names is None else content["record"]
 
-    def commit(self, number: int, record: Mapping[str, Any], files: Sequence[str]) -> None:
+    def commit(
+        self,
+        number: int,
+        record: Mapping[str, Any],
+        files: Sequence[str],
+        sums: Mapping[str, tuple[int, str]] | None = None,
+    ) -> None:
         """As the function `commit`, in the process that has the journal open."""
-        commit(self.folder, number, record, files)
+        commit(self.folder, number, record, files, sums)
 
     def finish(self, result: Any) -> None:
         """Stores the result of the job, whose output is whole, and removes the journal.
@@ -293,7 +299,13 @@ class Journal:
             ) from None
 
 
-def commit(folder: str, number: int, record: Mapping[str, Any], files: Sequence[str]) -> None:
+def commit(
+    folder: str,
+    number: int,
+    record: Mapping[str, Any],
+    files: Sequence[str],
+    sums: Mapping[str, tuple[int, str]] | None = None,
+) -> None:
     """Records that a task is done; the last thing that a task does.
 
     Runs in any process of any machine that shares the file system. The record appears whole or not
@@ -305,10 +317,13 @@ def commit(folder: str, number: int, record: Mapping[str, Any], files: Sequence[
         record: What the job needs to know about the task: plain JSON values.
         files: Paths of the files that the task has written into its folder, under their final
             names.
+        sums: Size and XXH3-64 of files that the task has hashed while it wrote them, by path; the
+            other files are read.
 
     Raises:
         ConfigError: If a file is not in the folder of the task, or the record is not plain JSON.
-        MillraceError: If the journal was removed: the job has ended, or has been started again.
+        MillraceError: If the journal was removed: the job has ended, or has been started again. Or
+            if a file does not have the size in `sums`.
         OSError: If a file cannot be read, or the record cannot be written.
     """
     home = task_folder(folder, number)
@@ -321,8 +336,13 @@ def commit(folder: str, number: int, record: Mapping[str, Any], files: Sequence[
     temporary = temporary_name(path)
     try:
         entries = []
-        for name in names:
-            size, digest = _sum_of(os.path.join(home, name))
+        for name, path_of_file in zip(names, files, strict=True):
+            size, digest = (sums or {}).get(path_of_file) or _sum_of(path_of_file)
+            if os.path.getsize(path_of_file) != size:
+                raise MillraceError(
+                    f"{path_of_file} has {os.path.getsize(path_of_file)} bytes, and {size} were "
+                    "written: another program has changed it. Run again"
+                )
             entries.append({"name": name, "size": size, "xxh3": digest})
         content = {"number": number, "files": entries, "record": plain_record}
         content["xxh3"] = _sum_of_record(content)
