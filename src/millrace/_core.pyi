@@ -37,9 +37,16 @@ def look_up_draws(
 def copy_pieces(
     data: NDArray[np.uint8], byte_offsets: _Numbers, byte_counts: _Numbers
 ) -> NDArray[np.uint8]: ...
-def read_pieces(
+def read_packed(
     descriptor: int, num_bytes: int, byte_offsets: _Numbers, byte_counts: _Numbers
 ) -> NDArray[np.uint8]: ...
+def read_pieces(
+    descriptor: int,
+    byte_offsets: _Numbers,
+    sizes: _Numbers,
+    buffer: NDArray[np.uint8],
+    targets: _Numbers,
+) -> None: ...
 def prefetch_mapped(
     data: NDArray[np.uint8], byte_offsets: _Numbers, byte_counts: _Numbers
 ) -> None: ...

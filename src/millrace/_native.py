@@ -504,7 +504,7 @@ def copy_pieces(
     return _core.copy_pieces(data, byte_offsets, byte_counts)
 
 
-def read_pieces(
+def read_packed(
     descriptor: int,
     num_bytes: int,
     byte_offsets: Numbers,
@@ -526,7 +526,46 @@ def read_pieces(
     """
     _check_vector("byte_offsets", byte_offsets, _INT64)
     _check_vector("byte_counts", byte_counts, _INT64)
-    return _core.read_pieces(descriptor, num_bytes, byte_offsets, byte_counts)
+    return _core.read_packed(descriptor, num_bytes, byte_offsets, byte_counts)
+
+
+def read_pieces(
+    descriptor: int,
+    byte_offsets: Numbers,
+    sizes: Numbers,
+    buffer: NDArray[np.uint8],
+    targets: Numbers,
+) -> None:
+    """Reads pieces of an open file, each to its own place in a buffer.
+
+    They are read in the order of their offsets, and neighbours by one call of the system. Fastest
+    if the offsets ascend. While it runs, no other thread may change the arrays.
+
+    Args:
+        descriptor: Descriptor of a file that is open for reading.
+        byte_offsets: First byte of each piece in the file, int64 [pieces].
+        sizes: Bytes of each piece, int64 [pieces].
+        buffer: Writable uint8 [n].
+        targets: First byte of each piece in the buffer, int64 [pieces]. Where pieces overlap in the
+            buffer, the result is not defined.
+
+    Raises:
+        ValueError: A piece outside the buffer, before anything is read; or a file that ends before
+            the end of a piece, when part of the buffer may have been written.
+        OSError: A failed read.
+    """
+    _check_vector("byte_offsets", byte_offsets, _INT64)
+    _check_vector("sizes", sizes, _INT64)
+    _check_vector("targets", targets, _INT64)
+    _check_vector("buffer", buffer, _UINT8)
+    if not byte_offsets.size == sizes.size == targets.size:
+        raise ConfigError(
+            f"byte_offsets, sizes and targets have {byte_offsets.size}, {sizes.size} and "
+            f"{targets.size} numbers; as many of each are needed"
+        )
+    if not buffer.flags.writeable:
+        raise ConfigError("buffer is read-only; a writable array is needed")
+    _core.read_pieces(descriptor, byte_offsets, sizes, buffer, targets)
 
 
 def prefetch_mapped(data: NDArray[np.uint8], byte_offsets: Numbers, byte_counts: Numbers) -> None:

@@ -417,7 +417,7 @@ def prefetch_file(
     descriptor: int, num_bytes: int, byte_offsets: Numbers, byte_counts: Numbers
 ) -> None:
     """See `_native.prefetch_file`: what can be seen of it, which is its errors."""
-    read_pieces(descriptor, num_bytes, byte_offsets, byte_counts)
+    read_packed(descriptor, num_bytes, byte_offsets, byte_counts)
 
 
 def copy_sequences(
@@ -435,15 +435,36 @@ def copy_sequences(
     return flat, np.concatenate(([0], np.cumsum(counts)))
 
 
-def read_pieces(
+def read_packed(
     descriptor: int,
     num_bytes: int,
     byte_offsets: Numbers,
     byte_counts: Numbers,
 ) -> NDArray[np.uint8]:
-    """See `_native.read_pieces`."""
+    """See `_native.read_packed`."""
     data = np.frombuffer(os.pread(descriptor, num_bytes, 0), np.uint8)
     return copy_pieces(data, byte_offsets, byte_counts)
+
+
+def read_pieces(
+    descriptor: int,
+    byte_offsets: Numbers,
+    sizes: Numbers,
+    buffer: NDArray[np.uint8],
+    targets: Numbers,
+) -> None:
+    """See `_native.read_pieces`."""
+    pieces = list(zip(byte_offsets.tolist(), sizes.tolist(), targets.tolist(), strict=True))
+    for offset, size, target in pieces:
+        if min(offset, size) < 0 or offset + size > 2**63 - 1:
+            raise ValueError(f"{size} bytes from byte {offset} on are outside any file")
+        if target < 0 or target + size > len(buffer):
+            raise ValueError(f"{size} bytes for byte {target} on lie outside {len(buffer)}")
+    for offset, size, target in pieces:
+        data = os.pread(descriptor, size, offset)
+        if len(data) < size:
+            raise ValueError(f"the file ends at byte {os.fstat(descriptor).st_size}")
+        buffer[target : target + size] = np.frombuffer(data, np.uint8)
 
 
 def first_bad_sequence(

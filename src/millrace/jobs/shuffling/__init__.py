@@ -1,0 +1,1 @@
+"""The shuffle job: items of many domains are permuted globally and written as shards."""
