@@ -95,7 +95,7 @@ _REMEDIES = {
 
 def _describe_error(error: OSError, options: dict[str, Any]) -> str:
     """A message for an OSError; the verb's output stands for a file name that it lacks."""
-    outputs = (options.get(name) for name in ("output_prefix", "target", "folder"))
+    outputs = (options.get(name) for name in ("output_prefix", "output_dir", "target", "folder"))
     place = error.filename or next(filter(None, outputs), "the system")
     if isinstance(place, bytes):
         place = os.fsdecode(place)
@@ -186,6 +186,7 @@ def _add_verb(
 
 def _add_file_verbs(verbs: Verbs) -> None:
     _add_tokenize(verbs)
+    _add_shuffle(verbs)
 
     text = """Trains a tokenizer. Reads the same files as `tokenize`, and writes a byte-level BPE
         tokenizer as a Hugging Face tokenizer.json."""
@@ -319,6 +320,51 @@ def _add_tokenize(verbs: Verbs) -> None:
     text = "input that a worker takes at a time, and a kill may cost (default: by the input's size)"
     add("--chunk-size", type=_size, metavar="SIZE", help=text)
     text = "discard what an interrupted job with this prefix has done"
+    add("--restart", action="store_true", help=text)
+    add("--json", dest="as_json", action="store_true", help="print one JSON object at the end")
+
+
+def _add_shuffle(verbs: Verbs) -> None:
+    text = """Shuffles token files globally. Cuts the token files of many domains into sequences of
+        a fixed length, permutes all of them, and writes shards that are token files themselves. A
+        job that was killed continues when the same command runs again."""
+    parser = _add_verb(verbs, _shuffle, text)
+    add = parser.add_argument_group("input").add_argument
+    text = "folder with a folder for each domain: .bin, .npy, or .bin with .idx"
+    add("--input-dir", metavar="DIR", help=text)
+    text = "file with a weight and a path on each line: 2.5 data/web (instead of --input-dir)"
+    add("--input-list", metavar="FILE", help=text)
+    text = "dtype of .bin files without .idx (default: uint32)"
+    add("--dtype", choices=("uint16", "uint32", "int32"), default="uint32", help=text)
+    text = "tokens of a sequence (default: 4096)"
+    add("--seq-len", type=_positive, default=4096, metavar="N", help=text)
+    text = "continue the remainder of a file in the next file of its domain"
+    add("--carry", action="store_true", help=text)
+    text = "token to put after each document of an indexed dataset"
+    add("--eod", type=_count, metavar="ID", help=text)
+    text = "shuffle whole documents of indexed datasets instead of sequences"
+    add("--documents", action="store_true", help=text)
+
+    add = parser.add_argument_group("output").add_argument
+    text = "folder for the shards: a new one, or an empty one"
+    add("--output-dir", required=True, metavar="DIR", help=text)
+    add("--num-shards", type=_positive, default=64, metavar="N", help="number of shards (64)")
+    add("--seed", type=_count, default=42, metavar="N", help="seed of the permutation (42)")
+    text = """numpy: numpy.random.default_rng(SEED).permutation(n); keyed: for any n without memory
+        (default: numpy if it fits the memory)"""
+    add("--permutation", choices=("auto", "numpy", "keyed"), default="auto", help=text)
+
+    add = parser.add_argument_group("job").add_argument
+    text = """memory: all data at once; gather: read each shard's sequences wherever they are;
+        scatter: sort runs of the input, then read each shard from the runs (default: the fastest)"""
+    add("--plan", choices=("auto", "memory", "gather", "scatter"), default="auto", help=text)
+    text = "where it runs: here, or on the Ray cluster of RAY_ADDRESS (default: local)"
+    add("--engine", choices=("local", "ray"), default="local", help=text)
+    text = "largest number of worker processes (default: 4)"
+    add("--num-workers", dest="workers", type=_positive, default=4, metavar="N", help=text)
+    text = "limit for all processes: 300M, 4G (default: half of what is available)"
+    add("--memory", type=_size, metavar="SIZE", help=text)
+    text = "discard what an interrupted job has done in the output folder"
     add("--restart", action="store_true", help=text)
     add("--json", dest="as_json", action="store_true", help="print one JSON object at the end")
 
@@ -488,6 +534,31 @@ def _tokenize(
             print(f"  {row['file']}, line {row['line']}: {row['reason']}")
         if result.num_skipped > len(result.skipped):
             print(f"  and {result.num_skipped - len(result.skipped):,} more")
+
+
+def _shuffle(input_list: str | None, as_json: bool, **options: Any) -> None:
+    from millrace.jobs import shuffle
+    from millrace.jobs.shuffling import read_input_list
+
+    entries = None if input_list is None else read_input_list(input_list)
+    # Ray writes about lost nodes to stdout, which is the report's.
+    with contextlib.redirect_stdout(sys.stderr):
+        result = shuffle(input_list=entries, show_progress=True, **options)
+    if as_json:
+        print(json.dumps(dataclasses.asdict(result)))
+        return
+    print(
+        f"{result.output_dir}: {result.num_items:,} {result.unit} of {len(result.domain_stats):,} "
+        f"domains in {len(result.shard_sizes):,} shards, {result.num_tokens:,} tokens"
+    )
+    rate = result.num_bytes / 1e6 / max(result.seconds, 1e-9)
+    print(
+        f"{result.num_bytes / 1e6:,.1f} MB in {result.seconds:.1f} s, {rate:,.1f} MB/s, by the "
+        f"plan {result.plan}, because {result.reason}"
+    )
+    if result.num_tasks_kept:
+        num_tasks = result.num_tasks_kept + result.num_tasks_done
+        print(f"{result.num_tasks_kept:,} of {num_tasks:,} tasks were kept from an earlier run")
 
 
 def _all_inputs(inputs: list[str], input_list: str | None) -> list[str]:
