@@ -71,9 +71,8 @@ class KeyedPermutation:
         return self._permuted("places", places, True)
 
     def _permuted(self, name: str, values: ArrayLike, is_inverse: bool) -> NDArray[np.int64]:
+        numbers = whole_numbers(name, values)
         try:
-            return _native.swap_or_not(
-                whole_numbers(name, values), self.size, self._key, is_inverse
-            )
+            return _native.swap_or_not(numbers, self.size, self._key, is_inverse)
         except ValueError as error:
             raise ConfigError(f"one of {name} is out of range: {error}") from None
