@@ -163,6 +163,7 @@ def fill_rows(
 def torch_randperm(
     size: int, seed: int, has_64_bit_draws: bool, like: NDArray[_T]
 ) -> NDArray[_T]: ...
+def swap_or_not(numbers: _Numbers, size: int, key: int, is_inverse: bool) -> _Numbers: ...
 def fill_in_middle(
     tokens: _Numbers,
     flags: NDArray[np.uint8],

@@ -697,6 +697,33 @@ def torch_randperm(
     return _core.torch_randperm(size, seed % 2**32, has_64_bit_draws, np.empty(0, dtype))
 
 
+def swap_or_not(numbers: Numbers, size: int, key: int, is_inverse: bool) -> Numbers:
+    """A keyed permutation of 0 to size - 1: the place of each number, in constant memory.
+
+    The swap-or-not shuffle of Hoang, Morris and Rogaway (CRYPTO 2012), with
+    48 + 2 * size.bit_length() rounds. It is a permutation for every size; like a random one for
+    all statistics, but not made to keep a secret.
+
+    Args:
+        numbers: int64 [n], in any order.
+        size: Number of numbers that are permuted, 0 to 2**63 - 1.
+        key: Key that chooses the permutation, 0 to 2**64 - 1.
+        is_inverse: Whether `numbers` are places, and the numbers there are the result.
+
+    Returns:
+        int64 [n].
+
+    Raises:
+        ValueError: A number outside [0, size).
+    """
+    _check_vector("numbers", numbers, _INT64)
+    if not 0 <= size <= MAX_INT64:
+        raise ConfigError(f"size is {size}; 0 to {MAX_INT64} is possible")
+    if not 0 <= key < 2**64:
+        raise ConfigError(f"key is {key}; 0 to 2**64 - 1 is possible")
+    return _core.swap_or_not(numbers, size, key, is_inverse)
+
+
 def _check_vector(name: str, array: NDArray[Any], dtype: np.dtype[Any]) -> None:
     if array.ndim != 1 or array.dtype != dtype or not array.flags.c_contiguous:
         raise ConfigError(

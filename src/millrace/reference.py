@@ -515,6 +515,28 @@ MIN_FIM_TOKENS = 3
 """A document of which fewer tokens would remain is not permuted for fill-in-the-middle."""
 
 
+def swap_or_not(numbers: Numbers, size: int, key: int, is_inverse: bool) -> Numbers:
+    """See `_native.swap_or_not`.
+
+    In each round, x and its partner (K - x) mod size change places, or not. K and an offset are
+    NumPy's own draws; the top bit of a hash of the larger of the two, SplitMix64's finalizer,
+    decides.
+    """
+    if np.any((numbers < 0) | (numbers >= size)):
+        raise ValueError(f"a number is outside [0, {size})")
+    rounds = range(48 + 2 * size.bit_length())
+    words = [np.random.Philox(key=key, counter=[r, size, 0, 0]).random_raw(2) for r in rounds]
+    values = numbers.astype(np.uint64)
+    for word, offset in words[::-1] if is_inverse else words:
+        total = np.uint64(int(word) * size >> 64)
+        partners = total - values + np.where(total < values, np.uint64(size), np.uint64(0))
+        hashes = np.maximum(values, partners) + offset
+        hashes = (hashes ^ (hashes >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        hashes = (hashes ^ (hashes >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        values = np.where(hashes >> np.uint64(63) == 1, partners, values)
+    return values.astype(np.int64)
+
+
 def fill_in_middle(
     tokens: Numbers,
     flags: NDArray[np.uint8],
