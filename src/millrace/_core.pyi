@@ -1,6 +1,6 @@
 """The native core. Call it through `millrace._native`, which checks the arguments."""
 
-from typing import Any, SupportsIndex, TypeVar
+from typing import Any, SupportsIndex, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,12 +102,21 @@ class SequenceViews:
     def many(self, start: int, stop: int, step: int) -> list[NDArray[Any]]: ...
 
 class TokenSource:
+    @overload
     def __init__(
         self,
         tokens: NDArray[Any],
         sequence_pointers: _Numbers,
         sequence_lengths: _Lengths,
         num_bytes: int,
+    ) -> None: ...
+    @overload
+    def __init__(
+        self,
+        shards: tuple[NDArray[Any], ...],
+        shard_sizes: _Numbers,
+        sequence_length: int,
+        is_mapped: bool,
     ) -> None: ...
 
 class RowForm:
@@ -136,6 +145,9 @@ class GPTOrder(Order):
         sequence_length: int,
         add_extra_token: bool,
     ) -> None: ...
+
+class SequenceOrder(Order):
+    def __init__(self, num_sequences: int, sequence_length: int) -> None: ...
 
 def spans(
     order: Order, sample_numbers: _Numbers

@@ -20,6 +20,7 @@ from millrace import _core
 from millrace._core import GPTOrder as GPTOrder
 from millrace._core import Order as Order
 from millrace._core import RowForm as RowForm
+from millrace._core import SequenceOrder as SequenceOrder
 from millrace._core import SequenceViews as SequenceViews
 from millrace._core import TokenBuffer as TokenBuffer
 from millrace._core import TokenSource as TokenSource
@@ -265,6 +266,43 @@ def token_source(
         raise ConfigError(f"tokens has shape {tokens.shape}; one dimension is needed")
     num_bytes = tokens.nbytes if num_bytes is None else num_bytes
     return TokenSource(np.ascontiguousarray(tokens), sequence_pointers, sequence_lengths, num_bytes)
+
+
+def sharded_source(
+    shards: Sequence[NDArray[Any]], shard_sizes: Sequence[int], sequence_length: int
+) -> TokenSource:
+    """The token files of shards, whose sequences all have one length, as one.
+
+    The sequences of the first shard come first. Byte offsets count through all files.
+
+    Args:
+        shards: The tokens of each file, [n] of one integer dtype; all empty if they are not mapped.
+        shard_sizes: Number of sequences of each file.
+        sequence_length: Number of tokens in a sequence, at least 1.
+    """
+    sizes = np.array(shard_sizes, np.int64)
+    _check_rows(sequence_length, sum(sizes.tolist()))
+    if len(shards) != len(sizes) or len(shards) == 0 or np.any(sizes < 0):
+        raise ConfigError(
+            f"there are {len(shards)} shards with {len(sizes)} sizes, {sizes}; one of at least 0 "
+            "is needed for each, and at least one shard"
+        )
+    is_mapped = any(len(shard) > 0 for shard in shards)
+    tokens = tuple(np.ascontiguousarray(shard) for shard in shards)
+    return TokenSource(tokens, sizes, sequence_length, is_mapped)
+
+
+def sequence_order(num_sequences: int, sequence_length: int) -> SequenceOrder:
+    """The order of sequences of one length as they are stored: sample n is sequence n.
+
+    Args:
+        num_sequences: Number of sequences, at least 0.
+        sequence_length: Number of tokens in a sequence, at least 1.
+    """
+    if num_sequences < 0:
+        raise ConfigError(f"num_sequences is {num_sequences}; at least 0 is needed")
+    _check_rows(sequence_length, num_sequences)
+    return SequenceOrder(num_sequences, sequence_length)
 
 
 def gpt_order(

@@ -179,6 +179,60 @@ def token_source(
     return TokenSource(tokens, sequence_pointers, sequence_lengths, num_bytes)
 
 
+class ShardedSource(NamedTuple):
+    """See `_native.sharded_source`."""
+
+    shards: Sequence[NDArray[Any]]
+    shard_sizes: Sequence[int]
+    sequence_length: int
+
+    @property
+    def tokens(self) -> NDArray[Any]:
+        """The tokens of all shards, one after the other."""
+        return np.concatenate(self.shards)
+
+    def locate(self, sequence: int, offset: int, count: int) -> tuple[int, int]:
+        """The byte offset and byte count of a span, in the concatenated files."""
+        if not 0 <= sequence < sum(self.shard_sizes):
+            raise ValueError(f"there is no sequence {sequence}")
+        if not 0 <= offset <= offset + count <= self.sequence_length or count < 0:
+            raise ValueError(f"{count} tokens from {offset} on are outside a sequence")
+        width = self.shards[0].itemsize
+        return (sequence * self.sequence_length + offset) * width, count * width
+
+    def read(self, sequence: int, offset: int, count: int) -> list[int]:
+        """The tokens of a span."""
+        self.locate(sequence, offset, count)
+        start = sequence * self.sequence_length + offset
+        tokens: list[int] = self.tokens[start : start + count].tolist()
+        return tokens
+
+
+def sharded_source(
+    shards: Sequence[NDArray[Any]], shard_sizes: Sequence[int], sequence_length: int
+) -> ShardedSource:
+    """See `_native.sharded_source`."""
+    return ShardedSource(shards, shard_sizes, sequence_length)
+
+
+class SequenceOrder(NamedTuple):
+    """See `_native.sequence_order`."""
+
+    num_sequences: int
+    sequence_length: int
+
+    def spans(self, sample_number: int) -> list[tuple[int, int, int]]:
+        """A sample's (sequence, offset, count)."""
+        if not 0 <= sample_number < self.num_sequences:
+            raise ValueError(f"there is no sample {sample_number}")
+        return [(sample_number, 0, self.sequence_length)]
+
+
+def sequence_order(num_sequences: int, sequence_length: int) -> SequenceOrder:
+    """See `_native.sequence_order`."""
+    return SequenceOrder(num_sequences, sequence_length)
+
+
 class GPTOrder(NamedTuple):
     """See `_native.gpt_order`."""
 
@@ -233,7 +287,11 @@ def gpt_order(
     )
 
 
-def spans(order: GPTOrder, sample_numbers: Numbers) -> tuple[Numbers, Numbers, Numbers, Numbers]:
+AnySource = TokenSource | ShardedSource
+AnyOrder = GPTOrder | SequenceOrder
+
+
+def spans(order: AnyOrder, sample_numbers: Numbers) -> tuple[Numbers, Numbers, Numbers, Numbers]:
     """See `_native.spans`."""
     samples = [order.spans(number) for number in sample_numbers.tolist()]
     rows = np.array([span for sample in samples for span in sample], np.int64).reshape(-1, 3)
@@ -243,7 +301,7 @@ def spans(order: GPTOrder, sample_numbers: Numbers) -> tuple[Numbers, Numbers, N
 
 
 def locate_spans(
-    token_source: TokenSource, sequences: Numbers, offsets: Numbers, counts: Numbers
+    token_source: AnySource, sequences: Numbers, offsets: Numbers, counts: Numbers
 ) -> tuple[Numbers, Numbers]:
     """See `_native.locate_spans`."""
     columns = (column.tolist() for column in (sequences, offsets, counts))
@@ -272,8 +330,8 @@ def row_form(**fields: Any) -> RowForm:
 
 
 def gather_samples(
-    token_sources: tuple[TokenSource, ...],
-    orders: tuple[GPTOrder, ...],
+    token_sources: tuple[AnySource, ...],
+    orders: tuple[AnyOrder, ...],
     source_numbers: Numbers,
     sample_numbers: Numbers,
     options: SampleOptions,
@@ -300,8 +358,8 @@ def gather_samples(
 
 
 def gather_texts(
-    token_sources: tuple[TokenSource, ...],
-    orders: tuple[GPTOrder, ...],
+    token_sources: tuple[AnySource, ...],
+    orders: tuple[AnyOrder, ...],
     source_numbers: Numbers,
     sample_numbers: Numbers,
 ) -> tuple[Numbers, Numbers]:
@@ -312,8 +370,8 @@ def gather_texts(
 
 
 def _texts(
-    token_sources: tuple[TokenSource, ...],
-    orders: tuple[GPTOrder, ...],
+    token_sources: tuple[AnySource, ...],
+    orders: tuple[AnyOrder, ...],
     source_numbers: Numbers,
     sample_numbers: Numbers,
 ) -> list[list[int]]:

@@ -4,6 +4,8 @@
 document index, sample index and shuffle index; `blends` and `draws` say which dataset each sample
 comes from. All of them give Megatron-LM's results, bit for bit. `spans` says what any order is.
 `permutation` is a permutation without a table, for the global shuffle.
+comes from. All of them give Megatron-LM's results, bit for bit. `sequences` is the order of
+sequences as they are stored. `spans` says what any order is.
 """
 
 from millrace.order.blends import (
@@ -16,6 +18,7 @@ from millrace.order.blends import (
 from millrace.order.draws import BlendIndices, BlendOrder, build_blend_indices
 from millrace.order.gpt import GPTIndices, GPTOrder, GPTPlan, build_gpt_indices, plan_gpt
 from millrace.order.permutation import KeyedPermutation
+from millrace.order.sequences import SequenceOrder
 from millrace.order.spans import RULES_VERSION, Order, Spans
 from millrace.order.splits import SPLITS, parse_split, split_ranges
 
@@ -29,6 +32,7 @@ __all__ = [
     "GPTPlan",
     "KeyedPermutation",
     "Order",
+    "SequenceOrder",
     "Spans",
     "blend",
     "blend_exhaustively",
