@@ -68,10 +68,11 @@ class Passes:
         return units + self._first_units[domains]
 
     def items_in(self, domain: int, start: int, stop: int) -> int:
-        """The number of items whose units are units [start, stop) of a domain."""
+        """The number of items of units [start, stop), which are all of one domain."""
         count, rest = int(self._num_units[domain]), int(self._num_rest[domain])
         if count == 0:
             return 0
+        start, stop = (number - int(self._first_units[domain]) for number in (start, stop))
         # Unit j * count // rest is below `stop` exactly for j < stop * rest / count.
         in_rest = -(-stop * rest // count) - -(-start * rest // count)
         return int(self._num_whole[domain]) // count * (stop - start) + in_rest

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace import _native
 from millrace.errors import DataError
 from millrace.files import is_of_the_process
 from millrace.jobs.shuffling.items import SourceFile
@@ -74,7 +74,7 @@ def _read_file(
         try:
             _check_unchanged(file, descriptor)
             try:
-                read_pieces(descriptor, byte_offsets, sizes, buffer, targets)
+                _native.read_pieces(descriptor, byte_offsets, sizes, buffer, targets)
             except ValueError:
                 _check_unchanged(file, descriptor)  # cut short meanwhile
                 raise
@@ -100,18 +100,3 @@ def _check_unchanged(file: SourceFile, descriptor: int) -> None:
         f"{status.st_mtime_ns} ns; it had {file.size} bytes, last changed at {file.mtime_ns} ns. "
         "Leave the input as it is until the job has ended; begin anew with --restart"
     )
-
-
-def read_pieces(
-    descriptor: int, byte_offsets: Numbers, sizes: Numbers, buffer: Any, targets: Numbers
-) -> None:
-    view = memoryview(buffer)
-    for offset, size, target in zip(
-        byte_offsets.tolist(), sizes.tolist(), targets.tolist(), strict=True
-    ):
-        done = 0
-        while done < size:
-            count = os.preadv(descriptor, [view[target + done : target + size]], offset + done)
-            if count == 0:
-                raise ValueError("the end of the file")
-            done += count
