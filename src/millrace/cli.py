@@ -356,7 +356,7 @@ def _add_shuffle(verbs: Verbs) -> None:
 
     add = parser.add_argument_group("job").add_argument
     text = """memory: all data at once; gather: read each shard's sequences wherever they are;
-        scatter: sort runs of the input, then read each shard from the runs (default: the fastest)"""
+        scatter: sort runs of the input, then read each shard from them (default: the fastest)"""
     add("--plan", choices=("auto", "memory", "gather", "scatter"), default="auto", help=text)
     text = "where it runs: here, or on the Ray cluster of RAY_ADDRESS (default: local)"
     add("--engine", choices=("local", "ray"), default="local", help=text)
@@ -551,10 +551,13 @@ def _shuffle(input_list: str | None, as_json: bool, **options: Any) -> None:
         f"{result.output_dir}: {result.num_items:,} {result.unit} of {len(result.domain_stats):,} "
         f"domains in {len(result.shard_sizes):,} shards, {result.num_tokens:,} tokens"
     )
+    if result.plan == "none":
+        print(result.reason)
+        return
     rate = result.num_bytes / 1e6 / max(result.seconds, 1e-9)
     print(
         f"{result.num_bytes / 1e6:,.1f} MB in {result.seconds:.1f} s, {rate:,.1f} MB/s, by the "
-        f"plan {result.plan}, because {result.reason}"
+        f"plan {result.plan}"
     )
     if result.num_tasks_kept:
         num_tasks = result.num_tasks_kept + result.num_tasks_done

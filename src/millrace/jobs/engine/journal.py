@@ -97,14 +97,14 @@ class Journal:
         job = _plain_json(dict(job))
         parent = os.path.dirname(self.path) or "."
         if not os.path.isdir(parent):
-            raise ConfigError(f"{parent} is not a folder; create it, or give another prefix")
+            raise ConfigError(f"{parent} is not a folder; create it, or give another output")
         with contextlib.ExitStack() as stack, _opening(self.path):
             try:
                 self._is_alone = stack.enter_context(file_lock(self.path + ".lock", limit=0))
             except BlockingIOError as error:
                 raise MillraceError(
                     f"another process is at work on this job: {self.path} is {error.strerror}. Or "
-                    "give another prefix"
+                    "give another output"
                 ) from None
             run = self._run_of(job, restart) or self._new_run(job)
             self.folder = os.path.join(os.path.abspath(self.path), run)
@@ -235,13 +235,13 @@ class Journal:
         except NotADirectoryError:
             raise ConfigError(
                 f"{self.path} is a file; the journal of the job needs this name: remove the file, "
-                "or give another prefix"
+                "or give another output"
             ) from None
         foreign = [entry for entry in entries if not _is_ours(entry)]
         if foreign:
             raise ConfigError(
                 f"{self.path} holds {shown(sorted(foreign)[0])}, which is not part of a journal; "
-                "the journal of the job needs this name: give another prefix"
+                "the journal of the job needs this name: give another output"
             )
         if restart or _JOB not in entries:
             return None
@@ -255,7 +255,7 @@ class Journal:
         except (ValueError, KeyError, TypeError):
             raise ConfigError(
                 f"{self.path} is damaged, or was written by another version of millrace. Give "
-                "--restart (restart=True) to discard it, or another prefix"
+                "--restart (restart=True) to discard it, or another output"
             ) from None
         differences = list(_differences("", other, dict(job)))
         if not differences:
@@ -267,7 +267,7 @@ class Journal:
             raise ConfigError(
                 f"{self.path} is the journal of an unfinished job, and this job differs from it: "
                 f"{text}. Run the same command again to continue that job, give --restart "
-                "(restart=True) to discard it, or give another prefix"
+                "(restart=True) to discard it, or give another output"
             )
         return None  # that job is done, or has done nothing
 
@@ -295,7 +295,7 @@ class Journal:
         except ValueError:
             raise ConfigError(
                 f"{self.path} is damaged: {name} cannot be read. Give --restart (restart=True) "
-                "to discard it, or another prefix"
+                "to discard it, or another output"
             ) from None
 
 
@@ -336,12 +336,12 @@ def commit(
     temporary = temporary_name(path)
     try:
         entries = []
-        for name, path_of_file in zip(names, files, strict=True):
-            size, digest = (sums or {}).get(path_of_file) or _sum_of(path_of_file)
-            if os.path.getsize(path_of_file) != size:
+        for name, source in zip(names, files, strict=True):
+            size, digest = (sums or {}).get(source) or _sum_of(source)
+            if os.path.getsize(source) != size:
                 raise MillraceError(
-                    f"{path_of_file} has {os.path.getsize(path_of_file)} bytes, and {size} were "
-                    "written: another program has changed it. Run again"
+                    f"{source} has {os.path.getsize(source)} bytes, and {size} were written: "
+                    "another program has changed it. Run again"
                 )
             entries.append({"name": name, "size": size, "xxh3": digest})
         content = {"number": number, "files": entries, "record": plain_record}
@@ -373,7 +373,7 @@ def task_folder(folder: str, number: int) -> str:
         raise MillraceError(
             f"{path} does not exist on {os.uname().nodename}. Either the job has ended or was "
             "started again while this task was at work, or this machine does not share the file "
-            "system of the output: give a prefix on one that all machines share"
+            "system of the output: put the output on one that all machines share"
         )
     return path
 
@@ -404,7 +404,7 @@ def _opening(path: str) -> Iterator[None]:
     except OSError as error:
         raise MillraceError(
             f"the journal {path} cannot be written: {error}. The job keeps what it has done there: "
-            "make room and grant access, or give a prefix in another folder"
+            "make room and grant access, or write to another folder"
         ) from error
 
 

@@ -162,13 +162,15 @@ def shuffle(
         journal = _open_journal(stack, arguments, domains)
         if journal.result is not None:
             return _finished(journal, arguments)
-        if not _is_written(journal):
+        if _is_written(journal):
+            result = _kept(ShuffleResult(**journal.plan["result"]))
+        else:
             items = _make_items(journal, arguments)
             if publish.output_in(arguments.output_dir):
                 return _result_of_output(arguments, items)
-            _write(journal, arguments, items)
+            result = _write(journal, arguments, items)
         publish.publish(journal, arguments.output_dir, journal.plan["publication"])
-        result = replace(ShuffleResult(**journal.plan["result"]), seconds=time.monotonic() - start)
+        result = replace(result, seconds=time.monotonic() - start)
         journal.finish(asdict(result))
     return result
 
@@ -213,6 +215,11 @@ def _finished(journal: Journal, arguments: Arguments) -> ShuffleResult:
             f"the output of the finished job in {arguments.output_dir} was removed: run the same "
             "command again"
         )
+    return _kept(result)
+
+
+def _kept(result: ShuffleResult) -> ShuffleResult:
+    """The result of an earlier run, whose tasks this run keeps."""
     return replace(
         result, num_tasks_done=0, num_tasks_kept=result.num_tasks_kept + result.num_tasks_done
     )
@@ -271,7 +278,7 @@ def _make_items(journal: Journal, arguments: Arguments) -> Items:
         )
 
 
-def _write(journal: Journal, arguments: Arguments, items: Items) -> None:
+def _write(journal: Journal, arguments: Arguments, items: Items) -> ShuffleResult:
     """Writes all shards into the journal, and stores there how they are published."""
     with Progress("phase 1: files", enabled=arguments.show_progress) as progress:
         for notice in items.notices:
@@ -328,6 +335,7 @@ def _write(journal: Journal, arguments: Arguments, items: Items) -> None:
             "result": asdict(result),
         }
     )
+    return result
 
 
 def _permute(

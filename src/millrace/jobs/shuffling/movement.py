@@ -50,6 +50,8 @@ class Movement:
                 self._write_runs()
             label = "phase 4: write shards"
             records.update(self._run(write_shard, label, missing, first=0, unit="shard"))
+        elif self._work.runs is not None:
+            self.num_kept += len(self._work.runs) - 1
         return [records[shard] for shard in shards]
 
     def _write_runs(self) -> None:

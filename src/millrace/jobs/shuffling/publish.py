@@ -15,6 +15,7 @@ import contextlib
 import os
 import re
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from millrace.errors import ConfigError, DataError
@@ -23,6 +24,7 @@ from millrace.jobs.engine import Journal
 from millrace.jobs.shuffling.arguments import JOURNAL
 from millrace.store.shards import METADATA, ShardsMetadata, shard_prefix, write_metadata
 
+_FLUSHES = 8  # files that are flushed at a time
 _SHARD = re.compile(r"shard_[0-9]{4,}\.(bin|idx|info\.json|origins\.parquet)")
 
 
@@ -85,12 +87,19 @@ def publication(
 
 
 def flush_shards(journal: Journal, records: Sequence[Mapping[str, Any]]) -> None:
-    """Brings the files of all shards to the disk."""
-    for shard, record in enumerate(records):
-        for name in record["files"]:
-            path = os.path.join(journal.folder_of(shard), name)
-            with naming(path), open(path, "rb") as file:
-                os.fsync(file.fileno())
+    """Brings the files of all shards to the disk, several at a time."""
+
+    def flush(path: str) -> None:
+        with naming(path), open(path, "rb") as file:
+            os.fsync(file.fileno())
+
+    paths = [
+        os.path.join(journal.folder_of(shard), name)
+        for shard, record in enumerate(records)
+        for name in record["files"]
+    ]
+    with ThreadPoolExecutor(_FLUSHES) as pool:
+        list(pool.map(flush, paths))
 
 
 def publish(journal: Journal, folder: str, content: Mapping[str, Any]) -> None:
