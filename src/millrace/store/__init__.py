@@ -4,8 +4,9 @@ An indexed dataset lies at one *path prefix*: `PREFIX.bin` holds the tokens of a
 after the other; `PREFIX.idx` says how long each sequence is, where it starts and which sequences
 make a document. `layout` describes the bytes of the index, `publish` how a pair appears whole or
 not at all, `bytes` where the tokens are read from, `info` the sidecar with checksums, `origins` the
-one that says where documents came from, and `writer` the files while they are built. The public
-names are in `reader`, `builder`, `checking` and `origins`.
+one that says where documents came from, `writer` the files while they are built, and `index_writer`
+the index of a `.bin` that is there already. The public names are in `reader`, `builder`, `checking`
+and `origins`.
 """
 
 from millrace.dtypes import optimal_dtype

@@ -45,7 +45,8 @@ class TokenArray:
         dtype: Dtype of the tokens.
         byte_offset: Where the first token starts.
         num_tokens: Number of tokens.
-        num_documents: Number of documents of an indexed dataset; 0 for other files.
+        num_documents, num_sequences: Numbers of an indexed dataset; 0 for other files.
+        has_modes: Whether the sequences of an indexed dataset have modes.
         size: Size of the file in bytes.
         mtime_ns: Time of its last change, in nanoseconds.
         index_mtime_ns: Time of the last change of the `.idx`; None: there is none.
@@ -56,7 +57,9 @@ class TokenArray:
     dtype: np.dtype[Any]
     byte_offset: int
     num_tokens: int
-    num_documents: int
+    num_documents: int = 0
+    num_sequences: int = 0
+    has_modes: bool = False
     size: int
     mtime_ns: int
     index_mtime_ns: int | None
@@ -106,7 +109,7 @@ def find_domains(
     else:
         domains = finder.domains_of_list(inputs)
     domains.sort(key=lambda domain: domain.name)
-    return domains, finder.notices
+    return domains, finder.all_notices()
 
 
 def read_input_list(path: str | os.PathLike[str]) -> list[tuple[float, str]]:
@@ -209,11 +212,22 @@ class _Finder:
         self._dtype = dtype
         self._documents_for = documents_for
         self._paths: dict[tuple[int, int], str] = {}  # of the files by device and inode
+        self._twice: list[tuple[str, str]] = []  # paths of one file
+
+    def all_notices(self) -> list[str]:
+        if not self._twice:
+            return self.notices
+        path, other = self._twice[0]
+        count = len(self._twice)
+        more = f", and so are {count - 1:,} more" if count > 1 else ""
+        return [*self.notices, f"{path} is the same file as {other}{more}: both are read"]
 
     def domains_of_folder(self, folder: str) -> list[InputDomain]:
-        folder = os.path.abspath(folder)
         if not os.path.isdir(folder):
-            raise ConfigError(f"{folder} is not a folder; give one with a folder for each domain")
+            raise ConfigError(
+                f"{shown(folder)} is not a folder; give one with a folder for each domain"
+            )
+        folder = os.path.abspath(folder)
         names, paths = [], []
         for entry in _scan(folder):
             if os.path.isdir(entry.path):
@@ -277,7 +291,7 @@ class _Finder:
             raise DataError(f"{path} is not a regular file; write it to one, or remove it")
         other = self._paths.setdefault((status.st_dev, status.st_ino), path)
         if other != path:
-            self.notices.append(f"{path} is the same file as {other}: its tokens are taken twice")
+            self._twice.append((path, other))
         if path.endswith(".bin") and os.path.exists(paths_to_read(path[:-4]).idx):
             return _open_indexed(path[:-4])
         if self._documents_for:
@@ -297,6 +311,8 @@ def _weight_and_path(entry: Any) -> tuple[Fraction, str]:
             f"an entry of the input list is {shown(entry)}; give a weight and a path"
         ) from None
     path = one_path("a path of the input list", path)
+    if not path:
+        raise ConfigError("a path of the input list is empty; give a weight and a path")
     value = real(f"the weight of {path}", weight)
     if not (math.isfinite(value) and value > 0):
         raise ConfigError(
@@ -380,7 +396,6 @@ def _open_raw(path: str, status: os.stat_result, dtype: np.dtype[Any]) -> TokenA
         dtype=dtype,
         byte_offset=0,
         num_tokens=status.st_size // dtype.itemsize,
-        num_documents=0,
         size=status.st_size,
         mtime_ns=status.st_mtime_ns,
         index_mtime_ns=None,
@@ -417,7 +432,6 @@ def _open_array(path: str, status: os.stat_result) -> TokenArray:
         dtype=array.dtype,
         byte_offset=array.offset,
         num_tokens=array.size,
-        num_documents=0,
         size=status.st_size,
         mtime_ns=status.st_mtime_ns,
         index_mtime_ns=None,
@@ -438,6 +452,8 @@ def _open_indexed(prefix: str) -> TokenArray:
                 byte_offset=0,
                 num_tokens=dataset.num_tokens,
                 num_documents=dataset.num_documents,
+                num_sequences=len(dataset),
+                has_modes=dataset.sequence_modes is not None,
                 size=data.st_size,
                 mtime_ns=data.st_mtime_ns,
                 index_mtime_ns=index.st_mtime_ns,

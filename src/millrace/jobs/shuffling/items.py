@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -50,6 +51,10 @@ class SourceFile:
     index_mtime_ns: int | None
     num_items: int
     num_tokens: int
+
+
+Sources = Callable[[int, int], NDArray[np.int64]]
+"""The item at each place [start, stop) of the output; see `Permutation.sources`."""
 
 
 class Items(Protocol):
@@ -101,5 +106,21 @@ class Items(Protocol):
         Raises:
             DataError: A file that changed since the items were counted or cannot be read, or a
                 uint32 token of 2**31 or more.
+        """
+        ...
+
+    def write_index(self, prefix: str, sources: Sources, start: int, stop: int) -> list[str]:
+        """Writes what belongs to the `.bin` of a shard: the index, and sidecars if there are any.
+
+        Args:
+            prefix: Path prefix of the shard, whose `.bin` is there.
+            sources: The item at each place of the output.
+            start, stop: First place of the shard, and its end.
+
+        Returns:
+            The paths of the files; each appears whole or not at all.
+
+        Raises:
+            DataError: A `.bin` that does not have the size of these items.
         """
         ...

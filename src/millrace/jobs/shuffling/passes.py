@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
 import numpy as np
@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 from millrace.checks import MAX_INT64
 from millrace.errors import ConfigError
+from millrace.jobs.shuffling.inputs import InputDomain
+from millrace.jobs.shuffling.items import Domain, SourceFile
 
 Numbers = NDArray[np.int64]
 
@@ -45,8 +47,8 @@ class Passes:
             )
         self.is_identity = self.num_items == list(num_units)
         self._num_units = np.array(num_units, np.int64)
-        self._first_units = _starts(num_units)
-        self._first_items = _starts(self.num_items)
+        self._first_units = starts_of(num_units)[:-1]
+        self._first_items = starts_of(self.num_items)[:-1]
         whole = [
             items - items % max(n, 1) for items, n in zip(self.num_items, num_units, strict=True)
         ]
@@ -78,9 +80,59 @@ class Passes:
         return int(self._num_whole[domain]) // count * (stop - start) + in_rest
 
 
-def _starts(counts: Sequence[int]) -> Numbers:
-    """The sum of all counts before each one: int64 [n]."""
-    return np.cumsum([0, *counts], dtype=np.int64)[:-1]
+def describe(
+    domains: Sequence[InputDomain],
+    passes: Passes,
+    *,
+    bounds: Numbers,
+    num_tokens: Numbers,
+    num_left: Sequence[int],
+) -> tuple[tuple[Domain, ...], tuple[SourceFile, ...]]:
+    """The domains and files of items.
+
+    Args:
+        domains: The domains of the input.
+        passes: How often their units are taken.
+        bounds: First unit of each file, and the end: int64 [files + 1].
+        num_tokens: Number of tokens of each file: int64 [files].
+        num_left: Number of tokens of each domain that are in no unit.
+    """
+    results: list[Domain] = []
+    files: list[SourceFile] = []
+    for number, domain in enumerate(domains):
+        first = len(files)
+        for file in domain.files:
+            start, stop = bounds[len(files) : len(files) + 2].tolist()
+            files.append(
+                SourceFile(
+                    domain=domain.name,
+                    path=file.path,
+                    size=file.size,
+                    mtime_ns=file.mtime_ns,
+                    index_mtime_ns=file.index_mtime_ns,
+                    num_items=passes.items_in(number, start, stop),
+                    num_tokens=int(num_tokens[len(files)]),
+                )
+            )
+        results.append(
+            Domain(
+                name=domain.name,
+                num_files=len(domain.files),
+                num_items=passes.num_items[number],
+                num_tokens=int(num_tokens[first : len(files)].sum()),
+                num_left=num_left[number],
+            )
+        )
+    return tuple(results), tuple(files)
+
+
+def starts_of(counts: Iterable[int]) -> Numbers:
+    """The sum of all counts before each one, and of all: int64 [n + 1].
+
+    >>> starts_of([2, 0, 3]).tolist()
+    [0, 2, 2, 5]
+    """
+    return np.cumsum([0, *counts], dtype=np.int64)
 
 
 def _times_over(places: Numbers, counts: Numbers, rests: Numbers) -> Numbers:

@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from millrace.checks import MAX_INT32, MAX_INT64, flag, one_path, whole
+from millrace.checks import MAX_INT32, flag, one_path, whole
 from millrace.errors import ConfigError, DataError
-from millrace.files import atomic_file
 from millrace.jobs.shuffling.indices import Index
 from millrace.jobs.shuffling.inputs import (
     InputDomain,
@@ -30,11 +29,16 @@ from millrace.jobs.shuffling.inputs import (
     find_domains,
     tokenizer_of,
 )
-from millrace.jobs.shuffling.items import Domain, SourceFile
-from millrace.jobs.shuffling.passes import Passes
+from millrace.jobs.shuffling.items import Sources
+from millrace.jobs.shuffling.passes import Passes, describe, starts_of
 from millrace.jobs.shuffling.sources import Numbers, read_files, spread
+from millrace.jobs.shuffling.tables import new_table
+from millrace.store.index_writer import Entries, write_index
+from millrace.store.layout import Header
+from millrace.store.publish import idx_path
 
 _BLOCK = 1 << 20  # tokens that are read at a time
+_ENTRIES = 1 << 16  # entries of an index that are written at a time
 _FIRST_DOCUMENTS = 100  # documents of a file that are looked at for EOD tokens
 
 
@@ -108,7 +112,7 @@ class SequenceItems:
         num_tokens = np.array([file.num_tokens for file in arrays], np.int64)
         if eods is not None:
             num_tokens += eods.num_eods
-        bounds = np.cumsum([0, *(len(domain.files) for domain in domains)]).tolist()
+        bounds = starts_of(len(domain.files) for domain in domains).tolist()
         slices = [slice(*pair) for pair in itertools.pairwise(bounds)]
         lengths = np.concatenate(
             [np.empty(0, np.int64), *(_lengths(num_tokens[s], seq_len, carry) for s in slices)]
@@ -119,38 +123,21 @@ class SequenceItems:
         self._starts = self._ends - lengths
         self._byte_offsets = np.array([file.byte_offset for file in arrays], np.int64)
         self._eods = eods
+        self._seq_len = seq_len
         self.dtype = dtype
         self.item_size: int | None = seq_len
-        self._seq_len = seq_len
         self.num_items = sum(self._passes.num_items)
         self.tokenizer = tokenizer_of(domains)
-        self.domains = tuple(
-            Domain(
-                name=domain.name,
-                num_files=len(domain.files),
-                num_items=num_items,
-                num_tokens=int(num_tokens[s].sum()),
-                num_left=int(num_tokens[s].sum() - lengths[s].sum()),
-            )
-            for domain, num_items, s in zip(domains, self._passes.num_items, slices, strict=True)
+        self.domains, self.files = describe(
+            domains,
+            self._passes,
+            bounds=-(-starts_of(lengths) // seq_len),
+            num_tokens=num_tokens,
+            num_left=[int((num_tokens[s] - lengths[s]).sum()) for s in slices],
         )
         self.notices = (*notices, *self._shortages(domains, num_sequences))
         if self.num_items == 0:
             raise ConfigError(_no_sequence(seq_len, num_tokens, carry))
-        firsts, lasts = -(-self._starts // seq_len), -(-self._ends // seq_len)
-        self.files = tuple(
-            SourceFile(
-                domain=domain.name,
-                path=arrays[file].path,
-                size=arrays[file].size,
-                mtime_ns=arrays[file].mtime_ns,
-                index_mtime_ns=arrays[file].index_mtime_ns,
-                num_items=self._passes.items_in(number, int(firsts[file]), int(lasts[file])),
-                num_tokens=int(num_tokens[file]),
-            )
-            for number, domain in enumerate(domains)
-            for file in range(bounds[number], bounds[number + 1])
-        )
 
     def sizes(self, numbers: Numbers) -> Numbers:
         """Tokens of each item: int64 [n]."""
@@ -166,6 +153,25 @@ class SequenceItems:
         for start in range(0, len(sequences), step):
             block = slice(start, start + step)
             self._read_block(sequences[block] * self._seq_len, buffer, targets[block])
+
+    def write_index(self, prefix: str, sources: Sources, start: int, stop: int) -> list[str]:
+        """Writes an index in which each sequence is a document; see `Items`.
+
+        Megatron-LM has no uint32, so these tokens stand as int32: the ids are below 2**31.
+        """
+        header = Header(
+            dtype=np.dtype("<i4") if self.dtype == np.uint32 else self.dtype,
+            num_sequences=stop - start,
+            num_document_entries=stop - start + 1,
+            has_modes=False,
+        )
+        write_index(prefix, header, self._entries(stop - start))
+        return [idx_path(prefix)]
+
+    def _entries(self, count: int) -> Iterator[Entries]:
+        for start in range(0, count, _ENTRIES):
+            rest = min(count - start, _ENTRIES)
+            yield Entries(np.full(rest, self._seq_len), np.ones(rest, np.int64))
 
     def _read_block(self, starts: Numbers, buffer: NDArray[Any], targets: Numbers) -> None:
         """Reads the sequences that start at these places of the line."""
@@ -271,21 +277,14 @@ class _Eods:
     def __init__(self, files: Sequence[TokenArray], eod: int, path: str) -> None:
         self._eod, self._path = eod, path
         num_eods, file_starts = [0], [0]
-        num_documents = sum(file.num_documents for file in files)
-        with atomic_file(path) as output:
-            header = {"descr": "<i8", "fortran_order": False, "shape": (num_documents,)}
-            np.lib.format.write_array_header_1_0(output, header)
+        with new_table(path, np.int64) as append:
             for file in files:
                 count = 0
                 for places in _eod_places(file, eod):
-                    output.write((places + file_starts[-1]).data)
+                    append(places + file_starts[-1])
                     count += len(places)
                 num_eods.append(count)
                 file_starts.append(file_starts[-1] + file.num_tokens + count)
-            # Documents without tokens have no place: entries behind all places take theirs.
-            for start in range(sum(num_eods), num_documents, _BLOCK):
-                rest = min(num_documents - start, _BLOCK)
-                output.write(np.full(rest, MAX_INT64, "<i8").data)
         self.num_eods = np.array(num_eods[1:], np.int64)
         self._first_eods = np.cumsum(num_eods)[:-1]
         self._file_starts = np.array(file_starts[:-1], np.int64)
