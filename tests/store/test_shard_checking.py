@@ -91,7 +91,9 @@ def test_damage_in_an_index_is_found_without_checksums(
 def test_an_index_of_other_sequences_is_found(folder: Path) -> None:
     remove_checksums(folder)
     with IndexedDatasetBuilder(folder / "other", np.int32) as builder:
-        builder.add_document(np.zeros(24, np.int32), lengths=[8, 8, 8])  # one document of three sequences
+        builder.add_document(
+            np.zeros(24, np.int32), lengths=[8, 8, 8]
+        )  # one document of three sequences
     (folder / "other.idx").rename(folder / "shard_0002.idx")
     (folder / "other.bin").unlink()
     problems = verify_shards(folder).problems
