@@ -171,6 +171,12 @@ _SHARED_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+_SHARD_DTYPE: dict[str, Any] = {
+    "choices": ("uint16", "uint32", "int32"),
+    "help": "dtype of a folder whose metadata.json does not say it (default: uint32)",
+}
+
+
 def _add_verb(
     verbs: Verbs, run: Callable[..., None], text: str, *shared_options: str
 ) -> argparse.ArgumentParser:
@@ -212,18 +218,26 @@ def _add_file_verbs(verbs: Verbs) -> None:
     text = r"text between the documents of a plain text file: '\n\n'"
     add("--separator", type=_escaped, metavar="TEXT", help=text)
 
-    text = """Describes a token file. Prints counts, dtype and lengths, and the head and tail of a
-        document, and where it came from. With a tokenizer, the document is decoded, and the
-        occurrences of each special token are counted."""
-    add = _add_verb(verbs, _inspect, text, "prefix", "--json").add_argument
+    text = """Describes a token file, or the output folder of a shuffle. Prints counts, dtype and
+        lengths, and the head and tail of a document, and where it came from. With a tokenizer, the
+        document is decoded, and the occurrences of each special token are counted. Of a shuffle,
+        prints the shards, the domains and how evenly they are spread."""
+    add = _add_verb(verbs, _inspect, text, "--json").add_argument
+    add("prefix", metavar="PREFIX", help="path prefix of a token file, or folder of a shuffle")
     add("--tokenizer", metavar="FILE", help="tokenizer file or folder to decode with")
     add("--tiktoken-pattern", metavar="PATTERN", help="for a .tiktoken file, as in `tokenize`")
     add("--document", type=int, default=0, metavar="N", help="document number (default: 0)")
+    text = "write a picture of the domains' shares along the output of a shuffle"
+    add("--svg", metavar="FILE", help=text)
+    add("--dtype", **_SHARD_DTYPE)
 
-    text = """Checks token files. Checks the structure of each pair, and every byte if the pair has
-        a sidecar with checksums. Names the damaged blocks, sequences and documents. Exits with 1 if
-        a pair is damaged."""
-    add = _add_verb(verbs, _verify, text, "prefixes", "--json").add_argument
+    text = """Checks token files and output folders of shuffles. Checks the structure of each, and
+        every byte if it has checksums. Names the damaged blocks, sequences and documents of a pair,
+        and the damaged and stray files of a folder. Exits with 1 if anything is damaged."""
+    add = _add_verb(verbs, _verify, text, "--json").add_argument
+    text = "path prefixes of token files, and folders of shuffles"
+    add("prefixes", nargs="+", metavar="PREFIX", help=text)
+    add("--dtype", **_SHARD_DTYPE)
     add("--threads", type=_positive, metavar="N", help="worker threads (default: one per core)")
 
     text = """Concatenates token files. Documents keep their order and their origins. Data of
@@ -588,13 +602,34 @@ def _train_tokenizer(**options: Any) -> None:
 
 
 def _inspect(
-    prefix: str, tokenizer: str | None, tiktoken_pattern: str | None, document: int, as_json: bool
+    prefix: str,
+    tokenizer: str | None,
+    tiktoken_pattern: str | None,
+    document: int,
+    svg: str | None,
+    dtype: str | None,
+    as_json: bool,
 ) -> None:
-    from millrace.inspect import describe, format_description
+    from millrace.inspect import describe, describe_shards, format_description, format_shards
     from millrace.store import IndexedDataset
+    from millrace.store.shards import is_shards_folder
     from millrace.text import Tokenizer
 
     decoder = Tokenizer(tokenizer, tiktoken_pattern=tiktoken_pattern) if tokenizer else None
+    if is_shards_folder(prefix):
+        shards = describe_shards(prefix, dtype=dtype, tokenizer=decoder, document=document)
+        if svg is not None:
+            _write_shares(prefix, dtype, svg)
+        if as_json:
+            _print_json(shards, ensure_ascii=False)
+        else:
+            print(format_shards(shards))
+        return
+    if (svg, dtype) != (None, None):
+        raise ConfigError(
+            f"--svg and --dtype are for the output folder of a shuffle, and {prefix} is not a "
+            "folder: leave them out"
+        )
     description = describe(IndexedDataset(prefix), tokenizer=decoder, document=document)
     if as_json:
         _print_json(description, ensure_ascii=False)
@@ -602,18 +637,44 @@ def _inspect(
         print(format_description(description))
 
 
-def _verify(prefixes: list[str], threads: int | None, as_json: bool) -> None:
-    from millrace.store import verify
+def _write_shares(folder: str, dtype: str | None, svg: str) -> None:
+    from millrace.files import atomic_file
+    from millrace.inspect import shares_svg
+    from millrace.store import read_metadata
 
-    reports = verify(prefixes, threads=threads)
+    _check_picture(svg)
+    picture = shares_svg(read_metadata(folder, dtype=dtype), folder=folder)
+    with atomic_file(svg) as file:
+        file.write(picture.encode())
+
+
+def _check_picture(svg: str) -> None:
+    """Raises ConfigError for a file that cannot be written."""
+    folder = os.path.dirname(svg) or "."
+    if not os.path.isdir(folder):
+        raise ConfigError(f"the folder of {svg} does not exist: make it first")
+    if not svg or os.path.isdir(svg) or not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"the picture cannot be written to {svg!r}: give another --svg")
+
+
+def _verify(prefixes: list[str], threads: int | None, dtype: str | None, as_json: bool) -> None:
+    from millrace.store import verify, verify_shards
+    from millrace.store.shards import is_shards_folder
+
+    reports = [
+        verify_shards(prefix, dtype=dtype, threads=threads)
+        if is_shards_folder(prefix)
+        else verify([prefix], threads=threads)[0]
+        for prefix in prefixes
+    ]
     if as_json:
         _print_json(reports)
     else:
         for report in reports:
             what = "structure and checksums" if report.has_checksums else "structure (no checksums)"
             print(f"{report.prefix}: {'DAMAGED' if report.problems else 'ok'}, {what}")
-            for problem in report.problems:
-                print(f"  {problem}")
+            for line in [*report.problems, *report.notices]:
+                print(f"  {line}")
     damaged = sum(1 for report in reports if report.problems)
     if damaged:
         raise DataError(f"{damaged} of {len(reports)} datasets are damaged")
@@ -677,11 +738,7 @@ def _bench(
     from millrace.jobs.benchmark_report import format_result, waits_picture
 
     if svg is not None:
-        folder = os.path.dirname(svg) or "."
-        if not os.path.isdir(folder):
-            raise ConfigError(f"the folder of {svg} does not exist: make it first")
-        if not svg or os.path.isdir(svg) or not os.access(folder, os.W_OK | os.X_OK):
-            raise ConfigError(f"the picture cannot be written to {svg!r}: give another --svg")
+        _check_picture(svg)
     result = bench(_run_of(source, sequence_length, seed), **options)
     if svg is not None:
         with atomic_file(svg) as file:

@@ -151,23 +151,30 @@ def _document(dataset: IndexedDataset, tokenizer: Tokenizer | None, number: int)
         )
     first, last = dataset.document_indices[number : number + 2].tolist()
     tokens = dataset.document(number)
-
-    def excerpt(part: NDArray[Any]) -> dict[str, Any]:
-        text = None if tokenizer is None else tokenizer.decode(part)
-        return {"tokens": part.tolist(), "text": text}
-
     origin, origin_error = None, None
     try:
         origin = dataset.origin(number)
     except (DataError, ConfigError) as error:  # damaged, or pyarrow is not installed
         origin_error = str(error)
-    rest = tokens[_EXCERPT:]
     return {
         "number": number,
         "origin": None if origin is None else origin._asdict(),
         "origin_error": origin_error,
         "num_sequences": last - first,
         "num_tokens": len(tokens),
+        **excerpts_of(tokens, tokenizer),
+    }
+
+
+def excerpts_of(tokens: NDArray[Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Head and tail of a document, see `Description.document`."""
+
+    def excerpt(part: NDArray[Any]) -> dict[str, Any]:
+        text = None if tokenizer is None else tokenizer.decode(part)
+        return {"tokens": part.tolist(), "text": text}
+
+    rest = tokens[_EXCERPT:]
+    return {
         "head": excerpt(tokens[:_EXCERPT]),
         "tail": excerpt(rest[-_EXCERPT:]) if len(rest) else None,
     }
@@ -202,20 +209,26 @@ def format_description(description: Description) -> str:
         lines += [f"  {name:>20}  {n:,}" for name, n in description.special_tokens.items()]
     document = description.document
     if document:
-        head, tail = document["head"], document["tail"]
         lines += ["", f"  document {document['number']}, {document['num_tokens']:,} tokens:"]
         if document["origin_error"] is not None:
             lines.append(f"  its origin cannot be read: {document['origin_error']}")
         elif document["origin"] is not None:
             lines.append(f"  from {_origin_line(**document['origin'])}")
-        lines += _excerpt_lines(head)
-        if tail is not None:
-            omitted = document["num_tokens"] - len(head["tokens"]) - len(tail["tokens"])
-            lines.append(f"  ... {omitted:,} tokens ..." if omitted else "  ...")
-            lines += _excerpt_lines(tail)
-        if head["text"] is None:
-            lines.append("  (--tokenizer FILE decodes it)")
+        lines += token_lines(document)
     return "\n".join(lines)
+
+
+def token_lines(document: dict[str, Any]) -> list[str]:
+    """Head and tail of a document as lines of text."""
+    head, tail = document["head"], document["tail"]
+    lines = _excerpt_lines(head)
+    if tail is not None:
+        omitted = document["num_tokens"] - len(head["tokens"]) - len(tail["tokens"])
+        lines.append(f"  ... {omitted:,} tokens ..." if omitted else "  ...")
+        lines += _excerpt_lines(tail)
+    if head["text"] is None:
+        lines.append("  (--tokenizer FILE decodes it)")
+    return lines
 
 
 def _origin_line(source: str, line: int, byte_offset: int, id: str | None) -> str:  # noqa: A002

@@ -90,6 +90,11 @@ class ShardsMetadata:
         return self.shuffle_type == DOCUMENTS
 
     @property
+    def is_of_another_tool(self) -> bool:
+        """Whether the metadata have the fields up to `shard_sizes` only."""
+        return self.permutation is None and not self.checksums
+
+    @property
     def num_items(self) -> int:
         """The number of sequences or documents."""
         return sum(self.shard_sizes)
@@ -136,13 +141,19 @@ def read_metadata(folder: str | os.PathLike[str], *, dtype: str | None = None) -
             agree with each other, or a shard that is missing or has another size.
         ConfigError: A dtype that token files cannot have, or another one than the metadata say.
     """
+    folder = one_path("folder", folder)
+    metadata = parse_metadata(folder, dtype)
+    problems = (shard_problem(folder, metadata, n) for n in range(metadata.num_shards))
+    if problem := next(filter(None, problems), ""):
+        raise DataError(problem)
+    return metadata
+
+
+def parse_metadata(folder: str, dtype: str | None = None) -> ShardsMetadata:
+    """The metadata of a folder, without a look at its shards; see `read_metadata`."""
     if dtype is not None and dtype not in TOKEN_DTYPES:
         raise ConfigError(f"dtype is {shown(dtype)}; it is one of {', '.join(TOKEN_DTYPES)}")
-    folder = one_path("folder", folder)
-    document = _read_document(folder)
-    metadata = _Fields(metadata_path(folder), document).metadata(dtype)
-    check_shards(folder, metadata)
-    return metadata
+    return _Fields(metadata_path(folder), _read_document(folder)).metadata(dtype)
 
 
 def write_metadata(folder: str | os.PathLike[str], metadata: ShardsMetadata) -> None:
@@ -154,19 +165,6 @@ def write_metadata(folder: str | os.PathLike[str], metadata: ShardsMetadata) -> 
         file.write((json.dumps(values, indent=1) + "\n").encode())
 
 
-def check_shards(folder: str, metadata: ShardsMetadata) -> None:
-    """Compares the sizes of the shards with the metadata.
-
-    Raises:
-        DataError: A shard that is missing, or has another size.
-    """
-    problem = next(
-        filter(None, (shard_problem(folder, metadata, n) for n in _numbers(metadata))), ""
-    )
-    if problem:
-        raise DataError(problem)
-
-
 def shard_problem(folder: str, metadata: ShardsMetadata, number: int) -> str:
     """What the size of a shard's `.bin` shows to be wrong, or an empty text."""
     path = f"{shard_prefix(folder, number)}.bin"
@@ -174,7 +172,7 @@ def shard_problem(folder: str, metadata: ShardsMetadata, number: int) -> str:
         size = os.stat(path).st_size
     except (FileNotFoundError, NotADirectoryError):
         num_missing = sum(
-            not os.path.exists(f"{shard_prefix(folder, n)}.bin") for n in _numbers(metadata)
+            not os.path.exists(f"{shard_prefix(folder, n)}.bin") for n in range(metadata.num_shards)
         )
         return (
             f"{path} is missing, one of {num_missing} missing of {metadata.num_shards} shards: "
@@ -189,10 +187,6 @@ def shard_problem(folder: str, metadata: ShardsMetadata, number: int) -> str:
         f"{'truncated' if size < expected else 'too long'}, or of another dtype, or belongs to "
         "another shuffle: restore it, or shuffle again"
     )
-
-
-def _numbers(metadata: ShardsMetadata) -> range:
-    return range(len(metadata.shard_sizes))
 
 
 def _read_document(folder: str) -> dict[str, Any]:

@@ -337,7 +337,7 @@ def commit(
     try:
         entries = []
         for name, source in zip(names, files, strict=True):
-            size, digest = (sums or {}).get(source) or _sum_of(source)
+            size, digest = (sums or {}).get(source) or sum_of(source)
             if os.path.getsize(source) != size:
                 raise MillraceError(
                     f"{source} has {os.path.getsize(source)} bytes, and {size} were written: "
@@ -376,6 +376,17 @@ def task_folder(folder: str, number: int) -> str:
             "system of the output: put the output on one that all machines share"
         )
     return path
+
+
+def sum_of(path: str) -> tuple[int, str]:
+    """Size and XXH3-64 of a file, for `commit`."""
+    digest, size = xxh3(), 0
+    with open(path, "rb", buffering=0) as file:
+        buffer = bytearray(_BLOCK)
+        while count := file.readinto(buffer):
+            digest.update(memoryview(buffer)[:count])
+            size += count
+    return size, str(digest.hexdigest())
 
 
 def _has_records(folder: str) -> bool:
@@ -464,7 +475,7 @@ def _whole_files(content: Any, folder: str) -> set[str] | None:
         for name, (size, digest) in sums.items():
             path = os.path.join(folder, name)
             # The size first: it needs no reading.
-            if os.path.getsize(path) != size or _sum_of(path) != (size, digest):
+            if os.path.getsize(path) != size or sum_of(path) != (size, digest):
                 return None
         return set(sums)
     except (KeyError, TypeError, FileNotFoundError, NotADirectoryError):
@@ -475,17 +486,6 @@ def _sum_of_record(content: dict[str, Any]) -> str:
     """XXH3-64 of what a record says."""
     values = [content["number"], content["files"], content["record"]]
     return checksum([json.dumps(values).encode()])
-
-
-def _sum_of(path: str) -> tuple[int, str]:
-    """Size and XXH3-64 of a file."""
-    digest, size = xxh3(), 0
-    with open(path, "rb", buffering=0) as file:
-        buffer = bytearray(_BLOCK)
-        while count := file.readinto(buffer):
-            digest.update(memoryview(buffer)[:count])
-            size += count
-    return size, str(digest.hexdigest())
 
 
 def _remove_file(path: str) -> None:

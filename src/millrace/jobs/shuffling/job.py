@@ -28,6 +28,7 @@ from millrace.jobs.shuffling.distribution import (
     format_distribution,
     measure_distribution,
 )
+from millrace.jobs.shuffling.documents import document_items
 from millrace.jobs.shuffling.inputs import InputDomain, find_domains, format_domains
 from millrace.jobs.shuffling.items import Items
 from millrace.jobs.shuffling.movement import Movement
@@ -266,8 +267,9 @@ def _result_of_output(arguments: Arguments, items: Items) -> ShuffleResult:
 def _make_items(journal: Journal, arguments: Arguments) -> Items:
     folder = os.path.join(journal.folder, "items")
     os.makedirs(folder, exist_ok=True)
-    assert arguments.seq_len is not None
     with interruptible():
+        if arguments.seq_len is None:
+            return document_items(arguments.inputs, folder=folder)
         return sequence_items(
             arguments.inputs,
             seq_len=arguments.seq_len,
@@ -355,7 +357,7 @@ def _permute(
             permutation,
             [domain.name for domain in items.domains],
             [domain.num_items for domain in items.domains],
-            np.diff(shard_starts(items.num_items, arguments.num_shards)),
+            np.diff(shard_starts(items.num_items, arguments.num_shards)).tolist(),
         )
         progress.note(format_distribution(distribution))
         check_distribution(distribution)

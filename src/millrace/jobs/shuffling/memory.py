@@ -63,10 +63,8 @@ class MemoryShuffle:
         return int(items.sizes(numbers).sum()) * items.dtype.itemsize
 
     def _write(self, task: Task, bounds: tuple[int, int]) -> tuple[Task, dict[str, Any]]:
-        first, end = self._work.starts[task.payload : task.payload + 2].tolist()
-        numbers = self._work.permutation.sources(first, end)
         data = self._buffer[slice(*bounds)].view(np.uint8)
-        return task, commit_shard(self._work, task, [(data, numbers)])
+        return task, commit_shard(self._work, task, [data])
 
 
 class _Places:

@@ -22,6 +22,7 @@ from millrace.errors import ConfigError, DataError
 from millrace.files import fsync_folder, naming
 from millrace.jobs.engine import Journal
 from millrace.jobs.shuffling.arguments import JOURNAL
+from millrace.jobs.shuffling.tasks import SHARD
 from millrace.store.shards import METADATA, ShardsMetadata, shard_prefix, write_metadata
 
 _FLUSHES = 8  # files that are flushed at a time
@@ -80,7 +81,7 @@ def publication(
     files, checksums = [], {}
     for shard, record in enumerate(records):
         for name, (size, digest) in record["files"].items():
-            target = os.path.basename(shard_prefix("", shard)) + name.removeprefix("shard")
+            target = os.path.basename(shard_prefix("", shard)) + name.removeprefix(SHARD)
             files.append([shard, name, target, size])
             checksums[target] = digest
     return {"files": files, "metadata": {**metadata, "checksums": checksums}}

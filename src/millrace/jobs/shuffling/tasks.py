@@ -14,19 +14,19 @@ from numpy.typing import NDArray
 from millrace import _native
 from millrace.errors import DataError
 from millrace.files import naming, temporary_name, xxh3
-from millrace.jobs.engine import Task, commit, task_folder
+from millrace.jobs.engine import Task, commit, sum_of, task_folder
 from millrace.jobs.shuffling.items import Items
 from millrace.jobs.shuffling.permutations import Permutation
-from millrace.store.layout import Header
 
 Numbers = NDArray[np.int64]
 
 Function = Callable[["Work", Task], dict[str, Any]]
 
-SHARD_FILES = "shard.bin", "shard.idx"
+SHARD = "shard"
+"""Path prefix of a shard in the folder of its task."""
+
 _RUN, _SECTIONS = "run.bin", "sections"
 _WRITE_SIZE = 2 << 20  # bytes that are written and hashed at a time
-_INDEX_BLOCK = 1 << 17  # entries of an index that are written at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ def write_shard(work: Work, task: Task) -> dict[str, Any]:
     first, end = work.starts[task.payload : task.payload + 2]
     buckets = range(*np.searchsorted(work.buckets, [first, end]).tolist())
 
-    def blocks() -> Iterator[tuple[NDArray[np.uint8], Numbers]]:
+    def blocks() -> Iterator[NDArray[np.uint8]]:
         for bucket in buckets:
             start, stop = int(work.buckets[bucket]), int(work.buckets[bucket + 1])
             numbers = work.permutation.sources(start, stop)
@@ -106,7 +106,7 @@ def write_shard(work: Work, task: Task) -> dict[str, Any]:
                 items.read(numbers[order], buffer.view(items.dtype), targets)
             else:
                 _read_bucket(work, bucket, numbers, sizes, ends, buffer)
-            yield buffer, numbers
+            yield buffer
 
     return commit_shard(work, task, blocks())
 
@@ -157,53 +157,28 @@ def _damaged(path: str) -> DataError:
     )
 
 
-def commit_shard(
-    work: Work, task: Task, blocks: Iterable[tuple[NDArray[np.uint8], Numbers]]
-) -> dict[str, Any]:
-    """Writes a shard and its index, and commits the task.
+def commit_shard(work: Work, task: Task, blocks: Iterable[NDArray[np.uint8]]) -> dict[str, Any]:
+    """Writes a shard with its index and sidecars, and commits the task.
 
     Args:
         work: What every task knows.
-        task: The task.
-        blocks: Bytes of the shard, and the numbers of their items.
+        task: The task, whose payload is the number of the shard.
+        blocks: The bytes of the shard, some at a time.
     """
-    folder = task_folder(work.journal, task.number)
-    data_path, index_path = (os.path.join(folder, name) for name in SHARD_FILES)
-    num_items = num_bytes = 0
-    with HashedFile(data_path) as data:
-        for block, numbers in blocks:
+    prefix = os.path.join(task_folder(work.journal, task.number), SHARD)
+    with HashedFile(f"{prefix}.bin") as data:
+        for block in blocks:
             data.write(block)
-            num_items += len(numbers)
-            num_bytes += len(block)
-    with HashedFile(index_path) as index:
-        _write_index(index, work.items, num_items)
-    files = {data_path: data.sum, index_path: index.sum}
+    start, stop = work.starts[task.payload : task.payload + 2].tolist()
+    files = {data.path: data.sum}
+    for path in work.items.write_index(prefix, work.permutation.sources, start, stop):
+        files[path] = sum_of(path)
     record = {
-        "items": num_items,
-        "bytes": num_bytes,
+        "bytes": data.sum[0],
         "files": {os.path.basename(path): list(sums) for path, sums in files.items()},
     }
     commit(work.journal, task.number, record, list(files), files)
     return record
-
-
-def _write_index(file: HashedFile, items: Items, num_items: int) -> None:
-    """Writes an index in which each item is a document of one sequence."""
-    assert items.item_size is not None
-    dtype = np.dtype(np.int32) if items.dtype == np.uint32 else items.dtype
-    header = Header(
-        dtype=dtype, num_sequences=num_items, num_document_entries=num_items + 1, has_modes=False
-    )
-    file.write(np.frombuffer(header.pack(), np.uint8))
-    for kind, factor, count in (
-        ("<i4", 0, num_items),
-        ("<i8", items.item_size * items.dtype.itemsize, num_items),
-        ("<i8", 1, num_items + 1),
-    ):
-        for start in range(0, count, _INDEX_BLOCK):
-            numbers = np.arange(start, min(start + _INDEX_BLOCK, count), dtype=kind)
-            entries = numbers * factor if factor else np.full(len(numbers), items.item_size, kind)
-            file.write(entries.view(np.uint8))
 
 
 # ---- files and memory ----
