@@ -44,15 +44,18 @@ class Case:
 
     Attributes:
         options: Arguments of `shuffle`, without the output folder and the plan.
-        items: The items in the order of the input: arrays of tokens.
+        items: The items in the order of the input. Each is a list of sequences; one if the job cuts
+            the input into sequences.
         domain_stats: Number of items of each domain.
         dtype: Dtype of the tokens.
+        has_modes: Whether sequences have modes.
     """
 
     options: dict[str, Any]
-    items: list[NDArray[Any]]
+    items: list[list[NDArray[Any]]]
     domain_stats: dict[str, int]
     dtype: np.dtype[Any]
+    has_modes: bool = False
 
 
 # ---- the input ----
@@ -96,7 +99,7 @@ def make_case(folder: Path, choices: random.Random) -> Case:
             for stream in streams
             for start in range(0, len(stream) - seq_len + 1, seq_len)
         ]
-        chosen = [units[number] for number in weighted(len(units), weight)]
+        chosen = [[units[number]] for number in weighted(len(units), weight)]
         items += chosen
         domain_stats[name] = len(chosen)
         inputs.append((float(weight), str(folder / name)))
@@ -110,6 +113,62 @@ def make_case(folder: Path, choices: random.Random) -> Case:
         **common_options(max(len(items), 1), choices),
     }
     return Case(options=options, items=items, domain_stats=domain_stats, dtype=dtype)
+
+
+def make_document_case(folder: Path, choices: random.Random) -> Case:
+    """Writes a random input of documents, which may have none.
+
+    Args:
+        folder: Empty folder for the input.
+        choices: Source of all decisions.
+    """
+    dtype = np.dtype(choices.choice(["uint16", "int32"]))
+    has_modes = choices.random() < 0.3
+    longest = choices.choice([1, 20, 1000])
+    inputs, items, domain_stats = [], [], {}
+    for name in sorted(choices.sample(["a", "b", "code", "web"], choices.randint(1, 3))):
+        (folder / name).mkdir()
+        weight = choices.choice([Fraction(1), Fraction(1), Fraction("1.5"), Fraction("0.4")])
+        units = []
+        for number in range(choices.choice([0, 1, 2])):
+            documents = [
+                random_sequences(longest, dtype, choices)
+                for _ in range(choices.choice([0, 1, 100]))
+            ]
+            path = folder / name / str(number)
+            with IndexedDatasetBuilder(path, dtype, multimodal=has_modes) as builder:
+                for document in documents:
+                    lengths = [len(sequence) for sequence in document]
+                    tokens = np.concatenate([np.empty(0, dtype), *document])
+                    modes = [mode_of(sequence) for sequence in document] if has_modes else None
+                    builder.add_document(tokens, lengths, modes)
+            units += documents
+        chosen = [units[number] for number in weighted(len(units), weight)]
+        items += chosen
+        domain_stats[name] = len(chosen)
+        inputs.append((float(weight), str(folder / name)))
+    options = {
+        "input_dir": None,
+        "input_list": inputs,
+        "documents": True,
+        **common_options(max(len(items), 1), choices),
+    }
+    return Case(
+        options=options, items=items, domain_stats=domain_stats, dtype=dtype, has_modes=has_modes
+    )
+
+
+def random_sequences(
+    longest: int, dtype: np.dtype[Any], choices: random.Random
+) -> list[NDArray[Any]]:
+    """The sequences of a document; some documents have none, or none with tokens."""
+    lengths = [choices.randint(0, longest) for _ in range(choices.choice([0, 1, 1, 1, 3]))]
+    source = np.random.default_rng(choices.getrandbits(60))
+    return [source.integers(0, 1000, length).astype(dtype) for length in lengths]
+
+
+def mode_of(sequence: NDArray[Any]) -> int:
+    return len(sequence) % 5
 
 
 def common_options(num_items: int, choices: random.Random) -> dict[str, Any]:
@@ -183,7 +242,7 @@ def check_output(case: Case, folder: Path) -> dict[str, bytes]:
     """
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     metadata = json.loads(files["metadata.json"])
-    expected: list[NDArray[Any]] = [np.empty(0)] * len(case.items)
+    expected: list[list[NDArray[Any]]] = [[]] * len(case.items)
     places = places_of(case, metadata["permutation"])
     assert sorted(places.tolist()) == list(range(len(case.items)))
     for item, place in zip(case.items, places.tolist(), strict=True):
@@ -195,16 +254,18 @@ def check_output(case: Case, folder: Path) -> dict[str, bytes]:
         size = count // num_shards + (shard < count % num_shards)
         assert metadata["shard_sizes"][shard] == size
         items = expected[start : start + size]
+        sequences = [sequence for item in items for sequence in item]
         start += size
         prefix = f"shard_{shard:04}"
         names |= {f"{prefix}.bin", f"{prefix}.idx"}
-        assert files[f"{prefix}.bin"] == b"".join(item.tobytes() for item in items)
+        assert files[f"{prefix}.bin"] == b"".join(map(np.ndarray.tobytes, sequences))
         with IndexedDataset(folder / prefix) as dataset:
-            assert dataset.num_documents == size
             lengths = dataset.sequence_lengths[:].tolist()
-            assert lengths == [len(item) for item in items]
-            ends = [0, *np.cumsum([1] * size).tolist()]
+            assert lengths == [len(sequence) for sequence in sequences]
+            ends = [0, *np.cumsum([len(item) for item in items]).tolist()]
             assert dataset.document_indices[:].tolist() == ends
+            modes = None if dataset.sequence_modes is None else dataset.sequence_modes[:].tolist()
+            assert modes == ([mode_of(one) for one in sequences] if case.has_modes else None)
     assert set(files) == names
     assert metadata["domain_stats"] == case.domain_stats
     assert metadata["checksums"] == {
@@ -251,13 +312,16 @@ def check_refusal(case: Case, folder: Path) -> None:
     assert not (folder / "output").exists()
 
 
-def run(num_cases: int, seed: int, *, worker_share: float = 0.1) -> Counter[str]:
+def run(
+    num_cases: int, seed: int, *, worker_share: float = 0.1, document_share: float = 0.25
+) -> Counter[str]:
     """Runs cases; returns how many of what kind there were.
 
     Args:
         num_cases: Number of cases.
         seed: Seed of all cases.
         worker_share: Share of cases that also run with 2 or 7 worker processes.
+        document_share: Share of cases that shuffle whole documents.
     """
     counts: Counter[str] = Counter()
     for number in range(num_cases):
@@ -265,7 +329,8 @@ def run(num_cases: int, seed: int, *, worker_share: float = 0.1) -> Counter[str]
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             (folder / "input").mkdir()
-            case = make_case(folder / "input", choices)
+            make = make_document_case if choices.random() < document_share else make_case
+            case = make(folder / "input", choices)
             workers = [choices.choice([2, 7])] if choices.random() < worker_share else []
             try:
                 if case.items:
@@ -276,6 +341,7 @@ def run(num_cases: int, seed: int, *, worker_share: float = 0.1) -> Counter[str]
                 raise AssertionError(f"seed {seed}, case {number}: {case.options}") from error
             counts["cases" if case.items else "without a sequence"] += 1
             counts["items"] += len(case.items)
+            counts["of documents"] += "documents" in case.options
             counts["with several workers"] += len(workers)
     return counts
 
