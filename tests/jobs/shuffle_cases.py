@@ -305,7 +305,7 @@ def run_case(case: Case, folder: Path, choices: random.Random, workers: Sequence
 
 
 def check_refusal(case: Case, folder: Path) -> None:
-    """An input without a whole sequence is an error that leaves nothing."""
+    """An input without a whole sequence, or without tokens, is an error that leaves nothing."""
     with contextlib.suppress(ConfigError):
         shuffle(output_dir=folder / "output", **case.options)
         raise AssertionError("no error")
@@ -332,14 +332,15 @@ def run(
             make = make_document_case if choices.random() < document_share else make_case
             case = make(folder / "input", choices)
             workers = [choices.choice([2, 7])] if choices.random() < worker_share else []
+            has_tokens = any(len(sequence) for item in case.items for sequence in item)
             try:
-                if case.items:
+                if has_tokens:
                     run_case(case, folder, choices, workers)
                 else:
                     check_refusal(case, folder)
             except (AssertionError, MillraceError) as error:
                 raise AssertionError(f"seed {seed}, case {number}: {case.options}") from error
-            counts["cases" if case.items else "without a sequence"] += 1
+            counts["cases" if has_tokens else "without tokens"] += 1
             counts["items"] += len(case.items)
             counts["of documents"] += "documents" in case.options
             counts["with several workers"] += len(workers)

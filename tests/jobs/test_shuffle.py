@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from millrace import IndexedDataset, ShardedDataset
 from millrace.cli import main
 from millrace.errors import ConfigError, DataError, MillraceError
-from millrace.jobs import shuffle
+from millrace.jobs import shuffle, tokenize
 from millrace.jobs.shuffling import plan as planning
-from millrace.jobs.shuffling.sequences import sequence_items
+from millrace.store import verify_shards
 from millrace.store.shards import read_metadata
-from tests.conftest import write_documents
+from millrace.text import Tokenizer
+from tests.conftest import make_texts, write_documents
 from tests.jobs import shuffle_cases as cases
 from tests.jobs import shuffle_kills as kills
 from tests.jobs.tokenize_kills import read_records
@@ -95,8 +96,28 @@ def test_all_plans_workers_and_memories_write_the_same(
     assert all(output == outputs[0] for output in outputs)
 
 
-def test_documents_keep_their_origins(tmp_path: Path) -> None:
-    ...
+def test_documents_keep_their_origins(tmp_path: Path, tokenizer_file: Path) -> None:
+    (tmp_path / "input").mkdir()
+    texts = make_texts(30)
+    lines = "".join(
+        json.dumps({"id": f"d{n}", "text": text}) + "\n" for n, text in enumerate(texts)
+    )
+    (tmp_path / "web.jsonl").write_text(lines)
+    tokenizer = Tokenizer(tokenizer_file)
+    prefix = str(tmp_path / "input" / "web")
+    tokenize([str(tmp_path / "web.jsonl")], prefix, tokenizer, provenance="parquet", workers=1)
+    run(tmp_path, documents=True, num_shards=4)
+    for plan in ("gather", "scatter"):
+        shuffle(tmp_path / "input", tmp_path / plan, documents=True, num_shards=4, plan=plan)
+        assert kills.read_files(tmp_path / plan) == kills.read_files(tmp_path / "output")
+    ids = []
+    for shard in range(4):
+        prefix = str(tmp_path / "output" / f"shard_{shard:04}")
+        dataset = IndexedDataset(prefix)
+        assert dataset.origins is not None
+        ids += [dataset.origin(number).id for number in range(dataset.num_documents)]
+    places = np.random.default_rng(42).permutation(30)
+    assert ids == [f"d{number}" for number in np.argsort(places)]
 
 
 # ---- the command ----
@@ -167,20 +188,16 @@ def test_arguments_that_cannot_work(
     assert names_in(tmp_path) == ["input"]
 
 
-def test_a_size_that_is_no_multiple_of_the_dtype(
-    tmp_path: Path, sequences: NDArray[Any]
-) -> None:
+def test_a_size_that_is_no_multiple_of_the_dtype(tmp_path: Path, sequences: NDArray[Any]) -> None:
     (tmp_path / "input" / "b" / "y.bin").write_bytes(bytes(10))
-    with pytest.raises(DataError, match="y.bin has 10 bytes, which is not a multiple of 4"):
+    with pytest.raises(DataError, match=r"y.bin has 10 bytes, which is not a multiple of 4"):
         run(tmp_path)
     assert names_in(tmp_path) == ["input"]
 
 
-def test_more_data_than_memory_in_the_plan_memory(
-    tmp_path: Path, sequences: NDArray[Any]
-) -> None:
+def test_more_data_than_memory_in_the_plan_memory(tmp_path: Path, sequences: NDArray[Any]) -> None:
     np.zeros(3_000_000, np.uint32).tofile(tmp_path / "input" / "b" / "y.bin")
-    with pytest.raises(ConfigError, match="plan is 'memory', and the items take .* give the plan"):
+    with pytest.raises(ConfigError, match=r"plan is 'memory', and the items take .* give the plan"):
         run(tmp_path, plan="memory", memory=10**7)
     assert run(tmp_path, memory=10**7).plan in ("gather", "scatter")
 
@@ -188,16 +205,16 @@ def test_more_data_than_memory_in_the_plan_memory(
 def test_a_sequence_larger_than_the_memory(tmp_path: Path) -> None:
     (tmp_path / "input").mkdir()
     np.zeros(3_000_000, np.uint32).tofile(tmp_path / "input" / "y.bin")
-    with pytest.raises(ConfigError, match="9.0 MB, and a sequence has 12.0 MB.*least 12000128"):
+    with pytest.raises(ConfigError, match=r"9.0 MB, and a sequence has 12.0 MB.*least 12000128"):
         run(tmp_path, num_shards=1, seq_len=3_000_000, memory=9 * 10**6)
 
 
 def test_a_document_larger_than_the_memory(tmp_path: Path) -> None:
     (tmp_path / "input").mkdir()
-    documents = [np.zeros(5_000_000), np.ones(3)]
+    documents = [np.zeros(5_000_000, np.uint16), np.ones(3, np.uint16)]
     write_documents(tmp_path / "input" / "x", documents)
     options = {"documents": True, "num_shards": 2}
-    with pytest.raises(ConfigError, match="the longest document has 10.0 MB.*least 10000128"):
+    with pytest.raises(ConfigError, match=r"the longest document has 10.0 MB.*least 10000128"):
         run(tmp_path, memory=9 * 10**6, **options)
     assert run(tmp_path, memory=11 * 10**6, **options).num_items == 2
 
@@ -241,9 +258,33 @@ def test_a_file_that_changes_while_the_job_runs(
         return plan
 
     monkeypatch.setattr("millrace.jobs.shuffling.job.choose_plan", change_a_file)
-    with pytest.raises(DataError, match="b/x.bin .*changed"):
+    with pytest.raises(DataError, match=r"b/x\.bin changed"):
         run(tmp_path)
     assert names_in(tmp_path) == ["input"]
+
+
+# ---- memory ----
+
+
+def test_ten_times_the_memory(tmp_path: Path) -> None:
+    """The largest resident set of the process stays below the budget plus 100 MB."""
+    budget = 12 * 10**6
+    (tmp_path / "input").mkdir()
+    with open(tmp_path / "input" / "x.bin", "wb") as file:
+        file.truncate(10 * budget)
+    code = (
+        "import re, sys\n"
+        "from millrace.cli import main\n"
+        "assert main(sys.argv[1:]) == 0\n"
+        "print(re.search(r'VmHWM:\\s*(\\d+)', open('/proc/self/status').read())[1])\n"
+    )
+    for plan in ("gather", "scatter"):
+        folders = f"--input-dir {tmp_path}/input --output-dir {tmp_path}/{plan}"
+        command = f"shuffle {folders} --memory {budget} --plan {plan} --json".split()
+        output = subprocess.check_output(
+            [sys.executable, "-c", code, *command], stderr=subprocess.DEVNULL
+        )
+        assert 1024 * int(output.splitlines()[1]) < budget + 100 * 10**6
 
 
 # ---- kills, full disks, and other jobs ----
@@ -253,3 +294,138 @@ def test_kills_at_random_moments() -> None:
     """`python -m tests.jobs.shuffle_kills` does more of them, to more kinds of jobs."""
     counts = kills.run(3, 0, 100_000, ["gather"])
     assert counts["parent"] + counts["worker"] >= 3
+
+
+class KilledError(Exception):
+    """Stands for a kill."""
+
+
+def interrupt(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, count: int, **options: Any
+) -> None:
+    """Runs a job that is killed at call `count` of a function of `os`."""
+    function, num_calls = getattr(os, name), 0
+
+    def fail(*arguments: Any, **keywords: Any) -> Any:
+        nonlocal num_calls
+        if "shard_" in str(arguments[-1]) or "metadata" in str(arguments[-1]) or name == "fsync":
+            num_calls += 1
+        if num_calls == count:
+            raise KilledError
+        return function(*arguments, **keywords)
+
+    with monkeypatch.context() as context:
+        context.setattr(os, name, fail)
+        with pytest.raises(KilledError):
+            run(folder, **options)
+
+
+@pytest.mark.parametrize("count", [1, 2, 9, 14, 15])
+def test_an_interrupted_publication_continues(
+    tmp_path: Path, sequences: NDArray[Any], monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """Without the input, which is not needed any more, but must be there unchanged."""
+    interrupt(tmp_path, monkeypatch, "rename", count)
+    output = tmp_path / "output"
+    names = names_in(output)
+    assert len(names) == count  # renamed files, and the journal
+    assert "metadata.json" not in names
+    with pytest.raises(ConfigError, match="differs from it: seed was 42, and is 1 now"):
+        run(tmp_path, seed=1)
+    result = run(tmp_path)
+    assert (result.num_tasks_done, result.num_tasks_kept) == (0, 7)
+    assert not verify_shards(output).problems
+    shuffle(tmp_path / "input", tmp_path / "other", seq_len=SEQ_LEN, num_shards=7)
+    assert kills.read_files(output) == kills.read_files(tmp_path / "other")
+
+
+def test_a_restart_discards_an_interrupted_publication(
+    tmp_path: Path, sequences: NDArray[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt(tmp_path, monkeypatch, "rename", 9)
+    result = run(tmp_path, seed=1, num_shards=2, restart=True)
+    assert (result.num_tasks_done, result.num_tasks_kept) == (2, 0)
+    assert len(names_in(tmp_path / "output")) == 5
+
+
+def test_an_interrupted_job_continues_with_its_plan(
+    tmp_path: Path, sequences: NDArray[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where other workers, memory and plan are given, which change nothing in the output."""
+    interrupt(tmp_path, monkeypatch, "fsync", 12, plan="scatter")
+    records = read_records(tmp_path / "output")
+    assert len(records) == 8
+    with pytest.raises(ConfigError, match="seq_len was 8, and is 4 now"):
+        run(tmp_path, seq_len=4)
+    result = run(tmp_path, workers=2, plan="memory", memory=10**9)
+    assert result.plan == "scatter"
+    assert (result.num_tasks_done, result.num_tasks_kept) == (0, 8)
+
+
+def test_an_input_that_changed_since_the_interruption(
+    tmp_path: Path, sequences: NDArray[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt(tmp_path, monkeypatch, "fsync", 12)
+    path = tmp_path / "input" / "a" / "y.bin"
+    os.utime(path, ns=(0, 0))
+    with pytest.raises(ConfigError, match=r"input 2, .*y.bin.modified_ns was .*--restart"):
+        run(tmp_path)
+    assert run(tmp_path, restart=True).num_tasks_kept == 0
+
+
+def test_two_jobs_at_once(
+    tmp_path: Path, sequences: NDArray[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = "millrace.jobs.shuffling.job.measure_distribution"
+
+    def second_job(*arguments: Any) -> None:
+        with pytest.raises(MillraceError, match="another process is at work on this job"):
+            run(tmp_path)
+        raise KilledError
+
+    with monkeypatch.context() as context:
+        context.setattr(measure, second_job)
+        with pytest.raises(KilledError):
+            run(tmp_path)
+    assert names_in(tmp_path) == ["input"]
+
+
+def test_an_output_that_was_removed_after_the_end(
+    tmp_path: Path, sequences: NDArray[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job was killed while it removed its journal."""
+    with monkeypatch.context() as context:
+        context.setattr("millrace.jobs.engine.journal.Journal.remove", lambda journal: None)
+        run(tmp_path)
+    output = tmp_path / "output"
+    assert "shuffle.journal" in names_in(output)
+    result = run(tmp_path)
+    assert (result.num_tasks_done, result.num_tasks_kept) == (0, 7)
+    assert "shuffle.journal" not in names_in(output)
+
+
+def test_a_full_disk(disk: Path, sequences: NDArray[Any], tmp_path: Path) -> None:
+    """One error each time; with room the job continues."""
+    np.zeros(60_000, np.uint32).tofile(tmp_path / "input" / "b" / "y.bin")  # 240 kB
+    output, ballast = disk / "output", disk / "ballast"
+    options = {"seq_len": SEQ_LEN, "num_shards": 7, "workers": 1, "plan": "scatter"}
+    errors = []
+    for left in (100, 300, 450, 510, 560, 620, 700):  # kB
+        with open(ballast, "wb", buffering=0) as file:
+            status = os.statvfs(disk)
+            file.write(bytes(max(status.f_bavail * status.f_frsize - left * 1000, 0)))
+        try:
+            shuffle(tmp_path / "input", output, **options)
+        except (OSError, MillraceError) as error:
+            errors.append(str(error))
+        else:
+            break
+        assert not (output / "metadata.json").exists()
+        ballast.unlink()
+    ballast.unlink(missing_ok=True)
+    assert len(errors) >= 3
+    assert all("No space left" in error for error in errors)
+    assert any("No space left on device" in error for error in errors)
+    shuffle(tmp_path / "input", output, **options)
+    shuffle(tmp_path / "input", tmp_path / "other", **options)
+    assert kills.read_files(output) == kills.read_files(tmp_path / "other")
