@@ -52,9 +52,9 @@ def test_any_number_of_numbers_equals_the_twin(count: int) -> None:
 
 
 def test_every_size_is_permuted() -> None:
-    sizes = [*range(1100), 2047, 2048, 2049, 65535, 65536, 65537, 1_000_000]
+    sizes = [*range(600), 1023, 1024, 1025, 2047, 2048, 2049, 65535, 65536, 65537]
     for size in sizes:
-        for key in KEYS if size < 200 else KEYS[:1]:
+        for key in KEYS if size < 100 else KEYS[:1]:
             places = permuted(size, key)
             assert np.array_equal(np.sort(places), np.arange(size))
             sources = _native.swap_or_not(places, size, key, True)
@@ -142,7 +142,7 @@ def test_bad_arguments_are_refused() -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
 def test_every_permutation_of_a_few_numbers_is_as_frequent(size: int) -> None:
-    num_keys = 20_000
+    num_keys = 200 * math.factorial(size)
     rows = np.stack([permuted(size, key) for key in range(num_keys)])
     counts = np.unique(rows @ 10 ** np.arange(size), return_counts=True)[1]
     assert len(counts) == math.factorial(size)
@@ -152,7 +152,7 @@ def test_every_permutation_of_a_few_numbers_is_as_frequent(size: int) -> None:
 @pytest.mark.parametrize("first", range(4, 100, 12))
 def test_statistics_of_small_sizes(first: int) -> None:
     for size in range(first, first + 12):
-        rows = np.stack([permuted(size, 1000 * size + key) for key in range(500)])
+        rows = np.stack([permuted(size, 1000 * size + key) for key in range(300)])
         check_statistics(rows)
 
 
@@ -161,16 +161,17 @@ def test_statistics_around_powers_of_two(size: int) -> None:
     check_statistics(np.stack([permuted(size, size + key) for key in range(100)]))
 
 
-@pytest.mark.parametrize("size", [2**16, 2**20 + 1, 1_000_000])
+@pytest.mark.parametrize("size", [2**16, 2**17 + 1, 1_000_000])
 def test_statistics_of_large_sizes(size: int) -> None:
-    for key in (0, 1):
-        check_statistics(permuted(size, key)[None])
+    places = permuted(size, 1)
+    assert np.bincount(places, minlength=size).max() == 1
+    check_statistics(places[None])
 
 
 def test_statistics_of_a_part_of_the_largest_size() -> None:
     """Places of neighbours fill 1,000 equal ranges evenly, and so do the steps between them."""
     size = 2**63 - 1
-    numbers = size // 3 + np.arange(1_000_000)
+    numbers = size // 3 + np.arange(200_000)
     places = _native.swap_or_not(numbers, size, 5, False)
     for values in (places, (places[1:] - places[:-1]) % size):
         counts = np.bincount(values // (size // 1000 + 1), minlength=1000)
