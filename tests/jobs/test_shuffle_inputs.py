@@ -63,6 +63,9 @@ def cut(stream: list[int], seq_len: int) -> list[list[int]]:
     return [stream[seq_len * n : seq_len * (n + 1)] for n in range(count)]
 
 
+NOTHING = r"no whole sequence|no tokens|weights take none"
+
+
 # ---- the law: items are what a plain loop makes of the files ----
 
 Files = dict[str, list[list[list[list[int]]]]]  # domain: files: documents: sequences: tokens
@@ -142,7 +145,7 @@ def test_items_are_the_sequences_of_all_files_in_order(
             inputs = [(float(weight), folder / name) for name, weight in by_domain.items()]
         options: dict[str, Any] = {"dtype": dtype, "carry": carry, "eod": eod}
         if not expected:
-            with pytest.raises(ConfigError, match=r"no whole sequence|no tokens"):
+            with pytest.raises(ConfigError, match=NOTHING):
                 sequence_items(inputs, seq_len=seq_len, folder=name, **options)
             return
         items = sequence_items(inputs, seq_len=seq_len, folder=name, **options)
@@ -530,3 +533,21 @@ def test_a_change_while_a_file_is_read_is_an_error(
     monkeypatch.setattr(_native, "read_pieces", read_and_change)
     with pytest.raises(DataError, match=r"x\.bin changed while the job ran"):
         read_all(items)
+
+
+def test_files_and_sequences_beyond_2_gb(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "x.bin"
+    path.parent.mkdir()
+    with open(path, "wb") as file:  # a sparse file
+        file.truncate(2**34 + 40)
+        file.seek(2**34)
+        file.write(np.arange(10, dtype=np.uint32).tobytes())
+    items = sequence_items(tmp_path, seq_len=5, folder=tmp_path)
+    count = (2**32 + 10) // 5
+    assert (items.num_items, items.domains[0].num_left) == (count, 1)
+    assert read_all(items, np.array([0, count - 1])) == [[0] * 5, [4, 5, 6, 7, 8]]
+    items = sequence_items([(2.5, tmp_path / "a")], seq_len=5, folder=tmp_path)
+    assert items.num_items == 5 * count // 2
+    assert read_all(items, np.array([2 * count - 1])) == [[4, 5, 6, 7, 8]]
+    items = sequence_items(tmp_path, seq_len=2**22, folder=tmp_path)
+    assert max(read_all(items, np.array([1023]))[0]) == 0

@@ -93,7 +93,8 @@ def find_domains(
     Args:
         inputs: A folder, or a list of weights and paths.
         dtype: Dtype of raw files: uint16, uint32 or int32.
-        documents_for: What needs documents, for the message about a file without; empty: nothing.
+        documents_for: Reason why documents are needed, for the message about a file without an
+            `.idx`; empty: they are not needed.
 
     Returns:
         The domains, and sentences about the input that a user should read.
@@ -212,13 +213,13 @@ class _Finder:
         self._dtype = dtype
         self._documents_for = documents_for
         self._paths: dict[tuple[int, int], str] = {}  # of the files by device and inode
-        self._twice: list[tuple[str, str]] = []  # paths of one file
+        self._duplicates: list[tuple[str, str]] = []  # paths of one file
 
     def all_notices(self) -> list[str]:
-        if not self._twice:
+        if not self._duplicates:
             return self.notices
-        path, other = self._twice[0]
-        count = len(self._twice)
+        path, other = self._duplicates[0]
+        count = len(self._duplicates)
         more = f", and so are {count - 1:,} more" if count > 1 else ""
         return [*self.notices, f"{path} is the same file as {other}{more}: both are read"]
 
@@ -291,7 +292,7 @@ class _Finder:
             raise DataError(f"{path} is not a regular file; write it to one, or remove it")
         other = self._paths.setdefault((status.st_dev, status.st_ino), path)
         if other != path:
-            self._twice.append((path, other))
+            self._duplicates.append((path, other))
         if path.endswith(".bin") and os.path.exists(paths_to_read(path[:-4]).idx):
             return _open_indexed(path[:-4])
         if self._documents_for:

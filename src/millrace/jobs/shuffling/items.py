@@ -19,8 +19,7 @@ class Domain:
         num_files: Number of its files.
         num_items: Number of its items; one that is taken twice, by a weight, counts twice.
         num_tokens: Number of tokens of its files, with the EOD tokens that are added to them.
-        num_left: Number of tokens that are in no item: the remainders of files that are shorter
-            than a sequence.
+        num_left: Number of tokens that are in no sequence: the remainders of its files.
     """
 
     name: str

@@ -82,7 +82,7 @@ def sequence_items(
     carry, folder = flag("carry", carry), one_path("folder", folder)
     documents_for = ""
     if eod is not None:
-        documents_for = "an EOD token is put after each: leave --eod out, or give indexed datasets"
+        documents_for = "an EOD token is put after each: give indexed datasets, or leave --eod out"
     domains, notices = find_domains(inputs, dtype=dtype, documents_for=documents_for)
     token_dtype = common_dtype(domains)
     eods = None
@@ -136,8 +136,13 @@ class SequenceItems:
             num_left=[int((num_tokens[s] - lengths[s]).sum()) for s in slices],
         )
         self.notices = (*notices, *self._shortages(domains, num_sequences))
-        if self.num_items == 0:
+        if sum(num_sequences) == 0:
             raise ConfigError(_no_sequence(seq_len, num_tokens, carry))
+        if self.num_items == 0:
+            raise ConfigError(
+                f"the weights take none of the {sum(num_sequences):,} sequences of the input; give "
+                "larger weights"
+            )
 
     def sizes(self, numbers: Numbers) -> Numbers:
         """Tokens of each item: int64 [n]."""
@@ -192,8 +197,11 @@ class SequenceItems:
 
     def _check_ids(self, starts: Numbers, buffer: NDArray[Any], targets: Numbers) -> None:
         """Raises a DataError if a token that was read is 2**31 or more."""
-        windows = np.lib.stride_tricks.sliding_window_view(buffer.view(np.int32), self._seq_len)
-        tokens = windows[targets]
+        values = buffer.view(np.int32)
+        if len(targets) == 1:  # perhaps of gigabytes: without a copy
+            tokens = values[targets[0] : targets[0] + self._seq_len].reshape(1, -1)
+        else:
+            tokens = np.lib.stride_tricks.sliding_window_view(values, self._seq_len)[targets]
         if tokens.min() >= 0:
             return
         row, column = divmod(int(np.argmin(tokens)), self._seq_len)
