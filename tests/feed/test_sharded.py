@@ -218,6 +218,12 @@ def test_missing_folders_and_shards_are_refused(folder: Path) -> None:
         ShardedDataset(folder)
 
 
+def test_a_folder_without_sequences_is_refused(tmp_path: Path) -> None:
+    write_sequences(tmp_path / "out", make_sequences(0, 8))
+    with pytest.raises(DataError, match="has no sequences"):
+        ShardedDataset(tmp_path / "out")
+
+
 # ---- files that change ----
 
 _CUT = """

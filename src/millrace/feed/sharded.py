@@ -6,7 +6,7 @@ import os
 from typing import cast
 
 from millrace.checks import flag, shown
-from millrace.errors import ConfigError
+from millrace.errors import ConfigError, DataError
 from millrace.feed.datasets import GPTDataset
 from millrace.options import SampleOptions
 from millrace.order import SequenceOrder
@@ -28,6 +28,9 @@ class ShardedDataset(GPTDataset):
     last label is missing and masked, as with Megatron-LM's `add_extra_token_to_sequence=False`.
     With `add_extra_token`, its last token is only a label: shuffle with `--seq-len 4097` to train
     on 4,096 tokens that all have a label.
+
+    uint32 tokens are read as int32. Ids from 2**31 on, which `millrace shuffle` refuses, would be
+    negative; `vocab_size` of a loader refuses them, too.
 
     Args:
         folder: The output folder.
@@ -69,6 +72,11 @@ class ShardedDataset(GPTDataset):
         access: Access = "mmap",
     ) -> None:
         shards = Shards(folder, access=access, dtype=dtype)
+        if len(shards) == 0:
+            raise DataError(
+                f"{shards.prefix} has no sequences: there is nothing to draw samples from. Shuffle "
+                "longer files, or with a smaller --seq-len"
+            )
         if options is None:
             options = SampleOptions(
                 sequence_length=shards.sequence_length - flag("add_extra_token", add_extra_token),
