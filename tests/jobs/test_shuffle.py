@@ -41,8 +41,15 @@ def sequences(tmp_path: Path) -> NDArray[Any]:
 
 
 def run(folder: Path, **options: Any) -> Any:
-    options = {"seq_len": SEQ_LEN, "num_shards": 7, "workers": 1, **options}
-    return shuffle(folder / "input", folder / "output", **options)
+    output_dir = folder / "output"
+    options = {
+        "output_dir": output_dir,
+        "seq_len": SEQ_LEN,
+        "num_shards": 7,
+        "workers": 1,
+        **options,
+    }
+    return shuffle(folder / "input", **options)
 
 
 def names_in(folder: Path) -> list[str]:
@@ -116,6 +123,8 @@ def test_documents_keep_their_origins(tmp_path: Path, tokenizer_file: Path) -> N
         dataset = IndexedDataset(prefix)
         assert dataset.origins is not None
         ids += [dataset.origin(number).id for number in range(dataset.num_documents)]
+    with pytest.raises(ConfigError, match=r"copying the origins of documents takes 90.0 MB"):
+        run(tmp_path, documents=True, output_dir=tmp_path / "more", memory=90 * 10**6)
     places = np.random.default_rng(42).permutation(30)
     assert ids == [f"d{number}" for number in np.argsort(places)]
 
@@ -173,6 +182,7 @@ def test_a_list_of_inputs(
         ({"permutation": 1}, "permutation is 1; one of auto, numpy, keyed is needed"),
         ({"engine": "dask"}, "engine is 'dask'; one of local, ray is needed"),
         ({"seq_len": 10**6}, "the input has no whole sequence of 1,000,000 tokens"),
+        ({"permutation": "numpy", "memory": 4000}, "which takes 4.8 kB of memory for 300"),
         ({"memory": 1000}, "memory is 1.0 kB; at least 8000000 bytes .8.0 MB. are needed"),
         ({"plan": "memory", "engine": "ray"}, "plan is 'memory', which works in one process"),
         ({"documents": True, "carry": True}, "carry concerns sequences of a fixed length"),

@@ -135,6 +135,11 @@ class DocumentItems:
             ]
         self.notices = (*notices, *_shortages(domains, self._passes))
 
+    @property
+    def has_origins(self) -> bool:
+        """Whether the shards get sidecars of their documents' origins."""
+        return self._origins is not None
+
     def sizes(self, numbers: Numbers) -> Numbers:
         """Tokens of each item: int64 [n]."""
         bounds = self._tokens.windows(self._passes.units(numbers), 2)

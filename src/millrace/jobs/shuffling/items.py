@@ -71,6 +71,7 @@ class Items(Protocol):
         notices: Sentences about the input that a user should read.
         tokenizer: The tokenizer that all files name in their sidecars, an entry for the provenance
             of the output; None if not all of them name one.
+        has_origins: Whether the shards get sidecars of their documents' origins, which takes Arrow.
     """
 
     @property
@@ -87,6 +88,8 @@ class Items(Protocol):
     def notices(self) -> tuple[str, ...]: ...
     @property
     def tokenizer(self) -> dict[str, Any] | None: ...
+    @property
+    def has_origins(self) -> bool: ...
 
     def sizes(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Tokens of each item: int64 [n]."""

@@ -41,7 +41,8 @@ from millrace.jobs.shuffling.plan import (
     Plan,
     bucket_bounds,
     choose_plan,
-    memory_budget,
+    in_units,
+    memory_for_buffers,
     plan_from_json,
     run_bounds,
     shard_starts,
@@ -49,6 +50,8 @@ from millrace.jobs.shuffling.plan import (
 from millrace.jobs.shuffling.sequences import sequence_items
 from millrace.jobs.shuffling.tasks import Work
 from millrace.store.shards import DOCUMENTS, METADATA, SEQUENCES, read_metadata, shard_prefix
+
+_NUMPY_MEMORY = 16  # bytes per item while NumPy's permutation and its inverse are made
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,11 +294,10 @@ def _write(journal: Journal, arguments: Arguments, items: Items) -> ShuffleResul
             f"num_shards is {arguments.num_shards}, and there are {items.num_items} "
             f"{arguments.unit}; give at most {items.num_items}"
         )
-    memory = memory_budget(arguments.memory)
-    permutation, distribution = _permute(journal, arguments, items, memory)
+    permutation, distribution = _permute(journal, arguments, items)
     with Progress("phase 3: plan", enabled=arguments.show_progress) as progress:
         with interruptible():
-            plan = _plan(journal, arguments, items, permutation, memory)
+            plan = _plan(journal, arguments, items, permutation)
             work = _make_work(journal, arguments, items, permutation, plan)
         progress.note(f"plan: {plan}")
     movement = Movement(
@@ -341,14 +343,12 @@ def _write(journal: Journal, arguments: Arguments, items: Items) -> ShuffleResul
 
 
 def _permute(
-    journal: Journal, arguments: Arguments, items: Items, memory: int
+    journal: Journal, arguments: Arguments, items: Items
 ) -> tuple[Permutation, Distribution]:
     """The permutation, after a check that it spreads the domains evenly."""
     label = "phase 2: permutation"
     with Progress(label, enabled=arguments.show_progress) as progress, interruptible():
-        name = (journal.plan or {}).get("permutation") or choose_permutation(
-            arguments.permutation, items.num_items, memory
-        )
+        name = (journal.plan or {}).get("permutation") or _choose_permutation(arguments, items)
         progress.note(
             f"{label} {name} of {items.num_items:,} {arguments.unit}, seed {arguments.seed}"
         )
@@ -364,16 +364,29 @@ def _permute(
     return permutation, distribution
 
 
-def _plan(
-    journal: Journal, arguments: Arguments, items: Items, permutation: Permutation, memory: int
-) -> Plan:
+def _choose_permutation(arguments: Arguments, items: Items) -> str:
+    memory = memory_for_buffers(arguments.memory, items)
+    name = choose_permutation(arguments.permutation, items.num_items, memory)
+    needed = _NUMPY_MEMORY * items.num_items
+    if name == "numpy" and needed > memory:
+        raise ConfigError(
+            f"permutation is 'numpy', which takes {in_units(needed)} of memory for "
+            f"{items.num_items:,} {arguments.unit}, and {in_units(memory)} are free for it; give "
+            "more memory, or the permutation keyed"
+        )
+    return name
+
+
+def _plan(journal: Journal, arguments: Arguments, items: Items, permutation: Permutation) -> Plan:
     """The plan of an interrupted job, or a new one."""
     if journal.plan is not None:
-        return plan_from_json(journal.plan["plan"], workers=arguments.workers, memory=memory)
+        return plan_from_json(
+            journal.plan["plan"], items, workers=arguments.workers, memory=arguments.memory
+        )
     plan = choose_plan(
         items,
         name=arguments.plan,
-        memory=memory,
+        memory=arguments.memory,
         workers=arguments.workers,
         engine=arguments.engine,
         output_dir=arguments.output_dir,

@@ -31,7 +31,10 @@ MB = 1_000_000
 ITEM_OVERHEAD = 128
 """Bytes of memory per item in a buffer: its number, place, size and offsets, and copies of them."""
 
+# Private memory of processes, measured and rounded up. The job's own process has 100 MB beside the
+# budget, which is enough without Arrow.
 _WORKER_MEMORY = 45 * MB  # Python, NumPy and this package in a worker process
+_ARROW_MEMORY = 90 * MB  # more in each process that copies the origins of documents
 _LEAST_BUFFER = 8 * MB  # of a worker
 _GOOD_BUFFER = 16 * MB
 _LARGEST_BUFFER = 256 * MB  # more makes nothing faster
@@ -77,16 +80,11 @@ class Plan:
         )
 
 
-def memory_budget(memory: int | None) -> int:
-    """Bytes of memory for the processes of a job; by default half of what is available."""
-    return memory or available_memory() // _SHARE
-
-
 def choose_plan(
     items: Items,
     *,
     name: str,
-    memory: int,
+    memory: int | None,
     workers: int,
     engine: str,
     output_dir: str,
@@ -96,7 +94,7 @@ def choose_plan(
     Args:
         items: The items.
         name: "auto", or the plan that the user wants.
-        memory: Bytes of memory for the processes of the job.
+        memory: Bytes of memory for the processes of the job; None: half of what is available.
         workers: The largest number of workers.
         engine: "local" or "ray".
         output_dir: Folder of the output.
@@ -106,7 +104,9 @@ def choose_plan(
         MillraceError: Too little room on the disk.
     """
     num_bytes, largest = _measure(items)
-    _check_memory(memory, largest, items)
+    budget, memory = memory_budget(memory), memory_for_buffers(memory, items)
+    if memory < max(_LEAST_BUFFER, largest + ITEM_OVERHEAD):
+        raise _too_little_memory(budget, memory, largest, items)
     free = _free_bytes(output_dir)
     if free < num_bytes:
         raise MillraceError(
@@ -122,12 +122,12 @@ def choose_plan(
     if name == "memory" and needed > memory:
         raise ConfigError(
             f"plan is 'memory', and the items take {in_units(needed)}, more than the memory of "
-            f"{in_units(memory)}; give the plan auto, or memory={needed}"
+            f"{in_units(memory)}; give the plan auto, or memory={needed + budget - memory}"
         )
     reason = "it was asked for"
     if name == "auto":
         if needed <= memory and engine == "local":
-            name, reason = "memory", f"the data fit the memory of {in_units(memory)}"
+            name, reason = "memory", f"the data fit the memory of {in_units(budget)}"
         else:
             name, reason = _gather_or_scatter(items, num_bytes, free, memory)
     elif name == "scatter" and free < 2 * num_bytes:
@@ -147,30 +147,45 @@ def choose_plan(
     )
     if name == "memory":
         return replace(plan, buffer_size=needed)
-    return _share_memory(plan, num_bytes, largest, memory)
+    return _share_memory(plan, items, num_bytes, largest, memory)
 
 
-def plan_from_json(content: dict[str, Any], *, workers: int, memory: int) -> Plan:
+def plan_from_json(
+    content: dict[str, Any], items: Items, *, workers: int, memory: int | None
+) -> Plan:
     """The plan of an interrupted job, with as many workers as the memory allows now.
 
     Args:
         content: The plan as `Plan.to_json` gave it.
+        items: The items.
         workers: The largest number of workers.
-        memory: Bytes of memory for the processes of the job.
+        memory: Bytes of memory for the processes of the job; None: what is available, but as much
+            as the plan needs at least.
 
     Raises:
         ConfigError: Less memory than one worker of the plan needs.
     """
     plan = Plan(**content)
-    if memory < plan.buffer_size:
+    buffers = memory_for_buffers(memory, items)
+    if buffers < plan.buffer_size and memory is not None:
+        least = memory + plan.buffer_size - buffers
         raise ConfigError(
             f"memory is {in_units(memory)}, and the interrupted job was planned with buffers of "
-            f"{in_units(plan.buffer_size)}; give memory={plan.buffer_size} or more, or start over: "
-            "--restart"
+            f"{in_units(plan.buffer_size)}; give memory={least} or more, or start over: --restart"
         )
-    if plan.name == "memory":
-        return replace(plan, workers=workers)
-    return replace(plan, workers=_num_workers(workers, memory, plan.buffer_size))
+    if plan.name != "memory":
+        workers = _num_workers(workers, buffers, plan.buffer_size, items)
+    return replace(plan, workers=workers)
+
+
+def memory_budget(memory: int | None) -> int:
+    """Bytes of memory for the processes of a job; by default half of what is available."""
+    return available_memory() // _SHARE if memory is None else memory
+
+
+def memory_for_buffers(memory: int | None, items: Items) -> int:
+    """Bytes of memory for workers and buffers, without what the job's own process takes."""
+    return memory_budget(memory) - (_ARROW_MEMORY if items.has_origins else 0)
 
 
 def memory_of_all(num_bytes: int, num_items: int, workers: int) -> int:
@@ -277,19 +292,17 @@ def _measure(items: Items) -> tuple[int, int]:
     return total * token_size, largest * token_size
 
 
-def _check_memory(memory: int, largest: int, items: Items) -> None:
-    least = max(_LEAST_BUFFER, largest + ITEM_OVERHEAD)
-    if memory >= least:
-        return
-    if largest + ITEM_OVERHEAD <= memory:
-        raise ConfigError(
-            f"memory is {in_units(memory)}; at least {least} bytes ({in_units(least)}) are needed. "
-            "Give more memory"
-        )
-    what = "the longest document" if items.item_size is None else "a sequence"
-    raise ConfigError(
-        f"memory is {in_units(memory)}, and {what} has {in_units(largest)}, which must fit; at "
-        f"least {least} bytes ({in_units(least)}) are needed. Give more memory"
+def _too_little_memory(budget: int, memory: int, largest: int, items: Items) -> ConfigError:
+    least = budget - memory + max(_LEAST_BUFFER, largest + ITEM_OVERHEAD)
+    reason = ""
+    if largest + ITEM_OVERHEAD > budget:
+        what = "the longest document" if items.item_size is None else "a sequence"
+        reason = f", and {what} has {in_units(largest)}, which must fit"
+    elif budget > memory:
+        reason = f", and copying the origins of documents takes {in_units(budget - memory)}"
+    return ConfigError(
+        f"memory is {in_units(budget)}{reason}; at least {least} bytes ({in_units(least)}) are "
+        "needed. Give more memory"
     )
 
 
@@ -332,21 +345,27 @@ def _rate(items: Items, numbers: NDArray[np.int64], size: int) -> float:
 # ---- memory ----
 
 
-def _share_memory(plan: Plan, num_bytes: int, largest: int, memory: int) -> Plan:
+def _share_memory(plan: Plan, items: Items, num_bytes: int, largest: int, memory: int) -> Plan:
     """The plan with the number of workers and the buffers that fit the memory."""
     good, most = _GOOD_BUFFER, _LARGEST_BUFFER
     if plan.name == "scatter":
         # With buffers of M bytes, pass 2 reads M * M / num_bytes of a run at a time.
         good = max(good, math.isqrt(num_bytes * _GOOD_SECTION))
         most = max(most, math.isqrt(num_bytes * _LARGE_SECTION))
-    workers = _num_workers(plan.workers, memory, max(good, largest + ITEM_OVERHEAD))
-    size = memory if workers == 1 else memory // workers - _WORKER_MEMORY
-    return replace(plan, workers=workers, buffer_size=min(size, max(most, largest + ITEM_OVERHEAD)))
+    good, most = max(good, largest + ITEM_OVERHEAD), max(most, largest + ITEM_OVERHEAD)
+    workers = _num_workers(plan.workers, memory, good, items)
+    size = memory if workers == 1 else memory // workers - _worker_memory(items)
+    return replace(plan, workers=workers, buffer_size=min(size, most))
 
 
-def _num_workers(workers: int, memory: int, buffer_size: int) -> int:
+def _num_workers(workers: int, memory: int, buffer_size: int, items: Items) -> int:
     """The number of workers, each with a buffer; one worker is the job's own process."""
-    return max(min(workers, memory // (_WORKER_MEMORY + buffer_size)), 1)
+    return max(min(workers, memory // (_worker_memory(items) + buffer_size)), 1)
+
+
+def _worker_memory(items: Items) -> int:
+    """Bytes of memory of a worker process beside its buffer."""
+    return _WORKER_MEMORY + (_ARROW_MEMORY if items.has_origins else 0)
 
 
 def _free_bytes(folder: str) -> int:

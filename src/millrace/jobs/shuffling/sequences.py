@@ -128,6 +128,7 @@ class SequenceItems:
         self.item_size: int | None = seq_len
         self.num_items = sum(self._passes.num_items)
         self.tokenizer = tokenizer_of(domains)
+        self.has_origins = False
         self.domains, self.files = describe(
             domains,
             self._passes,
