@@ -143,9 +143,11 @@ def read_metadata(folder: str | os.PathLike[str], *, dtype: str | None = None) -
     """
     folder = one_path("folder", folder)
     metadata = parse_metadata(folder, dtype)
-    problems = (shard_problem(folder, metadata, n) for n in range(metadata.num_shards))
-    if problem := next(filter(None, problems), ""):
-        raise DataError(problem)
+    numbers = range(metadata.num_shards)
+    problems = [text for n in numbers if (text := shard_problem(folder, metadata, n))]
+    if problems:
+        others = f" ({len(problems)} shards have such problems)" if len(problems) > 1 else ""
+        raise DataError(f"{problems[0]}{others}")
     return metadata
 
 
@@ -171,13 +173,7 @@ def shard_problem(folder: str, metadata: ShardsMetadata, number: int) -> str:
     try:
         size = os.stat(path).st_size
     except (FileNotFoundError, NotADirectoryError):
-        num_missing = sum(
-            not os.path.exists(f"{shard_prefix(folder, n)}.bin") for n in range(metadata.num_shards)
-        )
-        return (
-            f"{path} is missing, one of {num_missing} missing of {metadata.num_shards} shards: "
-            "restore them, or shuffle again"
-        )
+        return f"{path} is missing: restore it, or shuffle again"
     expected = metadata.shard_sizes[number] * metadata.sequence_bytes
     if metadata.has_documents or size == expected:
         return ""
@@ -247,13 +243,12 @@ class _Fields:
             lambda value: isinstance(value, dict) and all(map(_is_count, value.values())),
             "an object of whole numbers of 0 or more",
         )
-        for name, count, expected in (
-            ("entries of shard_sizes", len(shard_sizes), num_shards),
-            ("the sum of shard_sizes", sum(shard_sizes), total),
-            ("the sum of domain_stats", sum(domain_stats.values()), total),
+        for name, count, of, expected in (
+            ("entries of shard_sizes", len(shard_sizes), "num_shards", num_shards),
+            ("the sum of shard_sizes", sum(shard_sizes), total_name, total),
+            ("the sum of domain_stats", sum(domain_stats.values()), total_name, total),
         ):
             if count != expected:
-                of = "num_shards" if expected is num_shards else total_name
                 raise _damage(self._path, f"{name}: {count}; {of} is {expected}")
         is_known = "dtype" in self._document
         stored = self._get("dtype", _is_text, "a text") if is_known else (dtype or _DTYPE)
