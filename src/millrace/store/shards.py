@@ -160,11 +160,14 @@ def parse_metadata(folder: str, dtype: str | None = None) -> ShardsMetadata:
 
 def write_metadata(folder: str | os.PathLike[str], metadata: ShardsMetadata) -> None:
     """Writes the metadata of a folder, whole or not at all."""
-    values = {one.name: getattr(metadata, one.name) for one in fields(metadata)}
     unused = "total_sequences" if metadata.has_documents else "total_documents"
-    del values[unused]
+    lines = [
+        f'  "{one.name}": {json.dumps(getattr(metadata, one.name))}'
+        for one in fields(metadata)
+        if one.name != unused
+    ]
     with atomic_file(metadata_path(folder)) as file:
-        file.write((json.dumps(values, indent=1) + "\n").encode())
+        file.write(("{\n" + ",\n".join(lines) + "\n}\n").encode())
 
 
 def shard_problem(folder: str, metadata: ShardsMetadata, number: int) -> str:
