@@ -211,14 +211,14 @@ def _worst_figures(metadata: ShardsMetadata, folder: str) -> dict[str, dict[str,
         counts = domain_counts(metadata, folder, parts)
         scores = deviations(counts, totals)
         part, domain = divmod(int(np.abs(scores).argmax()), len(names))
-        stored = metadata.distribution[parts]
-        p_values = stored.get("p_values")
+        tests = metadata.distribution[parts]
+        p_values = tests.get("p_values")
         is_list = isinstance(p_values, list) and len(p_values) >= len(counts)
-        some = [p for p in p_values[: len(counts)] if _is_number(p)] if is_list else []
-        least = min(some, default=None)
+        numbers = [p for p in p_values[: len(counts)] if _is_number(p)] if is_list else []
+        least = min(numbers, default=None)
         figures[parts] = {
             "parts": len(counts),
-            "p_value": stored.get("p_value") if _is_number(stored.get("p_value")) else None,
+            "p_value": tests.get("p_value") if _is_number(tests.get("p_value")) else None,
             "least_p_value": least,
             "least_p_value_part": None if least is None else p_values.index(least),
             "largest_deviation": float(scores[part, domain]),

@@ -253,16 +253,17 @@ class _Fields:
         ):
             if count != expected:
                 raise _damage(self._path, f"{name}: {count}; {of} is {expected}")
-        is_known = "dtype" in self._document
-        stored = self._get("dtype", _is_text, "a text") if is_known else (dtype or _DTYPE)
+        token_dtype = dtype or _DTYPE
+        if "dtype" in self._document:
+            token_dtype = self._get("dtype", _is_text, "a text")
         dtypes = [*map(str, DTYPES.values())] if has_documents else TOKEN_DTYPES
-        if stored not in dtypes:
+        if token_dtype not in dtypes:
             raise _damage(
-                self._path, f"dtype is {shown(stored, 80)}; it is one of {', '.join(dtypes)}"
+                self._path, f"dtype is {shown(token_dtype, 80)}; it is one of {', '.join(dtypes)}"
             )
-        if dtype not in (None, stored):
+        if dtype not in (None, token_dtype):
             raise ConfigError(
-                f"dtype is {dtype}, but {self._path} says {stored}: leave the argument out"
+                f"dtype is {dtype}, but {self._path} says {token_dtype}: leave the argument out"
             )
         metadata = ShardsMetadata(
             shuffle_type=kind,
@@ -272,7 +273,7 @@ class _Fields:
             num_shards=num_shards,
             domain_stats=dict(domain_stats),
             shard_sizes=list(shard_sizes),
-            dtype=stored,
+            dtype=token_dtype,
             seed=self._optional("seed", _is_whole, "a whole number"),
             permutation=self._optional("permutation", _is_text, "a text"),
             carry=self._optional("carry", _is_flag, "true or false", False),
