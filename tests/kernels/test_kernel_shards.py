@@ -42,8 +42,7 @@ def gather(module: Any, shards: Any, sizes: list[int], length: int, numbers: Any
 )
 def test_gather_equals_its_twin(sizes: list[int], length: int, dtype: Any, data: Any) -> None:
     shards = make_shards(sizes, length, dtype)
-    drawn = data.draw(st.lists(st.integers(0, sum(sizes) - 1), max_size=9))
-    numbers = np.array(drawn, np.int64)
+    numbers = data.draw(st.lists(st.integers(0, sum(sizes) - 1), max_size=9).map(np.int64))
     actual, expected = (
         gather(module, shards, sizes, length, numbers) for module in (_native, reference)
     )

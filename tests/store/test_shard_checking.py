@@ -110,7 +110,7 @@ def test_all_missing_and_truncated_files_are_named(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
     report = verify_shards(folder)
     for text in (
-        "shard_0000.bin is missing, one of 1 missing",
+        "shard_0000.bin is missing: restore it",
         "shard_0001.idx is missing",
         "shard_0002.bin has 95 bytes; 3 sequences of 8 tokens (uint32) take 96",
         "shard_0002.bin is damaged: its checksum",

@@ -43,7 +43,7 @@ def change(folder: Path, **values: Any) -> None:
 
 
 def test_metadata_come_back_as_they_were_written(tmp_path: Path) -> None:
-    written = write_sequences(
+    metadata = write_sequences(
         tmp_path / "out",
         make_sequences(10, 8),
         carry=True,
@@ -60,10 +60,10 @@ def test_metadata_come_back_as_they_were_written(tmp_path: Path) -> None:
         ],
         distribution={"head": {"counts": [3, 7], "chi_square": 0.25, "p_value": 0.9}},
     )
-    assert read_metadata(tmp_path / "out") == written
-    assert written.num_items == 10
-    assert not written.has_documents
-    assert written.token_dtype == np.int32
+    assert read_metadata(tmp_path / "out") == metadata
+    assert metadata.num_items == 10
+    assert not metadata.has_documents
+    assert metadata.token_dtype == np.int32
     document = json.loads((tmp_path / "out/metadata.json").read_text())
     assert document["version"] == 2
     assert document["shuffle_type"] == "global_permutation_fast"
@@ -73,9 +73,9 @@ def test_metadata_come_back_as_they_were_written(tmp_path: Path) -> None:
 
 
 def test_metadata_of_documents(tmp_path: Path) -> None:
-    written = write_documents(tmp_path / "out", [[[1, 2], [3]], [[4, 5, 6]]])
-    assert read_metadata(tmp_path / "out") == written
-    assert written.has_documents
+    metadata = write_documents(tmp_path / "out", [[[1, 2], [3]], [[4, 5, 6]]])
+    assert read_metadata(tmp_path / "out") == metadata
+    assert metadata.has_documents
     document = json.loads((tmp_path / "out/metadata.json").read_text())
     assert document["shuffle_type"] == "global_permutation_documents"
     assert document["total_documents"] == 3
@@ -169,7 +169,9 @@ def test_missing_and_truncated_shards(folder: Path) -> None:
         read_metadata(folder)
     path.unlink()
     (folder / "shard_0002.bin").unlink()
-    with pytest.raises(DataError, match=r"shard_0001\.bin is missing, one of 2 missing of 3"):
+    with pytest.raises(
+        DataError, match=r"shard_0001\.bin is missing: restore it.* \(2 shards have"
+    ):
         read_metadata(folder)
 
 

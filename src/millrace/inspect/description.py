@@ -105,7 +105,7 @@ def describe(
         document_lengths=_spread(dataset.document_lengths),
         histogram=_histogram(lengths),
         special_tokens=None if tokenizer is None else _count_special(dataset, tokenizer),
-        document=_document(dataset, tokenizer, document) if dataset.num_documents else None,
+        document=describe_document(dataset, tokenizer, document) if dataset.num_documents else None,
         provenance=None if info is None else info.provenance,
         has_checksums=info is not None and info.bin is not None,
         has_origins=has_origins(dataset.prefix),
@@ -144,7 +144,10 @@ def _count_special(dataset: IndexedDataset, tokenizer: Tokenizer) -> dict[str, i
     return counts
 
 
-def _document(dataset: IndexedDataset, tokenizer: Tokenizer | None, number: int) -> dict[str, Any]:
+def describe_document(
+    dataset: IndexedDataset, tokenizer: Tokenizer | None, number: int
+) -> dict[str, Any]:
+    """One document, see `Description.document`."""
     if not 0 <= number < dataset.num_documents:
         raise ConfigError(
             f"there is no document {number}; {dataset.prefix} has 0 to {dataset.num_documents - 1}"
@@ -209,19 +212,20 @@ def format_description(description: Description) -> str:
         lines += [f"  {name:>20}  {n:,}" for name, n in description.special_tokens.items()]
     document = description.document
     if document:
-        lines += ["", f"  document {document['number']}, {document['num_tokens']:,} tokens:"]
-        if document["origin_error"] is not None:
-            lines.append(f"  its origin cannot be read: {document['origin_error']}")
-        elif document["origin"] is not None:
-            lines.append(f"  from {_origin_line(**document['origin'])}")
-        lines += token_lines(document)
+        head = f"  document {document['number']}, {document['num_tokens']:,} tokens:"
+        lines += ["", head, *document_lines(document)]
     return "\n".join(lines)
 
 
-def token_lines(document: dict[str, Any]) -> list[str]:
-    """Head and tail of a document as lines of text."""
+def document_lines(document: dict[str, Any]) -> list[str]:
+    """Origin, head and tail of a document as lines of text."""
     head, tail = document["head"], document["tail"]
-    lines = _excerpt_lines(head)
+    lines = []
+    if document["origin_error"] is not None:
+        lines.append(f"  its origin cannot be read: {document['origin_error']}")
+    elif document["origin"] is not None:
+        lines.append(f"  from {_origin_line(**document['origin'])}")
+    lines += _excerpt_lines(head)
     if tail is not None:
         omitted = document["num_tokens"] - len(head["tokens"]) - len(tail["tokens"])
         lines.append(f"  ... {omitted:,} tokens ..." if omitted else "  ...")

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.errors import ConfigError, DataError
-from millrace.inspect.description import excerpts_of, token_lines
+from millrace.inspect.description import describe_document, document_lines, excerpts_of
 from millrace.store import IndexedDataset
 from millrace.store.shard_files import Shards
 from millrace.store.shards import METADATA, ShardsMetadata, read_metadata, shard_prefix
@@ -41,7 +41,7 @@ class ShardsDescription:
             the p-value of the chi-square test of all parts, the least p-value of a part and its
             number, and the largest deviation of a domain's items from their expected number, as a
             share of that, with its part and domain. None: unknown.
-        document: Number, counts, head and tail of one item, as in `Description.document`.
+        document: Number, shard, counts, head and tail of one item, as in `Description.document`.
     """
 
     folder: str
@@ -134,17 +134,17 @@ def _item(
                 f"{dataset.prefix}.idx has {dataset.num_documents} documents; {METADATA} says "
                 f"{metadata.shard_sizes[shard]}: `millrace verify` names the damage"
             )
-        first, last = dataset.document_indices[place : place + 2].tolist()
-        tokens, num_sequences = dataset.document(place), last - first
+        document = describe_document(dataset, tokenizer, place)
     else:
-        tokens, num_sequences = Shards(folder, dtype=dtype)[number], 1
-    return {
-        "number": number,
-        "shard": shard,
-        "num_sequences": num_sequences,
-        "num_tokens": len(tokens),
-        **excerpts_of(tokens, tokenizer),
-    }
+        tokens = Shards(folder, dtype=dtype)[number]
+        document = {
+            "origin": None,
+            "origin_error": None,
+            "num_sequences": 1,
+            "num_tokens": len(tokens),
+            **excerpts_of(tokens, tokenizer),
+        }
+    return {**document, "number": number, "shard": shard}
 
 
 # ---- the distribution ----
@@ -211,14 +211,14 @@ def _worst_figures(metadata: ShardsMetadata, folder: str) -> dict[str, dict[str,
         counts = domain_counts(metadata, folder, parts)
         scores = deviations(counts, totals)
         part, domain = divmod(int(np.abs(scores).argmax()), len(names))
-        stored = metadata.distribution[parts]
-        p_values = stored.get("p_values")
+        tests = metadata.distribution[parts]
+        p_values = tests.get("p_values")
         is_list = isinstance(p_values, list) and len(p_values) >= len(counts)
-        some = [p for p in p_values[: len(counts)] if _is_number(p)] if is_list else []
-        least = min(some, default=None)
+        numbers = [p for p in p_values[: len(counts)] if _is_number(p)] if is_list else []
+        least = min(numbers, default=None)
         figures[parts] = {
             "parts": len(counts),
-            "p_value": stored.get("p_value") if _is_number(stored.get("p_value")) else None,
+            "p_value": tests.get("p_value") if _is_number(tests.get("p_value")) else None,
             "least_p_value": least,
             "least_p_value_part": None if least is None else p_values.index(least),
             "largest_deviation": float(scores[part, domain]),
@@ -273,8 +273,12 @@ def format_shards(description: ShardsDescription) -> str:
     if description.distribution is not None:
         lines += ["", *_distribution_lines(description.distribution)]
     if description.document:
-        kind = item.removesuffix("s")
-        lines += ["", *_document_lines(description.document, kind)]
+        document = description.document
+        head = (
+            f"  {item.removesuffix('s')} {document['number']} (in shard {document['shard']}), "
+            f"{document['num_tokens']:,} tokens:"
+        )
+        lines += ["", head, *document_lines(document)]
     return "\n".join(lines)
 
 
@@ -294,18 +298,11 @@ def _distribution_lines(distribution: dict[str, dict[str, Any]]) -> list[str]:
             f"{figures['largest_deviation_count']:,}, expected "
             f"{figures['largest_deviation_expected']:,.1f})"
         )
-        name = "head" if kind == "head" else f"{figures['parts']:,} {parts}"
+        count = figures["parts"]
+        name = "head" if kind == "head" else f"{count:,} {parts if count != 1 else kind}"
         lines.append(f"  {name:>11}  {', '.join(texts)}")
     return lines
 
 
 def _p(value: float | None) -> str:
     return "unknown" if value is None else f"{value:.2g}"
-
-
-def _document_lines(document: dict[str, Any], kind: str) -> list[str]:
-    return [
-        f"  {kind} {document['number']} (in shard {document['shard']}), "
-        f"{document['num_tokens']:,} tokens:",
-        *token_lines(document),
-    ]

@@ -73,8 +73,8 @@ def verify_shards(
     with ThreadPoolExecutor(threads) as pool:
         structure = [*pool.map(check, range(metadata.num_shards))]
         content = [*pool.map(check_sum, metadata.checksums, metadata.checksums.values())]
-    for some, _ in structure + content:
-        problems += some
+    for shard_problems, _ in structure + content:
+        problems += shard_problems
     names = {f"{shard_prefix('', number)}.bin" for number in range(metadata.num_shards)}
     if metadata.checksums and (missing := sorted(names - set(metadata.checksums))):
         problems.append(
@@ -123,9 +123,9 @@ def _check_shard(folder: str, metadata: ShardsMetadata, number: int) -> _Result:
 def _header_problems(index: CheckedIndex, metadata: ShardsMetadata) -> Iterator[str]:
     expected = metadata.token_dtype
     if index.header.dtype != expected:
-        stored = "" if str(expected) == metadata.dtype else f", stored as {expected}"
+        suffix = "" if str(expected) == metadata.dtype else f", stored as {expected}"
         yield (
-            f"{index.path} says {index.header.dtype}; {METADATA} says {metadata.dtype}{stored}. "
+            f"{index.path} says {index.header.dtype}; {METADATA} says {metadata.dtype}{suffix}. "
             f"{layout.WRITE_AGAIN}"
         )
 

@@ -143,9 +143,11 @@ def read_metadata(folder: str | os.PathLike[str], *, dtype: str | None = None) -
     """
     folder = one_path("folder", folder)
     metadata = parse_metadata(folder, dtype)
-    problems = (shard_problem(folder, metadata, n) for n in range(metadata.num_shards))
-    if problem := next(filter(None, problems), ""):
-        raise DataError(problem)
+    numbers = range(metadata.num_shards)
+    problems = [text for n in numbers if (text := shard_problem(folder, metadata, n))]
+    if problems:
+        others = f" ({len(problems)} shards have such problems)" if len(problems) > 1 else ""
+        raise DataError(f"{problems[0]}{others}")
     return metadata
 
 
@@ -158,11 +160,14 @@ def parse_metadata(folder: str, dtype: str | None = None) -> ShardsMetadata:
 
 def write_metadata(folder: str | os.PathLike[str], metadata: ShardsMetadata) -> None:
     """Writes the metadata of a folder, whole or not at all."""
-    values = {one.name: getattr(metadata, one.name) for one in fields(metadata)}
     unused = "total_sequences" if metadata.has_documents else "total_documents"
-    del values[unused]
+    lines = [
+        f'  "{one.name}": {json.dumps(getattr(metadata, one.name))}'
+        for one in fields(metadata)
+        if one.name != unused
+    ]
     with atomic_file(metadata_path(folder)) as file:
-        file.write((json.dumps(values, indent=1) + "\n").encode())
+        file.write(("{\n" + ",\n".join(lines) + "\n}\n").encode())
 
 
 def shard_problem(folder: str, metadata: ShardsMetadata, number: int) -> str:
@@ -171,13 +176,7 @@ def shard_problem(folder: str, metadata: ShardsMetadata, number: int) -> str:
     try:
         size = os.stat(path).st_size
     except (FileNotFoundError, NotADirectoryError):
-        num_missing = sum(
-            not os.path.exists(f"{shard_prefix(folder, n)}.bin") for n in range(metadata.num_shards)
-        )
-        return (
-            f"{path} is missing, one of {num_missing} missing of {metadata.num_shards} shards: "
-            "restore them, or shuffle again"
-        )
+        return f"{path} is missing: restore it, or shuffle again"
     expected = metadata.shard_sizes[number] * metadata.sequence_bytes
     if metadata.has_documents or size == expected:
         return ""
@@ -247,24 +246,24 @@ class _Fields:
             lambda value: isinstance(value, dict) and all(map(_is_count, value.values())),
             "an object of whole numbers of 0 or more",
         )
-        for name, count, expected in (
-            ("entries of shard_sizes", len(shard_sizes), num_shards),
-            ("the sum of shard_sizes", sum(shard_sizes), total),
-            ("the sum of domain_stats", sum(domain_stats.values()), total),
+        for name, count, of, expected in (
+            ("entries of shard_sizes", len(shard_sizes), "num_shards", num_shards),
+            ("the sum of shard_sizes", sum(shard_sizes), total_name, total),
+            ("the sum of domain_stats", sum(domain_stats.values()), total_name, total),
         ):
             if count != expected:
-                of = "num_shards" if expected is num_shards else total_name
                 raise _damage(self._path, f"{name}: {count}; {of} is {expected}")
-        is_known = "dtype" in self._document
-        stored = self._get("dtype", _is_text, "a text") if is_known else (dtype or _DTYPE)
+        token_dtype = dtype or _DTYPE
+        if "dtype" in self._document:
+            token_dtype = self._get("dtype", _is_text, "a text")
         dtypes = [*map(str, DTYPES.values())] if has_documents else TOKEN_DTYPES
-        if stored not in dtypes:
+        if token_dtype not in dtypes:
             raise _damage(
-                self._path, f"dtype is {shown(stored, 80)}; it is one of {', '.join(dtypes)}"
+                self._path, f"dtype is {shown(token_dtype, 80)}; it is one of {', '.join(dtypes)}"
             )
-        if dtype not in (None, stored):
+        if dtype not in (None, token_dtype):
             raise ConfigError(
-                f"dtype is {dtype}, but {self._path} says {stored}: leave the argument out"
+                f"dtype is {dtype}, but {self._path} says {token_dtype}: leave the argument out"
             )
         metadata = ShardsMetadata(
             shuffle_type=kind,
@@ -274,7 +273,7 @@ class _Fields:
             num_shards=num_shards,
             domain_stats=dict(domain_stats),
             shard_sizes=list(shard_sizes),
-            dtype=stored,
+            dtype=token_dtype,
             seed=self._optional("seed", _is_whole, "a whole number"),
             permutation=self._optional("permutation", _is_text, "a text"),
             carry=self._optional("carry", _is_flag, "true or false", False),
