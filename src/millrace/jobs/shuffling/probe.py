@@ -25,7 +25,7 @@ def read_rates(items: Items, *, mean: int, size: int) -> tuple[float, float]:
     scattered = np.unique(random.integers(0, items.num_items, _NUM_ITEMS))
     count = min(size // max(mean, 1) + 1, items.num_items)
     first = int(random.integers(0, items.num_items - count + 1))
-    # Once each: the disk reads ahead, so that a second round would find part of its items in memory.
+    # Once each: the disk reads ahead, so a second round would find part of its items in memory.
     return _rate(items, scattered, size), _rate(items, np.arange(first, first + count), size)
 
 
