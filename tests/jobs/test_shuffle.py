@@ -116,6 +116,7 @@ def test_documents_keep_their_origins(tmp_path: Path, tokenizer_file: Path) -> N
     prefix = str(tmp_path / "input" / "web")
     tokenize([str(tmp_path / "web.jsonl")], prefix, tokenizer, provenance="parquet", workers=1)
     run(tmp_path, documents=True, num_shards=4)
+    assert run(tmp_path, documents=True, num_shards=4).plan == "none"  # it is there already
     for plan in ("gather", "scatter"):
         shuffle(tmp_path / "input", tmp_path / plan, documents=True, num_shards=4, plan=plan)
         assert kills.read_files(tmp_path / plan) == kills.read_files(tmp_path / "output")
@@ -189,6 +190,7 @@ def test_a_list_of_inputs(
         ({"plan": "memory", "engine": "ray"}, "plan is 'memory', which works in one process"),
         ({"documents": True, "carry": True}, "carry concerns sequences of a fixed length"),
         ({"documents": True}, "x.bin has no .idx, so its documents are not known"),
+        ({"output_dir": ""}, "output_dir is empty; give a folder"),
         ({"input_list": []}, "input_dir and input_list are both given"),
     ],
 )
