@@ -50,6 +50,7 @@ class Case:
         domain_stats: Number of items of each domain.
         dtype: Dtype of the tokens.
         has_modes: Whether sequences have modes.
+        is_refused: Whether the input is an error, as it has no whole sequence, or no tokens.
     """
 
     options: dict[str, Any]
@@ -57,6 +58,7 @@ class Case:
     domain_stats: dict[str, int]
     dtype: np.dtype[Any]
     has_modes: bool = False
+    is_refused: bool
 
 
 # ---- the input ----
@@ -113,7 +115,13 @@ def make_case(folder: Path, choices: random.Random) -> Case:
         "eod": EOD if has_eod else None,
         **common_options(max(len(items), 1), choices),
     }
-    return Case(options=options, items=items, domain_stats=domain_stats, dtype=dtype)
+    return Case(
+        options=options,
+        items=items,
+        domain_stats=domain_stats,
+        dtype=dtype,
+        is_refused=not items,
+    )
 
 
 def make_document_case(folder: Path, choices: random.Random) -> Case:
@@ -126,7 +134,7 @@ def make_document_case(folder: Path, choices: random.Random) -> Case:
     dtype = np.dtype(choices.choice(["uint16", "int32"]))
     has_modes = choices.random() < 0.3
     longest = choices.choice([1, 20, 1000])
-    inputs, items, domain_stats = [], [], {}
+    inputs, items, domain_stats, num_tokens = [], [], {}, 0
     for name in sorted(choices.sample(["a", "b", "code", "web"], choices.randint(1, 3))):
         (folder / name).mkdir()
         weight = choices.choice([Fraction(1), Fraction(1), Fraction("1.5"), Fraction("0.4")])
@@ -144,6 +152,7 @@ def make_document_case(folder: Path, choices: random.Random) -> Case:
                     modes = [mode_of(sequence) for sequence in document] if has_modes else None
                     builder.add_document(tokens, lengths, modes)
             units += documents
+            num_tokens += sum(len(sequence) for document in documents for sequence in document)
         chosen = [units[number] for number in weighted(len(units), weight)]
         items += chosen
         domain_stats[name] = len(chosen)
@@ -155,7 +164,12 @@ def make_document_case(folder: Path, choices: random.Random) -> Case:
         **common_options(max(len(items), 1), choices),
     }
     return Case(
-        options=options, items=items, domain_stats=domain_stats, dtype=dtype, has_modes=has_modes
+        options=options,
+        items=items,
+        domain_stats=domain_stats,
+        dtype=dtype,
+        has_modes=has_modes,
+        is_refused=not items or num_tokens == 0,
     )
 
 
@@ -334,15 +348,14 @@ def run(
             make = make_document_case if choices.random() < document_share else make_case
             case = make(folder / "input", choices)
             workers = [choices.choice([2, 7])] if choices.random() < worker_share else []
-            has_tokens = any(len(sequence) for item in case.items for sequence in item)
             try:
-                if has_tokens:
-                    run_case(case, folder, choices, workers)
-                else:
+                if case.is_refused:
                     check_refusal(case, folder)
+                else:
+                    run_case(case, folder, choices, workers)
             except (AssertionError, MillraceError) as error:
                 raise AssertionError(f"seed {seed}, case {number}: {case.options}") from error
-            counts["cases" if has_tokens else "without tokens"] += 1
+            counts["refused" if case.is_refused else "cases"] += 1
             counts["items"] += len(case.items)
             counts["of documents"] += "documents" in case.options
             counts["with several workers"] += len(workers)
