@@ -28,7 +28,11 @@ from pathlib import Path
 
 BATCH_BYTES = 1 << 20  # of text in a call of `encode_batch`, as in the job
 SAMPLE_SECONDS = 0.05  # between two looks at the memory
-ONE_THREAD = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+ONE_THREAD = {
+    "RAYON_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "FASTOKENS_BPE_THREADS": "1",
+}
 EOD = "<|endoftext|>"
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -114,6 +118,14 @@ def write_parquet(source: Path, path: Path) -> None:
         documents = [json.loads(line) for line in lines]
     columns = {name: [document[name] for document in documents] for name in ("id", "text")}
     pq.write_table(pa.table(columns), path, row_group_size=1000)
+
+
+def repeat_input(source: Path, path: Path, times: int) -> None:
+    """Writes a file several times over."""
+    with open(path, "wb") as target:
+        for _ in range(times):
+            with open(source, "rb") as file:
+                shutil.copyfileobj(file, target)
 
 
 def write_transformers_folder(tokenizer: Path, folder: Path) -> None:
