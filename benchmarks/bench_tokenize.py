@@ -22,6 +22,7 @@ from pathlib import Path
 
 import tokenize_work as work
 from common import HIGHER, LOWER, Report, Row, alternate, finish, number_of_runs, parser
+from processes import run
 
 WORKERS = (1, 2)
 INPUT_BYTES, QUICK_BYTES = 300_000_000, 4_000_000
@@ -223,7 +224,7 @@ def our_rate(setup: Setup, path: Path, workers: int) -> float:
     prefix = new_folder(setup) / "out"
     command = work.millrace_command([path], prefix, setup.tokenizer, workers)
     is_long = path.name.startswith("long")
-    return megabytes(setup.long if is_long else setup.source) / work.run(command).seconds
+    return megabytes(setup.long if is_long else setup.source) / run(command).seconds
 
 
 def encode_rate(setup: Setup, path: Path, workers: int) -> float:
@@ -233,7 +234,7 @@ def encode_rate(setup: Setup, path: Path, workers: int) -> float:
 def megatron_rate(setup: Setup, workers: int) -> float:
     """Of the part, without the start."""
     seconds = [
-        work.run(megatron_command(setup, "preprocess_data.py", path, "--workers", str(workers)))
+        run(megatron_command(setup, "preprocess_data.py", path, "--workers", str(workers)))
         for path in (setup.start, setup.part)
     ]
     return megabytes(setup.part) / without_start(seconds[1].seconds, seconds[0].seconds)
@@ -247,7 +248,7 @@ def megatron_fast_rate(setup: Setup, workers: int, has_start: bool) -> float:
     paths = (setup.source,) if has_start else (setup.start, setup.source)
     environment = {"RAYON_NUM_THREADS": str(workers)}
     seconds = [
-        work.run(
+        run(
             megatron_command(setup, "preprocess_data_fast.py", path, "--use-gigatoken"), environment
         ).seconds
         for path in paths
@@ -273,7 +274,7 @@ def datatrove_rate(setup: Setup, workers: int) -> float:
         work.write_parts(path, output / "in", workers)
         arguments = output / "in", output / "out", setup.tokenizer, workers
         command = work.datatrove_command(setup.datatrove_python, *arguments)
-        seconds.append(work.run(command, work.ONE_THREAD).seconds)
+        seconds.append(run(command, work.ONE_THREAD).seconds)
     return megabytes(setup.part) / without_start(seconds[1], seconds[0])
 
 
@@ -298,12 +299,12 @@ def memory_rows(setup: Setup, runs: int) -> list[Row]:
 
 def our_memory(setup: Setup) -> float:
     command = work.millrace_command([setup.source], new_folder(setup) / "out", setup.tokenizer, 2)
-    return work.run(command, has_memory=True).peak_mib
+    return run(command, has_memory=True).peak_mib
 
 
 def megatron_fast_memory(setup: Setup) -> float:
     command = megatron_command(setup, "preprocess_data_fast.py", setup.source, "--use-gigatoken")
-    return work.run(command, {"RAYON_NUM_THREADS": "2"}, has_memory=True).peak_mib
+    return run(command, {"RAYON_NUM_THREADS": "2"}, has_memory=True).peak_mib
 
 
 if __name__ == "__main__":
