@@ -17,7 +17,7 @@ void append_runs(const TokenSource& source, std::span<const Span> spans, std::si
                  std::vector<Run>& runs) {
   for (const Span& span : spans) {
     const Piece piece = source.locate(span);
-    runs.push_back({bytes_of(source.tokens()) + piece.offset, piece.count});
+    runs.push_back({source.start_of(piece), piece.count});
     if (runs.size() - first_of_group <= prefetch_distance) {
       prefetch_run(runs.back());
     }

@@ -1,16 +1,9 @@
 #include "ragged.hpp"
 
-#include <sys/uio.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <cerrno>
 #include <cstring>
-#include <numeric>
 #include <stdexcept>
 #include <string>
-#include <system_error>
-#include <vector>
 
 #include "errors.hpp"
 #include "prefetch.hpp"
@@ -21,50 +14,12 @@ namespace {
 // Bytes of a piece that are prefetched: most pieces whole; the hardware stops at each page.
 constexpr std::int64_t max_prefetched_bytes = 2048;
 
-// Pieces that one preadv takes: the kernel's own limit (UIO_MAXIOV) is 1024.
-constexpr std::size_t max_vectors = 512;
-
 // Pieces that are prefetched together where the data are cold.
 constexpr std::size_t block_size = 1024;
 
 void prefetch_cold(std::span<const std::uint8_t> bytes, std::span<const Piece> pieces) {
   if (pieces.size() > 1 && pieces[0].count > 0 && is_cold(bytes.data() + pieces[0].offset)) {
     prefetch_pieces(bytes, pieces.subspan(1));
-  }
-}
-
-// Adjacent bytes of a file, and where they go.
-struct FileRun {
-  std::int64_t start;
-  std::int64_t stop;
-  std::vector<iovec> vectors;
-};
-
-// Reads a run of the file into vectors that lie anywhere; a read may come back short.
-void read_run(int descriptor, std::int64_t offset, std::vector<iovec>& vectors) {
-  std::size_t first = 0;
-  while (first < vectors.size()) {
-    const ssize_t size = preadv(descriptor, vectors.data() + first,
-                               static_cast<int>(vectors.size() - first), offset);
-    if (size < 0) {
-      if (errno == EINTR) {
-        continue;
-      }
-      throw std::system_error(errno, std::generic_category(), "preadv");
-    }
-    if (size == 0) {
-      fail("the file ends at byte ", offset, ", before the end of a piece");
-    }
-    offset += size;
-    auto left = static_cast<std::size_t>(size);
-    while (first < vectors.size() && left >= vectors[first].iov_len) {
-      left -= vectors[first].iov_len;
-      ++first;
-    }
-    if (left > 0) {
-      vectors[first].iov_base = static_cast<char*>(vectors[first].iov_base) + left;
-      vectors[first].iov_len -= left;
-    }
   }
 }
 
@@ -145,42 +100,6 @@ void prefetch_pieces(int descriptor, std::span<const Piece> pieces) noexcept {
   for (const Piece& piece : pieces) {
     if (piece.count > 0) {  // a count of 0 would mean the rest of the file
       prefetch_range(descriptor, piece.offset, piece.count);
-    }
-  }
-}
-
-void read_pieces(int descriptor, std::span<const Piece> pieces, std::span<std::uint8_t> out) {
-  std::vector<std::uint8_t*> targets(pieces.size());
-  std::uint8_t* to = out.data();
-  for (std::size_t i = 0; i < pieces.size(); ++i) {
-    targets[i] = to;
-    to += pieces[i].count;
-  }
-  std::vector<std::size_t> order(pieces.size());
-  std::iota(order.begin(), order.end(), std::size_t{0});
-  std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
-    return pieces[a].offset < pieces[b].offset;
-  });
-  std::vector<FileRun> runs;
-  for (const std::size_t i : order) {
-    const Piece& piece = pieces[i];
-    if (piece.count == 0) {
-      continue;
-    }
-    if (runs.empty() || piece.offset != runs.back().stop ||
-        runs.back().vectors.size() == max_vectors) {
-      runs.push_back({piece.offset, piece.offset, {}});
-    }
-    runs.back().vectors.push_back({targets[i], static_cast<std::size_t>(piece.count)});
-    runs.back().stop += piece.count;
-  }
-  for (std::size_t i = 0; i < runs.size(); ++i) {
-    const DiskWatch watch;
-    read_run(descriptor, runs[i].start, runs[i].vectors);
-    if (i % block_size == 0 && watch.has_read()) {
-      for (std::size_t ahead = i + 1; ahead < std::min(i + block_size, runs.size()); ++ahead) {
-        prefetch_range(descriptor, runs[ahead].start, runs[ahead].stop - runs[ahead].start);
-      }
     }
   }
 }

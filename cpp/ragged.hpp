@@ -33,8 +33,4 @@ void copy_pieces(std::span<const std::uint8_t> bytes, std::span<const Piece> pie
 void prefetch_pieces(std::span<const std::uint8_t> bytes, std::span<const Piece> pieces) noexcept;
 void prefetch_pieces(int descriptor, std::span<const Piece> pieces) noexcept;
 
-// Reads the pieces of an open file, in the order of their offsets, neighbours in one preadv.
-// Throws std::system_error where reading fails, std::invalid_argument where the file ends early.
-void read_pieces(int descriptor, std::span<const Piece> pieces, std::span<std::uint8_t> out);
-
 }  // namespace millrace

@@ -1,5 +1,7 @@
 #include "tokens.hpp"
 
+#include <algorithm>
+#include <cstddef>
 #include <stdexcept>
 #include <string>
 
@@ -32,22 +34,51 @@ TokenSource::TokenSource(const Tokens& tokens, std::int64_t num_tokens, std::int
   }
 }
 
+TokenSource::TokenSource(std::span<const Tokens> shards, std::span<const std::int64_t> shard_sizes,
+                         std::int64_t sequence_length, bool is_mapped)
+    : tokens_(shards.empty() ? Tokens() : shards[0]),
+      token_size_(size_of_token(tokens_)),
+      num_bytes_(0),
+      is_mapped_(is_mapped),
+      sequence_length_(sequence_length) {
+  for (std::size_t i = 0; i < shards.size(); ++i) {
+    num_bytes_ += shard_sizes[i] * sequence_length * token_size_;
+    shards_.push_back(bytes_of(shards[i]));
+    shard_ends_.push_back(num_bytes_);
+  }
+}
+
 Piece TokenSource::locate(const Span& span) const {
-  const auto sequence = static_cast<std::size_t>(checked(
-      span.sequence, static_cast<std::int64_t>(sequence_lengths_.size()), "a span's sequence"));
-  const std::int64_t length = sequence_lengths_[sequence];
+  const bool has_shards = !shards_.empty();
+  const std::int64_t num_sequences =
+      has_shards ? num_bytes_ / (sequence_length_ * token_size_)
+                 : static_cast<std::int64_t>(sequence_lengths_.size());
+  const auto sequence =
+      static_cast<std::size_t>(checked(span.sequence, num_sequences, "a span's sequence"));
+  const std::int64_t length = has_shards ? sequence_length_ : sequence_lengths_[sequence];
   if (span.offset < 0 || span.count < 0 || span.count > length ||
       span.offset > length - span.count) {
     fail(span.count, " tokens from token ", span.offset, " on lie outside sequence ", sequence,
          ", which has ", length);
   }
-  const std::int64_t pointer = sequence_pointers_[sequence];
+  const std::int64_t pointer = has_shards ? span.sequence * sequence_length_ * token_size_
+                                          : sequence_pointers_[sequence];
   const std::int64_t end = span.offset + span.count;
   if (pointer < 0 || pointer > num_bytes_ || (num_bytes_ - pointer) / token_size_ < end) {
     fail("sequence ", sequence, " starts at byte ", pointer, " of the token file, which has ",
          num_bytes_, ": tokens up to ", end, " lie outside it");
   }
   return {pointer + span.offset * token_size_, span.count * token_size_};
+}
+
+const std::uint8_t* TokenSource::start_of(const Piece& piece) const noexcept {
+  if (shards_.empty()) {
+    return bytes_of(tokens_) + piece.offset;
+  }
+  // An empty piece may lie at the end of the last file.
+  const auto end = std::upper_bound(shard_ends_.begin(), shard_ends_.end() - 1, piece.offset);
+  const auto shard = static_cast<std::size_t>(end - shard_ends_.begin());
+  return shards_[shard] + (piece.offset - (shard == 0 ? 0 : shard_ends_[shard - 1]));
 }
 
 void TokenSource::prefetch(const Span& span) const noexcept {

@@ -1,9 +1,10 @@
-// The tokens of a token file, and where each sequence of them lies.
+// The tokens of a token file, or of shards, and where each sequence of them lies.
 #pragma once
 
 #include <cstdint>
 #include <span>
 #include <variant>
+#include <vector>
 
 #include "column.hpp"
 #include "prefetch.hpp"
@@ -31,6 +32,13 @@ class TokenSource {
   TokenSource(const Tokens& tokens, std::int64_t num_tokens, std::int64_t num_bytes,
               Column<std::int64_t> sequence_pointers, Column<std::int32_t> sequence_lengths);
 
+  // Sequences of one length in several files, which hold `shard_sizes` of them. The offsets of pieces
+  // count through all files as if they were one. `shards` are all of one type; if the files are not
+  // mapped, they are null.
+  TokenSource(std::span<const Tokens> shards, std::span<const std::int64_t> shard_sizes,
+              std::int64_t sequence_length, bool is_mapped);
+
+  // Their type, and where they start if they are those of one file.
   const Tokens& tokens() const noexcept { return tokens_; }
   bool is_mapped() const noexcept { return is_mapped_; }
   const RecentReads& recent_reads() const noexcept { return recent_reads_; }
@@ -38,6 +46,9 @@ class TokenSource {
   // The piece of the token file that a span is. Throws std::invalid_argument for a span outside its
   // sequence or the token file.
   Piece locate(const Span& span) const;
+
+  // Where a piece of the mapped tokens starts in memory.
+  const std::uint8_t* start_of(const Piece& piece) const noexcept;
 
   // Prefetches what `locate` reads.
   void prefetch(const Span& span) const noexcept;
@@ -49,6 +60,9 @@ class TokenSource {
   bool is_mapped_;
   Column<std::int64_t> sequence_pointers_;
   Column<std::int32_t> sequence_lengths_;
+  std::vector<const std::uint8_t*> shards_;  // where each file starts in memory
+  std::vector<std::int64_t> shard_ends_;     // the offset at which each ends
+  std::int64_t sequence_length_ = 0;         // of all sequences of shards
   RecentReads recent_reads_;
 };
 

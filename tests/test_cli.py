@@ -13,6 +13,7 @@ import pytest
 
 from millrace import IndexedDataset
 from tests.conftest import make_texts, train_tokenizer, write_jsonl
+from tests.shard_folders import make_sequences, write_sequences
 
 
 def millrace(*arguments: object, **options: str) -> subprocess.CompletedProcess[str]:
@@ -299,6 +300,45 @@ def test_verify_names_the_damage_and_exits_with_1(tokenized: Path) -> None:
     assert "1 of 1 datasets are damaged" in result.stderr
     report = json.loads(millrace("verify", tokenized, "--json").stdout)
     assert len(report[0]["problems"]) == 1
+
+
+def test_inspect_and_verify_of_a_folder_of_shards(tokenized: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    counts = {"counts": [[2, 4], [2, 2]]}
+    distribution = dict.fromkeys(("head", "shards", "windows"), counts) | {
+        "domains": ["code", "web"],
+        "head": {"counts": [[2, 4]]},
+    }
+    domains = {"code": 4, "web": 6}
+    sequences = make_sequences(10, 8)
+    write_sequences(folder, sequences, 2, domain_stats=domains, distribution=distribution)
+    picture = tmp_path / "shares.svg"
+    result = millrace("inspect", folder, "--document", "7", "--svg", picture)
+    assert result.returncode == 0, result.stderr
+    assert "2 of 5 sequences" in result.stdout
+    assert f"{sequences[7].tolist()}" in result.stdout
+    assert picture.read_text().startswith("<svg ")
+    assert json.loads(millrace("inspect", folder, "--json").stdout)["num_items"] == 10
+    result = millrace("verify", folder, tokenized)
+    assert result.returncode == 0, result.stdout
+    assert result.stdout.count(": ok, ") == 2
+    (folder / "notes.txt").write_text("mine")
+    (folder / "shard_0001.bin").write_bytes(bytes(160))
+    result = millrace("verify", folder, tokenized, "--threads", "2")
+    assert result.returncode == 1
+    assert "shard_0001.bin is damaged" in result.stdout
+    assert "notes.txt does not belong to the shuffle" in result.stdout
+    assert "1 of 2 datasets are damaged" in result.stderr
+    for arguments, message in (
+        (["inspect", tmp_path], "does not hold the result of a shuffle"),
+        (["inspect", folder, "--svg", tmp_path / "none/a.svg"], "does not exist: make it first"),
+        (["inspect", folder, "--dtype", "uint16"], "says uint32: leave the argument out"),
+        (["inspect", tokenized, "--svg", picture], "are for the output folder of a shuffle"),
+        (["verify", tmp_path], "1 of 1 datasets are damaged"),
+    ):
+        result = millrace(*arguments)
+        assert result.returncode == 1
+        assert message in result.stderr
 
 
 @pytest.mark.parametrize(

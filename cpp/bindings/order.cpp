@@ -1,4 +1,4 @@
-// Numbers alone: shuffles, the sample index, blends.
+// Numbers alone: shuffles, permutations, the sample index, blends.
 #include "arrays.hpp"
 #include "blend.hpp"
 #include "mapping.hpp"
@@ -6,6 +6,7 @@
 #include "randperm.hpp"
 #include "sample_index.hpp"
 #include "shuffle.hpp"
+#include "swap_or_not.hpp"
 
 namespace millrace {
 namespace {
@@ -66,6 +67,13 @@ Out<T> py_torch_randperm(std::size_t size, std::uint32_t seed, bool has_64_bit_d
   Mt19937 random(seed);
   return make_array<T>(
       size, [&](std::span<T> out) { randperm(out, has_64_bit_draws, random); });
+}
+
+Out<std::int64_t> py_swap_or_not(const In<std::int64_t>& numbers, std::int64_t size,
+                                 std::uint64_t key, bool is_inverse) {
+  return make_array<std::int64_t>(numbers.shape(0), [&](std::span<std::int64_t> out) {
+    swap_or_not(column_of(numbers), size, key, is_inverse, out);
+  });
 }
 
 template <class T>
@@ -139,6 +147,7 @@ void add_order(nb::module_& module) {
   };
   add_randperm(std::uint32_t{});
   add_randperm(std::int64_t{});
+  module.def("swap_or_not", &py_swap_or_not, "numbers"_a, "size"_a, "key"_a, "is_inverse"_a);
   const auto add_sample_index = [&module]<class T>(T) {
     module.def("sample_index", &py_sample_index<T>, "sequence_lengths"_a, "document_index"_a,
                "sequence_length"_a, "num_samples"_a, "add_extra_token"_a, "allow_partial"_a,

@@ -8,6 +8,7 @@
 #include "mapping.hpp"
 #include "order.hpp"
 #include "rows.hpp"
+#include "sequence_order.hpp"
 #include "tokens.hpp"
 
 namespace millrace {
@@ -44,6 +45,26 @@ void make_token_source(TokenSource* self, const AnyArray& tokens,
                        const In<std::int32_t>& sequence_lengths, std::int64_t num_bytes) {
   new (self) TokenSource(tokens_of(tokens), static_cast<std::int64_t>(tokens.size()), num_bytes,
                          column_of(sequence_pointers), column_of(sequence_lengths));
+}
+
+void make_sharded_source(TokenSource* self, const nb::tuple& shards,
+                         const In<std::int64_t>& shard_sizes, std::int64_t sequence_length,
+                         bool is_mapped) {
+  std::vector<Tokens> tokens;
+  for (std::size_t i = 0; i < shards.size(); ++i) {
+    const auto shard = nb::cast<AnyArray>(shards[i], false);
+    tokens.push_back(tokens_of(shard));
+    const std::int64_t num_tokens = is_mapped ? span_of(shard_sizes)[i] * sequence_length : 0;
+    if (static_cast<std::int64_t>(shard.size()) != num_tokens || tokens[i].index() != tokens[0].index()) {
+      fail("shard ", i, " has ", shard.size(), " tokens, not ", num_tokens, ", or another dtype");
+    }
+  }
+  new (self) TokenSource(tokens, span_of(shard_sizes), sequence_length, is_mapped);
+}
+
+void make_sequence_order(SequenceOrder* self, std::int64_t num_sequences,
+                         std::int64_t sequence_length) {
+  new (self) SequenceOrder(num_sequences, sequence_length);
 }
 
 void make_gpt_order(GPTOrder* self, const In<std::int32_t>& sequence_lengths,
@@ -363,7 +384,9 @@ void add_samples(nb::module_& module) {
   nb::class_<TokenSource>(module, "TokenSource")
       .def("__init__", &make_token_source, "tokens"_a.noconvert(),
            "sequence_pointers"_a.noconvert(), "sequence_lengths"_a.noconvert(), "num_bytes"_a,
-           nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>());
+           nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>())
+      .def("__init__", &make_sharded_source, "shards"_a, "shard_sizes"_a, "sequence_length"_a,
+           "is_mapped"_a, nb::keep_alive<1, 2>());
   nb::class_<RowForm>(module, "RowForm").def(nb::new_(&make_row_form), "tokens"_a, "labels"_a,
                                              "loss_mask"_a, "position_ids"_a, "parts"_a,
                                              "token_dtype"_a, "share_labels"_a, "share_plain"_a,
@@ -375,6 +398,8 @@ void add_samples(nb::module_& module) {
            "shuffle_index"_a.noconvert(), "sequence_length"_a, "add_extra_token"_a,
            nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
            nb::keep_alive<1, 5>());
+  nb::class_<SequenceOrder, Order>(module, "SequenceOrder")
+      .def("__init__", &make_sequence_order, "num_sequences"_a, "sequence_length"_a);
   module.def("spans", &py_spans, "order"_a, "sample_numbers"_a);
   module.def("locate_spans", &py_locate_spans, "token_source"_a, "sequences"_a, "offsets"_a,
              "counts"_a);

@@ -5,6 +5,7 @@
 #include "check_index.hpp"
 #include "mapping.hpp"
 #include "ragged.hpp"
+#include "read_pieces.hpp"
 #include "write_behind.hpp"
 
 namespace millrace {
@@ -34,7 +35,7 @@ Out<std::uint8_t> py_copy_pieces(const In<std::uint8_t>& bytes, const In<std::in
   return to_numpy(std::move(out));
 }
 
-Out<std::uint8_t> py_read_pieces(int descriptor, std::int64_t num_bytes,
+Out<std::uint8_t> py_read_packed(int descriptor, std::int64_t num_bytes,
                                  const In<std::int64_t>& offsets,
                                  const In<std::int64_t>& counts) {
   Buffer<std::uint8_t> out;
@@ -42,9 +43,27 @@ Out<std::uint8_t> py_read_pieces(int descriptor, std::int64_t num_bytes,
     nb::gil_scoped_release unlocked;
     const std::vector<Piece> pieces = pieces_from(offsets, counts);
     out = allocate<std::uint8_t>(static_cast<std::size_t>(total_size(pieces, num_bytes)));
-    read_pieces(descriptor, pieces, out.span());
+    std::vector<std::int64_t> targets(pieces.size());
+    std::int64_t target = 0;
+    for (std::size_t i = 0; i < pieces.size(); ++i) {
+      targets[i] = target;
+      target += pieces[i].count;
+    }
+    read_pieces(descriptor,
+                {column_of(offsets), column_of(counts), {targets.data(), targets.size()}},
+                out.span());
   }
   return to_numpy(std::move(out));
+}
+
+// Fills the caller's buffer, which may be memory that several processes share.
+void py_read_pieces(
+    int descriptor, const In<std::int64_t>& offsets, const In<std::int64_t>& sizes,
+    const nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& buffer,
+    const In<std::int64_t>& targets) {
+  nb::gil_scoped_release unlocked;
+  read_pieces(descriptor, {column_of(offsets), column_of(sizes), column_of(targets)},
+              {buffer.data(), buffer.shape(0)});
 }
 
 void py_prefetch_mapped(const In<std::uint8_t>& bytes, const In<std::int64_t>& offsets,
@@ -135,8 +154,10 @@ void py_start_writeback(int file, std::int64_t start, std::int64_t size) {
 
 void add_tokens(nb::module_& module) {
   module.def("copy_pieces", &py_copy_pieces, "data"_a, "byte_offsets"_a, "byte_counts"_a);
-  module.def("read_pieces", &py_read_pieces, "descriptor"_a, "num_bytes"_a, "byte_offsets"_a,
+  module.def("read_packed", &py_read_packed, "descriptor"_a, "num_bytes"_a, "byte_offsets"_a,
              "byte_counts"_a);
+  module.def("read_pieces", &py_read_pieces, "descriptor"_a, "byte_offsets"_a, "sizes"_a,
+             "buffer"_a.noconvert(), "targets"_a);
   module.def("prefetch_mapped", &py_prefetch_mapped, "data"_a, "byte_offsets"_a, "byte_counts"_a);
   module.def("prefetch_file", &py_prefetch_file, "descriptor"_a, "num_bytes"_a, "byte_offsets"_a,
              "byte_counts"_a);

@@ -27,6 +27,7 @@ from millrace.feed import (
     RampUp,
     RepeatGuard,
     SequentialSampler,
+    ShardedDataset,
     TransformedDataset,
     write_loss_ranges,
 )
@@ -58,6 +59,7 @@ __all__ = [
     "RepeatGuard",
     "ResumeError",
     "SequentialSampler",
+    "ShardedDataset",
     "TextError",
     "TransformedDataset",
     "ViewChangeWarning",

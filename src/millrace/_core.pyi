@@ -1,6 +1,6 @@
 """The native core. Call it through `millrace._native`, which checks the arguments."""
 
-from typing import Any, SupportsIndex, TypeVar
+from typing import Any, SupportsIndex, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,9 +37,16 @@ def look_up_draws(
 def copy_pieces(
     data: NDArray[np.uint8], byte_offsets: _Numbers, byte_counts: _Numbers
 ) -> NDArray[np.uint8]: ...
-def read_pieces(
+def read_packed(
     descriptor: int, num_bytes: int, byte_offsets: _Numbers, byte_counts: _Numbers
 ) -> NDArray[np.uint8]: ...
+def read_pieces(
+    descriptor: int,
+    byte_offsets: _Numbers,
+    sizes: _Numbers,
+    buffer: NDArray[np.uint8],
+    targets: _Numbers,
+) -> None: ...
 def prefetch_mapped(
     data: NDArray[np.uint8], byte_offsets: _Numbers, byte_counts: _Numbers
 ) -> None: ...
@@ -95,12 +102,21 @@ class SequenceViews:
     def many(self, start: int, stop: int, step: int) -> list[NDArray[Any]]: ...
 
 class TokenSource:
+    @overload
     def __init__(
         self,
         tokens: NDArray[Any],
         sequence_pointers: _Numbers,
         sequence_lengths: _Lengths,
         num_bytes: int,
+    ) -> None: ...
+    @overload
+    def __init__(
+        self,
+        shards: tuple[NDArray[Any], ...],
+        shard_sizes: _Numbers,
+        sequence_length: int,
+        is_mapped: bool,
     ) -> None: ...
 
 class RowForm:
@@ -130,6 +146,9 @@ class GPTOrder(Order):
         add_extra_token: bool,
     ) -> None: ...
 
+class SequenceOrder(Order):
+    def __init__(self, num_sequences: int, sequence_length: int) -> None: ...
+
 def spans(
     order: Order, sample_numbers: _Numbers
 ) -> tuple[_Numbers, _Numbers, _Numbers, _Numbers]: ...
@@ -156,6 +175,7 @@ def fill_rows(
 def torch_randperm(
     size: int, seed: int, has_64_bit_draws: bool, like: NDArray[_T]
 ) -> NDArray[_T]: ...
+def swap_or_not(numbers: _Numbers, size: int, key: int, is_inverse: bool) -> _Numbers: ...
 def fill_in_middle(
     tokens: _Numbers,
     flags: NDArray[np.uint8],

@@ -20,6 +20,7 @@ from millrace import _core
 from millrace._core import GPTOrder as GPTOrder
 from millrace._core import Order as Order
 from millrace._core import RowForm as RowForm
+from millrace._core import SequenceOrder as SequenceOrder
 from millrace._core import SequenceViews as SequenceViews
 from millrace._core import TokenBuffer as TokenBuffer
 from millrace._core import TokenSource as TokenSource
@@ -267,6 +268,43 @@ def token_source(
     return TokenSource(np.ascontiguousarray(tokens), sequence_pointers, sequence_lengths, num_bytes)
 
 
+def sharded_source(
+    shards: Sequence[NDArray[Any]], shard_sizes: Sequence[int], sequence_length: int
+) -> TokenSource:
+    """The token files of shards, whose sequences all have one length, as one.
+
+    The sequences of the first shard come first. Byte offsets count through all files.
+
+    Args:
+        shards: The tokens of each file, [n] of one integer dtype; all empty if they are not mapped.
+        shard_sizes: Number of sequences of each file.
+        sequence_length: Number of tokens in a sequence, at least 1.
+    """
+    sizes = np.array(shard_sizes, np.int64)
+    _check_rows(sequence_length, sum(sizes.tolist()))
+    if len(shards) != len(sizes) or len(shards) == 0 or np.any(sizes < 0):
+        raise ConfigError(
+            f"there are {len(shards)} shards with {len(sizes)} sizes, {sizes}; one of at least 0 "
+            "is needed for each, and at least one shard"
+        )
+    is_mapped = any(len(shard) > 0 for shard in shards)
+    tokens = tuple(np.ascontiguousarray(shard) for shard in shards)
+    return TokenSource(tokens, sizes, sequence_length, is_mapped)
+
+
+def sequence_order(num_sequences: int, sequence_length: int) -> SequenceOrder:
+    """The order of sequences of one length as they are stored: sample n is sequence n.
+
+    Args:
+        num_sequences: Number of sequences, at least 0.
+        sequence_length: Number of tokens in a sequence, at least 1.
+    """
+    if num_sequences < 0:
+        raise ConfigError(f"num_sequences is {num_sequences}; at least 0 is needed")
+    _check_rows(sequence_length, num_sequences)
+    return SequenceOrder(num_sequences, sequence_length)
+
+
 def gpt_order(
     sequence_lengths: NDArray[np.int32],
     document_index: NDArray[np.int32],
@@ -504,7 +542,7 @@ def copy_pieces(
     return _core.copy_pieces(data, byte_offsets, byte_counts)
 
 
-def read_pieces(
+def read_packed(
     descriptor: int,
     num_bytes: int,
     byte_offsets: Numbers,
@@ -526,7 +564,46 @@ def read_pieces(
     """
     _check_vector("byte_offsets", byte_offsets, _INT64)
     _check_vector("byte_counts", byte_counts, _INT64)
-    return _core.read_pieces(descriptor, num_bytes, byte_offsets, byte_counts)
+    return _core.read_packed(descriptor, num_bytes, byte_offsets, byte_counts)
+
+
+def read_pieces(
+    descriptor: int,
+    byte_offsets: Numbers,
+    sizes: Numbers,
+    buffer: NDArray[np.uint8],
+    targets: Numbers,
+) -> None:
+    """Reads pieces of an open file, each to its own place in a buffer.
+
+    They are read in the order of their offsets, and neighbours by one call of the system. Fastest
+    if the offsets ascend. While it runs, no other thread may change the arrays.
+
+    Args:
+        descriptor: Descriptor of a file that is open for reading.
+        byte_offsets: First byte of each piece in the file, int64 [pieces].
+        sizes: Bytes of each piece, int64 [pieces].
+        buffer: Writable uint8 [n].
+        targets: First byte of each piece in the buffer, int64 [pieces]. Where pieces overlap in the
+            buffer, the result is not defined.
+
+    Raises:
+        ValueError: A piece outside the buffer, before anything is read; or a file that ends before
+            the end of a piece, when part of the buffer may have been written.
+        OSError: A failed read.
+    """
+    _check_vector("byte_offsets", byte_offsets, _INT64)
+    _check_vector("sizes", sizes, _INT64)
+    _check_vector("targets", targets, _INT64)
+    _check_vector("buffer", buffer, _UINT8)
+    if not byte_offsets.size == sizes.size == targets.size:
+        raise ConfigError(
+            f"byte_offsets, sizes and targets have {byte_offsets.size}, {sizes.size} and "
+            f"{targets.size} numbers; as many of each are needed"
+        )
+    if not buffer.flags.writeable:
+        raise ConfigError("buffer is read-only; a writable array is needed")
+    _core.read_pieces(descriptor, byte_offsets, sizes, buffer, targets)
 
 
 def prefetch_mapped(data: NDArray[np.uint8], byte_offsets: Numbers, byte_counts: Numbers) -> None:
@@ -656,6 +733,33 @@ def torch_randperm(
     if not has_64_bit_draws and size > 2**32 - 1:
         raise ConfigError(f"size is {size}; 32-bit draws need fewer than 2**32 numbers")
     return _core.torch_randperm(size, seed % 2**32, has_64_bit_draws, np.empty(0, dtype))
+
+
+def swap_or_not(numbers: Numbers, size: int, key: int, is_inverse: bool) -> Numbers:
+    """A keyed permutation of 0 to size - 1: the place of each number, in constant memory.
+
+    The swap-or-not shuffle of Hoang, Morris and Rogaway (CRYPTO 2012), with
+    48 + 2 * size.bit_length() rounds. It is a permutation for every size; like a random one for
+    all statistics, but not made to keep a secret.
+
+    Args:
+        numbers: int64 [n], in any order.
+        size: Number of numbers that are permuted, 0 to 2**63 - 1.
+        key: Key that chooses the permutation, 0 to 2**64 - 1.
+        is_inverse: Whether `numbers` are places, and the numbers there are the result.
+
+    Returns:
+        int64 [n].
+
+    Raises:
+        ValueError: A number outside [0, size).
+    """
+    _check_vector("numbers", numbers, _INT64)
+    if not 0 <= size <= MAX_INT64:
+        raise ConfigError(f"size is {size}; 0 to {MAX_INT64} is possible")
+    if not 0 <= key < 2**64:
+        raise ConfigError(f"key is {key}; 0 to 2**64 - 1 is possible")
+    return _core.swap_or_not(numbers, size, key, is_inverse)
 
 
 def _check_vector(name: str, array: NDArray[Any], dtype: np.dtype[Any]) -> None:

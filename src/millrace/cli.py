@@ -95,7 +95,7 @@ _REMEDIES = {
 
 def _describe_error(error: OSError, options: dict[str, Any]) -> str:
     """A message for an OSError; the verb's output stands for a file name that it lacks."""
-    outputs = (options.get(name) for name in ("output_prefix", "target", "folder"))
+    outputs = (options.get(name) for name in ("output_prefix", "output_dir", "target", "folder"))
     place = error.filename or next(filter(None, outputs), "the system")
     if isinstance(place, bytes):
         place = os.fsdecode(place)
@@ -171,6 +171,12 @@ _SHARED_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+_SHARD_DTYPE: dict[str, Any] = {
+    "choices": ("uint16", "uint32", "int32"),
+    "help": "dtype of a folder whose metadata.json does not say it (default: uint32)",
+}
+
+
 def _add_verb(
     verbs: Verbs, run: Callable[..., None], text: str, *shared_options: str
 ) -> argparse.ArgumentParser:
@@ -186,6 +192,7 @@ def _add_verb(
 
 def _add_file_verbs(verbs: Verbs) -> None:
     _add_tokenize(verbs)
+    _add_shuffle(verbs)
 
     text = """Trains a tokenizer. Reads the same files as `tokenize`, and writes a byte-level BPE
         tokenizer as a Hugging Face tokenizer.json."""
@@ -211,18 +218,26 @@ def _add_file_verbs(verbs: Verbs) -> None:
     text = r"text between the documents of a plain text file: '\n\n'"
     add("--separator", type=_escaped, metavar="TEXT", help=text)
 
-    text = """Describes a token file. Prints counts, dtype and lengths, and the head and tail of a
-        document, and where it came from. With a tokenizer, the document is decoded, and the
-        occurrences of each special token are counted."""
-    add = _add_verb(verbs, _inspect, text, "prefix", "--json").add_argument
+    text = """Describes a token file, or the output folder of a shuffle. Prints counts, dtype and
+        lengths, and the head and tail of a document, and where it came from. With a tokenizer, the
+        document is decoded, and the occurrences of each special token are counted. Of a shuffle,
+        prints the shards, the domains and how evenly they are spread."""
+    add = _add_verb(verbs, _inspect, text, "--json").add_argument
+    add("prefix", metavar="PREFIX", help="path prefix of a token file, or folder of a shuffle")
     add("--tokenizer", metavar="FILE", help="tokenizer file or folder to decode with")
     add("--tiktoken-pattern", metavar="PATTERN", help="for a .tiktoken file, as in `tokenize`")
     add("--document", type=int, default=0, metavar="N", help="document number (default: 0)")
+    text = "write a picture of the domains' shares along the output of a shuffle"
+    add("--svg", metavar="FILE", help=text)
+    add("--dtype", **_SHARD_DTYPE)
 
-    text = """Checks token files. Checks the structure of each pair, and every byte if the pair has
-        a sidecar with checksums. Names the damaged blocks, sequences and documents. Exits with 1 if
-        a pair is damaged."""
-    add = _add_verb(verbs, _verify, text, "prefixes", "--json").add_argument
+    text = """Checks token files and output folders of shuffles. Checks the structure of each, and
+        every byte if it has checksums. Names the damaged blocks, sequences and documents of a pair,
+        and the damaged and stray files of a folder. Exits with 1 if anything is damaged."""
+    add = _add_verb(verbs, _verify, text, "--json").add_argument
+    text = "path prefixes of token files, and folders of shuffles"
+    add("prefixes", nargs="+", metavar="PREFIX", help=text)
+    add("--dtype", **_SHARD_DTYPE)
     add("--threads", type=_positive, metavar="N", help="worker threads (default: one per core)")
 
     text = """Concatenates token files. Documents keep their order and their origins. Data of
@@ -319,6 +334,51 @@ def _add_tokenize(verbs: Verbs) -> None:
     text = "input that a worker takes at a time, and a kill may cost (default: by the input's size)"
     add("--chunk-size", type=_size, metavar="SIZE", help=text)
     text = "discard what an interrupted job with this prefix has done"
+    add("--restart", action="store_true", help=text)
+    add("--json", dest="as_json", action="store_true", help="print one JSON object at the end")
+
+
+def _add_shuffle(verbs: Verbs) -> None:
+    text = """Shuffles token files globally. Cuts the token files of many domains into sequences of
+        a fixed length, permutes all of them, and writes shards that are token files themselves. A
+        job that was killed continues when the same command runs again."""
+    parser = _add_verb(verbs, _shuffle, text)
+    add = parser.add_argument_group("input").add_argument
+    text = "folder with a folder for each domain: .bin, .npy, or .bin with .idx"
+    add("--input-dir", metavar="DIR", help=text)
+    text = "file with a weight and a path on each line: 2.5 data/web (instead of --input-dir)"
+    add("--input-list", metavar="FILE", help=text)
+    text = "dtype of .bin files without .idx (default: uint32)"
+    add("--dtype", choices=("uint16", "uint32", "int32"), default="uint32", help=text)
+    text = "tokens of a sequence (default: 4096)"
+    add("--seq-len", type=_positive, default=4096, metavar="N", help=text)
+    text = "continue the remainder of a file in the next file of its domain"
+    add("--carry", action="store_true", help=text)
+    text = "token to put after each document of an indexed dataset"
+    add("--eod", type=_count, metavar="ID", help=text)
+    text = "shuffle whole documents of indexed datasets instead of sequences"
+    add("--documents", action="store_true", help=text)
+
+    add = parser.add_argument_group("output").add_argument
+    text = "folder for the shards: a new one, or an empty one"
+    add("--output-dir", required=True, metavar="DIR", help=text)
+    add("--num-shards", type=_positive, default=64, metavar="N", help="number of shards (64)")
+    add("--seed", type=_count, default=42, metavar="N", help="seed of the permutation (42)")
+    text = """numpy: numpy.random.default_rng(SEED).permutation(n); keyed: for any n without memory
+        (default: numpy if it fits the memory)"""
+    add("--permutation", choices=("auto", "numpy", "keyed"), default="auto", help=text)
+
+    add = parser.add_argument_group("job").add_argument
+    text = """memory: all data at once; gather: read each shard's sequences wherever they are;
+        scatter: sort runs of the input, then read each shard from them (default: the fastest)"""
+    add("--plan", choices=("auto", "memory", "gather", "scatter"), default="auto", help=text)
+    text = "where it runs: here, or on the Ray cluster of RAY_ADDRESS (default: local)"
+    add("--engine", choices=("local", "ray"), default="local", help=text)
+    text = "largest number of worker processes (default: 4)"
+    add("--num-workers", dest="workers", type=_positive, default=4, metavar="N", help=text)
+    text = "limit for all processes: 300M, 4G (default: half of what is available)"
+    add("--memory", type=_size, metavar="SIZE", help=text)
+    text = "discard what an interrupted job has done in the output folder"
     add("--restart", action="store_true", help=text)
     add("--json", dest="as_json", action="store_true", help="print one JSON object at the end")
 
@@ -490,6 +550,34 @@ def _tokenize(
             print(f"  and {result.num_skipped - len(result.skipped):,} more")
 
 
+def _shuffle(input_list: str | None, as_json: bool, **options: Any) -> None:
+    from millrace.jobs import shuffle
+    from millrace.jobs.shuffling import read_input_list
+
+    entries = None if input_list is None else read_input_list(input_list)
+    # Ray writes about lost nodes to stdout, which is the report's.
+    with contextlib.redirect_stdout(sys.stderr):
+        result = shuffle(input_list=entries, show_progress=True, **options)
+    if as_json:
+        print(json.dumps(dataclasses.asdict(result)))
+        return
+    print(
+        f"{result.output_dir}: {result.num_items:,} {result.unit} of {len(result.domain_stats):,} "
+        f"domains in {len(result.shard_sizes):,} shards, {result.num_tokens:,} tokens"
+    )
+    if result.plan == "none":
+        print(result.reason)
+        return
+    rate = result.num_bytes / 1e6 / max(result.seconds, 1e-9)
+    print(
+        f"{result.num_bytes / 1e6:,.1f} MB in {result.seconds:.1f} s, {rate:,.1f} MB/s, by the "
+        f"plan {result.plan}"
+    )
+    if result.num_tasks_kept:
+        num_tasks = result.num_tasks_kept + result.num_tasks_done
+        print(f"{result.num_tasks_kept:,} of {num_tasks:,} tasks were kept from an earlier run")
+
+
 def _all_inputs(inputs: list[str], input_list: str | None) -> list[str]:
     from millrace.text import read_input_list
 
@@ -514,13 +602,34 @@ def _train_tokenizer(**options: Any) -> None:
 
 
 def _inspect(
-    prefix: str, tokenizer: str | None, tiktoken_pattern: str | None, document: int, as_json: bool
+    prefix: str,
+    tokenizer: str | None,
+    tiktoken_pattern: str | None,
+    document: int,
+    svg: str | None,
+    dtype: str | None,
+    as_json: bool,
 ) -> None:
-    from millrace.inspect import describe, format_description
+    from millrace.inspect import describe, describe_shards, format_description, format_shards
     from millrace.store import IndexedDataset
+    from millrace.store.shards import is_shards_folder
     from millrace.text import Tokenizer
 
     decoder = Tokenizer(tokenizer, tiktoken_pattern=tiktoken_pattern) if tokenizer else None
+    if is_shards_folder(prefix):
+        shards = describe_shards(prefix, dtype=dtype, tokenizer=decoder, document=document)
+        if svg is not None:
+            _write_shares(prefix, dtype, svg)
+        if as_json:
+            _print_json(shards, ensure_ascii=False)
+        else:
+            print(format_shards(shards))
+        return
+    if (svg, dtype) != (None, None):
+        raise ConfigError(
+            f"--svg and --dtype are for the output folder of a shuffle, and {prefix} is not a "
+            "folder: leave them out"
+        )
     description = describe(IndexedDataset(prefix), tokenizer=decoder, document=document)
     if as_json:
         _print_json(description, ensure_ascii=False)
@@ -528,18 +637,44 @@ def _inspect(
         print(format_description(description))
 
 
-def _verify(prefixes: list[str], threads: int | None, as_json: bool) -> None:
-    from millrace.store import verify
+def _write_shares(folder: str, dtype: str | None, svg: str) -> None:
+    from millrace.files import atomic_file
+    from millrace.inspect import shares_svg
+    from millrace.store import read_metadata
 
-    reports = verify(prefixes, threads=threads)
+    _check_picture(svg)
+    picture = shares_svg(read_metadata(folder, dtype=dtype), folder=folder)
+    with atomic_file(svg) as file:
+        file.write(picture.encode())
+
+
+def _check_picture(svg: str) -> None:
+    """Raises ConfigError for a file that cannot be written."""
+    folder = os.path.dirname(svg) or "."
+    if not os.path.isdir(folder):
+        raise ConfigError(f"the folder of {svg} does not exist: make it first")
+    if not svg or os.path.isdir(svg) or not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"the picture cannot be written to {svg!r}: give another --svg")
+
+
+def _verify(prefixes: list[str], threads: int | None, dtype: str | None, as_json: bool) -> None:
+    from millrace.store import verify, verify_shards
+    from millrace.store.shards import is_shards_folder
+
+    reports = [
+        verify_shards(prefix, dtype=dtype, threads=threads)
+        if is_shards_folder(prefix)
+        else verify([prefix], threads=threads)[0]
+        for prefix in prefixes
+    ]
     if as_json:
         _print_json(reports)
     else:
         for report in reports:
             what = "structure and checksums" if report.has_checksums else "structure (no checksums)"
             print(f"{report.prefix}: {'DAMAGED' if report.problems else 'ok'}, {what}")
-            for problem in report.problems:
-                print(f"  {problem}")
+            for line in [*report.problems, *report.notices]:
+                print(f"  {line}")
     damaged = sum(1 for report in reports if report.problems)
     if damaged:
         raise DataError(f"{damaged} of {len(reports)} datasets are damaged")
@@ -603,11 +738,7 @@ def _bench(
     from millrace.jobs.benchmark_report import format_result, waits_picture
 
     if svg is not None:
-        folder = os.path.dirname(svg) or "."
-        if not os.path.isdir(folder):
-            raise ConfigError(f"the folder of {svg} does not exist: make it first")
-        if not svg or os.path.isdir(svg) or not os.access(folder, os.W_OK | os.X_OK):
-            raise ConfigError(f"the picture cannot be written to {svg!r}: give another --svg")
+        _check_picture(svg)
     result = bench(_run_of(source, sequence_length, seed), **options)
     if svg is not None:
         with atomic_file(svg) as file:

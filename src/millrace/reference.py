@@ -179,6 +179,60 @@ def token_source(
     return TokenSource(tokens, sequence_pointers, sequence_lengths, num_bytes)
 
 
+class ShardedSource(NamedTuple):
+    """See `_native.sharded_source`."""
+
+    shards: Sequence[NDArray[Any]]
+    shard_sizes: Sequence[int]
+    sequence_length: int
+
+    @property
+    def tokens(self) -> NDArray[Any]:
+        """The tokens of all shards, one after the other."""
+        return np.concatenate(self.shards)
+
+    def locate(self, sequence: int, offset: int, count: int) -> tuple[int, int]:
+        """The byte offset and byte count of a span, in the concatenated files."""
+        if not 0 <= sequence < sum(self.shard_sizes):
+            raise ValueError(f"there is no sequence {sequence}")
+        if not 0 <= offset <= offset + count <= self.sequence_length or count < 0:
+            raise ValueError(f"{count} tokens from {offset} on are outside a sequence")
+        width = self.shards[0].itemsize
+        return (sequence * self.sequence_length + offset) * width, count * width
+
+    def read(self, sequence: int, offset: int, count: int) -> list[int]:
+        """The tokens of a span."""
+        self.locate(sequence, offset, count)
+        start = sequence * self.sequence_length + offset
+        tokens: list[int] = self.tokens[start : start + count].tolist()
+        return tokens
+
+
+def sharded_source(
+    shards: Sequence[NDArray[Any]], shard_sizes: Sequence[int], sequence_length: int
+) -> ShardedSource:
+    """See `_native.sharded_source`."""
+    return ShardedSource(shards, shard_sizes, sequence_length)
+
+
+class SequenceOrder(NamedTuple):
+    """See `_native.sequence_order`."""
+
+    num_sequences: int
+    sequence_length: int
+
+    def spans(self, sample_number: int) -> list[tuple[int, int, int]]:
+        """A sample's (sequence, offset, count)."""
+        if not 0 <= sample_number < self.num_sequences:
+            raise ValueError(f"there is no sample {sample_number}")
+        return [(sample_number, 0, self.sequence_length)]
+
+
+def sequence_order(num_sequences: int, sequence_length: int) -> SequenceOrder:
+    """See `_native.sequence_order`."""
+    return SequenceOrder(num_sequences, sequence_length)
+
+
 class GPTOrder(NamedTuple):
     """See `_native.gpt_order`."""
 
@@ -233,7 +287,11 @@ def gpt_order(
     )
 
 
-def spans(order: GPTOrder, sample_numbers: Numbers) -> tuple[Numbers, Numbers, Numbers, Numbers]:
+AnySource = TokenSource | ShardedSource
+AnyOrder = GPTOrder | SequenceOrder
+
+
+def spans(order: AnyOrder, sample_numbers: Numbers) -> tuple[Numbers, Numbers, Numbers, Numbers]:
     """See `_native.spans`."""
     samples = [order.spans(number) for number in sample_numbers.tolist()]
     rows = np.array([span for sample in samples for span in sample], np.int64).reshape(-1, 3)
@@ -243,7 +301,7 @@ def spans(order: GPTOrder, sample_numbers: Numbers) -> tuple[Numbers, Numbers, N
 
 
 def locate_spans(
-    token_source: TokenSource, sequences: Numbers, offsets: Numbers, counts: Numbers
+    token_source: AnySource, sequences: Numbers, offsets: Numbers, counts: Numbers
 ) -> tuple[Numbers, Numbers]:
     """See `_native.locate_spans`."""
     columns = (column.tolist() for column in (sequences, offsets, counts))
@@ -272,8 +330,8 @@ def row_form(**fields: Any) -> RowForm:
 
 
 def gather_samples(
-    token_sources: tuple[TokenSource, ...],
-    orders: tuple[GPTOrder, ...],
+    token_sources: tuple[AnySource, ...],
+    orders: tuple[AnyOrder, ...],
     source_numbers: Numbers,
     sample_numbers: Numbers,
     options: SampleOptions,
@@ -300,8 +358,8 @@ def gather_samples(
 
 
 def gather_texts(
-    token_sources: tuple[TokenSource, ...],
-    orders: tuple[GPTOrder, ...],
+    token_sources: tuple[AnySource, ...],
+    orders: tuple[AnyOrder, ...],
     source_numbers: Numbers,
     sample_numbers: Numbers,
 ) -> tuple[Numbers, Numbers]:
@@ -312,8 +370,8 @@ def gather_texts(
 
 
 def _texts(
-    token_sources: tuple[TokenSource, ...],
-    orders: tuple[GPTOrder, ...],
+    token_sources: tuple[AnySource, ...],
+    orders: tuple[AnyOrder, ...],
     source_numbers: Numbers,
     sample_numbers: Numbers,
 ) -> list[list[int]]:
@@ -417,7 +475,7 @@ def prefetch_file(
     descriptor: int, num_bytes: int, byte_offsets: Numbers, byte_counts: Numbers
 ) -> None:
     """See `_native.prefetch_file`: what can be seen of it, which is its errors."""
-    read_pieces(descriptor, num_bytes, byte_offsets, byte_counts)
+    read_packed(descriptor, num_bytes, byte_offsets, byte_counts)
 
 
 def copy_sequences(
@@ -435,15 +493,36 @@ def copy_sequences(
     return flat, np.concatenate(([0], np.cumsum(counts)))
 
 
-def read_pieces(
+def read_packed(
     descriptor: int,
     num_bytes: int,
     byte_offsets: Numbers,
     byte_counts: Numbers,
 ) -> NDArray[np.uint8]:
-    """See `_native.read_pieces`."""
+    """See `_native.read_packed`."""
     data = np.frombuffer(os.pread(descriptor, num_bytes, 0), np.uint8)
     return copy_pieces(data, byte_offsets, byte_counts)
+
+
+def read_pieces(
+    descriptor: int,
+    byte_offsets: Numbers,
+    sizes: Numbers,
+    buffer: NDArray[np.uint8],
+    targets: Numbers,
+) -> None:
+    """See `_native.read_pieces`."""
+    pieces = list(zip(byte_offsets.tolist(), sizes.tolist(), targets.tolist(), strict=True))
+    for offset, size, target in pieces:
+        if min(offset, size) < 0 or offset + size > 2**63 - 1:
+            raise ValueError(f"{size} bytes from byte {offset} on are outside any file")
+        if target < 0 or target + size > len(buffer):
+            raise ValueError(f"{size} bytes for byte {target} on lie outside {len(buffer)}")
+    for offset, size, target in pieces:
+        data = os.pread(descriptor, size, offset)
+        if len(data) < size:
+            raise ValueError(f"the file ends at byte {os.fstat(descriptor).st_size}")
+        buffer[target : target + size] = np.frombuffer(data, np.uint8)
 
 
 def first_bad_sequence(
@@ -492,6 +571,28 @@ def torch_randperm(
 
 MIN_FIM_TOKENS = 3
 """A document of which fewer tokens would remain is not permuted for fill-in-the-middle."""
+
+
+def swap_or_not(numbers: Numbers, size: int, key: int, is_inverse: bool) -> Numbers:
+    """See `_native.swap_or_not`.
+
+    In each round, x and its partner (K - x) mod size change places, or not. K and an offset are
+    NumPy's own draws; the top bit of a hash of the larger of the two, SplitMix64's finalizer,
+    decides.
+    """
+    if np.any((numbers < 0) | (numbers >= size)):
+        raise ValueError(f"a number is outside [0, {size})")
+    rounds = range(48 + 2 * size.bit_length())
+    words = [np.random.Philox(key=key, counter=[r, size, 0, 0]).random_raw(2) for r in rounds]
+    values = numbers.astype(np.uint64)
+    for word, offset in words[::-1] if is_inverse else words:
+        total = np.uint64(int(word) * size >> 64)
+        partners = total - values + np.where(total < values, np.uint64(size), np.uint64(0))
+        hashes = np.maximum(values, partners) + offset
+        hashes = (hashes ^ (hashes >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        hashes = (hashes ^ (hashes >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        values = np.where(hashes >> np.uint64(63) == 1, partners, values)
+    return values.astype(np.int64)
 
 
 def fill_in_middle(

@@ -40,6 +40,7 @@ from millrace import (
     IndexedDataset,
     Loader,
     ResumeError,
+    ShardedDataset,
     reference,
 )
 from millrace.feed import (
@@ -58,6 +59,7 @@ from millrace.feed import (
 from millrace.feed.fields import ALL_FIELDS, FIELDS, TOKEN_DTYPES
 from millrace.order import Spans
 from tests.conftest import write_documents
+from tests.shard_folders import make_sequences, write_sequences
 
 Numbers = NDArray[np.int64]
 Batch = dict[str, NDArray[Any]]
@@ -99,7 +101,18 @@ class Squares:
         return {"kind": "squares"}
 
 
-KINDS = ("gpt", "masked", "file", "python order", "blend", "nested blend", "transformed", "own")
+KINDS = (
+    "gpt",
+    "masked",
+    "file",
+    "python order",
+    "blend",
+    "nested blend",
+    "transformed",
+    "own",
+    "sharded",
+    "blend with shards",
+)
 
 
 @cache
@@ -115,6 +128,7 @@ def folder() -> Path:
     }.items():
         documents = [random.integers(0, 500, length).astype(np.uint16) for length in lengths]
         write_documents(Path(_folder.name) / name, documents)
+    write_sequences(Path(_folder.name) / "shards", make_sequences(61, 8, np.uint16), num_shards=4)
     return Path(_folder.name)
 
 
@@ -141,6 +155,13 @@ def dataset_of(kind: str) -> Any:
         )
         guard = RepeatGuard(max_period=2, min_repeats=2)
         return TransformedDataset(gpt(b, seed=9, eod_token=7), [fill, guard])
+    if kind == "sharded":
+        return ShardedDataset(
+            folder() / "shards", eod_token=7, reset_position_ids=True, access="file"
+        )
+    if kind == "blend with shards":
+        parts = [ShardedDataset(folder() / "shards"), gpt(a, seed=5, add_extra_token=False)]
+        return BlendedDataset(parts, [2, 1], 80)
     return Squares()
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from millrace.errors import ConfigError, MillraceError
+from millrace.files import checksum
 from millrace.jobs.engine import Journal, commit, task_folder
 from tests.jobs.engine_job import command, content_of, expected_output, run_job
 from tests.no_flock import no_flock
@@ -63,6 +64,22 @@ def test_a_journal_without_a_record_is_removed_when_it_is_closed(tmp_path: Path)
     assert names_in(tmp_path) == []
 
 
+def test_a_task_that_hashed_its_files_passes_their_sums(tmp_path: Path) -> None:
+    """The sums are those that a reading finds; another size is refused."""
+    with Journal(tmp_path / "out.journal", JOB) as journal:
+        for number, data in enumerate([b"", b"abc"]):
+            path = os.path.join(journal.new_folder_of(number), "data")
+            Path(path).write_bytes(data)
+            sums = {path: (len(data), checksum([data]))}
+            with pytest.raises(MillraceError, match=f"has {len(data)} bytes, and 7 were written"):
+                journal.commit(number, {}, [path], {path: (7, checksum([data]))})
+            assert journal.record(number) is None
+            journal.commit(number, {"number": number}, [path], sums)
+            assert journal.record(number) == {"number": number}
+        Path(path).write_bytes(b"abd")
+        assert journal.record(1) is None
+
+
 def test_a_kill_while_the_journal_is_removed_loses_no_result(tmp_path: Path) -> None:
     if (child := os.fork()) == 0:
         shutil.rmtree = lambda path: os._exit(KILLED)  # type: ignore[assignment]
@@ -92,7 +109,7 @@ def test_another_job_is_refused_by_what_differs(tmp_path: Path) -> None:
         "inputs[0].path was 'a.jsonl', and is 'b.jsonl' now; append_eod was False, and is True "
         "now; keys had 1 entries, and has 2 now; dtype is 'int32' now, and was not there. Run the "
         "same command again to continue that job, give --restart (restart=True) to discard it, or "
-        "give another prefix"
+        "give another output"
     )
     with pytest.raises(ConfigError, match=re.escape(message)):
         Journal(path, other)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import socket
@@ -14,12 +15,15 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from millrace.errors import ConfigError, MillraceError, TextError
+from millrace.jobs import shuffle
 from millrace.jobs.engine import Task, run_ray
 from tests.jobs import engine_functions as functions
 from tests.jobs.engine_job import expected_output, run_job
+from tests.jobs.shuffle_cases import small_buffers
 
 HANG = 60.0  # seconds
 
@@ -165,6 +169,44 @@ def test_close_ends_what_runs(runtime: None, tmp_path: Path) -> None:
     while size != (size := beats.stat().st_size):
         assert time.monotonic() < deadline
         time.sleep(0.5)
+
+
+def test_a_shuffle_loses_a_node(
+    cluster: Any, runtime: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both passes run on the cluster; a node dies in the first; the output is the local one's."""
+    choices = random.Random(2)
+    (tmp_path / "input").mkdir()
+    tokens = np.random.default_rng(0).integers(0, 1000, 40_000, np.uint32)
+    tokens.tofile(tmp_path / "input" / "a.bin")
+    node = cluster.add_node(num_cpus=1)
+    lost = []
+
+    def lossy(*arguments: Any, **options: Any) -> Generator[tuple[Task, Any], None, None]:
+        for task, result in run_ray(*arguments, **options):
+            yield task, result
+            if not lost:
+                cluster.remove_node(node, allow_graceful=False)
+                lost.append(task)
+
+    monkeypatch.setattr("millrace.jobs.engine.ray.run_ray", lossy)
+    outputs = []
+    with small_buffers(choices):
+        for engine, workers in (("local", 1), ("ray", 6)):
+            output = tmp_path / engine
+            result = shuffle(
+                tmp_path / "input",
+                output,
+                seq_len=4,
+                num_shards=12,
+                plan="scatter",
+                engine=engine,
+                workers=workers,
+            )
+            outputs.append({path.name: path.read_bytes() for path in output.iterdir()})
+            assert result.num_tasks_done > 12
+    assert len(lost) == 1
+    assert outputs[0] == outputs[1]
 
 
 def test_a_node_is_lost(cluster: Any, runtime: None, tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def test_pieces_equal_their_twins(tmp_path_factory: pytest.TempPathFactory, data
     path.write_bytes(content.tobytes())
     with open(path, "rb") as file:
         for module in (_native, reference):
-            got = module.read_pieces(file.fileno(), size, offsets, counts)
+            got = module.read_packed(file.fileno(), size, offsets, counts)
             assert np.array_equal(got, expected)
             module.prefetch_file(file.fileno(), size, offsets, counts)
             module.prefetch_mapped(content, offsets, counts)
@@ -59,7 +59,7 @@ def test_many_neighbours_take_several_reads(tmp_path: Path, count: int) -> None:
     offsets, counts = 3 * order.astype(np.int64), np.full(count, 3, np.int64)
     expected = content.reshape(-1, 3)[order].reshape(-1)
     with open(tmp_path / "data", "rb") as file:
-        got = _native.read_pieces(file.fileno(), len(content), offsets, counts)
+        got = _native.read_packed(file.fileno(), len(content), offsets, counts)
     assert np.array_equal(got, expected)
     assert np.array_equal(_native.copy_pieces(content, offsets, counts), expected)
 
@@ -76,7 +76,7 @@ def test_pieces_outside_are_refused(tmp_path: Path, offset: int, count: int) -> 
             with pytest.raises(ValueError, match="outside"):
                 module.copy_pieces(content, int64([0, offset]), int64([1, count]))
             with pytest.raises(ValueError, match="outside"):
-                module.read_pieces(file.fileno(), 10, int64([0, offset]), int64([1, count]))
+                module.read_packed(file.fileno(), 10, int64([0, offset]), int64([1, count]))
             with pytest.raises(ValueError, match="outside"):
                 module.prefetch_mapped(content, int64([0, offset]), int64([1, count]))
             with pytest.raises(ValueError, match="outside"):
@@ -89,12 +89,12 @@ def test_a_file_that_ends_early_is_refused(tmp_path: Path) -> None:
         open(tmp_path / "data", "rb") as file,
         pytest.raises(ValueError, match="the file ends at byte 5"),
     ):
-        _native.read_pieces(file.fileno(), 10, int64([3]), int64([5]))
+        _native.read_packed(file.fileno(), 10, int64([3]), int64([5]))
 
 
 def test_a_descriptor_that_is_none_is_an_os_error() -> None:
     with pytest.raises(OSError, match="Bad file descriptor"):
-        _native.read_pieces(-1, 10, int64([3]), int64([5]))
+        _native.read_packed(-1, 10, int64([3]), int64([5]))
 
 
 def test_a_total_that_overflows_is_refused() -> None:

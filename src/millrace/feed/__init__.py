@@ -1,8 +1,8 @@
 """From sample numbers to batches.
 
-A *dataset* (`GPTDataset`, `BlendedDataset`) turns sample numbers into arrays, the *sampler* says
-which sample numbers a data-parallel rank takes at each step, and the *loader* hands over micro
-batches and remembers one number, `consumed_samples`.
+A *dataset* (`GPTDataset`, `ShardedDataset`, `BlendedDataset`) turns sample numbers into arrays, the
+*sampler* says which sample numbers a data-parallel rank takes at each step, and the *loader* hands
+over micro batches and remembers one number, `consumed_samples`.
 """
 
 from millrace.feed.ahead import WaitStats
@@ -21,6 +21,7 @@ from millrace.feed.samplers import (
     SequentialSampler,
 )
 from millrace.feed.schedules import BatchSizeSchedule, RampUp
+from millrace.feed.sharded import ShardedDataset
 from millrace.feed.transforms import TransformedDataset
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "RepeatGuard",
     "Sampler",
     "SequentialSampler",
+    "ShardedDataset",
     "TransformedDataset",
     "WaitStats",
     "write_loss_ranges",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ from millrace.feed.fields import Batch as Batch
 from millrace.options import SampleOptions
 from millrace.order import Order, Spans
 from millrace.order.spans import checked_spans
-from millrace.store import IndexedDataset
+from millrace.store import BinReader
 
 Arrays = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]
 
@@ -30,8 +30,33 @@ Texts = tuple[NDArray[Any], NDArray[np.int64]]
 """The tokens of some samples, one sample after the other, [n], and where each ends, [batch]."""
 
 
+class TokenStore(Protocol):
+    """Token sequences by number: an `IndexedDataset`, or the `Shards` of a folder.
+
+    Attributes:
+        dtype: Dtype of the tokens.
+        reader: The bytes of the token file, or of several as if they were one.
+    """
+
+    dtype: np.dtype[Any]
+    reader: BinReader
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether all tokens are in memory."""
+        ...
+
+    def token_source(self) -> _native.TokenSource:
+        """The tokens for the core."""
+        ...
+
+    def documents_of(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The documents that sequences belong to: int64 [sequences]."""
+        ...
+
+
 class SampleSource:
-    """The samples of one token file in one order.
+    """The samples of one token file, or of the shards of one dataset, in one order.
 
     Args:
         dataset: The token file.
@@ -40,18 +65,13 @@ class SampleSource:
     """
 
     def __init__(
-        self, dataset: IndexedDataset, order: Order | _native.Order, options: SampleOptions
+        self, dataset: TokenStore, order: Order | _native.Order, options: SampleOptions
     ) -> None:
         self.options = options
         self._dataset, self._order = dataset, cast(Order, order)
         is_core = isinstance(order, _native.Order)
         self._core: Any = order if is_core else getattr(order, "core", None)
-        self.tokens = _native.token_source(
-            dataset.tokens if dataset.is_mapped else np.empty(0, dataset.dtype),
-            dataset.sequence_pointers,
-            dataset.sequence_lengths,
-            dataset.reader.size,
-        )
+        self.tokens = dataset.token_source()
         # With one, a call of the core reads samples of this and of other such sources.
         self.core_order: Any = self._core if dataset.is_mapped else None
 
@@ -118,7 +138,7 @@ class SampleSource:
 
     def documents(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
         """The documents that sequences belong to: int64 [sequences]."""
-        return _native.find_documents(self._dataset.document_indices, sequences)
+        return self._dataset.documents_of(sequences)
 
     def _spans(self, numbers: NDArray[np.int64]) -> Spans:
         if self._core is None:

@@ -1,5 +1,15 @@
 """Descriptions of files, for people and for programs."""
 
 from millrace.inspect.description import Description, describe, format_description
+from millrace.inspect.shards import ShardsDescription, describe_shards, format_shards
+from millrace.inspect.shares import shares_svg
 
-__all__ = ["Description", "describe", "format_description"]
+__all__ = [
+    "Description",
+    "ShardsDescription",
+    "describe",
+    "describe_shards",
+    "format_description",
+    "format_shards",
+    "shares_svg",
+]

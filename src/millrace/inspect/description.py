@@ -105,7 +105,7 @@ def describe(
         document_lengths=_spread(dataset.document_lengths),
         histogram=_histogram(lengths),
         special_tokens=None if tokenizer is None else _count_special(dataset, tokenizer),
-        document=_document(dataset, tokenizer, document) if dataset.num_documents else None,
+        document=describe_document(dataset, tokenizer, document) if dataset.num_documents else None,
         provenance=None if info is None else info.provenance,
         has_checksums=info is not None and info.bin is not None,
         has_origins=has_origins(dataset.prefix),
@@ -144,30 +144,40 @@ def _count_special(dataset: IndexedDataset, tokenizer: Tokenizer) -> dict[str, i
     return counts
 
 
-def _document(dataset: IndexedDataset, tokenizer: Tokenizer | None, number: int) -> dict[str, Any]:
+def describe_document(
+    dataset: IndexedDataset, tokenizer: Tokenizer | None, number: int
+) -> dict[str, Any]:
+    """One document, see `Description.document`."""
     if not 0 <= number < dataset.num_documents:
         raise ConfigError(
             f"there is no document {number}; {dataset.prefix} has 0 to {dataset.num_documents - 1}"
         )
     first, last = dataset.document_indices[number : number + 2].tolist()
     tokens = dataset.document(number)
-
-    def excerpt(part: NDArray[Any]) -> dict[str, Any]:
-        text = None if tokenizer is None else tokenizer.decode(part)
-        return {"tokens": part.tolist(), "text": text}
-
     origin, origin_error = None, None
     try:
         origin = dataset.origin(number)
     except (DataError, ConfigError) as error:  # damaged, or pyarrow is not installed
         origin_error = str(error)
-    rest = tokens[_EXCERPT:]
     return {
         "number": number,
         "origin": None if origin is None else origin._asdict(),
         "origin_error": origin_error,
         "num_sequences": last - first,
         "num_tokens": len(tokens),
+        **excerpts_of(tokens, tokenizer),
+    }
+
+
+def excerpts_of(tokens: NDArray[Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Head and tail of a document, see `Description.document`."""
+
+    def excerpt(part: NDArray[Any]) -> dict[str, Any]:
+        text = None if tokenizer is None else tokenizer.decode(part)
+        return {"tokens": part.tolist(), "text": text}
+
+    rest = tokens[_EXCERPT:]
+    return {
         "head": excerpt(tokens[:_EXCERPT]),
         "tail": excerpt(rest[-_EXCERPT:]) if len(rest) else None,
     }
@@ -202,20 +212,27 @@ def format_description(description: Description) -> str:
         lines += [f"  {name:>20}  {n:,}" for name, n in description.special_tokens.items()]
     document = description.document
     if document:
-        head, tail = document["head"], document["tail"]
-        lines += ["", f"  document {document['number']}, {document['num_tokens']:,} tokens:"]
-        if document["origin_error"] is not None:
-            lines.append(f"  its origin cannot be read: {document['origin_error']}")
-        elif document["origin"] is not None:
-            lines.append(f"  from {_origin_line(**document['origin'])}")
-        lines += _excerpt_lines(head)
-        if tail is not None:
-            omitted = document["num_tokens"] - len(head["tokens"]) - len(tail["tokens"])
-            lines.append(f"  ... {omitted:,} tokens ..." if omitted else "  ...")
-            lines += _excerpt_lines(tail)
-        if head["text"] is None:
-            lines.append("  (--tokenizer FILE decodes it)")
+        head = f"  document {document['number']}, {document['num_tokens']:,} tokens:"
+        lines += ["", head, *document_lines(document)]
     return "\n".join(lines)
+
+
+def document_lines(document: dict[str, Any]) -> list[str]:
+    """Origin, head and tail of a document as lines of text."""
+    head, tail = document["head"], document["tail"]
+    lines = []
+    if document["origin_error"] is not None:
+        lines.append(f"  its origin cannot be read: {document['origin_error']}")
+    elif document["origin"] is not None:
+        lines.append(f"  from {_origin_line(**document['origin'])}")
+    lines += _excerpt_lines(head)
+    if tail is not None:
+        omitted = document["num_tokens"] - len(head["tokens"]) - len(tail["tokens"])
+        lines.append(f"  ... {omitted:,} tokens ..." if omitted else "  ...")
+        lines += _excerpt_lines(tail)
+    if head["text"] is None:
+        lines.append("  (--tokenizer FILE decodes it)")
+    return lines
 
 
 def _origin_line(source: str, line: int, byte_offset: int, id: str | None) -> str:  # noqa: A002

@@ -4,12 +4,14 @@ from millrace.jobs.benchmarking import BenchResult, bench
 from millrace.jobs.cache import CacheEntry, list_cache, prune_cache
 from millrace.jobs.indexing import IndexResult, index
 from millrace.jobs.reshape import convert, merge, split
+from millrace.jobs.shuffling import ShuffleResult, shuffle
 from millrace.jobs.tokenizing import TokenizeResult, tokenize
 
 __all__ = [
     "BenchResult",
     "CacheEntry",
     "IndexResult",
+    "ShuffleResult",
     "TokenizeResult",
     "bench",
     "convert",
@@ -17,6 +19,7 @@ __all__ = [
     "list_cache",
     "merge",
     "prune_cache",
+    "shuffle",
     "split",
     "tokenize",
 ]

@@ -3,6 +3,9 @@
 `splits` cuts a dataset into train, valid and test; `gpt` is the order of one dataset, by its
 document index, sample index and shuffle index; `blends` and `draws` say which dataset each sample
 comes from. All of them give Megatron-LM's results, bit for bit. `spans` says what any order is.
+`permutation` is a permutation without a table, for the global shuffle.
+comes from. All of them give Megatron-LM's results, bit for bit. `sequences` is the order of
+sequences as they are stored. `spans` says what any order is.
 """
 
 from millrace.order.blends import (
@@ -14,6 +17,8 @@ from millrace.order.blends import (
 )
 from millrace.order.draws import BlendIndices, BlendOrder, build_blend_indices
 from millrace.order.gpt import GPTIndices, GPTOrder, GPTPlan, build_gpt_indices, plan_gpt
+from millrace.order.permutation import KeyedPermutation
+from millrace.order.sequences import SequenceOrder
 from millrace.order.spans import RULES_VERSION, Order, Spans
 from millrace.order.splits import SPLITS, parse_split, split_ranges
 
@@ -25,7 +30,9 @@ __all__ = [
     "GPTIndices",
     "GPTOrder",
     "GPTPlan",
+    "KeyedPermutation",
     "Order",
+    "SequenceOrder",
     "Spans",
     "blend",
     "blend_exhaustively",

@@ -125,7 +125,7 @@ class FileReader:
     def gather(self, byte_offsets: NDArray[np.int64], byte_counts: NDArray[np.int64]) -> Bytes:
         descriptor = self._file.descriptor()
         try:
-            return _native.read_pieces(descriptor.number, self.size, byte_offsets, byte_counts)
+            return _native.read_packed(descriptor.number, self.size, byte_offsets, byte_counts)
         except ValueError:
             size = os.fstat(descriptor.number).st_size
             if size < self.size:

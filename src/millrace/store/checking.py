@@ -13,7 +13,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -36,19 +36,21 @@ _ATTEMPTS = 10  # to check a pair; one fails only if the pair is replaced meanwh
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The result of `verify` for one pair.
+    """The result of `verify` for one pair, or of `verify_shards` for a folder.
 
     Attributes:
-        prefix: Path prefix of the pair.
+        prefix: Path prefix of the pair, or the folder.
         problems: One sentence for each problem; empty for a whole pair.
         has_checksums: Whether the content was checked too, not only the structure.
         num_bytes: Number of bytes that were read.
+        notices: One sentence for each file of a folder that does not belong to it.
     """
 
     prefix: str
     problems: list[str]
     has_checksums: bool
     num_bytes: int
+    notices: list[str] = field(default_factory=list)
 
 
 def verify(
@@ -106,15 +108,15 @@ def _identity(prefix: str) -> list[tuple[str, int, int]]:
 def _verify_once(prefix: str, pool: ThreadPoolExecutor, on_bytes: _OnBytes) -> Report:
     problems: list[str] = []
     info, num_bytes = Info(), 0
-    with _as_problems(prefix, problems):
+    with as_problems(prefix, problems):
         info = read_info(prefix) or info
     # Positioned reads of open files: if a file is cut short meanwhile, that is a problem to report;
     # a map would end the process.
-    with _as_problems(prefix, problems), contextlib.ExitStack() as stack:
+    with as_problems(prefix, problems), contextlib.ExitStack() as stack:
         bin_file, idx_file = map(stack.enter_context, open_pair(prefix))
         for path, file, sums, describe in (
-            (idx_path(prefix), idx_file, info.idx, _Index.entries_in),
-            (bin_path(prefix), bin_file, info.bin, _Index.sequences_in),
+            (idx_path(prefix), idx_file, info.idx, CheckedIndex.entries_in),
+            (bin_path(prefix), bin_file, info.bin, CheckedIndex.sequences_in),
         ):
             size = os.fstat(file.fileno()).st_size
             if sums is None:
@@ -131,11 +133,11 @@ def _verify_once(prefix: str, pool: ThreadPoolExecutor, on_bytes: _OnBytes) -> R
                 text = f"{path}: block {block} (bytes {start} to {stop - 1}) is damaged"
                 # If the index is damaged too, the check of the structure reports it.
                 with contextlib.suppress(DataError, OSError):
-                    text += f": {describe(_Index(prefix, idx_file), start, stop)}"
+                    text += f": {describe(CheckedIndex(prefix, idx_file), start, stop)}"
                 problems.append(text)
             num_bytes += size
         bin_size = os.fstat(bin_file.fileno()).st_size
-        problems += _Index(prefix, idx_file).problems(bin_path(prefix), bin_size)
+        problems += CheckedIndex(prefix, idx_file).problems(bin_path(prefix), bin_size)
         num_bytes += _check_origins(prefix, (idx_file, bin_file), info, pool, on_bytes, problems)
         num_bytes = num_bytes or os.fstat(idx_file.fileno()).st_size
     return Report(
@@ -177,7 +179,7 @@ def _check_origins(
                 problems.append(f"{path}: block {block} (bytes {start} to {stop - 1}) is damaged")
         # Of a damaged pair, the fingerprint may have changed.
         if not problems and has_pyarrow():
-            with _as_problems(prefix, problems):
+            with as_problems(prefix, problems):
                 num_documents = layout.IndexFile(prefix, pair[0]).header.num_document_entries - 1
                 origins = OriginsFile(prefix, fingerprint_of(*pair), num_documents)
                 if info.origins is None:
@@ -187,8 +189,8 @@ def _check_origins(
 
 
 @contextlib.contextmanager
-def _as_problems(prefix: str, problems: list[str]) -> Iterator[None]:
-    """Adds an error of the block to the problems."""
+def as_problems(prefix: str, problems: list[str]) -> Iterator[None]:
+    """Adds an error of the block to the problems of a pair, a file or a folder."""
     try:
         yield
     except DataError as error:
@@ -217,7 +219,9 @@ def _damaged_blocks(
     return [block for block, ok in enumerate(results) if not ok]
 
 
-class _Index(layout.IndexFile):
+class CheckedIndex(layout.IndexFile):
+    """An open index file, with what is wrong in it and where bytes belong."""
+
     def problems(self, bin_path: str, bin_size: int) -> Iterator[str]:
         """The first thing that is wrong with the sequences, and with the documents."""
         header, byte, problem = self.header, 0, ""

@@ -205,6 +205,19 @@ class IndexedDataset:
             raise ConfigError(f"{self.prefix}.bin is not mapped; open it with access='mmap'")
         return self._tokens
 
+    def token_source(self) -> _native.TokenSource:
+        """The tokens for the core."""
+        return _native.token_source(
+            np.empty(0, self.dtype) if self._tokens is None else self._tokens,
+            self.sequence_pointers,
+            self.sequence_lengths,
+            self.reader.size,
+        )
+
+    def documents_of(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The documents that sequences belong to: int64 [sequences]."""
+        return _native.find_documents(self.document_indices, sequences)
+
     @overload
     def __getitem__(self, index: int | np.integer[Any]) -> NDArray[Any]: ...
     @overload

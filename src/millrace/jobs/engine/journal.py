@@ -97,14 +97,14 @@ class Journal:
         job = _plain_json(dict(job))
         parent = os.path.dirname(self.path) or "."
         if not os.path.isdir(parent):
-            raise ConfigError(f"{parent} is not a folder; create it, or give another prefix")
+            raise ConfigError(f"{parent} is not a folder; create it, or give another output")
         with contextlib.ExitStack() as stack, _opening(self.path):
             try:
                 self._is_alone = stack.enter_context(file_lock(self.path + ".lock", limit=0))
             except BlockingIOError as error:
                 raise MillraceError(
                     f"another process is at work on this job: {self.path} is {error.strerror}. Or "
-                    "give another prefix"
+                    "give another output"
                 ) from None
             run = self._run_of(job, restart) or self._new_run(job)
             self.folder = os.path.join(os.path.abspath(self.path), run)
@@ -184,9 +184,15 @@ class Journal:
                         _remove_tree(os.path.join(folder, name))
         return None if names is None else content["record"]
 
-    def commit(self, number: int, record: Mapping[str, Any], files: Sequence[str]) -> None:
+    def commit(
+        self,
+        number: int,
+        record: Mapping[str, Any],
+        files: Sequence[str],
+        sums: Mapping[str, tuple[int, str]] | None = None,
+    ) -> None:
         """As the function `commit`, in the process that has the journal open."""
-        commit(self.folder, number, record, files)
+        commit(self.folder, number, record, files, sums)
 
     def finish(self, result: Any) -> None:
         """Stores the result of the job, whose output is whole, and removes the journal.
@@ -229,13 +235,13 @@ class Journal:
         except NotADirectoryError:
             raise ConfigError(
                 f"{self.path} is a file; the journal of the job needs this name: remove the file, "
-                "or give another prefix"
+                "or give another output"
             ) from None
         foreign = [entry for entry in entries if not _is_ours(entry)]
         if foreign:
             raise ConfigError(
                 f"{self.path} holds {shown(sorted(foreign)[0])}, which is not part of a journal; "
-                "the journal of the job needs this name: give another prefix"
+                "the journal of the job needs this name: give another output"
             )
         if restart or _JOB not in entries:
             return None
@@ -249,7 +255,7 @@ class Journal:
         except (ValueError, KeyError, TypeError):
             raise ConfigError(
                 f"{self.path} is damaged, or was written by another version of millrace. Give "
-                "--restart (restart=True) to discard it, or another prefix"
+                "--restart (restart=True) to discard it, or another output"
             ) from None
         differences = list(_differences("", other, dict(job)))
         if not differences:
@@ -261,7 +267,7 @@ class Journal:
             raise ConfigError(
                 f"{self.path} is the journal of an unfinished job, and this job differs from it: "
                 f"{text}. Run the same command again to continue that job, give --restart "
-                "(restart=True) to discard it, or give another prefix"
+                "(restart=True) to discard it, or give another output"
             )
         return None  # that job is done, or has done nothing
 
@@ -289,11 +295,17 @@ class Journal:
         except ValueError:
             raise ConfigError(
                 f"{self.path} is damaged: {name} cannot be read. Give --restart (restart=True) "
-                "to discard it, or another prefix"
+                "to discard it, or another output"
             ) from None
 
 
-def commit(folder: str, number: int, record: Mapping[str, Any], files: Sequence[str]) -> None:
+def commit(
+    folder: str,
+    number: int,
+    record: Mapping[str, Any],
+    files: Sequence[str],
+    sums: Mapping[str, tuple[int, str]] | None = None,
+) -> None:
     """Records that a task is done; the last thing that a task does.
 
     Runs in any process of any machine that shares the file system. The record appears whole or not
@@ -305,10 +317,13 @@ def commit(folder: str, number: int, record: Mapping[str, Any], files: Sequence[
         record: What the job needs to know about the task: plain JSON values.
         files: Paths of the files that the task has written into its folder, under their final
             names.
+        sums: Size and XXH3-64 of files that the task has hashed while it wrote them, by path; the
+            other files are read.
 
     Raises:
         ConfigError: If a file is not in the folder of the task, or the record is not plain JSON.
-        MillraceError: If the journal was removed: the job has ended, or has been started again.
+        MillraceError: If the journal was removed: the job has ended, or has been started again. Or
+            if a file does not have the size in `sums`.
         OSError: If a file cannot be read, or the record cannot be written.
     """
     home = task_folder(folder, number)
@@ -321,8 +336,13 @@ def commit(folder: str, number: int, record: Mapping[str, Any], files: Sequence[
     temporary = temporary_name(path)
     try:
         entries = []
-        for name in names:
-            size, digest = _sum_of(os.path.join(home, name))
+        for name, source in zip(names, files, strict=True):
+            size, digest = (sums or {}).get(source) or sum_of(source)
+            if os.path.getsize(source) != size:
+                raise MillraceError(
+                    f"{source} has {os.path.getsize(source)} bytes, and {size} were written: "
+                    "another program has changed it. Run again"
+                )
             entries.append({"name": name, "size": size, "xxh3": digest})
         content = {"number": number, "files": entries, "record": plain_record}
         content["xxh3"] = _sum_of_record(content)
@@ -353,9 +373,20 @@ def task_folder(folder: str, number: int) -> str:
         raise MillraceError(
             f"{path} does not exist on {os.uname().nodename}. Either the job has ended or was "
             "started again while this task was at work, or this machine does not share the file "
-            "system of the output: give a prefix on one that all machines share"
+            "system of the output: put the output on one that all machines share"
         )
     return path
+
+
+def sum_of(path: str) -> tuple[int, str]:
+    """Size and XXH3-64 of a file, for `commit`."""
+    digest, size = xxh3(), 0
+    with open(path, "rb", buffering=0) as file:
+        buffer = bytearray(_BLOCK)
+        while count := file.readinto(buffer):
+            digest.update(memoryview(buffer)[:count])
+            size += count
+    return size, str(digest.hexdigest())
 
 
 def _has_records(folder: str) -> bool:
@@ -384,7 +415,7 @@ def _opening(path: str) -> Iterator[None]:
     except OSError as error:
         raise MillraceError(
             f"the journal {path} cannot be written: {error}. The job keeps what it has done there: "
-            "make room and grant access, or give a prefix in another folder"
+            "make room and grant access, or write to another folder"
         ) from error
 
 
@@ -444,7 +475,7 @@ def _whole_files(content: Any, folder: str) -> set[str] | None:
         for name, (size, digest) in sums.items():
             path = os.path.join(folder, name)
             # The size first: it needs no reading.
-            if os.path.getsize(path) != size or _sum_of(path) != (size, digest):
+            if os.path.getsize(path) != size or sum_of(path) != (size, digest):
                 return None
         return set(sums)
     except (KeyError, TypeError, FileNotFoundError, NotADirectoryError):
@@ -455,17 +486,6 @@ def _sum_of_record(content: dict[str, Any]) -> str:
     """XXH3-64 of what a record says."""
     values = [content["number"], content["files"], content["record"]]
     return checksum([json.dumps(values).encode()])
-
-
-def _sum_of(path: str) -> tuple[int, str]:
-    """Size and XXH3-64 of a file."""
-    digest, size = xxh3(), 0
-    with open(path, "rb", buffering=0) as file:
-        buffer = bytearray(_BLOCK)
-        while count := file.readinto(buffer):
-            digest.update(memoryview(buffer)[:count])
-            size += count
-    return size, str(digest.hexdigest())
 
 
 def _remove_file(path: str) -> None:

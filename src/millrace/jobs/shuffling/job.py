@@ -1,0 +1,435 @@
+"""The shuffle job: numbers the items, permutes them, moves them, and publishes the shards."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from millrace.errors import ConfigError, DataError, MillraceError
+from millrace.interrupts import interruptible, interrupts_held
+from millrace.jobs.engine import Journal
+from millrace.jobs.progress import Progress
+from millrace.jobs.shuffling import publish
+from millrace.jobs.shuffling.arguments import (
+    Arguments,
+    check_apart,
+    checked_arguments,
+    identity,
+)
+from millrace.jobs.shuffling.distribution import (
+    Distribution,
+    check_distribution,
+    format_distribution,
+    measure_distribution,
+)
+from millrace.jobs.shuffling.documents import document_items
+from millrace.jobs.shuffling.inputs import InputDomain, find_domains, format_domains
+from millrace.jobs.shuffling.items import Items
+from millrace.jobs.shuffling.movement import Movement
+from millrace.jobs.shuffling.permutations import (
+    Permutation,
+    choose_permutation,
+    make_permutation,
+)
+from millrace.jobs.shuffling.plan import (
+    Plan,
+    bucket_bounds,
+    choose_plan,
+    in_units,
+    memory_for_buffers,
+    plan_from_json,
+    run_bounds,
+    shard_starts,
+)
+from millrace.jobs.shuffling.sequences import sequence_items
+from millrace.jobs.shuffling.tasks import Work
+from millrace.store.shards import DOCUMENTS, METADATA, SEQUENCES, read_metadata, shard_prefix
+
+_NUMPY_MEMORY = 16  # bytes per item while NumPy's permutation and its inverse are made
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShuffleResult:
+    """What a shuffle wrote.
+
+    Attributes:
+        output_dir: Folder of the shards.
+        unit: What was shuffled, "sequences" or "documents".
+        num_items: Number of sequences or documents.
+        num_tokens, num_bytes: Size of all shards together.
+        shard_sizes: Number of items in each shard.
+        domain_stats: Number of items of each domain.
+        permutation: "numpy" or "keyed".
+        plan: "memory", "gather" or "scatter"; "none" if the output was there already.
+        reason: Why that plan.
+        workers: Number of workers.
+        bytes_read, bytes_written: Bytes of items that the plan reads and writes.
+        num_tasks_done, num_tasks_kept: Number of tasks that ran this time, and of those that an
+            interrupted run had done before.
+        seconds: Duration of the job, this time.
+        notices: What the user should know about the input.
+    """
+
+    output_dir: str
+    unit: str
+    num_items: int
+    num_tokens: int
+    num_bytes: int
+    shard_sizes: list[int]
+    domain_stats: dict[str, int]
+    permutation: str
+    plan: str
+    reason: str
+    workers: int
+    bytes_read: int
+    bytes_written: int
+    num_tasks_done: int
+    num_tasks_kept: int
+    seconds: float
+    notices: list[str]
+
+
+def shuffle(
+    input_dir: str | os.PathLike[str] | None,
+    output_dir: str | os.PathLike[str],
+    *,
+    input_list: Sequence[tuple[float, str | os.PathLike[str]]] | None = None,
+    seq_len: int = 4096,
+    num_shards: int = 64,
+    workers: int = 4,
+    seed: int = 42,
+    dtype: Any = "uint32",
+    plan: str = "auto",
+    permutation: str = "auto",
+    memory: int | None = None,
+    carry: bool = False,
+    eod: int | None = None,
+    documents: bool = False,
+    engine: str = "local",
+    restart: bool = False,
+    show_progress: bool = False,
+) -> ShuffleResult:
+    """Permutes the sequences, or documents, of many domains globally, and writes them as shards.
+
+    The items are numbered by domain, then path, then place in the file; `permutation[i]` is the
+    place of item i in the output. The shards divide the places evenly, the first ones one more. The
+    output does not depend on the plan, the number of workers, the engine, the memory, or how often
+    the job was interrupted.
+
+    The job keeps what is done in the folder `shuffle.journal` of the output folder until all shards
+    are published. A job that fails or is killed leaves it; the same call continues there.
+
+    Args:
+        input_dir: Folder with a folder for each domain; None with `input_list`.
+        output_dir: Folder for the shards. It is made, or must be empty.
+        input_list: Weight and path of each domain. With the weight 2.5 each item is taken twice,
+            and every second one a third time.
+        seq_len: Tokens of a sequence, 1 to 2**31 - 1.
+        num_shards: Number of shards, at most the number of items.
+        workers: Largest number of worker processes.
+        seed: Seed of the permutation, 0 to 2**63 - 1.
+        dtype: Dtype of raw `.bin` files: uint16, uint32 or int32.
+        plan: How the items move: "memory", "gather", "scatter", or "auto".
+        permutation: "numpy" is `numpy.random.default_rng(seed).permutation(n)`; "keyed" needs no
+            memory; "auto" is numpy as long as it fits.
+        memory: Bytes of memory for all processes of the job, beside 100 MB; None: half of what is
+            available.
+        carry: Whether the remainder of a file goes on in the next file of its domain.
+        eod: Token that is put after each document of an indexed dataset; None: none.
+        documents: Whether the items are the documents of indexed datasets.
+        engine: Where tasks run: "local" in worker processes, "ray" on a Ray cluster.
+        restart: Whether to discard what an interrupted job has done in the output folder.
+        show_progress: Whether to show the phases on stderr.
+
+    Raises:
+        ConfigError: An argument that cannot work, an output folder that is not empty, or an
+            interrupted job with other arguments.
+        DataError: An input file that is damaged, or changes while the job runs.
+        MillraceError: Another process at work on the folder, a full disk, a worker process that
+            died repeatedly, or a shuffle that is not uniform.
+    """
+    start, arguments = time.monotonic(), checked_arguments(**locals())
+    with interrupts_held(), contextlib.ExitStack() as stack:
+        with interruptible():
+            domains, _ = find_domains(
+                arguments.inputs,
+                dtype=arguments.dtype,
+                documents_for="" if arguments.seq_len else "whole documents are shuffled",
+            )
+        check_apart(arguments)
+        journal = _open_journal(stack, arguments, domains)
+        if journal.result is not None:
+            return _finished(journal, arguments)
+        if _is_written(journal):
+            result = _kept(ShuffleResult(**journal.plan["result"]))
+        else:
+            items = _make_items(journal, arguments)
+            if publish.output_in(arguments.output_dir):
+                return _result_of_output(arguments, items)
+            result = _write(journal, arguments, items)
+        publish.publish(journal, arguments.output_dir, journal.plan["publication"])
+        result = replace(result, seconds=time.monotonic() - start)
+        journal.finish(asdict(result))
+    return result
+
+
+# ---- the folder ----
+
+
+def _open_journal(
+    stack: contextlib.ExitStack, arguments: Arguments, domains: Sequence[InputDomain]
+) -> Journal:
+    """Makes the output folder, or checks what is in it, and opens the journal."""
+    folder = arguments.output_dir
+    publish.check_folder(folder)
+    has_journal = os.path.exists(arguments.journal)
+    if not os.path.isdir(folder):
+        os.makedirs(folder)
+        stack.callback(_remove_empty, folder)  # of a job that fails at its start
+    journal = stack.enter_context(
+        Journal(arguments.journal, identity(arguments, domains), restart=arguments.restart)
+    )
+    if arguments.restart and has_journal:
+        publish.remove_output(folder)
+    return journal
+
+
+def _remove_empty(folder: str) -> None:
+    with contextlib.suppress(OSError):
+        os.rmdir(folder)
+
+
+def _is_written(journal: Journal) -> bool:
+    """Whether all shards are in the journal, and only their publication is left to do."""
+    return journal.plan is not None and "publication" in journal.plan
+
+
+def _finished(journal: Journal, arguments: Arguments) -> ShuffleResult:
+    """The result of a job that was killed while it removed its journal."""
+    result = ShuffleResult(**journal.result)
+    journal.remove()
+    if not os.path.exists(os.path.join(arguments.output_dir, METADATA)):
+        raise MillraceError(
+            f"the output of the finished job in {arguments.output_dir} was removed: run the same "
+            "command again"
+        )
+    return _kept(result)
+
+
+def _kept(result: ShuffleResult) -> ShuffleResult:
+    """The result of an earlier run, whose tasks this run keeps."""
+    return replace(
+        result, num_tasks_done=0, num_tasks_kept=result.num_tasks_kept + result.num_tasks_done
+    )
+
+
+def _result_of_output(arguments: Arguments, items: Items) -> ShuffleResult:
+    """The result of a job whose output was there; a ConfigError if it is not this job's."""
+    folder = arguments.output_dir
+    metadata = None
+    with contextlib.suppress(DataError):
+        metadata = read_metadata(folder)
+    if (
+        metadata is None
+        or arguments.permutation not in ("auto", metadata.permutation)
+        or metadata != replace(metadata, **_metadata(arguments, items, metadata.permutation))
+    ):
+        raise publish.not_empty(folder, publish.output_in(folder)[0])
+    paths = [f"{shard_prefix(folder, shard)}.bin" for shard in range(metadata.num_shards)]
+    num_bytes = sum(map(os.path.getsize, paths))
+    return ShuffleResult(
+        output_dir=folder,
+        unit=arguments.unit,
+        num_items=metadata.num_items,
+        num_tokens=num_bytes // items.dtype.itemsize,
+        num_bytes=num_bytes,
+        shard_sizes=metadata.shard_sizes,
+        domain_stats=metadata.domain_stats,
+        permutation=str(metadata.permutation),
+        plan="none",
+        reason="the output was there already",
+        workers=0,
+        bytes_read=0,
+        bytes_written=0,
+        num_tasks_done=0,
+        num_tasks_kept=metadata.num_shards,
+        seconds=0.0,
+        notices=list(items.notices),
+    )
+
+
+# ---- phases 1 to 4 ----
+
+
+def _make_items(journal: Journal, arguments: Arguments) -> Items:
+    folder = os.path.join(journal.folder, "items")
+    os.makedirs(folder, exist_ok=True)
+    with interruptible():
+        if arguments.seq_len is None:
+            return document_items(arguments.inputs, folder=folder)
+        return sequence_items(
+            arguments.inputs,
+            seq_len=arguments.seq_len,
+            dtype=arguments.dtype,
+            carry=arguments.carry,
+            eod=arguments.eod,
+            folder=folder,
+        )
+
+
+def _write(journal: Journal, arguments: Arguments, items: Items) -> ShuffleResult:
+    """Writes all shards into the journal, and stores there how they are published."""
+    with Progress("phase 1: files", enabled=arguments.show_progress) as progress:
+        for notice in items.notices:
+            progress.note(f"millrace: {notice}")
+        progress.note(f"phase 1: {len(items.files):,} files\n{format_domains(items)}")
+    if items.num_items < arguments.num_shards:
+        raise ConfigError(
+            f"num_shards is {arguments.num_shards}, and there are {items.num_items} "
+            f"{arguments.unit}; give at most {items.num_items}"
+        )
+    permutation, distribution = _permute(journal, arguments, items)
+    with Progress("phase 3: plan", enabled=arguments.show_progress) as progress:
+        with interruptible():
+            plan = _plan(journal, arguments, items, permutation)
+            work = _make_work(journal, arguments, items, permutation, plan)
+        progress.note(f"plan: {plan}")
+    movement = Movement(
+        journal,
+        work,
+        plan,
+        engine=arguments.engine,
+        show_progress=arguments.show_progress,
+    )
+    records = movement.move()
+    with interruptible():  # the last time before the files are published
+        publish.flush_shards(journal, records)
+    metadata = _metadata(arguments, items, permutation.name)
+    num_bytes = sum(record["bytes"] for record in records)
+    result = ShuffleResult(
+        output_dir=arguments.output_dir,
+        unit=arguments.unit,
+        num_items=items.num_items,
+        num_tokens=num_bytes // items.dtype.itemsize,
+        num_bytes=num_bytes,
+        shard_sizes=metadata["shard_sizes"],
+        domain_stats=metadata["domain_stats"],
+        permutation=permutation.name,
+        plan=plan.name,
+        reason=plan.reason,
+        workers=plan.workers,
+        bytes_read=plan.bytes_read,
+        bytes_written=plan.bytes_written,
+        num_tasks_done=movement.num_done,
+        num_tasks_kept=movement.num_kept,
+        seconds=0.0,
+        notices=list(items.notices),
+    )
+    metadata["distribution"] = distribution.to_json()
+    journal.set_plan(
+        {
+            **journal.plan,
+            "publication": publish.publication(records, metadata),
+            "result": asdict(result),
+        }
+    )
+    return result
+
+
+def _permute(
+    journal: Journal, arguments: Arguments, items: Items
+) -> tuple[Permutation, Distribution]:
+    """The permutation, after a check that it spreads the domains evenly."""
+    label = "phase 2: permutation"
+    with Progress(label, enabled=arguments.show_progress) as progress, interruptible():
+        name = (journal.plan or {}).get("permutation") or _choose_permutation(arguments, items)
+        progress.note(
+            f"{label} {name} of {items.num_items:,} {arguments.unit}, seed {arguments.seed}"
+        )
+        permutation = make_permutation(name, items.num_items, arguments.seed, journal.folder)
+        distribution = measure_distribution(
+            permutation,
+            [domain.name for domain in items.domains],
+            [domain.num_items for domain in items.domains],
+            np.diff(shard_starts(items.num_items, arguments.num_shards)).tolist(),
+        )
+        progress.note(format_distribution(distribution))
+        check_distribution(distribution)
+    return permutation, distribution
+
+
+def _choose_permutation(arguments: Arguments, items: Items) -> str:
+    memory = memory_for_buffers(arguments.memory, items)
+    name = choose_permutation(arguments.permutation, items.num_items, memory)
+    needed = _NUMPY_MEMORY * items.num_items
+    if name == "numpy" and needed > memory:
+        raise ConfigError(
+            f"permutation is 'numpy', which takes {in_units(needed)} of memory for "
+            f"{items.num_items:,} {arguments.unit}, and {in_units(memory)} are free for it; give "
+            "more memory, or the permutation keyed"
+        )
+    return name
+
+
+def _plan(journal: Journal, arguments: Arguments, items: Items, permutation: Permutation) -> Plan:
+    """The plan of an interrupted job, or a new one."""
+    if journal.plan is not None:
+        return plan_from_json(
+            journal.plan["plan"], items, workers=arguments.workers, memory=arguments.memory
+        )
+    plan = choose_plan(
+        items,
+        name=arguments.plan,
+        memory=arguments.memory,
+        workers=arguments.workers,
+        engine=arguments.engine,
+        output_dir=arguments.output_dir,
+    )
+    journal.set_plan({"permutation": permutation.name, "plan": plan.to_json()})
+    return plan
+
+
+def _make_work(
+    journal: Journal, arguments: Arguments, items: Items, permutation: Permutation, plan: Plan
+) -> Work:
+    starts = shard_starts(items.num_items, arguments.num_shards)
+    buckets, runs = starts, None
+    if plan.name != "memory":
+        buckets = bucket_bounds(items, permutation, starts, plan.buffer_size)
+    if plan.name == "scatter":
+        runs = run_bounds(items, plan.buffer_size)
+    return Work(
+        journal=journal.folder,
+        items=items,
+        permutation=permutation,
+        starts=starts,
+        buckets=buckets,
+        runs=runs,
+    )
+
+
+def _metadata(arguments: Arguments, items: Items, permutation: str | None) -> dict[str, Any]:
+    """The fields of `ShardsMetadata` that do not depend on the output."""
+    sizes = np.diff(shard_starts(items.num_items, arguments.num_shards))
+    is_documents = arguments.seq_len is None
+    return {
+        "shuffle_type": DOCUMENTS if is_documents else SEQUENCES,
+        "seq_len": arguments.seq_len,
+        "total_sequences": None if is_documents else items.num_items,
+        "total_documents": items.num_items if is_documents else None,
+        "num_shards": arguments.num_shards,
+        "domain_stats": {domain.name: domain.num_items for domain in items.domains},
+        "shard_sizes": sizes.tolist(),
+        "dtype": items.dtype.name,
+        "seed": arguments.seed,
+        "permutation": permutation,
+        "carry": arguments.carry,
+        "eod": arguments.eod,
+        "inputs": [asdict(file) for file in items.files],
+    }

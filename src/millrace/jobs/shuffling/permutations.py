@@ -1,0 +1,233 @@
+"""The permutation of a shuffle: where each input item goes, and what goes to each place.
+
+`numpy` is `numpy.random.default_rng(seed).permutation(size)`, which anyone can check; it takes 16
+bytes per item on the disk. `keyed` is a `KeyedPermutation`, which takes none.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.checks import shown, whole
+from millrace.errors import ConfigError, DataError
+from millrace.files import atomic_file, checksum, xxh3
+from millrace.order import KeyedPermutation
+
+NAMES = ("numpy", "keyed")
+_PLACES, _SOURCES, _RECORD = "permutation.npy", "inverse.npy", "permutation.json"
+_ITEM = 8  # bytes of a place
+_BLOCK = 1 << 20  # places that are worked on at a time
+
+
+class Permutation(Protocol):
+    """A permutation of 0 to size - 1. It can be pickled, and then is a few bytes."""
+
+    @property
+    def name(self) -> str:
+        """How it is made: "numpy" or "keyed"."""
+
+    @property
+    def size(self) -> int:
+        """Number of items."""
+
+    def places(self, start: int, stop: int) -> NDArray[np.int64]:
+        """The places of the input items `start` to `stop` - 1: int64 [stop - start]."""
+
+    def sources(self, start: int, stop: int) -> NDArray[np.int64]:
+        """The input items at the places `start` to `stop` - 1: int64 [stop - start]."""
+
+
+def choose_permutation(name: str, size: int, memory: int) -> str:
+    """The name of a permutation for `make_permutation`.
+
+    Args:
+        name: "numpy", "keyed" or "auto": "numpy" as long as it takes at most a quarter of the
+            memory (and half of it while it is made), otherwise "keyed".
+        size: Number of items.
+        memory: Bytes that the job may use.
+
+    Raises:
+        ConfigError: Another name.
+    """
+    if name not in (*NAMES, "auto"):
+        raise ConfigError(f"permutation is {shown(name)}; give auto, numpy or keyed")
+    if name != "auto":
+        return name
+    return "numpy" if _ITEM * size <= memory // 4 else "keyed"
+
+
+def make_permutation(name: str, size: int, seed: int, folder: str) -> Permutation:
+    """Makes a permutation, or finds the files of an earlier call.
+
+    "numpy" writes `permutation.npy` and `inverse.npy` into the folder, and then
+    `permutation.json` with their checksums. While it does, it takes 16 bytes of memory per item;
+    when it is done, none. Files that are missing, damaged, or of another size or seed are written
+    again.
+
+    Args:
+        name: "numpy" or "keyed".
+        size: Number of items.
+        seed: Seed of the permutation, at least 0.
+        folder: Existing folder for the files of "numpy".
+
+    Raises:
+        ConfigError: Another name, or a size or seed outside its limits.
+        OSError: A file that cannot be written.
+    """
+    size, seed = whole("size", size, 0, 2**63 - 1), whole("seed", seed, 0)
+    if name == "keyed":
+        return KeyedRanges(KeyedPermutation(size, seed))
+    if name != "numpy":
+        raise ConfigError(f"permutation is {shown(name)}; give numpy or keyed")
+    folder = os.path.abspath(folder)
+    if not _is_whole(folder, size, seed):
+        _write_files(folder, size, seed)
+    return NumpyPermutation(folder, size)
+
+
+@dataclass(frozen=True)
+class NumpyPermutation:
+    """A permutation in the two files of a folder; each call reads the range that it returns.
+
+    Reads instead of maps: the pages of a map would count as memory of every process.
+
+    Args:
+        folder: Folder with `permutation.npy` and `inverse.npy`.
+        size: Number of items.
+    """
+
+    folder: str
+    size: int
+
+    @property
+    def name(self) -> str:
+        return "numpy"
+
+    def places(self, start: int, stop: int) -> NDArray[np.int64]:
+        """See `Permutation`.
+
+        Raises:
+            DataError: A file that is missing, or has become shorter.
+        """
+        return self._read(_PLACES, start, stop)
+
+    def sources(self, start: int, stop: int) -> NDArray[np.int64]:
+        """See `Permutation`.
+
+        Raises:
+            DataError: A file that is missing, or has become shorter.
+        """
+        return self._read(_SOURCES, start, stop)
+
+    def _read(self, file: str, start: int, stop: int) -> NDArray[np.int64]:
+        _check_range(start, stop, self.size)
+        path, count = os.path.join(self.folder, file), stop - start
+        offset = len(_header(self.size)) + _ITEM * start
+        try:
+            places = np.fromfile(path, np.int64, count, offset=offset)
+        except FileNotFoundError:
+            places = np.empty(0, np.int64)
+        if len(places) < count:
+            raise DataError(
+                f"{path} is missing or has become shorter: places {start} to {stop} cannot be "
+                "read. Run the same command again, which makes the file again"
+            )
+        return places
+
+
+@dataclass(frozen=True)
+class KeyedRanges:
+    """Ranges of a `KeyedPermutation`, computed when they are needed."""
+
+    permutation: KeyedPermutation
+
+    @property
+    def name(self) -> str:
+        return "keyed"
+
+    @property
+    def size(self) -> int:
+        return self.permutation.size
+
+    def places(self, start: int, stop: int) -> NDArray[np.int64]:
+        """See `Permutation`."""
+        _check_range(start, stop, self.size)
+        return self.permutation.places(np.arange(start, stop, dtype=np.int64))
+
+    def sources(self, start: int, stop: int) -> NDArray[np.int64]:
+        """See `Permutation`."""
+        _check_range(start, stop, self.size)
+        return self.permutation.sources(np.arange(start, stop, dtype=np.int64))
+
+
+def _check_range(start: int, stop: int, size: int) -> None:
+    if not 0 <= start <= stop <= size:
+        raise ConfigError(f"the range is {start} to {stop}; it must lie in 0 to {size}")
+
+
+# ---- the files of "numpy" ----
+
+
+def _write_files(folder: str, size: int, seed: int) -> None:
+    places = np.random.default_rng(seed).permutation(size)  # int64
+    checksums = {_PLACES: _write_array(os.path.join(folder, _PLACES), places)}
+    sources = np.empty(size, np.int64)
+    for start in range(0, size, _BLOCK):
+        stop = min(start + _BLOCK, size)
+        sources[places[start:stop]] = np.arange(start, stop)
+    del places
+    checksums[_SOURCES] = _write_array(os.path.join(folder, _SOURCES), sources)
+    with atomic_file(os.path.join(folder, _RECORD)) as file:
+        file.write(json.dumps(_record(size, seed, checksums)).encode())
+
+
+def _is_whole(folder: str, size: int, seed: int) -> bool:
+    """Whether the folder holds the files of this permutation, undamaged; reads them whole."""
+    try:
+        with open(os.path.join(folder, _RECORD), "rb") as file:
+            record = json.load(file)
+        checksums = {
+            name: checksum(_blocks(os.path.join(folder, name))) for name in (_PLACES, _SOURCES)
+        }
+    except (OSError, ValueError):
+        return False
+    return bool(record == _record(size, seed, checksums))
+
+
+def _record(size: int, seed: int, checksums: dict[str, str]) -> dict[str, Any]:
+    return {"size": size, "seed": seed, "header": len(_header(size)), "xxh3": checksums}
+
+
+def _write_array(path: str, values: NDArray[np.int64]) -> str:
+    """Writes a .npy file; returns its checksum."""
+    digest = xxh3()
+    with atomic_file(path) as file:
+        header = _header(len(values))
+        file.write(header)
+        digest.update(header)
+        for start in range(0, len(values), _BLOCK):
+            block = values[start : start + _BLOCK].data
+            file.write(block)
+            digest.update(block)
+    return str(digest.hexdigest())
+
+
+def _header(size: int) -> bytes:
+    buffer = io.BytesIO()
+    description = {"descr": "<i8", "fortran_order": False, "shape": (size,)}
+    np.lib.format.write_array_header_1_0(buffer, description)
+    return buffer.getvalue()
+
+
+def _blocks(path: str) -> Iterator[bytes]:
+    with open(path, "rb") as file:
+        while block := file.read(_ITEM * _BLOCK):
+            yield block

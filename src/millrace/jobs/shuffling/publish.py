@@ -1,0 +1,122 @@
+"""How the shards of a finished shuffle get their names in the output folder, and what may be there.
+
+    1. the shards in the journal are flushed to the disk
+    2. the journal's plan gets what follows from here on: names, metadata and result
+    3. each file is renamed into the output folder, the .bin of a shard before its .idx
+    4. metadata.json is written: the output is whole
+    5. the journal is removed
+
+A job that is killed after step 2 is continued by steps 3 to 5 alone, without its input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from millrace.errors import ConfigError, DataError
+from millrace.files import fsync_folder, naming
+from millrace.jobs.engine import Journal
+from millrace.jobs.shuffling.arguments import JOURNAL
+from millrace.jobs.shuffling.tasks import SHARD
+from millrace.store.shards import METADATA, ShardsMetadata, shard_prefix, write_metadata
+
+_FLUSHES = 8  # files that are flushed at a time
+_SHARD = re.compile(r"shard_[0-9]{4,}\.(bin|idx|info\.json|origins\.parquet)")
+
+
+def check_folder(folder: str) -> None:
+    """Raises a ConfigError if the output folder holds what is not of an unfinished job.
+
+    A whole output is let through: it may be that of this job.
+    """
+    try:
+        entries = sorted(os.listdir(folder))
+    except FileNotFoundError:
+        return
+    except NotADirectoryError:
+        raise ConfigError(f"{folder} is a file; give a folder for the output") from None
+    may_have_shards = JOURNAL in entries or METADATA in entries
+    for entry in entries:
+        is_ours = entry == JOURNAL or entry.startswith(f"{JOURNAL}.")
+        is_output = _SHARD.fullmatch(entry) or entry == METADATA or _is_temporary(entry)
+        if not (is_ours or (is_output and may_have_shards)):
+            raise not_empty(folder, entry)
+
+
+def not_empty(folder: str, entry: str) -> ConfigError:
+    return ConfigError(
+        f"{folder} is not empty: it holds {entry}. Give an empty folder, or remove what is in it"
+    )
+
+
+def output_in(folder: str) -> list[str]:
+    """Names of the output's files in a folder that `check_folder` has let through."""
+    return [
+        entry
+        for entry in sorted(os.listdir(folder))
+        if _SHARD.fullmatch(entry) or entry == METADATA or _is_temporary(entry)
+    ]
+
+
+def remove_output(folder: str) -> None:
+    """Removes what an interrupted publication has left, metadata.json first."""
+    for entry in sorted(output_in(folder), key=lambda entry: entry != METADATA):
+        os.unlink(os.path.join(folder, entry))
+
+
+def publication(
+    records: Sequence[Mapping[str, Any]], metadata: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What steps 3 and 4 do, plain JSON.
+
+    Args:
+        records: The record of each shard's task.
+        metadata: Fields of `ShardsMetadata`, without the checksums.
+    """
+    files, checksums = [], {}
+    for shard, record in enumerate(records):
+        for name, (size, digest) in record["files"].items():
+            target = os.path.basename(shard_prefix("", shard)) + name.removeprefix(SHARD)
+            files.append([shard, name, target, size])
+            checksums[target] = digest
+    return {"files": files, "metadata": {**metadata, "checksums": checksums}}
+
+
+def flush_shards(journal: Journal, records: Sequence[Mapping[str, Any]]) -> None:
+    """Brings the files of all shards to the disk, several at a time."""
+
+    def flush(path: str) -> None:
+        with naming(path), open(path, "rb") as file:
+            os.fsync(file.fileno())
+
+    paths = [
+        os.path.join(journal.folder_of(shard), name)
+        for shard, record in enumerate(records)
+        for name in record["files"]
+    ]
+    with ThreadPoolExecutor(_FLUSHES) as pool:
+        list(pool.map(flush, paths))
+
+
+def publish(journal: Journal, folder: str, content: Mapping[str, Any]) -> None:
+    """Renames the shards and writes the metadata; some of it may be done."""
+    for shard, name, target, size in content["files"]:
+        path = os.path.join(folder, target)
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(os.path.join(journal.folder_of(shard), name), path)
+        if not os.path.exists(path) or os.path.getsize(path) != size:
+            raise DataError(
+                f"{path} is missing or does not have {size} bytes, although it was written: "
+                "another program has changed it. Start over: --restart"
+            )
+    fsync_folder(os.path.join(folder, METADATA))
+    write_metadata(folder, ShardsMetadata(**content["metadata"]))
+
+
+def _is_temporary(entry: str) -> bool:
+    return entry.startswith(f"{METADATA}.") and entry.endswith(".tmp")

@@ -1,0 +1,102 @@
+"""Reading pieces of many files to any places of a buffer, while no file may change."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace import _native
+from millrace.errors import DataError
+from millrace.files import is_of_the_process
+from millrace.jobs.shuffling.items import SourceFile
+
+Numbers = NDArray[np.int64]
+
+
+def read_files(
+    files: Sequence[SourceFile],
+    file_numbers: Numbers,
+    byte_offsets: Numbers,
+    sizes: Numbers,
+    buffer: NDArray[np.uint8],
+    targets: Numbers,
+) -> None:
+    """Reads pieces of files to any places of a buffer. At most one file is open at a time.
+
+    Args:
+        files: The files.
+        file_numbers: Number of each piece's file, ascending: int64 [n].
+        byte_offsets: Where each piece starts in its file: int64 [n].
+        sizes: Size of each piece in bytes: int64 [n].
+        buffer: uint8 [m].
+        targets: Where each piece starts in the buffer: int64 [n].
+
+    Raises:
+        DataError: A file that is gone, has changed, or cannot be read.
+    """
+    bounds = [0, *(np.flatnonzero(np.diff(file_numbers)) + 1).tolist(), len(file_numbers)]
+    for start, stop in itertools.pairwise(bounds):
+        if start < stop:
+            _read_file(
+                files[file_numbers[start]],
+                byte_offsets[start:stop],
+                sizes[start:stop],
+                buffer,
+                targets[start:stop],
+            )
+
+
+def spread(counts: Numbers) -> tuple[Numbers, Numbers]:
+    """The rows of a table with counts[i] rows for each i: their i, and their place among these.
+
+    >>> [column.tolist() for column in spread(np.array([2, 0, 3]))]
+    [[0, 0, 2, 2, 2], [0, 1, 0, 1, 2]]
+    """
+    owners = np.repeat(np.arange(len(counts)), counts)
+    ends = np.cumsum(counts)
+    places = np.arange(len(owners)) - np.repeat(ends - counts, counts)
+    return owners, places
+
+
+def _read_file(
+    file: SourceFile,
+    byte_offsets: Numbers,
+    sizes: Numbers,
+    buffer: NDArray[np.uint8],
+    targets: Numbers,
+) -> None:
+    try:
+        descriptor = os.open(file.path, os.O_RDONLY)
+        try:
+            _check_unchanged(file, descriptor)
+            try:
+                _native.read_pieces(descriptor, byte_offsets, sizes, buffer, targets)
+            except ValueError:
+                _check_unchanged(file, descriptor)  # cut short meanwhile
+                raise
+            _check_unchanged(file, descriptor)
+        finally:
+            os.close(descriptor)
+    except FileNotFoundError:
+        raise DataError(
+            f"{file.path} was removed while the job ran. Restore it and run the same command again"
+        ) from None
+    except OSError as error:
+        if is_of_the_process(error):
+            raise
+        raise DataError(f"{file.path} cannot be read: {error.strerror or error}") from None
+
+
+def _check_unchanged(file: SourceFile, descriptor: int) -> None:
+    status = os.fstat(descriptor)
+    if (status.st_size, status.st_mtime_ns) == (file.size, file.mtime_ns):
+        return
+    raise DataError(
+        f"{file.path} changed while the job ran: it has {status.st_size} bytes, last changed at "
+        f"{status.st_mtime_ns} ns; it had {file.size} bytes, last changed at {file.mtime_ns} ns. "
+        "Leave the input as it is until the job has ended; begin anew with --restart"
+    )

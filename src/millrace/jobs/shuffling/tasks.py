@@ -1,0 +1,242 @@
+"""What a worker does: it writes a run of the input sorted by place, or a shard."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace import _native
+from millrace.errors import DataError
+from millrace.files import naming, temporary_name, xxh3
+from millrace.jobs.engine import Task, commit, sum_of, task_folder
+from millrace.jobs.shuffling.items import Items
+from millrace.jobs.shuffling.permutations import Permutation
+
+Numbers = NDArray[np.int64]
+
+Function = Callable[["Work", Task], dict[str, Any]]
+
+SHARD = "shard"
+"""Path prefix of a shard in the folder of its task."""
+
+_RUN, _SECTIONS = "run.bin", "sections"
+_WRITE_SIZE = 2 << 20  # bytes that are written and hashed at a time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What every task needs to know.
+
+    Attributes:
+        journal: Folder of the journal's run.
+        items, permutation: The items, and the place of each.
+        starts: First place of each shard, and the end, int64 [shards + 1].
+        buckets: First place of each bucket, and the end. A shard has one or more.
+        runs: First item of each run of the input, and the end; None: there are no runs.
+    """
+
+    journal: str
+    items: Items
+    permutation: Permutation
+    starts: Numbers
+    buckets: Numbers
+    runs: Numbers | None
+
+    @property
+    def num_shards(self) -> int:
+        return len(self.starts) - 1
+
+
+# ---- the tasks ----
+
+
+def write_run(work: Work, task: Task) -> dict[str, Any]:
+    """Writes run `task.payload` of the input, sorted by place; pass 1 of `scatter`.
+
+    `sections` has the byte at which each bucket begins in it, and the end: int64 [buckets + 1].
+    """
+    items, run = work.items, task.payload
+    assert work.runs is not None
+    start, stop = int(work.runs[run]), int(work.runs[run + 1])
+    places = work.permutation.places(start, stop)
+    order = np.argsort(places)
+    numbers = np.arange(start, stop)
+    sizes = items.sizes(numbers)
+    ends = np.cumsum(sizes[order])
+    targets = np.empty_like(ends)
+    targets[order] = ends - sizes[order]
+    first_items = np.searchsorted(places[order], work.buckets)
+    sections = np.concatenate([np.zeros(1, np.int64), ends])[first_items] * items.dtype.itemsize
+    del places, order, sizes
+    buffer = _buffer(int(ends[-1]) * items.dtype.itemsize)
+    items.read(numbers, buffer.view(items.dtype), targets)
+    folder = task_folder(work.journal, task.number)
+    files = {}
+    for name, data in ((_RUN, buffer), (_SECTIONS, sections.view(np.uint8))):
+        with HashedFile(os.path.join(folder, name)) as file:
+            file.write(data)
+        files[file.path] = file.sum
+    record = {"bytes": len(buffer)}
+    commit(work.journal, task.number, record, list(files), files)
+    return record
+
+
+def write_shard(work: Work, task: Task) -> dict[str, Any]:
+    """Writes shard `task.payload`, bucket by bucket, from the input or from the runs."""
+    items = work.items
+    first, end = work.starts[task.payload : task.payload + 2]
+    buckets = range(*np.searchsorted(work.buckets, [first, end]).tolist())
+
+    def blocks() -> Iterator[NDArray[np.uint8]]:
+        for bucket in buckets:
+            start, stop = int(work.buckets[bucket]), int(work.buckets[bucket + 1])
+            numbers = work.permutation.sources(start, stop)
+            sizes = items.sizes(numbers)
+            ends = np.cumsum(sizes)
+            buffer = _buffer(int(ends[-1]) * items.dtype.itemsize)
+            if work.runs is None:
+                order = np.argsort(numbers)
+                targets = (ends - sizes)[order]
+                items.read(numbers[order], buffer.view(items.dtype), targets)
+            else:
+                _read_bucket(work, bucket, numbers, sizes, ends, buffer)
+            yield buffer
+
+    return commit_shard(work, task, blocks())
+
+
+def _read_bucket(
+    work: Work,
+    bucket: int,
+    numbers: Numbers,
+    sizes: Numbers,
+    ends: Numbers,
+    buffer: NDArray[np.uint8],
+) -> None:
+    """Reads a bucket's section of every run; a section has its items in the order of places."""
+    assert work.runs is not None
+    token_size = work.items.dtype.itemsize
+    runs = np.searchsorted(work.runs, numbers, side="right") - 1
+    order = np.argsort(runs, kind="stable")
+    sizes = sizes[order] * token_size
+    targets = ends[order] * token_size - sizes
+    counts = np.bincount(runs, minlength=len(work.runs) - 1)
+    last = 0
+    for run in np.flatnonzero(counts).tolist():
+        first, last = last, last + int(counts[run])
+        ends_in_section = np.cumsum(sizes[first:last])
+        folder = task_folder(work.journal, work.num_shards + run)
+        path = os.path.join(folder, _SECTIONS)
+        start, stop = np.fromfile(path, np.int64, 2, offset=8 * bucket).tolist()
+        path = os.path.join(folder, _RUN)
+        if stop - start != ends_in_section[-1]:
+            raise _damaged(path)
+        with naming(path), open(path, "rb", buffering=0) as file:
+            try:
+                _native.read_pieces(
+                    file.fileno(),
+                    start + ends_in_section - sizes[first:last],
+                    sizes[first:last],
+                    buffer,
+                    targets[first:last],
+                )
+            except ValueError:
+                raise _damaged(path) from None
+
+
+def _damaged(path: str) -> DataError:
+    return DataError(
+        f"{path} was cut short or changed while the job ran: run the same command again, and it "
+        "is written again"
+    )
+
+
+def commit_shard(work: Work, task: Task, blocks: Iterable[NDArray[np.uint8]]) -> dict[str, Any]:
+    """Writes a shard with its index and sidecars, and commits the task.
+
+    Args:
+        work: What every task knows.
+        task: The task, whose payload is the number of the shard.
+        blocks: The bytes of the shard, some at a time.
+    """
+    prefix = os.path.join(task_folder(work.journal, task.number), SHARD)
+    with HashedFile(f"{prefix}.bin") as data:
+        for block in blocks:
+            data.write(block)
+    start, stop = work.starts[task.payload : task.payload + 2].tolist()
+    files = {data.path: data.sum}
+    for path in work.items.write_index(prefix, work.permutation.sources, start, stop):
+        files[path] = sum_of(path)
+    record = {
+        "bytes": data.sum[0],
+        "files": {os.path.basename(path): list(sums) for path, sums in files.items()},
+    }
+    commit(work.journal, task.number, record, list(files), files)
+    return record
+
+
+# ---- files and memory ----
+
+
+class HashedFile:
+    """A file of a task: hashed while it is written, and renamed to its path when it is whole.
+
+    Attributes:
+        path: Path of the file.
+        sum: Size and XXH3-64, after the block.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.sum = (0, "")
+        self._temporary = temporary_name(path)
+        self._digest, self._size = xxh3(), 0
+
+    def __enter__(self) -> HashedFile:
+        with naming(self.path):
+            self._file = open(self._temporary, "xb", buffering=0)
+        return self
+
+    def write(self, data: NDArray[np.uint8]) -> None:
+        """Appends bytes, and starts to bring them to the disk, so that few wait for it."""
+        view = memoryview(np.ascontiguousarray(data).data)
+        with naming(self.path):
+            while len(view):
+                count = self._file.write(view[:_WRITE_SIZE])
+                self._digest.update(view[:count])
+                _native.start_writeback(self._file.fileno(), self._size, count)
+                self._size += count
+                view = view[count:]
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._file.close()
+        if kind is None:
+            os.rename(self._temporary, self.path)
+            self.sum = self._size, str(self._digest.hexdigest())
+        else:
+            with contextlib.suppress(OSError):
+                os.unlink(self._temporary)
+
+
+def _buffer(size: int) -> NDArray[np.uint8]:
+    """A buffer that the process keeps: the pages of a new one would have to be cleared first."""
+    global _kept
+    if len(_kept) < size:
+        _kept = np.empty(0, np.uint8)
+        _kept = np.empty(size, np.uint8)
+    return _kept[:size]
+
+
+_kept = np.empty(0, np.uint8)
+
+
+def drop_buffer() -> None:
+    """Frees the buffer of this process."""
+    global _kept
+    _kept = np.empty(0, np.uint8)

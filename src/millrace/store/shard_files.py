@@ -1,0 +1,231 @@
+"""The shards of a folder as one token file, whose sequences all have one length."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace import _native
+from millrace.checks import one_path
+from millrace.errors import ConfigError, DataError
+from millrace.files import checksum, cut_short, file_identity
+from millrace.store.bytes import Access, BinReader, Bytes, bytes_in_memory, open_bin
+from millrace.store.shards import read_metadata, shard_prefix, shard_problem
+
+_FINGERPRINT_SEQUENCES = 256
+_FINGERPRINT_BYTES = 4096  # of each of them, at most
+
+
+class Shards:
+    """The sequences of a folder of shards, by number. No index is read.
+
+    An open folder keeps showing the files that it opened when others are put in their places. It
+    can be forked, shared by threads, and pickled; a pickle can only be opened where the same data
+    are in the folder.
+
+    Args:
+        folder: Folder of the shards, with `metadata.json`.
+        access: How the shards are read: "mmap", or "file" (positioned reads).
+        dtype: Dtype of the tokens, for metadata that do not say it; None: uint32.
+
+    Attributes:
+        prefix: The folder, str.
+        metadata: The metadata of the folder.
+        dtype: Dtype of the tokens as they are read: int32 for uint32.
+        reader: The bytes of all shards, one after the other.
+
+    Raises:
+        DataError: Metadata or shards that are missing, damaged or do not agree.
+        ConfigError: A folder of documents, or a dtype that token files cannot have.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        access: Access = "mmap",
+        dtype: str | None = None,
+    ) -> None:
+        self.prefix = one_path("folder", folder)
+        self.metadata = read_metadata(self.prefix, dtype=dtype)
+        if self.metadata.has_documents:
+            raise ConfigError(
+                f"{self.prefix} holds {self.metadata.num_items} documents of different lengths "
+                f"(shuffle_type {self.metadata.shuffle_type}). Open its shards as indexed "
+                f"datasets: IndexedDataset({shard_prefix(self.prefix, 0)!r}), ..., for example as "
+                "a blend of GPT datasets"
+            )
+        self._options: dict[str, Any] = {"access": access, "dtype": dtype}
+        self.dtype = self.metadata.token_dtype
+        self._files: list[tuple[str, tuple[int, ...]]] = []
+        readers = []
+        for number in range(self.metadata.num_shards):
+            path = f"{shard_prefix(self.prefix, number)}.bin"
+            readers.append(self._open(path, access))
+            size = self.metadata.shard_sizes[number] * self.metadata.sequence_bytes
+            if readers[-1].size != size:  # replaced since the metadata were compared
+                raise DataError(
+                    shard_problem(self.prefix, self.metadata, number)
+                    or f"{path} was replaced while it was opened: open the folder again"
+                )
+        self.reader = ShardReader(readers)
+        self._tokens = [bytes_in_memory(reader) for reader in readers]
+
+    def _open(self, path: str, access: Access) -> BinReader:
+        try:
+            with open(path, "rb", buffering=0) as file:
+                self._files.append((path, file_identity(file)))
+                return open_bin(file, access)
+        except FileNotFoundError:
+            raise DataError(f"{path} was removed while it was opened: restore it") from None
+
+    def __len__(self) -> int:
+        """The number of sequences."""
+        return self.metadata.num_items
+
+    @property
+    def sequence_length(self) -> int:
+        """The number of tokens in a sequence."""
+        return self.metadata.seq_len or 0
+
+    @property
+    def sequence_lengths(self) -> NDArray[np.int32]:
+        """The lengths of all sequences in tokens: int32 [sequences], one number in memory."""
+        return np.broadcast_to(np.int32(self.sequence_length), len(self))
+
+    def __getitem__(self, number: int) -> NDArray[Any]:
+        """A sequence's tokens, [sequence_length] of `dtype`."""
+        if not 0 <= number < len(self):
+            raise IndexError(
+                f"there is no sequence {number}; {self.prefix} has 0 to {len(self) - 1}"
+            )
+        size = self.metadata.sequence_bytes
+        offsets, counts = np.array([number * size]), np.array([size])
+        return self.reader.gather(offsets, counts).view(self.dtype)
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether all tokens are in memory; else each read copies."""
+        return all(tokens is not None for tokens in self._tokens)
+
+    def token_source(self) -> _native.TokenSource:
+        """The tokens for the core."""
+        nothing = np.empty(0, self.dtype)
+        return _native.sharded_source(
+            [nothing if tokens is None else tokens.view(self.dtype) for tokens in self._tokens],
+            self.metadata.shard_sizes,
+            self.sequence_length,
+        )
+
+    def documents_of(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The documents that sequences belong to: each sequence is a document."""
+        return sequences
+
+    # ---- identity ----
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of the content, wherever the files are (32 hex digits).
+
+        It covers the number of sequences, their length, their dtype and the first 4 KiB of 256 of
+        them, evenly spaced. The same sequences in another number of shards have the same one.
+        """
+        digest = hashlib.blake2b(digest_size=16)
+        size, last = self.metadata.sequence_bytes, len(self) - 1
+        digest.update(f"{len(self)} {self.sequence_length} {self.dtype}".encode())
+        count = _FINGERPRINT_SEQUENCES
+        numbers = [last * n // (count - 1) for n in range(count)] if last >= 0 else []
+        offsets = np.array(numbers, np.int64) * size
+        counts = np.full(len(numbers), min(size, _FINGERPRINT_BYTES))
+        self.reader.prefetch(offsets, counts)
+        digest.update(self.reader.gather(offsets, counts).data)
+        return digest.hexdigest()
+
+    @property
+    def lengths_checksum(self) -> str:
+        """A checksum (16 hex digits) of the sequence lengths: their number, and the length."""
+        return checksum([np.array([len(self), self.sequence_length], np.int64).data])
+
+    def check_sizes(self) -> None:
+        """Raises DataError if one of the shards, if still at its name, has become shorter."""
+        for path, identity in self._files:
+            if problem := cut_short(path, identity):
+                raise DataError(problem)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _open_same, (self.prefix, self._options, self._files, self.fingerprint)
+
+    def __repr__(self) -> str:
+        return (
+            f"Shards({self.prefix!r}: {self.metadata.num_shards:,} shards, {len(self):,} sequences "
+            f"of {self.sequence_length:,} tokens, {self.metadata.dtype})"
+        )
+
+
+def _open_same(
+    folder: str,
+    options: dict[str, Any],
+    files: list[tuple[str, tuple[int, ...]]],
+    fingerprint: str,
+) -> Shards:
+    """Opens pickled shards, if their data are still there."""
+    shards = Shards(folder, **options)
+    # The same files, or (on another machine, or after a copy) the same content.
+    if shards._files != files and shards.fingerprint != fingerprint:
+        raise DataError(
+            f"{folder} holds other data than the shards that were pickled: they were replaced "
+            "since. Open the folder anew, and pickle that dataset"
+        )
+    return shards
+
+
+class ShardReader:
+    """The bytes of several files, one after the other, as a `BinReader`.
+
+    Args:
+        readers: A reader of each file.
+    """
+
+    is_local = True
+
+    def __init__(self, readers: Sequence[BinReader]) -> None:
+        self._readers = readers
+        self._ends = np.cumsum([reader.size for reader in readers], dtype=np.int64)
+        self._starts = self._ends - [reader.size for reader in readers]
+        self.size = int(self._ends[-1])
+
+    def read(self, byte_offset: int, num_bytes: int) -> Bytes:
+        return self.gather(np.array([byte_offset]), np.array([num_bytes]))
+
+    def gather(self, byte_offsets: NDArray[np.int64], byte_counts: NDArray[np.int64]) -> Bytes:
+        """The pieces, none of which may lie in two files."""
+        parts = [
+            self._readers[shard].gather(
+                byte_offsets[pieces] - self._starts[shard], byte_counts[pieces]
+            )
+            for shard, pieces in self._runs(byte_offsets)
+        ]
+        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint8), *parts])
+
+    def prefetch(self, byte_offsets: NDArray[np.int64], byte_counts: NDArray[np.int64]) -> None:
+        for shard, pieces in self._runs(byte_offsets):
+            prefetch = getattr(self._readers[shard], "prefetch", None)
+            if prefetch is not None:
+                prefetch(byte_offsets[pieces] - self._starts[shard], byte_counts[pieces])
+
+    def _runs(self, byte_offsets: NDArray[np.int64]) -> list[tuple[int, slice]]:
+        """Runs of pieces that lie in one file: its number, and which pieces."""
+        shards = np.searchsorted(self._ends[:-1], byte_offsets, side="right")
+        edges = [0, *(np.flatnonzero(np.diff(shards)) + 1).tolist(), len(shards)]
+        return [
+            (int(shards[start]), slice(start, stop))
+            for start, stop in itertools.pairwise(edges)
+            if start < stop
+        ]

@@ -1,0 +1,342 @@
+"""The metadata of a folder of shards, `metadata.json`: what a global shuffle has written.
+
+A folder has the shards `shard_0000.bin`, `shard_0001.bin`, ... A shard of fixed-length sequences
+holds their tokens, one sequence after the other, so that a sequence is found without an index. A
+shard of whole documents is an indexed dataset. The metadata are written last: a folder without them
+is not whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from millrace.checks import MAX_INT32, MAX_INT64, one_path, shown
+from millrace.errors import ConfigError, DataError
+from millrace.files import atomic_file
+from millrace.store.layout import DTYPES
+
+METADATA = "metadata.json"
+VERSION = 2
+SEQUENCES = "global_permutation_fast"
+"""The shuffle type of sequences of one length."""
+DOCUMENTS = "global_permutation_documents"
+"""The shuffle type of whole documents."""
+
+TOKEN_DTYPES = (*(str(dtype) for dtype in DTYPES.values() if dtype.kind in "iu"), "uint32")
+_DTYPE = "uint32"  # of metadata that do not say it, from other tools
+_INPUT = {
+    "domain": str,
+    "path": str,
+    "size": int,
+    "mtime_ns": int,
+    "num_items": int,
+    "num_tokens": int,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardsMetadata:
+    """The content of `metadata.json`.
+
+    An *item* is a sequence, or a document. Other tools write the fields up to `shard_sizes` only;
+    the others then have their defaults.
+
+    Attributes:
+        version: Version of the format, 2.
+        shuffle_type: SEQUENCES or DOCUMENTS.
+        seq_len: Number of tokens in a sequence; None for documents.
+        total_sequences: Number of sequences; None for documents.
+        total_documents: Number of documents; None for sequences.
+        num_shards: Number of shards.
+        domain_stats: Number of items of each domain.
+        shard_sizes: Number of items of each shard.
+        dtype: Dtype of the tokens.
+        seed: Seed of the shuffle; None: unknown.
+        permutation: Kind of the permutation, "numpy" or "keyed"; None: unknown.
+        carry: Whether the remainder of a file goes on in the next file of its domain.
+        eod: Token that ends each document; None: none was added.
+        inputs: The input files: domain, path, size, mtime_ns, num_items and num_tokens of each.
+        checksums: XXH3-64 of each file, by its name; empty: unknown.
+        distribution: The figures of the distribution check; empty: none was made.
+    """
+
+    version: int = VERSION
+    shuffle_type: str = SEQUENCES
+    seq_len: int | None = None
+    total_sequences: int | None = None
+    total_documents: int | None = None
+    num_shards: int
+    domain_stats: dict[str, int]
+    shard_sizes: list[int]
+    dtype: str = _DTYPE
+    seed: int | None = None
+    permutation: str | None = None
+    carry: bool = False
+    eod: int | None = None
+    inputs: list[dict[str, Any]] = field(default_factory=list)
+    checksums: dict[str, str] = field(default_factory=dict)
+    distribution: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def has_documents(self) -> bool:
+        """Whether the items are documents, of different lengths."""
+        return self.shuffle_type == DOCUMENTS
+
+    @property
+    def is_of_another_tool(self) -> bool:
+        """Whether the metadata have the fields up to `shard_sizes` only."""
+        return self.permutation is None and not self.checksums
+
+    @property
+    def num_items(self) -> int:
+        """The number of sequences or documents."""
+        return sum(self.shard_sizes)
+
+    @property
+    def token_dtype(self) -> np.dtype[Any]:
+        """The dtype that tokens are read as: int32 for uint32, which token files do not know."""
+        return np.dtype("int32" if self.dtype == "uint32" else self.dtype)
+
+    @property
+    def sequence_bytes(self) -> int:
+        """The size of a sequence in bytes; 0 for documents."""
+        return (self.seq_len or 0) * self.token_dtype.itemsize
+
+
+def shard_prefix(folder: str | os.PathLike[str], number: int) -> str:
+    """The path prefix of a shard: `FOLDER/shard_0000`."""
+    return os.path.join(one_path("folder", folder), f"shard_{number:04}")
+
+
+def metadata_path(folder: str | os.PathLike[str]) -> str:
+    """The path of a folder's metadata."""
+    return os.path.join(one_path("folder", folder), METADATA)
+
+
+def is_shards_folder(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is a folder, not the path prefix of an indexed dataset."""
+    name = one_path("path", path)
+    return os.path.isdir(name) and not any(
+        os.path.exists(name + suffix) for suffix in (".idx", ".idx.new")
+    )
+
+
+def read_metadata(folder: str | os.PathLike[str], *, dtype: str | None = None) -> ShardsMetadata:
+    """The metadata of a folder, compared with the sizes of its shards.
+
+    Args:
+        folder: Folder of the shards.
+        dtype: Dtype of the tokens, for metadata that do not say it; None: uint32. Metadata that do
+            must agree with it.
+
+    Raises:
+        DataError: Metadata that are missing, damaged or of another version, counts that do not
+            agree with each other, or a shard that is missing or has another size.
+        ConfigError: A dtype that token files cannot have, or another one than the metadata say.
+    """
+    folder = one_path("folder", folder)
+    metadata = parse_metadata(folder, dtype)
+    numbers = range(metadata.num_shards)
+    problems = [text for n in numbers if (text := shard_problem(folder, metadata, n))]
+    if problems:
+        others = f" ({len(problems)} shards have such problems)" if len(problems) > 1 else ""
+        raise DataError(f"{problems[0]}{others}")
+    return metadata
+
+
+def parse_metadata(folder: str, dtype: str | None = None) -> ShardsMetadata:
+    """The metadata of a folder, without a look at its shards; see `read_metadata`."""
+    if dtype is not None and dtype not in TOKEN_DTYPES:
+        raise ConfigError(f"dtype is {shown(dtype)}; it is one of {', '.join(TOKEN_DTYPES)}")
+    return _Fields(metadata_path(folder), _read_document(folder)).metadata(dtype)
+
+
+def write_metadata(folder: str | os.PathLike[str], metadata: ShardsMetadata) -> None:
+    """Writes the metadata of a folder, whole or not at all."""
+    unused = "total_sequences" if metadata.has_documents else "total_documents"
+    lines = [
+        f'  "{one.name}": {json.dumps(getattr(metadata, one.name))}'
+        for one in fields(metadata)
+        if one.name != unused
+    ]
+    with atomic_file(metadata_path(folder)) as file:
+        file.write(("{\n" + ",\n".join(lines) + "\n}\n").encode())
+
+
+def shard_problem(folder: str, metadata: ShardsMetadata, number: int) -> str:
+    """What the size of a shard's `.bin` shows to be wrong, or an empty text."""
+    path = f"{shard_prefix(folder, number)}.bin"
+    try:
+        size = os.stat(path).st_size
+    except (FileNotFoundError, NotADirectoryError):
+        return f"{path} is missing: restore it, or shuffle again"
+    expected = metadata.shard_sizes[number] * metadata.sequence_bytes
+    if metadata.has_documents or size == expected:
+        return ""
+    return (
+        f"{path} has {size} bytes; {metadata.shard_sizes[number]} sequences of {metadata.seq_len} "
+        f"tokens ({metadata.dtype}) take {expected}. It is "
+        f"{'truncated' if size < expected else 'too long'}, or of another dtype, or belongs to "
+        "another shuffle: restore it, or shuffle again"
+    )
+
+
+def _read_document(folder: str) -> dict[str, Any]:
+    path = metadata_path(folder)
+    try:
+        with open(path, "rb") as file:
+            document = json.load(file)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        if not os.path.isdir(folder):
+            problem = "the folder does not exist: give the output folder of a shuffle"
+        elif os.path.exists(os.path.join(folder, "shuffle.journal")):
+            problem = "the shuffle into this folder has not ended: run its command again"
+        else:
+            problem = "the folder does not hold the result of a shuffle, or not all of it"
+        raise DataError(f"{path} is missing; {problem}") from None
+    except (ValueError, RecursionError) as error:
+        raise _damage(path, f"it is not JSON ({error})") from None
+    if not isinstance(document, dict):
+        raise _damage(path, f"it holds {shown(document, 80)}; an object is needed")
+    return document
+
+
+def _damage(path: str, problem: str) -> DataError:
+    return DataError(
+        f"{path}: {problem}. It is damaged or of another program: restore it, or shuffle again"
+    )
+
+
+class _Fields:
+    """The fields of a metadata file, each checked."""
+
+    def __init__(self, path: str, document: Mapping[str, Any]) -> None:
+        self._path = path
+        self._document = document
+
+    def metadata(self, dtype: str | None) -> ShardsMetadata:
+        version = self._get("version", _is_whole, "a whole number")
+        if version != VERSION:
+            raise DataError(f"{self._path} has version {version}; version {VERSION} can be read")
+        kind = self._get("shuffle_type", _is_text, "a text")
+        if kind not in (SEQUENCES, DOCUMENTS):
+            raise DataError(
+                f"{self._path} has the shuffle_type {shown(kind, 80)}; {SEQUENCES} and {DOCUMENTS} "
+                "can be read"
+            )
+        has_documents = kind == DOCUMENTS
+        total_name = "total_documents" if has_documents else "total_sequences"
+        total = self._whole(total_name)
+        seq_len = None if has_documents else self._whole("seq_len", 1, MAX_INT32)
+        num_shards = self._whole("num_shards", 1)
+        shard_sizes = self._get(
+            "shard_sizes",
+            lambda value: isinstance(value, list) and all(map(_is_count, value)),
+            "a list of whole numbers of 0 or more",
+        )
+        domain_stats = self._get(
+            "domain_stats",
+            lambda value: isinstance(value, dict) and all(map(_is_count, value.values())),
+            "an object of whole numbers of 0 or more",
+        )
+        for name, count, of, expected in (
+            ("entries of shard_sizes", len(shard_sizes), "num_shards", num_shards),
+            ("the sum of shard_sizes", sum(shard_sizes), total_name, total),
+            ("the sum of domain_stats", sum(domain_stats.values()), total_name, total),
+        ):
+            if count != expected:
+                raise _damage(self._path, f"{name}: {count}; {of} is {expected}")
+        token_dtype = dtype or _DTYPE
+        if "dtype" in self._document:
+            token_dtype = self._get("dtype", _is_text, "a text")
+        dtypes = [*map(str, DTYPES.values())] if has_documents else TOKEN_DTYPES
+        if token_dtype not in dtypes:
+            raise _damage(
+                self._path, f"dtype is {shown(token_dtype, 80)}; it is one of {', '.join(dtypes)}"
+            )
+        if dtype not in (None, token_dtype):
+            raise ConfigError(
+                f"dtype is {dtype}, but {self._path} says {token_dtype}: leave the argument out"
+            )
+        metadata = ShardsMetadata(
+            shuffle_type=kind,
+            seq_len=seq_len,
+            total_sequences=None if has_documents else total,
+            total_documents=total if has_documents else None,
+            num_shards=num_shards,
+            domain_stats=dict(domain_stats),
+            shard_sizes=list(shard_sizes),
+            dtype=token_dtype,
+            seed=self._optional("seed", _is_whole, "a whole number"),
+            permutation=self._optional("permutation", _is_text, "a text"),
+            carry=self._optional("carry", _is_flag, "true or false", False),
+            eod=self._optional("eod", _is_whole, "a whole number"),
+            inputs=self._optional("inputs", _are_inputs, f"a list of objects with {[*_INPUT]}", []),
+            checksums=self._optional("checksums", _are_checksums, "XXH3-64 by file name", {}),
+            distribution=self._optional(
+                "distribution", lambda value: isinstance(value, dict), "an object", {}
+            ),
+        )
+        if metadata.num_items * max(metadata.sequence_bytes, 1) > MAX_INT64:
+            raise _damage(self._path, f"{total} sequences of {seq_len} tokens are too many")
+        return metadata
+
+    def _get(self, name: str, is_ok: Callable[[Any], bool], needed: str) -> Any:
+        if name not in self._document:
+            raise _damage(self._path, f"{name} is missing; {needed} is needed")
+        value = self._document[name]
+        if not is_ok(value):
+            raise _damage(self._path, f"{name} is {shown(value, 80)}; {needed} is needed")
+        return value
+
+    def _optional(
+        self, name: str, is_ok: Callable[[Any], bool], needed: str, default: Any = None
+    ) -> Any:
+        if self._document.get(name) is None:
+            return default
+        return self._get(name, is_ok, needed)
+
+    def _whole(self, name: str, least: int = 0, most: int = MAX_INT64) -> int:
+        value: int = self._get(
+            name,
+            lambda number: _is_whole(number) and least <= number <= most,
+            f"a whole number, {least} to {most},",
+        )
+        return value
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _are_inputs(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(one, dict) and all(type(one.get(name)) is kind for name, kind in _INPUT.items())
+        for one in value
+    )
+
+
+def _are_checksums(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(checksum, str) and re.fullmatch("[0-9a-f]{16}", checksum)
+        for checksum in value.values()
+    )

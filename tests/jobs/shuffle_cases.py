@@ -1,0 +1,363 @@
+"""Random shuffles, compared with NumPy: `python -m tests.jobs.shuffle_cases --cases 300 --seed 1`.
+
+Each case has random domains and files: empty ones, one sequence, domains without any, and totals
+around powers of two. The expected output is computed here, from the arrays that the input was
+written from: every sequence once, at the place that the permutation names. All three plans must
+write the same bytes, with small buffers, and so must some runs with 2 and 7 workers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import random
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace import IndexedDataset, IndexedDatasetBuilder
+from millrace.errors import ConfigError, MillraceError
+from millrace.files import checksum
+from millrace.jobs.shuffling import plan as planning
+from millrace.jobs.shuffling import shuffle
+from millrace.jobs.shuffling.items import Items
+from millrace.order import KeyedPermutation
+
+PLANS = "memory", "gather", "scatter"
+EOD = 1000  # no other token has this id
+MEMORY = 1_000_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A shuffle, and what it must write.
+
+    Attributes:
+        options: Arguments of `shuffle`, without the output folder and the plan.
+        items: The items in the order of the input. Each is a list of sequences; one if the job cuts
+            the input into sequences.
+        domain_stats: Number of items of each domain.
+        dtype: Dtype of the tokens.
+        has_modes: Whether sequences have modes.
+    """
+
+    options: dict[str, Any]
+    items: list[list[NDArray[Any]]]
+    domain_stats: dict[str, int]
+    dtype: np.dtype[Any]
+    has_modes: bool = False
+
+
+# ---- the input ----
+
+
+def make_case(folder: Path, choices: random.Random) -> Case:
+    """Writes a random input, which may have no whole sequence.
+
+    Args:
+        folder: Empty folder for the input.
+        choices: Source of all decisions.
+    """
+    dtype = np.dtype(choices.choice(["uint16", "uint32", "int32"]))
+    seq_len = choices.choice([1, 1, 2, 3, 7, 16, 100])
+    carry, has_eod = choices.random() < 0.4, choices.random() < 0.3
+    kinds = ["indexed"] if has_eod else ["raw", "npy", "matrix", "indexed"]
+    if dtype == np.uint32:
+        kinds = [kind for kind in kinds if kind != "indexed"]
+    if not kinds:
+        kinds, has_eod = ["raw"], False
+    target = 1 << choices.randrange(10)  # items, about
+    is_list = choices.random() < 0.3
+    inputs, items, domain_stats = [], [], {}
+    names = choices.sample(["Zoo", "a", "b", "code", "web", "web-2"], choices.randint(1, 4))
+    for name in sorted(names):
+        (folder / name).mkdir(parents=True)
+        num_files = choices.choice([0, 1, 1, 1, 2, 5])
+        weight = choices.choice([Fraction(1), Fraction("2.5"), Fraction("0.3")])
+        weight = weight if is_list else Fraction(1)
+        streams = []
+        for path in sorted(folder / name / f"{number}" for number in range(num_files)):
+            size = choices.choice(
+                [0, 1, *[target * seq_len // num_files + choices.randint(-2, 2)] * 4]
+            )
+            kind = choices.choice(kinds)
+            streams.append(write_file(path, max(size, 0), kind, dtype, has_eod, choices))
+        if carry and streams:
+            streams = [np.concatenate(streams)]
+        units = [
+            stream[start : start + seq_len]
+            for stream in streams
+            for start in range(0, len(stream) - seq_len + 1, seq_len)
+        ]
+        chosen = [[units[number]] for number in weighted(len(units), weight)]
+        items += chosen
+        domain_stats[name] = len(chosen)
+        inputs.append((float(weight), str(folder / name)))
+    options = {
+        "input_dir": None if is_list else str(folder),
+        "input_list": choices.sample(inputs, len(inputs)) if is_list else None,
+        "seq_len": seq_len,
+        "dtype": dtype.name,
+        "carry": carry,
+        "eod": EOD if has_eod else None,
+        **common_options(max(len(items), 1), choices),
+    }
+    return Case(options=options, items=items, domain_stats=domain_stats, dtype=dtype)
+
+
+def make_document_case(folder: Path, choices: random.Random) -> Case:
+    """Writes a random input of documents, which may have none.
+
+    Args:
+        folder: Empty folder for the input.
+        choices: Source of all decisions.
+    """
+    dtype = np.dtype(choices.choice(["uint16", "int32"]))
+    has_modes = choices.random() < 0.3
+    longest = choices.choice([1, 20, 1000])
+    inputs, items, domain_stats = [], [], {}
+    for name in sorted(choices.sample(["a", "b", "code", "web"], choices.randint(1, 3))):
+        (folder / name).mkdir()
+        weight = choices.choice([Fraction(1), Fraction(1), Fraction("1.5"), Fraction("0.4")])
+        units = []
+        for number in range(choices.choice([0, 1, 2])):
+            documents = [
+                random_sequences(longest, dtype, choices)
+                for _ in range(choices.choice([0, 1, 100]))
+            ]
+            path = folder / name / str(number)
+            with IndexedDatasetBuilder(path, dtype, multimodal=has_modes) as builder:
+                for document in documents:
+                    lengths = [len(sequence) for sequence in document]
+                    tokens = np.concatenate([np.empty(0, dtype), *document])
+                    modes = [mode_of(sequence) for sequence in document] if has_modes else None
+                    builder.add_document(tokens, lengths, modes)
+            units += documents
+        chosen = [units[number] for number in weighted(len(units), weight)]
+        items += chosen
+        domain_stats[name] = len(chosen)
+        inputs.append((float(weight), str(folder / name)))
+    options = {
+        "input_dir": None,
+        "input_list": inputs,
+        "documents": True,
+        **common_options(max(len(items), 1), choices),
+    }
+    return Case(
+        options=options, items=items, domain_stats=domain_stats, dtype=dtype, has_modes=has_modes
+    )
+
+
+def random_sequences(
+    longest: int, dtype: np.dtype[Any], choices: random.Random
+) -> list[NDArray[Any]]:
+    """The sequences of a document; some documents have none, or none with tokens."""
+    lengths = [choices.randint(0, longest) for _ in range(choices.choice([0, 1, 1, 1, 3]))]
+    source = np.random.default_rng(choices.getrandbits(60))
+    return [source.integers(0, 1000, length).astype(dtype) for length in lengths]
+
+
+def mode_of(sequence: NDArray[Any]) -> int:
+    return len(sequence) % 5
+
+
+def common_options(num_items: int, choices: random.Random) -> dict[str, Any]:
+    return {
+        "num_shards": choices.choice([1, min(num_items, 3), choices.randint(1, num_items)]),
+        "seed": choices.choice([0, 42, 2**63 - 1, choices.randrange(2**63)]),
+        "permutation": choices.choice(["auto", "numpy", "keyed"]),
+        "memory": MEMORY,
+    }
+
+
+def write_file(
+    path: Path,
+    size: int,
+    kind: str,
+    dtype: np.dtype[Any],
+    has_eod: bool,
+    choices: random.Random,
+) -> NDArray[Any]:
+    """Writes a file with `size` tokens; the stream that it stands for."""
+    tokens = np.random.default_rng(choices.getrandbits(60)).integers(0, 1000, size).astype(dtype)
+    if kind == "raw":
+        tokens.tofile(path.with_suffix(".bin"))
+        return tokens
+    if kind in ("npy", "matrix"):
+        width = choices.choice([1, 3]) if kind == "matrix" else 0
+        tokens = tokens[: size // width * width].reshape(-1, width) if width else tokens
+        np.save(path.with_suffix(".npy"), tokens)
+        return tokens.reshape(-1)
+    documents = random_cuts(tokens, choices)
+    with IndexedDatasetBuilder(path, dtype) as builder:
+        for document in documents:
+            builder.add_document(document)
+    if not has_eod:
+        return tokens
+    ends = [np.append(document, dtype.type(EOD)) for document in documents if len(document)]
+    return np.concatenate([np.empty(0, dtype), *ends])
+
+
+def random_cuts(tokens: NDArray[Any], choices: random.Random) -> list[NDArray[Any]]:
+    count = choices.choice([0, 1, 5, len(tokens) // 10])
+    cuts = sorted(choices.randint(0, len(tokens)) for _ in range(count))
+    return [tokens[a:b] for a, b in itertools.pairwise([0, *cuts, len(tokens)])]
+
+
+def weighted(count: int, weight: Fraction) -> list[int]:
+    """The numbers of a domain's units, as often as the weight says."""
+    total = int(count * weight)
+    if count == 0:
+        return []
+    whole, rest = divmod(total, count)
+    return list(range(count)) * whole + [place * count // rest for place in range(rest)]
+
+
+# ---- the output ----
+
+
+def places_of(case: Case, permutation: str) -> NDArray[np.int64]:
+    """The place of each item."""
+    count, seed = len(case.items), case.options["seed"]
+    if permutation == "numpy":
+        return np.random.default_rng(seed).permutation(count)
+    return KeyedPermutation(count, seed).places(np.arange(count))
+
+
+def check_output(case: Case, folder: Path) -> dict[str, bytes]:
+    """Compares an output with what it must be; its files.
+
+    Raises:
+        AssertionError: A difference.
+    """
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    metadata = json.loads(files["metadata.json"])
+    expected: list[list[NDArray[Any]]] = [[]] * len(case.items)
+    places = places_of(case, metadata["permutation"])
+    assert sorted(places.tolist()) == list(range(len(case.items)))
+    for item, place in zip(case.items, places.tolist(), strict=True):
+        expected[place] = item
+    count, num_shards = len(case.items), case.options["num_shards"]
+    names = {"metadata.json"}
+    start = 0
+    for shard in range(num_shards):
+        size = count // num_shards + (shard < count % num_shards)
+        assert metadata["shard_sizes"][shard] == size
+        items = expected[start : start + size]
+        sequences = [sequence for item in items for sequence in item]
+        start += size
+        prefix = f"shard_{shard:04}"
+        names |= {f"{prefix}.bin", f"{prefix}.idx"}
+        assert files[f"{prefix}.bin"] == b"".join(map(np.ndarray.tobytes, sequences))
+        with IndexedDataset(folder / prefix) as dataset:
+            lengths = dataset.sequence_lengths[:].tolist()
+            assert lengths == [len(sequence) for sequence in sequences]
+            ends = [0, *np.cumsum([len(item) for item in items]).tolist()]
+            assert dataset.document_indices[:].tolist() == ends
+            modes = None if dataset.sequence_modes is None else dataset.sequence_modes[:].tolist()
+            has_modes = case.has_modes and sequences  # without sequences, nothing shows them
+            assert modes == ([mode_of(one) for one in sequences] if has_modes else None)
+    assert set(files) == names
+    assert metadata["domain_stats"] == case.domain_stats
+    assert metadata["checksums"] == {
+        name: checksum([data]) for name, data in files.items() if name != "metadata.json"
+    }
+    return files
+
+
+@contextlib.contextmanager
+def small_buffers(choices: random.Random) -> Iterator[None]:
+    """Plans have the number of workers that is asked for, and buffers of a few items."""
+    share = choices.choice([0.01, 0.1, 0.5, 1.0])
+
+    def share_memory(
+        plan: planning.Plan, items: Items, num_bytes: int, largest: int, memory: int
+    ) -> planning.Plan:
+        size = num_bytes * (1 + planning.ITEM_OVERHEAD)
+        return replace(plan, buffer_size=max(int(share * size), largest + planning.ITEM_OVERHEAD))
+
+    with mock.patch.object(planning, "_share_memory", share_memory):
+        yield
+
+
+def run_case(case: Case, folder: Path, choices: random.Random, workers: Sequence[int]) -> None:
+    """Shuffles with each plan, and one of them with each number of workers."""
+    runs = [(plan, 1) for plan in PLANS]
+    runs += [(choices.choice(PLANS), count) for count in workers]
+    outputs = []
+    for number, (plan, count) in enumerate(runs):
+        output = folder / f"output-{number}"
+        with small_buffers(choices):
+            result = shuffle(output_dir=output, plan=plan, workers=count, **case.options)
+        assert result.plan == plan
+        assert result.num_items == len(case.items)
+        outputs.append(check_output(case, output))
+    assert all(output == outputs[0] for output in outputs)
+
+
+def check_refusal(case: Case, folder: Path) -> None:
+    """An input without a whole sequence, or without tokens, is an error that leaves nothing."""
+    with contextlib.suppress(ConfigError):
+        shuffle(output_dir=folder / "output", **case.options)
+        raise AssertionError("no error")
+    assert not (folder / "output").exists()
+
+
+def run(
+    num_cases: int, seed: int, *, worker_share: float = 0.1, document_share: float = 0.25
+) -> Counter[str]:
+    """Runs cases; returns how many of what kind there were.
+
+    Args:
+        num_cases: Number of cases.
+        seed: Seed of all cases.
+        worker_share: Share of cases that also run with 2 or 7 worker processes.
+        document_share: Share of cases that shuffle whole documents.
+    """
+    counts: Counter[str] = Counter()
+    for number in range(num_cases):
+        choices = random.Random(f"{seed}, {number}")
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            (folder / "input").mkdir()
+            make = make_document_case if choices.random() < document_share else make_case
+            case = make(folder / "input", choices)
+            workers = [choices.choice([2, 7])] if choices.random() < worker_share else []
+            has_tokens = any(len(sequence) for item in case.items for sequence in item)
+            try:
+                if has_tokens:
+                    run_case(case, folder, choices, workers)
+                else:
+                    check_refusal(case, folder)
+            except (AssertionError, MillraceError) as error:
+                raise AssertionError(f"seed {seed}, case {number}: {case.options}") from error
+            counts["cases" if has_tokens else "without tokens"] += 1
+            counts["items"] += len(case.items)
+            counts["of documents"] += "documents" in case.options
+            counts["with several workers"] += len(workers)
+    return counts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--cases", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    start = time.monotonic()
+    counts = run(options.cases, options.seed)
+    print(f"seed {options.seed}: {dict(counts)}, {time.monotonic() - start:.0f} s; all equal")
+
+
+if __name__ == "__main__":
+    main()

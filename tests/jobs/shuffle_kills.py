@@ -1,0 +1,255 @@
+"""kill -9 at any moment of `millrace shuffle`: `python -m tests.jobs.shuffle_kills --kills 100`.
+
+Each job runs as a process; at random moments the process, or one of its workers, is killed; then
+the same command runs again, until the job is done. A job that loses one worker must go on by
+itself. At the end
+
+- the files equal those of an undisturbed run, byte for byte, and nothing else is left;
+- no task ran twice, except those in flight: a record in the journal stays as it is, and the last
+  run reports every record that it found as kept;
+- no worker has outlived its parent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.jobs.tokenize_kills import (
+    DEADLINE,
+    MOST_WORKER_KILLS,
+    KillError,
+    descendants,
+    read_records,
+    wait_for_end,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A command, and what it writes.
+
+    Attributes:
+        name: Name in reports.
+        options: Options of `millrace shuffle`, without the output folder.
+        files: Name and content of each file of an undisturbed run.
+        num_tasks: Number of tasks.
+        seconds: Duration of an undisturbed run.
+    """
+
+    name: str
+    options: Sequence[str]
+    files: dict[str, bytes]
+    num_tasks: int
+    seconds: float
+
+
+# Of 4 tokens each, a sequence takes less memory than its overhead: the data need several runs.
+COMMANDS: dict[str, str] = {
+    "memory": "--plan memory --memory 300M --num-workers 2",
+    "gather": "--plan gather --memory 130M --num-workers 2",
+    "gather alone": "--plan gather --memory 10M --num-workers 1",
+    "scatter": "--plan scatter --memory 130M --num-workers 2",
+    "scatter alone": "--plan scatter --memory 16M --num-workers 1",
+    "keyed": "--plan scatter --memory 130M --num-workers 2 --permutation keyed --carry",
+}
+
+
+def make_jobs(folder: Path, num_sequences: int, names: Sequence[str] = ()) -> list[Job]:
+    """Writes the input, and runs each job undisturbed.
+
+    Args:
+        folder: Folder of the input.
+        num_sequences: Number of sequences.
+        names: Names of the jobs; empty: all.
+    """
+    random_tokens = np.random.default_rng(0)
+    for domain in "abc":
+        (folder / "input" / domain).mkdir(parents=True)
+        for number in range(3):
+            tokens = random_tokens.integers(0, 2**16, 4 * num_sequences // 9 + 3, np.uint16)
+            tokens.tofile(folder / "input" / domain / f"{number}.bin")
+    jobs = []
+    for name, command in COMMANDS.items():
+        if names and name not in names:
+            continue
+        options = ["--input-dir", str(folder / "input"), "--seq-len", "4", "--dtype", "uint16"]
+        options += ["--num-shards", "40", "--json", *command.split()]
+        output = folder / "undisturbed"
+        start = time.monotonic()
+        summary = finish(launch(options, output))
+        seconds = time.monotonic() - start
+        done, kept = tasks_of(summary)
+        if kept != 0:
+            raise KillError(f"{name}: the first run kept {kept} tasks")
+        files = read_files(output)
+        shutil.rmtree(output)
+        jobs.append(Job(name=name, options=options, files=files, num_tasks=done, seconds=seconds))
+    return jobs
+
+
+def launch(options: Sequence[str], output: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "millrace", "shuffle", *options, "--output-dir", str(output)]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """The summary of a run that was not killed."""
+    output, errors = process.communicate(timeout=DEADLINE)
+    if process.returncode != 0:
+        raise KillError(f"the job failed with status {process.returncode}: {errors[-2000:]}")
+    summary: dict[str, Any] = json.loads(output)
+    return summary
+
+
+def tasks_of(summary: dict[str, Any]) -> tuple[int, int]:
+    """Numbers of tasks that the run did and that it kept."""
+    return summary["num_tasks_done"], summary["num_tasks_kept"]
+
+
+def read_files(output: Path) -> dict[str, bytes]:
+    return {path.name: b"" if path.is_dir() else path.read_bytes() for path in output.glob("*")}
+
+
+# ---- kills ----
+
+
+def run_job(job: Job, output: Path, choices: random.Random, counts: Counter[str]) -> None:
+    """Runs a job until it is done, with kills at random moments; KillError if a law is broken."""
+    records: dict[str, tuple[int, int]] = {}
+    while True:
+        is_published = (output / "metadata.json").exists()
+        process = launch(job.options, output)
+        for _ in range(MOST_WORKER_KILLS):
+            if wait_for_moment(process, job, output, len(records), choices):
+                break
+            family = descendants(process.pid)
+            if not family or choices.random() < 0.4:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                    counts["parent"] += 1
+                process.wait(DEADLINE)
+                wait_for_end(family)
+                break
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(choices.choice(family), signal.SIGKILL)
+                counts["worker"] += 1
+        if process.wait(DEADLINE) != -signal.SIGKILL:
+            summary = finish(process)
+            done, kept = tasks_of(summary)
+            if not is_published and (done, kept) != (job.num_tasks - len(records), len(records)):
+                raise KillError(
+                    f"{done} tasks done and {kept} kept, of {job.num_tasks}; the journal had "
+                    f"{len(records)}"
+                )
+            break
+        process.communicate()
+        later = read_records(output)
+        if (output / "metadata.json").exists():
+            check_files(job, {n: data for n, data in read_files(output).items() if n in job.files})
+            counts["after the publication"] += 1
+        else:
+            changed = [name for name, identity in records.items() if later.get(name) != identity]
+            if changed:
+                raise KillError(f"records that were written again: {sorted(changed)[:5]}")
+        records = later
+        counts["runs"] += 1
+    check_files(job, read_files(output))
+
+
+def check_files(job: Job, files: dict[str, bytes]) -> None:
+    names = {name for name in {*files, *job.files} if files.get(name) != job.files.get(name)}
+    if names:
+        raise KillError(f"not as in an undisturbed run: {sorted(names)}")
+
+
+def wait_for_moment(
+    process: subprocess.Popen[str], job: Job, output: Path, num_kept: int, choices: random.Random
+) -> bool:
+    """Waits for a random moment; returns whether the process has ended before.
+
+    A fifth of the moments is at any time, and may be later than the end: the job must be able to
+    end. A fifth is while the shards are published, and the others while tasks run.
+    """
+    seconds = choices.uniform(0, 1.2 * job.seconds)
+    kind = choices.random()
+    if kind < 0.6:
+        while process.poll() is None and len(read_records(output)) <= num_kept:
+            time.sleep(0.002)
+        seconds *= choices.random() * (1 - num_kept / job.num_tasks) / 4
+    elif kind < 0.8:
+        first, last = output / "shard_0000.bin", output / "metadata.json"
+        while process.poll() is None and not (first.exists() or last.exists()):
+            time.sleep(0.0005)
+        seconds = choices.uniform(0, 0.03)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
+        return True
+    return False
+
+
+# ---- any number of kills ----
+
+
+def run(
+    num_kills: int, seed: int, num_sequences: int = 1_200_000, names: Sequence[str] = ()
+) -> Counter[str]:
+    """Kills jobs that many times; returns how often what was killed.
+
+    Args:
+        num_kills: Number of kills, at least; the last job ends undisturbed by the limit.
+        seed: Seed of jobs and moments.
+        num_sequences: Number of sequences in the input.
+        names: Names of the jobs; empty: all.
+    """
+    choices = random.Random(seed)
+    counts: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        jobs = make_jobs(folder, num_sequences, names)
+        order: list[Job] = []
+        while counts["parent"] + counts["worker"] < num_kills:
+            order = order or choices.sample(jobs, len(jobs))
+            job = order.pop()
+            output = folder / "output"
+            try:
+                run_job(job, output, choices, counts)
+            except KillError as error:
+                raise KillError(f"seed {seed}, job {job.name!r}: {error}") from None
+            counts["jobs"] += 1
+            shutil.rmtree(output)
+    return counts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sequences", type=int, default=1_200_000, help="in the input")
+    options = parser.parse_args()
+    start = time.monotonic()
+    counts = run(options.kills, options.seed, options.sequences)
+    seconds = time.monotonic() - start
+    print(f"seed {options.seed}: {dict(counts)}, {seconds:.0f} s; nothing was lost or done twice")
+
+
+if __name__ == "__main__":
+    main()

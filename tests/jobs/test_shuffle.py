@@ -1,0 +1,441 @@
+"""The shuffle job: its output, its arguments and errors, and how it continues."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from millrace import IndexedDataset, ShardedDataset
+from millrace.cli import main
+from millrace.errors import ConfigError, DataError, MillraceError
+from millrace.jobs import shuffle, tokenize
+from millrace.jobs.shuffling import plan as planning
+from millrace.store import verify_shards
+from millrace.store.shards import read_metadata
+from millrace.text import Tokenizer
+from tests.conftest import make_texts, write_documents
+from tests.jobs import shuffle_cases as cases
+from tests.jobs import shuffle_kills as kills
+from tests.jobs.tokenize_kills import read_records
+
+SEQ_LEN = 8
+
+
+@pytest.fixture
+def sequences(tmp_path: Path) -> NDArray[Any]:
+    """The sequences of two domains, in the order of the input: uint32 [300, 8]."""
+    tokens = np.random.default_rng(0).integers(0, 2**31, (300, SEQ_LEN), np.uint32)
+    for name, part in (("a/x", tokens[:90]), ("a/y", tokens[90:100]), ("b/x", tokens[100:])):
+        path = tmp_path / "input" / f"{name}.bin"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.tofile(path)
+    return tokens
+
+
+def run(folder: Path, **options: Any) -> Any:
+    output_dir = folder / "output"
+    options = {
+        "output_dir": output_dir,
+        "seq_len": SEQ_LEN,
+        "num_shards": 7,
+        "workers": 1,
+        **options,
+    }
+    return shuffle(folder / "input", **options)
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# ---- the output ----
+
+
+def test_random_cases() -> None:
+    """`python -m tests.jobs.shuffle_cases` runs more of them."""
+    counts = cases.run(6, 1, worker_share=0.2)
+    assert counts["cases"] >= 4
+
+
+def test_every_sequence_is_where_numpy_puts_it(tmp_path: Path, sequences: NDArray[Any]) -> None:
+    result = run(tmp_path)
+    expected = np.empty_like(sequences)
+    expected[np.random.default_rng(42).permutation(300)] = sequences
+    dataset = ShardedDataset(tmp_path / "output")
+    assert np.array_equal(dataset.batch(range(300))["tokens"], expected)
+    metadata = read_metadata(tmp_path / "output")
+    assert metadata.shard_sizes == result.shard_sizes == [43] * 6 + [42]
+    assert metadata.domain_stats == result.domain_stats == {"a": 100, "b": 200}
+    assert (metadata.seed, metadata.permutation, metadata.dtype) == (42, "numpy", "uint32")
+    assert IndexedDataset(tmp_path / "output" / "shard_0006").num_documents == 42
+    assert (result.num_items, result.num_tokens, result.num_bytes) == (300, 2400, 9600)
+    assert (result.num_tasks_done, result.num_tasks_kept) == (7, 0)
+
+
+def test_all_plans_workers_and_memories_write_the_same(
+    tmp_path: Path, sequences: NDArray[Any]
+) -> None:
+    """Worker processes, real buffers: a sequence takes 16 times its size in a buffer."""
+    tokens = np.random.default_rng(1).integers(0, 100, 2_000_000, np.uint16)
+    tokens.tofile(tmp_path / "input" / "a" / "z.bin")
+    outputs = []
+    for plan, workers, memory in [
+        ("memory", 3, 300),
+        ("gather", 2, 130),
+        ("scatter", 2, 130),
+        ("scatter", 1, 20),
+    ]:
+        options = {"seq_len": 4, "dtype": "uint16", "memory": memory * 10**6, "plan": plan}
+        result = run(tmp_path, workers=workers, permutation="numpy", **options)
+        assert (result.plan, result.workers) == (plan, workers)
+        output = tmp_path / "output"
+        outputs.append({path.name: path.read_bytes() for path in output.iterdir()})
+        for path in output.iterdir():
+            path.unlink()
+    assert all(output == outputs[0] for output in outputs)
+
+
+def test_documents_keep_their_origins(tmp_path: Path, tokenizer_file: Path) -> None:
+    (tmp_path / "input").mkdir()
+    texts = make_texts(30)
+    lines = "".join(
+        json.dumps({"id": f"d{n}", "text": text}) + "\n" for n, text in enumerate(texts)
+    )
+    (tmp_path / "web.jsonl").write_text(lines)
+    tokenizer = Tokenizer(tokenizer_file)
+    prefix = str(tmp_path / "input" / "web")
+    tokenize([str(tmp_path / "web.jsonl")], prefix, tokenizer, provenance="parquet", workers=1)
+    run(tmp_path, documents=True, num_shards=4)
+    for plan in ("gather", "scatter"):
+        shuffle(tmp_path / "input", tmp_path / plan, documents=True, num_shards=4, plan=plan)
+        assert kills.read_files(tmp_path / plan) == kills.read_files(tmp_path / "output")
+    ids = []
+    for shard in range(4):
+        prefix = str(tmp_path / "output" / f"shard_{shard:04}")
+        dataset = IndexedDataset(prefix)
+        assert dataset.origins is not None
+        ids += [dataset.origin(number).id for number in range(dataset.num_documents)]
+    with pytest.raises(ConfigError, match=r"copying the origins of documents takes 90.0 MB"):
+        run(tmp_path, documents=True, output_dir=tmp_path / "more", memory=90 * 10**6)
+    places = np.random.default_rng(42).permutation(30)
+    assert ids == [f"d{number}" for number in np.argsort(places)]
+
+
+# ---- the command ----
+
+
+def test_the_command(
+    tmp_path: Path, sequences: NDArray[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Underscores and dashes; the phases on stderr; one JSON object on stdout."""
+    folders = ["--input_dir", str(tmp_path / "input"), "--output-dir", str(tmp_path / "output")]
+    command = ["shuffle", *folders, "--seq_len", "8", "--num-shards", "7", "--num_workers", "2"]
+    assert main([*command, "--json"]) == 0
+    output = capsys.readouterr()
+    assert json.loads(output.out)["num_items"] == 300
+    for text in (
+        "phase 1: 3 files",
+        "phase 2: permutation numpy of 300 sequences, seed 42",
+        "plan: memory, because the data fit the memory",
+        "reads 9.6 kB, writes 9.6 kB",
+    ):
+        assert text in output.err
+    assert main(command) == 0
+    assert "the output was there already" in capsys.readouterr().out
+    assert main([*command, "--seed", "1"]) == 1
+    assert "output is not empty: it holds metadata.json" in capsys.readouterr().err
+
+
+def test_a_list_of_inputs(
+    tmp_path: Path, sequences: NDArray[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "list"
+    path.write_text(f"# weights\n2.5 {tmp_path}/input/a\n0.1 {tmp_path}/input/b/x.bin\n")
+    command = ["shuffle", "--input-list", str(path), "--output-dir", str(tmp_path / "output")]
+    assert main([*command, "--seq-len", "8", "--num-shards", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["domain_stats"] == {"a": 250, "x.bin": 20}
+
+
+# ---- bad input ----
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seq_len": 0}, "seq_len is 0; 1 to 2147483647 is possible"),
+        ({"seq_len": 2**31}, "seq_len is 2147483648; 1 to 2147483647"),
+        ({"seed": -1}, "seed is -1; 0 to"),
+        ({"seed": 2**63}, "seed is 9223372036854775808; 0 to"),
+        ({"num_shards": 301}, "num_shards is 301, and there are 300 sequences; give at most 300"),
+        ({"num_shards": 0}, "num_shards is 0; at least 1"),
+        ({"workers": 0}, "workers is 0; at least 1"),
+        ({"dtype": "int8"}, "dtype is 'int8'; it is one of uint16, uint32, int32"),
+        ({"plan": "fast"}, "plan is 'fast'; one of auto, memory, gather, scatter is needed"),
+        ({"permutation": 1}, "permutation is 1; one of auto, numpy, keyed is needed"),
+        ({"engine": "dask"}, "engine is 'dask'; one of local, ray is needed"),
+        ({"seq_len": 10**6}, "the input has no whole sequence of 1,000,000 tokens"),
+        ({"permutation": "numpy", "memory": 4000}, "which takes 4.8 kB of memory for 300"),
+        ({"memory": 1000}, "memory is 1.0 kB; at least 8000000 bytes .8.0 MB. are needed"),
+        ({"plan": "memory", "engine": "ray"}, "plan is 'memory', which works in one process"),
+        ({"documents": True, "carry": True}, "carry concerns sequences of a fixed length"),
+        ({"documents": True}, "x.bin has no .idx, so its documents are not known"),
+        ({"input_list": []}, "input_dir and input_list are both given"),
+    ],
+)
+def test_arguments_that_cannot_work(
+    tmp_path: Path, sequences: NDArray[Any], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(tmp_path, **options)
+    assert names_in(tmp_path) == ["input"]
+
+
+def test_a_size_that_is_no_multiple_of_the_dtype(tmp_path: Path, sequences: NDArray[Any]) -> None:
+    (tmp_path / "input" / "b" / "y.bin").write_bytes(bytes(10))
+    with pytest.raises(DataError, match=r"y.bin has 10 bytes, which is not a multiple of 4"):
+        run(tmp_path)
+    assert names_in(tmp_path) == ["input"]
+
+
+def test_more_data_than_memory_in_the_plan_memory(tmp_path: Path, sequences: NDArray[Any]) -> None:
+    np.zeros(3_000_000, np.uint32).tofile(tmp_path / "input" / "b" / "y.bin")
+    with pytest.raises(ConfigError, match=r"plan is 'memory', and the items take .* give the plan"):
+        run(tmp_path, plan="memory", memory=10**7)
+    assert run(tmp_path, memory=10**7).plan in ("gather", "scatter")
+
+
+def test_a_sequence_larger_than_the_memory(tmp_path: Path) -> None:
+    (tmp_path / "input").mkdir()
+    np.zeros(3_000_000, np.uint32).tofile(tmp_path / "input" / "y.bin")
+    with pytest.raises(ConfigError, match=r"9.0 MB, and a sequence has 12.0 MB.*least 12000128"):
+        run(tmp_path, num_shards=1, seq_len=3_000_000, memory=9 * 10**6)
+
+
+def test_a_document_larger_than_the_memory(tmp_path: Path) -> None:
+    (tmp_path / "input").mkdir()
+    documents = [np.zeros(5_000_000, np.uint16), np.ones(3, np.uint16)]
+    write_documents(tmp_path / "input" / "x", documents)
+    options = {"documents": True, "num_shards": 2}
+    with pytest.raises(ConfigError, match=r"the longest document has 10.0 MB.*least 10000128"):
+        run(tmp_path, memory=9 * 10**6, **options)
+    assert run(tmp_path, memory=11 * 10**6, **options).num_items == 2
+
+
+def test_folders_that_are_not_apart(tmp_path: Path, sequences: NDArray[Any]) -> None:
+    source = tmp_path / "input"
+    for output, message in (
+        (source, "is both input and output"),
+        (source / "a" / "out", "lies inside the input"),
+        (tmp_path, "does not hold the input"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            shuffle(source, output, seq_len=8, num_shards=1)
+
+
+def test_an_output_folder_that_is_not_empty(tmp_path: Path, sequences: NDArray[Any]) -> None:
+    output = tmp_path / "output"
+    output.mkdir()
+    for name in ("notes.txt", "shard_0000.bin"):
+        (output / name).write_text("a")
+        with pytest.raises(ConfigError, match=f"output is not empty: it holds {name}"):
+            run(tmp_path)
+        with pytest.raises(ConfigError, match="is not empty"):
+            run(tmp_path, restart=True)
+        assert names_in(output) == [name]
+        (output / name).unlink()
+    output.rmdir()
+    output.write_text("a")
+    with pytest.raises(ConfigError, match="output is a file; give a folder"):
+        run(tmp_path)
+
+
+def test_a_file_that_changes_while_the_job_runs(
+    tmp_path: Path, sequences: NDArray[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose = planning.choose_plan
+
+    def change_a_file(*arguments: Any, **options: Any) -> planning.Plan:
+        plan = choose(*arguments, **options)
+        np.zeros(8, np.uint32).tofile(tmp_path / "input" / "b" / "x.bin")
+        return plan
+
+    monkeypatch.setattr("millrace.jobs.shuffling.job.choose_plan", change_a_file)
+    with pytest.raises(DataError, match=r"b/x\.bin changed"):
+        run(tmp_path)
+    assert names_in(tmp_path) == ["input"]
+
+
+# ---- memory ----
+
+
+def test_ten_times_the_memory(tmp_path: Path) -> None:
+    """The largest resident set of the process stays below the budget plus 100 MB."""
+    budget = 12 * 10**6
+    (tmp_path / "input").mkdir()
+    with open(tmp_path / "input" / "x.bin", "wb") as file:
+        file.truncate(10 * budget)
+    code = (
+        "import re, sys\n"
+        "from millrace.cli import main\n"
+        "assert main(sys.argv[1:]) == 0\n"
+        "print(re.search(r'VmHWM:\\s*(\\d+)', open('/proc/self/status').read())[1])\n"
+    )
+    for plan in ("gather", "scatter"):
+        folders = f"--input-dir {tmp_path}/input --output-dir {tmp_path}/{plan}"
+        command = f"shuffle {folders} --memory {budget} --plan {plan} --json".split()
+        output = subprocess.check_output(
+            [sys.executable, "-c", code, *command], stderr=subprocess.DEVNULL
+        )
+        assert 1024 * int(output.splitlines()[1]) < budget + 100 * 10**6
+
+
+# ---- kills, full disks, and other jobs ----
+
+
+def test_kills_at_random_moments() -> None:
+    """`python -m tests.jobs.shuffle_kills` does more of them, to more kinds of jobs."""
+    counts = kills.run(3, 0, 100_000, ["gather"])
+    assert counts["parent"] + counts["worker"] >= 3
+
+
+class KilledError(Exception):
+    """Stands for a kill."""
+
+
+def interrupt(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, count: int, **options: Any
+) -> None:
+    """Runs a job that is killed at call `count` of a function of `os`."""
+    function, num_calls = getattr(os, name), 0
+
+    def fail(*arguments: Any, **keywords: Any) -> Any:
+        nonlocal num_calls
+        if "shard_" in str(arguments[-1]) or "metadata" in str(arguments[-1]) or name == "fsync":
+            num_calls += 1
+        if num_calls == count:
+            raise KilledError
+        return function(*arguments, **keywords)
+
+    with monkeypatch.context() as context:
+        context.setattr(os, name, fail)
+        with pytest.raises(KilledError):
+            run(folder, **options)
+
+
+@pytest.mark.parametrize("count", [1, 2, 9, 14, 15])
+def test_an_interrupted_publication_continues(
+    tmp_path: Path, sequences: NDArray[Any], monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """Without the input, which is not needed any more, but must be there unchanged."""
+    interrupt(tmp_path, monkeypatch, "rename", count)
+    output = tmp_path / "output"
+    names = names_in(output)
+    assert len(names) == count  # renamed files, and the journal
+    assert "metadata.json" not in names
+    with pytest.raises(ConfigError, match="differs from it: seed was 42, and is 1 now"):
+        run(tmp_path, seed=1)
+    result = run(tmp_path)
+    assert (result.num_tasks_done, result.num_tasks_kept) == (0, 7)
+    assert not verify_shards(output).problems
+    shuffle(tmp_path / "input", tmp_path / "other", seq_len=SEQ_LEN, num_shards=7)
+    assert kills.read_files(output) == kills.read_files(tmp_path / "other")
+
+
+def test_a_restart_discards_an_interrupted_publication(
+    tmp_path: Path, sequences: NDArray[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt(tmp_path, monkeypatch, "rename", 9)
+    result = run(tmp_path, seed=1, num_shards=2, restart=True)
+    assert (result.num_tasks_done, result.num_tasks_kept) == (2, 0)
+    assert len(names_in(tmp_path / "output")) == 5
+
+
+def test_an_interrupted_job_continues_with_its_plan(
+    tmp_path: Path, sequences: NDArray[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where other workers, memory and plan are given, which change nothing in the output."""
+    interrupt(tmp_path, monkeypatch, "fsync", 12, plan="scatter")
+    records = read_records(tmp_path / "output")
+    assert len(records) == 8
+    with pytest.raises(ConfigError, match="seq_len was 8, and is 4 now"):
+        run(tmp_path, seq_len=4)
+    result = run(tmp_path, workers=2, plan="memory", memory=10**9)
+    assert result.plan == "scatter"
+    assert (result.num_tasks_done, result.num_tasks_kept) == (0, 8)
+
+
+def test_an_input_that_changed_since_the_interruption(
+    tmp_path: Path, sequences: NDArray[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt(tmp_path, monkeypatch, "fsync", 12)
+    path = tmp_path / "input" / "a" / "y.bin"
+    os.utime(path, ns=(0, 0))
+    with pytest.raises(ConfigError, match=r"input 2, .*y.bin.modified_ns was .*--restart"):
+        run(tmp_path)
+    assert run(tmp_path, restart=True).num_tasks_kept == 0
+
+
+def test_two_jobs_at_once(
+    tmp_path: Path, sequences: NDArray[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = "millrace.jobs.shuffling.job.measure_distribution"
+
+    def second_job(*arguments: Any) -> None:
+        with pytest.raises(MillraceError, match="another process is at work on this job"):
+            run(tmp_path)
+        raise KilledError
+
+    with monkeypatch.context() as context:
+        context.setattr(measure, second_job)
+        with pytest.raises(KilledError):
+            run(tmp_path)
+    assert names_in(tmp_path) == ["input"]
+
+
+def test_an_output_that_was_removed_after_the_end(
+    tmp_path: Path, sequences: NDArray[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job was killed while it removed its journal."""
+    with monkeypatch.context() as context:
+        context.setattr("millrace.jobs.engine.journal.Journal.remove", lambda journal: None)
+        run(tmp_path)
+    output = tmp_path / "output"
+    assert "shuffle.journal" in names_in(output)
+    result = run(tmp_path)
+    assert (result.num_tasks_done, result.num_tasks_kept) == (0, 7)
+    assert "shuffle.journal" not in names_in(output)
+
+
+def test_a_full_disk(disk: Path, sequences: NDArray[Any], tmp_path: Path) -> None:
+    """One error each time; with room the job continues."""
+    np.zeros(60_000, np.uint32).tofile(tmp_path / "input" / "b" / "y.bin")  # 240 kB
+    output, ballast = disk / "output", disk / "ballast"
+    options = {"seq_len": SEQ_LEN, "num_shards": 7, "workers": 1, "plan": "scatter"}
+    errors = []
+    for left in (100, 300, 450, 510, 560, 620, 700):  # kB
+        with open(ballast, "wb", buffering=0) as file:
+            status = os.statvfs(disk)
+            file.write(bytes(max(status.f_bavail * status.f_frsize - left * 1000, 0)))
+        try:
+            shuffle(tmp_path / "input", output, **options)
+        except (OSError, MillraceError) as error:
+            errors.append(str(error))
+        else:
+            break
+        assert not (output / "metadata.json").exists()
+        ballast.unlink()
+    ballast.unlink(missing_ok=True)
+    assert len(errors) >= 3
+    assert all("No space left" in error for error in errors)
+    assert any("No space left on device" in error for error in errors)
+    shuffle(tmp_path / "input", output, **options)
+    shuffle(tmp_path / "input", tmp_path / "other", **options)
+    assert kills.read_files(output) == kills.read_files(tmp_path / "other")

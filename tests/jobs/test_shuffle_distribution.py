@@ -1,0 +1,344 @@
+"""The distribution check: fair shuffles pass, and every other one that we could think of fails."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.errors import ConfigError, MillraceError
+from millrace.jobs.shuffling import distribution as module
+from millrace.jobs.shuffling.chi_square import chi_square_p, gamma_p, gamma_q
+from millrace.jobs.shuffling.distribution import (
+    Distribution,
+    check_distribution,
+    format_distribution,
+    measure_distribution,
+)
+from millrace.jobs.shuffling.permutations import make_permutation
+
+
+class Sources:
+    """A permutation that is given by the item at each place."""
+
+    name = "test"
+
+    def __init__(self, sources: np.ndarray) -> None:
+        self._sources, self.size = sources, len(sources)
+
+    def places(self, start: int, stop: int) -> np.ndarray:
+        return np.argsort(self._sources)[start:stop]
+
+    def sources(self, start: int, stop: int) -> np.ndarray:
+        return self._sources[start:stop]
+
+
+def shard_sizes(total: int, num_shards: int) -> list[int]:
+    return [total // num_shards + (n < total % num_shards) for n in range(num_shards)]
+
+
+def measure(sources: np.ndarray, counts: list[int], num_shards: int = 64) -> Distribution:
+    names = [f"domain {number}" for number in range(len(counts))]
+    return measure_distribution(
+        Sources(sources), names, counts, shard_sizes(len(sources), num_shards)
+    )
+
+
+def domains_of(sources: np.ndarray, counts: list[int]) -> np.ndarray:
+    return np.repeat(np.arange(len(counts)), counts)[sources]
+
+
+COUNTS = [60_000, 30_000, 0, 9_000, 1_000]
+TOTAL = sum(COUNTS)
+
+
+# ---- counts ----
+
+
+@given(
+    counts=st.lists(st.integers(0, 60), min_size=1, max_size=6),
+    num_shards=st.integers(1, 70),
+    head=st.integers(0, 100),
+    seed=st.integers(0, 100),
+)
+@settings(deadline=None, derandomize=True, max_examples=200)
+def test_counts_are_exact(counts: list[int], num_shards: int, head: int, seed: int) -> None:
+    total = sum(counts)
+    num_shards = max(min(num_shards, total), 1)
+    sources = np.random.default_rng(seed).permutation(total)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "HEAD", head)
+        patch.setattr(module, "_BLOCK", 7)
+        measured = measure(sources, counts, num_shards)
+    domains = domains_of(sources, counts)
+
+    def counted(sizes: list[int]) -> list[list[int]]:
+        bounds = itertools.pairwise(itertools.accumulate(sizes, initial=0))
+        return [np.bincount(domains[a:b], minlength=len(counts)).tolist() for a, b in bounds]
+
+    for parts, sizes in (
+        (measured.head, [min(head, total)]),
+        (measured.shards, shard_sizes(total, num_shards)),
+        (measured.windows, shard_sizes(total, min(64, total)) if total else []),
+    ):
+        assert parts.sizes.tolist() == sizes
+        assert parts.counts.tolist() == counted(sizes)
+        assert parts.counts.shape == (len(sizes), len(counts))
+    assert measured.domain_counts == tuple(counts)
+
+
+def test_both_permutations_are_measured(tmp_path: Path) -> None:
+    for name in ("numpy", "keyed"):
+        permutation = make_permutation(name, TOTAL, 42, str(tmp_path))
+        names = ["web", "books", "nothing", "code", "math"]
+        measured = measure_distribution(permutation, names, COUNTS, shard_sizes(TOTAL, 64))
+        expected = measure(permutation.sources(0, TOTAL), COUNTS)
+        assert measured.shards.counts.tolist() == expected.shards.counts.tolist()
+        check_distribution(measured)
+
+
+def test_numbers_that_do_not_add_up_are_refused() -> None:
+    for names, counts, sizes in (
+        (["a"], [10], [9]),
+        (["a"], [9], [10]),
+        (["a", "b"], [10], [10]),
+        ([], [], [10]),
+    ):
+        with pytest.raises(ConfigError, match="the permutation has 10 items"):
+            measure_distribution(Sources(np.arange(10)), names, counts, sizes)
+
+
+# ---- fair shuffles ----
+
+
+@pytest.mark.parametrize("first", range(0, 320, 80))
+def test_fair_shuffles_of_any_shape_pass(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one domain, empty domains, one item, and totals around powers of two."""
+    for seed in range(first, first + 80):
+        random = np.random.default_rng(seed)
+        monkeypatch.setattr(module, "HEAD", int(random.choice([50, 500, 50_000])))
+        total = int(10 ** random.uniform(0, 4.5))
+        if seed % 4 == 0:
+            total = 2 ** int(random.integers(0, 15)) + int(random.integers(0, 3))
+        num_domains = 1 if seed % 10 == 0 else int(random.integers(1, 20))
+        shares = random.dirichlet(np.full(num_domains, 10 ** random.uniform(-1.5, 1)))
+        counts = random.multinomial(total, shares).tolist()
+        measured = measure(
+            random.permutation(total), counts, int(random.integers(1, min(total, 200) + 1))
+        )
+        check_distribution(measured)
+        assert "NOT" not in format_distribution(measured)
+
+
+def test_p_values_of_fair_shuffles_are_spread_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HEAD", 1000)
+    counts = [2500, 1000, 300, 100, 50, 40, 8, 2]
+    tables = [
+        measure(np.random.default_rng(seed).permutation(4000), counts, 20) for seed in range(600)
+    ]
+    for name in ("head", "shards", "windows"):
+        values = [getattr(table, name).p_value for table in tables]
+        tenths = np.bincount((np.array(values) * 10).astype(int).clip(0, 9), minlength=10)
+        assert chi_square_p(float(((tenths - 60) ** 2 / 60).sum()), 9) > 1e-4, (name, tenths)
+        parts = np.concatenate([getattr(table, name).p_values for table in tables])
+        assert abs(parts.mean() - 0.5) < 0.05, name
+    # The bounds are no smaller than the probabilities: Bonferroni makes them larger.
+    bounds = np.exp([getattr(t, n).log_bound for t in tables for n in ("head", "shards")])
+    assert np.mean(bounds < 0.01) <= 0.01
+
+
+def test_nothing_to_measure_passes() -> None:
+    for counts in ([], [0], [0, 0], [1], [0, 1, 0]):
+        measured = measure(np.arange(sum(counts)), counts, 1)
+        check_distribution(measured)
+        assert measured.windows.degrees == measured.shards.degrees == 0
+        assert isinstance(format_distribution(measured), str)
+        json.dumps(measured.to_json(), allow_nan=False)
+
+
+# ---- other shuffles ----
+
+
+def unfair_shuffles() -> dict[str, np.ndarray]:
+    random = np.random.default_rng(0)
+    fair, ends = random.permutation(TOTAL), np.cumsum(COUNTS)
+    starts = ends - COUNTS
+    blocks = np.arange(TOTAL).reshape(-1, 20)
+    missing, crowded = fair.copy(), fair.copy()
+    in_shard = slice(0, shard_sizes(TOTAL, 64)[0])
+    domains = domains_of(fair, COUNTS)
+    theirs = np.flatnonzero(domains[in_shard] == 3)  # about 140 of 1,563
+    web = in_shard.stop + np.flatnonzero(domains[in_shard.stop :] == 0)
+    others = random.choice(web, len(theirs), replace=False)
+    missing[theirs], missing[others] = fair[others], fair[theirs]
+    ours = np.flatnonzero(domains[in_shard] == 0)[:80]
+    rare = in_shard.stop + np.flatnonzero(domains[in_shard.stop :] == 4)[:80]
+    crowded[ours], crowded[rare] = fair[rare], fair[ours]
+    even = np.concatenate([(np.arange(count) + 0.5) / max(count, 1) for count in COUNTS])
+    half = TOTAL // 2
+    return {
+        "identity": np.arange(TOTAL),
+        "reversed": np.arange(TOTAL)[::-1],
+        "blocks": blocks[random.permutation(len(blocks))].reshape(-1),
+        "within domains": np.concatenate(
+            [random.permutation(np.arange(a, b)) for a, b in zip(starts, ends, strict=True)]
+        ),
+        "within halves": np.concatenate(
+            [random.permutation(half), half + random.permutation(TOTAL - half)]
+        ),
+        "rotated": np.roll(np.arange(TOTAL), 12_345),
+        "one domain missing from a shard": missing,
+        "one domain crowded into a shard": crowded,
+        "dealt in turn": np.argsort(even, kind="stable"),
+        "a small window moves over the input": np.argsort(
+            np.arange(TOTAL) + random.uniform(0, 20_000, TOTAL)
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", unfair_shuffles())
+def test_other_shuffles_fail(name: str) -> None:
+    sources = unfair_shuffles()[name]
+    assert np.array_equal(np.sort(sources), np.arange(TOTAL))
+    measured = measure(sources, COUNTS)
+    with pytest.raises(MillraceError, match="is not shuffled evenly") as caught:
+        check_distribution(measured)
+    text = format_distribution(measured)
+    assert text.splitlines()[-1].startswith("NOT uniform: ")
+    assert text.splitlines()[-1].removeprefix("NOT uniform: ") in str(caught.value)
+    if "shard" in name:
+        assert "shard 0 has" in str(caught.value)
+    if name == "dealt in turn":
+        assert "too small" in str(caught.value)
+
+
+def test_a_shard_without_one_of_its_domains_is_named() -> None:
+    measured = measure(unfair_shuffles()["one domain missing from a shard"], COUNTS)
+    assert measured.shards.counts[0, 3] == 0
+    with pytest.raises(
+        MillraceError,
+        match=r"shard 0 has 0 of its 1,563 items from domain domain 3, and a fair shuffle 140\.7; "
+        r"the probability of such a deviation anywhere is at most \d\.\de-\d\d",
+    ):
+        check_distribution(measured)
+    assert measured.shards.p_values[0] < 1e-20
+    assert np.argmin(measured.shards.p_values) == 0
+
+
+def test_small_outputs_fail_too() -> None:
+    check_distribution(measure(np.random.default_rng(0).permutation(300), [150, 150], 2))
+    for bad in (np.arange(300), np.arange(300)[::-1]):
+        with pytest.raises(MillraceError, match="not shuffled evenly"):
+            check_distribution(measure(bad, [150, 150], 2))
+
+
+# ---- chi-square ----
+
+
+def test_chi_squares_are_what_the_formula_says() -> None:
+    """Two domains in two shards of 100: the square of the standardised hypergeometric count."""
+    sources = np.concatenate([np.arange(30), np.arange(40, 110), np.arange(30, 40)])
+    sources = np.concatenate([sources, np.arange(110, 200)])
+    measured = measure(sources, [40, 160], 2)
+    variance = 100 * 0.2 * 0.8 * 100 / 199
+    expected = (30 - 20) ** 2 / variance
+    assert measured.shards.counts.tolist() == [[30, 70], [10, 90]]
+    assert measured.shards.chi_squares == pytest.approx([expected, expected])
+    assert (measured.shards.degrees, measured.shards.part_degrees) == (1, 1)
+    assert measured.shards.chi_square == pytest.approx(expected)
+    assert measured.shards.p_value == pytest.approx(math.erfc(math.sqrt(expected / 2)))
+
+
+def test_small_domains_are_tested_together() -> None:
+    counts = [5000] + [10] * 200
+    measured = measure(np.random.default_rng(3).permutation(7000), counts, 10)
+    # One item of each small domain is expected in a shard: five make a class.
+    assert measured.shards.part_degrees == 40
+    assert measured.shards.degrees == 40 * 9
+    assert 1e-3 < measured.shards.p_value < 1 - 1e-3
+
+
+# a, x, P(a, x) and Q(a, x), by mpmath with 60 digits.
+GAMMA = [
+    (0.5, 0.001, 0.03567059172967989, 0.9643294082703201),
+    (0.5, 1.92072941034706, 0.9499999999999998, 0.05000000000000018),
+    (1.5, 20, 0.9999999893449097, 1.065509033425586e-8),
+    (2, 1e-06, 4.999996666667916e-13, 0.9999999999995),
+    (31.5, 31.5, 0.5236976166618699, 0.4763023833381301),
+    (31.5, 100, 0.9999999999999996, 3.617001866995257e-16),
+    (31.5, 5, 1.787780310381712e-15, 0.9999999999999982),
+    (50, 50.5, 0.5468077767236315, 0.4531922232763685),
+    (94.5, 200, 1.0, 3.224082389863157e-17),
+    (500, 400, 8.10938107879916e-7, 0.9999991890618921),
+    (500, 620, 0.9999997184766771, 2.81523322895421e-7),
+    (10000, 10100, 0.8413487504471796, 0.1586512495528204),
+    (100000, 101500, 0.9999988263154863, 1.173684513722169e-6),
+]
+
+
+@pytest.mark.parametrize(("a", "x", "lower", "upper"), GAMMA)
+def test_the_incomplete_gamma_function(a: float, x: float, lower: float, upper: float) -> None:
+    assert gamma_p(a, x) == pytest.approx(lower, rel=1e-9)
+    assert gamma_q(a, x) == pytest.approx(upper, rel=1e-9)
+
+
+@given(half=st.integers(1, 60), value=st.integers(0, 400))
+@settings(deadline=None, derandomize=True, max_examples=200)
+def test_even_degrees_of_freedom_have_a_finite_sum(half: int, value: int) -> None:
+    """Q(n, x) = exp(-x) (1 + x + ... + x**(n - 1) / (n - 1)!) for whole n."""
+    x = Fraction(value, 2)
+    total, term = Fraction(0), Fraction(1)
+    for n in range(half):
+        total += term
+        term *= x / (n + 1)
+    expected = math.exp(-float(x) + math.log(total))
+    assert chi_square_p(value, 2 * half) == pytest.approx(expected, rel=1e-10)
+
+
+def test_the_ends_of_the_scale() -> None:
+    assert chi_square_p(0, 1) == 1
+    assert chi_square_p(0, 0) == chi_square_p(7, 0) == 1
+    assert chi_square_p(1e6, 3) == 0
+    assert gamma_p(3, 0) == 0
+    for degrees in (1, 2, 63, 189, 10_000):
+        values = [chi_square_p(degrees * k / 20, degrees) for k in range(60)]
+        assert values == sorted(values, reverse=True)
+        assert all(0 <= value <= 1 for value in values)
+
+
+# ---- text ----
+
+
+def test_the_table() -> None:
+    counts = [25_000, 24_000, 1_000, 0]
+    sources = np.random.default_rng(1).permutation(50_000)
+    measured = measure_distribution(
+        Sources(sources), ["domain_A", "domain_B", "C", "empty"], counts, shard_sizes(50_000, 4)
+    )
+    lines = format_distribution(measured).splitlines()
+    assert lines[0] == "distribution of 50,000 items, first 50,000 places:"
+    assert lines[1].split() == ["domain", "actual", "expected", "deviation"]
+    assert lines[2].split() == ["domain_A", "25,000", "25,000.0", "+0.00%"]
+    assert lines[5].split() == ["empty", "0", "0.0", "-"]
+    assert lines[6].strip() == "chi-square: no test, as there are too few items, parts or domains"
+    assert lines[7].startswith("4 shards: largest deviation ")
+    assert "degrees of freedom, p = 0." in lines[8]
+    assert lines[9].startswith("64 windows: largest deviation ")
+    assert lines[-1] == "uniform: chance explains all deviations"
+
+
+def test_the_metadata_are_plain_json() -> None:
+    measured = measure(np.random.default_rng(0).permutation(TOTAL), COUNTS)
+    data = measured.to_json()
+    assert json.loads(json.dumps(data, allow_nan=False)) == data
+    assert list(data) == ["domains", "domain_counts", "head", "shards", "windows"]
+    assert np.array(data["windows"]["counts"]).sum(axis=0).tolist() == COUNTS
+    assert np.array(data["shards"]["counts"]).sum(axis=1).tolist() == data["shards"]["sizes"]
+    assert sum(data["head"]["counts"][0]) == data["head"]["sizes"][0] == 50_000

@@ -1,0 +1,553 @@
+"""The inputs of a shuffle: domains, sequences, and what can be wrong with them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import resource
+import tempfile
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from millrace.errors import ConfigError, DataError
+from millrace.jobs.shuffling.inputs import Inputs, format_domains, read_input_list
+from millrace.jobs.shuffling.passes import Passes
+from millrace.jobs.shuffling.sequences import SequenceItems, sequence_items
+from millrace.store import IndexedDatasetBuilder
+
+
+def write_raw(path: Path, tokens: Sequence[int] | NDArray[Any], dtype: str = "int32") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.asarray(tokens, dtype).tofile(path)
+
+
+def write_indexed(
+    prefix: Path, documents: Sequence[Sequence[Sequence[int]]], dtype: str = "int32", **options: Any
+) -> None:
+    """Writes documents, each of which is a list of sequences."""
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    with IndexedDatasetBuilder(prefix, dtype, **options) as builder:
+        for document in documents:
+            tokens = [token for sequence in document for token in sequence]
+            builder.add_document(tokens, [len(sequence) for sequence in document])
+
+
+def read_all(items: SequenceItems, numbers: NDArray[np.int64] | None = None) -> list[list[int]]:
+    """All items, read to shuffled places of a buffer."""
+    numbers = np.arange(items.num_items) if numbers is None else numbers
+    sizes = items.sizes(numbers)
+    places = np.random.default_rng(1).permutation(len(numbers))
+    starts = np.empty(len(numbers), np.int64)
+    starts[places] = np.cumsum(sizes[places]) - sizes[places]
+    buffer = np.full(int(sizes.sum()) + 3, 77, items.dtype)
+    items.read(numbers, buffer[1:-2], starts)
+    assert buffer[0] == 77
+    assert buffer[-2:].tolist() == [77, 77]
+    return [
+        buffer[1 + start : 1 + start + size].tolist()
+        for start, size in zip(starts.tolist(), sizes.tolist(), strict=True)
+    ]
+
+
+def cut(stream: list[int], seq_len: int) -> list[list[int]]:
+    count = len(stream) // seq_len
+    return [stream[seq_len * n : seq_len * (n + 1)] for n in range(count)]
+
+
+NOTHING = r"no whole sequence|no tokens|weights take none"
+
+
+# ---- the law: items are what a plain loop makes of the files ----
+
+Files = dict[str, list[list[list[list[int]]]]]  # domain: files: documents: sequences: tokens
+
+sequences = st.lists(st.integers(0, 60000), max_size=5)
+documents = st.lists(st.lists(sequences, max_size=3), max_size=5)
+domains = st.dictionaries(
+    st.sampled_from(["a", "b", "web", "A"]), st.lists(documents, max_size=4), min_size=1
+)
+
+
+def write_domains(folder: Path, files: Files, kind: str, dtype: str) -> None:
+    for domain, contents in files.items():
+        (folder / domain).mkdir()
+        for number, content in enumerate(contents):
+            stem = folder / domain / f"{number}"
+            tokens = [t for document in content for sequence in document for t in sequence]
+            if kind == "indexed":
+                write_indexed(stem, content, dtype)
+            elif kind == "npy":
+                np.save(f"{stem}.npy", np.array(tokens, dtype))
+            else:
+                write_raw(stem.with_suffix(".bin"), tokens, dtype)
+
+
+def expected_items(
+    files: Files, seq_len: int, weights: dict[str, Fraction], carry: bool, eod: int | None
+) -> list[list[int]]:
+    items = []
+    for domain in sorted(files):
+        streams = []
+        for content in files[domain]:
+            stream: list[int] = []
+            for document in content:
+                tokens = [t for sequence in document for t in sequence]
+                stream += tokens + ([eod] if eod is not None and tokens else [])
+            streams.append(stream)
+        if carry:
+            streams = [list(itertools.chain.from_iterable(streams))]
+        units = [unit for stream in streams for unit in cut(stream, seq_len)]
+        count, weight = len(units), weights[domain]
+        rest = int(count * weight) - count * int(weight)
+        items += units * int(weight) + [units[n * count // rest] for n in range(rest)]
+    return items
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    files=domains,
+    seq_len=st.integers(1, 9),
+    kind=st.sampled_from(["raw", "npy", "indexed", "eod"]),
+    dtype=st.sampled_from(["uint16", "uint32", "int32"]),
+    carry=st.booleans(),
+    weights=st.lists(st.sampled_from(["1", "1", "2.5", "0.3", "3"]), min_size=4, max_size=4),
+    data=st.data(),
+)
+def test_items_are_the_sequences_of_all_files_in_order(
+    files: Files,
+    seq_len: int,
+    kind: str,
+    dtype: str,
+    carry: bool,
+    weights: list[str],
+    data: st.DataObject,
+) -> None:
+    eod = 60001 if kind == "eod" else None
+    if kind in ("indexed", "eod"):
+        kind, dtype = "indexed", "uint16" if dtype == "uint32" else dtype
+    by_domain = {name: Fraction(w) for name, w in zip(sorted(files), weights, strict=False)}
+    expected = expected_items(files, seq_len, by_domain, carry, eod)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name, "in")
+        folder.mkdir()
+        write_domains(folder, files, kind, dtype)
+        inputs: Inputs = str(folder)
+        if set(by_domain.values()) != {Fraction(1)}:
+            inputs = [(float(weight), folder / name) for name, weight in by_domain.items()]
+        options: dict[str, Any] = {"dtype": dtype, "carry": carry, "eod": eod}
+        if not expected:
+            with pytest.raises(ConfigError, match=NOTHING):
+                sequence_items(inputs, seq_len=seq_len, folder=name, **options)
+            return
+        items = sequence_items(inputs, seq_len=seq_len, folder=name, **options)
+        items = pickle.loads(pickle.dumps(items))
+        assert items.dtype == np.dtype(dtype)
+        assert read_all(items) == expected
+        some = data.draw(st.sets(st.integers(0, len(expected) - 1)))
+        numbers = np.array(sorted(some), np.int64)
+        assert read_all(items, numbers) == [expected[number] for number in sorted(some)]
+        check_counts(items, files, expected)
+
+
+def check_counts(items: SequenceItems, files: Files, expected: list[list[int]]) -> None:
+    assert [domain.name for domain in items.domains] == sorted(files)
+    assert sum(domain.num_items for domain in items.domains) == items.num_items == len(expected)
+    for domain in items.domains:
+        members = [file for file in items.files if file.domain == domain.name]
+        assert len(members) == domain.num_files == len(files[domain.name])
+        assert sum(file.num_items for file in members) == domain.num_items
+        assert sum(file.num_tokens for file in members) == domain.num_tokens
+        assert 0 <= domain.num_left <= domain.num_tokens
+        is_noticed = any(f"domain {domain.name} has" in notice for notice in items.notices)
+        assert is_noticed == (domain.num_items == 0)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 50), st.fractions(0, 5)), min_size=1, max_size=5),
+    st.data(),
+)
+@settings(max_examples=100, deadline=None)
+def test_passes_count_their_items(pairs: list[tuple[int, Fraction]], data: st.DataObject) -> None:
+    counts, weights = [count for count, _ in pairs], [weight for _, weight in pairs]
+    passes = Passes(counts, weights)
+    units = passes.units(np.arange(sum(passes.num_items)))
+    first = 0
+    for domain, count in enumerate(counts):
+        start, stop = sorted(data.draw(st.tuples(st.integers(0, count), st.integers(0, count))))
+        inside = (units >= first + start) & (units < first + stop)
+        assert passes.items_in(domain, first + start, first + stop) == inside.sum()
+        first += count
+
+
+def test_passes_over_many_units_do_not_overflow() -> None:
+    count = 2**40
+    passes = Passes([count], [Fraction(1, 2)])
+    assert passes.units(np.array([2**39 - 1])).tolist() == [2**40 - 2]
+
+
+# ---- finding files ----
+
+
+def test_domains_are_folders_and_are_sorted_by_path(tmp_path: Path) -> None:
+    for place, path in enumerate(["b/x.bin", "b/deep/er/y.bin", "B/z.bin", "loose.bin", "b/X.bin"]):
+        write_raw(tmp_path / path, [place, place])
+    for path in (".hidden/a.bin", "b/.hidden.bin", "b/notes.txt", "b/x.bin.tmp", "c.journal/a.bin"):
+        write_raw(tmp_path / path, [9, 9])
+    items = sequence_items(tmp_path, seq_len=2, dtype="int32", folder=tmp_path)
+    assert [(file.domain, os.path.relpath(file.path, tmp_path)) for file in items.files] == [
+        (".", "loose.bin"),
+        ("B", "B/z.bin"),
+        ("b", "b/X.bin"),
+        ("b", "b/deep/er/y.bin"),
+        ("b", "b/x.bin"),
+    ]
+    assert read_all(items) == [[n, n] for n in (3, 2, 4, 1, 0)]
+    assert items.notices == ()
+
+
+def test_links_to_folders_are_followed_but_not_in_circles(tmp_path: Path) -> None:
+    write_raw(tmp_path / "elsewhere" / "x.bin", [1, 2])
+    (tmp_path / "in" / "web").mkdir(parents=True)
+    (tmp_path / "in" / "web" / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "in" / "web" / "circle").symlink_to(tmp_path / "in" / "web")
+    items = sequence_items(tmp_path / "in", seq_len=1, dtype="int32", folder=tmp_path)
+    assert read_all(items) == [[1], [2]]
+
+
+def test_a_file_that_is_there_twice_is_noticed(tmp_path: Path) -> None:
+    write_raw(tmp_path / "a" / "x.bin", [1, 2])
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    items = sequence_items(tmp_path, seq_len=1, dtype="int32", folder=tmp_path)
+    assert items.num_items == 4
+    assert items.notices == (
+        f"{tmp_path}/b/x.bin is the same file as {tmp_path}/a/x.bin: both are read",
+    )
+
+
+def test_domains_without_sequences_count_nothing_and_are_noticed(tmp_path: Path) -> None:
+    write_raw(tmp_path / "a" / "x.bin", [1, 2, 3])
+    write_raw(tmp_path / "short" / "x.bin", [1])
+    write_raw(tmp_path / "short" / "empty.bin", [])
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "x.jsonl").write_text("{}")
+    items = sequence_items(tmp_path, seq_len=2, dtype="int32", folder=tmp_path)
+    assert {d.name: (d.num_files, d.num_items, d.num_left) for d in items.domains} == {
+        "a": (1, 1, 1),
+        "empty": (0, 0, 0),
+        "short": (2, 0, 1),
+        "texts": (0, 0, 0),
+    }
+    notices = {notice.split()[1]: notice for notice in items.notices}
+    assert sorted(notices) == ["empty", "short", "texts"]
+    assert "x.jsonl" in notices["texts"]
+    assert "no whole sequence of 2 tokens" in notices["short"]
+
+
+def test_the_table_of_domains(tmp_path: Path) -> None:
+    write_raw(tmp_path / "web" / "x.bin", range(5000))
+    write_raw(tmp_path / "b" / "x.bin", [1])
+    items = sequence_items(tmp_path, seq_len=3, dtype="int32", folder=tmp_path)
+    assert format_domains(items).splitlines() == [
+        "domain  files  sequences  tokens  tokens left out",
+        "b           1          0       1                1",
+        "web         1      1,666   5,000                2",
+        "total       2      1,666   5,001                3",
+    ]
+
+
+def test_thousands_of_files_need_few_descriptors(tmp_path: Path) -> None:
+    for number in range(300):
+        write_raw(tmp_path / "web" / f"{number:04}.bin", [number, number + 1, number + 2])
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (min(soft, len(os.listdir("/proc/self/fd")) + 8), hard)
+    )
+    try:
+        items = sequence_items(tmp_path, seq_len=2, dtype="int32", carry=True, folder=tmp_path)
+        stream = [first + n for first in range(300) for n in range(3)]
+        assert read_all(items) == cut(stream, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_arrays_of_two_dimensions_are_one_stream(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    np.save(tmp_path / "a" / "x.npy", np.arange(12, dtype=np.uint16).reshape(3, 4))
+    np.save(tmp_path / "a" / "y.npy", np.empty((0, 7), np.uint16))
+    with open(tmp_path / "a" / "z.npy", "wb") as file:
+        np.lib.format.write_array(file, np.arange(3, dtype=np.uint16), version=(3, 0))
+    items = sequence_items(tmp_path, seq_len=3, folder=tmp_path)
+    assert read_all(items) == cut([*range(12), *range(3)], 3)
+
+
+# ---- lists with weights ----
+
+
+def test_a_list_names_folders_files_and_prefixes(tmp_path: Path) -> None:
+    write_raw(tmp_path / "raw" / "x.bin", [1, 2])
+    write_indexed(tmp_path / "pair", [[[3]], [[4]]])
+    np.save(tmp_path / "array.npy", np.array([5, 6], np.int32))
+    listing = tmp_path / "list.txt"
+    listing.write_text(
+        f"# weights\n\n1 {tmp_path}/raw/\n2.5\t{tmp_path}/pair\n0.5 {tmp_path}/array.npy\n"
+    )
+    entries = read_input_list(listing)
+    assert [weight for weight, _ in entries] == [1, 2.5, 0.5]
+    items = sequence_items(entries, seq_len=1, dtype="int32", folder=tmp_path)
+    assert [(d.name, d.num_items) for d in items.domains] == [
+        ("array.npy", 1),
+        ("pair", 5),
+        ("raw", 2),
+    ]
+    assert read_all(items) == [[n] for n in (5, 3, 4, 3, 4, 3, 1, 2)]
+
+
+def test_a_decimal_weight_is_exact(tmp_path: Path) -> None:
+    write_raw(tmp_path / "a" / "x.bin", range(10))
+    items = sequence_items([(2.3, tmp_path / "a")], seq_len=1, dtype="int32", folder=tmp_path)
+    assert items.num_items == 23
+
+
+@pytest.mark.parametrize("weight", [0, -1, float("nan"), float("inf"), "2", None])
+def test_bad_weights_are_refused(tmp_path: Path, weight: Any) -> None:
+    write_raw(tmp_path / "a" / "x.bin", [1])
+    with pytest.raises(ConfigError, match=r"weight of .*a is"):
+        sequence_items([(weight, tmp_path / "a")], seq_len=1, dtype="int32", folder=tmp_path)
+
+
+def test_bad_lists_are_refused(tmp_path: Path) -> None:
+    write_raw(tmp_path / "a" / "web" / "x.bin", [1])
+    write_raw(tmp_path / "b" / "web" / "x.bin", [1])
+    bad: list[tuple[Any, str]] = [
+        ([], "is empty"),
+        ([(1, tmp_path / "none")], "does not exist"),
+        ([(1, tmp_path / "a/web"), (1, tmp_path / "b/web")], "both the domain web"),
+        ([tmp_path], "give a weight and a path"),
+    ]
+    for entries, message in bad:
+        with pytest.raises(ConfigError, match=message):
+            sequence_items(entries, seq_len=1, dtype="int32", folder=tmp_path)
+    listing = tmp_path / "list"
+    for text, message in (
+        ("", "lists no inputs"),
+        ("data/web\n", "line 1 of .*write a weight and a path"),
+        ("1 a\nx data/web\n", "line 2"),
+    ):
+        listing.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            read_input_list(listing)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_input_list(tmp_path / "missing")
+
+
+# ---- bad files ----
+
+
+def bad_files(folder: Path) -> dict[str, str]:
+    """Writes files that cannot be read, and gives the message for each."""
+    arrays = {
+        "fortran.npy": np.asfortranarray(np.zeros((2, 3), np.int32)),
+        "scalar.npy": np.array(3, np.int32),
+        "three.npy": np.zeros((1, 1, 1), np.int32),
+        "floats.npy": np.zeros(3),
+        "wide.npy": np.zeros(3, np.int64),
+        "big.npy": np.zeros(3, ">i4"),
+    }
+    for name, array in arrays.items():
+        np.save(folder / name, array)
+    np.save(folder / "objects.npy", np.array([None]), allow_pickle=True)
+    np.save(folder / "cut.npy", np.zeros(100, np.int32))
+    os.truncate(folder / "cut.npy", 200)
+    np.save(folder / "longer.npy", np.zeros(100, np.int32))
+    with open(folder / "longer.npy", "ab") as file:
+        file.write(b"1")
+    (folder / "text.npy").write_text("no array")
+    (folder / "empty.npy").write_text("")
+    (folder / "odd.bin").write_bytes(b"1234567")
+    (folder / "dangling.bin").symlink_to(folder / "missing")
+    os.mkfifo(folder / "pipe.bin")
+    (folder / "lonely.idx").write_text("")
+    (folder / "damaged.bin").write_text("")
+    (folder / "damaged.idx").write_text("MMIDIDX")
+    write_indexed(folder / "doubles", [[[1]]], "float64")
+    return {
+        "fortran.npy": "in Fortran order",
+        "scalar.npy": r"the shape \[\]",
+        "three.npy": r"the shape \[1, 1, 1\]",
+        "floats.npy": "holds float64.*millrace convert .*floats.npy NEW.npy --dtype int32",
+        "wide.npy": "holds int64.*millrace convert .*wide.npy NEW.npy --dtype int32",
+        "big.npy": "big-endian int32.*<i4",
+        "objects.npy": "not an array that can be read",
+        "cut.npy": "not an array that can be read",
+        "longer.npy": "has 529 bytes, but its array ends at byte 528",
+        "text.npy": "not an array that can be read",
+        "empty.npy": "not an array that can be read",
+        "odd.bin": "7 bytes, which is not a multiple of 4, the size of uint32.*--dtype",
+        "dangling.bin": "cannot be read: No such file",
+        "pipe.bin": "not a regular file",
+        "lonely.idx": "no lonely.bin beside it",
+        "damaged.idx": "truncated",
+        "doubles": "holds float64.*millrace convert .*doubles NEW --dtype int32",
+    }
+
+
+def test_bad_files_are_named_with_a_remedy(tmp_path: Path) -> None:
+    (tmp_path / "files").mkdir()
+    for name, message in bad_files(tmp_path / "files").items():
+        folder = tmp_path / "in" / "web"
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in (tmp_path / "files").glob(os.path.splitext(name)[0] + ".*"):
+            path.rename(folder / path.name)
+        with pytest.raises(DataError, match=message) as error:
+            sequence_items(tmp_path / "in", seq_len=1, folder=tmp_path)
+        assert os.path.splitext(name)[0] in str(error.value)
+        for path in folder.iterdir():
+            path.unlink()
+
+
+def test_bad_arguments_are_refused(tmp_path: Path) -> None:
+    write_raw(tmp_path / "a" / "x.bin", [1, 2, 3])
+    good: dict[str, Any] = {"seq_len": 1, "dtype": "int32", "folder": tmp_path}
+    for name, value, message in (
+        ("seq_len", 0, "1 to 2147483647 is possible"),
+        ("seq_len", 2**31, "1 to 2147483647 is possible"),
+        ("seq_len", 4, "no whole sequence of 4 tokens: its 1 files have 3 tokens"),
+        ("dtype", "int64", "one of uint16, uint32, int32"),
+        ("dtype", ">i4", "one of uint16"),
+        ("dtype", "nothing", "one of uint16"),
+        ("carry", 1, "True or False"),
+        ("eod", 5, "has no .idx, so its documents are not known.*leave --eod out"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            sequence_items(tmp_path, **{**good, name: value})
+    with pytest.raises(ConfigError, match="is not a folder"):
+        sequence_items(tmp_path / "missing", **good)
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(ConfigError, match="has no tokens: 0 domains"):
+        sequence_items(tmp_path / "nothing", **good)
+
+
+def test_mixed_dtypes_name_two_files(tmp_path: Path) -> None:
+    write_raw(tmp_path / "a" / "x.bin", [1, 2, 3])
+    write_raw(tmp_path / "a" / "nothing.bin", [])
+    np.save(tmp_path / "a" / "y.npy", np.zeros(3, np.uint16))
+    message = "x.bin holds int32, and .*y.npy holds uint16"
+    with pytest.raises(ConfigError, match=message):
+        sequence_items(tmp_path, seq_len=1, dtype="int32", folder=tmp_path)
+
+
+def test_files_of_two_tokenizers_are_refused(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        provenance = {"tokenizer": {"name": name, "sha256": name * 64}}
+        write_indexed(tmp_path / "in" / name, [[[1]]], provenance=provenance)
+    with pytest.raises(ConfigError, match=r"tokenized with a .*Tokenize one of them again"):
+        sequence_items(tmp_path / "in", seq_len=1, folder=tmp_path)
+    items = sequence_items([(1, tmp_path / "in" / "a")], seq_len=1, folder=tmp_path)
+    assert items.tokenizer == {"name": "a", "sha256": "a" * 64}
+
+
+def test_large_ids_are_found_when_they_are_read(tmp_path: Path) -> None:
+    write_raw(tmp_path / "a" / "x.bin", [1, 2, 3], "uint32")
+    write_raw(tmp_path / "a" / "y.bin", [2**31 - 1, 4, 2**31, 5], "uint32")
+    for carry, numbers in ((False, [0, 2]), (True, [0, 2, 1])):
+        items = sequence_items(tmp_path, seq_len=2, carry=carry, folder=tmp_path)
+        read_all(items, np.array(numbers[:1]))
+        with pytest.raises(DataError, match=r"y.bin holds the token 2147483648 at position 2"):
+            read_all(items, np.array(sorted(numbers)))
+
+
+# ---- EOD tokens ----
+
+
+def test_an_eod_must_fit_and_must_not_be_there(tmp_path: Path) -> None:
+    write_indexed(tmp_path / "in" / "a" / "x", [[[1], [2, 7]], [[]], [[7]]] * 80, "uint16")
+    options: dict[str, Any] = {"seq_len": 2, "folder": tmp_path}
+    with pytest.raises(ConfigError, match="0 to 65535 is possible in files of uint16"):
+        sequence_items(tmp_path / "in", eod=65536, **options)
+    with pytest.raises(ConfigError, match=r"x.bin already end with the token 7.*first 100 do"):
+        sequence_items(tmp_path / "in", eod=7, **options)
+    write_indexed(tmp_path / "in" / "a" / "x", [[[7]]] * 99 + [[[1]]], "uint16")
+    assert sequence_items(tmp_path / "in", eod=7, **options).num_items == 100
+
+
+def test_damaged_documents_are_found(tmp_path: Path) -> None:
+    write_indexed(tmp_path / "in" / "a" / "x", [[[1, 2]], [[3]], [[4]]])
+    with open(tmp_path / "in" / "a" / "x.idx", "r+b") as file:
+        file.seek(34 + 3 * 4 + 8)
+        file.write(np.int64(4).tobytes())
+    with pytest.raises(DataError, match="sequence 1 has the length 1 and starts at byte 4"):
+        sequence_items(tmp_path / "in", seq_len=1, eod=9, folder=tmp_path)
+
+
+# ---- files that change ----
+
+
+@pytest.mark.parametrize("change", ["touch", "append", "truncate", "replace", "remove", "read"])
+def test_a_file_that_changes_is_an_error(tmp_path: Path, change: str) -> None:
+    path = tmp_path / "in" / "a" / "x.bin"
+    write_raw(path, range(10))
+    items = sequence_items(tmp_path / "in", seq_len=2, dtype="int32", folder=tmp_path)
+    if change == "touch":
+        os.utime(path, ns=(0, 0))
+    elif change == "append":
+        with open(path, "ab") as file:
+            file.write(b"1234")
+    elif change == "truncate":
+        os.truncate(path, 8)
+    elif change == "replace":
+        write_raw(tmp_path / "other", range(11))
+        (tmp_path / "other").rename(path)
+    elif change == "remove":
+        path.unlink()
+    else:
+        path.unlink()
+        path.mkdir()
+    with pytest.raises(DataError, match=r"x\.bin (changed|was removed) while the job ran"):
+        read_all(items)
+
+
+def test_a_change_while_a_file_is_read_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from millrace import _native
+
+    path = tmp_path / "a" / "x.bin"
+    write_raw(path, range(10))
+    items = sequence_items(tmp_path, seq_len=2, dtype="int32", folder=tmp_path)
+    read_pieces = _native.read_pieces
+
+    def read_and_change(*arguments: Any) -> None:
+        read_pieces(*arguments)
+        os.utime(path, ns=(0, 0))
+
+    monkeypatch.setattr(_native, "read_pieces", read_and_change)
+    with pytest.raises(DataError, match=r"x\.bin changed while the job ran"):
+        read_all(items)
+
+
+def test_files_and_sequences_beyond_2_gb(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "x.bin"
+    path.parent.mkdir()
+    with open(path, "wb") as file:  # a sparse file
+        file.truncate(2**34 + 40)
+        file.seek(2**34)
+        file.write(np.arange(10, dtype=np.uint32).tobytes())
+    items = sequence_items(tmp_path, seq_len=5, folder=tmp_path)
+    count = (2**32 + 10) // 5
+    assert (items.num_items, items.domains[0].num_left) == (count, 1)
+    assert read_all(items, np.array([0, count - 1])) == [[0] * 5, [4, 5, 6, 7, 8]]
+    items = sequence_items([(2.5, tmp_path / "a")], seq_len=5, folder=tmp_path)
+    assert items.num_items == 5 * count // 2
+    assert read_all(items, np.array([2 * count - 1])) == [[4, 5, 6, 7, 8]]
+    items = sequence_items(tmp_path, seq_len=2**22, folder=tmp_path)
+    assert max(read_all(items, np.array([1023]))[0]) == 0

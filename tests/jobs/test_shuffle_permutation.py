@@ -1,0 +1,177 @@
+"""The permutations of a shuffle: NumPy's own in two files, and the keyed one."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.errors import ConfigError, DataError
+from millrace.jobs.shuffling import permutations
+from millrace.jobs.shuffling.permutations import choose_permutation, make_permutation
+from millrace.order import KeyedPermutation
+
+NAMES = ("numpy", "keyed")
+FILES = ("permutation.npy", "inverse.npy", "permutation.json")
+SIZES = sorted({0, 1, 2, 3, 1000} | {2**k + d for k in (4, 10, 12) for d in (-1, 0, 1)})
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_numpys_permutation_and_its_inverse(
+    tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(permutations, "_BLOCK", 16)
+    permutation = make_permutation("numpy", size, 42, str(tmp_path))
+    expected = np.random.default_rng(42).permutation(size)
+    assert (permutation.name, permutation.size) == ("numpy", size)
+    np.testing.assert_array_equal(permutation.places(0, size), expected, strict=True)
+    np.testing.assert_array_equal(permutation.sources(0, size), np.argsort(expected), strict=True)
+    np.testing.assert_array_equal(np.load(tmp_path / "permutation.npy"), expected, strict=True)
+    np.testing.assert_array_equal(
+        np.load(tmp_path / "inverse.npy", mmap_mode="r"), np.argsort(expected)
+    )
+    assert sorted(contents(tmp_path)) == sorted(FILES)
+
+
+@given(
+    size=st.integers(0, 300),
+    seed=st.integers(0, 2**70),
+    name=st.sampled_from(NAMES),
+    cuts=st.lists(st.integers(0, 300), max_size=5),
+)
+@settings(deadline=None, derandomize=True, max_examples=100)
+def test_ranges_are_parts_of_one_permutation(
+    tmp_path_factory: pytest.TempPathFactory, size: int, seed: int, name: str, cuts: list[int]
+) -> None:
+    permutation = make_permutation(name, size, seed, str(tmp_path_factory.mktemp("permutation")))
+    bounds = sorted({0, size, *(min(cut, size) for cut in cuts)})
+    places, sources = (
+        np.concatenate(
+            [np.empty(0, np.int64)] + [read(a, b) for a, b in itertools.pairwise(bounds)]
+        )
+        for read in (permutation.places, permutation.sources)
+    )
+    assert places.dtype == sources.dtype == np.int64
+    assert np.array_equal(np.sort(places), np.arange(size))
+    assert np.array_equal(places[sources], np.arange(size))
+    if name == "keyed":
+        assert np.array_equal(places, KeyedPermutation(size, seed).places(np.arange(size)))
+
+
+def test_whole_files_are_used_again(tmp_path: Path) -> None:
+    make_permutation("numpy", 1000, 1, str(tmp_path))
+    before = {name: os.stat(tmp_path / name).st_ino for name in FILES}
+    make_permutation("numpy", 1000, 1, str(tmp_path))
+    assert {name: os.stat(tmp_path / name).st_ino for name in FILES} == before
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", ["missing", "empty", "shorter", "longer", "changed", "text"])
+def test_damaged_files_are_made_again(tmp_path: Path, name: str, damage: str) -> None:
+    make_permutation("numpy", 1000, 1, str(tmp_path))
+    before, path = contents(tmp_path), tmp_path / name
+    content = bytearray(path.read_bytes())
+    if damage == "missing":
+        path.unlink()
+    elif damage == "text":
+        path.write_text("[]")
+    else:
+        content[len(content) // 2] ^= 1 if damage == "changed" else 0
+        stop = {"empty": 0, "shorter": -1}.get(damage, len(content))
+        path.write_bytes(bytes(content[:stop]) + (b"0" if damage == "longer" else b""))
+    permutation = make_permutation("numpy", 1000, 1, str(tmp_path))
+    assert contents(tmp_path) == before
+    assert np.array_equal(permutation.places(0, 1000), np.random.default_rng(1).permutation(1000))
+
+
+def test_files_of_another_size_or_seed_are_made_again(tmp_path: Path) -> None:
+    for size, seed in ((100, 1), (101, 1), (100, 1), (100, 2)):
+        permutation = make_permutation("numpy", size, seed, str(tmp_path))
+        expected = np.random.default_rng(seed).permutation(size)
+        assert np.array_equal(permutation.places(0, size), expected)
+        assert np.array_equal(expected[permutation.sources(0, size)], np.arange(size))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_paths_and_numbers_travel_to_a_worker(tmp_path: Path, name: str) -> None:
+    permutation = make_permutation(name, 100_000, 3, str(tmp_path))
+    permutation.places(0, 100_000)
+    data = pickle.dumps(permutation)
+    assert len(data) < 1000
+    code = (
+        "import pickle, sys\n"
+        "permutation = pickle.loads(sys.stdin.buffer.read())\n"
+        "print(permutation.places(5, 9).tolist(), permutation.sources(5, 9).tolist())"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code], input=data, capture_output=True, check=True, cwd="/"
+    ).stdout
+    expected = f"{permutation.places(5, 9).tolist()} {permutation.sources(5, 9).tolist()}"
+    assert out.decode().strip() == expected
+
+
+def test_a_relative_folder_is_found_after_a_change_of_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkdir("folder")
+    permutation = make_permutation("numpy", 10, 3, "folder")
+    monkeypatch.chdir("/")
+    assert len(permutation.places(0, 10)) == 10
+
+
+def test_files_that_are_lost_while_the_job_runs_are_an_error(tmp_path: Path) -> None:
+    permutation = make_permutation("numpy", 1000, 1, str(tmp_path))
+    os.truncate(tmp_path / "permutation.npy", 5000)
+    assert len(permutation.places(0, 500)) == 500
+    with pytest.raises(DataError, match=r"permutation.npy is missing or has become shorter"):
+        permutation.places(500, 1000)
+    (tmp_path / "inverse.npy").unlink()
+    with pytest.raises(DataError, match=r"inverse.npy is missing"):
+        permutation.sources(0, 1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ranges_outside_are_refused(tmp_path: Path, name: str) -> None:
+    permutation = make_permutation(name, 10, 1, str(tmp_path))
+    for start, stop in ((-1, 3), (0, 11), (5, 4), (11, 11)):
+        for read in (permutation.places, permutation.sources):
+            with pytest.raises(ConfigError, match=f"the range is {start} to {stop}"):
+                read(start, stop)
+    assert len(permutation.places(10, 10)) == 0
+
+
+def test_the_choice_depends_on_the_memory() -> None:
+    assert choose_permutation("auto", 1000, 32_000) == "numpy"
+    assert choose_permutation("auto", 1001, 32_000) == "keyed"
+    assert choose_permutation("auto", 0, 0) == "numpy"
+    assert choose_permutation("numpy", 10**12, 1) == "numpy"
+    assert choose_permutation("keyed", 1, 10**12) == "keyed"
+    for name in ("", "NumPy", "random", None):
+        with pytest.raises(ConfigError, match="give auto, numpy or keyed"):
+            choose_permutation(name, 1, 1)  # type: ignore[arg-type]
+
+
+def test_bad_arguments_are_refused(tmp_path: Path) -> None:
+    for name, size, seed in (("numpy", -1, 0), ("keyed", 2**63, 0), ("keyed", 1, -1)):
+        with pytest.raises(ConfigError, match=r"size is|seed is"):
+            make_permutation(name, size, seed, str(tmp_path))
+    for name in ("auto", "", None):
+        with pytest.raises(ConfigError, match="give numpy or keyed"):
+            make_permutation(name, 1, 0, str(tmp_path))  # type: ignore[arg-type]
+    with pytest.raises(OSError, match="No such file") as caught:
+        make_permutation("numpy", 1, 0, str(tmp_path / "missing"))
+    assert str(tmp_path / "missing") in str(caught.value)
+    assert contents(tmp_path) == {}

@@ -1,0 +1,271 @@
+"""The twin law for swap_or_not, its frozen values, and statistics of random permutations."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace import _native, reference
+from millrace.errors import ConfigError
+from millrace.order import KeyedPermutation
+
+# Around the kernel's blocks of 512 numbers and powers of two, up to the largest size.
+LARGE = [2**k + d for k in (31, 32, 40, 53, 62, 63) for d in (-1, 0, 1) if 2**k + d < 2**63]
+KEYS = [0, 1, 2**32, 2**63, 2**64 - 1]
+
+
+def permuted(size: int, key: int) -> np.ndarray:
+    return _native.swap_or_not(np.arange(size), size, key, False)
+
+
+# ---- the twin and the laws ----
+
+
+@given(data=st.data(), key=st.integers(0, 2**64 - 1), is_inverse=st.booleans())
+@settings(deadline=None, derandomize=True, max_examples=150)
+def test_swap_or_not_equals_its_twin(data: st.DataObject, key: int, is_inverse: bool) -> None:
+    size = data.draw(st.one_of(st.integers(1, 50), st.sampled_from(LARGE), st.integers(1, 2**63)))
+    size = min(size, 2**63 - 1)
+    numbers = np.array(data.draw(st.lists(st.integers(0, size - 1), max_size=20)), np.int64)
+    actual = _native.swap_or_not(numbers, size, key, is_inverse)
+    expected = reference.swap_or_not(numbers, size, key, is_inverse)
+    np.testing.assert_array_equal(actual, expected, strict=True)
+    assert np.all((actual >= 0) & (actual < size))
+    back = _native.swap_or_not(actual, size, key, not is_inverse)
+    np.testing.assert_array_equal(back, numbers, strict=True)
+
+
+@pytest.mark.parametrize("count", [0, 1, 511, 512, 513, 1023, 1024, 1025, 5000])
+def test_any_number_of_numbers_equals_the_twin(count: int) -> None:
+    for size in (count + 1, 2**40):
+        numbers = np.random.default_rng(count).integers(0, size, count)
+        for is_inverse in (False, True):
+            actual = _native.swap_or_not(numbers, size, 3, is_inverse)
+            expected = reference.swap_or_not(numbers, size, 3, is_inverse)
+            np.testing.assert_array_equal(actual, expected, strict=True)
+
+
+def test_every_size_is_permuted() -> None:
+    sizes = [*range(600), 1023, 1024, 1025, 2047, 2048, 2049, 65535, 65536, 65537]
+    for size in sizes:
+        for key in KEYS if size < 100 else KEYS[:1]:
+            places = permuted(size, key)
+            assert np.array_equal(np.sort(places), np.arange(size))
+            sources = _native.swap_or_not(places, size, key, True)
+            assert np.array_equal(sources, np.arange(size))
+
+
+def test_the_values_are_frozen() -> None:
+    """Output folders depend on them: a change would be another shuffle."""
+    assert permuted(10, 0).tolist() == GOLDEN_SMALL
+    for size, expected in GOLDEN.items():
+        numbers = np.array([0, 1, size // 2, size - 1])
+        assert _native.swap_or_not(numbers, size, 2**64 - 1, False).tolist() == expected
+    assert KeyedPermutation(2**40, 42).places(np.arange(4)).tolist() == GOLDEN_SEED
+
+
+GOLDEN_SMALL = [9, 3, 6, 8, 4, 1, 5, 7, 2, 0]
+GOLDEN = {
+    2: [0, 1, 1, 1],
+    1000: [332, 474, 899, 501],
+    2**20 + 1: [678794, 138842, 784927, 869303],
+    2**32: [1434477914, 592409453, 1283551637, 289560388],
+    2**63 - 1: [2218318356120565215, 5416133068671208174, 6056464301726852435, 6569824497717213444],
+}
+GOLDEN_SEED = [1029293945607, 604818437896, 547157517414, 214819085131]
+
+
+def test_numbers_and_arguments_outside_their_limits_are_refused() -> None:
+    for size in (0, 1, 10, 2**63 - 1):
+        for bad in (-1, -(2**63), *((size,) if size < 2**63 else ()), 2**63 - 1):
+            for module in (_native, reference):
+                with pytest.raises(ValueError, match="outside"):
+                    module.swap_or_not(np.array([bad]), size, 0, False)
+    nothing = np.empty(0, np.int64)
+    assert len(_native.swap_or_not(nothing, 0, 0, False)) == 0
+    for size in (-1, 2**63):
+        with pytest.raises(ConfigError, match="size is"):
+            _native.swap_or_not(nothing, size, 0, False)
+    for key in (-1, 2**64):
+        with pytest.raises(ConfigError, match="key is"):
+            _native.swap_or_not(nothing, 1, key, False)
+    for bad_array in (nothing.astype(np.int32), nothing.reshape(0, 1), np.arange(4)[::2]):
+        with pytest.raises(ConfigError, match="numbers has shape"):
+            _native.swap_or_not(bad_array, 1, 0, False)
+
+
+# ---- KeyedPermutation ----
+
+
+@given(size=st.integers(1, 2**63 - 1), seed=st.integers(0, 2**130), data=st.data())
+@settings(deadline=None, derandomize=True, max_examples=100)
+def test_places_and_sources_are_inverse(size: int, seed: int, data: st.DataObject) -> None:
+    numbers = data.draw(st.lists(st.integers(0, size - 1), max_size=10, unique=True))
+    permutation = KeyedPermutation(size, seed)
+    places = permutation.places(np.array(numbers, np.int64))
+    assert len(set(places.tolist())) == len(numbers)
+    assert permutation.sources(places).tolist() == numbers
+    copy = pickle.loads(pickle.dumps(permutation))
+    assert copy == permutation
+    assert copy.places(numbers).tolist() == places.tolist()
+
+
+def test_seeds_and_sizes_have_permutations_of_their_own() -> None:
+    numbers = np.arange(50)
+    rows = {
+        tuple(KeyedPermutation(size, seed).places(numbers).tolist())
+        for size, seed in itertools.product((50, 51, 1000), (0, 1, 2, 2**64, 2**64 + 1))
+    }
+    assert len(rows) == 15
+
+
+def test_bad_arguments_are_refused() -> None:
+    for size, seed in ((-1, 0), (2**63, 0), (1.0, 0), (1, -1), (1, 0.5), (True, 0)):
+        with pytest.raises(ConfigError):
+            KeyedPermutation(size, seed)
+    permutation = KeyedPermutation(10, 0)
+    for bad in (-1, 10):
+        with pytest.raises(ConfigError, match=rf"number is {bad}, outside \[0, 10\)"):
+            permutation.places(np.array([bad]))
+        with pytest.raises(ConfigError, match=rf"one of places .* {bad}, outside \[0, 10\)"):
+            permutation.sources(np.array([bad]))
+
+
+# ---- statistics: as for random permutations ----
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_every_permutation_of_a_few_numbers_is_as_frequent(size: int) -> None:
+    num_keys = 200 * math.factorial(size)
+    rows = np.stack([permuted(size, key) for key in range(num_keys)])
+    counts = np.unique(rows @ 10 ** np.arange(size), return_counts=True)[1]
+    assert len(counts) == math.factorial(size)
+    assert abs(chi_square_score(counts, num_keys / len(counts), len(counts) - 1)) < 4.5
+
+
+@pytest.mark.parametrize("first", range(4, 100, 12))
+def test_statistics_of_small_sizes(first: int) -> None:
+    for size in range(first, first + 12):
+        rows = np.stack([permuted(size, 1000 * size + key) for key in range(300)])
+        check_statistics(rows)
+
+
+@pytest.mark.parametrize("size", [127, 128, 129, 1023, 1024, 1025, 4097])
+def test_statistics_around_powers_of_two(size: int) -> None:
+    check_statistics(np.stack([permuted(size, size + key) for key in range(100)]))
+
+
+@pytest.mark.parametrize("size", [2**16, 2**17 + 1, 1_000_000])
+def test_statistics_of_large_sizes(size: int) -> None:
+    places = permuted(size, 1)
+    assert np.bincount(places, minlength=size).max() == 1
+    check_statistics(places[None])
+
+
+def test_statistics_of_a_part_of_the_largest_size() -> None:
+    """Places of neighbours fill 1,000 equal ranges evenly, and so do the steps between them."""
+    size = 2**63 - 1
+    numbers = size // 3 + np.arange(200_000)
+    places = _native.swap_or_not(numbers, size, 5, False)
+    for values in (places, (places[1:] - places[:-1]) % size):
+        counts = np.bincount(values // (size // 1000 + 1), minlength=1000)
+        assert abs(chi_square_score(counts, len(values) / 1000, 999)) < 4.5
+
+
+def test_the_statistics_find_what_is_not_random() -> None:
+    random = np.random.default_rng(0)
+    rows = random.permuted(np.tile(np.arange(64), (500, 1)), axis=1)
+    check_statistics(rows)
+    rotations = (np.arange(64) + random.integers(0, 64, (500, 1))) % 64
+    swapped = rows.copy()
+    swapped[:, 0] = np.maximum(rows[:, 0], rows[:, 1])
+    swapped[:, 1] = np.minimum(rows[:, 0], rows[:, 1])
+    for bad in (rotations, swapped, np.sort(rows, axis=1)):
+        with pytest.raises(AssertionError):
+            check_statistics(bad)
+
+
+def check_statistics(rows: np.ndarray) -> None:
+    """Each statistic is within 4.5 standard errors of its mean for random permutations.
+
+    Args:
+        rows: int64 [keys, n], each row a permutation of 0 to n - 1; n at least 4.
+    """
+    num_keys, n = rows.shape
+    here, middle, variance = np.arange(n), (n - 1) / 2, (n * n - 1) / 12
+    sums = [sum(1 / k**power for k in range(1, n + 1)) for power in (1, 2)]
+    num_cycles = count_cycles(rows)
+    centered = rows - middle
+    serial = (centered[:, 1:] * centered[:, :-1]).sum(axis=1)
+    statistics = {  # values, mean and standard deviation
+        "fixed points": ((rows == here).sum(axis=1), 1, 1),
+        "displacement": (
+            np.abs(rows - here).sum(axis=1),
+            (n * n - 1) / 3,
+            ((n + 1) * (2 * n * n + 7) / 45) ** 0.5,
+        ),
+        "correlation": ((centered * (here - middle)).sum(axis=1), 0, variance * n / (n - 1) ** 0.5),
+        "serial correlation": (
+            serial,
+            -variance,
+            serial.std() + 1e-9 if num_keys >= 100 else variance * n**0.5,
+        ),
+        "ascents": ((rows[:, 1:] > rows[:, :-1]).sum(axis=1), middle, ((n + 1) / 12) ** 0.5),
+        "cycles": (num_cycles, sums[0], (sums[0] - sums[1]) ** 0.5),
+        "parity": ((n - num_cycles) % 2, 0.5, 0.5),
+    }
+    for name, (values, mean, deviation) in statistics.items():
+        score = (values.mean() - mean) / (deviation / num_keys**0.5)
+        # A cycle or fixed point more or less of one permutation alone says nothing.
+        assert abs(score) < (4.5 if num_keys > 1 else 6), (name, n, score)
+    # How many numbers of each range go to each range: both margins are fixed.
+    num_bins = min(n, 64)
+    bins = here * num_bins // n
+    table = np.bincount((num_bins * bins + bins[rows]).reshape(-1), minlength=num_bins**2)
+    widths = np.bincount(bins, minlength=num_bins)
+    expected = num_keys * np.outer(widths, widths).reshape(-1) / n
+    score = chi_square_score(table, expected * n / (n - 1), (num_bins - 1) ** 2, expected)
+    assert abs(score) < 4.5, ("places", n, score)
+    # How far apart the places of two neighbours are.
+    if num_keys > 1:
+        steps = np.bincount((rows[:, 1] - rows[:, 0]) % n, minlength=n)[1:]
+    else:
+        steps = np.bincount((rows[0, 1:] - rows[0, :-1]) % n * 64 // n, minlength=64)
+    score = chi_square_score(steps, steps.sum() / len(steps), len(steps) - 1)
+    assert abs(score) < 4.5, ("steps", n, score)
+
+
+def chi_square_score(
+    counts: np.ndarray,
+    scale: np.ndarray | float,
+    degrees: int,
+    expected: np.ndarray | float | None = None,
+) -> float:
+    """Pearson's chi-square as a score of the normal distribution (Wilson and Hilferty).
+
+    Args:
+        counts: Counts of all cells.
+        scale: Divisor of the squares; the expected counts too, unless they are given.
+        degrees: Degrees of freedom.
+        expected: Expected counts.
+    """
+    chi_square = float(((counts - (scale if expected is None else expected)) ** 2 / scale).sum())
+    spread = 2 / (9 * degrees)
+    return float(((chi_square / degrees) ** (1 / 3) - (1 - spread)) / spread**0.5)
+
+
+def count_cycles(rows: np.ndarray) -> np.ndarray:
+    """The number of cycles of each permutation, by doubling jumps: int64 [keys]."""
+    n = rows.shape[1]
+    least = np.tile(np.arange(n), (len(rows), 1))
+    jump, covered = rows, 1
+    while covered < n:
+        least = np.minimum(least, np.take_along_axis(least, jump, axis=1))
+        jump, covered = np.take_along_axis(jump, jump, axis=1), 2 * covered
+    return (least == np.arange(n)).sum(axis=1)

@@ -1,0 +1,316 @@
+"""The twin law for read_pieces, with reads that come back short and files that end early."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace import _native, reference
+from millrace.errors import ConfigError
+
+# Around the pieces of one call (1,024 entries), the gap that is read over (4,096 bytes) and powers
+# of two.
+COUNTS = sorted({0, 1, 2, 3} | {2**k + d for k in (2, 9, 10, 11) for d in (-1, 0, 1, 2)})
+GAPS = (0, 1, 511, 512, 513, 4095, 4096, 4097, 10_000)
+
+
+def int64(values: object) -> np.ndarray:
+    return np.array(values, np.int64).reshape(-1)
+
+
+def read(module: Any, path: Path, offsets: Any, sizes: Any, targets: Any, size: int) -> np.ndarray:
+    """The buffer of `size` bytes after a read into it; what is not written stays 7."""
+    buffer = np.full(size, 7, np.uint8)
+    with open(path, "rb") as file:
+        module.read_pieces(file.fileno(), int64(offsets), int64(sizes), buffer, int64(targets))
+    return buffer
+
+
+@given(data=st.data())
+@settings(deadline=None, derandomize=True, max_examples=200)
+def test_pieces_equal_their_twin(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    size = data.draw(st.integers(0, 300))
+    content = np.random.default_rng(size).integers(0, 256, size).astype(np.uint8)
+    path = tmp_path_factory.mktemp("pieces") / "data"
+    path.write_bytes(content.tobytes())
+    pieces = data.draw(
+        st.lists(
+            st.integers(0, size).flatmap(
+                lambda start: st.tuples(st.just(start), st.integers(0, min(size - start, 40)))
+            ),
+            max_size=30,
+        )
+    )
+    # Each piece has a place of its own, in any order and with free bytes in between.
+    targets, end = [0] * len(pieces), 0
+    for place in data.draw(st.permutations(range(len(pieces)))):
+        targets[place] = end + data.draw(st.integers(0, 2))
+        end = targets[place] + pieces[place][1]
+    offsets, sizes = [p[0] for p in pieces], [p[1] for p in pieces]
+    expected = read(reference, path, offsets, sizes, targets, end + 3)
+    actual = read(_native, path, offsets, sizes, targets, end + 3)
+    np.testing.assert_array_equal(actual, expected, strict=True)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("gap", GAPS)
+def test_any_number_of_neighbours_and_any_gap(tmp_path: Path, count: int, gap: int) -> None:
+    width = 3
+    with open(tmp_path / "data", "wb") as file:
+        for number in range(count):
+            file.seek(number * (width + gap))
+            file.write(np.array([number % 251, number // 251, 1], np.uint8).tobytes())
+    offsets = int64(range(count)) * (width + gap)
+    sizes = np.full(count, width, np.int64)
+    random = np.random.default_rng(count)
+    for targets in (
+        width * random.permutation(count),
+        width * int64(range(count)),  # neighbours in the file and in the buffer
+        width * (int64(range(count)) // 2 * 2 + 1 - int64(range(count)) % 2),
+    ):
+        size = width * (count + 1)
+        actual = read(_native, tmp_path / "data", offsets, sizes, targets, size)
+        expected = read(reference, tmp_path / "data", offsets, sizes, targets, size)
+        np.testing.assert_array_equal(actual, expected, strict=True)
+        order = random.permutation(count)
+        shuffled = read(
+            _native, tmp_path / "data", offsets[order], sizes[order], targets[order], size
+        )
+        np.testing.assert_array_equal(shuffled, expected, strict=True)
+
+
+def test_pieces_beyond_4_gib_are_read(tmp_path: Path) -> None:
+    places = [2**31 - 1, 2**31, 2**32 - 1, 2**32 + 5, 2**40]
+    with open(tmp_path / "data", "wb") as file:  # with holes
+        for number, place in enumerate(places):
+            file.seek(place)
+            file.write(bytes([number + 1]))
+    actual = read(_native, tmp_path / "data", places, [1] * 5, [4, 3, 2, 1, 0], 5)
+    assert actual.tolist() == [5, 4, 3, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("offset", "size", "target"),
+    [
+        (-1, 1, 0),
+        (0, -1, 0),
+        (0, 1, -1),
+        (0, 11, 0),
+        (0, 1, 10),
+        (0, 0, 11),
+        (0, 5, 6),
+        (0, 2**62, 2**62),
+        (0, 2**63 - 1, 2**63 - 1),
+        (2**63 - 1, 1, 0),
+        (5, 2**63 - 1, 0),
+        (-(2**63), 1, 0),
+        (0, 1, -(2**63)),
+        (0, -(2**63), 2**63 - 1),
+    ],
+)
+def test_a_piece_outside_is_refused_before_anything_is_read(
+    tmp_path: Path, offset: int, size: int, target: int
+) -> None:
+    (tmp_path / "data").write_bytes(bytes(range(20)))
+    buffer = np.full(10, 7, np.uint8)
+    with open(tmp_path / "data", "rb") as file:
+        for module in (_native, reference):
+            with pytest.raises(ValueError, match="outside"):
+                module.read_pieces(
+                    file.fileno(),
+                    int64([0, offset]),
+                    int64([1, size]),
+                    buffer,
+                    int64([0, target]),
+                )
+    assert buffer.tolist() == [7] * 10
+
+
+def test_arrays_of_other_sizes_shapes_and_dtypes_are_refused() -> None:
+    one, two, buffer = int64([0]), int64([0, 0]), np.zeros(4, np.uint8)
+    for columns in ((one, one, two), (one, two, one), (two, one, one)):
+        with pytest.raises(ConfigError, match="numbers; as many of each are needed"):
+            _native.read_pieces(0, columns[0], columns[1], buffer, columns[2])
+    for bad in (one.astype(np.int32), one.reshape(1, 1), np.zeros(4, np.int64)[::2]):
+        for place in range(3):
+            columns = (one,) * place + (bad,) + (one,) * (2 - place)
+            with pytest.raises(ConfigError, match=r"a contiguous \[n\] of int64 is needed"):
+                _native.read_pieces(0, columns[0], columns[1], buffer, columns[2])
+    for bad in (buffer.astype(np.int8), buffer.reshape(2, 2), buffer[::2]):
+        with pytest.raises(ConfigError, match=r"a contiguous \[n\] of uint8 is needed"):
+            _native.read_pieces(0, one, one, bad, one)
+    buffer.flags.writeable = False
+    with pytest.raises(ConfigError, match="buffer is read-only"):
+        _native.read_pieces(0, one, one, buffer, one)
+
+
+@pytest.mark.parametrize(
+    ("offset", "size"), [(0, 6), (3, 5), (4, 2), (5, 1), (6, 1), (2000, 3), (2**40, 1)]
+)
+def test_a_file_that_ends_inside_a_piece_is_refused(tmp_path: Path, offset: int, size: int) -> None:
+    (tmp_path / "data").write_bytes(b"12345")
+    buffer = np.zeros(20, np.uint8)
+    columns = int64([0, offset, 2**50]), int64([2, size, 0]), int64([10, 0, 0])
+    with open(tmp_path / "data", "rb") as file:
+        for module in (_native, reference):
+            with pytest.raises(ValueError, match="the file ends at byte 5"):
+                module.read_pieces(file.fileno(), columns[0], columns[1], buffer, columns[2])
+        with pytest.raises(ValueError, match=f"piece 1 has {size} bytes from byte {offset} on"):
+            _native.read_pieces(file.fileno(), columns[0], columns[1], buffer, columns[2])
+    assert read(_native, tmp_path / "data", [2**40], [0], [5], 5).tolist() == [7] * 5
+
+
+def test_a_read_that_fails_is_an_os_error(tmp_path: Path) -> None:
+    one, buffer = int64([1]), np.zeros(4, np.uint8)
+    folder = os.open(tmp_path, os.O_RDONLY)
+    reader, writer = os.pipe()
+    try:
+        for descriptor, number in (
+            (-1, errno.EBADF),
+            (folder, errno.EISDIR),
+            (reader, errno.ESPIPE),
+        ):
+            with pytest.raises(OSError, match=os.strerror(number)) as caught:
+                _native.read_pieces(descriptor, one, one, buffer, one)
+            assert caught.value.errno == number
+    finally:
+        for descriptor in (folder, reader, writer):
+            os.close(descriptor)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/mem"), reason="needs Linux")
+def test_an_io_error_is_an_os_error_with_its_number() -> None:
+    """Memory that is not mapped cannot be read: the kernel answers EIO."""
+    with open("/proc/self/mem", "rb") as file, pytest.raises(OSError, match="error") as caught:
+        _native.read_pieces(
+            file.fileno(), int64([0]), int64([1]), np.zeros(1, np.uint8), int64([0])
+        )
+    assert caught.value.errno == errno.EIO
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="needs Linux")
+def test_reads_that_come_back_short_are_continued() -> None:
+    """One read of /proc/self/smaps returns a few pages at most, and never half a line."""
+    with open("/proc/self/smaps", "rb") as file:
+        size = len(file.read()) // 2
+        offsets = np.arange(0, size - 16, 16)
+        targets = offsets[::-1].copy()
+        buffer = np.zeros(size, np.uint8)
+        _native.read_pieces(
+            file.fileno(), offsets, np.full(len(offsets), 16, np.int64), buffer, targets
+        )
+    lines = buffer[: 16 * len(offsets)].reshape(-1, 16)[::-1].tobytes().split(b"\n")[:-1]
+    assert len(lines) > 100
+    assert all(re.match(rb"[0-9a-f]+-[0-9a-f]+ |[A-Z][A-Za-z_]*:", line) for line in lines)
+
+
+def test_signals_do_not_disturb_a_read(tmp_path: Path) -> None:
+    content = np.random.default_rng(0).integers(0, 256, 1 << 22).astype(np.uint8)
+    (tmp_path / "data").write_bytes(content.tobytes())
+    offsets = np.arange(0, len(content), 16)
+    sizes, targets = np.full(len(offsets), 16, np.int64), offsets[::-1].copy()
+    count = 0
+
+    def on_signal(*_: object) -> None:
+        nonlocal count
+        count += 1
+
+    before = signal.signal(signal.SIGALRM, on_signal)
+    signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
+    try:
+        buffer = np.zeros(len(content), np.uint8)
+        with open(tmp_path / "data", "rb") as file:
+            for _ in range(5):
+                _native.read_pieces(file.fileno(), offsets, sizes, buffer, targets)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert count > 0
+    np.testing.assert_array_equal(buffer.reshape(-1, 16)[::-1].reshape(-1), content)
+
+
+def test_the_gil_is_free_during_a_read() -> None:
+    """Another thread counts while long reads run."""
+    ticks, is_done = 0, threading.Event()
+
+    def tick() -> None:
+        nonlocal ticks
+        while not is_done.wait(1e-4):
+            ticks += 1
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    try:
+        with open("/dev/zero", "rb") as file:
+            size = 1 << 26
+            buffer = np.empty(size, np.uint8)
+            for _ in range(5):
+                _native.read_pieces(file.fileno(), int64([0]), int64([size]), buffer, int64([0]))
+    finally:
+        is_done.set()
+        thread.join()
+    assert ticks > 0
+    assert not buffer.any()
+
+
+@pytest.mark.parametrize("size", [1 << 12, 1 << 20, 20 << 20])
+def test_a_cold_file_is_read_as_a_warm_one_is(tmp_path: Path, size: int) -> None:
+    """Pages that are not in memory are prefetched: the bytes are the same."""
+    content = np.random.default_rng(size).integers(0, 256, size).astype(np.uint8)
+    with open(tmp_path / "data", "wb") as file:
+        file.write(content.tobytes())
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    random = np.random.default_rng(0)
+    offsets = np.sort(random.integers(0, size, 3000))
+    sizes = np.minimum(random.integers(0, 5000, 3000), size - offsets)
+    targets = np.cumsum(sizes) - sizes
+    actual = read(_native, tmp_path / "data", offsets, sizes, targets, int(sizes.sum()))
+    expected = _native.copy_pieces(content, offsets, sizes)
+    np.testing.assert_array_equal(actual, expected, strict=True)
+
+
+def test_shared_and_mapped_buffers_are_filled(tmp_path: Path) -> None:
+    from multiprocessing import shared_memory
+
+    (tmp_path / "data").write_bytes(b"abcdef")
+    memory = shared_memory.SharedMemory(create=True, size=8)
+    try:
+        buffer = np.frombuffer(memory.buf, np.uint8)
+        with open(tmp_path / "data", "rb") as file:
+            _native.read_pieces(file.fileno(), int64([0, 3]), int64([3, 3]), buffer, int64([4, 1]))
+        assert buffer[1:7].tobytes() == b"defabc"
+        del buffer
+    finally:
+        memory.close()
+        memory.unlink()
+
+
+def test_a_file_that_shrinks_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(bytes(100))
+    with open(path, "rb") as file:
+        os.truncate(path, 60)
+        with pytest.raises(
+            ValueError,
+            match="the file ends at byte 60, before the end of a piece: piece 1 has 50",
+        ):
+            _native.read_pieces(
+                file.fileno(),
+                int64([0, 50]),
+                int64([50, 50]),
+                np.zeros(100, np.uint8),
+                int64([50, 0]),
+            )

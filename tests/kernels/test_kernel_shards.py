@@ -1,0 +1,109 @@
+"""The twin law for sources of several files and for the order of sequences of one length."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace import ConfigError, _native, reference
+from millrace.options import SampleOptions
+
+DTYPES = (np.uint8, np.int8, np.int16, np.uint16, np.int32, np.int64)
+
+
+def make_shards(sizes: list[int], length: int, dtype: Any) -> list[np.ndarray]:
+    random = np.random.default_rng(len(sizes))
+    return [random.integers(0, 100, size * length).astype(dtype) for size in sizes]
+
+
+def gather(module: Any, shards: Any, sizes: list[int], length: int, numbers: Any) -> Any:
+    source = module.sharded_source(shards, sizes, length)
+    order = module.sequence_order(sum(sizes), length)
+    options = SampleOptions(sequence_length=length, add_extra_token=False)
+    places = np.zeros(len(numbers), np.int64)
+    rows = module.gather_samples((source,), (order,), places, numbers, options)
+    form = module.row_form(parts=True)
+    with_parts = module.gather_samples((source,), (order,), places, numbers, options, form)
+    texts = module.gather_texts((source,), (order,), places, numbers)
+    spans = module.spans(order, numbers)
+    return *rows, *with_parts, *texts, *spans, *module.locate_spans(source, *spans[:3])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(0, 4), min_size=1, max_size=5).filter(any),
+    st.sampled_from((1, 2, 7, 64)),
+    st.sampled_from(DTYPES),
+    st.data(),
+)
+def test_gather_equals_its_twin(sizes: list[int], length: int, dtype: Any, data: Any) -> None:
+    shards = make_shards(sizes, length, dtype)
+    numbers = data.draw(st.lists(st.integers(0, sum(sizes) - 1), max_size=9).map(np.int64))
+    actual, expected = (
+        gather(module, shards, sizes, length, numbers) for module in (_native, reference)
+    )
+    for left, right in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(left, right)
+    flat = np.concatenate(shards).reshape(-1, length)
+    np.testing.assert_array_equal(actual[0], flat[numbers])
+
+
+def test_a_part_of_a_sequence_is_located() -> None:
+    shards = make_shards([2, 0, 3], 5, np.int16)
+    columns = (np.array([1, 4, 4]), np.array([2, 0, 5]), np.array([3, 5, 0]))
+    for module in (_native, reference):
+        source = module.sharded_source(shards, [2, 0, 3], 5)
+        byte_offsets, byte_counts = module.locate_spans(source, *columns)
+        assert byte_offsets.tolist() == [14, 40, 50]
+        assert byte_counts.tolist() == [6, 10, 0]
+
+
+@pytest.mark.parametrize("span", [(5, 0, 1), (-1, 0, 1), (0, 0, 6), (0, 5, 1), (0, -1, 1)])
+def test_spans_outside_are_refused(span: tuple[int, int, int]) -> None:
+    columns = [np.array([number]) for number in span]
+    for module in (_native, reference):
+        source = module.sharded_source(make_shards([2, 3], 5, np.uint16), [2, 3], 5)
+        with pytest.raises(ValueError, match="sequence"):
+            module.locate_spans(source, *columns)
+
+
+@pytest.mark.parametrize("number", [-1, 3, 2**62])
+def test_samples_outside_are_refused(number: int) -> None:
+    for module in (_native, reference):
+        with pytest.raises(ValueError, match="sample"):
+            module.spans(module.sequence_order(3, 5), np.array([number]))
+
+
+def test_arguments_that_do_not_agree_are_refused() -> None:
+    shard = np.zeros(10, np.uint16)
+    for shards, sizes, length in (
+        ([], [], 5),
+        ([shard], [2, 0], 5),
+        ([shard], [-2], 5),
+        ([shard], [2], 0),
+        ([shard], [2**61], 5),
+    ):
+        with pytest.raises(ConfigError):
+            _native.sharded_source(shards, sizes, length)
+    for other in (np.zeros(10, np.int32), np.zeros(9, np.uint16), np.zeros(0, np.uint16)):
+        with pytest.raises(ValueError, match="shard 1 has"):
+            _native.sharded_source([shard, other], [2, 2], 5)
+    for count, length in ((-1, 5), (1, 0), (2**61, 5)):
+        with pytest.raises(ConfigError):
+            _native.sequence_order(count, length)
+
+
+def test_large_offsets() -> None:
+    """Byte offsets beyond 2**32, of files that are not mapped."""
+    empty = np.empty(0, np.int32)
+    sizes = [2**31, 2**31]
+    for module in (_native, reference):
+        source = module.sharded_source([empty, empty], sizes, 4096)
+        columns = np.array([2**32 - 1]), np.array([4000]), np.array([96])
+        offsets, counts = module.locate_spans(source, *columns)
+        assert offsets.tolist() == [((2**32 - 1) * 4096 + 4000) * 4]
+        assert counts.tolist() == [384]

@@ -1,0 +1,110 @@
+"""Small folders of shards, as `millrace shuffle` and the common script write them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace import IndexedDatasetBuilder
+from millrace.files import checksum
+from millrace.store.shards import DOCUMENTS, ShardsMetadata, shard_prefix, write_metadata
+
+
+def sizes_of(total: int, num_shards: int) -> list[int]:
+    """The sizes of shards: the first ones have one more."""
+    return [total // num_shards + (n < total % num_shards) for n in range(num_shards)]
+
+
+def make_sequences(total: int, seq_len: int, dtype: Any = np.uint32, seed: int = 0) -> NDArray[Any]:
+    """Random tokens, [total, seq_len]; token 0 occurs now and then, as EOD."""
+    return np.random.default_rng(seed).integers(0, 50, (total, seq_len)).astype(dtype)
+
+
+def write_sequences(
+    folder: Path, sequences: NDArray[Any], num_shards: int = 3, **values: Any
+) -> ShardsMetadata:
+    """Writes a folder of fixed-length sequences; `values` are of the metadata."""
+    folder.mkdir(parents=True, exist_ok=True)
+    total, seq_len = sequences.shape
+    sizes = sizes_of(total, num_shards)
+    stored = np.dtype("int32") if sequences.dtype == np.uint32 else sequences.dtype
+    start = 0
+    for number, size in enumerate(sizes):
+        with IndexedDatasetBuilder(shard_prefix(folder, number), stored) as builder:
+            for sequence in sequences[start : start + size]:
+                builder.add_document(sequence.view(stored))
+        start += size
+    metadata = ShardsMetadata(
+        seq_len=seq_len,
+        total_sequences=total,
+        num_shards=num_shards,
+        domain_stats={"code": total // 3, "web": total - total // 3},
+        shard_sizes=sizes,
+        dtype=str(sequences.dtype),
+        seed=7,
+        permutation="numpy",
+        checksums=checksums_of(folder),
+    )
+    metadata = replace(metadata, **values)
+    write_metadata(folder, metadata)
+    return metadata
+
+
+def write_documents(
+    folder: Path, shards: Sequence[Sequence[Any]], dtype: Any = np.uint16
+) -> ShardsMetadata:
+    """Writes a folder of documents, which are lists of tokens."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, documents in enumerate(shards):
+        with IndexedDatasetBuilder(shard_prefix(folder, number), dtype) as builder:
+            for document in documents:
+                builder.add_document(document)
+    sizes = [len(documents) for documents in shards]
+    metadata = ShardsMetadata(
+        shuffle_type=DOCUMENTS,
+        total_documents=sum(sizes),
+        num_shards=len(shards),
+        domain_stats={"web": sum(sizes)},
+        shard_sizes=sizes,
+        dtype=str(np.dtype(dtype)),
+        seed=7,
+        permutation="keyed",
+        checksums=checksums_of(folder),
+    )
+    write_metadata(folder, metadata)
+    return metadata
+
+
+def write_like_the_script(folder: Path, sequences: NDArray[Any], num_shards: int = 3) -> None:
+    """Writes a folder as the script does: plain shards, and the metadata of its description."""
+    folder.mkdir(parents=True, exist_ok=True)
+    total, seq_len = sequences.shape
+    sizes = sizes_of(total, num_shards)
+    ends = np.cumsum(sizes).tolist()
+    for number, (size, end) in enumerate(zip(sizes, ends, strict=True)):
+        sequences[end - size : end].tofile(folder / f"shard_{number:04d}.bin")
+    metadata = {
+        "version": 2,
+        "shuffle_type": "global_permutation_fast",
+        "seq_len": seq_len,
+        "total_sequences": total,
+        "num_shards": num_shards,
+        "domain_stats": {"domain_A": total // 2, "domain_B": total - total // 2},
+        "shard_sizes": sizes,
+    }
+    (folder / "metadata.json").write_text(json.dumps(metadata, indent=2))
+
+
+def checksums_of(folder: Path) -> dict[str, str]:
+    """The checksums of all shards' files."""
+    return {
+        path.name: checksum([path.read_bytes()])
+        for path in sorted(folder.glob("shard_*"))
+        if not path.name.endswith(".json")
+    }

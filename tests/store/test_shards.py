@@ -1,0 +1,286 @@
+"""The metadata of a folder of shards: what does not add up is refused, with file and values."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from millrace import ConfigError, DataError, ShardedDataset
+from millrace.store.shards import (
+    is_shards_folder,
+    read_metadata,
+    shard_prefix,
+    write_metadata,
+)
+from tests.shard_folders import (
+    make_sequences,
+    write_documents,
+    write_like_the_script,
+    write_sequences,
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Ten sequences of 8 tokens in three shards."""
+    write_sequences(tmp_path / "out", make_sequences(10, 8))
+    return tmp_path / "out"
+
+
+def change(folder: Path, **values: Any) -> None:
+    """Changes fields of the metadata; None removes one."""
+    path = folder / "metadata.json"
+    document = json.loads(path.read_text()) | values
+    path.write_text(json.dumps({k: v for k, v in document.items() if v is not None}))
+
+
+def test_metadata_come_back_as_they_were_written(tmp_path: Path) -> None:
+    metadata = write_sequences(
+        tmp_path / "out",
+        make_sequences(10, 8),
+        carry=True,
+        eod=5,
+        inputs=[
+            {
+                "domain": "web",
+                "path": "/data/web/a.bin",
+                "size": 2560,
+                "mtime_ns": 10**18,
+                "num_items": 10,
+                "num_tokens": 640,
+            }
+        ],
+        distribution={"head": {"counts": [3, 7], "chi_square": 0.25, "p_value": 0.9}},
+    )
+    assert read_metadata(tmp_path / "out") == metadata
+    assert metadata.num_items == 10
+    assert not metadata.has_documents
+    assert metadata.token_dtype == np.int32
+    document = json.loads((tmp_path / "out/metadata.json").read_text())
+    assert document["version"] == 2
+    assert document["shuffle_type"] == "global_permutation_fast"
+    assert document["seq_len"] == 8
+    assert document["shard_sizes"] == [4, 3, 3]
+    assert "total_documents" not in document
+
+
+def test_metadata_of_documents(tmp_path: Path) -> None:
+    metadata = write_documents(tmp_path / "out", [[[1, 2], [3]], [[4, 5, 6]]])
+    assert read_metadata(tmp_path / "out") == metadata
+    assert metadata.has_documents
+    document = json.loads((tmp_path / "out/metadata.json").read_text())
+    assert document["shuffle_type"] == "global_permutation_documents"
+    assert document["total_documents"] == 3
+    assert "total_sequences" not in document
+
+
+def test_metadata_of_the_common_script_are_read(tmp_path: Path) -> None:
+    write_like_the_script(tmp_path / "out", make_sequences(10, 8))
+    metadata = read_metadata(tmp_path / "out")
+    assert metadata.dtype == "uint32"
+    assert metadata.domain_stats == {"domain_A": 5, "domain_B": 5}
+    assert (metadata.seed, metadata.permutation, metadata.checksums) == (None, None, {})
+
+
+def test_unknown_keys_are_ignored(folder: Path) -> None:
+    before = read_metadata(folder)
+    change(folder, written_by="a later version", more={"a": [1]})
+    assert read_metadata(folder) == before
+
+
+def test_names_of_shards(tmp_path: Path) -> None:
+    assert shard_prefix("out", 7) == os.path.join("out", "shard_0007")
+    assert shard_prefix(tmp_path, 12345) == str(tmp_path / "shard_12345")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"version": 1}, "has version 1; version 2 can be read"),
+        ({"version": "2"}, "version is '2'; a whole number is needed"),
+        ({"version": None}, "version is missing"),
+        ({"shuffle_type": "block_shuffle"}, "has the shuffle_type 'block_shuffle'"),
+        ({"seq_len": 0}, "seq_len is 0; a whole number, 1 to 2147483647, is needed"),
+        ({"seq_len": 8.0}, "seq_len is 8.0"),
+        ({"seq_len": 16}, "shard_0000.bin has 128 bytes; 4 sequences of 16 tokens"),
+        ({"seq_len": True}, "seq_len is True"),
+        ({"total_sequences": 11}, "the sum of shard_sizes: 10; total_sequences is 11"),
+        ({"total_sequences": None}, "total_sequences is missing"),
+        ({"num_shards": 4}, "entries of shard_sizes: 3; num_shards is 4"),
+        ({"num_shards": 0, "shard_sizes": []}, "num_shards is 0"),
+        ({"shard_sizes": [3, 4, 3]}, "shard_0000.bin has 128 bytes; 3 sequences of 8 tokens"),
+        ({"shard_sizes": [11, -4, 3]}, "shard_sizes is [11, -4, 3]"),
+        ({"shard_sizes": 10}, "a list of whole numbers of 0 or more is needed"),
+        ({"domain_stats": {"web": 9}}, "the sum of domain_stats: 9; total_sequences is 10"),
+        ({"domain_stats": {"web": -1, "code": 11}}, "domain_stats is"),
+        ({"domain_stats": [10]}, "domain_stats is [10]"),
+        ({"dtype": "float32"}, "dtype is 'float32'; it is one of"),
+        ({"dtype": 4}, "dtype is 4"),
+        ({"dtype": "uint16"}, "take 64. It is too long, or of another dtype"),
+        ({"seed": "7"}, "seed is '7'"),
+        ({"inputs": [{"domain": "web"}]}, "inputs is [{'domain': 'web'}]"),
+        ({"checksums": {"shard_0000.bin": 7}}, "checksums is"),
+        ({"checksums": {"shard_0000.bin": "7"}}, "checksums is"),
+        ({"distribution": [1]}, "distribution is [1]; an object is needed"),
+    ],
+)
+def test_metadata_that_do_not_add_up(folder: Path, values: dict[str, Any], message: str) -> None:
+    change(folder, **values)
+    for read in (read_metadata, ShardedDataset):
+        with pytest.raises(DataError) as caught:
+            read(folder)
+        assert message in str(caught.value)
+        assert str(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000])
+def test_a_file_that_is_not_metadata(folder: Path, content: bytes) -> None:
+    (folder / "metadata.json").write_bytes(content)
+    with pytest.raises(DataError, match=r"metadata\.json"):
+        read_metadata(folder)
+
+
+def test_folders_without_metadata(folder: Path) -> None:
+    (folder / "metadata.json").unlink()
+    with pytest.raises(DataError, match="does not hold the result of a shuffle"):
+        read_metadata(folder)
+    (folder / "shuffle.journal").mkdir()
+    with pytest.raises(DataError, match="has not ended: run its command again"):
+        read_metadata(folder)
+    with pytest.raises(DataError, match="the folder does not exist"):
+        read_metadata(folder / "nothing")
+    with pytest.raises(DataError, match="the folder does not exist"):
+        read_metadata(folder / "shard_0000.bin")
+
+
+def test_missing_and_truncated_shards(folder: Path) -> None:
+    path = folder / "shard_0001.bin"
+    data = path.read_bytes()
+    path.write_bytes(data[:-4])
+    with pytest.raises(DataError, match=r"shard_0001\.bin has 92 bytes; .* take 96. It is trunc"):
+        read_metadata(folder)
+    path.unlink()
+    (folder / "shard_0002.bin").unlink()
+    with pytest.raises(
+        DataError, match=r"shard_0001\.bin is missing: restore it.* \(2 shards have"
+    ):
+        read_metadata(folder)
+
+
+def test_the_dtype_of_metadata_that_do_not_say_it(tmp_path: Path) -> None:
+    write_like_the_script(tmp_path / "out", make_sequences(10, 8, np.uint16))
+    assert read_metadata(tmp_path / "out", dtype="uint16").dtype == "uint16"
+    with pytest.raises(DataError, match="or of another dtype"):
+        read_metadata(tmp_path / "out")
+    with pytest.raises(ConfigError, match="dtype is 'float32'; it is one of"):
+        read_metadata(tmp_path / "out", dtype="float32")
+    write_sequences(tmp_path / "ours", make_sequences(10, 8))
+    assert read_metadata(tmp_path / "ours", dtype="uint32").dtype == "uint32"
+    with pytest.raises(ConfigError, match=r"dtype is int32, but .* says uint32"):
+        read_metadata(tmp_path / "ours", dtype="int32")
+
+
+def test_a_folder_is_told_from_a_path_prefix(folder: Path) -> None:
+    assert is_shards_folder(folder)
+    assert is_shards_folder(f"{folder}/")
+    assert not is_shards_folder(folder / "shard_0000")
+    assert not is_shards_folder(folder / "nothing")
+    (folder / "shard_0000").mkdir()  # beside the pair of that name
+    assert not is_shards_folder(folder / "shard_0000")
+
+
+# ---- random damage ----
+
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.integers(-2, 12),
+    st.floats(),
+    st.text(max_size=5),
+    st.lists(st.integers(-1, 12), max_size=4),
+    st.dictionaries(st.sampled_from(["web", "code", "shard_0000.bin"]), st.integers(-1, 12)),
+    st.sampled_from(["uint16", "int32", "uint32", "int64", "global_permutation_documents"]),
+)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shards") / "out"
+    write_sequences(folder, make_sequences(10, 8, np.int32), distribution={"head": {"a": [1, 2]}})
+    return folder
+
+
+def samples_of(folder: Path) -> list[Any]:
+    """All samples of a folder, as values that can be compared."""
+    dataset = ShardedDataset(folder)
+    batch = dataset.batch(np.arange(len(dataset)))
+    return [array.tolist() for array in batch.values()]
+
+
+def assert_refused_or_equal(whole: Path, text: bytes) -> None:
+    path = whole / "metadata.json"
+    before = path.read_bytes()
+    expected = samples_of(whole)
+    error = ""
+    try:
+        path.write_bytes(text)
+        try:
+            actual = samples_of(whole)
+        except DataError as damage:
+            error = str(damage)
+    finally:
+        path.write_bytes(before)
+    # Metadata without a dtype mean uint32, which has the same bytes as int32.
+    assert str(whole) in error if error else actual == expected
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_changed_values_are_refused_or_change_nothing(whole: Path, data: Any) -> None:
+    document = json.loads((whole / "metadata.json").read_text())
+    changed = copy.deepcopy(document)
+    for name in data.draw(st.lists(st.sampled_from(sorted(document)), min_size=1, max_size=2)):
+        inner = changed.get(name)
+        if isinstance(inner, dict) and inner and data.draw(st.booleans()):
+            inner[data.draw(st.sampled_from(sorted(inner)))] = data.draw(VALUES)
+        elif isinstance(inner, list) and inner and data.draw(st.booleans()):
+            inner[data.draw(st.integers(0, len(inner) - 1))] = data.draw(VALUES)
+        elif data.draw(st.booleans()):
+            changed.pop(name, None)
+        else:
+            changed[name] = data.draw(VALUES)
+    assert_refused_or_equal(whole, json.dumps(changed).encode())
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_changed_bytes_are_refused_or_change_nothing(whole: Path, data: Any) -> None:
+    text = bytearray((whole / "metadata.json").read_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        place = data.draw(st.integers(0, len(text) - 1))
+        kind = data.draw(st.sampled_from(("flip", "cut", "repeat")))
+        if kind == "flip":
+            text[place] ^= 1 << data.draw(st.integers(0, 7))
+        elif kind == "cut":
+            del text[place : place + data.draw(st.integers(1, 40))]
+            text = text or bytearray(b" ")
+        else:
+            text[place:place] = text[place : place + data.draw(st.integers(1, 40))]
+    assert_refused_or_equal(whole, bytes(text))
+
+
+def test_metadata_that_are_written_again_are_the_same_bytes(folder: Path) -> None:
+    before = (folder / "metadata.json").read_bytes()
+    names = sorted(os.listdir(folder))
+    write_metadata(folder, read_metadata(folder))
+    assert (folder / "metadata.json").read_bytes() == before
+    assert sorted(os.listdir(folder)) == names

@@ -1,0 +1,252 @@
+"""inspect of a folder of shards: counts, domains, the distribution, and its picture."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from millrace import ConfigError, DataError
+from millrace.inspect import describe_shards, format_shards, shares_svg
+from millrace.inspect.shards import deviations
+from millrace.store import ShardsMetadata, read_metadata
+from tests.shard_folders import (
+    make_sequences,
+    sizes_of,
+    write_documents,
+    write_like_the_script,
+    write_sequences,
+)
+
+TOTAL = 1000
+
+
+def distribution_of(domains: dict[str, int], num_shards: int, seed: int = 1) -> dict[str, Any]:
+    """The figures of a random order, as the shuffle job writes them."""
+    total = sum(domains.values())
+    numbers = np.repeat(np.arange(len(domains)), [*domains.values()])
+    order = np.random.default_rng(seed).permutation(numbers)
+
+    def part(sizes: Sequence[int]) -> dict[str, Any]:
+        ends = np.cumsum(sizes)
+        counts = [
+            np.bincount(order[end - size : end], minlength=len(domains)).tolist()
+            for size, end in zip(sizes, ends, strict=True)
+        ]
+        p_values = [round(0.9 / (n + 1), 3) for n in range(len(counts))]
+        return {"sizes": [*sizes], "counts": counts, "p_values": p_values, "p_value": 0.5}
+
+    head = min(500, total)
+    return {
+        "domains": [*domains],
+        "domain_counts": [*domains.values()],
+        "head": part([head, total - head]) | {"p_values": [0.25]},
+        "shards": part(sizes_of(total, num_shards)),
+        "windows": part(sizes_of(total, min(64, total))),
+    }
+
+
+def metadata_of(domains: dict[str, int], num_shards: int = 4) -> ShardsMetadata:
+    total = sum(domains.values())
+    return ShardsMetadata(
+        seq_len=4,
+        total_sequences=total,
+        num_shards=num_shards,
+        domain_stats=domains,
+        shard_sizes=sizes_of(total, num_shards),
+        distribution=distribution_of(domains, num_shards),
+    )
+
+
+@pytest.fixture
+def sequences() -> NDArray[Any]:
+    return make_sequences(TOTAL, 4)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, sequences: NDArray[Any]) -> Path:
+    domains = {"code": 300, "empty": 0, "web": 700}
+    write_sequences(
+        tmp_path / "out",
+        sequences,
+        num_shards=3,
+        domain_stats=domains,
+        distribution=distribution_of(domains, 3),
+    )
+    return tmp_path / "out"
+
+
+def test_a_folder_in_numbers(folder: Path, sequences: NDArray[Any]) -> None:
+    description = describe_shards(folder, document=999)
+    assert description.num_items == TOTAL
+    assert description.num_tokens == 4 * TOTAL
+    assert description.num_bytes == 16 * TOTAL
+    assert description.shard_sizes == (333, 334)
+    assert description.domains == {"code": (300, 0.3), "empty": (0, 0.0), "web": (700, 0.7)}
+    assert description.document is not None
+    assert description.document["head"]["tokens"] == sequences[999].tolist()
+    assert description.document["shard"] == 2
+    assert description.distribution is not None
+    assert [figures["parts"] for figures in description.distribution.values()] == [1, 3, 64]
+    shards = description.distribution["shards"]
+    assert (shards["p_value"], shards["least_p_value"], shards["least_p_value_part"]) == (
+        0.5,
+        0.3,
+        2,
+    )
+    assert 0 < abs(shards["largest_deviation"]) < 4
+    text = format_shards(description)
+    for line in (
+        "sequences of 4 tokens",
+        "4,000 (uint32)",
+        "3 of 333 or 334 sequences",
+        "30.00%  300",
+        "3 shards  p 0.5, least p of one shard 0.3 (shard 2), largest deviation",
+        "sequence 999 (in shard 2), 4 tokens:",
+    ):
+        assert line in text, text
+    with pytest.raises(ConfigError, match=r"there is no document 1000; .* has 0 to 999"):
+        describe_shards(folder, document=1000)
+
+
+def test_a_folder_of_the_common_script(tmp_path: Path) -> None:
+    sequences = make_sequences(10, 300, np.uint16)
+    write_like_the_script(tmp_path / "out", sequences)
+    description = describe_shards(tmp_path / "out", dtype="uint16", document=5)
+    assert description.distribution is None
+    assert description.seed is None
+    text = format_shards(description)
+    assert "domain_A" in text
+    assert "seed" not in text
+    assert "sequence 5 (in shard 1), 300 tokens:" in text
+    assert str(sequences[5, 256:].tolist()) in text  # the tail
+    with pytest.raises(DataError, match="of another dtype"):
+        describe_shards(tmp_path / "out")
+    with pytest.raises(ConfigError, match="has no distribution"):
+        shares_svg(read_metadata(tmp_path / "out", dtype="uint16"), folder=tmp_path / "out")
+
+
+def test_a_folder_of_documents(tmp_path: Path) -> None:
+    write_documents(tmp_path / "out", [[[1, 2, 3], [4]], [[5, 6]], [[7]]])
+    for number, tokens in enumerate([[1, 2, 3], [4], [5, 6], [7]]):
+        description = describe_shards(tmp_path / "out", document=number)
+        assert description.document is not None
+        assert description.document["head"]["tokens"] == tokens
+    assert description.num_tokens == 7
+    assert description.sequence_length is None
+    text = format_shards(description)
+    assert "3 of 1 or 2 documents" in text
+    assert "document 3 (in shard 2), 1 tokens:" in text
+
+
+def test_the_text_of_a_sequence_is_decoded(tmp_path: Path, tokenizer_file: Path) -> None:
+    from millrace.text import Tokenizer
+
+    tokenizer = Tokenizer(tokenizer_file)
+    ids, _ = tokenizer.encode_batch(["the water turns the mill"])
+    write_sequences(tmp_path / "out", np.array([ids, ids], np.uint16), num_shards=1)
+    text = format_shards(describe_shards(tmp_path / "out", tokenizer=tokenizer, document=1))
+    assert "| the water turns the mill" in text
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"domains": ["code", "web"]},
+        {"domains": None},
+        {"shards": {"counts": [[300, 0, 700]] * 3}},
+        {"shards": {"counts": [[300, 0, 700], [0, 0, 0]]}},
+        {"windows": {"counts": [[300, 700]]}},
+        {"windows": {"counts": [[300, 0, -700], [0, 0, 1400]]}},
+        {"windows": {"counts": [[300.0, 0, 700]]}},
+        {"windows": {"counts": [[300, 0], [700]]}},
+        {"windows": {"counts": [[2**70, 0, 700]]}},
+        {"windows": []},
+        {"head": {"counts": [[301, 0, 1]]}},
+    ],
+)
+def test_a_damaged_distribution_is_an_error(folder: Path, change: dict[str, Any]) -> None:
+    path = folder / "metadata.json"
+    document = json.loads(path.read_text())
+    document["distribution"] |= change
+    path.write_text(json.dumps(document))
+    with pytest.raises(DataError, match="the distribution do not fit domain_stats"):
+        describe_shards(folder)
+
+
+def test_p_values_may_be_missing(folder: Path) -> None:
+    path = folder / "metadata.json"
+    document = json.loads(path.read_text())
+    for part in ("head", "shards", "windows"):
+        document["distribution"][part] |= {"p_values": "?", "p_value": None}
+    path.write_text(json.dumps(document))
+    assert "3 shards  p unknown, largest deviation" in format_shards(describe_shards(folder))
+
+
+def test_deviations_are_those_of_draws_without_replacement() -> None:
+    random, totals = np.random.default_rng(5), np.array([60, 40])
+    items = np.repeat([0, 1], totals)
+    counts = np.array(
+        [np.bincount(random.permutation(items)[:30], minlength=2) for _ in range(4000)]
+    )
+    scores = deviations(counts, totals)
+    assert abs(scores.mean()) < 0.1
+    assert 0.9 < scores.std() < 1.1
+    assert deviations(np.array([[60, 40]]), totals).tolist() == [[0.0, 0.0]]
+    assert deviations(np.array([[5], [5]]), np.array([10])).tolist() == [[0.0], [0.0]]
+
+
+# ---- the picture ----
+
+
+def tags_of(picture: str) -> list[ElementTree.Element]:
+    return list(ElementTree.fromstring(picture).iter())
+
+
+def test_the_picture_has_a_band_for_each_domain(folder: Path) -> None:
+    metadata = read_metadata(folder)
+    picture = shares_svg(metadata, folder=folder)
+    texts = [tag.text for tag in tags_of(picture) if tag.tag.endswith("text")]
+    assert f"{folder}: 1,000 sequences in 3 shards, 64 windows" in texts
+    assert "code 30.00%" in texts
+    assert "web 70.00%" in texts
+    assert not any(text and "empty" in text for text in texts)
+    bands = [tag for tag in tags_of(picture) if tag.get("fill-opacity")]
+    assert len(bands) == 2
+    assert picture == shares_svg(metadata, folder=folder)
+
+
+def test_the_bands_end_at_the_shares_of_the_windows() -> None:
+    domains = {"a": 1, "b": 3}
+    metadata = replace(
+        metadata_of(domains, num_shards=1),
+        distribution={"domains": ["a", "b"], "windows": {"counts": [[1, 1], [0, 2]]}},
+    )
+    first = next(tag for tag in tags_of(shares_svg(metadata)) if tag.get("fill-opacity"))
+    assert first.get("d") == (
+        "M70.0 174.0L370.0 174.0L370.0 284.0L670.0 284.0L670.0 284.0L370.0 284.0L370.0 284.0"
+        "L70.0 284.0Z"
+    )
+
+
+def test_many_domains_and_strange_names() -> None:
+    names = [f"domain {number}" for number in range(30)] + ['<&"> \x01\udc80', "x" * 300]
+    domains = {name: 5 + 3 * number for number, name in enumerate(names)}
+    picture = shares_svg(metadata_of(domains))
+    picture.encode()
+    texts = [tag.text for tag in tags_of(picture) if tag.tag.endswith("text")]
+    assert any(text and text.startswith("22 smaller domains") for text in texts)
+    assert any(text and text.startswith('<&"> ?? ') for text in texts)
+    assert all(len(text or "") < 100 for text in texts)
+
+
+@pytest.mark.parametrize("domains", [{"a": 1}, {"a": 1, "b": 1}, {"a": 3, "b": 0}])
+def test_the_smallest_outputs_have_pictures(domains: dict[str, int]) -> None:
+    assert tags_of(shares_svg(metadata_of(domains, num_shards=1)))
