@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 
+from millrace import IndexedDatasetBuilder
 from tests.jobs.tokenize_kills import (
     DEADLINE,
     MOST_WORKER_KILLS,
@@ -68,6 +69,7 @@ COMMANDS: dict[str, str] = {
     "scatter": "--plan scatter --memory 130M --num-workers 2",
     "scatter alone": "--plan scatter --memory 16M --num-workers 1",
     "keyed": "--plan scatter --memory 130M --num-workers 2 --permutation keyed --carry",
+    "documents": "--plan scatter --memory 130M --num-workers 2 --documents",
 }
 
 
@@ -85,11 +87,17 @@ def make_jobs(folder: Path, num_sequences: int, names: Sequence[str] = ()) -> li
         for number in range(3):
             tokens = random_tokens.integers(0, 2**16, 4 * num_sequences // 9 + 3, np.uint16)
             tokens.tofile(folder / "input" / domain / f"{number}.bin")
+    (folder / "documents" / "a").mkdir(parents=True)
+    for number in range(2):
+        with IndexedDatasetBuilder(folder / "documents" / "a" / str(number)) as builder:
+            lengths = random_tokens.integers(0, 9, num_sequences // 2)
+            builder.add_documents(np.zeros(lengths.sum(), np.int32) + number, lengths)
     jobs = []
     for name, command in COMMANDS.items():
         if names and name not in names:
             continue
-        options = ["--input-dir", str(folder / "input"), "--seq-len", "4", "--dtype", "uint16"]
+        source = "documents" if "--documents" in command else "input"
+        options = ["--input-dir", str(folder / source), "--seq-len", "4", "--dtype", "uint16"]
         options += ["--num-shards", "40", "--json", *command.split()]
         output = folder / "undisturbed"
         start = time.monotonic()

@@ -342,6 +342,7 @@ def test_an_interrupted_publication_continues(
     assert "metadata.json" not in names
     with pytest.raises(ConfigError, match="differs from it: seed was 42, and is 1 now"):
         run(tmp_path, seed=1)
+    (output / "metadata.json.0123456789ab.tmp").write_text("{")
     result = run(tmp_path)
     assert (result.num_tasks_done, result.num_tasks_kept) == (0, 7)
     assert not verify_shards(output).problems

@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -26,6 +25,7 @@ from millrace.cores import available_memory
 from millrace.errors import ConfigError, MillraceError
 from millrace.jobs.shuffling.items import Items
 from millrace.jobs.shuffling.permutations import Permutation
+from millrace.jobs.shuffling.probe import is_gather_faster, read_rates
 
 MB = 1_000_000
 ITEM_OVERHEAD = 128
@@ -43,12 +43,8 @@ _LARGE_SECTION = 8 << 20
 _BLOCK = 1 << 16  # items whose sizes are looked up at a time
 _SHARE = 2  # of the available memory, a half: the rest is for the page cache
 
-# Random reads at this share of the sequential rate make `gather` as fast as `scatter`, which reads
-# and writes the data once more.
-_GOOD_RATIO = 0.4
 _LARGE_ITEM = 1 << 20  # bytes: a random read of this size is as fast as a sequential one
-_PROBE_ITEMS = 256
-_PROBE_SIZE = 16 * MB
+_PROBE_SIZE = 16 * MB  # bytes that each measurement of the disk reads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +125,7 @@ def choose_plan(
         if needed <= memory and engine == "local":
             name, reason = "memory", f"the data fit the memory of {in_units(budget)}"
         else:
-            name, reason = _gather_or_scatter(items, num_bytes, free, memory)
+            name, reason = _gather_or_scatter(items, num_bytes, free=free, memory=memory)
     elif name == "scatter" and free < 2 * num_bytes:
         raise MillraceError(
             f"No space left for the plan scatter: it writes {in_units(num_bytes)} twice, and the "
@@ -306,7 +302,7 @@ def _too_little_memory(budget: int, memory: int, largest: int, items: Items) -> 
     )
 
 
-def _gather_or_scatter(items: Items, num_bytes: int, free: int, memory: int) -> tuple[str, str]:
+def _gather_or_scatter(items: Items, num_bytes: int, *, free: int, memory: int) -> tuple[str, str]:
     """The better of the two plans for this disk, and the reason."""
     if free < 2 * num_bytes:
         return "gather", (
@@ -315,31 +311,12 @@ def _gather_or_scatter(items: Items, num_bytes: int, free: int, memory: int) -> 
     mean = num_bytes // items.num_items
     if mean >= _LARGE_ITEM:
         return "gather", f"items of {in_units(mean)} are read at any place at full speed"
-    random, sequential = _probe(items, mean, min(_PROBE_SIZE, memory // 4))
+    size = min(_PROBE_SIZE, memory // 4)
+    random, sequential = read_rates(items, mean=mean, size=size)
     rates = f"({in_units(random)} and {in_units(sequential)} a second)"
-    if random >= _GOOD_RATIO * sequential:
+    if is_gather_faster(random, sequential):
         return "gather", f"random reads are nearly as fast as sequential ones {rates}"
-    return "scatter", f"random reads are slower than sequential ones {rates}"
-
-
-def _probe(items: Items, mean: int, size: int) -> tuple[float, float]:
-    """Bytes per second of reading random items, and of reading consecutive ones."""
-    random = np.random.default_rng()  # other items in each run: those of the last one are cached
-    scattered = np.unique(random.integers(0, items.num_items, _PROBE_ITEMS))
-    count = min(size // max(mean, 1) + 1, items.num_items)
-    first = int(random.integers(0, items.num_items - count + 1))
-    return _rate(items, scattered, size), _rate(items, np.arange(first, first + count), size)
-
-
-def _rate(items: Items, numbers: NDArray[np.int64], size: int) -> float:
-    """Bytes per second of reading the first items that fit `size` bytes."""
-    ends = np.cumsum(items.sizes(numbers))
-    count = max(int(np.searchsorted(ends, size // items.dtype.itemsize, side="right")), 1)
-    numbers, ends = numbers[:count], ends[:count]
-    buffer = np.zeros(int(ends[-1]), items.dtype)
-    start = time.perf_counter()
-    items.read(numbers, buffer, np.concatenate([np.zeros(1, np.int64), ends[:-1]]))
-    return float(buffer.nbytes / max(time.perf_counter() - start, 1e-9))
+    return "scatter", f"random reads are much slower than sequential ones {rates}"
 
 
 # ---- memory ----

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from millrace.errors import ConfigError, DataError
-from millrace.files import fsync_folder, naming
+from millrace.files import fsync_folder, naming, temporaries_of
 from millrace.jobs.engine import Journal
 from millrace.jobs.shuffling.arguments import JOURNAL
 from millrace.jobs.shuffling.tasks import SHARD
@@ -114,7 +114,10 @@ def publish(journal: Journal, folder: str, content: Mapping[str, Any]) -> None:
                 f"{path} is missing or does not have {size} bytes, although it was written: "
                 "another program has changed it. Start over: --restart"
             )
-    fsync_folder(os.path.join(folder, METADATA))
+    metadata_path = os.path.join(folder, METADATA)
+    for left in temporaries_of(metadata_path):  # of a run that was killed
+        os.unlink(left)
+    fsync_folder(metadata_path)
     write_metadata(folder, ShardsMetadata(**content["metadata"]))
 
 

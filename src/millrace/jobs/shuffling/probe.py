@@ -1,0 +1,50 @@
+"""How fast this disk reads items at random places, and consecutive ones: a measurement."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.jobs.shuffling.items import Items
+
+_NUM_ITEMS = 256  # that are read at random places
+_WRITE_RATE = 2e9  # bytes per second of writing and hashing, at most
+
+
+def read_rates(items: Items, *, mean: int, size: int) -> tuple[float, float]:
+    """Bytes per second of reading random items, and of reading consecutive ones.
+
+    Args:
+        items: The items.
+        mean: Mean size of an item in bytes.
+        size: Bytes to read at most in each measurement, about.
+    """
+    random = np.random.default_rng()  # other items in each run: those of the last one are cached
+    scattered = np.unique(random.integers(0, items.num_items, _NUM_ITEMS))
+    count = min(size // max(mean, 1) + 1, items.num_items)
+    first = int(random.integers(0, items.num_items - count + 1))
+    # Once each: the disk reads ahead, so a second round would find part of its items in memory.
+    return _rate(items, scattered, size), _rate(items, np.arange(first, first + count), size)
+
+
+def is_gather_faster(random: float, sequential: float) -> bool:
+    """Whether the plan `gather` takes less time than `scatter` at these rates.
+
+    `gather` reads the data once, at random places, and writes them. `scatter` reads them twice, in
+    large pieces, and writes them twice.
+    """
+    write = min(sequential, _WRITE_RATE)
+    return 1 / random <= 2 / sequential + 1 / write
+
+
+def _rate(items: Items, numbers: NDArray[np.int64], size: int) -> float:
+    """Bytes per second of reading the first items that fit `size` bytes."""
+    ends = np.cumsum(items.sizes(numbers))
+    count = max(int(np.searchsorted(ends, size // items.dtype.itemsize, side="right")), 1)
+    numbers, ends = numbers[:count], ends[:count]
+    buffer = np.ones(int(ends[-1]), items.dtype)  # its pages are there before the clock starts
+    start = time.perf_counter()
+    items.read(numbers, buffer, np.concatenate([np.zeros(1, np.int64), ends[:-1]]))
+    return float(max(buffer.nbytes, 1) / max(time.perf_counter() - start, 1e-9))
