@@ -22,20 +22,23 @@ from pathlib import Path
 
 import tokenize_work as work
 from common import HIGHER, LOWER, Report, Row, alternate, finish, number_of_runs, parser
+from processes import run
 
 WORKERS = (1, 2)
 INPUT_BYTES, QUICK_BYTES = 300_000_000, 4_000_000
+# A job starts in about a second: a third of the time for 300 MB, and none of that for terabytes.
+LONG = 4
 # Slow peers read the first part of the input, and their start is left out, in their favour.
 PART_BYTES, QUICK_PART_BYTES = 30_000_000, 500_000
 START_BYTES = 10_000
 BARS = {
-    "preprocess_data.py": 45,
+    "long preprocess_data.py": 45,
     "preprocess_data_fast.py": 1.2,
     "datatrove": 20,
-    "encode_batch": 0.70,
+    "long encode_batch": 0.70,
     "gzip": 0.60,
     "zstd": 0.60,
-    "Parquet": 1.0,
+    "long Parquet": 1.0,
     "memory": 3,
 }
 
@@ -49,8 +52,11 @@ NOTES = [
     "preprocess_data_fast.py has no worker processes but threads: as many as we have workers. "
     "Its imports take some seconds; a row without a bar leaves them out. "
     "(It gives empty documents an EOD, and so writes other bytes than preprocess_data.py.)",
-    "encode_batch: the same encoder in as many processes, on texts in memory, in batches of 1 MB. "
-    "The start, reading, checking and writing are the difference.",
+    "encode_batch: the same encoder in as many processes, each on one thread as in our workers, on "
+    "texts in memory, in batches of 1 MB. The start, reading, checking and writing are the "
+    "difference.",
+    "1.2 GB: the 300 MB four times, for our job and for encode_batch; preprocess_data.py's rate is "
+    "the same in both rows.",
     "Memory: the peak of the sum of proportional set sizes of the process tree, sampled every "
     "50 ms.",
 ]
@@ -63,6 +69,7 @@ class Setup:
     Attributes:
         folder: A temporary folder.
         source: The input.
+        long: The input, several times.
         part: The part of it that slow peers read.
         start: A few documents, to measure the start of slow peers.
         tokenizer: A tokenizer.json.
@@ -74,6 +81,7 @@ class Setup:
 
     folder: Path
     source: Path
+    long: Path
     part: Path
     start: Path
     tokenizer: Path
@@ -112,6 +120,7 @@ def prepare(folder: Path, options: argparse.Namespace) -> tuple[Setup, list[str]
     if not tokenizer.exists():
         tokenizer = folder / "tokenizer.json"
         work.train_tokenizer(source, tokenizer)
+    work.repeat_input(source, folder / "long.jsonl", LONG)
     part_bytes = QUICK_PART_BYTES if options.quick else PART_BYTES
     work.write_part(source, folder / "part.jsonl", part_bytes)
     work.write_part(source, folder / "start.jsonl", START_BYTES)
@@ -130,6 +139,7 @@ def prepare(folder: Path, options: argparse.Namespace) -> tuple[Setup, list[str]
     setup = Setup(
         folder=folder,
         source=source,
+        long=folder / "long.jsonl",
         part=folder / "part.jsonl",
         start=folder / "start.jsonl",
         tokenizer=tokenizer,
@@ -149,7 +159,9 @@ def rows(setup: Setup, workers: int, runs: int) -> list[Row]:
     others = other_inputs(setup)
     sides: dict[str, Callable[[], float]] = {
         "ours": functools.partial(our_rate, setup, setup.source, workers),
-        "encode_batch": functools.partial(encode_rate, setup, workers),
+        "long ours": functools.partial(our_rate, setup, setup.long, workers),
+        "encode_batch": functools.partial(encode_rate, setup, setup.source, workers),
+        "long encode_batch": functools.partial(encode_rate, setup, setup.long, workers),
     }
     for name, path in others.items():
         sides[name] = functools.partial(our_rate, setup, path, workers)
@@ -163,18 +175,20 @@ def rows(setup: Setup, workers: int, runs: int) -> list[Row]:
     if setup.datatrove_python:
         sides["datatrove"] = functools.partial(datatrove_rate, setup, workers)
     results = alternate(runs, sides)
+    if setup.megatron:
+        results["long preprocess_data.py"] = results["preprocess_data.py"]
     plural = "worker" if workers == 1 else "workers"
     rows = []
-    for name in sides:
-        if name == "ours":
+    for name, result in results.items():
+        is_long = name.startswith("long ")
+        ours, plain_name = ("long ours", name[5:]) if is_long else ("ours", name)
+        if plain_name == "ours":
             continue
-        pair = (name, "ours") if name in others else ("ours", name)
-        label = f"{workers} {plural}: " + (f"{name} over JSONL" if name in others else name)
-        rows.append(
-            Row.compare(
-                label, results[pair[0]], results[pair[1]], "MB/s", better=HIGHER, bar=BARS.get(name)
-            )
-        )
+        is_format = name in others
+        pair = (result, results[ours]) if is_format else (results[ours], result)
+        label = f"{workers} {plural}" + (", 1.2 GB: " if is_long else ": ")
+        label += f"{plain_name} over JSONL" if is_format else plain_name
+        rows.append(Row.compare(label, *pair, "MB/s", better=HIGHER, bar=BARS.get(name)))
     return rows
 
 
@@ -184,12 +198,14 @@ def other_inputs(setup: Setup) -> dict[str, Path]:
         "gzip": setup.folder / "input.jsonl.gz",
         "zstd": setup.folder / "input.jsonl.zst",
         "Parquet": setup.folder / "input.parquet",
+        "long Parquet": setup.folder / "long.parquet",
     }
     if not paths["gzip"].exists():
         data = setup.source.read_bytes()
         paths["gzip"].write_bytes(gzip.compress(data, 6))
         paths["zstd"].write_bytes(work.zstd().compress(data))
         work.write_parquet(setup.source, paths["Parquet"])
+        work.write_parquet(setup.long, paths["long Parquet"])
     return paths
 
 
@@ -207,18 +223,18 @@ def megabytes(path: Path) -> float:
 def our_rate(setup: Setup, path: Path, workers: int) -> float:
     prefix = new_folder(setup) / "out"
     command = work.millrace_command([path], prefix, setup.tokenizer, workers)
-    return megabytes(setup.source) / work.run(command).seconds
+    is_long = path.name.startswith("long")
+    return megabytes(setup.long if is_long else setup.source) / run(command).seconds
 
 
-def encode_rate(setup: Setup, workers: int) -> float:
-    seconds = work.encode_seconds(setup.tokenizer, setup.source, workers)
-    return megabytes(setup.source) / seconds
+def encode_rate(setup: Setup, path: Path, workers: int) -> float:
+    return megabytes(path) / work.encode_seconds(setup.tokenizer, path, workers)
 
 
 def megatron_rate(setup: Setup, workers: int) -> float:
     """Of the part, without the start."""
     seconds = [
-        work.run(megatron_command(setup, "preprocess_data.py", path, "--workers", str(workers)))
+        run(megatron_command(setup, "preprocess_data.py", path, "--workers", str(workers)))
         for path in (setup.start, setup.part)
     ]
     return megabytes(setup.part) / without_start(seconds[1].seconds, seconds[0].seconds)
@@ -232,7 +248,7 @@ def megatron_fast_rate(setup: Setup, workers: int, has_start: bool) -> float:
     paths = (setup.source,) if has_start else (setup.start, setup.source)
     environment = {"RAYON_NUM_THREADS": str(workers)}
     seconds = [
-        work.run(
+        run(
             megatron_command(setup, "preprocess_data_fast.py", path, "--use-gigatoken"), environment
         ).seconds
         for path in paths
@@ -258,7 +274,7 @@ def datatrove_rate(setup: Setup, workers: int) -> float:
         work.write_parts(path, output / "in", workers)
         arguments = output / "in", output / "out", setup.tokenizer, workers
         command = work.datatrove_command(setup.datatrove_python, *arguments)
-        seconds.append(work.run(command, work.ONE_THREAD).seconds)
+        seconds.append(run(command, work.ONE_THREAD).seconds)
     return megabytes(setup.part) / without_start(seconds[1], seconds[0])
 
 
@@ -283,12 +299,12 @@ def memory_rows(setup: Setup, runs: int) -> list[Row]:
 
 def our_memory(setup: Setup) -> float:
     command = work.millrace_command([setup.source], new_folder(setup) / "out", setup.tokenizer, 2)
-    return work.run(command, has_memory=True).peak_mib
+    return run(command, has_memory=True).peak_mib
 
 
 def megatron_fast_memory(setup: Setup) -> float:
     command = megatron_command(setup, "preprocess_data_fast.py", setup.source, "--use-gigatoken")
-    return work.run(command, {"RAYON_NUM_THREADS": "2"}, has_memory=True).peak_mib
+    return run(command, {"RAYON_NUM_THREADS": "2"}, has_memory=True).peak_mib
 
 
 if __name__ == "__main__":

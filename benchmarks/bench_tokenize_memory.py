@@ -9,6 +9,7 @@ from pathlib import Path
 
 import tokenize_work as work
 from common import LOWER, Report, Row, finish, parser
+from processes import run
 
 WORKERS = (1, 2)
 FILE_BYTES, QUICK_FILE_BYTES = 200_000_000, 2_000_000
@@ -51,7 +52,7 @@ def main() -> None:
             output = folder / "output"
             output.mkdir()
             command = work.millrace_command([inputs], output / "out", options.tokenizer, workers)
-            cost = work.run(command, has_memory=True)
+            cost = run(command, has_memory=True)
             rate = input_bytes / 1e6 / cost.seconds
             print(f"{workers} workers: {cost.peak_mib:.0f} MiB, {rate:.0f} MB/s", flush=True)
             plural = "worker" if workers == 1 else "workers"

@@ -1,4 +1,4 @@
-"""The work of `bench_tokenize.py`: the input, the commands of both sides, time and memory.
+"""The work of `bench_tokenize.py`: the input, and the commands of both sides.
 
     python tokenize_work.py encode TOKENIZER FILE START STOP
     python tokenize_work.py datatrove FOLDER OUTPUT TOKENIZER WORKERS
@@ -20,15 +20,16 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 BATCH_BYTES = 1 << 20  # of text in a call of `encode_batch`, as in the job
-SAMPLE_SECONDS = 0.05  # between two looks at the memory
-ONE_THREAD = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+ONE_THREAD = {
+    "RAYON_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "FASTOKENS_BPE_THREADS": "1",
+}
 EOD = "<|endoftext|>"
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -116,6 +117,14 @@ def write_parquet(source: Path, path: Path) -> None:
     pq.write_table(pa.table(columns), path, row_group_size=1000)
 
 
+def repeat_input(source: Path, path: Path, times: int) -> None:
+    """Writes a file several times over."""
+    with open(path, "wb") as target:
+        for _ in range(times):
+            with open(source, "rb") as file:
+                shutil.copyfileobj(file, target)
+
+
 def write_transformers_folder(tokenizer: Path, folder: Path) -> None:
     """A folder from which Megatron-LM's script loads a tokenizer.json without a network."""
     folder.mkdir()
@@ -138,69 +147,6 @@ def train_tokenizer(source: Path, path: Path) -> None:
         texts = (json.loads(line)["text"] for line in itertools.islice(lines, 2000))
         tokenizer.train_from_iterator(texts, trainer)
     tokenizer.save(str(path))
-
-
-# ---- time and memory of a process tree ----
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Seconds, and the peak memory of the process and its descendants in MiB (0: not measured)."""
-
-    seconds: float
-    peak_mib: float
-
-
-def run(
-    command: Sequence[str], environment: dict[str, str] | None = None, *, has_memory: bool = False
-) -> Cost:
-    """Runs a command; RuntimeError if it fails."""
-    start = time.perf_counter()
-    process = subprocess.Popen(
-        command,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", **(environment or {})},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    peaks = [0.0]
-    sampler = threading.Thread(target=sample_memory, args=(process, peaks))
-    if has_memory:
-        sampler.start()
-    errors = process.communicate()[1]
-    seconds = time.perf_counter() - start
-    if has_memory:
-        sampler.join()
-    if process.returncode != 0:
-        raise RuntimeError(f"{' '.join(map(str, command))}:\n{errors[-2000:]}")
-    return Cost(seconds, peaks[0])
-
-
-def sample_memory(process: subprocess.Popen[str], peaks: list[float]) -> None:
-    """Keeps the largest sum of the tree's proportional set sizes, while the process runs."""
-    while process.poll() is None:
-        total = sum(proportional_kib(pid) for pid in tree(process.pid))
-        peaks[0] = max(peaks[0], total / 1024)
-        time.sleep(SAMPLE_SECONDS)
-
-
-def tree(pid: int) -> list[int]:
-    """A process and its descendants."""
-    pids = [pid]
-    with contextlib.suppress(OSError):
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            for child in (thread / "children").read_text().split():
-                pids += tree(int(child))
-    return pids
-
-
-def proportional_kib(pid: int) -> int:
-    """The memory of a process; pages that several processes map count in parts."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1])
-    return 0
 
 
 # ---- the sides ----

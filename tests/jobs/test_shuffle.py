@@ -147,7 +147,7 @@ def test_the_command(
     for text in (
         "phase 1: 3 files",
         "phase 2: permutation numpy of 300 sequences, seed 42",
-        "plan: memory, because the data fit the memory",
+        "plan: memory, because the data are small",
         "reads 9.6 kB, writes 9.6 kB",
     ):
         assert text in output.err

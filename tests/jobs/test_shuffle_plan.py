@@ -143,10 +143,14 @@ def test_the_choice_of_a_plan(tmp_path: Path, disk: SimpleNamespace) -> None:
     assert choose(tmp_path, small, engine="ray").name == "gather"
     plan = choose(tmp_path, large)
     assert str(plan) == (
-        "gather, because random reads are nearly as fast as sequential ones (1.0 GB and 1.0 GB a "
+        "gather, because random reads are about as fast as sequential ones (1.0 GB and 1.0 GB a "
         "second), reads 8.2 GB, writes 8.2 GB"
     )
+    assert choose(tmp_path, large, memory=20 * GB).name == "gather"
+    disk.random = 4e8
+    assert "not much slower" in str(choose(tmp_path, large))
     assert choose(tmp_path, large, memory=20 * GB).name == "memory"
+    assert choose(tmp_path, large, memory=20 * GB, engine="ray").name == "gather"
     disk.random = 1e8
     plan = choose(tmp_path, large)
     assert (plan.name, plan.bytes_read, plan.bytes_written) == (

@@ -240,8 +240,8 @@ def wait_for_moment(
 def read_records(output: Path) -> dict[str, tuple[int, int]]:
     """Name of each record in the journal, and what changes if it is written again."""
     records = {}
-    for path in output.glob("*.journal/*/records/*.json"):
-        with contextlib.suppress(FileNotFoundError):  # the job ends, and removes its journal
+    with contextlib.suppress(FileNotFoundError):  # the job ends, and removes its journal
+        for path in output.glob("*.journal/*/records/*.json"):
             status = path.stat()
             records[path.name] = (status.st_ino, status.st_mtime_ns)
     return records

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -70,14 +70,14 @@ def compare_encoders(
     return difference_on(list(texts), tokenizer.encode_batch, reference.encode_batch)
 
 
-def checked_tokenizer(tokenizer: Tokenizer, texts: Sequence[str] = ()) -> tuple[Tokenizer, str]:
+def checked_tokenizer(tokenizer: Tokenizer, texts: Iterable[str] = ()) -> tuple[Tokenizer, str]:
     """The tokenizer to use: the given one if its encoder agrees with the reference library.
 
     Both encode a built-in set of edge cases and `texts`.
 
     Args:
         tokenizer: Tokenizer to check.
-        texts: Texts of the data, such as its first documents.
+        texts: Texts of the data, such as its first documents; a thread iterates over them.
 
     Returns:
         A tokenizer whose encoder agrees, and the reason if it is not the encoder that `tokenizer`
@@ -89,7 +89,7 @@ def checked_tokenizer(tokenizer: Tokenizer, texts: Sequence[str] = ()) -> tuple[
 
 
 def choose_encoder(
-    vocabulary: Vocabulary, name: str = "auto", texts: Sequence[str] = ()
+    vocabulary: Vocabulary, name: str = "auto", texts: Iterable[str] = ()
 ) -> tuple[str, EncodeBatch, str]:
     """The encoder `name`, or with "auto" the first one, that agrees with the reference.
 
@@ -99,9 +99,11 @@ def choose_encoder(
     problems = []
     names = vocabulary.encoder_names if name == "auto" else (name,)
     candidates = list(itertools.takewhile(lambda name: name != vocabulary.reference_name, names))
-    with ThreadPoolExecutor(1) as thread:
-        # The reference encodes while the candidate is loaded, which takes about as long.
+    with ThreadPoolExecutor(1) as thread, ThreadPoolExecutor(1) as other_thread:
+        # The reference encodes while the candidate is loaded, which takes about as long. So do the
+        # fingerprints, which every job needs.
         comparison = _Comparison(vocabulary, texts, thread) if candidates else None
+        other_thread.submit(lambda: vocabulary.fingerprints)
         for candidate in candidates:
             try:
                 encode_batch = make_encoder(candidate, vocabulary)
@@ -120,30 +122,37 @@ def choose_encoder(
 
 
 class _Comparison:
-    """The edge cases, the texts of tokens, and `texts`, with the ids of the reference."""
+    """The edge cases, the texts of tokens, and `texts`, with the ids of the reference.
+
+    Args:
+        thread: Executor that reads `texts` and encodes by the reference.
+    """
 
     def __init__(
-        self, vocabulary: Vocabulary, texts: Sequence[str], thread: ThreadPoolExecutor
+        self, vocabulary: Vocabulary, texts: Iterable[str], thread: ThreadPoolExecutor
     ) -> None:
-        all_texts = [
-            *edge_cases(vocabulary.added_tokens()),
-            *_token_texts(vocabulary),
-            *texts,
-        ]
-        self._batches = [
-            all_texts[start : start + _BATCH] for start in range(0, len(all_texts), _BATCH)
+        cases = [*edge_cases(vocabulary.added_tokens()), *_token_texts(vocabulary)]
+        batches: list[Iterable[str]] = [
+            cases[start : start + _BATCH] for start in range(0, len(cases), _BATCH)
         ]
         self._expected = [
-            thread.submit(_results, vocabulary.encode_batch, batch) for batch in self._batches
+            thread.submit(_texts_and_results, vocabulary.encode_batch, batch)
+            for batch in (*batches, texts)
         ]
 
     def difference(self, encode: EncodeBatch) -> Difference | None:
         """The first text that an encoder and the reference encode differently, or None."""
-        for texts, expected in zip(self._batches, self._expected, strict=True):
-            difference = _difference(texts, _results(encode, texts), expected.result())
+        for expected in self._expected:
+            texts, results = expected.result()
+            difference = _difference(texts, _results(encode, texts), results)
             if difference is not None:
                 return difference
         return None
+
+
+def _texts_and_results(encode: EncodeBatch, batch: Iterable[str]) -> tuple[list[str], list[Result]]:
+    texts = list(batch)
+    return texts, _results(encode, texts)
 
 
 def difference_on(

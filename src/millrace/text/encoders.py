@@ -14,20 +14,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from millrace.checks import shown
 from millrace.errors import ConfigError, TextError
+from millrace.text.flat_ids import FlatIds, joined_ids, starts_and_ends, with_tokens
 from millrace.text.sentencepiece_json import tokenizer_json, user_defined_symbols
 from millrace.text.vocabularies import (
-    FlatIds,
     JsonVocabulary,
     SentencePieceVocabulary,
     TiktokenVocabulary,
     Vocabulary,
     import_package,
     is_of_the_process,
-    joined_ids,
     rank_lines,
 )
 
@@ -148,9 +146,10 @@ def _as_sentencepiece(
 
     Texts with user-defined symbols are rare, and are left to sentencepiece.
     """
-    first = last = -1
-    if vocabulary.add_special_tokens:
-        first, last = vocabulary.library.bos_id(), vocabulary.library.eos_id()
+    library = vocabulary.library
+    tokens = (library.bos_id(), library.eos_id()) if vocabulary.add_special_tokens else (-1, -1)
+    # sentencepiece names a token that the model lacks -1.
+    first, last = (None if token < 0 else token for token in tokens)
     symbols = user_defined_symbols(vocabulary.content)
     marks = symbols
     if symbols:  # one search for what all of them begin with takes less time than many
@@ -159,35 +158,25 @@ def _as_sentencepiece(
         mark = "".join(character for character, _ in prefix)
         marks = [mark] if len(mark) > 1 else symbols
 
+    def encode_plain(texts: list[str]) -> FlatIds:
+        ids, lengths = encode_batch(texts)
+        ids = with_tokens(ids, *starts_and_ends(lengths), first, last, ids.dtype)
+        return ids, lengths + (first is not None) + (last is not None)
+
     def encode(texts: list[str]) -> FlatIds:
         others = [i for i, text in enumerate(texts) if any(mark in text for mark in marks)]
         if not others:
-            return surrounded(*encode_batch(texts), first, last)
+            return encode_plain(texts)
         plain_texts = list(texts)
         for i in others:
             plain_texts[i] = ""
-        ids, lengths = surrounded(*encode_batch(plain_texts), first, last)
+        ids, lengths = encode_plain(plain_texts)
         parts = np.split(ids, np.cumsum(lengths)[:-1])
         for i in others:
             parts[i] = vocabulary.encode_batch([texts[i]])[0]
         return joined_ids(parts)
 
     return encode
-
-
-def surrounded(
-    ids: NDArray[np.uint32], lengths: NDArray[np.int64], first: int, last: int
-) -> FlatIds:
-    """Flat ids with an id before and after each text; a negative id adds nothing."""
-    stops = np.cumsum(lengths)
-    if last >= 0:
-        ids = np.insert(ids, stops, np.uint32(last))
-        lengths = lengths + 1
-        stops = np.cumsum(lengths)
-    if first >= 0:
-        ids = np.insert(ids, stops - lengths, np.uint32(first))
-        lengths = lengths + 1
-    return ids, lengths
 
 
 @contextlib.contextmanager

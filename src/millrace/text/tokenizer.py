@@ -232,6 +232,10 @@ class Tokenizer:
             self._prepared()
         return self._encoder
 
+    def load(self) -> None:
+        """Loads the encoder, which otherwise the first call of `encode_batch` does."""
+        self._prepared()
+
     def _prepared(self) -> EncodeBatch:
         """The encoder, which is chosen or loaded at the first call."""
         if self._encode_batch is None:

@@ -12,20 +12,17 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from millrace.checks import shown
 from millrace.errors import ConfigError, TextError
+from millrace.text.flat_ids import FlatIds, flat_ids, joined_ids
 from millrace.text.sentencepiece_json import user_defined_symbols
-
-FlatIds = tuple[NDArray[np.uint32], NDArray[np.int64]]
-"""The ids of several texts in one array, and the number of ids of each text."""
 
 BYTES = "bytes"
 """The name of the vocabulary of bytes, in place of a path."""
@@ -79,20 +76,6 @@ class Vocabulary(Protocol):
 
     def encode_batch(self, texts: list[str]) -> FlatIds:
         """The ids of some texts, by the reference library."""
-
-
-def flat_ids(lists: Sequence[Sequence[int]]) -> FlatIds:
-    """Lists of ids as flat arrays."""
-    lengths = np.fromiter(map(len, lists), np.int64, len(lists))
-    ids = itertools.chain.from_iterable(lists)
-    return np.fromiter(ids, np.uint32, int(lengths.sum())), lengths
-
-
-def joined_ids(arrays: Sequence[NDArray[Any]]) -> FlatIds:
-    """Arrays of ids as one."""
-    lengths = np.fromiter(map(len, arrays), np.int64, len(arrays))
-    ids = np.concatenate(arrays) if len(arrays) else np.empty(0, np.uint32)
-    return ids.astype(np.uint32, copy=False), lengths
 
 
 def load_vocabulary(

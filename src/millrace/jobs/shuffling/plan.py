@@ -49,6 +49,7 @@ _SHARE = 2  # of the available memory, a half: the rest is for the page cache
 
 _LARGE_ITEM = 1 << 20  # bytes: a random read of this size is as fast as a sequential one
 _PROBE_SIZE = 16 * MB  # bytes that each measurement of the disk reads
+_GOOD_RATIO = 0.5  # `gather` writes while it reads, and `memory` reads all before it writes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,10 +127,11 @@ def choose_plan(
         )
     reason = "it was asked for"
     if name == "auto":
-        if needed <= memory and engine == "local":
-            name, reason = "memory", f"the data fit the memory of {in_units(budget)}"
+        fits = needed <= memory and engine == "local"
+        if fits and num_bytes <= _LARGEST_BUFFER:
+            name, reason = "memory", "the data are small"
         else:
-            name, reason = _gather_or_scatter(items, num_bytes, free=free, memory=memory)
+            name, reason = _best_plan(items, num_bytes, fits=fits, free=free, memory=memory)
     elif name == "scatter" and free < 2 * num_bytes:
         raise MillraceError(
             f"No space left for the plan scatter: it writes {in_units(num_bytes)} twice, and the "
@@ -306,20 +308,25 @@ def _too_little_memory(budget: int, memory: int, largest: int, items: Items) -> 
     )
 
 
-def _gather_or_scatter(items: Items, num_bytes: int, *, free: int, memory: int) -> tuple[str, str]:
-    """The better of the two plans for this disk, and the reason."""
+def _best_plan(
+    items: Items, num_bytes: int, *, fits: bool, free: int, memory: int
+) -> tuple[str, str]:
+    """The best plan for this disk, and the reason; `fits` says whether all items fit the memory."""
+    mean = num_bytes // items.num_items
+    if mean >= _LARGE_ITEM:
+        return "gather", f"items of {in_units(mean)} are read at any place at full speed"
+    random, sequential = read_rates(items, mean=mean, size=min(_PROBE_SIZE, memory // 4))
+    rates = f"({in_units(random)} and {in_units(sequential)} a second)"
+    if random >= _GOOD_RATIO * sequential:
+        return "gather", f"random reads are about as fast as sequential ones {rates}"
+    if fits:
+        return "memory", f"the data fit it, and random reads are slow {rates}"
     if free < 2 * num_bytes:
         return "gather", (
             f"scatter needs {in_units(2 * num_bytes)} of disk, and {in_units(free)} are free"
         )
-    mean = num_bytes // items.num_items
-    if mean >= _LARGE_ITEM:
-        return "gather", f"items of {in_units(mean)} are read at any place at full speed"
-    size = min(_PROBE_SIZE, memory // 4)
-    random, sequential = read_rates(items, mean=mean, size=size)
-    rates = f"({in_units(random)} and {in_units(sequential)} a second)"
     if is_gather_faster(random, sequential):
-        return "gather", f"random reads are nearly as fast as sequential ones {rates}"
+        return "gather", f"random reads are not much slower than sequential ones {rates}"
     return "scatter", f"random reads are much slower than sequential ones {rates}"
 
 

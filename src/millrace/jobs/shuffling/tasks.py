@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -13,10 +12,11 @@ from numpy.typing import NDArray
 
 from millrace import _native
 from millrace.errors import DataError
-from millrace.files import naming, temporary_name, xxh3
+from millrace.files import naming
 from millrace.jobs.engine import Task, commit, sum_of, task_folder
 from millrace.jobs.shuffling.items import Items
 from millrace.jobs.shuffling.permutations import Permutation
+from millrace.jobs.shuffling.writing import HashedFile
 
 Numbers = NDArray[np.int64]
 
@@ -26,7 +26,6 @@ SHARD = "shard"
 """Path prefix of a shard in the folder of its task."""
 
 _RUN, _SECTIONS = "run.bin", "sections"
-_WRITE_SIZE = 2 << 20  # bytes that are written and hashed at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,46 +181,6 @@ def commit_shard(work: Work, task: Task, blocks: Iterable[NDArray[np.uint8]]) ->
 
 
 # ---- files and memory ----
-
-
-class HashedFile:
-    """A file of a task: hashed while it is written, and renamed to its path when it is whole.
-
-    Attributes:
-        path: Path of the file.
-        sum: Size and XXH3-64, after the block.
-    """
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.sum = (0, "")
-        self._temporary = temporary_name(path)
-        self._digest, self._size = xxh3(), 0
-
-    def __enter__(self) -> HashedFile:
-        with naming(self.path):
-            self._file = open(self._temporary, "xb", buffering=0)
-        return self
-
-    def write(self, data: NDArray[np.uint8]) -> None:
-        """Appends bytes, and starts to bring them to the disk, so that few wait for it."""
-        view = memoryview(np.ascontiguousarray(data).data)
-        with naming(self.path):
-            while len(view):
-                count = self._file.write(view[:_WRITE_SIZE])
-                self._digest.update(view[:count])
-                _native.start_writeback(self._file.fileno(), self._size, count)
-                self._size += count
-                view = view[count:]
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self._file.close()
-        if kind is None:
-            os.rename(self._temporary, self.path)
-            self.sum = self._size, str(self._digest.hexdigest())
-        else:
-            with contextlib.suppress(OSError):
-                os.unlink(self._temporary)
 
 
 def _buffer(size: int) -> NDArray[np.uint8]:

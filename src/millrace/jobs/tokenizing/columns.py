@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from millrace.store import IndexedDatasetBuilder
 from millrace.text import SentenceSplitter, Tokenizer
+from millrace.text.flat_ids import starts_and_ends, with_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,10 +86,10 @@ def encode_column(
     """
     if splitter is None and all(type(text) is str for text in texts):
         ids, lengths = tokenizer.encode_batch(texts)  # type: ignore[arg-type]
-        starts, ends = _bounds(lengths)
+        starts, ends = starts_and_ends(lengths)
         is_full = lengths > 0
         lengths = lengths + is_full * ((first_token is not None) + (last_token is not None))
-        tokens = _with_tokens(
+        tokens = with_tokens(
             ids, starts[is_full], ends[is_full], first_token, last_token, tokenizer.dtype
         )
         return Column(tokens=tokens, lengths=lengths, counts=None)
@@ -97,10 +98,10 @@ def encode_column(
     documents = _numbers(np.fromiter(map(len, parts), np.int64, len(parts)))[lengths > 0]
     lengths = lengths[lengths > 0]
     counts = np.bincount(documents, minlength=len(parts))
-    starts, ends = _bounds(lengths)
+    starts, ends = starts_and_ends(lengths)
     last = np.cumsum(counts)[counts > 0] - 1  # the last sequence of each document
     first = last - counts[counts > 0] + 1
-    tokens = _with_tokens(ids, starts[first], ends[last], first_token, last_token, tokenizer.dtype)
+    tokens = with_tokens(ids, starts[first], ends[last], first_token, last_token, tokenizer.dtype)
     lengths[first] += first_token is not None
     lengths[last] += last_token is not None
     return Column(tokens=tokens, lengths=lengths, counts=counts)
@@ -112,43 +113,6 @@ def _sentences(text: str | list[str], splitter: SentenceSplitter | None) -> list
     return [text] if splitter is None else splitter.split(text)
 
 
-def _bounds(lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    ends = np.cumsum(lengths)
-    return ends - lengths, ends
-
-
 def _numbers(counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """Number i, counts[i] times, for each i."""
     return np.repeat(np.arange(len(counts)), counts)
-
-
-def _with_tokens(
-    ids: NDArray[np.uint32],
-    starts: NDArray[np.int64],
-    ends: NDArray[np.int64],
-    first_token: int | None,
-    last_token: int | None,
-    dtype: np.dtype[Any],
-) -> NDArray[Any]:
-    """The ids in the dtype of the file, with a token before each start and after each end.
-
-    Args:
-        ids: Ids of all documents, uint32 [ids].
-        starts, ends: Bounds of the documents with ids, in order: int64 [documents].
-    """
-    num_firsts = 0 if first_token is None else 1
-    num_lasts = 0 if last_token is None else 1
-    if num_firsts + num_lasts == 0:
-        return ids.astype(dtype)
-    shifts = np.arange(len(starts)) * (num_firsts + num_lasts)
-    tokens = np.empty(len(ids) + len(starts) * (num_firsts + num_lasts), dtype)
-    is_id = np.ones(len(tokens), np.bool_)
-    for token, places in (
-        (first_token, starts + shifts),
-        (last_token, ends + shifts + num_firsts),
-    ):
-        if token is not None:
-            tokens[places] = token
-            is_id[places] = False
-    tokens[is_id] = ids
-    return tokens

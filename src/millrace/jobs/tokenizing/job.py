@@ -8,7 +8,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -307,9 +307,8 @@ def _remove(path: str) -> None:
         os.unlink(path)
 
 
-def _first_texts(files: Sequence[InputFile], settings: Settings) -> list[str]:
+def _first_texts(files: Sequence[InputFile], settings: Settings) -> Iterator[str]:
     """Texts of the first documents, about 200 kB; none of a pipe, which can be read only once."""
-    texts: list[str] = []
     size = 0
 
     def ignore(*reject: Any) -> None:
@@ -329,12 +328,11 @@ def _first_texts(files: Sequence[InputFile], settings: Settings) -> list[str]:
         )
         for documents in batches:
             for text in itertools.chain.from_iterable(documents.texts):
-                parts = [text] if isinstance(text, str) else text
-                texts += [part[:_FIRST_SIZE] for part in parts]
-                size += sum(map(len, parts))
-                if size >= _FIRST_SIZE:
-                    return texts
-    return texts
+                for item in [text] if isinstance(text, str) else text:
+                    yield item[:_FIRST_SIZE]
+                    size += len(item)
+                    if size >= _FIRST_SIZE:
+                        return
 
 
 def _absolute(path: str) -> str:

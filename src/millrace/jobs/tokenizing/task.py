@@ -9,9 +9,9 @@ import json
 import os
 import queue
 import threading
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -144,7 +144,9 @@ def run_task(settings: Settings, task: Task) -> dict[str, Any]:
             for reject_stem in reject_stems(stem)
         )
         reader = _Reader(settings, work.parts, rejects)
-        for batch in stack.enter_context(contextlib.closing(_ahead(reader.batches()))):
+        batches = stack.enter_context(_Ahead(reader.batches()))
+        tokenizer.load()  # takes 0.25 s, in which the first batch is read
+        for batch in batches:
             columns = [
                 encode_column(
                     texts,
@@ -165,7 +167,7 @@ def run_task(settings: Settings, task: Task) -> dict[str, Any]:
                 for partition, builder in enumerate(builders[key]):
                     column.select(partitions == partition).add_to(builder)
             num_documents += len(numbers)
-            num_bytes += batch.num_bytes
+            num_bytes += sum(map(_num_bytes, batch.documents.texts))
             num_empty += _num_empty(batch.documents)
             origins.add(batch, mask, partitions)
         origins.close()
@@ -211,12 +213,10 @@ class _Batch:
     Attributes:
         documents: The documents.
         part: Number of the part.
-        num_bytes: Bytes of UTF-8 text.
     """
 
     documents: Documents
     part: int
-    num_bytes: int
 
 
 class _Reader:
@@ -242,11 +242,7 @@ class _Reader:
             )
             for documents in batches:
                 self.num_lines[number] += documents.num_lines
-                yield _Batch(
-                    documents=documents,
-                    part=number,
-                    num_bytes=sum(map(_num_bytes, documents.texts)),
-                )
+                yield _Batch(documents=documents, part=number)
 
 
 def _num_empty(documents: Documents) -> int:
@@ -258,7 +254,7 @@ def _num_empty(documents: Documents) -> int:
 
 
 def _num_bytes(texts: Sequence[str | list[str]]) -> int:
-    # An ASCII text is the usual case, and its size is known without encoding it.
+    # Python keeps the UTF-8 that an encoder has asked for: after it, this is a copy at most.
     return sum(
         (len(text) if text.isascii() else len(text.encode()))
         if isinstance(text, str)
@@ -267,40 +263,48 @@ def _num_bytes(texts: Sequence[str | list[str]]) -> int:
     )
 
 
-def _ahead(items: Iterator[Item]) -> Generator[Item, None, None]:
-    """The items, made by a thread while the caller works: encoders release the GIL."""
-    ready: queue.Queue[tuple[Item | None, BaseException | None]] = queue.Queue(maxsize=1)
-    is_closed = threading.Event()
+class _Ahead(Generic[Item]):
+    """Items that a thread makes while the caller works: encoders release the GIL."""
 
-    def put(item: Item | None, error: BaseException | None) -> None:
-        while not is_closed.is_set():
-            with contextlib.suppress(queue.Full):
-                ready.put((item, error), timeout=0.1)
-                return
+    def __init__(self, items: Iterator[Item]) -> None:
+        self._ready: queue.Queue[tuple[Item | None, BaseException | None]] = queue.Queue(maxsize=1)
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(
+            target=self._make, args=(items,), name="millrace-reader", daemon=True
+        )
 
-    def make() -> None:
-        try:
-            for item in items:
-                put(item, None)
-                if is_closed.is_set():
-                    return
-            put(None, None)
-        except BaseException as error:  # raised again in the caller's thread
-            put(None, error)
+    def __enter__(self) -> _Ahead[Item]:
+        self._thread.start()
+        return self
 
-    thread = threading.Thread(target=make, name="millrace-reader", daemon=True)
-    thread.start()
-    try:
+    def __exit__(self, *_: object) -> None:
+        self._is_closed.set()
+        self._thread.join()
+
+    def __iter__(self) -> Iterator[Item]:
         while True:
-            item, error = ready.get()
+            item, error = self._ready.get()
             if error is not None:
                 raise error
             if item is None:
                 return
             yield item
-    finally:
-        is_closed.set()
-        thread.join()
+
+    def _make(self, items: Iterator[Item]) -> None:
+        try:
+            for item in items:
+                self._put(item, None)
+                if self._is_closed.is_set():
+                    return
+            self._put(None, None)
+        except BaseException as error:  # raised again in the caller's thread
+            self._put(None, error)
+
+    def _put(self, item: Item | None, error: BaseException | None) -> None:
+        while not self._is_closed.is_set():
+            with contextlib.suppress(queue.Full):
+                self._ready.put((item, error), timeout=0.1)
+                return
 
 
 # ---- lines that are not documents ----

@@ -1,0 +1,67 @@
+"""Ids of several texts in one flat array."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+FlatIds = tuple[NDArray[np.uint32], NDArray[np.int64]]
+"""The ids of several texts in one array, and the number of ids of each text."""
+
+
+def flat_ids(lists: Sequence[Sequence[int]]) -> FlatIds:
+    """Lists of ids as flat arrays."""
+    lengths = np.fromiter(map(len, lists), np.int64, len(lists))
+    ids = itertools.chain.from_iterable(lists)
+    return np.fromiter(ids, np.uint32, int(lengths.sum())), lengths
+
+
+def joined_ids(arrays: Sequence[NDArray[Any]]) -> FlatIds:
+    """Arrays of ids as one."""
+    lengths = np.fromiter(map(len, arrays), np.int64, len(arrays))
+    ids = np.concatenate(arrays) if len(arrays) else np.empty(0, np.uint32)
+    return ids.astype(np.uint32, copy=False), lengths
+
+
+def starts_and_ends(lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The start and the end of each text in the flat array: int64 [texts] each."""
+    ends = np.cumsum(lengths)
+    return ends - lengths, ends
+
+
+def with_tokens(
+    ids: NDArray[np.uint32],
+    starts: NDArray[np.int64],
+    ends: NDArray[np.int64],
+    first_token: int | None,
+    last_token: int | None,
+    dtype: np.dtype[Any],
+) -> NDArray[Any]:
+    """Flat ids in a dtype, with a token before each start and after each end.
+
+    Args:
+        ids: Flat ids, uint32 [ids].
+        starts, ends: Bounds of the runs of ids that get a token, in order: int64 [runs].
+        first_token, last_token: Token before and after each of these runs; None: no token.
+        dtype: Dtype of the result.
+    """
+    num_firsts = 0 if first_token is None else 1
+    num_lasts = 0 if last_token is None else 1
+    if num_firsts + num_lasts == 0:
+        return ids.astype(dtype, copy=False)
+    shifts = np.arange(len(starts)) * (num_firsts + num_lasts)
+    tokens = np.empty(len(ids) + len(starts) * (num_firsts + num_lasts), dtype)
+    is_id = np.ones(len(tokens), np.bool_)
+    for token, places in (
+        (first_token, starts + shifts),
+        (last_token, ends + shifts + num_firsts),
+    ):
+        if token is not None:
+            tokens[places] = token
+            is_id[places] = False
+    tokens[is_id] = ids
+    return tokens
