@@ -187,7 +187,9 @@ def test_p_values_may_be_missing(folder: Path) -> None:
     for part in ("head", "shards", "windows"):
         document["distribution"][part] |= {"p_values": "?", "p_value": None}
     path.write_text(json.dumps(document))
-    assert "3 shards  p unknown, largest deviation" in format_shards(describe_shards(folder))
+    assert "3 shards  no chi-square test, largest deviation" in format_shards(
+        describe_shards(folder)
+    )
 
 
 def test_deviations_are_those_of_draws_without_replacement() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +116,7 @@ def test_documents_keep_their_origins(tmp_path: Path, tokenizer_file: Path) -> N
     prefix = str(tmp_path / "input" / "web")
     tokenize([str(tmp_path / "web.jsonl")], prefix, tokenizer, provenance="parquet", workers=1)
     run(tmp_path, documents=True, num_shards=4)
+    assert run(tmp_path, documents=True, num_shards=4).plan == "none"  # it is there already
     for plan in ("gather", "scatter"):
         shuffle(tmp_path / "input", tmp_path / plan, documents=True, num_shards=4, plan=plan)
         assert kills.read_files(tmp_path / plan) == kills.read_files(tmp_path / "output")
@@ -187,6 +190,7 @@ def test_a_list_of_inputs(
         ({"plan": "memory", "engine": "ray"}, "plan is 'memory', which works in one process"),
         ({"documents": True, "carry": True}, "carry concerns sequences of a fixed length"),
         ({"documents": True}, "x.bin has no .idx, so its documents are not known"),
+        ({"output_dir": ""}, "output_dir is empty; give a folder"),
         ({"input_list": []}, "input_dir and input_list are both given"),
     ],
 )
@@ -304,6 +308,25 @@ def test_kills_at_random_moments() -> None:
     """`python -m tests.jobs.shuffle_kills` does more of them, to more kinds of jobs."""
     counts = kills.run(3, 0, 100_000, ["gather"])
     assert counts["parent"] + counts["worker"] >= 3
+
+
+def test_ctrl_c_keeps_what_is_done(tmp_path: Path) -> None:
+    (tmp_path / "input").mkdir()
+    with open(tmp_path / "input" / "x.bin", "wb") as file:
+        file.truncate(200 * 10**6)
+    options = ["--input-dir", str(tmp_path / "input"), "--memory", "10M", "--plan", "scatter"]
+    output = tmp_path / "output"
+    process = kills.launch([*options, "--num-workers", "1", "--json"], output)
+    while len(read_records(output)) < 2:
+        assert process.poll() is None, "the job has ended"
+        time.sleep(0.002)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=kills.DEADLINE)
+    assert process.returncode == 1
+    assert errors.splitlines()[-1].startswith("millrace: error: interrupted")
+    assert names_in(output) == ["shuffle.journal"]
+    summary = kills.finish(kills.launch([*options, "--num-workers", "2", "--json"], output))
+    assert summary["num_tasks_kept"] >= 2
 
 
 class KilledError(Exception):

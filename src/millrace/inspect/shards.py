@@ -39,8 +39,9 @@ class ShardsDescription:
         domains: Items of each domain, and its share of all items.
         distribution: For the head, the shards and the windows of the output: the number of parts,
             the p-value of the chi-square test of all parts, the least p-value of a part and its
-            number, and the largest deviation of a domain's items from their expected number, as a
-            share of that, with its part and domain. None: unknown.
+            number (None: too few items for a test), and the largest deviation of a domain's count
+            from the expected one, in standard deviations, with its part, domain and counts. None:
+            unknown.
         document: Number, shard, counts, head and tail of one item, as in `Description.document`.
     """
 
@@ -212,13 +213,14 @@ def _worst_figures(metadata: ShardsMetadata, folder: str) -> dict[str, dict[str,
         scores = deviations(counts, totals)
         part, domain = divmod(int(np.abs(scores).argmax()), len(names))
         tests = metadata.distribution[parts]
-        p_values = tests.get("p_values")
+        p_value, p_values = tests.get("p_value"), tests.get("p_values")
         is_list = isinstance(p_values, list) and len(p_values) >= len(counts)
+        is_list = is_list and tests.get("part_degrees") != 0  # else all p-values are 1
         numbers = [p for p in p_values[: len(counts)] if _is_number(p)] if is_list else []
         least = min(numbers, default=None)
         figures[parts] = {
             "parts": len(counts),
-            "p_value": tests.get("p_value") if _is_number(tests.get("p_value")) else None,
+            "p_value": p_value if _is_number(p_value) and tests.get("degrees") != 0 else None,
             "least_p_value": least,
             "least_p_value_part": None if least is None else p_values.index(least),
             "largest_deviation": float(scores[part, domain]),
@@ -286,11 +288,12 @@ def _distribution_lines(distribution: dict[str, dict[str, Any]]) -> list[str]:
     lines = ["  domains along the output, against what chance allows (p-values by chi-square)"]
     for parts, figures in distribution.items():
         kind = _PARTS[parts]
-        texts = [f"p {_p(figures['p_value'])}"]
+        p_value = figures["p_value"]
+        texts = ["no chi-square test" if p_value is None else f"p {p_value:.2g}"]
         least, part = figures["least_p_value"], figures["largest_deviation_part"]
         if figures["parts"] > 1 and least is not None:
             place = f"{kind} {figures['least_p_value_part']}"
-            texts.append(f"least p of one {kind} {_p(least)} ({place})")
+            texts.append(f"least p of one {kind} {least:.2g} ({place})")
         domain = figures["largest_deviation_domain"]
         place = domain if kind == "head" else f"{domain} in {kind} {part}"
         texts.append(
@@ -302,7 +305,3 @@ def _distribution_lines(distribution: dict[str, dict[str, Any]]) -> list[str]:
         name = "head" if kind == "head" else f"{count:,} {parts if count != 1 else kind}"
         lines.append(f"  {name:>11}  {', '.join(texts)}")
     return lines
-
-
-def _p(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.2g}"

@@ -108,13 +108,16 @@ def checked_arguments(
             f"{'carry' if carry else 'eod'} concerns sequences of a fixed length, and with "
             "documents=True whole documents are shuffled; leave one of the two out"
         )
+    output_dir = checks.one_path("output_dir", output_dir)
+    if not output_dir:
+        raise ConfigError("output_dir is empty; give a folder for the shards")
     if input_dir is None and not isinstance(input_list, (tuple, list)):
         raise ConfigError(
             f"input_list is {checks.shown(input_list)}; give a list of pairs (weight, path)"
         )
     return Arguments(
         inputs=input_list if input_dir is None else checks.one_path("input_dir", input_dir),
-        output_dir=checks.one_path("output_dir", output_dir),
+        output_dir=output_dir,
         seq_len=None if documents else checks.whole("seq_len", seq_len, 1, checks.MAX_INT32),
         num_shards=checks.whole("num_shards", num_shards, 1),
         workers=checks.whole("workers", workers, 1),

@@ -308,8 +308,8 @@ def _write(journal: Journal, arguments: Arguments, items: Items) -> ShuffleResul
         show_progress=arguments.show_progress,
     )
     records = movement.move()
-    with interruptible():  # the last time before the files are published
-        publish.flush_shards(journal, records)
+    with Progress("phase 5: flush", enabled=arguments.show_progress) as progress, interruptible():
+        publish.flush_shards(journal, records, progress.count)
     metadata = _metadata(arguments, items, permutation.name)
     num_bytes = sum(record["bytes"] for record in records)
     result = ShuffleResult(

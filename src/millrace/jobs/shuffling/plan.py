@@ -29,7 +29,11 @@ from millrace.jobs.shuffling.probe import is_gather_faster, read_rates
 
 MB = 1_000_000
 ITEM_OVERHEAD = 128
-"""Bytes of memory per item in a buffer: its number, place, size and offsets, and copies of them."""
+"""Bytes of memory per item in a buffer: its number, place, size and offsets, and copies of them.
+
+It decides where runs and buckets end. A job of another version must not continue with these files:
+change the version in `arguments.identity` with it.
+"""
 
 # Private memory of processes, measured and rounded up. The job's own process has 100 MB beside the
 # budget, which is enough without Arrow.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -87,8 +87,16 @@ def publication(
     return {"files": files, "metadata": {**metadata, "checksums": checksums}}
 
 
-def flush_shards(journal: Journal, records: Sequence[Mapping[str, Any]]) -> None:
-    """Brings the files of all shards to the disk, several at a time."""
+def flush_shards(
+    journal: Journal, records: Sequence[Mapping[str, Any]], report: Callable[[int, int], None]
+) -> None:
+    """Brings the files of all shards to the disk, several at a time.
+
+    Args:
+        journal: The journal.
+        records: The record of each shard's task.
+        report: Called with the number of flushed files and of all files, after each.
+    """
 
     def flush(path: str) -> None:
         with naming(path), open(path, "rb") as file:
@@ -100,7 +108,8 @@ def flush_shards(journal: Journal, records: Sequence[Mapping[str, Any]]) -> None
         for name in record["files"]
     ]
     with ThreadPoolExecutor(_FLUSHES) as pool:
-        list(pool.map(flush, paths))
+        for count, _ in enumerate(pool.map(flush, paths), 1):
+            report(count, len(paths))
 
 
 def publish(journal: Journal, folder: str, content: Mapping[str, Any]) -> None:
