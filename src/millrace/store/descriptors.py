@@ -85,8 +85,8 @@ class PooledFile:
         raise DataError(
             cut_short(self.path, self.identity)
             or f"{self.path} was removed, replaced or changed after it was opened, and cannot be "
-            f"opened again: of all files that are read with access='file', at most {MAX_OPEN} stay open. "
-            "Restore the file or open the dataset again; files of a run must not change"
+            f"opened again: of all files that are read with access='file', at most {MAX_OPEN} stay "
+            "open. Restore the file or open the dataset again; files of a run must not change"
         )
 
 
