@@ -342,6 +342,20 @@ def test_a_shard_that_is_cut_short_by_a_part_of_a_page(folder: Path) -> None:
         dataset.batch([0])
 
 
+def test_a_cut_is_found_from_another_working_directory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder.parent)
+    datasets = ShardedDataset(folder.name).dataset, IndexedDataset("out/shard_0003")
+    monkeypatch.chdir("/")
+    for dataset in datasets:
+        dataset.check_sizes()
+    os.truncate(folder / "shard_0003.bin", 100)
+    for dataset in datasets:
+        with pytest.raises(DataError, match=r"shard_0003\.bin has 100 bytes; it had 160"):
+            dataset.check_sizes()
+
+
 # ---- a full citizen ----
 
 

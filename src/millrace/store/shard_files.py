@@ -81,7 +81,7 @@ class Shards:
     def _open(self, path: str, access: Access) -> BinReader:
         try:
             with open(path, "rb", buffering=0) as file:
-                self._files.append((path, file_identity(file)))
+                self._files.append((os.path.abspath(path), file_identity(file)))
                 return open_bin(file, access)
         except FileNotFoundError:
             raise DataError(f"{path} was removed while it was opened: restore it") from None
