@@ -302,6 +302,15 @@ def test_verify_names_the_damage_and_exits_with_1(tokenized: Path) -> None:
     assert len(report[0]["problems"]) == 1
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8:surrogateescape"])
+def test_json_is_json_in_any_encoding(tmp_path: Path, encoding: str) -> None:
+    domains = {"é😀": 4, "\udcff": 6}
+    write_sequences(tmp_path / "out", make_sequences(10, 8), domain_stats=domains)
+    result = millrace("inspect", tmp_path / "out", "--json", PYTHONIOENCODING=encoding)
+    assert result.returncode == 0, result.stderr
+    assert [*json.loads(result.stdout)["domains"]] == [*domains]
+
+
 def test_inspect_and_verify_of_a_folder_of_shards(tokenized: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     counts = {"counts": [[2, 4], [2, 2]]}

@@ -192,6 +192,29 @@ def test_p_values_may_be_missing(folder: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("value", [10**400, float("nan"), float("inf"), -0.5, True, 2])
+def test_p_values_that_are_not_probabilities_are_not_shown(folder: Path, value: Any) -> None:
+    path = folder / "metadata.json"
+    document = json.loads(path.read_text())
+    document["distribution"]["shards"] |= {"p_value": value, "p_values": [value, 0.25, 0.5]}
+    path.write_text(json.dumps(document))
+    text = format_shards(describe_shards(folder))
+    assert "3 shards  no chi-square test, least p of one shard 0.25 (shard 1), largest" in text
+
+
+def test_names_with_control_characters_do_not_reach_the_terminal(tmp_path: Path) -> None:
+    domains = {"\x1b[31mred\n\ud800": 300, "web": 700}
+    write_sequences(
+        tmp_path / "out",
+        make_sequences(TOTAL, 4),
+        domain_stats=domains,
+        distribution=distribution_of(domains, 3),
+    )
+    text = format_shards(describe_shards(tmp_path / "out"))
+    assert r"  \x1b[31mred\n\ud800  ####" in text
+    assert all(line.isprintable() for line in text.splitlines())
+
+
 def test_deviations_are_those_of_draws_without_replacement() -> None:
     random, totals = np.random.default_rng(5), np.array([60, 40])
     items = np.repeat([0, 1], totals)

@@ -141,6 +141,13 @@ def paths(name: str, values: Any) -> list[str]:
         raise ConfigError(f"{name} are {shown(values)}; give a list of paths") from None
 
 
+def printable(name: str) -> str:
+    """A name for people: control characters and the like are written as `\\x1b` or `\\u202e`."""
+    return "".join(
+        one if one.isprintable() else one.encode("unicode_escape").decode() for one in name
+    )
+
+
 def shown(value: Any, most: int = 200) -> str:
     """A value for a message: its repr, cut after `most` characters."""
     try:

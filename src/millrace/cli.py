@@ -826,8 +826,16 @@ def _demo(folder: str) -> None:
 
 
 def _print_json(value: Any, *, ensure_ascii: bool = True) -> None:
-    """Prints a dataclass, or a list of them."""
-    print(json.dumps(value, default=dataclasses.asdict, ensure_ascii=ensure_ascii, indent=2))
+    """Prints a dataclass, or a list of them.
+
+    What stdout cannot encode is written as JSON's escapes: those of Python would not be JSON.
+    """
+    text = json.dumps(value, default=dataclasses.asdict, ensure_ascii=ensure_ascii, indent=2)
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        text = json.dumps(value, default=dataclasses.asdict, indent=2)
+    print(text)
 
 
 def _dtype(text: str) -> np.dtype[Any] | None:

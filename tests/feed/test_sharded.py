@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import pickle
@@ -285,6 +286,53 @@ def test_an_open_folder_keeps_its_shards(
     assert_equal(pickle.loads(pickled).batch([4, 19]), rows_of(sequences[[4, 19]]))
 
 
+def test_a_pickle_does_not_open_where_the_metadata_were_changed(tmp_path: Path) -> None:
+    """The same files, read as sequences of another length, would be other samples."""
+    write_sequences(tmp_path / "out", make_sequences(12, 8), num_shards=2)
+    path = tmp_path / "out" / "metadata.json"
+    text = path.read_text()
+    pickled = pickle.dumps(ShardedDataset(tmp_path / "out"))
+    longer = {"seq_len": 16, "total_sequences": 6, "shard_sizes": [3, 3], "domain_stats": {"a": 6}}
+    path.write_text(json.dumps(json.loads(text) | longer))
+    with pytest.raises(DataError, match="holds other data than the shards that were pickled"):
+        pickle.loads(pickled)
+    path.write_text(text)
+    assert len(pickle.loads(pickled)) == 12
+
+
+@pytest.mark.parametrize("access", ACCESS)
+def test_a_cut_shard_is_named_when_it_is_pickled(folder: Path, access: Any) -> None:
+    dataset = ShardedDataset(folder, access=access)
+    os.truncate(folder / "shard_0001.bin", 0)
+    with pytest.raises(DataError, match=r"shard_0001\.bin has 0 bytes; it had 192"):
+        pickle.dumps(dataset)
+
+
+_FEW_DESCRIPTORS = """
+import resource, sys
+import numpy as np
+from millrace import Loader, ShardedDataset
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+dataset = ShardedDataset(sys.argv[1], access=sys.argv[2])
+with Loader(dataset, micro_batch_size=10, threads=8, prefetch=8) as loader:
+    tokens = np.concatenate([batch["tokens"] for batch in loader])
+print(np.array_equal(tokens, np.fromfile(sys.argv[3], np.int64).reshape(tokens.shape)))
+"""
+
+
+@pytest.mark.parametrize("access", ACCESS)
+def test_many_shards_are_read_with_few_descriptors(tmp_path: Path, access: str) -> None:
+    sequences = make_sequences(300, 8)
+    write_sequences(tmp_path / "out", sequences, num_shards=150)
+    sequences.astype(np.int64).tofile(tmp_path / "expected")
+    command = [sys.executable, "-c", _FEW_DESCRIPTORS, tmp_path / "out", access]
+    result = subprocess.run(
+        [*command, tmp_path / "expected"], capture_output=True, text=True, timeout=60
+    )
+    assert (result.returncode, result.stdout) == (0, "True\n"), result.stderr
+
+
 def test_a_shard_that_is_cut_short_by_a_part_of_a_page(folder: Path) -> None:
     dataset = ShardedDataset(folder)
     dataset.batch([0])
@@ -292,6 +340,20 @@ def test_a_shard_that_is_cut_short_by_a_part_of_a_page(folder: Path) -> None:
     dataset._watch._next = 0
     with pytest.raises(DataError, match=r"shard_0003\.bin has 100 bytes; it had 160"):
         dataset.batch([0])
+
+
+def test_a_cut_is_found_from_another_working_directory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder.parent)
+    datasets = ShardedDataset(folder.name).dataset, IndexedDataset("out/shard_0003")
+    monkeypatch.chdir("/")
+    for dataset in datasets:
+        dataset.check_sizes()
+    os.truncate(folder / "shard_0003.bin", 100)
+    for dataset in datasets:
+        with pytest.raises(DataError, match=r"shard_0003\.bin has 100 bytes; it had 160"):
+            dataset.check_sizes()
 
 
 # ---- a full citizen ----

@@ -334,6 +334,16 @@ def test_the_table() -> None:
     assert lines[-1] == "uniform: chance explains all deviations"
 
 
+def test_names_with_control_characters_do_not_reach_the_terminal() -> None:
+    names = ["\x1b[31mred\n", "Ärzte\u202e"]
+    for sources in (np.random.default_rng(1).permutation(1000), np.arange(1000)):
+        measured = measure_distribution(Sources(sources), names, [500, 500], [500, 500])
+        lines = format_distribution(measured).splitlines()
+        assert lines[2].startswith(r"  \x1b[31mred\n  ")
+        assert lines[3].startswith(r"  Ärzte\u202e   ")
+        assert all(line.isprintable() for line in lines)
+
+
 def test_the_metadata_are_plain_json() -> None:
     measured = measure(np.random.default_rng(0).permutation(TOTAL), COUNTS)
     data = measured.to_json()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from millrace import ConfigError, IndexedDatasetBuilder
 from millrace.store import verify_shards
+from millrace.store.shards import read_metadata, write_metadata
 from tests.shard_folders import (
     make_sequences,
     write_documents,
@@ -32,8 +34,7 @@ def flip(path: Path, place: int) -> None:
 
 
 def remove_checksums(folder: Path) -> None:
-    path = folder / "metadata.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"checksums": {}}))
+    write_metadata(folder, replace(read_metadata(folder), checksums={}))
 
 
 def test_a_whole_folder_has_no_problems(folder: Path) -> None:
@@ -59,6 +60,28 @@ def test_every_flipped_bit_is_found(folder: Path) -> None:
             problems = verify_shards(folder, threads=1).problems
             assert any(f"{path} is damaged: its checksum is" in text for text in problems), place
             path.write_bytes(whole)
+    assert verify_shards(folder).problems == []
+
+
+def test_every_change_of_the_metadata_is_found(folder: Path) -> None:
+    """Also one of a seed or a name, which nothing else in the folder contradicts."""
+    path = folder / "metadata.json"
+    text = path.read_bytes()
+    for place in range(len(text)):
+        flip(path, place)
+        assert verify_shards(folder, threads=1).problems, place
+        path.write_bytes(text)
+    for changed in (
+        text.replace(b'"seed": 7', b'"seed": 8'),
+        text.replace(b'"web"', b'"wab"'),
+        json.dumps(json.loads(text)).encode(),
+        text + b"\n",
+    ):
+        path.write_bytes(changed)
+        assert verify_shards(folder).problems == [
+            f"{path} was changed since it was written: restore it, or shuffle again"
+        ]
+    path.write_bytes(text)
     assert verify_shards(folder).problems == []
 
 

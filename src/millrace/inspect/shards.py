@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace.checks import printable
 from millrace.errors import ConfigError, DataError
 from millrace.inspect.description import describe_document, document_lines, excerpts_of
 from millrace.store import IndexedDataset
@@ -216,11 +217,11 @@ def _worst_figures(metadata: ShardsMetadata, folder: str) -> dict[str, dict[str,
         p_value, p_values = tests.get("p_value"), tests.get("p_values")
         is_list = isinstance(p_values, list) and len(p_values) >= len(counts)
         is_list = is_list and tests.get("part_degrees") != 0  # else all p-values are 1
-        numbers = [p for p in p_values[: len(counts)] if _is_number(p)] if is_list else []
+        numbers = [p for p in p_values[: len(counts)] if _is_p_value(p)] if is_list else []
         least = min(numbers, default=None)
         figures[parts] = {
             "parts": len(counts),
-            "p_value": p_value if _is_number(p_value) and tests.get("degrees") != 0 else None,
+            "p_value": p_value if _is_p_value(p_value) and tests.get("degrees") != 0 else None,
             "least_p_value": least,
             "least_p_value_part": None if least is None else p_values.index(least),
             "largest_deviation": float(scores[part, domain]),
@@ -232,8 +233,8 @@ def _worst_figures(metadata: ShardsMetadata, folder: str) -> dict[str, dict[str,
     return figures
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _is_p_value(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value <= 1
 
 
 # ---- as text ----
@@ -268,8 +269,9 @@ def format_shards(description: ShardsDescription) -> str:
         if value is not None
     ]
     lines += ["", f"  {item} of each domain"]
-    width = max(map(len, description.domains), default=0)
-    for name, (count, share) in description.domains.items():
+    names = [printable(name) for name in description.domains]
+    width = max(map(len, names), default=0)
+    for name, (count, share) in zip(names, description.domains.values(), strict=True):
         bar = "#" * round(share * _BAR_WIDTH)
         lines.append(f"  {name:>{width}}  {bar:<{_BAR_WIDTH}}  {share:7.2%}  {count:,}")
     if description.distribution is not None:
@@ -294,7 +296,7 @@ def _distribution_lines(distribution: dict[str, dict[str, Any]]) -> list[str]:
         if figures["parts"] > 1 and least is not None:
             place = f"{kind} {figures['least_p_value_part']}"
             texts.append(f"least p of one {kind} {least:.2g} ({place})")
-        domain = figures["largest_deviation_domain"]
+        domain = printable(figures["largest_deviation_domain"])
         place = domain if kind == "head" else f"{domain} in {kind} {part}"
         texts.append(
             f"largest deviation {figures['largest_deviation']:+.1f} standard deviations ({place}: "

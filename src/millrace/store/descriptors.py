@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import resource
 import threading
 import weakref
 from collections.abc import Callable
@@ -15,7 +16,10 @@ from millrace.files import cut_short, file_identity
 from millrace.store.publish import NEW
 
 MAX_OPEN = 64
-"""Files of a process that keep a descriptor; a thread may use one more while it opens a file."""
+"""Files of a process that keep a descriptor; a thread may use one more while it opens a file.
+
+They take a quarter of the process's limit at most.
+"""
 
 
 class Descriptor:
@@ -64,7 +68,7 @@ class PooledFile:
         with _lock:
             self._descriptor = descriptor
             _open_files.add(self)
-            while len(_open_files) > MAX_OPEN:
+            while len(_open_files) > max(min(MAX_OPEN, _descriptor_limit() // 4), 1):
                 _close_oldest()
         return descriptor
 
@@ -81,8 +85,8 @@ class PooledFile:
         raise DataError(
             cut_short(self.path, self.identity)
             or f"{self.path} was removed, replaced or changed after it was opened, and cannot be "
-            f"opened again: of all files that are read with access='file', {MAX_OPEN} stay open. "
-            "Restore the file or open the dataset again; files of a run must not change"
+            f"opened again: of all files that are read with access='file', at most {MAX_OPEN} stay "
+            "open. Restore the file or open the dataset again; files of a run must not change"
         )
 
 
@@ -97,6 +101,12 @@ def _open(path: str) -> Descriptor:
             with _lock:
                 if not _close_oldest():
                     raise
+
+
+def _descriptor_limit() -> int:
+    """The largest number of descriptors of the process, at least 4 * MAX_OPEN if there is none."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return 4 * MAX_OPEN if limit == resource.RLIM_INFINITY else limit
 
 
 def _close_oldest() -> bool:

@@ -97,6 +97,7 @@ class IndexedDataset:
             self.header = index.header
             self._index = _native.map_file(files[-1].fileno(), self.header.size)
             self._files = [file_identity(file) for file in files]
+            self._absolute_prefix = os.path.abspath(self.prefix)
             self.reader = open_bin(files[0], access) if bin_reader is None else bin_reader
             self._check_ends(index)
         self.dtype = self.header.dtype
@@ -391,7 +392,7 @@ class IndexedDataset:
 
     def check_sizes(self) -> None:
         """Raises DataError if one of the files, if still at the prefix, has become shorter."""
-        paths = [idx_path(self.prefix), bin_path(self.prefix)]
+        paths = [idx_path(self._absolute_prefix), bin_path(self._absolute_prefix)]
         for path, identity in zip(paths, reversed(self._files), strict=False):
             if problem := cut_short(path, identity):
                 raise DataError(problem)
@@ -403,7 +404,8 @@ class IndexedDataset:
 
         Without it, that happens when the dataset and its last array are gone.
         """
-        kept = {name: vars(self)[name] for name in ("prefix", "dtype", "header", "_files")}
+        names = "prefix", "dtype", "header", "_files", "_absolute_prefix"
+        kept = {name: vars(self)[name] for name in names}
         # Only closed datasets have a `__getattr__`: it makes each access slower by a third.
         members = {"__getattr__": _raise_closed, "close": lambda self: None}
         self.__class__ = type(type(self).__name__, (type(self),), members)

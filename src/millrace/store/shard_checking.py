@@ -27,6 +27,7 @@ from millrace.store.checking import CheckedIndex, Report, as_problems
 from millrace.store.shards import (
     METADATA,
     ShardsMetadata,
+    metadata_problem,
     parse_metadata,
     shard_prefix,
     shard_problem,
@@ -68,6 +69,9 @@ def verify_shards(
         metadata = parse_metadata(folder, dtype)
     if metadata is None:
         return Report(prefix=folder, problems=problems, has_checksums=False, num_bytes=0)
+    with as_problems(folder, problems):
+        if problem := metadata_problem(folder, metadata):
+            problems.append(problem)
     check = partial(_check_shard, folder, metadata)
     check_sum = partial(_check_sum, folder, on_bytes)
     with ThreadPoolExecutor(threads) as pool:

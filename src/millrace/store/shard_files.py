@@ -81,7 +81,7 @@ class Shards:
     def _open(self, path: str, access: Access) -> BinReader:
         try:
             with open(path, "rb", buffering=0) as file:
-                self._files.append((path, file_identity(file)))
+                self._files.append((os.path.abspath(path), file_identity(file)))
                 return open_bin(file, access)
         except FileNotFoundError:
             raise DataError(f"{path} was removed while it was opened: restore it") from None
@@ -108,7 +108,14 @@ class Shards:
             )
         size = self.metadata.sequence_bytes
         offsets, counts = np.array([number * size]), np.array([size])
-        return self.reader.gather(offsets, counts).view(self.dtype)
+        return self._gather(offsets, counts).view(self.dtype)
+
+    def _gather(self, byte_offsets: NDArray[np.int64], byte_counts: NDArray[np.int64]) -> Bytes:
+        try:
+            return self.reader.gather(byte_offsets, byte_counts)
+        except DataError as error:  # of a map, which does not know its file
+            self.check_sizes()
+            raise DataError(f"{self.prefix}: {error}") from None
 
     @property
     def is_mapped(self) -> bool:
@@ -145,7 +152,7 @@ class Shards:
         offsets = np.array(numbers, np.int64) * size
         counts = np.full(len(numbers), min(size, _FINGERPRINT_BYTES))
         self.reader.prefetch(offsets, counts)
-        digest.update(self.reader.gather(offsets, counts).data)
+        digest.update(self._gather(offsets, counts).data)
         return digest.hexdigest()
 
     @property
@@ -160,7 +167,11 @@ class Shards:
                 raise DataError(problem)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _open_same, (self.prefix, self._options, self._files, self.fingerprint)
+        return _open_same, (self.prefix, self._options, self._identity(), self.fingerprint)
+
+    def _identity(self) -> tuple[Any, ...]:
+        """Plain values that are equal if the files are the same and are read in the same way."""
+        return self._files, self.metadata.shard_sizes, self.sequence_length, str(self.dtype)
 
     def __repr__(self) -> str:
         return (
@@ -172,13 +183,13 @@ class Shards:
 def _open_same(
     folder: str,
     options: dict[str, Any],
-    files: list[tuple[str, tuple[int, ...]]],
+    identity: tuple[Any, ...],
     fingerprint: str,
 ) -> Shards:
     """Opens pickled shards, if their data are still there."""
     shards = Shards(folder, **options)
     # The same files, or (on another machine, or after a copy) the same content.
-    if shards._files != files and shards.fingerprint != fingerprint:
+    if shards._identity() != identity and shards.fingerprint != fingerprint:
         raise DataError(
             f"{folder} holds other data than the shards that were pickled: they were replaced "
             "since. Open the folder anew, and pickle that dataset"

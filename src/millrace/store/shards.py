@@ -19,7 +19,7 @@ import numpy as np
 
 from millrace.checks import MAX_INT32, MAX_INT64, one_path, shown
 from millrace.errors import ConfigError, DataError
-from millrace.files import atomic_file
+from millrace.files import atomic_file, checksum
 from millrace.store.layout import DTYPES
 
 METADATA = "metadata.json"
@@ -159,7 +159,7 @@ def parse_metadata(folder: str, dtype: str | None = None) -> ShardsMetadata:
 
 
 def write_metadata(folder: str | os.PathLike[str], metadata: ShardsMetadata) -> None:
-    """Writes the metadata of a folder, whole or not at all."""
+    """Writes the metadata of a folder, whole or not at all, with a checksum of themselves."""
     unused = "total_sequences" if metadata.has_documents else "total_documents"
     lines = [
         f'  "{one.name}": {json.dumps(getattr(metadata, one.name))}'
@@ -167,7 +167,26 @@ def write_metadata(folder: str | os.PathLike[str], metadata: ShardsMetadata) -> 
         if one.name != unused
     ]
     with atomic_file(metadata_path(folder)) as file:
-        file.write(("{\n" + ",\n".join(lines) + "\n}\n").encode())
+        text = ("{\n" + ",\n".join(lines) + ",\n").encode()
+        file.write(text + _last_lines(text))
+
+
+def metadata_problem(folder: str, metadata: ShardsMetadata) -> str:
+    """What the checksum in `metadata.json` shows to be wrong, or an empty text."""
+    if metadata.is_of_another_tool:
+        return ""
+    path = metadata_path(folder)
+    with open(path, "rb") as file:
+        content = file.read()
+    text = content[: -len(_last_lines(b""))]
+    if content == text + _last_lines(text):
+        return ""
+    return f"{path} was changed since it was written: restore it, or shuffle again"
+
+
+def _last_lines(text: bytes) -> bytes:
+    """The end of the metadata whose other bytes are `text`."""
+    return f'  "metadata_checksum": "{checksum([text])}"\n}}\n'.encode()
 
 
 def shard_problem(folder: str, metadata: ShardsMetadata, number: int) -> str:
@@ -239,12 +258,12 @@ class _Fields:
         shard_sizes = self._get(
             "shard_sizes",
             lambda value: isinstance(value, list) and all(map(_is_count, value)),
-            "a list of whole numbers of 0 or more",
+            "a list of whole numbers, 0 to 2**63 - 1,",
         )
         domain_stats = self._get(
             "domain_stats",
             lambda value: isinstance(value, dict) and all(map(_is_count, value.values())),
-            "an object of whole numbers of 0 or more",
+            "an object of whole numbers, 0 to 2**63 - 1,",
         )
         for name, count, of, expected in (
             ("entries of shard_sizes", len(shard_sizes), "num_shards", num_shards),
@@ -317,7 +336,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
+    return type(value) is int and 0 <= value <= MAX_INT64
 
 
 def _is_text(value: Any) -> bool:

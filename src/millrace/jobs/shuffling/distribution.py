@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace.checks import printable
 from millrace.errors import ConfigError, MillraceError
 from millrace.jobs.shuffling.chi_square import chi_square_p, gamma_p
 from millrace.jobs.shuffling.permutations import Permutation
@@ -188,13 +189,14 @@ def format_distribution(distribution: Distribution) -> str:
     """The distribution as a table for people: the head by domain, the shards and the windows."""
     head, total = distribution.head, sum(distribution.domain_counts)
     size = int(head.sizes[0])
-    width = max([len(name) for name in distribution.domain_names] + [6])
+    names = [printable(name) for name in distribution.domain_names]
+    width = max([len(name) for name in names] + [6])
     lines = [
         f"distribution of {total:,} items, first {size:,} places:",
         f"  {'domain':<{width}}  {'actual':>12}  {'expected':>14}  {'deviation':>10}",
     ]
     for name, actual, expected in zip(
-        distribution.domain_names, head.counts[0].tolist(), head.expected[0].tolist(), strict=True
+        names, head.counts[0].tolist(), head.expected[0].tolist(), strict=True
     ):
         deviation = f"{(actual - expected) / expected:+.2%}" if expected > 0 else "-"
         lines.append(f"  {name:<{width}}  {actual:>12,}  {expected:>14,.1f}  {deviation:>10}")
@@ -328,7 +330,7 @@ def _fault(distribution: Distribution) -> str:
             where = "the head" if parts.name == "head" else f"{parts.name} {part}"
             return (
                 f"{where} has {parts.counts[part, domain]:,} of its {parts.sizes[part]:,} items "
-                f"from domain {distribution.domain_names[domain]}, and a fair shuffle "
+                f"from domain {printable(distribution.domain_names[domain])}, and a fair shuffle "
                 f"{parts.expected[part, domain]:,.1f}; the probability of such a deviation "
                 f"anywhere is at most {max(_p(parts.log_bound), _ZERO):.2g}"
             )
@@ -364,7 +366,8 @@ def _largest(distribution: Distribution, parts: Parts) -> str:
     actual, expected = int(parts.counts[part, domain]), float(parts.expected[part, domain])
     return (
         f"largest deviation {deviations[part, domain]:.2%} ({parts.name} {part}, "
-        f"{distribution.domain_names[domain]}: actual {actual:,}, expected {expected:,.1f})"
+        f"{printable(distribution.domain_names[domain])}: actual {actual:,}, "
+        f"expected {expected:,.1f})"
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from millrace.checks import one_path, real, shown
+from millrace.checks import one_path, printable, real, shown
 from millrace.errors import ConfigError, DataError
 from millrace.files import is_of_the_process
 from millrace.jobs.shuffling.items import Items
@@ -149,7 +149,13 @@ def format_domains(items: Items) -> str:
     """A table of the domains, for people."""
     unit = "documents" if items.item_size is None else "sequences"
     rows = [
-        (domain.name, domain.num_files, domain.num_items, domain.num_tokens, domain.num_left)
+        (
+            printable(domain.name),
+            domain.num_files,
+            domain.num_items,
+            domain.num_tokens,
+            domain.num_left,
+        )
         for domain in items.domains
     ]
     totals = [sum(column) for column in list(zip(*rows, strict=True))[1:]]
