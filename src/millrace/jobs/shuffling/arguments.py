@@ -90,7 +90,7 @@ def checked_arguments(
         ("permutation", permutation, PERMUTATIONS),
         ("engine", engine, ENGINES),
     ):
-        if value not in choices:
+        if not isinstance(value, str) or value not in choices:
             raise ConfigError(
                 f"{name} is {checks.shown(value)}; one of {', '.join(choices)} is needed"
             )
@@ -114,7 +114,7 @@ def checked_arguments(
         )
     return Arguments(
         inputs=input_list if input_dir is None else checks.one_path("input_dir", input_dir),
-        output_dir=checks.one_path("output_dir", output_dir),
+        output_dir=_output_dir(output_dir),
         seq_len=None if documents else checks.whole("seq_len", seq_len, 1, checks.MAX_INT32),
         num_shards=checks.whole("num_shards", num_shards, 1),
         workers=checks.whole("workers", workers, 1),
@@ -129,6 +129,13 @@ def checked_arguments(
         restart=checks.flag("restart", restart),
         show_progress=checks.flag("show_progress", show_progress),
     )
+
+
+def _output_dir(value: Any) -> str:
+    path = checks.one_path("output_dir", value)
+    if not path:
+        raise ConfigError("output_dir is empty; give a folder for the output")
+    return path
 
 
 def identity(arguments: Arguments, domains: Sequence[InputDomain]) -> dict[str, Any]:

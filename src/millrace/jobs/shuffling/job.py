@@ -40,6 +40,7 @@ from millrace.jobs.shuffling.permutations import (
 from millrace.jobs.shuffling.plan import (
     Plan,
     bucket_bounds,
+    check_room,
     choose_plan,
     in_units,
     memory_for_buffers,
@@ -190,7 +191,7 @@ def _open_journal(
     publish.check_folder(folder)
     has_journal = os.path.exists(arguments.journal)
     if not os.path.isdir(folder):
-        os.makedirs(folder)
+        publish.make_folder(folder)
         stack.callback(_remove_empty, folder)  # of a job that fails at its start
     journal = stack.enter_context(
         Journal(arguments.journal, identity(arguments, domains), restart=arguments.restart)
@@ -294,6 +295,8 @@ def _write(journal: Journal, arguments: Arguments, items: Items) -> ShuffleResul
             f"num_shards is {arguments.num_shards}, and there are {items.num_items} "
             f"{arguments.unit}; give at most {items.num_items}"
         )
+    if journal.plan is None:
+        check_room(items, arguments.output_dir)
     permutation, distribution = _permute(journal, arguments, items)
     with Progress("phase 3: plan", enabled=arguments.show_progress) as progress:
         with interruptible():

@@ -42,8 +42,11 @@ class HashedFile:
     def __enter__(self) -> HashedFile:
         with naming(self.path):
             self._descriptor, self._is_direct = _create(self._temporary)
-        # Memory of its own, and not of a NumPy array: it begins at a page.
-        self._memory = _blocks.pop() if _blocks else mmap.mmap(-1, _BLOCK)
+        try:
+            self._memory = _blocks.pop()  # other threads pop too: a test before says nothing
+        except IndexError:
+            # Memory of its own, and not of a NumPy array: it begins at a page.
+            self._memory = mmap.mmap(-1, _BLOCK)
         self._block = np.frombuffer(self._memory, np.uint8)
         return self
 
