@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import tracemalloc
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from millrace.errors import ConfigError, MillraceError
+from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.jobs import shuffle
-from millrace.jobs.shuffling import writing
+from millrace.jobs.shuffling import sequences, writing
+from millrace.jobs.shuffling.sequences import sequence_items
+from millrace.store import IndexedDatasetBuilder
+from tests.jobs.shuffle_cases import weighted
 
 
 @pytest.fixture
@@ -67,3 +74,82 @@ def test_another_thread_takes_the_last_block(tmp_path: Path, monkeypatch: Any) -
     with writing.HashedFile(str(tmp_path / "file")) as file:
         file.write(np.zeros(10, np.uint8))
     assert (tmp_path / "file").read_bytes() == bytes(10)
+
+
+# ---- EOD tokens ----
+
+
+@pytest.mark.parametrize("page", [1, 2, 5])
+@pytest.mark.parametrize("most", [1, 9, 1000])
+def test_tables_of_eod_tokens_with_many_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: int, most: int
+) -> None:
+    monkeypatch.setattr(sequences, "_LEAST_PAGE", page)
+    monkeypatch.setattr(sequences, "_PAGES", 1 << 30)
+    monkeypatch.setattr(sequences, "_EODS", most)
+    random = np.random.default_rng([page, most])
+    for case, carry in enumerate([False, True] * 4):
+        streams = []
+        for number in range(3):
+            stream: list[int] = []
+            prefix = tmp_path / str(case) / "web" / str(number)
+            prefix.parent.mkdir(parents=True, exist_ok=True)
+            with IndexedDatasetBuilder(prefix) as builder:
+                for size in random.choice([0, 1, 2, 30], random.integers(0, 40)).tolist():
+                    tokens = random.integers(0, 1000, size).tolist()
+                    builder.add_document(tokens)
+                    stream += [*tokens, 1000] if tokens else []
+            streams.append(stream)
+        if carry:
+            streams = [[token for stream in streams for token in stream]]
+        seq_len = int(random.integers(1, 12))
+        units = [
+            stream[start : start + seq_len]
+            for stream in streams
+            for start in range(0, len(stream) - seq_len + 1, seq_len)
+        ]
+        expected = [units[number] for number in weighted(len(units), Fraction("2.5"))]
+        inputs = [(2.5, str(tmp_path / str(case) / "web"))]
+        items = sequence_items(inputs, seq_len=seq_len, carry=carry, eod=1000, folder=tmp_path)
+        for share in (0.05, 1.0):
+            numbers = np.flatnonzero(random.random(items.num_items) < share)
+            buffer = np.zeros((len(numbers), seq_len), items.dtype)
+            items.read(numbers, buffer.reshape(-1), np.arange(len(numbers)) * seq_len)
+            assert buffer.tolist() == [expected[number] for number in numbers.tolist()]
+
+
+def test_short_documents_with_eod_tokens_take_little_memory(tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(tmp_path / "web", np.uint16) as builder:
+        builder.add_documents(np.ones(2_000_000, np.uint16), np.ones(2_000_000, np.int32))
+    inputs = [(1, str(tmp_path / "web"))]
+    items = sequence_items(inputs, seq_len=4000, eod=2, folder=tmp_path)
+    buffer = np.zeros(1000 * 4000, np.uint16)
+    tracemalloc.start()
+    try:
+        items.read(np.arange(1000), buffer, np.arange(1000) * 4000)
+        assert tracemalloc.get_traced_memory()[1] < 20_000_000
+    finally:
+        tracemalloc.stop()
+    assert np.array_equal(buffer, np.tile([1, 2], 2_000_000))
+
+
+# ---- files ----
+
+
+def test_a_pipe_in_place_of_a_file(source: Path, tmp_path: Path) -> None:
+    """It has no writer: to open it would take forever."""
+    items = sequence_items(source, seq_len=10, folder=tmp_path)
+    path = source / "a" / "x.bin"
+    path.unlink()
+    os.mkfifo(path)
+    errors = []
+
+    def read() -> None:
+        with pytest.raises(DataError, match="changed while the job ran") as error:
+            items.read(np.arange(1), np.zeros(10, np.uint32), np.zeros(1, np.int64))
+        errors.append(error)
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert errors
