@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import tracemalloc
@@ -14,9 +15,10 @@ import pytest
 
 from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.jobs import shuffle
-from millrace.jobs.shuffling import sequences, writing
+from millrace.jobs.shuffling import documents, sequences, writing
+from millrace.jobs.shuffling.documents import document_items
 from millrace.jobs.shuffling.sequences import sequence_items
-from millrace.store import IndexedDatasetBuilder
+from millrace.store import IndexedDataset, IndexedDatasetBuilder
 from tests.jobs.shuffle_cases import weighted
 
 
@@ -153,3 +155,52 @@ def test_a_pipe_in_place_of_a_file(source: Path, tmp_path: Path) -> None:
     thread.start()
     thread.join(10)
     assert errors
+
+
+# ---- documents of many sequences ----
+
+
+@pytest.mark.parametrize("most", [1, 2, 7, 1000])
+def test_indices_are_written_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    monkeypatch.setattr(documents, "_MOST_SEQUENCES", most)
+    random = np.random.default_rng(most)
+    with IndexedDatasetBuilder(tmp_path / "web", multimodal=True) as builder:
+        for count in [0, 0, *random.choice([0, 1, 2, 20], 40).tolist(), 0]:
+            lengths = random.integers(0, 4, count)
+            tokens = random.integers(0, 100, lengths.sum())
+            builder.add_document(tokens, lengths, (lengths + 1).tolist())
+    shuffle(
+        None, tmp_path / "out", input_list=[(2.5, tmp_path / "web")], documents=True, num_shards=3
+    )
+    with IndexedDataset(tmp_path / "web") as source:
+        ends = source.document_indices[:].tolist()
+        units = [
+            [(source[number].tolist(), source.sequence_modes[number]) for number in range(*pair)]
+            for pair in itertools.pairwise(ends)
+        ]
+    items = [units[number] for number in weighted(len(units), Fraction("2.5"))]
+    places = np.random.default_rng(42).permutation(len(items)).tolist()
+    expected = [item for _, item in sorted(zip(places, items, strict=True))]
+    actual = []
+    for shard in range(3):
+        with IndexedDataset(tmp_path / "out" / f"shard_{shard:04}") as dataset:
+            for pair in itertools.pairwise(dataset.document_indices[:].tolist()):
+                modes = dataset.sequence_modes
+                actual.append([(dataset[n].tolist(), modes[n]) for n in range(*pair)])
+    assert actual == expected
+
+
+def test_documents_of_many_sequences_take_little_memory(tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(tmp_path / "web", np.uint16) as builder:
+        for _ in range(1000):
+            builder.add_document(np.ones(2000, np.uint16), np.ones(2000, np.int32))
+    items = document_items([(1, str(tmp_path / "web"))], folder=tmp_path)
+    np.ones(2_000_000, np.uint16).tofile(tmp_path / "shard.bin")
+    tracemalloc.start()
+    try:
+        items.write_index(str(tmp_path / "shard"), np.arange, 0, 1000)
+        assert tracemalloc.get_traced_memory()[1] < 15_000_000
+    finally:
+        tracemalloc.stop()
