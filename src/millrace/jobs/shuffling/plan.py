@@ -35,6 +35,7 @@ ITEM_OVERHEAD = 128
 # budget, which is enough without Arrow.
 _WORKER_MEMORY = 45 * MB  # Python, NumPy and this package in a worker process
 _ARROW_MEMORY = 90 * MB  # more in each process that copies the origins of documents
+_ORIGINS_MEMORY = 45 * MB  # of that, what a further thread takes in one process
 _LEAST_BUFFER = 8 * MB  # of a worker
 _GOOD_BUFFER = 16 * MB
 _LARGEST_BUFFER = 256 * MB  # more makes nothing faster
@@ -108,6 +109,8 @@ def choose_plan(
     free = _free_bytes(output_dir)
     _check_room(num_bytes, free, output_dir)
     needed = memory_of_all(num_bytes, items.num_items, workers)
+    if items.has_origins:
+        needed += (workers - 1) * _ORIGINS_MEMORY
     if name == "memory" and engine == "ray":
         raise ConfigError(
             "plan is 'memory', which works in one process, and engine is 'ray'; give the plan "
@@ -177,7 +180,9 @@ def plan_from_json(
             f"memory is {in_units(memory)}, and the interrupted job was planned with buffers of "
             f"{in_units(plan.buffer_size)}; give memory={least} or more, or start over: --restart"
         )
-    if plan.name != "memory":
+    if plan.name == "memory":
+        workers = min(workers, plan.workers)
+    else:
         workers = _num_workers(workers, buffers, plan.buffer_size, items)
     return replace(plan, workers=workers)
 
