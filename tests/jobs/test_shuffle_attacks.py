@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import threading
 import tracemalloc
 from fractions import Fraction
@@ -204,3 +205,26 @@ def test_documents_of_many_sequences_take_little_memory(tmp_path: Path) -> None:
         assert tracemalloc.get_traced_memory()[1] < 15_000_000
     finally:
         tracemalloc.stop()
+
+
+# ---- an output that is there ----
+
+
+@pytest.mark.parametrize("name", ["shard_0001.bin", "shard_0001.idx", "metadata.json"])
+@pytest.mark.parametrize("has_documents", [False, True])
+def test_a_damaged_output_is_not_the_output(tmp_path: Path, name: str, has_documents: bool) -> None:
+    with IndexedDatasetBuilder(tmp_path / "web") as builder:
+        builder.add_documents(np.arange(1000), np.full(100, 10))
+    options = {"input_list": [(1, tmp_path / "web")], "num_shards": 3, "seq_len": 10}
+    options["documents"] = has_documents
+    output = tmp_path / "output"
+    for damage in ("cut", "gone"):
+        shuffle(None, output, **options)
+        assert shuffle(None, output, **options).plan == "none"
+        if damage == "cut":
+            os.truncate(output / name, 40)
+        else:
+            (output / name).unlink()
+        with pytest.raises(ConfigError, match=r"output is not empty"):
+            shuffle(None, output, **options)
+        shutil.rmtree(output)

@@ -50,7 +50,15 @@ from millrace.jobs.shuffling.plan import (
 )
 from millrace.jobs.shuffling.sequences import sequence_items
 from millrace.jobs.shuffling.tasks import Work
-from millrace.store.shards import DOCUMENTS, METADATA, SEQUENCES, read_metadata, shard_prefix
+from millrace.store import IndexedDataset
+from millrace.store.shards import (
+    DOCUMENTS,
+    METADATA,
+    SEQUENCES,
+    ShardsMetadata,
+    read_metadata,
+    shard_prefix,
+)
 
 _NUMPY_MEMORY = 16  # bytes per item while NumPy's permutation and its inverse are made
 
@@ -233,9 +241,7 @@ def _kept(result: ShuffleResult) -> ShuffleResult:
 def _result_of_output(arguments: Arguments, items: Items) -> ShuffleResult:
     """The result of a job whose output was there; a ConfigError if it is not this job's."""
     folder = arguments.output_dir
-    metadata = None
-    with contextlib.suppress(DataError):
-        metadata = read_metadata(folder)
+    metadata = _read_output(folder)
     if (
         metadata is None
         or arguments.permutation not in ("auto", metadata.permutation)
@@ -263,6 +269,23 @@ def _result_of_output(arguments: Arguments, items: Items) -> ShuffleResult:
         seconds=0.0,
         notices=list(items.notices),
     )
+
+
+def _read_output(folder: str) -> ShardsMetadata | None:
+    """The metadata of an output; None if there are none, a ConfigError if a file is damaged."""
+    if not os.path.exists(os.path.join(folder, METADATA)):
+        return None
+    try:
+        metadata = read_metadata(folder)
+        for shard in range(metadata.num_shards):
+            with IndexedDataset(shard_prefix(folder, shard)):
+                pass  # it compares the index with the size of the .bin
+    except DataError as error:
+        raise ConfigError(
+            f"{folder} is not empty, and the output in it is damaged: {error}. To shuffle again, "
+            "remove that output first, or give another folder"
+        ) from None
+    return metadata
 
 
 # ---- phases 1 to 4 ----
