@@ -18,6 +18,7 @@ from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.jobs import shuffle
 from millrace.jobs.shuffling import documents, sequences, writing
 from millrace.jobs.shuffling.documents import document_items
+from millrace.jobs.shuffling.probe import read_rates
 from millrace.jobs.shuffling.sequences import sequence_items
 from millrace.store import IndexedDataset, IndexedDatasetBuilder
 from tests.jobs.shuffle_cases import weighted
@@ -228,3 +229,19 @@ def test_a_damaged_output_is_not_the_output(tmp_path: Path, name: str, has_docum
         with pytest.raises(ConfigError, match=r"output is not empty"):
             shuffle(None, output, **options)
         shutil.rmtree(output)
+
+
+# ---- the probe ----
+
+
+def test_a_probe_of_tiny_sequences_takes_little_memory(tmp_path: Path) -> None:
+    np.zeros(8_000_000, np.uint16).tofile(tmp_path / "web.bin")
+    items = sequence_items(
+        [(1, str(tmp_path / "web.bin"))], seq_len=1, dtype="uint16", folder=tmp_path
+    )
+    tracemalloc.start()
+    try:
+        read_rates(items, mean=2, size=16_000_000)
+        assert tracemalloc.get_traced_memory()[1] < 30_000_000
+    finally:
+        tracemalloc.stop()
