@@ -183,6 +183,13 @@ def test_origins_take_memory(tmp_path: Path, disk: SimpleNamespace) -> None:
     plain, with_origins = (FakeItems(sizes, has_origins=has) for has in (False, True))
     assert choose(tmp_path, plain, memory=200 * MB, name="gather").workers == 3
     assert choose(tmp_path, with_origins, memory=200 * MB, name="gather").workers == 1
+    plan = choose(tmp_path, with_origins, memory=340 * MB, name="memory", workers=2)
+    assert plan.buffer_size > 240 * MB
+    with pytest.raises(ConfigError, match=r"more than the memory of 250\.0 MB"):
+        choose(tmp_path, with_origins, memory=340 * MB, name="memory", workers=3)
+    content = plan.to_json()
+    more = planning.plan_from_json(content, with_origins, workers=8, memory=340 * MB)  # type: ignore[arg-type]
+    assert more.workers == 2
 
 
 def test_a_smaller_memory_continues_with_fewer_workers() -> None:

@@ -17,11 +17,12 @@ from millrace.store.publish import idx_path
 
 
 class Entries(NamedTuple):
-    """The entries of some documents.
+    """The entries of some sequences, and of the documents that end with one of them.
 
     Attributes:
         lengths: Length of each sequence in tokens: integers [sequences].
-        counts: Number of sequences of each document: integers [documents].
+        counts: Number of these sequences that each document has: integers [documents]. Sequences of
+            a document that ends later are at the end of `lengths`, and not counted.
         modes: Mode of each sequence, int8 [sequences]; None in a file without modes.
     """
 

@@ -90,7 +90,7 @@ def checked_arguments(
         ("permutation", permutation, PERMUTATIONS),
         ("engine", engine, ENGINES),
     ):
-        if value not in choices:
+        if not isinstance(value, str) or value not in choices:
             raise ConfigError(
                 f"{name} is {checks.shown(value)}; one of {', '.join(choices)} is needed"
             )

@@ -13,6 +13,7 @@ its folder, with a row for each document or sequence:
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -46,6 +47,7 @@ from millrace.store.publish import bin_path, idx_path, info_path, origins_path
 from millrace.store.reader import fingerprint_of
 
 _BLOCK = 1 << 13  # documents that are read, or whose entries are written, at a time
+_MOST_SEQUENCES = 1 << 17  # whose entries are written at a time
 _ORIGINS = 1 << 16  # documents whose origins are copied at a time: a row group of the sidecar
 
 _TOKENS, _SEQUENCES = "tokens.npy", "sequences.npy"
@@ -190,7 +192,8 @@ class DocumentItems:
             num_document_entries=stop - start + 1,
             has_modes=self._has_modes,
         )
-        write_index(prefix, header, map(self._entries, documents()))
+        entries = itertools.chain.from_iterable(map(self._entries, documents()))
+        write_index(prefix, header, entries)
         paths = [idx_path(prefix)]
         if self._origins is not None:
             self._origins.write(prefix, documents())
@@ -202,18 +205,32 @@ class DocumentItems:
             paths.append(info_path(prefix))
         return paths
 
-    def _entries(self, documents: Numbers) -> Entries:
+    def _entries(self, documents: Numbers) -> Iterator[Entries]:
         if self._sequences is None or self._lengths is None:  # each document is one sequence
             bounds = self._tokens.windows(documents, 2)
             first, counts = documents, np.ones(len(documents), np.int64)
             lengths = bounds[:, 1] - bounds[:, 0]
-        else:
-            bounds = self._sequences.windows(documents, 2)
-            first, counts = bounds[:, 0], bounds[:, 1] - bounds[:, 0]
-            lengths = self._lengths.ranges(first, counts)
-        return Entries(
-            lengths, counts, None if self._modes is None else self._modes.ranges(first, counts)
-        )
+            yield Entries(lengths, counts, self._modes_of(first, counts))
+            return
+        first, end = self._sequences.windows(documents, 2).T
+        ends = np.cumsum(end - first)
+        starts = ends - (end - first)
+        document = 0
+        for low in range(0, max(int(ends[-1]), 1), _MOST_SEQUENCES):
+            high = low + _MOST_SEQUENCES
+            skipped = np.maximum(low - starts, 0)
+            counts = np.maximum(np.minimum(ends, high) - starts - skipped, 0)
+            ranges = first[counts > 0] + skipped[counts > 0], counts[counts > 0]
+            stop = int(np.searchsorted(ends, high, side="right"))
+            yield Entries(
+                self._lengths.ranges(*ranges),
+                np.diff(ends[document:stop], prepend=low),
+                self._modes_of(*ranges),
+            )
+            document = stop
+
+    def _modes_of(self, first: Numbers, counts: Numbers) -> NDArray[Any] | None:
+        return None if self._modes is None else self._modes.ranges(first, counts)
 
 
 # ---- tables of documents and sequences ----

@@ -40,6 +40,7 @@ from millrace.jobs.shuffling.permutations import (
 from millrace.jobs.shuffling.plan import (
     Plan,
     bucket_bounds,
+    check_room,
     choose_plan,
     in_units,
     memory_for_buffers,
@@ -49,7 +50,15 @@ from millrace.jobs.shuffling.plan import (
 )
 from millrace.jobs.shuffling.sequences import sequence_items
 from millrace.jobs.shuffling.tasks import Work
-from millrace.store.shards import DOCUMENTS, METADATA, SEQUENCES, read_metadata, shard_prefix
+from millrace.store import IndexedDataset
+from millrace.store.shards import (
+    DOCUMENTS,
+    METADATA,
+    SEQUENCES,
+    ShardsMetadata,
+    read_metadata,
+    shard_prefix,
+)
 
 _NUMPY_MEMORY = 16  # bytes per item while NumPy's permutation and its inverse are made
 
@@ -190,7 +199,7 @@ def _open_journal(
     publish.check_folder(folder)
     has_journal = os.path.exists(arguments.journal)
     if not os.path.isdir(folder):
-        os.makedirs(folder)
+        publish.make_folder(folder)
         stack.callback(_remove_empty, folder)  # of a job that fails at its start
     journal = stack.enter_context(
         Journal(arguments.journal, identity(arguments, domains), restart=arguments.restart)
@@ -232,9 +241,7 @@ def _kept(result: ShuffleResult) -> ShuffleResult:
 def _result_of_output(arguments: Arguments, items: Items) -> ShuffleResult:
     """The result of a job whose output was there; a ConfigError if it is not this job's."""
     folder = arguments.output_dir
-    metadata = None
-    with contextlib.suppress(DataError):
-        metadata = read_metadata(folder)
+    metadata = _read_output(folder)
     if (
         metadata is None
         or arguments.permutation not in ("auto", metadata.permutation)
@@ -262,6 +269,23 @@ def _result_of_output(arguments: Arguments, items: Items) -> ShuffleResult:
         seconds=0.0,
         notices=list(items.notices),
     )
+
+
+def _read_output(folder: str) -> ShardsMetadata | None:
+    """The metadata of an output; None if there are none, a ConfigError if a file is damaged."""
+    if not os.path.exists(os.path.join(folder, METADATA)):
+        return None
+    try:
+        metadata = read_metadata(folder)
+        for shard in range(metadata.num_shards):
+            with IndexedDataset(shard_prefix(folder, shard)):
+                pass  # it compares the index with the size of the .bin
+    except DataError as error:
+        raise ConfigError(
+            f"{folder} is not empty, and the output in it is damaged: {error}. To shuffle again, "
+            "remove that output first, or give another folder"
+        ) from None
+    return metadata
 
 
 # ---- phases 1 to 4 ----
@@ -294,6 +318,8 @@ def _write(journal: Journal, arguments: Arguments, items: Items) -> ShuffleResul
             f"num_shards is {arguments.num_shards}, and there are {items.num_items} "
             f"{arguments.unit}; give at most {items.num_items}"
         )
+    if journal.plan is None:
+        check_room(items, arguments.output_dir)
     permutation, distribution = _permute(journal, arguments, items)
     with Progress("phase 3: plan", enabled=arguments.show_progress) as progress:
         with interruptible():

@@ -39,11 +39,13 @@ change the version in `arguments.identity` with it.
 # budget, which is enough without Arrow.
 _WORKER_MEMORY = 45 * MB  # Python, NumPy and this package in a worker process
 _ARROW_MEMORY = 90 * MB  # more in each process that copies the origins of documents
+_ORIGINS_MEMORY = 45 * MB  # of that, what a further thread takes in one process
 _LEAST_BUFFER = 8 * MB  # of a worker
 _GOOD_BUFFER = 16 * MB
 _LARGEST_BUFFER = 256 * MB  # more makes nothing faster
 _GOOD_SECTION = 256 << 10  # bytes that pass 2 reads of a run at a time
 _LARGE_SECTION = 8 << 20
+_INDEX_ENTRY = 8  # bytes of an item in the index of a shard, at least
 _BLOCK = 1 << 16  # items whose sizes are looked up at a time
 _SHARE = 2  # of the available memory, a half: the rest is for the page cache
 
@@ -109,12 +111,10 @@ def choose_plan(
     if memory < max(_LEAST_BUFFER, largest + ITEM_OVERHEAD):
         raise _too_little_memory(budget, memory, largest, items)
     free = _free_bytes(output_dir)
-    if free < num_bytes:
-        raise MillraceError(
-            f"No space left for the output: it has {in_units(num_bytes)}, and the disk of "
-            f"{output_dir} has {in_units(free)} free. Make room, or write elsewhere"
-        )
+    _check_room(num_bytes, free, output_dir)
     needed = memory_of_all(num_bytes, items.num_items, workers)
+    if items.has_origins:
+        needed += (workers - 1) * _ORIGINS_MEMORY
     if name == "memory" and engine == "ray":
         raise ConfigError(
             "plan is 'memory', which works in one process, and engine is 'ray'; give the plan "
@@ -152,6 +152,15 @@ def choose_plan(
     return _share_memory(plan, items, num_bytes, largest, memory)
 
 
+def check_room(items: Items, output_dir: str) -> None:
+    """Raises a MillraceError if the disk has no room for the output, by the number of items alone.
+
+    With large weights, an output may be too large even for its permutation to be computed.
+    """
+    least = items.num_items * (items.item_size or 0) * items.dtype.itemsize
+    _check_room(least + _INDEX_ENTRY * items.num_items, _free_bytes(output_dir), output_dir)
+
+
 def plan_from_json(
     content: dict[str, Any], items: Items, *, workers: int, memory: int | None
 ) -> Plan:
@@ -175,7 +184,9 @@ def plan_from_json(
             f"memory is {in_units(memory)}, and the interrupted job was planned with buffers of "
             f"{in_units(plan.buffer_size)}; give memory={least} or more, or start over: --restart"
         )
-    if plan.name != "memory":
+    if plan.name == "memory":
+        workers = min(workers, plan.workers)
+    else:
         workers = _num_workers(workers, buffers, plan.buffer_size, items)
     return replace(plan, workers=workers)
 
@@ -354,6 +365,14 @@ def _num_workers(workers: int, memory: int, buffer_size: int, items: Items) -> i
 def _worker_memory(items: Items) -> int:
     """Bytes of memory of a worker process beside its buffer."""
     return _WORKER_MEMORY + (_ARROW_MEMORY if items.has_origins else 0)
+
+
+def _check_room(num_bytes: int, free: int, output_dir: str) -> None:
+    if free < num_bytes:
+        raise MillraceError(
+            f"No space left for the output: it has {in_units(num_bytes)}, and the disk of "
+            f"{output_dir} has {in_units(free)} free. Make room, or write elsewhere"
+        )
 
 
 def _free_bytes(folder: str) -> int:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from millrace.jobs.shuffling.items import Items
 
 _NUM_ITEMS = 256  # that are read at random places
+_MOST_ITEMS = 1 << 17  # that are read consecutively: of tiny ones, the numbers take most memory
 _WRITE_RATE = 2e9  # bytes per second of writing and hashing, at most
 
 
@@ -23,7 +24,7 @@ def read_rates(items: Items, *, mean: int, size: int) -> tuple[float, float]:
     """
     random = np.random.default_rng()  # other items in each run: those of the last one are cached
     scattered = np.unique(random.integers(0, items.num_items, _NUM_ITEMS))
-    count = min(size // max(mean, 1) + 1, items.num_items)
+    count = min(size // max(mean, 1) + 1, items.num_items, _MOST_ITEMS)
     first = int(random.integers(0, items.num_items - count + 1))
     # Once each: the disk reads ahead, so a second round would find part of its items in memory.
     return _rate(items, scattered, size), _rate(items, np.arange(first, first + count), size)

@@ -48,6 +48,19 @@ def check_folder(folder: str) -> None:
             raise not_empty(folder, entry)
 
 
+def make_folder(folder: str) -> None:
+    """Makes the output folder, and its parents; another process may do the same."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if os.path.islink(folder):
+            reason = f"it is a link to {os.readlink(folder)}, which does not exist"
+        raise ConfigError(
+            f"the output folder {folder} cannot be made: {reason}; give another one"
+        ) from None
+
+
 def not_empty(folder: str, entry: str) -> ConfigError:
     return ConfigError(
         f"{folder} is not empty: it holds {entry}. Give an empty folder, or remove what is in it"

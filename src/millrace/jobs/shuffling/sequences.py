@@ -32,12 +32,14 @@ from millrace.jobs.shuffling.inputs import (
 from millrace.jobs.shuffling.items import Sources
 from millrace.jobs.shuffling.passes import Passes, describe, starts_of
 from millrace.jobs.shuffling.sources import Numbers, read_files, spread
-from millrace.jobs.shuffling.tables import new_table
+from millrace.jobs.shuffling.tables import Table, new_table
 from millrace.store.index_writer import Entries, write_index
 from millrace.store.layout import Header
 from millrace.store.publish import idx_path
 
 _BLOCK = 1 << 20  # tokens that are read at a time
+_EODS = 1 << 16  # EOD tokens that are looked up at a time, about
+_LEAST_PAGE, _PAGES = 1 << 9, 1 << 18  # rows of a page of their table, and most pages, about
 _ENTRIES = 1 << 16  # entries of an index that are written at a time
 _FIRST_DOCUMENTS = 100  # documents of a file that are looked at for EOD tokens
 
@@ -182,17 +184,16 @@ class SequenceItems:
     def _read_block(self, starts: Numbers, buffer: NDArray[Any], targets: Numbers) -> None:
         """Reads the sequences that start at these places of the line."""
         pieces = _pieces(starts, targets, self._seq_len, self._starts, self._ends)
-        if self._eods is not None:
-            pieces = self._eods.write(pieces, buffer)
         size = self.dtype.itemsize
-        read_files(
-            self.files,
-            pieces.files,
-            self._byte_offsets[pieces.files] + pieces.places * size,
-            pieces.sizes * size,
-            buffer.view(np.uint8),
-            pieces.targets * size,
-        )
+        for part in [pieces] if self._eods is None else self._eods.write(pieces, buffer):
+            read_files(
+                self.files,
+                part.files,
+                self._byte_offsets[part.files] + part.places * size,
+                part.sizes * size,
+                buffer.view(np.uint8),
+                part.targets * size,
+            )
         if self.dtype == np.uint32:
             self._check_ids(starts, buffer, targets)
 
@@ -284,7 +285,7 @@ class _Eods:
     """
 
     def __init__(self, files: Sequence[TokenArray], eod: int, path: str) -> None:
-        self._eod, self._path = eod, path
+        self._eod = eod
         num_eods, file_starts = [0], [0]
         with new_table(path, np.int64) as append:
             for file in files:
@@ -297,17 +298,48 @@ class _Eods:
         self.num_eods = np.array(num_eods[1:], np.int64)
         self._first_eods = np.cumsum(num_eods)[:-1]
         self._file_starts = np.array(file_starts[:-1], np.int64)
+        # The table is read page by page; the first place of each page is in memory. A map of the
+        # file would count as memory, and a search in it touches many pages.
+        self._table = Table(path)
+        self._page = max(_LEAST_PAGE, self._table.num_rows // _PAGES)
+        firsts = np.arange(0, self._table.num_rows, self._page)
+        self._page_firsts = self._table.ranges(firsts, np.ones_like(firsts))
 
-    def write(self, pieces: _Pieces, buffer: NDArray[Any]) -> _Pieces:
-        """Writes the EOD tokens of pieces to the buffer, and returns the text between them."""
+    def write(self, pieces: _Pieces, buffer: NDArray[Any]) -> Iterator[_Pieces]:
+        """Writes the EOD tokens of pieces to the buffer; yields the text between them, in parts.
+
+        A part has a bounded number of EOD tokens: of short documents, they take more memory than
+        the tokens.
+        """
+        lows = pieces.places + self._file_starts[pieces.files]
+        low_pages = np.searchsorted(self._page_firsts, lows, side="right") - 1
+        high_pages = np.searchsorted(self._page_firsts, lows + pieces.sizes) - 1
+        pages = np.maximum(np.stack([low_pages, high_pages]), 0)
+        num_new = pages[1] - pages[0] + (np.diff(pages[0], prepend=-1) != 0)
+        parts = np.cumsum(num_new) * self._page // _EODS
+        bounds = [0, *(np.flatnonzero(np.diff(parts)) + 1).tolist(), len(parts)]
+        for part in itertools.starmap(slice, itertools.pairwise(bounds)):
+            yield self._write(_Pieces(*(column[part] for column in pieces)), pages[:, part], buffer)
+
+    def _write(self, pieces: _Pieces, pages: NDArray[np.int64], buffer: NDArray[Any]) -> _Pieces:
+        """Writes the EOD tokens of pieces; returns the text between them.
+
+        Args:
+            pieces: Pieces of files.
+            pages: First and last page of the table that each piece needs: int64 [2, n].
+            buffer: The buffer.
+        """
         shifts = self._file_starts[pieces.files]
         lows = pieces.places + shifts
-        # Mapped for this call only: otherwise more and more pages would count as memory in use.
-        places = np.load(self._path, mmap_mode="r")
+        owners, steps = spread(pages[1] - pages[0] + 1)
+        needed = np.unique(pages[0][owners] + steps)
+        starts = needed * self._page
+        places = self._table.ranges(starts, np.minimum(self._page, self._table.num_rows - starts))
         first = np.searchsorted(places, lows)
         counts = np.searchsorted(places, lows + pieces.sizes) - first
         rows, steps = spread(counts)
-        eods = np.asarray(places[first[rows] + steps])
+        eods = places[first[rows] + steps]
+        first += (pages[0] - np.searchsorted(needed, pages[0])) * self._page  # in the table
         buffer[pieces.targets[rows] + eods - lows[rows]] = self._eod
         # Each EOD ends a text; one more text ends with the piece.
         rows, steps = spread(counts + 1)

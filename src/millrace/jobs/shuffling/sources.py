@@ -70,7 +70,8 @@ def _read_file(
     targets: Numbers,
 ) -> None:
     try:
-        descriptor = os.open(file.path, os.O_RDONLY)
+        # A named pipe in place of the file would wait for a writer.
+        descriptor = os.open(file.path, os.O_RDONLY | os.O_NONBLOCK)
         try:
             _check_unchanged(file, descriptor)
             try:

@@ -42,8 +42,11 @@ class HashedFile:
     def __enter__(self) -> HashedFile:
         with naming(self.path):
             self._descriptor, self._is_direct = _create(self._temporary)
-        # A map and not a NumPy array: it begins at a page.
-        self._memory = _blocks.pop() if _blocks else mmap.mmap(-1, _BLOCK, mmap.MAP_PRIVATE)
+        try:
+            self._memory = _blocks.pop()  # other threads pop too: a test before says nothing
+        except IndexError:
+            # A map and not a NumPy array: it begins at a page.
+            self._memory = mmap.mmap(-1, _BLOCK, mmap.MAP_PRIVATE)
         self._block = np.frombuffer(self._memory, np.uint8)
         return self
 
