@@ -147,11 +147,13 @@ def test_the_choice_of_a_plan(tmp_path: Path, disk: SimpleNamespace) -> None:
         "second), reads 8.2 GB, writes 8.2 GB"
     )
     assert choose(tmp_path, large, memory=20 * GB).name == "gather"
-    disk.random = 4e8
+    disk.sequential, disk.random = 4e9, 1e9
+    assert "by 4 workers keep up with the writes" in str(choose(tmp_path, large))
+    disk.sequential, disk.random = 6e8, 2e8
     assert "not much slower" in str(choose(tmp_path, large))
     assert choose(tmp_path, large, memory=20 * GB).name == "memory"
     assert choose(tmp_path, large, memory=20 * GB, engine="ray").name == "gather"
-    disk.random = 1e8
+    disk.sequential, disk.random = 1e9, 1e8
     plan = choose(tmp_path, large)
     assert (plan.name, plan.bytes_read, plan.bytes_written) == (
         "scatter",

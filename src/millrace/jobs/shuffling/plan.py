@@ -51,6 +51,7 @@ _SHARE = 2  # of the available memory, a half: the rest is for the page cache
 
 _LARGE_ITEM = 1 << 20  # bytes: a random read of this size is as fast as a sequential one
 _PROBE_SIZE = 16 * MB  # bytes that each measurement of the disk reads
+_WRITE_RATE = 1e9  # bytes per second, of a good disk
 _GOOD_RATIO = 0.5  # `gather` writes while it reads, and `memory` reads all before it writes
 
 
@@ -131,7 +132,9 @@ def choose_plan(
         if fits and num_bytes <= _LARGEST_BUFFER:
             name, reason = "memory", "the data are small"
         else:
-            name, reason = _best_plan(items, num_bytes, fits=fits, free=free, memory=memory)
+            name, reason = _best_plan(
+                items, num_bytes, fits=fits, free=free, memory=memory, workers=workers
+            )
     elif name == "scatter" and free < 2 * num_bytes:
         raise MillraceError(
             f"No space left for the plan scatter: it writes {in_units(num_bytes)} twice, and the "
@@ -320,7 +323,7 @@ def _too_little_memory(budget: int, memory: int, largest: int, items: Items) -> 
 
 
 def _best_plan(
-    items: Items, num_bytes: int, *, fits: bool, free: int, memory: int
+    items: Items, num_bytes: int, *, fits: bool, free: int, memory: int, workers: int
 ) -> tuple[str, str]:
     """The best plan for this disk, and the reason; `fits` says whether all items fit the memory."""
     mean = num_bytes // items.num_items
@@ -330,6 +333,8 @@ def _best_plan(
     rates = f"({in_units(random)} and {in_units(sequential)} a second)"
     if random >= _GOOD_RATIO * sequential:
         return "gather", f"random reads are about as fast as sequential ones {rates}"
+    if random * workers >= _WRITE_RATE:
+        return "gather", f"random reads by {workers} workers keep up with the writes {rates}"
     if fits:
         return "memory", f"the data fit it, and random reads are slow {rates}"
     if free < 2 * num_bytes:
