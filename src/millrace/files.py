@@ -44,24 +44,31 @@ def written_name(temporary: str) -> str | None:
 
 
 @contextlib.contextmanager
-def atomic_file(path: str) -> Iterator[BinaryIO]:
+def atomic_file(path: str, *, durable: bool = True) -> Iterator[BinaryIO]:
     """A file that appears at `path` whole when the block ends, or not at all if it fails.
 
     Writers at the same time have their own temporaries; the last one to end counts. An OSError
     names the file.
+
+    Args:
+        path: Path of the file.
+        durable: Whether the file survives a power cut. It takes two flushes, which the files of a
+            task can do without: they are written again.
     """
     temporary = temporary_name(path)
     with naming(path):
         try:
             with open(temporary, "xb") as file:
                 yield file
-                flush_to_disk(file)
+                if durable:
+                    flush_to_disk(file)
             os.rename(temporary, path)
         except BaseException:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary)
             raise
-        fsync_folder(path)
+        if durable:
+            fsync_folder(path)
 
 
 @contextlib.contextmanager

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from millrace.errors import DataError
-from millrace.files import naming, temporary_name
+from millrace.files import atomic_file
 from millrace.store.layout import Header
 from millrace.store.publish import idx_path
 
@@ -49,7 +48,7 @@ def write_index(prefix: str, header: Header, documents: Iterable[Entries]) -> No
     num_sequences = num_documents = num_bytes = 0
     columns = header.columns
     path = idx_path(prefix)
-    with whole_file(path) as file:
+    with atomic_file(path, durable=False) as file:
         _write(file, 0, header.pack())
         _write(file, columns["documents"].offset, np.zeros(1, "<i8"))
         for lengths, counts, modes in documents:
@@ -77,21 +76,6 @@ def write_index(prefix: str, header: Header, documents: Iterable[Entries]) -> No
                 f"documents and {num_bytes} bytes; the header and the .bin have {expected[0]}, "
                 f"{expected[1]} and {size}. No index is written"
             )
-
-
-@contextlib.contextmanager
-def whole_file(path: str) -> Iterator[BinaryIO]:
-    """As `files.atomic_file`, for a file of a task, which is not flushed to the disk."""
-    temporary = temporary_name(path)
-    with naming(path):
-        try:
-            with open(temporary, "xb") as file:
-                yield file
-            os.rename(temporary, path)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
-            raise
 
 
 def _write(file: BinaryIO, place: int, data: Any) -> None:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from millrace.checks import printable
 from millrace.errors import ConfigError, MillraceError
 from millrace.jobs.shuffling.chi_square import chi_square_p, gamma_p
-from millrace.jobs.shuffling.permutations import Permutation
+from millrace.jobs.shuffling.permutations import Permutation, even_sizes
 
 HEAD = 50_000
 """Places of the head."""
@@ -146,7 +146,7 @@ def measure_distribution(
     parts = {
         "head": np.array([head, total - head], np.int64),
         "shard": np.array(shard_sizes, np.int64).reshape(-1),
-        "window": _even_sizes(total, min(WINDOWS, total)),
+        "window": even_sizes(total, min(WINDOWS, total)),
     }
     tables = {name: np.zeros((len(sizes), len(counts)), np.int64) for name, sizes in parts.items()}
     ends = {name: np.cumsum(sizes) for name, sizes in parts.items()}
@@ -389,11 +389,3 @@ def _test_text(parts: Parts) -> str:
 
 def _p_text(p: float) -> str:
     return f"p < {_ZERO:g}" if p < _ZERO else f"p = {p:.2g}"
-
-
-def _even_sizes(total: int, num_parts: int) -> Counts:
-    """Sizes of parts that differ by one at most, the first ones larger."""
-    if num_parts == 0:
-        return np.zeros(0, np.int64)
-    base, extra = divmod(total, num_parts)
-    return np.full(num_parts, base, np.int64) + (np.arange(num_parts) < extra)

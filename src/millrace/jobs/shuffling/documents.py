@@ -39,12 +39,15 @@ from millrace.jobs.shuffling.passes import Passes, describe, starts_of
 from millrace.jobs.shuffling.sources import Numbers, read_files
 from millrace.jobs.shuffling.tables import Table, new_table
 from millrace.store import IndexedDataset
-from millrace.store.index_writer import Entries, whole_file, write_index
+from millrace.store.index_writer import Entries, write_index
 from millrace.store.info import Info
 from millrace.store.layout import Header
 from millrace.store.origins import Origins, OriginsWriter, has_origins, make_table
 from millrace.store.publish import bin_path, idx_path, info_path, origins_path
 from millrace.store.reader import fingerprint_of
+
+DOCUMENTS_REASON = "whole documents are shuffled: give indexed datasets, or leave --documents out"
+"""Why `find_domains` must find documents."""
 
 _BLOCK = 1 << 13  # documents that are read, or whose entries are written, at a time
 _MOST_SEQUENCES = 1 << 17  # whose entries are written at a time
@@ -88,13 +91,12 @@ def document_items(inputs: Inputs, *, folder: str | os.PathLike[str]) -> Documen
     (3, [1, 2, 3, 4, 5, 1, 2, 3])
     """
     folder = os.path.abspath(one_path("folder", folder))
-    why = "whole documents are shuffled: give indexed datasets, or leave --documents out"
-    domains, notices = find_domains(inputs, dtype=np.int32, documents_for=why)
+    domains, notices = find_domains(inputs, dtype=np.int32, documents_for=DOCUMENTS_REASON)
     return DocumentItems(domains, notices, folder)
 
 
 class DocumentItems:
-    """Whole documents, made by `document_items`; see `Items`."""
+    """Whole documents, of domains that `find_domains` has found; see `Items`."""
 
     def __init__(self, domains: Sequence[InputDomain], notices: Sequence[str], folder: str) -> None:
         arrays = [file for domain in domains for file in domain.files]
@@ -200,7 +202,7 @@ class DocumentItems:
             paths.append(origins_path(prefix))
         if self.tokenizer is not None:
             info = Info(provenance={"tokenizer": self.tokenizer})
-            with whole_file(info_path(prefix)) as file:
+            with atomic_file(info_path(prefix), durable=False) as file:
                 file.write(info.to_json().encode())
             paths.append(info_path(prefix))
         return paths

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.interrupts import interruptible, interrupts_held
 from millrace.jobs.engine import Journal
@@ -28,13 +26,14 @@ from millrace.jobs.shuffling.distribution import (
     format_distribution,
     measure_distribution,
 )
-from millrace.jobs.shuffling.documents import document_items
+from millrace.jobs.shuffling.documents import DOCUMENTS_REASON, DocumentItems
 from millrace.jobs.shuffling.inputs import InputDomain, find_domains, format_domains
 from millrace.jobs.shuffling.items import Items
 from millrace.jobs.shuffling.movement import Movement
 from millrace.jobs.shuffling.permutations import (
     Permutation,
     choose_permutation,
+    even_sizes,
     make_permutation,
 )
 from millrace.jobs.shuffling.plan import (
@@ -48,7 +47,7 @@ from millrace.jobs.shuffling.plan import (
     run_bounds,
     shard_starts,
 )
-from millrace.jobs.shuffling.sequences import sequence_items
+from millrace.jobs.shuffling.sequences import EOD_REASON, SequenceItems
 from millrace.jobs.shuffling.tasks import Work
 from millrace.store import IndexedDataset
 from millrace.store.shards import (
@@ -166,10 +165,10 @@ def shuffle(
     start, arguments = time.monotonic(), checked_arguments(**locals())
     with interrupts_held(), contextlib.ExitStack() as stack:
         with interruptible():
-            domains, _ = find_domains(
+            domains, notices = find_domains(
                 arguments.inputs,
                 dtype=arguments.dtype,
-                documents_for="" if arguments.seq_len else "whole documents are shuffled",
+                documents_for=_documents_for(arguments),
             )
         check_apart(arguments)
         journal = _open_journal(stack, arguments, domains)
@@ -178,7 +177,7 @@ def shuffle(
         if _is_written(journal):
             result = _kept(ShuffleResult(**journal.plan["result"]))
         else:
-            items = _make_items(journal, arguments)
+            items = _make_items(journal, arguments, domains, notices)
             if publish.output_in(arguments.output_dir):
                 return _result_of_output(arguments, items)
             result = _write(journal, arguments, items)
@@ -291,16 +290,28 @@ def _read_output(folder: str) -> ShardsMetadata | None:
 # ---- phases 1 to 4 ----
 
 
-def _make_items(journal: Journal, arguments: Arguments) -> Items:
+def _documents_for(arguments: Arguments) -> str:
+    """Why the input must have documents; empty if it need not."""
+    if arguments.seq_len is None:
+        return DOCUMENTS_REASON
+    return "" if arguments.eod is None else EOD_REASON
+
+
+def _make_items(
+    journal: Journal,
+    arguments: Arguments,
+    domains: Sequence[InputDomain],
+    notices: Sequence[str],
+) -> Items:
     folder = os.path.join(journal.folder, "items")
     os.makedirs(folder, exist_ok=True)
     with interruptible():
         if arguments.seq_len is None:
-            return document_items(arguments.inputs, folder=folder)
-        return sequence_items(
-            arguments.inputs,
+            return DocumentItems(domains, notices, folder)
+        return SequenceItems(
+            domains,
+            notices,
             seq_len=arguments.seq_len,
-            dtype=arguments.dtype,
             carry=arguments.carry,
             eod=arguments.eod,
             folder=folder,
@@ -383,7 +394,7 @@ def _permute(
             permutation,
             [domain.name for domain in items.domains],
             [domain.num_items for domain in items.domains],
-            np.diff(shard_starts(items.num_items, arguments.num_shards)).tolist(),
+            even_sizes(items.num_items, arguments.num_shards).tolist(),
         )
         progress.note(format_distribution(distribution))
         check_distribution(distribution)
@@ -442,7 +453,7 @@ def _make_work(
 
 def _metadata(arguments: Arguments, items: Items, permutation: str | None) -> dict[str, Any]:
     """The fields of `ShardsMetadata` that do not depend on the output."""
-    sizes = np.diff(shard_starts(items.num_items, arguments.num_shards))
+    sizes = even_sizes(items.num_items, arguments.num_shards)
     is_documents = arguments.seq_len is None
     return {
         "shuffle_type": DOCUMENTS if is_documents else SEQUENCES,

@@ -7,13 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from millrace.interrupts import interruptible
 from millrace.jobs.engine import Task
+from millrace.jobs.shuffling.sources import Numbers
 from millrace.jobs.shuffling.tasks import Work, commit_shard
-
-Numbers = NDArray[np.int64]
 
 READ_SIZE = 8_000_000
 """Bytes of items that a thread reads at a time, about."""

@@ -6,14 +6,12 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
 import numpy as np
-from numpy.typing import NDArray
 
 from millrace.checks import MAX_INT64
 from millrace.errors import ConfigError
 from millrace.jobs.shuffling.inputs import InputDomain
 from millrace.jobs.shuffling.items import Domain, SourceFile
-
-Numbers = NDArray[np.int64]
+from millrace.jobs.shuffling.sources import Numbers
 
 
 class Passes:

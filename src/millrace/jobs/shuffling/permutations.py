@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,7 +17,9 @@ from numpy.typing import NDArray
 
 from millrace.checks import shown, whole
 from millrace.errors import ConfigError, DataError
-from millrace.files import atomic_file, checksum, xxh3
+from millrace.files import atomic_file
+from millrace.jobs.engine import sum_of
+from millrace.jobs.shuffling.tables import new_table
 from millrace.order import KeyedPermutation
 
 NAMES = ("numpy", "keyed")
@@ -173,6 +174,16 @@ def _check_range(start: int, stop: int, size: int) -> None:
         raise ConfigError(f"the range is {start} to {stop}; it must lie in 0 to {size}")
 
 
+def even_sizes(size: int, num_parts: int) -> NDArray[np.int64]:
+    """Sizes of parts of the output that differ by one at most, the first ones larger.
+
+    >>> even_sizes(8, 3).tolist(), even_sizes(0, 0).tolist()
+    ([3, 3, 2], [])
+    """
+    least, larger = divmod(size, max(num_parts, 1))
+    return least + (np.arange(num_parts) < larger).astype(np.int64)
+
+
 # ---- the files of "numpy" ----
 
 
@@ -194,9 +205,7 @@ def _is_whole(folder: str, size: int, seed: int) -> bool:
     try:
         with open(os.path.join(folder, _RECORD), "rb") as file:
             record = json.load(file)
-        checksums = {
-            name: checksum(_blocks(os.path.join(folder, name))) for name in (_PLACES, _SOURCES)
-        }
+        checksums = {name: sum_of(os.path.join(folder, name))[1] for name in (_PLACES, _SOURCES)}
     except (OSError, ValueError):
         return False
     return bool(record == _record(size, seed, checksums))
@@ -208,16 +217,10 @@ def _record(size: int, seed: int, checksums: dict[str, str]) -> dict[str, Any]:
 
 def _write_array(path: str, values: NDArray[np.int64]) -> str:
     """Writes a .npy file; returns its checksum."""
-    digest = xxh3()
-    with atomic_file(path) as file:
-        header = _header(len(values))
-        file.write(header)
-        digest.update(header)
+    with new_table(path, values.dtype) as append:
         for start in range(0, len(values), _BLOCK):
-            block = values[start : start + _BLOCK].data
-            file.write(block)
-            digest.update(block)
-    return str(digest.hexdigest())
+            append(values[start : start + _BLOCK])
+    return sum_of(path)[1]
 
 
 def _header(size: int) -> bytes:
@@ -225,9 +228,3 @@ def _header(size: int) -> bytes:
     description = {"descr": "<i8", "fortran_order": False, "shape": (size,)}
     np.lib.format.write_array_header_1_0(buffer, description)
     return buffer.getvalue()
-
-
-def _blocks(path: str) -> Iterator[bytes]:
-    with open(path, "rb") as file:
-        while block := file.read(_ITEM * _BLOCK):
-            yield block

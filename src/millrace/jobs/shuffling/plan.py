@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 from millrace.cores import available_memory
 from millrace.errors import ConfigError, MillraceError
 from millrace.jobs.shuffling.items import Items
-from millrace.jobs.shuffling.permutations import Permutation
+from millrace.jobs.shuffling.passes import starts_of
+from millrace.jobs.shuffling.permutations import Permutation, even_sizes
 from millrace.jobs.shuffling.probe import is_gather_faster, read_rates
 
 MB = 1_000_000
@@ -222,10 +223,7 @@ def in_units(num_bytes: float) -> str:
 
 def shard_starts(num_items: int, num_shards: int) -> NDArray[np.int64]:
     """First place of each shard, and the end: int64 [num_shards + 1]."""
-    size, longer = divmod(num_items, num_shards)
-    sizes = np.full(num_shards, size, np.int64)
-    sizes[:longer] += 1
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+    return starts_of(even_sizes(num_items, num_shards))
 
 
 def bucket_bounds(

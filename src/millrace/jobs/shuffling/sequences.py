@@ -37,6 +37,9 @@ from millrace.store.index_writer import Entries, write_index
 from millrace.store.layout import Header
 from millrace.store.publish import idx_path
 
+EOD_REASON = "an EOD token is put after each: give indexed datasets, or leave --eod out"
+"""Why `find_domains` must find documents."""
+
 _BLOCK = 1 << 20  # tokens that are read at a time
 _EODS = 1 << 16  # EOD tokens that are looked up at a time, about
 _LEAST_PAGE, _PAGES = 1 << 9, 1 << 18  # rows of a page of their table, and most pages, about
@@ -82,35 +85,32 @@ def sequence_items(
     """
     seq_len = whole("seq_len", seq_len, 1, MAX_INT32)
     carry, folder = flag("carry", carry), one_path("folder", folder)
-    documents_for = ""
-    if eod is not None:
-        documents_for = "an EOD token is put after each: give indexed datasets, or leave --eod out"
+    documents_for = "" if eod is None else EOD_REASON
     domains, notices = find_domains(inputs, dtype=dtype, documents_for=documents_for)
-    token_dtype = common_dtype(domains)
-    eods = None
-    if eod is not None:
-        files = [file for domain in domains for file in domain.files]
-        path = os.path.join(os.path.abspath(folder), "eods.npy")
-        eods = _Eods(files, _token(eod, token_dtype), path)
-    return SequenceItems(
-        domains, notices, dtype=token_dtype, seq_len=seq_len, carry=carry, eods=eods
-    )
+    return SequenceItems(domains, notices, seq_len=seq_len, carry=carry, eod=eod, folder=folder)
 
 
 class SequenceItems:
-    """Sequences of a fixed length, made by `sequence_items`; see `Items`."""
+    """Sequences of a fixed length, of domains that `find_domains` has found; see `Items`.
+
+    `sequence_items` describes the other arguments.
+    """
 
     def __init__(
         self,
         domains: Sequence[InputDomain],
         notices: Sequence[str],
         *,
-        dtype: np.dtype[Any],
         seq_len: int,
         carry: bool,
-        eods: _Eods | None,
+        eod: int | None,
+        folder: str,
     ) -> None:
         arrays = [file for domain in domains for file in domain.files]
+        dtype, eods = common_dtype(domains), None
+        if eod is not None:
+            path = os.path.join(os.path.abspath(folder), "eods.npy")
+            eods = _Eods(arrays, _token(eod, dtype), path)
         num_tokens = np.array([file.num_tokens for file in arrays], np.int64)
         if eods is not None:
             num_tokens += eods.num_eods

@@ -16,9 +16,8 @@ from millrace.files import naming
 from millrace.jobs.engine import Task, commit, sum_of, task_folder
 from millrace.jobs.shuffling.items import Items
 from millrace.jobs.shuffling.permutations import Permutation
+from millrace.jobs.shuffling.sources import Numbers
 from millrace.jobs.shuffling.writing import HashedFile
-
-Numbers = NDArray[np.int64]
 
 Function = Callable[["Work", Task], dict[str, Any]]
 
