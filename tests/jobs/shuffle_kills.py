@@ -12,20 +12,16 @@ itself. At the end
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import os
 import random
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,31 +31,15 @@ from millrace import IndexedDatasetBuilder
 from tests.jobs.tokenize_kills import (
     DEADLINE,
     MOST_WORKER_KILLS,
+    Job,
     KillError,
     descendants,
+    finish,
     read_records,
+    run_command,
+    run_jobs,
     wait_for_end,
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """A command, and what it writes.
-
-    Attributes:
-        name: Name in reports.
-        options: Options of `millrace shuffle`, without the output folder.
-        files: Name and content of each file of an undisturbed run.
-        num_tasks: Number of tasks.
-        seconds: Duration of an undisturbed run.
-    """
-
-    name: str
-    options: Sequence[str]
-    files: dict[str, bytes]
-    num_tasks: int
-    seconds: float
-
 
 # Of 4 tokens each, a sequence takes less memory than its overhead: the data need several runs.
 COMMANDS: dict[str, str] = {
@@ -117,15 +97,6 @@ def launch(options: Sequence[str], output: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True
     )
-
-
-def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """The summary of a run that was not killed."""
-    output, errors = process.communicate(timeout=DEADLINE)
-    if process.returncode != 0:
-        raise KillError(f"the job failed with status {process.returncode}: {errors[-2000:]}")
-    summary: dict[str, Any] = json.loads(output)
-    return summary
 
 
 def tasks_of(summary: dict[str, Any]) -> tuple[int, int]:
@@ -228,36 +199,10 @@ def run(
         num_sequences: Number of sequences in the input.
         names: Names of the jobs; empty: all.
     """
-    choices = random.Random(seed)
-    counts: Counter[str] = Counter()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        jobs = make_jobs(folder, num_sequences, names)
-        order: list[Job] = []
-        while counts["parent"] + counts["worker"] < num_kills:
-            order = order or choices.sample(jobs, len(jobs))
-            job = order.pop()
-            output = folder / "output"
-            try:
-                run_job(job, output, choices, counts)
-            except KillError as error:
-                raise KillError(f"seed {seed}, job {job.name!r}: {error}") from None
-            counts["jobs"] += 1
-            shutil.rmtree(output)
-    return counts
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sequences", type=int, default=1_200_000, help="in the input")
-    options = parser.parse_args()
-    start = time.monotonic()
-    counts = run(options.kills, options.seed, options.sequences)
-    seconds = time.monotonic() - start
-    print(f"seed {options.seed}: {dict(counts)}, {seconds:.0f} s; nothing was lost or done twice")
+    return run_jobs(
+        lambda folder: make_jobs(folder, num_sequences, names), run_job, num_kills, seed
+    )
 
 
 if __name__ == "__main__":
-    main()
+    run_command(__doc__ or "", run, "sequences", 1_200_000)

@@ -61,7 +61,7 @@ class Runner:
         status, output, error = self.run(*options)
         assert status == 0, error
         done, kept = kills.chunks_of(json.loads(output))
-        assert done + kept == self.job.num_chunks
+        assert done + kept == self.job.num_tasks
         assert kept >= least_kept
         kills.check_files(self.job, kills.read_files(self.output))
 
@@ -154,5 +154,5 @@ def test_an_input_that_changes(interrupted: Runner) -> None:
 def test_a_restart_keeps_nothing(interrupted: Runner) -> None:
     status, output, _ = interrupted.run("--restart")
     assert status == 0
-    assert kills.chunks_of(json.loads(output)) == (interrupted.job.num_chunks, 0)
+    assert kills.chunks_of(json.loads(output)) == (interrupted.job.num_tasks, 0)
     kills.check_files(interrupted.job, kills.read_files(interrupted.output))

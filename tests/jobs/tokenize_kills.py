@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,16 +49,16 @@ class Job:
 
     Attributes:
         name: Name in reports.
-        options: Options of `millrace tokenize`, without the output prefix.
+        options: Options of the command, without the output.
         files: Name and content of each file of an undisturbed run.
-        num_chunks: Number of chunks.
+        num_tasks: Number of tasks (chunks).
         seconds: Duration of an undisturbed run.
     """
 
     name: str
     options: Sequence[str]
     files: dict[str, bytes]
-    num_chunks: int
+    num_tasks: int
     seconds: float
 
 
@@ -133,7 +133,7 @@ def undisturbed(name: str, options: Sequence[str], folder: Path) -> Job:
     done, kept = chunks_of(summary)
     if kept != 0:
         raise KillError(f"{name}: the first run kept {kept} chunks")
-    return Job(name=name, options=options, files=files, num_chunks=done, seconds=seconds)
+    return Job(name=name, options=options, files=files, num_tasks=done, seconds=seconds)
 
 
 def launch(
@@ -173,6 +173,7 @@ def read_files(output: Path) -> dict[str, bytes]:
 
 def run_job(job: Job, output: Path, choices: random.Random, counts: Counter[str]) -> None:
     """Runs a job until it is done, with kills at random moments; KillError if a law is broken."""
+    output.mkdir()
     records: dict[str, tuple[int, int]] = {}
     while True:
         process = launch(job.options, output)
@@ -192,9 +193,9 @@ def run_job(job: Job, output: Path, choices: random.Random, counts: Counter[str]
                 counts["worker"] += 1
         if process.wait(DEADLINE) != -signal.SIGKILL:
             done, kept = chunks_of(finish(process))
-            if (done, kept) != (job.num_chunks - len(records), len(records)):
+            if (done, kept) != (job.num_tasks - len(records), len(records)):
                 raise KillError(
-                    f"{done} chunks done and {kept} kept, of {job.num_chunks}; the journal had "
+                    f"{done} chunks done and {kept} kept, of {job.num_tasks}; the journal had "
                     f"{len(records)}"
                 )
             break
@@ -230,7 +231,7 @@ def wait_for_moment(
     if choices.random() < 0.66:
         while process.poll() is None and len(read_records(output)) <= num_kept:
             time.sleep(0.002)
-        seconds *= choices.random() * (1 - num_kept / job.num_chunks) / 2
+        seconds *= choices.random() * (1 - num_kept / job.num_tasks) / 2
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(seconds)
         return True
@@ -291,17 +292,35 @@ def run(
         num_documents: Number of documents in each input; 6,000 are about 400 chunks.
         names: Names of the jobs; empty: all.
     """
+    return run_jobs(
+        lambda folder: make_jobs(folder, num_documents, names), run_job, num_kills, seed
+    )
+
+
+def run_jobs(
+    make_jobs: Callable[[Path], Sequence[Job]],
+    run_job: Callable[[Job, Path, random.Random, Counter[str]], None],
+    num_kills: int,
+    seed: int,
+) -> Counter[str]:
+    """Runs jobs in random order, until there were that many kills; returns what was counted.
+
+    Args:
+        make_jobs: Function that writes the inputs into a folder and returns the jobs.
+        run_job: Function that runs a job with kills. It counts them as "parent" and "worker".
+        num_kills: Number of kills, at least.
+        seed: Seed of jobs and moments.
+    """
     choices = random.Random(seed)
     counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        jobs = make_jobs(folder, num_documents, names)
+        jobs = make_jobs(folder)
         order: list[Job] = []
         while counts["parent"] + counts["worker"] < num_kills:
             order = order or choices.sample(jobs, len(jobs))
             job = order.pop()
             output = folder / "output"
-            output.mkdir()
             try:
                 run_job(job, output, choices, counts)
             except KillError as error:
@@ -311,17 +330,27 @@ def run(
     return counts
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def run_command(
+    description: str, run: Callable[[int, int, int], Counter[str]], unit: str, default: int
+) -> None:
+    """The command line of a script that kills jobs.
+
+    Args:
+        description: Text of the script; its first line is shown.
+        run: Function of the number of kills, the seed and the size of the input.
+        unit: What the input's size counts.
+        default: Size of the input.
+    """
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--documents", type=int, default=6000, help="documents in each input")
+    parser.add_argument(f"--{unit}", dest="size", type=int, default=default, help="in an input")
     options = parser.parse_args()
     start = time.monotonic()
-    counts = run(options.kills, options.seed, options.documents)
+    counts = run(options.kills, options.seed, options.size)
     seconds = time.monotonic() - start
     print(f"seed {options.seed}: {dict(counts)}, {seconds:.0f} s; nothing was lost or done twice")
 
 
 if __name__ == "__main__":
-    main()
+    run_command(__doc__ or "", run, "documents", 6000)
