@@ -31,6 +31,7 @@ from millrace.jobs.shuffling.inputs import InputDomain, find_domains, format_dom
 from millrace.jobs.shuffling.items import Items
 from millrace.jobs.shuffling.movement import Movement
 from millrace.jobs.shuffling.permutations import (
+    NUMPY_MEMORY,
     Permutation,
     choose_permutation,
     even_sizes,
@@ -58,8 +59,6 @@ from millrace.store.shards import (
     read_metadata,
     shard_prefix,
 )
-
-_NUMPY_MEMORY = 16  # bytes per item while NumPy's permutation and its inverse are made
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +161,8 @@ def shuffle(
         MillraceError: Another process at work on the folder, a full disk, a worker process that
             died repeatedly, or a shuffle that is not uniform.
     """
-    start, arguments = time.monotonic(), checked_arguments(**locals())
+    arguments = checked_arguments(**locals())
+    start = time.monotonic()
     with interrupts_held(), contextlib.ExitStack() as stack:
         with interruptible():
             domains, notices = find_domains(
@@ -404,7 +404,7 @@ def _permute(
 def _choose_permutation(arguments: Arguments, items: Items) -> str:
     memory = memory_for_buffers(arguments.memory, items)
     name = choose_permutation(arguments.permutation, items.num_items, memory)
-    needed = _NUMPY_MEMORY * items.num_items
+    needed = NUMPY_MEMORY * items.num_items
     if name == "numpy" and needed > memory:
         raise ConfigError(
             f"permutation is 'numpy', which takes {in_units(needed)} of memory for "

@@ -6,7 +6,6 @@ bytes per item on the disk. `keyed` is a `KeyedPermutation`, which takes none.
 
 from __future__ import annotations
 
-import io
 import json
 import os
 from dataclasses import dataclass
@@ -19,12 +18,14 @@ from millrace.checks import shown, whole
 from millrace.errors import ConfigError, DataError
 from millrace.files import atomic_file
 from millrace.jobs.engine import sum_of
-from millrace.jobs.shuffling.tables import new_table
+from millrace.jobs.shuffling.tables import Table, new_table
 from millrace.order import KeyedPermutation
 
 NAMES = ("numpy", "keyed")
+NUMPY_MEMORY = 16
+"""Bytes of memory per item while "numpy" is made: for the permutation and its inverse."""
+
 _PLACES, _SOURCES, _RECORD = "permutation.npy", "inverse.npy", "permutation.json"
-_ITEM = 8  # bytes of a place
 _BLOCK = 1 << 20  # places that are worked on at a time
 
 
@@ -50,8 +51,8 @@ def choose_permutation(name: str, size: int, memory: int) -> str:
     """The name of a permutation for `make_permutation`.
 
     Args:
-        name: "numpy", "keyed" or "auto": "numpy" as long as it takes at most a quarter of the
-            memory (and half of it while it is made), otherwise "keyed".
+        name: "numpy", "keyed" or "auto": "numpy" as long as it takes at most half of the memory
+            while it is made, otherwise "keyed".
         size: Number of items.
         memory: Bytes that the job may use.
 
@@ -62,7 +63,7 @@ def choose_permutation(name: str, size: int, memory: int) -> str:
         raise ConfigError(f"permutation is {shown(name)}; give auto, numpy or keyed")
     if name != "auto":
         return name
-    return "numpy" if _ITEM * size <= memory // 4 else "keyed"
+    return "numpy" if NUMPY_MEMORY * size <= memory // 2 else "keyed"
 
 
 def make_permutation(name: str, size: int, seed: int, folder: str) -> Permutation:
@@ -91,26 +92,23 @@ def make_permutation(name: str, size: int, seed: int, folder: str) -> Permutatio
     folder = os.path.abspath(folder)
     if not _is_whole(folder, size, seed):
         _write_files(folder, size, seed)
-    return NumpyPermutation(folder, size)
+    return NumpyPermutation(*(Table(os.path.join(folder, file)) for file in (_PLACES, _SOURCES)))
 
 
-@dataclass(frozen=True)
 class NumpyPermutation:
-    """A permutation in the two files of a folder; each call reads the range that it returns.
+    """A permutation in two tables; each call reads the range that it returns.
 
     Reads instead of maps: the pages of a map would count as memory of every process.
 
     Args:
-        folder: Folder with `permutation.npy` and `inverse.npy`.
-        size: Number of items.
+        places: Place of each item.
+        sources: Item at each place.
     """
 
-    folder: str
-    size: int
+    name = "numpy"
 
-    @property
-    def name(self) -> str:
-        return "numpy"
+    def __init__(self, places: Table, sources: Table) -> None:
+        self._places, self._sources, self.size = places, sources, places.num_rows
 
     def places(self, start: int, stop: int) -> NDArray[np.int64]:
         """See `Permutation`.
@@ -118,7 +116,7 @@ class NumpyPermutation:
         Raises:
             DataError: A file that is missing, or has become shorter.
         """
-        return self._read(_PLACES, start, stop)
+        return self._read(self._places, start, stop)
 
     def sources(self, start: int, stop: int) -> NDArray[np.int64]:
         """See `Permutation`.
@@ -126,22 +124,20 @@ class NumpyPermutation:
         Raises:
             DataError: A file that is missing, or has become shorter.
         """
-        return self._read(_SOURCES, start, stop)
+        return self._read(self._sources, start, stop)
 
-    def _read(self, file: str, start: int, stop: int) -> NDArray[np.int64]:
+    def _read(self, table: Table, start: int, stop: int) -> NDArray[np.int64]:
         _check_range(start, stop, self.size)
-        path, count = os.path.join(self.folder, file), stop - start
-        offset = len(_header(self.size)) + _ITEM * start
         try:
-            places = np.fromfile(path, np.int64, count, offset=offset)
+            rows = table.rows(start, stop)
         except FileNotFoundError:
-            places = np.empty(0, np.int64)
-        if len(places) < count:
+            rows = np.empty(0, np.int64)
+        if len(rows) < stop - start:
             raise DataError(
-                f"{path} is missing or has become shorter: places {start} to {stop} cannot be "
-                "read. Run the same command again, which makes the file again"
+                f"{table.path} is missing or has become shorter: places {start} to {stop} cannot "
+                "be read. Run the same command again, which makes the file again"
             )
-        return places
+        return rows
 
 
 @dataclass(frozen=True)
@@ -150,9 +146,7 @@ class KeyedRanges:
 
     permutation: KeyedPermutation
 
-    @property
-    def name(self) -> str:
-        return "keyed"
+    name = "keyed"
 
     @property
     def size(self) -> int:
@@ -212,7 +206,7 @@ def _is_whole(folder: str, size: int, seed: int) -> bool:
 
 
 def _record(size: int, seed: int, checksums: dict[str, str]) -> dict[str, Any]:
-    return {"size": size, "seed": seed, "header": len(_header(size)), "xxh3": checksums}
+    return {"size": size, "seed": seed, "xxh3": checksums}
 
 
 def _write_array(path: str, values: NDArray[np.int64]) -> str:
@@ -221,10 +215,3 @@ def _write_array(path: str, values: NDArray[np.int64]) -> str:
         for start in range(0, len(values), _BLOCK):
             append(values[start : start + _BLOCK])
     return sum_of(path)[1]
-
-
-def _header(size: int) -> bytes:
-    buffer = io.BytesIO()
-    description = {"descr": "<i8", "fortran_order": False, "shape": (size,)}
-    np.lib.format.write_array_header_1_0(buffer, description)
-    return buffer.getvalue()

@@ -42,28 +42,31 @@ def new_table(path: str, dtype: DTypeLike) -> Iterator[Callable[[NDArray[Any]], 
 class Table:
     """A table that `new_table` has written.
 
-    Args:
-        path: Path of the file.
-
     Attributes:
+        path: Path of the file.
         dtype: Dtype of a row.
         num_rows: Number of rows.
     """
 
     def __init__(self, path: str) -> None:
-        self._path = path
+        self.path = path
         with open(path, "rb") as file:
             np.lib.format.read_magic(file)
             shape, _, self.dtype = np.lib.format.read_array_header_1_0(file)
             self._byte_offset = file.tell()
         self.num_rows: int = shape[0]
 
+    def rows(self, start: int, stop: int) -> NDArray[Any]:
+        """Rows [start, stop), or fewer if the file has become shorter."""
+        offset = self._byte_offset + start * self.dtype.itemsize
+        return np.fromfile(self.path, self.dtype, stop - start, offset=offset)
+
     def ranges(self, starts: Numbers, counts: Numbers) -> NDArray[Any]:
         """Rows [starts[i], starts[i] + counts[i]) for each i, one after the other."""
         targets = np.concatenate(([0], np.cumsum(counts)))
         rows = np.empty(int(targets[-1]), self.dtype)
-        with naming(self._path):
-            descriptor = os.open(self._path, os.O_RDONLY)
+        with naming(self.path):
+            descriptor = os.open(self.path, os.O_RDONLY)
             try:
                 for start in range(0, len(starts), _RANGES):
                     part = slice(start, start + _RANGES)
