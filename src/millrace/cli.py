@@ -171,8 +171,9 @@ _SHARED_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+_SHUFFLE_DTYPES = "uint16", "uint32", "int32"
 _SHARD_DTYPE: dict[str, Any] = {
-    "choices": ("uint16", "uint32", "int32"),
+    "choices": _SHUFFLE_DTYPES,
     "help": "dtype of a folder whose metadata.json does not say it (default: uint32)",
 }
 
@@ -349,7 +350,7 @@ def _add_shuffle(verbs: Verbs) -> None:
     text = "file with a weight and a path on each line: 2.5 data/web (instead of --input-dir)"
     add("--input-list", metavar="FILE", help=text)
     text = "dtype of .bin files without .idx (default: uint32)"
-    add("--dtype", choices=("uint16", "uint32", "int32"), default="uint32", help=text)
+    add("--dtype", choices=_SHUFFLE_DTYPES, default="uint32", help=text)
     text = "tokens of a sequence (default: 4096)"
     add("--seq-len", type=_positive, default=4096, metavar="N", help=text)
     text = "continue the remainder of a file in the next file of its domain"

@@ -14,7 +14,13 @@ from millrace.errors import ConfigError, DataError
 from millrace.inspect.description import describe_document, document_lines, excerpts_of
 from millrace.store import IndexedDataset
 from millrace.store.shard_files import Shards
-from millrace.store.shards import METADATA, ShardsMetadata, read_metadata, shard_prefix
+from millrace.store.shards import (
+    METADATA,
+    ShardsMetadata,
+    metadata_path,
+    read_metadata,
+    shard_prefix,
+)
 from millrace.text import Tokenizer
 
 _PARTS = {"head": "head", "shards": "shard", "windows": "window"}
@@ -180,7 +186,7 @@ def domain_counts(metadata: ShardsMetadata, folder: str, parts: str) -> NDArray[
             raise ValueError
     except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError):
         raise DataError(
-            f"{os.path.join(folder, METADATA)}: the {parts} of the distribution do not fit "
+            f"{metadata_path(folder)}: the {parts} of the distribution do not fit "
             "domain_stats. The metadata are damaged, the shards may be whole: `millrace verify` "
             "says so. Shuffle again to have a distribution"
         ) from None

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from millrace.errors import ConfigError
 from millrace.inspect.shards import deviations, domain_counts
-from millrace.store.shards import METADATA, ShardsMetadata
+from millrace.store.shards import ShardsMetadata, metadata_path
 
 _WIDTH, _LEFT, _RIGHT = 900, 70, 230  # pixels: of the picture, and of its margins
 _TITLE, _PLOT, _GAP, _FOOT = 64, 220, 64, 40
@@ -51,7 +51,7 @@ def shares_svg(metadata: ShardsMetadata, *, folder: str | os.PathLike[str] = "")
     name = os.fspath(folder)
     if not metadata.distribution:
         raise ConfigError(
-            f"{os.path.join(name, METADATA)} has no distribution, from which the picture is drawn: "
+            f"{metadata_path(name)} has no distribution, from which the picture is drawn: "
             "`millrace shuffle` writes one"
         )
     counts = domain_counts(metadata, name, "windows")

@@ -25,8 +25,10 @@ from millrace.store import layout
 from millrace.store.bytes import read_at
 from millrace.store.checking import CheckedIndex, Report, as_problems
 from millrace.store.shards import (
+    JOURNAL,
     METADATA,
     ShardsMetadata,
+    metadata_path,
     metadata_problem,
     parse_metadata,
     shard_prefix,
@@ -35,6 +37,7 @@ from millrace.store.shards import (
 
 _PIECE = 4 << 20  # bytes that are read and hashed at a time
 _ENTRIES = 1 << 20  # index entries that are compared at a time
+_SHARD_FILE = re.compile(r"shard_\d+\.(bin|idx)")
 _OnBytes = Callable[[int], Any] | None
 _Result = tuple[list[str], int]  # problems, and the number of bytes that were read
 
@@ -82,7 +85,7 @@ def verify_shards(
     names = {f"{shard_prefix('', number)}.bin" for number in range(metadata.num_shards)}
     if metadata.checksums and (missing := sorted(names - set(metadata.checksums))):
         problems.append(
-            f"{os.path.join(folder, METADATA)} has checksums, but none of {missing[0]}: it was "
+            f"{metadata_path(folder)} has checksums, but none of {missing[0]}: it was "
             "changed since it was written. Restore it, or shuffle again"
         )
     notices: list[str] = []
@@ -188,7 +191,7 @@ def _check_sum(folder: str, on_bytes: _OnBytes, name: str, expected: str) -> _Re
         try:
             file = open(path, "rb", buffering=0)  # noqa: SIM115
         except FileNotFoundError:
-            if re.fullmatch(r"shard_\d+\.(bin|idx)", name):  # `_check_shard` has named it
+            if _SHARD_FILE.fullmatch(name):  # `_check_shard` has named it
                 return [], 0
             return [f"{path} is missing, although {METADATA} has its checksum: restore it"], 0
         with file:
@@ -215,13 +218,13 @@ def _strays(folder: str, metadata: ShardsMetadata) -> Iterator[tuple[str, bool]]
         names |= {f"{name}.bin", f"{name}.idx"}
     for name in sorted(set(os.listdir(folder)) - names):
         path = os.path.join(folder, name)
-        if re.fullmatch(r"shard_\d+\.(bin|idx)", name):
+        if _SHARD_FILE.fullmatch(name):
             yield (
                 f"{path} is not one of the {metadata.num_shards} shards of this folder: another "
                 "shuffle has left it. Remove it",
                 True,
             )
-        elif name.startswith("shuffle.journal"):
+        elif name.startswith(JOURNAL):
             yield (
                 f"{path} is the journal of a shuffle that has not ended: run its command again",
                 False,

@@ -23,6 +23,8 @@ from millrace.files import atomic_file, checksum
 from millrace.store.layout import DTYPES
 
 METADATA = "metadata.json"
+JOURNAL = "shuffle.journal"
+"""Folder, beside the shards, in which a shuffle keeps what it has done until it has ended."""
 VERSION = 2
 SEQUENCES = "global_permutation_fast"
 """The shuffle type of sequences of one length."""
@@ -215,7 +217,7 @@ def _read_document(folder: str) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         if not os.path.isdir(folder):
             problem = "the folder does not exist: give the output folder of a shuffle"
-        elif os.path.exists(os.path.join(folder, "shuffle.journal")):
+        elif os.path.exists(os.path.join(folder, JOURNAL)):
             problem = "the shuffle into this folder has not ended: run its command again"
         else:
             problem = "the folder does not hold the result of a shuffle, or not all of it"
@@ -336,7 +338,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= MAX_INT64
+    return _is_whole(value) and 0 <= value <= MAX_INT64
 
 
 def _is_text(value: Any) -> bool:

@@ -13,11 +13,11 @@ from numpy.typing import DTypeLike
 from millrace import checks
 from millrace.errors import ConfigError
 from millrace.jobs.shuffling.inputs import InputDomain, Inputs
+from millrace.store.shards import JOURNAL
 
 PLANS = "auto", "memory", "gather", "scatter"
 PERMUTATIONS = "auto", "numpy", "keyed"
 ENGINES = "local", "ray"
-JOURNAL = "shuffle.journal"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,9 +53,9 @@ from millrace.jobs.shuffling.tasks import Work
 from millrace.store import IndexedDataset
 from millrace.store.shards import (
     DOCUMENTS,
-    METADATA,
     SEQUENCES,
     ShardsMetadata,
+    metadata_path,
     read_metadata,
     shard_prefix,
 )
@@ -222,7 +222,7 @@ def _finished(journal: Journal, arguments: Arguments) -> ShuffleResult:
     """The result of a job that was killed while it removed its journal."""
     result = ShuffleResult(**journal.result)
     journal.remove()
-    if not os.path.exists(os.path.join(arguments.output_dir, METADATA)):
+    if not os.path.exists(metadata_path(arguments.output_dir)):
         raise MillraceError(
             f"the output of the finished job in {arguments.output_dir} was removed: run the same "
             "command again"
@@ -272,7 +272,7 @@ def _result_of_output(arguments: Arguments, items: Items) -> ShuffleResult:
 
 def _read_output(folder: str) -> ShardsMetadata | None:
     """The metadata of an output; None if there are none, a ConfigError if a file is damaged."""
-    if not os.path.exists(os.path.join(folder, METADATA)):
+    if not os.path.exists(metadata_path(folder)):
         return None
     try:
         metadata = read_metadata(folder)

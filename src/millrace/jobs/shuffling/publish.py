@@ -21,9 +21,15 @@ from typing import Any
 from millrace.errors import ConfigError, DataError
 from millrace.files import fsync_folder, naming, temporaries_of
 from millrace.jobs.engine import Journal
-from millrace.jobs.shuffling.arguments import JOURNAL
 from millrace.jobs.shuffling.tasks import SHARD
-from millrace.store.shards import METADATA, ShardsMetadata, shard_prefix, write_metadata
+from millrace.store.shards import (
+    JOURNAL,
+    METADATA,
+    ShardsMetadata,
+    metadata_path,
+    shard_prefix,
+    write_metadata,
+)
 
 _FLUSHES = 8  # files that are flushed at a time
 _SHARD = re.compile(r"shard_[0-9]{4,}\.(bin|idx|info\.json|origins\.parquet)")
@@ -43,8 +49,7 @@ def check_folder(folder: str) -> None:
     may_have_shards = JOURNAL in entries or METADATA in entries
     for entry in entries:
         is_ours = entry == JOURNAL or entry.startswith(f"{JOURNAL}.")
-        is_output = _SHARD.fullmatch(entry) or entry == METADATA or _is_temporary(entry)
-        if not (is_ours or (is_output and may_have_shards)):
+        if not (is_ours or (_is_output(entry) and may_have_shards)):
             raise not_empty(folder, entry)
 
 
@@ -69,11 +74,7 @@ def not_empty(folder: str, entry: str) -> ConfigError:
 
 def output_in(folder: str) -> list[str]:
     """Names of the output's files in a folder that `check_folder` has let through."""
-    return [
-        entry
-        for entry in sorted(os.listdir(folder))
-        if _SHARD.fullmatch(entry) or entry == METADATA or _is_temporary(entry)
-    ]
+    return [entry for entry in sorted(os.listdir(folder)) if _is_output(entry)]
 
 
 def remove_output(folder: str) -> None:
@@ -94,7 +95,7 @@ def publication(
     files, checksums = [], {}
     for shard, record in enumerate(records):
         for name, (size, digest) in record["files"].items():
-            target = os.path.basename(shard_prefix("", shard)) + name.removeprefix(SHARD)
+            target = shard_prefix("", shard) + name.removeprefix(SHARD)
             files.append([shard, name, target, size])
             checksums[target] = digest
     return {"files": files, "metadata": {**metadata, "checksums": checksums}}
@@ -136,12 +137,13 @@ def publish(journal: Journal, folder: str, content: Mapping[str, Any]) -> None:
                 f"{path} is missing or does not have {size} bytes, although it was written: "
                 "another program has changed it. Start over: --restart"
             )
-    metadata_path = os.path.join(folder, METADATA)
-    for left in temporaries_of(metadata_path):  # of a run that was killed
+    path = metadata_path(folder)
+    for left in temporaries_of(path):  # of a run that was killed
         os.unlink(left)
-    fsync_folder(metadata_path)
+    fsync_folder(path)
     write_metadata(folder, ShardsMetadata(**content["metadata"]))
 
 
-def _is_temporary(entry: str) -> bool:
-    return entry.startswith(f"{METADATA}.") and entry.endswith(".tmp")
+def _is_output(entry: str) -> bool:
+    is_temporary = entry.startswith(f"{METADATA}.") and entry.endswith(".tmp")
+    return entry == METADATA or is_temporary or _SHARD.fullmatch(entry) is not None
