@@ -12,7 +12,6 @@ its folder, with a row for each document or sequence:
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
@@ -25,7 +24,7 @@ from numpy.typing import NDArray
 from millrace.checks import one_path
 from millrace.errors import ConfigError, DataError
 from millrace.files import atomic_file, temporary_name
-from millrace.jobs.shuffling.indices import Index
+from millrace.jobs.shuffling.indices import open_index
 from millrace.jobs.shuffling.inputs import (
     InputDomain,
     Inputs,
@@ -247,8 +246,8 @@ def _copy_documents(files: Sequence[TokenArray], folder: str) -> tuple[Table, Ta
         new_table(sequence_path, np.int64) as append_sequences,
     ):
         for file in files:
-            with contextlib.ExitStack() as stack:
-                for documents in Index(file, stack).documents():
+            with open_index(file) as index:
+                for documents in index.documents():
                     append_tokens(token + documents.tokens[:-1])
                     append_sequences(sequence + documents.sequences[:-1])
                     is_single = is_single and bool(np.all(np.diff(documents.sequences) == 1))
@@ -266,8 +265,8 @@ def _copy_column(name: str, dtype: Any, files: Sequence[TokenArray], folder: str
     path = os.path.join(folder, f"{name}.npy")
     with new_table(path, dtype) as append:
         for file in files:
-            with contextlib.ExitStack() as stack:
-                for entries in Index(file, stack).column(name):
+            with open_index(file) as index:
+                for entries in index.column(name):
                     append(entries)
     return Table(path)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,43 +32,45 @@ class Documents(NamedTuple):
     tokens: NDArray[np.int64]
 
 
-class Index:
-    """The open index of an indexed dataset, while its documents are counted.
-
-    Args:
-        file: The indexed dataset.
-        stack: Closes the files.
+@contextlib.contextmanager
+def open_index(file: TokenArray) -> Iterator[Index]:
+    """Opens the index of an indexed dataset.
 
     Raises:
         DataError: A pair that is damaged, or has changed since it was found.
     """
-
-    def __init__(self, file: TokenArray, stack: contextlib.ExitStack) -> None:
-        assert file.prefix is not None
-        self.prefix = file.prefix
-        self._bin, index = map(stack.enter_context, open_pair(file.prefix))
-        status = os.fstat(self._bin.fileno())
+    assert file.prefix is not None
+    with contextlib.ExitStack() as stack:
+        data, index = map(stack.enter_context, open_pair(file.prefix))
+        status = os.fstat(data.fileno())
         times = os.fstat(index.fileno()).st_mtime_ns, status.st_mtime_ns
         if times != (file.index_mtime_ns, file.mtime_ns) or status.st_size != file.size:
             raise DataError(
                 f"{file.prefix}.bin/.idx changed while the job began; leave the input as it is "
                 "until the job has ended, and run the same command again"
             )
-        self._index = layout.IndexFile(file.prefix, index)
-        self.header = self._index.header
+        yield Index(file.prefix, index, data)
+
+
+class Index:
+    """The open files of an indexed dataset; see `open_index`."""
+
+    def __init__(self, prefix: str, index: BinaryIO, data: BinaryIO) -> None:
+        self._prefix, self._bin = prefix, data
+        self._index = layout.IndexFile(prefix, index)
 
     def column(self, name: str) -> Iterator[NDArray[Any]]:
         """The entries of a column, some at a time."""
-        for start in range(0, self.header.columns[name].length, _ENTRIES):
+        for start in range(0, self._index.header.columns[name].length, _ENTRIES):
             yield self._index.read(name, start, _ENTRIES)
 
     def documents(self) -> Iterator[Documents]:
         """All documents, some at a time; a DataError if their entries are out of order."""
-        header, byte = self.header, 0
+        header, byte = self._index.header, 0
         for start in range(0, header.num_document_entries - 1, _ENTRIES):
             sequences = self._index.read("documents", start, _ENTRIES + 1)
             if problem := layout.document_problem(sequences, header.num_sequences, start):
-                raise layout.index_damage(self.prefix, problem)
+                raise layout.index_damage(self._prefix, problem)
             tokens = np.full(len(sequences), byte // header.dtype.itemsize)
             last = int(sequences[-1])
             for first in range(int(sequences[0]), last, _ENTRIES):
@@ -79,8 +81,8 @@ class Index:
             yield Documents(sequences, tokens)
 
     def has_token_at(self, place: int, token: int) -> bool:
-        """Whether the token of that number in the `.bin` is `token`."""
-        size = self.header.dtype.itemsize
+        """Whether token number `place` of the `.bin` is `token`."""
+        size = self._index.header.dtype.itemsize
         data = os.pread(self._bin.fileno(), size, place * size)
         return data == token.to_bytes(size, "little")
 
@@ -88,8 +90,8 @@ class Index:
         """The ends of sequences [start, stop) in tokens; the first one starts at `byte`."""
         lengths = self._index.read("lengths", start, stop - start)
         pointers = self._index.read("pointers", start, stop - start)
-        size = self.header.dtype.itemsize
+        size = self._index.header.dtype.itemsize
         problem, end = layout.sequence_problem(lengths, pointers, size, byte, start)
         if problem:
-            raise layout.index_damage(self.prefix, problem)
+            raise layout.index_damage(self._prefix, problem)
         return byte // size + np.cumsum(lengths, dtype=np.int64), end

@@ -9,7 +9,6 @@ and the places of the EOD tokens, say where a sequence lies.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from millrace.checks import MAX_INT32, flag, one_path, whole
 from millrace.errors import ConfigError, DataError
-from millrace.jobs.shuffling.indices import Index
+from millrace.jobs.shuffling.indices import open_index
 from millrace.jobs.shuffling.inputs import (
     InputDomain,
     Inputs,
@@ -360,8 +359,7 @@ class _Eods:
 def _eod_places(file: TokenArray, eod: int) -> Iterator[NDArray[np.int64]]:
     """The places of the EOD tokens among the tokens of a file, some at a time."""
     count, ends_with_eod = 0, True
-    with contextlib.ExitStack() as stack:
-        index = Index(file, stack)
+    with open_index(file) as index:
         for documents in index.documents():
             ends = documents.tokens[1:][np.diff(documents.tokens) > 0]
             for end in ends[: max(_FIRST_DOCUMENTS - count, 0)].tolist():
