@@ -54,5 +54,5 @@ def _fraction(a: float, x: float) -> float:
 
 
 def _scale(a: float, x: float) -> float:
-    log = a * math.log(x) - x - math.lgamma(a)
-    return math.exp(log) if log > -745 else 0.0
+    """x**a exp(-x) / gamma(a)."""
+    return math.exp(a * math.log(x) - x - math.lgamma(a))

@@ -84,7 +84,7 @@ class Parts:
             "chi_square": self.chi_square,
             "degrees": self.degrees,
             "p_value": self.p_value,
-            "bound": _p(self.log_bound),
+            "bound": math.exp(self.log_bound),
         }
 
 
@@ -136,7 +136,7 @@ def measure_distribution(
     Raises:
         ConfigError: Domains or shards that do not have as many items as the permutation.
     """
-    total, counts = permutation.size, np.array(domain_counts, np.int64).reshape(-1)
+    total, counts = permutation.size, np.array(domain_counts, np.int64)
     if len(domain_names) != len(counts) or not total == counts.sum() == sum(shard_sizes):
         raise ConfigError(
             f"the permutation has {total} items, {len(domain_names)} domains have {counts.sum()} "
@@ -145,7 +145,7 @@ def measure_distribution(
     head = min(HEAD, total)
     parts = {
         "head": np.array([head, total - head], np.int64),
-        "shard": np.array(shard_sizes, np.int64).reshape(-1),
+        "shard": np.array(shard_sizes, np.int64),
         "window": even_sizes(total, min(WINDOWS, total)),
     }
     tables = {name: np.zeros((len(sizes), len(counts)), np.int64) for name, sizes in parts.items()}
@@ -219,9 +219,10 @@ def _parts(name: str, sizes: Counts, counts: Counts, domain_counts: Counts) -> P
     total = int(domain_counts.sum())
     expected = np.outer(sizes, domain_counts / max(total, 1))
     chi_squares, part_degrees = _chi_squares(sizes, counts, domain_counts)
-    table, degrees = _chi_square_of_table(sizes, counts, domain_counts)
     if len(sizes) == 1:  # the head: the rest of the output is the other part of the table
         table, degrees = float(chi_squares[0]), part_degrees
+    else:
+        table, degrees = _chi_square_of_table(sizes, counts, domain_counts)
     log_bounds = _log_bounds(sizes, counts, domain_counts)
     place = int(np.argmin(log_bounds)) if log_bounds.size else 0
     least = float(log_bounds.min(initial=0.0)) + math.log(max(log_bounds.size, 1))
@@ -325,14 +326,16 @@ def _divergence(
 def _fault(distribution: Distribution) -> str:
     """Why no fair shuffle gives this distribution; empty if one may."""
     for parts in (distribution.head, distribution.shards, distribution.windows):
-        if 3 * _p(parts.log_bound) < _LEAST_P:  # any of head, shards and windows could deviate
+        if (
+            3 * math.exp(parts.log_bound) < _LEAST_P
+        ):  # any of head, shards and windows could deviate
             part, domain = parts.unlikeliest
             where = "the head" if parts.name == "head" else f"{parts.name} {part}"
             return (
                 f"{where} has {parts.counts[part, domain]:,} of its {parts.sizes[part]:,} items "
                 f"from domain {printable(distribution.domain_names[domain])}, and a fair shuffle "
                 f"{parts.expected[part, domain]:,.1f}; the probability of such a deviation "
-                f"anywhere is at most {max(_p(parts.log_bound), _ZERO):.2g}"
+                f"anywhere is at most {max(math.exp(parts.log_bound), _ZERO):.2g}"
             )
         if parts.degrees >= _LEAST_DEGREES:
             p_below = 1 - parts.p_value
@@ -350,10 +353,6 @@ def _fault(distribution: Distribution) -> str:
 
 
 # ---- text ----
-
-
-def _p(log: float) -> float:
-    return math.exp(log) if log > -745 else 0.0
 
 
 def _largest(distribution: Distribution, parts: Parts) -> str:

@@ -43,10 +43,10 @@ def is_gather_faster(random: float, sequential: float) -> bool:
 
 def _rate(items: Items, numbers: NDArray[np.int64], size: int) -> float:
     """Bytes per second of reading the first items that fit `size` bytes."""
-    ends = np.cumsum(items.sizes(numbers))
+    sizes = items.sizes(numbers)
+    ends = np.cumsum(sizes)
     count = max(int(np.searchsorted(ends, size // items.dtype.itemsize, side="right")), 1)
-    numbers, ends = numbers[:count], ends[:count]
-    buffer = np.ones(int(ends[-1]), items.dtype)  # its pages are there before the clock starts
+    buffer = np.ones(int(ends[count - 1]), items.dtype)  # its pages exist before the clock starts
     start = time.perf_counter()
-    items.read(numbers, buffer, np.concatenate([np.zeros(1, np.int64), ends[:-1]]))
+    items.read(numbers[:count], buffer, (ends - sizes)[:count])
     return float(max(buffer.nbytes, 1) / max(time.perf_counter() - start, 1e-9))
