@@ -101,7 +101,7 @@ class DocumentItems:
         arrays = [file for domain in domains for file in domain.files]
         counts = [sum(file.num_documents for file in domain.files) for domain in domains]
         self.dtype = common_dtype(domains)
-        self.item_size: int | None = None
+        self.item_size = None
         self.tokenizer = tokenizer_of(domains)
         self._passes = Passes(counts, [domain.weight for domain in domains])
         self._first_documents = starts_of(file.num_documents for file in arrays)
@@ -119,12 +119,12 @@ class DocumentItems:
                 f"the input has no documents: {len(arrays)} files have "
                 f"{int(self._first_documents[-1])} documents, and their weights take none of them"
             )
-        self._has_modes = _have_modes(arrays)
+        has_modes = _have_modes(arrays)
         self._tokens, self._sequences = _copy_documents(arrays, folder)
         self._lengths = self._modes = None
         if self._sequences is not None:
             self._lengths = _copy_column("lengths", np.int32, arrays, folder)
-        if self._has_modes:
+        if has_modes:
             self._modes = _copy_column("modes", np.int8, arrays, folder)
         self._origins = None
         missing = [file.path for file in arrays if file.num_documents and not _has_origins(file)]
@@ -145,16 +145,13 @@ class DocumentItems:
 
     def sizes(self, numbers: Numbers) -> Numbers:
         """Tokens of each item: int64 [n]."""
-        bounds = self._tokens.windows(self._passes.units(numbers), 2)
-        sizes: Numbers = bounds[:, 1] - bounds[:, 0]
+        first, end = self._tokens.windows(self._passes.units(numbers), 2).T
+        sizes: Numbers = end - first
         return sizes
 
     def read(self, numbers: Numbers, buffer: NDArray[Any], targets: Numbers) -> None:
         """Reads items to any places of a buffer; see `Items`."""
-        documents = self._passes.units(numbers)
-        if not self._passes.is_identity:
-            order = np.argsort(documents, kind="stable")
-            documents, targets = documents[order], targets[order]
+        documents, targets = self._passes.ascending_units(numbers, targets)
         size = self.dtype.itemsize
         for start in range(0, len(documents), _BLOCK):
             part = documents[start : start + _BLOCK]
@@ -176,8 +173,7 @@ class DocumentItems:
         The sidecar of origins is written if all files have one; `.info.json` names the tokenizer,
         if all files name the same one.
         """
-        places = range(start, stop, _BLOCK)
-        blocks = [(at, min(at + _BLOCK, stop)) for at in places]
+        blocks = [(first, min(first + _BLOCK, stop)) for first in range(start, stop, _BLOCK)]
 
         def documents() -> Iterator[Numbers]:
             return (self._passes.units(sources(*block)) for block in blocks)
@@ -191,7 +187,7 @@ class DocumentItems:
             dtype=self.dtype,
             num_sequences=num_sequences,
             num_document_entries=stop - start + 1,
-            has_modes=self._has_modes,
+            has_modes=self._modes is not None,
         )
         entries = itertools.chain.from_iterable(map(self._entries, documents()))
         write_index(prefix, header, entries)
@@ -208,10 +204,9 @@ class DocumentItems:
 
     def _entries(self, documents: Numbers) -> Iterator[Entries]:
         if self._sequences is None or self._lengths is None:  # each document is one sequence
-            bounds = self._tokens.windows(documents, 2)
-            first, counts = documents, np.ones(len(documents), np.int64)
-            lengths = bounds[:, 1] - bounds[:, 0]
-            yield Entries(lengths, counts, self._modes_of(first, counts))
+            first, end = self._tokens.windows(documents, 2).T
+            counts = np.ones(len(documents), np.int64)
+            yield Entries(end - first, counts, self._modes_of(documents, counts))
             return
         first, end = self._sequences.windows(documents, 2).T
         ends = np.cumsum(end - first)

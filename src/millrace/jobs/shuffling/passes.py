@@ -26,7 +26,6 @@ class Passes:
 
     Attributes:
         num_items: Number of items of each domain.
-        is_identity: Whether item i is unit i.
 
     Raises:
         ConfigError: More items than 64 bits can count.
@@ -43,7 +42,7 @@ class Passes:
                 f"the weights make {sum(self.num_items)} items; at most {MAX_INT64} are possible. "
                 "Give smaller weights"
             )
-        self.is_identity = self.num_items == list(num_units)
+        self._is_identity = self.num_items == list(num_units)  # item i is unit i
         self._num_units = np.array(num_units, np.int64)
         self._first_units = starts_of(num_units)[:-1]
         self._first_items = starts_of(self.num_items)[:-1]
@@ -55,7 +54,7 @@ class Passes:
 
     def units(self, items: Numbers) -> Numbers:
         """The unit of each item: int64 [n]."""
-        if self.is_identity:
+        if self._is_identity:
             return items
         domains = np.searchsorted(self._first_items, items, side="right") - 1
         places = items - self._first_items[domains]
@@ -66,6 +65,14 @@ class Passes:
         rests = self._num_rest[domains[last]]
         units[last] = _times_over(in_rest[last], counts[last], rests)
         return units + self._first_units[domains]
+
+    def ascending_units(self, items: Numbers, targets: Numbers) -> tuple[Numbers, Numbers]:
+        """The units of ascending items, in ascending order, and the targets in the same order."""
+        units = self.units(items)
+        if self._is_identity:
+            return units, targets
+        order = np.argsort(units, kind="stable")
+        return units[order], targets[order]
 
     def items_in(self, domain: int, start: int, stop: int) -> int:
         """The number of items of units [start, stop), which are all of one domain."""

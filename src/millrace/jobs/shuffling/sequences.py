@@ -106,13 +106,13 @@ class SequenceItems:
         folder: str,
     ) -> None:
         arrays = [file for domain in domains for file in domain.files]
-        dtype, eods = common_dtype(domains), None
+        self.dtype = common_dtype(domains)
+        self._eods = None
+        num_tokens = np.array([file.num_tokens for file in arrays], np.int64)
         if eod is not None:
             path = os.path.join(os.path.abspath(folder), "eods.npy")
-            eods = _Eods(arrays, _token(eod, dtype), path)
-        num_tokens = np.array([file.num_tokens for file in arrays], np.int64)
-        if eods is not None:
-            num_tokens += eods.num_eods
+            self._eods = _Eods(arrays, _token(eod, self.dtype), path)
+            num_tokens += self._eods.num_eods
         bounds = starts_of(len(domain.files) for domain in domains).tolist()
         slices = [slice(*pair) for pair in itertools.pairwise(bounds)]
         lengths = np.concatenate(
@@ -123,10 +123,7 @@ class SequenceItems:
         self._ends = np.cumsum(lengths)
         self._starts = self._ends - lengths
         self._byte_offsets = np.array([file.byte_offset for file in arrays], np.int64)
-        self._eods = eods
-        self._seq_len = seq_len
-        self.dtype = dtype
-        self.item_size: int | None = seq_len
+        self.item_size = seq_len
         self.num_items = sum(self._passes.num_items)
         self.tokenizer = tokenizer_of(domains)
         self.has_origins = False
@@ -148,18 +145,15 @@ class SequenceItems:
 
     def sizes(self, numbers: Numbers) -> Numbers:
         """Tokens of each item: int64 [n]."""
-        return np.full(len(numbers), self._seq_len, np.int64)
+        return np.full(len(numbers), self.item_size, np.int64)
 
     def read(self, numbers: Numbers, buffer: NDArray[Any], targets: Numbers) -> None:
         """Reads items to any places of a buffer; see `Items`."""
-        sequences = self._passes.units(numbers)
-        if not self._passes.is_identity:
-            order = np.argsort(sequences, kind="stable")
-            sequences, targets = sequences[order], targets[order]
-        step = max(_BLOCK // self._seq_len, 1)
+        sequences, targets = self._passes.ascending_units(numbers, targets)
+        step = max(_BLOCK // self.item_size, 1)
         for start in range(0, len(sequences), step):
             block = slice(start, start + step)
-            self._read_block(sequences[block] * self._seq_len, buffer, targets[block])
+            self._read_block(sequences[block] * self.item_size, buffer, targets[block])
 
     def write_index(self, prefix: str, sources: Sources, start: int, stop: int) -> list[str]:
         """Writes an index in which each sequence is a document; see `Items`.
@@ -178,11 +172,11 @@ class SequenceItems:
     def _entries(self, count: int) -> Iterator[Entries]:
         for start in range(0, count, _ENTRIES):
             rest = min(count - start, _ENTRIES)
-            yield Entries(np.full(rest, self._seq_len), np.ones(rest, np.int64))
+            yield Entries(np.full(rest, self.item_size), np.ones(rest, np.int64))
 
     def _read_block(self, starts: Numbers, buffer: NDArray[Any], targets: Numbers) -> None:
         """Reads the sequences that start at these places of the line."""
-        pieces = _pieces(starts, targets, self._seq_len, self._starts, self._ends)
+        pieces = _pieces(starts, targets, self.item_size, self._starts, self._ends)
         size = self.dtype.itemsize
         for part in [pieces] if self._eods is None else self._eods.write(pieces, buffer):
             read_files(
@@ -200,12 +194,12 @@ class SequenceItems:
         """Raises a DataError if a token that was read is 2**31 or more."""
         values = buffer.view(np.int32)
         if len(targets) == 1:  # perhaps of gigabytes: without a copy
-            tokens = values[targets[0] : targets[0] + self._seq_len].reshape(1, -1)
+            tokens = values[targets[0] : targets[0] + self.item_size].reshape(1, -1)
         else:
-            tokens = np.lib.stride_tricks.sliding_window_view(values, self._seq_len)[targets]
+            tokens = np.lib.stride_tricks.sliding_window_view(values, self.item_size)[targets]
         if tokens.min() >= 0:
             return
-        row, column = divmod(int(np.argmin(tokens)), self._seq_len)
+        row, column = divmod(int(np.argmin(tokens)), self.item_size)
         place = int(starts[row]) + column
         file = int(np.searchsorted(self._ends, place, side="right"))
         raise DataError(
@@ -220,7 +214,7 @@ class SequenceItems:
         for domain, count, result in zip(domains, num_sequences, self.domains, strict=True):
             if count == 0 and domain.files:
                 notices.append(
-                    f"domain {domain.name} has no whole sequence of {self._seq_len:,} tokens: its "
+                    f"domain {domain.name} has no whole sequence of {self.item_size:,} tokens: its "
                     f"{len(domain.files):,} files have {result.num_tokens:,} tokens"
                 )
             elif count > 0 and result.num_items == 0:
@@ -285,7 +279,7 @@ class _Eods:
 
     def __init__(self, files: Sequence[TokenArray], eod: int, path: str) -> None:
         self._eod = eod
-        num_eods, file_starts = [0], [0]
+        num_eods, file_starts = [], [0]
         with new_table(path, np.int64) as append:
             for file in files:
                 count = 0
@@ -294,15 +288,15 @@ class _Eods:
                     count += len(places)
                 num_eods.append(count)
                 file_starts.append(file_starts[-1] + file.num_tokens + count)
-        self.num_eods = np.array(num_eods[1:], np.int64)
-        self._first_eods = np.cumsum(num_eods)[:-1]
+        self.num_eods = np.array(num_eods, np.int64)
+        self._first_eods = np.cumsum(self.num_eods) - self.num_eods
         self._file_starts = np.array(file_starts[:-1], np.int64)
         # The table is read page by page; the first place of each page is in memory. A map of the
         # file would count as memory, and a search in it touches many pages.
         self._table = Table(path)
         self._page = max(_LEAST_PAGE, self._table.num_rows // _PAGES)
         firsts = np.arange(0, self._table.num_rows, self._page)
-        self._page_firsts = self._table.ranges(firsts, np.ones_like(firsts))
+        self._page_firsts = self._table.windows(firsts, 1)[:, 0]
 
     def write(self, pieces: _Pieces, buffer: NDArray[Any]) -> Iterator[_Pieces]:
         """Writes the EOD tokens of pieces to the buffer; yields the text between them, in parts.
