@@ -26,7 +26,7 @@ from millrace.store.tokenizers import common_tokenizer, read_tokenizer, tokenize
 Inputs = str | os.PathLike[str] | Sequence[tuple[float, str | os.PathLike[str]]]
 """A folder with a folder for each domain, or a list of domains: the weight and path of each."""
 
-DTYPES = tuple(np.dtype(name).newbyteorder("<") for name in ("uint16", "uint32", "int32"))
+DTYPES = np.dtype("<u2"), np.dtype("<u4"), np.dtype("<i4")
 
 _JOURNAL = ".journal"
 _NAMES_IN_NOTICE = 3
@@ -53,16 +53,16 @@ class TokenArray:
     """
 
     path: str
-    prefix: str | None
+    prefix: str | None = None
     dtype: np.dtype[Any]
-    byte_offset: int
+    byte_offset: int = 0
     num_tokens: int
     num_documents: int = 0
     num_sequences: int = 0
     has_modes: bool = False
     size: int
     mtime_ns: int
-    index_mtime_ns: int | None
+    index_mtime_ns: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,11 +164,8 @@ def format_domains(items: Items) -> str:
     table.append(["total", *(f"{value:,}" for value in totals)])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return "\n".join(
-        "  ".join(
-            [row[0].ljust(widths[0])]
-            + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        )
-        for row in table
+        "  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])])
+        for name, *cells in table
     )
 
 
@@ -235,14 +232,13 @@ class _Finder:
                 f"{shown(folder)} is not a folder; give one with a folder for each domain"
             )
         folder = os.path.abspath(folder)
-        names, paths = [], []
+        domains, paths = [], []
         for entry in _scan(folder):
             if os.path.isdir(entry.path):
-                names.append(entry.name)
+                domains.append(self._domain(entry.name, Fraction(1), list(_walk(entry.path))))
             else:
                 paths.append(entry.path)
-        domains = [self._domain_of_folder(name, os.path.join(folder, name)) for name in names]
-        if _is_any_token_file(paths):
+        if any(path.endswith((".bin", ".npy", ".idx")) for path in paths):
             domains.append(self._domain(".", Fraction(1), paths))
         return domains
 
@@ -262,15 +258,10 @@ class _Finder:
                 )
             paths[name] = path
             if os.path.isdir(absolute):
-                domains.append(self._domain_of_folder(name, absolute, weight))
+                domains.append(self._domain(name, weight, list(_walk(absolute))))
             else:
                 domains.append(self._domain(name, weight, [_token_file(path, absolute)]))
         return domains
-
-    def _domain_of_folder(
-        self, name: str, folder: str, weight: Fraction = Fraction(1)
-    ) -> InputDomain:
-        return self._domain(name, weight, list(_walk(folder, ())))
 
     def _domain(self, name: str, weight: Fraction, paths: list[str]) -> InputDomain:
         paths.sort()
@@ -343,10 +334,6 @@ def _token_file(path: str, absolute: str) -> str:
     )
 
 
-def _is_any_token_file(paths: Sequence[str]) -> bool:
-    return any(path.endswith((".bin", ".npy", ".idx")) for path in paths)
-
-
 def _scan(folder: str) -> list[os.DirEntry[str]]:
     """The entries of a folder that are not hidden, nor a job's journal, sorted by name."""
     with _as_data_error(folder), os.scandir(folder) as entries:
@@ -360,7 +347,7 @@ def _scan(folder: str) -> list[os.DirEntry[str]]:
         )
 
 
-def _walk(folder: str, parents: tuple[tuple[int, int], ...]) -> Iterator[str]:
+def _walk(folder: str, parents: tuple[tuple[int, int], ...] = ()) -> Iterator[str]:
     """The files below a folder, also behind links, but not behind links to a parent folder."""
     with _as_data_error(folder):
         status = os.stat(folder)
@@ -399,27 +386,22 @@ def _open_raw(path: str, status: os.stat_result, dtype: np.dtype[Any]) -> TokenA
         )
     return TokenArray(
         path=path,
-        prefix=None,
         dtype=dtype,
-        byte_offset=0,
         num_tokens=status.st_size // dtype.itemsize,
         size=status.st_size,
         mtime_ns=status.st_mtime_ns,
-        index_mtime_ns=None,
     )
 
 
 def _open_array(path: str, status: os.stat_result) -> TokenArray:
-    try:
-        with _as_data_error(path):
+    with _as_data_error(path):
+        try:
             array: Any = np.lib.format.open_memmap(path, mode="r")
-    except DataError:
-        raise
-    except (ValueError, TypeError, OverflowError, SyntaxError, tokenize.TokenError) as error:
-        raise DataError(
-            f"{path} is not an array that can be read: {error}. Give a file that `numpy.save` "
-            "wrote from integers; it may be truncated"
-        ) from None
+        except (ValueError, TypeError, OverflowError, SyntaxError, tokenize.TokenError) as error:
+            raise DataError(
+                f"{path} is not an array that can be read: {error}. Give a file that `numpy.save` "
+                "wrote from integers; it may be truncated"
+            ) from None
     if array.ndim not in (1, 2) or not array.flags.c_contiguous:
         order = "" if array.flags.c_contiguous else ", in Fortran order"
         raise DataError(
@@ -435,13 +417,11 @@ def _open_array(path: str, status: os.stat_result) -> TokenArray:
         )
     return TokenArray(
         path=path,
-        prefix=None,
         dtype=array.dtype,
         byte_offset=array.offset,
         num_tokens=array.size,
         size=status.st_size,
         mtime_ns=status.st_mtime_ns,
-        index_mtime_ns=None,
     )
 
 
@@ -456,7 +436,6 @@ def _open_indexed(prefix: str) -> TokenArray:
                 path=paths.bin,
                 prefix=prefix,
                 dtype=dataset.dtype,
-                byte_offset=0,
                 num_tokens=dataset.num_tokens,
                 num_documents=dataset.num_documents,
                 num_sequences=len(dataset),
