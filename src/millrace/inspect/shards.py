@@ -17,6 +17,7 @@ from millrace.store.shard_files import Shards
 from millrace.store.shards import (
     METADATA,
     ShardsMetadata,
+    bin_paths,
     metadata_path,
     read_metadata,
     shard_prefix,
@@ -93,8 +94,7 @@ def describe_shards(
     """
     metadata = read_metadata(folder, dtype=dtype)
     name = os.fspath(folder)
-    prefixes = [shard_prefix(name, number) for number in range(metadata.num_shards)]
-    num_bytes = sum(os.path.getsize(f"{prefix}.bin") for prefix in prefixes)
+    num_bytes = sum(map(os.path.getsize, bin_paths(name, metadata)))
     total = metadata.num_items
     return ShardsDescription(
         folder=name,
@@ -221,10 +221,10 @@ def _worst_figures(metadata: ShardsMetadata, folder: str) -> dict[str, dict[str,
         part, domain = divmod(int(np.abs(scores).argmax()), len(names))
         tests = metadata.distribution[parts]
         p_value, p_values = tests.get("p_value"), tests.get("p_values")
-        is_list = isinstance(p_values, list) and len(p_values) >= len(counts)
-        is_list = is_list and tests.get("part_degrees") != 0  # else all p-values are 1
-        numbers = [p for p in p_values[: len(counts)] if _is_p_value(p)] if is_list else []
-        least = min(numbers, default=None)
+        least = None
+        has_tests = tests.get("part_degrees") != 0  # else all p-values are 1
+        if has_tests and isinstance(p_values, list) and len(p_values) >= len(counts):
+            least = min(filter(_is_p_value, p_values[: len(counts)]), default=None)
         figures[parts] = {
             "parts": len(counts),
             "p_value": p_value if _is_p_value(p_value) and tests.get("degrees") != 0 else None,
@@ -298,12 +298,12 @@ def _distribution_lines(distribution: dict[str, dict[str, Any]]) -> list[str]:
         kind = _PARTS[parts]
         p_value = figures["p_value"]
         texts = ["no chi-square test" if p_value is None else f"p {p_value:.2g}"]
-        least, part = figures["least_p_value"], figures["largest_deviation_part"]
+        least, part = figures["least_p_value"], figures["least_p_value_part"]
         if figures["parts"] > 1 and least is not None:
-            place = f"{kind} {figures['least_p_value_part']}"
-            texts.append(f"least p of one {kind} {least:.2g} ({place})")
-        domain = printable(figures["largest_deviation_domain"])
-        place = domain if kind == "head" else f"{domain} in {kind} {part}"
+            texts.append(f"least p of one {kind} {least:.2g} ({kind} {part})")
+        place = printable(figures["largest_deviation_domain"])
+        if kind != "head":
+            place += f" in {kind} {figures['largest_deviation_part']}"
         texts.append(
             f"largest deviation {figures['largest_deviation']:+.1f} standard deviations ({place}: "
             f"{figures['largest_deviation_count']:,}, expected "

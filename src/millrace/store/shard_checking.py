@@ -28,6 +28,7 @@ from millrace.store.shards import (
     JOURNAL,
     METADATA,
     ShardsMetadata,
+    bin_paths,
     metadata_path,
     metadata_problem,
     parse_metadata,
@@ -82,8 +83,8 @@ def verify_shards(
         content = [*pool.map(check_sum, metadata.checksums, metadata.checksums.values())]
     for shard_problems, _ in structure + content:
         problems += shard_problems
-    names = {f"{shard_prefix('', number)}.bin" for number in range(metadata.num_shards)}
-    if metadata.checksums and (missing := sorted(names - set(metadata.checksums))):
+    missing = sorted(set(bin_paths("", metadata)) - set(metadata.checksums))
+    if metadata.checksums and missing:
         problems.append(
             f"{metadata_path(folder)} has checksums, but none of {missing[0]}: it was "
             "changed since it was written. Restore it, or shuffle again"

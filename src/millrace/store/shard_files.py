@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
 from collections.abc import Sequence
 from functools import cached_property
@@ -16,8 +15,15 @@ from millrace import _native
 from millrace.checks import one_path
 from millrace.errors import ConfigError, DataError
 from millrace.files import checksum, cut_short, file_identity
-from millrace.store.bytes import Access, BinReader, Bytes, bytes_in_memory, open_bin
-from millrace.store.shards import read_metadata, shard_prefix, shard_problem
+from millrace.store.bytes import (
+    Access,
+    BinReader,
+    Bytes,
+    bytes_in_memory,
+    equal_runs,
+    open_bin,
+)
+from millrace.store.shards import bin_paths, read_metadata, shard_prefix, shard_problem
 
 _FINGERPRINT_SEQUENCES = 256
 _FINGERPRINT_BYTES = 4096  # of each of them, at most
@@ -66,8 +72,7 @@ class Shards:
         self.dtype = self.metadata.token_dtype
         self._files: list[tuple[str, tuple[int, ...]]] = []
         readers = []
-        for number in range(self.metadata.num_shards):
-            path = f"{shard_prefix(self.prefix, number)}.bin"
+        for number, path in enumerate(bin_paths(self.prefix, self.metadata)):
             readers.append(self._open(path, access))
             size = self.metadata.shard_sizes[number] * self.metadata.sequence_bytes
             if readers[-1].size != size:  # replaced since the metadata were compared
@@ -234,9 +239,4 @@ class ShardReader:
     def _runs(self, byte_offsets: NDArray[np.int64]) -> list[tuple[int, slice]]:
         """Runs of pieces that lie in one file: its number, and which pieces."""
         shards = np.searchsorted(self._ends[:-1], byte_offsets, side="right")
-        edges = [0, *(np.flatnonzero(np.diff(shards)) + 1).tolist(), len(shards)]
-        return [
-            (int(shards[start]), slice(start, stop))
-            for start, stop in itertools.pairwise(edges)
-            if start < stop
-        ]
+        return [(int(shards[run.start]), run) for run in equal_runs(shards)]

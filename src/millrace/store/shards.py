@@ -117,6 +117,11 @@ def shard_prefix(folder: str | os.PathLike[str], number: int) -> str:
     return os.path.join(one_path("folder", folder), f"shard_{number:04}")
 
 
+def bin_paths(folder: str | os.PathLike[str], metadata: ShardsMetadata) -> list[str]:
+    """The path of each shard's `.bin`."""
+    return [f"{shard_prefix(folder, number)}.bin" for number in range(metadata.num_shards)]
+
+
 def metadata_path(folder: str | os.PathLike[str]) -> str:
     """The path of a folder's metadata."""
     return os.path.join(one_path("folder", folder), METADATA)

@@ -55,6 +55,7 @@ from millrace.store.shards import (
     DOCUMENTS,
     SEQUENCES,
     ShardsMetadata,
+    bin_paths,
     metadata_path,
     read_metadata,
     shard_prefix,
@@ -174,7 +175,7 @@ def shuffle(
         journal = _open_journal(stack, arguments, domains)
         if journal.result is not None:
             return _finished(journal, arguments)
-        if _is_written(journal):
+        if "publication" in (journal.plan or {}):  # all shards are written
             result = _kept(ShuffleResult(**journal.plan["result"]))
         else:
             items = _make_items(journal, arguments, domains, notices)
@@ -213,11 +214,6 @@ def _remove_empty(folder: str) -> None:
         os.rmdir(folder)
 
 
-def _is_written(journal: Journal) -> bool:
-    """Whether all shards are in the journal, and only their publication is left to do."""
-    return journal.plan is not None and "publication" in journal.plan
-
-
 def _finished(journal: Journal, arguments: Arguments) -> ShuffleResult:
     """The result of a job that was killed while it removed its journal."""
     result = ShuffleResult(**journal.result)
@@ -247,8 +243,7 @@ def _result_of_output(arguments: Arguments, items: Items) -> ShuffleResult:
         or metadata != replace(metadata, **_metadata(arguments, items, metadata.permutation))
     ):
         raise publish.not_empty(folder, publish.output_in(folder)[0])
-    paths = [f"{shard_prefix(folder, shard)}.bin" for shard in range(metadata.num_shards)]
-    num_bytes = sum(map(os.path.getsize, paths))
+    num_bytes = sum(map(os.path.getsize, bin_paths(folder, metadata)))
     return ShuffleResult(
         output_dir=folder,
         unit=arguments.unit,

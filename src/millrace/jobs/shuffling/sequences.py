@@ -32,6 +32,7 @@ from millrace.jobs.shuffling.items import Sources
 from millrace.jobs.shuffling.passes import Passes, describe, starts_of
 from millrace.jobs.shuffling.sources import Numbers, read_files, spread
 from millrace.jobs.shuffling.tables import Table, new_table
+from millrace.store.bytes import equal_runs
 from millrace.store.index_writer import Entries, write_index
 from millrace.store.layout import Header
 from millrace.store.publish import idx_path
@@ -310,8 +311,7 @@ class _Eods:
         pages = np.maximum(np.stack([low_pages, high_pages]), 0)
         num_new = pages[1] - pages[0] + (np.diff(pages[0], prepend=-1) != 0)
         parts = np.cumsum(num_new) * self._page // _EODS
-        bounds = [0, *(np.flatnonzero(np.diff(parts)) + 1).tolist(), len(parts)]
-        for part in itertools.starmap(slice, itertools.pairwise(bounds)):
+        for part in equal_runs(parts):
             yield self._write(_Pieces(*(column[part] for column in pieces)), pages[:, part], buffer)
 
     def _write(self, pieces: _Pieces, pages: NDArray[np.int64], buffer: NDArray[Any]) -> _Pieces:

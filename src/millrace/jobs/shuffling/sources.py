@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Sequence
 
@@ -13,6 +12,7 @@ from millrace import _native
 from millrace.errors import DataError
 from millrace.files import is_of_the_process
 from millrace.jobs.shuffling.items import SourceFile
+from millrace.store.bytes import equal_runs
 
 Numbers = NDArray[np.int64]
 
@@ -38,16 +38,9 @@ def read_files(
     Raises:
         DataError: A file that is gone, has changed, or cannot be read.
     """
-    bounds = [0, *(np.flatnonzero(np.diff(file_numbers)) + 1).tolist(), len(file_numbers)]
-    for start, stop in itertools.pairwise(bounds):
-        if start < stop:
-            _read_file(
-                files[file_numbers[start]],
-                byte_offsets[start:stop],
-                sizes[start:stop],
-                buffer,
-                targets[start:stop],
-            )
+    for run in equal_runs(file_numbers):
+        file = files[file_numbers[run.start]]
+        _read_file(file, byte_offsets[run], sizes[run], buffer, targets[run])
 
 
 def spread(counts: Numbers) -> tuple[Numbers, Numbers]:
