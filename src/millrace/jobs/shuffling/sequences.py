@@ -124,7 +124,7 @@ class SequenceItems:
         self._ends = np.cumsum(lengths)
         self._starts = self._ends - lengths
         self._byte_offsets = np.array([file.byte_offset for file in arrays], np.int64)
-        self.item_size = seq_len
+        self.item_size = self._seq_len = seq_len
         self.num_items = sum(self._passes.num_items)
         self.tokenizer = tokenizer_of(domains)
         self.has_origins = False
@@ -146,15 +146,15 @@ class SequenceItems:
 
     def sizes(self, numbers: Numbers) -> Numbers:
         """Tokens of each item: int64 [n]."""
-        return np.full(len(numbers), self.item_size, np.int64)
+        return np.full(len(numbers), self._seq_len, np.int64)
 
     def read(self, numbers: Numbers, buffer: NDArray[Any], targets: Numbers) -> None:
         """Reads items to any places of a buffer; see `Items`."""
         sequences, targets = self._passes.ascending_units(numbers, targets)
-        step = max(_BLOCK // self.item_size, 1)
+        step = max(_BLOCK // self._seq_len, 1)
         for start in range(0, len(sequences), step):
             block = slice(start, start + step)
-            self._read_block(sequences[block] * self.item_size, buffer, targets[block])
+            self._read_block(sequences[block] * self._seq_len, buffer, targets[block])
 
     def write_index(self, prefix: str, sources: Sources, start: int, stop: int) -> list[str]:
         """Writes an index in which each sequence is a document; see `Items`.
@@ -173,11 +173,11 @@ class SequenceItems:
     def _entries(self, count: int) -> Iterator[Entries]:
         for start in range(0, count, _ENTRIES):
             rest = min(count - start, _ENTRIES)
-            yield Entries(np.full(rest, self.item_size), np.ones(rest, np.int64))
+            yield Entries(np.full(rest, self._seq_len), np.ones(rest, np.int64))
 
     def _read_block(self, starts: Numbers, buffer: NDArray[Any], targets: Numbers) -> None:
         """Reads the sequences that start at these places of the line."""
-        pieces = _pieces(starts, targets, self.item_size, self._starts, self._ends)
+        pieces = _pieces(starts, targets, self._seq_len, self._starts, self._ends)
         size = self.dtype.itemsize
         for part in [pieces] if self._eods is None else self._eods.write(pieces, buffer):
             read_files(
@@ -195,12 +195,12 @@ class SequenceItems:
         """Raises a DataError if a token that was read is 2**31 or more."""
         values = buffer.view(np.int32)
         if len(targets) == 1:  # perhaps of gigabytes: without a copy
-            tokens = values[targets[0] : targets[0] + self.item_size].reshape(1, -1)
+            tokens = values[targets[0] : targets[0] + self._seq_len].reshape(1, -1)
         else:
-            tokens = np.lib.stride_tricks.sliding_window_view(values, self.item_size)[targets]
+            tokens = np.lib.stride_tricks.sliding_window_view(values, self._seq_len)[targets]
         if tokens.min() >= 0:
             return
-        row, column = divmod(int(np.argmin(tokens)), self.item_size)
+        row, column = divmod(int(np.argmin(tokens)), self._seq_len)
         place = int(starts[row]) + column
         file = int(np.searchsorted(self._ends, place, side="right"))
         raise DataError(
@@ -215,7 +215,7 @@ class SequenceItems:
         for domain, count, result in zip(domains, num_sequences, self.domains, strict=True):
             if count == 0 and domain.files:
                 notices.append(
-                    f"domain {domain.name} has no whole sequence of {self.item_size:,} tokens: its "
+                    f"domain {domain.name} has no whole sequence of {self._seq_len:,} tokens: its "
                     f"{len(domain.files):,} files have {result.num_tokens:,} tokens"
                 )
             elif count > 0 and result.num_items == 0:
