@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import mmap
 import os
 import shutil
 import sys
@@ -32,6 +33,7 @@ BUDGETED = 10  # times the budget of memory
 LEAST_BUDGET = 20_000_000  # bytes, for --quick
 ALLOWANCE = 100e6  # bytes that the job may take beyond the budget
 BLOCK = 8 << 20  # bytes of a sequential read or write
+WRITE_BLOCK = 4 << 20  # bytes of a write past the page cache
 BARS = {"cached": 4, "limited": 5, "scatter": 0.70, "memcpy": 0.50, "memory": 1.0}
 
 NOTES = [
@@ -41,6 +43,8 @@ NOTES = [
     "its memory maps).",
     "The script (`shuffle_script.py`) is the usual one: threads over files, each file read whole, "
     "each sequence copied to its place in a memory-mapped shard under the lock of the shard.",
+    "This disk: as many threads write as many bytes to 64 files, in blocks of 4 MB past the page "
+    "cache, and do nothing else. Neither side of the first row can take less time than that.",
     "A cgroup of a third of the data (half of the files' sizes, one run): data and page cache of a "
     "run share that memory, and the input is dropped from the page cache before.",
     "Twice sequentially: as many threads read the input in blocks of 8 MB and write it with fsync, "
@@ -82,7 +86,7 @@ def main() -> None:
             for note in NOTES
         ]
         report = Report("Global shuffle", notes, runs, peer="the other")
-        report.rows.append(cached_row(setup, runs))
+        report.rows += cached_rows(setup, runs)
         if options.quick:
             report.notes.append("The cgroup is left out: its limit would be too small for Python.")
         elif has_memory_cgroups():
@@ -164,20 +168,54 @@ def timed(
 # ---- rows ----
 
 
-def cached_row(setup: Setup, runs: int) -> Row:
+def cached_rows(setup: Setup, runs: int) -> list[Row]:
     results = alternate(
         runs,
         {
             "ours": functools.partial(timed, setup, our_command, is_cold=False),
             "the script": functools.partial(timed, setup, script_command, is_cold=False),
+            "the disk": functools.partial(write_only, setup),
         },
     )
+    shutil.rmtree(setup.folder / "output")
+    timed(setup, script_command, is_cold=False)
     shards = sorted((setup.folder / "output").glob("shard_*.bin"))
     expected = [path.read_bytes() for path in shards]
     timed(setup, our_command, is_cold=False)
     if [path.read_bytes() for path in shards] != expected:
         raise RuntimeError("the two sides wrote different shards")
-    return compare("data in the page cache: the script", results, "cached")
+    name, disk = "data in the page cache", results.pop("the disk")
+    return [
+        compare(f"{name}: the script", results, "cached"),
+        Row.compare(
+            f"{name}: the writes of this disk", results["ours"], disk, "GB/s", better=HIGHER
+        ),
+    ]
+
+
+def write_only(setup: Setup) -> float:
+    """Rate at which threads write as many bytes as the input has, in GB per second."""
+    folder = setup.folder / "output"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    os.sync()
+    num_blocks = max(setup.num_bytes // NUM_SHARDS // WRITE_BLOCK, 1)
+    paths = [folder / f"{number}.bin" for number in range(NUM_SHARDS)]
+    with mmap.mmap(-1, WRITE_BLOCK, mmap.MAP_PRIVATE) as block:  # it begins at a page
+        block.write(os.urandom(WRITE_BLOCK))
+        start = time.perf_counter()
+        with ThreadPoolExecutor(WORKERS) as pool:
+            list(pool.map(functools.partial(write_blocks, block, num_blocks), paths))
+        seconds = time.perf_counter() - start
+    return num_blocks * WRITE_BLOCK * NUM_SHARDS / 1e9 / seconds
+
+
+def write_blocks(block: mmap.mmap, count: int, path: Path) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
+    for _ in range(count):
+        os.write(descriptor, block)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 def limited_row(setup: Setup) -> Row:

@@ -659,15 +659,27 @@ def _check_picture(svg: str) -> None:
 
 
 def _verify(prefixes: list[str], threads: int | None, dtype: str | None, as_json: bool) -> None:
+    import threading
+
+    from millrace.jobs.progress import Progress
     from millrace.store import verify, verify_shards
     from millrace.store.shards import is_shards_folder
 
-    reports = [
-        verify_shards(prefix, dtype=dtype, threads=threads)
-        if is_shards_folder(prefix)
-        else verify([prefix], threads=threads)[0]
-        for prefix in prefixes
-    ]
+    num_bytes, lock = 0, threading.Lock()
+    with Progress("verify") as progress:
+
+        def on_bytes(count: int) -> None:
+            nonlocal num_bytes
+            with lock:  # several threads call this
+                num_bytes += count
+                progress.update(num_bytes, f"{num_bytes / 1e9:,.1f} GB")
+
+        reports = [
+            verify_shards(prefix, dtype=dtype, threads=threads, on_bytes=on_bytes)
+            if is_shards_folder(prefix)
+            else verify([prefix], threads=threads, on_bytes=on_bytes)[0]
+            for prefix in prefixes
+        ]
     if as_json:
         _print_json(reports)
     else:

@@ -6,7 +6,6 @@ import contextlib
 import math
 import os
 from collections.abc import Iterator
-from pathlib import PurePosixPath
 
 
 def available_cores() -> int:
@@ -62,8 +61,16 @@ def _groups(folder: str, own: str, controller: str) -> Iterator[tuple[str, int]]
         else:
             continue
         for mount in mounts:
-            for group in (path, *PurePosixPath(path).parents):  # a container may only see the last
-                yield os.path.join(folder, mount, str(group).lstrip("/")), version
+            for group in _and_parents(path):  # a container may only see the last
+                yield os.path.join(folder, mount, group.lstrip("/")), version
+
+
+def _and_parents(path: str) -> Iterator[str]:
+    """A path and all folders above it, up to the root."""
+    while path.strip("/"):
+        yield path
+        path = os.path.dirname(path)
+    yield "/"
 
 
 def _quota(group: str, files: list[str]) -> list[float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import re
 import stat
@@ -210,8 +211,6 @@ def _take(path: str, limit: float | None) -> tuple[int, bool]:
                 path,
             )
         if waited >= SAY_AFTER and not has_warned:
-            import logging  # 5 ms that `import millrace` does without
-
             logging.getLogger("millrace").warning("waiting for %s, held by %s", path, lock)
             has_warned = True
         # With jitter: many that began to wait at once must not all come back at once.

@@ -444,7 +444,7 @@ def test_a_full_disk(disk: Path, sequences: NDArray[Any], tmp_path: Path) -> Non
     output, ballast = disk / "output", disk / "ballast"
     options = {"seq_len": SEQ_LEN, "num_shards": 7, "workers": 1, "plan": "scatter"}
     errors = []
-    for left in (100, 300, 450, 510, 560, 620, 700):  # kB
+    for left in (100, 450, 620, 740, 780, 800, 820, 900):  # kB
         with open(ballast, "wb", buffering=0) as file:
             status = os.statvfs(disk)
             file.write(bytes(max(status.f_bavail * status.f_frsize - left * 1000, 0)))

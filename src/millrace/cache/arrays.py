@@ -12,7 +12,6 @@ whatever the order of the renames.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import json
 import math
@@ -55,6 +54,8 @@ Layout = Mapping[str, tuple[Any, tuple[int, ...]]]
 
 def fingerprint(key: Any) -> str:
     """A name for plain JSON values: 32 hexadecimal digits."""
+    import hashlib  # 4 ms that `import millrace` does without
+
     text = json.dumps([RULES_VERSION, key], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

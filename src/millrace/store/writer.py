@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import tempfile
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
@@ -349,6 +348,8 @@ class _Entries:
     """
 
     def __init__(self, dtype: str, folder: str) -> None:
+        import tempfile  # 3 ms that `import millrace` does without
+
         self.dtype = np.dtype(dtype)
         size = LIMIT * self.dtype.itemsize
         self._file = tempfile.SpooledTemporaryFile(size, dir=folder)  # noqa: SIM115

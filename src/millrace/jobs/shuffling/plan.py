@@ -46,7 +46,7 @@ _GOOD_BUFFER = 16 * MB
 _LARGEST_BUFFER = 256 * MB  # more makes nothing faster
 _GOOD_SECTION = 256 << 10  # bytes that pass 2 reads of a run at a time
 _LARGE_SECTION = 8 << 20
-_INDEX_ENTRY = 8  # bytes of an item in the index of a shard, at least
+_INDEX_ENTRY = 20  # bytes of an item in the index of a shard: a size, an offset, a document
 _BLOCK = 1 << 16  # items whose sizes are looked up at a time
 _SHARE = 2  # of the available memory, a half: the rest is for the page cache
 
@@ -112,8 +112,9 @@ def choose_plan(
     budget, memory = memory_budget(memory), memory_for_buffers(memory, items)
     if memory < max(_LEAST_BUFFER, largest + ITEM_OVERHEAD):
         raise _too_little_memory(budget, memory, largest, items)
-    free = _free_bytes(output_dir)
-    _check_room(num_bytes, free, output_dir)
+    free, index_size = _free_bytes(output_dir), _INDEX_ENTRY * items.num_items
+    _check_room(num_bytes + index_size, free, output_dir)
+    free -= index_size
     needed = memory_of_all(num_bytes, items.num_items, workers)
     if items.has_origins:
         needed += (workers - 1) * _ORIGINS_MEMORY
