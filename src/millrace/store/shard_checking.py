@@ -55,7 +55,8 @@ def verify_shards(
     Args:
         folder: Folder of the shards.
         dtype: Dtype of the tokens, for metadata that do not say it; None: uint32.
-        threads: Number of threads that read and hash, each another file; None: one for each core.
+        threads: Number of threads, each of which reads and hashes one file at a time; None: one for
+            each core.
         on_bytes: Called now and then with the number of bytes read since the last call, from any
             thread.
 
@@ -176,7 +177,7 @@ def _index_problems(index: CheckedIndex, metadata: ShardsMetadata, number: int) 
 
 
 def _first_difference(entries: NDArray[Any], expected: NDArray[np.int64]) -> int:
-    """The place of the first entry that is not as expected; -1: none."""
+    """The place of the first entry that differs; -1: none."""
     differs = entries != expected
     return int(differs.argmax()) if differs.any() else -1
 

@@ -32,7 +32,7 @@ DOCUMENTS = "global_permutation_documents"
 """The shuffle type of whole documents."""
 
 TOKEN_DTYPES = (*(str(dtype) for dtype in DTYPES.values() if dtype.kind in "iu"), "uint32")
-_DTYPE = "uint32"  # of metadata that do not say it, from other tools
+_DTYPE = "uint32"  # of metadata without a dtype, which other tools write
 _INPUT = {
     "domain": str,
     "path": str,
@@ -62,8 +62,8 @@ class ShardsMetadata:
         dtype: Dtype of the tokens.
         seed: Seed of the shuffle; None: unknown.
         permutation: Kind of the permutation, "numpy" or "keyed"; None: unknown.
-        carry: Whether the remainder of a file goes on in the next file of its domain.
-        eod: Token that ends each document; None: none was added.
+        carry: Whether the remainder of a file is continued in the next file of its domain.
+        eod: Token that was put after each document; None: none was added.
         inputs: The input files: domain, path, size, mtime_ns, num_items and num_tokens of each.
         checksums: XXH3-64 of each file, by its name; empty: unknown.
         distribution: The figures of the distribution check; empty: none was made.
@@ -159,7 +159,7 @@ def read_metadata(folder: str | os.PathLike[str], *, dtype: str | None = None) -
 
 
 def parse_metadata(folder: str, dtype: str | None = None) -> ShardsMetadata:
-    """The metadata of a folder, without a look at its shards; see `read_metadata`."""
+    """The metadata of a folder, not compared with its shards; see `read_metadata`."""
     if dtype is not None and dtype not in TOKEN_DTYPES:
         raise ConfigError(f"dtype is {shown(dtype)}; it is one of {', '.join(TOKEN_DTYPES)}")
     return _Fields(metadata_path(folder), _read_document(folder)).metadata(dtype)
@@ -179,7 +179,7 @@ def write_metadata(folder: str | os.PathLike[str], metadata: ShardsMetadata) -> 
 
 
 def metadata_problem(folder: str, metadata: ShardsMetadata) -> str:
-    """What the checksum in `metadata.json` shows to be wrong, or an empty text."""
+    """A sentence if the checksum in `metadata.json` shows a change of it, else an empty text."""
     if metadata.is_of_another_tool:
         return ""
     path = metadata_path(folder)
@@ -197,7 +197,7 @@ def _last_lines(text: bytes) -> bytes:
 
 
 def shard_problem(folder: str, metadata: ShardsMetadata, number: int) -> str:
-    """What the size of a shard's `.bin` shows to be wrong, or an empty text."""
+    """A sentence if a shard's `.bin` is missing or has another size, else an empty text."""
     path = f"{shard_prefix(folder, number)}.bin"
     try:
         size = os.stat(path).st_size

@@ -1,4 +1,4 @@
-"""The arguments of a shuffle: checked, and what they say about the job."""
+"""Checks the arguments of a shuffle, and derives the identity of the job from them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from numpy.typing import DTypeLike
 from millrace import checks
 from millrace.errors import ConfigError
 from millrace.jobs.shuffling.inputs import InputDomain, Inputs
+from millrace.jobs.shuffling.permutations import NAMES
 from millrace.store.shards import JOURNAL
 
 PLANS = "auto", "memory", "gather", "scatter"
-PERMUTATIONS = "auto", "numpy", "keyed"
+PERMUTATIONS = "auto", *NAMES
 ENGINES = "local", "ray"
 
 
@@ -28,13 +29,13 @@ class Arguments:
         inputs: Folder with a folder for each domain, or weight and path of each domain.
         output_dir: Folder of the shards.
         seq_len: Tokens of a sequence; None: items are documents.
-        num_shards, workers, seed: As given.
+        num_shards, workers, seed: As in `shuffle`.
         dtype: Dtype of raw `.bin` files.
         plan, permutation, engine: One of `PLANS`, `PERMUTATIONS` and `ENGINES`.
         memory: Bytes of memory for the processes of the job, or None.
-        carry: Whether the remainder of a file goes on in the next one.
-        eod: Token that ends each document of an indexed dataset, or None.
-        restart, show_progress: As given.
+        carry: Whether the remainder of a file is continued in the next one.
+        eod: Token to put after each document of an indexed dataset, or None.
+        restart, show_progress: As in `shuffle`.
     """
 
     inputs: Inputs
@@ -60,7 +61,7 @@ class Arguments:
 
     @property
     def unit(self) -> str:
-        """What is shuffled."""
+        """What is shuffled: "documents" or "sequences"."""
         return "documents" if self.seq_len is None else "sequences"
 
 
@@ -84,7 +85,7 @@ def checked_arguments(
     restart: Any,
     show_progress: Any,
 ) -> Arguments:
-    """The arguments of `shuffle`; a ConfigError for one that cannot work."""
+    """Checks the arguments of `shuffle`; raises a ConfigError for one that cannot work."""
     for name, value, choices in (
         ("plan", plan, PLANS),
         ("permutation", permutation, PERMUTATIONS),
@@ -135,7 +136,7 @@ def checked_arguments(
 
 
 def identity(arguments: Arguments, domains: Sequence[InputDomain]) -> dict[str, Any]:
-    """What decides the output: another job cannot continue with this one's journal."""
+    """All that decides the output, for the journal: a job that differs cannot continue with it."""
     entries: dict[str, Any] = {
         "job": "shuffle 1",
         "documents": arguments.seq_len is None,

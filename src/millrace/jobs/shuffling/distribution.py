@@ -31,9 +31,9 @@ WINDOWS = 64
 """Equal parts of the output that are called windows."""
 
 _BLOCK = 1 << 18  # places that are counted at a time: 2 MiB for each array
-_LEAST_EXPECTED = 5  # items of a class in a part: below, chi-square is not exact enough
-_LEAST_DEGREES = 30  # of a table that may fail: the far tail of fewer is not exact enough
-_LEAST_P = 1e-9  # for the bounds, which hold whatever the counts are
+_LEAST_EXPECTED = 5  # items of a class in a part: with fewer, chi-square is not exact enough
+_LEAST_DEGREES = 30  # of freedom: with fewer, the far tail is not exact enough to refuse a shuffle
+_LEAST_P = 1e-9  # that passes, for the bounds, which hold for any counts
 _LEAST_TABLE_P = 1e-12  # for chi-square, whose far tail may be ten or a hundred times heavier
 _ZERO = 1e-300  # smaller probabilities are shown as "below" this one
 
@@ -52,12 +52,12 @@ class Parts:
         chi_squares: Pearson's chi-square of each part, corrected for draws without replacement,
             float64 [parts]. Domains that are too small to be tested alone are put together.
         part_degrees: Degrees of freedom of each part's chi-square; 0: not enough items for a test.
-        p_values: Probability of a chi-square as large, for each part, float64 [parts]; 1 if there
-            are no degrees of freedom.
+        p_values: Probability that the chi-square of a part is at least as large by chance,
+            float64 [parts]; 1 if there are no degrees of freedom.
         chi_square, degrees, p_value: The same of all parts together.
         log_bound: Logarithm of an upper limit for the probability that any domain in any part
             deviates from its expected number as much as the most unlikely one does.
-        unlikeliest: Part and domain of that one.
+        unlikeliest: Numbers of the part and the domain with that deviation.
     """
 
     name: str

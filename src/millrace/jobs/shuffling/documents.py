@@ -1,13 +1,15 @@
-"""Items that are whole documents of indexed datasets, with all that belongs to them.
+"""Items that are whole documents of indexed datasets, with their sequences, modes and origins.
 
-The documents are numbered over all files. What the job needs to know of them is copied to tables in
-its folder, with a row for each document or sequence:
+Documents, sequences and tokens are numbered over all files. What the job needs to know of them is
+copied to tables in its folder, with a row for each document or sequence:
 
-    tokens.npy            first token on the line of all files, and the end of the last document
-    sequences.npy         first sequence, in the same way; left out if each document is one sequence
-    lengths.npy           length of each sequence; left out with it
-    modes.npy             mode of each sequence, if the files have modes
-    origins.npy, ids.npy  where each document came from, if all files say so; sources.json
+    tokens.npy      first token of each document, and the end of the last one
+    sequences.npy   first sequence of each document, and the end of the last one; it and lengths.npy
+                    are left out if each document is one sequence
+    lengths.npy     length of each sequence
+    modes.npy       mode of each sequence, if the files have modes
+    origins.npy     origin of each document, if all files have origins; with ids.npy, the bytes of
+                    all ids, and sources.json, the names of all sources
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ DOCUMENTS_REASON = "whole documents are shuffled: give indexed datasets, or leav
 """Why `find_domains` must find documents."""
 
 _BLOCK = 1 << 13  # documents that are read, or whose entries are written, at a time
-_MOST_SEQUENCES = 1 << 17  # whose entries are written at a time
+_MOST_SEQUENCES = 1 << 17  # sequences whose entries are written at a time
 _ORIGINS = 1 << 16  # documents whose origins are copied at a time: a row group of the sidecar
 
 _TOKENS, _SEQUENCES = "tokens.npy", "sequences.npy"
@@ -57,8 +59,8 @@ _ORIGINS_TABLE, _IDS, _SOURCES = "origins.npy", "ids.npy", "sources.json"
 
 _ORIGIN = np.dtype(
     [
-        ("source", "<i4"),  # its place in sources.json
-        ("id_size", "<i4"),  # bytes; -1: the document has no id
+        ("source", "<i4"),  # place in sources.json
+        ("id_size", "<i4"),  # bytes; -1: no id
         ("line", "<i8"),
         ("byte_offset", "<i8"),
         ("id_start", "<i8"),  # first byte in ids.npy
@@ -353,7 +355,7 @@ class _Origins:
             raise
 
     def _read(self, documents: Numbers, sources: list[str]) -> Any:
-        """The origins of documents, as a table for `OriginsWriter`."""
+        """The origins of some documents, as a table for `OriginsWriter`."""
         rows = self._table.windows(documents, 1)[:, 0]
         sizes = np.maximum(rows["id_size"], 0).astype(np.int64)
         data = self._ids.ranges(rows["id_start"].astype(np.int64), sizes).tobytes()

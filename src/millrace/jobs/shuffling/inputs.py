@@ -31,7 +31,7 @@ DTYPES = np.dtype("<u2"), np.dtype("<u4"), np.dtype("<i4")
 _JOURNAL = ".journal"
 _NAMES_IN_NOTICE = 3
 
-# What belongs to token files, or is left of writing them.
+# Endings of files that belong to token files, or that are left of writing them.
 _SIDECARS = (".idx", ".info.json", ".origins.parquet", ".csv.gz", ".new", ".tmp", ".lock")
 
 
@@ -71,7 +71,7 @@ class InputDomain:
 
     Attributes:
         name: Name of the domain.
-        weight: How often each of its items is taken; of 5/2, every second item a third time.
+        weight: How often each item is taken; with 5/2, twice, and every second one a third time.
         files: Its files, sorted by path.
     """
 
@@ -335,7 +335,7 @@ def _token_file(path: str, absolute: str) -> str:
 
 
 def _scan(folder: str) -> list[os.DirEntry[str]]:
-    """The entries of a folder that are not hidden, nor a job's journal, sorted by name."""
+    """The entries of a folder, sorted by name, without hidden ones and the journals of jobs."""
     with _as_data_error(folder), os.scandir(folder) as entries:
         return sorted(
             (

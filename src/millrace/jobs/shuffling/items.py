@@ -59,8 +59,8 @@ Sources = Callable[[int, int], NDArray[np.int64]]
 class Items(Protocol):
     """Items by number: by domain, then path, then place in the file.
 
-    Items can be pickled: they hold paths and tables of the domains and files. What grows with the
-    number of documents is in files of the job's folder.
+    Items can be pickled: they hold paths and tables of the domains and files. Tables that grow with
+    the number of documents are in files of the job's folder.
 
     Attributes:
         dtype: Dtype of the tokens: uint16, uint32 or int32, little-endian.
@@ -112,7 +112,7 @@ class Items(Protocol):
         ...
 
     def write_index(self, prefix: str, sources: Sources, start: int, stop: int) -> list[str]:
-        """Writes what belongs to the `.bin` of a shard: the index, and sidecars if there are any.
+        """Writes the other files of a shard: the index, and sidecars if there are any.
 
         Args:
             prefix: Path prefix of the shard, whose `.bin` is there.

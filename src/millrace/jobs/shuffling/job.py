@@ -75,13 +75,13 @@ class ShuffleResult:
         domain_stats: Number of items of each domain.
         permutation: "numpy" or "keyed".
         plan: "memory", "gather" or "scatter"; "none" if the output was there already.
-        reason: Why that plan.
+        reason: Reason for the plan.
         workers: Number of workers.
         bytes_read, bytes_written: Bytes of items that the plan reads and writes.
-        num_tasks_done, num_tasks_kept: Number of tasks that ran this time, and of those that an
-            interrupted run had done before.
-        seconds: Duration of the job, this time.
-        notices: What the user should know about the input.
+        num_tasks_done, num_tasks_kept: Number of tasks of this run, and of earlier runs that were
+            interrupted.
+        seconds: Duration of this run.
+        notices: Sentences about the input that a user should read.
     """
 
     output_dir: str
@@ -126,12 +126,12 @@ def shuffle(
     """Permutes the sequences, or documents, of many domains globally, and writes them as shards.
 
     The items are numbered by domain, then path, then place in the file; `permutation[i]` is the
-    place of item i in the output. The shards divide the places evenly, the first ones one more. The
-    output does not depend on the plan, the number of workers, the engine, the memory, or how often
-    the job was interrupted.
+    place of item i in the output. Each shard has total // num_shards items, and the first ones one
+    more. The output does not depend on the plan, the number of workers, the engine, the memory, or
+    how often the job was interrupted.
 
-    The job keeps what is done in the folder `shuffle.journal` of the output folder until all shards
-    are published. A job that fails or is killed leaves it; the same call continues there.
+    The job keeps finished tasks in the folder `shuffle.journal` of the output folder until all
+    shards are published. A job that fails or is killed leaves it; the same call continues there.
 
     Args:
         input_dir: Folder with a folder for each domain; None with `input_list`.
@@ -148,7 +148,7 @@ def shuffle(
             memory; "auto" is numpy as long as it fits.
         memory: Bytes of memory for all processes of the job, beside 100 MB; None: half of what is
             available.
-        carry: Whether the remainder of a file goes on in the next file of its domain.
+        carry: Whether the remainder of a file is continued in the next file of its domain.
         eod: Token that is put after each document of an indexed dataset; None: none.
         documents: Whether the items are the documents of indexed datasets.
         engine: Where tasks run: "local" in worker processes, "ray" on a Ray cluster.

@@ -30,7 +30,7 @@ _BLOCK = 1 << 20  # places that are worked on at a time
 
 
 class Permutation(Protocol):
-    """A permutation of 0 to size - 1. It can be pickled, and then is a few bytes."""
+    """A permutation of 0 to size - 1. Its pickle is small."""
 
     @property
     def name(self) -> str:
@@ -70,9 +70,8 @@ def make_permutation(name: str, size: int, seed: int, folder: str) -> Permutatio
     """Makes a permutation, or finds the files of an earlier call.
 
     "numpy" writes `permutation.npy` and `inverse.npy` into the folder, and then
-    `permutation.json` with their checksums. While it does, it takes 16 bytes of memory per item;
-    when it is done, none. Files that are missing, damaged, or of another size or seed are written
-    again.
+    `permutation.json` with their checksums. Meanwhile it takes 16 bytes of memory per item, and
+    afterwards none. Files that are missing, damaged, or of another size or seed are written again.
 
     Args:
         name: "numpy" or "keyed".
@@ -169,7 +168,7 @@ def _check_range(start: int, stop: int, size: int) -> None:
 
 
 def even_sizes(size: int, num_parts: int) -> NDArray[np.int64]:
-    """Sizes of parts of the output that differ by one at most, the first ones larger.
+    """Sizes of parts of the output, which differ by at most one, the larger ones first.
 
     >>> even_sizes(8, 3).tolist(), even_sizes(0, 0).tolist()
     ([3, 3, 2], [])

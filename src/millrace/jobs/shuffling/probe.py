@@ -1,4 +1,4 @@
-"""How fast this disk reads items at random places, and consecutive ones: a measurement."""
+"""Measures how fast the disk reads random items, and consecutive ones."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from millrace.jobs.shuffling.items import Items
 
-_NUM_ITEMS = 256  # that are read at random places
-_MOST_ITEMS = 1 << 17  # that are read consecutively: of tiny ones, the numbers take most memory
+_NUM_ITEMS = 256  # random items
+_MOST_ITEMS = 1 << 17  # consecutive items: the numbers of tiny ones take more memory than tokens
 _WRITE_RATE = 2e9  # bytes per second of writing and hashing, at most
 
 

@@ -1,7 +1,7 @@
-"""How the shards of a finished shuffle get their names in the output folder, and what may be there.
+"""Moves the shards of a shuffle into the output folder, and checks what is in that folder.
 
     1. the shards in the journal are flushed to the disk
-    2. the journal's plan gets what follows from here on: names, metadata and result
+    2. all that the next steps need is stored in the journal's plan: names, metadata and result
     3. each file is renamed into the output folder, the .bin of a shard before its .idx
     4. metadata.json is written: the output is whole
     5. the journal is removed
@@ -36,9 +36,9 @@ _SHARD = re.compile(r"shard_[0-9]{4,}\.(bin|idx|info\.json|origins\.parquet)")
 
 
 def check_folder(folder: str) -> None:
-    """Raises a ConfigError if the output folder holds what is not of an unfinished job.
+    """Raises a ConfigError if the output folder holds anything that no shuffle has written.
 
-    A whole output is let through: it may be that of this job.
+    A whole output passes: it may be the output of this job.
     """
     try:
         entries = sorted(os.listdir(folder))
@@ -86,7 +86,7 @@ def remove_output(folder: str) -> None:
 def publication(
     records: Sequence[Mapping[str, Any]], metadata: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What steps 3 and 4 do, plain JSON.
+    """What steps 3 and 4 need, as plain JSON.
 
     Args:
         records: The record of each shard's task.
@@ -104,7 +104,7 @@ def publication(
 def flush_shards(
     journal: Journal, records: Sequence[Mapping[str, Any]], report: Callable[[int, int], None]
 ) -> None:
-    """Brings the files of all shards to the disk, several at a time.
+    """Flushes the files of all shards to the disk, several at a time.
 
     Args:
         journal: The journal.
@@ -127,7 +127,7 @@ def flush_shards(
 
 
 def publish(journal: Journal, folder: str, content: Mapping[str, Any]) -> None:
-    """Renames the shards and writes the metadata; some of it may be done."""
+    """Renames the shards and writes the metadata; an earlier run may have done a part of it."""
     for shard, name, target, size in content["files"]:
         path = os.path.join(folder, target)
         with contextlib.suppress(FileNotFoundError):

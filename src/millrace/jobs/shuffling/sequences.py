@@ -63,7 +63,7 @@ def sequence_items(
             `find_domains`.
         seq_len: Tokens of a sequence, 1 to 2**31 - 1.
         dtype: Dtype of raw files.
-        carry: Whether the remainder of a file is continued by the next file of the domain.
+        carry: Whether the remainder of a file is continued in the next file of its domain.
         eod: Token to put after each document with tokens; all files must be indexed datasets. None:
             documents follow one another as they are stored.
         folder: Folder for the places of the EOD tokens, which all workers can read.
@@ -266,8 +266,8 @@ def _pieces(
 class _Eods:
     """The EOD tokens that are put after documents.
 
-    Their places are in a NumPy file. They count on a line of all files with all their tokens and
-    EOD tokens: nothing is cut off from it.
+    Their places are in a NumPy file. They count on a line of tokens that has all files with their
+    EOD tokens one after the other, without anything cut off.
 
     Args:
         files: Indexed datasets.

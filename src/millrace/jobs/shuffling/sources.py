@@ -1,4 +1,4 @@
-"""Reading pieces of many files to any places of a buffer, while no file may change."""
+"""Reads pieces of many files to any places of a buffer; a file that has changed is an error."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def read_files(
 
 
 def spread(counts: Numbers) -> tuple[Numbers, Numbers]:
-    """The rows of a table with counts[i] rows for each i: their i, and their place among these.
+    """Of a table with counts[i] rows for each i: the i of each row, and its place among them.
 
     >>> [column.tolist() for column in spread(np.array([2, 0, 3]))]
     [[0, 0, 2, 2, 2], [0, 1, 0, 1, 2]]

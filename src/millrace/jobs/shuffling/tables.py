@@ -16,7 +16,7 @@ from millrace.files import atomic_file, naming
 from millrace.jobs.shuffling.sources import Numbers, spread
 
 _RANGES = 1 << 13  # ranges that are read at a time
-_FEW = 64  # rows for each range: to read as many in one call takes less time than a call for each
+_FEW = 64  # rows per range that may be read without need, so that one call reads all ranges
 
 
 @contextlib.contextmanager
