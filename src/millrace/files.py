@@ -10,7 +10,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Any, BinaryIO
 
 TMP = ".tmp"
@@ -18,6 +18,7 @@ TMP = ".tmp"
 
 SAY_AFTER = 10.0  # seconds of waiting for a lock before a warning
 _PAUSES = 0.001, 0.25  # seconds between the attempts to take a lock: the first, and the longest
+_PIECE = 1 << 20  # bytes that are read and hashed at a time
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
 
@@ -299,3 +300,22 @@ def checksum(parts: Iterable[Any]) -> str:
     for part in parts:
         digest.update(part)
     return str(digest.hexdigest())
+
+
+def sum_of(path: str, on_bytes: Callable[[int], Any] | None = None) -> tuple[int, str]:
+    """Size and XXH3-64 of a file.
+
+    Args:
+        path: Path of the file.
+        on_bytes: Called with the number of bytes of each piece that was read.
+    """
+    digest, size = xxh3(), 0
+    with naming(path), open(path, "rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        buffer = memoryview(bytearray(_PIECE))
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            size += count
+            if on_bytes is not None:
+                on_bytes(count)
+    return size, str(digest.hexdigest())

@@ -16,13 +16,11 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from millrace.checks import one_path, whole
 from millrace.cores import available_cores
-from millrace.files import naming, xxh3
+from millrace.files import sum_of
 from millrace.store import layout
-from millrace.store.bytes import read_at
 from millrace.store.checking import CheckedIndex, Report, as_problems
 from millrace.store.shards import (
     JOURNAL,
@@ -36,7 +34,6 @@ from millrace.store.shards import (
     shard_problem,
 )
 
-_PIECE = 4 << 20  # bytes that are read and hashed at a time
 _ENTRIES = 1 << 20  # index entries that are compared at a time
 _SHARD_FILE = re.compile(r"shard_\d+\.(bin|idx)")
 _OnBytes = Callable[[int], Any] | None
@@ -168,18 +165,14 @@ def _index_problems(index: CheckedIndex, metadata: ShardsMetadata, number: int) 
         for start in range(0, length, _ENTRIES):
             entries = index.read(name, start, _ENTRIES)
             expected = first + step * np.arange(start, start + len(entries))
-            if (place := _first_difference(entries, expected)) >= 0:
+            different = np.flatnonzero(entries != expected)
+            if different.size > 0:
+                place = different[0]
                 yield (
                     f"{index.path}: {what} {start + place} is {entries[place]}; it should be "
                     f"{expected[place]}. The index is damaged: shuffle again, or restore it"
                 )
                 break
-
-
-def _first_difference(entries: NDArray[Any], expected: NDArray[np.int64]) -> int:
-    """The place of the first entry that differs; -1: none."""
-    differs = entries != expected
-    return int(differs.argmax()) if differs.any() else -1
 
 
 def _check_sum(folder: str, on_bytes: _OnBytes, name: str, expected: str) -> _Result:
@@ -189,25 +182,17 @@ def _check_sum(folder: str, on_bytes: _OnBytes, name: str, expected: str) -> _Re
     size = 0
     if os.path.basename(name) != name or "\0" in name:
         return [f"{METADATA} has the checksum of {name!r}, which is not a name of a file"], 0
-    with as_problems(path, problems), naming(path):
+    with as_problems(path, problems):
         try:
-            file = open(path, "rb", buffering=0)  # noqa: SIM115
+            size, digest = sum_of(path, on_bytes)
         except FileNotFoundError:
             if _SHARD_FILE.fullmatch(name):  # `_check_shard` has named it
                 return [], 0
             return [f"{path} is missing, although {METADATA} has its checksum: restore it"], 0
-        with file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-            digest, buffer = xxh3(), np.empty(_PIECE, np.uint8)
-            while count := read_at(file.fileno(), size, buffer):
-                digest.update(buffer[:count].data)
-                size += count
-                if on_bytes is not None:
-                    on_bytes(count)
-        if digest.hexdigest() != expected:
+        if digest != expected:
             problems.append(
-                f"{path} is damaged: its checksum is {digest.hexdigest()}; when it was written it "
-                f"was {expected}. Restore it, or shuffle again"
+                f"{path} is damaged: its checksum is {digest}; when it was written it was "
+                f"{expected}. Restore it, or shuffle again"
             )
     return problems, size
 

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from millrace.checks import shown, whole
 from millrace.errors import ConfigError, DataError
-from millrace.files import atomic_file
-from millrace.jobs.engine import sum_of
+from millrace.files import atomic_file, sum_of
 from millrace.jobs.shuffling.tables import Table, new_table
 from millrace.order import KeyedPermutation
 
