@@ -14,7 +14,6 @@ from millrace import checks
 from millrace.errors import ConfigError
 from millrace.jobs.shuffling.inputs import InputDomain, Inputs
 from millrace.jobs.shuffling.permutations import NAMES
-from millrace.store.shards import JOURNAL
 
 PLANS = "auto", "memory", "gather", "scatter"
 PERMUTATIONS = "auto", *NAMES
@@ -53,11 +52,6 @@ class Arguments:
     engine: str
     restart: bool
     show_progress: bool
-
-    @property
-    def journal(self) -> str:
-        """Path of the journal."""
-        return os.path.join(self.output_dir, JOURNAL)
 
     @property
     def unit(self) -> str:

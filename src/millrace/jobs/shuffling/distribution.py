@@ -11,6 +11,7 @@ of the output (the head, a shard, a window) have a hypergeometric distribution. 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -152,7 +153,7 @@ def measure_distribution(
     ends = {name: np.cumsum(sizes) for name, sizes in parts.items()}
     domain_ends = np.cumsum(counts)
     cuts = np.unique(np.concatenate([*ends.values(), np.arange(0, total, _BLOCK), [0, total]]))
-    for start, stop in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
+    for start, stop in itertools.pairwise(cuts.tolist()):
         items = permutation.sources(start, stop)
         domains = np.searchsorted(domain_ends, items, side="right")
         block = np.bincount(domains, minlength=len(counts))
@@ -190,7 +191,7 @@ def format_distribution(distribution: Distribution) -> str:
     head, total = distribution.head, sum(distribution.domain_counts)
     size = int(head.sizes[0])
     names = [printable(name) for name in distribution.domain_names]
-    width = max([len(name) for name in names] + [6])
+    width = max(map(len, ["domain", *names]))
     lines = [
         f"distribution of {total:,} items, first {size:,} places:",
         f"  {'domain':<{width}}  {'actual':>12}  {'expected':>14}  {'deviation':>10}",

@@ -53,6 +53,7 @@ from millrace.jobs.shuffling.tasks import Work
 from millrace.store import IndexedDataset
 from millrace.store.shards import (
     DOCUMENTS,
+    JOURNAL,
     SEQUENCES,
     ShardsMetadata,
     bin_paths,
@@ -197,12 +198,13 @@ def _open_journal(
     """Makes the output folder, or checks what is in it, and opens the journal."""
     folder = arguments.output_dir
     publish.check_folder(folder)
-    has_journal = os.path.exists(arguments.journal)
+    path = os.path.join(folder, JOURNAL)
+    has_journal = os.path.exists(path)
     if not os.path.isdir(folder):
         publish.make_folder(folder)
         stack.callback(_remove_empty, folder)  # of a job that fails at its start
     journal = stack.enter_context(
-        Journal(arguments.journal, identity(arguments, domains), restart=arguments.restart)
+        Journal(path, identity(arguments, domains), restart=arguments.restart)
     )
     if arguments.restart and has_journal:
         publish.remove_output(folder)

@@ -6,7 +6,7 @@
     4. metadata.json is written: the output is whole
     5. the journal is removed
 
-A job that is killed after step 2 is continued by steps 3 to 5 alone, without its input.
+A job that is killed after step 2 is continued by steps 3 to 5 alone.
 """
 
 from __future__ import annotations
