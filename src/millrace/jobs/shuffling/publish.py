@@ -36,9 +36,9 @@ _SHARD = re.compile(r"shard_[0-9]{4,}\.(bin|idx|info\.json|origins\.parquet)")
 
 
 def check_folder(folder: str) -> None:
-    """Raises a ConfigError if the output folder holds anything that no shuffle has written.
+    """Raises a ConfigError if the output folder holds anything but a whole output or a journal.
 
-    A whole output passes: it may be the output of this job.
+    Shards may lie beside a journal. A whole output passes: it may be the output of this job.
     """
     try:
         entries = sorted(os.listdir(folder))
