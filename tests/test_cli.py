@@ -311,6 +311,26 @@ def test_json_is_json_in_any_encoding(tmp_path: Path, encoding: str) -> None:
     assert [*json.loads(result.stdout)["domains"]] == [*domains]
 
 
+def test_names_with_control_characters_do_not_reach_the_terminal(tmp_path: Path) -> None:
+    for name in ("\x1b[31mempty", "web\x1b[2J"):
+        (tmp_path / "in" / name).mkdir(parents=True)
+    path = tmp_path / "in" / "web\x1b[2J" / "a.bin"
+    path.write_bytes(bytes(256))
+    command = "shuffle", "--input-dir", tmp_path / "in", "--seq-len", 8, "--num-shards", 2
+    result = millrace(*command, "--output-dir", tmp_path / "out")
+    assert result.returncode == 0, result.stderr
+    assert r"\x1b[31mempty" in result.stderr
+    errors = [result.stderr]
+    path.write_bytes(bytes(7))
+    errors.append(millrace(*command, "--output-dir", tmp_path / "other").stderr)
+    assert r"error: " in errors[1]
+    assert r"web\x1b[2J/a.bin" in errors[1]
+    (tmp_path / "out" / "\x1b[31mred").touch()
+    errors.append(millrace("verify", tmp_path / "out").stdout)
+    assert r"\x1b[31mred does not belong" in errors[2]
+    assert not any("\x1b" in text for text in errors)
+
+
 def test_inspect_and_verify_of_a_folder_of_shards(tokenized: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     counts = {"counts": [[2, 4], [2, 2]]}

@@ -148,6 +148,11 @@ def printable(name: str) -> str:
     )
 
 
+def printable_lines(text: str) -> str:
+    """A text for a terminal, with `printable` lines: a file may be named like a command to it."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
 def shown(value: Any, most: int = 200) -> str:
     """A value for a message: its repr, cut after `most` characters."""
     try:

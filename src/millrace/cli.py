@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from millrace.checks import printable_lines
 from millrace.errors import ConfigError, DataError, MillraceError
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def _describe_error(error: OSError, options: dict[str, Any]) -> str:
 
 
 def _fail(message: str) -> int:
-    print(f"millrace: error: {message}", file=sys.stderr)
+    print(f"millrace: error: {printable_lines(message)}", file=sys.stderr)
     return 1
 
 
@@ -687,7 +688,7 @@ def _verify(prefixes: list[str], threads: int | None, dtype: str | None, as_json
             what = "structure and checksums" if report.has_checksums else "structure (no checksums)"
             print(f"{report.prefix}: {'DAMAGED' if report.problems else 'ok'}, {what}")
             for line in [*report.problems, *report.notices]:
-                print(f"  {line}")
+                print(f"  {printable_lines(line)}")
     damaged = sum(1 for report in reports if report.problems)
     if damaged:
         raise DataError(f"{damaged} of {len(reports)} datasets are damaged")

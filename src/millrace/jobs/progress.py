@@ -7,6 +7,8 @@ import sys
 import time
 from typing import TextIO
 
+from millrace.checks import printable_lines
+
 _TERMINAL_INTERVAL = 0.2  # seconds between updates
 _LOG_INTERVAL = 10.0
 _BAR_WIDTH = 24
@@ -62,7 +64,7 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Shows a line that stays."""
-        self._write(f"{text}\n")
+        self._write(f"{printable_lines(text)}\n")
 
     def _show(self, done: int, detail: str, now: float) -> None:
         elapsed = now - self._start
