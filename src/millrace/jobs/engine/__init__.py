@@ -10,7 +10,7 @@ and collects the results. Each task writes files into the journal's folder and c
 next run of the same job skips what is committed.
 """
 
-from millrace.jobs.engine.journal import Journal, commit, sum_of, task_folder
+from millrace.jobs.engine.journal import Journal, commit, task_folder
 from millrace.jobs.engine.local import run_local
 from millrace.jobs.engine.ray import run_ray
 from millrace.jobs.engine.tasks import ENVIRONMENT, Executor, Task
@@ -23,6 +23,5 @@ __all__ = [
     "commit",
     "run_local",
     "run_ray",
-    "sum_of",
     "task_folder",
 ]

@@ -36,9 +36,9 @@ from millrace.files import (
     checksum,
     file_lock,
     naming,
+    sum_of,
     temporaries_of,
     temporary_name,
-    xxh3,
 )
 
 _FORMAT = 1  # version of the folder's layout
@@ -47,7 +47,6 @@ _RECORDS, _FILES = "records", "files"
 _RUN = re.compile(r"[0-9a-f]{12}")
 _RECORD = re.compile(r"([0-9]+)\.json")
 _MOST_DIFFERENCES = 5  # in a message
-_BLOCK = 1 << 20  # bytes that are read at a time
 
 
 class Journal:
@@ -376,17 +375,6 @@ def task_folder(folder: str, number: int) -> str:
             "system of the output: put the output on one that all machines share"
         )
     return path
-
-
-def sum_of(path: str) -> tuple[int, str]:
-    """Size and XXH3-64 of a file, for `commit`."""
-    digest, size = xxh3(), 0
-    with open(path, "rb", buffering=0) as file:
-        buffer = bytearray(_BLOCK)
-        while count := file.readinto(buffer):
-            digest.update(memoryview(buffer)[:count])
-            size += count
-    return size, str(digest.hexdigest())
 
 
 def _has_records(folder: str) -> bool:

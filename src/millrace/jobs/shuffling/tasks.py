@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from millrace import _native
 from millrace.errors import DataError
-from millrace.files import naming
-from millrace.jobs.engine import Task, commit, sum_of, task_folder
+from millrace.files import naming, sum_of
+from millrace.jobs.engine import Task, commit, task_folder
 from millrace.jobs.shuffling.items import Items
 from millrace.jobs.shuffling.permutations import Permutation
 from millrace.jobs.shuffling.sources import Numbers
