@@ -208,6 +208,7 @@ def test_the_error_of_a_file_size_limit_names_the_limit(tokenized: Path, tmp_pat
     [
         (">&-", 0, ""),
         ("> /dev/full", 1, "the job is done, but its report cannot be written: No space left"),
+        ("--json > /dev/full", 1, "the job is done, but its report cannot be written: No space"),
         ("2> /dev/full", 0, ""),
         ("2>&-", 0, ""),
     ],

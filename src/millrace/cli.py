@@ -77,7 +77,7 @@ def _run(arguments: Sequence[str]) -> int:
         if not is_done:
             return _fail(_describe_error(error, options))
         _discard_output()
-        return _fail(f"the job is done, but its report cannot be written: {error.strerror}")
+        return _fail(_report_failure(error))
     return 0
 
 
@@ -107,6 +107,10 @@ def _describe_error(error: OSError, options: dict[str, Any]) -> str:
             "an old file is as it was"
         )
     return message
+
+
+def _report_failure(error: OSError) -> str:
+    return f"the job is done, but its report cannot be written: {error.strerror}"
 
 
 def _fail(message: str) -> int:
@@ -367,7 +371,7 @@ def _add_shuffle(verbs: Verbs) -> None:
     add("--num-shards", type=_positive, default=64, metavar="N", help="number of shards (64)")
     add("--seed", type=_count, default=42, metavar="N", help="seed of the permutation (42)")
     text = """numpy: numpy.random.default_rng(SEED).permutation(n); keyed: for any n without memory
-        (default: numpy if it fits the memory)"""
+        (default: numpy if it fits half of --memory)"""
     add("--permutation", choices=("auto", "numpy", "keyed"), default="auto", help=text)
 
     add = parser.add_argument_group("job").add_argument
@@ -849,7 +853,13 @@ def _print_json(value: Any, *, ensure_ascii: bool = True) -> None:
         text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
     except UnicodeEncodeError:
         text = json.dumps(value, default=dataclasses.asdict, indent=2)
-    print(text)
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # not of the job's files
+        _discard_output()
+        raise MillraceError(_report_failure(error)) from None
 
 
 def _dtype(text: str) -> np.dtype[Any] | None:

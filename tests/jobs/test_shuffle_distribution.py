@@ -104,6 +104,19 @@ def test_both_permutations_are_measured(tmp_path: Path) -> None:
         check_distribution(measured)
 
 
+def test_very_many_shards_are_counted_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = np.random.default_rng(1).permutation(TOTAL)
+    alone = measure(sources, COUNTS, 64).shards
+    monkeypatch.setattr(module, "_MOST_COUNTS", 64 * len(COUNTS) // 10)
+    together = measure(sources, COUNTS, 64).shards
+    assert (alone.name, together.name) == ("shard", "shard group")
+    assert len(together.sizes) == 7  # of 10 shards, the last one of 4
+    starts = np.arange(0, 64, 10)
+    assert together.sizes.tolist() == np.add.reduceat(alone.sizes, starts).tolist()
+    assert together.counts.tolist() == np.add.reduceat(alone.counts, starts).tolist()
+    assert "7 shard groups: " in format_distribution(measure(sources, COUNTS, 64))
+
+
 def test_numbers_that_do_not_add_up_are_refused() -> None:
     for names, counts, sizes in (
         (["a"], [10], [9]),

@@ -478,6 +478,8 @@ def test_an_eod_must_fit_and_must_not_be_there(tmp_path: Path) -> None:
         sequence_items(tmp_path / "in", eod=7, **options)
     write_indexed(tmp_path / "in" / "a" / "x", [[[7]]] * 99 + [[[1]]], "uint16")
     assert sequence_items(tmp_path / "in", eod=7, **options).num_items == 100
+    write_indexed(tmp_path / "in" / "a" / "by_chance", [[[1, 7]], [[]], [[7]]], "uint16")
+    assert sequence_items(tmp_path / "in", eod=7, **options).num_items == 102
 
 
 def test_damaged_documents_are_found(tmp_path: Path) -> None:

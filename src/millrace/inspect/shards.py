@@ -45,11 +45,11 @@ class ShardsDescription:
         num_inputs: Number of input files; 0: unknown.
         has_checksums: Whether `verify_shards` can check every byte.
         domains: Items of each domain, and its share of all items.
-        distribution: For the head, the shards and the windows of the output: the number of parts,
-            the p-value of the chi-square test of all parts, the least p-value of a part and its
-            number (None: too few items for a test), and the largest deviation of a domain's count
-            from the expected one, in standard deviations, with its part, domain and counts. None:
-            unknown.
+        distribution: For the head, the shards (or groups of them, if there are very many) and the
+            windows of the output: the number of parts, the p-value of the chi-square test of all
+            parts, the least p-value of a part and its number (None: too few items for a test), and
+            the largest deviation of a domain's count from the expected one, in standard deviations,
+            with its part, domain and counts. None: unknown.
         document: Number, shard, counts, head and tail of one item, as in `Description.document`.
     """
 
@@ -281,7 +281,7 @@ def format_shards(description: ShardsDescription) -> str:
         bar = "#" * round(share * _BAR_WIDTH)
         lines.append(f"  {name:>{width}}  {bar:<{_BAR_WIDTH}}  {share:7.2%}  {count:,}")
     if description.distribution is not None:
-        lines += ["", *_distribution_lines(description.distribution)]
+        lines += ["", *_distribution_lines(description.distribution, description.num_shards)]
     if description.document:
         document = description.document
         head = (
@@ -292,10 +292,12 @@ def format_shards(description: ShardsDescription) -> str:
     return "\n".join(lines)
 
 
-def _distribution_lines(distribution: dict[str, dict[str, Any]]) -> list[str]:
+def _distribution_lines(distribution: dict[str, dict[str, Any]], num_shards: int) -> list[str]:
     lines = ["  domains along the output, against what chance allows (p-values by chi-square)"]
     for parts, figures in distribution.items():
         kind = _PARTS[parts]
+        if kind == "shard" and figures["parts"] < num_shards:
+            kind = "shard group"
         p_value = figures["p_value"]
         texts = ["no chi-square test" if p_value is None else f"p {p_value:.2g}"]
         least, part = figures["least_p_value"], figures["least_p_value_part"]
@@ -310,6 +312,6 @@ def _distribution_lines(distribution: dict[str, dict[str, Any]]) -> list[str]:
             f"{figures['largest_deviation_expected']:,.1f})"
         )
         count = figures["parts"]
-        name = "head" if kind == "head" else f"{count:,} {parts if count != 1 else kind}"
+        name = "head" if kind == "head" else f"{count:,} {kind}{'s' if count != 1 else ''}"
         lines.append(f"  {name:>11}  {', '.join(texts)}")
     return lines

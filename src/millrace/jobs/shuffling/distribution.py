@@ -32,6 +32,7 @@ WINDOWS = 64
 """Equal parts of the output that are called windows."""
 
 _BLOCK = 1 << 18  # places that are counted at a time: 2 MiB for each array
+_MOST_COUNTS = 1 << 19  # of shards and domains: with their tests they take 30 MB
 _LEAST_EXPECTED = 5  # items of a class in a part: with fewer, chi-square is not exact enough
 _LEAST_DEGREES = 30  # of freedom: with fewer, the far tail is not exact enough to refuse a shuffle
 _LEAST_P = 1e-9  # that passes, for the bounds, which hold for any counts
@@ -46,7 +47,7 @@ class Parts:
     """Equal, or nearly equal, parts of the output.
 
     Attributes:
-        name: What they are called: "head", "shard" or "window".
+        name: What they are called: "head", "shard", "shard group" or "window".
         sizes: Places of each part, int64 [parts].
         counts: Items of each domain in each part, int64 [parts, domains].
         expected: Expected number of items, float64 [parts, domains].
@@ -97,7 +98,8 @@ class Distribution:
         domain_names: Name of each domain.
         domain_counts: Items of each domain.
         head: The first 50,000 places, or all if there are fewer, as one part.
-        shards: The shards.
+        shards: The shards; groups of neighbours if there are more than 2**19 counts of domains in
+            shards, which would take too much memory.
         windows: 64 equal parts of the output, or one for each place if there are fewer.
     """
 
@@ -144,9 +146,11 @@ def measure_distribution(
             f"and {len(shard_sizes)} shards {sum(shard_sizes)}; all must have the same number"
         )
     head = min(HEAD, total)
+    group = max(-(-len(shard_sizes) * len(counts) // _MOST_COUNTS), 1)  # shards in a group
+    starts = np.arange(0, len(shard_sizes), group)
     parts = {
         "head": np.array([head, total - head], np.int64),
-        "shard": np.array(shard_sizes, np.int64),
+        "shard": np.add.reduceat(np.array(shard_sizes, np.int64), starts),
         "window": even_sizes(total, min(WINDOWS, total)),
     }
     tables = {name: np.zeros((len(sizes), len(counts)), np.int64) for name, sizes in parts.items()}
@@ -163,7 +167,9 @@ def measure_distribution(
         domain_names=tuple(domain_names),
         domain_counts=tuple(counts.tolist()),
         head=_parts("head", parts["head"][:1], tables["head"][:1], counts),
-        shards=_parts("shard", parts["shard"], tables["shard"], counts),
+        shards=_parts(
+            "shard" if group == 1 else "shard group", parts["shard"], tables["shard"], counts
+        ),
         windows=_parts("window", parts["window"], tables["window"], counts),
     )
 

@@ -128,8 +128,8 @@ def shuffle(
 
     The items are numbered by domain, then path, then place in the file; `permutation[i]` is the
     place of item i in the output. Each shard has total // num_shards items, and the first ones one
-    more. The output does not depend on the plan, the number of workers, the engine, the memory, or
-    how often the job was interrupted.
+    more. The output does not depend on the plan, the number of workers, the engine, or how often
+    the job was interrupted. It depends on the memory only if that decides the permutation.
 
     The job keeps finished tasks in the folder `shuffle.journal` of the output folder until all
     shards are published. A job that fails or is killed leaves it; the same call continues there.
@@ -146,7 +146,7 @@ def shuffle(
         dtype: Dtype of raw `.bin` files: uint16, uint32 or int32.
         plan: How the items move: "memory", "gather", "scatter", or "auto".
         permutation: "numpy" is `numpy.random.default_rng(seed).permutation(n)`; "keyed" needs no
-            memory; "auto" is numpy as long as it fits.
+            memory; "auto" is numpy as long as it takes at most half of the memory.
         memory: Bytes of memory for all processes of the job, beside 100 MB; None: half of what is
             available.
         carry: Whether the remainder of a file is continued in the next file of its domain.

@@ -45,6 +45,7 @@ _EODS = 1 << 16  # EOD tokens that are looked up at a time, about
 _LEAST_PAGE, _PAGES = 1 << 9, 1 << 18  # rows of a page of their table, and most pages, about
 _ENTRIES = 1 << 16  # entries of an index that are written at a time
 _FIRST_DOCUMENTS = 100  # documents of a file that are looked at for EOD tokens
+_LEAST_DOCUMENTS = 3  # that say something: one or two may end with that token by chance
 
 
 def sequence_items(
@@ -360,7 +361,7 @@ def _eod_places(file: TokenArray, eod: int) -> Iterator[NDArray[np.int64]]:
                 ends_with_eod = ends_with_eod and index.has_token_at(end - 1, eod)
             yield ends + np.arange(count, count + len(ends))
             count += len(ends)
-    if ends_with_eod and count > 0:
+    if ends_with_eod and count >= _LEAST_DOCUMENTS:
         raise ConfigError(
             f"the documents of {file.path} already end with the token {eod}: all of the first "
             f"{min(count, _FIRST_DOCUMENTS)} do. Leave --eod out"
