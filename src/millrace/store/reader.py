@@ -129,11 +129,11 @@ class IndexedDataset:
         if last >= 0:
             start, length = index.entry("pointers", 0), index.entry("lengths", last)
             end = index.entry("pointers", last) + length * self.header.dtype.itemsize
-            if start != 0 or length < 0:
-                raise DataError(
-                    f"{index.path}: the first sequence starts at byte {start}, not 0, or the last "
-                    f"has a negative length ({length}). {layout.WRITE_AGAIN}"
-                )
+            problem = f"the first sequence starts at byte {start}, not at 0" if start != 0 else ""
+            if length < 0:
+                problem = f"the last sequence has the negative length {length}"
+            if problem:
+                raise DataError(f"{index.path}: {problem}. {layout.WRITE_AGAIN}")
         if problem := layout.size_problem(self.reader.size, end):
             raise DataError(f"{bin_path(self.prefix)} {problem}")
 
