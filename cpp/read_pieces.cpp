@@ -8,6 +8,7 @@
 #include <array>
 #include <cerrno>
 #include <cstddef>
+#include <cstring>
 #include <limits>
 #include <numeric>
 #include <system_error>
@@ -23,6 +24,9 @@ constexpr std::size_t max_entries = 1024;  // of one preadv: the kernel's own li
 
 // Bytes between two pieces that are read and dropped: copying them takes less time than another call.
 constexpr std::int64_t max_gap = 4096;
+
+// Bytes that are read before their words are looked at: they are still in the core's own cache.
+constexpr std::int64_t words_block = 64 << 10;
 
 constexpr std::int64_t window_size = 8 << 20;  // bytes that are prefetched together from a disk
 constexpr std::int64_t page_size = 4096;
@@ -56,7 +60,7 @@ class SortedPieces {
   std::vector<std::size_t> order_;  // empty if they are in order already
 };
 
-void check(const FilePieces& pieces, std::size_t buffer_size) {
+void check(const FilePieces& pieces, std::size_t buffer_size, bool has_words) {
   if (pieces.sizes.size() != pieces.offsets.size() ||
       pieces.targets.size() != pieces.offsets.size()) {
     fail("byte_offsets, sizes and targets differ in size");
@@ -73,6 +77,9 @@ void check(const FilePieces& pieces, std::size_t buffer_size) {
     if (target < 0 || target > limit - size) {
       fail("piece ", i, " has ", size, " bytes for byte ", target,
            " on, outside the buffer of ", limit);
+    }
+    if (has_words && size % 4 != 0) {
+      fail("piece ", i, " has ", size, " bytes, which are not 32-bit words");
     }
   }
 }
@@ -152,6 +159,16 @@ class ReadAhead {
   std::size_t ahead_ = 0;       // the first piece that has not been prefetched
 };
 
+std::uint32_t or_of_words(const std::uint8_t* bytes, std::int64_t size) {
+  std::uint32_t bits = 0;
+  for (std::int64_t i = 0; i < size; i += 4) {
+    std::uint32_t word;
+    std::memcpy(&word, bytes + i, sizeof(word));
+    bits |= word;
+  }
+  return bits;
+}
+
 // The file ends at `stop`, inside one of the pieces from `first` on.
 [[noreturn]] void fail_at_end(int descriptor, const SortedPieces& pieces, std::size_t first,
                               std::int64_t stop) {
@@ -169,13 +186,15 @@ class ReadAhead {
 
 }  // namespace
 
-void read_pieces(int descriptor, const FilePieces& pieces, std::span<std::uint8_t> buffer) {
-  check(pieces, buffer.size());
+std::uint32_t read_pieces(int descriptor, const FilePieces& pieces, std::span<std::uint8_t> buffer,
+                          bool or_words) {
+  check(pieces, buffer.size(), or_words);
   const SortedPieces sorted(pieces);
   ReadAhead read_ahead(descriptor, sorted);
   std::array<std::uint8_t, max_gap> dropped;
   std::vector<iovec> entries;
   entries.reserve(max_entries);
+  std::uint32_t bits = 0;
   for (std::size_t i = 0; i < sorted.size();) {
     read_ahead.advance(i);
     const std::size_t first = i;
@@ -195,7 +214,7 @@ void read_pieces(int descriptor, const FilePieces& pieces, std::span<std::uint8_
         start = stop = offset;
       }
       const std::int64_t gap = offset - stop;
-      if (gap < 0 || gap > max_gap) {
+      if (gap < 0 || gap > max_gap || (or_words && stop - start >= words_block)) {
         break;
       }
       if (gap > 0) {
@@ -213,7 +232,11 @@ void read_pieces(int descriptor, const FilePieces& pieces, std::span<std::uint8_
     if (reached < stop) {
       fail_at_end(descriptor, sorted, first, reached);
     }
+    for (std::size_t k = first; or_words && k < i; ++k) {
+      bits |= or_of_words(buffer.data() + sorted.target(k), sorted.count(k));
+    }
   }
+  return bits;
 }
 
 }  // namespace millrace

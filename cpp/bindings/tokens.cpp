@@ -57,13 +57,13 @@ Out<std::uint8_t> py_read_packed(int descriptor, std::int64_t num_bytes,
 }
 
 // Fills the caller's buffer, which may be memory that several processes share.
-void py_read_pieces(
+std::uint32_t py_read_pieces(
     int descriptor, const In<std::int64_t>& offsets, const In<std::int64_t>& sizes,
     const nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& buffer,
-    const In<std::int64_t>& targets) {
+    const In<std::int64_t>& targets, bool or_words) {
   nb::gil_scoped_release unlocked;
-  read_pieces(descriptor, {column_of(offsets), column_of(sizes), column_of(targets)},
-              {buffer.data(), buffer.shape(0)});
+  return read_pieces(descriptor, {column_of(offsets), column_of(sizes), column_of(targets)},
+                     {buffer.data(), buffer.shape(0)}, or_words);
 }
 
 void py_prefetch_mapped(const In<std::uint8_t>& bytes, const In<std::int64_t>& offsets,
@@ -157,7 +157,7 @@ void add_tokens(nb::module_& module) {
   module.def("read_packed", &py_read_packed, "descriptor"_a, "num_bytes"_a, "byte_offsets"_a,
              "byte_counts"_a);
   module.def("read_pieces", &py_read_pieces, "descriptor"_a, "byte_offsets"_a, "sizes"_a,
-             "buffer"_a.noconvert(), "targets"_a);
+             "buffer"_a.noconvert(), "targets"_a, "or_words"_a);
   module.def("prefetch_mapped", &py_prefetch_mapped, "data"_a, "byte_offsets"_a, "byte_counts"_a);
   module.def("prefetch_file", &py_prefetch_file, "descriptor"_a, "num_bytes"_a, "byte_offsets"_a,
              "byte_counts"_a);

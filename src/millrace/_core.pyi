@@ -46,7 +46,8 @@ def read_pieces(
     sizes: _Numbers,
     buffer: NDArray[np.uint8],
     targets: _Numbers,
-) -> None: ...
+    or_words: bool,
+) -> int: ...
 def prefetch_mapped(
     data: NDArray[np.uint8], byte_offsets: _Numbers, byte_counts: _Numbers
 ) -> None: ...

@@ -573,7 +573,9 @@ def read_pieces(
     sizes: Numbers,
     buffer: NDArray[np.uint8],
     targets: Numbers,
-) -> None:
+    *,
+    or_words: bool = False,
+) -> int:
     """Reads pieces of an open file, each to its own place in a buffer.
 
     They are read in the order of their offsets, and neighbours by one call of the system. Fastest
@@ -586,9 +588,14 @@ def read_pieces(
         buffer: Writable uint8 [n].
         targets: First byte of each piece in the buffer, int64 [pieces]. Where pieces overlap in the
             buffer, the result is not defined.
+        or_words: Whether to look at all 32-bit words while they are in the processor's cache.
+
+    Returns:
+        With `or_words`, the bitwise OR of all 32-bit words that were read; otherwise 0.
 
     Raises:
-        ValueError: A piece outside the buffer, before anything is read; or a file that ends before
+        ValueError: A piece outside the buffer, before anything is read, or one that is not of
+            32-bit words; or a file that ends before
             the end of a piece, when part of the buffer may have been written.
         OSError: A failed read.
     """
@@ -603,7 +610,7 @@ def read_pieces(
         )
     if not buffer.flags.writeable:
         raise ConfigError("buffer is read-only; a writable array is needed")
-    _core.read_pieces(descriptor, byte_offsets, sizes, buffer, targets)
+    return _core.read_pieces(descriptor, byte_offsets, sizes, buffer, targets, or_words)
 
 
 def prefetch_mapped(data: NDArray[np.uint8], byte_offsets: Numbers, byte_counts: Numbers) -> None:

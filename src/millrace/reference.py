@@ -510,19 +510,27 @@ def read_pieces(
     sizes: Numbers,
     buffer: NDArray[np.uint8],
     targets: Numbers,
-) -> None:
+    *,
+    or_words: bool = False,
+) -> int:
     """See `_native.read_pieces`."""
+    bits = 0
     pieces = list(zip(byte_offsets.tolist(), sizes.tolist(), targets.tolist(), strict=True))
     for offset, size, target in pieces:
         if min(offset, size) < 0 or offset + size > 2**63 - 1:
             raise ValueError(f"{size} bytes from byte {offset} on are outside any file")
         if target < 0 or target + size > len(buffer):
             raise ValueError(f"{size} bytes for byte {target} on lie outside {len(buffer)}")
+        if or_words and size % 4:
+            raise ValueError(f"{size} bytes are not 32-bit words")
     for offset, size, target in pieces:
         data = os.pread(descriptor, size, offset)
         if len(data) < size:
             raise ValueError(f"the file ends at byte {os.fstat(descriptor).st_size}")
         buffer[target : target + size] = np.frombuffer(data, np.uint8)
+        if or_words:
+            bits |= int(np.bitwise_or.reduce(np.frombuffer(data, np.uint32)))
+    return bits
 
 
 def first_bad_sequence(

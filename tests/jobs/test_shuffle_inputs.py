@@ -528,9 +528,10 @@ def test_a_change_while_a_file_is_read_is_an_error(
     items = sequence_items(tmp_path, seq_len=2, dtype="int32", folder=tmp_path)
     read_pieces = _native.read_pieces
 
-    def read_and_change(*arguments: Any) -> None:
-        read_pieces(*arguments)
+    def read_and_change(*arguments: Any, **options: Any) -> int:
+        bits = read_pieces(*arguments, **options)
         os.utime(path, ns=(0, 0))
+        return bits
 
     monkeypatch.setattr(_native, "read_pieces", read_and_change)
     with pytest.raises(DataError, match=r"x\.bin changed while the job ran"):

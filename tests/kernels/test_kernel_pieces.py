@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import functools
+import itertools
+import operator
 import os
 import re
 import signal
@@ -135,6 +138,42 @@ def test_a_piece_outside_is_refused_before_anything_is_read(
                     buffer,
                     int64([0, target]),
                 )
+    assert buffer.tolist() == [7] * 10
+
+
+@given(data=st.data())
+@settings(deadline=None, derandomize=True, max_examples=100)
+def test_the_or_of_words_equals_its_twin(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Also of more pieces than are read before their words are looked at."""
+    words = np.zeros(1 << data.draw(st.integers(0, 18)), np.uint32)
+    for place in data.draw(st.lists(st.integers(0, len(words) - 1), max_size=4)):
+        words[place] |= 1 << data.draw(st.integers(0, 31))
+    path = tmp_path_factory.mktemp("words") / "data"
+    path.write_bytes(words.tobytes())
+    bounds = sorted(data.draw(st.lists(st.integers(0, len(words)), min_size=2, max_size=20)))
+    pairs = data.draw(st.permutations(list(itertools.pairwise(bounds))[::2]))
+    starts, stops = int64([pair[0] for pair in pairs]), int64([pair[1] for pair in pairs])
+    results = []
+    with open(path, "rb") as file:
+        for module in (_native, reference):
+            buffer = np.zeros(len(words) * 4, np.uint8)
+            columns = 4 * starts, 4 * (stops - starts), buffer, 4 * starts
+            results.append(module.read_pieces(file.fileno(), *columns, or_words=True))
+            assert module.read_pieces(file.fileno(), *columns) == 0
+    expected = [int(np.bitwise_or.reduce(words[start:stop])) for start, stop in pairs]
+    assert results == [functools.reduce(operator.or_, expected, 0)] * 2
+
+
+def test_pieces_that_are_not_of_words_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(bytes(20))
+    buffer = np.full(10, 7, np.uint8)
+    with open(tmp_path / "data", "rb") as file:
+        for module in (_native, reference):
+            columns = int64([0, 4]), int64([4, 6]), buffer, int64([0, 4])
+            with pytest.raises(ValueError, match="not 32-bit words"):
+                module.read_pieces(file.fileno(), *columns, or_words=True)
     assert buffer.tolist() == [7] * 10
 
 

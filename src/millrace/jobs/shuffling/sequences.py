@@ -179,34 +179,30 @@ class SequenceItems:
     def _read_block(self, starts: Numbers, buffer: NDArray[Any], targets: Numbers) -> None:
         """Reads the sequences that start at these places of the line."""
         pieces = _pieces(starts, targets, self._seq_len, self._starts, self._ends)
-        size = self.dtype.itemsize
+        size, bits = self.dtype.itemsize, 0
         for part in [pieces] if self._eods is None else self._eods.write(pieces, buffer):
-            read_files(
+            bits |= read_files(
                 self.files,
                 part.files,
                 self._byte_offsets[part.files] + part.places * size,
                 part.sizes * size,
                 buffer.view(np.uint8),
                 part.targets * size,
+                or_words=self.dtype == np.uint32,
             )
-        if self.dtype == np.uint32:
-            self._check_ids(starts, buffer, targets)
+        if bits > MAX_INT32:
+            raise self._large_id(starts, buffer, targets)
 
-    def _check_ids(self, starts: Numbers, buffer: NDArray[Any], targets: Numbers) -> None:
-        """Raises a DataError if a token that was read is 2**31 or more."""
-        values = buffer.view(np.int32)
-        if len(targets) == 1:  # perhaps of gigabytes: without a copy
-            tokens = values[targets[0] : targets[0] + self._seq_len].reshape(1, -1)
-        else:
-            tokens = np.lib.stride_tricks.sliding_window_view(values, self._seq_len)[targets]
-        if tokens.min() >= 0:
-            return
-        row, column = divmod(int(np.argmin(tokens)), self._seq_len)
+    def _large_id(self, starts: Numbers, buffer: NDArray[np.uint32], targets: Numbers) -> DataError:
+        """The error for a token of 2**31 or more, which is in one of these sequences."""
+        sequences = [buffer[target : target + self._seq_len] for target in targets.tolist()]
+        row = next(row for row, tokens in enumerate(sequences) if tokens.max() > MAX_INT32)
+        column = int(sequences[row].argmax())
         place = int(starts[row]) + column
         file = int(np.searchsorted(self._ends, place, side="right"))
-        raise DataError(
-            f"{self.files[file].path} holds the token {int(tokens[row, column]) + 2**32} at "
-            f"position {place - int(self._starts[file])}; ids must be below 2**31 (2147483648). "
+        return DataError(
+            f"{self.files[file].path} holds the token {sequences[row][column]} at position "
+            f"{place - int(self._starts[file])}; ids must be below 2**31 (2147483648). "
             "The file is damaged, or its dtype is not uint32: correct --dtype, or write it again"
         )
 

@@ -24,7 +24,9 @@ def read_files(
     sizes: Numbers,
     buffer: NDArray[np.uint8],
     targets: Numbers,
-) -> None:
+    *,
+    or_words: bool = False,
+) -> int:
     """Reads pieces of files to any places of a buffer. At most one file is open at a time.
 
     Args:
@@ -34,13 +36,16 @@ def read_files(
         sizes: Size of each piece in bytes: int64 [n].
         buffer: uint8 [m].
         targets: Where each piece starts in the buffer: int64 [n].
+        or_words: Whether to return the bitwise OR of all 32-bit words that were read, and not 0.
 
     Raises:
         DataError: A file that is gone, has changed, or cannot be read.
     """
+    bits = 0
     for run in equal_runs(file_numbers):
         file = files[file_numbers[run.start]]
-        _read_file(file, byte_offsets[run], sizes[run], buffer, targets[run])
+        bits |= _read_file(file, byte_offsets[run], sizes[run], buffer, targets[run], or_words)
+    return bits
 
 
 def spread(counts: Numbers) -> tuple[Numbers, Numbers]:
@@ -61,18 +66,22 @@ def _read_file(
     sizes: Numbers,
     buffer: NDArray[np.uint8],
     targets: Numbers,
-) -> None:
+    or_words: bool,
+) -> int:
     try:
         # A named pipe in place of the file would wait for a writer.
         descriptor = os.open(file.path, os.O_RDONLY | os.O_NONBLOCK)
         try:
             _check_unchanged(file, descriptor)
             try:
-                _native.read_pieces(descriptor, byte_offsets, sizes, buffer, targets)
+                bits = _native.read_pieces(
+                    descriptor, byte_offsets, sizes, buffer, targets, or_words=or_words
+                )
             except ValueError:
                 _check_unchanged(file, descriptor)  # cut short meanwhile
                 raise
             _check_unchanged(file, descriptor)
+            return bits
         finally:
             os.close(descriptor)
     except FileNotFoundError:
