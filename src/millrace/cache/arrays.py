@@ -16,7 +16,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
@@ -27,12 +27,14 @@ from millrace import _native
 from millrace.errors import DataError
 from millrace.files import (
     atomic_file,
+    blake2b,
     checksum,
     cut_short,
     flush_to_disk,
     fsync_folder,
     is_of_the_process,
     naming,
+    sum_of,
     temporary_name,
     writers_lock,
 )
@@ -40,7 +42,6 @@ from millrace.order import RULES_VERSION
 
 JSON = ".json"
 LOCK = ".lock"
-_BLOCK = 64 << 20  # bytes that a check of contents reads at a time
 
 _END = 4096  # bytes at each end of an array's file that are compared whenever it is mapped
 _SEAL_SIZE = len('{"xxh3": "0123456789abcdef", ')
@@ -54,10 +55,8 @@ Layout = Mapping[str, tuple[Any, tuple[int, ...]]]
 
 def fingerprint(key: Any) -> str:
     """A name for plain JSON values: 32 hexadecimal digits."""
-    import hashlib  # 4 ms that `import millrace` does without
-
     text = json.dumps([RULES_VERSION, key], sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return blake2b(text.encode()).hexdigest()
 
 
 def seal(record: Mapping[str, Any]) -> bytes:
@@ -175,7 +174,7 @@ class ArraySet:
         for array in self.layout:
             try:
                 self[array]
-                if contents and _checksum(self.path(array)) != self.checksums[array]:
+                if contents and sum_of(self.path(array))[1] != self.checksums[array]:
                     problems.append(f"{self.path(array)} is damaged: its checksum has changed")
             except DataError as error:
                 problems.append(str(error))
@@ -283,7 +282,7 @@ def _publish(
         for array, file in files.items():
             with naming(paths[array]):
                 flush_to_disk(file)
-        checksums = {array: _checksum(path) for array, path in temporaries.items()}
+        checksums = {array: sum_of(path)[1] for array, path in temporaries.items()}
         ends = {array: _checksum_of_ends(path) for array, path in temporaries.items()}
         present = load(folder, name)
         if present is not None and present.key != key:
@@ -361,14 +360,3 @@ def _ends(file: BinaryIO) -> tuple[bytes, bytes]:
 def _checksum_of_ends(path: str) -> str:
     with open(path, "rb", buffering=0) as file:
         return checksum(_ends(file))
-
-
-def _checksum(path: str) -> str:
-    with open(path, "rb") as file:
-        return checksum(_blocks(file))
-
-
-def _blocks(file: BinaryIO) -> Iterator[memoryview]:
-    buffer = bytearray(min(_BLOCK, max(os.fstat(file.fileno()).st_size, 1)))
-    while count := file.readinto(buffer):  # type: ignore[attr-defined]
-        yield memoryview(buffer)[:count]

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from millrace import _native
 from millrace.checks import one_path, whole, whole_numbers
 from millrace.errors import ConfigError, DataError
-from millrace.files import checksum, cut_short, file_identity
+from millrace.files import blake2b, checksum, cut_short, file_identity
 from millrace.store import layout
 from millrace.store.bytes import (
     Access,
@@ -454,9 +454,7 @@ def _read_bytes(file: BinaryIO, byte_offset: int, num_bytes: int) -> NDArray[np.
 
 def _fingerprint(*files: tuple[int, Callable[..., NDArray[np.uint8]]]) -> str:
     """The fingerprint of files, each given by its size and a function that gathers pieces."""
-    import hashlib  # 4 ms that `import millrace` does without
-
-    digest = hashlib.blake2b(digest_size=16)
+    digest = blake2b()
     for size, gather in files:
         digest.update(size.to_bytes(8, "little"))
         last = max(size - _BLOCK, 0)

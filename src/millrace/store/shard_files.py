@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from millrace import _native
 from millrace.checks import one_path
 from millrace.errors import ConfigError, DataError
-from millrace.files import checksum, cut_short, file_identity
+from millrace.files import blake2b, checksum, cut_short, file_identity
 from millrace.store.bytes import (
     Access,
     BinReader,
@@ -148,9 +148,7 @@ class Shards:
         It covers the number of sequences, their length, their dtype and the first 4 KiB of 256 of
         them, evenly spaced. The same sequences in another number of shards have the same one.
         """
-        import hashlib  # 4 ms that `import millrace` does without
-
-        digest = hashlib.blake2b(digest_size=16)
+        digest = blake2b()
         size, last = self.metadata.sequence_bytes, len(self) - 1
         digest.update(f"{len(self)} {self.sequence_length} {self.dtype}".encode())
         count = _FINGERPRINT_SEQUENCES
