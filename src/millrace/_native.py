@@ -594,9 +594,9 @@ def read_pieces(
         With `or_words`, the bitwise OR of all 32-bit words that were read; otherwise 0.
 
     Raises:
-        ValueError: A piece outside the buffer, before anything is read, or one that is not of
-            32-bit words; or a file that ends before
-            the end of a piece, when part of the buffer may have been written.
+        ValueError: A piece outside the buffer, or with `or_words` one that is not of 32-bit words,
+            before anything is read; or a file that ends before the end of a piece, when part of the
+            buffer may have been written.
         OSError: A failed read.
     """
     _check_vector("byte_offsets", byte_offsets, _INT64)

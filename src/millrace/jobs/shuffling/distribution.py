@@ -32,11 +32,11 @@ WINDOWS = 64
 """Equal parts of the output that are called windows."""
 
 _BLOCK = 1 << 18  # places that are counted at a time: 2 MiB for each array
-_MOST_COUNTS = 1 << 19  # of shards and domains: with their tests they take 30 MB
+_MOST_COUNTS = 1 << 19  # counts of domains in shards: with their tests they take 30 MB
 _LEAST_EXPECTED = 5  # items of a class in a part: with fewer, chi-square is not exact enough
 _LEAST_DEGREES = 30  # of freedom: with fewer, the far tail is not exact enough to refuse a shuffle
-_LEAST_P = 1e-9  # that passes, for the bounds, which hold for any counts
-_LEAST_TABLE_P = 1e-12  # for chi-square, whose far tail may be ten or a hundred times heavier
+_LEAST_P = 1e-9  # a smaller `Parts.bound` is a fault; the bounds hold for any counts
+_LEAST_TABLE_P = 1e-12  # the same of chi-square, whose far tail may be 10 to 100 times heavier
 _ZERO = 1e-300  # smaller probabilities are shown as "below" this one
 
 Counts = NDArray[np.int64]
@@ -55,7 +55,7 @@ class Parts:
             float64 [parts]. Domains that are too small to be tested alone are put together.
         part_degrees: Degrees of freedom of each part's chi-square; 0: not enough items for a test.
         p_values: Probability that the chi-square of a part is at least as large by chance,
-            float64 [parts]; 1 if there are no degrees of freedom.
+            float64 [parts]. Without degrees of freedom it is 1.
         chi_square, degrees, p_value: The same of all parts together.
         log_bound: Logarithm of an upper limit for the probability that any domain in any part
             deviates from its expected number as much as the most unlikely one does.
@@ -75,6 +75,11 @@ class Parts:
     log_bound: float
     unlikeliest: tuple[int, int]
 
+    @property
+    def bound(self) -> float:
+        """The limit of `log_bound`, as a probability."""
+        return math.exp(self.log_bound)
+
     def to_json(self) -> dict[str, Any]:
         """The counts and tests as plain values."""
         return {
@@ -86,7 +91,7 @@ class Parts:
             "chi_square": self.chi_square,
             "degrees": self.degrees,
             "p_value": self.p_value,
-            "bound": math.exp(self.log_bound),
+            "bound": self.bound,
         }
 
 
@@ -333,16 +338,14 @@ def _divergence(
 def _fault(distribution: Distribution) -> str:
     """Why no fair shuffle gives this distribution; empty if one may."""
     for parts in (distribution.head, distribution.shards, distribution.windows):
-        if (
-            3 * math.exp(parts.log_bound) < _LEAST_P
-        ):  # any of head, shards and windows could deviate
+        if 3 * parts.bound < _LEAST_P:  # any of head, shards and windows could deviate
             part, domain = parts.unlikeliest
             where = "the head" if parts.name == "head" else f"{parts.name} {part}"
             return (
                 f"{where} has {parts.counts[part, domain]:,} of its {parts.sizes[part]:,} items "
                 f"from domain {printable(distribution.domain_names[domain])}, and a fair shuffle "
                 f"{parts.expected[part, domain]:,.1f}; the probability of such a deviation "
-                f"anywhere is at most {max(math.exp(parts.log_bound), _ZERO):.2g}"
+                f"anywhere is at most {max(parts.bound, _ZERO):.2g}"
             )
         if parts.degrees >= _LEAST_DEGREES:
             p_below = 1 - parts.p_value

@@ -45,7 +45,7 @@ _EODS = 1 << 16  # EOD tokens that are looked up at a time, about
 _LEAST_PAGE, _PAGES = 1 << 9, 1 << 18  # rows of a page of their table, and most pages, about
 _ENTRIES = 1 << 16  # entries of an index that are written at a time
 _FIRST_DOCUMENTS = 100  # documents of a file that are looked at for EOD tokens
-_LEAST_DOCUMENTS = 3  # that say something: one or two may end with that token by chance
+_LEAST_DOCUMENTS = 3  # documents that must be looked at: one or two may end so by chance
 
 
 def sequence_items(
