@@ -148,7 +148,7 @@ def test_the_choice_of_a_plan(tmp_path: Path, disk: SimpleNamespace) -> None:
     )
     assert choose(tmp_path, large, memory=20 * GB).name == "gather"
     disk.sequential, disk.random = 4e9, 1e9
-    assert "by 4 workers keep up with the writes" in str(choose(tmp_path, large))
+    assert "reads, 4 at a time, keep up with the writes" in str(choose(tmp_path, large))
     disk.sequential, disk.random = 6e8, 2e8
     assert "not much slower" in str(choose(tmp_path, large))
     assert choose(tmp_path, large, memory=20 * GB).name == "memory"

@@ -333,7 +333,7 @@ def _best_plan(
     if random >= _GOOD_RATIO * sequential:
         return "gather", f"random reads are about as fast as sequential ones {rates}"
     if random * workers >= _WRITE_RATE:
-        return "gather", f"random reads by {workers} workers keep up with the writes {rates}"
+        return "gather", f"random reads, {workers} at a time, keep up with the writes {rates}"
     if fits:
         return "memory", f"the data fit it, and random reads are slow {rates}"
     if free < 2 * num_bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 
 import numpy as np
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 from millrace.jobs.shuffling.items import Items
 
 _NUM_ITEMS = 256  # random items
+_NUM_GROUPS = 8  # of random items: their median, as another process may interrupt one of them
 _MOST_ITEMS = 1 << 17  # consecutive items: the numbers of tiny ones take more memory than tokens
 _WRITE_RATE = 2e9  # bytes per second of writing and hashing, at most
 
@@ -28,7 +30,9 @@ def read_rates(items: Items, *, mean: int, size: int) -> tuple[float, float]:
     first = int(random.integers(0, items.num_items - count + 1))
     _rate(items, np.arange(first, first + 1), size)  # the first call opens files and loads code
     # Once each: the disk reads ahead, so a second round would find part of its items in memory.
-    return _rate(items, scattered, size), _rate(items, np.arange(first, first + count), size)
+    groups = np.array_split(scattered, min(_NUM_GROUPS, len(scattered)))
+    rate = statistics.median(_rate(items, group, size // _NUM_GROUPS) for group in groups)
+    return rate, _rate(items, np.arange(first, first + count), size)
 
 
 def is_gather_faster(random: float, sequential: float) -> bool:
