@@ -32,7 +32,7 @@ JOB = {"inputs": [{"path": "a.jsonl", "size": 3}], "append_eod": False, "keys": 
 def write_task(journal: Journal, number: int) -> str:
     path = os.path.join(journal.new_folder_of(number), "data")
     Path(path).write_bytes(content_of(number))
-    journal.commit(number, {"number": number}, [path])
+    commit(journal.folder, number, {"number": number}, [path])
     return path
 
 
@@ -72,9 +72,9 @@ def test_a_task_that_hashed_its_files_passes_their_sums(tmp_path: Path) -> None:
             Path(path).write_bytes(data)
             sums = {path: (len(data), checksum([data]))}
             with pytest.raises(MillraceError, match=f"has {len(data)} bytes, and 7 were written"):
-                journal.commit(number, {}, [path], {path: (7, checksum([data]))})
+                commit(journal.folder, number, {}, [path], {path: (7, checksum([data]))})
             assert journal.record(number) is None
-            journal.commit(number, {"number": number}, [path], sums)
+            commit(journal.folder, number, {"number": number}, [path], sums)
             assert journal.record(number) == {"number": number}
         Path(path).write_bytes(b"abd")
         assert journal.record(1) is None
@@ -141,7 +141,7 @@ def test_jobs_and_records_are_plain_json(tmp_path: Path) -> None:
         with Journal(tmp_path / "j", {}) as journal:
             journal.new_folder_of(0)
             with pytest.raises(ConfigError, match="cannot be stored as JSON"):
-                journal.commit(0, {"value": value}, [])
+                commit(journal.folder, 0, {"value": value}, [])
             with pytest.raises(ConfigError, match="cannot be stored as JSON"):
                 journal.set_plan(value)
 
@@ -256,7 +256,7 @@ def test_files_of_another_folder_are_refused(tmp_path: Path) -> None:
         for path in (tmp_path / "x", Path(journal.new_folder_of(1), "x")):
             path.touch()
             with pytest.raises(ConfigError, match="the folder of task 0"):
-                journal.commit(0, {}, [str(path)])
+                commit(journal.folder, 0, {}, [str(path)])
 
 
 def test_a_task_on_a_machine_without_the_folder_is_an_error(tmp_path: Path) -> None:

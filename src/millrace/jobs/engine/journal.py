@@ -183,16 +183,6 @@ class Journal:
                         _remove_tree(os.path.join(folder, name))
         return None if names is None else content["record"]
 
-    def commit(
-        self,
-        number: int,
-        record: Mapping[str, Any],
-        files: Sequence[str],
-        sums: Mapping[str, tuple[int, str]] | None = None,
-    ) -> None:
-        """As the function `commit`, in the process that has the journal open."""
-        commit(self.folder, number, record, files, sums)
-
     def finish(self, result: Any) -> None:
         """Stores the result of the job, whose output is whole, and removes the journal.
 
