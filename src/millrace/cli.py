@@ -36,7 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Command-line arguments; None: those of the process, which ends with the command.
     """
     if arguments is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _InterruptOnce())
+        handler = _InterruptOnce()
+        signal.signal(signal.SIGINT, handler)
+        sys.unraisablehook = handler.on_unraisable
     stdout = sys.stdout
     if arguments is None and isinstance(stdout, io.TextIOWrapper) and stdout.errors == "strict":
         stdout.reconfigure(errors="backslashreplace")  # names may not fit the encoding
@@ -58,6 +60,13 @@ class _InterruptOnce:
         if not self._is_over:
             self._is_over = True
             raise KeyboardInterrupt
+
+    def on_unraisable(self, dropped: sys.UnraisableHookArgs) -> None:
+        """Python drops what is raised while it runs a finalizer: then the next Ctrl-C counts."""
+        if issubclass(dropped.exc_type, KeyboardInterrupt):
+            self._is_over = False
+        else:
+            sys.__unraisablehook__(dropped)
 
 
 def _run(arguments: Sequence[str]) -> int:

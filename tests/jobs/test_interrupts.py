@@ -153,3 +153,28 @@ def test_a_job_in_another_thread_leaves_ctrl_c_to_the_main_thread() -> None:
     thread.start()
     thread.join()
     assert seen == [signal.default_int_handler]
+
+
+_FINALIZER = """
+import signal, sys
+from millrace import cli
+
+class Finalized:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)  # Python drops the KeyboardInterrupt
+
+def run(arguments):
+    Finalized()
+    print("dropped")
+    signal.raise_signal(signal.SIGINT)
+
+cli._run = run
+sys.exit(cli.main())
+"""
+
+
+def test_ctrl_c_counts_again_after_python_has_dropped_one() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", _FINALIZER], capture_output=True, text=True, timeout=60
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (1, "dropped\n", MESSAGE)
