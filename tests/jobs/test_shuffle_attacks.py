@@ -9,16 +9,14 @@ import threading
 import tracemalloc
 from fractions import Fraction
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.jobs import shuffle
-from millrace.jobs.shuffling import documents, probe, sequences, writing
+from millrace.jobs.shuffling import documents, sequences, writing
 from millrace.jobs.shuffling.documents import document_items
 from millrace.jobs.shuffling.probe import read_rates
 from millrace.jobs.shuffling.sequences import sequence_items
@@ -247,23 +245,3 @@ def test_a_probe_of_tiny_sequences_takes_little_memory(tmp_path: Path) -> None:
         assert tracemalloc.get_traced_memory()[1] < 30_000_000
     finally:
         tracemalloc.stop()
-
-
-def test_an_interruption_of_the_probe_does_not_change_its_rates(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now, calls = 0.0, 0
-
-    class Interrupted:
-        num_items, dtype = 100_000, np.dtype(np.uint16)
-
-        def sizes(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-            return np.full(len(numbers), 500)
-
-        def read(self, numbers: NDArray[np.int64], buffer: Any, targets: Any) -> None:
-            nonlocal now, calls
-            now += 1e-6 * len(numbers) + (1.0 if calls % 4 == 1 else 0.0)
-            calls += 1
-
-    monkeypatch.setattr(probe, "time", SimpleNamespace(perf_counter=lambda: now))
-    assert read_rates(Interrupted(), mean=1000, size=16_000_000)[0] == pytest.approx(1e9)  # type: ignore[arg-type]

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from millrace.errors import ConfigError, MillraceError
 from millrace.jobs.shuffling import plan as planning
+from millrace.jobs.shuffling import probe
 from millrace.jobs.shuffling.plan import ITEM_OVERHEAD, MB, Plan
-from millrace.jobs.shuffling.probe import is_gather_faster
+from millrace.jobs.shuffling.probe import is_gather_faster, read_rates
 from millrace.order import KeyedPermutation
 
 GB = 10**9
@@ -210,3 +211,19 @@ def test_gather_may_be_three_times_slower_at_reading() -> None:
     assert is_gather_faster(0.34e9, 1e9)
     assert not is_gather_faster(0.33e9, 1e9)
     assert is_gather_faster(2e9, 8e9)  # in memory, where writing takes longer than reading
+
+
+def test_an_interruption_of_the_probe_does_not_change_its_rates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, calls = 0.0, 0
+
+    class Interrupted(LargeItems):
+        def read(self, numbers: Any, *arguments: Any) -> None:
+            nonlocal now, calls
+            now += 1e-6 * len(numbers) + (1.0 if calls % 4 == 1 else 0.0)
+            calls += 1
+
+    monkeypatch.setattr(probe, "time", SimpleNamespace(perf_counter=lambda: now))
+    items: Any = Interrupted(100_000, 500)
+    assert read_rates(items, mean=1000, size=16_000_000)[0] == pytest.approx(1e9)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import mmap
 import os
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 
 from millrace import DataError, IndexedDataset, IndexedDatasetBuilder
+from millrace.jobs.benchmark_limits import drop_from_page_cache, resident_pages
 from millrace.store import descriptors
 
 
@@ -292,19 +292,11 @@ def test_an_open_file_that_is_cut_short_is_refused(tmp_path: Path, size: int) ->
 
 
 def is_cached(path: Path, offset: int) -> bool:
-    """Whether a byte of a file is in memory. Asks mincore: a read, even one that must not wait,
+    """Whether a byte of a file is in memory. Not asked by a read: even one that must not wait
     starts the kernel's own reading ahead."""
-    page = offset - offset % mmap.ALLOCATIONGRANULARITY
-    with (
-        open(path, "rb") as file,
-        mmap.mmap(file.fileno(), mmap.PAGESIZE, access=mmap.ACCESS_READ, offset=page) as mapped,
-    ):
-        address = ctypes.c_void_p(np.frombuffer(mapped, np.uint8).ctypes.data)
-        resident = (ctypes.c_ubyte * 1)()
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.mincore(address, ctypes.c_size_t(mmap.PAGESIZE), resident) != 0:
-            raise OSError(ctypes.get_errno(), "mincore")
-    return bool(resident[0] & 1)
+    with open(path, "rb") as file:
+        start = offset - offset % mmap.PAGESIZE
+        return bool(resident_pages(file.fileno(), start, 1)[0])
 
 
 @pytest.mark.parametrize("access", ["mmap", "file"])
@@ -312,9 +304,7 @@ def test_prefetching_brings_pieces_into_memory(tmp_path: Path, access: str) -> N
     write(tmp_path / "data", 5, length=1 << 18, count=16)  # 16 MiB
     offsets, counts = np.array([1 << 23, 1 << 20]), np.array([1 << 16, 0])
     path = tmp_path / "data.bin"
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    drop_from_page_cache([str(path)])
     if is_cached(path, 1 << 23):
         pytest.skip("this file system keeps its files in memory")
     reader = IndexedDataset(tmp_path / "data", access=access).reader  # type: ignore[arg-type]

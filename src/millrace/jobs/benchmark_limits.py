@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 _COPY_SIZE = 128 << 20  # bytes that all threads copy together: more than caches hold
 _NUM_COPIES = 4
@@ -51,22 +52,34 @@ def drop_from_page_cache(paths: Sequence[str]) -> str:
 
 def resident_bytes(descriptor: int, size: int) -> int:
     """How many bytes of an open file are in the page cache; 0 where the kernel does not tell."""
-    mincore = getattr(ctypes.CDLL(None), "mincore", None)
-    if mincore is None:
-        return 0
     num_pages = 0
     for start in range(0, size, _PART):
-        length = min(_PART, size - start)
-        states = np.zeros(-(-length // mmap.PAGESIZE), np.uint8)
+        num_pages += int(resident_pages(descriptor, start, min(_PART, size - start)).sum())
+    return min(num_pages * mmap.PAGESIZE, size)
+
+
+def resident_pages(descriptor: int, start: int, size: int) -> NDArray[np.bool_]:
+    """Which pages of an open file are in the page cache; none where the kernel does not tell.
+
+    Asking starts no read.
+
+    Args:
+        descriptor: The file.
+        start: First byte, at the start of a page.
+        size: Number of bytes.
+    """
+    states = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
+    mincore = getattr(ctypes.CDLL(None), "mincore", None)
+    if mincore is not None:
         # A writable private map, as ctypes takes no address of a read-only one.
-        with mmap.mmap(descriptor, length, access=mmap.ACCESS_COPY, offset=start) as pages:
+        with mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY, offset=start) as pages:
             holder = ctypes.c_char.from_buffer(pages)
             address = ctypes.addressof(holder)
             del holder  # the map cannot be closed while it is there
-            arguments = address, length, states.ctypes.data
-            if mincore(*map(ctypes.c_void_p, arguments)) == 0:
-                num_pages += int((states & 1).sum())
-    return min(num_pages * mmap.PAGESIZE, size)
+            arguments = address, size, states.ctypes.data
+            if mincore(*map(ctypes.c_void_p, arguments)) != 0:
+                states[:] = 0
+    return (states & 1).astype(bool)
 
 
 def copy_bytes_per_second(num_threads: int) -> float:
