@@ -159,7 +159,6 @@ def _parser() -> argparse.ArgumentParser:
 ENCODERS = (
     "auto",
     "fastokens",
-    "gigatoken",
     "tokenizers",
     "tiktoken",
     "sentencepiece",

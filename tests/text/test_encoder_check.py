@@ -154,23 +154,12 @@ def test_byte_tokens_in_a_text_are_plain_text(tmp_path: Path) -> None:
 def test_an_encoder_that_agrees_is_used_without_a_message(tokenizer_file: Path) -> None:
     for name, expected in (
         ("auto", "fastokens"),
-        ("gigatoken", "gigatoken"),
         ("tokenizers", "tokenizers"),
     ):
         tokenizer, message = checked_tokenizer(Tokenizer(tokenizer_file, encoder=name), ["a"])
         assert (tokenizer.encoder_name, message) == (expected, "")
         assert not tokenizer.is_auto
     assert checked_tokenizer(Tokenizer("bytes"))[1] == ""
-
-
-def test_an_encoder_without_an_option_is_not_used(tokenizer_file: Path) -> None:
-    tokenizer = Tokenizer(tokenizer_file, encoder="gigatoken", special_tokens_in_text=False)
-    chosen, message = checked_tokenizer(tokenizer)
-    assert chosen.encoder_name == "tokenizers"
-    assert message == (
-        "gigatoken is not used: gigatoken has no option like special_tokens_in_text=False; choose "
-        "another encoder; tokenizers is used instead"
-    )
 
 
 def test_an_encoder_that_refuses_the_vocabulary_is_not_used(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from millrace.errors import ConfigError, TextError
 from millrace.text.flat_ids import FlatIds, joined_ids, starts_and_ends, with_tokens
 from millrace.text.sentencepiece_json import tokenizer_json, user_defined_symbols
 from millrace.text.vocabularies import (
-    JsonVocabulary,
     SentencePieceVocabulary,
     TiktokenVocabulary,
     Vocabulary,
@@ -29,7 +28,7 @@ from millrace.text.vocabularies import (
     rank_lines,
 )
 
-ENCODERS = ("fastokens", "gigatoken", "tokenizers", "tiktoken", "sentencepiece", "bytes")
+ENCODERS = ("fastokens", "tokenizers", "tiktoken", "sentencepiece", "bytes")
 """The names of the encoders; "auto" chooses among them."""
 
 EncodeBatch = Callable[[list[str]], FlatIds]
@@ -38,13 +37,6 @@ EncodeBatch = Callable[[list[str]], FlatIds]
 _FASTOKENS_PATTERNS = {
     "cl100k_base": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-}
-
-_GIGATOKEN_PATTERNS = {
-    "gpt2": "gpt2",
-    "r50k_base": "gpt2",
-    "cl100k_base": "gpt4",
-    "o200k_base": "o200k",
 }
 
 
@@ -62,9 +54,8 @@ def make_encoder(name: str, vocabulary: Vocabulary) -> EncodeBatch:
         )
     if name == vocabulary.reference_name:
         return vocabulary.encode_batch
-    make = {"fastokens": _fastokens, "gigatoken": _gigatoken}[name]
     try:
-        return make(vocabulary)
+        return _fastokens(vocabulary)
     except (ConfigError, TextError):
         raise
     except BaseException as error:
@@ -97,42 +88,6 @@ def _fastokens(vocabulary: Any) -> EncodeBatch:
         ids, offsets = tokenizer.encode_batch_flat(texts, **options)
         bounds = np.frombuffer(offsets, np.uint64).astype(np.int64)
         return np.frombuffer(ids, np.uint32), np.diff(bounds)
-
-    if isinstance(vocabulary, SentencePieceVocabulary):
-        return _as_sentencepiece(encode_batch, vocabulary)
-    return encode_batch
-
-
-def _gigatoken(vocabulary: Any) -> EncodeBatch:
-    package = import_package("gigatoken", "the encoder gigatoken", "encoders")
-    if isinstance(vocabulary, TiktokenVocabulary):
-        pattern = _GIGATOKEN_PATTERNS.get(vocabulary.pattern_name)
-        if pattern is None:
-            raise TextError(
-                "gigatoken has the tiktoken patterns "
-                f"{', '.join(_GIGATOKEN_PATTERNS)} only; choose another encoder"
-            )
-        special = vocabulary.special_ids if vocabulary.special_tokens_in_text else {}
-        with _rank_file(vocabulary) as path:
-            tokenizer = package.Tokenizer.from_tiktoken(path, pattern, special)
-    elif isinstance(vocabulary, SentencePieceVocabulary):
-        content = tokenizer_json(vocabulary.content, vocabulary.path)
-        tokenizer = package.Tokenizer.from_json(content)
-    else:
-        assert isinstance(vocabulary, JsonVocabulary)
-        for option, is_missing in (
-            ("add_special_tokens", vocabulary.add_special_tokens),
-            ("special_tokens_in_text=False", not vocabulary.special_tokens_in_text),
-        ):
-            if is_missing:
-                raise TextError(f"gigatoken has no option like {option}; choose another encoder")
-        tokenizer = package.Tokenizer.from_json(vocabulary.content)
-
-    def encode_batch(texts: list[str]) -> FlatIds:
-        layout = tokenizer.encode_batch(texts, parallel=False).layout
-        bounds = np.asarray(layout.offsets.data)
-        ids = np.asarray(layout.content.data)[bounds[0] : bounds[-1]]
-        return ids.astype(np.uint32, copy=False), np.diff(bounds).astype(np.int64, copy=False)
 
     if isinstance(vocabulary, SentencePieceVocabulary):
         return _as_sentencepiece(encode_batch, vocabulary)
@@ -181,7 +136,7 @@ def _as_sentencepiece(
 
 @contextlib.contextmanager
 def _rank_file(vocabulary: TiktokenVocabulary) -> Iterator[str]:
-    """A file of the ranks in memory: both libraries read only files."""
+    """A file of the ranks in memory: fastokens reads only files."""
     number = os.memfd_create("ranks.tiktoken")
     try:
         with os.fdopen(os.dup(number), "wb") as file:

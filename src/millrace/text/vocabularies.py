@@ -206,7 +206,7 @@ class JsonVocabulary:
     bos_token: str | None = None
 
     reference_name = "tokenizers"
-    encoder_names = ("fastokens", "gigatoken", "tokenizers")
+    encoder_names = ("fastokens", "tokenizers")
 
     @cached_property
     def library(self) -> Any:
@@ -517,7 +517,7 @@ class TiktokenVocabulary:
     bos_token: str | None = None
 
     reference_name = "tiktoken"
-    encoder_names = ("fastokens", "gigatoken", "tiktoken")
+    encoder_names = ("fastokens", "tiktoken")
     unknown = None
 
     @cached_property
@@ -678,7 +678,7 @@ class SentencePieceVocabulary:
     add_special_tokens: bool
 
     reference_name = "sentencepiece"
-    encoder_names = ("gigatoken", "fastokens", "sentencepiece")
+    encoder_names = ("fastokens", "sentencepiece")
 
     @cached_property
     def library(self) -> Any:
