@@ -98,7 +98,8 @@ def read_in_pieces(
     folder.mkdir(exist_ok=True)
     readings = []
     line = None
-    for part in unpack(file, folder, size, separator=separator):
+    limit = {name: options[name] for name in ("max_document_size",) if name in options}
+    for part in unpack(file, folder, size, separator=separator, **limit):
         reading = read_part(part, keys, separator=separator, **options)
         assert part.first_line is not None
         assert line is None or part.first_line == line

@@ -9,6 +9,7 @@ import io
 import json
 import lzma
 import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from pyarrow import parquet
 
 from millrace import ConfigError, TextError
 from millrace.text import find_inputs, parts_of, pieces_of
-from tests.text.reading import read_file, read_in_parts, read_in_pieces
+from tests.text.reading import Reading, read_file, read_in_parts, read_in_pieces
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -280,48 +281,111 @@ def test_csv_and_tsv(tmp_path: Path) -> None:
         reading = read_file(path)
         assert reading.texts == [TEXTS]
         assert reading.ids == [str(i) for i in range(len(TEXTS))]
-        assert reading.lines == [1, 2, 3, 5, 6, 8]
-        assert [data[offset : offset + 2] for offset in reading.byte_offsets] == [
-            f"{i}{delimiter}".encode() for i in range(len(TEXTS))
-        ]
+        assert reading.lines == [1, 2, 3, 4, 5, 6]
+        assert reading.byte_offsets == [-1] * 6
         assert reading.num_bytes == path.stat().st_size
 
 
-fields = st.sampled_from(
-    ["", "a", '"', '""', ",", "\n", "\r\n", '"a,b"', '"a\nb"', '"a""\nb"', "é", "x" * 9]
+csv_pieces = st.sampled_from(
+    ["", "a", '"', '""', ",", "\n", "\r", "\r\n", '"a,b"', '"a\nb"', '"a\rb"', '"a""\r\nb"']
+    + ["é", "x" * 9, "\xff", "\x85", "\v", '"b",', "a,b\n", "a,b\r", "a,b\r\n"]
+    + ["\0"] * (sys.version_info >= (3, 11))
 )
 
 
-@settings(max_examples=300, deadline=None)
-@given(fields=st.lists(fields, max_size=14), size=st.integers(1, 30), block_size=st.integers(1, 30))
-def test_csv_is_what_pythons_csv_reads(
-    tmp_path_factory: pytest.TempPathFactory, fields: list[str], size: int, block_size: int
+def rows_of(table: str) -> list[tuple[list[str], str]]:
+    """What Python's csv makes of a table: the fields and the characters of each row."""
+    lines = list(io.StringIO(table, newline=""))
+    reader = csv.reader(lines)
+    starts = [0]
+    return [
+        (fields, "".join(lines[starts[-1] : starts.append(reader.line_num) or starts[-1]]))
+        for fields in reader
+    ]
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    pieces=st.lists(csv_pieces, max_size=14),
+    size=st.integers(1, 30),
+    block_size=st.integers(1, 30),
+    limit=st.integers(7, 30),
+)
+def test_csv_rows_are_those_of_pythons_csv(
+    tmp_path_factory: pytest.TempPathFactory,
+    pieces: list[str],
+    size: int,
+    block_size: int,
+    limit: int,
 ) -> None:
-    """Also in pieces, wherever a quote or a line break falls; long records are rejected whole."""
+    """Whatever ends the lines, and whatever the sizes of buffers, pieces and the longest row."""
     folder = tmp_path_factory.mktemp("csv")
     path = folder / "a.csv"
-    text = "text,b\n" + "".join(fields)
-    path.write_bytes(text.encode())
-    records = list(csv.reader(io.StringIO(text, newline="")))[1:]
-    reading = read_file(path)
-    is_open = any("no closing quote" in reason for reason in reading.reasons)
-    texts = [record[0] for record in records if len(record) == 2]
-    if is_open:
-        texts = [record[0] for record in records[:-1] if len(record) == 2]
-    assert reading.texts == [texts]
-    assert len(reading.rejected) + len(texts) == len([record for record in records if record])
-    assert read_file(path, block_size=block_size) == reading
-    pieces = read_in_pieces(path, folder / "pieces", size)
-    pieces.num_bytes = reading.num_bytes
-    pieces.num_lines = reading.num_lines
-    assert pieces == reading
-    short = read_file(path, block_size=block_size, max_document_size=16)
-    data = path.read_bytes()
-    for _, offset, _, record in short.rejected:
-        assert data[offset : offset + len(record)] == record
-    both = sorted({*short.byte_offsets, *(offset for _, offset, *_ in short.rejected)})
-    all_offsets = sorted({*reading.byte_offsets, *(offset for _, offset, *_ in reading.rejected)})
-    assert both == all_offsets
+    table = "text,b\n" + "".join(pieces)  # a character for each byte
+    path.write_bytes(table.encode("latin-1"))
+    rows = rows_of(table)
+    has_open_quote = rows_of(table + "\nend")[-1][0] != ["end"]
+    texts, rejected, long_rows = {}, {}, set()
+    for number, (fields, row) in enumerate(rows[1:], start=1):
+        if len(row) > limit:
+            long_rows.add(number)
+        is_last = has_open_quote and number == len(rows) - 1
+        try:
+            if len(fields) == 2 and not is_last:
+                texts[number] = fields[0].encode("latin-1").decode()
+            elif fields:
+                raise ValueError
+        except ValueError:
+            rejected[number] = row.encode("latin-1")
+
+    def check(reading: Reading, lacking: set[int]) -> None:
+        expected = {number: text for number, text in texts.items() if number not in lacking}
+        assert dict(zip(reading.lines, reading.texts[0], strict=True)) == expected
+        assert {number: data for number, _, _, data in reading.rejected} == {
+            **rejected,
+            **dict.fromkeys(lacking, b""),
+        }
+
+    assert read_file(path).num_lines == len(rows)
+    check(read_file(path), set())
+    check(read_file(path, block_size=block_size), set())
+    check(read_file(path, block_size=block_size, max_document_size=limit), long_rows)
+    check(read_in_pieces(path, folder / "pieces", size), set())
+    check(read_in_pieces(path, folder / "short", size, max_document_size=limit), long_rows)
+
+
+def test_sizes_of_buffers_do_not_decide_which_csv_rows_there_are(tmp_path: Path) -> None:
+    end = "\r"
+    path = tmp_path / "a.csv"
+    rows = ["text,b", *(f'"row{end}{i}",{i}' for i in range(50)), "y,1", "z"]
+    path.write_text(end.join(rows), newline="")
+    expected = [f"row{end}{i}" for i in range(50)]
+    for size in (1, 50, 1000):
+        for texts in (
+            read_file(path, block_size=size, max_document_size=50).texts,
+            read_in_pieces(path, tmp_path / f"p{size}", size).texts,
+        ):
+            assert texts == [[*expected, "y"]]
+
+
+def test_csv_rows_too_long_for_memory_are_left_out(tmp_path: Path) -> None:
+    """A row of many lines, one of a long line, and one whose quote is never closed."""
+    lines = '"' + "water, water\n" * 100_000 + '"'
+    line = '"' + "mill, " * 40_000 + '"'
+    path = tmp_path / "a.csv"
+    path.write_text(f'text,b\n{lines},1\na,2\n{line},3\nb,"{line}{line}"\nc,5\n"{lines[1:-1]}')
+    for reading in (
+        read_file(path, max_document_size=1000, block_size=700),
+        read_in_pieces(path, tmp_path / "pieces", 500, max_document_size=1000, block_size=700),
+    ):
+        assert reading.texts == [["a", "c"]]
+        assert reading.lines == [2, 5]
+        assert [number for number, *_ in reading.rejected] == [1, 3, 4, 6]
+        assert "1000 bytes" in reading.reasons[3]
+    tracemalloc.start()
+    read_file(path, max_document_size=1000, block_size=700)
+    assert tracemalloc.get_traced_memory()[1] < 200_000
+    tracemalloc.stop()
 
 
 def test_plain_text(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from millrace import checks
 from millrace.errors import ConfigError
 from millrace.text.inputs import TABLE_FORMATS
-from millrace.text.parts import Part
+from millrace.text.parts import CSV_FORMATS, MAX_DOCUMENT_SIZE, Part
 from millrace.text.records import (
     BadDocumentError,
     Text,
@@ -31,20 +31,17 @@ from millrace.text.splitting import (
     Block,
     Lines,
     LongRecord,
-    Separator,
     line_blocks,
     record_blocks,
 )
 from millrace.text.streams import (
     BLOCK_SIZE,
+    ByteStream,
     FileIdentity,
     check_unchanged,
     open_stream,
     readable,
 )
-
-MAX_DOCUMENT_SIZE = 1 << 28
-"""Size of the longest line, record or text that is read by default, in bytes."""
 
 Reject = Callable[[int, int, str, Iterable[bytes]], None]
 """What is called for each line that cannot be used: with the number of the line within the part,
@@ -201,15 +198,12 @@ def _stream_documents(part: Part, options: _Options, block_size: int) -> Iterato
         if part.format == "jsonl":
             lines = line_blocks(stream, max_size, block_size, offset)
             batches = _json_batches(lines, options)
-        elif part.format == "text":
-            separator = Separator((options.separator or "").encode())
+        elif part.format in CSV_FORMATS:
+            batches = _csv_batches(stream, part, options, block_size)
+        else:
+            separator = (options.separator or "").encode()
             blocks = record_blocks(stream, separator, max_size, block_size, offset)
             batches = _text_batches(blocks, options)
-        else:
-            from millrace.text.csv_records import CsvBoundary
-
-            blocks = record_blocks(stream, CsvBoundary(part.format), max_size, block_size, offset)
-            batches = _csv_batches(blocks, part, options)
         for batch in batches:
             documents = progress.documents(batch, stream.position, stream.size)
             if documents.ids or documents.num_lines or documents.num_bytes:
@@ -360,54 +354,50 @@ def _text_batch(
 
 
 def _csv_batches(
-    blocks: Iterator[Block | LongRecord], part: Part, options: _Options
+    stream: ByteStream, part: Part, options: _Options, block_size: int
 ) -> Iterator[_Batch]:
-    from millrace.text import csv_records
+    from millrace.text import csv_rows
 
-    line = part.num_header_lines
-    columns = part.columns
-    if columns is None:
-        columns, line, blocks = csv_records.split_header(blocks, part.source, part.format)
-        line -= 1
-    indices = None
-    for block in blocks:
-        if indices is None:  # an empty file needs no columns
-            indices = [csv_records.column_index(columns, key, part.source) for key in options.keys]
-            id_index = columns.index(options.id_key) if options.id_key in columns else None
-        if isinstance(block, LongRecord):
-            _reject_long(block, line, "record", options)
-            line += block.num_newlines
-            continue
+    has_header = part.columns is None
+    rows = csv_rows.csv_rows(
+        stream, part.format, options.max_size, block_size, has_header=has_header
+    )
+    columns, first = part.columns or (), 0
+    if has_header:
+        columns, first = csv_rows.read_header(rows, part.source)
+    if columns:  # an empty file needs none
+        indices = [csv_rows.column_index(columns, key, part.source) for key in options.keys]
+        id_index = columns.index(options.id_key) if options.id_key in columns else None
+    for block in csv_rows.blocks_of(rows, block_size):
         texts: list[list[Text]] = [[] for _ in options.keys]
-        lines, offsets, ids = [], [], []
-        for record in csv_records.csv_records(block.data, part.format):
-            fields = record.fields
-            try:
-                if record.end - record.byte_offset > options.max_size:
-                    raise BadDocumentError(_too_long("record", options))
-                if record.problem:
-                    raise BadDocumentError(record.problem)
-                if len(fields) != len(columns):
-                    raise BadDocumentError(
-                        f"the record has {len(fields)} fields, and the header line has "
-                        f"{len(columns)}. Quote fields with separators or line breaks in them"
-                    )
-                row = [_decoded(fields[index]) for index in indices]
-                _check_not_empty(row, options)
-            except BadDocumentError as error:
-                data = block.data[record.byte_offset : record.end]
-                options.reject(
-                    line + record.line, block.byte_offset + record.byte_offset, str(error), (data,)
-                )
+        numbers: list[int] = []
+        ids: list[str | None] = []
+        for number, row in enumerate(block, start=first):
+            is_long = row.is_long or number in part.long_rows
+            if not (row.fields or row.problem or is_long):  # a blank line
                 continue
-            for column, text in zip(texts, row, strict=True):
+            try:
+                if is_long or row.problem:
+                    raise BadDocumentError(_too_long("row", options) if is_long else row.problem)
+                if len(row.fields) != len(columns):
+                    raise BadDocumentError(
+                        f"the row has {len(row.fields)} fields, and the header has {len(columns)}. "
+                        "Quote fields with separators or line breaks in them"
+                    )
+                values = [_decoded(row.fields[index].encode("latin-1")) for index in indices]
+                _check_not_empty(values, options)
+            except BadDocumentError as error:
+                options.reject(number, -1, str(error), (b"" if is_long else row.data,))
+                continue
+            for column, text in zip(texts, values, strict=True):
                 column.append(text)
-            lines.append(line + record.line)
-            offsets.append(block.byte_offset + record.byte_offset)
-            ids.append(None if id_index is None else fields[id_index].decode(errors="replace"))
-        line += csv_records.num_lines(block.data)
-        yield _Batch(texts, np.array(lines, np.int64), np.array(offsets, np.int64), ids, line)
-    yield _no_documents(options, line)
+            numbers.append(number)
+            name = None if id_index is None else row.fields[id_index].encode("latin-1")
+            ids.append(None if name is None else name.decode(errors="replace"))
+        first += len(block)
+        offsets = np.full(len(numbers), -1, np.int64)
+        yield _Batch(texts, np.array(numbers, np.int64), offsets, ids, first)
+    yield _no_documents(options, first)
 
 
 def _table_documents(part: Part, options: _Options) -> Iterator[Documents]:

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from millrace import checks
 from millrace.errors import ConfigError
 from millrace.text.inputs import TABLE_FORMATS, InputFile
-from millrace.text.splitting import Block, Boundary, Separator, record_blocks
-from millrace.text.streams import BLOCK_SIZE, FileIdentity, open_stream
+from millrace.text.splitting import Block, record_blocks
+from millrace.text.streams import BLOCK_SIZE, ByteStream, FileIdentity, open_stream
+
+if TYPE_CHECKING:
+    from millrace.text.csv_rows import CsvRow
+
+CSV_FORMATS = ("csv", "tsv")
+
+MAX_DOCUMENT_SIZE = 1 << 28
+"""Size of the longest line, record or text that is read by default, in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +38,10 @@ class Part:
         source: Path of the source in messages and provenance, which differs from `path` for an
             unpacked piece.
         byte_offset: Position of the file's byte 0 in the decompressed source.
-        first_line: Number of the part's first line, from 1, or row, from 0. None: unknown.
-        columns: Names of the columns of a CSV piece, which has no header line.
-        num_header_lines: Number of the part's first lines that are not in a CSV piece: the header.
+        first_line: Number of the part's first line or CSV row, from 1, or other row, from 0. None:
+            unknown.
+        columns: Names of the columns of a CSV piece, which has no header.
+        long_rows: Rows of a CSV piece, from 0, that were too long, and are not in it.
         file_size: Size of the file when the job was planned; None: not compared.
         mtime_ns: Time of the file's last change when the job was planned; None: not compared.
     """
@@ -44,18 +56,19 @@ class Part:
     byte_offset: int = 0
     first_line: int | None
     columns: tuple[str, ...] | None = None
-    num_header_lines: int = 0
+    long_rows: tuple[int, ...] = ()
     file_size: int | None = None
     mtime_ns: int | None = None
 
     def __post_init__(self) -> None:
         if self.columns is not None:  # a list, if it comes from JSON
             object.__setattr__(self, "columns", tuple(self.columns))
+        object.__setattr__(self, "long_rows", tuple(self.long_rows))
 
     @property
     def unit(self) -> str:
         """What is counted: "row" or "line"."""
-        return "row" if self.format in TABLE_FORMATS else "line"
+        return "row" if self.format in (*TABLE_FORMATS, *CSV_FORMATS) else "line"
 
     @property
     def identity(self) -> FileIdentity:
@@ -132,13 +145,17 @@ def _part(
 
 
 def pieces_of(
-    file: InputFile, size: int, *, separator: str | None = None, block_size: int = BLOCK_SIZE
+    file: InputFile,
+    size: int,
+    *,
+    separator: str | None = None,
+    block_size: int = BLOCK_SIZE,
+    max_document_size: int = MAX_DOCUMENT_SIZE,
 ) -> Iterator[Piece]:
     """The decompressed data of a file in pieces of about `size` bytes, cut between documents.
 
-    Each piece holds whole lines, CSV records, or texts with the separator after them; a plain
-    text file without a separator is one piece. An empty file has no piece, but for an empty text,
-    which is a document, and a CSV file with a header line only, whose lines count.
+    Each piece holds whole lines, CSV rows, or texts with the separator after them; a plain text
+    file without a separator is one piece. A file without documents has no piece.
 
     Args:
         file: JSONL, CSV, TSV or plain text. A pipe is read once.
@@ -146,44 +163,81 @@ def pieces_of(
             the length of their last document.
         separator: Text between the documents of a plain text file.
         block_size: Number of bytes to read and decompress at a time.
+        max_document_size: Size of the longest CSV row in bytes; a longer one is left out.
 
     Raises:
         ConfigError: A file of another format, or a size that is not a whole number above 0.
         TextError: A file that cannot be read, is damaged or truncated, or was changed.
     """
     size = checks.whole("size", size, 1)
-    if file.format not in ("jsonl", "csv", "tsv", "text"):
+    if file.format in TABLE_FORMATS:
         raise ConfigError(f"{file.path} is a {file.format} file, which is read without unpacking")
-    return _pieces_of(file, size, separator, min(block_size, size))
+    block_size = min(block_size, size)
+    if file.format in CSV_FORMATS:
+        return _csv_pieces(file, size, max_document_size, block_size)
+    return _pieces_of(file, size, separator, block_size)
+
+
+def _csv_pieces(
+    file: InputFile, size: int, max_document_size: int, block_size: int
+) -> Iterator[Piece]:
+    from millrace.text.csv_rows import csv_rows, read_header
+
+    with _open(file) as stream:
+        rows = csv_rows(stream, file.format, max_document_size, block_size, has_header=True)
+        columns, num_rows = read_header(rows, file.path)
+        position = 0
+
+        def chunks(piece: Piece, row: CsvRow | None) -> Iterator[bytes]:
+            nonlocal num_rows, position
+            first_row, num_bytes = num_rows, 0
+            long_rows = []
+            while row is not None:
+                if row.is_long:
+                    long_rows.append(num_rows - first_row)
+                yield b"x\n" if row.is_long else row.data
+                num_rows += 1
+                num_bytes += len(row.data)
+                row = next(rows, None) if num_bytes < size else None
+            read, position = stream.position - position, stream.position
+            piece.part = replace(piece.part, size=read, long_rows=tuple(long_rows))
+
+        for row in rows:
+            part = Part(
+                path="",
+                format=file.format,
+                source=file.path,
+                first_line=num_rows + 1,
+                columns=columns,
+            )
+            yield from _whole_piece(part, functools.partial(chunks, row=row))
+
+
+def _whole_piece(part: Part, chunks_of: Callable[[Piece], Iterator[bytes]]) -> Iterator[Piece]:
+    piece = Piece(part, iter(()))
+    rest = chunks_of(piece)
+    # The consumer may close what it gets; the rest is skipped all the same.
+    piece.chunks = (chunk for chunk in rest)
+    yield piece
+    for _ in rest:
+        pass
+
+
+def _open(file: InputFile) -> contextlib.AbstractContextManager[ByteStream]:
+    identity = FileIdentity(file.size, file.mtime_ns)
+    return open_stream(file.path, source=file.path, compression=file.compression, identity=identity)
 
 
 def _pieces_of(
     file: InputFile, size: int, separator: str | None, block_size: int
 ) -> Iterator[Piece]:
-    identity = FileIdentity(file.size, file.mtime_ns)
-    with open_stream(
-        file.path, source=file.path, compression=file.compression, identity=identity
-    ) as stream:
-        columns: tuple[str, ...] | None = None
+    with _open(file) as stream:
         line = 1
-        end_mark = b""  # what follows the chunks of a long record
-        num_lines = _num_newlines
-        if file.format in ("csv", "tsv"):
-            from millrace.text import csv_records
-
-            boundary: Boundary = csv_records.CsvBoundary(file.format)
-            num_lines = csv_records.num_lines
-        else:
-            end_mark = b"\n" if file.format == "jsonl" else (separator or "").encode()
-            boundary = Separator(end_mark)
-        blocks = record_blocks(stream, boundary, BLOCK_SIZE, block_size)
-        if file.format in ("csv", "tsv"):
-            columns, line, blocks = csv_records.split_header(blocks, file.path, file.format)
+        end_mark = b"\n" if file.format == "jsonl" else (separator or "").encode()
+        blocks = record_blocks(stream, end_mark, BLOCK_SIZE, block_size)
         block = next(blocks, None)
-        num_header_lines = line - 1
-        is_text = file.format == "text" and not separator
-        if block is None and (is_text or num_header_lines > 0):
-            block = Block(0, b"")  # an empty document, or a header alone
+        if block is None and file.format == "text" and not separator:
+            block = Block(0, b"")  # an empty document
         position = 0
 
         def chunks(piece: Piece) -> Iterator[bytes]:
@@ -193,7 +247,7 @@ def _pieces_of(
                 if isinstance(block, Block):
                     yield block.data
                     num_bytes += len(block.data)
-                    line += num_lines(block.data)
+                    line += block.data.count(b"\n")
                 else:
                     num_in_record = 0
                     for chunk in block.chunks:
@@ -213,19 +267,6 @@ def _pieces_of(
                 format=file.format,
                 source=file.path,
                 byte_offset=block.byte_offset,
-                first_line=line - num_header_lines,
-                columns=columns,
-                num_header_lines=num_header_lines,
+                first_line=line,
             )
-            num_header_lines = 0
-            piece = Piece(part, iter(()))
-            rest = chunks(piece)
-            # The consumer may close what it gets; the rest is skipped all the same.
-            piece.chunks = (chunk for chunk in rest)
-            yield piece
-            for _ in rest:
-                pass
-
-
-def _num_newlines(data: bytes) -> int:
-    return data.count(b"\n")
+            yield from _whole_piece(part, chunks)

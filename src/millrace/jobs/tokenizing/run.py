@@ -82,7 +82,10 @@ class TaskRun:
             else:
                 end = number + plan.PIECES
                 for piece in pieces_of(
-                    step.file, self._piece_size, separator=self._settings.separator
+                    step.file,
+                    self._piece_size,
+                    separator=self._settings.separator,
+                    max_document_size=self._settings.max_document_size,
                 ):
                     if number == end:
                         raise ConfigError(
