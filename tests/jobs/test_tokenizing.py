@@ -497,6 +497,37 @@ def test_any_function_tokenizes(tmp_path: Path) -> None:
     assert [data[i].tolist() for i in range(len(data))] == [[97, 98, 299], [99, 299]]
 
 
+def small_code_points(text: str) -> list[int]:
+    if any(number > 255 for number in code_points(text)):
+        raise ValueError("too large")
+    return code_points(text)
+
+
+def test_a_text_that_the_encoder_refuses_is_a_bad_line(tmp_path: Path) -> None:
+    """Also of a library: WordLevel without the unknown token that it names."""
+    path = write_jsonl(tmp_path / "a.jsonl", ["ab", "水", "c", "d水"])
+    model = {"type": "WordLevel", "vocab": {"ab": 97, "c": 99}, "unk_token": "[UNK]"}
+    words = {"version": "1.0", "model": model, "added_tokens": []}
+    (tmp_path / "words.json").write_text(json.dumps(words))
+    function = Tokenizer.from_function(small_code_points, vocabulary_size=300)
+    for tokenizer, ids in (
+        (function, [[97, 98], [99]]),
+        (Tokenizer(tmp_path / "words.json", encoder="tokenizers"), [[97], [99]]),
+    ):
+        with pytest.raises(TextError, match=r"a\.jsonl, line 2: .* cannot encode the text"):
+            run([path], tmp_path / "stop", tokenizer, restart=True)
+        prefix = tmp_path / "out"
+        result = run([path], prefix, tokenizer, on_error="quarantine", check_rate=1)
+        data = IndexedDataset(result.prefixes["text"])
+        assert [data[i].tolist() for i in range(len(data))] == ids
+        assert result.num_skipped == 2
+        lines = Path(f"{prefix}.quarantine.jsonl").read_bytes().splitlines()
+        rows = [json.loads(line) for line in lines]
+        assert [row["line"] for row in rows] == [2, 4]
+        assert json.loads(base64.b64decode(rows[1]["bytes"])) == ["d水"]
+        assert run([path], prefix, tokenizer, on_error="skip").num_documents == 2
+
+
 def test_a_shard_does_not_overwrite_another(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", make_texts(50))
     run([path], tmp_path / "out", tokenizer, shard=(0, 2), checksums=True)

@@ -10,7 +10,9 @@ import json
 import lzma
 import sys
 import tracemalloc
+import uuid
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +235,44 @@ def test_arrow_files_and_streams(tmp_path: Path, is_file: bool) -> None:
         assert len(parts_of(file, 1)) == 12
     with pytest.raises(ConfigError, match="without unpacking"):
         pieces_of(file, 100)
+
+
+ID = uuid.UUID("12345678-1234-5678-1234-567812345678")
+
+
+@pytest.mark.parametrize(
+    ("values", "type_", "text"),
+    [
+        ([1], pa.time64("ns"), "00:00:00.000000001"),
+        ([1], pa.timestamp("ns"), "1970-01-01 00:00:00.000000001"),
+        ([1], pa.timestamp("us", "UTC"), "1970-01-01 00:00:00.000001Z"),
+        ([10**6], pa.duration("ns"), "1000000"),
+        ([1], pa.date32(), "1970-01-02"),
+        ([Decimal("1.50")], pa.decimal128(5, 2), "1.50"),
+        ([ID.bytes], pa.binary(16), str(ID)),
+        ([b"\xff\x00"], pa.binary(), "ff00"),
+        ([b"a7"], pa.binary(), "a7"),
+        ([1.5], pa.float64(), "1.5"),
+        ([[1]], pa.list_(pa.time64("ns")), None),
+    ],
+)
+def test_ids_of_any_type(tmp_path: Path, values: list[Any], type_: Any, text: str | None) -> None:
+    column = pa.array([*values, None], type_)
+    columns = {"text": ["a", "b"], "id": column}
+    write_parquet(tmp_path / "a.parquet", columns)
+    with pa.ipc.new_file(str(tmp_path / "a.arrow"), pa.table(columns).schema) as writer:
+        writer.write_table(pa.table(columns))
+    for name in ("a.parquet", "a.arrow"):
+        assert read_file(tmp_path / name).ids == [text, None]
+
+
+def test_ids_that_are_uuids(tmp_path: Path) -> None:
+    if not hasattr(pa, "uuid"):
+        pytest.skip("pyarrow has no UUIDs before version 18")
+    storage = pa.array([ID.bytes, None], pa.binary(16))
+    ids = pa.ExtensionArray.from_storage(pa.uuid(), storage)
+    path = write_parquet(tmp_path / "a.parquet", {"text": ["a", "b"], "id": ids})
+    assert read_file(path).ids == [str(ID), None]
 
 
 def test_damaged_tables_are_refused(tmp_path: Path) -> None:

@@ -274,3 +274,9 @@ def test_wrong_keys_are_refused(tmp_path: Path) -> None:
     for keys in ("text", [], ["a", "a"], [1]):
         with pytest.raises(ConfigError, match="json_keys"):
             read_file(path, keys)  # type: ignore[arg-type]
+
+
+def test_a_fractional_id_of_a_line_that_python_cannot_nest(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"id": 7.5, "text": "a", "deep": ' + "[" * 1000 + "]" * 1000 + "}\n")
+    assert read_file(path).ids == ["7.5"]

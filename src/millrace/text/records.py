@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -123,7 +124,8 @@ def id_of(record: dict[str, Any], key: str, line: bytes) -> str | None:
     """
     value = _value_at(record, key)
     if isinstance(value, float):  # orjson rounds whole numbers beyond 64 bits
-        value = _value_at(json.loads(line), key)
+        with contextlib.suppress(RecursionError):  # orjson reads deeper nesting
+            value = _value_at(json.loads(line), key)
     return id_text(value)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ class Rows(NamedTuple):
     Attributes:
         columns: Values of each key: strings, lists of strings, or anything else that pyarrow
             holds, which is not a text.
-        ids: Values of the id column; None without one.
+        ids: Values of the id column: strings, numbers or None; None without one.
         share: Share of the range that has been read, 0 to 1.
     """
 
@@ -299,7 +300,7 @@ def _is_text(type_: Any, is_list: bool = False) -> bool:
 
 def _rows(batch: Any, names: Sequence[str], id_name: str | None, share: float) -> Rows:
     columns = [_values(_column(batch, name)) for name in names]
-    ids = _values(_column(batch, id_name)) if id_name else None
+    ids = _id_values(_column(batch, id_name)) if id_name else None
     return Rows(columns, ids, share)
 
 
@@ -312,6 +313,25 @@ def _column(batch: Any, name: str) -> Any:
         # `flatten` gives the children null where their parent is null.
         column = column.flatten()[column.type.get_field_index(part)]
     return column
+
+
+def _id_values(column: Any) -> list[Any]:
+    """Values of an id column: times and decimals as Arrow's text for them, UUIDs in their usual
+    form, other bytes as text or in hexadecimal, None of lists and structs."""
+    import pyarrow
+    from pyarrow import types
+
+    if types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if isinstance(column.type, pyarrow.BaseExtensionType):
+        column = column.storage
+    if types.is_nested(column.type) or types.is_interval(column.type):
+        return [None] * len(column)
+    if types.is_temporal(column.type) or types.is_decimal(column.type):
+        column = column.cast(pyarrow.string())  # Python's types have no nanoseconds
+    if types.is_fixed_size_binary(column.type) and column.type.byte_width == 16:
+        return [None if id_ is None else str(uuid.UUID(bytes=id_)) for id_ in column.to_pylist()]
+    return [id_.hex() if isinstance(id_, bytes) else id_ for id_ in _values(column)]
 
 
 def _values(column: Any) -> list[Any]:

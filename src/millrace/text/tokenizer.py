@@ -296,9 +296,12 @@ class Tokenizer:
                 raise
             for text in texts:
                 _check_unicode(text)
+            reason = str(error) or type(error).__name__
+            if len(texts) == 1:
+                raise TextError(f"{self.encoder_name} cannot encode the text: {reason}") from error
             raise TextError(
-                f"{self.encoder_name} cannot encode one of {len(texts)} texts: "
-                f"{error or type(error).__name__}. Encode them one by one to find it"
+                f"{self.encoder_name} cannot encode one of {len(texts)} texts: {reason}. Encode "
+                "them one by one to find it"
             ) from error
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:

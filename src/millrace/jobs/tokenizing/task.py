@@ -29,6 +29,7 @@ from millrace.text import (
     num_rows_before,
     read_documents,
 )
+from millrace.text.records import Text
 
 Item = TypeVar("Item")
 
@@ -147,18 +148,9 @@ def run_task(settings: Settings, task: Task) -> dict[str, Any]:
         batches = stack.enter_context(_Ahead(reader.batches()))
         tokenizer.load()  # takes 0.25 s, in which the first batch is read
         for batch in batches:
-            columns = [
-                encode_column(
-                    texts,
-                    tokenizer,
-                    splitter=settings.splitter,
-                    first_token=settings.first_token,
-                    last_token=settings.last_token,
-                )
-                for texts in batch.documents.texts
-            ]
+            columns, mask = _encode(settings, batch, unknown)
             compare(batch.documents)
-            mask = _accepted(settings, columns, batch, unknown)
+            mask &= _accepted(settings, columns, batch, unknown)
             columns = [column.select(mask) for column in columns]
             numbers = np.arange(num_documents, num_documents + np.count_nonzero(mask))
             partitions = numbers % settings.num_partitions
@@ -194,7 +186,7 @@ def run_task(settings: Settings, task: Task) -> dict[str, Any]:
 
 
 def reject_stems(stem: str) -> tuple[str, str]:
-    """The starts of the names of a task's rejects: lines, and documents with the unknown token."""
+    """The starts of the names of a task's rejects: lines, and documents that are not encoded."""
     return stem + ".lines", stem + ".unknown"
 
 
@@ -370,24 +362,63 @@ class Rejects:
         self.close()
 
 
+def _encode(
+    settings: Settings, batch: _Batch, rejects: Rejects
+) -> tuple[list[Column], NDArray[np.bool_]]:
+    """The tokens of each key, and whether each document could be encoded; else it is empty."""
+
+    def columns(texts: Sequence[list[Text]]) -> list[Column]:
+        return [
+            encode_column(
+                column,
+                settings.tokenizer,
+                splitter=settings.splitter,
+                first_token=settings.first_token,
+                last_token=settings.last_token,
+            )
+            for column in texts
+        ]
+
+    documents = batch.documents
+    mask = np.ones(len(documents.lines), np.bool_)
+    try:
+        return columns(documents.texts), mask
+    except TextError:
+        for number, texts in enumerate(zip(*documents.texts, strict=True)):
+            try:
+                columns([[text] for text in texts])
+            except TextError as error:
+                _reject_document(batch, number, str(error), rejects)
+                mask[number] = False
+        for column in documents.texts:
+            for number in np.flatnonzero(~mask).tolist():
+                column[number] = ""
+        return columns(documents.texts), mask
+
+
+def _reject_document(batch: _Batch, number: int, reason: str, rejects: Rejects) -> None:
+    documents = batch.documents
+    rejects.add(
+        batch.part,
+        int(documents.lines[number]),
+        int(documents.byte_offsets[number]),
+        reason,
+        [json.dumps([texts[number] for texts in documents.texts]).encode()],
+    )
+
+
 def _accepted(
     settings: Settings, columns: Sequence[Column], batch: _Batch, rejects: Rejects
 ) -> NDArray[np.bool_]:
     """Whether each document is wanted: False where the unknown token makes it unfit."""
-    documents = batch.documents
-    mask = np.ones(len(documents.lines), np.bool_)
+    mask = np.ones(len(batch.documents.lines), np.bool_)
     if settings.unknown is None:
         return mask
     for column in columns:
         mask &= ~column.has_token(settings.unknown)
     for number in np.flatnonzero(~mask).tolist():
-        rejects.add(
-            batch.part,
-            int(documents.lines[number]),
-            int(documents.byte_offsets[number]),
-            "a character that the tokenizer does not know",
-            [json.dumps([texts[number] for texts in documents.texts]).encode()],
-        )
+        reason = "a character that the tokenizer does not know"
+        _reject_document(batch, number, reason, rejects)
     return mask
 
 
