@@ -422,8 +422,9 @@ def _add_index(verbs: Verbs) -> None:
     add("--split", metavar="SHARES", help='train, valid, test: "969,30,1"')
 
     add = parser.add_argument_group("order").add_argument
-    names = "seq-length seed train-samples train-iters global-batch-size eval-iters eval-interval"
-    for name in (*names.split(), "num-dataset-builder-threads"):
+    names = """seq-length seed train-samples train-iters global-batch-size eval-iters eval-interval
+        eval-global-batch-size start-eval-at-iter num-dataset-builder-threads"""
+    for name in names.split():
         add(f"--{name}", metavar="N")
     text = "instead of iterations and batch sizes: whole numbers, or none for one epoch"
     add("--num-samples", nargs=3, metavar=("TRAIN", "VALID", "TEST"), help=text)
@@ -739,8 +740,9 @@ def _index(
     unknown = arguments.unknown_arguments(values)
     overrides = {name: options.pop(name) for name in arguments.NAMES if name in options}
     values.update({name: value for name, value in overrides.items() if value is not None})
-    if tokenizer_identifiers:
-        tokenizer = arguments.read_identifiers(tokenizer_identifiers)
+    tokenizer = tokenizer_identifiers or tokenizer
+    if isinstance(tokenizer, str):
+        tokenizer = arguments.read_identifiers(tokenizer)
     run = arguments.config_from(values)
     result = index(run, tokenizer=tokenizer, show_progress=True, **options)
     if as_json:

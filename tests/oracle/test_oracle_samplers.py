@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import random
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from torch import distributed
 
 import millrace.megatron as ours
 from millrace import ConfigError, MillraceError, RampUp
+from millrace.run import config_from
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -149,6 +151,39 @@ def test_a_ramp_up_is_that_of_megatrons_calculator() -> None:
             theirs.update(place, False)
             assert schedule.batch_size(place) == theirs.get_current_global_batch_size()
             assert schedule.num_micro_batches(place, 1, 1) == theirs.get()
+
+
+def test_validation_under_a_ramp_up_is_counted_as_by_its_training_program_or_refused() -> None:
+    """Up to core 0.17 its `update_train_iters` counts steps of the ramp-up; later ones do not."""
+    draw = random.Random(0)
+    outcomes = set()
+    for _ in range(300):
+        increment, start = draw.randint(1, 40), draw.randint(1, 100)
+        final = start + increment * draw.randint(1, 30)
+        ramp, train = draw.randint(1, 5000), draw.randint(1, 20_000)
+        interval = draw.choice([1, 20, 400])
+        theirs = RampupBatchsizeNumMicroBatchesCalculator(
+            final, 1, 1, False, 1, start, increment, ramp
+        )
+        consumed = steps = 0
+        while consumed <= min(ramp, train):
+            theirs.update(consumed, False)
+            consumed += theirs.get_current_global_batch_size()
+            steps += 1
+        steps += max(0, train - consumed) // final
+        counts = [(n // interval + 1) * 3 * final for n in (steps, train // final)]
+        arguments = {
+            "data_path": "a", "seq_length": 8, "train_samples": train, "global_batch_size": final,
+            "rampup_batch_size": [start, increment, ramp],
+            "eval_interval": interval, "eval_iters": 3,
+        }  # fmt: skip
+        try:
+            found = [config_from(arguments).num_samples[1]] * 2
+        except ConfigError as error:
+            found = [int(count) for count in re.findall(r"(?<=on )\d+", str(error))]
+        assert found == counts
+        outcomes.add(counts[0] == counts[1])
+    assert outcomes == {True, False}
 
 
 # ---- the data loader ----

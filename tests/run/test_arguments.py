@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,10 @@ def test_yaml_and_toml_give_the_same_configuration(tmp_path: Path) -> None:
         ("a.json", "{}", "neither .yaml"),
         ("a.yaml", "x: {seed: 1}\nseed: 2", "seed twice"),
         ("a.yaml", "\udcff", "cannot be read"),
+        ("a.yaml", "seed: 1\nx: 2\nseed: 3", "seed twice"),
+        ("a.yaml", "data:\n  seed: 1\n  seed: 3", "seed twice"),
+        ("a.yaml", "a: &x {b: *x}", "nested"),
+        ("a.toml", "[a]\nseed = 1\n[b]\nseed = 2", "seed twice"),
     ],
 )
 def test_files_without_arguments_are_refused(
@@ -52,6 +57,52 @@ def test_files_without_arguments_are_refused(
     (tmp_path / name).write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(ConfigError, match=message):
         read_arguments(tmp_path / name)
+
+
+WRONG_TYPES: dict[str, Any] = {
+    "data_path train_data_path": [5, True, ["a", None], [["a"]], {"a": 1}],
+    "data_args_path per_split_data_args_path data_cache_path": [5, ["a"]],
+    "seq_length seed train_samples eval_iters": [1.5, True, "x", [1]],
+    "full_validation any_tokenizer mmap_bin_files": ["false", 0, [True]],
+    "num_samples rampup_batch_size": [5, "abc", [1, 2], [1, 2, [3]]],
+    "mid_level_dataset_surplus": ["x", [0.1], True],
+    "split": [True, [[0, 0.9], [0.9, 1]], {"a": 1}],
+}
+
+
+@pytest.mark.parametrize("names", WRONG_TYPES)
+def test_a_value_of_the_wrong_type_is_refused_by_file_and_name(tmp_path: Path, names: str) -> None:
+    for name, value in itertools.product(names.split(), WRONG_TYPES[names]):
+        arguments = {**ARGUMENTS, name: value}
+        path = tmp_path / "run.yaml"
+        path.write_text(json.dumps(arguments))
+        with pytest.raises(ConfigError, match=rf"{path}: {name} "):
+            config_from(read_arguments(path))
+        with pytest.raises(ConfigError, match=f"{name} "):
+            config_from(arguments)
+
+
+def test_identifiers_in_a_file_are_not_a_section(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("data:\n  tokenizer-identifiers: {class: X, seed: 5}\n")
+    arguments = read_arguments(tmp_path / "run.yaml")
+    assert arguments == {"tokenizer_identifiers": {"class": "X", "seed": 5}}
+
+
+def test_wrong_types_in_a_file_of_data(tmp_path: Path) -> None:
+    path = tmp_path / "splits"
+    rest = {name: value for name, value in ARGUMENTS.items() if name != "data_path"}
+    for text, place in {
+        '{"train": 5}': "train is 5",
+        '{"valid": [true]}': "valid is ",
+        '{"train": ["a"], "train": ["b"]}': "train twice",
+        "[" * 100_000: "",
+    }.items():
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=rf"{path}.*{place}"):
+            config_from({**rest, "per_split_data_args_path": str(path)})
+    path.write_text("a 'b")
+    with pytest.raises(ConfigError, match=str(path)):
+        config_from({**rest, "data_args_path": str(path)})
 
 
 def test_the_error_names_a_missing_file(tmp_path: Path) -> None:
@@ -99,6 +150,41 @@ def test_numbers_of_samples_follow_from_iterations() -> None:
     assert by_samples.num_samples == (16007, 2 * 100 * 16, 100 * 16)
 
 
+def test_evaluation_may_have_its_own_batches_and_start() -> None:
+    """From core 0.18 on, Megatron-LM's `get_train_valid_test_num_samples` takes both."""
+    arguments = {"data_path": "a", "seq_length": 8, "train_iters": 1000, "global_batch_size": 16}
+    arguments.update(eval_interval=300, eval_iters=7, eval_global_batch_size=5)
+    assert config_from(arguments).num_samples == (16000, 4 * 7 * 5, 7 * 5)
+    for start, rounds in {0: 4, 299: 4, 300: 3, 899: 2, 1200: 0, 9999: 0}.items():
+        config = config_from({**arguments, "start_eval_at_iter": start})
+        assert config.num_samples == (16000, rounds * 7 * 5, 7 * 5)
+    config = config_from({**arguments, "start_eval_at_iter": 900, "skip_train": True})
+    assert config.num_samples[1] == 7 * 5
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("step_batch_size_schedule", "0:16 1B:32"),
+        ("phase_transition_iterations", "10,20"),
+        ("rampup_batch_size", [2, 2, 1000]),
+    ],
+)
+def test_schedules_that_decide_the_counts_are_refused_without_num_samples(
+    tmp_path: Path, name: str, value: Any
+) -> None:
+    arguments = {"data_path": ["a"], "seq_length": 8, "train_samples": 3000}
+    arguments.update(global_batch_size=16, eval_interval=10, eval_iters=1)
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps({**arguments, name: value}))
+    values = read_arguments(path)
+    assert unknown_arguments(values) == []
+    with pytest.raises(ConfigError, match=rf"{name} .*num_samples"):
+        config_from(values)
+    config = config_from({**values, "num_samples": [3000, 5, 7]})
+    assert config.num_samples == (3000, 5, 7)
+
+
 def test_every_way_to_give_data(tmp_path: Path) -> None:
     (tmp_path / "list").write_text("0.5 a\n0.5 b\n")
     (tmp_path / "splits").write_text(json.dumps({"train": ["1", "a", "2", "b"], "valid": ["c"]}))
@@ -121,8 +207,8 @@ def test_every_way_to_give_data(tmp_path: Path) -> None:
         ({"seq_length": None}, "seq_length is missing"),
         ({"seq_length": "x"}, "seq_length is 'x'"),
         ({"num_samples": None}, "number of samples to train on"),
-        ({"num_samples": [1, 2]}, "three are needed"),
-        ({"num_samples": [1, 2, "x"]}, "holds 'x'"),
+        ({"num_samples": [1, 2]}, r"num_samples is \[1, 2\]"),
+        ({"num_samples": [1, 2, "x"]}, "num_samples is 'x'"),
         ({"num_samples": None, "train_samples": 5}, "give global_batch_size"),
         (
             {"num_samples": None, "train_samples": 5, "global_batch_size": 1, "eval_interval": 0},

@@ -10,23 +10,36 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from millrace.checks import flag, one_path, shown, whole
 from millrace.errors import ConfigError
+from millrace.feed.schedules import RampUp
 from millrace.order import SPLITS
 from millrace.order.blends import SURPLUS
 from millrace.run.config import Blend, DatasetConfig
 
 LEGACY_SPLIT = "969, 30, 1"  # Megatron-LM's default where --data-path has no --split
 DEFAULT_SEED, DEFAULT_EVAL_ITERS, DEFAULT_EVAL_INTERVAL = 1234, 100, 1000
+_GIVE_COUNTS = (
+    "Give num_samples: the three numbers that Megatron-LM prints as `datasets target sizes`"
+)
 
 _PATHS = ("train_data_path", "valid_data_path", "test_data_path")
 _DATA = ("data_path", "data_args_path", "per_split_data_args_path", *_PATHS)
-_OTHERS = """
-    split seq_length seed num_samples train_samples train_iters global_batch_size eval_iters
-    eval_interval skip_train full_validation multiple_validation_sets data_cache_path
-    dataloader_fast_cache_load num_dataset_builder_threads mid_level_dataset_surplus mmap_bin_files
-    no_mmap_bin_files any_tokenizer
-"""
-NAMES = (*_DATA, *_OTHERS.split())
+_FILES = ("data_args_path", "per_split_data_args_path", "data_cache_path")
+_COUNTS = {  # and their least values
+    **dict.fromkeys(("seq_length", "global_batch_size", "eval_global_batch_size"), 1),
+    **dict.fromkeys(("eval_interval", "num_dataset_builder_threads"), 1),
+    **dict.fromkeys(
+        ("seed", "train_samples", "train_iters", "eval_iters", "start_eval_at_iter"), 0
+    ),
+}
+_FLAGS = (
+    *("skip_train", "full_validation", "multiple_validation_sets", "any_tokenizer"),
+    *("dataloader_fast_cache_load", "mmap_bin_files", "no_mmap_bin_files"),
+)
+_UNKNOWN_COUNTS = ("step_batch_size_schedule", "phase_transition_iterations")
+_OTHERS = ("split", "num_samples", "mid_level_dataset_surplus", "rampup_batch_size")
+NAMES = tuple(dict.fromkeys((*_DATA, *_FILES, *_COUNTS, *_FLAGS, *_OTHERS, *_UNKNOWN_COUNTS)))
 """The arguments that concern data. Only two are millrace's own: `num_samples` (train, valid,
 test) and `any_tokenizer`."""
 
@@ -35,15 +48,16 @@ def read_arguments(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The arguments in a YAML or TOML file; names have - or _, and may be in sections.
 
     Raises:
-        ConfigError: A missing file, or one in another format.
+        ConfigError: A missing file, one in another format, a name given twice, or a value of the
+            wrong type.
     """
-    name = os.fspath(path)
+    name = one_path("the file of arguments", path)
     text = _read_text(name)
     load: Callable[[str], Any]
     if name.endswith((".yaml", ".yml")):
         import yaml
 
-        load, error_class = yaml.safe_load, yaml.YAMLError
+        load, error_class = _load_yaml, yaml.YAMLError
     elif name.endswith(".toml"):
         if sys.version_info >= (3, 11):
             import tomllib
@@ -55,24 +69,102 @@ def read_arguments(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ConfigError(f"{name} is neither .yaml, .yml nor .toml: rename it")
     try:
         arguments = load(text)
+        if not isinstance(arguments, dict):
+            raise ConfigError(f"it holds a {type(arguments).__name__}; `name: value` is needed")
+        arguments = _flat(arguments)
+        for argument, value in arguments.items():
+            _plain(argument, value)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{name} cannot be read: it is nested too deeply") from None
     except (error_class, ValueError) as error:  # YAML's dates raise ValueError
         raise ConfigError(f"{name} cannot be read: {error}") from None
-    if not isinstance(arguments, dict):
-        raise ConfigError(f"{name} holds a {type(arguments).__name__}; `name: value` is needed")
-    return _flat(name, arguments)
+    return arguments
 
 
-def _flat(place: str, sections: Mapping[str, Any]) -> dict[str, Any]:
+def _load_yaml(text: str) -> Any:
+    import yaml
+
+    def check(node: yaml.Node | None) -> None:
+        if isinstance(node, yaml.MappingNode):
+            _refuse_twice([key.value for key, _ in node.value if isinstance(key.value, str)])
+        if isinstance(node, yaml.CollectionNode):
+            for child in node.value:
+                check(child[1] if isinstance(child, tuple) else child)
+
+    check(yaml.compose(text, yaml.SafeLoader))
+    return yaml.safe_load(text)
+
+
+def _load_json(text: str) -> Any:
+    def dict_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        _refuse_twice([name for name, _ in pairs])
+        return dict(pairs)
+
+    return json.loads(text, object_pairs_hook=dict_of)
+
+
+def _refuse_twice(names: Sequence[str]) -> None:
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(f"it gives {', '.join(twice)} twice: leave one out")
+
+
+def _flat(sections: Mapping[str, Any]) -> dict[str, Any]:
     """All arguments in one dict: sections are for readers alone."""
-    flat: dict[str, Any] = {}
+    flat: list[tuple[str, Any]] = []
     for key, value in sections.items():
         name = str(key).replace("-", "_")
-        entries = _flat(place, value) if isinstance(value, Mapping) else {name: value}
-        twice = flat.keys() & entries.keys()
-        if twice:
-            raise ConfigError(f"{place} gives {', '.join(sorted(twice))} twice: leave one out")
-        flat.update(entries)
-    return flat
+        is_section = isinstance(value, Mapping) and name not in (*NAMES, "tokenizer_identifiers")
+        flat += _flat(value).items() if is_section else [(name, value)]
+    _refuse_twice([name for name, _ in flat])
+    return dict(flat)
+
+
+def _plain(name: str, value: Any) -> Any:
+    """The value of an argument in its own type, from that type or the text of an option.
+
+    Raises:
+        ConfigError: A value that the argument cannot have.
+    """
+    if value is None or name not in NAMES:
+        return value
+    if name in _FLAGS:
+        return flag(name, value)
+    if name in _FILES:
+        return one_path(name, value)
+    if name in _DATA:
+        return parse_blend(value, name)
+    if name in _COUNTS:
+        return whole(name, _number(name, value, int), _COUNTS[name])
+    if name == "mid_level_dataset_surplus":
+        return _number(name, value, float)
+    if name in ("num_samples", "rampup_batch_size"):
+        if not isinstance(value, list | tuple) or len(value) != 3:
+            raise ConfigError(f"{name} is {shown(value)}; a list of three whole numbers is needed")
+        return tuple(
+            None if name == "num_samples" and _is_none(number) else _number(name, number, int)
+            for number in value
+        )
+    if name == "split":
+        parts = value if isinstance(value, list | tuple) else [value]
+        if any(isinstance(part, bool) or not isinstance(part, str | int | float) for part in parts):
+            raise ConfigError(f'split is {shown(value)}; shares such as "969,30,1" are needed')
+        return ",".join(map(str, parts))
+    return value
+
+
+def _number(name: str, value: Any, kind: type[int] | type[float]) -> Any:
+    try:
+        return kind(str(value))
+    except ValueError:
+        what = "a whole number" if kind is int else "a number"
+        raise ConfigError(f"{name} is {shown(value)}; {what} is needed") from None
+
+
+def _is_none(text: Any) -> bool:
+    return text is None or str(text).lower() in ("none", "null")
 
 
 def unknown_arguments(arguments: Mapping[str, Any]) -> list[str]:
@@ -89,7 +181,9 @@ def config_from(arguments: Mapping[str, Any]) -> DatasetConfig:
     """A run's configuration from Megatron-LM's arguments, by its rules for sizes.
 
     Training takes train_samples, or train_iters * global_batch_size, samples; validation
-    (train_iters // eval_interval + 1) * eval_iters batches; the test eval_iters batches.
+    (train_iters // eval_interval + 1) * eval_iters batches, without those before
+    start_eval_at_iter; the test eval_iters batches. Batches of the last two have
+    eval_global_batch_size samples.
 
     Args:
         arguments: Values by their names in NAMES.
@@ -97,31 +191,33 @@ def config_from(arguments: Mapping[str, Any]) -> DatasetConfig:
     Raises:
         ConfigError: A missing argument, or arguments that do not go together.
     """
-    arguments = {name: value for name, value in arguments.items() if value is not None}
+    arguments = {
+        name: _plain(name, value) for name, value in arguments.items() if value is not None
+    }
+    if "seq_length" not in arguments:
+        raise ConfigError("seq_length is missing")
     blend, per_split = _blends(arguments)
     split = arguments.get("split", None if blend is None else LEGACY_SPLIT)
-    if isinstance(split, list | tuple):
-        split = ",".join(map(str, split))
     if blend is None and split is not None:
         raise ConfigError(
             f"split {split!r} goes with data_path; here each split has its own data: leave it out"
         )
     is_mapped = arguments.get("mmap_bin_files", True) and not arguments.get("no_mmap_bin_files")
     return DatasetConfig(
-        sequence_length=_integer(arguments, "seq_length"),
-        seed=_integer(arguments, "seed", DEFAULT_SEED),
+        sequence_length=arguments["seq_length"],
+        seed=arguments.get("seed", DEFAULT_SEED),
         num_samples=_num_samples(arguments, per_split),
         blend=blend,
-        split=None if split is None else str(split),
+        split=split,
         blend_per_split=per_split,
-        multiple_validation_sets=bool(arguments.get("multiple_validation_sets")),
-        full_validation=bool(arguments.get("full_validation")),
+        multiple_validation_sets=arguments.get("multiple_validation_sets", False),
+        full_validation=arguments.get("full_validation", False),
         cache=arguments.get("data_cache_path"),
-        trust_cache=bool(arguments.get("dataloader_fast_cache_load")),
-        num_threads=_integer(arguments, "num_dataset_builder_threads", 1),
+        trust_cache=arguments.get("dataloader_fast_cache_load", False),
+        num_threads=arguments.get("num_dataset_builder_threads", 1),
         access="mmap" if is_mapped else "file",
-        any_tokenizer=bool(arguments.get("any_tokenizer")),
-        surplus=float(arguments.get("mid_level_dataset_surplus", SURPLUS)),
+        any_tokenizer=arguments.get("any_tokenizer", False),
+        surplus=arguments.get("mid_level_dataset_surplus", SURPLUS),
     )
 
 
@@ -129,8 +225,8 @@ def read_identifiers(text: str) -> Any:
     """A tokenizer's unique identifiers: JSON, a JSON file, or a description of Megatron-LM's."""
     content = _read_text(text) if os.path.exists(text) else text
     try:
-        identifiers = json.loads(content)
-    except ValueError as error:
+        identifiers = _load_json(content)
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"the tokenizer's identifiers {text!r} are neither a file nor JSON: {error}"
         ) from None
@@ -141,10 +237,21 @@ def read_identifiers(text: str) -> Any:
     return identifiers
 
 
-def parse_blend(items: Sequence[Any] | str) -> Blend:
+def parse_blend(items: Sequence[Any] | str, name: str = "the data") -> Blend:
     """The blend in Megatron-LM's list: prefixes only, or a weight before each prefix."""
-    parts = shlex.split(items) if isinstance(items, str) else map(str, items)
-    parts = [part.strip() for part in parts]
+    try:
+        parts = shlex.split(items) if isinstance(items, str) else items
+    except ValueError as error:
+        raise ConfigError(f"{name} is {shown(items)}: {error}") from None
+    is_list = isinstance(parts, list | tuple)
+    if not is_list or any(
+        isinstance(part, bool) or not isinstance(part, str | int | float | os.PathLike)
+        for part in parts
+    ):
+        raise ConfigError(
+            f"{name} is {shown(items)}; a list of prefixes is needed, or of weights and prefixes"
+        )
+    parts = [str(part).strip() for part in parts]
     are_numbers = [_is_number(part) for part in parts[::2]]
     if len(parts) % 2 or not any(are_numbers):
         return parts, None
@@ -174,19 +281,24 @@ def _blends(arguments: Mapping[str, Any]) -> tuple[Blend | None, list[Blend | No
         )
     kind = kinds.pop()
     if kind == "paths":
-        lists = [arguments.get(name) for name in _PATHS]
-    elif kind == "per_split_data_args_path":
-        try:
-            blends = json.loads(_read_text(arguments[kind]))
-            lists = [blends.get(name) for name in SPLITS]
-        except (ValueError, AttributeError) as error:
-            raise ConfigError(
-                f"{arguments[kind]} is not a JSON object with train, valid and test: {error}"
-            ) from None
-    else:
-        items = arguments[kind]
-        return parse_blend(items if kind == "data_path" else _read_text(items)), None
-    return None, [None if items is None else parse_blend(items) for items in lists]
+        return None, [arguments.get(name) for name in _PATHS]
+    path = arguments[kind]
+    if kind == "data_path":
+        return path, None
+    if kind == "data_args_path":
+        return parse_blend(_read_text(path), path), None
+    try:
+        blends = _load_json(_read_text(path))
+        if not isinstance(blends, dict):
+            raise ValueError(f"it holds {shown(blends)}")
+        lists = [(name, blends.get(name)) for name in SPLITS]
+        return None, [None if items is None else parse_blend(items, name) for name, items in lists]
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{path} is not a JSON object with train, valid and test: {error}"
+        ) from None
 
 
 def _read_text(path: str) -> str:
@@ -203,50 +315,53 @@ def _num_samples(
     arguments: Mapping[str, Any], per_split: Sequence[Blend | None] | None
 ) -> tuple[int | None, int | None, int | None]:
     if "num_samples" in arguments:
-        counts = arguments["num_samples"]
-        if not isinstance(counts, list | tuple) or len(counts) != 3:
-            raise ConfigError(f"num_samples is {counts}; three are needed: train, valid and test")
-        train, valid, test = (_count(count) for count in counts)
-        return train, valid, test
-    batch = _integer(arguments, "global_batch_size", 0)
-    if "train_samples" in arguments:
-        train = _integer(arguments, "train_samples")
-        iterations = _integer(arguments, "train_iters", train // batch if batch else 0)
-    elif "train_iters" in arguments and batch:
-        iterations = _integer(arguments, "train_iters")
-        train = iterations * batch
-    else:
+        explicit: tuple[int | None, int | None, int | None] = arguments["num_samples"]
+        return explicit
+    for name in _UNKNOWN_COUNTS:
+        if arguments.get(name):
+            raise ConfigError(
+                f"{name} is {shown(arguments[name])}: the number of samples that follows from it "
+                f"is not worked out here. {_GIVE_COUNTS}"
+            )
+    batch = arguments.get("global_batch_size", 0)
+    eval_batch = arguments.get("eval_global_batch_size", batch)
+    train: Any = arguments.get("train_samples")
+    iterations: Any = arguments.get("train_iters")
+    if train is None and (iterations is None or not batch):
         raise ConfigError(
             "the number of samples to train on is missing: give num_samples, train_samples, or "
             "train_iters and global_batch_size"
         )
-    eval_iters = _integer(arguments, "eval_iters", DEFAULT_EVAL_ITERS)
+    eval_iters = arguments.get("eval_iters", DEFAULT_EVAL_ITERS)
     if not batch and eval_iters and (per_split is None or any(per_split[1:])):
         raise ConfigError(
             "validation and test take eval_iters batches: give global_batch_size, or num_samples"
         )
-    interval = _integer(arguments, "eval_interval", DEFAULT_EVAL_INTERVAL)
-    if interval < 1:
-        raise ConfigError(f"eval_interval is {interval}; at least 1 is needed")
-    rounds = 1 if arguments.get("skip_train") else iterations // interval + 1
-    valid = None if arguments.get("full_validation") else rounds * eval_iters * batch
-    return train, valid, eval_iters * batch
+    interval = arguments.get("eval_interval", DEFAULT_EVAL_INTERVAL)
+    skipped = arguments.get("start_eval_at_iter", 0) // interval
+    all_iterations = [iterations]
+    if iterations is None:
+        all_iterations = _iterations(train, batch, arguments.get("rampup_batch_size"))
+    rounds = [max(0, number // interval + 1 - skipped) for number in all_iterations]
+    if arguments.get("skip_train"):
+        rounds = [1]
+    counts: list[int | None] = [number * eval_iters * eval_batch for number in rounds]
+    if arguments.get("full_validation"):
+        counts = [None]
+    if counts[0] != counts[-1]:
+        raise ConfigError(
+            f"rampup_batch_size is {arguments['rampup_batch_size']}: Megatron-LM validates on "
+            f"{counts[1]} samples up to core 0.17, and on {counts[0]} in later versions, which "
+            f"ignore it. {_GIVE_COUNTS}"
+        )
+    return iterations * batch if train is None else train, counts[0], eval_iters * eval_batch
 
 
-def _count(text: Any) -> int | None:
-    if text is None or str(text).lower() in ("none", "null"):
-        return None
-    try:
-        return int(str(text))
-    except ValueError:
-        raise ConfigError(f"num_samples holds {text!r}; a whole number or none is needed") from None
-
-
-def _integer(arguments: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    value = arguments.get(name, default)
-    if value is None:
-        raise ConfigError(f"{name} is missing")
-    try:
-        return int(str(value))
-    except ValueError:
-        raise ConfigError(f"{name} is {value!r}; a whole number is needed") from None
+def _iterations(samples: int, batch: int, rampup: tuple[int, int, int] | None) -> list[int]:
+    """The iterations that so many samples take: without a ramp-up, and with one."""
+    iterations = [samples // batch if batch else 0]
+    if batch and rampup:
+        ramp = RampUp(*rampup, batch)
+        steps = ramp.num_steps(min(ramp.samples, samples) + 1, drop_last=False)
+        iterations.append(steps + max(0, samples - ramp.consumed_at(steps)) // batch)
+    return iterations
