@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import signal
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,6 +15,10 @@ import pytest
 from numpy.typing import NDArray
 
 from millrace import IndexedDataset, IndexedDatasetBuilder
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # `nohup`, a shell's background jobs and some CI systems ignore Ctrl-C, which some tests send.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 WORDS = "the water that turns the mill runs down the race and over the wheel again".split()
 

@@ -194,8 +194,11 @@ def run_script(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
 
 
 def test_output_of_workers_goes_to_stderr() -> None:
+    """Also where Python holds back what goes to a pipe, and the worker is killed."""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
     result = run_script(
-        "print([r for _, r in run_local(write_everywhere, None, [Task(0, 0)], workers=2)])"
+        "print([r for _, r in run_local(write_everywhere, None, [Task(0, 0)], workers=2)])",
+        env=environment,
     )
     assert (result.returncode, result.stdout) == (0, "['done']\n")
     assert sorted(result.stderr.split("\n")) == ["", "on stderr", "on stdout"]
