@@ -141,6 +141,24 @@ def paths(name: str, values: Any) -> list[str]:
         raise ConfigError(f"{name} are {shown(values)}; give a list of paths") from None
 
 
+def absolute_path(path: str | os.PathLike[str]) -> str:
+    """The path of the same file from any folder, without `..`.
+
+    `os.path.abspath` takes `LINK/..` for the folder that holds LINK. The system takes it for the
+    folder above the one that LINK leads to.
+    """
+    place = os.sep
+    path = os.fspath(path)
+    if not os.path.isabs(path):
+        path = os.path.join(os.getcwd(), path)
+    for part in path.split(os.sep):
+        if part == os.pardir:
+            place = os.path.dirname(os.path.realpath(place) if os.path.islink(place) else place)
+        elif part not in ("", os.curdir):
+            place = os.path.join(place, part)
+    return place
+
+
 def printable(name: str) -> str:
     """A name for people: control characters and the like are written as `\\x1b` or `\\u202e`."""
     return "".join(

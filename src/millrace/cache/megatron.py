@@ -32,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace import _native
+from millrace.checks import absolute_path
 from millrace.dtypes import sample_index_dtype, shuffle_index_dtype
 from millrace.errors import DataError
 from millrace.files import atomic_file, fsync_folder, writers_lock
@@ -158,7 +159,7 @@ def load_array(path: str) -> NDArray[Any]:
     array = np.ndarray(shape, dtype, content, offset, order="F" if is_fortran else "C")
     # As `np.load` returns it, but without a descriptor that stays open.
     mapped: NDArray[Any] = array.view(np.memmap)
-    vars(mapped).update(filename=os.path.abspath(path), offset=offset, mode="r")
+    vars(mapped).update(filename=absolute_path(path), offset=offset, mode="r")
     return mapped
 
 

@@ -117,8 +117,9 @@ def split(
         provenance = {"split": prefix, "documents": [start, stop]}
         span = start, stop
         _copy([dataset], shards[-1], checksums, provenance, documents=span, origins=origins)
+    kept = set(map(os.path.realpath, files_of(prefix)))
     for shard in _existing_shards(output_prefix, len(shards)):
-        if os.path.abspath(shard) != os.path.abspath(prefix):
+        if kept.isdisjoint(map(os.path.realpath, files_of(shard))):
             with building(shard):  # holds the lock: no other process builds this shard
                 for path in files_of(shard):
                     with contextlib.suppress(FileNotFoundError):

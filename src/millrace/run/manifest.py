@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from millrace.cache import arrays
+from millrace.checks import absolute_path
 from millrace.files import atomic_file, writers_lock
 from millrace.order import RULES_VERSION, GPTPlan
 from millrace.run.config import DatasetConfig
@@ -58,7 +59,7 @@ class Manifest:
                 None if split is None else _split_entry(split, numbers) for split in plan.splits
             ],
             sets=list(sets),
-            paths=[os.path.abspath(file.prefix) for file in plan.files],
+            paths=[absolute_path(file.prefix) for file in plan.files],
         )
 
     @classmethod

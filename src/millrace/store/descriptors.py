@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from typing import BinaryIO
 
+from millrace.checks import absolute_path
 from millrace.errors import DataError
 from millrace.files import cut_short, file_identity
 from millrace.store.publish import NEW
@@ -45,7 +46,7 @@ class PooledFile:
     """
 
     def __init__(self, file: BinaryIO) -> None:
-        self.path = os.path.abspath(file.name)
+        self.path = absolute_path(file.name)
         self.identity = file_identity(file)
         self.last_use = next(_clock)
         self._descriptor: Descriptor | None = None

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from millrace import _native
-from millrace.checks import one_path, whole, whole_numbers
+from millrace.checks import absolute_path, one_path, whole, whole_numbers
 from millrace.errors import ConfigError, DataError
 from millrace.files import blake2b, checksum, cut_short, file_identity
 from millrace.store import layout
@@ -96,7 +96,7 @@ class IndexedDataset:
             self.header = index.header
             self._index = _native.map_file(files[-1].fileno(), self.header.size)
             self._files = [file_identity(file) for file in files]
-            self._absolute_prefix = os.path.abspath(self.prefix)
+            self._absolute_prefix = absolute_path(self.prefix)
             self.reader = open_bin(files[0], access) if bin_reader is None else bin_reader
             self._check_ends(index)
         self.dtype = self.header.dtype

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace import _native
-from millrace.checks import one_path
+from millrace.checks import absolute_path, one_path
 from millrace.errors import ConfigError, DataError
 from millrace.files import blake2b, checksum, cut_short, file_identity
 from millrace.store.bytes import (
@@ -85,7 +85,7 @@ class Shards:
     def _open(self, path: str, access: Access) -> BinReader:
         try:
             with open(path, "rb", buffering=0) as file:
-                self._files.append((os.path.abspath(path), file_identity(file)))
+                self._files.append((absolute_path(path), file_identity(file)))
                 return open_bin(file, access)
         except FileNotFoundError:
             raise DataError(f"{path} was removed while it was opened: restore it") from None

@@ -29,7 +29,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from millrace.checks import one_path, shown
+from millrace.checks import absolute_path, one_path, shown
 from millrace.errors import ConfigError, MillraceError
 from millrace.files import (
     atomic_file,
@@ -106,7 +106,7 @@ class Journal:
                     "give another output"
                 ) from None
             run = self._run_of(job, restart) or self._new_run(job)
-            self.folder = os.path.join(os.path.abspath(self.path), run)
+            self.folder = os.path.join(absolute_path(self.path), run)
             for name in (_RECORDS, _FILES):  # a power cut may have left a run without them
                 os.makedirs(os.path.join(self.folder, name), exist_ok=True)
             if self._is_alone:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checks import one_path
+from millrace.checks import absolute_path, one_path
 from millrace.errors import ConfigError, DataError
 from millrace.files import atomic_file, temporary_name
 from millrace.jobs.shuffling.indices import open_index
@@ -91,7 +91,7 @@ def document_items(inputs: Inputs, *, folder: str | os.PathLike[str]) -> Documen
     >>> items.num_items, buffer.tolist()
     (3, [1, 2, 3, 4, 5, 1, 2, 3])
     """
-    folder = os.path.abspath(one_path("folder", folder))
+    folder = absolute_path(one_path("folder", folder))
     domains, notices = find_domains(inputs, dtype=np.int32, documents_for=DOCUMENTS_REASON)
     return DocumentItems(domains, notices, folder)
 

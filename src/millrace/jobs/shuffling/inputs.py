@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from millrace.checks import one_path, printable, real, shown
+from millrace.checks import absolute_path, one_path, printable, real, shown
 from millrace.errors import ConfigError, DataError
 from millrace.files import is_of_the_process
 from millrace.jobs.shuffling.items import Items
@@ -231,7 +231,7 @@ class _Finder:
             raise ConfigError(
                 f"{shown(folder)} is not a folder; give one with a folder for each domain"
             )
-        folder = os.path.abspath(folder)
+        folder = absolute_path(folder)
         domains, paths = [], []
         for entry in _scan(folder):
             if os.path.isdir(entry.path):
@@ -249,7 +249,7 @@ class _Finder:
         paths: dict[str, str] = {}
         domains = []
         for weight, path in pairs:
-            absolute = os.path.abspath(path)
+            absolute = absolute_path(path)
             name = os.path.basename(absolute) or absolute
             if name in paths:
                 raise ConfigError(

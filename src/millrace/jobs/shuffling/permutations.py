@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checks import shown, whole
+from millrace.checks import absolute_path, shown, whole
 from millrace.errors import ConfigError, DataError
 from millrace.files import atomic_file, checksum, sum_of
 from millrace.jobs.shuffling.tables import Table, new_table
@@ -87,7 +87,7 @@ def make_permutation(name: str, size: int, seed: int, folder: str) -> Permutatio
         return KeyedRanges(KeyedPermutation(size, seed))
     if name != "numpy":
         raise ConfigError(f"permutation is {shown(name)}; give numpy or keyed")
-    folder = os.path.abspath(folder)
+    folder = absolute_path(folder)
     if not _is_whole(folder, size, seed):
         _write_files(folder, size, seed)
     return NumpyPermutation(*(Table(os.path.join(folder, file)) for file in (_PLACES, _SOURCES)))

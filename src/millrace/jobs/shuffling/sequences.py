@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from millrace.checks import MAX_INT32, flag, one_path, whole
+from millrace.checks import MAX_INT32, absolute_path, flag, one_path, whole
 from millrace.errors import ConfigError, DataError
 from millrace.jobs.shuffling.indices import open_index
 from millrace.jobs.shuffling.inputs import (
@@ -112,7 +112,7 @@ class SequenceItems:
         self._eods = None
         num_tokens = np.array([file.num_tokens for file in arrays], np.int64)
         if eod is not None:
-            path = os.path.join(os.path.abspath(folder), "eods.npy")
+            path = os.path.join(absolute_path(folder), "eods.npy")
             self._eods = _Eods(arrays, _token(eod, self.dtype), path)
             num_tokens += self._eods.num_eods
         bounds = starts_of(len(domain.files) for domain in domains).tolist()

@@ -189,7 +189,7 @@ def identity(arguments: Arguments) -> dict[str, Any]:
         "number of inputs": len(arguments.files),
     }
     for number, file in enumerate(arguments.files, 1):
-        path = file.path if file.is_pipe else os.path.abspath(file.path)
+        path = file.path if file.is_pipe else checks.absolute_path(file.path)
         entries[f"input {number}, {path}"] = {"bytes": file.size, "modified_ns": file.mtime_ns}
     return entries
 

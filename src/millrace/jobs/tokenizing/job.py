@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from millrace.checks import absolute_path
 from millrace.files import flush_to_disk, temporary_name
 from millrace.interrupts import interruptible, interrupts_held
 from millrace.jobs.engine import Journal, run_local
@@ -337,4 +338,4 @@ def _first_texts(files: Sequence[InputFile], settings: Settings) -> Iterator[str
 
 def _absolute(path: str) -> str:
     """A path that is the same file from any folder, and for the workers of a Ray cluster."""
-    return path if path == STDIN else os.path.abspath(path)
+    return path if path == STDIN else absolute_path(path)
