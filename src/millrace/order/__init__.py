@@ -2,10 +2,9 @@
 
 `splits` cuts a dataset into train, valid and test; `gpt` is the order of one dataset, by its
 document index, sample index and shuffle index; `blends` and `draws` say which dataset each sample
-comes from. All of them give Megatron-LM's results, bit for bit. `spans` says what any order is.
-`permutation` is a permutation without a table, for the global shuffle.
 comes from. All of them give Megatron-LM's results, bit for bit. `sequences` is the order of
-sequences as they are stored. `spans` says what any order is.
+sequences as they are stored, `permutation` a permutation without a table, for the global shuffle.
+`spans` says what any order is.
 """
 
 from millrace.order.blends import (
