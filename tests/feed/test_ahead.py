@@ -104,28 +104,6 @@ def test_what_is_made_ahead_changes_no_step(
             loader.batch(len(expected))
 
 
-def test_several_small_steps_are_one_call_of_the_core(make_dataset: Make) -> None:
-    dataset = GPTDataset(make_dataset([2000] * 40), sequence_length=16, seed=1)
-    calls = []
-
-    class Counted(GPTDataset):
-        takes_form = True
-
-        def batch(self, sample_numbers: Any, form: Any = None) -> Any:
-            calls.append(len(sample_numbers))
-            return super().batch(sample_numbers, form) if form else super().batch(sample_numbers)
-
-    counted = Counted(make_dataset([2000] * 40), sequence_length=16, seed=1)
-    loader = Loader(counted, micro_batch_size=4)
-    for number, batch in enumerate(loader):
-        numbers = np.arange(4 * number, 4 * number + 4)
-        for name, array in dataset.batch(numbers).items():
-            assert np.array_equal(array, batch[name])
-        batch["tokens"][:] = -1  # the caller's own
-    assert max(calls) > 4
-    assert sum(calls) == len(loader) * 4
-
-
 def test_no_more_than_prefetch_batches_are_made_ahead() -> None:
     made: list[int] = []
     loader = Loader(Numbers(work=made.append), micro_batch_size=5, prefetch=3)  # type: ignore[arg-type]
@@ -489,32 +467,3 @@ def test_a_sampler_that_cannot_work_is_refused() -> None:
     with pytest.raises(ConfigError, match="draws from 101 samples; the dataset has 100"):
         Loader(Numbers(100), sampler=sampler)
     assert Loader(Numbers(101), sampler=sampler)  # endless, and true
-
-
-@pytest.mark.parametrize("fail_at", [None, 9000])
-def test_a_trainer_that_rushes_gets_the_same_steps(make_dataset: Make, fail_at: int | None) -> None:
-    """It makes steps in its own thread; after a pause the threads go on."""
-    failures = [] if fail_at is None else [OSError("lost")]
-
-    class Watched(GPTDataset):
-        takes_form = True
-
-        def batch(self, sample_numbers: Any, form: Any = None) -> Any:
-            if failures and fail_at in sample_numbers:
-                raise failures.pop()
-            return super().batch(sample_numbers, form)
-
-    dataset = Watched(make_dataset([2000] * 200), sequence_length=16, seed=1)
-    loader = Loader(dataset, micro_batch_size=4)
-    batches: list[np.ndarray] = []
-    while len(batches) < len(loader):
-        try:
-            batches.append(next(loader)["tokens"])
-        except OSError:
-            assert loader.consumed_samples == 4 * len(batches) == fail_at
-        if len(batches) % 500 == 499:
-            time.sleep(0.01)
-    assert not failures
-    assert next(loader, None) is None
-    tokens = dataset.batch(np.arange(4 * len(loader)))["tokens"]
-    assert np.array_equal(np.concatenate(batches), tokens)

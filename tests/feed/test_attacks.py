@@ -9,7 +9,7 @@ import pickle
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -19,8 +19,6 @@ import pytest
 from millrace import (
     ConfigError,
     ExternalBatches,
-    GPTDataset,
-    IndexedDataset,
     Loader,
     ResumeError,
     SequentialSampler,
@@ -33,15 +31,6 @@ AHEAD = pytest.mark.parametrize("prefetch", [0, 8])
 
 
 # ---- interruptions ----
-
-
-class CutNumbers(Numbers):
-    """Numbers of which several small steps are one call."""
-
-    takes_form = True
-
-    def batch(self, sample_numbers: Any, form: Any = None) -> dict[str, np.ndarray]:
-        return super().batch(sample_numbers)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a callback
@@ -57,7 +46,7 @@ def test_an_interruption_at_any_instant_loses_no_step(prefetch: int, threads: in
             raise KeyboardInterrupt
 
     errors: list[str] = []
-    loader = Loader(CutNumbers(10**9), micro_batch_size=2, prefetch=prefetch, threads=threads)
+    loader = Loader(Numbers(10**9), micro_batch_size=2, prefetch=prefetch, threads=threads)
     handler = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, 0.0003, 0.0003)
     try:
@@ -205,7 +194,7 @@ def test_an_error_of_a_sampler_comes_in_its_step_of_a_larger_block(
 
     setattr(Sampler, method, Sampler.fail)
     sampler = Sampler(10**4, micro_batch_size=2)
-    loader = Loader(CutNumbers(10**4), sampler=sampler, prefetch=4 * prefetch)
+    loader = Loader(Numbers(10**4), sampler=sampler, prefetch=4 * prefetch)
     assert [next(loader)["tokens"][0] for _ in range(505)] == list(range(0, 1010, 2))
     with pytest.raises(ValueError, match="lost"):
         next(loader)
@@ -246,32 +235,6 @@ def test_a_thread_that_does_not_start_is_a_clear_error(monkeypatch: pytest.Monke
 def test_a_watchdog_may_wait_for_ever(prefetch: int, watchdog: float) -> None:
     dataset = Numbers(work=lambda numbers: time.sleep(0.001))
     next(Loader(dataset, micro_batch_size=2, prefetch=prefetch, watchdog=watchdog))
-
-
-def test_a_class_derived_from_ours_makes_its_steps_one_by_one(
-    make_dataset: Callable[..., IndexedDataset],
-) -> None:
-    class Summed(GPTDataset):
-        def batch(self, sample_numbers: Any, form: Any = None) -> Any:
-            batch = super().batch(sample_numbers, form)
-            return {**batch, "sums": np.full(len(batch["tokens"]), batch["tokens"].sum())}
-
-    dataset = Summed(make_dataset([500] * 40), sequence_length=16, seed=1)
-    for marked in (False, True):
-        if marked:
-
-            class Marked(Summed):
-                takes_form = True
-
-                def batch(self, sample_numbers: Any, form: Any = None) -> Any:
-                    return {**super().batch(sample_numbers, form), "sums": np.zeros(1)}
-
-            dataset = Marked(make_dataset([500] * 40), sequence_length=16, seed=1)
-        sums = [
-            [batch["sums"].tolist() for batch in Loader(dataset, micro_batch_size=2, prefetch=n)]
-            for n in (0, 32)
-        ]
-        assert sums[0] == sums[1]
 
 
 # ---- copies, and many threads ----
@@ -323,7 +286,7 @@ def test_the_end_of_an_iterator_stays_the_end(prefetch: int, consumed: int) -> N
 
 @pytest.mark.parametrize(("prefetch", "threads"), [(0, 1), (1, 2), (9, 4)])
 def test_threads_share_the_steps_of_a_loader(prefetch: int, threads: int) -> None:
-    loader = Loader(CutNumbers(20000), micro_batch_size=4, prefetch=prefetch, threads=threads)
+    loader = Loader(Numbers(20000), micro_batch_size=4, prefetch=prefetch, threads=threads)
     starts: list[list[int]] = [[] for _ in range(4)]
     errors: list[BaseException] = []
 

@@ -136,11 +136,11 @@ class Loader:
                 share_labels=share_labels,
                 vocab_size=vocab_size,
             )
-        self._maker = StepMaker(dataset, sampler, form, prepare)
         self._prefetch = None if prefetch is None else whole("prefetch", prefetch, 0, _MAX_PREFETCH)
-        self._num_threads = whole("threads", threads, 1, _MAX_THREADS)
+        threads = whole("threads", threads, 1, _MAX_THREADS)
         if getattr(dataset, "is_sequential", False):
-            self._num_threads = 1
+            threads = 1
+        self._maker = StepMaker(dataset, sampler, form, prepare, threads)
         self._watchdog = limit("watchdog", watchdog)
         if self._watchdog is not None and self._watchdog > threading.TIMEOUT_MAX:
             self._watchdog = None  # centuries
@@ -167,13 +167,14 @@ class Loader:
             step = self._take(start)
             if step is None:
                 raise StopIteration
-            batch = _batch_of(step)
             try:
+                batch = _batch_of(step)
                 self._next = step.end
                 result = batch if self.transform is None else self.transform(batch)
                 self._consumed_samples = self._next
             except BaseException as error:
                 self._next = self._consumed_samples = start
+                self._drop_queue()
                 if isinstance(error, StopIteration):  # it would end the trainer's loop
                     raise RuntimeError("`transform` raised StopIteration") from error
                 raise
@@ -220,10 +221,10 @@ class Loader:
         """The start of a step, by all steps before it."""
         start = 0
         for _ in range(step):
-            bounds = self._maker.claim(start, 1)
-            if not bounds:
+            end = self._maker.end_of(start)
+            if end is None:
                 raise IndexError(f"there is no step {shown(step)}")
-            start = bounds[0][1]
+            start = end
         return start
 
     def wait_stats(self) -> WaitStats:
@@ -327,21 +328,15 @@ class Loader:
         """The queue whose next step starts there."""
         if self._queue is None or self._queue.position != start:
             self._drop_queue()
-            self._queue = Ahead(self._maker, start, self._prefetch, self._num_threads)
+            self._queue = Ahead(self._maker, start, self._prefetch)
         self._queue.start()
         if self._is_closed:  # by another thread, which may not have seen the queue
             self._queue.close()
         return self._queue
 
     def _drop_queue(self) -> None:
-        if self._queue is not None:
-            self._queue.close()  # first: after Ctrl-C here, the next call closes it again
-            self._queue = None
-
-    def __del__(self) -> None:
-        queue = self.__dict__.get("_queue")
-        if queue is not None:
-            queue.close()
+        if self._queue is not None:  # it stays: `close` waits for its threads
+            self._queue.close()
 
     # ---- copies, and other processes ----
 
@@ -359,6 +354,7 @@ class Loader:
 
     def _renew(self) -> None:
         """Forgets the threads and waits of another process, and the step under way there."""
+        self._maker.renew()
         self._lock = threading.RLock()
         self._queue = None
         self._stats = WaitStats()
