@@ -18,7 +18,8 @@ from millrace.feed.datasets import Dataset
 from millrace.feed.fields import FIELDS, BatchForm
 from millrace.feed.samplers import Sampler, SequentialSampler
 from millrace.feed.samples import Batch
-from millrace.feed.state import STATE_VERSION, read_state
+from millrace.feed.state import STATE_VERSION, plain, read_state
+from millrace.store import IndexedDataset
 
 _MAX_PREFETCH = 1 << 20
 _MAX_THREADS = 1024
@@ -71,7 +72,8 @@ class Loader:
             doing to stderr. None: never.
 
     Raises:
-        ConfigError: A number outside its limits.
+        ConfigError: A number outside its limits, something that is not a dataset or a sampler, or a
+            fingerprint that a saved state cannot hold.
 
     Example:
         >>> class Numbers:
@@ -107,6 +109,7 @@ class Loader:
         threads: int = 1,
         watchdog: float | None = None,
     ) -> None:
+        _check_dataset(dataset)
         self.dataset = dataset
         has_arguments = (micro_batch_size, data_parallel_rank, data_parallel_size, drop_last) != (
             None,
@@ -149,6 +152,7 @@ class Loader:
         # `_next` is where the next step starts: ahead of what was handed out, while one is made.
         self._next = self._consumed_samples = 0
         self._renew()
+        self._fingerprint()  # an error now, and not when the state is saved, or a run resumed
         _loaders.add(self)
         self._seek(consumed_samples)
 
@@ -263,8 +267,8 @@ class Loader:
         self._seek(consumed_samples)
 
     def _fingerprint(self) -> dict[str, Any]:
-        sampler: dict[str, Any] = getattr(self.sampler, "fingerprint", dict)()
-        fingerprint = self.dataset.fingerprint()
+        fingerprint: dict[str, Any] = plain(self.dataset.fingerprint())
+        sampler = plain(getattr(self.sampler, "fingerprint", dict)(), "fingerprint.sampler")
         return {**fingerprint, "sampler": sampler} if sampler else fingerprint
 
     def _seek(self, consumed_samples: int) -> None:
@@ -376,6 +380,24 @@ def _batch_of(step: Step) -> Any:
     if step.error is not None:
         raise step.error
     return step.batch
+
+
+def _check_dataset(dataset: Any) -> None:
+    names = ("__len__", "batch", "fingerprint")
+    missing = [name for name in names if not callable(getattr(dataset, name, None))]
+    if not missing:
+        return
+    if isinstance(dataset, IndexedDataset):
+        remedy = "GPTDataset(indexed_dataset, sequence_length=..., seed=...) makes samples of it"
+    elif hasattr(dataset, "dataset") and not hasattr(dataset, "__iter__"):
+        remedy = "give the dataset that it was made of, its attribute `dataset`"
+    else:
+        remedy = (
+            "give a GPTDataset, a BlendedDataset or an object with these methods, or "
+            "ExternalBatches(batches, samples_per_step=...) of an iterable of batches"
+        )
+    name = type(dataset).__name__
+    raise ConfigError(f"dataset is a {name}, which has no {', '.join(missing)}: {remedy}")
 
 
 def _check_sampler(sampler: Any, dataset: Any) -> None:

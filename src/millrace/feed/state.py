@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from millrace.checks import shown
-from millrace.errors import ResumeError
+from millrace.errors import ConfigError, ResumeError
 
 STATE_VERSION = 3
 """It rises when states of earlier versions cannot be compared with fingerprints of today."""
@@ -17,6 +17,28 @@ _LEAVES = (str, int, float, np.generic, type(None))  # of a fingerprint
 _MOST_LINES = 10  # differences in a message
 _MOST_SHOWN = 80  # characters of a value in a message
 _VIEW_OPTIONS = ("eod_token", "pad_token", "reset_position_ids", "eod_mask_loss")  # of version 2
+
+
+def plain(value: Any, place: str = "fingerprint") -> Any:
+    """A fingerprint that JSON and pickle return as it is; NumPy's numbers become Python's.
+
+    Raises:
+        ConfigError: A value that a saved state could not be compared with; the message says where.
+    """
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise ConfigError(f"{place} has the key {shown(key)}: keys must be strings")
+        return {key: plain(part, f"{place}.{key}") for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(part, f"{place}[{number}]") for number, part in enumerate(value)]
+    number = value.item() if isinstance(value, np.generic) else value
+    if not isinstance(number, (str, int, float, type(None))) or number != number:
+        raise ConfigError(
+            f"{place} is {shown(value, _MOST_SHOWN)}, which a saved state cannot hold or compare: "
+            "use plain numbers, strings, lists and dicts (of bytes or arrays, a hash as a string)"
+        )
+    return number
 
 
 def read_state(state: Any, fingerprint: dict[str, Any], remark: str = "") -> tuple[Any, str]:
