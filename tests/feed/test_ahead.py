@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -200,6 +201,67 @@ def test_a_loader_that_is_dropped_ends_its_threads() -> None:
     del loader
     gc.collect()
     wait_for(lambda: not workers())
+
+
+@pytest.mark.parametrize("place", ["dataset", "prepare"])
+def test_a_loader_that_refers_to_itself_is_collected(place: str) -> None:
+    batches: list[weakref.ref[np.ndarray]] = []
+
+    class Owner:
+        loader: Loader
+
+        def work(self, batch: Any) -> Any:
+            return batch
+
+    class Kept(Numbers):
+        def batch(self, sample_numbers: Any) -> dict[str, np.ndarray]:
+            batch = super().batch(sample_numbers)
+            batches.append(weakref.ref(batch["tokens"]))
+            return batch
+
+    owner = Owner()
+    options = {} if place == "dataset" else {place: owner.work}
+    dataset = Kept(work=owner.work if place == "dataset" else None)
+    loader = owner.loader = Loader(dataset, micro_batch_size=2, threads=2, prefetch=4, **options)
+    next(loader)
+    wait_for(lambda: len(batches) == 5)
+    del owner, dataset, options, loader
+    for _ in range(100):  # a thread may still be putting its last step away
+        gc.collect()
+        if not workers():
+            break
+        time.sleep(0.01)
+    assert not workers()
+    assert [batch() for batch in batches] == [None] * 5
+
+
+def test_a_step_does_not_wait_for_later_ones() -> None:
+    class Small(Numbers):
+        takes_form = True
+
+        def batch(self, sample_numbers: Any, form: Any = None) -> dict[str, np.ndarray]:
+            return super().batch(sample_numbers)
+
+    permits = threading.Semaphore(0)
+    num_prepared = 0
+
+    def prepare(batch: Any) -> Any:
+        nonlocal num_prepared
+        if not permits.acquire(timeout=1):
+            raise TimeoutError(f"step {num_prepared} is made before an earlier one is handed out")
+        num_prepared += 1
+        return batch
+
+    loader = Loader(Small(), micro_batch_size=2, prepare=prepare)
+    for number in range(5):
+        permits.release()
+        assert next(loader)["tokens"][0] == 2 * number
+    closing = threading.Thread(target=loader.close)
+    closing.start()
+    wait_for(lambda: loader._is_closed)
+    permits.release(100)
+    closing.join()
+    assert num_prepared <= 6
 
 
 def test_a_dataset_that_asks_its_loader_is_told_how() -> None:

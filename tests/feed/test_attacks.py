@@ -72,6 +72,45 @@ def test_an_interruption_at_any_instant_loses_no_step(prefetch: int, threads: in
     assert all("unlocked lock" in error for error in errors)
 
 
+class FormNumbers(Numbers):
+    """Numbers that say, as our own datasets do, that they take a form."""
+
+    takes_form = True
+
+    def batch(self, sample_numbers: Any, form: Any = None) -> dict[str, np.ndarray]:
+        return super().batch(sample_numbers)
+
+
+def test_no_interruption_of_a_loop_that_only_draws_is_lost() -> None:
+    raised: list[int] = []
+    caught = 0
+
+    def interrupt(*_: Any) -> None:
+        raised.append(1)
+        raise KeyboardInterrupt
+
+    dataset = FormNumbers(10**9, work=lambda numbers: time.sleep(0.00015))
+    loader = Loader(dataset, micro_batch_size=2)
+    handler = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for number in range(40):
+            signal.setitimer(signal.ITIMER_REAL, 0.02 + number * 1e-5)
+            try:
+                while len(raised) == number:
+                    start = loader.consumed_samples
+                    assert next(loader)["tokens"][0] == start
+            except KeyboardInterrupt:
+                caught += 1
+            except (RuntimeError, ConfigError) as error:
+                assert "unlocked lock" in str(error)  # noqa: PT017 - see the test above
+                caught += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        loader.close()
+    assert caught == len(raised) == 40
+
+
 def test_a_signal_handler_may_close_a_loader_inside_the_queue() -> None:
     loader = Loader(Numbers(), micro_batch_size=2, threads=2)
     next(loader)
@@ -235,6 +274,97 @@ def test_a_thread_that_does_not_start_is_a_clear_error(monkeypatch: pytest.Monke
 def test_a_watchdog_may_wait_for_ever(prefetch: int, watchdog: float) -> None:
     dataset = Numbers(work=lambda numbers: time.sleep(0.001))
     next(Loader(dataset, micro_batch_size=2, prefetch=prefetch, watchdog=watchdog))
+
+
+@pytest.mark.parametrize("prefetch", [None, 0, 8])
+def test_an_error_that_comes_once_is_raised_once_and_no_step_is_prepared_again(
+    prefetch: int | None,
+) -> None:
+    prepared: list[int] = []
+    failures = {"prepare": 300, "dataset": 400}  # where each fails once
+
+    def fail_once(place: str, numbers: Any) -> None:
+        if failures.get(place) in numbers:
+            raise OSError(f"{place} fails at {failures.pop(place)}")
+
+    def prepare(batch: Any) -> Any:
+        prepared.append(int(batch["tokens"][0]))
+        fail_once("prepare", batch["tokens"])
+        return batch
+
+    dataset = FormNumbers(500, work=lambda numbers: fail_once("dataset", numbers))
+    loader = Loader(dataset, micro_batch_size=2, prefetch=prefetch, prepare=prepare)
+    errors, starts = [], []
+    while loader.consumed_samples < 500:
+        try:
+            starts.append(int(next(loader)["tokens"][0]))
+        except OSError as error:
+            errors.append((loader.consumed_samples, str(error)))
+    assert errors == [(300, "prepare fails at 300"), (400, "dataset fails at 400")]
+    assert starts == list(range(0, 500, 2))
+    assert prepared == sorted([*starts, 300])
+
+
+# ---- one thread ----
+
+
+class OnePlace(Numbers):
+    """A dataset that moves to each sample, and reads there: only one thread may use it."""
+
+    place = 0
+    num_inside = most_inside = 0
+
+    def batch(self, sample_numbers: Any, form: Any = None) -> dict[str, np.ndarray]:
+        self.num_inside += 1
+        self.most_inside = max(self.num_inside, self.most_inside)
+        rows = np.empty(len(sample_numbers), np.int64)
+        for row, self.place in enumerate(sample_numbers):
+            time.sleep(0.0005)
+            rows[row] = self.place
+        self.num_inside -= 1
+        return {"tokens": rows}
+
+
+def test_one_thread_at_a_time_is_in_the_dataset_when_the_loader_moves() -> None:
+    dataset = OnePlace(1000)
+    loader = Loader(dataset, micro_batch_size=4)
+    states = [loader.state_dict() | {"consumed_samples": 40 * number} for number in range(15)]
+    for number, state in enumerate(states):
+        loader.load_state_dict(state)
+        for step in range(2):
+            start = 40 * number + 4 * step
+            assert next(loader)["tokens"].tolist() == list(range(start, start + 4))
+        assert loader.batch(number)["tokens"].tolist() == list(range(4 * number, 4 * number + 4))
+        if number % 3 == 0:
+            loader.load_state_dict(state)
+            loader.start()
+    loader.close()
+    assert dataset.most_inside == 1
+
+
+def test_a_loader_moves_away_from_a_read_that_hangs() -> None:
+    may_end, has_begun = threading.Event(), threading.Event()
+    inside: list[int] = []
+
+    def hang(numbers: Any) -> None:
+        inside.append(int(numbers[0]))
+        if numbers[0] == 0:
+            has_begun.set()
+            may_end.wait(20)
+
+    loader = Loader(Numbers(work=hang), micro_batch_size=2)
+    state = loader.state_dict() | {"consumed_samples": 50}
+    loader.start()
+    has_begun.wait(20)
+    loader.load_state_dict(state)
+    loader.start()
+    time.sleep(0.05)
+    assert inside == [0]
+    may_end.set()
+    assert next(loader)["tokens"].tolist() == [50, 51]
+    loader.load_state_dict(state)
+    loader.close()
+    assert not workers()
 
 
 # ---- copies, and many threads ----

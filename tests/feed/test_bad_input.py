@@ -51,6 +51,18 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> GPTDataset:
 # ---- arguments ----
 
 
+def test_what_is_not_a_dataset_is_refused_with_the_remedy(dataset: GPTDataset) -> None:
+    torch_data = pytest.importorskip("millrace.torch")
+    for value, remedy in [
+        (dataset.dataset, "GPTDataset"),
+        ([1, 2, 3], "ExternalBatches"),
+        (torch_data.MapDataset(dataset), "`dataset`"),
+        (None, "GPTDataset"),
+    ]:
+        with pytest.raises(ConfigError, match=rf"{type(value).__name__}, .*batch.*{remedy}"):
+            Loader(value, micro_batch_size=2)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("rank", [2, -1, np.int64(2), 2**70])
 def test_a_rank_outside_its_range_is_refused(dataset: GPTDataset, rank: Any) -> None:
     share = {"micro_batch_size": 2, "data_parallel_rank": rank, "data_parallel_size": 2}

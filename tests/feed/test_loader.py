@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import pickle
 import signal
@@ -26,6 +27,7 @@ from millrace import (
     Loader,
     ResumeError,
     SequentialSampler,
+    TransformedDataset,
     ViewChangeWarning,
 )
 
@@ -488,3 +490,110 @@ def test_a_state_resumes_on_moved_data(make_dataset: Make, tmp_path: Path) -> No
     second = loader(tmp_path / "moved")
     second.load_state_dict(state)
     assert np.array_equal(next(second)["tokens"], next(first)["tokens"])
+
+
+# ---- datasets of one's own ----
+
+
+class Padded:
+    """Samples of 1 to 9 tokens, as wide as the longest one of their batch."""
+
+    def __len__(self) -> int:
+        return 700
+
+    def batch(self, sample_numbers: Any) -> dict[str, np.ndarray]:
+        numbers = np.asarray(sample_numbers, np.int64)
+        width = (numbers % 9 + 1).max(initial=0)
+        return {
+            "tokens": np.repeat(numbers[:, None], 9, axis=1),
+            "loss_mask": np.ones((len(numbers), 9), np.float32),
+            "widths": np.full(len(numbers), width),
+        }
+
+    def texts(self, sample_numbers: Any) -> Any:
+        numbers = np.asarray(sample_numbers, np.int64)
+        return np.repeat(numbers, 9), np.arange(1, len(numbers) + 1) * 9
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"kind": "padded"}
+
+
+@pytest.mark.parametrize("kind", ["plain", "blend", "blend of blends", "transformed"])
+def test_batches_of_a_dataset_whose_rows_depend_on_their_batch_come_again(kind: str) -> None:
+    dataset: Any = Padded()
+    if kind == "transformed":
+        dataset = TransformedDataset(dataset, [])
+    elif kind != "plain":
+        dataset = BlendedDataset([dataset, Padded()], [1, 2], 600)
+        if kind == "blend of blends":
+            dataset = BlendedDataset([dataset], [1], 590)
+    loader = Loader(dataset, micro_batch_size=2)
+    batches = [batch["widths"].tolist() for batch in loader]
+    assert batches == [
+        b["widths"].tolist() for b in Loader(dataset, micro_batch_size=2, prefetch=0)
+    ]
+    assert batches == [loader.batch(step)["widths"].tolist() for step in range(len(loader))]
+    resumed = Loader(dataset, micro_batch_size=2)
+    resumed.load_state_dict(loader.state_dict() | {"consumed_samples": 202})
+    assert [batch["widths"].tolist() for batch in resumed] == batches[101:]
+
+
+class Named(Padded):
+    """A dataset with a fingerprint of its own."""
+
+    def __init__(self, fingerprint: Any) -> None:
+        self._fingerprint = fingerprint
+
+    def fingerprint(self) -> Any:
+        return self._fingerprint
+
+
+@pytest.mark.parametrize(
+    ("fingerprint", "place"),
+    [
+        ({"hash": b"ab"}, "hash is b'ab'"),
+        ({"files": [{"names": {"a"}}]}, r"files\[0\].names is {'a'}"),
+        ({"lengths": np.arange(3)}, r"lengths is array\(\[0, 1, 2\]\)"),
+        ({"view": {"weight": math.nan}}, "view.weight is nan"),
+        ({"weight": np.float32("nan")}, "weight is .*nan"),
+        ({"parts": ({1: "a"},)}, r"parts\[0\] has the key 1"),
+        ({"day": np.datetime64("2026-01-01")}, "day is .*2026-01-01"),
+        ({"size": np.complex64(1)}, "size is .*1"),
+        ({"model": object()}, "model is <object"),
+    ],
+)
+def test_a_fingerprint_that_no_state_can_hold_is_refused_at_once(
+    fingerprint: Any, place: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"fingerprint.{place}"):
+        Loader(Named(fingerprint), micro_batch_size=2)
+    blend = BlendedDataset([Padded(), Named(fingerprint)])
+    with pytest.raises(ConfigError, match=rf"fingerprint.datasets\[1\].{place}"):
+        Loader(blend, micro_batch_size=2)
+
+    class Sampler(SequentialSampler):
+        def fingerprint(self) -> Any:
+            return fingerprint
+
+    with pytest.raises(ConfigError, match=f"fingerprint.sampler.{place}"):
+        Loader(Padded(), sampler=Sampler(600, micro_batch_size=2))
+
+
+def test_a_fingerprint_with_numbers_of_numpy_is_saved_as_plain_values() -> None:
+    fingerprint = {
+        "size": np.int32(3),
+        "weights": (np.float32(0.1), np.float64(0.2), 0.3, math.inf),
+        "is_new": np.bool_(True),
+        np.str_("name"): np.str_("web"),
+        "nothing": None,
+    }
+    loader = Loader(Named(fingerprint), micro_batch_size=2)
+    next(loader)
+    state = loader.state_dict()
+    through_json, through_pickle = json.loads(json.dumps(state)), pickle.loads(pickle.dumps(state))
+    assert through_json == through_pickle == state
+    for saved in (state, through_json, through_pickle, state | {"fingerprint": fingerprint}):
+        other = Loader(Named(fingerprint), micro_batch_size=2)
+        other.load_state_dict(saved)
+        assert other.consumed_samples == 2
+    loader.close()
