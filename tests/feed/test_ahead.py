@@ -226,7 +226,7 @@ def test_a_loader_that_refers_to_itself_is_collected(place: str) -> None:
     next(loader)
     wait_for(lambda: len(batches) == 5)
     del owner, dataset, options, loader
-    for _ in range(100):  # a thread may still be putting its last step away
+    for _ in range(500):  # a thread may still be putting its last step away
         gc.collect()
         if not workers():
             break
@@ -247,7 +247,7 @@ def test_a_step_does_not_wait_for_later_ones() -> None:
 
     def prepare(batch: Any) -> Any:
         nonlocal num_prepared
-        if not permits.acquire(timeout=1):
+        if not permits.acquire(timeout=5):
             raise TimeoutError(f"step {num_prepared} is made before an earlier one is handed out")
         num_prepared += 1
         return batch

@@ -47,9 +47,8 @@ class Dataset(Protocol):
     """Samples by number: what a blend and a loader need.
 
     A dataset may offer attributes more. `takes_form`, if true, says that `batch` has a second
-    argument `form` (a `BatchForm`, or None), and that a row depends on its sample number alone, so
-    that a loader may cut a batch into several; a derived class says it again. Other datasets give
-    no other arrays than they return anyway. `texts(sample_numbers)` returns the tokens of samples
+    argument `form` (a `BatchForm`, or None). Other datasets give no other arrays than they return
+    anyway. `texts(sample_numbers)` returns the tokens of samples
     (see `GPTDataset.texts`). `source` (a `SampleSource`) and its `options` let a blend read samples
     of several datasets in one call of the core. `mapped_files()` returns the files whose sizes a
     blend checks now and then. `prefix` names the dataset in messages, and `file_dtype` is the dtype
@@ -67,8 +66,9 @@ class Dataset(Protocol):
     def fingerprint(self) -> dict[str, Any]:
         """What decides the samples, as plain values, for comparison with a saved state.
 
-        An entry "view", wherever it stands, holds what changes masks and padding alone: a loader
-        warns if it has changed, and refuses all other changes.
+        Strings, numbers but NaN, None, lists, and dicts with strings as keys: a loader refuses
+        other values. An entry "view", wherever it stands, holds what changes masks and padding
+        alone: a loader warns if it has changed, and refuses all other changes.
         """
         ...
 

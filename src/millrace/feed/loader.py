@@ -67,7 +67,9 @@ class Loader:
             2, or up to 32 if they are small (8 MiB in all). 0: each batch is made when it is asked
             for.
         threads: Number of threads that make batches; the result does not depend on it. Storage
-            with a long latency needs several, and a `prefetch` of at least their number.
+            with a long latency needs several, and a `prefetch` of at least their number. With 1,
+            one thread at a time is in the dataset and in `prepare`, also after `load_state_dict`
+            and in `batch`.
         watchdog: Seconds after which a batch that is not there yet prints what all threads are
             doing to stderr. None: never.
 
