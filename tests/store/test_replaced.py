@@ -137,8 +137,9 @@ import millrace
 prefix, kind, suffix = sys.argv[1:]
 dataset = millrace.IndexedDataset(prefix)
 gpt = millrace.GPTDataset(dataset, sequence_length=64, seed=1)
-loader = millrace.Loader(gpt, micro_batch_size=4)
-next(loader)
+if kind == "loader":
+    loader = millrace.Loader(gpt, micro_batch_size=4)
+    next(loader)
 os.truncate(prefix + suffix, 4096 if suffix == ".bin" else 34)
 try:
     if kind == "loader":
