@@ -338,3 +338,25 @@ def test_a_size_watch_starts_again_in_another_process() -> None:
     watch.look(list)
     assert watch._next > 0
     assert pickle.loads(pickle.dumps(watch))._next == 0
+
+
+def test_a_blend_asks_a_derived_class_for_its_own_batches(make_dataset: Make) -> None:
+    class Reversed(GPTDataset):
+        def batch(self, sample_numbers: Any, form: Any = None) -> Any:
+            batch = super().batch(sample_numbers, form)
+            return {name: array[:, ::-1].copy() for name, array in batch.items()}
+
+        def texts(self, sample_numbers: Any) -> Any:
+            tokens, ends = super().texts(sample_numbers)
+            return tokens + 1000, ends
+
+    data = make_dataset([2000] * 5)
+    parts = [kind(data, sequence_length=8, seed=1) for kind in (GPTDataset, Reversed)]
+    blend = BlendedDataset(parts, [1, 1], 20)
+    numbers = np.arange(20)
+    batch, (tokens, ends) = blend.batch(numbers), blend.texts(numbers)
+    of, at = blend.dataset_index, blend.dataset_sample_index
+    for number in numbers.tolist():
+        part = parts[of[number]]
+        assert np.array_equal(batch["tokens"][number], part.batch([at[number]])["tokens"][0])
+        assert np.array_equal(np.split(tokens, ends)[number], part.texts([at[number]])[0])

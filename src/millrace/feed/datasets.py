@@ -434,7 +434,7 @@ class BlendedDataset:
 
     def _batch(self, draws: _Draws, form: BatchForm | None) -> Batch:
         numbers, dataset_numbers, datasets, places, in_dataset = draws
-        sources = self._core_sources(datasets)
+        sources = self._core_sources(datasets, "batch")
         if sources and self._has_one_view:
             return gather(
                 sources,
@@ -464,7 +464,7 @@ class BlendedDataset:
 
     def _texts(self, draws: _Draws) -> Texts:
         numbers, _, datasets, places, in_dataset = draws
-        if sources := self._core_sources(datasets):
+        if sources := self._core_sources(datasets, "texts"):
             return gather_texts(sources, places, in_dataset)
         texts: list[NDArray[np.int64]] = [np.empty(0, np.int64)] * len(numbers)
         for place, dataset in enumerate(datasets):
@@ -510,9 +510,16 @@ class BlendedDataset:
         )
 
     @staticmethod
-    def _core_sources(datasets: Sequence[Dataset]) -> list[SampleSource] | None:
-        """The datasets' sources, if the core can read all of them in one call."""
-        sources = [getattr(dataset, "source", None) for dataset in datasets]
+    def _core_sources(datasets: Sequence[Dataset], method: str) -> list[SampleSource] | None:
+        """The datasets' sources, if the core can read all of them in place of this method."""
+        own = getattr(GPTDataset, method)
+        sources = [
+            getattr(dataset, "source", None)
+            # A class derived from ours may change what the method returns.
+            if not isinstance(dataset, GPTDataset) or getattr(type(dataset), method) is own
+            else None
+            for dataset in datasets
+        ]
         core_orders = [source and source.core_order for source in sources]
         return None if None in core_orders else sources  # type: ignore[return-value]
 

@@ -360,7 +360,6 @@ class Loader:
 
     def _renew(self) -> None:
         """Forgets the threads and waits of another process, and the step under way there."""
-        self._maker.renew()
         self._lock = threading.RLock()
         self._queue = None
         self._stats = WaitStats()
@@ -372,6 +371,7 @@ _loaders: weakref.WeakSet[Loader] = weakref.WeakSet()
 
 def _renew_all() -> None:
     for loader in _loaders:
+        loader._maker.renew()
         loader._renew()
 
 

@@ -56,8 +56,6 @@ class ShardedDataset(GPTDataset):
         DataError: Metadata or shards that are missing, damaged or do not agree.
     """
 
-    takes_form = True
-
     def __init__(
         self,
         folder: str | os.PathLike[str],
