@@ -65,6 +65,8 @@ def main() -> None:
     half = {"data_parallel_rank": rank // 2, "checksum_batches": 3}
     check("all differ", loader(rank, size), checksum_batches=2)
     check("replicas", loader(rank // 2, size // 2), **half)
+    check("elastic", loader(rank // 2, size // 2, consumed=22), **half)  # inside a step of four
+    check("elastic content", loader(rank // 2, size // 2, 22, shift=int(rank == 3)), **half)
     check("position", loader(rank, size, consumed=24 if rank != 2 else 32))
     check("fingerprint", loader(rank, size, seed=1 if rank != 0 else 7))
     check("overlap", loader(0, size))

@@ -37,20 +37,15 @@ def by_dead_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dic
     }
 
 
-EXPECTED = {
-    "all differ": "agree",
-    "replicas": "agree",
-    "group": "agree",
-    "afterwards": "agree",
-    "position": "MillraceError: on rank 2 consumed_samples is 32 | on ranks 0, 1, 3 "
-    "consumed_samples is 24: load the same checkpoint on every rank",
-    "fingerprint": "MillraceError: rank 0 has other data or another order than ranks 1, 2, 3: |   "
-    "parts[0].seed: 7 on rank 0, 1 elsewhere | Give every rank the same files and options",
-    "overlap": "MillraceError: rank 1 takes sample 24 at the next step, and so does rank 0: they "
-    "are data-parallel ranks 1 and 0 and must take different samples. Check the data-parallel "
-    "ranks and sizes of their samplers",
-    "not replicas": "MillraceError: on rank 1 the next samples are [26, 27] | on rank 0 the next "
-    "samples are [24, 25]: all of them are data-parallel rank 0 and must take the same samples",
+AGREE = ("all differ", "replicas", "elastic", "group", "afterwards")
+# By case: what the message names.
+NAMED = {
+    "position": ("on rank 2 consumed_samples is 32", "on ranks 0, 1, 3 consumed_samples is 24"),
+    "fingerprint": ("on rank 0 the checksum", "on ranks 1, 2, 3 the checksum"),
+    "overlap": ("rank 1 takes sample 24 ", "rank 0", "data-parallel ranks 1 and 0"),
+    "not replicas": ("on rank 1 the next samples are [26, 27]", "on rank 0 the next", "[24, 25]"),
+    "content": ("on rank 3 the checksums", "at sample 20'", "`millrace verify`"),
+    "elastic content": ("on rank 3 the checksums", "at sample 16'", "`millrace verify`"),
 }
 
 
@@ -58,16 +53,15 @@ def test_ranks_that_differ_are_named_on_every_rank(
     by_dead_rank: dict[int, list[dict[str, str]]],
 ) -> None:
     for rank, cases in enumerate(by_dead_rank[2]):
-        assert {case: cases[case] for case in EXPECTED} == EXPECTED
-        assert cases["content"].startswith("MillraceError: on rank 3 the checksums of the last ")
-        assert cases["content"].endswith("files differ: run `millrace verify` on them")
+        assert [cases[case] for case in AGREE] == ["agree"] * len(AGREE)
+        for case, parts in NAMED.items():
+            assert cases[case].startswith("MillraceError: ")
+            assert all(part in cases[case] for part in parts), cases[case]
         error = "DataError: text.bin has 0 bytes"
         for number, pair in enumerate([(0, 1), (1, 2)]):
-            outside = (
-                "ConfigError: this process is not in the group: call check_consistency on its "
-            )
-            assert cases[f"pair {number}"] == ("agree" if rank in pair else f"{outside}ranks")
-        refused = "ConfigError: timeout is -1.0; seconds above 0, up to 1,000,000, are possible"
+            outside = "ConfigError: this process is not in the group"
+            assert cases[f"pair {number}"].startswith("agree" if rank in pair else outside)
+        refused = "ConfigError: timeout must be above 0, up to 1,000,000 seconds, not -1"
         assert cases["bad argument"] == (
             refused if rank == 1 else f"MillraceError: rank 1: {refused}"
         )
@@ -88,7 +82,7 @@ def test_a_dead_rank_does_not_hold_up_the_others(
 def test_without_a_process_group_only_arguments_are_checked() -> None:
     loader: Any = Loader(Numbers(), micro_batch_size=2)
     check_consistency(loader)
-    with pytest.raises(ConfigError, match="timeout is nan"):
+    with pytest.raises(ConfigError, match=r"timeout .* nan"):
         check_consistency(loader, timeout=float("nan"))
     with pytest.raises(ConfigError, match="checksum_batches is -1"):
         check_consistency(loader, checksum_batches=-1)
