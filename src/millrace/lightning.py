@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 try:
-    from lightning.pytorch import LightningDataModule
+    from lightning.pytorch import LightningDataModule, Trainer
 except ImportError:  # the same classes under their older name
-    from pytorch_lightning import LightningDataModule
+    from pytorch_lightning import LightningDataModule, Trainer
 
 from millrace.errors import ConfigError
 from millrace.feed import Loader
@@ -18,12 +19,15 @@ from millrace.feed import Loader
 class DataModule(LightningDataModule):  # type: ignore[misc]
     """The loaders of a run for `Trainer.fit(model, datamodule=...)`.
 
-    The position travels in Lightning's checkpoint, as the state of the training dataloader
-    ("loops", "fit_loop", "combined_loader"); `Trainer.fit(..., ckpt_path=...)` restores it, also
-    with another number of ranks. It is the position after the last batch that was trained on: a
-    batch that was fetched but not finished, as in a checkpoint that is saved on an exception, comes
-    again. Each loader takes its data-parallel rank when it is made, so it is made by a function,
-    after Lightning has started its processes.
+    The position is part of each of Lightning's checkpoints, as the state of the data module, and
+    `Trainer.fit(..., ckpt_path=...)` restores it, also with another number of ranks. It is the
+    position after the last batch that was trained on: a batch that was fetched but not finished, as
+    in a checkpoint that is saved on an exception, comes again. Each loader takes its data-parallel
+    rank when it is made, so it is made by a function, after Lightning has started its processes.
+
+    Lightning saves the same position as the state of the training dataloader, too, but restores
+    that only in the middle of an epoch. So the data module's state counts, and the dataloader's
+    only in a checkpoint that has no other, such as an earlier millrace saved.
 
     Args:
         train: Function of the data-parallel rank and the number of ranks that makes the loader of
@@ -47,12 +51,39 @@ class DataModule(LightningDataModule):  # type: ignore[misc]
         if validation is not None:  # Lightning warns where the method is there without need
             self.val_dataloader = self._val_dataloader
         self.train_loader: Loader | None = None
+        self._batches: TrainerBatches | None = None
+        self._state: dict[str, Any] | None = None  # to load when the training batches are made
 
     def train_dataloader(self) -> TrainerBatches:
-        """The training batches, which Lightning saves with its checkpoints."""
+        """The training batches, from the checkpoint's position or the first unfinished one on."""
+        state, self._state = self._state, None
+        is_restored = state is not None
+        if state is None and self._batches is not None:
+            state = self._batches.state_dict()
+        elif state is None:
+            states: Any = getattr(self.trainer.fit_loop, "_combined_loader_states_to_load", ())
+            state = states[0] if len(states) == 1 else None
         if self.train_loader is None:
             self.train_loader = self._train(*self._rank_and_size())
-        return TrainerBatches(self.train_loader, self._finished_batches)
+        if state is not None:
+            self.train_loader.load_state_dict(state)
+        finished_batches = partial(_finished_batches, self.trainer)
+        self._batches = TrainerBatches(self.train_loader, finished_batches, is_restored)
+        return self._batches
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the training loader, for Lightning's checkpoint."""
+        if self._state is not None:
+            return self._state
+        return {} if self._batches is None else self._batches.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from a saved state when `Trainer.fit` asks for the training batches.
+
+        `Trainer.validate` and `test`, which take only the weights of a checkpoint, do not move it.
+        """
+        if self.trainer is None or self.trainer.state.fn == "fit":
+            self._state = state
 
     def _val_dataloader(self) -> _Restarting:
         return _Restarting(self._validation(*self._rank_and_size()))  # type: ignore[misc]
@@ -63,9 +94,9 @@ class DataModule(LightningDataModule):  # type: ignore[misc]
         ranks = self.trainer.distributed_sampler_kwargs or {}  # of the data-parallel ranks alone
         return ranks.get("rank", 0), ranks.get("num_replicas", 1)
 
-    def _finished_batches(self) -> int:
-        progress = self.trainer.fit_loop.epoch_loop.batch_progress.total
-        return int(progress.processed)
+
+def _finished_batches(trainer: Trainer) -> int:
+    return int(trainer.fit_loop.epoch_loop.batch_progress.total.processed)
 
 
 class TrainerBatches:
@@ -75,11 +106,16 @@ class TrainerBatches:
         loader: The loader.
         finished_batches: Function that returns how many batches the trainer has finished. Only the
             change of this number matters.
+        is_restored: Whether the loader stands where the checkpoint says already, so that the state
+            that Lightning loads is left alone.
     """
 
-    def __init__(self, loader: Loader, finished_batches: Callable[[], int]) -> None:
+    def __init__(
+        self, loader: Loader, finished_batches: Callable[[], int], is_restored: bool = False
+    ) -> None:
         self.loader = loader
         self._finished_batches = finished_batches
+        self._is_restored = is_restored
         self._is_first = True  # of an iteration
         self._forget()
 
@@ -132,8 +168,9 @@ class TrainerBatches:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a saved state; see `Loader.load_state_dict`."""
-        self.loader.load_state_dict(state)
-        self._forget()
+        if not self._is_restored:
+            self.loader.load_state_dict(state)
+            self._forget()
 
 
 class _Restarting:

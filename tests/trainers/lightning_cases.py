@@ -1,4 +1,7 @@
-"""What a checkpoint of Lightning holds where a batch was fetched and not finished."""
+"""Where a run of Lightning goes on after each kind of checkpoint.
+
+lightning_cases.py FOLDER CASES
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 import lightning.pytorch as lightning
 import numpy as np
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from millrace import ConfigError, CyclicSampler, Loader
 from millrace.lightning import DataModule
@@ -55,34 +59,92 @@ def endless(rank: int, size: int) -> Loader:
     return Loader(Numbers(), sampler=sampler, transform=to_tensors)
 
 
-def batches(make: Any, steps: int, *, validation: Any = None, **options: Any) -> Any:
+def batches(make: Any, steps: int = -1, *, validation: Any = None, **options: Any) -> Any:
     model = Model(options.pop("fails_at", None))
     path, resume = options.pop("save", None), options.pop("resume", None)
+    data = options.pop("data", None) or DataModule(make, validation=validation)
     trainer = lightning.Trainer(
         accelerator="cpu",
         max_steps=steps,
         logger=False,
-        enable_checkpointing=False,
+        enable_checkpointing="callbacks" in options,
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
         **options,
     )
-    data = DataModule(make, validation=validation)
     try:
-        trainer.fit(model, datamodule=data, ckpt_path=resume)
+        trainer.fit(model, datamodule=data, ckpt_path=resume, weights_only=True)
     except RuntimeError as error:
         if str(error) != "the power is gone":
             raise
-        trainer.save_checkpoint(path)  # as an OnExceptionCheckpoint does
-        return model.batches
     if path is not None:
-        trainer.save_checkpoint(path)
+        trainer.save_checkpoint(path)  # after an error, as an OnExceptionCheckpoint does
     return model.batches
 
 
+def trained(batches: list[Any]) -> list[Any]:
+    return [batch for batch in batches if batch[0] != "validation"]
+
+
+def steps(first: int, last: int) -> list[list[int]]:
+    return [list(range(4 * step, 4 * step + 4)) for step in range(first, last)]
+
+
+def epochs(folder: Path) -> None:
+    """Epochs of three batches; the run resumes with epochs of two, so no count may be reused."""
+    whole = {"limit_train_batches": 3, "max_epochs": 2}
+    rest = {"limit_train_batches": 2, "max_epochs": 4}
+    for name, options in {
+        "end": {},
+        "accumulating": {"accumulate_grad_batches": 2},
+        "validated": {"validation": sequential, "limit_val_batches": 1},
+        "in between": {
+            "validation": sequential,
+            "limit_val_batches": 1,
+            "val_check_interval": 1,
+        },
+        "fails": {"fails_at": 1},
+    }.items():
+        path = folder / name
+        callbacks = [ModelCheckpoint(path, save_last=True)]
+        callbacks += [OnExceptionCheckpoint(path)] * (name == "fails")
+        options = {"save": path / "after.ckpt", "callbacks": callbacks, **whole, **options}
+        before = trained(batches(sequential, **options))
+        assert before == steps(0, len(before)), name
+        assert len(before) == (1 if name == "fails" else 6), name
+        for saved in sorted(path.glob("*.ckpt")):
+            after = batches(sequential, **rest, resume=saved)
+            assert len(after) >= 3, (saved, after)
+            assert after == steps(len(before), len(before) + len(after)), (saved, after)
+            state = torch.load(saved, weights_only=True)["DataModule"]
+            assert state["consumed_samples"] == 4 * len(before), saved
+        assert len(list(path.glob("*.ckpt"))) == (2 if name == "fails" else 3)
+
+    saved = torch.load(folder / "end" / "last.ckpt", weights_only=True)
+    del saved["DataModule"]  # as earlier versions saved it
+    torch.save(saved, folder / "old.ckpt")
+    assert batches(sequential, **rest, resume=folder / "old.ckpt")[:1] == steps(6, 7)
+
+    # One data module in several runs.
+    data = DataModule(sequential, validation=sequential)
+    assert trained(batches(sequential, 4, fails_at=1, data=data)) == steps(0, 1)
+    assert trained(batches(sequential, 4, data=data)) == steps(1, 5)  # what failed comes again
+    saved = folder / "end" / "last.ckpt"
+    trainer = lightning.Trainer(logger=False, accelerator="cpu", enable_checkpointing=False)
+    trainer.validate(Model(), data, ckpt_path=saved)
+    assert trained(batches(sequential, 1, data=data)) == steps(5, 6)
+    assert trained(batches(sequential, data=data, resume=saved, **rest))[:1] == steps(6, 7)
+
+
 def main() -> None:
-    folder = Path(sys.argv[1])
+    if sys.argv[2] == "epochs":
+        epochs(Path(sys.argv[1]))
+    else:
+        unfinished(Path(sys.argv[1]))
+
+
+def unfinished(folder: Path) -> None:
     for make in (sequential, endless):
         expected = batches(make, 6)
         path = folder / f"{make.__name__}.ckpt"

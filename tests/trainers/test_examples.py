@@ -71,10 +71,10 @@ def test_a_killed_run_resumes_on_other_ranks_bit_for_bit(script: str, tmp_path: 
     assert losses(tmp_path / "killed") == expected
 
 
-def test_lightning_saves_the_position_after_the_last_finished_batch(tmp_path: Path) -> None:
-    script = Path(__file__).parent / "lightning_cases.py"
+@pytest.mark.parametrize("cases", ["unfinished", "epochs"])
+def test_lightning_goes_on_after_the_last_finished_batch(cases: str, tmp_path: Path) -> None:
     launch(
-        str(script),
+        str(Path(__file__).parent / "lightning_cases.py"),
         "millrace.lightning,millrace.torch",
-        [{"ranks": 1, "arguments": [str(tmp_path)]}],
+        [{"ranks": 1, "arguments": [str(tmp_path), cases]}],
     )
