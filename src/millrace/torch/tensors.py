@@ -17,8 +17,9 @@ from millrace.errors import ConfigError
 def to_tensors(batch: Mapping[str, NDArray[Any]], *, pin: bool = False) -> dict[str, torch.Tensor]:
     """A batch as torch tensors that share its memory: a `transform` or `prepare` of a loader.
 
-    An array that several batches share (`loss_mask`, `position_ids`) is read-only in numpy. torch
-    has no read-only tensors: do not write to these tensors in place.
+    A read-only array, such as a loss mask that all batches share, is copied: torch has no read-only
+    tensors. So the tensors may be changed in place. Only labels that are a view of the tokens,
+    which is what `share_labels` asks for, change with them.
 
     Args:
         batch: Arrays of any shape, of integers, booleans or floats.
@@ -27,7 +28,8 @@ def to_tensors(batch: Mapping[str, NDArray[Any]], *, pin: bool = False) -> dict[
 
     Returns:
         CPU tensors of the same shapes and dtypes (`uint16` needs torch 2.3 or newer). An array that
-        torch cannot map (big-endian, or with a negative stride) is copied; a tensor stays as it is.
+        torch cannot map (big-endian, or with a negative stride) is copied, too; a tensor stays as
+        it is.
 
     Raises:
         ConfigError: An array of a dtype that torch does not have, such as strings or objects.
@@ -79,18 +81,6 @@ def to_device(
     return partial(_copy_to_cuda, device=torch.device("cuda", index), stream=stream)
 
 
-class _Writable:
-    """The memory of a read-only array, described to numpy as writable.
-
-    `torch.from_numpy` warns about each read-only array, although trainers read batches only.
-    """
-
-    def __init__(self, array: NDArray[Any]) -> None:
-        self.array = array  # keeps the memory alive
-        interface = array.__array_interface__
-        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
-
-
 def _tensor(name: str, array: Any) -> torch.Tensor:
     if isinstance(array, torch.Tensor):
         return array
@@ -98,8 +88,10 @@ def _tensor(name: str, array: Any) -> torch.Tensor:
     flags = array.flags
     if not array.dtype.isnative or (not flags.c_contiguous and min(array.strides) < 0):
         array = array.astype(array.dtype.newbyteorder("="), order="C")
+    elif not flags.writeable:
+        array = array.copy()
     try:
-        return torch.from_numpy(array if flags.writeable else np.asarray(_Writable(array)))
+        return torch.from_numpy(array)
     except TypeError:
         raise ConfigError(
             f"{name!r} is an array of {array.dtype}, which torch does not have: leave it out, or "
