@@ -20,14 +20,15 @@ def main() -> None:
     options = tiny_data.arguments("train with torch's DataLoader")
     if options.ranks > 1:
         distributed.init_process_group("gloo")
-    dataset = tiny_data.make_dataset(options)
+    dataset = MapDataset(tiny_data.make_dataset(options))
     model, optimizer = tiny_gpt.make_model()
     step, consumed_samples, checkpoint = 0, 0, options.folder / "checkpoint.pt"
     if checkpoint.exists():
         saved = torch.load(checkpoint)
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
-        step, consumed_samples = saved["step"], saved["data"]["consumed_samples"]
+        dataset.load_state_dict(saved["data"])  # an error if the data are others
+        step, consumed_samples = saved["step"], saved["position"]["consumed_samples"]
 
     sampler = millrace.SequentialSampler(
         len(dataset),
@@ -36,23 +37,22 @@ def main() -> None:
         data_parallel_size=options.ranks,
     )
     batches = BatchSampler(sampler, consumed_samples)
-    loader = DataLoader(
-        MapDataset(dataset), batch_sampler=batches, collate_fn=collate, num_workers=2
-    )
+    loader = DataLoader(dataset, batch_sampler=batches, collate_fn=collate, num_workers=2)
     first = step
     for batch in loader:
         loss = tiny_gpt.train_step(model, optimizer, batch)
         step += 1
         if step % options.save_every == 0 and options.rank == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            state |= {"step": step, "data": batches.state_after(step - first)}
+            state |= {"step": step, "position": batches.state_after(step - first)}
+            state |= {"data": dataset.state_dict()}
             tiny_gpt.save_atomically(state, checkpoint)
         tiny_data.log(options, step, loss)
         if step == options.steps:
             break
     # Any loader at this position can be compared over the ranks, now and then.
     state = batches.state_after(step - first)
-    position = millrace.Loader(dataset, sampler=sampler, prefetch=0, **state)
+    position = millrace.Loader(dataset.dataset, sampler=sampler, prefetch=0, **state)
     check_consistency(position, checksum_batches=1)
     if options.ranks > 1:
         distributed.destroy_process_group()

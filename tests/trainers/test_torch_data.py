@@ -106,6 +106,89 @@ def test_torchdata_resumes_at_the_next_batch(dataset: Any, workers: int, stop: i
         assert before + tokens(second) == expected
 
 
+@pytest.mark.parametrize(
+    ("workers", "method"), [(0, None), (1, "spawn"), (2, "fork"), (2, "forkserver")]
+)
+def test_torchdata_refuses_other_data_and_another_seed(
+    dataset: Any, make_dataset: Callable[..., Any], workers: int, method: str | None
+) -> None:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    def stateful(of: Any) -> Any:
+        batches = BatchSampler(sampler_of(of))
+        options = worker_options(workers, method, False)
+        return StatefulDataLoader(
+            MapDataset(of), batch_sampler=batches, collate_fn=collate, **options
+        )
+
+    def gpt(length: int, seed: int) -> Any:
+        data = make_dataset([30, 41, 7, 60, 33, length], name=f"{length} {seed}")
+        return millrace.GPTDataset(data, sequence_length=8, seed=seed, num_samples=60)
+
+    loader = stateful(dataset)
+    next(iter(loader))
+    state = loader.state_dict()
+    del loader
+    cases = [(gpt(52, 4), "seed: saved 3, now 4"), (gpt(53, 3), "lengths: saved")]
+    for other, place in cases[: 1 if method else 2]:
+        resumed = stateful(other)
+        resumed.load_state_dict(state)
+        with pytest.raises(ResumeError, match=place):
+            next(iter(resumed))
+
+
+def test_a_map_dataset_compares_its_state(dataset: Any) -> None:
+    state = MapDataset(dataset).state_dict()
+    assert set(map(type, state.values())) == {str}
+    MapDataset(dataset, fields=("tokens",)).load_state_dict(state)
+    data = dataset.dataset
+    other = millrace.GPTDataset(data, sequence_length=8, seed=4, num_samples=60)
+    with pytest.raises(ResumeError, match="seed: saved 3, now 4"):
+        MapDataset(other).load_state_dict(state)
+    view = millrace.GPTDataset(data, sequence_length=8, seed=3, num_samples=60, eod_token=1)
+    with pytest.warns(millrace.ViewChangeWarning, match="eod_token: saved None, now 1"):
+        MapDataset(view).load_state_dict(state)
+    with pytest.raises(ResumeError, match="consumed_samples"):
+        MapDataset(dataset).load_state_dict({"consumed_samples": 4})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(("workers", "is_persistent"), [(0, False), (2, False), (2, True)])
+def test_an_iteration_after_the_end_starts_again(
+    dataset: Any, workers: int, is_persistent: bool
+) -> None:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    options = worker_options(workers, "fork", is_persistent)
+    expected = tokens(loader_of(dataset, consumed_samples=12, prefetch=0))
+    loader = loader_of(dataset, consumed_samples=12)
+    for kind in (DataLoader, StatefulDataLoader):
+        steps = kind(IterableDataset(loader), batch_size=None, **options)
+        assert [tokens(steps) for _ in range(3)] == [expected] * 3
+        loader.load_state_dict({**loader.state_dict(), "consumed_samples": 36})  # the caller's move
+        if not is_persistent:
+            assert [tokens(steps) for _ in range(2)] == [expected[4:]] * 2
+        loader.load_state_dict({**loader.state_dict(), "consumed_samples": 12})
+    finished = StatefulDataLoader(IterableDataset(loader), batch_size=None, **options)
+    assert tokens(finished) == expected
+    state = finished.state_dict()
+    resumed = IterableDataset(loader_of(dataset, consumed_samples=12))
+    again = StatefulDataLoader(resumed, batch_size=None, **options)
+    again.load_state_dict(state)
+    assert [tokens(again) for _ in range(2)] == [expected] * 2
+
+
+def test_without_workers_an_iteration_that_was_left_goes_on(dataset: Any) -> None:
+    expected = tokens(loader_of(dataset, prefetch=0))
+    steps = IterableDataset(loader_of(dataset))
+    before = tokens(batch for _, batch in zip(range(3), steps, strict=False))
+    assert before + tokens(steps) == expected
+    assert tokens(steps) == expected
+    external = millrace.ExternalBatches([1, 2, 3], samples_per_step=2)  # the end is not known
+    assert [list(IterableDataset(Loader(external))) for _ in range(2)] == [[1, 2, 3]] * 2
+    again = IterableDataset(Loader(external))
+    assert [list(again) for _ in range(2)] == [[1, 2, 3]] * 2
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_state_after_resumes_with_other_ranks(dataset: Any, workers: int) -> None:
     expected = tokens(loader_of(dataset, prefetch=0))
@@ -144,6 +227,15 @@ def test_any_collate_function_gets_samples(dataset: Any) -> None:
         assert {name: tensor.tolist() for name, tensor in batch.items()} == {
             name: array.tolist() for name, array in expected.items()
         }
+    rows = ours.__getitems__(range(5))
+    for row in (-1, np.int64(4), slice(3), slice(None, None, -2), slice(7, 9)):
+        numbers = np.arange(5)[row].tolist()
+        chosen = rows[row] if isinstance(row, slice) else [rows[row]]
+        expected = dataset.batch(np.ravel(numbers))["tokens"].tolist()
+        assert [sample["tokens"].tolist() for sample in chosen] == expected
+    for row in (5, -6):
+        with pytest.raises(IndexError, match=f"no sample {row} in a batch of 5"):
+            rows[row]
     narrow = MapDataset(dataset, fields=("tokens", "cu_seqlens"), token_dtype="file")
     whole = collate(narrow.__getitems__([4, 9]))
     assert (whole["tokens"].dtype, whole["cu_seqlens"].dtype) == (torch.uint16, torch.int32)
@@ -153,15 +245,42 @@ def test_any_collate_function_gets_samples(dataset: Any) -> None:
         MapDataset(dataset, fields=("words",))
 
 
-def test_shared_arrays_become_tensors_without_a_warning(dataset: Any) -> None:
-    loader = Loader(dataset, micro_batch_size=2, fields=FIELDS, token_dtype="int32")
-    arrays = next(loader)
+@pytest.mark.parametrize("way", ["to_tensors", "to_device", "MapDataset", "samples"])
+def test_tensors_may_be_changed_in_place(dataset: Any, way: str) -> None:
+    """Loss masks and position ids of all loaders of a process are one array."""
+    options: dict[str, Any] = {"fields": FIELDS, "token_dtype": "int32"}
+    numbers = iter(range(0, 60, 2))
+    ours = MapDataset(dataset, **options)
+
+    def next_batch() -> list[dict[str, torch.Tensor]]:
+        if way == "MapDataset":
+            return [collate(ours.__getitems__([next(numbers), next(numbers)]))]
+        if way == "samples":
+            return list(ours.__getitems__([next(numbers), next(numbers)]))
+        return [next(loader)]
+
+    transform = to_device("cpu") if way == "to_device" else to_tensors
+    loader = Loader(dataset, micro_batch_size=2, prepare=transform, **options)
+    for _ in range(2):
+        for tensors in next_batch():
+            assert tensors["tokens"].dtype == torch.int32
+            assert tensors["tokens"].any()
+            assert tensors["loss_mask"].all()
+            assert tensors["position_ids"].flatten().tolist()[:8] == list(range(8))
+            for tensor in tensors.values():
+                tensor[:] = 0
+    arrays = next(Loader(dataset, micro_batch_size=2, **options))
+    assert arrays["loss_mask"].all()
     assert not arrays["loss_mask"].flags.writeable
+
+
+def test_tensors_share_the_memory_of_a_batch(dataset: Any) -> None:
+    arrays = next(Loader(dataset, micro_batch_size=2, fields=FIELDS))
     tensors = to_tensors(arrays, pin=True)  # without CUDA, pin has no effect
-    assert tensors["tokens"].dtype == torch.int32
     for name, tensor in tensors.items():
         assert np.array_equal(tensor.numpy(), arrays[name])
-        assert tensor.data_ptr() == arrays[name].ctypes.data
+        is_shared = tensor.data_ptr() == arrays[name].ctypes.data
+        assert is_shared == (name in ("tokens", "labels"))
     empty = np.empty((0, 4), np.uint16)
     empty.flags.writeable = False
     assert to_tensors({"tokens": empty})["tokens"].shape == (0, 4)

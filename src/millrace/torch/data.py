@@ -33,6 +33,9 @@ class MapDataset(data.Dataset):  # type: ignore[misc]
     A DataLoader reads each batch by one call of the core. With `collate_fn=collate` it hands over
     this batch as it is; any other collate function gets a list of samples.
 
+    Its state is the fingerprint of the data and their order. torchdata's StatefulDataLoader saves
+    and compares it; with torch's own DataLoader, save it beside the position of `BatchSampler`.
+
     Args:
         dataset: `GPTDataset`, `BlendedDataset` or another `millrace.feed.Dataset`.
         fields: Names of a batch's arrays, as in `millrace.Loader`. None: tokens, labels, loss_mask
@@ -63,6 +66,7 @@ class MapDataset(data.Dataset):  # type: ignore[misc]
     ) -> None:
         _check_kind("dataset", dataset, "batch", "a dataset, for example a millrace.GPTDataset")
         self.dataset = dataset
+        self._state: dict[str, str] | None = None
         self._form: BatchForm | None = None
         if fields is not None or token_dtype != "int64":
             fields = FIELDS if fields is None else fields
@@ -79,6 +83,24 @@ class MapDataset(data.Dataset):  # type: ignore[misc]
     def __getitems__(self, sample_numbers: Sequence[int]) -> Sequence[Tensors]:
         """The samples of a batch; `collate` takes the whole batch out of it."""
         return _Rows(self._batch(sample_numbers), len(sample_numbers))
+
+    def state_dict(self) -> dict[str, str]:
+        """The fingerprint of the data and their order."""
+        if self._state is None:  # once: a StatefulDataLoader asks at each batch
+            self._state = self._comparison().state_dict()
+        return self._state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Compares a saved fingerprint with the dataset's; see `Loader.load_state_dict`.
+
+        Raises:
+            ResumeError: A state of other data or another order, or not a `MapDataset`'s.
+        """
+        self._comparison().load_state_dict(state)
+
+    def _comparison(self) -> CheckpointState:
+        loader = Loader(self.dataset, micro_batch_size=1, drop_last=False, prefetch=0)
+        return CheckpointState(loader)
 
     def _batch(self, sample_numbers: Sequence[int]) -> Tensors:
         numbers = np.asarray(sample_numbers, None if len(sample_numbers) else np.int64)
@@ -102,18 +124,22 @@ class _Rows(Sequence[Tensors]):
         return self._length
 
     def __getitem__(self, row: Any) -> Any:
-        if not 0 <= row < self._length:
+        try:
+            number = range(self._length)[row]
+        except IndexError:
             raise IndexError(
                 f"there is no sample {row} in a batch of {self._length}: batches that may be empty "
                 "need collate_fn=millrace.torch.collate"
-            )
+            ) from None
+        if isinstance(number, range):
+            return [self[one] for one in number]
         for name, tensor in self.batch.items():
             if tensor.ndim == 0 or len(tensor) != self._length:
                 raise ConfigError(
                     f"{name} belongs to a whole batch and cannot be divided into samples: pass "
                     "collate_fn=millrace.torch.collate to the DataLoader"
                 )
-        return {name: tensor[row] for name, tensor in self.batch.items()}
+        return {name: tensor[number] for name, tensor in self.batch.items()}
 
 
 def collate(samples: Sequence[Tensors]) -> Tensors:
@@ -211,7 +237,8 @@ class IterableDataset(data.IterableDataset):  # type: ignore[misc]
     order. Workers start at the loader's position at the time they start, and hold copies of it:
     the loader itself stays where it is. So save the state of torchdata's StatefulDataLoader, or,
     with torch's DataLoader, `state_after(num_batches)`. Without workers the loader itself advances,
-    and its own `state_dict()` is the state.
+    and its own `state_dict()` is the state. An iteration after the end has the same batches once
+    more, with workers and without: it starts where the loader stood before the first one.
 
     Args:
         loader: The loader of this rank. With `fields`, it needs `transform=to_tensors`: torch's own
@@ -224,7 +251,8 @@ class IterableDataset(data.IterableDataset):  # type: ignore[misc]
     def __init__(self, loader: Loader) -> None:
         _check_kind("loader", loader, "batch_at", "a millrace.Loader")
         self.loader = loader
-        self._has_advanced = False
+        # Of the iterations in this process: where they started, stand, and came to the end.
+        self._start = self._position = self._end = -1
 
     def __len__(self) -> int:
         """The number of steps from sample 0: `len(loader)`."""
@@ -233,14 +261,22 @@ class IterableDataset(data.IterableDataset):  # type: ignore[misc]
     def __iter__(self) -> Iterator[Any]:
         worker = data.get_worker_info()
         if worker is None:
-            self._has_advanced = True
-            return _Steps(self.loader)
+            self._rewind()
+            return _Steps(self)
         if getattr(self.loader.dataset, "is_sequential", False):
             raise ConfigError(
                 "external batches come from one iterable, which workers cannot share: use "
                 "num_workers=0"
             )
         return _WorkerSteps(self.loader, worker.id, worker.num_workers)
+
+    def _rewind(self) -> None:
+        """Moves the loader back to the start, if iterations have brought it to its end."""
+        loader, position = self.loader, self.loader.consumed_samples
+        if position != self._position:  # the first iteration, or the caller has moved the loader
+            self._start = position
+        elif position == self._end or not loader.sampler.has_step(position):
+            loader.load_state_dict({**loader.state_dict(), "consumed_samples": self._start})
 
     def state_after(self, num_batches: int) -> dict[str, Any]:
         """The loader's state after so many batches of a DataLoader with workers.
@@ -252,7 +288,7 @@ class IterableDataset(data.IterableDataset):  # type: ignore[misc]
             ConfigError: The loader was iterated in this process, and so has advanced; or fewer
                 batches are left.
         """
-        if self._has_advanced:
+        if self._start >= 0:
             raise ConfigError(
                 "state_after counts from the loader's position, which has advanced in this "
                 "process: save loader.state_dict()"
@@ -263,22 +299,30 @@ class IterableDataset(data.IterableDataset):  # type: ignore[misc]
 
 
 class _Steps:
-    """A loader as an iterator whose state a StatefulDataLoader saves."""
+    """The loader of a dataset as an iterator whose state a StatefulDataLoader saves."""
 
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
+    def __init__(self, dataset: IterableDataset) -> None:
+        self._dataset = dataset
+        self._loader = dataset.loader
 
     def __iter__(self) -> _Steps:
         return self
 
     def __next__(self) -> Any:
-        return next(self._loader)
+        try:
+            return next(self._loader)
+        except StopIteration:
+            self._dataset._end = self._loader.consumed_samples
+            raise
+        finally:
+            self._dataset._position = self._loader.consumed_samples
 
     def state_dict(self) -> dict[str, Any]:
         return self._loader.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._loader.load_state_dict(state)
+        self._dataset._position = self._loader.consumed_samples
 
 
 class _WorkerSteps:
