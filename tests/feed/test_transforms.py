@@ -430,6 +430,18 @@ def test_wrong_ranges_are_refused(tmp_path: Path, ranges: Any, message: str) -> 
     assert sorted(os.listdir(tmp_path)) == ["data.bin", "data.idx"]
 
 
+def test_ranges_cut_short_in_use_are_named(tmp_path: Path) -> None:
+    prefix, path = str(tmp_path / "data"), tmp_path / "data.loss-ranges.npy"
+    write_documents(prefix, [np.arange(20)] * 3000)
+    write_loss_ranges(prefix, [(document, 0, 5) for document in range(3000)])
+    dataset = gpt(prefix)
+    ranges = LossRanges(dataset)
+    tokens, ends = dataset.texts([1])
+    os.truncate(path, 100)
+    with pytest.raises(DataError, match=str(path)):
+        ranges.apply(MaskedTexts(tokens, ends, np.ones(len(tokens), np.bool_)), np.array([1]))
+
+
 def test_ranges_of_other_data_are_refused(tmp_path: Path) -> None:
     prefix = write_numbered(tmp_path / "data")
     other = write_numbered(tmp_path / "other", first=50)

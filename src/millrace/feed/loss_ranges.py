@@ -139,7 +139,11 @@ class LossRanges:
             self.dataset, sample_numbers, np.arange(len(sample_numbers))
         ):
             spans = dataset.spans(numbers)
-            part = _native.mark_ranges(self._ranges[dataset.prefix].arrays[_ARRAY], *spans[:3])
+            ranges = self._ranges[dataset.prefix]
+            try:
+                part = _native.mark_ranges(ranges.arrays[_ARRAY], *spans[:3])
+            except DataError as error:  # a page of the mapped file is gone
+                raise DataError(f"{ranges.path}: {error}") from None
             bounds = np.append(0, np.cumsum(spans.counts))[spans.bounds]
             for place, row in enumerate(rows.tolist()):
                 marks[starts[row] : starts[row + 1]] = part[bounds[place] : bounds[place + 1]]
@@ -156,6 +160,7 @@ class _Ranges(NamedTuple):
 
     arrays: arrays.ArraySet | dict[str, NDArray[np.int32]]
     checksum: str
+    path: str = "the ranges in memory"
 
 
 def _ranges_of(dataset: GPTDataset, ranges: str | os.PathLike[str] | ArrayLike | None) -> _Ranges:
@@ -185,7 +190,7 @@ def _read(prefix: str, dataset: GPTDataset) -> _Ranges:
             "ranges belong to another token file. Write them again with write_loss_ranges"
         )
     array_set[_ARRAY]  # maps it: damage shows now, not in mid-training
-    return _Ranges(array_set, key["ranges"])
+    return _Ranges(array_set, key["ranges"], array_set.path(_ARRAY))
 
 
 def _place(prefix: str) -> tuple[str, str]:
