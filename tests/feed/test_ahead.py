@@ -29,6 +29,7 @@ from millrace import (
     GPTDataset,
     IndexedDataset,
     Loader,
+    MillraceError,
     ResumeError,
     TransformedDataset,
 )
@@ -449,6 +450,44 @@ def test_an_error_of_an_iterator_is_not_its_end() -> None:
         next(loader)
     with pytest.raises(ResumeError, match="iterator"):
         next(loader)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("consumed", [0, 2])
+def test_every_error_after_a_failed_iterator_names_the_failure(
+    prefetch: int, consumed: int
+) -> None:
+    def batches() -> Iterator[int]:
+        yield 0
+        raise OSError("the network is gone")
+
+    source = ExternalBatches(batches(), samples_per_step=1)
+    loader = Loader(source, prefetch=prefetch, consumed_samples=consumed)
+    for batch in range(1 - min(consumed, 1)):
+        assert next(loader) == batch
+    with pytest.raises(OSError, match="the network is gone"):
+        next(loader)
+    for _ in range(3):
+        with pytest.raises(ResumeError, match=r"cannot go back.*network is gone") as caught:
+            next(loader)
+        assert isinstance(caught.value.__cause__, OSError)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_state_beyond_the_end_of_external_batches_is_refused(prefetch: int) -> None:
+    state = Loader(ExternalBatches([], samples_per_step=2), consumed_samples=8).state_dict()
+    known = ExternalBatches([1, 2, 3], samples_per_step=2, num_steps=3)
+    with pytest.raises(ConfigError, match=r"consumed_samples is 8; .* 6 samples"):
+        Loader(known, prefetch=prefetch).load_state_dict(state)
+    for end, batches in ((6, [1, 2, 3]), (0, []), (2, iter([1]))):
+        loader = Loader(ExternalBatches(batches, samples_per_step=2), prefetch=prefetch)
+        loader.load_state_dict(state)
+        for _ in range(2):
+            with pytest.raises(MillraceError, match=f"consumed_samples is 8; .* after {end} sam"):
+                next(loader)
+    at_end = Loader(ExternalBatches([1, 2, 3, 4], samples_per_step=2), prefetch=prefetch)
+    at_end.load_state_dict(state)
+    assert list(at_end) == []
 
 
 def test_wrong_external_batches_are_refused() -> None:

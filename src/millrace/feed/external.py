@@ -51,6 +51,7 @@ class ExternalBatches:
     is_sequential = True
     _iterator: Iterator[Any]
     _position: int  # of the iterator, or -1
+    _failure: BaseException | None  # of the batches: the first one since a batch was read
 
     def __init__(
         self,
@@ -92,18 +93,24 @@ class ExternalBatches:
         Raises:
             EndOfBatches: The batches have ended before.
             ResumeError: An iterator that has been read cannot begin again.
+            ConfigError: The batches end before the first of these numbers.
         """
         start = int(np.asarray(sample_numbers)[0])
         with self._lock:
-            iterator = self._iterator if start == self._position else self._open(start)
-            self._position = -1  # unknown, if `next` fails
-            self._iterator = iterator
             try:
-                batch = next(iterator)
-            except StopIteration:
+                iterator = self._iterator if start == self._position else self._open(start)
+                self._position = -1  # unknown, if `next` fails
+                self._iterator = iterator
+                batch = next(iterator, self)
+            except BaseException as error:
+                if self._failure is None and not isinstance(error, ResumeError):
+                    self._failure = error
+                raise
+            self._failure = None
+            if batch is self:
                 self._position = start  # the end stays the end
                 self._check_end(start)
-                raise EndOfBatches from None
+                raise EndOfBatches
             self._position = start + self._samples_per_step
             return batch
 
@@ -137,7 +144,12 @@ class ExternalBatches:
         return consumed_samples // self._samples_per_step
 
     def check_position(self, consumed_samples: int) -> None:
-        """Raises ConfigError where no step starts."""
+        """Raises ConfigError where no step starts, and beyond the end if that is known."""
+        if self._num_steps is not None and consumed_samples > len(self):
+            raise ConfigError(
+                f"consumed_samples is {consumed_samples}; the batches have {len(self)} samples "
+                f"(num_steps={self._num_steps})"
+            )
         if consumed_samples % self._samples_per_step != 0:
             raise ConfigError(
                 f"consumed_samples is {consumed_samples}; external batches are of "
@@ -155,14 +167,18 @@ class ExternalBatches:
             return iter(self._batches(start))
         iterator = iter(self._batches)
         if iterator is self._batches and self._has_begun:
+            cause = "" if self._failure is None else f" after {self._failure!r}"
             raise ResumeError(
-                f"the batches are an iterator, which cannot go back to consumed_samples={start}: "
-                "give an iterable that can begin again, or a function of consumed_samples"
-            )
+                f"the batches are an iterator, which cannot go back to consumed_samples={start}"
+                f"{cause}: give an iterable that can begin again, or a function of consumed_samples"
+            ) from self._failure
         self._has_begun = True
-        for _ in range(start // self._samples_per_step):
+        for step in range(start // self._samples_per_step):
             if next(iterator, self) is self:
-                break
+                raise ConfigError(
+                    f"consumed_samples is {start}; the batches end after "
+                    f"{step * self._samples_per_step} samples: give the batches of the saved run"
+                )
         return iterator
 
     def _check_end(self, start: int) -> None:
@@ -173,7 +189,7 @@ class ExternalBatches:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        hidden = ("_lock", "_iterator", "_position")
+        hidden = ("_lock", "_iterator", "_position", "_failure")
         return {name: value for name, value in vars(self).items() if name not in hidden}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -186,6 +202,7 @@ class ExternalBatches:
         self._lock = threading.Lock()
         self._iterator = iter(())
         self._position = -1
+        self._failure = None
 
 
 _all: weakref.WeakSet[ExternalBatches] = weakref.WeakSet()
