@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 
 from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.jobs import shuffle
-from millrace.jobs.shuffling import documents, sequences, writing
+from millrace.jobs.shuffling import documents, sequences
 from millrace.jobs.shuffling.documents import document_items
 from millrace.jobs.shuffling.probe import read_rates
 from millrace.jobs.shuffling.sequences import sequence_items
@@ -69,15 +70,27 @@ def test_weights_that_no_disk_has_room_for(source: Path, tmp_path: Path, weight:
 # ---- threads ----
 
 
-def test_another_thread_takes_the_last_block(tmp_path: Path, monkeypatch: Any) -> None:
-    class Blocks(list[Any]):
-        def __bool__(self) -> bool:
-            return True  # there was one a moment ago
+@pytest.mark.parametrize("plan", ["gather", "scatter"])
+def test_jobs_in_threads_of_a_process(tmp_path: Path, plan: str) -> None:
+    """With one worker each, so that all of them work in this process."""
+    sizes = [20_000, 35_000, 50_000, 65_000]
+    for domain, count in enumerate(sizes):
+        (tmp_path / str(domain)).mkdir()
+        tokens = np.arange(count * 10, dtype=np.uint32) + (domain << 24)
+        tokens.tofile(tmp_path / str(domain) / "x.bin")
 
-    monkeypatch.setattr(writing, "_blocks", Blocks())
-    with writing.HashedFile(str(tmp_path / "file")) as file:
-        file.write(np.zeros(10, np.uint8))
-    assert (tmp_path / "file").read_bytes() == bytes(10)
+    def has_every_sequence(domain: int, number: int) -> bool:
+        count, output = sizes[domain], tmp_path / f"{domain}.{number}"
+        run(tmp_path / str(domain), output, plan=plan, num_shards=9, memory=30_000_000)
+        shards = [np.fromfile(path, np.uint32) for path in sorted(output.glob("*.bin"))]
+        sequences = np.arange(count * 10, dtype=np.uint32).reshape(count, 10) + (domain << 24)
+        expected = np.empty_like(sequences)
+        expected[np.random.default_rng(42).permutation(count)] = sequences
+        return np.array_equal(np.concatenate(shards), expected.reshape(-1))
+
+    with ThreadPoolExecutor(len(sizes)) as pool:
+        results = pool.map(has_every_sequence, [0, 1, 2, 3] * 3, range(12))
+        assert all(results)
 
 
 # ---- EOD tokens ----

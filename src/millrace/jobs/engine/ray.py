@@ -201,13 +201,14 @@ def _run(key: bytes, work_references: list[Any], data: bytes) -> bytes:
     """Runs a task; loads the function and the context if the last task had others."""
     global _loaded
     os.environ.update(ENVIRONMENT)  # before a library of the function looks at it
+    loaded = _loaded
     try:
-        if _loaded is None or _loaded[0] != key:
+        if loaded is None or loaded[0] != key:
             import ray
 
-            _loaded = None  # the memory of the last context
-            _loaded = key, *unpickled(ray.get(work_references[0]))
+            _loaded = loaded = None  # the memory of the last context
+            _loaded = loaded = key, *unpickled(ray.get(work_references[0]))
     except Exception as error:
         return error_answer(error)
-    _, function, context = _loaded
+    _, function, context = loaded
     return answer_of(function, context, data)

@@ -11,7 +11,7 @@ from millrace.jobs.engine import Executor, Journal, Task, run_local
 from millrace.jobs.progress import Progress
 from millrace.jobs.shuffling.memory import MemoryShuffle
 from millrace.jobs.shuffling.plan import Plan, in_units
-from millrace.jobs.shuffling.tasks import Function, Work, drop_buffer, write_run, write_shard
+from millrace.jobs.shuffling.tasks import Function, Work, write_run, write_shard
 
 Records = dict[int, dict[str, Any]]
 
@@ -93,7 +93,7 @@ class Movement:
                         f"{len(records):,} of {len(numbers):,} {unit}s  {in_units(num_bytes)}",
                     )
             finally:
-                drop_buffer()
+                self._work.buffer.drop()
         return records
 
     def _write_from_memory(self, shards: Sequence[int]) -> Records:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,30 @@ SHARD = "shard"
 _RUN, _SECTIONS = "run.bin", "sections"
 
 
+class Buffer:
+    """Memory that a worker keeps between tasks: the pages of new memory would have to be cleared.
+
+    It is never shared: each job has one in its own process, and each worker process another one.
+    """
+
+    def __init__(self) -> None:
+        self._bytes = np.empty(0, np.uint8)
+
+    def take(self, size: int) -> NDArray[np.uint8]:
+        """The first bytes of the buffer, with what the last task has left in them: uint8 [size]."""
+        if len(self._bytes) < size:
+            self.drop()  # first: there is no room for both
+            self._bytes = np.empty(size, np.uint8)
+        return self._bytes[:size]
+
+    def drop(self) -> None:
+        """Frees the memory."""
+        self._bytes = np.empty(0, np.uint8)
+
+    def __reduce__(self) -> tuple[type[Buffer], tuple[()]]:
+        return Buffer, ()  # the content is not for another process
+
+
 @dataclass(frozen=True, kw_only=True)
 class Work:
     """What every task needs to know.
@@ -37,6 +61,7 @@ class Work:
         starts: First place of each shard, and the end, int64 [shards + 1].
         buckets: First place of each bucket, and the end. A shard has one or more.
         runs: First item of each run of the input, and the end; None: there are no runs.
+        buffer: Memory for the items of a run or bucket.
     """
 
     journal: str
@@ -45,6 +70,7 @@ class Work:
     starts: Numbers
     buckets: Numbers
     runs: Numbers | None
+    buffer: Buffer = field(default_factory=Buffer)
 
     @property
     def num_shards(self) -> int:
@@ -72,7 +98,7 @@ def write_run(work: Work, task: Task) -> dict[str, Any]:
     first_items = np.searchsorted(places[order], work.buckets)
     sections = np.concatenate([np.zeros(1, np.int64), ends])[first_items] * items.dtype.itemsize
     del places, order, sizes
-    buffer = _buffer(int(ends[-1]) * items.dtype.itemsize)
+    buffer = work.buffer.take(int(ends[-1]) * items.dtype.itemsize)
     items.read(numbers, buffer.view(items.dtype), targets)
     folder = task_folder(work.journal, task.number)
     files = {}
@@ -97,7 +123,7 @@ def write_shard(work: Work, task: Task) -> dict[str, Any]:
             numbers = work.permutation.sources(start, stop)
             sizes = items.sizes(numbers)
             ends = np.cumsum(sizes)
-            buffer = _buffer(int(ends[-1]) * items.dtype.itemsize)
+            buffer = work.buffer.take(int(ends[-1]) * items.dtype.itemsize)
             if work.runs is None:
                 order = np.argsort(numbers)
                 targets = (ends - sizes)[order]
@@ -177,24 +203,3 @@ def commit_shard(work: Work, task: Task, blocks: Iterable[NDArray[np.uint8]]) ->
     }
     commit(work.journal, task.number, record, list(files), files)
     return record
-
-
-# ---- files and memory ----
-
-
-def _buffer(size: int) -> NDArray[np.uint8]:
-    """A buffer that the process keeps: the pages of a new one would have to be cleared first."""
-    global _kept
-    if len(_kept) < size:
-        _kept = np.empty(0, np.uint8)
-        _kept = np.empty(size, np.uint8)
-    return _kept[:size]
-
-
-_kept = np.empty(0, np.uint8)
-
-
-def drop_buffer() -> None:
-    """Frees the buffer of this process."""
-    global _kept
-    _kept = np.empty(0, np.uint8)

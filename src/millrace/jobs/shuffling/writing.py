@@ -17,8 +17,6 @@ from millrace.files import naming, temporary_name, xxh3
 _BLOCK = 4 << 20  # bytes that are hashed and written at a time
 _ALIGNMENT = 4096  # of memory, offsets and sizes of direct writes: the largest that disks ask for
 
-_blocks: list[mmap.mmap] = []  # memory for blocks that no file uses now
-
 
 class HashedFile:
     """A file of a task: hashed while it is written, and renamed to its path when it is whole.
@@ -42,12 +40,8 @@ class HashedFile:
     def __enter__(self) -> HashedFile:
         with naming(self.path):
             self._descriptor, self._is_direct = _create(self._temporary)
-        try:
-            self._memory = _blocks.pop()  # other threads pop too: a test before says nothing
-        except IndexError:
-            # A map and not a NumPy array: it begins at a page.
-            self._memory = mmap.mmap(-1, _BLOCK, mmap.MAP_PRIVATE)
-        self._block = np.frombuffer(self._memory, np.uint8)
+        # A map and not a NumPy array: it begins at a page.
+        self._block = np.frombuffer(mmap.mmap(-1, _BLOCK, mmap.MAP_PRIVATE), np.uint8)
         return self
 
     def write(self, data: NDArray[np.uint8]) -> None:
@@ -69,7 +63,6 @@ class HashedFile:
         finally:
             os.close(self._descriptor)
             del self._block
-            _blocks.append(self._memory)
             with contextlib.suppress(OSError):  # it has its name, or is not whole
                 os.unlink(self._temporary)
 
