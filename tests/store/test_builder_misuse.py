@@ -522,3 +522,22 @@ def test_paths_of_every_kind_are_accepted(tmp_path: Path) -> None:
             IndexedDatasetBuilder(other)  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="give a path"):
             IndexedDataset(other)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("character", ["x", "é"])
+def test_a_name_that_is_too_long_for_a_sidecar_is_refused_before_any_work(
+    tmp_path: Path, character: str
+) -> None:
+    """The longest name is that of the origins' temporary; the limit counts bytes."""
+    folder = tmp_path / "out"
+    folder.mkdir()
+    longest = character * (222 // len(character.encode()))
+    for _ in range(2):  # the second replaces the pair of the first
+        with IndexedDatasetBuilder(folder / longest, checksums=True) as builder:
+            builder.add_document([1, 2])
+            builder.add_origins(["web"], [0], [1], [-1])
+    assert len(list(folder.iterdir())) == 4
+    size = len(longest.encode()) + 1
+    with pytest.raises(ConfigError, match=rf"has {size} bytes; at most 222 .* to 255 bytes"):
+        IndexedDatasetBuilder(folder / f"{longest}x")
+    assert len(list(folder.iterdir())) == 4

@@ -13,11 +13,11 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from millrace.checks import MAX_INT32, flag, one_path, shown, whole, whole_numbers
 from millrace.errors import ConfigError
-from millrace.files import naming
+from millrace.files import naming, temporary_name
 from millrace.interrupts import interrupts_held
 from millrace.store.layout import dtype_code
 from millrace.store.origins import make_table
-from millrace.store.publish import bin_path, files_of, publish
+from millrace.store.publish import bin_path, files_of, origins_path, publish
 from millrace.store.reader import IndexedDataset
 from millrace.store.writer import PairWriter, blocks
 
@@ -86,6 +86,18 @@ class IndexedDatasetBuilder:
         if self.prefix.endswith((".bin", ".idx")):
             raise ConfigError(
                 f"the prefix is {self.prefix}; give it without {self.prefix[-4:]}, which is added"
+            )
+        # Before any work: a pair whose sidecar cannot be written would fail at its end.
+        name, longest = (
+            os.fsencode(os.path.basename(path))
+            for path in (self.prefix, temporary_name(origins_path(self.prefix)))
+        )
+        most = os.pathconf(folder, "PC_NAME_MAX")
+        if len(longest) > most:
+            raise ConfigError(
+                f"the name {shown(os.fsdecode(name), 80)} of the prefix has {len(name)} bytes; at "
+                f"most {most - len(longest) + len(name)} are possible, because names of files have "
+                f"up to {most} bytes in {folder}. Give a shorter prefix"
             )
         for path in files_of(self.prefix):
             if os.path.isdir(path):
