@@ -111,11 +111,26 @@ def _describe_error(error: OSError, options: dict[str, Any]) -> str:
         place = os.fsdecode(place)
     message = f"{place}: {error.strerror or error}"
     if error.errno in _REMEDIES:
-        message += (
-            f". {_REMEDIES[error.errno]}, and run again: nothing half-written was left behind, and "
-            "an old file is as it was"
-        )
+        message += f". {_REMEDIES[error.errno]}, and run {_what_remains(options)}"
     return message
+
+
+def _what_remains(options: dict[str, Any]) -> str:
+    """What a verb that failed has left, after the words "and run"."""
+    from millrace.store.shards import JOURNAL
+
+    prefix, folder = options.get("output_prefix"), options.get("output_dir")
+    journal = f"{prefix}.journal" if prefix else os.path.join(folder or "", JOURNAL)
+    if (prefix or folder) and os.path.isdir(journal):
+        paths = (
+            os.path.join(folder, name) for folder, _, names in os.walk(journal) for name in names
+        )
+        size = sum(map(os.path.getsize, paths)) / 1e6
+        return (
+            f"the same command again: it continues with what is done, {size:,.1f} MB in {journal}. "
+            "An old file is as it was"
+        )
+    return "again: nothing half-written was left behind, and an old file is as it was"
 
 
 def _report_failure(error: OSError) -> str:

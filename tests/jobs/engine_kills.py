@@ -16,16 +16,41 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tests.jobs.engine_job import command, expected_output
 
 WORKERS = 2
 SECONDS = 0.02  # of a task
 WAIT = 60.0  # seconds until something hangs
+KILLED = 9  # status of a process that `run_and_die` has ended
+
+
+def run_and_die(job: Callable[[], object], num_calls: int) -> None:
+    """Runs a job in a forked child, but ends the process after a number of calls of the kernel."""
+
+    def limited(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal num_calls
+            num_calls -= 1
+            if num_calls < 0:
+                os._exit(KILLED)
+            return function(*arguments, **options)
+
+        return call
+
+    for name in ("rename", "unlink", "mkdir", "rmdir", "fsync"):
+        setattr(os, name, limited(getattr(os, name)))
+    try:
+        job()
+    finally:
+        os._exit(0 if num_calls >= 0 and sys.exc_info()[0] is None else 1)
 
 
 def run_kills(folder: Path, num_kills: int, seed: int) -> str:

@@ -11,7 +11,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,10 +18,11 @@ from typing import Any
 
 import pytest
 
-from millrace.errors import ConfigError, MillraceError
+from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.files import checksum
 from millrace.jobs.engine import Journal, commit, task_folder
 from tests.jobs.engine_job import command, content_of, expected_output, run_job
+from tests.jobs.engine_kills import KILLED, run_and_die
 from tests.no_flock import no_flock
 
 HANG = 60.0  # seconds
@@ -366,7 +366,7 @@ def test_a_file_or_a_foreign_folder_at_the_place_is_left_alone(tmp_path: Path) -
         Journal(tmp_path / "nowhere" / "out.journal", JOB)
 
 
-@pytest.mark.parametrize("content", ["", "{}", "3", '{"format": 2, "run": "0", "job": {}}'])
+@pytest.mark.parametrize("content", ["", "{}", "3", '{"format": 3, "run": "0", "job": {}}'])
 def test_a_damaged_journal_is_refused_until_restart(tmp_path: Path, content: str) -> None:
     with Journal(tmp_path / "j", JOB) as journal:
         write_task(journal, 0)
@@ -376,11 +376,21 @@ def test_a_damaged_journal_is_refused_until_restart(tmp_path: Path, content: str
     with Journal(tmp_path / "j", JOB, restart=True) as journal:
         assert journal.record(0) is None
         write_task(journal, 0)
-        Path(journal.folder, "plan.json").write_text(content[:1])
-    if content[:1] not in ("", "{"):
-        return
-    with pytest.raises(ConfigError, match=r"plan.json cannot be read"):
+        plan = Path(journal.folder, "plan.json")
+        plan.write_text(content)
+    with pytest.raises(DataError, match=rf"{plan} is damaged. Give --restart"):
         Journal(tmp_path / "j", JOB)
+
+
+def test_a_journal_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    """Files cannot be renamed from another file system, and a link's target is not removed."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out.journal").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=rf"{tmp_path}/out.journal is a link"):
+        Journal(tmp_path / "out.journal", JOB)
+    with pytest.raises(ConfigError, match="/proc is a link or a mounted file system"):
+        Journal("/proc", JOB)
+    assert names_in(tmp_path / "elsewhere") == []
 
 
 def test_a_folder_that_cannot_be_written() -> None:
@@ -411,7 +421,7 @@ def test_a_kill_while_the_journal_is_created_restarted_or_removed(tmp_path: Path
     prefix, num_calls, status = tmp_path / "out", random.randrange(3), KILLED
     while status == KILLED:
         if (child := os.fork()) == 0:
-            run_and_die(str(prefix), num_calls)
+            run_and_die(lambda: run_twice(str(prefix)), num_calls)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         num_calls += 3
         run_job(str(prefix), 2, workers=1)
@@ -421,29 +431,9 @@ def test_a_kill_while_the_journal_is_created_restarted_or_removed(tmp_path: Path
     assert num_calls > 20
 
 
-KILLED = 9
-
-
-def run_and_die(prefix: str, num_calls: int) -> None:
-    """Runs the job twice, but ends the process after a number of calls of the kernel."""
-
-    def limited(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            nonlocal num_calls
-            num_calls -= 1
-            if num_calls < 0:
-                os._exit(KILLED)
-            return function(*arguments, **options)
-
-        return call
-
-    for name in ("rename", "unlink", "mkdir", "rmdir", "fsync"):
-        setattr(os, name, limited(getattr(os, name)))
-    try:
-        run_job(prefix, 2, workers=1)
-        run_job(prefix, 2, workers=1, restart=True)
-    finally:
-        os._exit(0 if num_calls >= 0 and sys.exc_info()[0] is None else 1)
+def run_twice(prefix: str) -> None:
+    run_job(prefix, 2, workers=1)
+    run_job(prefix, 2, workers=1, restart=True)
 
 
 def test_the_folder_is_as_documented(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from millrace import IndexedDataset, ShardedDataset
+from millrace import IndexedDataset, IndexedDatasetBuilder, ShardedDataset
 from millrace.cli import main
 from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.jobs import shuffle, tokenize
@@ -26,6 +27,7 @@ from millrace.text import Tokenizer
 from tests.conftest import make_texts, write_documents
 from tests.jobs import shuffle_cases as cases
 from tests.jobs import shuffle_kills as kills
+from tests.jobs.engine_kills import KILLED, run_and_die
 from tests.jobs.tokenize_kills import read_records
 
 SEQ_LEN = 8
@@ -257,8 +259,9 @@ def test_an_output_folder_that_is_not_empty(tmp_path: Path, sequences: NDArray[A
         (output / name).unlink()
     output.rmdir()
     output.write_text("a")
-    with pytest.raises(ConfigError, match="output is a file; give a folder"):
-        run(tmp_path)
+    for folder in (output, output / "shuffled", f"{output}/"):
+        with pytest.raises(ConfigError, match=f"^{output}/* is a file; give a folder"):
+            run(tmp_path, output_dir=folder)
 
 
 def test_a_file_that_changes_while_the_job_runs(
@@ -373,6 +376,73 @@ def test_an_interrupted_publication_continues(
     assert kills.read_files(output) == kills.read_files(tmp_path / "other")
 
 
+def test_a_publication_continues_with_the_bytes_that_were_written(
+    tmp_path: Path, sequences: NDArray[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of the right size may be damaged, in the output folder or still in the journal."""
+    interrupt(tmp_path, monkeypatch, "rename", 9)
+    output = tmp_path / "output"
+    in_journal = next(output.glob("shuffle.journal/*/files/000006/shard.idx"))
+    for path in (output / "shard_0001.bin", in_journal):
+        data = path.read_bytes()
+        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        name = "shard_0001.bin" if path != in_journal else "shard_0006.idx"
+        with pytest.raises(DataError, match=rf"output/{name} .* its {len(data)} bytes .*--restart"):
+            run(tmp_path)
+        assert not (output / "metadata.json").exists()
+        (output / name).write_bytes(data)
+    assert run(tmp_path).num_tasks_kept == 7
+    assert not verify_shards(output).problems
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_a_restart_may_be_killed_at_any_step(
+    tmp_path: Path, sequences: NDArray[Any], monkeypatch: pytest.MonkeyPatch, is_whole: bool
+) -> None:
+    """Before each rename, unlink, flush and new or removed folder, until the old shards are gone.
+
+    Then every command works, with and without --restart: it continues the old job or the new one,
+    or says that --restart is needed.
+    """
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # 5 ms each
+    output = tmp_path / "output"
+    jobs: list[dict[str, Any]] = [{"num_shards": 2}, {"num_shards": 1, "seed": 1}]
+    expected = []
+    for job in jobs:
+        run(tmp_path, **job)
+        expected.append(kills.read_files(output))
+        shutil.rmtree(output)
+    if is_whole:
+        with monkeypatch.context() as context:
+            context.setattr("millrace.jobs.engine.journal.Journal.finish", lambda *_: None)
+            run(tmp_path, **jobs[0])
+    else:
+        interrupt(tmp_path, monkeypatch, "rename", 4, **jobs[0])
+    output.rename(tmp_path / "before")
+    num_steps = 0
+    while num_steps == 0 or [*output.glob("shard_*"), *output.glob("metadata.json")]:
+        shutil.rmtree(output, ignore_errors=True)
+        shutil.copytree(tmp_path / "before", output)
+        if (child := os.fork()) == 0:
+            run_and_die(lambda: run(tmp_path, **jobs[1], restart=True), num_steps)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == KILLED
+        shutil.copytree(output, tmp_path / "killed")
+        number, restart = divmod(num_steps % 4, 2)
+        problem = ""
+        try:
+            run(tmp_path, **jobs[number], restart=bool(restart))
+        except MillraceError as error:
+            problem = str(error)
+        if problem:
+            assert "--restart" in problem, num_steps
+            run(tmp_path, **jobs[number], restart=True)
+        assert kills.read_files(output) == expected[number], num_steps
+        shutil.rmtree(output)
+        (tmp_path / "killed").rename(output)
+        num_steps += 1
+    assert num_steps > 15
+
+
 def test_a_restart_discards_an_interrupted_publication(
     tmp_path: Path, sequences: NDArray[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -405,6 +475,34 @@ def test_an_input_that_changed_since_the_interruption(
     with pytest.raises(ConfigError, match=r"input 2, .*y.bin.modified_ns was .*--restart"):
         run(tmp_path)
     assert run(tmp_path, restart=True).num_tasks_kept == 0
+
+
+@pytest.mark.parametrize("name", ["info", "origins"])
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_sidecars_that_changed_since_the_interruption(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_removed: bool
+) -> None:
+    """Else some shards would have the sidecar, and others would not, or another one."""
+    prefix = tmp_path / "input" / "a" / "x"
+    prefix.parent.mkdir(parents=True)
+    with IndexedDatasetBuilder(prefix, checksums=True) as builder:
+        builder.add_documents(np.arange(300), np.full(30, 10))
+        builder.add_origins(["web.jsonl"], [0] * 30, range(1, 31), [-1] * 30)
+    with monkeypatch.context() as context:
+        context.setattr("millrace.jobs.shuffling.publish.flush_shards", None)
+        with pytest.raises(TypeError):
+            run(tmp_path, documents=True)
+    assert read_records(tmp_path / "output")
+    path = Path(f"{prefix}.{'info.json' if name == 'info' else 'origins.parquet'}")
+    if is_removed:
+        path.unlink()
+    else:
+        os.utime(path, ns=(0, 0))
+    with pytest.raises(ConfigError, match=rf"input 1, {prefix}.bin.{name}.* was .*--restart"):
+        run(tmp_path, documents=True)
+    result = run(tmp_path, documents=True, restart=True)
+    assert result.num_tasks_kept == 0
+    assert not verify_shards(tmp_path / "output").problems
 
 
 def test_two_jobs_at_once(

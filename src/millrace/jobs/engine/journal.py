@@ -26,11 +26,11 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from millrace.checks import absolute_path, one_path, shown
-from millrace.errors import ConfigError, MillraceError
+from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.files import (
     atomic_file,
     checksum,
@@ -41,7 +41,7 @@ from millrace.files import (
     temporary_name,
 )
 
-_FORMAT = 1  # version of the folder's layout
+_FORMAT = 2  # version of the folder's layout
 _JOB, _PLAN, _RESULT = "job.json", "plan.json", "result.json"
 _RECORDS, _FILES = "records", "files"
 _RUN = re.compile(r"[0-9a-f]{12}")
@@ -60,6 +60,7 @@ class Journal:
         path: The journal's folder, beside the output and named after it: `PREFIX.journal`.
         job: What decides the job's output, as plain JSON values: inputs, options, versions.
         restart: Whether to discard what an earlier run has done.
+        on_restart: Called before the journal of an earlier run is discarded, with the lock held.
 
     Attributes:
         path: The journal's folder.
@@ -72,6 +73,7 @@ class Journal:
     Raises:
         ConfigError: If the folder holds the journal of another job, or is not a journal; or if the
             job is not plain JSON.
+        DataError: If a file of the journal is damaged.
         MillraceError: If another process has the journal open, or the folder cannot be written.
 
     Example:
@@ -89,7 +91,12 @@ class Journal:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], job: Mapping[str, Any], *, restart: bool = False
+        self,
+        path: str | os.PathLike[str],
+        job: Mapping[str, Any],
+        *,
+        restart: bool = False,
+        on_restart: Callable[[], None] = lambda: None,
     ) -> None:
         self.path = one_path("path", path).rstrip(os.sep)
         self._owner = os.getpid()
@@ -97,6 +104,12 @@ class Journal:
         parent = os.path.dirname(self.path) or "."
         if not os.path.isdir(parent):
             raise ConfigError(f"{parent} is not a folder; create it, or give another output")
+        # Files are renamed between the journal and the folder of the output.
+        if os.path.islink(self.path) or os.path.ismount(self.path):
+            raise ConfigError(
+                f"{self.path} is a link or a mounted file system; the journal must lie in the "
+                "folder of the output: remove the link, or give another output"
+            )
         with contextlib.ExitStack() as stack, _opening(self.path):
             try:
                 self._is_alone = stack.enter_context(file_lock(self.path + ".lock", limit=0))
@@ -105,7 +118,12 @@ class Journal:
                     f"another process is at work on this job: {self.path} is {error.strerror}. Or "
                     "give another output"
                 ) from None
-            run = self._run_of(job, restart) or self._new_run(job)
+            run = self._run_of(job, restart)
+            if run is None:
+                if restart and os.path.exists(self.path):
+                    on_restart()
+                    _remove_file(os.path.join(self.path, _JOB))
+                run = self._new_run(job)
             self.folder = os.path.join(absolute_path(self.path), run)
             for name in (_RECORDS, _FILES):  # a power cut may have left a run without them
                 os.makedirs(os.path.join(self.folder, name), exist_ok=True)
@@ -136,10 +154,7 @@ class Journal:
 
     def set_plan(self, plan: Any) -> None:
         """Stores the plan of the job, plain JSON, before its tasks run."""
-        plan = _plain_json(plan)
-        with _opening(self.path):
-            _write_json(os.path.join(self.folder, _PLAN), plan)
-        self.plan = plan
+        self.plan = self._write(_PLAN, plan)
 
     def folder_of(self, number: int) -> str:
         """The folder for the files of a task."""
@@ -189,10 +204,7 @@ class Journal:
         Removing many files takes time. If the process is killed meanwhile, the next run finds the
         result and does not do the work again.
         """
-        result = _plain_json(result)
-        with _opening(self.path):
-            _write_json(os.path.join(self.folder, _RESULT), result)
-        self.result = result
+        self.result = self._write(_RESULT, result)
         self.remove()
 
     def remove(self) -> None:
@@ -277,15 +289,29 @@ class Journal:
 
     def _read(self, name: str) -> Any:
         """The content of a file of the run; None if there is no file."""
+        path = os.path.join(self.folder, name)
         try:
-            return _read_json(os.path.join(self.folder, name))
+            content = _read_json(path)
+            if content["xxh3"] != _sum_of_json(content["content"]):
+                raise ValueError
         except FileNotFoundError:
             return None
-        except ValueError:
-            raise ConfigError(
-                f"{self.path} is damaged: {name} cannot be read. Give --restart (restart=True) "
-                "to discard it, or another output"
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise DataError(
+                f"{path} is damaged. Give --restart (restart=True) to discard what the job has "
+                "done, or another output"
             ) from None
+        return content["content"]
+
+    def _write(self, name: str, content: Any) -> Any:
+        """Writes a file of the run, with its checksum; the content as `_read` returns it."""
+        content = _plain_json(content)
+        with _opening(self.path):
+            _write_json(
+                os.path.join(self.folder, name),
+                {"xxh3": _sum_of_json(content), "content": content},
+            )
+        return content
 
 
 def commit(
@@ -462,8 +488,11 @@ def _whole_files(content: Any, folder: str) -> set[str] | None:
 
 def _sum_of_record(content: dict[str, Any]) -> str:
     """XXH3-64 of what a record says."""
-    values = [content["number"], content["files"], content["record"]]
-    return checksum([json.dumps(values).encode()])
+    return _sum_of_json([content["number"], content["files"], content["record"]])
+
+
+def _sum_of_json(content: Any) -> str:
+    return checksum([json.dumps(content).encode()])
 
 
 def _remove_file(path: str) -> None:

@@ -153,6 +153,7 @@ def identity(arguments: Arguments, domains: Sequence[InputDomain]) -> dict[str, 
                 "bytes": file.size,
                 "modified_ns": file.mtime_ns,
                 "index_modified_ns": file.index_mtime_ns,
+                **(file.sidecars if arguments.seq_len is None else {}),
             }
     return entries
 

@@ -8,7 +8,7 @@ import os
 import stat
 import tokenize
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
@@ -50,6 +50,7 @@ class TokenArray:
         size: Size of the file in bytes.
         mtime_ns: Time of its last change, in nanoseconds.
         index_mtime_ns: Time of the last change of the `.idx`; None: there is none.
+        sidecars: Size and time of the last change of each sidecar that there is: "info", "origins".
     """
 
     path: str
@@ -63,6 +64,7 @@ class TokenArray:
     size: int
     mtime_ns: int
     index_mtime_ns: int | None = None
+    sidecars: dict[str, list[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -430,6 +432,11 @@ def _open_indexed(prefix: str) -> TokenArray:
     with _as_data_error(prefix):
         # Before it is opened: if it is replaced meanwhile, reading it notices.
         data, index = os.stat(paths.bin), os.stat(paths.idx)
+        sidecars = {}
+        for name, path in zip(("info", "origins"), paths.sidecars, strict=True):
+            with contextlib.suppress(FileNotFoundError):
+                status = os.stat(path)
+                sidecars[name] = [status.st_size, status.st_mtime_ns]
         with IndexedDataset(prefix) as dataset:
             _check_dtype(prefix, dataset.dtype)
             return TokenArray(
@@ -443,6 +450,7 @@ def _open_indexed(prefix: str) -> TokenArray:
                 size=data.st_size,
                 mtime_ns=data.st_mtime_ns,
                 index_mtime_ns=index.st_mtime_ns,
+                sidecars=sidecars,
             )
 
 

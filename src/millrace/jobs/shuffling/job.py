@@ -178,12 +178,17 @@ def shuffle(
             return _finished(journal, arguments)
         if "publication" in (journal.plan or {}):  # all shards are written
             result = _kept(ShuffleResult(**journal.plan["result"]))
+            with Progress("phase 5: check", enabled=arguments.show_progress) as progress:
+                publish.publish(
+                    journal, arguments.output_dir, journal.plan["publication"], progress.count
+                )
         else:
+            publish.remove_rest(arguments.output_dir)
             items = _make_items(journal, arguments, domains, notices)
             if publish.output_in(arguments.output_dir):
                 return _result_of_output(arguments, items)
             result = _write(journal, arguments, items)
-        publish.publish(journal, arguments.output_dir, journal.plan["publication"])
+            publish.publish(journal, arguments.output_dir, journal.plan["publication"])
         result = replace(result, seconds=time.monotonic() - start)
         journal.finish(asdict(result))
     return result
@@ -198,17 +203,18 @@ def _open_journal(
     """Makes the output folder, or checks what is in it, and opens the journal."""
     folder = arguments.output_dir
     publish.check_folder(folder)
-    path = os.path.join(folder, JOURNAL)
-    has_journal = os.path.exists(path)
     if not os.path.isdir(folder):
         publish.make_folder(folder)
         stack.callback(_remove_empty, folder)  # of a job that fails at its start
-    journal = stack.enter_context(
-        Journal(path, identity(arguments, domains), restart=arguments.restart)
+    path = os.path.join(folder, JOURNAL)
+    return stack.enter_context(
+        Journal(
+            path,
+            identity(arguments, domains),
+            restart=arguments.restart,
+            on_restart=lambda: publish.remove_metadata(folder),
+        )
     )
-    if arguments.restart and has_journal:
-        publish.remove_output(folder)
-    return journal
 
 
 def _remove_empty(folder: str) -> None:
@@ -218,14 +224,13 @@ def _remove_empty(folder: str) -> None:
 
 def _finished(journal: Journal, arguments: Arguments) -> ShuffleResult:
     """The result of a job that was killed while it removed its journal."""
-    result = ShuffleResult(**journal.result)
-    journal.remove()
     if not os.path.exists(metadata_path(arguments.output_dir)):
         raise MillraceError(
-            f"the output of the finished job in {arguments.output_dir} was removed: run the same "
-            "command again"
+            f"the output of the finished job in {arguments.output_dir} was removed. Start over: "
+            "--restart"
         )
-    return _kept(result)
+    journal.remove()
+    return _kept(ShuffleResult(**journal.result))
 
 
 def _kept(result: ShuffleResult) -> ShuffleResult:

@@ -6,7 +6,11 @@
     4. metadata.json is written: the output is whole
     5. the journal is removed
 
-A job that is killed after step 2 is continued by steps 3 to 5 alone.
+A job that is killed after step 2 is continued by steps 3 to 5 alone, which then compare each file
+with its checksum.
+
+`--restart` removes metadata.json, then the journal's `job.json`: from there on the earlier job is
+gone, and what it has published is removed by the next one in this folder.
 """
 
 from __future__ import annotations
@@ -19,7 +23,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from millrace.errors import ConfigError, DataError
-from millrace.files import fsync_folder, naming, temporaries_of
+from millrace.files import fsync_folder, naming, sum_of, temporaries_of
+from millrace.interrupts import interruptible
 from millrace.jobs.engine import Journal
 from millrace.jobs.shuffling.tasks import SHARD
 from millrace.store.shards import (
@@ -45,7 +50,10 @@ def check_folder(folder: str) -> None:
     except FileNotFoundError:
         return
     except NotADirectoryError:
-        raise ConfigError(f"{folder} is a file; give a folder for the output") from None
+        file = folder
+        while not os.path.exists(file):
+            file = os.path.dirname(file)
+        raise ConfigError(f"{file} is a file; give a folder for the output") from None
     may_have_shards = JOURNAL in entries or METADATA in entries
     for entry in entries:
         is_ours = entry == JOURNAL or entry.startswith(f"{JOURNAL}.")
@@ -77,10 +85,22 @@ def output_in(folder: str) -> list[str]:
     return [entry for entry in sorted(os.listdir(folder)) if _is_output(entry)]
 
 
-def remove_output(folder: str) -> None:
-    """Removes what an interrupted publication has left, metadata.json first."""
-    for entry in sorted(output_in(folder), key=lambda entry: entry != METADATA):
-        os.unlink(os.path.join(folder, entry))
+def remove_metadata(folder: str) -> None:
+    """Makes an output one that is not whole: its job can publish it again, or begin anew."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(metadata_path(folder))
+    fsync_folder(metadata_path(folder))
+
+
+def remove_rest(folder: str) -> None:
+    """Removes the shards of an earlier job that `--restart` has discarded.
+
+    They are those that lie beside the journal of a job that has not published any, and that have no
+    metadata.
+    """
+    if not os.path.exists(metadata_path(folder)):
+        for entry in output_in(folder):
+            os.unlink(os.path.join(folder, entry))
 
 
 def publication(
@@ -126,16 +146,35 @@ def flush_shards(
             report(count, len(paths))
 
 
-def publish(journal: Journal, folder: str, content: Mapping[str, Any]) -> None:
-    """Renames the shards and writes the metadata; an earlier run may have done a part of it."""
-    for shard, name, target, size in content["files"]:
+def publish(
+    journal: Journal,
+    folder: str,
+    content: Mapping[str, Any],
+    report: Callable[[int, int], None] | None = None,
+) -> None:
+    """Renames the shards and writes the metadata; an earlier run may have done a part of it.
+
+    Args:
+        journal: The journal.
+        folder: The output folder.
+        content: What `publication` has returned.
+        report: Called with the number of files that were read and compared with their checksums,
+            and of all files, after each; None: the files are as this process has written them.
+    """
+    files, checksums = content["files"], content["metadata"]["checksums"]
+    for count, (shard, name, target, size) in enumerate(files, 1):
         path = os.path.join(folder, target)
         with contextlib.suppress(FileNotFoundError):
             os.rename(os.path.join(journal.folder_of(shard), name), path)
-        if not os.path.exists(path) or os.path.getsize(path) != size:
+        is_whole = os.path.exists(path) and os.path.getsize(path) == size
+        if report is not None and is_whole:
+            with interruptible():
+                is_whole = sum_of(path) == (size, checksums[target])
+            report(count, len(files))
+        if not is_whole:
             raise DataError(
-                f"{path} is missing or does not have {size} bytes, although it was written: "
-                "another program has changed it. Start over: --restart"
+                f"{path} is missing, or does not have its {size} bytes and the checksum "
+                f"{checksums[target]}: another program has changed it. Start over: --restart"
             )
     path = metadata_path(folder)
     for left in temporaries_of(path):  # of a run that was killed
