@@ -355,7 +355,7 @@ def _add_tokenize(verbs: Verbs) -> None:
     add("--provenance", choices=choices, default="parquet", help=text)
 
     add = parser.add_argument_group("job").add_argument
-    text = "where it runs: here, or on the Ray cluster of RAY_ADDRESS (default: local)"
+    text = "where it runs: here, or on the Ray cluster of RAY_ADDRESS, or one of its own (local)"
     add("--engine", choices=("local", "ray"), default="local", help=text)
     text = "worker processes (default: one per core, fewer for a small input)"
     add("--workers", type=_positive, metavar="N", help=text)
@@ -401,7 +401,7 @@ def _add_shuffle(verbs: Verbs) -> None:
     text = """memory: all data at once; gather: read each shard's sequences wherever they are;
         scatter: sort runs of the input, then read each shard from them (default: the fastest)"""
     add("--plan", choices=("auto", "memory", "gather", "scatter"), default="auto", help=text)
-    text = "where it runs: here, or on the Ray cluster of RAY_ADDRESS (default: local)"
+    text = "where it runs: here, or on the Ray cluster of RAY_ADDRESS, or one of its own (local)"
     add("--engine", choices=("local", "ray"), default="local", help=text)
     text = "largest number of worker processes (default: 4)"
     add("--num-workers", dest="workers", type=_positive, default=4, metavar="N", help=text)

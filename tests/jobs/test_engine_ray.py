@@ -34,17 +34,22 @@ def cluster() -> Iterator[Any]:
 
     # A short path: the names of Unix sockets in it have at most 107 bytes.
     folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")
-    cluster = Cluster(
-        initialize_head=True,
-        head_node_args={"num_cpus": 1, "temp_dir": folder, "include_dashboard": False},
-    )
-    try:
-        for _ in range(2):
-            cluster.add_node(num_cpus=1)
-        yield cluster
-    finally:
-        cluster.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
+    with pytest.MonkeyPatch.context() as context:
+        # Ray's files, and the file that tells other processes of the user of this cluster. Cluster
+        # writes it, but does not create its folder.
+        context.setenv("RAY_TMPDIR", folder)
+        context.delenv("RAY_ADDRESS", raising=False)
+        os.mkdir(f"{folder}/ray")
+        cluster = Cluster(
+            initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
+        )
+        try:
+            for _ in range(2):
+                cluster.add_node(num_cpus=1)
+            yield cluster
+        finally:
+            cluster.shutdown()
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +91,36 @@ def test_a_job_connects_by_the_environment_and_disconnects(
     assert dict(results) == {task: 3 * task.payload for task in tasks}
     assert not ray.is_initialized()
     assert signal.getsignal(signal.SIGTERM) == handler
+
+
+@pytest.mark.parametrize("address", [None, "auto"])
+def test_a_job_joins_a_cluster_only_if_it_is_told_to(cluster: Any, address: str | None) -> None:
+    """One runs here, and its address is where Ray looks for it."""
+    assert Path(os.environ["RAY_TMPDIR"], "ray", "ray_current_cluster").read_text()
+    code = (
+        "from millrace.jobs.engine import *\n"
+        "from tests.jobs.engine_functions import *\n"
+        "import ray\n"
+        "for task, result in run_ray(multiply, 3, [Task(0, 7)], note=print):\n"
+        "    print(result, ray.get_runtime_context().gcs_address)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **({} if address is None else {"RAY_ADDRESS": address})},
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+    )
+    assert result.returncode == 0, result.stderr
+    notice, answer = result.stdout.splitlines()
+    number, joined = answer.split()
+    assert number == "21"
+    if address == "auto":
+        assert joined == cluster.address
+        assert notice.endswith(f"RAY_ADDRESS, {cluster.address}")
+    else:
+        assert joined != cluster.address
+        assert "a Ray cluster of this job" in notice
 
 
 def test_ctrl_c_ends_a_job_on_ray(cluster: Any) -> None:

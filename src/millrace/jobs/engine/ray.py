@@ -12,10 +12,11 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 from millrace import checks
+from millrace.cores import available_cores
 from millrace.errors import ConfigError, MillraceError
 from millrace.interrupts import interruptible
 from millrace.jobs.engine.tasks import (
@@ -37,15 +38,22 @@ _PAUSE = 0.2  # seconds after which a wait for results lets Ctrl-C in
 
 
 def run_ray(
-    function: Function, context: Any, tasks: Iterable[Task], *, workers: int | None = None
+    function: Function,
+    context: Any,
+    tasks: Iterable[Task],
+    *,
+    workers: int | None = None,
+    note: Callable[[str], None] = lambda text: None,
 ) -> Generator[tuple[Task, Any], None, None]:
     """Runs a function on tasks on a Ray cluster; an `Executor`.
 
-    Uses the Ray runtime of this process if there is one, and leaves it running. Otherwise connects
-    as Ray does, to the cluster that the environment variable RAY_ADDRESS names or to one on this
-    machine, and disconnects at the end. Each task takes one CPU of the cluster. Close the iterator
-    to cancel what runs. Inside `interrupts_held`, Ctrl-C is taken while this waits for tasks or
-    results.
+    Uses the Ray runtime of this process if there is one, and leaves it running. Otherwise joins the
+    cluster that the environment variable RAY_ADDRESS names ("auto": one on this machine), and
+    leaves it at the end. Without that variable it starts a cluster of its own on this machine, and
+    ends it. Jobs in several threads at once need a runtime that was started before them.
+
+    Each task takes one CPU of the cluster. Close the iterator to cancel what runs. Inside
+    `interrupts_held`, Ctrl-C is taken while this waits for tasks or results.
 
     Args:
         function: A function of a module that every machine of the cluster can import.
@@ -53,13 +61,14 @@ def run_ray(
         tasks: The tasks.
         workers: Number of tasks that the cluster has at a time, at least 1; None: twice its CPUs,
             so that a free CPU finds its next task there.
+        note: Called with a sentence that says which cluster runs the tasks.
 
     Yields:
         Each task and its result, in the order in which they finish.
 
     Raises:
-        ConfigError: If Ray is not installed, there is no cluster, it has no CPUs, or a worker
-            cannot load the function, the context or a task.
+        ConfigError: If Ray is not installed, the cluster cannot be joined or started, it has no
+            CPUs, or a worker cannot load the function, the context or a task.
         MillraceError: A task whose worker or machine was lost in every attempt.
         Exception: The error of the function, or of drawing a task.
     """
@@ -67,7 +76,7 @@ def run_ray(
         workers = checks.whole("workers", workers, 1)
     work = pickled("the function or its context", (function, context))
     ray = _import_ray()
-    with _connected(ray):
+    with _connected(ray, note):
         limit = 2 * _num_cpus(ray) if workers is None else workers
         # In a list, a reference is sent to the worker instead of the bytes.
         key, work_references = os.urandom(8), [ray.put(work)]
@@ -99,17 +108,30 @@ def _import_ray() -> Any:
 
 
 @contextlib.contextmanager
-def _connected(ray: Any) -> Iterator[None]:
+def _connected(ray: Any, note: Callable[[str], None]) -> Iterator[None]:
     """A block with a Ray runtime, which is ended afterwards if it was not there before."""
     if ray.is_initialized():
+        note(f"the tasks run on the Ray cluster of this process, {_address(ray)}")
         yield
         return
     previous = signal.getsignal(signal.SIGTERM)  # Ray sets its own
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     try:
         with interruptible():
-            _check_address(ray)
-            ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
-    except (ConnectionError, RuntimeError, ValueError) as error:
+            # "local" if RAY_ADDRESS names no cluster: Ray by itself would join any that it finds.
+            address = ray._private.services.get_ray_address_from_environment("local", None)
+            if address == "local":
+                num_cpus = available_cores()
+                ray.init(address, num_cpus=num_cpus, include_dashboard=False, **options)
+                note(
+                    f"the tasks run on a Ray cluster of this job with {num_cpus} CPUs, because "
+                    "RAY_ADDRESS names none"
+                )
+            else:
+                _check_address(ray, address)
+                ray.init("auto", **options)
+                note(f"the tasks run on the Ray cluster of RAY_ADDRESS, {_address(ray)}")
+    except (OSError, RuntimeError, ValueError) as error:
         text = " ".join(str(error).split()).rstrip(".")
         raise ConfigError(
             f"no connection to a Ray cluster: {text}. Start one with `ray start --head`, and give "
@@ -123,13 +145,17 @@ def _connected(ray: Any) -> Iterator[None]:
             signal.signal(signal.SIGTERM, previous)
 
 
-def _check_address(ray: Any) -> None:
+def _address(ray: Any) -> str:
+    return str(ray.get_runtime_context().gcs_address)
+
+
+def _check_address(ray: Any, address: str) -> None:
     """Raises a ConnectionError if nothing answers at the address of the cluster.
 
     Ray itself would try for 14 minutes, and ignore Ctrl-C meanwhile.
     """
     try:
-        address = ray._private.services.canonicalize_bootstrap_address("auto")
+        address = ray._private.services.canonicalize_bootstrap_address(address)
     except ValueError:  # "ray://...", or an address that Ray will refuse
         return
     host, _, port = address.rpartition(":")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -80,8 +81,11 @@ class Movement:
                 yield Task(first + number, number, f"{unit} {number}")
 
         records: Records = {}
-        results = _executor(self._engine)(function, self._work, tasks(), workers=self._plan.workers)
-        with self._progress(label, len(numbers)) as progress, contextlib.closing(results):
+        with contextlib.ExitStack() as stack:
+            progress = stack.enter_context(self._progress(label, len(numbers)))
+            run = _executor(self._engine, progress)
+            results = run(function, self._work, tasks(), workers=self._plan.workers)
+            stack.enter_context(contextlib.closing(results))
             num_bytes = 0
             try:
                 for task, record in results:
@@ -132,9 +136,9 @@ class Movement:
         return records
 
 
-def _executor(engine: str) -> Executor:
+def _executor(engine: str, progress: Progress) -> Executor:
     if engine == "local":
         return run_local
     from millrace.jobs.engine.ray import run_ray
 
-    return run_ray
+    return functools.partial(run_ray, note=progress.note)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from millrace.checks import absolute_path
@@ -277,7 +278,7 @@ def _run_tasks(run: TaskRun, arguments: Arguments, notice: str) -> None:
         else:
             from millrace.jobs.engine.ray import run_ray
 
-            run.work(run_ray, arguments.workers, progress)
+            run.work(partial(run_ray, note=progress.note), arguments.workers, progress)
 
 
 def _publish(
