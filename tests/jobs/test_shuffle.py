@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -534,6 +535,28 @@ def test_an_output_that_was_removed_after_the_end(
     result = run(tmp_path)
     assert (result.num_tasks_done, result.num_tasks_kept) == (0, 7)
     assert "shuffle.journal" not in names_in(output)
+
+
+def test_the_error_of_a_full_disk_names_the_journal_that_remains(
+    tmp_path: Path,
+    sequences: NDArray[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "shard.bin")
+
+    monkeypatch.setattr("millrace.jobs.shuffling.publish.flush_shards", fail)
+    folders = ["--input-dir", str(tmp_path / "input"), "--output-dir", str(tmp_path / "output")]
+    np.zeros(200_000, np.uint32).tofile(tmp_path / "input" / "b" / "y.bin")
+    assert main(["shuffle", *folders, "--seq-len", "8", "--num-shards", "3"]) == 1
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert "shard.bin: No space left on device. Make room" in message
+    journal = tmp_path / "output" / "shuffle.journal"
+    size = sum(path.stat().st_size for path in journal.rglob("*") if path.is_file())
+    assert "run the same command again" in message
+    assert f" {size / 1e6:.1f} MB in {journal}." in message
+    assert "nothing half-written" not in message
 
 
 def test_a_full_disk(disk: Path, sequences: NDArray[Any], tmp_path: Path) -> None:
