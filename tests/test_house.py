@@ -95,6 +95,12 @@ def test_no_room_imports_the_drop_in() -> None:
             assert not any(m.startswith("millrace.megatron") for m in imports_of(path)), path
 
 
+def test_paths_are_made_absolute_in_one_way() -> None:
+    """Python's own functions name another file where a link stands before `..`."""
+    for path in SOURCE.rglob("*.py"):
+        assert not re.search(r"(abspath|normpath)\(", path.read_text()), path
+
+
 def test_the_import_needs_only_numpy() -> None:
     """The subprocess cannot import the optional dependencies."""
     code = (
