@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import json
 import os
 import signal
@@ -570,6 +571,16 @@ def test_the_quarantine_is_of_the_last_job_and_not_its_input(
     quarantine.mkdir()
     with pytest.raises(ConfigError, match=r"quarantine\.jsonl is a folder"):
         run([path], tmp_path / "out", tokenizer, on_error="quarantine")
+
+
+def test_an_error_leaves_no_input_open(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """While somebody holds the error, too, and with it all that its traceback refers to."""
+    line = b'{"text": "the mill"}\n'
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(line * 1000 + b"{\n" + line * 20_000))
+    with pytest.raises(TextError):
+        run([tmp_path / "a.jsonl.gz"], tmp_path / "out", tokenizer)
+    descriptors = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    assert str(tmp_path / "a.jsonl.gz") not in map(os.readlink, descriptors)
 
 
 def test_an_encoder_that_differs_later_stops_the_job(

@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -47,8 +47,13 @@ class TaskRun:
         start = time.monotonic()
         size = 0
         self._progress = progress
-        results = executor(run_task, self._settings, self._tasks(), workers=workers)
-        with contextlib.closing(results):
+        # Closed at an error, too: the generators hold the input that is being read open.
+        with (
+            contextlib.closing(self._tasks()) as tasks,
+            contextlib.closing(
+                executor(run_task, self._settings, tasks, workers=workers)
+            ) as results,
+        ):
             for task, record in results:
                 work: Work = task.payload
                 self.num_done += 1
@@ -73,7 +78,7 @@ class TaskRun:
             work: Work = task.payload
             self._output.append(work.folder, self._records.pop(task.number), work.parts)
 
-    def _tasks(self) -> Iterator[Task]:
+    def _tasks(self) -> Generator[Task, None, None]:
         """The tasks that are not in the journal yet."""
         for number, step in enumerate(self.steps):
             number *= plan.PIECES
