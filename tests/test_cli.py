@@ -21,7 +21,7 @@ def millrace(*arguments: object, **options: str) -> subprocess.CompletedProcess[
         [sys.executable, "-m", "millrace", *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
         env={**os.environ, **options},
     )
