@@ -172,8 +172,9 @@ def test_what_workers_cannot_load_is_refused() -> None:
 # ---- what workers inherit ----
 
 
-def test_libraries_in_workers_use_one_thread() -> None:
+def test_libraries_in_workers_use_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("RAYON_NUM_THREADS", "1"), ("TOKENIZERS_PARALLELISM", "false")):
+        monkeypatch.delenv(name, raising=False)  # the command line sets it in its own process
         ((_, result),) = run_local(functions.environment, name, tasks_of([0]), workers=2)
         assert result == value
         assert os.environ.get(name) != value
