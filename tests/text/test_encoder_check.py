@@ -22,7 +22,7 @@ from tests.text.encoder_variants import (
     sequence,
     split,
 )
-from tests.text.test_tokenizer import train_sentencepiece
+from tests.text.test_tokenizer import train_sentencepiece, write_tiktoken
 
 
 def write_variant(path: Path, name: str = "byte_level", **changes: Any) -> Path:
@@ -136,6 +136,18 @@ def test_models_of_every_kind(tmp_path: Path, name: str) -> None:
     assert (message == "") == (chosen.encoder_name != "tokenizers")
     reference = chosen.with_encoder("tokenizers")
     assert compare_encoders(chosen, reference, UNUSUAL_TEXTS) is None
+
+
+@pytest.mark.parametrize(
+    ("merge", "text"), [(b"  ", "a  \u180eb"), (b"  ", "  \u180eb"), (b"'s", "a\u180e's b")]
+)
+def test_what_counts_as_white_space_beside_spaces_and_apostrophes(
+    tmp_path: Path, merge: bytes, text: str
+) -> None:
+    """fastokens takes U+180E for white space, and only these merges show it."""
+    path = write_tiktoken(tmp_path / "t.tiktoken", (merge,))
+    tokenizer, _ = checked_tokenizer(Tokenizer(path, tiktoken_pattern="gpt2"))
+    assert tokenizer.encode([text]) == tokenizer.with_encoder("tiktoken").encode([text])
 
 
 def test_byte_tokens_in_a_text_are_plain_text(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def _whitespace() -> Iterator[str]:
             yield text.format(space)
         for text in ("a {0} b", "{0}\n", "\n{0}", "a {0}", "{0} a", "a\n{0}b", "1{0}{0}2"):
             yield text.format(space)
-        for text in (".{0}{0}.", "{0}  \n\n {0}x"):
+        for text in (".{0}{0}.", "{0}  \n\n {0}x", "a  {0}b", "  {0}b", "a{0}'s b", "a '{0}s"):
             yield text.format(space)
     for count in (*range(1, 20), 31, 32, 33, 63, 64, 65, 80, 81, 127, 128, 129, 130, 257, 600):
         for space in (" ", "\t", "\n", "\r\n", "\r", "\xa0", "\u3000"):
@@ -185,13 +185,16 @@ def _phrases() -> Iterator[str]:
 def _characters() -> Iterator[str]:
     characters = [*_LETTERS, *_NUMBERS, *_MARKS, *_SYMBOLS, *_EMOJI, *_CONTROLS, *_RARE]
     for character in characters:
-        yield from (character, f" {character}", f"a{character}b", f"{character * 2} 1{character}")
+        yield from (character, f" {character}", f"a{character}b")
+        yield f"{character * 2} 1{character} a  {character}b{character}'s '{character}s"
     yield from ("".join(characters), " ".join(characters))
     yield from ("\ufeffa", "a\ufeffb", "\ufeff", "a\x00b", "\x00", "\x00\x00 \x00")
     for first, last, step in _RANGES:
         for number in range(first, last, step):
             character = chr(number)
-            yield f"{character} a{character} {character}1\n{character}!{character}\n\n"
+            text = f"{character} a{character} {character}1\n{character}!{character}\n\n"
+            # Libraries differ on which characters are white space: U+180E was, in older versions.
+            yield f"{text}a  {character}b{character}'s '{character}s"
     for form in ("NFC", "NFD", "NFKC", "NFKD"):
         yield unicodedata.normalize(form, "Ǻ é ﬁ Å ṩ 각 ½ ² ｶﾞ ΐ q̣̇ ≠ が क़ שּׁ ﷺ Ⅳ")
 
