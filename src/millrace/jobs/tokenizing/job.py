@@ -168,7 +168,12 @@ def tokenize(
         tokenizer, _first_texts(arguments.files, arguments.settings)
     )
     settings = replace(arguments.settings, tokenizer=tokenizer)
-    arguments = replace(arguments, settings=settings)
+    resources = arguments.resources
+    if memory is not None:
+        size, encoder = settings.max_document_size, tokenizer.encoder_name
+        most = plan.resources_for(workers, memory, size, encoder).workers
+        resources = replace(resources, workers=min(resources.workers, most))
+    arguments = replace(arguments, settings=settings, resources=resources)
     with interrupts_held(), contextlib.ExitStack() as stack:
         builders = [
             stack.enter_context(

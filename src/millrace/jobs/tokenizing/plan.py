@@ -32,6 +32,9 @@ _WORKER_MEMORY = 280 * MB
 # Copies of a document while it is encoded, in bytes per byte of its line: the line, a str of up to
 # 4 bytes a character, its UTF-8, and up to one id of 4 bytes for each byte, in three copies.
 _BYTES_PER_BYTE = 20
+# Of the reference libraries, which keep more than ids, for the worst texts that were tried: many
+# tokens of one byte.
+_REFERENCE_BYTES_PER_BYTE = {"tokenizers": 330, "sentencepiece": 75, "tiktoken": 60}
 _DEFAULT_LIMIT = 100 * MB
 _SMALLEST_LIMIT = 4 * MB
 
@@ -51,7 +54,7 @@ class Resources:
 
 
 def resources_for(
-    workers: int | None, memory: int | None, max_document_size: int | None
+    workers: int | None, memory: int | None, max_document_size: int | None, encoder: str = ""
 ) -> Resources:
     """Chooses what is None so that the job fits into memory.
 
@@ -59,6 +62,7 @@ def resources_for(
         workers: Number of worker processes; None: one per core, or fewer if memory is short.
         memory: Bytes that all processes of the job may use; None: no limit but the machine's.
         max_document_size: Longest line in bytes; None: 100 MB, or less if memory is limited.
+        encoder: Name of the library that encodes, if it is known.
 
     Raises:
         ConfigError: Too little memory.
@@ -71,13 +75,14 @@ def resources_for(
         return Resources(
             workers=workers or max(min(available_cores(), most), 1), max_document_size=limit
         )
-    per_worker = _WORKER_MEMORY + _BYTES_PER_BYTE * limit
+    per_worker = _WORKER_MEMORY + limit * _REFERENCE_BYTES_PER_BYTE.get(encoder, _BYTES_PER_BYTE)
     most = (memory - _JOB_MEMORY) // per_worker
     if most < (workers or 1):
         needed = _JOB_MEMORY + (workers or 1) * per_worker
         raise ConfigError(
             f"memory is {memory / MB:,.0f} MB; {needed / MB:,.0f} MB are needed for "
-            f"{workers or 1} worker{'s' if (workers or 1) > 1 else ''} and documents of up to "
+            f"{workers or 1} worker{'s' if (workers or 1) > 1 else ''}"
+            f"{' with ' + encoder if encoder else ''} and documents of up to "
             f"{limit / MB:,.0f} MB. Give more memory, fewer workers or a lower limit of documents"
         )
     return Resources(workers=workers or min(available_cores(), most), max_document_size=limit)
