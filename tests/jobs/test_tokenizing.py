@@ -602,6 +602,20 @@ def test_an_encoder_that_differs_later_stops_the_job(
         run([path], tmp_path / "out", tokenizer, check_rate=1.0, chunk_size=None)
 
 
+@pytest.mark.parametrize(
+    "line", [b'{"text": "the mill"}\n', b" " * 500 + b"\n"], ids=["mistyped", "blank"]
+)
+def test_the_first_documents_are_not_sought_in_the_whole_file(
+    tmp_path: Path, tokenizer: Tokenizer, line: bytes
+) -> None:
+    """Its end is damaged, which nobody may see before the first line is judged."""
+    path = tmp_path / "a.jsonl.gz"
+    lines = b'{"text": "the mill"}\n' + line * (5_000_000 // len(line))
+    path.write_bytes(gzip.compress(lines, 1)[:-1000])
+    with pytest.raises(TextError, match=r"a\.jsonl\.gz, line 1: .*txet"):
+        run([path], tmp_path / "out", tokenizer, json_keys=["txet"], chunk_size=100_000)
+
+
 def test_memory_counts_what_the_reference_library_needs(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:

@@ -8,7 +8,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -47,6 +47,8 @@ than a fast encoder: 1.6 % of the time."""
 
 _FIRST_FILES = 8  # that are looked into for the first documents
 _FIRST_SIZE = 200_000  # characters of them, which the reference encodes in 50 ms
+_MOST_SKIPPED = plan.MB  # bytes of lines that are not documents, before them
+_MOST_BATCHES = 8  # of 256 KB each, which may be blank lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,12 +316,21 @@ def _remove(path: str) -> None:
         os.unlink(path)
 
 
+class _TooManyLinesError(Exception):
+    """A file begins with many lines that are not documents."""
+
+
 def _first_texts(files: Sequence[InputFile], settings: Settings) -> Iterator[str]:
     """Texts of the first documents, about 200 kB; none of a pipe, which can be read only once."""
-    size = 0
+    size = skipped = 0
 
-    def ignore(*reject: Any) -> None:
-        """The job itself meets the line again."""
+    def skip(line: int, byte_offset: int, reason: str, data: Iterable[bytes]) -> None:
+        """Leaves a line out, which the job itself meets again; ends a file of such lines."""
+        nonlocal skipped
+        for chunk in data:
+            skipped += len(chunk)
+            if skipped > _MOST_SKIPPED:
+                raise _TooManyLinesError
 
     for file in files[:_FIRST_FILES]:
         part = next(iter(parts_of(file, plan.MB)), None) if file.size is not None else None
@@ -328,18 +339,19 @@ def _first_texts(files: Sequence[InputFile], settings: Settings) -> Iterator[str
         batches = read_documents(
             part,
             settings.keys,
-            reject=ignore,
+            reject=skip,
             id_key=settings.id_key,
             separator=settings.separator,
             max_document_size=plan.MB,
         )
-        for documents in batches:
-            for text in itertools.chain.from_iterable(documents.texts):
-                for item in [text] if isinstance(text, str) else text:
-                    yield item[:_FIRST_SIZE]
-                    size += len(item)
-                    if size >= _FIRST_SIZE:
-                        return
+        with contextlib.suppress(_TooManyLinesError):
+            for documents in itertools.islice(batches, _MOST_BATCHES):
+                for text in itertools.chain.from_iterable(documents.texts):
+                    for item in [text] if isinstance(text, str) else text:
+                        yield item[:_FIRST_SIZE]
+                        size += len(item)
+                        if size >= _FIRST_SIZE:
+                            return
 
 
 def _absolute(path: str) -> str:
