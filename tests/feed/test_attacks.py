@@ -111,6 +111,41 @@ def test_no_interruption_of_a_loop_that_only_draws_is_lost() -> None:
     assert caught == len(raised) == 40
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a callback
+@AHEAD
+def test_a_batch_that_an_interruption_keeps_from_the_trainer_comes_again(prefetch: int) -> None:
+    last, in_loop, num_interruptions = -1, False, 0
+
+    def interrupt(*_: Any) -> None:
+        nonlocal in_loop, num_interruptions
+        if in_loop:
+            in_loop = False
+            num_interruptions += 1
+            raise KeyboardInterrupt
+
+    loader = Loader(Numbers(10**9), micro_batch_size=1, prefetch=prefetch)
+    handler = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.001, 0.0013)
+    try:
+        while num_interruptions < 400:
+            try:
+                in_loop = True
+                for batch in loader:
+                    last = batch
+            except KeyboardInterrupt:
+                pass
+            except (RuntimeError, ConfigError) as error:
+                in_loop = False
+                assert "unlocked lock" in str(error)  # noqa: PT017 - Python's own, as above
+            if not isinstance(last, int):
+                last = int(last["tokens"][0])
+            assert loader.consumed_samples == last + 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        loader.close()
+
+
 def test_a_signal_handler_may_close_a_loader_inside_the_queue() -> None:
     loader = Loader(Numbers(), micro_batch_size=2, threads=2)
     next(loader)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from millrace import ConfigError, Loader
 from millrace.torch import check_consistency
@@ -88,3 +90,32 @@ def test_without_a_process_group_only_arguments_are_checked() -> None:
         check_consistency(loader, checksum_batches=-1)
     with pytest.raises(ConfigError, match=r"data_parallel_rank is 0\.5"):
         check_consistency(loader, data_parallel_rank=0.5)  # type: ignore[arg-type]
+
+
+def test_checksums_are_taken_while_no_thread_is_in_the_dataset(
+    tmp_path: Path,
+) -> None:
+    inside: list[int] = []
+
+    class Seeking(Numbers):
+        """Numbers of a file with one position."""
+
+        def batch(self, sample_numbers: Any) -> dict[str, Any]:
+            inside.append(1)
+            time.sleep(0.001)
+            most.append(len(inside))
+            inside.pop()
+            return super().batch(sample_numbers)
+
+    most: list[int] = []
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    try:
+        with Loader(Seeking(), micro_batch_size=2) as loader:
+            for _ in range(10):
+                next(loader)
+                check_consistency(loader, checksum_batches=2)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert set(most) == {1}

@@ -168,24 +168,28 @@ class Loader:
 
     def __next__(self) -> Any:
         self._maker.check_thread()
-        with self._lock:
-            start = self._next
-            step = self._take(start)
-            if step is None:
-                raise StopIteration
-            try:
-                batch = _batch_of(step)
-                self._next = step.end
-                result = batch if self.transform is None else self.transform(batch)
-                self._consumed_samples = self._next
-            except BaseException as error:
-                self._next = self._consumed_samples = start
-                self._drop_queue()
-                if isinstance(error, StopIteration):  # it would end the trainer's loop
-                    raise RuntimeError("`transform` raised StopIteration") from error
-                raise
-            self._stats.steps += 1
-            return result
+        step = None
+        try:
+            with self._lock:
+                start = self._next
+                step = self._take(start)
+                if step is not None:
+                    batch = _batch_of(step)
+                    self._next = step.end
+                    result = batch if self.transform is None else self.transform(batch)
+                    self._stats.steps += 1
+                    self._consumed_samples = self._next
+        except BaseException as error:  # also Ctrl-C at the release of the lock
+            if step is not None:  # the trainer does not get it, so it must come again
+                with self._lock:
+                    self._next = self._consumed_samples = start
+                    self._drop_queue()
+            if isinstance(error, StopIteration):  # it would end the trainer's loop
+                raise RuntimeError("`transform` raised StopIteration") from error
+            raise
+        if step is None:
+            raise StopIteration
+        return result  # without a call after the `try`: Ctrl-C comes at calls
 
     def __len__(self) -> int:
         """The number of steps from sample 0 to the end, wherever the loader stands.

@@ -189,7 +189,8 @@ def _checksums(loader: Loader, num_batches: int) -> Iterator[str]:
     limit = sampler.num_steps() if hasattr(sampler, "num_steps") else position
     step = bisect_right(range(limit + 1), position, key=sampler.consumed_at) - 1
     for start in map(sampler.consumed_at, range(max(0, step - num_batches), step)):
-        batch = loader.dataset.batch(sampler.sample_numbers(start))
+        with loader._maker.lock:  # a thread of the loader may be in the dataset
+            batch = loader.dataset.batch(sampler.sample_numbers(start))
         checksum = xxhash.xxh3_64()
         for name in sorted(batch):
             array = np.ascontiguousarray(batch[name])
