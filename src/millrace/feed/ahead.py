@@ -200,7 +200,7 @@ class Ahead:
         self._news = threading.Lock()  # what `take` waits for: `_tell` releases it
         self._news.acquire()
         # Its methods are safe in a garbage collection and at Ctrl-C. False ends the threads.
-        self._permits: SimpleQueue[bool] = SimpleQueue()
+        self._permits: SimpleQueue[Any] = SimpleQueue()
         for _ in range(2 * maker.num_threads if prefetch is None else prefetch):
             self._permits.put(True)
         # By start. None: in work. A step that is None: the end.
@@ -218,7 +218,7 @@ class Ahead:
         num_threads, permits = self._maker.num_threads, self._permits
         while len(self._threads) < num_threads:
             name = f"millrace-loader-{len(self._threads)}"
-            queue = weakref.ref(self, lambda _: permits.put(False))
+            queue = weakref.ref(self, permits.put)  # a callback in C: Ctrl-C cannot stop it
             thread = threading.Thread(target=_work, args=(queue, permits), name=name, daemon=True)
             try:
                 thread.start()
@@ -343,9 +343,9 @@ class Ahead:
             thread.join(None if end is None else max(end - time.monotonic(), 0.0))
 
 
-def _work(queue_ref: weakref.ref[Ahead], permits: SimpleQueue[bool]) -> None:
+def _work(queue_ref: weakref.ref[Ahead], permits: SimpleQueue[Any]) -> None:
     """What a thread does, which keeps the queue alive only while it makes a step."""
-    while permits.get():
+    while permits.get() is True:  # a reference that has died ends it, too
         queue = queue_ref()
         if queue is None or not queue._make_next():
             break
