@@ -381,8 +381,8 @@ def test_sentencepiece_ids(
     )
 
 
-def test_auto_takes_a_fast_encoder_for_sentencepiece(tmp_path: Path) -> None:
-    tokenizer = Tokenizer(train_sentencepiece(tmp_path / "t.model", vocab_size=160))
+def test_auto_takes_a_fast_encoder_for_sentencepiece(sentencepiece_file: Path) -> None:
+    tokenizer = Tokenizer(sentencepiece_file)
     assert (tokenizer.encoder_name, tokenizer.reference_name) == ("fastokens", "sentencepiece")
 
 

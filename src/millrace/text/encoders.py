@@ -99,7 +99,7 @@ def _as_sentencepiece(
 ) -> EncodeBatch:
     """Adds BOS, EOS and user-defined symbols to an encoder that knows none of them.
 
-    Texts with user-defined symbols are rare, and are left to sentencepiece.
+    Texts with user-defined symbols, or the names of bytes, are rare and left to sentencepiece.
     """
     library = vocabulary.library
     tokens = (library.bos_id(), library.eos_id()) if vocabulary.add_special_tokens else (-1, -1)
@@ -112,6 +112,7 @@ def _as_sentencepiece(
         prefix = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
         mark = "".join(character for character, _ in prefix)
         marks = [mark] if len(mark) > 1 else symbols
+    marks = [*marks, "<0x"]  # fastokens takes "<0x0A>" for the byte if no merges form it
 
     def encode_plain(texts: list[str]) -> FlatIds:
         ids, lengths = encode_batch(texts)
