@@ -273,7 +273,7 @@ def _add_file_verbs(verbs: Verbs) -> None:
         different tokenizers are refused."""
     options = "--output-prefix", "--no-checksums", "--no-origins"
     add = _add_verb(verbs, _merge, text, "prefixes", *options).add_argument
-    text = "merge data of different tokenizers, too"
+    text = "merge data of different tokenizers or splitters of sentences, too"
     add("--any-tokenizer", action="store_true", help=text)
 
     text = """Cuts a token file into shards. The shards PREFIX_00000, PREFIX_00001, ... hold whole
@@ -335,8 +335,10 @@ def _add_tokenize(verbs: Verbs) -> None:
     add("--check", dest="check_rate", type=float, metavar="RATE", help=text)
 
     add = parser.add_argument_group("documents").add_argument
-    text = "make each sentence a sequence; writes PREFIX_KEY_sentence"
-    add("--split-sentences", action="store_true", help=text)
+    text = """make each sentence a sequence, split by this library; writes PREFIX_KEY_sentence
+        (default without a name: punkt, as in Megatron-LM's script)"""
+    names = ("punkt", "sentencex")
+    add("--split-sentences", nargs="?", const="punkt", choices=names, help=text)
     add("--lang", default="english", metavar="NAME", help="language of the sentences (english)")
     add("--keep-newlines", action="store_true", help="keep the space between sentences")
     text = (
@@ -348,7 +350,7 @@ def _add_tokenize(verbs: Verbs) -> None:
     text = """at lines that are not documents: stop; skip them; or also keep them in
         PREFIX.quarantine.jsonl (default: stop)"""
     add("--on-error", choices=("stop", "skip", "quarantine"), default="stop", help=text)
-    text = "longest line or text (default: 100M, or 1/1000 of --memory if that is less)"
+    text = "longest line or text (default: 100M)"
     add("--max-document-size", type=_size, metavar="SIZE", help=text)
     text = "sidecar with the origin of each document; csv.gz: in dolma's form (default: parquet)"
     choices = ("parquet", "csv.gz", "both", "none")
@@ -359,7 +361,8 @@ def _add_tokenize(verbs: Verbs) -> None:
     add("--engine", choices=("local", "ray"), default="local", help=text)
     text = "worker processes (default: one per core, fewer for a small input)"
     add("--workers", type=_positive, metavar="N", help=text)
-    add("--memory", type=_size, metavar="SIZE", help="limit for all processes: 512M, 4G")
+    text = "limit for all processes, which may mean fewer workers: 4G, 20G"
+    add("--memory", type=_size, metavar="SIZE", help=text)
     text = "input that a worker takes at a time, and a kill may cost (default: by the input's size)"
     add("--chunk-size", type=_size, metavar="SIZE", help=text)
     text = "discard what an interrupted job with this prefix has done"
@@ -516,7 +519,7 @@ _TOKENIZER_OPTIONS = (
 def _tokenize(
     tokenizer: str,
     input_list: str | None,
-    split_sentences: bool,
+    split_sentences: str | None,
     lang: str,
     keep_newlines: bool,
     check_rate: float | None,
@@ -534,7 +537,9 @@ def _tokenize(
     if check_rate is not None:
         options["check_rate"] = check_rate
     settings = {name: options.pop(name) for name in _TOKENIZER_OPTIONS}
-    splitter = SentenceSplitter(lang, keep_newlines=keep_newlines) if split_sentences else None
+    splitter = None
+    if split_sentences is not None:
+        splitter = SentenceSplitter(lang, keep_newlines=keep_newlines, library=split_sentences)
     # Ray writes about lost nodes to stdout, which is the report's.
     with contextlib.redirect_stdout(sys.stderr):
         result = tokenize(

@@ -494,7 +494,9 @@ def run_case(
     if case.split_sentences:
         from millrace.text.sentences import SentenceSplitter
 
-        split = SentenceSplitter("english", keep_newlines=case.keep_newlines).split
+        split = SentenceSplitter(
+            "english", keep_newlines=case.keep_newlines, library="sentencex"
+        ).split
     with_special_tokens = reference.tokenize_with_special_tokens
     (folder / "theirs").mkdir()
     (folder / "ours").mkdir()
@@ -511,6 +513,7 @@ def run_case(
     )
     options = [*shared_options(case), "--chunk-size", str(case.chunk_size), "--json"]
     options += ["--add-special-tokens"] if case.add_special_tokens else []
+    options += ["--split-sentences", "sentencex"] if case.split_sentences else []
     options += ["--tokenizer", str(reference.path), "--workers", str(case.workers)]
     prefix = str(folder / "ours" / "out")
     inputs_option = ["--input", *map(str, inputs)]

@@ -66,9 +66,9 @@ def tokenizer_of(prefix: str | Path) -> Any:
     return info.provenance.get("tokenizer")
 
 
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+def run(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "millrace", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
 
 
 # ---- reshaping ----
@@ -111,7 +111,7 @@ def test_a_second_split_removes_the_sidecars_of_the_first(tmp_path: Path) -> Non
     source = write(tmp_path / "data")
     split(source, tmp_path / "shard", documents=1, checksums=True)
     assert len(list(tmp_path.glob("shard*"))) == 40
-    split(source, tmp_path / "shard", documents=5, origins=False)
+    split(source, tmp_path / "shard", documents=5, origins=False, checksums=False)
     assert len(list(tmp_path.glob("shard*"))) == 4
 
 
@@ -171,6 +171,53 @@ def test_one_hash_in_common_is_the_same_tokenizer(tmp_path: Path) -> None:
     assert common_tokenizer(records[:2]) == {"sha256": "file"}
     assert common_tokenizer(records) is None
     assert common_tokenizer([]) is None
+
+
+def test_sentences_of_different_splitters_are_not_mixed(tmp_path: Path) -> None:
+    punkt, sentencex = "nltk 3.9.1 punkt_tab english", "sentencex 1.0.32 en"
+    prefixes = [
+        write(tmp_path / "a", GPT2, sentences=punkt, keep_newlines=False),
+        write(tmp_path / "b", GPT2),  # of one it is not known
+        write(tmp_path / "c", GPT2, sentences=sentencex, keep_newlines=False),
+        write(tmp_path / "d", GPT2, sentences=punkt, keep_newlines=True),
+    ]
+    merged = tmp_path / "all"
+    for other, name in (("c", sentencex), ("d", punkt + " with newlines")):
+        with pytest.raises(ConfigError) as error:
+            merge([*prefixes[:2], tmp_path / other], merged, checksums=True)
+        for part in (str(prefixes[0]), punkt, str(tmp_path / other), name, "any_tokenizer"):
+            assert part in str(error.value)
+        blend = DatasetConfig(
+            sequence_length=8, seed=1, num_samples=(4, 0, 0), split="1,0,0",
+            blend=([prefixes[0], str(tmp_path / other)], None),
+        )  # fmt: skip
+        with pytest.raises(ConfigError, match=name):
+            build_datasets(blend)
+    # What is made of others is compared, too.
+    merge([prefixes[0]] * 2, merged, checksums=True)
+    with pytest.raises(ConfigError, match=sentencex):
+        merge([merged, prefixes[2]], tmp_path / "more", checksums=True)
+    merge([merged, prefixes[1]], tmp_path / "more", checksums=True)
+    assert tokenizer_of(tmp_path / "more") == GPT2
+    merge([merged, prefixes[2]], tmp_path / "more", checksums=True, any_tokenizer=True)
+    assert tokenizer_of(tmp_path / "more") is None
+
+
+def test_the_library_of_sentences_is_named_and_recorded(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "It rains. Does it?"}')
+    options = ("--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "out")
+    options = (*options, "--tokenizer", "bytes", "--split-sentences")
+    environment = {"NLTK_DATA": str(tmp_path), "HOME": str(tmp_path), "PATH": "/usr/bin"}
+    result = run("tokenize", *options, env=environment)  # not whichever is installed
+    assert result.returncode == 1
+    assert "punkt_tab" in result.stderr
+    assert "--split-sentences sentencex" in result.stderr
+    result = run("tokenize", *options, "sentencex", env=environment)
+    assert result.returncode == 0, result.stderr
+    record = read_tokenizer(str(tmp_path / "out_text_sentence"))
+    assert record is not None
+    assert record.sentences.startswith("sentencex 1.")
+    assert record.sentences.endswith(" en")
 
 
 @pytest.mark.parametrize(

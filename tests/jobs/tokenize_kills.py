@@ -106,7 +106,7 @@ def make_jobs(folder: Path, num_documents: int, names: Sequence[str] = ()) -> li
         "mixed": ["compressed.jsonl.zst", "table.parquet", "plain.jsonl", "small"],
         "poisoned": ["poisoned.jsonl", "--on-error", "quarantine"],
         "partitions": ["plain.jsonl", "--partitions", "3", "--append-eod"],
-        "sentences": ["plain.jsonl", "--split-sentences", "--append-eod"],
+        "sentences": ["plain.jsonl", "--split-sentences", "sentencex", "--append-eod"],
     }
     jobs = []
     for number, (name, command) in enumerate(commands.items()):

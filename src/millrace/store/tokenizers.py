@@ -1,8 +1,9 @@
-"""Which tokenizer wrote the tokens of a pair, by the provenance in its sidecar.
+"""Which tokenizer, and splitter of sentences, wrote a pair, by the provenance in its sidecar.
 
 The same ids mean other texts to another tokenizer, and nothing in a token file shows it. So the
 sidecar of a pair names the tokenizer by hashes (see `millrace.text.Tokenizer`), which are compared
-where pairs come together. A pair without that information fits any other.
+where pairs come together. So is the library that has split texts into sentences, with its version
+and language. A pair without that information fits any other.
 """
 
 from __future__ import annotations
@@ -27,11 +28,14 @@ class TokenizerRecord(NamedTuple):
         prefix: Path prefix of the pair.
         entry: The entry "tokenizer" of the provenance.
         fingerprints: Hashes of the tokenizer; two with a hash in common are the same.
+        sentences: Library, version and language of the splitter of sentences, and whether it keeps
+            newlines; empty: unknown, or none.
     """
 
     prefix: str
     entry: dict[str, Any]
     fingerprints: frozenset[str]
+    sentences: str = ""
 
     def is_same(self, fingerprints: Iterable[str]) -> bool:
         return not self.fingerprints.isdisjoint(fingerprints)
@@ -46,18 +50,22 @@ def read_tokenizer(prefix: str) -> TokenizerRecord | None:
 
     Only the start of the sidecar is read: the checksums of a large pair take megabytes.
     """
-    entry = _provenance(prefix).get("tokenizer")
+    provenance = _provenance(prefix)
+    entry = provenance.get("tokenizer")
     if not isinstance(entry, dict):
         return None
     others = entry.get("fingerprints")
     values = [entry.get("sha256"), entry.get("fingerprint")]
     values += others if isinstance(others, list) else []
     fingerprints = frozenset(value for value in values if isinstance(value, str))
-    return TokenizerRecord(prefix, entry, fingerprints) if fingerprints else None
+    sentences = entry.get("sentences", "")  # of a pair that was made of others
+    if name := provenance.get("sentences"):
+        sentences = f"{name}{' with newlines' if provenance.get('keep_newlines') else ''}"
+    return TokenizerRecord(prefix, entry, fingerprints, sentences) if fingerprints else None
 
 
 def tokenizer_conflict(records: Iterable[TokenizerRecord | None]) -> str:
-    """A sentence about the first two pairs of different tokenizers; empty if there are none."""
+    """A sentence about the first two pairs of different tokenizers, or splitters; or empty."""
     known = [record for record in records if record is not None]
     for record in known[1:]:
         if not record.is_same(known[0].fingerprints):
@@ -66,6 +74,14 @@ def tokenizer_conflict(records: Iterable[TokenizerRecord | None]) -> str:
                 f"{first.prefix} was tokenized with {first}, and {record.prefix} with {record}: "
                 "the same ids mean different texts"
             )
+    split = [record for record in known if record.sentences]
+    for record in split[1:]:
+        if record.sentences != split[0].sentences:
+            first = split[0]
+            return (
+                f"the sentences of {first.prefix} were split by {first.sentences}, and those of "
+                f"{record.prefix} by {record.sentences}: they end at different places"
+            )
     return ""
 
 
@@ -73,8 +89,10 @@ def common_tokenizer(records: Sequence[TokenizerRecord | None]) -> dict[str, Any
     """The entry for the provenance of a pair made of others; None unless all name one tokenizer."""
     if not records or None in records or tokenizer_conflict(records):
         return None
-    first = records[0]
-    return None if first is None else first.entry
+    first, *others = [record for record in records if record is not None]
+    if first.sentences and all(record.sentences for record in others):
+        return {**first.entry, "sentences": first.sentences}
+    return {name: value for name, value in first.entry.items() if name != "sentences"}
 
 
 def _provenance(prefix: str) -> dict[str, Any]:

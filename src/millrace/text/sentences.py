@@ -6,9 +6,7 @@ Megatron-LM's script splits with Punkt, whose data must be installed; nothing is
 
 from __future__ import annotations
 
-import io
 import itertools
-import pickle
 import re
 from importlib.metadata import version
 from typing import Any
@@ -93,11 +91,10 @@ class SentenceSplitter:
     Args:
         lang: Language, by NLTK's name ("english") or ISO code ("en").
         keep_newlines: Whether sentences keep the whitespace that follows them.
-        library: "punkt", "sentencex", or "auto": Punkt if its data for the language is installed,
-            else sentencex.
+        library: The library that splits, "punkt" or "sentencex".
 
     Attributes:
-        library: The library that splits, "punkt" or "sentencex".
+        library: As given.
         name: Library, version and language, for the provenance of token files.
 
     Raises:
@@ -111,30 +108,19 @@ class SentenceSplitter:
     """
 
     def __init__(
-        self, lang: str = "english", *, keep_newlines: bool = False, library: str = "auto"
+        self, lang: str = "english", *, keep_newlines: bool = False, library: str = "punkt"
     ) -> None:
         language, code = _language(lang)
         self.keep_newlines = flag("keep_newlines", keep_newlines)
-        if library not in ("auto", *LIBRARIES):
-            raise ConfigError(
-                f"library is {shown(library)}; it is one of auto, {', '.join(LIBRARIES)}"
-            )
-        self._code = code
+        if library not in LIBRARIES:
+            raise ConfigError(f"library is {shown(library)}; it is one of {', '.join(LIBRARIES)}")
+        self.library, self._code = library, code
         self._punkt: Any = None  # Punkt's parameters
-        model = None if library == "sentencex" else _load_punkt(language)
-        if model is not None:
-            self._punkt, data = model
-            self.library = "punkt"
-            self.name = f"nltk {version('nltk')} {data} {language}"
-        elif library == "punkt":
-            raise TextError(
-                f"NLTK's Punkt data for {language} is not installed. Install it (`python -m "
-                "nltk.downloader punkt_tab`, or a copy of its folder and NLTK_DATA), install nltk "
-                "if that is missing, or split with sentencex"
-            )
+        if library == "punkt":
+            self._punkt = _load_punkt(language)
+            self.name = f"nltk {version('nltk')} punkt_tab {language}"
         else:
-            _import_sentencex(language)
-            self.library = "sentencex"
+            _import_sentencex()
             self.name = f"sentencex {version('sentencex')} {code}"
         self._make_splitter()
 
@@ -193,7 +179,7 @@ class SentenceSplitter:
         self._tokenizer: Any = None
         self._segment: Any = None
         if self._punkt is None:
-            self._segment = _import_sentencex(self._code).segment
+            self._segment = _import_sentencex().segment
         else:
             self._tokenizer = _punkt_tokenizer(self._punkt, self.keep_newlines)
 
@@ -238,13 +224,12 @@ def _with_whitespace(pieces: list[str]) -> list[str]:
     return [*sentences, lead] if lead else sentences
 
 
-def _import_sentencex(language: str) -> Any:
+def _import_sentencex() -> Any:
     try:
         import sentencex
     except ImportError:
         raise TextError(
-            f"neither NLTK's Punkt data for {language} nor the sentencex package is installed: pip "
-            "install 'millrace[tokenizers]', or `python -m nltk.downloader punkt_tab`"
+            "the package sentencex is not installed: pip install 'millrace[tokenizers]'"
         ) from None
     return sentencex
 
@@ -252,52 +237,22 @@ def _import_sentencex(language: str) -> Any:
 # ---- Punkt ----
 
 
-def _load_punkt(language: str) -> tuple[Any, str] | None:
-    """Punkt's parameters for a language, and the name of its data; None if they are not installed.
+def _load_punkt(language: str) -> Any:
+    """Punkt's parameters for a language.
 
-    NLTK looks in its own folders, and those that NLTK_DATA names. The newer `punkt_tab` comes
-    first; the older `punkt` is a pickle.
+    NLTK looks in its own folders, and those that NLTK_DATA names.
     """
     try:
         from nltk import data
         from nltk.tokenize import punkt
-    except ImportError:
-        return None
-    try:
-        folder = data.find(f"tokenizers/punkt_tab/{language}/")
-        return punkt.load_punkt_params(folder), "punkt_tab"
-    except LookupError:
-        pass
-    for folder in ("punkt/PY3", "punkt"):
-        try:
-            pointer = data.find(f"tokenizers/{folder}/{language}.pickle")
-        except LookupError:
-            continue
-        with pointer.open() as file:
-            content = file.read()
-        try:
-            return _PunktUnpickler(io.BytesIO(content)).load()._params, "punkt"
-        except Exception as error:  # a pickle may raise anything
-            raise TextError(f"{pointer} is not Punkt's data ({error}); install it again") from None
-    return None
 
-
-_PICKLED = frozenset(
-    """collections.defaultdict nltk.probability.FreqDist builtins.int builtins.set __builtin__.int
-    __builtin__.long __builtin__.set __builtin__.object copy_reg._reconstructor
-    copyreg._reconstructor""".split()
-)
-"""What a Punkt model holds besides Punkt's classes, also as Python 2 wrote it."""
-
-
-class _PunktUnpickler(pickle.Unpickler):
-    """Loads a Punkt model: no other classes, as a pickle could run any code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_punkt = module == "nltk.tokenize.punkt" and name.startswith("Punkt") and "." not in name
-        if is_punkt or f"{module}.{name}" in _PICKLED:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} is not a part of a Punkt model")
+        return punkt.load_punkt_params(data.find(f"tokenizers/punkt_tab/{language}/"))
+    except (ImportError, LookupError):
+        raise TextError(
+            f"NLTK's Punkt data for {language} is not installed. Install it (`pip install nltk`, "
+            "`python -m nltk.downloader punkt_tab`, or a copy of its folder and NLTK_DATA), or "
+            "name the other library: --split-sentences sentencex (library='sentencex')"
+        ) from None
 
 
 def _punkt_tokenizer(parameters: Any, keep_newlines: bool) -> Any:
