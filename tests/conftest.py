@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import signal
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,10 +19,6 @@ from millrace import IndexedDataset, IndexedDatasetBuilder
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # `nohup`, a shell's background jobs and some CI systems ignore Ctrl-C, which some tests send.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-if len(tempfile.gettempdir()) > 70:
-    # multiprocessing's sockets lie there, and no path of a socket has more than 107 characters.
-    os.environ["TMPDIR"] = tempfile.tempdir = "/tmp"
 
 WORDS = "the water that turns the mill runs down the race and over the wheel again".split()
 

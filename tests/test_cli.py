@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import shutil
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace import IndexedDataset
+from millrace import IndexedDataset, cli, jobs
 from tests.conftest import make_texts, train_tokenizer, write_jsonl
 from tests.shard_folders import make_sequences, write_sequences
 
@@ -386,3 +387,27 @@ def test_inspect_and_verify_of_a_folder_of_shards(tokenized: Path, tmp_path: Pat
 )
 def test_wrong_usage_of_the_store_verbs_exits_with_2(arguments: list[str]) -> None:
     assert millrace(*arguments).returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("verb", "arguments"),
+    [
+        ("tokenize", "--input a --output-prefix b --tokenizer c"),
+        ("merge", "a --output-prefix b"),
+        ("split", "a --output-prefix b --documents 3"),
+        ("convert", "a b"),
+    ],
+)
+def test_a_verb_and_its_function_have_the_same_defaults(verb: str, arguments: str) -> None:
+    options = vars(cli._parser().parse_args([verb, *arguments.split()]))
+    parameters = inspect.signature(getattr(jobs, verb)).parameters
+    defaults = {
+        name: parameter.default
+        for name, parameter in parameters.items()
+        if name in options and parameter.default is not parameter.empty
+    }
+    assert len(defaults) > 2
+    for name, default in defaults.items():
+        value = options[name]
+        if value is not None and name != "documents":  # None: left to the function
+            assert (tuple(value) if isinstance(value, list) else value) == default, name

@@ -35,7 +35,7 @@ def tokenizer(tokenizer_file: Path) -> Tokenizer:
 
 
 def run(folder: Path, inputs: list[Path], tokenizer: Tokenizer, **options: Any) -> IndexedDataset:
-    options = {"workers": 1, **options}
+    options = {"workers": 1, "provenance": "none", "checksums": False, **options}
     tokenize([str(path) for path in inputs], str(folder / "out"), tokenizer, **options)
     return IndexedDataset(folder / "out_text_document")
 
@@ -545,7 +545,8 @@ def test_the_pairs_of_several_keys_are_published_together(
 
     def job(word: str) -> None:
         source.write_text(json.dumps(dict.fromkeys(keys, f"the {word}")) + "\n")
-        tokenize([source], tmp_path / "out", tokenizer, json_keys=keys, workers=1, restart=True)
+        options: dict[str, Any] = {"workers": 1, "restart": True, "provenance": "none"}
+        tokenize([source], tmp_path / "out", tokenizer, json_keys=keys, checksums=False, **options)
 
     def texts() -> list[str]:
         datasets = [IndexedDataset(tmp_path / f"out_{key}_document") for key in keys]

@@ -6,11 +6,17 @@ import base64
 import gzip
 import json
 import os
+import random
+import re
 import signal
 import subprocess
 import sys
+import time
+import tracemalloc
+import types
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +32,7 @@ from millrace.jobs.tokenizing.task import Settings, _Comparison
 from millrace.text import Documents, SentenceSplitter, Tokenizer
 from tests.conftest import make_texts, write_jsonl
 
+BARE: dict[str, Any] = {"provenance": "none", "checksums": False}  # no files but the pairs
 CHUNK = 4_000  # bytes: many chunks in a small test
 BAD_LINES = {
     b'{"id": 1, "text": 5}': "number",
@@ -46,7 +53,7 @@ def tokenizer(tokenizer_file: Path) -> Tokenizer:
 def run(
     inputs: Sequence[Path], prefix: Path, tokenizer: Tokenizer, **options: Any
 ) -> TokenizeResult:
-    options = {"workers": 1, "chunk_size": CHUNK, **options}
+    options = {"workers": 1, "chunk_size": CHUNK, **BARE, **options}
     return tokenize([str(path) for path in inputs], str(prefix), tokenizer, **options)
 
 
@@ -218,20 +225,158 @@ def test_a_job_is_done_when_only_its_journal_is_left(
     assert run([path], tmp_path / "out", tokenizer, on_error="skip").num_skipped > 0
 
 
-def test_a_changed_input_is_refused(
+def run_or_stop(
+    monkeypatch: pytest.MonkeyPatch, count: int, *arguments: Any, **options: Any
+) -> TokenizeResult | None:
+    """Runs a job of which a number of tasks succeed; None if there were more."""
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, count)
+        try:
+            return run(*arguments, **options)
+        except OSError:
+            return None
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.csv"])
+def test_when_a_bad_line_is_mended_what_was_done_before_it_is_kept(
+    tmp_path: Path, tokenizer: Tokenizer, workers: int, name: str
+) -> None:
+    def write(bad: str) -> None:
+        texts = [f"the mill {number**9}" for number in range(400)]
+        lines = [json.dumps({"text": text}) for text in texts]
+        lines.insert(300, bad)
+        if name == "a.csv":
+            lines = ["text", *texts]
+            lines.insert(300, "a,b" if bad == "{" else "mended")
+        data = "\n".join(lines).encode()
+        (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+
+    inputs, options = [tmp_path / name], {"workers": workers, "chunk_size": 1_000}
+    write("{")
+    with pytest.raises(
+        TextError, match=r"(line|row) 301: .* keeps .* (\d+) chunks, 0\.0 MB"
+    ) as error:
+        run(inputs, tmp_path / "out", tokenizer, **options)
+    num_kept = int(re.findall(r"(\d+) chunks", str(error.value))[0])
+    write('{"text": "a much longer line"}')
+    result = run(inputs, tmp_path / "out", tokenizer, provenance="parquet", **options)
+    whole = run(inputs, tmp_path / "whole", tokenizer, provenance="parquet", **options)
+    assert result.num_chunks_kept >= num_kept - workers  # not those that were after the line
+    assert result.num_chunks_kept > 0.5 * whole.num_chunks_done
+    assert f"{result.num_chunks_kept} chunks" in result.notices[0]
+    assert f"{tmp_path / name} changed" in result.notices[0]
+    suffixes = (".bin", ".idx", ".origins.parquet")
+    for suffix in suffixes:
+        files = [Path(f"{tmp_path / job}_text_document{suffix}") for job in ("out", "whole")]
+        assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_what_was_done_for_files_that_did_not_change_is_kept(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    texts = make_texts(400)
+    (tmp_path / "in").mkdir()
+    for number in range(80):  # about 20 tasks of 4 files each, and 40 of large ones
+        write_jsonl(tmp_path / "in" / f"{number:02}.jsonl", texts[5 * number :][:5])
+    for name in ("98.jsonl.gz", "99.jsonl"):
+        write_jsonl(tmp_path / "in" / name, texts)
+    whole = run([tmp_path / "in"], tmp_path / "whole", tokenizer)
+    last = whole.num_chunks_done - 1
+    assert run_or_stop(monkeypatch, last, [tmp_path / "in"], tmp_path / "out", tokenizer) is None
+    write_jsonl(tmp_path / "in" / "07.jsonl", ["shorter"])
+    result = run([tmp_path / "in"], tmp_path / "out", tokenizer)
+    assert last - 2 <= result.num_chunks_kept < last
+    run([tmp_path / "in"], tmp_path / "whole", tokenizer, restart=True)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def edit(path: Path, choices: random.Random) -> None:
+    """Changes some bytes of a file of lines, or of a gzip file; the lines stay documents."""
+    compressed = path.name.endswith("gz")
+    data = path.read_bytes()
+    lines = (gzip.decompress(data) if compressed else data).splitlines(keepends=True)
+    place = choices.randrange(max(len(lines), 1))
+    line = json.dumps({"text": "y" * choices.randrange(300), "id": choices.random()}).encode()
+    kind = choices.choice(["replace", "same", "insert", "delete", "append", "cut", "blank"])
+    if kind == "append" or not lines:
+        if lines and not lines[-1].endswith(b"\n") and choices.random() < 0.5:
+            lines[-1] = lines[-1].rstrip(b"}") + b', "more": "' + b"z" * 50 + b'"}'
+        else:
+            lines = [*lines, b"\n" * (bool(lines) and not lines[-1].endswith(b"\n")), line]
+    elif kind == "same":
+        lines[place] = lines[place].replace(b"the", b"tho")
+    elif kind == "cut":
+        del lines[place:]
+    elif kind == "insert":
+        lines.insert(place, line + b"\n")
+    else:
+        lines[place] = {"replace": line + b"\n", "delete": b"", "blank": b" \n"}[kind]
+    data = b"".join(lines)
+    path.write_bytes(gzip.compress(data) if compressed else data)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_edits_between_interrupted_runs_give_what_a_new_run_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    choices = random.Random(seed)
+    tokenizer = Tokenizer("bytes")
+    inputs = [tmp_path / name for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl", "d.jsonl", "e.txt")]
+    for number, path in enumerate(inputs):
+        texts = make_texts(choices.choice([0, 3, 30, 60]), seed=number)
+        # Lines that are longer than a task, and a last line without a line break.
+        write_jsonl(path, [text * choices.choice([1, 1, 1, 9]) for text in texts])
+        if choices.random() < 0.4 and not path.name.endswith("gz"):
+            path.write_bytes(path.read_bytes().removesuffix(b"\n"))
+    inputs += choices.sample(inputs, 1)  # a file twice
+    options: dict[str, Any] = {"chunk_size": choices.choice([400, 1_000, 3_000])}
+    options |= {"provenance": "parquet", "partitions": choices.choice([1, 1, 3])}
+    options |= {"separator": "\n"}
+    for _ in range(4):
+        count = choices.randrange(1, 30)
+        result = run_or_stop(monkeypatch, count, inputs, tmp_path / "out", tokenizer, **options)
+        if result is not None:
+            break
+        for _ in range(choices.randrange(3)):
+            edit(choices.choice(inputs), choices)
+    else:
+        result = run(inputs, tmp_path / "out", tokenizer, **options)
+    run(inputs, tmp_path / "whole", tokenizer, **(options | {"chunk_size": 10**6}))
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    ours, theirs = (IndexedDataset(f"{tmp_path / job}_text_document") for job in ("out", "whole"))
+    for number in range(ours.num_documents):
+        assert ours.origin(number) == theirs.origin(number)
+
+
+def test_a_changed_input_of_a_shard_is_refused(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other shards were cut by the sizes before."""
     path = write_jsonl(tmp_path / "a.jsonl", make_texts(300))
+    assert run_or_stop(monkeypatch, 2, [path], tmp_path / "out", tokenizer, shard=(0, 2)) is None
+    write_jsonl(path, make_texts(300, seed=1))
+    with pytest.raises(ConfigError, match=r"bytes and times\[0\]\[0\] was \d+, and is \d+ now"):
+        run([path], tmp_path / "out", tokenizer, shard=(0, 2))
+
+
+def test_a_changed_input_of_a_published_job_is_read_again(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", make_texts(30))
+
+    def fail(self: Any) -> None:
+        raise OSError(5, "the disk went away")
+
     with monkeypatch.context() as patch:
-        interrupt_after(patch, 2)
+        patch.setattr(job.Journal, "remove", fail)
         with pytest.raises(OSError, match="the disk went away"):
             run([path], tmp_path / "out", tokenizer)
-    write_jsonl(path, make_texts(300, seed=1))
-    with pytest.raises(ConfigError, match=r"input 1, .*a\.jsonl\.bytes was \d+, and is \d+ now"):
-        run([path], tmp_path / "out", tokenizer)
+    write_jsonl(path, make_texts(40, seed=1))
+    assert run([path], tmp_path / "out", tokenizer).num_documents == 40
 
 
-def test_standard_input_continues_and_must_be_the_same(
+def test_standard_input_continues_where_it_is_the_same(
     tmp_path: Path, tokenizer_file: Path
 ) -> None:
     good = write_jsonl(tmp_path / "a.jsonl", make_texts(300)).read_bytes()
@@ -245,10 +390,6 @@ def test_standard_input_continues_and_must_be_the_same(
     assert run_command(good, "whole").returncode == 0
     stopped = run_command(good[: len(good) // 2] + b"\nbad\n" + good, "out")
     assert b"--on-error skip" in stopped.stderr
-    other = run_command(good.replace(b"mill", b"mall"), "out")
-    assert b"not the input that the interrupted job has read" in other.stderr
-    less = run_command(b"", "out")
-    assert b"not the input that the interrupted job has read" in less.stderr
     again = run_command(good, "out")
     report = json.loads(again.stdout)
     assert report["chunks_kept"] > 2
@@ -629,17 +770,23 @@ def test_memory_counts_what_the_reference_library_needs(
     run([path], tmp_path / "out", reference, **{**options, "memory": 1_800_000_000})
 
 
-def test_memory_decides_workers_and_the_longest_document() -> None:
-    from millrace.jobs.tokenizing.plan import resources_for
-
-    assert resources_for(2, None, None).max_document_size == 100_000_000
-    assert resources_for(None, 500_000_000, None).workers == 1
-    many = resources_for(None, 10**12, None)
-    assert many.max_document_size == 100_000_000
-    with pytest.raises(ConfigError, match=r"memory is 500 MB; .* for 2 workers .*fewer workers"):
-        resources_for(2, 500_000_000, None)
-    with pytest.raises(ConfigError, match="Give more memory"):
-        resources_for(None, 50_000_000, None)
+def test_memory_decides_the_number_of_workers_alone(tmp_path: Path) -> None:
+    for memory in (None, 3 * 10**9, 10**12):
+        assert plan.resources_for(None, memory, None).max_document_size == 100_000_000
+    assert plan.resources_for(None, 3 * 10**9, None).workers == 1
+    for arguments, needed in [
+        ((2, 3 * 10**9, None), "4,680 MB .* 2 workers"),
+        ((None, 5 * 10**8, None), "2,400 MB .* 100 MB"),
+        ((2, 5 * 10**8, 10**6), "720 MB"),
+    ]:
+        with pytest.raises(ConfigError, match=rf"{needed}.*max_document_size"):
+            plan.resources_for(*arguments)
+    # A line that no budget makes a bad one; and another budget continues the job.
+    path = write_jsonl(tmp_path / "a.jsonl", [*make_texts(100), "x" * 4_500_000])
+    path.write_bytes(path.read_bytes() + b"{")
+    for memory in (3 * 10**9, 4 * 10**9):
+        with pytest.raises(TextError, match="line 102"):
+            run([path], tmp_path / "out", Tokenizer("bytes"), memory=memory, chunk_size=None)
 
 
 @pytest.mark.parametrize(
@@ -709,7 +856,7 @@ def test_files_of_an_earlier_job_do_not_stay(tmp_path: Path) -> None:
     )  # fmt: skip
     assert len(list(tmp_path.iterdir())) == 7
     inputs[0].write_text('{"text": "the water"}\n')
-    tokenize(inputs, prefix, tokenizer, on_error="quarantine", workers=1)
+    tokenize(inputs, prefix, tokenizer, on_error="quarantine", workers=1, **BARE)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["a.jsonl", "out_text_document.bin", "out_text_document.idx"]
 
@@ -775,6 +922,163 @@ def test_a_function_is_a_tokenizer(tmp_path: Path) -> None:
     data = IndexedDataset(result.prefixes["text"])
     assert [sequence.tolist() for sequence in data] == [[3, 4, 4, 99], [5, 99]]
     assert result.encoder == "function"
+
+
+FUNCTION = """
+import math, re
+FACTOR = 2
+WORD = re.compile("[a-z]+")
+def length(word): return len(word)
+def encode(text, offset=0): return [FACTOR * length(word) + offset for word in WORD.findall(text)]
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("FACTOR = 2", "FACTOR = 3"),
+        ("offset=0", "offset=1"),
+        ("len(word)", "len(word) + 1"),
+        ("[a-z]", "[a-y]"),
+        ("+ offset", "- offset"),
+        ("return len", "return math.floor(1.5) * len"),
+    ],
+)
+def test_another_function_is_another_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", make_texts(300))
+
+    def tokenizer(text: str, **options: Any) -> Tokenizer:
+        module = types.ModuleType("a_users_module")
+        exec(text, module.__dict__)
+        return Tokenizer.from_function(module.encode, vocabulary_size=500, name="own", **options)
+
+    prefix, others = tmp_path / "out", {"version": "1"}
+    first, edited = tokenizer(FUNCTION), tokenizer(FUNCTION.replace(old, new))
+    assert run_or_stop(monkeypatch, 2, [path], prefix, first) is None
+    with pytest.raises(ConfigError, match=r"versions\.function was .*--restart"):
+        run([path], prefix, edited)
+    # The same text again, on other lines and in another module, is the same function.
+    assert run([path], prefix, tokenizer("\n\n" + FUNCTION)).num_chunks_kept == 2
+    # A version of the caller's counts instead.
+    assert run_or_stop(monkeypatch, 2, [path], prefix, tokenizer(FUNCTION, **others)) is None
+    assert run([path], prefix, tokenizer(FUNCTION.replace(old, new), **others)).num_chunks_kept == 2
+
+
+class Encoder:
+    """A function with a state."""
+
+    def __call__(self, text: str) -> list[int]:
+        return [len(text)]
+
+
+an_encoder = Encoder()
+
+
+def by_an_object(text: str) -> list[int]:
+    return an_encoder(text)
+
+
+@pytest.mark.parametrize("function", [an_encoder, by_an_object, an_encoder.__call__])
+def test_a_function_that_cannot_be_seen_needs_a_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: Any
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", make_texts(300))
+    options: dict[str, Any] = {"vocabulary_size": 10_000, "name": "own"}
+    tokenizer = Tokenizer.from_function(function, **options)
+    assert run_or_stop(monkeypatch, 2, [path], tmp_path / "out", tokenizer) is None
+    with pytest.raises(ConfigError, match=r"versions\.function .* version.*--restart"):
+        run([path], tmp_path / "out", tokenizer)
+    result = run([path], tmp_path / "out", tokenizer, restart=True)
+    assert "version" in result.notices[0]
+    tokenizer = Tokenizer.from_function(function, version="1", **options)
+    assert run_or_stop(monkeypatch, 2, [path], tmp_path / "out", tokenizer) is None
+    result = run([path], tmp_path / "out", tokenizer)
+    assert (result.num_chunks_kept, result.notices) == (2, [])
+
+
+def test_another_version_of_a_library_is_another_job(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", make_texts(300))
+    assert run_or_stop(monkeypatch, 2, [path], tmp_path / "out", tokenizer) is None
+    name, real = tokenizer.encoder_name, metadata.distribution
+
+    def distribution(package: str) -> Any:
+        return types.SimpleNamespace(version="9.9") if package == name else real(package)
+
+    monkeypatch.setattr(metadata, "distribution", distribution)
+    with pytest.raises(ConfigError, match=rf"{name} was '[\d.]+', and is '9\.9' now.*--restart"):
+        run([path], tmp_path / "out", tokenizer)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_the_first_bad_line_is_named_whichever_was_met_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The chunk of the first bad line is the slowest: it is met after the lines of a block."""
+    lines = [json.dumps({"text": "slow" + "x" * 100_000})] * 12 + ["{"]
+    lines += ['{"text": "fast"}'] * 10 + ["["] + ['{"text": "fast"}'] * 150_000
+    data = ("\n".join(lines) + "\n").encode()
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(data, 0) if name.endswith("gz") else data)
+    if name.endswith("gz"):  # damage behind both, which this process meets before the workers do
+        path.write_bytes(path.read_bytes()[:-12])
+    tokenizer = Tokenizer.from_function(slow_or_fast, vocabulary_size=100)
+    size = data.index(b'{"text": "fast') - 1
+    for workers in (1, 2):
+        with pytest.raises(TextError, match="line 13: "):
+            run([path], tmp_path / "out", tokenizer, workers=workers, chunk_size=size)
+
+
+def slow_or_fast(text: str) -> list[int]:
+    time.sleep(0.1 if text.startswith("slow") else 0)
+    return [1]
+
+
+def test_files_of_a_folder_that_are_left_out_are_told(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    folder = tmp_path / "in"
+    (folder / "deep").mkdir(parents=True)
+    write_jsonl(folder / "a.jsonl", ["a"])
+    for other in ("b.dat", "deep/c.warc.gz", "deep/d", "e.jsonl.br"):
+        (folder / other).write_text('{"text": "b"}')
+    for other in (".hidden", "_SUCCESS", "a.info.json", "README.md"):
+        (folder / other).touch()
+    result = run([folder], tmp_path / "out", tokenizer)
+    assert result.num_documents == 1
+    assert len(result.notices) == 1
+    for part in ("4 files", *(f"{folder}/{name}" for name in ("b.dat", "deep/c.warc.gz"))):
+        assert part in result.notices[0]
+    assert run([folder / "a.jsonl"], tmp_path / "out", tokenizer).notices == []
+    (folder / "a.jsonl").unlink()
+    (folder / "README.md").unlink()
+    with pytest.raises(TextError, match="has no documents"):
+        run([folder], tmp_path / "out", tokenizer)
+
+
+def test_tables_of_many_files_are_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file took 3.2 KB while a job was planned, so 60,000 of them more than the job has."""
+
+    class PlannedError(Exception):
+        pass
+
+    def stop(*_: Any) -> None:
+        raise PlannedError
+
+    monkeypatch.setattr(job, "_run_tasks", stop)
+    peaks = []
+    for count in (1, 3_000):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        for number in range(count):
+            (folder / f"a-file-of-a-web-crawl-{number:06}.jsonl").write_text("{}")
+        tracemalloc.start()
+        with pytest.raises(PlannedError):
+            run([folder], tmp_path / "out", Tokenizer("bytes"))
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] - peaks[0] < 2_000 * 3_000
 
 
 def test_a_difference_in_the_sample_stops_the_job(tokenizer: Tokenizer) -> None:

@@ -30,7 +30,7 @@ def merge(
     prefixes: Sequence[StrPath],
     output_prefix: StrPath,
     *,
-    checksums: bool = False,
+    checksums: bool = True,
     origins: bool = True,
     any_tokenizer: bool = False,
 ) -> IndexedDataset:
@@ -45,10 +45,12 @@ def merge(
         output_prefix: Path prefix of the output pair; it may be one of the inputs.
         checksums: Whether to write the sidecar.
         origins: Whether to copy the origins of the documents.
-        any_tokenizer: Whether to merge pairs although their sidecars name different tokenizers.
+        any_tokenizer: Whether to merge pairs although their sidecars name different tokenizers, or
+            splitters of sentences.
 
     Raises:
-        ConfigError: An empty list, or pairs that differ in dtype, modes or tokenizer.
+        ConfigError: An empty list, or pairs that differ in dtype, modes, tokenizer or splitter of
+            sentences.
         DataError: A missing or damaged pair.
     """
     names = paths("prefixes", prefixes)
@@ -73,7 +75,7 @@ def split(
     *,
     documents: int | None = None,
     num_bytes: int | None = None,
-    checksums: bool = False,
+    checksums: bool = True,
     origins: bool = True,
 ) -> list[str]:
     """Cuts an indexed dataset into shards of whole documents, with their origins.
@@ -181,7 +183,7 @@ def convert(
     dtype: DTypeLike | None = None,
     source_dtype: DTypeLike | None = None,
     document_end: int | None = None,
-    checksums: bool = False,
+    checksums: bool = True,
     origins: bool = True,
 ) -> None:
     """Converts token arrays to indexed datasets and back, and from one dtype to another.

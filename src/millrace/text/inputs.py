@@ -53,7 +53,7 @@ _JOURNAL = ".journal"
 _NOTES = re.compile(r"(readme|licen[cs]e|notice|copying|changelog|citation)\b.*", re.IGNORECASE)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class InputFile:
     """A file that holds documents.
 
@@ -86,7 +86,10 @@ class InputFile:
 
 
 def find_inputs(
-    inputs: Sequence[str | os.PathLike[str]], *, separator: str | None = None
+    inputs: Sequence[str | os.PathLike[str]],
+    *,
+    separator: str | None = None,
+    others: list[str] | None = None,
 ) -> list[InputFile]:
     """The files of a job, in the order in which they are given.
 
@@ -96,6 +99,7 @@ def find_inputs(
             hidden files and what this library writes are left out, and so are notes such as
             README.md beside tables. A file that is given twice is read twice.
         separator: Text between the documents of plain text files, for checks.
+        others: List to which the files of folders are appended whose ending is not known.
 
     Raises:
         ConfigError: No inputs, an argument of a wrong type, or a pipe that is given twice.
@@ -119,7 +123,8 @@ def find_inputs(
         raise ConfigError(f"separator is {checks.shown(separator)}; give a text, not an empty one")
     if separator is not None and not is_unicode(separator):
         raise ConfigError(f"separator is {separator!r}, which is {NOT_UNICODE}")
-    files = [input_file(path) for entry in paths for path in _expand(entry)]
+    others = [] if others is None else others
+    files = [input_file(path) for entry in paths for path in _expand(entry, others)]
     pipes: dict[tuple[int, int], str] = {}
     for file in files:
         if file.is_pipe:
@@ -224,12 +229,12 @@ def _is_divisible(path: str, format_: str, compression: str, first_bytes: bytes)
     return format_ == "jsonl" and not compression
 
 
-def _expand(entry: str) -> Iterator[str]:
+def _expand(entry: str, others: list[str]) -> Iterator[str]:
     """The paths of one input: of a folder and of a pattern, sorted."""
     if entry == STDIN:
         yield entry
     elif os.path.isdir(entry):
-        yield from _files_of(entry)
+        yield from _files_of(entry, others)
     elif os.path.lexists(entry) or not glob.has_magic(entry):
         yield entry
     else:
@@ -244,11 +249,13 @@ def _expand(entry: str) -> Iterator[str]:
         if not (files if is_deep else paths):
             raise TextError(f"no file matches the pattern {entry}. Check the path and the pattern")
         for path in files if is_deep else paths:
-            yield from _files_of(path) if os.path.isdir(path) else (path,)
+            yield from _files_of(path, others) if os.path.isdir(path) else (path,)
 
 
-def _files_of(folder: str) -> list[str]:
-    files = sorted(_walk(folder, ()))
+def _files_of(folder: str, others: list[str]) -> list[str]:
+    paths = sorted(_walk(folder, ()))
+    files = [path for path in paths if _format_by_name(path)]
+    others += [path for path in paths if not _format_by_name(path)]
     if any(_format_by_name(path) != "text" for path in files):
         files = [path for path in files if not _is_note(path)]
     if not files:
@@ -260,7 +267,7 @@ def _files_of(folder: str) -> list[str]:
 
 
 def _walk(folder: str, parents: tuple[tuple[int, int], ...]) -> Iterator[str]:
-    """The files with known endings, also behind links, but not links to a parent folder."""
+    """The files that may be documents, also behind links, but not links to a parent folder."""
     with readable(folder):
         status = os.stat(folder)
         identity = status.st_dev, status.st_ino
@@ -273,7 +280,7 @@ def _walk(folder: str, parents: tuple[tuple[int, int], ...]) -> Iterator[str]:
             continue
         if entry.is_dir():
             yield from _walk(entry.path, (*parents, identity))
-        elif _format_by_name(entry.name) and not _is_special(entry):
+        elif not _is_special(entry):
             yield entry.path
 
 

@@ -23,7 +23,7 @@ MAX_DOCUMENT_SIZE = 1 << 28
 """Size of the longest line, record or text that is read by default, in bytes."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
     """What a task reads of one file. All fields are plain JSON values.
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from importlib.metadata import version as version_of
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from millrace.dtypes import optimal_dtype
 from millrace.errors import ConfigError, TextError
 from millrace.text.encoder_check import choose_encoder
 from millrace.text.encoders import ENCODERS, EncodeBatch, make_encoder
+from millrace.text.functions import code_of
 from millrace.text.vocabularies import (
     FunctionVocabulary,
     Vocabulary,
@@ -26,6 +28,9 @@ from millrace.text.vocabularies import (
 
 EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """The usual end-of-document tokens; a tokenizer with exactly one of them needs no `eod_token`."""
+
+
+UNSEEN = "not seen: give from_function a version"
 
 
 class Tokenizer:
@@ -58,6 +63,8 @@ class Tokenizer:
             installed.
         ConfigError: An argument of a wrong type, or one that does not fit the vocabulary.
     """
+
+    _version: str | None = None  # of a function
 
     def __init__(
         self,
@@ -101,8 +108,16 @@ class Tokenizer:
         vocabulary_size: int,
         eod: int | None = None,
         name: str | None = None,
+        version: str | None = None,
     ) -> Tokenizer:
         """A tokenizer that calls a function.
+
+        An interrupted job continues only if the function is the same. Its code tells that: byte
+        code, constants and defaults, and those of functions of its own package that it names; plain
+        values and regular expressions in its closure and among the globals that it names; versions
+        of other packages. If it names anything else, such as an object with a state, or is no
+        function itself, the job does not continue, unless a version is given. Files that it reads
+        and modules that it imports while it runs are not looked at.
 
         Args:
             function: Function from a text to a list or array of ids. Worker processes need to
@@ -110,6 +125,7 @@ class Tokenizer:
             vocabulary_size: Number of ids; the largest id is one less.
             eod: Id of the end-of-document token.
             name: Name of the function in messages, and part of the fingerprint; None: its own.
+            version: Text that changes whenever the function gives other ids; None: its code tells.
 
         >>> tokenizer = Tokenizer.from_function(lambda text: [len(text)], vocabulary_size=100)
         >>> ids, lengths = tokenizer.encode_batch(["mill", "race!"])
@@ -120,10 +136,12 @@ class Tokenizer:
             raise ConfigError(f"function is {shown(function)}; give a function from text to ids")
         size = checks.whole("vocabulary_size", vocabulary_size, 1, 2**31)
         eod = None if eod is None else checks.whole("eod", eod, 0, size - 1)
+        if version is not None and not (isinstance(version, str) and version):
+            raise ConfigError(f"version is {shown(version)}; give a text, or None")
         if name is None:
             name = getattr(function, "__qualname__", type(function).__qualname__)
         self = cls.__new__(cls)
-        self.path = name
+        self.path, self._version = name, version
         self._set(FunctionVocabulary(function, name, size, eod), None, None, "auto")
         return self
 
@@ -161,6 +179,18 @@ class Tokenizer:
         names = ("add_special_tokens", "special_tokens_in_text")
         values = {name: getattr(self._vocabulary, name, None) for name in names}
         return {name: value for name, value in values.items() if value is not None}
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """What decides the ids beside the fingerprint: versions of the libraries, or of a function.
+
+        Of a function that has none and cannot be seen, it is another one at each call.
+        """
+        if isinstance(self._vocabulary, FunctionVocabulary):
+            code = self._version or code_of(self._vocabulary.function)
+            return {"function": code or f"{UNSEEN} ({os.urandom(4).hex()})"}
+        names = sorted({self.encoder_name, self.reference_name} - {"bytes"})
+        return {name: version_of(name) for name in names}
 
     @cached_property
     def vocabulary_size(self) -> int:

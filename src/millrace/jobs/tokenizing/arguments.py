@@ -23,6 +23,7 @@ PROVENANCE = "parquet", "csv.gz", "both", "none"
 ENGINES = "local", "ray"
 
 _LISTED_INPUTS = 1_000  # in the sidecar
+_SHOWN_OTHERS = 3
 _MOST_PAIRS = 256  # that a task writes at once: each has open files
 
 
@@ -32,6 +33,7 @@ class Arguments:
 
     Attributes:
         files: The input files.
+        notice: Which files of folders are left out, or empty.
         settings: What each task needs to know.
         prefixes: Path prefix of the indexed dataset of each key.
         quarantine: Path of the file of rejected lines.
@@ -44,6 +46,7 @@ class Arguments:
     """
 
     files: list[InputFile]
+    notice: str
     settings: Settings
     prefixes: dict[str, str]
     quarantine: str
@@ -137,17 +140,20 @@ def checked_arguments(
         max_document_size=resources.max_document_size,
         check_rate=check_rate,
     )
-    files = find_inputs(checks.paths("inputs", inputs), separator=separator)
+    others: list[str] = []
+    files = find_inputs(checks.paths("inputs", inputs), separator=separator, others=others)
     if workers is None and engine == "local":
         count = min(resources.workers, plan.workers_worth(files))
         resources = replace(resources, workers=count)
     level = "document" if splitter is None else "sentence"
     prefixes = {key: f"{output_prefix}_{key}_{level}" for key in keys}
     quarantine = f"{output_prefix}.quarantine.jsonl"
-    others = [quarantine] if on_error == "quarantine" else []
-    _check_outputs(files, prefixes.values(), others, shard)
+    _check_outputs(
+        files, prefixes.values(), [quarantine] if on_error == "quarantine" else [], shard
+    )
     return Arguments(
         files=files,
+        notice=_notice_of(others),
         settings=settings,
         prefixes=prefixes,
         quarantine=quarantine,
@@ -167,13 +173,17 @@ def checked_arguments(
 
 
 def identity(arguments: Arguments) -> dict[str, Any]:
-    """What decides the output: another job cannot continue with this one's journal."""
+    """What decides the output: another job cannot continue with this one's journal.
+
+    Inputs may change, as what a task has read is compared with what it would read now.
+    """
     settings = arguments.settings
     tokenizer, splitter = settings.tokenizer, settings.splitter
     entries: dict[str, Any] = {
         "job": "tokenize 1",
         "tokenizer": tokenizer.fingerprint,
         "encoder": tokenizer.encoder_name,
+        "versions": tokenizer.versions,
         "json_keys": list(settings.keys),
         "id_key": settings.id_key,
         "separator": settings.separator,
@@ -186,12 +196,16 @@ def identity(arguments: Arguments) -> dict[str, Any]:
         "partitions": settings.num_partitions,
         "max_document_size": settings.max_document_size,
         "shard": None if arguments.shard is None else list(arguments.shard),
-        "number of inputs": len(arguments.files),
+        "inputs": [plan.absolute(file.path) for file in arguments.files],
     }
-    for number, file in enumerate(arguments.files, 1):
-        path = file.path if file.is_pipe else checks.absolute_path(file.path)
-        entries[f"input {number}, {path}"] = {"bytes": file.size, "modified_ns": file.mtime_ns}
+    if arguments.shard is not None:  # the sizes decide where the other shards begin, too
+        entries["bytes and times"] = [identity_of(file) for file in arguments.files]
     return entries
+
+
+def identity_of(file: InputFile) -> list[int | None]:
+    """What changes if the file does: size, and time of the last change."""
+    return [file.size, file.mtime_ns]
 
 
 def provenance_of(arguments: Arguments, key: str, output: Output) -> dict[str, Any]:
@@ -227,6 +241,14 @@ def provenance_of(arguments: Arguments, key: str, output: Output) -> dict[str, A
     if output.num_rejects:
         entries["skipped"] = {"number": output.num_rejects, "first": output.rejects}
     return entries
+
+
+def _notice_of(others: Sequence[str]) -> str:
+    if not others:
+        return ""
+    names = ", ".join(others[:_SHOWN_OTHERS]) + (", ..." if len(others) > _SHOWN_OTHERS else "")
+    count = "1 file" if len(others) == 1 else f"{len(others):,} files"
+    return f"{count} in folders left out, as no known ending tells the format: {names}"
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import itertools
+import json
 import os
 import threading
 import time
@@ -13,8 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from millrace.checks import absolute_path
-from millrace.files import flush_to_disk, temporary_name
+from millrace.files import checksum, flush_to_disk, temporary_name
 from millrace.interrupts import interruptible, interrupts_held
 from millrace.jobs.engine import Journal, run_local
 from millrace.jobs.progress import Progress
@@ -23,6 +23,7 @@ from millrace.jobs.tokenizing.arguments import (
     Arguments,
     checked_arguments,
     identity,
+    identity_of,
     provenance_of,
 )
 from millrace.jobs.tokenizing.output import Output
@@ -39,7 +40,7 @@ from millrace.text import (
     parts_of,
     read_documents,
 )
-from millrace.text.streams import STDIN
+from millrace.text.tokenizer import UNSEEN
 
 CHECK_RATE = 0.0002
 """Share of documents that are compared with the reference library, which is up to 80 times slower
@@ -100,8 +101,8 @@ def tokenize(
     keep_sequential_samples: bool = False,
     on_error: str = "stop",
     check_rate: float = CHECK_RATE,
-    checksums: bool = False,
-    provenance: str = "none",
+    checksums: bool = True,
+    provenance: str = "parquet",
     shard: tuple[int, int] | None = None,
     engine: str = "local",
     workers: int | None = None,
@@ -151,10 +152,11 @@ def tokenize(
         engine: Where tasks run: "local" in worker processes, "ray" on a Ray cluster.
         workers: Number of worker processes; None: one per core, or fewer for a small input; on Ray
             one per CPU of the cluster.
-        memory: Bytes of memory for all processes of the job; None: no limit but the machine's.
+        memory: Bytes of memory for all processes of the job, which limits the number of workers:
+            280 MB and 20 times `max_document_size` each; None: no limit but the machine's.
         chunk_size: Bytes of input of a chunk; None: by the size of the input.
         max_document_size: Longest line, or text, in bytes: a longer one is not a document; None:
-            100 MB, or a thousandth of `memory` if that is less (at least 4 MB).
+            100 MB.
         restart: Whether to discard what an interrupted job with this prefix has done.
         show_progress: Whether to show progress on stderr.
 
@@ -176,6 +178,8 @@ def tokenize(
         most = plan.resources_for(workers, memory, size, encoder).workers
         resources = replace(resources, workers=min(resources.workers, most))
     arguments = replace(arguments, settings=settings, resources=resources)
+    job = identity(arguments)
+    notices = [*filter(None, [notice, arguments.notice, _unseen(job)])]
     with interrupts_held(), contextlib.ExitStack() as stack:
         builders = [
             stack.enter_context(
@@ -183,23 +187,20 @@ def tokenize(
             )
             for prefix in arguments.prefixes.values()
         ]
-        journal = stack.enter_context(
-            Journal(arguments.journal, identity(arguments), restart=arguments.restart)
-        )
+        journal = stack.enter_context(Journal(arguments.journal, job, restart=arguments.restart))
         if _is_published(journal, arguments):
             for builder in builders:
                 builder.abort()  # else it would publish an empty pair
             return _finished(journal)
-        _prepare(journal, arguments)
+        steps, changes, task_size = _prepare(journal, arguments)
         output = Output(
             builders,
             num_partitions=settings.num_partitions,
             has_origins=arguments.provenance != "none",
             quarantine=_open_quarantine(stack, journal) if on_error == "quarantine" else None,
         )
-        names = {_absolute(file.path): file.path for file in arguments.files}
-        run = TaskRun(journal, settings, output, names)
-        _run_tasks(run, arguments, notice)
+        run = TaskRun(journal, settings, output, arguments.files, steps, task_size, changes)
+        _run_tasks(run, arguments, notices)
         output.finish()
         with interruptible():  # the last time before the files are published
             pass
@@ -216,7 +217,7 @@ def tokenize(
             num_chunks_kept=run.num_kept,
             num_bytes_done=run.num_bytes_done,
             encoder=tokenizer.encoder_name,
-            notices=[notice] if notice else [],
+            notices=[*notices, *run.notices],
         )
         journal.finish({"files": _files_to_write(arguments), "result": asdict(result)})
     return result
@@ -224,7 +225,19 @@ def tokenize(
 
 def _files_to_write(arguments: Arguments) -> list[Any]:
     """What the identity of a job leaves open."""
-    return [arguments.settings.on_error, arguments.provenance, arguments.checksums]
+    inputs = json.dumps([identity_of(file) for file in arguments.files]).encode()
+    settings = arguments.settings
+    return [settings.on_error, arguments.provenance, arguments.checksums, checksum([inputs])]
+
+
+def _unseen(job: dict[str, Any]) -> str:
+    """What is said of a function that another run of the job could not compare."""
+    if not job["versions"].get("function", "").startswith(UNSEEN):
+        return ""
+    return (
+        "the code of the tokenizer's function cannot be seen, so this job cannot continue after an "
+        "interruption: give Tokenizer.from_function a version"
+    )
 
 
 def _is_published(journal: Journal, arguments: Arguments) -> bool:
@@ -248,25 +261,39 @@ def _finished(journal: Journal) -> TokenizeResult:
     )
 
 
-def _prepare(journal: Journal, arguments: Arguments) -> None:
-    """Plans the job, unless an interrupted one has done so."""
+def _prepare(journal: Journal, arguments: Arguments) -> tuple[list[plan.Step], str, int]:
+    """The steps, what is said of inputs that changed since then, and the size of a task."""
     if arguments.restart:  # the job before may have had other keys
         stem = arguments.journal.removesuffix(".journal")
         for lock in glob.glob(f"{glob.escape(stem)}_*_*{LOCK}"):
             remove_leftovers(lock.removesuffix(LOCK))
-    if journal.plan is None:
+    earlier, task_size, changes = None, arguments.task_size, ""
+    identities = [identity_of(file) for file in arguments.files]
+    if journal.plan is not None:
+        earlier, task_size = plan.from_json(journal.plan["steps"]), journal.plan["task_size"]
+        pairs = zip(arguments.files, identities, journal.plan["files"], strict=True)
+        changed = [file.path for file, new, old in pairs if new != old]
+        if changed:
+            more = f" and {len(changed) - 1:,} more files" if len(changed) > 1 else ""
+            changes = f"{changed[0]}{more} changed after the interrupted run"
+    if earlier is None or changes:
         with interruptible():
             steps = plan.plan_steps(
-                [replace(file, path=_absolute(file.path)) for file in arguments.files],
-                task_size=arguments.task_size,
+                arguments.files,
+                task_size=task_size,
                 workers=arguments.planned_workers,
                 separator=arguments.settings.separator,
                 shard=arguments.shard,
+                earlier=earlier,
             )
-        journal.set_plan({"steps": plan.to_json(steps), "task_size": arguments.task_size})
+        journal.set_plan({"steps": steps, "files": identities, "task_size": task_size})
+    else:
+        steps = earlier
     if arguments.provenance != "none":
         # Arrow takes 0.3 s to import: time that it has while the first chunk is encoded.
         threading.Thread(target=has_pyarrow, daemon=True).start()
+    journal.plan = None  # 20 MB of 60,000 files
+    return steps, changes, task_size
 
 
 def _open_quarantine(stack: contextlib.ExitStack, journal: Journal) -> Any:
@@ -275,10 +302,10 @@ def _open_quarantine(stack: contextlib.ExitStack, journal: Journal) -> Any:
     return stack.enter_context(open(path, "wb"))
 
 
-def _run_tasks(run: TaskRun, arguments: Arguments, notice: str) -> None:
-    total = sum(map(plan.step_size, run.steps))
+def _run_tasks(run: TaskRun, arguments: Arguments, notices: Sequence[str]) -> None:
+    total = run.size
     with Progress("tokenize", total or None, enabled=arguments.show_progress) as progress:
-        if notice:
+        for notice in notices:
             progress.note(f"millrace: {notice}")
         if arguments.engine == "local":
             run.work(run_local, arguments.resources.workers, progress)
@@ -352,8 +379,3 @@ def _first_texts(files: Sequence[InputFile], settings: Settings) -> Iterator[str
                         size += len(item)
                         if size >= _FIRST_SIZE:
                             return
-
-
-def _absolute(path: str) -> str:
-    """A path that is the same file from any folder, and for the workers of a Ray cluster."""
-    return path if path == STDIN else absolute_path(path)

@@ -72,7 +72,7 @@ class Output:
         self._builders = builders
         self._num_partitions, self._has_origins = num_partitions, has_origins
         self.quarantine = quarantine
-        self._next_line: dict[str, int] = {}
+        self._next_line: tuple[str, int] | None = None  # and the source, of the last part
         self._tasks: list[_Task] = []
         self.num_documents = self.num_bytes = self.num_rejects = 0
         self.num_tokens = [0] * len(builders)
@@ -83,12 +83,12 @@ class Output:
         first_lines = []
         for part, num_lines in zip(parts, record["lines"], strict=True):
             first = part.first_line
-            if first is None:
-                first = self._next_line.get(part.source)
+            if first is None and self._next_line and self._next_line[0] == part.source:
+                first = self._next_line[1]
             if first is None:  # a shard that begins in the middle of a file
                 first = first_line_of(part)
             first_lines.append(first)
-            self._next_line[part.source] = first + num_lines
+            self._next_line = part.source, first + num_lines
         self.num_bytes += record["bytes"]
         for key, num_tokens in enumerate(record["tokens"]):
             self.num_tokens[key] += num_tokens

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+from millrace.checks import absolute_path
 from millrace.cores import available_cores, available_memory
 from millrace.errors import ConfigError
 from millrace.text import InputFile, Part, parts_of
+from millrace.text.streams import STDIN
 
 MB = 1_000_000
 _DEFAULT_TASK = 64 * MB  # bytes of input: half a second of a core's work, which a kill may cost
@@ -35,8 +37,7 @@ _BYTES_PER_BYTE = 20
 # Of the reference libraries, which keep more than ids, for the worst texts that were tried: many
 # tokens of one byte.
 _REFERENCE_BYTES_PER_BYTE = {"tokenizers": 330, "sentencepiece": 75, "tiktoken": 60}
-_DEFAULT_LIMIT = 100 * MB
-_SMALLEST_LIMIT = 4 * MB
+DEFAULT_LIMIT = 100 * MB  # of a document
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +46,7 @@ class Resources:
 
     Attributes:
         workers: Number of worker processes.
-        max_document_size: Longest line, or text, in bytes: longer ones are rejected. It does not
-            depend on the number of workers, nor on the machine, as the output depends on it.
+        max_document_size: Longest line, or text, in bytes: longer ones are rejected.
     """
 
     workers: int
@@ -56,20 +56,19 @@ class Resources:
 def resources_for(
     workers: int | None, memory: int | None, max_document_size: int | None, encoder: str = ""
 ) -> Resources:
-    """Chooses what is None so that the job fits into memory.
+    """Chooses the number of workers so that the job fits into memory.
 
     Args:
         workers: Number of worker processes; None: one per core, or fewer if memory is short.
         memory: Bytes that all processes of the job may use; None: no limit but the machine's.
-        max_document_size: Longest line in bytes; None: 100 MB, or less if memory is limited.
+        max_document_size: Longest line in bytes; None: 100 MB. It decides the output, so it depends
+            on nothing else.
         encoder: Name of the library that encodes, if it is known.
 
     Raises:
         ConfigError: Too little memory.
     """
-    limit = max_document_size or _DEFAULT_LIMIT
-    if max_document_size is None and memory is not None:
-        limit = min(max(memory // 1000, _SMALLEST_LIMIT), limit)
+    limit = max_document_size or DEFAULT_LIMIT
     if memory is None:
         most = (available_memory() - _JOB_MEMORY) // _WORKER_MEMORY
         return Resources(
@@ -83,7 +82,8 @@ def resources_for(
             f"memory is {memory / MB:,.0f} MB; {needed / MB:,.0f} MB are needed for "
             f"{workers or 1} worker{'s' if (workers or 1) > 1 else ''}"
             f"{' with ' + encoder if encoder else ''} and documents of up to "
-            f"{limit / MB:,.0f} MB. Give more memory, fewer workers or a lower limit of documents"
+            f"{limit / MB:,.0f} MB. Give more memory, fewer workers, or a lower limit of "
+            "documents: --max-document-size (max_document_size=...)"
         )
     return Resources(workers=workers or min(available_cores(), most), max_document_size=limit)
 
@@ -103,12 +103,46 @@ def task_size_for(files: Sequence[InputFile], workers: int) -> int:
     return max(size, total // _MOST_TASKS)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """A step of the plan: one task that reads `parts`, or a `file` that is unpacked into tasks."""
+class Cut(NamedTuple):
+    """A part of a file, as the fields of `Part` and the number of the file in the job."""
 
-    parts: tuple[Part, ...] = ()
-    file: InputFile | None = None
+    file: int
+    start: int
+    stop: int | None
+    size: int
+    first_line: int | None
+
+    def part(self, file: InputFile) -> Part:
+        return Part(
+            path=absolute(file.path),
+            format=file.format,
+            compression=file.compression,
+            start=self.start,
+            stop=self.stop,
+            size=self.size,
+            source=file.path,
+            first_line=self.first_line,
+            file_size=file.size,
+            mtime_ns=file.mtime_ns,
+        )
+
+
+class Step(NamedTuple):
+    """A step of the plan: one task that reads `cuts`, or a file that is unpacked into tasks.
+
+    Attributes:
+        number: Number that no other step has; it does not tell the order.
+        cuts: What the task reads.
+        file: Number of the file to unpack, or None.
+    """
+
+    number: int
+    cuts: list[Cut]
+    file: int | None
+
+    def key(self) -> tuple[Any, ...]:
+        """What the step reads: two plans have a step in common if this is the same."""
+        return (self.file, *((cut.file, cut.start, cut.stop) for cut in self.cuts))
 
 
 def plan_steps(
@@ -118,6 +152,7 @@ def plan_steps(
     workers: int,
     separator: str | None,
     shard: tuple[int, int] | None = None,
+    earlier: Sequence[Step] | None = None,
 ) -> list[Step]:
     """The steps that read all files, or those of a shard, in their order.
 
@@ -125,47 +160,67 @@ def plan_steps(
     task. A file that cannot be cut (a pipe, compressed lines, CSV) is unpacked into tasks if there
     are few of them, so that all workers read it; many are read by a task each.
 
+    Args:
+        earlier: The plan of an interrupted run, before some files changed. A task begins wherever
+            one began there, and steps that read the same keep their numbers.
+
     Raises:
         ConfigError: A shard of a pipe.
     """
-    large = [
-        file
-        for file in files
-        if _can_be_unpacked(file, separator) and _UNPACKED * (file.size or 0) > task_size
-    ]
-    to_unpack = large if len(large) <= _UNPACKED_PER_WORKER * workers else []
+    if earlier is None:
+        large = {
+            number
+            for number, file in enumerate(files)
+            if _can_be_unpacked(file, separator) and _UNPACKED * (file.size or 0) > task_size
+        }
+        to_unpack = large if len(large) <= _UNPACKED_PER_WORKER * workers else set()
+    else:
+        to_unpack = {step.file for step in earlier if step.file is not None}
+        to_unpack = {n for n in to_unpack if _can_be_unpacked(files[n], separator)}
+    begins = {step.cuts[0][:2] for step in earlier or () if step.cuts}
     # Where a shard begins must not depend on the size of its tasks: the others may have another.
     part_size = task_size if shard is None else _shard_part_size(files, shard[1])
-    sources: list[Step] = []  # each a part or a file
-    for file in files:
-        if file.is_pipe or file in to_unpack:
-            sources.append(Step(file=file))
+    sources: list[Cut | int] = []  # an int: a file to unpack
+    for number, file in enumerate(files):
+        if file.is_pipe or number in to_unpack:
+            sources.append(number)
         else:
-            sources += [Step(parts=(part,)) for part in parts_of(file, part_size)]
+            sources += [
+                Cut(number, part.start, part.stop, part.size, part.first_line)
+                for part in parts_of(file, part_size)
+            ]
     if shard is not None:
-        sources = _sources_of_shard(sources, *shard)
+        sources = _sources_of_shard(sources, files, *shard)
     steps: list[Step] = []
-    parts: list[Part] = []
+    cuts: list[Cut] = []
 
     def end_task() -> None:
-        if parts:
-            steps.append(Step(parts=tuple(parts)))
-            parts.clear()
+        if cuts:
+            steps.append(Step(len(steps), [*cuts], None))
+            cuts.clear()
 
     for source in sources:
-        if source.file is not None:
+        if isinstance(source, int):
             end_task()
-            steps.append(source)
+            steps.append(Step(len(steps), [], source))
             continue
-        for part in source.parts:
-            if parts and _continues(parts[-1], part):
-                last = parts.pop()
-                part = replace(last, stop=part.stop, size=last.size + part.size)
-            parts.append(part)
-        if sum(part.size for part in parts) >= task_size or len(parts) >= _MOST_PARTS:
+        if source[:2] in begins:
+            end_task()
+        if cuts and _continues(cuts[-1], source):
+            last = cuts.pop()
+            source = last._replace(stop=source.stop, size=last.size + source.size)
+        cuts.append(source)
+        if sum(cut.size for cut in cuts) >= task_size or len(cuts) >= _MOST_PARTS:
             end_task()
     end_task()
-    return steps
+    if earlier is None:
+        return steps
+    numbers = {step.key(): step.number for step in earlier}
+    unused = itertools.count(max(numbers.values(), default=-1) + 1)
+    return [
+        step._replace(number=numbers.pop(key) if (key := step.key()) in numbers else next(unused))
+        for step in steps
+    ]
 
 
 def _shard_part_size(files: Sequence[InputFile], num_shards: int) -> int:
@@ -173,47 +228,50 @@ def _shard_part_size(files: Sequence[InputFile], num_shards: int) -> int:
     return min(max(total // (_PARTS_PER_SHARD * num_shards), 1), _DEFAULT_TASK)
 
 
-def _continues(part: Part, following: Part) -> bool:
-    return part.path == following.path and following.start > 0 and part.stop == following.start
+def _continues(cut: Cut, following: Cut) -> bool:
+    return cut.file == following.file and following.start > 0 and cut.stop == following.start
 
 
-def _sources_of_shard(steps: Sequence[Step], shard: int, num_shards: int) -> list[Step]:
-    """The steps of one of several independent jobs, whose outputs follow each other.
+def _sources_of_shard(
+    sources: Sequence[Cut | int], files: Sequence[InputFile], shard: int, num_shards: int
+) -> list[Cut | int]:
+    """The parts of one of several independent jobs, whose outputs follow each other.
 
-    The bytes of all steps together are divided evenly; a step belongs to the shard in which it
-    begins.
+    The bytes of all together are divided evenly; a part belongs to the shard in which it begins.
     """
-    for step in steps:
-        if step.file is not None and step.file.is_pipe:
-            raise ConfigError(f"{step.file.path} is a pipe, which shards cannot share; give files")
-    total = sum(map(step_size, steps))
-    first, end = (number * total // num_shards for number in (shard, shard + 1))
-    begins = itertools.accumulate(map(step_size, steps), initial=0)
-    # Steps without bytes at the very end belong to the last shard.
+    for source in sources:
+        if isinstance(source, int) and files[source].is_pipe:
+            raise ConfigError(
+                f"{files[source].path} is a pipe, which shards cannot share; give files"
+            )
+    sizes = [
+        files[source].size or 0 if isinstance(source, int) else source.size for source in sources
+    ]
+    first, end = (number * sum(sizes) // num_shards for number in (shard, shard + 1))
+    begins = itertools.accumulate(sizes, initial=0)
+    # What has no bytes at the very end belongs to the last shard.
     return [
-        step
-        for step, begin in zip(steps, begins, strict=False)
+        source
+        for source, begin in zip(sources, begins, strict=False)
         if first <= begin and (begin < end or shard == num_shards - 1)
     ]
 
 
-def step_size(step: Step) -> int:
-    """Bytes of a step's input; 0 for a pipe."""
-    return (step.file.size or 0) if step.file else sum(part.size for part in step.parts)
+def size_of(steps: Sequence[Step], files: Sequence[InputFile]) -> int:
+    """Bytes of the steps' input, without pipes."""
+    return sum(
+        sum(cut.size for cut in step.cuts) if step.file is None else files[step.file].size or 0
+        for step in steps
+    )
 
 
-def to_json(steps: Sequence[Step]) -> list[dict[str, Any]]:
-    return [asdict(step) for step in steps]
+def from_json(rows: Sequence[Any]) -> list[Step]:
+    return [Step(number, [Cut(*cut) for cut in cuts], file) for number, cuts, file in rows]
 
 
-def from_json(plan: list[dict[str, Any]]) -> list[Step]:
-    return [
-        Step(
-            parts=tuple(Part(**part) for part in step["parts"]),
-            file=None if step["file"] is None else InputFile(**step["file"]),
-        )
-        for step in plan
-    ]
+def absolute(path: str) -> str:
+    """A path that is the same file from any folder, and for the workers of a Ray cluster."""
+    return path if path == STDIN else absolute_path(path)
 
 
 def _can_be_unpacked(file: InputFile, separator: str | None) -> bool:

@@ -1,0 +1,95 @@
+"""What a function is, so that a job does not go on with another one of the same name."""
+
+from __future__ import annotations
+
+import dis
+import hashlib
+import re
+import sys
+from collections.abc import Callable, Iterator
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import Any
+
+_PLAIN = (type(None), type(...), bool, int, float, complex, str, bytes)
+
+
+class _UnseenError(Exception):
+    """A value of which the code or the state cannot be seen."""
+
+
+def code_of(function: Callable[..., Any]) -> str | None:
+    """A hash of a function's code and of what it refers to; None if it cannot be seen.
+
+    Seen are the function's byte code, constants and defaults; plain values, containers of them and
+    regular expressions in its closure and among the globals that it names; functions of its own
+    package that it names, in the same way; and the versions of Python and of other packages whose
+    modules, functions and classes it names. If it names another object (a callable instance, a
+    module or class of its own package), the answer is None. Not looked at: what is imported while
+    it runs, and files that it reads.
+    """
+    package = _package(function)
+    try:
+        parts = [repr(sys.version_info[:2]), *_parts(function, package, set())]
+    except (_UnseenError, RecursionError, ValueError):  # the last: an empty cell of a closure
+        return None
+    return hashlib.sha256("\0".join(parts).encode(errors="surrogatepass")).hexdigest()
+
+
+def _parts(value: Any, package: str, seen: set[int]) -> Iterator[str]:
+    """Texts that tell one value from another."""
+    if isinstance(value, _PLAIN):
+        yield f"{type(value).__name__} {value!r}"
+    elif id(value) in seen:
+        yield "seen"
+    elif isinstance(value, FunctionType) and _package(value) == package:
+        seen.add(id(value))
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        names = sorted(set(_globals_of(value.__code__)) & {*value.__globals__})
+        values = [(name, value.__globals__[name]) for name in names]
+        yield "function"
+        contents = (value.__code__, value.__defaults__, value.__kwdefaults__, cells, values)
+        yield from _parts(contents, package, seen)
+    elif isinstance(value, CodeType):
+        yield f"code {value.co_code.hex()} {value.co_names} {value.co_varnames}"
+        yield from _parts(value.co_consts, package, seen)
+    elif isinstance(value, re.Pattern):
+        yield f"pattern {value.pattern!r} {value.flags}"
+    elif type(value) in (tuple, list):
+        yield f"{type(value).__name__} {len(value)}"
+        for item in value:
+            yield from _parts(item, package, seen)
+    elif type(value) in (set, frozenset):
+        yield from _parts([type(value).__name__, *sorted(value, key=repr)], package, seen)
+    elif type(value) is dict:
+        yield from _parts(["dict", *value.items()], package, seen)
+    elif _package(value) != package and isinstance(
+        value, (ModuleType, FunctionType, BuiltinFunctionType, type)
+    ):
+        yield f"{getattr(value, '__qualname__', value.__name__)} {_version(_package(value))}"
+    else:
+        raise _UnseenError
+
+
+def _globals_of(code: CodeType) -> Iterator[str]:
+    """The names that code, and the code inside it, looks up in its module."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"):
+            yield instruction.argval
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _globals_of(constant)
+
+
+def _package(value: Any) -> str:
+    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+    return str(name or "").partition(".")[0]
+
+
+def _version(package: str) -> str:
+    """A package and its version; Python's own need none."""
+    if package in sys.stdlib_module_names:
+        return package
+    version = getattr(sys.modules.get(package), "__version__", None)
+    if not isinstance(version, str):
+        raise _UnseenError
+    return f"{package} {version}"
