@@ -99,14 +99,26 @@ def flush_to_disk(file: IO[bytes]) -> None:
 
 
 def fsync_folder(path: str) -> None:
-    """Flushes the folder that holds `path`, which brings a rename to the disk."""
+    """Flushes the folder that holds `path`, which brings a rename to the disk.
+
+    Some file systems have no such operation (AFS, CIFS, FUSE): there it does nothing.
+    """
     folder = os.path.dirname(path) or "."
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with naming(folder):
             os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF):
+            raise
     finally:
         os.close(descriptor)
+
+
+def advise_sequential(file: IO[bytes]) -> None:
+    """Tells the kernel that a file is read from its start to its end; it may refuse the hint."""
+    with contextlib.suppress(OSError):
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
 
 def file_identity(file: IO[bytes] | int) -> tuple[int, ...]:
@@ -321,7 +333,7 @@ def sum_of(path: str, on_bytes: Callable[[int], Any] | None = None) -> tuple[int
     """
     digest, size = xxh3(), 0
     with naming(path), open(path, "rb", buffering=0) as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        advise_sequential(file)
         # Small for a small file: the pages of a new buffer must be cleared.
         num_bytes = os.fstat(file.fileno()).st_size
         buffer = memoryview(bytearray(min(_PIECE, max(num_bytes, 1))))

@@ -21,7 +21,7 @@ import numpy as np
 from millrace.checks import paths, whole
 from millrace.cores import available_cores
 from millrace.errors import DataError
-from millrace.files import checksum, naming
+from millrace.files import advise_sequential, checksum, naming
 from millrace.store import layout
 from millrace.store.bytes import read_at
 from millrace.store.info import BLOCK_SIZE, Checksums, Info, read_info
@@ -204,7 +204,7 @@ def as_problems(prefix: str, problems: list[str]) -> Iterator[None]:
 def _damaged_blocks(
     file: BinaryIO, sums: Checksums, pool: ThreadPoolExecutor, on_bytes: _OnBytes
 ) -> list[int]:
-    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+    advise_sequential(file)
     memory = threading.local()  # a buffer for each thread
 
     def is_ok(block: int) -> bool:

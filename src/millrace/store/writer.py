@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import threading
 import weakref
@@ -403,17 +402,23 @@ def blocks(dataset: IndexedDataset, start: int, stop: int) -> Iterator[NDArray[n
 
 
 def _copy_file(source: BinaryIO, target: BinaryIO, start: int, stop: int) -> None:
-    """Copies bytes [start, stop) of a file to the end of another, in the kernel."""
+    """Copies bytes [start, stop) of a file to the end of another, in the kernel if it can."""
     at = start
     while at < stop:
-        size = min(_COPY_SIZE, stop - at)
-        try:
-            count = os.copy_file_range(source.fileno(), target.fileno(), size, offset_src=at)
-        except OSError as error:
-            # Across file systems, or where the file system cannot: an ordinary copy.
-            if error.errno not in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
-                raise
-            count = os.sendfile(target.fileno(), source.fileno(), at, size)
+        count = _copy_piece(source.fileno(), target.fileno(), at, min(_COPY_SIZE, stop - at))
         if count == 0:
             raise DataError(f"{source.name} ends at byte {at}, not {stop}: it was truncated")
         at += count
+
+
+def _copy_piece(source: int, target: int, start: int, size: int) -> int:
+    """Copies up to `size` bytes between two descriptors; the number of bytes, 0 at the end."""
+    # File systems and containers refuse the first two by many numbers, also for a full disk: the
+    # last one raises its true error.
+    with contextlib.suppress(OSError):
+        if count := os.copy_file_range(source, target, size, offset_src=start):
+            return count
+    with contextlib.suppress(OSError):
+        if count := os.sendfile(target, source, start, size):
+            return count
+    return os.write(target, os.pread(source, min(size, _READ_SIZE), start))

@@ -119,6 +119,7 @@ class Journal:
                     "give another output"
                 ) from None
             run = self._run_of(job, restart)
+            self._is_new = run is None
             if run is None:
                 if restart and os.path.exists(self.path):
                     on_restart()
@@ -143,7 +144,7 @@ class Journal:
         """Lets other processes open the journal, and removes it if nothing is committed."""
         # A folder that stays does no harm. A forked child leaves it to its parent.
         with self._stack, contextlib.suppress(OSError, MillraceError):
-            is_owner = self._is_alone and self._owner == os.getpid()
+            is_owner = (self._is_alone or self._is_new) and self._owner == os.getpid()
             if is_owner and self.result is None and not _has_records(self.folder):
                 self.remove()
 

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from millrace.checks import absolute_path
 from millrace.errors import ConfigError, DataError
 from millrace.files import fsync_folder, naming, sum_of, temporaries_of
 from millrace.interrupts import interruptible
@@ -65,6 +66,7 @@ def make_folder(folder: str) -> None:
     """Makes the output folder, and its parents; another process may do the same."""
     try:
         os.makedirs(folder, exist_ok=True)
+        fsync_folder(absolute_path(folder))
     except OSError as error:
         reason = error.strerror or str(error)
         if os.path.islink(folder):
@@ -124,7 +126,7 @@ def publication(
 def flush_shards(
     journal: Journal, records: Sequence[Mapping[str, Any]], report: Callable[[int, int], None]
 ) -> None:
-    """Flushes the files of all shards to the disk, several at a time.
+    """Flushes the files of all shards, and the folders on the way to them, several at a time.
 
     Args:
         journal: The journal.
@@ -144,6 +146,10 @@ def flush_shards(
     with ThreadPoolExecutor(_FLUSHES) as pool:
         for count, _ in enumerate(pool.map(flush, paths), 1):
             report(count, len(paths))
+        folders = [journal.folder_of(shard) for shard in range(len(records))]
+        list(pool.map(fsync_folder, [os.path.join(folder, "") for folder in folders]))
+    for path in (folders[0], os.path.dirname(folders[0]), journal.folder, journal.path):
+        fsync_folder(path)
 
 
 def publish(
