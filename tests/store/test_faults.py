@@ -243,6 +243,42 @@ def test_kill_9_before_every_step(kind: str, old: int, new: int, tmp_path: Path)
     )
 
 
+def test_kill_9_where_files_get_their_times_when_they_are_flushed(tmp_path: Path) -> None:
+    """As on NFS, whose server sets the time of a file when its data arrive."""
+    assert_runs(
+        """
+import os, pathlib, sys, time, xxhash
+from tests.store import kill
+flush = os.fsync
+def flush_to_server(descriptor):
+    flush(descriptor)
+    os.utime(descriptor, ns=(time.time_ns(),) * 2)
+os.fsync = flush_to_server
+print(kill.kill_before_every_step(pathlib.Path(sys.argv[1]), "build", 1, 2, successors=1))
+""",
+        tmp_path,
+    )
+
+
+def test_a_kill_in_a_first_publication_leaves_no_tokens_without_an_index(tmp_path: Path) -> None:
+    """Another tool would take them for a file of raw tokens."""
+    assert_runs(
+        """
+import pathlib, sys, xxhash
+from tests.store import kill
+folder, step = pathlib.Path(sys.argv[1]), 0
+while kill.kill_before_step(folder, "build", 1, step):
+    names = {path.name for path in folder.iterdir()}
+    assert "data.bin" not in names or names & {"data.idx", "data.idx.new"}, (step, names)
+    for path in folder.iterdir():
+        path.unlink()
+    step += 1
+assert step > 10
+""",
+        tmp_path,
+    )
+
+
 def assert_runs(code: str, *arguments: object) -> None:
     result = subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],

@@ -1,8 +1,7 @@
 """How a pair of files appears whole or not at all.
 
 A builder holds a lock on the prefix, writes its files under temporary names, and publishes them in
-steps, each of which is one rename or unlink for each file. (If nothing is replaced, two steps are
-enough: the .bin and the sidecars get their names, then the .idx.)
+steps, each of which is one rename or unlink for each file.
 
     1. .bin's temporary -> PREFIX.bin.new     (all files were flushed before), and the same for
                                               the sidecars, PREFIX.info.json and
@@ -19,7 +18,7 @@ Between 3 and 5 there is no PREFIX.idx, so that no reader, Megatron-LM included,
 with new tokens. `open_pair` finds a whole pair after every step: the old one until 3, then the new
 one. The next builder of a prefix cleans up after one that died: it finishes a publication that
 reached step 2, and drops one that did not, or one after which another tool has written its own pair
-to the prefix.
+to the prefix. Times tell: the index of a new pair is never older than its tokens.
 """
 
 from __future__ import annotations
@@ -134,7 +133,7 @@ def _is_half_published(prefix: str) -> bool:
     """Whether a new pair counts whose files do not have their names yet."""
     data, index = bin_path(prefix), idx_path(prefix)
     written = _written_at(index + NEW)
-    # A builder writes its tokens before its index: a file later than both is another tool's.
+    # A builder's index is not older than its tokens: a file later than it is another tool's.
     others = [index] if os.path.exists(data + NEW) else [index, data]
     return written > 0 and all(_written_at(path) <= written for path in others)
 
@@ -165,7 +164,7 @@ def building(prefix: str) -> Iterator[Temporaries]:
             ) from None
         if _is_half_published(prefix):
             _finish([prefix], _flush_folders)
-        _withdraw([prefix], NEW)
+        _withdraw([prefix])
         builder = os.getpid()
         try:
             yield temporaries
@@ -194,21 +193,18 @@ def publish(pairs: Sequence[tuple[str, Temporaries]], *, durable: bool = True) -
     """
     flush_folders = _flush_folders if durable else _flush_nothing
     prefixes = [prefix for prefix, _ in pairs]
-    # Where nothing is replaced, the files get their names at once: they count with the index.
-    is_replacing = any(os.path.exists(path) for prefix in prefixes for path in _paths(prefix))
-    suffix = NEW if is_replacing else ""
     try:
         for prefix, files in pairs:
-            os.rename(files.bin, bin_path(prefix) + suffix)
+            os.rename(files.bin, bin_path(prefix) + NEW)
             for sidecar, path in zip(files.sidecars, _paths(prefix).sidecars, strict=True):
                 if os.path.exists(sidecar):
-                    os.rename(sidecar, path + suffix)
+                    os.rename(sidecar, path + NEW)
         flush_folders(prefixes)
         for prefix, files in pairs:
-            os.rename(files.idx, idx_path(prefix) + suffix)
+            os.rename(files.idx, idx_path(prefix) + NEW)
         flush_folders(prefixes)
     except BaseException:
-        _withdraw(prefixes, suffix)
+        _withdraw(prefixes)
         raise
     try:
         _finish(prefixes, flush_folders)
@@ -218,8 +214,8 @@ def publish(pairs: Sequence[tuple[str, Temporaries]], *, durable: bool = True) -
     except OSError:
         # An old file cannot be removed, perhaps another user's. If all old indices are still there,
         # the old pairs count, and the new ones must not appear later.
-        if is_replacing and all(os.path.exists(idx_path(prefix)) for prefix in prefixes):
-            _withdraw(prefixes, NEW)
+        if all(os.path.exists(idx_path(prefix)) for prefix in prefixes):
+            _withdraw(prefixes)
         raise
 
 
@@ -245,11 +241,11 @@ def _finish(prefixes: Sequence[str], flush_folders: Callable[[Sequence[str]], No
     flush_folders(prefixes)
 
 
-def _withdraw(prefixes: Sequence[str], suffix: str) -> None:
-    """Removes files of pairs; the index first, as a pair counts by its index."""
+def _withdraw(prefixes: Sequence[str]) -> None:
+    """Removes new files of pairs; the index first, as a pair counts by its index."""
     for prefix in prefixes:
         for path in files_of(prefix):
-            _remove(path + suffix)
+            _remove(path + NEW)
 
 
 def _remove(path: str) -> None:

@@ -264,6 +264,7 @@ class PairWriter:
         """Brings all files to the disk, and raises DataError if they are not what was added."""
         self.flush()
         self.buffer.wait()
+        self._flush_to_disk(self._data)
         index_hasher = None if self._hasher is None else BlockHasher()
         header = Header(
             dtype=self._dtype,
@@ -280,6 +281,10 @@ class PairWriter:
                 index.flush()
                 _native.start_writeback(index.fileno(), size, index.tell() - size)
                 size = index.tell()
+            # On NFS a file's time is that of its flush, and clocks step back: see `publish`.
+            files = self._data.fileno(), index.fileno()
+            written = max(os.fstat(file).st_mtime_ns for file in files)
+            os.utime(index.fileno(), ns=(written, written))
             self._flush_to_disk(index)
         if size != header.size:
             raise DataError(
@@ -297,7 +302,6 @@ class PairWriter:
             with open(self.temporaries.info, "wb") as sidecar:
                 sidecar.write(info.to_json().encode())
                 self._flush_to_disk(sidecar)
-        self._flush_to_disk(self._data)
 
     def _write_origins(self) -> Checksums | None:
         """Ends the sidecar of origins; None, and no file, if not all documents have theirs."""
