@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -260,6 +262,37 @@ def test_a_second_split_leaves_no_shard_of_the_first(tmp_path: Path) -> None:
         *others
     }
     assert len(merge(shards, tmp_path / "whole")) == 10
+
+
+@pytest.mark.parametrize("step", range(8))
+def test_a_killed_split_leaves_no_tokens_without_an_index(tmp_path: Path, step: int) -> None:
+    """Another tool would take them for raw tokens, and the next split would not know them."""
+    with IndexedDatasetBuilder(tmp_path / "data", np.int32) as builder:
+        for number in range(4):
+            builder.add_document([number])
+    split(tmp_path / "data", tmp_path / "shard", documents=1, checksums=True)
+    code = """
+import os, sys
+from millrace.jobs import split
+left, data, shard = int(sys.argv[1]), *sys.argv[2:]
+surplus = shard + "_00002.", shard + "_00003."
+def hook(event, arguments):
+    global left
+    if event == "os.remove" and str(arguments[0]).startswith(surplus):
+        left -= 1
+        if left < 0:
+            os._exit(9)
+sys.addaudithook(hook)
+split(data, shard, documents=2)
+"""
+    arguments = [str(step), str(tmp_path / "data"), str(tmp_path / "shard")]
+    assert subprocess.run([sys.executable, "-c", code, *arguments]).returncode == 9
+    names = {path.name for path in tmp_path.glob("shard*")}
+    assert {f"{name[:-4]}.idx" for name in names if name.endswith(".bin")} <= names
+    split(tmp_path / "data", tmp_path / "shard", documents=2)
+    assert {path.name for path in tmp_path.glob("shard*")} == {
+        f"shard_0000{number}.{suffix}" for number in (0, 1) for suffix in ("bin", "idx")
+    }
 
 
 def test_a_split_does_not_remove_its_source(tmp_path: Path) -> None:

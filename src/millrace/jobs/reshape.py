@@ -123,7 +123,8 @@ def split(
     for shard in _existing_shards(output_prefix, len(shards)):
         if kept.isdisjoint(map(os.path.realpath, files_of(shard))):
             with building(shard):  # holds the lock: no other process builds this shard
-                for path in files_of(shard):
+                # The index last: a kill leaves no tokens without one, which would be raw tokens.
+                for path in reversed(files_of(shard)):
                     with contextlib.suppress(FileNotFoundError):
                         os.unlink(path)
     return shards

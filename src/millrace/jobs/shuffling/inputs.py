@@ -276,6 +276,14 @@ class _Finder:
                 "remove the .idx"
             )
         files = [self._open(path) for path in paths if path.endswith((".bin", ".npy"))]
+        folders = {os.path.dirname(file.path) for file in files if file.prefix is not None}
+        for file in files:
+            is_raw = file.prefix is None and file.path.endswith(".bin")
+            if is_raw and os.path.dirname(file.path) in folders:
+                raise DataError(
+                    f"{file.path} has no .idx, and other files of its folder have one: perhaps its "
+                    "writer was killed. Remove it, or put raw tokens into a folder of their own"
+                )
         if not files:
             others = [os.path.basename(p) for p in paths if not p.endswith(_SIDECARS)]
             names = ", ".join(others[:_NAMES_IN_NOTICE])
