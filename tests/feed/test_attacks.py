@@ -155,6 +155,29 @@ def test_a_signal_handler_may_close_a_loader_inside_the_queue() -> None:
         loader.close()
 
 
+def test_a_sampler_that_hangs_does_not_hold_up_the_trainer() -> None:
+    hangs, goes_on = threading.Event(), threading.Event()
+    is_in_time: list[bool] = []  # False: the trainer has waited for it
+
+    class Hanging(SequentialSampler):
+        def has_step(self, consumed_samples: int) -> bool:
+            if consumed_samples == 2:
+                hangs.set()
+                is_in_time.append(goes_on.wait(20))
+            return super().has_step(consumed_samples)
+
+    loader = Loader(Numbers(), sampler=Hanging(100, micro_batch_size=2))
+    next(loader)
+    assert hangs.wait(20)
+    queue = loader._queue
+    assert queue is not None
+    closing = threading.Thread(target=queue.close, daemon=True)  # as at the end of Python
+    closing.start()
+    closing.join(10)
+    goes_on.set()
+    wait_for(lambda: is_in_time == [True])
+
+
 def test_a_loader_may_be_closed_by_its_own_threads() -> None:
     meeting = threading.Barrier(2)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 import json
 import math
 import os
@@ -579,12 +580,23 @@ def test_a_fingerprint_that_no_state_can_hold_is_refused_at_once(
         Loader(Padded(), sampler=Sampler(600, micro_batch_size=2))
 
 
+class Kind(enum.IntEnum):
+    TEXT = 1
+
+
+@pytest.mark.parametrize("fingerprint", [None, ["numbers"], "numbers"])
+def test_a_fingerprint_that_is_not_a_dict_is_refused_at_once(fingerprint: Any) -> None:
+    with pytest.raises(ConfigError, match=r"fingerprint is .*numbers|fingerprint is None"):
+        Loader(Named(fingerprint), micro_batch_size=2)
+
+
 def test_a_fingerprint_with_numbers_of_numpy_is_saved_as_plain_values() -> None:
     fingerprint = {
         "size": np.int32(3),
         "weights": (np.float32(0.1), np.float64(0.2), 0.3, math.inf),
         "is_new": np.bool_(True),
         np.str_("name"): np.str_("web"),
+        "kind": Kind.TEXT,
         "nothing": None,
     }
     loader = Loader(Named(fingerprint), micro_batch_size=2)
@@ -592,6 +604,9 @@ def test_a_fingerprint_with_numbers_of_numpy_is_saved_as_plain_values() -> None:
     state = loader.state_dict()
     through_json, through_pickle = json.loads(json.dumps(state)), pickle.loads(pickle.dumps(state))
     assert through_json == through_pickle == state
+    saved = state["fingerprint"]
+    assert {type(key) for key in saved} == {str}
+    assert type(saved["kind"]) is int  # else torch.load refuses it by default
     for saved in (state, through_json, through_pickle, state | {"fingerprint": fingerprint}):
         other = Loader(Named(fingerprint), micro_batch_size=2)
         other.load_state_dict(saved)

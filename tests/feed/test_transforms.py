@@ -578,6 +578,28 @@ def test_a_dataset_of_ones_own() -> None:
         TransformedDataset(Counting(), [OddTokensOnly()]).batch(numbers, BatchForm())
 
 
+def test_a_dataset_may_keep_the_batches_that_it_returns() -> None:
+    class Keeping(Counting):
+        def __init__(self) -> None:
+            self.kept = super().batch([3, 1])
+
+        def batch(self, sample_numbers: Any) -> dict[str, np.ndarray]:
+            return self.kept
+
+    class NothingTrained:
+        changes_tokens = False
+
+        def apply(self, texts: MaskedTexts, sample_numbers: np.ndarray) -> MaskedTexts:
+            return texts._replace(is_trained=np.zeros(len(texts.tokens), bool))
+
+        def fingerprint(self) -> dict[str, Any]:
+            return {}
+
+    dataset = Keeping()
+    assert not TransformedDataset(dataset, [NothingTrained()]).batch([3, 1])["loss_mask"].any()
+    assert dataset.batch([3, 1])["loss_mask"].all()
+
+
 class Longer:
     """A transform that adds a token to each text."""
 

@@ -175,7 +175,7 @@ class StepMaker:
 class Ahead:
     """Steps in their order, made by threads before they are asked for.
 
-    A thread claims the next step under the lock and makes it without it. For each step it needs a
+    One thread at a time claims the next step; each makes its own. For each step it needs a
     permit; there are as many as steps may be ready or in work, and `take` gives one back. After a
     step that failed no other is made. A thread that waits for a permit does not know its queue, so
     that a loader that is no longer used is collected, also if its own dataset refers to it.
@@ -196,6 +196,7 @@ class Ahead:
         self.position = self._next_claim = start
         self._is_automatic = prefetch is None  # until the first step shows its size
         self._look_ahead = LookAhead(maker.dataset, maker.sampler)
+        self._claim = threading.Lock()  # of the thread that asks the sampler for the next step
         self._lock = threading.RLock()  # `close` may be called by a signal handler under it
         self._news = threading.Lock()  # what `take` waits for: `_tell` releases it
         self._news.acquire()
@@ -271,7 +272,7 @@ class Ahead:
 
     def _make_next(self) -> bool:
         """Makes the next step; False if no other is to be made."""
-        with self._lock:
+        with self._claim:  # and not the lock: a sampler that hangs must not hold up `close`
             if self._is_over:
                 return False
             start = self._next_claim

@@ -274,6 +274,8 @@ class Loader:
 
     def _fingerprint(self) -> dict[str, Any]:
         fingerprint: dict[str, Any] = plain(self.dataset.fingerprint())
+        if not isinstance(fingerprint, dict):
+            raise ConfigError(f"the dataset's fingerprint is {shown(fingerprint)}; return a dict")
         sampler = plain(getattr(self.sampler, "fingerprint", dict)(), "fingerprint.sampler")
         return {**fingerprint, "sampler": sampler} if sampler else fingerprint
 

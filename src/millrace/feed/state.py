@@ -29,16 +29,21 @@ def plain(value: Any, place: str = "fingerprint") -> Any:
         for key in value:
             if not isinstance(key, str):
                 raise ConfigError(f"{place} has the key {shown(key)}: keys must be strings")
-        return {key: plain(part, f"{place}.{key}") for key, part in value.items()}
+        return {str.__str__(key): plain(part, f"{place}.{key}") for key, part in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(part, f"{place}[{number}]") for number, part in enumerate(value)]
     number = value.item() if isinstance(value, np.generic) else value
-    if not isinstance(number, (str, int, float, type(None))) or number != number:
-        raise ConfigError(
-            f"{place} is {shown(value, _MOST_SHOWN)}, which a saved state cannot hold or compare: "
-            "use plain numbers, strings, lists and dicts (of bytes or arrays, a hash as a string)"
-        )
-    return number
+    if number is None or isinstance(number, bool):
+        return number
+    # Members of an enum and other derived classes: torch.load with weights_only refuses them.
+    converters: dict[type, Any] = {str: str.__str__, int: int.__int__, float: float.__float__}
+    for kind, convert in converters.items():
+        if isinstance(number, kind) and number == number:
+            return convert(number)
+    raise ConfigError(
+        f"{place} is {shown(value, _MOST_SHOWN)}, which a saved state cannot hold or compare: "
+        "use plain numbers, strings, lists and dicts (of bytes or arrays, a hash as a string)"
+    )
 
 
 def read_state(state: Any, fingerprint: dict[str, Any], remark: str = "") -> tuple[Any, str]:

@@ -133,9 +133,10 @@ class TransformedDataset:
         if has_mask and not texts.is_trained.all():
             flags = texts.is_trained.view(np.uint8)
             try:
-                batch["loss_mask"] = _native.mask_losses(batch["loss_mask"], flags, texts.ends)
+                mask = _native.mask_losses(batch["loss_mask"], flags, texts.ends)
             except ValueError as error:
                 raise self._error_of(error, numbers) from None
+            batch = {**batch, "loss_mask": mask}  # the dataset may keep the dict that it returned
         return batch
 
     def _batch_of_texts(

@@ -327,6 +327,11 @@ def _num_samples(
     eval_batch = arguments.get("eval_global_batch_size", batch)
     train: Any = arguments.get("train_samples")
     iterations: Any = arguments.get("train_iters")
+    if train is not None and iterations is not None:
+        raise ConfigError(
+            f"train_samples is {train} and train_iters is {iterations}: Megatron-LM takes one of "
+            "them, so leave the other out"
+        )
     if train is None and (iterations is None or not batch):
         raise ConfigError(
             "the number of samples to train on is missing: give num_samples, train_samples, or "
