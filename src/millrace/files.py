@@ -93,7 +93,7 @@ def is_of_the_process(error: OSError) -> bool:
     return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
-def flush_to_disk(file: IO[bytes]) -> None:
+def flush_to_disk(file: IO[Any]) -> None:
     file.flush()
     os.fsync(file.fileno())
 

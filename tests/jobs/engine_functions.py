@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import signal
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 
 from millrace.errors import TextError
 from millrace.jobs.engine import Task
+from millrace.jobs.engine.tasks import Function
 
 
 def multiply(factor: int, task: Task) -> int:
@@ -27,6 +29,27 @@ def sleep(_: None, task: Task) -> int:
 
 def environment(name: str, task: Task) -> str | None:
     return os.environ.get(name)
+
+
+def note_unflushed(files: str, log: str, function: Function, context: Any, task: Task) -> Any:
+    """Runs a task, and notes its number and the names of files in its folder without an fsync."""
+    flushed = set()
+    flush = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        flush(descriptor)
+        flushed.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+
+    os.fsync = fsync
+    try:
+        result = function(context, task)
+    finally:
+        os.fsync = flush
+    (folder,) = glob.glob(f"{files}/{task.number:06d}")
+    names = [name for name in os.listdir(folder) if os.path.join(folder, name) not in flushed]
+    with open(log, "a") as file:
+        file.write(f"{task.number}: {sorted(names)}\n")
+    return result
 
 
 def write_everywhere(_: None, task: Task) -> str:

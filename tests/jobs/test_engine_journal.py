@@ -80,6 +80,27 @@ def test_a_task_that_hashed_its_files_passes_their_sums(tmp_path: Path) -> None:
         assert journal.record(1) is None
 
 
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_durable_task_is_flushed_before_it_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool
+) -> None:
+    flush, flushed = os.fsync, []
+
+    def fsync(descriptor: int) -> None:
+        flush(descriptor)
+        flushed.append((os.readlink(f"/proc/self/fd/{descriptor}"), bool(journal.numbers())))
+
+    with Journal(tmp_path / "out.journal", JOB) as journal:
+        path = os.path.join(journal.new_folder_of(0), "data")
+        Path(path).write_bytes(b"abc")
+        monkeypatch.setattr(os, "fsync", fsync)
+        commit(journal.folder, 0, {}, [path], durable=durable)
+    if durable:
+        assert flushed[0] == (os.path.realpath(path), False)
+        assert "/records/000000.json." in flushed[1][0]
+    assert len(flushed) == 2 * durable
+
+
 def test_a_kill_while_the_journal_is_removed_loses_no_result(tmp_path: Path) -> None:
     if (child := os.fork()) == 0:
         shutil.rmtree = lambda path: os._exit(KILLED)  # type: ignore[assignment]

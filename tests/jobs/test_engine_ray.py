@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import shutil
@@ -19,8 +20,9 @@ import numpy as np
 import pytest
 
 from millrace.errors import ConfigError, MillraceError, TextError
-from millrace.jobs import shuffle
+from millrace.jobs import shuffle, tokenize
 from millrace.jobs.engine import Task, run_ray
+from millrace.text import Tokenizer
 from tests.jobs import engine_functions as functions
 from tests.jobs.engine_job import expected_output, run_job
 from tests.jobs.shuffle_cases import small_buffers
@@ -242,6 +244,51 @@ def test_a_shuffle_loses_a_node(
             assert result.num_tasks_done > 12
     assert len(lost) == 1
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("job", ["shuffle", "tokenize"])
+def test_tasks_that_are_done_are_on_the_disk(
+    runtime: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: str
+) -> None:
+    """Their machine may be lost while the job goes on, with what it has not written yet."""
+
+    def noting(function: Any, *arguments: Any, **options: Any) -> Any:
+        place = "output/shuffle.journal" if job == "shuffle" else "data.journal"
+        files = tmp_path.resolve() / place / "*" / "files"
+        noting_function = functools.partial(
+            functions.note_unflushed, str(files), str(tmp_path / "log"), function
+        )
+        return run_ray(noting_function, *arguments, **options)
+
+    monkeypatch.setattr("millrace.jobs.engine.ray.run_ray", noting)
+    (tmp_path / "input").mkdir()
+    if job == "shuffle":
+        tokens = np.random.default_rng(0).integers(0, 1000, 40_000, np.uint32)
+        tokens.tofile(tmp_path / "input" / "a.bin")
+        with small_buffers(random.Random(2)):
+            shuffle(
+                tmp_path / "input",
+                tmp_path / "output",
+                seq_len=4,
+                num_shards=3,
+                plan="scatter",
+                engine="ray",
+                workers=2,
+            )
+    else:
+        (tmp_path / "input" / "a.jsonl").write_text('{"text": "a b"}\n{}\n' * 10)
+        tokenize(
+            [tmp_path / "input" / "a.jsonl"],
+            tmp_path / "data",
+            Tokenizer("bytes"),
+            engine="ray",
+            workers=2,
+            provenance="parquet",
+            on_error="quarantine",
+        )
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert lines
+    assert [line for line in lines if not line.endswith(": []")] == []
 
 
 def test_a_node_is_lost(cluster: Any, runtime: None, tmp_path: Path) -> None:

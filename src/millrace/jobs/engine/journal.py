@@ -10,7 +10,8 @@
 
 A task writes its files under temporary names, renames them, and commits its record last. Records
 and files of tasks are not flushed to the disk: after a power cut, what is damaged counts as not
-done. `job.json`, `plan.json` and `result.json` are flushed.
+done. On a cluster they are flushed: the job goes on when it loses the machine of a task that is
+done, with what that machine had in memory. `job.json`, `plan.json` and `result.json` are flushed.
 
 Two attempts of one task may run at once: an executor tries a task again when it has lost a machine
 that may still be at work. Both write the same bytes, under temporary names that differ, so it does
@@ -35,6 +36,7 @@ from millrace.files import (
     atomic_file,
     checksum,
     file_lock,
+    flush_to_disk,
     naming,
     sum_of,
     temporaries_of,
@@ -321,6 +323,8 @@ def commit(
     record: Mapping[str, Any],
     files: Sequence[str],
     sums: Mapping[str, tuple[int, str]] | None = None,
+    *,
+    durable: bool = False,
 ) -> None:
     """Records that a task is done; the last thing that a task does.
 
@@ -335,6 +339,7 @@ def commit(
             names.
         sums: Size and XXH3-64 of files that the task has hashed while it wrote them, by path; the
             other files are read.
+        durable: Whether to flush the files and the record to the disk; `Task.durable`.
 
     Raises:
         ConfigError: If a file is not in the folder of the task, or the record is not plain JSON.
@@ -360,10 +365,15 @@ def commit(
                     "another program has changed it. Run again"
                 )
             entries.append({"name": name, "size": size, "xxh3": digest})
+            if durable:
+                with naming(source), open(source, "rb") as data:
+                    flush_to_disk(data)
         content = {"number": number, "files": entries, "record": plain_record}
         content["xxh3"] = _sum_of_record(content)
         with naming(path), open(temporary, "x", encoding="utf-8") as file:
             json.dump(content, file)
+            if durable:
+                flush_to_disk(file)
         os.rename(temporary, path)
     except FileNotFoundError:
         task_folder(folder, number)  # says so if the folder is gone

@@ -84,7 +84,7 @@ def run_ray(
         running: dict[Any, Task] = {}
         try:
             for task in interruptible_tasks(tasks):
-                data = pickled(str(task), task)
+                data = pickled(str(task), task._replace(durable=True))
                 options = remote.options(name=str(task))
                 running[options.remote(key, work_references, data)] = task
                 while len(running) == limit:

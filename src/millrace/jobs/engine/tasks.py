@@ -18,11 +18,14 @@ class Task(NamedTuple):
         number: Number of the task in its job, from 0.
         payload: What the function needs for this task; picklable.
         name: Text that tells a user which part of the input this is, for error messages.
+        durable: Whether its files must be on the disk before it is done: an executor that survives
+            the loss of the machine sets it.
     """
 
     number: int
     payload: Any
     name: str = ""
+    durable: bool = False
 
     def __str__(self) -> str:
         return f"task {self.number} ({self.name})" if self.name else f"task {self.number}"

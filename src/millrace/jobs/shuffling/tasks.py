@@ -107,7 +107,7 @@ def write_run(work: Work, task: Task) -> dict[str, Any]:
             file.write(data)
         files[file.path] = file.sum
     record = {"bytes": len(buffer)}
-    commit(work.journal, task.number, record, list(files), files)
+    commit(work.journal, task.number, record, list(files), files, durable=task.durable)
     return record
 
 
@@ -201,5 +201,5 @@ def commit_shard(work: Work, task: Task, blocks: Iterable[NDArray[np.uint8]]) ->
         "bytes": data.sum[0],
         "files": {os.path.basename(path): list(sums) for path, sums in files.items()},
     }
-    commit(work.journal, task.number, record, list(files), files)
+    commit(work.journal, task.number, record, list(files), files, durable=task.durable)
     return record

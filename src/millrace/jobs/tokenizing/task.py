@@ -221,7 +221,7 @@ def _run_task(settings: Settings, task: Task) -> dict[str, Any]:
         "on_error": settings.on_error,
         "checksum": work.checksum,
     }
-    commit(work.journal, task.number, record, files)
+    commit(work.journal, task.number, record, files, durable=task.durable)
     return record
 
 
