@@ -340,7 +340,7 @@ def test_a_size_watch_starts_again_in_another_process() -> None:
     assert pickle.loads(pickle.dumps(watch))._next == 0
 
 
-def test_a_blend_asks_a_derived_class_for_its_own_batches(make_dataset: Make) -> None:
+def test_a_blend_asks_other_classes_and_objects_for_their_own_batches(make_dataset: Make) -> None:
     class Reversed(GPTDataset):
         def batch(self, sample_numbers: Any, form: Any = None) -> Any:
             batch = super().batch(sample_numbers, form)
@@ -350,9 +350,33 @@ def test_a_blend_asks_a_derived_class_for_its_own_batches(make_dataset: Make) ->
             tokens, ends = super().texts(sample_numbers)
             return tokens + 1000, ends
 
+    class Delegating:
+        """A wrapper that changes two methods and has all else of the dataset in it."""
+
+        def __init__(self, dataset: GPTDataset) -> None:
+            self.dataset = dataset
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return getattr(self.dataset, name)
+
+        def __len__(self) -> int:
+            return len(self.dataset)
+
+        def batch(self, sample_numbers: Any, form: Any = None) -> Any:
+            return self.dataset.batch(sample_numbers, form)
+
+        def texts(self, sample_numbers: Any) -> Any:
+            tokens, ends = self.dataset.texts(sample_numbers)
+            return tokens + 1000, ends
+
     data = make_dataset([2000] * 5)
-    parts = [kind(data, sequence_length=8, seed=1) for kind in (GPTDataset, Reversed)]
-    blend = BlendedDataset(parts, [1, 1], 20)
+    parts: list[Any] = [kind(data, sequence_length=8, seed=1) for kind in (GPTDataset, Reversed)]
+    parts.append(Delegating(parts[1]))
+    parts.append(GPTDataset(data, sequence_length=8, seed=1))
+    parts[3].batch, parts[3].texts = parts[1].batch, parts[1].texts
+    blend = BlendedDataset(parts, [1] * 4, 20)
     numbers = np.arange(20)
     batch, (tokens, ends) = blend.batch(numbers), blend.texts(numbers)
     of, at = blend.dataset_index, blend.dataset_sample_index

@@ -513,13 +513,18 @@ class BlendedDataset:
     def _core_sources(datasets: Sequence[Dataset], method: str) -> list[SampleSource] | None:
         """The datasets' sources, if the core can read all of them in place of this method."""
         own = getattr(GPTDataset, method)
-        sources = [
-            getattr(dataset, "source", None)
-            # A class derived from ours may change what the method returns.
-            if not isinstance(dataset, GPTDataset) or getattr(type(dataset), method) is own
-            else None
-            for dataset in datasets
-        ]
+
+        def source_of(dataset: Any) -> SampleSource | None:
+            kind, names = type(dataset), getattr(dataset, "__dict__", {})
+            # A derived class, or a method of the object, may change what ours returns.
+            is_ours = isinstance(dataset, GPTDataset)
+            if method in names or (is_ours and getattr(kind, method) is not own):
+                return None
+            # A wrapper that hands on all names has the source of the dataset in it.
+            has_source = is_ours or hasattr(kind, "source") or "source" in names
+            return dataset.source if has_source else None
+
+        sources = [source_of(dataset) for dataset in datasets]
         core_orders = [source and source.core_order for source in sources]
         return None if None in core_orders else sources  # type: ignore[return-value]
 
