@@ -183,7 +183,12 @@ def _zero(path: Path) -> None:
     path.write_bytes(bytes(path.stat().st_size))
 
 
-@pytest.mark.parametrize("damage", [_cut, _change, _zero, os.unlink])
+def _make_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("damage", [_cut, _change, _zero, os.unlink, _make_folder])
 @pytest.mark.parametrize("is_of_record", [False, True])
 def test_a_damaged_task_is_not_done(
     tmp_path: Path, damage: Callable[[Path], None], is_of_record: bool
@@ -387,18 +392,25 @@ def test_a_file_or_a_foreign_folder_at_the_place_is_left_alone(tmp_path: Path) -
         Journal(tmp_path / "nowhere" / "out.journal", JOB)
 
 
-@pytest.mark.parametrize("content", ["", "{}", "3", '{"format": 3, "run": "0", "job": {}}'])
-def test_a_damaged_journal_is_refused_until_restart(tmp_path: Path, content: str) -> None:
+@pytest.mark.parametrize("content", ["", "{}", "3", '{"format": 3, "run": "0", "job": {}}', None])
+def test_a_damaged_journal_is_refused_until_restart(tmp_path: Path, content: str | None) -> None:
+    def damage(path: Path) -> None:
+        if content is None:
+            path.unlink(missing_ok=True)
+            path.mkdir()
+        else:
+            path.write_text(content)
+
     with Journal(tmp_path / "j", JOB) as journal:
         write_task(journal, 0)
-    (tmp_path / "j" / "job.json").write_text(content)
+    damage(tmp_path / "j" / "job.json")
     with pytest.raises(ConfigError, match="is damaged, or was written by another version"):
         Journal(tmp_path / "j", JOB)
     with Journal(tmp_path / "j", JOB, restart=True) as journal:
         assert journal.record(0) is None
         write_task(journal, 0)
         plan = Path(journal.folder, "plan.json")
-        plan.write_text(content)
+        damage(plan)
     with pytest.raises(DataError, match=rf"{plan} is damaged. Give --restart"):
         Journal(tmp_path / "j", JOB)
 

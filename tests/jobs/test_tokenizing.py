@@ -30,6 +30,7 @@ from millrace.jobs.tokenizing import job, plan
 from millrace.jobs.tokenizing import run as task_run
 from millrace.jobs.tokenizing.task import Settings, _Comparison
 from millrace.text import Documents, SentenceSplitter, Tokenizer
+from millrace.text.tokenizer import UNSEEN
 from tests.conftest import make_texts, write_jsonl
 
 BARE: dict[str, Any] = {"provenance": "none", "checksums": False}  # no files but the pairs
@@ -376,6 +377,31 @@ def test_a_changed_input_of_a_published_job_is_read_again(
     assert run([path], tmp_path / "out", tokenizer).num_documents == 40
 
 
+def test_a_result_does_not_speak_of_later_output(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that was all but done; then another input, published; then the old input again."""
+    path = write_jsonl(tmp_path / "a.jsonl", make_texts(30))
+
+    def run_until(name: str) -> tuple[bytes, bytes]:
+        def fail(*_: Any) -> None:
+            raise OSError(5, "the disk went away")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(job.Journal, name, fail)
+            with pytest.raises(OSError, match="the disk went away"):
+                run([path], tmp_path / "out", tokenizer)
+        return contents(tmp_path / "out")
+
+    expected = run_until("remove")
+    path.rename(tmp_path / "kept")
+    write_jsonl(path, make_texts(30, seed=1))
+    assert run_until("finish") != expected
+    (tmp_path / "kept").rename(path)
+    run([path], tmp_path / "out", tokenizer)
+    assert contents(tmp_path / "out") == expected
+
+
 def test_standard_input_continues_where_it_is_the_same(
     tmp_path: Path, tokenizer_file: Path
 ) -> None:
@@ -704,8 +730,9 @@ def test_the_quarantine_is_of_the_last_job_and_not_its_input(
     path.write_text('{"text": "a"}\nbad')
     run([path], tmp_path / "out", tokenizer, on_error="quarantine")
     assert quarantine.exists()
-    with pytest.raises(ConfigError, match="is an input and would be overwritten"):
-        run([quarantine], tmp_path / "out", tokenizer, on_error="quarantine")
+    for on_error in ("quarantine", "skip", "stop"):
+        with pytest.raises(ConfigError, match="is an input and would be overwritten"):
+            run([quarantine], tmp_path / "out", tokenizer, on_error=on_error)
     path.write_text('{"text": "a"}')
     run([path], tmp_path / "out", tokenizer, on_error="quarantine")
     assert not quarantine.exists()
@@ -847,7 +874,8 @@ def test_a_killed_command_continues(tmp_path: Path, tokenizer_file: Path) -> Non
 # ---- what an earlier job left ----
 
 
-def test_files_of_an_earlier_job_do_not_stay(tmp_path: Path) -> None:
+@pytest.mark.parametrize("on_error", ["quarantine", "skip", "stop"])
+def test_files_of_an_earlier_job_do_not_stay(tmp_path: Path, on_error: str) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "the mill"}\n{}\n')
     inputs, prefix, tokenizer = [tmp_path / "a.jsonl"], tmp_path / "out", Tokenizer("bytes")
     tokenize(
@@ -856,7 +884,7 @@ def test_files_of_an_earlier_job_do_not_stay(tmp_path: Path) -> None:
     )  # fmt: skip
     assert len(list(tmp_path.iterdir())) == 7
     inputs[0].write_text('{"text": "the water"}\n')
-    tokenize(inputs, prefix, tokenizer, on_error="quarantine", workers=1, **BARE)
+    tokenize(inputs, prefix, tokenizer, on_error=on_error, workers=1, **BARE)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["a.jsonl", "out_text_document.bin", "out_text_document.idx"]
 
@@ -966,6 +994,33 @@ def test_another_function_is_another_job(
     assert run([path], prefix, tokenizer(FUNCTION.replace(old, new), **others)).num_chunks_kept == 2
 
 
+@pytest.mark.parametrize(
+    ("source", "old", "new"),
+    [
+        ("STEPS = (f, g, f)", "g, f)", "g, g)"),
+        ("STEPS = {'a': f, 'b': g, 'c': f}", "'c': f", "'c': g"),
+        ("def STEPS(): pass\nSTEPS.table = {'a': 1}", "1", "2"),
+        ("def STEPS(*x): return x", "*x", "x"),
+        ("def STEPS():\n try: f(1); g(1)\n except E: pass", "; g(1)\n except E: pass",
+         "\n except E: pass\n else: g(1)"),
+        ("from email.utils import quote as STEPS", "utils", "quoprimime"),
+        ("import functools, glob\n@functools.wraps(glob.escape)\ndef STEPS(): return 1", "1", "2"),
+    ],
+)  # fmt: skip
+def test_what_tells_functions_apart(source: str, old: str, new: str) -> None:
+    def version(text: str) -> str:
+        module = types.ModuleType("a_users_module")
+        exec(f"def f(x): return x\ndef g(x): return -x\n{text}", module.__dict__)
+        exec("def encode(text): return STEPS", module.__dict__)
+        tokenizer = Tokenizer.from_function(module.encode, vocabulary_size=500)
+        return str(tokenizer.versions["function"])
+
+    assert old in source
+    assert version(source) == version(source)
+    assert version(source) != version(source.replace(old, new))
+    assert not version(source).startswith(UNSEEN)
+
+
 class Encoder:
     """A function with a state."""
 
@@ -980,7 +1035,18 @@ def by_an_object(text: str) -> list[int]:
     return an_encoder(text)
 
 
-@pytest.mark.parametrize("function", [an_encoder, by_an_object, an_encoder.__call__])
+class Text(str):
+    """A text with methods of its own."""
+
+
+a_text = Text("a")
+
+
+def by_a_text(text: str) -> list[int]:
+    return [len(a_text) for _ in text]
+
+
+@pytest.mark.parametrize("function", [an_encoder, by_an_object, an_encoder.__call__, by_a_text])
 def test_a_function_that_cannot_be_seen_needs_a_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: Any
 ) -> None:

@@ -20,37 +20,47 @@ class _UnseenError(Exception):
 def code_of(function: Callable[..., Any]) -> str | None:
     """A hash of a function's code and of what it refers to; None if it cannot be seen.
 
-    Seen are the function's byte code, constants and defaults; plain values, containers of them and
-    regular expressions in its closure and among the globals that it names; functions of its own
-    package that it names, in the same way; and the versions of Python and of other packages whose
-    modules, functions and classes it names. If it names another object (a callable instance, a
-    module or class of its own package), the answer is None. Not looked at: what is imported while
-    it runs, and files that it reads.
+    Seen are the function's byte code, constants, defaults and attributes; plain values, containers
+    of them and regular expressions in its closure and among the globals that it names; functions of
+    its own package that it names, in the same way; and the versions of Python and of other packages
+    whose modules, functions and classes it names. If it names another object (a callable instance,
+    a module or class of its own package), the answer is None. Not looked at: what is imported while
+    it runs, globals that it names in texts, and files that it reads.
     """
     package = _package(function)
     try:
-        parts = [repr(sys.version_info[:2]), *_parts(function, package, set())]
+        parts = [repr(sys.version_info[:2]), *_parts(function, package, {})]
     except (_UnseenError, RecursionError, ValueError):  # the last: an empty cell of a closure
         return None
     return hashlib.sha256("\0".join(parts).encode(errors="surrogatepass")).hexdigest()
 
 
-def _parts(value: Any, package: str, seen: set[int]) -> Iterator[str]:
-    """Texts that tell one value from another."""
-    if isinstance(value, _PLAIN):
+def _parts(value: Any, package: str, seen: dict[int, int]) -> Iterator[str]:
+    """Texts that tell one value from another; `seen` numbers functions by their ids."""
+    # An instance of a plain type's subclass may have methods of the package.
+    if isinstance(value, _PLAIN) and (type(value) in _PLAIN or _package(value) != package):
         yield f"{type(value).__name__} {value!r}"
     elif id(value) in seen:
-        yield "seen"
-    elif isinstance(value, FunctionType) and _package(value) == package:
-        seen.add(id(value))
+        yield f"seen {seen[id(value)]}"
+    elif isinstance(value, FunctionType):
+        seen[id(value)] = len(seen)
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
-        names = sorted(set(_globals_of(value.__code__)) & {*value.__globals__})
-        values = [(name, value.__globals__[name]) for name in names]
-        yield "function"
-        contents = (value.__code__, value.__defaults__, value.__kwdefaults__, cells, values)
-        yield from _parts(contents, package, seen)
+        # `functools.wraps` names a wrapper after what it wraps, which may be of another package.
+        home = str(value.__globals__.get("__name__")).partition(".")[0]
+        if package in (_package(value), home):
+            names = sorted(set(_globals_of(value.__code__)) & {*value.__globals__})
+            values = [(name, value.__globals__[name]) for name in names]
+            yield "function"
+            contents = (value.__code__, value.__defaults__, value.__kwdefaults__, vars(value))
+            yield from _parts((*contents, values), package, seen)
+        else:
+            yield _name_of(value)
+        yield from _parts(cells, package, seen)
     elif isinstance(value, CodeType):
-        yield f"code {value.co_code.hex()} {value.co_names} {value.co_varnames}"
+        handlers = getattr(value, "co_exceptiontable", b"")  # from Python 3.11
+        yield f"code {value.co_code.hex()} {handlers.hex()} {value.co_flags}"
+        yield f"{value.co_argcount} {value.co_kwonlyargcount}"
+        yield f"{value.co_names} {value.co_varnames}"
         yield from _parts(value.co_consts, package, seen)
     elif isinstance(value, re.Pattern):
         yield f"pattern {value.pattern!r} {value.flags}"
@@ -62,10 +72,8 @@ def _parts(value: Any, package: str, seen: set[int]) -> Iterator[str]:
         yield from _parts([type(value).__name__, *sorted(value, key=repr)], package, seen)
     elif type(value) is dict:
         yield from _parts(["dict", *value.items()], package, seen)
-    elif _package(value) != package and isinstance(
-        value, (ModuleType, FunctionType, BuiltinFunctionType, type)
-    ):
-        yield f"{getattr(value, '__qualname__', value.__name__)} {_version(_package(value))}"
+    elif _package(value) != package and isinstance(value, (ModuleType, BuiltinFunctionType, type)):
+        yield _name_of(value)
     else:
         raise _UnseenError
 
@@ -80,9 +88,19 @@ def _globals_of(code: CodeType) -> Iterator[str]:
             yield from _globals_of(constant)
 
 
-def _package(value: Any) -> str:
+def _module(value: Any) -> str:
     name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
-    return str(name or "").partition(".")[0]
+    return str(name or "")
+
+
+def _package(value: Any) -> str:
+    return _module(value).partition(".")[0]
+
+
+def _name_of(value: Any) -> str:
+    """The name of a module, function or class of another package, and the package's version."""
+    name = getattr(value, "__qualname__", value.__name__)
+    return f"{_module(value)} {name} {_version(_package(value))}"
 
 
 def _version(package: str) -> str:

@@ -37,6 +37,7 @@ from millrace.files import (
     checksum,
     file_lock,
     flush_to_disk,
+    fsync_folder,
     naming,
     sum_of,
     temporaries_of,
@@ -125,7 +126,7 @@ class Journal:
             if run is None:
                 if restart and os.path.exists(self.path):
                     on_restart()
-                    _remove_file(os.path.join(self.path, _JOB))
+                    _remove_tree(os.path.join(self.path, _JOB))
                 run = self._new_run(job)
             self.folder = os.path.join(absolute_path(self.path), run)
             for name in (_RECORDS, _FILES):  # a power cut may have left a run without them
@@ -187,19 +188,28 @@ class Journal:
             content = _read_json(path)
         except FileNotFoundError:
             return None
-        except ValueError:
+        except (ValueError, IsADirectoryError):
             content = None
         folder = self.folder_of(number)
         names = _whole_files(content, folder)
         if self._is_alone:
             with _opening(self.path):
                 if names is None:
-                    _remove_file(path)
+                    _remove_tree(path)
                     _remove_tree(folder)
                 elif names:
                     for name in set(os.listdir(folder)) - names:
                         _remove_tree(os.path.join(folder, name))
         return None if names is None else content["record"]
+
+    def discard_result(self) -> None:
+        """Forgets the result of an earlier run, before this one makes other output."""
+        if self.result is not None:
+            path = os.path.join(self.folder, _RESULT)
+            with _opening(self.path):
+                _remove_file(path)
+                fsync_folder(path)
+            self.result = None
 
     def finish(self, result: Any) -> None:
         """Stores the result of the job, whose output is whole, and removes the journal.
@@ -256,7 +266,7 @@ class Journal:
             run, other = content["run"], content["job"]
             if not (_RUN.fullmatch(run) and isinstance(other, dict)):
                 raise ValueError
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, IsADirectoryError):
             raise ConfigError(
                 f"{self.path} is damaged, or was written by another version of millrace. Give "
                 "--restart (restart=True) to discard it, or another output"
@@ -299,7 +309,7 @@ class Journal:
                 raise ValueError
         except FileNotFoundError:
             return None
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError, RecursionError, IsADirectoryError):
             raise DataError(
                 f"{path} is damaged. Give --restart (restart=True) to discard what the job has "
                 "done, or another output"

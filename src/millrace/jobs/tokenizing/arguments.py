@@ -148,9 +148,7 @@ def checked_arguments(
     level = "document" if splitter is None else "sentence"
     prefixes = {key: f"{output_prefix}_{key}_{level}" for key in keys}
     quarantine = f"{output_prefix}.quarantine.jsonl"
-    _check_outputs(
-        files, prefixes.values(), [quarantine] if on_error == "quarantine" else [], shard
-    )
+    _check_outputs(files, prefixes.values(), quarantine, shard)
     return Arguments(
         files=files,
         notice=_notice_of(others),
@@ -335,7 +333,7 @@ def _checked_task_size(chunk_size: Any, files: Sequence[InputFile], workers: int
 def _check_outputs(
     files: Sequence[InputFile],
     prefixes: Iterable[str],
-    others: Sequence[str],
+    quarantine: str,
     shard: tuple[int, int] | None,
 ) -> None:
     prefixes = list(prefixes)
@@ -344,10 +342,9 @@ def _check_outputs(
         for prefix in prefixes
         for path in (*files_of(prefix), dolma_path(prefix))
     }
-    outputs.update(map(os.path.realpath, others))
-    for path in others:
-        if os.path.isdir(path):
-            raise ConfigError(f"{path} is a folder; remove it, or give another prefix")
+    outputs.add(os.path.realpath(quarantine))
+    if os.path.isdir(quarantine):
+        raise ConfigError(f"{quarantine} is a folder; remove it, or give another prefix")
     for file in files:
         if os.path.realpath(file.path) in outputs:
             raise ConfigError(

@@ -192,6 +192,7 @@ def tokenize(
             for builder in builders:
                 builder.abort()  # else it would publish an empty pair
             return _finished(journal)
+        journal.discard_result()  # or it would speak of what this job publishes in its place
         steps, changes, task_size = _prepare(journal, arguments)
         output = Output(
             builders,
@@ -325,11 +326,11 @@ def _publish(
             builder.add_provenance(provenance_of(arguments, key, output))
     for path in map(dolma_path, prefixes):
         _remove(path)
-    if output.quarantine is not None:
+    if output.quarantine is not None and output.num_rejects:
         flush_to_disk(output.quarantine)
         os.replace(output.quarantine.name, arguments.quarantine)
-        if output.num_rejects == 0:
-            _remove(arguments.quarantine)
+    else:
+        _remove(arguments.quarantine)
     finalize_together(builders)
     for prefix in prefixes if arguments.provenance in ("csv.gz", "both") else ():
         with interruptible():
