@@ -155,6 +155,31 @@ def test_a_signal_handler_may_close_a_loader_inside_the_queue() -> None:
         loader.close()
 
 
+@pytest.mark.parametrize("call", ["next", "load_state_dict"])
+def test_a_signal_handler_may_not_move_a_loader_inside_next(call: str) -> None:
+    goes_on = threading.Event()
+    loader = Loader(Numbers(work=lambda numbers: goes_on.wait(20)), micro_batch_size=2)
+    states = [loader.state_dict() | {"consumed_samples": 50}]
+
+    def interrupt(*_: Any) -> None:
+        try:
+            next(loader) if call == "next" else loader.load_state_dict(states[0])
+        finally:
+            goes_on.set()
+
+    handler = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        with pytest.raises(ConfigError, match="signal handler"):
+            next(loader)
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+    assert [next(loader)["tokens"][0] for _ in range(3)] == [0, 2, 4]
+    loader.load_state_dict(states[0])
+    assert next(loader)["tokens"][0] == 50
+    loader.close()
+
+
 def test_a_sampler_that_hangs_does_not_hold_up_the_trainer() -> None:
     hangs, goes_on = threading.Event(), threading.Event()
     is_in_time: list[bool] = []  # False: the trainer has waited for it

@@ -177,6 +177,18 @@ def test_an_iteration_after_the_end_starts_again(
     assert [tokens(again) for _ in range(2)] == [expected] * 2
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_iteration_from_the_end_is_refused(dataset: Any, workers: int) -> None:
+    loader = loader_of(dataset)
+    whole, end = tokens(loader_of(dataset, prefetch=0)), 6 * len(loader)
+    loader.load_state_dict({**loader.state_dict(), "consumed_samples": end})
+    steps = DataLoader(IterableDataset(loader), batch_size=None, num_workers=workers)
+    with pytest.raises(ConfigError, match=f"consumed_samples={end}"):
+        list(steps)
+    loader.load_state_dict({**loader.state_dict(), "consumed_samples": 0})
+    assert tokens(steps) == whole
+
+
 def test_without_workers_an_iteration_that_was_left_goes_on(dataset: Any) -> None:
     expected = tokens(loader_of(dataset, prefetch=0))
     steps = IterableDataset(loader_of(dataset))

@@ -171,11 +171,17 @@ class Loader:
         step = None
         try:
             with self._lock:
+                self._check_handler()
                 start = self._next
-                step = self._take(start)
+                try:
+                    self._is_taking = True
+                    step = self._take(start)
+                    if step is not None:
+                        batch = _batch_of(step)
+                        self._next = step.end
+                finally:
+                    self._is_taking = False
                 if step is not None:
-                    batch = _batch_of(step)
-                    self._next = step.end
                     result = batch if self.transform is None else self.transform(batch)
                     self._stats.steps += 1
                     self._consumed_samples = self._next
@@ -284,8 +290,17 @@ class Loader:
         getattr(self.sampler, "check_position", int)(consumed_samples)
         self._maker.check_thread()
         with self._lock:
+            self._check_handler()
             self._next = self._consumed_samples = consumed_samples
             self._drop_queue()
+
+    def _check_handler(self) -> None:
+        """Refuses a call of a signal handler that has interrupted `next` in the same thread."""
+        if self._is_taking:
+            raise ConfigError(
+                "a signal handler moves or draws from the loader whose `next` it has interrupted: "
+                "let the handler set a flag, and do it after the step"
+            )
 
     # ---- batches ahead of their use ----
 
@@ -370,6 +385,7 @@ class Loader:
         self._queue = None
         self._stats = WaitStats()
         self._next = self._consumed_samples
+        self._is_taking = False  # a step, in this thread
 
 
 _loaders: weakref.WeakSet[Loader] = weakref.WeakSet()

@@ -238,14 +238,17 @@ class IterableDataset(data.IterableDataset):  # type: ignore[misc]
     the loader itself stays where it is. So save the state of torchdata's StatefulDataLoader, or,
     with torch's DataLoader, `state_after(num_batches)`. Without workers the loader itself advances,
     and its own `state_dict()` is the state. An iteration after the end has the same batches once
-    more, with workers and without: it starts where the loader stood before the first one.
+    more, with workers and without: it starts where the loader stood before the first one. After a
+    resume that is the saved position, so move the loader to consumed_samples=0 before the next
+    epoch; a StatefulDataLoader does so itself.
 
     Args:
         loader: The loader of this rank. With `fields`, it needs `transform=to_tensors`: torch's own
             conversion warns about arrays that batches share.
 
     Raises:
-        ConfigError: Anything but a `millrace.Loader`, such as its dataset.
+        ConfigError: Anything but a `millrace.Loader`, such as its dataset. An iteration that would
+            have no batches, because the loader was moved to its end.
     """
 
     def __init__(self, loader: Loader) -> None:
@@ -262,13 +265,25 @@ class IterableDataset(data.IterableDataset):  # type: ignore[misc]
         worker = data.get_worker_info()
         if worker is None:
             self._rewind()
+            self._check_start()
             return _Steps(self)
         if getattr(self.loader.dataset, "is_sequential", False):
             raise ConfigError(
                 "external batches come from one iterable, which workers cannot share: use "
                 "num_workers=0"
             )
+        self._check_start()
         return _WorkerSteps(self.loader, worker.id, worker.num_workers)
+
+    def _check_start(self) -> None:
+        """Refuses an epoch that would be empty without a word."""
+        start = self.loader.consumed_samples
+        if start > 0 and not self.loader.sampler.has_step(start):
+            raise ConfigError(
+                f"the loader stands at its end, consumed_samples={start}, so this iteration would "
+                "have no batches. For another epoch: state = loader.state_dict(), then "
+                'loader.load_state_dict({**state, "consumed_samples": 0})'
+            )
 
     def _rewind(self) -> None:
         """Moves the loader back to the start, if iterations have brought it to its end."""
