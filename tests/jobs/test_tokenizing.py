@@ -797,6 +797,15 @@ def test_memory_counts_what_the_reference_library_needs(
     run([path], tmp_path / "out", reference, **{**options, "memory": 1_800_000_000})
 
 
+def test_memory_counts_a_csv_row_in_the_jobs_process(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("text\na\n")
+    options: dict[str, Any] = {"workers": 1, "max_document_size": 10_000_000}
+    with pytest.raises(ConfigError, match="memory is 600 MB; 720 MB"):
+        run([path], tmp_path / "out", tokenizer, memory=600_000_000, **options)
+    run([path], tmp_path / "out", tokenizer, memory=720_000_000, **options)
+
+
 def test_memory_decides_the_number_of_workers_alone(tmp_path: Path) -> None:
     for memory in (None, 3 * 10**9, 10**12):
         assert plan.resources_for(None, memory, None).max_document_size == 100_000_000

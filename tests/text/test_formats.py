@@ -428,6 +428,18 @@ def test_csv_rows_too_long_for_memory_are_left_out(tmp_path: Path) -> None:
     tracemalloc.stop()
 
 
+def test_a_csv_row_of_many_lines_takes_12_bytes_for_each_byte(tmp_path: Path) -> None:
+    size, path = 400_000, tmp_path / "a.csv"
+    path.write_text('text\n"' + "a\n" * (size // 2) + '"\n')
+    tracemalloc.start()
+    (piece,) = pieces_of(find_inputs([path])[0], size, block_size=7_000)
+    for _ in piece.chunks:
+        pass
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 12 * size + 500_000
+
+
 def test_plain_text(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"\xef\xbb\xbfone\r\n\ntwo\n\n\n\nthree\n\n")

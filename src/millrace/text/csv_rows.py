@@ -49,7 +49,7 @@ def csv_rows(
     lines = _Lines(stream, max_size, block_size, UTF8_BOM if has_header else b"")
     reader = csv.reader(lines, delimiter=_DELIMITERS[format_])
     while True:
-        lines.data, lines.size = [], 0
+        lines.data, lines.size = bytearray(), 0
         problem = ""
         try:
             fields = next(reader)
@@ -59,7 +59,7 @@ def csv_rows(
             fields, problem = [], f"the row cannot be read ({error})"
         if lines.has_ended:
             problem = _NO_QUOTE
-        yield CsvRow(fields, b"".join(lines.data), lines.size > max_size, problem)
+        yield CsvRow(fields, bytes(lines.data), lines.size > max_size, problem)
 
 
 def blocks_of(rows: Iterator[CsvRow], block_size: int) -> Iterator[list[CsvRow]]:
@@ -113,14 +113,15 @@ class _Lines:
     """Lines for `csv.reader`, which asks for more of them while a quoted field is open.
 
     Attributes:
-        data, size: Lines of the row, as far as it is not too long, and their size in bytes.
+        data, size: Lines of the row, as far as it is not too long, and their size in bytes. A list
+            of short lines would take 50 times their size.
         has_ended: Whether the reader has asked for a line after the last.
     """
 
     def __init__(self, stream: ByteStream, max_size: int, block_size: int, bom: bytes) -> None:
         self._max_size = max_size
         self._lines = self._split(stream, block_size, bom)
-        self.data: list[bytes] = []
+        self.data = bytearray()
         self.size = 0
         self.has_ended = False
 
@@ -134,7 +135,7 @@ class _Lines:
             raise StopIteration
         self.size += len(line)
         if self.size <= self._max_size:
-            self.data.append(line)
+            self.data += line
         else:
             self.data.clear()
             line = _outline(line) if b'"' in line else b""

@@ -40,6 +40,7 @@ from millrace.text import (
     parts_of,
     read_documents,
 )
+from millrace.text.parts import CSV_FORMATS
 from millrace.text.tokenizer import UNSEEN
 
 CHECK_RATE = 0.0002
@@ -153,7 +154,8 @@ def tokenize(
         workers: Number of worker processes; None: one per core, or fewer for a small input; on Ray
             one per CPU of the cluster.
         memory: Bytes of memory for all processes of the job, which limits the number of workers:
-            280 MB and 20 times `max_document_size` each; None: no limit but the machine's.
+            280 MB and 20 times `max_document_size` each, and for CSV 12 times more, once; None: no
+            limit but the machine's.
         chunk_size: Bytes of input of a chunk; None: by the size of the input.
         max_document_size: Longest line, or text, in bytes: a longer one is not a document; None:
             100 MB.
@@ -175,7 +177,8 @@ def tokenize(
     resources = arguments.resources
     if memory is not None:
         size, encoder = settings.max_document_size, tokenizer.encoder_name
-        most = plan.resources_for(workers, memory, size, encoder).workers
+        has_csv = any(file.format in CSV_FORMATS for file in arguments.files)
+        most = plan.resources_for(workers, memory, size, encoder, has_csv=has_csv).workers
         resources = replace(resources, workers=min(resources.workers, most))
     arguments = replace(arguments, settings=settings, resources=resources)
     job = identity(arguments)

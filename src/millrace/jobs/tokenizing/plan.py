@@ -34,6 +34,9 @@ _WORKER_MEMORY = 280 * MB
 # Copies of a document while it is encoded, in bytes per byte of its line: the line, a str of up to
 # 4 bytes a character, its UTF-8, and up to one id of 4 bytes for each byte, in three copies.
 _BYTES_PER_BYTE = 20
+# Of a CSV row, which the job's process reads, too: up to 8 in the field that Python's `csv` grows,
+# two copies of the row, and the field as a str.
+_CSV_BYTES_PER_BYTE = 12
 # Of the reference libraries, which keep more than ids, for the worst texts that were tried: many
 # tokens of one byte.
 _REFERENCE_BYTES_PER_BYTE = {"tokenizers": 330, "sentencepiece": 75, "tiktoken": 60}
@@ -54,7 +57,12 @@ class Resources:
 
 
 def resources_for(
-    workers: int | None, memory: int | None, max_document_size: int | None, encoder: str = ""
+    workers: int | None,
+    memory: int | None,
+    max_document_size: int | None,
+    encoder: str = "",
+    *,
+    has_csv: bool = False,
 ) -> Resources:
     """Chooses the number of workers so that the job fits into memory.
 
@@ -64,6 +72,7 @@ def resources_for(
         max_document_size: Longest line in bytes; None: 100 MB. It decides the output, so it depends
             on nothing else.
         encoder: Name of the library that encodes, if it is known.
+        has_csv: Whether an input file is CSV or TSV.
 
     Raises:
         ConfigError: Too little memory.
@@ -75,9 +84,10 @@ def resources_for(
             workers=workers or max(min(available_cores(), most), 1), max_document_size=limit
         )
     per_worker = _WORKER_MEMORY + limit * _REFERENCE_BYTES_PER_BYTE.get(encoder, _BYTES_PER_BYTE)
-    most = (memory - _JOB_MEMORY) // per_worker
+    job_memory = _JOB_MEMORY + limit * _CSV_BYTES_PER_BYTE * has_csv
+    most = (memory - job_memory) // per_worker
     if most < (workers or 1):
-        needed = _JOB_MEMORY + (workers or 1) * per_worker
+        needed = job_memory + (workers or 1) * per_worker
         raise ConfigError(
             f"memory is {memory / MB:,.0f} MB; {needed / MB:,.0f} MB are needed for "
             f"{workers or 1} worker{'s' if (workers or 1) > 1 else ''}"
