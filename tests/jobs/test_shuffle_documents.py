@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from millrace.errors import ConfigError, DataError
+from millrace.jobs import shuffle
 from millrace.jobs.shuffling import documents as documents_module
 from millrace.jobs.shuffling import tables
 from millrace.jobs.shuffling.documents import DocumentItems, document_items
@@ -327,3 +328,18 @@ def test_tables_give_rows_in_any_order(
                 append(values[start : start + 50])
         assert np.array_equal(np.load(path), values)
         assert Table(path).ranges(starts, stops - starts).tolist() == expected
+
+
+def test_no_message_has_less_than_no_memory(tmp_path: Path) -> None:
+    """Copying origins takes more than the memory that is given."""
+    build(tmp_path / "in" / "a", some_documents(3, "x"), has_origins=True)
+    with pytest.raises(ConfigError, match=r"and 0 bytes are free") as caught:
+        shuffle(
+            tmp_path / "in",
+            tmp_path / "out",
+            documents=True,
+            num_shards=1,
+            memory=60_000_000,
+            permutation="numpy",
+        )
+    assert "-" not in str(caught.value)

@@ -410,8 +410,8 @@ def _choose_permutation(arguments: Arguments, items: Items) -> str:
     if name == "numpy" and needed > memory:
         raise ConfigError(
             f"permutation is 'numpy', which takes {in_units(needed)} of memory for "
-            f"{items.num_items:,} {arguments.unit}, and {in_units(memory)} are free for it; give "
-            "more memory, or the permutation keyed"
+            f"{items.num_items:,} {arguments.unit}, and {in_units(max(memory, 0))} are free for "
+            "it; give more memory, or the permutation keyed"
         )
     return name
 
