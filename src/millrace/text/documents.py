@@ -261,14 +261,14 @@ def _json_documents(
         for number, line in enumerate(lines):
             if number in unused:
                 continue
+            if line.isspace():  # first, as an error takes 10 µs
+                unused[number] = ""
+                continue
             try:
                 if loads is None:
                     raise ValueError
                 records[number] = loads(line)
             except ValueError:
-                if line.isspace():
-                    unused[number] = ""
-                    continue
                 try:
                     records[number] = parse_json(line.removesuffix(b"\n"))
                     doubtful.add(number)
