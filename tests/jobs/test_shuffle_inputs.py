@@ -253,14 +253,14 @@ def test_domains_without_sequences_count_nothing_and_are_noticed(tmp_path: Path)
     assert "no whole sequence of 2 tokens" in notices["short"]
 
 
-def test_tokens_whose_index_is_missing_are_not_raw_tokens(tmp_path: Path) -> None:
+def test_raw_tokens_beside_indexed_ones_are_noticed(tmp_path: Path) -> None:
     write_indexed(tmp_path / "a" / "x", [[[1, 2]]])
     write_indexed(tmp_path / "a" / "y", [[[3, 4]]])
     write_raw(tmp_path / "a" / "raw" / "z.bin", [5, 6])
-    assert sequence_items(tmp_path, seq_len=2, dtype="int32", folder=tmp_path).num_items == 3
+    assert sequence_items(tmp_path, seq_len=2, dtype="int32", folder=tmp_path).notices == ()
     (tmp_path / "a" / "y.idx").unlink()
-    with pytest.raises(DataError, match=r"a/y\.bin has no \.idx"):
-        sequence_items(tmp_path, seq_len=2, dtype="int32", folder=tmp_path)
+    (notice,) = sequence_items(tmp_path, seq_len=2, dtype="int32", folder=tmp_path).notices
+    assert notice.startswith(f"{tmp_path}/a/y.bin is read as raw int32")
 
 
 def test_the_table_of_domains(tmp_path: Path) -> None:

@@ -277,13 +277,13 @@ class _Finder:
             )
         files = [self._open(path) for path in paths if path.endswith((".bin", ".npy"))]
         folders = {os.path.dirname(file.path) for file in files if file.prefix is not None}
-        for file in files:
-            is_raw = file.prefix is None and file.path.endswith(".bin")
-            if is_raw and os.path.dirname(file.path) in folders:
-                raise DataError(
-                    f"{file.path} has no .idx, and other files of its folder have one: perhaps its "
-                    "writer was killed. Remove it, or put raw tokens into a folder of their own"
-                )
+        raw = [f.path for f in files if f.prefix is None and f.path.endswith(".bin")]
+        if lonely := [path for path in raw if os.path.dirname(path) in folders]:
+            more = f" (and {len(lonely) - 1:,} more)" if len(lonely) > 1 else ""
+            self.notices.append(
+                f"{lonely[0]}{more} is read as raw {self._dtype}: it has no .idx, and other files "
+                "of its folder have one. If its writer was killed, remove it and shuffle again"
+            )
         if not files:
             others = [os.path.basename(p) for p in paths if not p.endswith(_SIDECARS)]
             names = ", ".join(others[:_NAMES_IN_NOTICE])
