@@ -320,54 +320,6 @@ def test_a_node_is_lost(cluster: Any, runtime: None, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ray.log", "ray.out"]
 
 
-def test_a_node_falls_silent(tmp_path: Path) -> None:
-    """Without power or network it closes no connection, and Ray waits for its tasks."""
-    from ray.cluster_utils import Cluster
-
-    folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")
-    health = {"initial_delay_ms": 0, "period_ms": 300, "timeout_ms": 1000, "failure_threshold": 3}
-    options = {f"health_check_{name}": value for name, value in health.items()}
-    head = {"num_cpus": 1, "include_dashboard": False, "temp_dir": folder}
-    cluster = Cluster(initialize_head=True, head_node_args={**head, "_system_config": options})
-    raylet = cluster.add_node(num_cpus=1).all_processes["raylet"][0].process.pid
-    code = """
-import sys
-from functools import partial
-from millrace.jobs.engine import ray, run_ray
-from tests.jobs.engine_job import run_job
-ray._NODES_PAUSE, ray._SILENCE = 0.2, 1.0
-print(run_job(sys.argv[1], 20, workers=4, executor=partial(run_ray, note=print), seconds=0.3))
-"""
-    job = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path / "job")],
-        env={**os.environ, "RAY_ADDRESS": cluster.address},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    log = tmp_path / "job.log"
-    stopped = []
-    try:
-        deadline = time.monotonic() + HANG
-        while not (log.exists() and any(parent == raylet for *_, parent in attempts_in(log))):
-            assert job.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        children = Path(f"/proc/{raylet}/task/{raylet}/children").read_text().split()
-        for process in (raylet, *map(int, children)):
-            os.kill(process, signal.SIGSTOP)
-            stopped.append(process)
-        output, _ = job.communicate(timeout=HANG)
-        assert "machine of the Ray cluster was lost" in output
-        assert (tmp_path / "job.out").read_bytes() == expected_output(20)
-    finally:
-        for process in stopped:
-            os.kill(process, signal.SIGCONT)
-        job.kill()
-        job.wait()
-        cluster.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def attempts_in(log: Path) -> list[tuple[int, int, int]]:
     """The attempts that began: the task, the worker, and the process that started the worker."""
     lines = [line.split() for line in log.read_text().splitlines()]

@@ -35,8 +35,6 @@ from millrace.jobs.engine.tasks import (
 _ANSWER_TIME = 10.0  # seconds until a cluster answers
 _CANCEL_TIME = 10.0  # seconds until cancelled tasks have ended
 _PAUSE = 0.2  # seconds after which a wait for results lets Ctrl-C in
-_NODES_PAUSE = 5.0  # seconds between looks at the machines of the cluster
-_SILENCE = 30.0  # seconds in which Ray runs the tasks of a lost machine again if it notices them
 
 
 def run_ray(
@@ -83,30 +81,17 @@ def run_ray(
         # In a list, a reference is sent to the worker instead of the bytes.
         key, work_references = os.urandom(8), [ray.put(work)]
         remote = ray.remote(num_cpus=1, max_retries=ATTEMPTS - 1, retry_exceptions=False)(_run)
-        running: dict[Any, Task] = {}  # a task may have two attempts
-
-        def start(task: Task) -> None:
-            data = pickled(str(task), task._replace(durable=True))
-            run = remote.options(name=str(task)).remote
-            running[run(key, task.number, work_references, data)] = task
-
-        machines = _Machines(ray, key, note)
-
-        def wait() -> Generator[tuple[Task, Any], None, None]:
-            yield from _finished(ray, running, _PAUSE)
-            for reference in machines.lost(running):
-                ray.cancel(reference, force=True)
-                start(running[reference])
-
+        running: dict[Any, Task] = {}
         try:
             for task in interruptible_tasks(tasks):
-                start(task)
-                while len(running) >= limit:
-                    yield from wait()
+                data = pickled(str(task), task._replace(durable=True))
+                options = remote.options(name=str(task))
+                running[options.remote(key, work_references, data)] = task
+                while len(running) == limit:
+                    yield from _finished(ray, running, _PAUSE)
                 yield from _finished(ray, running, 0)
             while running:
-                yield from wait()
-            machines.forget()
+                yield from _finished(ray, running, _PAUSE)
         finally:
             _cancel(ray, list(running))
 
@@ -199,74 +184,13 @@ def _finished(
         if ready:
             ready, _ = ray.wait(list(running), num_returns=len(running), timeout=0)
     for reference in ready:
-        task = running.pop(reference, None)
-        if task is None:  # another attempt has finished
-            continue
-        others = [other for other, its_task in running.items() if its_task is task]
+        task = running.pop(reference)
         try:
             with interruptible():
                 answer = ray.get(reference)
         except ray.exceptions.RayError as error:
-            if others:
-                continue
             raise _failure(task, error) from None
-        for other in others:
-            del running[other]
-            ray.cancel(other, force=True)
         yield task, result_of(answer)
-
-
-class _Machines:
-    """Finds the tasks of machines that fell silent, which Ray itself waits for.
-
-    Ray runs a task again if the connection to its machine is closed. A machine without power or
-    network closes nothing: Ray notes within 20 s that it is dead, and waits for its tasks for
-    another 7 minutes or more. Faster keepalives of gRPC are no remedy: Ray's servers take them for
-    an attack, and close the connections to tasks that run.
-    """
-
-    def __init__(self, ray: Any, key: bytes, note: Callable[[str], None]) -> None:
-        from ray.experimental import internal_kv
-
-        self._ray, self._key, self._note, self._store = ray, key, note, internal_kv
-        self._dead = self._dead_nodes()
-        self._looks_at = time.monotonic() + _NODES_PAUSE
-        self._suspects: list[tuple[float, list[Any]]] = []
-
-    def _dead_nodes(self) -> set[str]:
-        with interruptible():
-            return {node["NodeID"] for node in self._ray.nodes() if not node["Alive"]}
-
-    def lost(self, running: dict[Any, Task]) -> list[Any]:
-        """The references of tasks to start once more: on lost machines, or not begun since."""
-        now = time.monotonic()
-        if now < self._looks_at:
-            return []
-        self._looks_at = now + _NODES_PAUSE
-        dead = self._dead_nodes()
-        if dead - self._dead:
-            self._note("a machine of the Ray cluster was lost: its tasks run again")
-            self._suspects.append((now + _SILENCE, list(running)))
-        self._dead |= dead
-        if not self._suspects or now < self._suspects[0][0]:
-            return []
-        suspects = [one for one in self._suspects.pop(0)[1] if one in running]
-        with interruptible():
-            return [one for one in suspects if self._node_of(running[one]) in {"", *self._dead}]
-
-    def _node_of(self, task: Task) -> str:
-        """The machine on which the task has begun, as `_run` has stored it; empty: on none."""
-        return (self._store._internal_kv_get(_place(self._key, task.number)) or b"").decode()
-
-    def forget(self) -> None:
-        """Removes what the job's tasks have stored in the cluster."""
-        with interruptible():
-            self._store._internal_kv_del(_place(self._key), del_by_prefix=True)
-
-
-def _place(key: bytes, number: int | str = "") -> bytes:
-    """Where a task stores its machine in the cluster."""
-    return f"millrace-{key.hex()}-{number}".encode()
 
 
 def _cancel(ray: Any, references: list[Any]) -> None:
@@ -299,18 +223,15 @@ def _failure(task: Task, error: Exception) -> MillraceError:
 _loaded: tuple[bytes, Function, Any] | None = None  # the key, the function and its context
 
 
-def _run(key: bytes, number: int, work_references: list[Any], data: bytes) -> bytes:
+def _run(key: bytes, work_references: list[Any], data: bytes) -> bytes:
     """Runs a task; loads the function and the context if the last task had others."""
     global _loaded
     os.environ.update(ENVIRONMENT)  # before a library of the function looks at it
     loaded = _loaded
     try:
-        import ray
-        from ray.experimental import internal_kv
-
-        node = ray.get_runtime_context().get_node_id()
-        internal_kv._internal_kv_put(_place(key, number), node.encode(), overwrite=True)
         if loaded is None or loaded[0] != key:
+            import ray
+
             _loaded = loaded = None  # the memory of the last context
             _loaded = loaded = key, *unpickled(ray.get(work_references[0]))
     except Exception as error:
