@@ -200,7 +200,19 @@ def test_sentences_of_different_splitters_are_not_mixed(tmp_path: Path) -> None:
     merge([merged, prefixes[1]], tmp_path / "more", checksums=True)
     assert tokenizer_of(tmp_path / "more") == GPT2
     merge([merged, prefixes[2]], tmp_path / "more", checksums=True, any_tokenizer=True)
-    assert tokenizer_of(tmp_path / "more") is None
+    assert tokenizer_of(tmp_path / "more") == GPT2  # the tokenizer is compared further on
+
+
+def test_sentences_of_several_languages_come_together(tmp_path: Path) -> None:
+    prefixes = [
+        write(tmp_path / name, GPT2, sentences=f"sentencex {name}") for name in ("1.0 en", "1.1 de")
+    ]
+    merge(prefixes, tmp_path / "all", checksums=True)
+    assert tokenizer_of(tmp_path / "all") == {**GPT2, "sentences": "sentencex"}
+    merge([tmp_path / "all", prefixes[0]], tmp_path / "more", checksums=True)
+    punkt = write(tmp_path / "punkt", GPT2, sentences="nltk 3.9.1 punkt_tab english")
+    with pytest.raises(ConfigError, match=r"sentencex.*nltk"):
+        merge([tmp_path / "all", punkt], tmp_path / "none")
 
 
 def test_the_library_of_sentences_is_named_and_recorded(tmp_path: Path) -> None:

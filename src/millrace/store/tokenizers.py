@@ -2,8 +2,8 @@
 
 The same ids mean other texts to another tokenizer, and nothing in a token file shows it. So the
 sidecar of a pair names the tokenizer by hashes (see `millrace.text.Tokenizer`), which are compared
-where pairs come together. So is the library that has split texts into sentences, with its version
-and language. A pair without that information fits any other.
+where pairs come together. So is the library that has split texts into sentences; its version and
+language are recorded, and may differ. A pair without that information fits any other.
 """
 
 from __future__ import annotations
@@ -36,6 +36,12 @@ class TokenizerRecord(NamedTuple):
     entry: dict[str, Any]
     fingerprints: frozenset[str]
     sentences: str = ""
+
+    @property
+    def splitter(self) -> str:
+        """What is compared of `sentences`: the library, and whether it keeps newlines."""
+        library, _, rest = str(self.sentences).partition(" ")
+        return library + " with newlines" * rest.endswith("with newlines")
 
     def is_same(self, fingerprints: Iterable[str]) -> bool:
         return not self.fingerprints.isdisjoint(fingerprints)
@@ -76,7 +82,7 @@ def tokenizer_conflict(records: Iterable[TokenizerRecord | None]) -> str:
             )
     split = [record for record in known if record.sentences]
     for record in split[1:]:
-        if record.sentences != split[0].sentences:
+        if record.splitter != split[0].splitter:
             first = split[0]
             return (
                 f"the sentences of {first.prefix} were split by {first.sentences}, and those of "
@@ -87,12 +93,14 @@ def tokenizer_conflict(records: Iterable[TokenizerRecord | None]) -> str:
 
 def common_tokenizer(records: Sequence[TokenizerRecord | None]) -> dict[str, Any] | None:
     """The entry for the provenance of a pair made of others; None unless all name one tokenizer."""
-    if not records or None in records or tokenizer_conflict(records):
+    known = [record for record in records if record is not None]
+    if not known or None in records or not all(r.is_same(known[0].fingerprints) for r in known):
         return None
-    first, *others = [record for record in records if record is not None]
-    if first.sentences and all(record.sentences for record in others):
-        return {**first.entry, "sentences": first.sentences}
-    return {name: value for name, value in first.entry.items() if name != "sentences"}
+    entry = {name: value for name, value in known[0].entry.items() if name != "sentences"}
+    for names in ({r.sentences for r in known}, {r.splitter for r in known}):
+        if len(names) == 1 and "" not in names:
+            return {**entry, "sentences": names.pop()}
+    return entry
 
 
 def _provenance(prefix: str) -> dict[str, Any]:
