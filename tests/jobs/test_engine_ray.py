@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -295,6 +295,7 @@ def test_a_node_is_lost(cluster: Any, runtime: None, tmp_path: Path) -> None:
     """Its task runs again, and the output is what one process writes."""
     num_tasks = 30
     raylets = {node.all_processes["raylet"][0].process.pid: node for node in cluster.worker_nodes}
+    _wait_for_workers_of(raylets)
     lost = []
 
     def lossy(*arguments: Any, **options: Any) -> Generator[tuple[Task, Any], None, None]:
@@ -318,6 +319,20 @@ def test_a_node_is_lost(cluster: Any, runtime: None, tmp_path: Path) -> None:
     assert numbers.count(lost[0]) > 1
     assert sorted(set(numbers)) == list(range(num_tasks))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ray.log", "ray.out"]
+
+
+def _wait_for_workers_of(raylets: Iterable[int]) -> None:
+    """A busy machine starts them so late that the head could run all tasks alone."""
+    import ray
+
+    @ray.remote(num_cpus=1)
+    def raylet() -> int:
+        time.sleep(0.2)
+        return os.getppid()
+
+    deadline = time.monotonic() + HANG
+    while not set(raylets) <= set(ray.get([raylet.remote() for _ in range(6)])):
+        assert time.monotonic() < deadline
 
 
 def attempts_in(log: Path) -> list[tuple[int, int, int]]:
