@@ -178,10 +178,10 @@ def test_validation_under_a_ramp_up_is_counted_as_by_its_training_program_or_ref
             "eval_interval": interval, "eval_iters": 3,
         }  # fmt: skip
         try:
-            found = [config_from(arguments).num_samples[1]] * 2
+            our_counts = [config_from(arguments).num_samples[1]] * 2
         except ConfigError as error:
-            found = [int(count) for count in re.findall(r"(?<=on )\d+", str(error))]
-        assert found == counts
+            our_counts = [int(count) for count in re.findall(r"(?<=on )\d+", str(error))]
+        assert our_counts == counts
         outcomes.add(counts[0] == counts[1])
     assert outcomes == {True, False}
 
