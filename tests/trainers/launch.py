@@ -8,6 +8,7 @@ MODULES is a comma-separated list of modules to import before forking, RUNS a JS
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import json
 import os
@@ -66,6 +67,7 @@ def fork(script: str, rank: int, run: dict[str, Any], port: int) -> int:
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT=str(port),
         )
+        faulthandler.dump_traceback_later(LIMIT - 10)  # where it hangs, before it is killed
         sys.argv = [script, *run["arguments"]]
         runpy.run_path(script, run_name="__main__")
         code = 0
