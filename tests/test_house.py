@@ -19,13 +19,20 @@ SOURCE = Path(millrace.__file__).parent
 
 # Imports point down this list only; rooms on one line do not import each other.
 FLOORS = [
-    {"cores", "deferred", "dtypes", "errors", "files", "interrupts"},
+    {"cores", "deferred", "dtypes", "errors", "files", "forks", "interrupts", "names", "ragged"},
     {"checks"},
-    {"_core", "options"},
+    {"_core", "option_class", "options"},
     {"_native", "reference"},
+    {"storage"},
     {"store", "order"},
+    {"provenance"},
+    {"shards"},
     {"cache", "text"},
+    {"encoding"},
+    {"samples", "sampling"},
     {"feed"},
+    {"engine"},
+    {"tokenizing", "shuffling"},
     {"run"},
     {"jobs", "inspect", "testing", "torch"},
     {"lightning", "megatron"},
