@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable
 from typing import Any, BinaryIO, Literal, Protocol
@@ -81,18 +80,6 @@ def gather_in_turn(
     spans = zip(byte_offsets.tolist(), byte_counts.tolist(), strict=True)
     pieces = [read(offset, count) for offset, count in spans]
     return np.concatenate([np.empty(0, np.uint8), *pieces])
-
-
-def equal_runs(numbers: NDArray[np.int64]) -> list[slice]:
-    """The runs of equal numbers, such as the pieces that follow each other in one file.
-
-    >>> equal_runs(np.array([4, 4, 7]))
-    [slice(0, 2, None), slice(2, 3, None)]
-    """
-    if len(numbers) == 0:
-        return []
-    bounds = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)]
-    return [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
 
 
 class MMapReader:

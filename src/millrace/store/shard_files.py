@@ -14,14 +14,8 @@ from millrace import _native
 from millrace.checks import absolute_path, one_path
 from millrace.errors import ConfigError, DataError
 from millrace.files import blake2b, checksum, cut_short, file_identity
-from millrace.store.bytes import (
-    Access,
-    BinReader,
-    Bytes,
-    bytes_in_memory,
-    equal_runs,
-    open_bin,
-)
+from millrace.ragged import equal_runs
+from millrace.store.bytes import Access, BinReader, Bytes, bytes_in_memory, open_bin
 from millrace.store.shards import bin_paths, read_metadata, shard_prefix, shard_problem
 
 _FINGERPRINT_SEQUENCES = 256

@@ -32,7 +32,7 @@ from millrace.jobs.shuffling.items import Sources
 from millrace.jobs.shuffling.passes import Passes, describe, starts_of
 from millrace.jobs.shuffling.sources import Numbers, read_files, spread
 from millrace.jobs.shuffling.tables import Table, new_table
-from millrace.store.bytes import equal_runs
+from millrace.ragged import equal_runs
 from millrace.store.index_writer import Entries, write_index
 from millrace.store.layout import Header
 from millrace.store.publish import idx_path

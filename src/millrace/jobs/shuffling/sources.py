@@ -12,7 +12,7 @@ from millrace import _native
 from millrace.errors import DataError
 from millrace.files import is_of_the_process
 from millrace.jobs.shuffling.items import SourceFile
-from millrace.store.bytes import equal_runs
+from millrace.ragged import equal_runs
 
 Numbers = NDArray[np.int64]
 
