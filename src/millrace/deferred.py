@@ -33,10 +33,6 @@ class Deferred(Generic[T]):
             self._values = [self._load()]
         return self._values[0]
 
-    @property
-    def is_loaded(self) -> bool:
-        return bool(self._values)
-
     def __reduce__(self) -> tuple[Any, ...]:
         return Deferred, (self._load,)
 

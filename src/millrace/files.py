@@ -127,20 +127,6 @@ def file_identity(file: IO[bytes] | int) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def cut_short(path: str, identity: tuple[int, ...]) -> str:
-    """A message if a file is shorter than its identity (device, inode, size) says; else empty."""
-    try:
-        now = os.stat(path)
-    except OSError:
-        return ""  # gone from its name: the open file stays
-    if (now.st_dev, now.st_ino) != identity[:2] or now.st_size >= identity[2]:
-        return ""
-    return (
-        f"{path} has {now.st_size} bytes; it had {identity[2]} when it was opened, and was cut "
-        "short since. Restore it: files in use are replaced by renames"
-    )
-
-
 def is_at(file: IO[bytes] | int, path: str) -> bool:
     """Whether an open file, or descriptor, is (still) the file of that name."""
     try:

@@ -56,8 +56,8 @@ from millrace.feed import (
     SequentialSampler,
     TransformedDataset,
 )
-from millrace.feed.fields import ALL_FIELDS, FIELDS, TOKEN_DTYPES
 from millrace.order import Spans
+from millrace.samples.fields import ALL_FIELDS, FIELDS, TOKEN_DTYPES
 from tests.conftest import write_documents
 from tests.shard_folders import make_sequences, write_sequences
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import subprocess
 import sys
 import time
@@ -18,15 +17,12 @@ from millrace import (
     BlendedDataset,
     ConfigError,
     DataError,
-    DatasetConfig,
     GPTDataset,
     IndexedDataset,
     IndexedDatasetBuilder,
-    build_datasets,
     samples_per_dataset,
     split_ranges,
 )
-from millrace.feed.datasets import SizeWatch
 from millrace.store import gather_in_turn
 from tests.conftest import write_documents
 
@@ -279,55 +275,6 @@ def test_a_blend_of_600_needs_no_more_than_1024_descriptors(tmp_path: Path, acce
     assert result.stdout == "3000 True\n" * 2, result.stderr
 
 
-def _read_until_checked(samples: Any) -> None:
-    """Reads for some time: a check that the system interrupts puts off the next one."""
-    end = time.monotonic() + 20
-    while time.monotonic() < end:
-        samples.batch([0])
-        time.sleep(0.01)
-
-
-def test_a_partly_truncated_page_is_detected_by_the_next_size_check(
-    make_dataset: Callable[..., IndexedDataset], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It causes no bus error: the missing part reads as zeros."""
-    dataset = make_dataset([1000])
-    samples = GPTDataset(dataset, sequence_length=10, seed=1)
-    blend = BlendedDataset([samples, samples], [0.5, 0.5], size=50)
-    samples.batch([0])
-    blend.batch([0])
-    os.truncate(f"{dataset.prefix}.bin", 1998)
-    for one in (samples, blend):
-        with pytest.raises(DataError, match="has 1998 bytes; it had 2000"):
-            _read_until_checked(one)
-
-
-@pytest.mark.parametrize("access", ["mmap", "file"])
-@pytest.mark.parametrize("kind", ["one", "blend"])
-def test_truncated_cached_indices_are_detected_by_the_next_size_check(
-    make_dataset: Callable[..., IndexedDataset], tmp_path: Path, kind: str, access: Any
-) -> None:
-    """Without the check, the missing entries read as zeros and give wrong samples."""
-    prefix = make_dataset([500, 500]).prefix
-    for array in ["shuffle_index", "dataset_index"][: 1 if kind == "one" else 2]:
-        config = DatasetConfig(
-            sequence_length=10,
-            seed=1,
-            num_samples=(60, 1, 1),
-            blend=([prefix], None if kind == "one" else [1.0]),
-            split="1",
-            cache=tmp_path / array,
-            access=access,
-        )
-        samples = build_datasets(config).train
-        assert isinstance(samples, GPTDataset | BlendedDataset)
-        samples.batch([0])
-        (path,) = (tmp_path / array).glob(f"*-{array}.npy")
-        os.truncate(path, path.stat().st_size - 8)
-        with pytest.raises(DataError, match=f"{array}.npy has .* was cut short since"):
-            _read_until_checked(samples)
-
-
 def test_a_replaced_pair_does_not_affect_an_open_dataset(
     make_dataset: Callable[..., IndexedDataset],
 ) -> None:
@@ -337,13 +284,6 @@ def test_a_replaced_pair_does_not_affect_an_open_dataset(
     make_dataset([20])  # a smaller pair under the same name
     time.sleep(0.05)
     assert np.array_equal(samples.batch(np.arange(50))["tokens"], before)
-
-
-def test_a_size_watch_starts_again_in_another_process() -> None:
-    watch = SizeWatch()
-    watch.look(list)
-    assert watch._next > 0
-    assert pickle.loads(pickle.dumps(watch))._next == 0
 
 
 def test_a_blend_asks_other_classes_and_objects_for_their_own_batches(make_dataset: Make) -> None:

@@ -21,8 +21,8 @@ from millrace import (
     IndexedDatasetBuilder,
 )
 from millrace.feed import BatchForm
-from millrace.feed.fields import ALL_FIELDS, FIELDS
 from millrace.order import Spans
+from millrace.samples.fields import ALL_FIELDS, FIELDS
 from tests.conftest import write_documents
 
 Make = Callable[..., IndexedDataset]

@@ -33,8 +33,8 @@ from millrace import (
     ViewChangeWarning,
 )
 from millrace.feed import BatchForm
-from millrace.feed.fields import ALL_FIELDS
 from millrace.options import SampleOptions
+from millrace.samples.fields import ALL_FIELDS
 from millrace.testing import assert_resumes
 from tests.conftest import write_documents as write_pair
 from tests.shard_folders import (
@@ -301,10 +301,10 @@ def test_a_pickle_does_not_open_where_the_metadata_were_changed(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("access", ACCESS)
-def test_a_cut_shard_is_named_when_it_is_pickled(folder: Path, access: Any) -> None:
+def test_the_folder_of_a_cut_shard_is_named_when_it_is_pickled(folder: Path, access: Any) -> None:
     dataset = ShardedDataset(folder, access=access)
     os.truncate(folder / "shard_0001.bin", 0)
-    with pytest.raises(DataError, match=r"shard_0001\.bin has 0 bytes; it had 192"):
+    with pytest.raises(DataError, match=rf"{folder}.*(shorter|cut short)"):
         pickle.dumps(dataset)
 
 
@@ -331,29 +331,6 @@ def test_many_shards_are_read_with_few_descriptors(tmp_path: Path, access: str) 
         [*command, tmp_path / "expected"], capture_output=True, text=True, timeout=60
     )
     assert (result.returncode, result.stdout) == (0, "True\n"), result.stderr
-
-
-def test_a_shard_that_is_cut_short_by_a_part_of_a_page(folder: Path) -> None:
-    dataset = ShardedDataset(folder)
-    dataset.batch([0])
-    os.truncate(folder / "shard_0003.bin", 100)
-    dataset._watch._next = 0
-    with pytest.raises(DataError, match=r"shard_0003\.bin has 100 bytes; it had 160"):
-        dataset.batch([0])
-
-
-def test_a_cut_is_found_from_another_working_directory(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(folder.parent)
-    datasets = ShardedDataset(folder.name).dataset, IndexedDataset("out/shard_0003")
-    monkeypatch.chdir("/")
-    for dataset in datasets:
-        dataset.check_sizes()
-    os.truncate(folder / "shard_0003.bin", 100)
-    for dataset in datasets:
-        with pytest.raises(DataError, match=r"shard_0003\.bin has 100 bytes; it had 160"):
-            dataset.check_sizes()
 
 
 # ---- a full citizen ----

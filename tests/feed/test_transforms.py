@@ -33,9 +33,9 @@ from millrace import (
     reference,
     write_loss_ranges,
 )
-from millrace.feed.fields import BatchForm
-from millrace.feed.transforms import MaskedTexts
 from millrace.options import SampleOptions
+from millrace.samples.fields import BatchForm
+from millrace.samples.transforms.transformed import MaskedTexts
 from tests.conftest import write_documents
 
 EOD, PREFIX, MIDDLE, SUFFIX = 0, 90_001, 90_002, 90_003
@@ -759,4 +759,3 @@ def test_names_of_the_dataset_are_handed_on(two_files: list[str]) -> None:
     blend = TransformedDataset(blend_of(two_files), [RepeatGuard()])
     assert not hasattr(blend, "spans")
     assert not hasattr(blend, "options")
-    assert len(blend.mapped_files()) == 2

@@ -232,7 +232,7 @@ def test_indices_that_exceed_memory_are_a_clear_error(
     def run_out_of_memory(*_: Any) -> None:
         raise MemoryError("std::bad_alloc")
 
-    monkeypatch.setattr("millrace.feed.indices.build_gpt_indices", run_out_of_memory)
+    monkeypatch.setattr("millrace.samples.indices.build_gpt_indices", run_out_of_memory)
     with pytest.raises(MemoryError, match=r"data-1: the indices of .* bytes, and there is no"):
         build(blend=(prefixes[:1], None), num_samples=(2**40, 1, 1))
 

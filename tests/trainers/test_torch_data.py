@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import millrace
 from millrace import ConfigError, Loader, ResumeError
-from millrace.feed.fields import FIELDS
+from millrace.samples.fields import FIELDS
 from millrace.torch import (
     BatchSampler,
     CheckpointState,

@@ -29,7 +29,6 @@ from millrace.files import (
     atomic_file,
     blake2b,
     checksum,
-    cut_short,
     flush_to_disk,
     fsync_folder,
     is_of_the_process,
@@ -126,7 +125,6 @@ class ArraySet:
     checksums: Mapping[str, str]
     ends: Mapping[str, str]
     _mapped: dict[str, NDArray[Any]] = field(default_factory=dict, repr=False, compare=False)
-    _files: dict[str, tuple[int, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     def __getitem__(self, array: str) -> NDArray[Any]:
         """An array, read-only.
@@ -135,7 +133,7 @@ class ArraySet:
             DataError: Its file is missing, truncated, or another array.
         """
         if array not in self._mapped:
-            self._mapped[array], self._files[array] = _map_array(
+            self._mapped[array] = _map_array(
                 self.path(array), *self.layout[array], self.ends[array]
             )
         return self._mapped[array]
@@ -149,16 +147,6 @@ class ArraySet:
             self.checksums,
             self.ends,
         )
-
-    def check_sizes(self) -> None:
-        """Checks that mapped files, if they are still there, have not become shorter.
-
-        Raises:
-            DataError: One has.
-        """
-        for array, identity in list(self._files.items()):  # other threads may add entries
-            if problem := cut_short(self.path(array), identity):
-                raise DataError(problem)
 
     def path(self, array: str) -> str:
         return array_path(self.folder, self.name, array)
@@ -325,18 +313,14 @@ def _npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
     return buffer.getvalue()
 
 
-def _map_array(
-    path: str, dtype: Any, shape: tuple[int, ...], ends: str
-) -> tuple[NDArray[Any], tuple[int, ...]]:
-    """An array, and its file's device, inode and size."""
+def _map_array(path: str, dtype: Any, shape: tuple[int, ...], ends: str) -> NDArray[Any]:
     dtype = np.dtype(dtype)
     header = _npy_header(dtype, shape)
     size = len(header) + dtype.itemsize * math.prod(shape)
     try:
         with open(path, "rb", buffering=0) as file:
             first, last = _ends(file)
-            stat = os.fstat(file.fileno())
-            if stat.st_size != size or not first.startswith(header):
+            if os.fstat(file.fileno()).st_size != size or not first.startswith(header):
                 raise DataError(
                     f"{path} is not the array {dtype} {list(shape)} that its set records, or is "
                     "truncated"
@@ -348,8 +332,7 @@ def _map_array(
         if is_of_the_process(error):
             raise
         raise DataError(f"{path} is missing, or cannot be read: {error.strerror}") from None
-    array = np.frombuffer(content, dtype, offset=len(header)).reshape(shape)
-    return array, (stat.st_dev, stat.st_ino, size)
+    return np.frombuffer(content, dtype, offset=len(header)).reshape(shape)
 
 
 def _ends(file: BinaryIO) -> tuple[bytes, bytes]:

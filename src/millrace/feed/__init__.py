@@ -7,13 +7,8 @@ over micro batches and remembers one number, `consumed_samples`.
 
 from millrace.feed.ahead import WaitStats
 from millrace.feed.cyclic import CyclicSampler
-from millrace.feed.datasets import BlendedDataset, Dataset, GPTDataset
 from millrace.feed.external import ExternalBatches
-from millrace.feed.fields import BatchForm
-from millrace.feed.fill_in_middle import FillInMiddle
 from millrace.feed.loader import Loader
-from millrace.feed.loss_ranges import LossRanges, write_loss_ranges
-from millrace.feed.repeat_guard import RepeatGuard
 from millrace.feed.samplers import (
     FullValidationSampler,
     GlobalBatchSampler,
@@ -21,8 +16,13 @@ from millrace.feed.samplers import (
     SequentialSampler,
 )
 from millrace.feed.schedules import BatchSizeSchedule, RampUp
-from millrace.feed.sharded import ShardedDataset
-from millrace.feed.transforms import TransformedDataset
+from millrace.samples.datasets import BlendedDataset, Dataset, GPTDataset
+from millrace.samples.fields import BatchForm
+from millrace.samples.sharded import ShardedDataset
+from millrace.samples.transforms.fill_in_middle import FillInMiddle
+from millrace.samples.transforms.loss_ranges import LossRanges, write_loss_ranges
+from millrace.samples.transforms.repeat_guard import RepeatGuard
+from millrace.samples.transforms.transformed import TransformedDataset
 
 __all__ = [
     "BatchForm",

@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 from millrace.checks import shown, whole
 from millrace.errors import ConfigError, MillraceError
-from millrace.feed.datasets import Dataset, batch_of_form
-from millrace.feed.fields import BatchForm
 from millrace.feed.look_ahead import LookAhead
 from millrace.feed.samplers import Sampler
+from millrace.samples.datasets import Dataset, batch_of_form
+from millrace.samples.fields import BatchForm
 
 _MAX_AHEAD = 32  # steps; more would only fill memory
 _AHEAD_BYTES = 1 << 23  # how much is made ahead, where a step is small

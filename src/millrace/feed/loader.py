@@ -14,11 +14,11 @@ from typing import Any
 from millrace.checks import limit, shown, whole
 from millrace.errors import ConfigError, ViewChangeWarning
 from millrace.feed.ahead import Ahead, Step, StepMaker, WaitStats, print_stacks
-from millrace.feed.datasets import Dataset
-from millrace.feed.fields import FIELDS, BatchForm
 from millrace.feed.samplers import Sampler, SequentialSampler
-from millrace.feed.samples import Batch
 from millrace.feed.state import STATE_VERSION, plain, read_state
+from millrace.samples.datasets import Dataset
+from millrace.samples.fields import FIELDS, BatchForm
+from millrace.samples.stored import Batch
 from millrace.store import IndexedDataset
 
 _MAX_PREFETCH = 1 << 20

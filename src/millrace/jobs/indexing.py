@@ -13,12 +13,12 @@ from millrace.cache import megatron as megatron_cache
 from millrace.checks import limit
 from millrace.errors import ConfigError
 from millrace.feed import BlendedDataset, GPTDataset
-from millrace.feed.indices import build_indices
 from millrace.jobs.progress import Progress
 from millrace.order import normalize, parse_split
 from millrace.run import DatasetConfig, Datasets
 from millrace.run.build import SplitDataset, build_blend, build_run
 from millrace.run.plan import DatasetPlan, RunPlan, SplitPlan, plan_run
+from millrace.samples.indices import build_indices
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from millrace import _native
 from millrace.cache import megatron as cache
 from millrace.errors import ConfigError
-from millrace.feed.samples import Arrays, SampleSource
 from millrace.megatron import rules
 from millrace.megatron.base import MegatronDataset
 from millrace.megatron.caching import CachedIndices
@@ -25,6 +24,7 @@ from millrace.megatron.utils import Split, log_on_first_rank
 from millrace.options import SampleOptions
 from millrace.order import GPTPlan, plan_gpt
 from millrace.order.gpt import check_seed
+from millrace.samples.stored import Arrays, SampleSource
 
 _sample_options = lru_cache(maxsize=64)(SampleOptions)  # a configuration may change
 _causal_mask = lru_cache(maxsize=1)(rules.causal_mask)

@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 
 from millrace import _native
 from millrace.dtypes import shuffle_index_dtype
-from millrace.feed.samples import Arrays
 from millrace.options import SampleOptions
 from millrace.order import GPTIndices, GPTPlan, build_gpt_indices
+from millrace.samples.stored import Arrays
 
 
 def build_indices(

@@ -12,7 +12,7 @@ from millrace import _native
 from millrace.deferred import Deferred
 from millrace.errors import ConfigError
 from millrace.order.blends import blend, blend_exhaustively, count_draws
-from millrace.order.spans import RULES_VERSION, MappedFiles
+from millrace.order.spans import RULES_VERSION
 
 
 class BlendIndices(NamedTuple):
@@ -34,7 +34,6 @@ class BlendOrder:
         weights: Normalised weights.
         size: Number of samples.
         indices: The two indices, loaded at the first sample.
-        files: Mapped files that hold the indices; none, if the indices are in memory.
     """
 
     def __init__(
@@ -42,10 +41,8 @@ class BlendOrder:
         weights: Sequence[float],
         size: int,
         indices: Deferred[BlendIndices],
-        files: Sequence[MappedFiles] = (),
     ) -> None:
         self.weights = list(weights)
-        self.files = files
         self._size = size
         self._indices = indices
 
@@ -62,9 +59,6 @@ class BlendOrder:
         Args:
             sample_numbers: int64 [batch], each in [0, len).
         """
-        if not self.files:  # in memory no bus error can occur: a third of the time
-            dataset_index, dataset_sample_index = self.indices
-            return BlendIndices(dataset_index[sample_numbers], dataset_sample_index[sample_numbers])
         return BlendIndices(*_native.look_up_draws(*self.indices, sample_numbers))
 
     def fingerprint(self) -> dict[str, Any]:

@@ -8,7 +8,6 @@ holds the sequences of all epochs in shuffled order; the tokens between the plac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from millrace.checks import flag, shown, whole, whole_numbers
 from millrace.deferred import Deferred
 from millrace.dtypes import sample_index_dtype, shuffle_index_dtype
 from millrace.errors import ConfigError
-from millrace.order.spans import RULES_VERSION, MappedFiles, Spans
+from millrace.order.spans import RULES_VERSION, Spans
 
 FINAL_EPOCH_THRESHOLD = 0.80
 """A final epoch is shuffled separately if a smaller share of its samples than this is needed."""
@@ -79,7 +78,6 @@ class GPTOrder:
         seed: Seed of the shuffles.
         lengths: Lengths of all sequences of the token file: int32 [sequences], in tokens.
         indices: The three indices. Both are loaded at the first sample.
-        files: Mapped files that hold the indices; none, if the indices are in memory.
     """
 
     def __init__(
@@ -90,12 +88,10 @@ class GPTOrder:
         seed: int,
         lengths: Deferred[NDArray[np.int32]],
         indices: Deferred[GPTIndices],
-        files: Sequence[MappedFiles] = (),
     ) -> None:
         self.plan = plan
         self.sequences = sequences
         self.seed = seed
-        self.files = files
         self._lengths = lengths
         self._indices = indices
         self._core: _native.Order | None = None

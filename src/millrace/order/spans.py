@@ -32,24 +32,11 @@ class Spans(NamedTuple):
     bounds: NDArray[np.int64]
 
 
-class MappedFiles(Protocol):
-    """Files that are mapped."""
-
-    def check_sizes(self) -> None:
-        """Checks that no file has become shorter.
-
-        Raises:
-            DataError: One has.
-        """
-        ...
-
-
 class Order(Protocol):
     """What decides which tokens come when: a pure function of the sample number.
 
-    An order may offer two attributes more. `core` is an order of the native core
-    (`millrace._native.gpt_order`), with which a batch is one call. `files` are the mapped files
-    that the order reads (`MappedFiles`).
+    An order may offer one attribute more: `core`, an order of the native core
+    (`millrace._native.gpt_order`), with which a batch is one call.
     """
 
     def __len__(self) -> int:

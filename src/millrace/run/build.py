@@ -31,7 +31,6 @@ from millrace.deferred import Deferred
 from millrace.dtypes import sample_index_dtype, shuffle_index_dtype
 from millrace.errors import CacheError, ConfigError, DataError
 from millrace.feed import BlendedDataset, GPTDataset
-from millrace.feed.indices import build_indices
 from millrace.order import (
     BlendIndices,
     BlendOrder,
@@ -41,10 +40,10 @@ from millrace.order import (
     build_blend_indices,
     normalize,
 )
-from millrace.order.spans import MappedFiles
 from millrace.run.config import DatasetConfig
 from millrace.run.manifest import Manifest, manifest_path
 from millrace.run.plan import DatasetPlan, RunPlan, SplitPlan, plan_run, warn_of_copies
+from millrace.samples.indices import build_indices
 
 SplitDataset = GPTDataset | BlendedDataset | list[GPTDataset]
 """What a split becomes; several validation sets apart from each other are a list."""
@@ -123,7 +122,6 @@ class _Indices(NamedTuple):
 
     datasets: Sequence[Deferred[GPTIndices]]
     blend: Deferred[BlendIndices] | None
-    files: Sequence[MappedFiles]
 
 
 def _datasets(plan: RunPlan, indices: Sequence[_Indices | None]) -> Datasets:
@@ -145,7 +143,6 @@ def _split_dataset(plan: RunPlan, split: SplitPlan, indices: _Indices) -> SplitD
                 seed=plan.seed,
                 lengths=Deferred(dataset.file.sequence_lengths),
                 indices=loaded,
-                files=indices.files,
             ),
             options=plan.options,
         )
@@ -154,7 +151,7 @@ def _split_dataset(plan: RunPlan, split: SplitPlan, indices: _Indices) -> SplitD
     if indices.blend is None:
         return datasets if split.kind == "apart" else datasets[0]
     weights = normalize(split.weights or split.lengths)
-    order = BlendOrder(weights, split.num_samples, indices.blend, indices.files)
+    order = BlendOrder(weights, split.num_samples, indices.blend)
     return BlendedDataset(datasets, order=order)
 
 
@@ -192,7 +189,7 @@ def _build_in_memory(plan: RunPlan, progress: Progress | None) -> Datasets:
         if split is None:
             return None
         blend = Deferred.of(build_blend(split)) if split.kind == "blend" else None
-        return _Indices(list(pool.map(build, split.datasets)), blend, ())
+        return _Indices(list(pool.map(build, split.datasets)), blend)
 
     with ThreadPoolExecutor(plan.num_threads) as pool:
         indices = [build_split(split, pool) for split in plan.splits]
@@ -366,7 +363,6 @@ def _from_sets(plan: RunPlan, sets: Sequence[arrays.ArraySet | None]) -> Dataset
         else _Indices(
             [Deferred(partial(_load_indices, array_set, place)) for place in _places(split)],
             Deferred(partial(_load_blend, array_set)) if split.kind == "blend" else None,
-            [array_set],
         )
         for split, array_set in zip(plan.splits, sets, strict=True)
     ]

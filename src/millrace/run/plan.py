@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from millrace.errors import ConfigError, DuplicateDataWarning
-from millrace.feed.indices import plan_indices
 from millrace.options import SampleOptions
 from millrace.order import SPLITS, GPTPlan, normalize, samples_per_dataset, split_ranges
 from millrace.order.splits import VALID, Range
 from millrace.run.config import DatasetConfig
+from millrace.samples.indices import plan_indices
 from millrace.store.token_file import TokenFile
 from millrace.store.tokenizers import read_tokenizer, tokenizer_conflict
 

@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from millrace.checks import absolute_path
 from millrace.errors import DataError
-from millrace.files import cut_short, file_identity
+from millrace.files import file_identity
 from millrace.store.publish import NEW
 
 MAX_OPEN = 64
@@ -84,8 +84,7 @@ class PooledFile:
             if file_identity(descriptor.number) == self.identity:
                 return descriptor
         raise DataError(
-            cut_short(self.path, self.identity)
-            or f"{self.path} was removed, replaced or changed after it was opened, and cannot be "
+            f"{self.path} was removed, replaced or changed after it was opened, and cannot be "
             f"opened again: of all files that are read with access='file', at most {MAX_OPEN} stay "
             "open. Restore the file or open the dataset again; files of a run must not change"
         )

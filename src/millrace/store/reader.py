@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from millrace import _native
 from millrace.checks import absolute_path, one_path, whole, whole_numbers
 from millrace.errors import ConfigError, DataError
-from millrace.files import blake2b, checksum, cut_short, file_identity
+from millrace.files import blake2b, checksum, file_identity
 from millrace.store import layout
 from millrace.store.bytes import (
     Access,
@@ -28,7 +28,7 @@ from millrace.store.bytes import (
 )
 from millrace.store.info import Info, read_info
 from millrace.store.origins import Origin, Origins, OriginsFile, has_origins
-from millrace.store.publish import bin_path, idx_path, open_pair
+from millrace.store.publish import bin_path, open_pair
 
 _CHUNK = 1024  # sequences that iteration reads at a time
 _BLOCK = 4096
@@ -388,13 +388,6 @@ class IndexedDataset:
                 stack.pop_all()
                 return file
         return None
-
-    def check_sizes(self) -> None:
-        """Raises DataError if one of the files, if still at the prefix, has become shorter."""
-        paths = [idx_path(self._absolute_prefix), bin_path(self._absolute_prefix)]
-        for path, identity in zip(paths, reversed(self._files), strict=False):
-            if problem := cut_short(path, identity):
-                raise DataError(problem)
 
     # ---- closing, and other processes ----
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from millrace import _native
 from millrace.checks import absolute_path, one_path
 from millrace.errors import ConfigError, DataError
-from millrace.files import blake2b, checksum, cut_short, file_identity
+from millrace.files import blake2b, checksum, file_identity
 from millrace.ragged import equal_runs
 from millrace.store.bytes import Access, BinReader, Bytes, bytes_in_memory, open_bin
 from millrace.store.shards import bin_paths, read_metadata, shard_prefix, shard_problem
@@ -112,7 +112,6 @@ class Shards:
         try:
             return self.reader.gather(byte_offsets, byte_counts)
         except DataError as error:  # of a map, which does not know its file
-            self.check_sizes()
             raise DataError(f"{self.prefix}: {error}") from None
 
     @property
@@ -157,12 +156,6 @@ class Shards:
     def lengths_checksum(self) -> str:
         """A checksum (16 hex digits) of the sequence lengths: their number, and the length."""
         return checksum([np.array([len(self), self.sequence_length], np.int64).data])
-
-    def check_sizes(self) -> None:
-        """Raises DataError if one of the shards, if still at its name, has become shorter."""
-        for path, identity in self._files:
-            if problem := cut_short(path, identity):
-                raise DataError(problem)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _open_same, (self.prefix, self._options, self._identity(), self.fingerprint)

@@ -103,11 +103,6 @@ class TokenFile:
         """The lengths of all sequences in tokens: int32 [sequences]."""
         return self.dataset.sequence_lengths
 
-    def check_sizes(self) -> None:
-        """See `IndexedDataset.check_sizes`; a file that is not open is ok."""
-        if self._dataset.is_loaded:
-            self.dataset.check_sizes()
-
 
 def _open_unchanged(record: TokenFileRecord, access: Access) -> IndexedDataset:
     is_same = record.has_same_times()  # before the file is opened: see `TokenFile.open`

@@ -21,7 +21,7 @@ from torch.utils import data
 from millrace.checks import shown, whole
 from millrace.errors import ConfigError, ResumeError
 from millrace.feed import Dataset, Loader, Sampler
-from millrace.feed.fields import FIELDS, BatchForm, select_fields
+from millrace.samples.fields import FIELDS, BatchForm, select_fields
 from millrace.torch.tensors import to_tensors
 
 Tensors = dict[str, torch.Tensor]

@@ -9,7 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace import _native
-from millrace.feed.fields import (
+from millrace.options import SampleOptions
+from millrace.order import Order, Spans
+from millrace.order.spans import checked_spans
+from millrace.samples.fields import (
     FIELDS,
     BatchForm,
     Parts,
@@ -18,10 +21,7 @@ from millrace.feed.fields import (
     needs_parts,
     row_form,
 )
-from millrace.feed.fields import Batch as Batch
-from millrace.options import SampleOptions
-from millrace.order import Order, Spans
-from millrace.order.spans import checked_spans
+from millrace.samples.fields import Batch as Batch
 from millrace.store import BinReader
 
 Arrays = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]

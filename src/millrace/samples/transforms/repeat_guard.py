@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from millrace import _native
 from millrace.checks import MAX_INT32, flag, whole
-from millrace.feed.transforms import MaskedTexts
+from millrace.samples.transforms.transformed import MaskedTexts
 
 
 @dataclass(frozen=True, kw_only=True)

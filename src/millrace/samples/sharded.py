@@ -7,9 +7,9 @@ from typing import cast
 
 from millrace.checks import flag, shown
 from millrace.errors import ConfigError, DataError
-from millrace.feed.datasets import GPTDataset
 from millrace.options import SampleOptions
 from millrace.order import SequenceOrder
+from millrace.samples.datasets import GPTDataset
 from millrace.store import IndexedDataset
 from millrace.store.bytes import Access
 from millrace.store.shard_files import Shards

@@ -19,10 +19,9 @@ from millrace import _native
 from millrace.cache import arrays
 from millrace.checks import flag, one_path, whole_numbers
 from millrace.errors import ConfigError, DataError
-from millrace.feed.datasets import BlendedDataset, Dataset, GPTDataset
-from millrace.feed.transforms import MaskedTexts
 from millrace.files import checksum
-from millrace.order.spans import MappedFiles
+from millrace.samples.datasets import BlendedDataset, Dataset, GPTDataset
+from millrace.samples.transforms.transformed import MaskedTexts
 from millrace.store import IndexedDataset
 
 _KIND = "loss_ranges"
@@ -95,7 +94,6 @@ class LossRanges:
 
     Attributes:
         dataset: The dataset.
-        files: The mapped files that hold the ranges.
 
     Raises:
         ConfigError: Ranges that are not sorted, overlap, or lie outside their sequence; or one set
@@ -125,11 +123,6 @@ class LossRanges:
         for leaf in leaves:
             if leaf.prefix not in self._ranges:
                 self._ranges[leaf.prefix] = _ranges_of(leaf, ranges)
-
-    @property
-    def files(self) -> list[MappedFiles]:
-        sources = (ranges.arrays for ranges in self._ranges.values())
-        return [source for source in sources if isinstance(source, arrays.ArraySet)]
 
     def apply(self, texts: MaskedTexts, sample_numbers: NDArray[np.int64]) -> MaskedTexts:
         """See `Transform.apply`."""

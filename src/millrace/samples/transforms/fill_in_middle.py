@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from millrace import _native
 from millrace.checks import MAX_INT64, real, token, whole
 from millrace.errors import ConfigError
-from millrace.feed.transforms import MaskedTexts
+from millrace.samples.transforms.transformed import MaskedTexts
 
 
 @dataclass(frozen=True, kw_only=True)

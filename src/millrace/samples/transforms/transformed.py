@@ -17,8 +17,10 @@ from numpy.typing import ArrayLike, NDArray
 from millrace import _native
 from millrace.checks import shown, whole_numbers
 from millrace.errors import ConfigError, DataError
-from millrace.feed.datasets import BlendedDataset, Dataset, _sample, _texts_of_one, batch_of_form
-from millrace.feed.fields import (
+from millrace.options import SampleOptions
+from millrace.order import Spans
+from millrace.samples.datasets import BlendedDataset, Dataset, _sample, _texts_of_one, batch_of_form
+from millrace.samples.fields import (
     FIELDS,
     SOURCE_FIELDS,
     Batch,
@@ -30,10 +32,6 @@ from millrace.feed.fields import (
     needs_parts,
     row_form,
 )
-from millrace.feed.size_watch import SizeWatch
-from millrace.options import SampleOptions
-from millrace.order import Spans
-from millrace.order.spans import MappedFiles
 
 
 class TransformedDataset:
@@ -65,7 +63,6 @@ class TransformedDataset:
         self.transforms = _list_of(transforms)
         self._changes_tokens = _check_transforms(dataset, self.transforms)
         self._options = _options_of(dataset) if self._changes_tokens else None
-        self._watch = SizeWatch()
 
     @property
     def prefix(self) -> str:
@@ -121,7 +118,6 @@ class TransformedDataset:
         """
         check_form(form)
         numbers = whole_numbers("sample numbers", sample_numbers)
-        self._watch.look(self._own_files)
         has_mask = form is None or "loss_mask" in form.fields
         if self._options is None and not has_mask:
             return batch_of_form(self.dataset, numbers, form)
@@ -180,13 +176,6 @@ class TransformedDataset:
                 )
         return texts
 
-    def mapped_files(self) -> list[MappedFiles]:
-        """The files whose sizes are checked now and then."""
-        return [*getattr(self.dataset, "mapped_files", list)(), *self._own_files()]
-
-    def _own_files(self) -> list[MappedFiles]:
-        return [file for one in self.transforms for file in getattr(one, "files", ())]
-
     def fingerprint(self) -> dict[str, Any]:
         """See `Dataset.fingerprint`.
 
@@ -219,9 +208,8 @@ class MaskedTexts(NamedTuple):
 class Transform(Protocol):
     """A function from texts to texts.
 
-    A transform may offer two attributes more. `dataset` is the dataset whose places it knows: it
-    can transform no other one, and it comes before transforms that change tokens. `files` are the
-    mapped files that it reads.
+    A transform may offer one attribute more: `dataset`, the only dataset that it works for, because
+    it looks up positions in its token files. It comes before transforms that change tokens.
     """
 
     changes_tokens: bool
@@ -269,7 +257,7 @@ def _check_transforms(dataset: Dataset, transforms: Sequence[Any]) -> bool:
             if not hasattr(transform, name):
                 raise ConfigError(
                     f"transform {place} is {shown(transform)}, which has no {name!r}: see "
-                    "millrace.feed.transforms.Transform"
+                    "millrace.samples.transforms.transformed.Transform"
                 )
         if (own := getattr(transform, "dataset", None)) is not None:
             kind = type(transform).__name__

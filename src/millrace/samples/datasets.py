@@ -13,20 +13,6 @@ from numpy.typing import ArrayLike, NDArray
 from millrace.checks import reals, shown, whole, whole_numbers
 from millrace.deferred import Deferred
 from millrace.errors import ConfigError, DataError, MillraceError
-from millrace.feed.fields import (
-    FIELDS,
-    Batch,
-    BatchForm,
-    DatasetBatch,
-    check_form,
-    form_of_datasets,
-    merge_batches,
-    merge_rows,
-    select_fields,
-)
-from millrace.feed.indices import build_indices, plan_indices
-from millrace.feed.samples import SampleSource, Texts, gather, gather_texts
-from millrace.feed.size_watch import SizeWatch
 from millrace.options import SampleOptions
 from millrace.order import (
     BlendOrder,
@@ -38,7 +24,20 @@ from millrace.order import (
     normalize,
 )
 from millrace.order.gpt import check_range, check_seed
-from millrace.order.spans import MappedFiles, checked_spans
+from millrace.order.spans import checked_spans
+from millrace.samples.fields import (
+    FIELDS,
+    Batch,
+    BatchForm,
+    DatasetBatch,
+    check_form,
+    form_of_datasets,
+    merge_batches,
+    merge_rows,
+    select_fields,
+)
+from millrace.samples.indices import build_indices, plan_indices
+from millrace.samples.stored import SampleSource, Texts, gather, gather_texts
 from millrace.store import IndexedDataset
 from millrace.store.token_file import TokenFile
 
@@ -50,9 +49,8 @@ class Dataset(Protocol):
     argument `form` (a `BatchForm`, or None). Other datasets give no other arrays than they return
     anyway. `texts(sample_numbers)` returns the tokens of samples
     (see `GPTDataset.texts`). `source` (a `SampleSource`) and its `options` let a blend read samples
-    of several datasets in one call of the core. `mapped_files()` returns the files whose sizes a
-    blend checks now and then. `prefix` names the dataset in messages, and `file_dtype` is the dtype
-    of its token files.
+    of several datasets in one call of the core. `prefix` names the dataset in messages, and
+    `file_dtype` is the dtype of its token files.
     """
 
     def __len__(self) -> int:
@@ -153,7 +151,6 @@ class GPTDataset:
                 "Megatron-LM's order: leave them out where another order is given"
             )
         self.order = order
-        self._watch = SizeWatch()
         self._source: SampleSource | None = None
 
     @property
@@ -214,7 +211,6 @@ class GPTDataset:
         """
         check_form(form)
         numbers = _check_numbers(sample_numbers, len(self))
-        self._watch.look(self.mapped_files)
         try:
             return self.source.batch(numbers, form)
         except (ValueError, OSError) as error:
@@ -236,7 +232,6 @@ class GPTDataset:
             ConfigError, IndexError, DataError: As `batch`.
         """
         numbers = _check_numbers(sample_numbers, len(self))
-        self._watch.look(self.mapped_files)
         try:
             return self.source.texts(numbers)
         except (ValueError, OSError) as error:
@@ -272,10 +267,6 @@ class GPTDataset:
             self.source.prefetch(numbers)
         except ValueError as error:
             raise _damage(error) from None
-
-    def mapped_files(self) -> list[MappedFiles]:
-        """The files whose sizes are checked now and then."""
-        return [self._file, *getattr(self.order, "files", ())]
 
     def fingerprint(self) -> dict[str, Any]:
         """See `Dataset.fingerprint`."""
@@ -374,7 +365,6 @@ class BlendedDataset:
         _check_forms(self.datasets, options)
         self.order = order
         self._has_one_view = options[0] is not None and options.count(options[0]) == len(options)
-        self._watch = SizeWatch()
 
     @property
     def weights(self) -> list[float]:
@@ -491,7 +481,6 @@ class BlendedDataset:
 
     def _draws(self, sample_numbers: ArrayLike) -> _Draws:
         numbers = _check_numbers(sample_numbers, len(self))
-        self._watch.look(self.mapped_files)
         dataset_numbers, in_dataset = self.order.draws(numbers)
         # A dict takes a tenth of the time of np.unique for a micro batch.
         used = sorted(set(of_sample := dataset_numbers.tolist()))
@@ -527,13 +516,6 @@ class BlendedDataset:
         sources = [source_of(dataset) for dataset in datasets]
         core_orders = [source and source.core_order for source in sources]
         return None if None in core_orders else sources  # type: ignore[return-value]
-
-    def mapped_files(self) -> list[MappedFiles]:
-        """The files whose sizes are checked now and then, each once."""
-        files = [*self.order.files]
-        for dataset in self.datasets:
-            files += getattr(dataset, "mapped_files", list)()
-        return list({id(one): one for one in files}.values())
 
     def fingerprint(self) -> dict[str, Any]:
         """See `Dataset.fingerprint`."""
