@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import operator
 import os
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -178,3 +180,53 @@ def shown(value: Any, most: int = 200) -> str:
     except ValueError:  # an int of more digits than Python prints
         text = f"{value:#x}" if isinstance(value, int) else f"a {type(value).__name__}"
     return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
+
+
+class _Nothing:
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+NOTHING = _Nothing()
+"""Stands for an entry that one of two nested values does not have."""
+
+
+def differences(
+    old: Any,
+    new: Any,
+    is_equal: Callable[[Any, Any], bool] = operator.eq,
+    path: tuple[Any, ...] = (),
+) -> Iterator[tuple[tuple[Any, ...], Any, Any]]:
+    """Where two nested values of dicts and lists differ.
+
+    Args:
+        old: The one value.
+        new: The other value.
+        is_equal: Whether two entries that are not both dicts, or both lists, are equal. An entry
+            that is missing on one side is NOTHING there.
+        path: Keys and places that lead to the two values.
+
+    Yields:
+        The path of a difference, and the two entries there. Two lists of different lengths are one
+        difference, with the first one inside them as a second.
+    """
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for key in dict.fromkeys([*old, *new]):
+            pair = old.get(key, NOTHING), new.get(key, NOTHING)
+            yield from differences(*pair, is_equal, (*path, key))
+    elif isinstance(old, (list, tuple)) and isinstance(new, (list, tuple)):
+        entries = chain.from_iterable(
+            differences(*pair, is_equal, (*path, place))
+            for place, pair in enumerate(zip(old, new, strict=False))
+        )
+        if len(old) != len(new):
+            yield path, old, new
+        yield from islice(entries, None if len(old) == len(new) else 1)
+    elif not is_equal(old, new):
+        yield path, old, new
+
+
+def place_of(path: tuple[Any, ...]) -> str:
+    """A path for a message: `datasets[3].seed`."""
+    parts = [f".{part}" if isinstance(part, str) else f"[{part!r}]" for part in path]
+    return "".join(parts).removeprefix(".")

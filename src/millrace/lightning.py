@@ -116,35 +116,26 @@ class TrainerBatches:
         self.loader = loader
         self._finished_batches = finished_batches
         self._is_restored = is_restored
-        self._is_first = True  # of an iteration
-        self._forget()
-
-    def _forget(self) -> None:
-        # Where the unfinished batches started; and how many were finished before the first of them.
-        self._starts: deque[int] = deque()
-        self._finished: int | None = None
+        self._starts: deque[int] = deque()  # of the batches that are not finished
+        self._finished: int | None = None  # number of batches when it was last asked for
 
     def __iter__(self) -> Iterator[Any]:
-        self._is_first = True
-        return self
-
-    def __next__(self) -> Any:
-        self._drop_finished()
-        start = self.loader.consumed_samples
-        is_first, self._is_first = self._is_first, False
-        try:
-            batch = next(self.loader)
-        except StopIteration:
-            if not is_first:
-                raise
-            # Lightning would go through empty epochs for ever.
+        first = self.loader.consumed_samples
+        while True:
+            self._drop_finished()
+            start = self.loader.consumed_samples
+            try:
+                batch = next(self.loader)
+            except StopIteration:
+                break
+            self._starts.append(start)
+            yield batch
+        if start == first:  # Lightning would go through empty epochs for ever
             raise ConfigError(
                 f"the training samples end at consumed_samples={start}, and the trainer starts "
                 "another epoch: lower max_steps or max_epochs, or build the dataset with a larger "
                 "num_samples"
-            ) from None
-        self._starts.append(start)
-        return batch
+            )
 
     def __len__(self) -> int:
         """The number of steps from sample 0, as Lightning counts them.
@@ -163,14 +154,14 @@ class TrainerBatches:
     def state_dict(self) -> dict[str, Any]:
         """The loader's state at the first batch that is not finished."""
         self._drop_finished()
-        state = self.loader.state_dict()
-        return {**state, "consumed_samples": self._starts[0]} if self._starts else state
+        return self.loader.state_dict(self._starts[0] if self._starts else None)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a saved state; see `Loader.load_state_dict`."""
         if not self._is_restored:
             self.loader.load_state_dict(state)
-            self._forget()
+            self._starts.clear()
+            self._finished = None
 
 
 class _Restarting:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import json
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checks import shown, whole
+from millrace.checks import differences, place_of, shown, whole
 from millrace.errors import ConfigError
 
 _MAX_SHOWN = 80  # characters of a value in a message
@@ -123,15 +124,13 @@ class _Runs:
                     "dataset must return new arrays each time, and leave them as they are"
                 )
         for step, (state, snapshot) in enumerate(zip(states, copies, strict=True)):
-            if problem := _difference(_frozen(snapshot), _frozen(state), "state"):
-                raise AssertionError(
-                    f"the state after {step} steps has changed while its loader went on: {problem}"
-                )
-            for name, round_trip in (("pickle", _through_pickle), ("deepcopy", copy.deepcopy)):
-                if problem := _difference(_frozen(state), _frozen(round_trip(state)), "state"):
-                    raise AssertionError(
-                        f"the state after {step} steps is changed by {name}: {problem}"
-                    )
+            for one, other, cause in (
+                (snapshot, state, "has changed while its loader went on"),
+                (state, pickle.loads(pickle.dumps(state)), "is changed by pickle"),
+                (state, copy.deepcopy(state), "is changed by deepcopy"),
+            ):
+                if problem := _difference(_frozen(one), _frozen(other), "state"):
+                    raise AssertionError(f"the state after {step} steps {cause}: {problem}")
         return batches, [self._copy(state, step) for step, state in enumerate(states)]
 
     def check(
@@ -159,20 +158,17 @@ class _Runs:
 
     def check_batch_method(self, batches: list[Any], state: Any) -> None:
         """Checks `loader.batch(step)`, of loaders that have it and start at sample 0."""
-        with self._new() as loader:
-            has_method = callable(getattr(loader, "batch", None))
-            if not has_method or getattr(loader, "consumed_samples", None) != 0:
-                return
         for step, expected in enumerate(batches):
             with self._new() as loader:
+                has_method = callable(getattr(loader, "batch", None))
+                if not has_method or getattr(loader, "consumed_samples", None) != 0:
+                    return
                 batch = _frozen(loader.batch(step))
-                if problem := _difference(expected, batch, "batch"):
-                    raise AssertionError(
-                        f"loader.batch({step}) differs from step {step}: {problem}"
-                    )
                 now = _frozen(self._copy(loader.state_dict(), 0))
-                if problem := _difference(_frozen(state), now, "state"):
-                    raise AssertionError(f"loader.batch({step}) has changed the state: {problem}")
+            if problem := _difference(expected, batch, "batch"):
+                raise AssertionError(f"loader.batch({step}) differs from step {step}: {problem}")
+            if problem := _difference(_frozen(state), now, "state"):
+                raise AssertionError(f"loader.batch({step}) has changed the state: {problem}")
 
     def _check_next(self, iterator: Iterator[Any], expected: Any, step: int, name: str) -> None:
         try:
@@ -184,7 +180,7 @@ class _Runs:
         if problem := _difference(expected, _frozen(batch), "batch"):
             raise AssertionError(f"{name} differs in step {step}: {problem}")
 
-    def _new(self) -> _Closing:
+    def _new(self) -> contextlib.AbstractContextManager[Any]:
         loader = self._make_loader()
         missing = [
             name
@@ -201,7 +197,7 @@ class _Runs:
                 "make_loader returned the same loader twice; it must make a new one at each call"
             )
         self._last = loader
-        return _Closing(loader)
+        return _closing(loader)
 
     @staticmethod
     def _load(loader: Any, state: Any, name: str) -> None:
@@ -215,7 +211,7 @@ class _Runs:
     def _copy(self, state: Any, step: int) -> Any:
         """The state as a checkpoint would return it."""
         if not self._through_json:
-            return _through_pickle(state)
+            return pickle.loads(pickle.dumps(state))
         try:
             return json.loads(json.dumps(state))
         except (TypeError, ValueError) as error:
@@ -225,23 +221,15 @@ class _Runs:
             ) from error
 
 
-class _Closing:
+@contextlib.contextmanager
+def _closing(loader: Any) -> Iterator[Any]:
     """A loader that is closed at the end of its block, if it can be."""
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def __enter__(self) -> Any:
-        return self._loader
-
-    def __exit__(self, *error: object) -> None:
-        close = getattr(self._loader, "close", None)
+    try:
+        yield loader
+    finally:
+        close = getattr(loader, "close", None)
         if callable(close):
             close()
-
-
-def _through_pickle(state: Any) -> Any:
-    return pickle.loads(pickle.dumps(state))
 
 
 # ---- batches and states as plain values ----
@@ -258,6 +246,19 @@ class _Array:
                 value = value.float()  # NumPy has no such dtype; every value is a float32
         self.values: NDArray[Any] = np.asarray(value).copy()
 
+    def __repr__(self) -> str:
+        return f"an array {self.dtype} {list(self.values.shape)}"
+
+    def other_values(self, other: _Array) -> NDArray[np.bool_]:
+        """Where two arrays of one dtype and shape differ; NaN equals NaN, and 0.0 is not -0.0."""
+        one, two = self.values, other.values
+        if one.dtype.hasobject:
+            pairs = zip(one.flat, two.flat, strict=True)
+            is_other = np.array([not _is_equal(*pair) for pair in pairs], bool)
+        else:
+            is_other = _bits(one) != _bits(two)
+        return is_other.reshape(one.shape)
+
 
 def _frozen(value: Any) -> Any:
     """A deep copy of dicts, lists and arrays, which the loader cannot change any more."""
@@ -272,60 +273,29 @@ def _frozen(value: Any) -> Any:
 
 def _difference(expected: Any, actual: Any, place: str) -> str:
     """The first difference of two frozen values; empty if there is none."""
-    if isinstance(expected, dict) and isinstance(actual, dict):
-        if list(expected) != list(actual) and set(expected) != set(actual):
-            return f"{place} has {_names(expected)} in the first run, {_names(actual)} now"
-        pairs = ((f"{place}[{key!r}]", expected[key], actual[key]) for key in expected)
-    elif isinstance(expected, list) and isinstance(actual, list):
-        if len(expected) != len(actual):
-            return f"{place} has {len(expected)} entries in the first run, {len(actual)} now"
-        pairs = (
-            (f"{place}[{number}]", *pair)
-            for number, pair in enumerate(zip(expected, actual, strict=True))
-        )
-    elif isinstance(expected, _Array) and isinstance(actual, _Array):
-        return _array_difference(expected, actual, place)
-    else:
-        is_nan = expected != expected and actual != actual
-        if type(expected) is type(actual) and (is_nan or expected == actual):
-            return ""
-        return f"{place} is {_short(expected)} in the first run, {_short(actual)} now"
-    return next(filter(None, (_difference(one, other, at) for at, one, other in pairs)), "")
+    for path, one, other in differences(expected, actual, _is_equal, (place,)):
+        if isinstance(one, list) and isinstance(other, list):
+            return f"{place_of(path)} has {len(one)} entries in the first run, {len(other)} now"
+        where, number = place_of(path), ""
+        if isinstance(one, _Array) and repr(one) == repr(other):
+            is_other = one.other_values(other)
+            at = tuple(np.argwhere(is_other)[0].tolist())
+            where += str(list(at)) if at else ""
+            number = f" ({np.count_nonzero(is_other)} of {is_other.size} values differ)"
+            one, other = one.values[at].tolist(), other.values[at].tolist()
+        shown_pair = [shown(value, _MAX_SHOWN) for value in (one, other)]
+        return f"{where} is {shown_pair[0]} in the first run, {shown_pair[1]} now{number}"
+    return ""
 
 
-def _array_difference(expected: _Array, actual: _Array, place: str) -> str:
-    forms = [f"{array.dtype} {list(array.values.shape)}" for array in (expected, actual)]
-    if forms[0] != forms[1]:
-        return f"{place} is {forms[0]} in the first run, {forms[1]} now"
-    one, other = expected.values, actual.values
-    if one.dtype.hasobject:
-        is_different = np.array(
-            [bool(_difference(*pair, "")) for pair in zip(one.flat, other.flat, strict=True)], bool
-        ).reshape(one.shape)
-    elif one.tobytes() == other.tobytes():
-        return ""
-    else:
-        is_different = _bits(one) != _bits(other)
-    if not is_different.any():
-        return ""
-    at = tuple(np.argwhere(is_different)[0].tolist())
-    return (
-        f"{place}{list(at) if at else ''} is {_short(one[at].tolist())} in the first run, "
-        f"{_short(other[at].tolist())} now ({np.count_nonzero(is_different)} of {one.size} values "
-        "differ)"
-    )
+def _is_equal(one: Any, other: Any) -> bool:
+    """Whether two leaves are equal, also in type; NaN equals NaN."""
+    if isinstance(one, _Array) and isinstance(other, _Array):
+        return repr(one) == repr(other) and not one.other_values(other).any()
+    is_nan = one != one and other != other
+    return type(one) is type(other) and bool(is_nan or one == other)
 
 
 def _bits(array: NDArray[Any]) -> NDArray[Any]:
-    """Each value as its bytes, so that NaN equals NaN and 0.0 is not -0.0."""
-    return np.ascontiguousarray(array).reshape(-1).view(f"V{array.itemsize}").reshape(array.shape)
-
-
-def _names(names: dict[Any, Any]) -> str:
-    return shown(list(names), _MAX_SHOWN)
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, _Array):
-        return f"an array {value.dtype} {list(value.values.shape)}"
-    return shown(value, _MAX_SHOWN)
+    """Each value as its bytes."""
+    return np.ascontiguousarray(array).reshape(-1).view(f"V{array.itemsize}")

@@ -506,7 +506,7 @@ def test_wrong_external_batches_are_refused() -> None:
     with pytest.raises(ConfigError, match="give a multiple"):
         Loader(endless, consumed_samples=3)
     state = Loader(ExternalBatches([], samples_per_step=2, fingerprint={"file": "a"})).state_dict()
-    with pytest.raises(ResumeError, match="file: saved 'a', now None"):
+    with pytest.raises(ResumeError, match="file: saved 'a', now nothing"):
         Loader(endless).load_state_dict(state)
 
 

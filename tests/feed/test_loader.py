@@ -323,8 +323,8 @@ def test_the_list_of_differences_is_short(make_dataset: Make) -> None:
         return str(caught.value)
 
     text = message([*parts[:1] * 17, parts[1], *parts[:1] * 383], state)
-    assert "datasets: saved 400 entries, now 401; first difference at datasets[17].content" in text
-    assert "datasets: saved 400 entries, now 401\n" in message(parts[:1] * 401, state)
+    assert "datasets: saved 400 entries, now 401\n  datasets[17].content" in text
+    assert "datasets: saved 400 entries, now 401\nRestore" in message(parts[:1] * 401, state)
     others = BlendedDataset(parts[1:2] * 400).fingerprint()
     others["datasets"] = [{**one, "seed": 2} for one in others["datasets"]]
     assert "and 390 more" in message(parts[1:2] * 400, state | {"fingerprint": others})

@@ -5,17 +5,9 @@ A *dataset* (`GPTDataset`, `ShardedDataset`, `BlendedDataset`) turns sample numb
 over micro batches and remembers one number, `consumed_samples`.
 """
 
-from millrace.feed.ahead import WaitStats
-from millrace.feed.cyclic import CyclicSampler
-from millrace.feed.external import ExternalBatches
 from millrace.feed.loader import Loader
-from millrace.feed.samplers import (
-    FullValidationSampler,
-    GlobalBatchSampler,
-    Sampler,
-    SequentialSampler,
-)
-from millrace.feed.schedules import BatchSizeSchedule, RampUp
+from millrace.feed.step_queue import WaitStats
+from millrace.feed.streams import ExternalBatches
 from millrace.samples.datasets import BlendedDataset, Dataset, GPTDataset
 from millrace.samples.fields import BatchForm
 from millrace.samples.sharded import ShardedDataset
@@ -23,6 +15,15 @@ from millrace.samples.transforms.fill_in_middle import FillInMiddle
 from millrace.samples.transforms.loss_ranges import LossRanges, write_loss_ranges
 from millrace.samples.transforms.repeat_guard import RepeatGuard
 from millrace.samples.transforms.transformed import TransformedDataset
+from millrace.sampling import (
+    BatchSizeSchedule,
+    CyclicSampler,
+    FullValidationSampler,
+    GlobalBatchSampler,
+    RampUp,
+    Sampler,
+    SequentialSampler,
+)
 
 __all__ = [
     "BatchForm",

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-import warnings
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from millrace.checks import limit, shown, whole
-from millrace.errors import ConfigError, ViewChangeWarning
-from millrace.feed.ahead import Ahead, Step, StepMaker, WaitStats, print_stacks
-from millrace.feed.samplers import Sampler, SequentialSampler
-from millrace.feed.state import STATE_VERSION, plain, read_state
+from millrace.errors import ConfigError
+from millrace.feed.state import STATE_VERSION, Fingerprint
+from millrace.feed.step_queue import StepQueue, WaitStats, stacks_printed_after
+from millrace.feed.steps import Position, Step, StepMaker
+from millrace.feed.streams import ExternalBatches
+from millrace.forks import watch_forks
 from millrace.samples.datasets import Dataset
 from millrace.samples.fields import FIELDS, BatchForm
 from millrace.samples.stored import Batch
+from millrace.sampling import Sampler, SequentialSampler
+from millrace.sampling.protocols import IndexedSampler, RankSampler, checked_position, num_steps
 from millrace.store import IndexedDataset
 
 _MAX_PREFETCH = 1 << 20
@@ -91,6 +92,8 @@ class Loader:
         (array([ 0, 10, 20]), 3, 2)
     """
 
+    _queue: StepQueue | None
+
     def __init__(
         self,
         dataset: Dataset,
@@ -112,27 +115,8 @@ class Loader:
         watchdog: float | None = None,
     ) -> None:
         _check_dataset(dataset)
-        self.dataset = dataset
-        has_arguments = (micro_batch_size, data_parallel_rank, data_parallel_size, drop_last) != (
-            None,
-            0,
-            1,
-            True,
-        )
-        if sampler is None:
-            sampler = getattr(dataset, "sampler", None)
-        if sampler is None:
-            sampler = _sequential_sampler(
-                len(dataset), micro_batch_size, data_parallel_rank, data_parallel_size, drop_last
-            )
-        elif has_arguments:
-            raise ConfigError(
-                "micro_batch_size, data_parallel_rank, data_parallel_size and drop_last are the "
-                "sampler's: leave them out where a sampler is given"
-            )
-        _check_sampler(sampler, dataset)
-        self.sampler = sampler
-        self.transform = transform
+        share = (micro_batch_size, data_parallel_rank, data_parallel_size, drop_last)
+        sampler = _sampler_of(dataset, sampler, share)
         form = None
         if (fields, token_dtype, share_labels, vocab_size) != (None, "int64", False, None):
             form = BatchForm(
@@ -141,61 +125,87 @@ class Loader:
                 share_labels=share_labels,
                 vocab_size=vocab_size,
             )
+        self.transform = transform
         self._prefetch = None if prefetch is None else whole("prefetch", prefetch, 0, _MAX_PREFETCH)
         threads = whole("threads", threads, 1, _MAX_THREADS)
-        if getattr(dataset, "is_sequential", False):
+        if isinstance(dataset, ExternalBatches):
             threads = 1
         self._maker = StepMaker(dataset, sampler, form, prepare, threads)
         self._watchdog = limit("watchdog", watchdog)
         if self._watchdog is not None and self._watchdog > threading.TIMEOUT_MAX:
             self._watchdog = None  # centuries
         self._is_closed = False
-        self._queue: Ahead | None = None
+        self._fingerprint = Fingerprint(dataset, sampler)
+        self._fingerprint.at(0)  # an error now, and not when the state is saved, or a run resumed
         # `_next` is where the next step starts: ahead of what was handed out, while one is made.
-        self._next = self._consumed_samples = 0
+        self._next = self._position = Position(0)
         self._renew()
-        self._fingerprint()  # an error now, and not when the state is saved, or a run resumed
-        _loaders.add(self)
-        self._seek(consumed_samples)
+        watch_forks(self)
+        self._seek(Position(consumed_samples))
+
+    @property
+    def dataset(self) -> Dataset:
+        """The dataset that the loader draws from."""
+        return self._maker.dataset
+
+    @property
+    def sampler(self) -> Sampler:
+        """What says which samples this rank takes at each step."""
+        return self._maker.sampler
 
     @property
     def consumed_samples(self) -> int:
         """How many samples all ranks have been handed so far."""
-        return self._consumed_samples
+        return self._position.consumed_samples
 
     def __iter__(self) -> Loader:
         return self
 
     def __next__(self) -> Any:
         self._maker.check_thread()
-        step = None
+        bounds: list[Position] = []  # of the step, for the handler below, wherever Ctrl-C comes
         try:
             with self._lock:
-                self._check_handler()
-                start = self._next
-                try:
-                    self._is_taking = True
-                    step = self._take(start)
-                    if step is not None:
-                        batch = _batch_of(step)
-                        self._next = step.end
-                finally:
-                    self._is_taking = False
-                if step is not None:
-                    result = batch if self.transform is None else self.transform(batch)
-                    self._stats.steps += 1
-                    self._consumed_samples = self._next
-        except BaseException as error:  # also Ctrl-C at the release of the lock
-            if step is not None:  # the trainer does not get it, so it must come again
+                batch = self._hand_out(self._take(bounds), bounds)
+        except BaseException:
+            if bounds:  # Ctrl-C, perhaps at the release of the lock
                 with self._lock:
-                    self._next = self._consumed_samples = start
-                    self._drop_queue()
+                    if self._next is bounds[1]:  # no other thread has moved the loader since
+                        self._move(bounds[0])
+            raise
+        return batch  # without a call after the `try`: Ctrl-C comes at calls
+
+    def _take(self, bounds: list[Position]) -> Any:
+        """The next batch; the loader then stands after it, and has not handed it out."""
+        self._check_handler()
+        start = self._next
+        try:
+            self._is_taking = True
+            step = self._step(start)
+            if step.error is not None:
+                self._drop_queue()  # the next call tries the same step again
+                raise step.error
+            if step.after is None:
+                raise StopIteration
+            bounds += [start, step.after]
+            self._next = step.after
+        finally:
+            self._is_taking = False
+        return step.batch
+
+    def _hand_out(self, batch: Any, bounds: list[Position]) -> Any:
+        """The batch for the trainer. If `transform` fails, the step comes again."""
+        try:
+            result = batch if self.transform is None else self.transform(batch)
+        except BaseException as error:
+            self._move(bounds[0])
             if isinstance(error, StopIteration):  # it would end the trainer's loop
                 raise RuntimeError("`transform` raised StopIteration") from error
             raise
-        if step is None:
-            raise StopIteration
-        return result  # without a call after the `try`: Ctrl-C comes at calls
+        bounds[1] = self._next  # of a later step, if `transform` has asked for one
+        self._stats.steps += 1
+        self._position = self._next
+        return result
 
     def __len__(self) -> int:
         """The number of steps from sample 0 to the end, wherever the loader stands.
@@ -203,10 +213,7 @@ class Loader:
         Raises:
             TypeError: A sampler without end.
         """
-        num_steps = getattr(self.sampler, "num_steps", None)
-        if num_steps is None:
-            raise TypeError(f"a {type(self.sampler).__name__} has no number of steps")
-        return whole("num_steps", num_steps(), 0)
+        return num_steps(self.sampler)
 
     def __bool__(self) -> bool:
         return True  # also without a number of steps
@@ -217,9 +224,10 @@ class Loader:
         Raises:
             IndexError: No such step.
         """
-        step = whole("step", step, 0)
-        consumed_at = getattr(self.sampler, "consumed_at", None)
-        return self.batch_at(self._walk(step) if consumed_at is None else consumed_at(step))
+        step, sampler = whole("step", step, 0), self.sampler
+        if isinstance(sampler, IndexedSampler):
+            return self.batch_at(sampler.consumed_at(step))
+        return self.batch_at(self._walk(step))
 
     def batch_at(self, consumed_samples: int) -> Any:
         """The batch of the step that starts after so many samples; the position stays where it is.
@@ -227,10 +235,10 @@ class Loader:
         Raises:
             IndexError: No such step.
         """
-        step, _ = self._maker.step(whole("consumed_samples", consumed_samples, 0))
-        if step is None:
+        step = self._maker.step(Position(whole("consumed_samples", consumed_samples, 0)))
+        if step.is_end:
             raise IndexError(f"there is no step after {shown(consumed_samples)} samples")
-        batch = _batch_of(step)
+        batch = step.result()
         return batch if self.transform is None else self.transform(batch)
 
     def _walk(self, step: int) -> int:
@@ -249,12 +257,18 @@ class Loader:
 
     # ---- the state ----
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state to save with a checkpoint: plain numbers, strings, lists and dicts."""
+    def state_dict(self, consumed_samples: int | None = None) -> dict[str, Any]:
+        """The state to save with a checkpoint: plain numbers, strings, lists and dicts.
+
+        Args:
+            consumed_samples: Position of the state; None: where the loader stands.
+        """
+        if consumed_samples is None:
+            consumed_samples = self.consumed_samples
         return {
             "version": STATE_VERSION,
-            "consumed_samples": self._consumed_samples,
-            "fingerprint": self._fingerprint(),
+            "consumed_samples": consumed_samples,
+            "fingerprint": self._fingerprint.at(consumed_samples),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -267,32 +281,21 @@ class Loader:
                 what differs.
             ConfigError: A consumed_samples that is not a whole number, or where no step can start.
         """
-        remark = getattr(self.sampler, "explain_difference", str)()
-        consumed_samples, view = read_state(state, self._fingerprint(), remark)
-        if view:  # before the move: a warning may be an error
-            warnings.warn(
-                "the same tokens follow, but their masks or padding differ from those of the saved "
-                f"state:\n{view}",
-                ViewChangeWarning,
-                stacklevel=2,
-            )
-        self._seek(consumed_samples)
+        self._seek(Position(self._fingerprint.read_state(state)))
 
-    def _fingerprint(self) -> dict[str, Any]:
-        fingerprint: dict[str, Any] = plain(self.dataset.fingerprint())
-        if not isinstance(fingerprint, dict):
-            raise ConfigError(f"the dataset's fingerprint is {shown(fingerprint)}; return a dict")
-        sampler = plain(getattr(self.sampler, "fingerprint", dict)(), "fingerprint.sampler")
-        return {**fingerprint, "sampler": sampler} if sampler else fingerprint
-
-    def _seek(self, consumed_samples: int) -> None:
-        consumed_samples = whole("consumed_samples", consumed_samples, 0)
-        getattr(self.sampler, "check_position", int)(consumed_samples)
+    def _seek(self, position: Position) -> None:
+        position = position._replace(
+            consumed_samples=checked_position(self.sampler, position.consumed_samples)
+        )
         self._maker.check_thread()
         with self._lock:
             self._check_handler()
-            self._next = self._consumed_samples = consumed_samples
-            self._drop_queue()
+            self._move(position)
+
+    def _move(self, position: Position) -> None:
+        """Goes to a position. The caller has the lock."""
+        self._next = self._position = position
+        self._drop_queue()
 
     def _check_handler(self) -> None:
         """Refuses a call of a signal handler that has interrupted `next` in the same thread."""
@@ -324,38 +327,24 @@ class Loader:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _take(self, start: int) -> Step | None:
-        """The step that starts there; None at the end."""
+    def _step(self, start: Position) -> Step:
+        """The step that starts there."""
         if self._is_closed:
             raise ConfigError("the loader is closed; make a new one, and load its state_dict")
-        if self._prefetch == 0:
-            return self._make(start)
-        return self._open_queue(start).take(self._stats, self._watchdog)
-
-    def _make(self, start: int) -> Step | None:
-        """The step that starts there, made in this thread."""
+        if self._prefetch != 0:
+            return self._open_queue(start).take(self._stats, self._watchdog)
         begin = time.perf_counter()
-        timer = None
-        if self._watchdog is not None:
-            timer = threading.Timer(self._watchdog, print_stacks, [self._watchdog])
-            timer.daemon = True
-        try:
-            if timer is not None:
-                timer.start()
-            step, seconds = self._maker.step(start)
-        finally:
-            if timer is not None:
-                timer.cancel()
-        if step is not None:
-            cause = max(seconds, key=seconds.__getitem__, default="sampler")
-            self._stats.add_wait(time.perf_counter() - begin, cause)
+        with stacks_printed_after(self._watchdog):
+            step = self._maker.step(start)
+        if not step.is_end:
+            self._stats.add_wait(time.perf_counter() - begin, step.cause)
         return step
 
-    def _open_queue(self, start: int) -> Ahead:
+    def _open_queue(self, start: Position) -> StepQueue:
         """The queue whose next step starts there."""
-        if self._queue is None or self._queue.position != start:
+        if self._queue is None or self._queue.position != start.consumed_samples:
             self._drop_queue()
-            self._queue = Ahead(self._maker, start, self._prefetch)
+            self._queue = StepQueue(self._maker, start, self._prefetch)
         self._queue.start()
         if self._is_closed:  # by another thread, which may not have seen the queue
             self._queue.close()
@@ -368,42 +357,26 @@ class Loader:
     # ---- copies, and other processes ----
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            name: value
-            for name, value in self.__dict__.items()
-            if name not in ("_lock", "_queue", "_stats")
-        }
+        hidden = ("_lock", "_queue", "_stats")
+        return {name: value for name, value in vars(self).items() if name not in hidden}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._renew()
-        _loaders.add(self)
+        watch_forks(self)
+
+    def after_fork(self) -> None:
+        """Forgets the parent's threads, which the child does not have, and their locks."""
+        self._maker.renew()
+        self._renew()
 
     def _renew(self) -> None:
         """Forgets the threads and waits of another process, and the step under way there."""
         self._lock = threading.RLock()
         self._queue = None
         self._stats = WaitStats()
-        self._next = self._consumed_samples
+        self._next = self._position
         self._is_taking = False  # a step, in this thread
-
-
-_loaders: weakref.WeakSet[Loader] = weakref.WeakSet()
-
-
-def _renew_all() -> None:
-    for loader in _loaders:
-        loader._maker.renew()
-        loader._renew()
-
-
-os.register_at_fork(after_in_child=_renew_all)  # the thread that held a lock is not there any more
-
-
-def _batch_of(step: Step) -> Any:
-    if step.error is not None:
-        raise step.error
-    return step.batch
 
 
 def _check_dataset(dataset: Any) -> None:
@@ -424,23 +397,30 @@ def _check_dataset(dataset: Any) -> None:
     raise ConfigError(f"dataset is a {name}, which has no {', '.join(missing)}: {remedy}")
 
 
-def _check_sampler(sampler: Any, dataset: Any) -> None:
-    missing = [
-        name
-        for name in ("has_step", "sample_numbers", "consumed_after")
-        if not callable(getattr(sampler, name, None))
-    ]
+def _sampler_of(dataset: Any, sampler: Any, share: tuple[Any, ...]) -> Any:
+    """The sampler of a loader: the one that is given, the dataset's own, or a sequential one."""
+    own = dataset if isinstance(dataset, ExternalBatches) else None
+    sampler = own if sampler is None else sampler
+    if sampler is None:
+        return _sequential_sampler(len(dataset), *share)
+    if share != (None, 0, 1, True):
+        raise ConfigError(
+            "micro_batch_size, data_parallel_rank, data_parallel_size and drop_last are the "
+            "sampler's: leave them out where a sampler is given"
+        )
+    names = ("has_step", "sample_numbers", "consumed_after")
+    missing = [name for name in names if not callable(getattr(sampler, name, None))]
     if missing:
         raise ConfigError(
             f"sampler is {shown(sampler)}, which has no {', '.join(missing)}; give a sampler, such "
             "as SequentialSampler"
         )
-    num_samples = getattr(sampler, "num_samples", None)
-    if isinstance(num_samples, int) and num_samples > len(dataset):
+    if isinstance(sampler, RankSampler) and sampler.num_samples > len(dataset):
         raise ConfigError(
-            f"the sampler draws from {num_samples} samples; the dataset has {len(dataset)}. Make "
-            "it with num_samples=len(dataset)"
+            f"the sampler draws from {sampler.num_samples} samples; the dataset has "
+            f"{len(dataset)}. Make it with num_samples=len(dataset)"
         )
+    return sampler
 
 
 def _sequential_sampler(
@@ -453,10 +433,6 @@ def _sequential_sampler(
         data_parallel_size=size,
         drop_last=drop_last,
     )
-    if drop_last and sampler.block_size > num_samples:
-        raise ConfigError(
-            f"micro_batch_size * data_parallel_size is {sampler.block_size}; the dataset "
-            f"has {num_samples} samples, so that no step is complete. Lower one of them, or "
-            "pass drop_last=False"
-        )
+    if drop_last:
+        sampler.check_block(", or pass drop_last=False")
     return sampler

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.feed.samplers import Sampler
+from millrace.sampling import Sampler
 
 _PATIENCE = 64  # reads in a row from memory, by all threads, that end the prefetching
 _DISTANCE = 256  # samples: what a disk, or an object store, serves side by side

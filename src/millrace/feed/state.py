@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import inspect
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from millrace.checks import shown
-from millrace.errors import ConfigError, ResumeError
+from millrace.checks import NOTHING, differences, place_of, shown, whole
+from millrace.errors import ConfigError, ResumeError, ViewChangeWarning
+from millrace.sampling.protocols import OrderedSampler, explanation
 
 STATE_VERSION = 3
 """It rises when states of earlier versions cannot be compared with fingerprints of today."""
@@ -17,6 +20,101 @@ _LEAVES = (str, int, float, np.generic, type(None))  # of a fingerprint
 _MOST_LINES = 10  # differences in a message
 _MOST_SHOWN = 80  # characters of a value in a message
 _VIEW_OPTIONS = ("eod_token", "pad_token", "reset_position_ids", "eod_mask_loss")  # of version 2
+
+
+class FingerprintMethod:
+    """The method `fingerprint` of a dataset or a sampler.
+
+    It may take the number of consumed samples, and then tells what decides the samples before it: a
+    run whose future changes still resumes.
+
+    Args:
+        owner: The dataset; or the sampler, which need not have the method.
+    """
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+        self._is_there = isinstance(owner, OrderedSampler)
+        self._takes_position = self._is_there and _takes_position(owner.fingerprint)
+
+    def at(self, consumed_samples: int) -> Any:
+        """The fingerprint of the samples before a position; {} without the method."""
+        if not self._is_there:
+            return {}
+        return self._owner.fingerprint(*[consumed_samples] * self._takes_position)
+
+
+class Fingerprint:
+    """What decides the samples that a loader hands out, as plain values.
+
+    Args:
+        dataset: The dataset, with a method `fingerprint`.
+        sampler: The sampler, with such a method or without.
+    """
+
+    def __init__(self, dataset: Any, sampler: Any) -> None:
+        self._dataset, self._sampler = FingerprintMethod(dataset), FingerprintMethod(sampler)
+        self._explanation = explanation(sampler)
+
+    def at(self, consumed_samples: int) -> dict[str, Any]:
+        """The fingerprint of the samples up to a number of consumed samples.
+
+        Raises:
+            ConfigError: A fingerprint that is not a dict, or holds what a state cannot hold.
+        """
+        fingerprint: dict[str, Any] = plain(self._dataset.at(consumed_samples))
+        if not isinstance(fingerprint, dict):
+            raise ConfigError(f"the dataset's fingerprint is {shown(fingerprint)}; return a dict")
+        sampler = plain(self._sampler.at(consumed_samples), "fingerprint.sampler")
+        return {**fingerprint, "sampler": sampler} if sampler else fingerprint
+
+    def read_state(self, state: Any, end: int | None = None) -> int:
+        """Compares a saved state with the data and the order of today, and returns its position.
+
+        A state with another view (masks, padding) is accepted with a ViewChangeWarning.
+
+        Args:
+            state: The saved state.
+            end: Number of samples whose fingerprint was saved; None: its consumed_samples.
+
+        Raises:
+            ResumeError: A state of other data, another order or another version.
+            ConfigError: A consumed_samples that is not a whole number of 0 or more.
+        """
+        saved = _saved_fingerprint(state)
+        consumed_samples = whole("consumed_samples", state["consumed_samples"], 0)
+        lines: dict[bool, list[str]] = {False: [], True: []}  # in the order, and in a view
+        for path, old, new in differences(
+            saved, self.at(consumed_samples if end is None else end), _is_equal
+        ):
+            lines["view" in path].append(_line(place_of(path), old, new))
+        if lines[False]:
+            is_sampler = any(line.startswith("sampler") for line in lines[False])
+            remark = f"{self._explanation}\n" if self._explanation and is_sampler else ""
+            raise ResumeError(
+                f"the state was saved with other data or another order:\n{_listed(lines[False])}\n"
+                f"{remark}Restore what differs, or start a new order with consumed_samples=0"
+            )
+        if lines[True]:
+            warnings.warn(
+                "the same tokens follow, but their masks or padding differ from those of the saved "
+                f"state:\n{_listed(lines[True])}",
+                ViewChangeWarning,
+                stacklevel=3,
+            )
+        return consumed_samples
+
+
+def _takes_position(method: Any) -> bool:
+    """Whether a `fingerprint` method has a parameter for the number of consumed samples."""
+    try:
+        first = next(iter(inspect.signature(method).parameters.values()), None)
+    except (TypeError, ValueError):  # a function of C may have no signature
+        return False
+    if first is None:
+        return False
+    is_required = first.default is first.empty and first.kind < first.VAR_POSITIONAL
+    return is_required or first.name == "consumed_samples"
 
 
 def plain(value: Any, place: str = "fingerprint") -> Any:
@@ -46,51 +144,28 @@ def plain(value: Any, place: str = "fingerprint") -> Any:
     )
 
 
-def read_state(state: Any, fingerprint: dict[str, Any], remark: str = "") -> tuple[Any, str]:
-    """Compares a saved state with a fingerprint of today.
-
-    Args:
-        state: The saved state.
-        fingerprint: Fingerprint of the data and the order now.
-        remark: Sentence about the sampler, for the error if its order differs.
-
-    Returns:
-        Its consumed_samples, unchecked, and the differences in masks and padding: empty if there
-        are none.
-
-    Raises:
-        ResumeError: A state of other data, another order or another version.
-    """
+def _saved_fingerprint(state: Any) -> Any:
+    """The fingerprint of a saved state, as this version would save it."""
     if not isinstance(state, Mapping):
         raise ResumeError(f"the state is {shown(state)}: it is not a Loader's")
     missing = {"version", "consumed_samples", "fingerprint"} - set(state)
     if missing:
         raise ResumeError(f"the state has no {', '.join(sorted(missing))}: it is not a Loader's")
-    version, consumed_samples = state["version"], state["consumed_samples"]
-    saved = state["fingerprint"]
+    version = state["version"]
     is_number = isinstance(version, (int, np.integer))
     if is_number and version == 1:
         raise ResumeError(
             "the state has version 1, of an earlier millrace, which noted less of the data: it "
             "cannot be compared. The order has stayed the same: if data and options have too, "
-            f"go on with Loader(..., consumed_samples={shown(consumed_samples)})"
+            f"go on with Loader(..., consumed_samples={shown(state['consumed_samples'])})"
         )
     if is_number and version == 2:
-        saved = _from_version_2(saved)
-    elif not is_number or version != STATE_VERSION:
+        return _from_version_2(state["fingerprint"])
+    if not is_number or version != STATE_VERSION:
         raise ResumeError(
             f"the state has version {shown(version)}; this millrace reads {STATE_VERSION}"
         )
-    differences = list(_differences(saved, fingerprint))
-    order = [line for line, is_view in differences if not is_view]
-    if order:
-        is_sampler = any(line.startswith("sampler") for line in order)
-        raise ResumeError(
-            f"the state was saved with other data or another order:\n{_listed(order)}\n"
-            + (f"{remark}\n" if remark and is_sampler else "")
-            + "Restore what differs, or start a new order with consumed_samples=0"
-        )
-    return consumed_samples, _listed([line for line, _ in differences])
+    return state["fingerprint"]
 
 
 def _from_version_2(fingerprint: Any) -> Any:
@@ -106,31 +181,18 @@ def _from_version_2(fingerprint: Any) -> Any:
     return moved
 
 
+def _is_equal(saved: Any, present: Any) -> bool:
+    """Whether two leaves of fingerprints are equal; an entry that is missing counts as None."""
+    pair = [None if value is NOTHING else value for value in (saved, present)]
+    return all(isinstance(value, _LEAVES) for value in pair) and bool(pair[0] == pair[1])
+
+
+def _line(place: str, saved: Any, present: Any) -> str:
+    if isinstance(saved, (list, tuple)) and isinstance(present, (list, tuple)):
+        return f"{place}: saved {len(saved)} entries, now {len(present)}"
+    return f"{place}: saved {shown(saved, _MOST_SHOWN)}, now {shown(present, _MOST_SHOWN)}"
+
+
 def _listed(lines: list[str]) -> str:
     more = [f"  and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else []
     return "\n".join([f"  {line}" for line in lines[:_MOST_LINES]] + more)
-
-
-def _differences(
-    saved: Any, present: Any, place: str = "", is_view: bool = False
-) -> Iterator[tuple[str, bool]]:
-    """Where two fingerprints differ: a short line each, and whether that is in a view."""
-    if isinstance(saved, Mapping) and isinstance(present, Mapping):
-        for key in dict.fromkeys([*saved, *present]):
-            at = f"{place}.{key}" if place else str(key)
-            yield from _differences(saved.get(key), present.get(key), at, is_view or key == "view")
-    elif isinstance(saved, (list, tuple)) and isinstance(present, (list, tuple)):
-        entries = (
-            difference
-            for number, pair in enumerate(zip(saved, present, strict=False))
-            for difference in _differences(*pair, f"{place}[{number}]", is_view)
-        )
-        if len(saved) == len(present):
-            yield from entries
-        else:
-            line = f"{place}: saved {len(saved)} entries, now {len(present)}"
-            first = next(entries, None)
-            yield line if first is None else f"{line}; first difference at {first[0]}", is_view
-    elif not (isinstance(saved, _LEAVES) and isinstance(present, _LEAVES)) or saved != present:
-        line = f"{place}: saved {shown(saved, _MOST_SHOWN)}, now {shown(present, _MOST_SHOWN)}"
-        yield line, is_view

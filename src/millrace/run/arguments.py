@@ -12,10 +12,10 @@ from typing import Any
 
 from millrace.checks import flag, one_path, shown, whole
 from millrace.errors import ConfigError
-from millrace.feed.schedules import RampUp
 from millrace.order import SPLITS
 from millrace.order.blends import SURPLUS
 from millrace.run.config import Blend, DatasetConfig
+from millrace.sampling import RampUp
 
 LEGACY_SPLIT = "969, 30, 1"  # Megatron-LM's default where --data-path has no --split
 DEFAULT_SEED, DEFAULT_EVAL_ITERS, DEFAULT_EVAL_INTERVAL = 1234, 100, 1000

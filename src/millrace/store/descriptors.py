@@ -6,7 +6,6 @@ import errno
 import itertools
 import os
 import resource
-import threading
 import weakref
 from collections.abc import Callable
 from typing import BinaryIO
@@ -14,6 +13,7 @@ from typing import BinaryIO
 from millrace.checks import absolute_path
 from millrace.errors import DataError
 from millrace.files import file_identity
+from millrace.forks import ForkLock
 from millrace.store.publish import NEW
 
 MAX_OPEN = 64
@@ -125,13 +125,4 @@ def _last_use(file: PooledFile) -> int:
 
 _clock = itertools.count()
 _open_files: weakref.WeakSet[PooledFile] = weakref.WeakSet()
-_lock = threading.RLock()
-
-
-def _renew_lock() -> None:
-    """In a forked child: the thread that held the lock does not exist there."""
-    global _lock
-    _lock = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)
+_lock = ForkLock()

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from millrace import _native
 from millrace.errors import ConfigError, DataError
 from millrace.files import flush_to_disk, naming
+from millrace.forks import watch_forks
 from millrace.interrupts import interrupts_held
 from millrace.store.bytes import copied
 from millrace.store.info import BlockHasher, Checksums, Info
@@ -88,7 +89,7 @@ class PairWriter:
             with interrupts_held():
                 self._resources.close()
             raise
-        _OPEN.add(self)
+        watch_forks(self)
 
     # ---- turns, and the end ----
 
@@ -144,7 +145,7 @@ class PairWriter:
             self._drop.detach()
             self._resources.close()
 
-    def disown(self) -> None:
+    def after_fork(self) -> None:
         """In a forked process: the files and the lock are its parent's."""
         self._lock, self._lock_holder = threading.Lock(), None
         if self.closed_because is None:
@@ -371,17 +372,6 @@ class _Entries:
     def close(self) -> None:
         with contextlib.suppress(OSError):  # of entries for which the disk had no room
             self._file.close()
-
-
-_OPEN: weakref.WeakSet[PairWriter] = weakref.WeakSet()
-
-
-def _disown_all() -> None:
-    for writer in list(_OPEN):
-        writer.disown()
-
-
-os.register_at_fork(after_in_child=_disown_all)
 
 
 def _drop(

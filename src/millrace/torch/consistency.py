@@ -20,7 +20,9 @@ from torch.distributed import distributed_c10d
 
 from millrace.checks import real, whole
 from millrace.errors import ConfigError, MillraceError
-from millrace.feed import Loader
+from millrace.feed import FullValidationSampler, Loader
+from millrace.feed.streams import ExternalBatches
+from millrace.sampling.protocols import IndexedSampler, SizedSampler
 
 _TIMEOUT = 120.0  # seconds
 _MOST_LISTED = 8  # ranks in a message
@@ -118,52 +120,35 @@ def check_consistency(
 
 def _exchange(report: Report, group: distributed.ProcessGroup | None, timeout: float) -> str:
     """Puts this rank's report, waits for all, and returns what is wrong with them, or ""."""
-    rank, size = distributed.get_rank(group), distributed.get_world_size(group)
     name = "" if group is None else group.group_name
     call = _num_calls[name]
     _num_calls[name] += 1
     store = distributed.PrefixStore(
-        f"millrace/check_consistency/{name}", distributed_c10d._get_default_store()
+        f"millrace/check_consistency/{name}/{call}", distributed_c10d._get_default_store()
     )
-    deadline = time.monotonic() + timeout
-
-    def is_counted(number: int) -> bool:
-        """Waits until the ranks have counted so far; False if they have not in time."""
-        pause = 0.002
-        while store.add(f"{call} count", 0) < number:  # a wait of the store is deaf to Ctrl-C
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(pause)
-            pause = min(0.5, 1.5 * pause)
-        return True
-
-    store.set(f"{call} of rank {rank}", json.dumps(report))
-    store.add(f"{call} count", 1)
-    keys = [f"{call} of rank {number}" for number in range(size)]
-    if not is_counted(size):
-        missing = [number for number, key in enumerate(keys) if not store.check([key])]
-        return (
-            f"{_ranks(missing)} did not answer within {timeout:.4g} s: died, hangs, or has not "
-            "called check_consistency at this step"
-        )
-    message = _problem([json.loads(text) for text in store.multi_get(keys)])
-    # All ranks are in this call, so none reads the reports of the last one any more.
-    store.delete_key(f"{call - 1} of rank {rank}")
-    store.add(f"{call} count", 1)
-    if rank == 0:  # the store may die with this process: first let the others read
-        store.delete_key(f"{call - 1} count")
-        is_counted(2 * size)
-    return message
+    store.set(str(distributed.get_rank(group)), json.dumps(report))
+    keys = [str(rank) for rank in range(distributed.get_world_size(group))]
+    deadline, pause = time.monotonic() + timeout, 0.002
+    while not store.check(keys):  # a wait of the store is deaf to Ctrl-C
+        if time.monotonic() >= deadline:
+            missing = [int(key) for key in keys if not store.check([key])]
+            return (
+                f"{_ranks(missing)} did not answer within {timeout:.4g} s: died, hangs, or has not "
+                "called check_consistency at this step"
+            )
+        time.sleep(pause)
+        pause = min(0.5, 1.5 * pause)
+    return _problem([json.loads(text) for text in store.multi_get(keys)])
 
 
 def _report(loader: Loader, checksum_batches: int) -> Report:
     sampler, position = loader.sampler, loader.consumed_samples
     samples: list[int] = []
-    is_external = getattr(loader.dataset, "is_sequential", False)  # its samples have no numbers
-    if not is_external and sampler.has_step(position):
+    if not isinstance(loader.dataset, ExternalBatches) and sampler.has_step(position):
         numbers = sampler.sample_numbers(position)
-        is_padding = getattr(sampler, "is_padding", None)  # these samples are taken twice
-        samples = (numbers if is_padding is None else numbers[~is_padding(position)]).tolist()
+        if isinstance(sampler, FullValidationSampler):  # padding is taken twice
+            numbers = numbers[~sampler.is_padding(position)]
+        samples = numbers.tolist()
     fingerprint = json.dumps(loader.state_dict()["fingerprint"], sort_keys=True, default=str)
     return {
         "position": position,
@@ -177,16 +162,16 @@ def _checksums(loader: Loader, num_batches: int) -> Iterator[str]:
     """The checksum of each of the last batches, with its first position."""
     if num_batches == 0:
         return
-    if getattr(loader.dataset, "is_sequential", False):
+    if isinstance(loader.dataset, ExternalBatches):
         raise ConfigError("external batches cannot be read again: leave out checksum_batches")
     sampler: Any = loader.sampler
-    if not hasattr(sampler, "consumed_at"):
+    if not isinstance(sampler, IndexedSampler):
         raise ConfigError(
             f"a {type(sampler).__name__} cannot tell where earlier steps started (it has no "
             "consumed_at): leave out checksum_batches"
         )
     position = loader.consumed_samples
-    limit = sampler.num_steps() if hasattr(sampler, "num_steps") else position
+    limit = sampler.num_steps() if isinstance(sampler, SizedSampler) else position
     step = bisect_right(range(limit + 1), position, key=sampler.consumed_at) - 1
     for start in map(sampler.consumed_at, range(max(0, step - num_batches), step)):
         with loader._maker.lock:  # a thread of the loader may be in the dataset

@@ -21,7 +21,11 @@ from torch.utils import data
 from millrace.checks import shown, whole
 from millrace.errors import ConfigError, ResumeError
 from millrace.feed import Dataset, Loader, Sampler
-from millrace.samples.fields import FIELDS, BatchForm, select_fields
+from millrace.feed.state import STATE_VERSION, Fingerprint, FingerprintMethod
+from millrace.feed.streams import ExternalBatches
+from millrace.samples.datasets import batch_of_form
+from millrace.samples.fields import FIELDS, BatchForm
+from millrace.sampling.protocols import checked_position, explanation, num_steps
 from millrace.torch.tensors import to_tensors
 
 Tensors = dict[str, torch.Tensor]
@@ -66,6 +70,7 @@ class MapDataset(data.Dataset):  # type: ignore[misc]
     ) -> None:
         _check_kind("dataset", dataset, "batch", "a dataset, for example a millrace.GPTDataset")
         self.dataset = dataset
+        self._fingerprint = Fingerprint(dataset, None)
         self._state: dict[str, str] | None = None
         self._form: BatchForm | None = None
         if fields is not None or token_dtype != "int64":
@@ -87,7 +92,8 @@ class MapDataset(data.Dataset):  # type: ignore[misc]
     def state_dict(self) -> dict[str, str]:
         """The fingerprint of the data and their order."""
         if self._state is None:  # once: a StatefulDataLoader asks at each batch
-            self._state = self._comparison().state_dict()
+            state = {"version": STATE_VERSION, "consumed_samples": 0}
+            self._state = _as_text(state | {"fingerprint": self._fingerprint.at(len(self))})
         return self._state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -96,21 +102,11 @@ class MapDataset(data.Dataset):  # type: ignore[misc]
         Raises:
             ResumeError: A state of other data or another order, or not a `MapDataset`'s.
         """
-        self._comparison().load_state_dict(state)
-
-    def _comparison(self) -> CheckpointState:
-        loader = Loader(self.dataset, micro_batch_size=1, drop_last=False, prefetch=0)
-        return CheckpointState(loader)
+        self._fingerprint.read_state(_of_text(state), len(self))
 
     def _batch(self, sample_numbers: Sequence[int]) -> Tensors:
         numbers = np.asarray(sample_numbers, None if len(sample_numbers) else np.int64)
-        dataset: Any = self.dataset
-        if self._form is None:
-            return to_tensors(dataset.batch(numbers))
-        if getattr(dataset, "takes_form", False):
-            return to_tensors(dataset.batch(numbers, self._form))
-        name = type(dataset).__name__
-        return to_tensors(select_fields(dataset.batch(numbers), self._form, name))
+        return to_tensors(batch_of_form(self.dataset, numbers, self._form))
 
 
 class _Rows(Sequence[Tensors]):
@@ -168,7 +164,8 @@ class BatchSampler(data.Sampler):  # type: ignore[misc]
     def __init__(self, sampler: Sampler, consumed_samples: int = 0) -> None:
         _check_kind("sampler", sampler, "has_step", "a sampler, as millrace.SequentialSampler,")
         self.sampler = sampler
-        self.consumed_samples = self._checked(consumed_samples)
+        self._fingerprint = FingerprintMethod(sampler)
+        self.consumed_samples = checked_position(self.sampler, consumed_samples)
         self._next_start = self._position = self.consumed_samples
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -188,10 +185,7 @@ class BatchSampler(data.Sampler):  # type: ignore[misc]
         Raises:
             TypeError: A sampler without an end, or one that cannot tell.
         """
-        num_steps = getattr(self.sampler, "num_steps", None)
-        if num_steps is None:
-            raise TypeError(f"a {type(self.sampler).__name__} has no number of steps")
-        return int(num_steps(self.consumed_samples))
+        return num_steps(self.sampler, self.consumed_samples)
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last step that was handed out, and the sampler's fingerprint."""
@@ -206,28 +200,23 @@ class BatchSampler(data.Sampler):  # type: ignore[misc]
         """
         if not isinstance(state, Mapping) or "consumed_samples" not in state:
             raise ResumeError(f"the state is {shown(state)}; it has no consumed_samples")
-        saved, now = state.get("sampler", {}), self._state(0).get("sampler", {})
+        position = whole("consumed_samples", state["consumed_samples"], 0)
+        saved, now = state.get("sampler", {}), self._fingerprint.at(position)
         if saved != now:
-            remark = getattr(self.sampler, "explain_difference", str)()
             raise ResumeError(
                 f"the state was saved by a sampler with another order: {shown(saved)}, now "
-                f"{shown(now)}. {remark}".rstrip()
+                f"{shown(now)}. {explanation(self.sampler)}".rstrip()
             )
-        self._next_start = self._position = self._checked(state["consumed_samples"])
+        self._next_start = self._position = checked_position(self.sampler, position)
 
     def state_after(self, num_batches: int) -> dict[str, Any]:
         """The state after so many batches of an iteration that starts at `consumed_samples`."""
         return self._state(_position_after(self.sampler, self.consumed_samples, num_batches))
 
     def _state(self, consumed_samples: int) -> dict[str, Any]:
-        fingerprint: dict[str, Any] = getattr(self.sampler, "fingerprint", dict)()
+        fingerprint = self._fingerprint.at(consumed_samples)
         sampler = {"sampler": fingerprint} if fingerprint else {}
         return {"consumed_samples": consumed_samples, **sampler}
-
-    def _checked(self, consumed_samples: Any) -> int:
-        position = whole("consumed_samples", consumed_samples, 0)
-        getattr(self.sampler, "check_position", int)(position)
-        return position
 
 
 class IterableDataset(data.IterableDataset):  # type: ignore[misc]
@@ -267,7 +256,7 @@ class IterableDataset(data.IterableDataset):  # type: ignore[misc]
             self._rewind()
             self._check_start()
             return _Steps(self)
-        if getattr(self.loader.dataset, "is_sequential", False):
+        if isinstance(self.loader.dataset, ExternalBatches):
             raise ConfigError(
                 "external batches come from one iterable, which workers cannot share: use "
                 "num_workers=0"
@@ -281,8 +270,8 @@ class IterableDataset(data.IterableDataset):  # type: ignore[misc]
         if start > 0 and not self.loader.sampler.has_step(start):
             raise ConfigError(
                 f"the loader stands at its end, consumed_samples={start}, so this iteration would "
-                "have no batches. For another epoch: state = loader.state_dict(), then "
-                'loader.load_state_dict({**state, "consumed_samples": 0})'
+                "have no batches. For another epoch: "
+                "loader.load_state_dict(loader.state_dict(0))"
             )
 
     def _rewind(self) -> None:
@@ -291,7 +280,7 @@ class IterableDataset(data.IterableDataset):  # type: ignore[misc]
         if position != self._position:  # the first iteration, or the caller has moved the loader
             self._start = position
         elif position == self._end or not loader.sampler.has_step(position):
-            loader.load_state_dict({**loader.state_dict(), "consumed_samples": self._start})
+            loader.load_state_dict(loader.state_dict(self._start))
 
     def state_after(self, num_batches: int) -> dict[str, Any]:
         """The loader's state after so many batches of a DataLoader with workers.
@@ -310,7 +299,7 @@ class IterableDataset(data.IterableDataset):  # type: ignore[misc]
             )
         start = self.loader.consumed_samples
         position = _position_after(self.loader.sampler, start, num_batches)
-        return {**self.loader.state_dict(), "consumed_samples": position}
+        return self.loader.state_dict(position)
 
 
 class _Steps:
@@ -350,7 +339,6 @@ class _WorkerSteps:
         self._loader = copy.copy(loader)  # persistent workers start again from the original
         self._num_workers = num_workers
         self._position = loader.consumed_samples
-        self._fingerprint: dict[str, Any] | None = None
         self._advance(worker)
 
     def __iter__(self) -> _WorkerSteps:
@@ -371,9 +359,7 @@ class _WorkerSteps:
             self._position = sampler.consumed_after(self._position)
 
     def state_dict(self) -> dict[str, Any]:
-        if self._fingerprint is None:  # once: a blend of thousands takes a while
-            self._fingerprint = self._loader.state_dict()
-        return {**self._fingerprint, "consumed_samples": self._position}
+        return self._loader.state_dict(self._position)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._loader.load_state_dict(state)
@@ -397,7 +383,7 @@ class CheckpointState:
 
     def state_dict(self) -> dict[str, str]:
         """The state as JSON."""
-        return {"json": json.dumps(self._loader.state_dict())}
+        return _as_text(self._loader.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from a saved state.
@@ -405,14 +391,21 @@ class CheckpointState:
         Raises:
             ResumeError: A state of other data or another order, or not a `CheckpointState`.
         """
-        text = state.get("json") if isinstance(state, Mapping) else None
-        if not isinstance(text, str):
-            raise ResumeError(f"the state is {shown(state)}; it was not saved by CheckpointState")
-        try:
-            saved = json.loads(text)
-        except ValueError as error:
-            raise ResumeError(f"the state is not JSON ({error}): it is damaged") from None
-        self._loader.load_state_dict(saved)
+        self._loader.load_state_dict(_of_text(state))
+
+
+def _as_text(state: Any) -> dict[str, str]:
+    return {"json": json.dumps(state)}
+
+
+def _of_text(state: Any) -> Any:
+    text = state.get("json") if isinstance(state, Mapping) else None
+    if not isinstance(text, str):
+        raise ResumeError(f"the state is {shown(state)}; it was not saved by CheckpointState")
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ResumeError(f"the state is not JSON ({error}): it is damaged") from None
 
 
 def _check_kind(name: str, value: Any, method: str, kind: str) -> None:

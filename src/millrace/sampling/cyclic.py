@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import threading
 from typing import Any
 
 import numpy as np
@@ -13,11 +11,13 @@ from numpy.typing import NDArray
 from millrace import _native
 from millrace.checks import MAX_INT64, flag, whole
 from millrace.errors import ConfigError
+from millrace.forks import ForkLock
+from millrace.sampling.protocols import RankSampler
 
 _EPOCHS_KEPT = 2  # prefetching threads ask for the end of one epoch and the start of the next
 
 
-class CyclicSampler:
+class CyclicSampler(RankSampler):
     """Epoch after epoch without end, each shuffled anew (Megatron-LM's `cyclic`).
 
     The permutation of an epoch is `torch.randperm` with the number of the epoch as its seed. An
@@ -60,20 +60,10 @@ class CyclicSampler:
         data_parallel_size: int = 1,
         data_sharding: bool = True,
     ) -> None:
-        self.num_samples = whole("num_samples", num_samples, 1, MAX_INT64)
-        self.micro_batch_size = whole("micro_batch_size", micro_batch_size, 1, MAX_INT64)
-        self.data_parallel_size = whole("data_parallel_size", data_parallel_size, 1, MAX_INT64)
-        self.data_parallel_rank = whole(
-            "data_parallel_rank", data_parallel_rank, 0, self.data_parallel_size - 1
-        )
+        super().__init__(num_samples, micro_batch_size, data_parallel_rank, data_parallel_size)
         self.data_sharding = flag("data_sharding", data_sharding)
-        self.block_size = self.micro_batch_size * self.data_parallel_size
+        self.check_block()
         self.steps_per_epoch = self.num_samples // self.block_size
-        if self.steps_per_epoch == 0:
-            raise ConfigError(
-                f"micro_batch_size * data_parallel_size is {self.block_size}; the dataset has "
-                f"{self.num_samples} samples, so that no step is complete. Lower one of them"
-            )
         self.samples_per_epoch = self.steps_per_epoch * self.block_size
         self._permutations: dict[int, NDArray[Any]] = {}
 
@@ -177,12 +167,4 @@ class CyclicSampler:
         return permutation
 
 
-_drawing = threading.Lock()  # so that threads do not draw the same permutation several times
-
-
-def _renew_lock() -> None:
-    global _drawing
-    _drawing = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)  # the thread that held it is not there any more
+_drawing = ForkLock()  # so that threads do not draw the same permutation several times

@@ -1,10 +1,8 @@
-"""Batches that another program makes, in the same loader."""
+"""What has no sample numbers: batches that another program makes, in the same loader."""
 
 from __future__ import annotations
 
-import os
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -13,7 +11,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from millrace.checks import MAX_INT64, whole
 from millrace.errors import ConfigError, ResumeError
-from millrace.feed.ahead import EndOfBatches
+from millrace.feed.steps import EndOfBatches
+from millrace.forks import watch_forks
 
 Batches = Iterable[Any] | Callable[[int], Iterable[Any]]
 
@@ -48,7 +47,6 @@ class ExternalBatches:
         ([4, 8], 12)
     """
 
-    is_sequential = True
     _iterator: Iterator[Any]
     _position: int  # of the iterator, or -1
     _failure: BaseException | None  # of the batches: the first one since a batch was read
@@ -72,13 +70,8 @@ class ExternalBatches:
         most = MAX_INT64 // self._samples_per_step
         self._num_steps = None if num_steps is None else whole("num_steps", num_steps, 0, most)
         self._has_begun = False  # kept in copies, whose iterator stands where this one stood
-        self._renew()
-        _all.add(self)
-
-    @property
-    def sampler(self) -> ExternalBatches:
-        """The sampler of a loader."""
-        return self
+        self.after_fork()
+        watch_forks(self)
 
     # ---- a dataset ----
 
@@ -194,23 +187,12 @@ class ExternalBatches:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._renew()
-        _all.add(self)
+        self.after_fork()
+        watch_forks(self)
 
-    def _renew(self) -> None:
+    def after_fork(self) -> None:
         """Forgets the reading of another process, whose thread may hold the lock."""
         self._lock = threading.Lock()
         self._iterator = iter(())
         self._position = -1
         self._failure = None
-
-
-_all: weakref.WeakSet[ExternalBatches] = weakref.WeakSet()
-
-
-def _renew_all() -> None:
-    for batches in _all:
-        batches._renew()
-
-
-os.register_at_fork(after_in_child=_renew_all)

@@ -2,45 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 from numpy.typing import NDArray
 
 from millrace.checks import MAX_INT64, flag, shown, whole
 from millrace.errors import ConfigError
-from millrace.feed.schedules import BatchSizeSchedule, as_schedule
+from millrace.sampling.protocols import RankSampler
+from millrace.sampling.schedules import BatchSizeSchedule, as_schedule
 
 
-class Sampler(Protocol):
-    """The steps of one rank, each a pure function of the number of samples consumed before it.
-
-    A sampler may offer more, which a `Loader` uses:
-
-    - `num_steps(consumed_samples=0) -> int`: Number of steps from there to the end. Without it the
-      sampler is endless, or its end is not known.
-    - `check_position(consumed_samples)`: Raises ConfigError where no step can start.
-    - `fingerprint() -> dict`: What decides the global order of the samples. It becomes part of the
-      loader's state. Without it, or if it is empty, samples come in the order of their numbers.
-    - `explain_difference() -> str`: One sentence for the error of another fingerprint.
-    - `consumed_at(step) -> int` and `step_at(consumed_samples) -> int`: The number of samples
-      consumed before a step, and the reverse. Step 0 starts at sample 0.
-    """
-
-    def has_step(self, consumed_samples: int) -> bool:
-        """Whether a step is left after that many samples."""
-        ...
-
-    def sample_numbers(self, consumed_samples: int) -> NDArray[np.int64]:
-        """The rank's sample numbers at the step that starts there: int64 [batch]."""
-        ...
-
-    def consumed_after(self, consumed_samples: int) -> int:
-        """The number of consumed samples after the step that starts there."""
-        ...
-
-
-class GlobalBatchSampler:
+class GlobalBatchSampler(RankSampler):
     """A rank's part of each whole global batch at once.
 
     The step that starts at sample number c takes the global batch [c, c + global_batch_size). It
@@ -85,12 +56,7 @@ class GlobalBatchSampler:
         data_parallel_size: int = 1,
         drop_last: bool = True,
     ) -> None:
-        self.num_samples = whole("num_samples", num_samples, 1, MAX_INT64)
-        self.micro_batch_size = whole("micro_batch_size", micro_batch_size, 1, MAX_INT64)
-        self.data_parallel_size = whole("data_parallel_size", data_parallel_size, 1, MAX_INT64)
-        self.data_parallel_rank = whole(
-            "data_parallel_rank", data_parallel_rank, 0, self.data_parallel_size - 1
-        )
+        super().__init__(num_samples, micro_batch_size, data_parallel_rank, data_parallel_size)
         self.drop_last = flag("drop_last", drop_last)
         self.schedule = as_schedule("global_batch_size", global_batch_size)
         self.schedule.check_micro_batches(
@@ -104,10 +70,11 @@ class GlobalBatchSampler:
 
     def sample_numbers(self, consumed_samples: int) -> NDArray[np.int64]:
         consumed_samples = whole("consumed_samples", consumed_samples, 0)
-        micro_batch_size, ranks = self.micro_batch_size, self.data_parallel_size
-        block_size = micro_batch_size * ranks
+        micro_batch_size, block_size = self.micro_batch_size, self.block_size
         num_blocks = min(
-            self.schedule.num_micro_batches(consumed_samples, micro_batch_size, ranks),
+            self.schedule.num_micro_batches(
+                consumed_samples, micro_batch_size, self.data_parallel_size
+            ),
             -(-(self.num_samples - consumed_samples) // block_size),
         )
         first = consumed_samples + self.data_parallel_rank * micro_batch_size
@@ -187,34 +154,14 @@ class SequentialSampler(GlobalBatchSampler):
         data_parallel_size: int = 1,
         drop_last: bool = True,
     ) -> None:
-        micro_batch_size = whole("micro_batch_size", micro_batch_size, 1, MAX_INT64)
-        data_parallel_size = whole("data_parallel_size", data_parallel_size, 1, MAX_INT64)
-        self.block_size = micro_batch_size * data_parallel_size
         super().__init__(
             num_samples,
-            global_batch_size=self.block_size,
+            global_batch_size=_block_size(micro_batch_size, data_parallel_size),
             micro_batch_size=micro_batch_size,
             data_parallel_rank=data_parallel_rank,
             data_parallel_size=data_parallel_size,
             drop_last=drop_last,
         )
-        self._start = self.data_parallel_rank * micro_batch_size
-        self._stop = self._start + micro_batch_size
-
-    # The rules above for a constant size, in a third of the time: every micro batch asks for them.
-
-    def has_step(self, consumed_samples: int) -> bool:
-        consumed_samples = whole("consumed_samples", consumed_samples, 0)
-        return consumed_samples + (self.block_size if self.drop_last else 1) <= self.num_samples
-
-    def sample_numbers(self, consumed_samples: int) -> NDArray[np.int64]:
-        consumed_samples = whole("consumed_samples", consumed_samples, 0)
-        end = min(consumed_samples + self._stop, self.num_samples)
-        return np.arange(min(consumed_samples + self._start, end), end, dtype=np.int64)
-
-    def consumed_after(self, consumed_samples: int) -> int:
-        consumed_samples = whole("consumed_samples", consumed_samples, 0)
-        return min(consumed_samples + self.block_size, self.num_samples)
 
 
 class FullValidationSampler(GlobalBatchSampler):
@@ -256,12 +203,10 @@ class FullValidationSampler(GlobalBatchSampler):
         data_parallel_size: int = 1,
         pad: bool = False,
     ) -> None:
-        micro_batch_size = whole("micro_batch_size", micro_batch_size, 1, MAX_INT64)
-        data_parallel_size = whole("data_parallel_size", data_parallel_size, 1, MAX_INT64)
         self.pad = flag("pad", pad)
         super().__init__(
             num_samples,
-            global_batch_size=micro_batch_size * data_parallel_size,
+            global_batch_size=_block_size(micro_batch_size, data_parallel_size),
             micro_batch_size=micro_batch_size,
             data_parallel_rank=data_parallel_rank,
             data_parallel_size=data_parallel_size,
@@ -282,3 +227,8 @@ class FullValidationSampler(GlobalBatchSampler):
         size = self.micro_batch_size if self.pad else num_samples
         is_padding: NDArray[np.bool_] = np.arange(size) >= num_samples
         return is_padding
+
+
+def _block_size(micro_batch_size: int, data_parallel_size: int) -> int:
+    micro_batch_size = whole("micro_batch_size", micro_batch_size, 1, MAX_INT64)
+    return micro_batch_size * whole("data_parallel_size", data_parallel_size, 1, MAX_INT64)

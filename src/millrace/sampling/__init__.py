@@ -1,0 +1,24 @@
+"""Which sample numbers a data-parallel rank takes at each step.
+
+All answers of a sampler are pure functions of `consumed_samples`, the number of samples that all
+ranks have consumed before the step.
+"""
+
+from millrace.sampling.cyclic import CyclicSampler
+from millrace.sampling.protocols import Sampler
+from millrace.sampling.samplers import (
+    FullValidationSampler,
+    GlobalBatchSampler,
+    SequentialSampler,
+)
+from millrace.sampling.schedules import BatchSizeSchedule, RampUp
+
+__all__ = [
+    "BatchSizeSchedule",
+    "CyclicSampler",
+    "FullValidationSampler",
+    "GlobalBatchSampler",
+    "RampUp",
+    "Sampler",
+    "SequentialSampler",
+]
