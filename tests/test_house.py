@@ -21,7 +21,7 @@ SOURCE = Path(millrace.__file__).parent
 FLOORS = [
     {"cores", "deferred", "dtypes", "errors", "files", "forks", "interrupts", "names", "ragged"},
     {"checks"},
-    {"_core", "option_class", "options"},
+    {"_core", "option_class", "options", "records"},
     {"_native", "reference"},
     {"storage"},
     {"store", "order"},
