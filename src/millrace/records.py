@@ -54,7 +54,7 @@ def record_from(kind: type[T], value: Any, name: str = "the record") -> T:
         ValueError: A missing entry, or a value of another type or outside its limits.
     """
     try:
-        record: T = _reader(kind).read(value)
+        record: T = _reader(kind).read(value)  # type: ignore[arg-type]
     except _MismatchError as error:
         place = "".join(reversed(error.place))
         raise ValueError(f"{name}{place} must be {error.needed}, not {error.shown}") from None

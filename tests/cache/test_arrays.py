@@ -45,7 +45,7 @@ def build(key: int, writers: Mapping[str, arrays.ArrayWriter]) -> None:
 
 def load_or_build(folder: Path, key: int = 1) -> tuple[arrays.ArraySet, bool]:
     return arrays.load_or_build(
-        str(folder), name_of(key), key, lambda: FORMS, lambda writers: build(key, writers)
+        str(folder), name_of(key), key, FORMS, lambda writers: build(key, writers)
     )
 
 
@@ -127,7 +127,7 @@ def test_rows_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         writers["numbers"].write(4999, np.zeros(2, np.uint32))
 
     with pytest.raises(ValueError, match=r"\(2,\) from row 4999 on do not fit \(5000,\)"):
-        arrays.load_or_build(str(tmp_path), name_of(1), 1, lambda: FORMS, write_too_much)
+        arrays.load_or_build(str(tmp_path), name_of(1), 1, FORMS, write_too_much)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -206,7 +206,7 @@ def test_any_damaged_byte_of_a_small_array_is_detected(tmp_path: Path) -> None:
     def write(writers: Mapping[str, arrays.ArrayWriter]) -> None:
         writers["numbers"].write(0, np.arange(40))
 
-    array_set, _ = arrays.load_or_build(str(tmp_path), "name", 1, lambda: forms, write)
+    array_set, _ = arrays.load_or_build(str(tmp_path), "name", 1, forms, write)
     path = Path(array_set.path("numbers"))
     data = path.read_bytes()
     for at in range(len(data)):
@@ -333,7 +333,7 @@ def _build_and_stop(number: int, folder: Path, stopped: Any) -> None:
         stopped.put(os.getpid())
         signal.pause()
 
-    arrays.load_or_build(str(folder), name_of(1), 1, lambda: FORMS, write)
+    arrays.load_or_build(str(folder), name_of(1), 1, FORMS, write)
 
 
 def test_a_killed_builder_releases_its_lock(tmp_path: Path) -> None:
@@ -355,7 +355,7 @@ def test_an_error_of_the_builder_leaves_nothing(tmp_path: Path) -> None:
 
     for _ in range(2):
         with pytest.raises(DataError, match="the data is damaged"):
-            arrays.load_or_build(str(tmp_path), name_of(1), 1, lambda: FORMS, write)
+            arrays.load_or_build(str(tmp_path), name_of(1), 1, FORMS, write)
         assert list(tmp_path.iterdir()) == []
 
 
@@ -403,7 +403,5 @@ def test_waiting_has_a_limit(tmp_path: Path) -> None:
         file_lock(str(tmp_path / f"{name_of(1)}.lock")),
         pytest.raises(BlockingIOError, match=f"held by process {os.getpid()} on "),
     ):
-        arrays.load_or_build(
-            str(tmp_path), name_of(1), 1, lambda: FORMS, lambda w: build(1, w), limit=0.05
-        )
+        arrays.load_or_build(str(tmp_path), name_of(1), 1, FORMS, lambda w: build(1, w), limit=0.05)
     assert load_or_build(tmp_path)[1]

@@ -30,7 +30,7 @@ def make(
     """A cache set, its arrays, and the check that they pass."""
     seed, lengths = options.pop("seed", 3), options.pop("lengths", LENGTHS)
     plan = plan_gpt(int(lengths.sum()), num_samples, sequence_length, **options)
-    arrays = cache.gpt_arrays(build_gpt_indices(lengths, (0, len(lengths)), plan, seed))
+    arrays = build_gpt_indices(lengths, (0, len(lengths)), plan, seed)._asdict()
     identifiers = {
         "class": "GPTDataset",
         "dataset_path": "data",

@@ -129,7 +129,7 @@ def test_both_caches_take_one_build(
         raise AssertionError("built again")
 
     module = importlib.import_module("millrace.jobs.indexing")
-    monkeypatch.setattr(module, "build_indices", refuse)
+    monkeypatch.setattr(module, "build_arrays", refuse)
     monkeypatch.setattr(module, "build_blend", refuse)
     config = ours_of(case, cache=tmp_path / "ours")
     index(config, megatron_cache_folder=tmp_path / "both", tokenizer=identifiers)

@@ -40,10 +40,9 @@ from millrace import (
     build_datasets,
 )
 from millrace.files import file_lock
-from millrace.order import plan_gpt
-from millrace.run.build import _layout, build_run
+from millrace.order import OrderInputs, plan_gpt
+from millrace.run.build import build_run
 from millrace.run.manifest import Manifest
-from millrace.run.plan import DatasetPlan, RunPlan, SplitPlan
 
 S = 8  # the sequence length
 
@@ -232,7 +231,7 @@ def test_indices_that_exceed_memory_are_a_clear_error(
     def run_out_of_memory(*_: Any) -> None:
         raise MemoryError("std::bad_alloc")
 
-    monkeypatch.setattr("millrace.samples.indices.build_gpt_indices", run_out_of_memory)
+    monkeypatch.setattr("millrace.order.gpt.build_gpt_indices", run_out_of_memory)
     with pytest.raises(MemoryError, match=r"data-1: the indices of .* bytes, and there is no"):
         build(blend=(prefixes[:1], None), num_samples=(2**40, 1, 1))
 
@@ -1067,20 +1066,16 @@ def test_the_order_law(case: tuple[list[list[int]], dict[str, Any]]) -> None:
             for part, planned in zip(
                 parts_of(dataset), split.datasets if split else (), strict=True
             ):
-                assert_same_indices(part, single_dataset(plan, planned, config))
+                assert_same_indices(part, single_dataset(planned.file.prefix, planned.inputs))
 
 
-def single_dataset(plan: RunPlan, dataset: DatasetPlan, config: DatasetConfig) -> GPTDataset:
+def single_dataset(prefix: str, inputs: OrderInputs) -> GPTDataset:
     """The same dataset, made by its class."""
-    return GPTDataset(
-        IndexedDataset(dataset.file.prefix),
-        sequence_length=config.sequence_length,
-        seed=config.seed,
-        num_samples=dataset.num_samples,
-        sequences=dataset.sequences,
-        drop_last_partial_sequence=not dataset.gpt.allow_partial,
-        add_extra_token=config.add_extra_token,
-    )
+    names = ("sequence_length", "seed", "num_samples", "sequences", "add_extra_token")
+    options = {name: getattr(inputs, name) for name in names}
+    drops_partial = inputs.drop_last_partial_sequence
+    dataset = IndexedDataset(prefix)
+    return GPTDataset(dataset, **options, drop_last_partial_sequence=drops_partial)
 
 
 # ---- counts beyond 32 bits ----
@@ -1100,10 +1095,19 @@ def test_large_counts_have_64_bit_arrays(
     num_sequences: int, num_epochs: int, num_samples: int, rows: Any, shuffle: Any
 ) -> None:
     """The dtypes are those of Megatron-LM and of `build_gpt_indices`."""
-    gpt = dataclasses.replace(plan_gpt(9, None, 8), num_epochs=num_epochs, num_samples=num_samples)
-    dataset = DatasetPlan(file=None, sequences=(0, num_sequences), num_samples=None, gpt=gpt)
-    split = SplitPlan(name="train", datasets=[dataset], kind="one", weights=None, size=None)
-    assert _layout(split) == {
+    plan = dataclasses.replace(plan_gpt(9, None, 8), num_epochs=num_epochs, num_samples=num_samples)
+    inputs = OrderInputs(
+        num_sequences=num_sequences,
+        num_tokens=9,
+        sequences=(0, num_sequences),
+        num_samples=None,
+        sequence_length=8,
+        add_extra_token=True,
+        drop_last_partial_sequence=True,
+        seed=0,
+        load_lengths=lambda: np.empty(0, np.int32),
+    )
+    assert plan.arrays(inputs) == {
         "document_index": (np.int32, (num_sequences * num_epochs,)),
         "sample_index": (rows, (num_samples + 1, 2)),
         "shuffle_index": (shuffle, (num_samples,)),
@@ -1123,7 +1127,7 @@ def test_an_index_whose_lengths_exceed_its_tokens_is_refused(
         file.seek(34 + 4)
         file.write(np.int32(2**31 - 1).tobytes())
     for cache in (None, tmp_path / "cache"):
-        with pytest.raises(DataError, match=r"have 21474\d+ tokens by .* the .bin holds"):
+        with pytest.raises(DataError, match=r"21474\d+ tokens.* the .bin holds \d+"):
             build(blend=(prefixes, None), cache=cache)
 
 

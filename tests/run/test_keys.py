@@ -12,10 +12,10 @@ import pytest
 
 from millrace import DatasetConfig, IndexedDatasetBuilder, build_datasets
 from millrace.options import SampleOptions
-from millrace.order import GPTPlan
-from millrace.run.build import NOT_IN_SET_KEY, set_key
+from millrace.order import GPTPlan, OrderInputs
 from millrace.run.config import NOT_IN_KEY
-from millrace.run.plan import DatasetPlan, SplitPlan, plan_run
+from millrace.run.plan import SplitPlan, plan_run
+from millrace.run.sets import set_key
 
 # A configuration, and another value for every field: a new field needs a line here.
 BASE: dict[str, Any] = {
@@ -45,6 +45,7 @@ OTHERS: dict[str, Any] = {
     "trust_cache": True,
     "num_threads": 2,
     "any_tokenizer": True,
+    "order": GPTPlan,
 }
 NEEDED: dict[str, dict[str, Any]] = {
     "blend": {"blend_per_split": None, "split": "1,1,1"},
@@ -74,30 +75,36 @@ def test_every_field_of_a_plan_is_in_the_key_of_its_set(tmp_path: Path) -> None:
     config = DatasetConfig(
         sequence_length=8, seed=3, num_samples=(20, 5, 5), blend=([prefix], [1.0]), split="1,1,1"
     )
-    plan = plan_run(config)
-    split = plan.splits[0]
+    split = plan_run(config).splits[0]
     assert split is not None
-    key = set_key(plan, split)
 
-    def is_noticed(plan: Any = plan, **changes: Any) -> bool:
-        return set_key(plan, dataclasses.replace(split, **changes)) != key
+    def is_noticed(config: DatasetConfig = config, **changes: Any) -> bool:
+        changed = dataclasses.replace(split, **changes)
+        return set_key(config, changed) != set_key(base, split)
 
-    dataset = split.datasets[0]
+    dataset, base = split.datasets[0], config
     for field in dataclasses.fields(GPTPlan):
-        gpt = dataclasses.replace(dataset.gpt, **{field.name: 999})
-        other = [dataclasses.replace(dataset, gpt=gpt)]
-        assert is_noticed(datasets=other) == (field.name not in NOT_IN_SET_KEY), field.name
-    for field in dataclasses.fields(DatasetPlan):
-        if field.name not in ("gpt", "file", "num_samples"):  # the plan has what is built of it
-            other = [dataclasses.replace(dataset, **{field.name: (0, 999)})]
-            assert is_noticed(datasets=other), field.name
+        order = dataclasses.replace(dataset.order, **{field.name: 999})
+        other = [dataclasses.replace(dataset, order=order)]
+        assert is_noticed(datasets=other) == field.metadata.get("in_key", True), field.name
+    for name in ("sequences", "num_samples", "drop_last_partial_sequence"):
+        inputs = dataclasses.replace(dataset.inputs, **{name: (0, 999)})
+        other = [dataclasses.replace(dataset, inputs=inputs)]
+        base = config
+        assert is_noticed(datasets=other) == (name == "sequences"), name
+        base = dataclasses.replace(config, order=GPTPlan)  # the plan has what is built of it
+        assert is_noticed(base, datasets=other), name
+    base = config
     for field in dataclasses.fields(SplitPlan):
         if field.name not in ("name", "datasets"):  # equal splits share a set
             assert is_noticed(**{field.name: [999]}), field.name
-    for options in ({"sequence_length": 9}, {"add_extra_token": False}):
-        changed = dataclasses.replace(plan.options, **options)
-        assert is_noticed(dataclasses.replace(plan, options=changed))
-    assert is_noticed(dataclasses.replace(plan, seed=4))
+    for options in ({"sequence_length": 9}, {"add_extra_token": False}, {"seed": 4}):
+        assert is_noticed(dataclasses.replace(config, **options))
+    assert is_noticed(dataclasses.replace(config, order=GPTPlan))
+    of_all = {"sequence_length", "add_extra_token", "seed"}  # at the top of the key
+    of_the_file = {"num_sequences", "num_tokens", "load_lengths"}  # from the lengths' checksum
+    asked = {"sequences", "num_samples", "drop_last_partial_sequence"}
+    assert {field.name for field in dataclasses.fields(OrderInputs)} == of_all | of_the_file | asked
     assert {field.name for field in dataclasses.fields(SampleOptions)} - NOT_IN_KEY == {
         "sequence_length",
         "add_extra_token",

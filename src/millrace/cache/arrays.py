@@ -38,6 +38,7 @@ from millrace.files import (
     writers_lock,
 )
 from millrace.order import RULES_VERSION
+from millrace.order.plans import Layout
 
 JSON = ".json"
 LOCK = ".lock"
@@ -47,9 +48,6 @@ _SEAL_SIZE = len('{"xxh3": "0123456789abcdef", ')
 
 NO_RECORD = (OSError, ValueError, KeyError, TypeError, AttributeError)
 """What reading a record raises if it is missing, damaged or another program's."""
-
-Layout = Mapping[str, tuple[Any, tuple[int, ...]]]
-"""Each array's dtype and shape."""
 
 
 def fingerprint(key: Any) -> str:
@@ -205,7 +203,7 @@ def load_or_build(
     folder: str,
     name: str,
     key: Any,
-    layout: Callable[[], Layout],
+    layout: Layout,
     build: Callable[[Mapping[str, ArrayWriter]], None],
     *,
     limit: float | None = None,
@@ -217,7 +215,7 @@ def load_or_build(
     Args:
         folder, name: Place of the set.
         key: What the arrays are a function of: plain JSON values, compared with the record.
-        layout: Function that returns dtypes and shapes, called if the arrays must be built.
+        layout: Dtypes and shapes of the arrays.
         build: Function that writes them.
         limit: Seconds to wait for another process that builds it; None: no limit.
 
@@ -232,14 +230,13 @@ def load_or_build(
     if array_set is not None:
         return array_set, False
     os.makedirs(folder, exist_ok=True)
-    forms = layout()
     place = os.path.join(folder, name)
-    paths = [array_path(folder, name, array) for array in forms]
+    paths = [array_path(folder, name, array) for array in layout]
     with writers_lock(place + LOCK, place + JSON, *paths, limit=limit):
         array_set = usable(folder, name, key)
         if array_set is not None:
             return array_set, False
-        return _publish(folder, name, key, forms, build), True
+        return _publish(folder, name, key, layout, build), True
 
 
 def usable(folder: str, name: str, key: Any) -> ArraySet | None:

@@ -230,11 +230,6 @@ def locked(files: CacheSet, *, limit: float | None = None) -> Iterator[None]:
         yield
 
 
-def gpt_arrays(indices: GPTIndices) -> Arrays:
-    """The arrays of a GPT dataset's set by their names."""
-    return indices._asdict()
-
-
 def check_gpt_forms(arrays: Arrays) -> None:
     """Checks dtypes and shapes of a GPT dataset's arrays, where there is no plan to compare with.
 

@@ -21,6 +21,7 @@ from millrace.feed import BlendedDataset, GPTDataset, Loader, Sampler, Sequentia
 from millrace.jobs.benchmark_limits import copy_bytes_per_second, drop_from_page_cache
 from millrace.jobs.engine import Task, run_local
 from millrace.run import DatasetConfig, build_datasets
+from millrace.run.config import source_of
 from millrace.run.manifest import Manifest, manifest_path
 from millrace.store.publish import bin_path, idx_path
 
@@ -279,7 +280,7 @@ def _training_prefixes(config: DatasetConfig) -> list[str]:
     blend = config.blend_of(_TRAIN)
     if blend is None:
         raise ConfigError("the run has no training data to measure: give train_data_path")
-    return [os.fspath(prefix) for prefix in blend[0]]
+    return [source_of(source)[0] for source in blend[0]]
 
 
 def _files(config: DatasetConfig, prefixes: Sequence[str]) -> list[str]:

@@ -7,18 +7,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from millrace.cache import megatron as megatron_cache
 from millrace.checks import limit
 from millrace.errors import ConfigError
 from millrace.feed import BlendedDataset, GPTDataset
 from millrace.jobs.progress import Progress
-from millrace.order import normalize, parse_split
+from millrace.order import SPLITS, GPTPlan, normalize, parse_split
+from millrace.order.plans import build_arrays
 from millrace.run import DatasetConfig, Datasets
-from millrace.run.build import SplitDataset, build_blend, build_run
+from millrace.run.build import SplitDataset, build_run
+from millrace.run.config import source_of
 from millrace.run.plan import DatasetPlan, RunPlan, SplitPlan, plan_run
-from millrace.samples.indices import build_indices
+from millrace.run.sets import build_blend
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +31,9 @@ class IndexRow:
         split: "train", "valid" or "test".
         prefix: Path prefix of the token file.
         num_documents: Number of documents of the whole file.
-        num_sequences, num_tokens: Counts of the range that the split draws from.
-        num_epochs: Number of epochs that the samples take.
+        num_sequences: Number of sequences of the range that the split draws from.
+        num_tokens: Number of tokens of that range; None for another order than Megatron-LM's.
+        num_epochs: Number of epochs that the samples take; None as above.
         num_samples: Number of samples.
         weight: Normalised weight in a blend; None where there is none.
     """
@@ -39,8 +42,8 @@ class IndexRow:
     prefix: str
     num_documents: int
     num_sequences: int
-    num_tokens: int
-    num_epochs: int
+    num_tokens: int | None
+    num_epochs: int | None
     num_samples: int
     weight: float | None
 
@@ -88,11 +91,8 @@ def index(
     wait_limit = limit("wait_limit", wait_limit)
     if config.cache is None and megatron_cache_folder is None:
         raise ConfigError("there is nowhere to put the indices: give a cache folder")
-    if megatron_cache_folder is not None and tokenizer is None:
-        raise ConfigError(
-            "the names of Megatron-LM's cache files hold its tokenizer's identifiers: give them as "
-            "in a *-description.txt that it wrote"
-        )
+    if megatron_cache_folder is not None:
+        _check_for_megatron(config, tokenizer)
     num_built = num_found = 0
     datasets: Datasets | None = None
     if config.cache is None:
@@ -118,6 +118,31 @@ def index(
     )
 
 
+def _check_for_megatron(config: DatasetConfig, tokenizer: Any) -> None:
+    """Refuses what Megatron-LM's cache files cannot tell apart."""
+    if tokenizer is None:
+        raise ConfigError(
+            "the names of Megatron-LM's cache files hold its tokenizer's identifiers: give them as "
+            "in a *-description.txt that it wrote"
+        )
+    if config.order is not None:
+        raise ConfigError(
+            f"Megatron-LM's cache files hold Megatron-LM's order, and order is {config.order}: "
+            "leave out one of the two"
+        )
+    if not (config.split is None or isinstance(config.split, str)):
+        raise ConfigError(
+            f"the split is {config.split}; Megatron-LM takes a string such as '969,30,1' alone"
+        )
+    blends = [config.blend_of(number) for number in range(len(SPLITS))]
+    sources = [source_of(source) for blend in blends if blend for source in blend[0]]
+    for prefix, part in sources:
+        if part is not None:
+            raise ConfigError(
+                f"the part of {prefix} is {part}; Megatron-LM reads whole token files alone"
+            )
+
+
 def _write_megatron_cache(
     plan: RunPlan, datasets: Datasets | None, folder: str, tokenizer: Any, wait_limit: float | None
 ) -> Iterator[bool]:
@@ -126,17 +151,12 @@ def _write_megatron_cache(
     The indices are those of `datasets`, or are built if it is None. Yields for each dataset and
     blend whether its files were written now.
     """
-    shares = plan.key["split"]
-    if not (shares is None or isinstance(shares, str)):
-        raise ConfigError(
-            f"the split is {shares}; Megatron-LM takes a string such as '969,30,1' alone"
-        )
     for split, built in zip(plan.splits, datasets or [None] * len(plan.splits), strict=True):
         if split is None:
             continue
         identifiers = [_identifiers(plan, split, part, tokenizer) for part in split.datasets]
-        write = partial(_write_dataset, plan, split, folder, wait_limit)
-        with ThreadPoolExecutor(plan.num_threads) as pool:
+        write = partial(_write_dataset, split, folder, wait_limit)
+        with ThreadPoolExecutor(plan.config.num_threads) as pool:
             yield from pool.map(write, split.datasets, _parts(split, built), identifiers)
         if split.kind == "blend":
             yield _write_blend(split, built, folder, wait_limit, identifiers)
@@ -154,22 +174,21 @@ def _parts(split: SplitPlan, built: SplitDataset | None) -> Sequence[Any]:
 def _identifiers(
     plan: RunPlan, split: SplitPlan, dataset: DatasetPlan, tokenizer: Any
 ) -> dict[str, Any]:
-    shares = plan.key["split"]
+    shares = plan.config.split
     return {
         "class": "GPTDataset",
         "dataset_path": dataset.file.prefix,
-        "num_samples": dataset.num_samples,
+        "num_samples": dataset.inputs.num_samples,
         "index_split": split.name,
-        "random_seed": plan.seed,
-        "sequence_length": plan.options.sequence_length,
+        "random_seed": plan.config.seed,
+        "sequence_length": plan.config.sequence_length,
         "split": shares,
-        "split_matrix": None if shares is None else parse_split(shares),
+        "split_matrix": None if shares is None else parse_split(shares),  # type: ignore[arg-type]
         "tokenizer": tokenizer,
     }
 
 
 def _write_dataset(
-    plan: RunPlan,
     split: SplitPlan,
     folder: str,
     wait_limit: float | None,
@@ -178,18 +197,16 @@ def _write_dataset(
     identifiers: Mapping[str, Any],
 ) -> bool:
     files = megatron_cache.cache_set(folder, identifiers, split.name, megatron_cache.GPT_ARRAYS)
-    token_file = dataset.file.dataset
-    start, stop = dataset.sequences
+    plan, inputs = cast(GPTPlan, dataset.order), dataset.inputs
+    start, stop = inputs.sequences
 
     def check(arrays: megatron_cache.Arrays) -> None:
-        lengths = token_file.sequence_lengths
-        megatron_cache.check_gpt_arrays(arrays, dataset.gpt, stop - start, lengths)
+        megatron_cache.check_gpt_arrays(arrays, plan, stop - start, inputs.lengths)
 
-    def build(_: str) -> megatron_cache.Arrays:
+    def build(_: str) -> Mapping[str, Any]:
         if built is not None:
-            return megatron_cache.gpt_arrays(built.indices)
-        indices = build_indices(token_file, dataset.sequences, dataset.gpt, plan.seed)
-        return megatron_cache.gpt_arrays(indices)
+            return built.indices._asdict()
+        return build_arrays(plan, inputs, dataset.file.prefix)
 
     return megatron_cache.load_or_build(files, check, build, limit=wait_limit)[1]
 
@@ -226,14 +243,15 @@ def _write_blend(
 def _rows(split: SplitPlan) -> Iterator[IndexRow]:
     weights = normalize(split.weights or split.lengths)
     for dataset, weight in zip(split.datasets, weights, strict=True):
+        plan, (start, stop) = dataset.order, dataset.inputs.sequences
         yield IndexRow(
             split=split.name,
             prefix=dataset.file.prefix,
             num_documents=dataset.file.record.num_documents,
-            num_sequences=dataset.sequences[1] - dataset.sequences[0],
-            num_tokens=dataset.gpt.num_tokens_per_epoch,
-            num_epochs=dataset.gpt.num_epochs,
-            num_samples=dataset.gpt.num_samples,
+            num_sequences=stop - start,
+            num_tokens=plan.num_tokens_per_epoch if isinstance(plan, GPTPlan) else None,
+            num_epochs=plan.num_epochs if isinstance(plan, GPTPlan) else None,
+            num_samples=plan.num_samples,
             weight=weight if split.kind == "blend" else None,
         )
 
@@ -245,7 +263,7 @@ def format_result(result: IndexResult) -> str:
     for row in result.rows:
         counts = row.num_documents, row.num_sequences, row.num_tokens, row.num_epochs
         weight = "" if row.weight is None else f"{row.weight:.4g}"
-        texts = [f"{count:,}" for count in (*counts, row.num_samples)]
+        texts = ["" if count is None else f"{count:,}" for count in (*counts, row.num_samples)]
         lines.append([row.split, *texts, weight, row.prefix])
     width, *widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     table = []

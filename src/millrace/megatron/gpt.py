@@ -22,7 +22,7 @@ from millrace.megatron.errors import ConfigAssertionError, DataAssertionError, r
 from millrace.megatron.indexed import IndexedDataset, _LocalBinReader
 from millrace.megatron.utils import Split, log_on_first_rank
 from millrace.options import SampleOptions
-from millrace.order import GPTPlan, plan_gpt
+from millrace.order import GPTPlan, build_gpt_indices_of, plan_gpt
 from millrace.order.gpt import check_seed
 from millrace.samples.stored import Arrays, SampleSource
 
@@ -301,7 +301,7 @@ class GPTDataset(CachedIndices, MegatronDataset):
             lengths.dtype == np.int32, f"the sequence lengths are {lengths.dtype}; int32 is needed"
         )
         try:
-            return rules.build_indices(lengths, indices, plan, seed)._asdict()
+            return build_gpt_indices_of(lengths, indices, plan, seed)._asdict()
         except ConfigError as error:
             raise ConfigAssertionError(f"{self.dataset_path}: {error}") from error
         except ValueError as error:

@@ -9,23 +9,7 @@ from numpy.typing import NDArray
 from millrace import _native
 from millrace.dtypes import shuffle_index_dtype
 from millrace.options import SampleOptions
-from millrace.order import GPTIndices, GPTPlan, build_gpt_indices
 from millrace.samples.stored import Arrays
-
-
-def build_indices(
-    sequence_lengths: NDArray[np.int32], indices: NDArray[np.int32], plan: GPTPlan, seed: int
-) -> GPTIndices:
-    """`build_gpt_indices` of any choice of sequences, int32 [sequences]."""
-    start = int(indices[0]) if len(indices) > 0 else 0
-    stop = start + len(indices)
-    if start >= 0 and np.array_equal(indices, np.arange(start, stop)):  # as the builder gives them
-        return build_gpt_indices(sequence_lengths, (start, stop), plan, seed)
-    # A shuffle moves places, whatever they hold: shuffle the numbers 0 to n - 1, then look up.
-    lengths = np.ascontiguousarray(sequence_lengths[indices])
-    places = build_gpt_indices(lengths, (0, len(indices)), plan, seed)
-    document_index = np.asarray(indices, np.int32)[places.document_index]
-    return places._replace(document_index=document_index)
 
 
 def _build_document_index(

@@ -1,10 +1,9 @@
 """Pure functions from sample number to token spans: numbers in, arrays out, no files.
 
-`splits` cuts a dataset into train, valid and test; `gpt` is the order of one dataset, by its
-document index, sample index and shuffle index; `blends` and `draws` say which dataset each sample
-comes from. All of them give Megatron-LM's results, bit for bit. `sequences` is the order of
-sequences as they are stored, `permutation` a permutation without a table, for the global shuffle.
-`spans` says what any order is.
+`spans` says what an order is, and `plans` how a run makes one. `splits` cuts a dataset into train,
+valid and test. `gpt` is the order of one dataset, and `blends` mixes datasets by weight: both equal
+Megatron-LM's bit for bit. `mixtures` says what a mixture is: from which source each sample comes.
+`sequences` reads sequences as they are stored. `permutation` shuffles without a table.
 """
 
 from millrace.order.blends import (
@@ -14,12 +13,20 @@ from millrace.order.blends import (
     normalize,
     samples_per_dataset,
 )
-from millrace.order.draws import BlendIndices, BlendOrder, build_blend_indices
-from millrace.order.gpt import GPTIndices, GPTOrder, GPTPlan, build_gpt_indices, plan_gpt
+from millrace.order.gpt import (
+    GPTIndices,
+    GPTOrder,
+    GPTPlan,
+    build_gpt_indices,
+    build_gpt_indices_of,
+    plan_gpt,
+)
+from millrace.order.mixtures import BlendIndices, BlendOrder, Mixture, build_blend_indices
 from millrace.order.permutation import KeyedPermutation
+from millrace.order.plans import OrderInputs, OrderPlan
 from millrace.order.sequences import SequenceOrder
 from millrace.order.spans import RULES_VERSION, Order, Spans
-from millrace.order.splits import SPLITS, parse_split, split_ranges
+from millrace.order.splits import SPLITS, parse_split, part_range, split_ranges
 
 __all__ = [
     "RULES_VERSION",
@@ -30,16 +37,21 @@ __all__ = [
     "GPTOrder",
     "GPTPlan",
     "KeyedPermutation",
+    "Mixture",
     "Order",
+    "OrderInputs",
+    "OrderPlan",
     "SequenceOrder",
     "Spans",
     "blend",
     "blend_exhaustively",
     "build_blend_indices",
     "build_gpt_indices",
+    "build_gpt_indices_of",
     "count_draws",
     "normalize",
     "parse_split",
+    "part_range",
     "plan_gpt",
     "samples_per_dataset",
     "split_ranges",

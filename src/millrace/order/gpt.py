@@ -9,7 +9,8 @@ holds the sequences of all epochs in shuffled order; the tokens between the plac
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +20,8 @@ from millrace import _native
 from millrace.checks import flag, shown, whole, whole_numbers
 from millrace.deferred import Deferred
 from millrace.dtypes import sample_index_dtype, shuffle_index_dtype
-from millrace.errors import ConfigError
+from millrace.errors import ConfigError, DataError
+from millrace.order.plans import NOT_IN_KEY, Arrays, Layout, OrderInputs, check_range
 from millrace.order.spans import RULES_VERSION, Spans
 
 FINAL_EPOCH_THRESHOLD = 0.80
@@ -30,7 +32,7 @@ MAX_SEED = 2**32 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class GPTPlan:
-    """Epochs and samples, known before any index is built.
+    """Epochs and samples, known before any index is built: Megatron-LM's `OrderPlan`.
 
     Attributes:
         num_tokens_per_epoch: Number of tokens in the range of sequences.
@@ -42,17 +44,59 @@ class GPTPlan:
         allow_partial: Whether the last sample may be shorter.
     """
 
-    num_tokens_per_epoch: int
+    num_tokens_per_epoch: int = field(metadata=NOT_IN_KEY)
     num_samples: int
     num_epochs: int
     num_samples_before_final_epoch: int | None
-    sequence_length: int
-    add_extra_token: bool
+    sequence_length: int = field(metadata=NOT_IN_KEY)
+    add_extra_token: bool = field(metadata=NOT_IN_KEY)
     allow_partial: bool
 
-    def num_index_bytes(self, num_sequences: int) -> int:
-        """Bytes of the three indices of a range of sequences, in their smallest dtypes."""
-        return 4 * num_sequences * self.num_epochs + (8 + 4) * self.num_samples + 8
+    @classmethod
+    def of(cls, inputs: OrderInputs) -> GPTPlan:
+        """See `OrderPlan.of` and `plan_gpt`.
+
+        Raises:
+            DataError: Lengths of more tokens than the token file holds.
+        """
+        start, stop = inputs.sequences
+        num_tokens = int(np.sum(inputs.lengths[start:stop], dtype=np.int64))
+        if num_tokens > inputs.num_tokens:
+            raise DataError(
+                f"the index says {num_tokens} tokens, and the .bin holds {inputs.num_tokens}. The "
+                "index is damaged: write the pair again"
+            )
+        return plan_gpt(
+            num_tokens,
+            inputs.num_samples,
+            inputs.sequence_length,
+            add_extra_token=inputs.add_extra_token,
+            drop_last_partial_sequence=inputs.drop_last_partial_sequence,
+        )
+
+    def arrays(self, inputs: OrderInputs) -> Layout:
+        """The forms of `GPTIndices`."""
+        start, stop = inputs.sequences
+        num_entries, num_samples = (stop - start) * self.num_epochs, self.num_samples
+        return {
+            "document_index": (np.int32, (num_entries,)),
+            "sample_index": (sample_index_dtype(num_entries), (num_samples + 1, 2)),
+            "shuffle_index": (shuffle_index_dtype(num_samples), (num_samples,)),
+        }
+
+    def build(self, inputs: OrderInputs) -> Arrays:
+        """See `build_gpt_indices`."""
+        return build_gpt_indices(inputs.lengths, inputs.sequences, self, inputs.seed)._asdict()
+
+    def load(self, inputs: OrderInputs, arrays: Deferred[Arrays]) -> GPTOrder:
+        """The order."""
+        return GPTOrder(
+            self,
+            sequences=inputs.sequences,
+            seed=inputs.seed,
+            lengths=Deferred(inputs.load_lengths),
+            indices=Deferred(partial(_indices_of, arrays)),
+        )
 
 
 class GPTIndices(NamedTuple):
@@ -67,6 +111,10 @@ class GPTIndices(NamedTuple):
     document_index: NDArray[np.int32]
     sample_index: NDArray[Any]
     shuffle_index: NDArray[Any]
+
+
+def _indices_of(arrays: Deferred[Arrays]) -> GPTIndices:
+    return GPTIndices(*(arrays.value[name] for name in GPTIndices._fields))
 
 
 class GPTOrder:
@@ -129,8 +177,8 @@ class GPTOrder:
         numbers = whole_numbers("sample numbers", sample_numbers)
         return Spans(*_native.spans(self.core, numbers))
 
-    def fingerprint(self) -> dict[str, Any]:
-        """What decides the spans, apart from the sequence lengths."""
+    def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
+        """What decides the spans, apart from the sequence lengths: of all samples at once."""
         plan = self.plan
         return {
             "kind": "gpt",
@@ -215,23 +263,6 @@ def check_seed(seed: int) -> int:
     return whole("the seed", seed, 0, MAX_SEED)
 
 
-def check_range(sequences: tuple[int, int], num_sequences: int) -> tuple[int, int]:
-    """A range of sequences as ints; raises ConfigError for one outside the file."""
-    try:
-        start, stop = sequences
-    except (TypeError, ValueError):
-        raise ConfigError(
-            f"the range of sequences is {shown(sequences)}; give (start, stop)"
-        ) from None
-    start, stop = (whole("an end of the range of sequences", end) for end in (start, stop))
-    if not 0 <= start <= stop <= num_sequences or stop > _native.MAX_INT32 + 1:
-        raise ConfigError(
-            f"the range of sequences is ({shown(start)}, {shown(stop)}); the file has "
-            f"{num_sequences}, and at most {_native.MAX_INT32 + 1} can be numbered (int32)"
-        )
-    return start, stop
-
-
 def build_gpt_indices(
     sequence_lengths: NDArray[np.int32],
     sequences: tuple[int, int],
@@ -285,6 +316,24 @@ def build_gpt_indices(
             sample_index=sample_index,
             shuffle_index=shuffle_index.result(),
         )
+
+
+def build_gpt_indices_of(
+    sequence_lengths: NDArray[np.int32], numbers: NDArray[np.int32], plan: GPTPlan, seed: int
+) -> GPTIndices:
+    """The same of any choice of sequences.
+
+    Args:
+        numbers: Numbers of the sequences: int32 [chosen].
+    """
+    start = int(numbers[0]) if len(numbers) > 0 else 0
+    stop = start + len(numbers)
+    if start >= 0 and np.array_equal(numbers, np.arange(start, stop)):
+        return build_gpt_indices(sequence_lengths, (start, stop), plan, seed)
+    # A shuffle moves places, whatever they hold: shuffle the numbers 0 to n - 1, then look up.
+    lengths = np.ascontiguousarray(sequence_lengths[numbers])
+    places = build_gpt_indices(lengths, (0, len(numbers)), plan, seed)
+    return places._replace(document_index=np.asarray(numbers, np.int32)[places.document_index])
 
 
 def _lengths(values: NDArray[Any]) -> NDArray[np.int32]:

@@ -51,7 +51,7 @@ class SequenceOrder:
         """
         return Spans(*_native.spans(self.core, whole_numbers("sample numbers", sample_numbers)))
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
         """What decides the spans."""
         return {
             "kind": "sequences",

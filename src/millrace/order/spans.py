@@ -16,17 +16,18 @@ cached indices of another version are not used."""
 
 
 class Spans(NamedTuple):
-    """The tokens of some samples, as runs of tokens in sequences.
+    """The tokens of some samples, as runs of tokens in sequences, or in the whole token file.
 
     Attributes:
-        sequences: Sequence of each span: int64 [spans].
-        offsets: First token of each span in its sequence: int64 [spans].
+        sequences: Sequence of each span: int64 [spans]. None: offsets count from the file's first
+            token, so that no index of sequences is needed.
+        offsets: First token of each span in its sequence, or in the file: int64 [spans].
         counts: Number of tokens of each span: int64 [spans].
         bounds: Where each sample's spans start and end: int64 [samples + 1]. Sample i has the
             spans bounds[i] up to bounds[i + 1].
     """
 
-    sequences: NDArray[np.int64]
+    sequences: NDArray[np.int64] | None
     offsets: NDArray[np.int64]
     counts: NDArray[np.int64]
     bounds: NDArray[np.int64]
@@ -51,8 +52,14 @@ class Order(Protocol):
         """
         ...
 
-    def fingerprint(self) -> dict[str, Any]:
-        """What decides the spans, as plain values, for comparison with a saved state."""
+    def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
+        """What decides the spans, as plain values, for comparison with a saved state.
+
+        Args:
+            consumed_samples: Number of samples that were drawn; what decides only later samples
+                may be left out. None: all samples. An order whose samples all depend on the same
+                values may leave the argument out.
+        """
         ...
 
 
@@ -62,9 +69,15 @@ def checked_spans(order: Order, sample_numbers: NDArray[np.int64]) -> Spans:
     Raises:
         ConfigError: The order returned other ones.
     """
-    columns = zip(Spans._fields, order.spans(sample_numbers), strict=True)
-    spans = Spans(*(whole_numbers(f"the {name} of spans", column) for name, column in columns))
-    sizes = {len(column) for column in spans[:3]}
+    sequences, *others = order.spans(sample_numbers)
+    columns: list[Any] = [
+        whole_numbers(f"the {name} of spans", column)
+        for name, column in zip(Spans._fields[1:], others, strict=True)
+    ]
+    if sequences is not None:
+        sequences = whole_numbers("the sequences of spans", sequences)
+    spans = Spans(sequences, *columns)
+    sizes = {len(column) for column in spans[:3] if column is not None}
     bounds, last = spans.bounds, len(spans.counts)
     is_whole = len(bounds) == len(sample_numbers) + 1 and (bounds[0], bounds[-1]) == (0, last)
     if len(sizes) > 1 or not is_whole or np.any(bounds[1:] < bounds[:-1]):

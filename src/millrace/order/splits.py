@@ -68,10 +68,29 @@ def split_ranges(num_sequences: int, split: str | Sequence[Bookends | None]) -> 
     """
     size = float(whole("num_sequences", num_sequences, 0, MAX_INT64))
     bookends = parse_split(split) if isinstance(split, str) else _checked(split)
-    return [
-        None if ends is None else (round(ends[0] * size), round(ends[1] * size))
-        for ends in bookends
-    ]
+    return [None if ends is None else _range(ends, size) for ends in bookends]
+
+
+def part_range(count: int, part: Bookends) -> Range:
+    """A part of so many things as (start, stop), rounded as splits are.
+
+    Raises:
+        ConfigError: A part that is not (start, end) with 0 <= start < end <= 1.
+
+    Example:
+        >>> part_range(10, (0.6, 1.0))
+        (6, 10)
+    """
+    ends = tuple(reals("the ends of the part", part))
+    if len(ends) != 2 or not 0 <= ends[0] < ends[1] <= 1:
+        raise ConfigError(
+            f"the part must be (start, end) with 0 <= start < end <= 1, not {shown(part)}"
+        )
+    return _range(ends, float(count))
+
+
+def _range(ends: Bookends, size: float) -> Range:
+    return round(ends[0] * size), round(ends[1] * size)
 
 
 def _checked(bookends: Sequence[Bookends | None]) -> list[Bookends | None]:

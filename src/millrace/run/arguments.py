@@ -25,23 +25,7 @@ _GIVE_COUNTS = (
 
 _PATHS = ("train_data_path", "valid_data_path", "test_data_path")
 _DATA = ("data_path", "data_args_path", "per_split_data_args_path", *_PATHS)
-_FILES = ("data_args_path", "per_split_data_args_path", "data_cache_path")
-_COUNTS = {  # and their least values
-    **dict.fromkeys(("seq_length", "global_batch_size", "eval_global_batch_size"), 1),
-    **dict.fromkeys(("eval_interval", "num_dataset_builder_threads"), 1),
-    **dict.fromkeys(
-        ("seed", "train_samples", "train_iters", "eval_iters", "start_eval_at_iter"), 0
-    ),
-}
-_FLAGS = (
-    *("skip_train", "full_validation", "multiple_validation_sets", "any_tokenizer"),
-    *("dataloader_fast_cache_load", "mmap_bin_files", "no_mmap_bin_files"),
-)
 _UNKNOWN_COUNTS = ("step_batch_size_schedule", "phase_transition_iterations")
-_OTHERS = ("split", "num_samples", "mid_level_dataset_surplus", "rampup_batch_size")
-NAMES = tuple(dict.fromkeys((*_DATA, *_FILES, *_COUNTS, *_FLAGS, *_OTHERS, *_UNKNOWN_COUNTS)))
-"""The arguments that concern data. Only two are millrace's own: `num_samples` (train, valid,
-test) and `any_tokenizer`."""
 
 
 def read_arguments(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -73,7 +57,7 @@ def read_arguments(path: str | os.PathLike[str]) -> dict[str, Any]:
             raise ConfigError(f"it holds a {type(arguments).__name__}; `name: value` is needed")
         arguments = _flat(arguments)
         for argument, value in arguments.items():
-            _plain(argument, value)
+            _read(argument, value)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
     except RecursionError:
@@ -122,37 +106,21 @@ def _flat(sections: Mapping[str, Any]) -> dict[str, Any]:
     return dict(flat)
 
 
-def _plain(name: str, value: Any) -> Any:
-    """The value of an argument in its own type, from that type or the text of an option.
+Reader = Callable[[str, Any], Any]
+"""Function of an argument's name and value, which may be the text of an option, that returns the
+value in its own type; ConfigError for a value that the argument cannot have."""
 
-    Raises:
-        ConfigError: A value that the argument cannot have.
-    """
-    if value is None or name not in NAMES:
-        return value
-    if name in _FLAGS:
-        return flag(name, value)
-    if name in _FILES:
-        return one_path(name, value)
-    if name in _DATA:
-        return parse_blend(value, name)
-    if name in _COUNTS:
-        return whole(name, _number(name, value, int), _COUNTS[name])
-    if name == "mid_level_dataset_surplus":
-        return _number(name, value, float)
-    if name in ("num_samples", "rampup_batch_size"):
-        if not isinstance(value, list | tuple) or len(value) != 3:
-            raise ConfigError(f"{name} is {shown(value)}; a list of three whole numbers is needed")
-        return tuple(
-            None if name == "num_samples" and _is_none(number) else _number(name, number, int)
-            for number in value
-        )
-    if name == "split":
-        parts = value if isinstance(value, list | tuple) else [value]
-        if any(isinstance(part, bool) or not isinstance(part, str | int | float) for part in parts):
-            raise ConfigError(f'split is {shown(value)}; shares such as "969,30,1" are needed')
-        return ",".join(map(str, parts))
-    return value
+
+def _int(name: str, value: Any) -> Any:
+    return _number(name, value, int)
+
+
+def _int_or_none(name: str, value: Any) -> Any:
+    return None if value is None or str(value).lower() in ("none", "null") else _int(name, value)
+
+
+def _float(name: str, value: Any) -> Any:
+    return _number(name, value, float)
 
 
 def _number(name: str, value: Any, kind: type[int] | type[float]) -> Any:
@@ -160,11 +128,69 @@ def _number(name: str, value: Any, kind: type[int] | type[float]) -> Any:
         return kind(str(value))
     except ValueError:
         what = "a whole number" if kind is int else "a number"
-        raise ConfigError(f"{name} is {shown(value)}; {what} is needed") from None
+        raise ConfigError(f"{name} must be {what}, not {shown(value)}") from None
 
 
-def _is_none(text: Any) -> bool:
-    return text is None or str(text).lower() in ("none", "null")
+def _at_least(least: int) -> Reader:
+    return lambda name, value: whole(name, _int(name, value), least)
+
+
+def _three(read_one: Reader) -> Reader:
+    def read(name: str, value: Any) -> Any:
+        if not isinstance(value, list | tuple) or len(value) != 3:
+            raise ConfigError(f"{name} must be a list of three whole numbers, not {shown(value)}")
+        return tuple(read_one(name, number) for number in value)
+
+    return read
+
+
+def _shares(name: str, value: Any) -> str:
+    parts = value if isinstance(value, list | tuple) else [value]
+    if any(isinstance(part, bool) or not isinstance(part, str | int | float) for part in parts):
+        raise ConfigError(f'{name} must be shares such as "969,30,1", not {shown(value)}')
+    return ",".join(map(str, parts))
+
+
+def _blend(name: str, value: Any) -> Blend:
+    return parse_blend(value, name)
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(f"{name} must be a text, not {shown(value)}")
+    return value
+
+
+def _any(name: str, value: Any) -> Any:
+    return value
+
+
+_READERS: dict[str, Reader] = {
+    **dict.fromkeys(("data_path", *_PATHS), _blend),
+    **dict.fromkeys(("data_args_path", "per_split_data_args_path", "data_cache_path"), one_path),
+    **dict.fromkeys(("seq_length", "global_batch_size", "eval_global_batch_size"), _at_least(1)),
+    **dict.fromkeys(("eval_interval", "num_dataset_builder_threads"), _at_least(1)),
+    **dict.fromkeys(("seed", "train_samples", "train_iters"), _at_least(0)),
+    **dict.fromkeys(("eval_iters", "start_eval_at_iter"), _at_least(0)),
+    **dict.fromkeys(("skip_train", "full_validation", "multiple_validation_sets"), flag),
+    **dict.fromkeys(("any_tokenizer", "dataloader_fast_cache_load"), flag),
+    **dict.fromkeys(("mmap_bin_files", "no_mmap_bin_files"), flag),
+    "split": _shares,
+    "num_samples": _three(_int_or_none),
+    "rampup_batch_size": _three(_int),
+    "mid_level_dataset_surplus": _float,
+    "order": _text,
+    **dict.fromkeys(_UNKNOWN_COUNTS, _any),
+}
+
+NAMES = tuple(_READERS)
+"""The arguments that concern data. Three are millrace's own: `num_samples` (train, valid, test),
+`any_tokenizer` and `order`."""
+
+
+def _read(name: str, value: Any) -> Any:
+    """The value of an argument in its own type."""
+    return value if value is None or name not in NAMES else _READERS[name](name, value)
 
 
 def unknown_arguments(arguments: Mapping[str, Any]) -> list[str]:
@@ -191,9 +217,7 @@ def config_from(arguments: Mapping[str, Any]) -> DatasetConfig:
     Raises:
         ConfigError: A missing argument, or arguments that do not go together.
     """
-    arguments = {
-        name: _plain(name, value) for name, value in arguments.items() if value is not None
-    }
+    arguments = {name: _read(name, value) for name, value in arguments.items() if value is not None}
     if "seq_length" not in arguments:
         raise ConfigError("seq_length is missing")
     blend, per_split = _blends(arguments)
@@ -218,6 +242,7 @@ def config_from(arguments: Mapping[str, Any]) -> DatasetConfig:
         access="mmap" if is_mapped else "file",
         any_tokenizer=arguments.get("any_tokenizer", False),
         surplus=arguments.get("mid_level_dataset_surplus", SURPLUS),
+        order=arguments.get("order"),
     )
 
 
@@ -238,35 +263,37 @@ def read_identifiers(text: str) -> Any:
 
 
 def parse_blend(items: Sequence[Any] | str, name: str = "the data") -> Blend:
-    """The blend in Megatron-LM's list: prefixes only, or a weight before each prefix."""
+    """The blend in Megatron-LM's list: prefixes only, or a weight before each prefix.
+
+    In place of a prefix may stand {"prefix": PREFIX, "part": [START, END]}, which is our own.
+    """
     try:
         parts = shlex.split(items) if isinstance(items, str) else items
     except ValueError as error:
         raise ConfigError(f"{name} is {shown(items)}: {error}") from None
-    is_list = isinstance(parts, list | tuple)
-    if not is_list or any(
-        isinstance(part, bool) or not isinstance(part, str | int | float | os.PathLike)
-        for part in parts
+    types = (str, int, float, os.PathLike, Mapping)
+    if not isinstance(parts, list | tuple) or any(
+        isinstance(part, bool) or not isinstance(part, types) for part in parts
     ):
         raise ConfigError(
-            f"{name} is {shown(items)}; a list of prefixes is needed, or of weights and prefixes"
+            f"{name} must be a list of prefixes, or of weights and prefixes, not {shown(items)}"
         )
-    parts = [str(part).strip() for part in parts]
+    parts = [part if isinstance(part, Mapping) else str(part).strip() for part in parts]
     are_numbers = [_is_number(part) for part in parts[::2]]
     if len(parts) % 2 or not any(are_numbers):
         return parts, None
     if not all(are_numbers):
         raise ConfigError(
-            f"the data {' '.join(parts[:8])} ... give weights for some prefixes only: give one "
-            "before each, or none"
+            f"the data {' '.join(map(str, parts[:8]))} ... give weights for some prefixes only: "
+            "give one before each, or none"
         )
     return parts[1::2], [float(part) for part in parts[::2]]
 
 
-def _is_number(text: str) -> bool:
+def _is_number(part: Any) -> bool:
     try:
-        float(text)
-    except ValueError:
+        float(part)
+    except (TypeError, ValueError):
         return False
     return True
 

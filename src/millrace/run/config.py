@@ -5,21 +5,27 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from millrace.checks import flag, reals, shown, whole
+from millrace.checks import flag, one_path, reals, shown, whole
 from millrace.errors import ConfigError
 from millrace.options import SampleOptions
-from millrace.order import SPLITS, normalize, split_ranges
+from millrace.order import SPLITS, GPTPlan, normalize, part_range, split_ranges
 from millrace.order.blends import SURPLUS, check_surplus
 from millrace.order.gpt import check_seed
+from millrace.order.plans import PlanOf
 from millrace.order.splits import VALID, Bookends
+from millrace.run.own_order import name_of_order, own_order
 from millrace.store.bytes import Access
 
-Blend = tuple[Sequence[str], Sequence[float] | None]
-"""Path prefixes, and a weight for each; None: the datasets' lengths are the weights."""
+Source = str | os.PathLike[str] | Mapping[str, Any]
+"""A token file: its path prefix, or {"prefix": PREFIX, "part": [START, END]} for a share of its
+documents."""
+
+Blend = tuple[Sequence[Source], Sequence[float] | None]
+"""Sources, and a weight for each; None: the datasets' lengths are the weights."""
 
 NOT_IN_KEY = frozenset(
     {
@@ -57,6 +63,8 @@ class DatasetConfig:
         num_threads: Number of threads that build indices; each needs the memory of one dataset's.
         any_tokenizer: Whether to take token files although their sidecars name different
             tokenizers. They are compared when a plan is made, not when one is found in the cache.
+        order: Another order than Megatron-LM's: a class (see `OrderPlan`), a function that returns
+            the plan of `OrderInputs`, or the name of one, "package.module:name".
 
     Raises:
         ConfigError: Options outside their limits, or that do not go together.
@@ -82,6 +90,7 @@ class DatasetConfig:
     trust_cache: bool = False
     num_threads: int = 1
     any_tokenizer: bool = False
+    order: PlanOf | str | None = None
 
     def __post_init__(self) -> None:
         if (self.blend is None) == (self.blend_per_split is None):
@@ -97,7 +106,7 @@ class DatasetConfig:
                 f"blend_per_split is {shown(per_split)}; give an entry for each of "
                 f"{', '.join(SPLITS)}, None for those that you do without"
             )
-        self._make_plain()
+        self._set_numbers()
         if self.access not in get_args(Access):
             raise ConfigError(
                 f"access is {shown(self.access)}; it is one of {', '.join(get_args(Access))}"
@@ -117,16 +126,17 @@ class DatasetConfig:
         if self.split is not None:
             split_ranges(0, self.split)
         self._set(
-            blend=_plain_blend(self.blend),
-            blend_per_split=per_split and [_plain_blend(blend) for blend in per_split],
-            split=self.split if isinstance(self.split, str | None) else _plain_ends(self.split),
+            blend=_json_blend(self.blend),
+            blend_per_split=per_split and [_json_blend(blend) for blend in per_split],
+            split=self.split if isinstance(self.split, str | None) else _floats(self.split),
+            order=own_order(self.order, is_cached=self.cache is not None),
         )
 
     def _set(self, **values: Any) -> None:
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
-    def _make_plain(self) -> None:
+    def _set_numbers(self) -> None:
         """Numbers and flags of any type become Python's, whose sums are exact."""
         if not _is_list(self.num_samples) or len(self.num_samples) != len(SPLITS):
             raise ConfigError(
@@ -171,9 +181,8 @@ class DatasetConfig:
     def _check_blend(self, name: str, prefixes: Any, weights: Any, size: int | None) -> None:
         if not _is_list(prefixes) or len(prefixes) == 0:
             raise ConfigError(f"the {name} blend is {prefixes!r}; a list of prefixes is needed")
-        for prefix in prefixes:
-            if not isinstance(prefix, (str, os.PathLike)):
-                raise ConfigError(f"the {name} blend has {prefix!r}; prefixes are paths")
+        for source in prefixes:
+            _check_source(name, source)
         if weights is None:
             return
         weights = reals(f"the {name} blend's weights", weights)
@@ -194,39 +203,64 @@ class DatasetConfig:
 
     @functools.cached_property
     def sample_options(self) -> SampleOptions:
-        return SampleOptions(
-            sequence_length=self.sequence_length,
-            add_extra_token=self.add_extra_token,
-            eod_token=self.eod_token,
-            pad_token=self.pad_token,
-            reset_position_ids=self.reset_position_ids,
-            eod_mask_loss=self.eod_mask_loss,
-        )
+        names = [field.name for field in dataclasses.fields(SampleOptions)]
+        return SampleOptions(**{name: getattr(self, name) for name in names})
+
+    @property
+    def plan_of(self) -> PlanOf:
+        """What makes the plans of the datasets' orders."""
+        return GPTPlan if self.order is None else self.order  # type: ignore[return-value]
 
     def order_key(self) -> dict[str, Any]:
         """All fields that decide the order, as plain JSON values; the token files add the rest."""
-        return {
-            field.name: _plain(getattr(self, field.name))
+        key = {
+            field.name: _json(getattr(self, field.name))
             for field in dataclasses.fields(self)
             if field.name not in NOT_IN_KEY
         }
+        order = key.pop("order")
+        return key if order is None else {**key, "order": name_of_order(order)}
 
 
-def _plain(value: Any) -> Any:
-    return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else value
+def source_of(source: Source) -> tuple[str, Bookends | None]:
+    """The path prefix of a source, and its part; None: all of it."""
+    if isinstance(source, Mapping):
+        return os.fspath(source["prefix"]), source["part"]
+    return os.fspath(source), None
 
 
-def _plain_blend(blend: Blend | None) -> Blend | None:
+def _check_source(name: str, source: Any) -> None:
+    if isinstance(source, Mapping):
+        if source.keys() != {"prefix", "part"}:
+            raise ConfigError(
+                f"the {name} blend has {shown(dict(source))}; a part of a token file is "
+                '{"prefix": PREFIX, "part": [START, END]}'
+            )
+        one_path(f"a prefix of the {name} blend", source["prefix"])
+        part_range(0, source["part"])
+    elif not isinstance(source, (str, os.PathLike)):
+        raise ConfigError(f"the {name} blend has {source!r}; prefixes are paths")
+
+
+def _json(value: Any) -> Any:
+    return [_json(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+def _json_blend(blend: Blend | None) -> Blend | None:
     if blend is None:
         return None
-    prefixes, weights = blend
+    sources, weights = blend
     return (
-        [os.fspath(prefix) for prefix in prefixes],
+        [_json_source(*source_of(source)) for source in sources],
         None if weights is None else reals("the weights", weights),
     )
 
 
-def _plain_ends(split: Sequence[Bookends | None]) -> list[Bookends | None]:
+def _json_source(prefix: str, part: Bookends | None) -> Source:
+    return prefix if part is None else {"prefix": prefix, "part": reals("the part", part)}
+
+
+def _floats(split: Sequence[Bookends | None]) -> list[Bookends | None]:
     return [None if ends is None else (float(ends[0]), float(ends[1])) for ends in split]
 
 

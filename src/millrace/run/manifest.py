@@ -17,9 +17,11 @@ from typing import Any
 from millrace.cache import arrays
 from millrace.checks import absolute_path
 from millrace.files import atomic_file, writers_lock
-from millrace.order import RULES_VERSION, GPTPlan
+from millrace.order import RULES_VERSION, SPLITS, OrderInputs, OrderPlan
+from millrace.order.plans import entries_of
+from millrace.records import record_from
 from millrace.run.config import DatasetConfig
-from millrace.run.plan import DatasetPlan, RunPlan, SplitPlan, make_plan
+from millrace.run.plan import DatasetPlan, RunPlan, SplitPlan, order_inputs
 from millrace.store.token_file import TokenFile, TokenFileRecord
 
 MANIFEST = "run-"
@@ -53,7 +55,7 @@ class Manifest:
         """
         numbers = {id(file): number for number, file in enumerate(plan.files)}
         return cls(
-            key=plan.key,
+            key=plan.config.order_key(),
             files=[file.record for file in plan.files],
             splits=[
                 None if split is None else _split_entry(split, numbers) for split in plan.splits
@@ -69,7 +71,7 @@ class Manifest:
         try:
             if record is None or record["logic"] != RULES_VERSION:
                 return None
-            files = [TokenFileRecord(**_with_tuples(entry)) for entry in record["files"]]
+            files = [record_from(TokenFileRecord, entry) for entry in record["files"]]
             return cls(
                 key=record["config"],
                 files=files,
@@ -84,10 +86,13 @@ class Manifest:
         """The plan of a configuration with this key; None if the record is not understood."""
         files = [TokenFile(record, config.access) for record in self.files]
         try:
-            splits = [None if entry is None else _split_plan(entry, files) for entry in self.splits]
+            splits = [
+                None if entry is None else _split_plan(config, entry, files)
+                for entry in self.splits
+            ]
         except arrays.NO_RECORD:
             return None
-        return make_plan(config, files, splits)
+        return RunPlan(config=config, files=files, splits=splits)
 
     def write(self, folder: str, *, limit: float | None = None) -> None:
         """Writes the manifest, or makes an equal one in the folder as young as a new one.
@@ -140,31 +145,45 @@ def _paths(record: dict[str, Any], files: list[TokenFileRecord]) -> list[str | N
     return [file.prefix if os.path.isabs(file.prefix) else None for file in files]
 
 
+# The name of a plan's entry is from the time when Megatron-LM's order was the only one.
+_PLAN = "gpt"
+
+
 def _split_entry(split: SplitPlan, numbers: dict[int, int]) -> dict[str, Any]:
     datasets = [
         {
             "file": numbers[id(dataset.file)],
-            "sequences": dataset.sequences,
-            "num_samples": dataset.num_samples,
-            "gpt": vars(dataset.gpt),
+            "sequences": dataset.inputs.sequences,
+            "num_samples": dataset.inputs.num_samples,
+            _PLAN: entries_of(dataset.order),
         }
         for dataset in split.datasets
     ]
     return {**vars(split), "datasets": datasets}
 
 
-def _split_plan(entry: dict[str, Any], files: Sequence[TokenFile]) -> SplitPlan:
-    datasets = [
-        DatasetPlan(
-            file=files[part["file"]],
-            sequences=tuple(part["sequences"]),
-            num_samples=part["num_samples"],
-            gpt=GPTPlan(**part["gpt"]),
-        )
-        for part in entry["datasets"]
-    ]
+def _split_plan(
+    config: DatasetConfig, entry: dict[str, Any], files: Sequence[TokenFile]
+) -> SplitPlan:
+    number, datasets = SPLITS.index(entry["name"]), []
+    for part in entry["datasets"]:
+        file, sequences = files[part["file"]], tuple(part["sequences"])
+        inputs = order_inputs(config, number, file, sequences, part["num_samples"])
+        plan = _order_plan(config, part[_PLAN], inputs)
+        datasets.append(DatasetPlan(file=file, inputs=inputs, order=plan))
     return SplitPlan(**{**entry, "datasets": datasets})
 
 
-def _with_tuples(entry: dict[str, Any]) -> dict[str, Any]:
-    return {name: tuple(v) if isinstance(v, list) else v for name, v in entry.items()}
+def _order_plan(config: DatasetConfig, entries: dict[str, Any], inputs: OrderInputs) -> OrderPlan:
+    """The plan that had these entries; a function makes it again.
+
+    Raises:
+        ValueError: The function makes another one now.
+    """
+    if isinstance(config.plan_of, type):
+        plan: OrderPlan = config.plan_of(**entries)
+        return plan
+    plan = config.plan_of(inputs)
+    if entries_of(plan) != entries:
+        raise ValueError(f"the plan was {entries}, and is {plan}")
+    return plan

@@ -6,19 +6,25 @@ The configuration ends here: whatever comes later takes what it needs from the p
 from __future__ import annotations
 
 import functools
-import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from millrace.errors import ConfigError, DuplicateDataWarning
-from millrace.options import SampleOptions
-from millrace.order import SPLITS, GPTPlan, normalize, samples_per_dataset, split_ranges
-from millrace.order.splits import VALID, Range
-from millrace.run.config import DatasetConfig
-from millrace.samples.indices import plan_indices
+from millrace.order import (
+    SPLITS,
+    OrderInputs,
+    OrderPlan,
+    normalize,
+    part_range,
+    samples_per_dataset,
+    split_ranges,
+)
+from millrace.order.plans import check_token_dtype, plan_order
+from millrace.order.splits import VALID, Bookends, Range
+from millrace.run.config import Blend, DatasetConfig, source_of
 from millrace.store.token_file import TokenFile
 from millrace.store.tokenizers import read_tokenizer, tokenizer_conflict
 
@@ -28,25 +34,17 @@ Kind = Literal["one", "blend", "apart"]
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetPlan:
-    """One dataset: a range of sequences of a token file.
+    """One dataset: a range of sequences of a token file, in an order.
 
     Attributes:
         file: The token file.
-        sequences: (start, stop).
-        num_samples: Least number of samples; None: one epoch.
-        gpt: Epochs and samples.
+        inputs: What the order is a function of.
+        order: Plan of the order.
     """
 
     file: TokenFile
-    sequences: Range
-    num_samples: int | None
-    gpt: GPTPlan
-
-    @property
-    def num_entries(self) -> int:
-        """Entries of the document index."""
-        start, stop = self.sequences
-        return (stop - start) * self.gpt.num_epochs
+    inputs: OrderInputs
+    order: OrderPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +68,7 @@ class SplitPlan:
     @property
     def lengths(self) -> list[int]:
         """Number of samples of each dataset."""
-        return [dataset.gpt.num_samples for dataset in self.datasets]
+        return [dataset.order.num_samples for dataset in self.datasets]
 
     @property
     def num_samples(self) -> int:
@@ -83,18 +81,12 @@ class RunPlan:
     """What a run draws from, and how.
 
     Attributes:
-        key: All options that decide the order (see `DatasetConfig.order_key`).
-        seed: Seed of the order.
-        options: What a sample looks like.
-        num_threads: Number of threads that build indices.
+        config: The configuration.
         files: The token files.
         splits: Train, valid and test; None for a split without a share.
     """
 
-    key: dict[str, Any]
-    seed: int
-    options: SampleOptions
-    num_threads: int
+    config: DatasetConfig
     files: Sequence[TokenFile]
     splits: Sequence[SplitPlan | None]
 
@@ -109,20 +101,6 @@ class RunPlan:
         return sum(len(split.datasets) for split in self.present_splits)
 
 
-def make_plan(
-    config: DatasetConfig, files: Sequence[TokenFile], splits: Sequence[SplitPlan | None]
-) -> RunPlan:
-    """The plan of a configuration, its token files and its splits."""
-    return RunPlan(
-        key=config.order_key(),
-        seed=config.seed,
-        options=config.sample_options,
-        num_threads=config.num_threads,
-        files=files,
-        splits=splits,
-    )
-
-
 def plan_run(config: DatasetConfig) -> RunPlan:
     """Opens every token file and works out what to build.
 
@@ -130,7 +108,7 @@ def plan_run(config: DatasetConfig) -> RunPlan:
         ConfigError, DataError: See `build_datasets`.
     """
     blends = [config.blend_of(number) for number in range(len(SPLITS))]
-    prefixes = dict.fromkeys(os.fspath(p) for blend in blends if blend for p in blend[0])
+    prefixes = dict.fromkeys(source_of(item)[0] for blend in blends if blend for item in blend[0])
     with ThreadPoolExecutor(config.num_threads) as pool:
         files = list(pool.map(functools.partial(TokenFile.open, access=config.access), prefixes))
         if len(files) > 1 and not config.any_tokenizer:
@@ -142,81 +120,104 @@ def plan_run(config: DatasetConfig) -> RunPlan:
                 )
     by_prefix = dict(zip(prefixes, files, strict=True))
     splits = [
-        None
-        if blend is None
-        else _plan_split(config, number, [by_prefix[p] for p in blend[0]], blend[1])
+        None if blend is None else _plan_split(config, number, blend, by_prefix)
         for number, blend in enumerate(blends)
     ]
-    return make_plan(config, files, splits)
+    return RunPlan(config=config, files=files, splits=splits)
+
+
+def order_inputs(
+    config: DatasetConfig, split: int, file: TokenFile, sequences: Range, num_samples: int | None
+) -> OrderInputs:
+    """What the order of a dataset is a function of; `split` is the split's number in SPLITS."""
+    return OrderInputs(
+        num_sequences=file.record.num_sequences,
+        num_tokens=file.record.num_tokens,
+        sequences=sequences,
+        num_samples=num_samples,
+        sequence_length=config.sequence_length,
+        add_extra_token=config.add_extra_token,
+        drop_last_partial_sequence=(split != VALID or config.drop_last_partial_validation_sequence),
+        seed=config.seed,
+        load_lengths=file.sequence_lengths,
+    )
 
 
 def _plan_split(
-    config: DatasetConfig,
-    number: int,
-    files: Sequence[TokenFile],
-    weights: Sequence[float] | None,
+    config: DatasetConfig, number: int, blend: Blend, files: Mapping[str, TokenFile]
 ) -> SplitPlan | None:
-    """The plan of a split; None if it has no share."""
-    name, size = SPLITS[number], config.num_samples[number]
-    if config.split is None:
-        ranges: list[Range | None] = [(0, file.record.num_sequences) for file in files]
-    else:
-        ranges = [split_ranges(file.record.num_sequences, config.split)[number] for file in files]
-    if any(sequences is None for sequences in ranges):
+    """The plan of a split, by its number; None if it has no share."""
+    items, weights = blend
+    sources = [source_of(item) for item in items]
+    ranges = [_range(config, number, files[prefix], part) for prefix, part in sources]
+    if None in ranges:
         return None
+    name, size = SPLITS[number], config.num_samples[number]
     kind: Kind = "blend"
-    if number == VALID and config.multiple_validation_sets and len(files) > 1:
+    if number == VALID and config.multiple_validation_sets and len(sources) > 1:
         kind = "apart"
-    elif len(files) == 1 and (weights is None or config.blend_per_split is not None):
+    elif len(sources) == 1 and (weights is None or config.blend_per_split is not None):
         kind = "one"
-    drops_partial = number != VALID or config.drop_last_partial_validation_sequence
+    counts: list[int | None] = [None if kind == "blend" else size] * len(sources)
     try:
         if kind != "blend":
-            weights, counts = None, [size] * len(files)
-        elif weights is None:
-            counts = [None] * len(files)
-        else:
+            weights = size = None
+        elif weights is not None:
             weights = normalize(weights)
             shares = samples_per_dataset(weights, size or 0, config.surplus)
             size, counts = sum(share for share, _ in shares), [built for _, built in shares]
         datasets = [
-            DatasetPlan(
-                file=file,
-                sequences=sequences,  # type: ignore[arg-type]
-                num_samples=count,
-                gpt=plan_indices(
-                    file.dataset,
-                    sequences,  # type: ignore[arg-type]
-                    count,
-                    config.sample_options,
-                    drop_last_partial_sequence=drops_partial,
-                ),
-            )
-            for file, sequences, count in zip(files, ranges, counts, strict=True)
+            _plan_dataset(config, number, files[prefix], sequences, count)
+            for (prefix, _), sequences, count in zip(sources, ranges, counts, strict=True)
+            if sequences is not None
         ]
     except ConfigError as error:
         raise ConfigError(f"the {name} split: {error}") from None
-    if kind != "blend":
-        size = None
-    elif weights is None and size is not None:
-        size = min(size, sum(dataset.gpt.num_samples for dataset in datasets))
+    if weights is None and size is not None:
+        size = min(size, sum(dataset.order.num_samples for dataset in datasets))
     return SplitPlan(name=name, datasets=datasets, kind=kind, weights=weights, size=size)
 
 
+def _range(
+    config: DatasetConfig, number: int, file: TokenFile, part: Bookends | None
+) -> Range | None:
+    """The sequences of a source that a split draws from; None if the split has no share."""
+    start, stop = 0, file.record.num_sequences
+    if part is not None:
+        documents = part_range(file.record.num_documents, part)
+        start, stop = file.dataset.check_documents(*documents)
+    if config.split is None:
+        return start, stop
+    share = split_ranges(stop - start, config.split)[number]
+    return None if share is None else (start + share[0], start + share[1])
+
+
+def _plan_dataset(
+    config: DatasetConfig, split: int, file: TokenFile, sequences: Range, num_samples: int | None
+) -> DatasetPlan:
+    check_token_dtype(file.dataset.dtype, file.prefix)
+    inputs = order_inputs(config, split, file, sequences, num_samples)
+    plan = plan_order(config.plan_of, inputs, file.prefix)
+    return DatasetPlan(file=file, inputs=inputs, order=plan)
+
+
 def warn_of_copies(plan: RunPlan) -> None:
-    """Warns of the same data, in whatever files, twice in a blend."""
+    """Warns of the same sequences, in whatever files, twice in a blend."""
     for split in plan.present_splits:
         if split.kind != "blend":
             continue
-        prefixes: dict[tuple[str, str], str] = {}
+        drawn: dict[tuple[str, str], list[DatasetPlan]] = {}
         for dataset in split.datasets:
-            data = (dataset.file.fingerprint, dataset.file.lengths_checksum)
-            if data in prefixes:
-                warnings.warn(
-                    f"the {split.name} blend has the data of {dataset.file.prefix} twice (also as "
-                    f"{prefixes[data]}): the same samples are drawn twice, in the same order. "
-                    "Give it once, with the sum of the weights",
-                    DuplicateDataWarning,
-                    stacklevel=4,  # the line that calls `build_datasets`
-                )
-            prefixes.setdefault(data, dataset.file.prefix)
+            others = drawn.setdefault((dataset.file.fingerprint, dataset.file.lengths_checksum), [])
+            start, stop = dataset.inputs.sequences
+            for other in others:
+                if max(start, other.inputs.sequences[0]) < min(stop, other.inputs.sequences[1]):
+                    warnings.warn(
+                        f"the {split.name} blend has the data of {dataset.file.prefix} twice (also "
+                        f"as {other.file.prefix}): the same samples are drawn twice, in the same "
+                        "order. Give it once, with the sum of the weights",
+                        DuplicateDataWarning,
+                        stacklevel=4,  # the line that calls `build_datasets`
+                    )
+                    break
+            others.append(dataset)

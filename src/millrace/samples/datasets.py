@@ -17,13 +17,15 @@ from millrace.options import SampleOptions
 from millrace.order import (
     BlendOrder,
     GPTIndices,
-    GPTOrder,
+    GPTPlan,
     Order,
+    OrderInputs,
     Spans,
     build_blend_indices,
     normalize,
 )
-from millrace.order.gpt import check_range, check_seed
+from millrace.order.gpt import check_seed
+from millrace.order.plans import build_order, check_range, check_token_dtype
 from millrace.order.spans import checked_spans
 from millrace.samples.fields import (
     FIELDS,
@@ -36,7 +38,6 @@ from millrace.samples.fields import (
     merge_rows,
     select_fields,
 )
-from millrace.samples.indices import build_indices, plan_indices
 from millrace.samples.stored import SampleSource, Texts, gather, gather_texts
 from millrace.store import IndexedDataset
 from millrace.store.token_file import TokenFile
@@ -165,7 +166,7 @@ class GPTDataset:
         Raises:
             AttributeError: Another order.
         """
-        indices: GPTIndices = self.order.indices  # type: ignore[union-attr]
+        indices: GPTIndices = self.order.indices  # type: ignore[attr-defined]
         return indices
 
     @property
@@ -287,23 +288,21 @@ def _build_order(
     num_samples: int | None,
     sequences: tuple[int, int] | None,
     drop_last_partial_sequence: bool,
-) -> GPTOrder:
-    seed = check_seed(seed)
-    sequences = check_range((0, len(dataset)) if sequences is None else sequences, len(dataset))
-    plan = plan_indices(
-        dataset,
-        sequences,
-        num_samples,
-        options,
+) -> Order:
+    check_token_dtype(dataset.dtype, dataset.prefix)
+    every = (0, len(dataset))
+    inputs = OrderInputs(
+        num_sequences=len(dataset),
+        num_tokens=dataset.num_tokens,
+        sequences=check_range(every if sequences is None else sequences, len(dataset)),
+        num_samples=num_samples,
+        sequence_length=options.sequence_length,
+        add_extra_token=options.add_extra_token,
         drop_last_partial_sequence=drop_last_partial_sequence,
+        seed=check_seed(seed),
+        load_lengths=partial(getattr, dataset, "sequence_lengths"),
     )
-    return GPTOrder(
-        plan,
-        sequences=sequences,
-        seed=seed,
-        lengths=Deferred(partial(getattr, dataset, "sequence_lengths")),
-        indices=Deferred.of(build_indices(dataset, sequences, plan, seed)),
-    )
+    return build_order(GPTPlan, inputs, dataset.prefix)
 
 
 class _Draws(NamedTuple):

@@ -134,7 +134,7 @@ class SampleSource:
         """Tells the storage that the samples of these numbers are read soon."""
         prefetch = getattr(self._dataset.reader, "prefetch", None)
         if prefetch is not None:
-            prefetch(*_native.locate_spans(self.tokens, *self._spans(numbers)[:3]))
+            prefetch(*_native.locate_spans(self.tokens, *self._spans(numbers)[:3]))  # type: ignore[arg-type]
 
     def documents(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
         """The documents that sequences belong to: int64 [sequences]."""
@@ -146,7 +146,7 @@ class SampleSource:
         return Spans(*_native.spans(self._core, numbers))
 
     def _read_spans(self, spans: Spans) -> Texts:
-        places = _native.locate_spans(self.tokens, *spans[:3])
+        places = _native.locate_spans(self.tokens, *spans[:3])  # type: ignore[arg-type]
         tokens = self._dataset.reader.gather(*places).view(self._dataset.dtype)
         ends = np.concatenate(([0], np.cumsum(spans.counts, dtype=np.int64)))[spans.bounds[1:]]
         return tokens, ends

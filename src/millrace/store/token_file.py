@@ -72,8 +72,8 @@ class TokenFile:
     ) -> None:
         self.record, self.prefix = record, record.prefix
         self.fingerprint, self.lengths_checksum = record.content, record.lengths
-        unopened = Deferred(partial(_open_unchanged, record, access))
-        self._dataset = unopened if dataset is None else Deferred.of(dataset)
+        self._access: Access = access
+        self._dataset = self._unopened() if dataset is None else Deferred.of(dataset)
 
     @classmethod
     def open(cls, prefix: str, access: Access = "mmap") -> TokenFile:
@@ -98,6 +98,13 @@ class TokenFile:
     def dataset(self) -> IndexedDataset:
         """The open file; a DataError if it does not hold what the record says."""
         return self._dataset.value
+
+    def close(self) -> None:
+        """Closes the file; it is opened again at its next use."""
+        self._dataset = self._unopened()
+
+    def _unopened(self) -> Deferred[IndexedDataset]:
+        return Deferred(partial(_open_unchanged, self.record, self._access))
 
     def sequence_lengths(self) -> NDArray[np.int32]:
         """The lengths of all sequences in tokens: int32 [sequences]."""

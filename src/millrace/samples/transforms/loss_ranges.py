@@ -73,7 +73,7 @@ def write_loss_ranges(
         folder,
         name,
         key,
-        lambda: {_ARRAY: (rows.dtype, rows.shape)},
+        {_ARRAY: (rows.dtype, rows.shape)},
         lambda writers: writers[_ARRAY].write(0, rows),
     )
     return os.path.join(folder, name + arrays.JSON)
@@ -134,7 +134,7 @@ class LossRanges:
             spans = dataset.spans(numbers)
             ranges = self._ranges[dataset.prefix]
             try:
-                part = _native.mark_ranges(ranges.arrays[_ARRAY], *spans[:3])
+                part = _native.mark_ranges(ranges.arrays[_ARRAY], *spans[:3])  # type: ignore[arg-type]
             except DataError as error:  # a page of the mapped file is gone
                 raise DataError(f"{ranges.path}: {error}") from None
             bounds = np.append(0, np.cumsum(spans.counts))[spans.bounds]

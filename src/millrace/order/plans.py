@@ -1,0 +1,248 @@
+"""How an order is made: from inputs a plan, from the plan arrays, from both the order.
+
+A run plans each of its datasets once and keeps the plan in its manifest, and the arrays in its
+cache folder. Later starts load both and read no sequence length before the first sample.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.checks import MAX_INT32, MAX_INT64, shown, whole
+from millrace.deferred import Deferred
+from millrace.errors import ConfigError, DataError, MillraceError
+from millrace.order.spans import Order
+
+Arrays = Mapping[str, NDArray[Any]]
+"""Arrays by name."""
+
+Layout = Mapping[str, tuple[Any, tuple[int, ...]]]
+"""Each array's dtype and shape."""
+
+NOT_IN_KEY = {"in_key": False}
+"""Metadata of a plan's field that follows from the inputs and the other fields: the names of
+cached arrays do not depend on it."""
+
+_MAX_BYTES = 1 << 46  # 64 TiB; a process can address 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class OrderInputs:
+    """What the order of one dataset is a function of.
+
+    Attributes:
+        num_sequences, num_tokens: Numbers of what the token file holds.
+        sequences: (start, stop), the range of sequences to draw from.
+        num_samples: Least number of samples; None: one epoch.
+        sequence_length: Tokens to train on in a sample.
+        add_extra_token: Whether a sample has one more token, for the last label.
+        drop_last_partial_sequence: Whether to leave out a last sample that the tokens do not fill.
+        seed: Seed of the order.
+        load_lengths: Function that returns `lengths`.
+    """
+
+    num_sequences: int
+    num_tokens: int
+    sequences: tuple[int, int]
+    num_samples: int | None
+    sequence_length: int
+    add_extra_token: bool
+    drop_last_partial_sequence: bool
+    seed: int
+    load_lengths: Callable[[], NDArray[np.int32]] = dataclasses.field(repr=False, compare=False)
+
+    @property
+    def lengths(self) -> NDArray[np.int32]:
+        """Lengths of all sequences of the token file, in tokens: int32 [num_sequences]. The file
+        is opened for them."""
+        return self.load_lengths()
+
+
+class OrderPlan(Protocol):
+    """The plan of one dataset's order: a frozen dataclass whose fields are plain JSON values.
+
+    `DatasetConfig(order=...)` takes the class, or a function that returns the plan of inputs.
+    """
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples, at least as many as the inputs ask for."""
+        ...
+
+    @classmethod
+    def of(cls, inputs: OrderInputs) -> OrderPlan:
+        """The plan of inputs.
+
+        Raises:
+            ConfigError: Data that cannot give what the inputs ask for.
+        """
+        ...
+
+    def arrays(self, inputs: OrderInputs) -> Layout:
+        """Dtypes and shapes of the arrays that the order needs; empty if it needs none.
+
+        Names consist of lower-case letters and _, and end with `_index`.
+        """
+        ...
+
+    def build(self, inputs: OrderInputs) -> Arrays:
+        """The arrays, a pure function of the inputs and the plan."""
+        ...
+
+    def load(self, inputs: OrderInputs, arrays: Deferred[Arrays]) -> Order:
+        """The order, by its arrays.
+
+        A start calls this for each dataset: `arrays.value` and `inputs.lengths` are for the first
+        sample.
+        """
+        ...
+
+
+PlanOf = type[OrderPlan] | Callable[[OrderInputs], OrderPlan]
+"""What makes plans: a class with the methods of `OrderPlan`, or a function of the inputs."""
+
+
+def check_range(sequences: tuple[int, int], num_sequences: int) -> tuple[int, int]:
+    """A range of sequences as ints; raises ConfigError for one outside the file."""
+    try:
+        start, stop = sequences
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"the range of sequences must be (start, stop), not {shown(sequences)}"
+        ) from None
+    start, stop = (whole("an end of the range of sequences", end) for end in (start, stop))
+    if not 0 <= start <= stop <= num_sequences or stop > MAX_INT32 + 1:
+        raise ConfigError(
+            f"the range of sequences is ({shown(start)}, {shown(stop)}); the file has "
+            f"{num_sequences}, and at most {MAX_INT32 + 1} can be numbered (int32)"
+        )
+    return start, stop
+
+
+def check_token_dtype(dtype: np.dtype[Any], name: str) -> None:
+    """Raises DataError for a token file of that name whose dtype token ids cannot have."""
+    if dtype.kind not in "iu":
+        raise DataError(f"{name} holds {dtype}; token ids are integers")
+
+
+def plan_order(order: PlanOf, inputs: OrderInputs, name: str) -> OrderPlan:
+    """The plan of a dataset's order, checked.
+
+    Args:
+        order: Class or function that makes plans.
+        inputs: What the order is a function of.
+        name: What to call the dataset in a message.
+
+    Raises:
+        ConfigError, DataError: Inputs that cannot be planned, or a plan that does not keep to
+            `OrderPlan`.
+    """
+    start, stop = check_range(inputs.sequences, inputs.num_sequences)
+    if inputs.num_samples is not None:
+        whole("num_samples", inputs.num_samples, 0, MAX_INT64)
+    place = f"{name}, sequences {start} to {stop}"
+    try:
+        make = order.of if isinstance(order, type) else order  # type: ignore[attr-defined]
+        plan: OrderPlan = make(inputs)
+        _check_plan(plan, inputs)
+    except MillraceError as error:
+        raise type(error)(f"{place}: {error}") from None
+    return plan
+
+
+def entries_of(plan: OrderPlan) -> dict[str, Any]:
+    """The fields of a plan: plain JSON values."""
+    return {name: getattr(plan, name) for name, _ in _fields(type(plan))}
+
+
+def key_of(plan: OrderPlan) -> list[Any]:
+    """The values of a plan that decide its arrays, together with the inputs."""
+    return [getattr(plan, name) for name, is_in_key in _fields(type(plan)) if is_in_key]
+
+
+@functools.cache
+def _fields(kind: type[Any]) -> list[tuple[str, bool]]:
+    return [(field.name, field.metadata.get("in_key", True)) for field in dataclasses.fields(kind)]
+
+
+def build_arrays(plan: OrderPlan, inputs: OrderInputs, name: str) -> Arrays:
+    """The arrays of a plan, checked.
+
+    Args:
+        name: What to call the dataset in a message.
+
+    Raises:
+        ConfigError: Arrays that are not those of the plan.
+        DataError: Lengths that contradict each other: a damaged index.
+        MemoryError: The arrays do not fit; the message gives their size.
+    """
+    layout = plan.arrays(inputs)
+    try:
+        arrays = plan.build(inputs)
+        _check_arrays(plan, arrays, layout)
+    except ValueError as error:
+        kind = ConfigError if isinstance(error, ConfigError) else DataError
+        raise kind(f"{name}: {error}") from None
+    except MemoryError:
+        raise MemoryError(
+            f"{name}: the indices of {plan.num_samples:,} samples take {_num_bytes(layout):,} "
+            "bytes, and there is no memory for them. Ask for fewer samples, or build with fewer "
+            "threads"
+        ) from None
+    return arrays
+
+
+def build_order(order: PlanOf, inputs: OrderInputs, name: str) -> Order:
+    """The order of a dataset, with its arrays in memory; for the errors, see `plan_order` and
+    `build_arrays`."""
+    plan = plan_order(order, inputs, name)
+    return plan.load(inputs, Deferred.of(build_arrays(plan, inputs, name)))
+
+
+def _check_plan(plan: OrderPlan, inputs: OrderInputs) -> None:
+    kind = type(plan).__name__
+    if not dataclasses.is_dataclass(plan):
+        raise ConfigError(f"the plan of the order must be a dataclass, not a {kind}")
+    entries = entries_of(plan)
+    try:
+        is_plain = json.loads(json.dumps(entries)) == entries
+    except (TypeError, ValueError):
+        is_plain = False
+    if not is_plain:
+        raise ConfigError(f"the fields of {kind} must be plain JSON values, not {shown(entries)}")
+    whole(f"num_samples of {kind}", plan.num_samples, 0, MAX_INT64)
+    layout = plan.arrays(inputs)
+    for array in layout:
+        if not re.fullmatch("[a-z_]*_index", array):
+            raise ConfigError(
+                f"the name of an array of {kind} must be lower-case letters and _, and end with "
+                f"_index, not {shown(array)}"
+            )
+    if _num_bytes(layout) > _MAX_BYTES:
+        raise ConfigError(
+            f"{plan.num_samples:,} samples take {_num_bytes(layout):,} bytes of indices; "
+            f"{_MAX_BYTES:,} is the limit. Ask for fewer samples, or give more data"
+        )
+
+
+def _check_arrays(plan: OrderPlan, arrays: Arrays, layout: Layout) -> None:
+    forms = {name: (np.dtype(dtype), shape) for name, (dtype, shape) in layout.items()}
+    built = {name: (array.dtype, array.shape) for name, array in arrays.items()}
+    if built != forms:
+        raise ConfigError(
+            f"{type(plan).__name__} has built the arrays {built}; its plan says {forms}"
+        )
+
+
+def _num_bytes(layout: Layout) -> int:
+    return sum(np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in layout.values())
