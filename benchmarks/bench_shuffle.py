@@ -50,8 +50,8 @@ NOTES = [
     "Twice sequentially: as many threads read the input in blocks of 8 MB and write it with fsync, "
     "drop it from the page cache, and do the same with what they have written. Input cold on both "
     "sides.",
-    "memcpy: `np.copyto` of as many bytes in memory, against what the plan `memory` does: its "
-    "threads read all sequences from the page cache to their permuted places in memory.",
+    "memcpy: `np.copyto` of as many bytes in memory, against the primitive of all plans: threads "
+    "read all sequences from the page cache to their permuted places in memory.",
     "Memory: the peak of the sum of proportional set sizes of the process tree, sampled every "
     "50 ms, against a budget of a tenth of the data and 100 MB.",
 ]
@@ -278,11 +278,9 @@ def copy(source: Path, target: Path) -> None:
 
 
 def memcpy_row(setup: Setup, runs: int) -> Row:
-    from millrace.jobs.shuffling.sequences import sequence_items
+    from millrace.jobs.shuffling.fixed_sequences import sequence_items
 
-    items = sequence_items(
-        str(setup.source), seq_len=SEQ_LEN, dtype="uint32", folder=str(setup.folder)
-    )
+    items = sequence_items(str(setup.source), seq_len=SEQ_LEN, dtype="uint32")
     places = np.random.default_rng(SEED).permutation(items.num_items)
     numbers = np.arange(items.num_items)
     buffer = np.ones(items.num_items * SEQ_LEN, np.uint32)  # its pages exist before the clock runs

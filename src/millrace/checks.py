@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any
 
@@ -171,6 +171,19 @@ def printable(name: str) -> str:
 def printable_lines(text: str) -> str:
     """A text for a terminal, with `printable` lines: a file may be named like a command to it."""
     return "\n".join(map(printable, text.split("\n")))
+
+
+def text_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table: the first column to the left, the others to the right.
+
+    >>> text_table([["domain", "files"], ["web", "12"]])
+    ['domain  files', 'web        12']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])])
+        for first, *others in rows
+    ]
 
 
 def shown(value: Any, most: int = 200) -> str:

@@ -386,8 +386,6 @@ def _add_shuffle(verbs: Verbs) -> None:
     add("--seq-len", type=_positive, default=4096, metavar="N", help=text)
     text = "continue the remainder of a file in the next file of its domain"
     add("--carry", action="store_true", help=text)
-    text = "token to put after each document of an indexed dataset"
-    add("--eod", type=_count, metavar="ID", help=text)
     text = "shuffle whole documents of indexed datasets instead of sequences"
     add("--documents", action="store_true", help=text)
 
@@ -401,9 +399,9 @@ def _add_shuffle(verbs: Verbs) -> None:
     add("--permutation", choices=("auto", "numpy", "keyed"), default="auto", help=text)
 
     add = parser.add_argument_group("job").add_argument
-    text = """memory: all data at once; gather: read each shard's sequences wherever they are;
-        scatter: sort runs of the input, then read each shard from them (default: the fastest)"""
-    add("--plan", choices=("auto", "memory", "gather", "scatter"), default="auto", help=text)
+    text = """gather: read each shard's sequences wherever they are; scatter: sort runs of the
+        input, then read each shard from them (default: the faster one)"""
+    add("--plan", choices=("auto", "gather", "scatter"), default="auto", help=text)
     text = "where it runs: here, or on the Ray cluster of RAY_ADDRESS, or one of its own (local)"
     add("--engine", choices=("local", "ray"), default="local", help=text)
     text = "largest number of worker processes (default: 4)"

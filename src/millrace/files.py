@@ -48,6 +48,31 @@ def written_name(temporary: str) -> str | None:
     return None if match is None else match[1]
 
 
+def files_below(
+    folder: str, is_skipped: Callable[[str], bool], parents: tuple[tuple[int, int], ...] = ()
+) -> Iterator[str]:
+    """The files in a folder and in all folders below it, in any order.
+
+    Links are followed, but not to one of the folder's own parents.
+
+    Args:
+        folder: The folder.
+        is_skipped: Called with the name of each file and folder: whether to leave it out.
+        parents: Device and inode of the folders above, which this function fills in.
+    """
+    status = os.stat(folder)
+    identity = status.st_dev, status.st_ino
+    if identity in parents:
+        return
+    with os.scandir(folder) as scan:
+        entries = [entry for entry in scan if not is_skipped(entry.name)]
+    for entry in entries:
+        if entry.is_dir():
+            yield from files_below(entry.path, is_skipped, (*parents, identity))
+        else:
+            yield entry.path
+
+
 @contextlib.contextmanager
 def atomic_file(path: str, *, durable: bool = True) -> Iterator[BinaryIO]:
     """A file that appears at `path` whole when the block ends, or not at all if it fails.

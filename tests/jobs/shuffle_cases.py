@@ -2,7 +2,7 @@
 
 Each case has random domains and files: empty ones, one sequence, domains without any, and totals
 around powers of two. The expected output is computed here, from the arrays that the input was
-written from: every sequence once, at the place that the permutation names. All three plans must
+written from: every sequence once, at the place that the permutation names. All plans must
 write the same bytes, with small buffers, and so must some runs with 2 and 7 workers.
 """
 
@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -29,13 +29,11 @@ from numpy.typing import NDArray
 from millrace import IndexedDataset, IndexedDatasetBuilder
 from millrace.errors import ConfigError, MillraceError
 from millrace.files import checksum
-from millrace.jobs.shuffling import plan as planning
 from millrace.jobs.shuffling import shuffle
-from millrace.jobs.shuffling.items import Items
+from millrace.jobs.shuffling.memory_budget import ITEM_OVERHEAD, Budget, ItemSizes
+from millrace.jobs.shuffling.plans import PLANS, ShufflePlan
 from millrace.order import KeyedPermutation
 
-PLANS = "memory", "gather", "scatter"
-EOD = 1000  # no other token has this id
 MEMORY = 1_000_000_000
 
 
@@ -73,12 +71,8 @@ def make_case(folder: Path, choices: random.Random) -> Case:
     """
     dtype = np.dtype(choices.choice(["uint16", "uint32", "int32"]))
     seq_len = choices.choice([1, 1, 2, 3, 7, 16, 100])
-    carry, has_eod = choices.random() < 0.4, choices.random() < 0.3
-    kinds = ["indexed"] if has_eod else ["raw", "npy", "matrix", "indexed"]
-    if dtype == np.uint32:
-        kinds = [kind for kind in kinds if kind != "indexed"]
-    if not kinds:
-        kinds, has_eod = ["raw"], False
+    carry = choices.random() < 0.4
+    kinds = ["raw", "npy", "matrix", *([] if dtype == np.uint32 else ["indexed"])]
     target = 1 << choices.randrange(10)  # items, about
     is_list = choices.random() < 0.3
     inputs, items, domain_stats = [], [], {}
@@ -94,7 +88,7 @@ def make_case(folder: Path, choices: random.Random) -> Case:
                 [0, 1, *[target * seq_len // num_files + choices.randint(-2, 2)] * 4]
             )
             kind = choices.choice(kinds)
-            streams.append(write_file(path, max(size, 0), kind, dtype, has_eod, choices))
+            streams.append(write_file(path, max(size, 0), kind, dtype, choices))
         if carry and streams:
             streams = [np.concatenate(streams)]
         units = [
@@ -112,7 +106,6 @@ def make_case(folder: Path, choices: random.Random) -> Case:
         "seq_len": seq_len,
         "dtype": dtype.name,
         "carry": carry,
-        "eod": EOD if has_eod else None,
         **common_options(max(len(items), 1), choices),
     }
     return Case(
@@ -196,12 +189,7 @@ def common_options(num_items: int, choices: random.Random) -> dict[str, Any]:
 
 
 def write_file(
-    path: Path,
-    size: int,
-    kind: str,
-    dtype: np.dtype[Any],
-    has_eod: bool,
-    choices: random.Random,
+    path: Path, size: int, kind: str, dtype: np.dtype[Any], choices: random.Random
 ) -> NDArray[Any]:
     """Writes a file with `size` tokens; the stream that it stands for."""
     tokens = np.random.default_rng(choices.getrandbits(60)).integers(0, 1000, size).astype(dtype)
@@ -213,14 +201,10 @@ def write_file(
         tokens = tokens[: size // width * width].reshape(-1, width) if width else tokens
         np.save(path.with_suffix(".npy"), tokens)
         return tokens.reshape(-1)
-    documents = random_cuts(tokens, choices)
     with IndexedDatasetBuilder(path, dtype) as builder:
-        for document in documents:
+        for document in random_cuts(tokens, choices):
             builder.add_document(document)
-    if not has_eod:
-        return tokens
-    ends = [np.append(document, dtype.type(EOD)) for document in documents if len(document)]
-    return np.concatenate([np.empty(0, dtype), *ends])
+    return tokens
 
 
 def random_cuts(tokens: NDArray[Any], choices: random.Random) -> list[NDArray[Any]]:
@@ -295,20 +279,21 @@ def small_buffers(choices: random.Random) -> Iterator[None]:
     """Plans have the number of workers that is asked for, and buffers of a few items."""
     share = choices.choice([0.01, 0.1, 0.5, 1.0])
 
-    def share_memory(
-        plan: planning.Plan, items: Items, num_bytes: int, largest: int, memory: int
-    ) -> planning.Plan:
-        size = num_bytes * (1 + planning.ITEM_OVERHEAD)
-        return replace(plan, buffer_size=max(int(share * size), largest + planning.ITEM_OVERHEAD))
+    def fit(cls: type[ShufflePlan], sizes: ItemSizes, _: Budget, workers: int) -> ShufflePlan:
+        size = int(share * sizes.num_bytes * (1 + ITEM_OVERHEAD))
+        buffer_size = max(size, sizes.largest + ITEM_OVERHEAD)
+        return cls(sizes=sizes, workers=workers, buffer_size=buffer_size)
 
-    with mock.patch.object(planning, "_share_memory", share_memory):
+    with contextlib.ExitStack() as stack:
+        for plan in PLANS:
+            stack.enter_context(mock.patch.object(plan, "fit", classmethod(fit)))
         yield
 
 
 def run_case(case: Case, folder: Path, choices: random.Random, workers: Sequence[int]) -> None:
     """Shuffles with each plan, and one of them with each number of workers."""
-    runs = [(plan, 1) for plan in PLANS]
-    runs += [(choices.choice(PLANS), count) for count in workers]
+    runs = [(plan.name, 1) for plan in PLANS]
+    runs += [(choices.choice(PLANS).name, count) for count in workers]
     outputs = []
     for number, (plan, count) in enumerate(runs):
         output = folder / f"output-{number}"

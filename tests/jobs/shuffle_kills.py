@@ -43,7 +43,7 @@ from tests.jobs.tokenize_kills import (
 
 # Of 4 tokens each, a sequence takes less memory than its overhead: the data need several runs.
 COMMANDS: dict[str, str] = {
-    "memory": "--plan memory --memory 300M --num-workers 2",
+    "one bucket": "--plan gather --memory 300M --num-workers 2",
     "gather": "--plan gather --memory 130M --num-workers 2",
     "gather alone": "--plan gather --memory 10M --num-workers 1",
     "scatter": "--plan scatter --memory 130M --num-workers 2",

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from millrace import IndexedDataset, IndexedDatasetBuilder, ShardedDataset
 from millrace.cli import main
 from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.jobs import shuffle, tokenize
-from millrace.jobs.shuffling import plan as planning
+from millrace.jobs.shuffling import plan_choice
 from millrace.store import verify_shards
 from millrace.store.shards import read_metadata
 from millrace.text import Tokenizer
@@ -89,12 +90,12 @@ def test_all_plans_workers_and_memories_write_the_same(
     tmp_path: Path, sequences: NDArray[Any]
 ) -> None:
     """Worker processes, real buffers: a sequence takes 16 times its size in a buffer."""
-    tokens = np.random.default_rng(1).integers(0, 100, 2_000_000, np.uint16)
+    tokens = np.random.default_rng(1).integers(0, 100, 4_000_000, np.uint16)
     tokens.tofile(tmp_path / "input" / "a" / "z.bin")
     outputs = []
     for plan, workers, memory in [
-        ("memory", 3, 300),
         ("gather", 2, 130),
+        ("gather", 1, 300),
         ("scatter", 2, 130),
         ("scatter", 1, 20),
     ]:
@@ -150,7 +151,7 @@ def test_the_command(
     for text in (
         "phase 1: 3 files",
         "phase 2: permutation numpy of 300 sequences, seed 42",
-        "plan: memory, because the data are small",
+        "plan: gather, because the data fit one buffer",
         "reads 9.6 kB, writes 9.6 kB",
     ):
         assert text in output.err
@@ -158,6 +159,31 @@ def test_the_command(
     assert "the output was there already" in capsys.readouterr().out
     assert main([*command, "--seed", "1"]) == 1
     assert "output is not empty: it holds metadata.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("plan", ["gather", "scatter"])
+def test_jobs_in_threads_of_a_process(tmp_path: Path, plan: str) -> None:
+    """With one worker each, so that all of them work in this process."""
+    sizes = [20_000, 35_000, 50_000, 65_000]
+    for domain, count in enumerate(sizes):
+        (tmp_path / str(domain)).mkdir()
+        tokens = np.arange(count * 10, dtype=np.uint32) + (domain << 24)
+        tokens.tofile(tmp_path / str(domain) / "x.bin")
+
+    def has_every_sequence(domain: int, number: int) -> bool:
+        count, output = sizes[domain], tmp_path / f"{domain}.{number}"
+        options: dict[str, Any] = {"seq_len": 10, "num_shards": 9, "memory": 10_000_000}
+        options["permutation"] = "numpy"
+        shuffle(tmp_path / str(domain), output, workers=1, plan=plan, **options)
+        shards = [np.fromfile(path, np.uint32) for path in sorted(output.glob("*.bin"))]
+        sequences = np.arange(count * 10, dtype=np.uint32).reshape(count, 10) + (domain << 24)
+        expected = np.empty_like(sequences)
+        expected[np.random.default_rng(42).permutation(count)] = sequences
+        return np.array_equal(np.concatenate(shards), expected.reshape(-1))
+
+    with ThreadPoolExecutor(len(sizes)) as pool:
+        results = pool.map(has_every_sequence, [0, 1, 2, 3] * 2, range(8))
+        assert all(results)
 
 
 def test_a_list_of_inputs(
@@ -183,16 +209,15 @@ def test_a_list_of_inputs(
         ({"num_shards": 301}, "num_shards is 301, and there are 300 sequences; give at most 300"),
         ({"num_shards": 0}, "num_shards is 0; at least 1"),
         ({"workers": 0}, "workers is 0; at least 1"),
-        ({"dtype": "int8"}, "dtype is 'int8'; it is one of uint16, uint32, int32"),
-        ({"plan": "fast"}, "plan is 'fast'; one of auto, memory, gather, scatter is needed"),
-        ({"permutation": 1}, "permutation is 1; one of auto, numpy, keyed is needed"),
-        ({"engine": "dask"}, "engine is 'dask'; one of local, ray is needed"),
+        ({"dtype": "int8"}, "dtype must be uint16, uint32 or int32, not 'int8'"),
+        ({"plan": "memory"}, "plan must be one of auto, gather, scatter, not 'memory'"),
+        ({"permutation": 1}, "permutation must be one of auto, numpy, keyed, not 1"),
+        ({"engine": np.array(["ray"])}, "engine must be one of local, ray, not array"),
         ({"seq_len": 10**6}, "the input has no whole sequence of 1,000,000 tokens"),
         ({"permutation": "numpy", "memory": 4000}, "which takes 4.8 kB of memory for 300"),
-        ({"memory": 1000}, "memory is 1.0 kB; at least 8000000 bytes .8.0 MB. are needed"),
-        ({"plan": "memory", "engine": "ray"}, "plan is 'memory', which works in one process"),
-        ({"documents": True, "carry": True}, "carry concerns sequences of a fixed length"),
-        ({"documents": True}, "x.bin has no .idx, so its documents are not known"),
+        ({"memory": 1000}, "memory must be at least 8000000 bytes .8.0 MB., not 1.0 kB"),
+        ({"documents": True, "carry": True}, "carry cannot be combined with documents=True"),
+        ({"documents": True}, "x.bin has no .idx, so millrace cannot tell where its documents"),
         ({"output_dir": ""}, "output_dir is empty; give a folder"),
         ({"input_list": []}, "input_dir and input_list are both given"),
     ],
@@ -212,17 +237,10 @@ def test_a_size_that_is_no_multiple_of_the_dtype(tmp_path: Path, sequences: NDAr
     assert names_in(tmp_path) == ["input"]
 
 
-def test_more_data_than_memory_in_the_plan_memory(tmp_path: Path, sequences: NDArray[Any]) -> None:
-    np.zeros(3_000_000, np.uint32).tofile(tmp_path / "input" / "b" / "y.bin")
-    with pytest.raises(ConfigError, match=r"plan is 'memory', and the items take .* give the plan"):
-        run(tmp_path, plan="memory", memory=10**7)
-    assert run(tmp_path, memory=10**7).plan in ("gather", "scatter")
-
-
 def test_a_sequence_larger_than_the_memory(tmp_path: Path) -> None:
     (tmp_path / "input").mkdir()
     np.zeros(3_000_000, np.uint32).tofile(tmp_path / "input" / "y.bin")
-    with pytest.raises(ConfigError, match=r"9.0 MB, and a sequence has 12.0 MB.*least 12000128"):
+    with pytest.raises(ConfigError, match=r"least 12000128 .*9.0 MB: a sequence has 12.0 MB"):
         run(tmp_path, num_shards=1, seq_len=3_000_000, memory=9 * 10**6)
 
 
@@ -231,9 +249,28 @@ def test_a_document_larger_than_the_memory(tmp_path: Path) -> None:
     documents = [np.zeros(5_000_000, np.uint16), np.ones(3, np.uint16)]
     write_documents(tmp_path / "input" / "x", documents)
     options = {"documents": True, "num_shards": 2}
-    with pytest.raises(ConfigError, match=r"the longest document has 10.0 MB.*least 10000128"):
+    with pytest.raises(ConfigError, match=r"least 10000128 .*the longest document has 10.0 MB"):
         run(tmp_path, memory=9 * 10**6, **options)
     assert run(tmp_path, memory=11 * 10**6, **options).num_items == 2
+
+
+@pytest.mark.parametrize("weight", [1e10, 1e16])
+def test_weights_that_no_disk_has_room_for(
+    tmp_path: Path, sequences: NDArray[Any], weight: float
+) -> None:
+    """Before the permutation of so many items is measured, which takes years."""
+    inputs = [(weight, tmp_path / "input")]
+    with pytest.raises(MillraceError, match=r"No space left for the output: it has .* TB"):
+        shuffle(None, tmp_path / "output", input_list=inputs, seq_len=10)
+    assert not (tmp_path / "output").exists()
+
+
+def test_output_folders_that_cannot_be_made(tmp_path: Path, sequences: NDArray[Any]) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"link to .*nowhere, which does not exist"):
+        run(tmp_path, output_dir=tmp_path / "link")
+    with pytest.raises(ConfigError, match="/proc/x cannot be made: No such file"):
+        run(tmp_path, output_dir="/proc/x")
 
 
 def test_folders_that_are_not_apart(tmp_path: Path, sequences: NDArray[Any]) -> None:
@@ -268,14 +305,14 @@ def test_an_output_folder_that_is_not_empty(tmp_path: Path, sequences: NDArray[A
 def test_a_file_that_changes_while_the_job_runs(
     tmp_path: Path, sequences: NDArray[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    choose = planning.choose_plan
+    choose = plan_choice.choose_plan
 
-    def change_a_file(*arguments: Any, **options: Any) -> planning.Plan:
+    def change_a_file(*arguments: Any, **options: Any) -> Any:
         plan = choose(*arguments, **options)
         np.zeros(8, np.uint32).tofile(tmp_path / "input" / "b" / "x.bin")
         return plan
 
-    monkeypatch.setattr("millrace.jobs.shuffling.job.choose_plan", change_a_file)
+    monkeypatch.setattr("millrace.jobs.shuffling.shuffle_job.choose_plan", change_a_file)
     with pytest.raises(DataError, match=r"b/x\.bin changed"):
         run(tmp_path)
     assert names_in(tmp_path) == ["input"]
@@ -462,7 +499,7 @@ def test_an_interrupted_job_continues_with_its_plan(
     assert len(records) == 8
     with pytest.raises(ConfigError, match="seq_len was 8, and is 4 now"):
         run(tmp_path, seq_len=4)
-    result = run(tmp_path, workers=2, plan="memory", memory=10**9)
+    result = run(tmp_path, workers=2, plan="gather", memory=10**9)
     assert result.plan == "scatter"
     assert (result.num_tasks_done, result.num_tasks_kept) == (0, 8)
 
@@ -490,7 +527,7 @@ def test_sidecars_that_changed_since_the_interruption(
         builder.add_documents(np.arange(300), np.full(30, 10))
         builder.add_origins(["web.jsonl"], [0] * 30, range(1, 31), [-1] * 30)
     with monkeypatch.context() as context:
-        context.setattr("millrace.jobs.shuffling.publish.flush_shards", None)
+        context.setattr("millrace.jobs.shuffling.shard_publication.flush_shards", None)
         with pytest.raises(TypeError):
             run(tmp_path, documents=True)
     assert read_records(tmp_path / "output")
@@ -509,7 +546,7 @@ def test_sidecars_that_changed_since_the_interruption(
 def test_two_jobs_at_once(
     tmp_path: Path, sequences: NDArray[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measure = "millrace.jobs.shuffling.job.measure_distribution"
+    measure = "millrace.jobs.shuffling.shuffle_job.measure_distribution"
 
     def second_job(*arguments: Any) -> None:
         with pytest.raises(MillraceError, match="another process is at work on this job"):
@@ -546,7 +583,7 @@ def test_the_error_of_a_full_disk_names_the_journal_that_remains(
     def fail(*arguments: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "shard.bin")
 
-    monkeypatch.setattr("millrace.jobs.shuffling.publish.flush_shards", fail)
+    monkeypatch.setattr("millrace.jobs.shuffling.shard_publication.flush_shards", fail)
     folders = ["--input-dir", str(tmp_path / "input"), "--output-dir", str(tmp_path / "output")]
     np.zeros(200_000, np.uint32).tofile(tmp_path / "input" / "b" / "y.bin")
     assert main(["shuffle", *folders, "--seq-len", "8", "--num-shards", "3"]) == 1

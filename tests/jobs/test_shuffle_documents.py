@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import filecmp
+import itertools
 import os
 import pickle
 import tempfile
+import tracemalloc
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,13 +21,12 @@ from numpy.typing import NDArray
 
 from millrace.errors import ConfigError, DataError
 from millrace.jobs import shuffle
-from millrace.jobs.shuffling import documents as documents_module
-from millrace.jobs.shuffling import tables
-from millrace.jobs.shuffling.documents import DocumentItems, document_items
-from millrace.jobs.shuffling.inputs import format_domains
-from millrace.jobs.shuffling.sequences import sequence_items
-from millrace.jobs.shuffling.tables import Table, new_table
+from millrace.jobs.shuffling import document_tables, row_tables, whole_documents
+from millrace.jobs.shuffling.fixed_sequences import sequence_items
+from millrace.jobs.shuffling.row_tables import Table, new_table
+from millrace.jobs.shuffling.whole_documents import DocumentItems, document_items
 from millrace.store import IndexedDataset, IndexedDatasetBuilder, verify
+from tests.jobs.shuffle_cases import weighted
 
 
 class Document(NamedTuple):
@@ -121,9 +123,9 @@ def test_a_shard_is_what_the_builder_makes_of_its_documents(
         "dtype": dtype,
     }
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(documents_module, "_BLOCK", block)
-        patch.setattr(tables, "_RANGES", block)
-        patch.setattr(tables, "_FEW", few)
+        patch.setattr(whole_documents, "_BLOCK", block)
+        patch.setattr(row_tables, "_RANGES", block)
+        patch.setattr(row_tables, "_FEW", few)
         folder = Path(name)
         for number, file in enumerate(files):
             build(folder / "in" / f"domain{number // 2}" / f"{number}", file, **options)
@@ -145,7 +147,7 @@ def test_a_shard_is_what_the_builder_makes_of_its_documents(
             shard, other = folder / f"shard{suffix}", folder / f"expected{suffix}"
             assert filecmp.cmp(shard, other, shallow=False), suffix
         assert verify([folder / "shard"])[0].problems == []
-        assert sum(file.num_items for file in items.files) == items.num_items
+        assert sum(row["num_items"] for row in items.contents.inputs) == items.num_items
 
 
 def some_documents(count: int, source: str = "a") -> list[Document]:
@@ -158,17 +160,19 @@ def test_weights_take_documents_several_times(tmp_path: Path) -> None:
     build(tmp_path / "unused", some_documents(1))
     entries = [(2.5, tmp_path / "web"), (1, tmp_path / "rare"), (0.5, tmp_path / "unused")]
     items = document_items(entries, folder=tmp_path)
-    assert [(d.name, d.num_items) for d in items.domains] == [
+    assert [(d.name, d.num_items) for d in items.contents.domains] == [
         ("rare", 3),
         ("unused", 0),
         ("web", 10),
     ]
-    assert "weight 0.5, which takes none of its 1 documents" in items.notices[0]
+    assert (
+        "weight 0.5: too small to take a document, of which it has 1" in items.contents.notices[0]
+    )
     sources = np.arange(13)
     write_shard(items, tmp_path / "shard", sources, 0, 13)
     tokens = [int(sequence[0]) for sequence in IndexedDataset(tmp_path / "shard")]
     assert tokens == [0, 1, 2, 0, 1, 2, 3, 0, 1, 2, 3, 0, 2]
-    assert format_domains(items).splitlines()[0].split() == [
+    assert items.contents.table("documents").splitlines()[0].split() == [
         *("domain", "files", "documents", "tokens", "tokens", "left", "out")
     ]
 
@@ -195,8 +199,8 @@ def test_origins_of_some_files_are_dropped_with_a_notice(tmp_path: Path) -> None
     build(tmp_path / "in" / "b", some_documents(2))
     build(tmp_path / "in" / "c", [])
     items = document_items(tmp_path / "in", folder=tmp_path)
-    assert "1 of 3 files have no origins" in items.notices[0]
-    assert "b.bin is the first" in items.notices[0]
+    assert "1 of 3 files have no origins" in items.contents.notices[0]
+    assert "b.bin is the first" in items.contents.notices[0]
     assert write_shard(items, tmp_path / "shard", np.arange(4), 0, 4) == [f"{tmp_path}/shard.idx"]
 
 
@@ -204,7 +208,7 @@ def test_origins_can_be_read_from_the_shard(tmp_path: Path) -> None:
     build(tmp_path / "in" / "a", some_documents(3, "x"), has_origins=True)
     build(tmp_path / "in" / "b", some_documents(3, "y"), has_origins=True)
     items = document_items(tmp_path / "in", folder=tmp_path)
-    assert items.notices == ()
+    assert items.contents.notices == ()
     write_shard(items, tmp_path / "shard", np.array([5, 0, 4, 2, 1, 3]), 1, 5)
     shard = IndexedDataset(tmp_path / "shard")
     origins = [shard.origin(number) for number in range(4)]
@@ -223,7 +227,7 @@ def test_the_common_tokenizer_is_in_the_sidecar(tmp_path: Path) -> None:
     assert info.provenance == provenance
     build(tmp_path / "in" / "c", some_documents(2))
     items = document_items(tmp_path / "in", folder=tmp_path)
-    assert items.tokenizer is None
+    assert write_shard(items, tmp_path / "shard", np.arange(4), 0, 4) == paths[:1]
     provenance = {"tokenizer": {"name": "other", "sha256": "b" * 64}}
     build(tmp_path / "in" / "d", some_documents(2), provenance=provenance)
     with pytest.raises(ConfigError, match="the same ids mean different texts"):
@@ -273,14 +277,14 @@ def test_an_index_that_changes_at_the_start_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build(tmp_path / "a", some_documents(3))
-    find_domains = documents_module.find_domains
+    find_domains = whole_documents.find_domains
 
     def find_and_replace(*arguments: Any, **options: Any) -> Any:
         domains = find_domains(*arguments, **options)
         build(tmp_path / "a", some_documents(4))
         return domains
 
-    monkeypatch.setattr(documents_module, "find_domains", find_and_replace)
+    monkeypatch.setattr(whole_documents, "find_domains", find_and_replace)
     with pytest.raises(DataError, match=r"a\.bin/\.idx changed while the job began"):
         document_items([(1, tmp_path / "a")], folder=tmp_path)
 
@@ -296,7 +300,7 @@ def test_a_shard_of_another_size_gets_no_index(tmp_path: Path) -> None:
 
 def test_sequences_are_documents_of_their_shard(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.arange(10, dtype=np.uint32))
-    items = sequence_items(tmp_path, seq_len=3, folder=tmp_path)
+    items = sequence_items(tmp_path, seq_len=3)
     np.arange(9, dtype=np.uint32).tofile(tmp_path / "shard.bin")
     paths = items.write_index(str(tmp_path / "shard"), lambda low, high: np.arange(low, high), 0, 3)
     assert paths == [f"{tmp_path}/shard.idx"]
@@ -320,14 +324,60 @@ def test_tables_give_rows_in_any_order(
     stops = np.array([stop for _, stop in spans], np.int64)
     expected = [value for start, stop in spans for value in values[start:stop].tolist()]
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tables, "_FEW", few)
-        patch.setattr(tables, "_RANGES", 7)
+        patch.setattr(row_tables, "_FEW", few)
+        patch.setattr(row_tables, "_RANGES", 7)
         path = f"{folder}/table.npy"
         with new_table(path, np.int64) as append:
             for start in range(0, num_rows, 50):
                 append(values[start : start + 50])
         assert np.array_equal(np.load(path), values)
         assert Table(path).ranges(starts, stops - starts).tolist() == expected
+
+
+@pytest.mark.parametrize("most", [1, 2, 7, 1000])
+def test_indices_are_written_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    monkeypatch.setattr(document_tables, "_MOST_SEQUENCES", most)
+    random = np.random.default_rng(most)
+    with IndexedDatasetBuilder(tmp_path / "web", multimodal=True) as builder:
+        for count in [0, 0, *random.choice([0, 1, 2, 20], 40).tolist(), 0]:
+            lengths = random.integers(0, 4, count)
+            tokens = random.integers(0, 100, lengths.sum())
+            builder.add_document(tokens, lengths, (lengths + 1).tolist())
+    shuffle(
+        None, tmp_path / "out", input_list=[(2.5, tmp_path / "web")], documents=True, num_shards=3
+    )
+    units = documents_in(tmp_path / "web")
+    items = [units[number] for number in weighted(len(units), Fraction("2.5"))]
+    places = np.random.default_rng(42).permutation(len(items)).tolist()
+    expected = [item for _, item in sorted(zip(places, items, strict=True))]
+    shards = [tmp_path / "out" / f"shard_{shard:04}" for shard in range(3)]
+    assert [document for shard in shards for document in documents_in(shard)] == expected
+
+
+def documents_in(prefix: Path) -> list[list[tuple[list[int], int]]]:
+    """Tokens and mode of each sequence of each document."""
+    with IndexedDataset(prefix) as dataset:
+        modes = dataset.sequence_modes
+        return [
+            [(dataset[number].tolist(), int(modes[number])) for number in range(*pair)]
+            for pair in itertools.pairwise(dataset.document_indices[:].tolist())
+        ]
+
+
+def test_documents_of_many_sequences_take_little_memory(tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(tmp_path / "web", np.uint16) as builder:
+        for _ in range(1000):
+            builder.add_document(np.ones(2000, np.uint16), np.ones(2000, np.int32))
+    items = document_items([(1, str(tmp_path / "web"))], folder=tmp_path)
+    np.ones(2_000_000, np.uint16).tofile(tmp_path / "shard.bin")
+    tracemalloc.start()
+    try:
+        items.write_index(str(tmp_path / "shard"), np.arange, 0, 1000)
+        assert tracemalloc.get_traced_memory()[1] < 15_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_no_message_has_less_than_no_memory(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import pickle
 import resource
 import tempfile
+import threading
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -18,10 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from millrace.errors import ConfigError, DataError
-from millrace.jobs.shuffling.inputs import Inputs, format_domains, read_input_list
-from millrace.jobs.shuffling.passes import Passes
-from millrace.jobs.shuffling.sequences import SequenceItems, sequence_items
+from millrace.errors import ConfigError, DataError, MillraceError
+from millrace.jobs.shuffling.domains import Inputs, read_input_list
+from millrace.jobs.shuffling.fixed_sequences import SequenceItems, sequence_items
+from millrace.jobs.shuffling.weights import WeightedUnits
 from millrace.store import IndexedDatasetBuilder
 
 
@@ -92,7 +93,7 @@ def write_domains(folder: Path, files: Files, kind: str, dtype: str) -> None:
 
 
 def expected_items(
-    files: Files, seq_len: int, weights: dict[str, Fraction], carry: bool, eod: int | None
+    files: Files, seq_len: int, weights: dict[str, Fraction], carry: bool
 ) -> list[list[int]]:
     items = []
     for domain in sorted(files):
@@ -101,7 +102,7 @@ def expected_items(
             stream: list[int] = []
             for document in content:
                 tokens = [t for sequence in document for t in sequence]
-                stream += tokens + ([eod] if eod is not None and tokens else [])
+                stream += tokens
             streams.append(stream)
         if carry:
             streams = [list(itertools.chain.from_iterable(streams))]
@@ -116,7 +117,7 @@ def expected_items(
 @given(
     files=domains,
     seq_len=st.integers(1, 9),
-    kind=st.sampled_from(["raw", "npy", "indexed", "eod"]),
+    kind=st.sampled_from(["raw", "npy", "indexed"]),
     dtype=st.sampled_from(["uint16", "uint32", "int32"]),
     carry=st.booleans(),
     weights=st.lists(st.sampled_from(["1", "1", "2.5", "0.3", "3"]), min_size=4, max_size=4),
@@ -131,11 +132,10 @@ def test_items_are_the_sequences_of_all_files_in_order(
     weights: list[str],
     data: st.DataObject,
 ) -> None:
-    eod = 60001 if kind == "eod" else None
-    if kind in ("indexed", "eod"):
-        kind, dtype = "indexed", "uint16" if dtype == "uint32" else dtype
+    if kind == "indexed" and dtype == "uint32":
+        dtype = "uint16"
     by_domain = {name: Fraction(w) for name, w in zip(sorted(files), weights, strict=False)}
-    expected = expected_items(files, seq_len, by_domain, carry, eod)
+    expected = expected_items(files, seq_len, by_domain, carry)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name, "in")
         folder.mkdir()
@@ -143,12 +143,12 @@ def test_items_are_the_sequences_of_all_files_in_order(
         inputs: Inputs = str(folder)
         if set(by_domain.values()) != {Fraction(1)}:
             inputs = [(float(weight), folder / name) for name, weight in by_domain.items()]
-        options: dict[str, Any] = {"dtype": dtype, "carry": carry, "eod": eod}
+        options: dict[str, Any] = {"dtype": dtype, "carry": carry}
         if not expected:
             with pytest.raises(ConfigError, match=NOTHING):
-                sequence_items(inputs, seq_len=seq_len, folder=name, **options)
+                sequence_items(inputs, seq_len=seq_len, **options)
             return
-        items = sequence_items(inputs, seq_len=seq_len, folder=name, **options)
+        items = sequence_items(inputs, seq_len=seq_len, **options)
         items = pickle.loads(pickle.dumps(items))
         assert items.dtype == np.dtype(dtype)
         assert read_all(items) == expected
@@ -159,15 +159,19 @@ def test_items_are_the_sequences_of_all_files_in_order(
 
 
 def check_counts(items: SequenceItems, files: Files, expected: list[list[int]]) -> None:
-    assert [domain.name for domain in items.domains] == sorted(files)
-    assert sum(domain.num_items for domain in items.domains) == items.num_items == len(expected)
-    for domain in items.domains:
-        members = [file for file in items.files if file.domain == domain.name]
+    assert [domain.name for domain in items.contents.domains] == sorted(files)
+    assert (
+        sum(domain.num_items for domain in items.contents.domains)
+        == items.num_items
+        == len(expected)
+    )
+    for domain in items.contents.domains:
+        members = [row for row in items.contents.inputs if row["domain"] == domain.name]
         assert len(members) == domain.num_files == len(files[domain.name])
-        assert sum(file.num_items for file in members) == domain.num_items
-        assert sum(file.num_tokens for file in members) == domain.num_tokens
+        assert sum(row["num_items"] for row in members) == domain.num_items
+        assert sum(row["num_tokens"] for row in members) == domain.num_tokens
         assert 0 <= domain.num_left <= domain.num_tokens
-        is_noticed = any(f"domain {domain.name} has" in notice for notice in items.notices)
+        is_noticed = any(f"domain {domain.name} has" in notice for notice in items.contents.notices)
         assert is_noticed == (domain.num_items == 0)
 
 
@@ -176,22 +180,24 @@ def check_counts(items: SequenceItems, files: Files, expected: list[list[int]]) 
     st.data(),
 )
 @settings(max_examples=100, deadline=None)
-def test_passes_count_their_items(pairs: list[tuple[int, Fraction]], data: st.DataObject) -> None:
+def test_weighted_units_count_their_items(
+    pairs: list[tuple[int, Fraction]], data: st.DataObject
+) -> None:
     counts, weights = [count for count, _ in pairs], [weight for _, weight in pairs]
-    passes = Passes(counts, weights)
-    units = passes.units(np.arange(sum(passes.num_items)))
+    units = WeightedUnits(counts, weights)
+    numbers = units.units(np.arange(sum(units.num_items)))
     first = 0
     for domain, count in enumerate(counts):
         start, stop = sorted(data.draw(st.tuples(st.integers(0, count), st.integers(0, count))))
-        inside = (units >= first + start) & (units < first + stop)
-        assert passes.items_in(domain, first + start, first + stop) == inside.sum()
+        inside = (numbers >= first + start) & (numbers < first + stop)
+        assert units.items_in(domain, first + start, first + stop) == inside.sum()
         first += count
 
 
-def test_passes_over_many_units_do_not_overflow() -> None:
+def test_many_weighted_units_do_not_overflow() -> None:
     count = 2**40
-    passes = Passes([count], [Fraction(1, 2)])
-    assert passes.units(np.array([2**39 - 1])).tolist() == [2**40 - 2]
+    units = WeightedUnits([count], [Fraction(1, 2)])
+    assert units.units(np.array([2**39 - 1])).tolist() == [2**40 - 2]
 
 
 # ---- finding files ----
@@ -202,8 +208,10 @@ def test_domains_are_folders_and_are_sorted_by_path(tmp_path: Path) -> None:
         write_raw(tmp_path / path, [place, place])
     for path in (".hidden/a.bin", "b/.hidden.bin", "b/notes.txt", "b/x.bin.tmp", "c.journal/a.bin"):
         write_raw(tmp_path / path, [9, 9])
-    items = sequence_items(tmp_path, seq_len=2, dtype="int32", folder=tmp_path)
-    assert [(file.domain, os.path.relpath(file.path, tmp_path)) for file in items.files] == [
+    items = sequence_items(tmp_path, seq_len=2, dtype="int32")
+    assert [
+        (row["domain"], os.path.relpath(row["path"], tmp_path)) for row in items.contents.inputs
+    ] == [
         (".", "loose.bin"),
         ("B", "B/z.bin"),
         ("b", "b/X.bin"),
@@ -211,7 +219,7 @@ def test_domains_are_folders_and_are_sorted_by_path(tmp_path: Path) -> None:
         ("b", "b/x.bin"),
     ]
     assert read_all(items) == [[n, n] for n in (3, 2, 4, 1, 0)]
-    assert items.notices == ()
+    assert items.contents.notices == ()
 
 
 def test_links_to_folders_are_followed_but_not_in_circles(tmp_path: Path) -> None:
@@ -219,16 +227,16 @@ def test_links_to_folders_are_followed_but_not_in_circles(tmp_path: Path) -> Non
     (tmp_path / "in" / "web").mkdir(parents=True)
     (tmp_path / "in" / "web" / "link").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "in" / "web" / "circle").symlink_to(tmp_path / "in" / "web")
-    items = sequence_items(tmp_path / "in", seq_len=1, dtype="int32", folder=tmp_path)
+    items = sequence_items(tmp_path / "in", seq_len=1, dtype="int32")
     assert read_all(items) == [[1], [2]]
 
 
 def test_a_file_that_is_there_twice_is_noticed(tmp_path: Path) -> None:
     write_raw(tmp_path / "a" / "x.bin", [1, 2])
     (tmp_path / "b").symlink_to(tmp_path / "a")
-    items = sequence_items(tmp_path, seq_len=1, dtype="int32", folder=tmp_path)
+    items = sequence_items(tmp_path, seq_len=1, dtype="int32")
     assert items.num_items == 4
-    assert items.notices == (
+    assert items.contents.notices == (
         f"{tmp_path}/b/x.bin is the same file as {tmp_path}/a/x.bin: both are read",
     )
 
@@ -240,14 +248,14 @@ def test_domains_without_sequences_count_nothing_and_are_noticed(tmp_path: Path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "x.jsonl").write_text("{}")
-    items = sequence_items(tmp_path, seq_len=2, dtype="int32", folder=tmp_path)
-    assert {d.name: (d.num_files, d.num_items, d.num_left) for d in items.domains} == {
+    items = sequence_items(tmp_path, seq_len=2, dtype="int32")
+    assert {d.name: (d.num_files, d.num_items, d.num_left) for d in items.contents.domains} == {
         "a": (1, 1, 1),
         "empty": (0, 0, 0),
         "short": (2, 0, 1),
         "texts": (0, 0, 0),
     }
-    notices = {notice.split()[1]: notice for notice in items.notices}
+    notices = {notice.split()[1]: notice for notice in items.contents.notices}
     assert sorted(notices) == ["empty", "short", "texts"]
     assert "x.jsonl" in notices["texts"]
     assert "no whole sequence of 2 tokens" in notices["short"]
@@ -257,17 +265,17 @@ def test_raw_tokens_beside_indexed_ones_are_noticed(tmp_path: Path) -> None:
     write_indexed(tmp_path / "a" / "x", [[[1, 2]]])
     write_indexed(tmp_path / "a" / "y", [[[3, 4]]])
     write_raw(tmp_path / "a" / "raw" / "z.bin", [5, 6])
-    assert sequence_items(tmp_path, seq_len=2, dtype="int32", folder=tmp_path).notices == ()
+    assert sequence_items(tmp_path, seq_len=2, dtype="int32").contents.notices == ()
     (tmp_path / "a" / "y.idx").unlink()
-    (notice,) = sequence_items(tmp_path, seq_len=2, dtype="int32", folder=tmp_path).notices
+    (notice,) = sequence_items(tmp_path, seq_len=2, dtype="int32").contents.notices
     assert notice.startswith(f"{tmp_path}/a/y.bin is read as raw int32")
 
 
 def test_the_table_of_domains(tmp_path: Path) -> None:
     write_raw(tmp_path / "web" / "x.bin", range(5000))
     write_raw(tmp_path / "b" / "x.bin", [1])
-    items = sequence_items(tmp_path, seq_len=3, dtype="int32", folder=tmp_path)
-    assert format_domains(items).splitlines() == [
+    items = sequence_items(tmp_path, seq_len=3, dtype="int32")
+    assert items.contents.table("sequences").splitlines() == [
         "domain  files  sequences  tokens  tokens left out",
         "b           1          0       1                1",
         "web         1      1,666   5,000                2",
@@ -283,7 +291,7 @@ def test_thousands_of_files_need_few_descriptors(tmp_path: Path) -> None:
         resource.RLIMIT_NOFILE, (min(soft, len(os.listdir("/proc/self/fd")) + 8), hard)
     )
     try:
-        items = sequence_items(tmp_path, seq_len=2, dtype="int32", carry=True, folder=tmp_path)
+        items = sequence_items(tmp_path, seq_len=2, dtype="int32", carry=True)
         stream = [first + n for first in range(300) for n in range(3)]
         assert read_all(items) == cut(stream, 2)
     finally:
@@ -296,7 +304,7 @@ def test_arrays_of_two_dimensions_are_one_stream(tmp_path: Path) -> None:
     np.save(tmp_path / "a" / "y.npy", np.empty((0, 7), np.uint16))
     with open(tmp_path / "a" / "z.npy", "wb") as file:
         np.lib.format.write_array(file, np.arange(3, dtype=np.uint16), version=(3, 0))
-    items = sequence_items(tmp_path, seq_len=3, folder=tmp_path)
+    items = sequence_items(tmp_path, seq_len=3)
     assert read_all(items) == cut([*range(12), *range(3)], 3)
 
 
@@ -313,8 +321,8 @@ def test_a_list_names_folders_files_and_prefixes(tmp_path: Path) -> None:
     )
     entries = read_input_list(listing)
     assert [weight for weight, _ in entries] == [1, 2.5, 0.5]
-    items = sequence_items(entries, seq_len=1, dtype="int32", folder=tmp_path)
-    assert [(d.name, d.num_items) for d in items.domains] == [
+    items = sequence_items(entries, seq_len=1, dtype="int32")
+    assert [(d.name, d.num_items) for d in items.contents.domains] == [
         ("array.npy", 1),
         ("pair", 5),
         ("raw", 2),
@@ -324,15 +332,15 @@ def test_a_list_names_folders_files_and_prefixes(tmp_path: Path) -> None:
 
 def test_a_decimal_weight_is_exact(tmp_path: Path) -> None:
     write_raw(tmp_path / "a" / "x.bin", range(10))
-    items = sequence_items([(2.3, tmp_path / "a")], seq_len=1, dtype="int32", folder=tmp_path)
+    items = sequence_items([(2.3, tmp_path / "a")], seq_len=1, dtype="int32")
     assert items.num_items == 23
 
 
 @pytest.mark.parametrize("weight", [0, -1, float("nan"), float("inf"), "2", None])
 def test_bad_weights_are_refused(tmp_path: Path, weight: Any) -> None:
     write_raw(tmp_path / "a" / "x.bin", [1])
-    with pytest.raises(ConfigError, match=r"weight of .*a is"):
-        sequence_items([(weight, tmp_path / "a")], seq_len=1, dtype="int32", folder=tmp_path)
+    with pytest.raises(ConfigError, match=r"weight of .*a "):
+        sequence_items([(weight, tmp_path / "a")], seq_len=1, dtype="int32")
 
 
 def test_bad_lists_are_refused(tmp_path: Path) -> None:
@@ -342,22 +350,20 @@ def test_bad_lists_are_refused(tmp_path: Path) -> None:
         ([], "is empty"),
         ([(1, tmp_path / "none")], "does not exist"),
         ([(1, tmp_path / "a/web"), (1, tmp_path / "b/web")], "both the domain web"),
-        ([tmp_path], "give a weight and a path"),
+        ([tmp_path], "must be a weight and a path"),
     ]
     for entries, message in bad:
         with pytest.raises(ConfigError, match=message):
-            sequence_items(entries, seq_len=1, dtype="int32", folder=tmp_path)
+            sequence_items(entries, seq_len=1, dtype="int32")
     listing = tmp_path / "list"
     for text, message in (
         ("", "lists no inputs"),
-        ("data/web\n", "line 1 of .*write a weight and a path"),
-        ("1 a\nx data/web\n", "line 2"),
+        ("data/web\n", "must be a weight and a path"),
+        ("1 a\nx data/web\n", "'x data/web'"),
     ):
         listing.write_text(text)
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(MillraceError, match=message):
             read_input_list(listing)
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_input_list(tmp_path / "missing")
 
 
 # ---- bad files ----
@@ -419,7 +425,7 @@ def test_bad_files_are_named_with_a_remedy(tmp_path: Path) -> None:
         for path in (tmp_path / "files").glob(os.path.splitext(name)[0] + ".*"):
             path.rename(folder / path.name)
         with pytest.raises(DataError, match=message) as error:
-            sequence_items(tmp_path / "in", seq_len=1, folder=tmp_path)
+            sequence_items(tmp_path / "in", seq_len=1)
         assert os.path.splitext(name)[0] in str(error.value)
         for path in folder.iterdir():
             path.unlink()
@@ -427,16 +433,15 @@ def test_bad_files_are_named_with_a_remedy(tmp_path: Path) -> None:
 
 def test_bad_arguments_are_refused(tmp_path: Path) -> None:
     write_raw(tmp_path / "a" / "x.bin", [1, 2, 3])
-    good: dict[str, Any] = {"seq_len": 1, "dtype": "int32", "folder": tmp_path}
+    good: dict[str, Any] = {"seq_len": 1, "dtype": "int32"}
     for name, value, message in (
-        ("seq_len", 0, "1 to 2147483647 is possible"),
-        ("seq_len", 2**31, "1 to 2147483647 is possible"),
+        ("seq_len", 0, "seq_len .* 2147483647"),
+        ("seq_len", 2**31, "seq_len .* 2147483647"),
         ("seq_len", 4, "no whole sequence of 4 tokens: its 1 files have 3 tokens"),
-        ("dtype", "int64", "one of uint16, uint32, int32"),
-        ("dtype", ">i4", "one of uint16"),
-        ("dtype", "nothing", "one of uint16"),
+        ("dtype", "int64", "uint16, uint32 or int32, not 'int64'"),
+        ("dtype", ">i4", "dtype must be"),
+        ("dtype", "nothing", "dtype must be"),
         ("carry", 1, "True or False"),
-        ("eod", 5, "has no .idx, so its documents are not known.*leave --eod out"),
     ):
         with pytest.raises(ConfigError, match=message):
             sequence_items(tmp_path, **{**good, name: value})
@@ -453,7 +458,7 @@ def test_mixed_dtypes_name_two_files(tmp_path: Path) -> None:
     np.save(tmp_path / "a" / "y.npy", np.zeros(3, np.uint16))
     message = "x.bin holds int32, and .*y.npy holds uint16"
     with pytest.raises(ConfigError, match=message):
-        sequence_items(tmp_path, seq_len=1, dtype="int32", folder=tmp_path)
+        sequence_items(tmp_path, seq_len=1, dtype="int32")
 
 
 def test_files_of_two_tokenizers_are_refused(tmp_path: Path) -> None:
@@ -461,44 +466,17 @@ def test_files_of_two_tokenizers_are_refused(tmp_path: Path) -> None:
         provenance = {"tokenizer": {"name": name, "sha256": name * 64}}
         write_indexed(tmp_path / "in" / name, [[[1]]], provenance=provenance)
     with pytest.raises(ConfigError, match=r"tokenized with a .*Tokenize one of them again"):
-        sequence_items(tmp_path / "in", seq_len=1, folder=tmp_path)
-    items = sequence_items([(1, tmp_path / "in" / "a")], seq_len=1, folder=tmp_path)
-    assert items.tokenizer == {"name": "a", "sha256": "a" * 64}
+        sequence_items(tmp_path / "in", seq_len=1)
 
 
 def test_large_ids_are_found_when_they_are_read(tmp_path: Path) -> None:
     write_raw(tmp_path / "a" / "x.bin", [1, 2, 3], "uint32")
     write_raw(tmp_path / "a" / "y.bin", [2**31 - 1, 4, 2**31, 5], "uint32")
     for carry, numbers in ((False, [0, 2]), (True, [0, 2, 1])):
-        items = sequence_items(tmp_path, seq_len=2, carry=carry, folder=tmp_path)
+        items = sequence_items(tmp_path, seq_len=2, carry=carry)
         read_all(items, np.array(numbers[:1]))
         with pytest.raises(DataError, match=r"y.bin holds the token 2147483648 at position 2"):
             read_all(items, np.array(sorted(numbers)))
-
-
-# ---- EOD tokens ----
-
-
-def test_an_eod_must_fit_and_must_not_be_there(tmp_path: Path) -> None:
-    write_indexed(tmp_path / "in" / "a" / "x", [[[1], [2, 7]], [[]], [[7]]] * 80, "uint16")
-    options: dict[str, Any] = {"seq_len": 2, "folder": tmp_path}
-    with pytest.raises(ConfigError, match="0 to 65535 is possible in files of uint16"):
-        sequence_items(tmp_path / "in", eod=65536, **options)
-    with pytest.raises(ConfigError, match=r"x.bin already end with the token 7.*first 100 do"):
-        sequence_items(tmp_path / "in", eod=7, **options)
-    write_indexed(tmp_path / "in" / "a" / "x", [[[7]]] * 99 + [[[1]]], "uint16")
-    assert sequence_items(tmp_path / "in", eod=7, **options).num_items == 100
-    write_indexed(tmp_path / "in" / "a" / "by_chance", [[[1, 7]], [[]], [[7]]], "uint16")
-    assert sequence_items(tmp_path / "in", eod=7, **options).num_items == 102
-
-
-def test_damaged_documents_are_found(tmp_path: Path) -> None:
-    write_indexed(tmp_path / "in" / "a" / "x", [[[1, 2]], [[3]], [[4]]])
-    with open(tmp_path / "in" / "a" / "x.idx", "r+b") as file:
-        file.seek(34 + 3 * 4 + 8)
-        file.write(np.int64(4).tobytes())
-    with pytest.raises(DataError, match="sequence 1 has the length 1 and starts at byte 4"):
-        sequence_items(tmp_path / "in", seq_len=1, eod=9, folder=tmp_path)
 
 
 # ---- files that change ----
@@ -508,7 +486,7 @@ def test_damaged_documents_are_found(tmp_path: Path) -> None:
 def test_a_file_that_changes_is_an_error(tmp_path: Path, change: str) -> None:
     path = tmp_path / "in" / "a" / "x.bin"
     write_raw(path, range(10))
-    items = sequence_items(tmp_path / "in", seq_len=2, dtype="int32", folder=tmp_path)
+    items = sequence_items(tmp_path / "in", seq_len=2, dtype="int32")
     if change == "touch":
         os.utime(path, ns=(0, 0))
     elif change == "append":
@@ -528,6 +506,26 @@ def test_a_file_that_changes_is_an_error(tmp_path: Path, change: str) -> None:
         read_all(items)
 
 
+def test_a_pipe_in_place_of_a_file(tmp_path: Path) -> None:
+    """It has no writer: to open it would take forever."""
+    path = tmp_path / "a" / "x.bin"
+    write_raw(path, range(10))
+    items = sequence_items(tmp_path, seq_len=2, dtype="int32")
+    path.unlink()
+    os.mkfifo(path)
+    errors = []
+
+    def read() -> None:
+        with pytest.raises(DataError, match="changed while the job ran") as error:
+            read_all(items)
+        errors.append(error)
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert errors
+
+
 def test_a_change_while_a_file_is_read_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -535,7 +533,7 @@ def test_a_change_while_a_file_is_read_is_an_error(
 
     path = tmp_path / "a" / "x.bin"
     write_raw(path, range(10))
-    items = sequence_items(tmp_path, seq_len=2, dtype="int32", folder=tmp_path)
+    items = sequence_items(tmp_path, seq_len=2, dtype="int32")
     read_pieces = _native.read_pieces
 
     def read_and_change(*arguments: Any, **options: Any) -> int:
@@ -555,12 +553,12 @@ def test_files_and_sequences_beyond_2_gb(tmp_path: Path) -> None:
         file.truncate(2**34 + 40)
         file.seek(2**34)
         file.write(np.arange(10, dtype=np.uint32).tobytes())
-    items = sequence_items(tmp_path, seq_len=5, folder=tmp_path)
+    items = sequence_items(tmp_path, seq_len=5)
     count = (2**32 + 10) // 5
-    assert (items.num_items, items.domains[0].num_left) == (count, 1)
+    assert (items.num_items, items.contents.domains[0].num_left) == (count, 1)
     assert read_all(items, np.array([0, count - 1])) == [[0] * 5, [4, 5, 6, 7, 8]]
-    items = sequence_items([(2.5, tmp_path / "a")], seq_len=5, folder=tmp_path)
+    items = sequence_items([(2.5, tmp_path / "a")], seq_len=5)
     assert items.num_items == 5 * count // 2
     assert read_all(items, np.array([2 * count - 1])) == [[4, 5, 6, 7, 8]]
-    items = sequence_items(tmp_path, seq_len=2**22, folder=tmp_path)
+    items = sequence_items(tmp_path, seq_len=2**22)
     assert max(read_all(items, np.array([1023]))[0]) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.errors import ConfigError, MillraceError
-from millrace.jobs.shuffling import plan as planning
-from millrace.jobs.shuffling import probe
-from millrace.jobs.shuffling.plan import ITEM_OVERHEAD, MB, Plan
-from millrace.jobs.shuffling.probe import is_gather_faster, read_rates
+from millrace.jobs.shuffling import buckets as groups
+from millrace.jobs.shuffling import disk_rates, plan_choice
+from millrace.jobs.shuffling.disk_rates import Rates, read_rates
+from millrace.jobs.shuffling.fixed_sequences import sequence_items
+from millrace.jobs.shuffling.memory_budget import ITEM_OVERHEAD, MB, budget_of, sizes_of
+from millrace.jobs.shuffling.plans import PLANS, Gather, Scatter, ShufflePlan, resume_plan
 from millrace.order import KeyedPermutation
+from millrace.ragged import even_sizes, starts_of
 
 GB = 10**9
 
@@ -67,14 +71,14 @@ def test_groups_fit_their_buffer_and_lie_in_one_shard(
     sizes: list[int], more: int, num_shards: int
 ) -> None:
     with pytest.MonkeyPatch.context() as context:
-        context.setattr(planning, "_BLOCK", 7)
+        context.setattr(groups, "_BLOCK", 7)
         for items in (FakeItems(sizes), LargeItems(len(sizes), max(*sizes, 1, 1))):
             largest = int(items.sizes(np.arange(items.num_items)).max())
             buffer_size = 2 * largest + ITEM_OVERHEAD + more
             shuffled: Any = Shuffled(items.num_items)
-            starts = planning.shard_starts(items.num_items, min(num_shards, items.num_items))
-            buckets = planning.bucket_bounds(items, shuffled, starts, buffer_size)
-            runs = planning.run_bounds(items, buffer_size)
+            starts = starts_of(even_sizes(items.num_items, min(num_shards, items.num_items)))
+            buckets = groups.bucket_bounds(items, shuffled, starts, buffer_size)
+            runs = groups.run_bounds(items, buffer_size)
             assert set(starts.tolist()) <= set(buckets.tolist())
             for bounds, order in (
                 (runs, np.arange(items.num_items)),
@@ -87,82 +91,64 @@ def test_groups_fit_their_buffer_and_lie_in_one_shard(
                 assert (np.add.reduceat(costs, bounds[:-1]) <= buffer_size).all()
 
 
-@given(st.integers(1, 1000), st.integers(1, 50))
-def test_shards_differ_by_one_at_most(num_items: int, num_shards: int) -> None:
-    starts = planning.shard_starts(num_items, num_shards)
-    sizes = [
-        num_items // num_shards + (shard < num_items % num_shards) for shard in range(num_shards)
-    ]
-    assert np.diff(starts).tolist() == sizes
-
-
 @given(
-    st.sampled_from(["gather", "scatter"]),
+    st.sampled_from(PLANS),
     st.integers(8 * MB, 100 * GB),
     st.integers(1, 64),
     st.integers(1, 10**9),
 )
 def test_workers_and_buffers_fit_the_memory(
-    name: str, memory: int, workers: int, num_items: int
+    kind: type[ShufflePlan], memory: int, workers: int, num_items: int
 ) -> None:
-    items = LargeItems(num_items, 4096)
-    plan = Plan(name=name, reason="", workers=workers, buffer_size=0, bytes_read=0, bytes_written=0)
-    num_bytes = 2 * 4096 * num_items
-    plan = planning._share_memory(plan, items, num_bytes, 8192, memory)
+    items: Any = LargeItems(num_items, 4096)
+    plan = kind.fit(sizes_of(items), budget_of(memory, items), workers)
     assert 1 <= plan.workers <= workers
-    assert plan.buffer_size >= 8192 + ITEM_OVERHEAD
+    assert plan.buffer_size >= min(8192, 8192 * num_items) + ITEM_OVERHEAD
     processes = plan.workers * 45 * MB if plan.workers > 1 else 0
     assert processes + plan.workers * plan.buffer_size <= memory
-    again = planning.plan_from_json(
-        plan.to_json(),
-        items,
-        workers=workers,
-        memory=memory,
-    )
+    again = resume_plan(plan.to_json(), items, workers=workers, memory=memory)
     assert again.workers * again.buffer_size <= memory
 
 
-def choose(tmp_path: Path, items: Any, **options: Any) -> Plan:
-    options = {"name": "auto", "memory": 4 * GB, "workers": 4, "engine": "local", **options}
-    return planning.choose_plan(items, output_dir=str(tmp_path), **options)
+def choose(tmp_path: Path, items: Any, **options: Any) -> ShufflePlan:
+    options = {"name": "auto", "memory": 4 * GB, "workers": 4, **options}
+    return plan_choice.choose_plan(items, output_dir=str(tmp_path), **options)
 
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The free bytes of every disk, and its read rates."""
     disk = SimpleNamespace(free=10**15, random=1e9, sequential=1e9)
-    monkeypatch.setattr(planning, "_free_bytes", lambda folder: disk.free)
+    monkeypatch.setattr(plan_choice, "_free_bytes", lambda folder: disk.free)
     monkeypatch.setattr(
-        planning, "read_rates", lambda items, mean, size: (disk.random, disk.sequential)
+        plan_choice, "read_rates", lambda items, mean, size: Rates(disk.random, disk.sequential)
     )
     return disk
 
 
 def test_the_choice_of_a_plan(tmp_path: Path, disk: SimpleNamespace) -> None:
     small, large = LargeItems(1000, 4096), LargeItems(10**6, 4096)  # 8 MB and 8 GB
-    assert choose(tmp_path, small).name == "memory"
-    assert choose(tmp_path, small, engine="ray").name == "gather"
+    plan = choose(tmp_path, small)
+    assert (plan.name, plan.workers, plan.buffer_size) == ("gather", 1, 1000 * (8192 + 128))
     plan = choose(tmp_path, large)
     assert str(plan) == (
-        "gather, because random reads are about as fast as sequential ones (1.0 GB and 1.0 GB a "
-        "second), reads 8.2 GB, writes 8.2 GB"
+        "gather, because the disk reads 1.0 GB of random items a second, and 1.0 GB of "
+        "consecutive ones, reads 8.2 GB, writes 8.2 GB"
     )
-    assert choose(tmp_path, large, memory=20 * GB).name == "gather"
-    disk.sequential, disk.random = 4e9, 1e9
-    assert "reads, 4 at a time, keep up with the writes" in str(choose(tmp_path, large))
+    assert choose(tmp_path, large, memory=20 * GB).workers == 4
+    disk.sequential, disk.random = 4e9, 1e9  # random reads, 4 at a time, keep up with the writes
+    assert choose(tmp_path, large).name == "gather"
     disk.sequential, disk.random = 6e8, 2e8
-    assert "not much slower" in str(choose(tmp_path, large))
-    assert choose(tmp_path, large, memory=20 * GB).name == "memory"
-    assert choose(tmp_path, large, memory=20 * GB, engine="ray").name == "gather"
+    assert choose(tmp_path, large).name == "gather"
+    plan = choose(tmp_path, large, memory=20 * GB)  # all data at once
+    assert (plan.name, plan.workers, plan.buffer_size) == ("gather", 1, 10**6 * (8192 + 128))
     disk.sequential, disk.random = 1e9, 1e8
     plan = choose(tmp_path, large)
-    assert (plan.name, plan.bytes_read, plan.bytes_written) == (
-        "scatter",
-        16_384 * 10**6,
-        16_384 * 10**6,
-    )
+    assert (plan.name, plan.num_bytes) == ("scatter", 16_384 * 10**6)
     disk.free = 10 * GB
-    assert "scatter needs 16.4 GB of disk, and 10.0 GB are free" in str(choose(tmp_path, large))
+    plan = choose(tmp_path, large)
+    assert plan.name == "gather"
+    assert "scatter needs 16.4 GB of disk, and 10.0 GB are free" in str(plan)
     with pytest.raises(MillraceError, match=r"No space left for the plan scatter"):
         choose(tmp_path, large, name="scatter")
     disk.free = 8 * GB
@@ -172,50 +158,51 @@ def test_the_choice_of_a_plan(tmp_path: Path, disk: SimpleNamespace) -> None:
     assert choose(tmp_path, LargeItems(10**4, 10**6)).name == "gather"  # of large items
 
 
-def test_a_document_must_fit_a_buffer(tmp_path: Path, disk: SimpleNamespace) -> None:
-    items = FakeItems([10, 200 * MB, 5])
-    plan = choose(tmp_path, items, memory=2 * GB, name="gather")
-    assert plan.workers * (plan.buffer_size + 45 * MB) <= 2 * GB
-    assert plan.buffer_size >= 400 * MB + ITEM_OVERHEAD
-    with pytest.raises(ConfigError, match=r"300.0 MB, and the longest document has 400.0 MB"):
-        choose(tmp_path, items, memory=300 * MB)
-
-
-def test_origins_take_memory(tmp_path: Path, disk: SimpleNamespace) -> None:
-    sizes = np.full(1000, 100_000)
-    plain, with_origins = (FakeItems(sizes, has_origins=has) for has in (False, True))
-    assert choose(tmp_path, plain, memory=200 * MB, name="gather").workers == 3
-    assert choose(tmp_path, with_origins, memory=200 * MB, name="gather").workers == 1
-    plan = choose(tmp_path, with_origins, memory=340 * MB, name="memory", workers=2)
-    assert plan.buffer_size > 240 * MB
-    with pytest.raises(ConfigError, match=r"more than the memory of 250\.0 MB"):
-        choose(tmp_path, with_origins, memory=340 * MB, name="memory", workers=3)
-    content = plan.to_json()
-    more = planning.plan_from_json(content, with_origins, workers=8, memory=340 * MB)  # type: ignore[arg-type]
-    assert more.workers == 2
-
-
-def test_a_smaller_memory_continues_with_fewer_workers() -> None:
-    items: Any = LargeItems(10**6, 4096)
-    plan = Plan(
-        name="scatter", reason="", workers=4, buffer_size=100 * MB, bytes_read=0, bytes_written=0
-    )
-    content = plan.to_json()
-    assert planning.plan_from_json(content, items, workers=4, memory=300 * MB).workers == 2
-    assert planning.plan_from_json(content, items, workers=4, memory=100 * MB).workers == 1
-    with pytest.raises(ConfigError, match=r"memory is 99.0 MB.*give memory=100000000 or more"):
-        planning.plan_from_json(content, items, workers=4, memory=99 * MB)
-
-
 def test_gather_may_be_three_times_slower_at_reading() -> None:
+    items: Any = LargeItems(10**6, 4096)
+    gather, scatter = (
+        plan.fit(sizes_of(items), budget_of(GB, items), 1) for plan in (Gather, Scatter)
+    )
+
+    def is_gather_faster(random: float, sequential: float) -> bool:
+        rates = Rates(random, sequential)
+        return gather.seconds_per_byte(rates) <= scatter.seconds_per_byte(rates)
+
     assert is_gather_faster(0.34e9, 1e9)
     assert not is_gather_faster(0.33e9, 1e9)
     assert is_gather_faster(2e9, 8e9)  # in memory, where writing takes longer than reading
 
 
-def test_an_interruption_of_the_probe_does_not_change_its_rates(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_document_must_fit_a_buffer(tmp_path: Path, disk: SimpleNamespace) -> None:
+    items = FakeItems([10, 200 * MB, 5])
+    plan = choose(tmp_path, items, memory=2 * GB, name="gather")
+    assert plan.workers * (plan.buffer_size + 45 * MB) <= 2 * GB
+    assert plan.buffer_size >= 400 * MB + ITEM_OVERHEAD
+    with pytest.raises(ConfigError, match=r"not 300.0 MB: the longest document has 400.0 MB"):
+        choose(tmp_path, items, memory=300 * MB)
+
+
+def test_origins_take_memory(tmp_path: Path, disk: SimpleNamespace) -> None:
+    sizes = np.full(2000, 100_000)
+    plain, with_origins = (FakeItems(sizes, has_origins=has) for has in (False, True))
+    assert choose(tmp_path, plain, memory=200 * MB, name="gather").workers == 3
+    assert choose(tmp_path, with_origins, memory=200 * MB, name="gather").workers == 1
+
+
+def test_a_smaller_memory_continues_with_fewer_workers() -> None:
+    items: Any = LargeItems(10**6, 4096)
+    plan = Scatter(sizes=sizes_of(items), workers=4, buffer_size=100 * MB)
+    content = plan.to_json()
+    assert resume_plan(content, items, workers=4, memory=300 * MB).workers == 2
+    assert resume_plan(content, items, workers=4, memory=100 * MB).workers == 1
+    with pytest.raises(ConfigError, match=r"not 99.0 MB: .*Give memory=100000000 or more"):
+        resume_plan(content, items, workers=4, memory=99 * MB)
+
+
+# ---- the measurement of the disk ----
+
+
+def test_an_interruption_does_not_change_the_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     now, calls = 0.0, 0
 
     class Interrupted(LargeItems):
@@ -224,6 +211,17 @@ def test_an_interruption_of_the_probe_does_not_change_its_rates(
             now += 1e-6 * len(numbers) + (1.0 if calls % 4 == 1 else 0.0)
             calls += 1
 
-    monkeypatch.setattr(probe, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(disk_rates, "time", SimpleNamespace(perf_counter=lambda: now))
     items: Any = Interrupted(100_000, 500)
-    assert read_rates(items, mean=1000, size=16_000_000)[0] == pytest.approx(1e9)
+    assert read_rates(items, mean=1000, size=16_000_000).random == pytest.approx(1e9)
+
+
+def test_rates_of_tiny_sequences_take_little_memory(tmp_path: Path) -> None:
+    np.zeros(8_000_000, np.uint16).tofile(tmp_path / "web.bin")
+    items = sequence_items([(1, str(tmp_path / "web.bin"))], seq_len=1, dtype="uint16")
+    tracemalloc.start()
+    try:
+        read_rates(items, mean=2, size=16_000_000)
+        assert tracemalloc.get_traced_memory()[1] < 30_000_000
+    finally:
+        tracemalloc.stop()

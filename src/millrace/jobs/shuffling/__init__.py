@@ -1,12 +1,14 @@
 """The global shuffle: the sequences or documents of many domains, permuted and written as shards.
 
-`arguments` checks what the caller asks for. `inputs`, `sequences` and `documents` number the items
-of the input. `permutations` gives each item its place, and `distribution` checks the result. `plan`
-chooses how the items move; `tasks` is what a worker does, `memory` moves them in one process, and
-`movement` runs either. `publish` gives the files their names, and `job` is the whole.
+1. `domains` and `token_files` find the input. `fixed_sequences` and `whole_documents` number its
+   items, with `weights`, and read them.
+2. `permutations` gives each item its place, and `distribution` checks the result.
+3. `plan_choice` chooses one of `plans` by the memory and the disk.
+4. `shard_work` is what a worker does, from runs or from `buckets` of the output.
+5. `shard_publication` gives the files their names. `shuffle_job` is the whole.
 """
 
-from millrace.jobs.shuffling.inputs import read_input_list
-from millrace.jobs.shuffling.job import ShuffleResult, shuffle
+from millrace.jobs.shuffling.domains import read_input_list
+from millrace.jobs.shuffling.shuffle_job import ShuffleResult, shuffle
 
 __all__ = ["ShuffleResult", "read_input_list", "shuffle"]

@@ -1,12 +1,14 @@
 """How a shuffle spreads the domains over the output, compared with what chance allows.
 
 A fair shuffle deals items like cards, without putting any back. So the items of a domain in a part
-of the output (the head, a shard, a window) have a hypergeometric distribution. Two tests use that:
+of the output (the head, a shard, a window) have a hypergeometric distribution. Two figures use
+that:
 
+- The deviation of a count from the expected one, in standard deviations ("sigma"), finds single
+  large deviations. Bernstein's inequality says which ones chance does not explain; it holds for
+  counts of any size.
 - Pearson's chi-square of all parts together finds many small deviations: blocks of items that stay
   together, or shares that are more even than chance makes them.
-- The bound of Hoeffding (1963) for each domain in each part finds single large deviations. It holds
-  for any size; chi-square only for counts that are not small.
 """
 
 from __future__ import annotations
@@ -15,15 +17,16 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checks import printable
+from millrace.checks import printable, text_table
 from millrace.errors import ConfigError, MillraceError
-from millrace.jobs.shuffling.chi_square import chi_square_p, gamma_p
-from millrace.jobs.shuffling.permutations import Permutation, even_sizes
+from millrace.jobs.shuffling.permutations import Permutation
+from millrace.ragged import Numbers, even_sizes
 
 HEAD = 50_000
 """Places of the head."""
@@ -32,14 +35,11 @@ WINDOWS = 64
 """Equal parts of the output that are called windows."""
 
 _BLOCK = 1 << 18  # places that are counted at a time: 2 MiB for each array
-_MOST_COUNTS = 1 << 19  # counts of domains in shards: with their tests they take 30 MB
+_MOST_COUNTS = 1 << 19  # counts of domains in shards: with their figures they take 20 MB
 _LEAST_EXPECTED = 5  # items of a class in a part: with fewer, chi-square is not exact enough
 _LEAST_DEGREES = 30  # of freedom: with fewer, the far tail is not exact enough to refuse a shuffle
-_LEAST_P = 1e-9  # a smaller `Parts.bound` is a fault; the bounds hold for any counts
-_LEAST_TABLE_P = 1e-12  # the same of chi-square, whose far tail may be 10 to 100 times heavier
-_ZERO = 1e-300  # smaller probabilities are shown as "below" this one
-
-Counts = NDArray[np.int64]
+_LEAST_P = 1e-9  # a deviation that is less probable in any part is a fault
+_MOST_Z = 7.0  # normal deviate of chi-square: p = 1e-12, as its tail may be 100 times heavier
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,52 +47,126 @@ class Parts:
     """Equal, or nearly equal, parts of the output.
 
     Attributes:
-        name: What they are called: "head", "shard", "shard group" or "window".
-        sizes: Places of each part, int64 [parts].
-        counts: Items of each domain in each part, int64 [parts, domains].
-        expected: Expected number of items, float64 [parts, domains].
-        chi_squares: Pearson's chi-square of each part, corrected for draws without replacement,
-            float64 [parts]. Domains that are too small to be tested alone are put together.
-        part_degrees: Degrees of freedom of each part's chi-square; 0: not enough items for a test.
-        p_values: Probability that the chi-square of a part is at least as large by chance,
-            float64 [parts]. Without degrees of freedom it is 1.
-        chi_square, degrees, p_value: The same of all parts together.
-        log_bound: Logarithm of an upper limit for the probability that any domain in any part
-            deviates from its expected number as much as the most unlikely one does.
-        unlikeliest: Numbers of the part and the domain with that deviation.
+        name: What a part is called: "head", "shard", "shard group" or "window".
+        counts: Items of each domain in each part: int64 [parts, domains].
+        totals: Items of each domain in the whole output: int64 [domains].
     """
 
     name: str
-    sizes: Counts
-    counts: Counts
-    expected: NDArray[np.float64]
-    chi_squares: NDArray[np.float64]
-    part_degrees: int
-    p_values: NDArray[np.float64]
-    chi_square: float
-    degrees: int
-    p_value: float
-    log_bound: float
-    unlikeliest: tuple[int, int]
+    counts: Numbers
+    totals: Numbers
 
     @property
-    def bound(self) -> float:
-        """The limit of `log_bound`, as a probability."""
-        return math.exp(self.log_bound)
+    def sizes(self) -> Numbers:
+        """Places of each part: int64 [parts]."""
+        sizes: Numbers = self.counts.sum(axis=1)
+        return sizes
+
+    @cached_property
+    def expected(self) -> NDArray[np.float64]:
+        """Expected number of items: float64 [parts, domains]."""
+        return np.outer(self.sizes, self.totals / max(int(self.totals.sum()), 1))
+
+    @cached_property
+    def deviations(self) -> NDArray[np.float64]:
+        """Each count's deviation in standard deviations; 0 where there is no choice."""
+        sigmas = np.sqrt(self._variances())
+        return np.where(sigmas > 0, (self.counts - self.expected) / np.maximum(sigmas, 1e-300), 0.0)
+
+    @cached_property
+    def chi_square(self) -> tuple[float, int]:
+        """Pearson's chi-square of all parts together, and its degrees of freedom; 0: no test.
+
+        The parts are not the whole output only for the head, which is compared with the rest.
+        Parts that are so small that not even two classes of domains have enough items in each are
+        put together with their neighbours, and small domains with each other.
+        """
+        total, counts = int(self.totals.sum()), self.counts
+        rest = self.totals - counts.sum(axis=0)
+        if rest.any():
+            counts = np.vstack([counts, rest])
+        rarer = total - int(self.totals.max(initial=0))  # all domains but the largest
+        num_groups = min(len(counts), rarer // (2 * _LEAST_EXPECTED))
+        if num_groups < 2:
+            return 0.0, 0
+        counts = np.add.reduceat(counts, np.arange(num_groups) * len(counts) // num_groups)
+        share = int(counts.sum(axis=1).min()) / total  # of the smallest part
+        starts, order = _classes(self.totals, share)
+        if len(starts) < 2:
+            return 0.0, 0
+        counts = np.add.reduceat(counts[:, order], starts, axis=1)
+        expected = np.outer(counts.sum(axis=1), counts.sum(axis=0) / total)
+        square = float(((counts - expected) ** 2 / expected).sum())
+        # Drawn without replacement, counts vary less than drawn from an endless supply.
+        return square * (total - 1) / total, (len(starts) - 1) * (len(counts) - 1)
+
+    @property
+    def z(self) -> float:
+        """The normal deviate of the chi-square, by Wilson and Hilferty; 0 without a test."""
+        value, degrees = self.chi_square
+        spread = 2 / (9 * max(degrees, 1))
+        return ((value / degrees) ** (1 / 3) - 1 + spread) / math.sqrt(spread) if degrees else 0.0
+
+    def figures(self, names: Sequence[str]) -> dict[str, Any]:
+        """The number of parts, the chi-square, and the largest deviation, as plain values.
+
+        Args:
+            names: Name of each domain.
+        """
+        value, degrees = self.chi_square
+        part, domain = _place_of_largest(np.abs(self.deviations))
+        has_counts = self.counts.size > 0
+        return {
+            "parts": len(self.counts),
+            "chi_square": value if degrees else None,
+            "degrees": degrees,
+            "p_value": math.erfc(self.z / math.sqrt(2)) / 2 if degrees else None,
+            "largest_deviation": float(self.deviations[part, domain]) if has_counts else 0.0,
+            "largest_deviation_part": part,
+            "largest_deviation_domain": names[domain] if has_counts else "",
+            "largest_deviation_count": int(self.counts[part, domain]) if has_counts else 0,
+            "largest_deviation_expected": float(self.expected[part, domain]) if has_counts else 0.0,
+        }
 
     def to_json(self) -> dict[str, Any]:
-        """The counts and tests as plain values."""
+        """The counts and the test as plain values."""
+        value, degrees = self.chi_square
         return {
             "sizes": self.sizes.tolist(),
             "counts": self.counts.tolist(),
-            "chi_squares": self.chi_squares.tolist(),
-            "part_degrees": self.part_degrees,
-            "p_values": self.p_values.tolist(),
-            "chi_square": self.chi_square,
-            "degrees": self.degrees,
-            "p_value": self.p_value,
-            "bound": self.bound,
+            "chi_square": value,
+            "degrees": degrees,
         }
+
+    def fault(self, names: Sequence[str]) -> str | None:
+        """Why no fair shuffle gives these parts; None if one may."""
+        # The probability of a deviation of t or more is at most 2 exp(-t**2 / 2 (variance + t/3)).
+        distances = np.abs(self.counts - self.expected)
+        exponents = distances**2 / np.maximum(2 * (self._variances() + distances / 3), 1e-300)
+        part, domain = _place_of_largest(exponents)
+        most = math.log(2 * 3 * max(exponents.size, 1) / _LEAST_P)  # in head, shards or windows
+        if exponents.size and exponents[part, domain] > most:
+            where = "the head" if self.name == "head" else f"{self.name} {part}"
+            return (
+                f"{where} has {self.counts[part, domain]:,} of its {self.sizes[part]:,} items "
+                f"from domain {printable(names[domain])}, and a fair shuffle "
+                f"{self.expected[part, domain]:,.1f}; that deviates by "
+                f"{self.deviations[part, domain]:+.1f} sigma"
+            )
+        value, degrees = self.chi_square
+        if degrees >= _LEAST_DEGREES and abs(self.z) > _MOST_Z:
+            where = "in the head" if self.name == "head" else f"between {self.name}s"
+            return (
+                f"the differences {where} are too {'large' if self.z > 0 else 'small'}: chi-square "
+                f"is {value:,.1f}, and about {degrees:,} for a fair shuffle"
+            )
+        return None
+
+    def _variances(self) -> NDArray[np.float64]:
+        """Variance of each count in a fair shuffle: float64 [parts, domains]."""
+        total, sizes = int(self.totals.sum()), self.sizes[:, None].astype(np.float64)
+        shares = self.totals / max(total, 1)
+        return sizes * shares * (1 - shares) * ((total - sizes) / max(total - 1, 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,34 +174,40 @@ class Distribution:
     """Where the items of each domain are in the output.
 
     Attributes:
-        domain_names: Name of each domain.
-        domain_counts: Items of each domain.
+        names: Name of each domain.
         head: The first 50,000 places, or all if there are fewer, as one part.
         shards: The shards; groups of neighbours if there are more than 2**19 counts of domains in
             shards, which would take too much memory.
         windows: 64 equal parts of the output, or one for each place if there are fewer.
     """
 
-    domain_names: tuple[str, ...]
-    domain_counts: tuple[int, ...]
+    names: tuple[str, ...]
     head: Parts
     shards: Parts
     windows: Parts
 
+    @property
+    def all_parts(self) -> tuple[Parts, Parts, Parts]:
+        return self.head, self.shards, self.windows
+
     def to_json(self) -> dict[str, Any]:
         """The distribution as plain values; counts are [parts, domains]."""
         return {
-            "domains": list(self.domain_names),
-            "domain_counts": list(self.domain_counts),
+            "domains": list(self.names),
+            "domain_counts": self.head.totals.tolist(),
             "head": self.head.to_json(),
             "shards": self.shards.to_json(),
             "windows": self.windows.to_json(),
         }
 
+    def fault(self) -> str | None:
+        """Why no fair shuffle gives this distribution; None if one may."""
+        return next(filter(None, (parts.fault(self.names) for parts in self.all_parts)), None)
+
 
 def measure_distribution(
     permutation: Permutation,
-    domain_names: Sequence[str],
+    names: Sequence[str],
     domain_counts: Sequence[int],
     shard_sizes: Sequence[int],
 ) -> Distribution:
@@ -137,7 +217,7 @@ def measure_distribution(
 
     Args:
         permutation: Permutation of all items.
-        domain_names: Name of each domain.
+        names: Name of each domain.
         domain_counts: Items of each domain, whose numbers follow each other.
         shard_sizes: Places of each shard, which follow each other.
 
@@ -145,37 +225,34 @@ def measure_distribution(
         ConfigError: Domains or shards that do not have as many items as the permutation.
     """
     total, counts = permutation.size, np.array(domain_counts, np.int64)
-    if len(domain_names) != len(counts) or not total == counts.sum() == sum(shard_sizes):
+    if len(names) != len(counts) or not total == counts.sum() == sum(shard_sizes):
         raise ConfigError(
-            f"the permutation has {total} items, {len(domain_names)} domains have {counts.sum()} "
-            f"and {len(shard_sizes)} shards {sum(shard_sizes)}; all must have the same number"
+            f"the permutation has {total} items, {len(names)} domains have {counts.sum()} and "
+            f"{len(shard_sizes)} shards {sum(shard_sizes)}; all must have the same number"
         )
     head = min(HEAD, total)
     group = max(-(-len(shard_sizes) * len(counts) // _MOST_COUNTS), 1)  # shards in a group
     starts = np.arange(0, len(shard_sizes), group)
-    parts = {
-        "head": np.array([head, total - head], np.int64),
-        "shard": np.add.reduceat(np.array(shard_sizes, np.int64), starts),
-        "window": even_sizes(total, min(WINDOWS, total)),
-    }
-    tables = {name: np.zeros((len(sizes), len(counts)), np.int64) for name, sizes in parts.items()}
-    ends = {name: np.cumsum(sizes) for name, sizes in parts.items()}
+    all_ends = [
+        np.array([head, total]),
+        np.cumsum(np.add.reduceat(np.array(shard_sizes, np.int64), starts)),
+        np.cumsum(even_sizes(total, min(WINDOWS, total))),
+    ]
+    tables = [np.zeros((len(ends), len(counts)), np.int64) for ends in all_ends]
     domain_ends = np.cumsum(counts)
-    cuts = np.unique(np.concatenate([*ends.values(), np.arange(0, total, _BLOCK), [0, total]]))
+    cuts = np.unique(np.concatenate([*all_ends, np.arange(0, total, _BLOCK), [0, total]]))
     for start, stop in itertools.pairwise(cuts.tolist()):
         items = permutation.sources(start, stop)
         domains = np.searchsorted(domain_ends, items, side="right")
         block = np.bincount(domains, minlength=len(counts))
-        for name, table in tables.items():
-            table[np.searchsorted(ends[name], start, side="right")] += block
+        for ends, table in zip(all_ends, tables, strict=True):
+            table[np.searchsorted(ends, start, side="right")] += block
+    shard_name = "shard" if group == 1 else "shard group"
     return Distribution(
-        domain_names=tuple(domain_names),
-        domain_counts=tuple(counts.tolist()),
-        head=_parts("head", parts["head"][:1], tables["head"][:1], counts),
-        shards=_parts(
-            "shard" if group == 1 else "shard group", parts["shard"], tables["shard"], counts
-        ),
-        windows=_parts("window", parts["window"], tables["window"], counts),
+        names=tuple(names),
+        head=Parts(name="head", counts=tables[0][:1], totals=counts),
+        shards=Parts(name=shard_name, counts=tables[1], totals=counts),
+        windows=Parts(name="window", counts=tables[2], totals=counts),
     )
 
 
@@ -188,8 +265,7 @@ def check_distribution(distribution: Distribution) -> None:
         MillraceError: A domain that is far from its share in a part of the output, or shares whose
             differences as a whole are too large, or too small, for chance.
     """
-    fault = _fault(distribution)
-    if fault:
+    if fault := distribution.fault():
         raise MillraceError(
             f"the output is not shuffled evenly: {fault}. This is a fault of the shuffle, not of "
             "the data: nothing has been published. Please report it with the seed and the number "
@@ -199,202 +275,74 @@ def check_distribution(distribution: Distribution) -> None:
 
 def format_distribution(distribution: Distribution) -> str:
     """The distribution as a table for people: the head by domain, the shards and the windows."""
-    head, total = distribution.head, sum(distribution.domain_counts)
-    size = int(head.sizes[0])
-    names = [printable(name) for name in distribution.domain_names]
-    width = max(map(len, ["domain", *names]))
-    lines = [
-        f"distribution of {total:,} items, first {size:,} places:",
-        f"  {'domain':<{width}}  {'actual':>12}  {'expected':>14}  {'deviation':>10}",
-    ]
-    for name, actual, expected in zip(
-        names, head.counts[0].tolist(), head.expected[0].tolist(), strict=True
+    head = distribution.head
+    total, size = int(head.totals.sum()), int(head.sizes[0])
+    rows = [["domain", "actual", "expected", "deviation", "sigma"]]
+    for name, actual, expected, sigma in zip(
+        map(printable, distribution.names),
+        head.counts[0].tolist(),
+        head.expected[0].tolist(),
+        head.deviations[0].tolist(),
+        strict=True,
     ):
         deviation = f"{(actual - expected) / expected:+.2%}" if expected > 0 else "-"
-        lines.append(f"  {name:<{width}}  {actual:>12,}  {expected:>14,.1f}  {deviation:>10}")
-    lines.append(f"  {_test_text(head)}")
-    for parts in (distribution.shards, distribution.windows):
-        count = len(parts.sizes)
-        lines.append(
-            f"{count:,} {parts.name}{'s' if count != 1 else ''}: {_largest(distribution, parts)}"
-        )
-        lines.append(f"  {_test_text(parts)}")
-    fault = _fault(distribution)
+        rows.append([name, f"{actual:,}", f"{expected:,.1f}", deviation, f"{sigma:+.1f}"])
+    lines = [f"distribution of {total:,} items, first {size:,} places:"]
+    lines += [f"  {line}" for line in text_table(rows)]
+    for parts in distribution.all_parts:
+        lines.append(format_figures(parts.name, parts.figures(distribution.names)))
+    fault = distribution.fault()
     lines.append(f"NOT uniform: {fault}" if fault else "uniform: chance explains all deviations")
     return "\n".join(lines)
 
 
-# ---- tests ----
+def format_figures(name: str, figures: dict[str, Any]) -> str:
+    """The figures of parts (see `Parts.figures`) as a line for people.
 
-
-def _parts(name: str, sizes: Counts, counts: Counts, domain_counts: Counts) -> Parts:
-    total = int(domain_counts.sum())
-    expected = np.outer(sizes, domain_counts / max(total, 1))
-    chi_squares, part_degrees = _chi_squares(sizes, counts, domain_counts)
-    if len(sizes) == 1:  # the head: the rest of the output is the other part of the table
-        table, degrees = float(chi_squares[0]), part_degrees
-    else:
-        table, degrees = _chi_square_of_table(sizes, counts, domain_counts)
-    log_bounds = _log_bounds(sizes, counts, domain_counts)
-    place = int(np.argmin(log_bounds)) if log_bounds.size else 0
-    least = float(log_bounds.min(initial=0.0)) + math.log(max(log_bounds.size, 1))
-    return Parts(
-        name=name,
-        sizes=sizes,
-        counts=counts,
-        expected=expected,
-        chi_squares=chi_squares,
-        part_degrees=part_degrees,
-        p_values=np.array([chi_square_p(value, part_degrees) for value in chi_squares.tolist()]),
-        chi_square=table,
-        degrees=degrees,
-        p_value=chi_square_p(table, degrees),
-        log_bound=min(least, 0.0),
-        unlikeliest=divmod(place, max(len(domain_counts), 1)),
+    Args:
+        name: What a part is called, as in `Parts`.
+        figures: The figures.
+    """
+    count = figures["parts"]
+    label = name if name == "head" else f"{count:,} {name}{'s' if count != 1 else ''}"
+    test = "too few items, parts or domains for chi-square"
+    if figures["degrees"]:
+        test = (
+            f"chi-square {figures['chi_square']:,.1f}, {figures['degrees']:,} degrees of freedom, "
+            f"p = {figures['p_value']:.2g}"
+        )
+    place = printable(figures["largest_deviation_domain"])
+    if name != "head":
+        place = f"{name} {figures['largest_deviation_part']}, {place}"
+    return (
+        f"{label}: {test}; largest deviation {figures['largest_deviation']:+.1f} sigma ({place}: "
+        f"{figures['largest_deviation_count']:,}, expected "
+        f"{figures['largest_deviation_expected']:,.1f})"
     )
 
 
-def _chi_squares(
-    sizes: Counts, counts: Counts, domain_counts: Counts
-) -> tuple[NDArray[np.float64], int]:
-    """The chi-square of each part, and its degrees of freedom."""
-    total = int(domain_counts.sum())
-    squares, num_classes = _squares(sizes, counts, domain_counts)
-    if num_classes < 2 or np.any(sizes == total):
-        return np.zeros(len(sizes)), 0
-    # Drawn without replacement, counts vary less than drawn from an endless supply.
-    return squares * (total - 1) / (total - sizes), num_classes - 1
+def _classes(totals: Numbers, share: float) -> tuple[list[int], Numbers]:
+    """Classes of domains, each with enough items in a part of this share of the output.
 
-
-def _chi_square_of_table(sizes: Counts, counts: Counts, domain_counts: Counts) -> tuple[float, int]:
-    """The chi-square of all parts together, and its degrees of freedom.
-
-    If the parts are so small that not even two classes of domains have enough items in each,
-    neighbouring parts are put together.
+    Returns:
+        The first place of each class in the order of the domains, and that order: the largest
+        domains first.
     """
-    total = int(domain_counts.sum())
-    rarer = total - int(domain_counts.max(initial=0))  # all domains but the largest
-    num_groups = min(len(sizes), rarer // (2 * _LEAST_EXPECTED))
-    if num_groups < 2:
-        return 0.0, 0
-    starts = np.arange(num_groups) * len(sizes) // num_groups
-    sizes, counts = np.add.reduceat(sizes, starts), np.add.reduceat(counts, starts, axis=0)
-    squares, num_classes = _squares(sizes, counts, domain_counts)
-    return float(squares.sum()) * (total - 1) / total, (num_classes - 1) * (num_groups - 1)
-
-
-def _squares(
-    sizes: Counts, counts: Counts, domain_counts: Counts
-) -> tuple[NDArray[np.float64], int]:
-    """The sum of (actual - expected)**2 / expected of each part, and the number of classes.
-
-    A class is one domain, or several small ones: each has enough items in every part.
-    """
-    total = max(int(domain_counts.sum()), 1)
-    share = int(sizes.min(initial=total)) / total  # of the smallest part
-    order = np.argsort(-domain_counts, kind="stable")
-    starts, expected = [], math.inf
-    for place, count in enumerate(domain_counts[order].tolist()):
+    order = np.argsort(-totals, kind="stable")
+    starts: list[int] = []
+    expected = math.inf
+    for place, count in enumerate(totals[order].tolist()):
         if expected >= _LEAST_EXPECTED:
             starts.append(place)
             expected = 0.0
         expected += count * share
     if len(starts) > 1 and expected < _LEAST_EXPECTED:
         starts.pop()
-    if not starts:
-        return np.zeros(len(sizes)), 0
-    class_counts = np.add.reduceat(counts[:, order], starts, axis=1)
-    class_expected = np.outer(sizes, np.add.reduceat(domain_counts[order], starts) / total)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        squares = np.nan_to_num((class_counts - class_expected) ** 2 / class_expected)
-    return squares.sum(axis=1), len(starts)
+    return starts, order
 
 
-def _log_bounds(sizes: Counts, counts: Counts, domain_counts: Counts) -> NDArray[np.float64]:
-    """For each part and domain, the logarithm of an upper limit of the probability of its count.
-
-    That is the probability of a deviation as large or larger, in either direction. Of `n` draws
-    with a share p, x are of the domain with at most the probability exp(-n KL(x / n, p)); the same
-    holds with the roles of part and domain exchanged, and the smaller limit counts.
-    """
-    total = max(int(domain_counts.sum()), 1)
-    n, k = sizes[:, None].astype(np.float64), domain_counts[None, :].astype(np.float64)
-    exponents = np.maximum(_divergence(counts, n, k / total), _divergence(counts, k, n / total))
-    bounds: NDArray[np.float64] = np.minimum(math.log(2) - exponents, 0.0)
-    return bounds
-
-
-def _divergence(
-    counts: Counts, draws: NDArray[np.float64], shares: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """n KL(x / n, p) of the counts x, the numbers of draws n and the shares p."""
-    divergence = np.zeros(counts.shape)
-    for x, p in ((counts, shares), (draws - counts, 1 - shares)):
-        with np.errstate(divide="ignore", invalid="ignore"):
-            divergence += np.where(x > 0, x * np.log(x / (draws * p)), 0.0)
-    return np.maximum(divergence, 0.0)
-
-
-def _fault(distribution: Distribution) -> str:
-    """Why no fair shuffle gives this distribution; empty if one may."""
-    for parts in (distribution.head, distribution.shards, distribution.windows):
-        if 3 * parts.bound < _LEAST_P:  # any of head, shards and windows could deviate
-            part, domain = parts.unlikeliest
-            where = "the head" if parts.name == "head" else f"{parts.name} {part}"
-            return (
-                f"{where} has {parts.counts[part, domain]:,} of its {parts.sizes[part]:,} items "
-                f"from domain {printable(distribution.domain_names[domain])}, and a fair shuffle "
-                f"{parts.expected[part, domain]:,.1f}; the probability of such a deviation "
-                f"anywhere is at most {max(parts.bound, _ZERO):.2g}"
-            )
-        if parts.degrees >= _LEAST_DEGREES:
-            p_below = 1 - parts.p_value
-            if p_below < 1e-3:  # too close to 1 for a difference
-                p_below = gamma_p(parts.degrees / 2, parts.chi_square / 2)
-            if min(parts.p_value, p_below) < _LEAST_TABLE_P:
-                size = "large" if parts.p_value < p_below else "small"
-                where = "in the head" if parts.name == "head" else f"between {parts.name}s"
-                return (
-                    f"the differences {where} are too {size}: chi-square is "
-                    f"{parts.chi_square:,.1f}, and about {parts.degrees:,} for a fair shuffle "
-                    f"({_p_text(min(parts.p_value, p_below))})"
-                )
-    return ""
-
-
-# ---- text ----
-
-
-def _largest(distribution: Distribution, parts: Parts) -> str:
-    """The largest deviation, in percent of the expected number."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        deviations = np.abs(np.nan_to_num(parts.counts / parts.expected - 1, posinf=0, neginf=0))
-    if deviations.size == 0:
-        return "no items"
-    part, domain = np.unravel_index(int(np.argmax(deviations)), deviations.shape)
-    actual, expected = int(parts.counts[part, domain]), float(parts.expected[part, domain])
-    return (
-        f"largest deviation {deviations[part, domain]:.2%} ({parts.name} {part}, "
-        f"{printable(distribution.domain_names[domain])}: actual {actual:,}, "
-        f"expected {expected:,.1f})"
-    )
-
-
-def _test_text(parts: Parts) -> str:
-    if parts.degrees == 0:
-        return "chi-square: no test, as there are too few items, parts or domains"
-    text = (
-        f"chi-square {parts.chi_square:,.2f}, {parts.degrees:,} degrees of freedom, "
-        f"{_p_text(parts.p_value)}"
-    )
-    if parts.part_degrees > 0 and len(parts.sizes) > 1:
-        place = int(np.argmin(parts.p_values))
-        text += (
-            f"; lowest of {len(parts.sizes):,} {parts.name}s: {_p_text(parts.p_values[place])} "
-            f"({parts.name} {place})"
-        )
-    return text
-
-
-def _p_text(p: float) -> str:
-    return f"p < {_ZERO:g}" if p < _ZERO else f"p = {p:.2g}"
+def _place_of_largest(values: NDArray[np.float64]) -> tuple[int, int]:
+    """The row and column of the largest value; (0, 0) of no values."""
+    place = int(np.argmax(values)) if values.size else 0
+    num_columns = max(int(values.shape[1]), 1)
+    return place // num_columns, place % num_columns

@@ -12,15 +12,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-from millrace.checks import absolute_path, shown, whole
+from millrace.checks import MAX_INT64, absolute_path, whole
 from millrace.errors import ConfigError, DataError
 from millrace.files import atomic_file, checksum, sum_of
-from millrace.jobs.shuffling.tables import Table, new_table
+from millrace.jobs.shuffling.row_tables import Table, new_table
 from millrace.order import KeyedPermutation
+from millrace.ragged import Numbers
 
-NAMES = ("numpy", "keyed")
 NUMPY_MEMORY = 16
 """Bytes of memory per item while "numpy" is made: for the permutation and its inverse."""
 
@@ -29,7 +28,7 @@ _BLOCK = 1 << 20  # places that are worked on at a time
 
 
 class Permutation(Protocol):
-    """A permutation of 0 to size - 1. Its pickle is small."""
+    """A permutation of 0 to size - 1. It pickles to a few bytes, so every task can carry it."""
 
     @property
     def name(self) -> str:
@@ -39,10 +38,10 @@ class Permutation(Protocol):
     def size(self) -> int:
         """Number of items."""
 
-    def places(self, start: int, stop: int) -> NDArray[np.int64]:
+    def places(self, start: int, stop: int) -> Numbers:
         """The places of the input items `start` to `stop` - 1: int64 [stop - start]."""
 
-    def sources(self, start: int, stop: int) -> NDArray[np.int64]:
+    def sources(self, start: int, stop: int) -> Numbers:
         """The input items at the places `start` to `stop` - 1: int64 [stop - start]."""
 
 
@@ -54,12 +53,7 @@ def choose_permutation(name: str, size: int, memory: int) -> str:
             while it is made, otherwise "keyed".
         size: Number of items.
         memory: Bytes that the job may use.
-
-    Raises:
-        ConfigError: Another name.
     """
-    if name not in (*NAMES, "auto"):
-        raise ConfigError(f"permutation is {shown(name)}; give auto, numpy or keyed")
     if name != "auto":
         return name
     return "numpy" if NUMPY_MEMORY * size <= memory // 2 else "keyed"
@@ -79,14 +73,12 @@ def make_permutation(name: str, size: int, seed: int, folder: str) -> Permutatio
         folder: Existing folder for the files of "numpy".
 
     Raises:
-        ConfigError: Another name, or a size or seed outside its limits.
+        ConfigError: A size or seed outside its limits.
         OSError: A file that cannot be written.
     """
-    size, seed = whole("size", size, 0, 2**63 - 1), whole("seed", seed, 0)
-    if name == "keyed":
+    size, seed = whole("size", size, 0, MAX_INT64), whole("seed", seed, 0)
+    if name == KeyedRanges.name:
         return KeyedRanges(KeyedPermutation(size, seed))
-    if name != "numpy":
-        raise ConfigError(f"permutation is {shown(name)}; give numpy or keyed")
     folder = absolute_path(folder)
     if not _is_whole(folder, size, seed):
         _write_files(folder, size, seed)
@@ -108,23 +100,15 @@ class NumpyPermutation:
     def __init__(self, places: Table, sources: Table) -> None:
         self._places, self._sources, self.size = places, sources, places.num_rows
 
-    def places(self, start: int, stop: int) -> NDArray[np.int64]:
-        """See `Permutation`.
-
-        Raises:
-            DataError: A file that is missing, or has become shorter.
-        """
+    def places(self, start: int, stop: int) -> Numbers:
+        """See `Permutation`; a DataError if a file is missing or has become shorter."""
         return self._read(self._places, start, stop)
 
-    def sources(self, start: int, stop: int) -> NDArray[np.int64]:
-        """See `Permutation`.
-
-        Raises:
-            DataError: A file that is missing, or has become shorter.
-        """
+    def sources(self, start: int, stop: int) -> Numbers:
+        """See `Permutation`; a DataError if a file is missing or has become shorter."""
         return self._read(self._sources, start, stop)
 
-    def _read(self, table: Table, start: int, stop: int) -> NDArray[np.int64]:
+    def _read(self, table: Table, start: int, stop: int) -> Numbers:
         _check_range(start, stop, self.size)
         try:
             rows = table.rows(start, stop)
@@ -150,12 +134,12 @@ class KeyedRanges:
     def size(self) -> int:
         return self.permutation.size
 
-    def places(self, start: int, stop: int) -> NDArray[np.int64]:
+    def places(self, start: int, stop: int) -> Numbers:
         """See `Permutation`."""
         _check_range(start, stop, self.size)
         return self.permutation.places(np.arange(start, stop, dtype=np.int64))
 
-    def sources(self, start: int, stop: int) -> NDArray[np.int64]:
+    def sources(self, start: int, stop: int) -> Numbers:
         """See `Permutation`."""
         _check_range(start, stop, self.size)
         return self.permutation.sources(np.arange(start, stop, dtype=np.int64))
@@ -163,17 +147,7 @@ class KeyedRanges:
 
 def _check_range(start: int, stop: int, size: int) -> None:
     if not 0 <= start <= stop <= size:
-        raise ConfigError(f"the range is {start} to {stop}; it must lie in 0 to {size}")
-
-
-def even_sizes(size: int, num_parts: int) -> NDArray[np.int64]:
-    """Sizes of parts of the output, which differ by at most one, the larger ones first.
-
-    >>> even_sizes(8, 3).tolist(), even_sizes(0, 0).tolist()
-    ([3, 3, 2], [])
-    """
-    least, larger = divmod(size, max(num_parts, 1))
-    return least + (np.arange(num_parts) < larger).astype(np.int64)
+        raise ConfigError(f"the range {start} to {stop} must lie in 0 to {size}")
 
 
 # ---- the files of "numpy" ----
@@ -207,7 +181,7 @@ def _record(size: int, seed: int, checksums: dict[str, str]) -> dict[str, Any]:
     return {"size": size, "seed": seed, "xxh3": checksums}
 
 
-def _write_array(path: str, values: NDArray[np.int64]) -> str:
+def _write_array(path: str, values: Numbers) -> str:
     """Writes a .npy file; returns its checksum."""
     with new_table(path, values.dtype) as append:
         for start in range(0, len(values), _BLOCK):

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from millrace.files import checksum
-from millrace.jobs.shuffling import writing
-from millrace.jobs.shuffling.writing import HashedFile
+from millrace.jobs.shuffling import hashed_file
+from millrace.jobs.shuffling.hashed_file import HashedFile
 
 SIZES = [
     [],
@@ -19,10 +19,10 @@ SIZES = [
     [1],
     [4096],
     [4095, 2, 4096],
-    [writing._BLOCK],
-    [writing._BLOCK - 1, 1, 5],
-    [3 * writing._BLOCK + 17],
-    [10, writing._BLOCK, writing._BLOCK + 4086],
+    [hashed_file._BLOCK],
+    [hashed_file._BLOCK - 1, 1, 5],
+    [3 * hashed_file._BLOCK + 17],
+    [10, hashed_file._BLOCK, hashed_file._BLOCK + 4086],
 ]
 
 
@@ -79,7 +79,7 @@ def write(path: Path, num_bytes: int, error: Exception | None = None) -> None:
 
 def test_a_file_that_fails_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
-        write(tmp_path / "file", writing._BLOCK + 1, ZeroDivisionError())
+        write(tmp_path / "file", hashed_file._BLOCK + 1, ZeroDivisionError())
     assert os.listdir(tmp_path) == []
 
 

@@ -13,7 +13,7 @@ from numpy.typing import DTypeLike, NDArray
 from millrace import _native
 from millrace.errors import MillraceError
 from millrace.files import atomic_file, naming
-from millrace.jobs.shuffling.sources import Numbers, spread
+from millrace.ragged import Numbers, spread
 
 _RANGES = 1 << 13  # ranges that are read at a time
 _FEW = 64  # rows per range that may be read without need, so that one call reads all ranges
@@ -87,8 +87,8 @@ class Table:
         if end - first <= len(rows) + _FEW * len(starts):
             span = np.empty(end - first, self.dtype)
             self._read_pieces(descriptor, np.array([first]), np.array([len(span)]), span)
-            owners, steps = spread(counts)
-            np.take(span, starts[owners] - first + steps, out=rows, mode="clip")
+            rows_of, steps = spread(counts)
+            np.take(span, starts[rows_of] - first + steps, out=rows, mode="clip")
         else:
             self._read_pieces(descriptor, starts, counts, rows)
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.errors import DataError
-from millrace.jobs.shuffling.inputs import TokenArray
+from millrace.jobs.shuffling.token_files import TokenFile
 from millrace.store import layout
 from millrace.store.publish import open_pair
 
@@ -33,7 +33,7 @@ class Documents(NamedTuple):
 
 
 @contextlib.contextmanager
-def open_index(file: TokenArray) -> Iterator[Index]:
+def open_index(file: TokenFile) -> Iterator[Index]:
     """Opens the index of an indexed dataset.
 
     Raises:
@@ -49,15 +49,15 @@ def open_index(file: TokenArray) -> Iterator[Index]:
                 f"{file.prefix}.bin/.idx changed while the job began; leave the input as it is "
                 "until the job has ended, and run the same command again"
             )
-        yield Index(file.prefix, index, data)
+        yield Index(file.prefix, index)
 
 
 class Index:
-    """The open files of an indexed dataset; see `open_index`."""
+    """The open index of an indexed dataset; see `open_index`."""
 
-    def __init__(self, prefix: str, index: BinaryIO, data: BinaryIO) -> None:
-        self._prefix, self._bin = prefix, data
-        self._index = layout.IndexFile(prefix, index)
+    def __init__(self, prefix: str, file: BinaryIO) -> None:
+        self._prefix = prefix
+        self._index = layout.IndexFile(prefix, file)
 
     def column(self, name: str) -> Iterator[NDArray[Any]]:
         """The entries of a column, some at a time."""
@@ -79,12 +79,6 @@ class Index:
                 tokens[low:high] = ends[sequences[low:high] - first - 1]
                 tokens[high:] = ends[-1]
             yield Documents(sequences, tokens)
-
-    def has_token_at(self, place: int, token: int) -> bool:
-        """Whether token number `place` of the `.bin` is `token`."""
-        size = self._index.header.dtype.itemsize
-        data = os.pread(self._bin.fileno(), size, place * size)
-        return data == token.to_bytes(size, "little")
 
     def _ends(self, start: int, stop: int, byte: int) -> tuple[NDArray[np.int64], int]:
         """The ends of sequences [start, stop) in tokens; the first one starts at `byte`."""

@@ -11,14 +11,12 @@ from numpy.typing import NDArray
 from millrace import _native
 from millrace.errors import DataError
 from millrace.files import is_of_the_process
-from millrace.jobs.shuffling.items import SourceFile
-from millrace.ragged import equal_runs
-
-Numbers = NDArray[np.int64]
+from millrace.jobs.shuffling.token_files import TokenFile
+from millrace.ragged import Numbers, equal_runs
 
 
 def read_files(
-    files: Sequence[SourceFile],
+    files: Sequence[TokenFile],
     file_numbers: Numbers,
     byte_offsets: Numbers,
     sizes: Numbers,
@@ -48,20 +46,8 @@ def read_files(
     return bits
 
 
-def spread(counts: Numbers) -> tuple[Numbers, Numbers]:
-    """Of a table with counts[i] rows for each i: the i of each row, and its place among them.
-
-    >>> [column.tolist() for column in spread(np.array([2, 0, 3]))]
-    [[0, 0, 2, 2, 2], [0, 1, 0, 1, 2]]
-    """
-    owners = np.repeat(np.arange(len(counts)), counts)
-    ends = np.cumsum(counts)
-    places = np.arange(len(owners)) - np.repeat(ends - counts, counts)
-    return owners, places
-
-
 def _read_file(
-    file: SourceFile,
+    file: TokenFile,
     byte_offsets: Numbers,
     sizes: Numbers,
     buffer: NDArray[np.uint8],
@@ -94,7 +80,7 @@ def _read_file(
         raise DataError(f"{file.path} cannot be read: {error.strerror or error}") from None
 
 
-def _check_unchanged(file: SourceFile, descriptor: int) -> None:
+def _check_unchanged(file: TokenFile, descriptor: int) -> None:
     status = os.fstat(descriptor)
     if (status.st_size, status.st_mtime_ns) == (file.size, file.mtime_ns):
         return

@@ -1,21 +1,19 @@
-"""How often each part of the input is taken: the weights of domains."""
+"""How often each sequence or document of the input is taken: the weights of domains."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 
 import numpy as np
 
 from millrace.checks import MAX_INT64
 from millrace.errors import ConfigError
-from millrace.jobs.shuffling.inputs import InputDomain
-from millrace.jobs.shuffling.items import Domain, SourceFile
-from millrace.jobs.shuffling.sources import Numbers
+from millrace.ragged import Numbers, starts_of
 
 
-class Passes:
-    """Items as passes over the units of domains: its sequences, or its documents.
+class WeightedUnits:
+    """Items, which are the units of domains (sequences or documents) as often as weights say.
 
     A domain of n units and weight 5/2 has 5n/2 items, rounded down: each unit, each unit again, and
     n/2 units at even distances.
@@ -30,7 +28,7 @@ class Passes:
     Raises:
         ConfigError: More items than 64 bits can count.
 
-    >>> Passes([4], [Fraction(5, 2)]).units(np.arange(10)).tolist()
+    >>> WeightedUnits([4], [Fraction(5, 2)]).units(np.arange(10)).tolist()
     [0, 1, 2, 3, 0, 1, 2, 3, 0, 2]
     """
 
@@ -39,18 +37,16 @@ class Passes:
         self.num_items = [int(count * weight) for count, weight in pairs]
         if sum(self.num_items) > MAX_INT64:
             raise ConfigError(
-                f"the weights make {sum(self.num_items)} items; at most {MAX_INT64} are possible. "
-                "Give smaller weights"
+                f"the weights make {sum(self.num_items)} items, which must be at most {MAX_INT64}: "
+                "give smaller weights"
             )
         self._is_identity = self.num_items == list(num_units)  # item i is unit i
         self._num_units = np.array(num_units, np.int64)
         self._first_units = starts_of(num_units)[:-1]
         self._first_items = starts_of(self.num_items)[:-1]
-        whole = [
-            items - items % max(n, 1) for items, n in zip(self.num_items, num_units, strict=True)
-        ]
-        self._num_whole = np.array(whole, np.int64)
-        self._num_rest = np.array(self.num_items, np.int64) - self._num_whole
+        rests = [n % max(count, 1) for n, count in zip(self.num_items, num_units, strict=True)]
+        self._num_rest = np.array(rests, np.int64)  # items of the last pass, which is not whole
+        self._num_whole = np.array(self.num_items, np.int64) - self._num_rest
 
     def units(self, items: Numbers) -> Numbers:
         """The unit of each item: int64 [n]."""
@@ -83,61 +79,6 @@ class Passes:
         # Unit j * count // rest is below `stop` exactly for j < stop * rest / count.
         in_rest = -(-stop * rest // count) - -(-start * rest // count)
         return int(self._num_whole[domain]) // count * (stop - start) + in_rest
-
-
-def describe(
-    domains: Sequence[InputDomain],
-    passes: Passes,
-    *,
-    bounds: Numbers,
-    num_tokens: Numbers,
-    num_left: Sequence[int],
-) -> tuple[tuple[Domain, ...], tuple[SourceFile, ...]]:
-    """The domains and files of items.
-
-    Args:
-        domains: The domains of the input.
-        passes: How often their units are taken.
-        bounds: First unit of each file, and the end: int64 [files + 1].
-        num_tokens: Number of tokens of each file: int64 [files].
-        num_left: Number of tokens of each domain that are in no unit.
-    """
-    results: list[Domain] = []
-    files: list[SourceFile] = []
-    for number, domain in enumerate(domains):
-        first = len(files)
-        for file in domain.files:
-            start, stop = bounds[len(files) : len(files) + 2].tolist()
-            files.append(
-                SourceFile(
-                    domain=domain.name,
-                    path=file.path,
-                    size=file.size,
-                    mtime_ns=file.mtime_ns,
-                    index_mtime_ns=file.index_mtime_ns,
-                    num_items=passes.items_in(number, start, stop),
-                    num_tokens=int(num_tokens[len(files)]),
-                )
-            )
-        results.append(
-            Domain(
-                name=domain.name,
-                num_files=len(domain.files),
-                num_items=passes.num_items[number],
-                num_tokens=int(num_tokens[first : len(files)].sum()),
-                num_left=num_left[number],
-            )
-        )
-    return tuple(results), tuple(files)
-
-
-def starts_of(counts: Iterable[int]) -> Numbers:
-    """The sum of all counts before each one, and of all: int64 [n + 1].
-
-    >>> starts_of([2, 0, 3]).tolist()
-    [0, 2, 2, 5]
-    """
-    return np.cumsum([0, *counts], dtype=np.int64)
 
 
 def _times_over(places: Numbers, counts: Numbers, rests: Numbers) -> Numbers:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +11,12 @@ from numpy.typing import DTypeLike
 
 from millrace import checks
 from millrace.errors import ConfigError
-from millrace.jobs.shuffling.inputs import InputDomain, Inputs
-from millrace.jobs.shuffling.permutations import NAMES
+from millrace.jobs.shuffling.domains import Input, Inputs
+from millrace.jobs.shuffling.permutations import KeyedRanges, NumpyPermutation
+from millrace.jobs.shuffling.plans import PLANS
 
-PLANS = "auto", "memory", "gather", "scatter"
-PERMUTATIONS = "auto", *NAMES
+PLAN_NAMES = "auto", *(plan.name for plan in PLANS)
+PERMUTATIONS = "auto", NumpyPermutation.name, KeyedRanges.name
 ENGINES = "local", "ray"
 
 
@@ -30,10 +30,9 @@ class Arguments:
         seq_len: Tokens of a sequence; None: items are documents.
         num_shards, workers, seed: As in `shuffle`.
         dtype: Dtype of raw `.bin` files.
-        plan, permutation, engine: One of `PLANS`, `PERMUTATIONS` and `ENGINES`.
+        plan, permutation, engine: One of `PLAN_NAMES`, `PERMUTATIONS` and `ENGINES`.
         memory: Bytes of memory for the processes of the job, or None.
         carry: Whether the remainder of a file is continued in the next one.
-        eod: Token to put after each document of an indexed dataset, or None.
         restart, show_progress: As in `shuffle`.
     """
 
@@ -48,7 +47,6 @@ class Arguments:
     permutation: str
     memory: int | None
     carry: bool
-    eod: int | None
     engine: str
     restart: bool
     show_progress: bool
@@ -73,7 +71,6 @@ def checked_arguments(
     permutation: Any,
     memory: Any,
     carry: Any,
-    eod: Any,
     documents: Any,
     engine: Any,
     restart: Any,
@@ -81,13 +78,13 @@ def checked_arguments(
 ) -> Arguments:
     """Checks the arguments of `shuffle`; raises a ConfigError for one that cannot work."""
     for name, value, choices in (
-        ("plan", plan, PLANS),
+        ("plan", plan, PLAN_NAMES),
         ("permutation", permutation, PERMUTATIONS),
         ("engine", engine, ENGINES),
     ):
         if not isinstance(value, str) or value not in choices:
             raise ConfigError(
-                f"{name} is {checks.shown(value)}; one of {', '.join(choices)} is needed"
+                f"{name} must be one of {', '.join(choices)}, not {checks.shown(value)}"
             )
     if (input_dir is None) == (input_list is None):
         raise ConfigError(
@@ -97,11 +94,10 @@ def checked_arguments(
         )
     documents = checks.flag("documents", documents)
     carry = checks.flag("carry", carry)
-    eod = None if eod is None else checks.whole("eod", eod, 0, checks.MAX_INT32)
-    if documents and (carry or eod is not None):
+    if documents and carry:
         raise ConfigError(
-            f"{'carry' if carry else 'eod'} concerns sequences of a fixed length, and with "
-            "documents=True whole documents are shuffled; leave one of the two out"
+            "carry cannot be combined with documents=True: it only applies to sequences of a fixed "
+            "length"
         )
     output_dir = checks.one_path("output_dir", output_dir)
     if not output_dir:
@@ -122,17 +118,16 @@ def checked_arguments(
         permutation=permutation,
         memory=None if memory is None else checks.whole("memory", memory, 1),
         carry=carry,
-        eod=eod,
         engine=engine,
         restart=checks.flag("restart", restart),
         show_progress=checks.flag("show_progress", show_progress),
     )
 
 
-def identity(arguments: Arguments, domains: Sequence[InputDomain]) -> dict[str, Any]:
+def identity(arguments: Arguments, found: Input) -> dict[str, Any]:
     """All that decides the output, for the journal: a job that differs cannot continue with it."""
     entries: dict[str, Any] = {
-        "job": "shuffle 1",
+        "job": "shuffle 2",
         "documents": arguments.seq_len is None,
         "seq_len": arguments.seq_len,
         "num_shards": arguments.num_shards,
@@ -140,11 +135,10 @@ def identity(arguments: Arguments, domains: Sequence[InputDomain]) -> dict[str, 
         "dtype": np.dtype(arguments.dtype).name,
         "permutation": arguments.permutation,
         "carry": arguments.carry,
-        "eod": arguments.eod,
-        "number of inputs": sum(len(domain.files) for domain in domains),
+        "number of inputs": len(found.files),
     }
     number = 0
-    for domain in domains:
+    for domain in found.domains:
         entries[f"domain {domain.name}"] = {"weight": str(domain.weight)}
         for file in domain.files:
             number += 1

@@ -27,7 +27,7 @@ from millrace.errors import ConfigError, DataError
 from millrace.files import fsync_folder, naming, sum_of, temporaries_of
 from millrace.interrupts import interruptible
 from millrace.jobs.engine import Journal
-from millrace.jobs.shuffling.tasks import SHARD
+from millrace.jobs.shuffling.shard_work import SHARD
 from millrace.store.shards import (
     JOURNAL,
     METADATA,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import statistics
 import time
+from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from millrace.jobs.shuffling.items import Items
+from millrace.jobs.shuffling.shuffle_items import Items
+from millrace.ragged import Numbers
 
 _NUM_ITEMS = 256  # random items
 _NUM_GROUPS = 8  # of random items: their median, as another process may interrupt one of them
@@ -16,8 +17,21 @@ _MOST_ITEMS = 1 << 17  # consecutive items: the numbers of tiny ones take more m
 _WRITE_RATE = 2e9  # bytes per second of writing and hashing, at most
 
 
-def read_rates(items: Items, *, mean: int, size: int) -> tuple[float, float]:
-    """Bytes per second of reading random items, and of reading consecutive ones.
+@dataclass(frozen=True)
+class Rates:
+    """Bytes per second of reading random items, and of reading consecutive ones."""
+
+    random: float
+    sequential: float
+
+    @property
+    def write(self) -> float:
+        """Bytes per second of writing, by the rate of sequential reads."""
+        return min(self.sequential, _WRITE_RATE)
+
+
+def read_rates(items: Items, *, mean: int, size: int) -> Rates:
+    """Reads some items, and measures the rates.
 
     Args:
         items: The items.
@@ -32,20 +46,10 @@ def read_rates(items: Items, *, mean: int, size: int) -> tuple[float, float]:
     # Once each: the disk reads ahead, so a second round would find part of its items in memory.
     groups = np.array_split(scattered, min(_NUM_GROUPS, len(scattered)))
     rate = statistics.median(_rate(items, group, size // _NUM_GROUPS) for group in groups)
-    return rate, _rate(items, np.arange(first, first + count), size)
+    return Rates(rate, _rate(items, np.arange(first, first + count), size))
 
 
-def is_gather_faster(random: float, sequential: float) -> bool:
-    """Whether the plan `gather` takes less time than `scatter` at these rates.
-
-    `gather` reads the data once, at random places, and writes them. `scatter` reads them twice, in
-    large pieces, and writes them twice.
-    """
-    write = min(sequential, _WRITE_RATE)
-    return 1 / random <= 2 / sequential + 1 / write
-
-
-def _rate(items: Items, numbers: NDArray[np.int64], size: int) -> float:
+def _rate(items: Items, numbers: Numbers, size: int) -> float:
     """Bytes per second of reading the first items that fit `size` bytes."""
     sizes = items.sizes(numbers)
     ends = np.cumsum(sizes)

@@ -13,43 +13,34 @@ from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.interrupts import interruptible, interrupts_held
 from millrace.jobs.engine import Journal
 from millrace.jobs.progress import Progress
-from millrace.jobs.shuffling import publish
-from millrace.jobs.shuffling.arguments import (
-    Arguments,
-    check_apart,
-    checked_arguments,
-    identity,
-)
+from millrace.jobs.shuffling import shard_publication as publish
 from millrace.jobs.shuffling.distribution import (
     Distribution,
     check_distribution,
     format_distribution,
     measure_distribution,
 )
-from millrace.jobs.shuffling.documents import DOCUMENTS_REASON, DocumentItems
-from millrace.jobs.shuffling.inputs import InputDomain, find_domains, format_domains
-from millrace.jobs.shuffling.items import Items
+from millrace.jobs.shuffling.domains import Input, find_domains
+from millrace.jobs.shuffling.fixed_sequences import SequenceItems
+from millrace.jobs.shuffling.memory_budget import budget_of, in_units
 from millrace.jobs.shuffling.movement import Movement
 from millrace.jobs.shuffling.permutations import (
     NUMPY_MEMORY,
     Permutation,
     choose_permutation,
-    even_sizes,
     make_permutation,
 )
-from millrace.jobs.shuffling.plan import (
-    Plan,
-    bucket_bounds,
-    check_room,
-    choose_plan,
-    in_units,
-    memory_for_buffers,
-    plan_from_json,
-    run_bounds,
-    shard_starts,
+from millrace.jobs.shuffling.plan_choice import check_room, choose_plan
+from millrace.jobs.shuffling.plans import ShufflePlan, resume_plan
+from millrace.jobs.shuffling.shuffle_items import Items
+from millrace.jobs.shuffling.shuffle_options import (
+    Arguments,
+    check_apart,
+    checked_arguments,
+    identity,
 )
-from millrace.jobs.shuffling.sequences import EOD_REASON, SequenceItems
-from millrace.jobs.shuffling.tasks import Work
+from millrace.jobs.shuffling.whole_documents import DocumentItems
+from millrace.ragged import even_sizes, starts_of
 from millrace.store import IndexedDataset
 from millrace.store.shards import (
     DOCUMENTS,
@@ -75,7 +66,7 @@ class ShuffleResult:
         shard_sizes: Number of items in each shard.
         domain_stats: Number of items of each domain.
         permutation: "numpy" or "keyed".
-        plan: "memory", "gather" or "scatter"; "none" if the output was there already.
+        plan: "gather" or "scatter"; "none" if the output was there already.
         reason: Reason for the plan.
         workers: Number of workers.
         bytes_read, bytes_written: Bytes of items that the plan reads and writes.
@@ -118,7 +109,6 @@ def shuffle(
     permutation: str = "auto",
     memory: int | None = None,
     carry: bool = False,
-    eod: int | None = None,
     documents: bool = False,
     engine: str = "local",
     restart: bool = False,
@@ -144,13 +134,12 @@ def shuffle(
         workers: Largest number of worker processes.
         seed: Seed of the permutation, 0 to 2**63 - 1.
         dtype: Dtype of raw `.bin` files: uint16, uint32 or int32.
-        plan: How the items move: "memory", "gather", "scatter", or "auto".
+        plan: How the items move: "gather", "scatter", or "auto".
         permutation: "numpy" is `numpy.random.default_rng(seed).permutation(n)`; "keyed" needs no
             memory; "auto" is numpy as long as it takes at most half of the memory.
         memory: Bytes of memory for all processes of the job, beside 100 MB; None: half of what is
             available.
         carry: Whether the remainder of a file is continued in the next file of its domain.
-        eod: Token that is put after each document of an indexed dataset; None: none.
         documents: Whether the items are the documents of indexed datasets.
         engine: Where tasks run: "local" in worker processes, "ray" on a Ray cluster.
         restart: Whether to discard what an interrupted job has done in the output folder.
@@ -167,13 +156,13 @@ def shuffle(
     start = time.monotonic()
     with interrupts_held(), contextlib.ExitStack() as stack:
         with interruptible():
-            domains, notices = find_domains(
+            found = find_domains(
                 arguments.inputs,
                 dtype=arguments.dtype,
-                documents_for=_documents_for(arguments),
+                has_documents=arguments.seq_len is None,
             )
         check_apart(arguments)
-        journal = _open_journal(stack, arguments, domains)
+        journal = _open_journal(stack, arguments, found)
         if journal.result is not None:
             return _finished(journal, arguments)
         if "publication" in (journal.plan or {}):  # all shards are written
@@ -184,7 +173,7 @@ def shuffle(
                 )
         else:
             publish.remove_rest(arguments.output_dir)
-            items = _make_items(journal, arguments, domains, notices)
+            items = _make_items(journal, arguments, found)
             if publish.output_in(arguments.output_dir):
                 return _result_of_output(arguments, items)
             result = _write(journal, arguments, items)
@@ -197,9 +186,7 @@ def shuffle(
 # ---- the folder ----
 
 
-def _open_journal(
-    stack: contextlib.ExitStack, arguments: Arguments, domains: Sequence[InputDomain]
-) -> Journal:
+def _open_journal(stack: contextlib.ExitStack, arguments: Arguments, found: Input) -> Journal:
     """Makes the output folder, or checks what is in it, and opens the journal."""
     folder = arguments.output_dir
     publish.check_folder(folder)
@@ -210,7 +197,7 @@ def _open_journal(
     return stack.enter_context(
         Journal(
             path,
-            identity(arguments, domains),
+            identity(arguments, found),
             restart=arguments.restart,
             on_restart=lambda: publish.remove_metadata(folder),
         )
@@ -268,7 +255,7 @@ def _result_of_output(arguments: Arguments, items: Items) -> ShuffleResult:
         num_tasks_done=0,
         num_tasks_kept=metadata.num_shards,
         seconds=0.0,
-        notices=list(items.notices),
+        notices=list(items.contents.notices),
     )
 
 
@@ -292,40 +279,22 @@ def _read_output(folder: str) -> ShardsMetadata | None:
 # ---- phases 1 to 4 ----
 
 
-def _documents_for(arguments: Arguments) -> str:
-    """Why the input must have documents; empty if it need not."""
-    if arguments.seq_len is None:
-        return DOCUMENTS_REASON
-    return "" if arguments.eod is None else EOD_REASON
-
-
-def _make_items(
-    journal: Journal,
-    arguments: Arguments,
-    domains: Sequence[InputDomain],
-    notices: Sequence[str],
-) -> Items:
+def _make_items(journal: Journal, arguments: Arguments, found: Input) -> Items:
     folder = os.path.join(journal.folder, "items")
     os.makedirs(folder, exist_ok=True)
     with interruptible():
         if arguments.seq_len is None:
-            return DocumentItems(domains, notices, folder)
-        return SequenceItems(
-            domains,
-            notices,
-            seq_len=arguments.seq_len,
-            carry=arguments.carry,
-            eod=arguments.eod,
-            folder=folder,
-        )
+            return DocumentItems(found, folder)
+        return SequenceItems(found, seq_len=arguments.seq_len, carry=arguments.carry)
 
 
 def _write(journal: Journal, arguments: Arguments, items: Items) -> ShuffleResult:
     """Writes all shards into the journal, and stores there how they are published."""
+    contents = items.contents
     with Progress("phase 1: files", enabled=arguments.show_progress) as progress:
-        for notice in items.notices:
+        for notice in contents.notices:
             progress.note(f"millrace: {notice}")
-        progress.note(f"phase 1: {len(items.files):,} files\n{format_domains(items)}")
+        progress.note(f"phase 1: {len(contents.inputs):,} files\n{contents.table(arguments.unit)}")
     if items.num_items < arguments.num_shards:
         raise ConfigError(
             f"num_shards is {arguments.num_shards}, and there are {items.num_items} "
@@ -337,12 +306,13 @@ def _write(journal: Journal, arguments: Arguments, items: Items) -> ShuffleResul
     with Progress("phase 3: plan", enabled=arguments.show_progress) as progress:
         with interruptible():
             plan = _plan(journal, arguments, items, permutation)
-            work = _make_work(journal, arguments, items, permutation, plan)
+            starts = starts_of(even_sizes(items.num_items, arguments.num_shards))
+            work = plan.work(journal.folder, items, permutation, starts)
         progress.note(f"plan: {plan}")
     movement = Movement(
         journal,
         work,
-        plan,
+        workers=plan.workers,
         engine=arguments.engine,
         show_progress=arguments.show_progress,
     )
@@ -363,12 +333,12 @@ def _write(journal: Journal, arguments: Arguments, items: Items) -> ShuffleResul
         plan=plan.name,
         reason=plan.reason,
         workers=plan.workers,
-        bytes_read=plan.bytes_read,
-        bytes_written=plan.bytes_written,
+        bytes_read=plan.num_bytes,
+        bytes_written=plan.num_bytes,
         num_tasks_done=movement.num_done,
         num_tasks_kept=movement.num_kept,
         seconds=0.0,
-        notices=list(items.notices),
+        notices=list(contents.notices),
     )
     metadata["distribution"] = distribution.to_json()
     journal.set_plan(
@@ -394,8 +364,8 @@ def _permute(
         permutation = make_permutation(name, items.num_items, arguments.seed, journal.folder)
         distribution = measure_distribution(
             permutation,
-            [domain.name for domain in items.domains],
-            [domain.num_items for domain in items.domains],
+            [domain.name for domain in items.contents.domains],
+            [domain.num_items for domain in items.contents.domains],
             even_sizes(items.num_items, arguments.num_shards).tolist(),
         )
         progress.note(format_distribution(distribution))
@@ -404,7 +374,7 @@ def _permute(
 
 
 def _choose_permutation(arguments: Arguments, items: Items) -> str:
-    memory = memory_for_buffers(arguments.memory, items)
+    memory = budget_of(arguments.memory, items).buffers
     name = choose_permutation(arguments.permutation, items.num_items, memory)
     needed = NUMPY_MEMORY * items.num_items
     if name == "numpy" and needed > memory:
@@ -416,10 +386,12 @@ def _choose_permutation(arguments: Arguments, items: Items) -> str:
     return name
 
 
-def _plan(journal: Journal, arguments: Arguments, items: Items, permutation: Permutation) -> Plan:
+def _plan(
+    journal: Journal, arguments: Arguments, items: Items, permutation: Permutation
+) -> ShufflePlan:
     """The plan of an interrupted job, or a new one."""
     if journal.plan is not None:
-        return plan_from_json(
+        return resume_plan(
             journal.plan["plan"], items, workers=arguments.workers, memory=arguments.memory
         )
     plan = choose_plan(
@@ -427,30 +399,10 @@ def _plan(journal: Journal, arguments: Arguments, items: Items, permutation: Per
         name=arguments.plan,
         memory=arguments.memory,
         workers=arguments.workers,
-        engine=arguments.engine,
         output_dir=arguments.output_dir,
     )
     journal.set_plan({"permutation": permutation.name, "plan": plan.to_json()})
     return plan
-
-
-def _make_work(
-    journal: Journal, arguments: Arguments, items: Items, permutation: Permutation, plan: Plan
-) -> Work:
-    starts = shard_starts(items.num_items, arguments.num_shards)
-    buckets, runs = starts, None
-    if plan.name != "memory":
-        buckets = bucket_bounds(items, permutation, starts, plan.buffer_size)
-    if plan.name == "scatter":
-        runs = run_bounds(items, plan.buffer_size)
-    return Work(
-        journal=journal.folder,
-        items=items,
-        permutation=permutation,
-        starts=starts,
-        buckets=buckets,
-        runs=runs,
-    )
 
 
 def _metadata(arguments: Arguments, items: Items, permutation: str | None) -> dict[str, Any]:
@@ -463,12 +415,11 @@ def _metadata(arguments: Arguments, items: Items, permutation: str | None) -> di
         "total_sequences": None if is_documents else items.num_items,
         "total_documents": items.num_items if is_documents else None,
         "num_shards": arguments.num_shards,
-        "domain_stats": {domain.name: domain.num_items for domain in items.domains},
+        "domain_stats": {domain.name: domain.num_items for domain in items.contents.domains},
         "shard_sizes": sizes.tolist(),
         "dtype": items.dtype.name,
         "seed": arguments.seed,
         "permutation": permutation,
         "carry": arguments.carry,
-        "eod": arguments.eod,
-        "inputs": [asdict(file) for file in items.files],
+        "inputs": items.contents.inputs,
     }

@@ -1,0 +1,290 @@
+"""The input of a shuffle: the token files of each domain, sorted by domain and path."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from millrace.checks import absolute_path, one_path, real, shown
+from millrace.errors import ConfigError, DataError
+from millrace.files import files_below
+from millrace.jobs.shuffling.token_files import DTYPES, TokenFile, open_token_file, read_errors_of
+from millrace.store.publish import bin_path, idx_path, paths_to_read
+from millrace.store.tokenizers import common_tokenizer, read_tokenizer, tokenizer_conflict
+from millrace.text import read_input_list as read_lines
+
+Inputs = str | os.PathLike[str] | Sequence[tuple[float, str | os.PathLike[str]]]
+"""A folder with a folder for each domain, or a list of domains: the weight and path of each."""
+
+_JOURNAL = ".journal"
+_NAMES_IN_NOTICE = 3
+
+# Endings of files that belong to token files, or that are left of writing them.
+_SIDECARS = (".idx", ".info.json", ".origins.parquet", ".csv.gz", ".new", ".tmp", ".lock")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Domain:
+    """A domain of the input.
+
+    Attributes:
+        name: Name of the domain.
+        weight: How often each item is taken; with 5/2, twice, and every second one a third time.
+        files: Its files, sorted by path.
+    """
+
+    name: str
+    weight: Fraction
+    files: tuple[TokenFile, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Input:
+    """The input of a shuffle.
+
+    Attributes:
+        domains: The domains, sorted by name.
+        notices: Sentences about the input that a user should read.
+    """
+
+    domains: tuple[Domain, ...]
+    notices: tuple[str, ...]
+
+    @property
+    def files(self) -> list[TokenFile]:
+        """The files of all domains, in their order."""
+        return [file for domain in self.domains for file in domain.files]
+
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of all files that hold tokens; a ConfigError if there are two, or no tokens."""
+        files = [file for file in self.files if file.num_tokens > 0]
+        if not files:
+            raise ConfigError(
+                f"the input has no tokens: {len(self.domains)} domains, {len(self.files)} token "
+                "files. Give a folder with a folder for each domain, which holds .bin or .npy files"
+            )
+        for file in files:
+            if file.dtype != files[0].dtype:
+                raise ConfigError(
+                    f"{files[0].path} holds {files[0].dtype}, and {file.path} holds {file.dtype}; "
+                    "all files must have the same dtype: convert some of them with "
+                    "`millrace convert --dtype`, or correct --dtype if they are raw files"
+                )
+        return files[0].dtype
+
+    def tokenizer(self) -> dict[str, Any] | None:
+        """The tokenizer that all files name; a ConfigError if two files name different ones."""
+        prefixes = [file.prefix for file in self.files]
+        records = [None if prefix is None else read_tokenizer(prefix) for prefix in prefixes]
+        if conflict := tokenizer_conflict(records):
+            raise ConfigError(
+                f"{conflict}. Tokenize one of them again. If they are in fact the same tokenizer, "
+                "delete the .info.json file of one of them"
+            )
+        return common_tokenizer(records)
+
+
+def find_domains(inputs: Inputs, *, dtype: DTypeLike, has_documents: bool = False) -> Input:
+    """Finds the token files of an input.
+
+    In a folder, each folder is a domain, with all folders below it; the files of the folder are the
+    domain ".". A list has a domain for each path, a folder, a file or the path prefix of an indexed
+    dataset, whose last part is the domain's name. Token files are `.npy` arrays, indexed datasets,
+    and raw `.bin` files without an `.idx`. Hidden files and other endings are ignored.
+
+    Args:
+        inputs: A folder, or a list of weights and paths.
+        dtype: Dtype of raw files: uint16, uint32 or int32.
+        has_documents: Whether all files must be indexed datasets, whose documents are known.
+
+    Raises:
+        ConfigError: A folder or path that is missing, a weight that is not positive, two domains of
+            one name, files of different dtypes or tokenizers, or a file without documents.
+        DataError: A file that is damaged, cannot be read, or has a dtype that is not possible.
+    """
+    finder = _Finder(_raw_dtype(dtype), has_documents)
+    if isinstance(inputs, (str, bytes, os.PathLike)):
+        domains = finder.domains_of_folder(one_path("input_dir", inputs))
+    else:
+        domains = finder.domains_of_list(inputs)
+    domains.sort(key=lambda domain: domain.name)
+    return Input(domains=tuple(domains), notices=tuple(finder.all_notices()))
+
+
+def read_input_list(path: str | os.PathLike[str]) -> list[tuple[float, str]]:
+    """The domains that a file lists, one on each line: `WEIGHT PATH`.
+
+    Blank lines and lines that begin with "#" are skipped. Relative paths count from the current
+    folder, as on the command line.
+
+    Raises:
+        ConfigError: A line without weight and path.
+        TextError: A list that cannot be read, or lists nothing.
+    """
+    entries = []
+    for line in read_lines(path):
+        try:
+            weight, entry = line.split(maxsplit=1)
+            entries.append((float(weight), entry))
+        except ValueError:
+            raise ConfigError(
+                f"a line of {os.fsdecode(path)} is {shown(line)}; it must be a weight and a path: "
+                "2.5 data/web"
+            ) from None
+    return entries
+
+
+def _raw_dtype(value: DTypeLike) -> np.dtype[Any]:
+    with contextlib.suppress(TypeError, ValueError):
+        dtype = np.dtype(value)
+        if dtype in DTYPES:
+            return dtype
+    raise ConfigError(f"dtype must be uint16, uint32 or int32, not {shown(value)}")
+
+
+class _Finder:
+    """Finds domains, and gathers what a user should know about them."""
+
+    def __init__(self, dtype: np.dtype[Any], has_documents: bool) -> None:
+        self._notices: list[str] = []
+        self._dtype = dtype
+        self._has_documents = has_documents
+        self._paths: dict[tuple[int, int], str] = {}  # of the files by device and inode
+        self._duplicates: list[tuple[str, str]] = []  # paths of one file
+
+    def all_notices(self) -> list[str]:
+        if not self._duplicates:
+            return self._notices
+        path, other = self._duplicates[0]
+        count = len(self._duplicates)
+        more = f", and so are {count - 1:,} more" if count > 1 else ""
+        return [*self._notices, f"{path} is the same file as {other}{more}: both are read"]
+
+    def domains_of_folder(self, folder: str) -> list[Domain]:
+        if not os.path.isdir(folder):
+            raise ConfigError(
+                f"{shown(folder)} is not a folder; give one with a folder for each domain"
+            )
+        folder = absolute_path(folder)
+        domains, paths = [], []
+        with read_errors_of(folder):
+            names = sorted(name for name in os.listdir(folder) if not _is_skipped(name))
+        for name in names:
+            path = os.path.join(folder, name)
+            if os.path.isdir(path):
+                domains.append(self._domain(name, Fraction(1), _walk(path)))
+            else:
+                paths.append(path)
+        if any(path.endswith((".bin", ".npy", ".idx")) for path in paths):
+            domains.append(self._domain(".", Fraction(1), paths))
+        return domains
+
+    def domains_of_list(self, entries: Any) -> list[Domain]:
+        pairs = [_weight_and_path(entry) for entry in entries]
+        if not pairs:
+            raise ConfigError("the input list is empty; give a weight and a path for each domain")
+        paths: dict[str, str] = {}
+        domains = []
+        for weight, path in pairs:
+            absolute = absolute_path(path)
+            name = os.path.basename(absolute) or absolute
+            if name in paths:
+                raise ConfigError(
+                    f"{paths[name]} and {path} are both the domain {name}: the last part of a path "
+                    "is the domain's name. Rename one, or list a folder that holds both"
+                )
+            paths[name] = path
+            files = _walk(absolute) if os.path.isdir(absolute) else [_token_path(path, absolute)]
+            domains.append(self._domain(name, weight, files))
+        return domains
+
+    def _domain(self, name: str, weight: Fraction, paths: list[str]) -> Domain:
+        paths.sort()
+        indices = {path for path in paths if path.endswith(".idx")}
+        missing = indices.difference(path[:-4] + ".idx" for path in paths if path.endswith(".bin"))
+        if missing:
+            path = min(missing)
+            raise DataError(
+                f"{path} has no {os.path.basename(path)[:-4]}.bin beside it: restore that file, or "
+                "remove the .idx"
+            )
+        files = [self._open(path) for path in paths if path.endswith((".bin", ".npy"))]
+        self._notice_raw_files(files)
+        if not files:
+            others = [os.path.basename(p) for p in paths if not p.endswith(_SIDECARS)]
+            names = ", ".join(others[:_NAMES_IN_NOTICE])
+            more = ", ..." if len(others) > _NAMES_IN_NOTICE else ""
+            hint = f"; files with other endings are ignored ({names}{more})" if others else ""
+            self._notices.append(f"domain {name} has no .bin or .npy files{hint}")
+        return Domain(name=name, weight=weight, files=tuple(files))
+
+    def _notice_raw_files(self, files: Sequence[TokenFile]) -> None:
+        """Notices raw files beside indexed datasets: their `.idx` may be lost."""
+        folders = {os.path.dirname(file.path) for file in files if file.prefix is not None}
+        raw = [f.path for f in files if f.prefix is None and f.path.endswith(".bin")]
+        if alone := [path for path in raw if os.path.dirname(path) in folders]:
+            more = f" (and {len(alone) - 1:,} more)" if len(alone) > 1 else ""
+            self._notices.append(
+                f"{alone[0]}{more} is read as raw {self._dtype}: it has no .idx, and other files "
+                "of its folder have one. If its writer was killed, remove it and shuffle again"
+            )
+
+    def _open(self, path: str) -> TokenFile:
+        with read_errors_of(path):
+            status = os.stat(path)
+        other = self._paths.setdefault((status.st_dev, status.st_ino), path)
+        if other != path:
+            self._duplicates.append((path, other))
+        return open_token_file(
+            path, status, raw_dtype=self._dtype, has_documents=self._has_documents
+        )
+
+
+def _weight_and_path(entry: Any) -> tuple[Fraction, str]:
+    try:
+        weight, path = entry
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"an entry of the input list must be a weight and a path, not {shown(entry)}"
+        ) from None
+    path = one_path("a path of the input list", path)
+    if not path:
+        raise ConfigError("a path of the input list is empty; give a weight and a path")
+    value = real(f"the weight of {path}", weight)
+    if not (math.isfinite(value) and value > 0):
+        raise ConfigError(
+            f"the weight of {path} must be above 0, not {value:g}; or leave the path out"
+        )
+    return Fraction(repr(value)), path  # exactly the decimal number that was written
+
+
+def _token_path(path: str, absolute: str) -> str:
+    """The file of a list's entry: a token file, or the `.bin` of an indexed dataset."""
+    if absolute.endswith((".npy", ".bin")) and os.path.lexists(absolute):
+        return absolute
+    prefix = absolute.removesuffix(".idx")
+    if os.path.exists(paths_to_read(prefix).idx):
+        return bin_path(prefix)
+    if os.path.exists(absolute):
+        raise ConfigError(f"{path} is not a token file; give a .bin or .npy file, or a folder")
+    raise ConfigError(
+        f"{path} does not exist, and neither does {idx_path(path)}; give a folder, a .bin or .npy "
+        "file, or the path prefix of an indexed dataset"
+    )
+
+
+def _walk(folder: str) -> list[str]:
+    with read_errors_of(folder):
+        return list(files_below(folder, _is_skipped))
+
+
+def _is_skipped(name: str) -> bool:
+    return name.startswith(".") or name.endswith(_JOURNAL)

@@ -1,0 +1,184 @@
+"""Items of a fixed length: the token streams of files, or of whole domains, cut into sequences.
+
+The sequences lie one after the other in a stream of tokens: sequence s is tokens
+[s * seq_len, (s + 1) * seq_len) of the stream. Each file has a part of the stream, from its first
+token on. What is left over at its end is cut off; with `carry`, only at the end of a domain. So
+the ends of the files' parts say where a sequence lies.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from millrace.checks import MAX_INT32, flag, whole
+from millrace.errors import ConfigError, DataError
+from millrace.jobs.shuffling.domains import Input, Inputs, find_domains
+from millrace.jobs.shuffling.file_pieces import read_files
+from millrace.jobs.shuffling.shuffle_items import ItemsAt, contents_of
+from millrace.jobs.shuffling.weights import WeightedUnits
+from millrace.ragged import Numbers, spread, starts_of
+from millrace.store.index_writer import Entries, write_index
+from millrace.store.layout import Header
+from millrace.store.publish import idx_path
+
+_BLOCK = 1 << 20  # tokens that are read at a time
+_ENTRIES = 1 << 16  # entries of an index that are written at a time
+
+
+def sequence_items(
+    inputs: Inputs, *, seq_len: int, dtype: DTypeLike = "uint32", carry: bool = False
+) -> SequenceItems:
+    """The sequences of an input.
+
+    Args:
+        inputs: Folder with a folder for each domain, or a list of weights and paths; see
+            `find_domains`.
+        seq_len: Tokens of a sequence, 1 to 2**31 - 1.
+        dtype: Dtype of raw files.
+        carry: Whether the remainder of a file is continued in the next file of its domain.
+
+    Raises:
+        ConfigError: An input without a whole sequence, or an argument outside its limits; and see
+            `find_domains`.
+        DataError: See `find_domains`.
+
+    >>> import tempfile, pathlib
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     pathlib.Path(folder, "web").mkdir()
+    ...     np.save(f"{folder}/web/a.npy", np.arange(10, dtype=np.int32))
+    ...     items = sequence_items(folder, seq_len=3)
+    ...     buffer = np.zeros(6, np.int32)
+    ...     items.read(np.array([0, 2]), buffer, np.array([3, 0]))
+    >>> items.num_items, items.contents.domains[0].num_left, buffer.tolist()
+    (3, 1, [6, 7, 8, 0, 1, 2])
+    """
+    seq_len, carry = whole("seq_len", seq_len, 1, MAX_INT32), flag("carry", carry)
+    return SequenceItems(find_domains(inputs, dtype=dtype), seq_len=seq_len, carry=carry)
+
+
+class SequenceItems:
+    """Sequences of a fixed length, of domains that `find_domains` has found; see `Items`.
+
+    `sequence_items` describes the other arguments.
+    """
+
+    has_origins = False
+
+    def __init__(self, found: Input, *, seq_len: int, carry: bool) -> None:
+        self.dtype, self.item_size = found.dtype(), seq_len
+        self._files = found.files
+        num_tokens = np.array([file.num_tokens for file in self._files], np.int64)
+        bounds = starts_of(len(domain.files) for domain in found.domains).tolist()
+        of_domains = [slice(*pair) for pair in itertools.pairwise(bounds)]
+        lengths = np.concatenate(
+            [np.empty(0, np.int64), *(_lengths(num_tokens[s], seq_len, carry) for s in of_domains)]
+        )
+        num_sequences = [int(lengths[s].sum()) // seq_len for s in of_domains]
+        self._units = WeightedUnits(num_sequences, [domain.weight for domain in found.domains])
+        self.num_items = sum(self._units.num_items)
+        self._ends = np.cumsum(lengths)
+        self._starts = self._ends - lengths
+        self._byte_offsets = np.array([file.byte_offset for file in self._files], np.int64)
+        self.contents = contents_of(
+            found,
+            self._units,
+            unit_name=f"sequence of {seq_len:,} tokens",
+            first_units=-(-starts_of(lengths) // seq_len),
+            num_left=[int((num_tokens[s] - lengths[s]).sum()) for s in of_domains],
+        )
+        found.tokenizer()  # two tokenizers are refused
+        if sum(num_sequences) == 0:
+            raise ConfigError(_no_sequence(seq_len, num_tokens, carry))
+        if self.num_items == 0:
+            raise ConfigError(
+                f"the weights take none of the {sum(num_sequences):,} sequences of the input; give "
+                "larger weights"
+            )
+
+    def sizes(self, numbers: Numbers) -> Numbers:
+        """Tokens of each item: int64 [n]."""
+        return np.full(len(numbers), self.item_size, np.int64)
+
+    def read(self, numbers: Numbers, buffer: NDArray[Any], targets: Numbers) -> None:
+        """Reads items to any places of a buffer; see `Items`."""
+        sequences, targets = self._units.ascending_units(numbers, targets)
+        step = max(_BLOCK // self.item_size, 1)
+        for start in range(0, len(sequences), step):
+            block = slice(start, start + step)
+            self._read_block(sequences[block] * self.item_size, buffer, targets[block])
+
+    def write_index(self, prefix: str, items_at: ItemsAt, start: int, stop: int) -> list[str]:
+        """Writes an index in which each sequence is a document; see `Items`.
+
+        Megatron-LM has no uint32, so these tokens stand as int32: the ids are below 2**31.
+        """
+        header = Header(
+            dtype=np.dtype("<i4") if self.dtype == np.uint32 else self.dtype,
+            num_sequences=stop - start,
+            num_document_entries=stop - start + 1,
+            has_modes=False,
+        )
+        write_index(prefix, header, self._entries(stop - start))
+        return [idx_path(prefix)]
+
+    def _entries(self, count: int) -> Iterator[Entries]:
+        for start in range(0, count, _ENTRIES):
+            rest = min(count - start, _ENTRIES)
+            yield Entries(np.full(rest, self.item_size), np.ones(rest, np.int64))
+
+    def _read_block(self, starts: Numbers, buffer: NDArray[Any], targets: Numbers) -> None:
+        """Reads the sequences that start at these places of the stream, ascending, to targets."""
+        first = np.searchsorted(self._ends, starts, side="right")
+        last = np.searchsorted(self._ends, starts + self.item_size - 1, side="right")
+        rows, steps = spread(last - first + 1)  # a piece for each file that a sequence is in
+        files = first[rows] + steps
+        low = np.maximum(starts[rows], self._starts[files])
+        high = np.minimum(starts[rows] + self.item_size, self._ends[files])
+        size = self.dtype.itemsize
+        bits = read_files(
+            self._files,
+            files,
+            self._byte_offsets[files] + (low - self._starts[files]) * size,
+            (high - low) * size,
+            buffer.view(np.uint8),
+            (targets[rows] + low - starts[rows]) * size,
+            or_words=self.dtype == np.uint32,
+        )
+        if bits > MAX_INT32:
+            raise self._large_id(starts, buffer, targets)
+
+    def _large_id(self, starts: Numbers, buffer: NDArray[np.uint32], targets: Numbers) -> DataError:
+        """The error for a token of 2**31 or more, which is in one of these sequences."""
+        sequences = [buffer[target : target + self.item_size] for target in targets.tolist()]
+        row = next(row for row, tokens in enumerate(sequences) if tokens.max() > MAX_INT32)
+        column = int(sequences[row].argmax())
+        place = int(starts[row]) + column
+        file = int(np.searchsorted(self._ends, place, side="right"))
+        return DataError(
+            f"{self._files[file].path} holds the token {sequences[row][column]} at position "
+            f"{place - int(self._starts[file])}; ids must be below 2**31 (2147483648). "
+            "The file is damaged, or its dtype is not uint32: correct --dtype, or write it again"
+        )
+
+
+def _lengths(num_tokens: Numbers, seq_len: int, carry: bool) -> Numbers:
+    """The tokens of each file of a domain that are in sequences: int64 [files]."""
+    if not carry:
+        return num_tokens // seq_len * seq_len
+    ends = np.cumsum(num_tokens)
+    total = int(ends[-1]) // seq_len * seq_len if len(ends) else 0
+    return np.diff(np.minimum(ends, total), prepend=0)
+
+
+def _no_sequence(seq_len: int, num_tokens: Numbers, carry: bool) -> str:
+    remedy = "" if carry else ", or join the files of each domain with --carry"
+    return (
+        f"the input has no whole sequence of {seq_len:,} tokens: its {len(num_tokens):,} files "
+        f"have {int(num_tokens.sum()):,} tokens, the longest {int(num_tokens.max()):,}. Give a "
+        f"smaller --seq-len{remedy}"
+    )

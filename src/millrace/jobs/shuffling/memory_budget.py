@@ -1,0 +1,152 @@
+"""How much memory a shuffle may take, and how its workers share it.
+
+Memory is counted, not measured: `ITEM_OVERHEAD` for each item in a buffer, and a fixed number of
+bytes for each process.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from millrace.cores import available_memory
+from millrace.errors import ConfigError
+from millrace.jobs.shuffling.shuffle_items import Items
+
+MB = 1_000_000
+ITEM_OVERHEAD = 128
+"""Bytes of memory per item in a buffer: its number, place, size and offsets, and copies of them.
+
+It decides where runs and buckets end. A job of another version must not continue with these files:
+change the version in `shuffle_options.identity` with it.
+"""
+
+LARGEST_BUFFER = 256 * MB
+"""Bytes of the largest buffer of a worker; more makes nothing faster."""
+
+# Private memory of processes, measured and rounded up. The job's own process has 100 MB beside the
+# budget, which is enough without Arrow.
+_WORKER_MEMORY = 45 * MB  # Python, NumPy and this package in a worker process
+_ARROW_MEMORY = 90 * MB  # more in each process that copies the origins of documents
+_LEAST_BUFFER = 8 * MB  # of a worker
+_GOOD_BUFFER = 16 * MB
+_GOOD_SECTION = 256 << 10  # bytes that pass 2 of `scatter` reads of a run at a time
+_LARGE_SECTION = 8 << 20
+_BLOCK = 1 << 16  # items whose sizes are looked up at a time
+_SHARE = 2  # of the available memory, a half: the rest is for the page cache
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """Memory for the workers of a shuffle and their buffers.
+
+    Attributes:
+        total: Bytes for all processes of the job.
+        own: Bytes of the job's own process, if it copies the origins of documents.
+        worker: Bytes of a worker process beside its buffer.
+    """
+
+    total: int
+    own: int
+    worker: int
+
+    @property
+    def buffers(self) -> int:
+        """Bytes for all workers and their buffers."""
+        return self.total - self.own
+
+    def num_workers(self, workers: int, buffer_size: int) -> int:
+        """The number of workers, each with a buffer; one worker is the job's own process."""
+        return max(min(workers, self.buffers // (self.worker + buffer_size)), 1)
+
+    def shared(self, workers: int, good: int, most: int) -> tuple[int, int]:
+        """The number of workers with a good buffer, and the size of their buffers, at most."""
+        workers = self.num_workers(workers, good)
+        size = self.buffers if workers == 1 else self.buffers // workers - self.worker
+        return workers, min(size, most)
+
+
+def budget_of(memory: int | None, items: Items) -> Budget:
+    """The budget of a job; without a limit half of the memory that is available."""
+    arrow = _ARROW_MEMORY if items.has_origins else 0
+    total = available_memory() // _SHARE if memory is None else memory
+    return Budget(total=total, own=arrow, worker=_WORKER_MEMORY + arrow)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ItemSizes:
+    """The sizes of items in bytes.
+
+    Attributes:
+        num_items: Number of items.
+        num_bytes: Size of all items.
+        largest: Size of the largest one.
+    """
+
+    num_items: int
+    num_bytes: int
+    largest: int
+
+    @property
+    def in_buffer(self) -> int:
+        """Bytes of a buffer for all items."""
+        return self.num_bytes + self.num_items * ITEM_OVERHEAD
+
+    def gather_buffers(self) -> tuple[int, int]:
+        """Sizes of a good buffer of `gather`, and of the largest one."""
+        least = self.largest + ITEM_OVERHEAD
+        return max(_GOOD_BUFFER, least), max(LARGEST_BUFFER, least)
+
+    def scatter_buffers(self) -> tuple[int, int]:
+        """Sizes of a good buffer of `scatter`, and of the largest one.
+
+        With buffers of M bytes, pass 2 reads M * M / num_bytes of a run at a time.
+        """
+        good, most = self.gather_buffers()
+        return (
+            max(good, math.isqrt(self.num_bytes * _GOOD_SECTION)),
+            max(most, math.isqrt(self.num_bytes * _LARGE_SECTION)),
+        )
+
+
+def sizes_of(items: Items) -> ItemSizes:
+    """The sizes of all items; looks up each one if they differ."""
+    total = largest = 0
+    if items.item_size is not None:
+        total, largest = items.num_items * items.item_size, items.item_size
+    else:
+        for start in range(0, items.num_items, _BLOCK):
+            sizes = items.sizes(np.arange(start, min(start + _BLOCK, items.num_items)))
+            total, largest = total + int(sizes.sum()), max(largest, int(sizes.max()))
+    token_size = items.dtype.itemsize
+    return ItemSizes(
+        num_items=items.num_items, num_bytes=total * token_size, largest=largest * token_size
+    )
+
+
+def check_memory(budget: Budget, sizes: ItemSizes, items: Items) -> None:
+    """Raises a ConfigError if one worker's buffer and the largest item do not fit the memory."""
+    least = max(_LEAST_BUFFER, sizes.largest + ITEM_OVERHEAD)
+    if budget.buffers >= least:
+        return
+    reason = ""
+    if sizes.largest + ITEM_OVERHEAD > budget.total:
+        what = "the longest document" if items.item_size is None else "a sequence"
+        reason = f": {what} has {in_units(sizes.largest)}, which must fit"
+    elif budget.own:
+        reason = f": copying the origins of documents takes {in_units(budget.own)}"
+    least += budget.own
+    raise ConfigError(
+        f"memory must be at least {least} bytes ({in_units(least)}), not {in_units(budget.total)}"
+        f"{reason}. Give more memory"
+    )
+
+
+def in_units(num_bytes: float) -> str:
+    """A number of bytes for a message: "6.0 GB"."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes:.0f} bytes"

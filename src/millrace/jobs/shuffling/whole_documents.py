@@ -1,0 +1,153 @@
+"""Items that are whole documents of indexed datasets, with their sequences, modes and origins."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.checks import absolute_path, one_path
+from millrace.errors import ConfigError
+from millrace.files import atomic_file
+from millrace.jobs.shuffling.document_origins import DocumentOrigins
+from millrace.jobs.shuffling.document_tables import DocumentTables
+from millrace.jobs.shuffling.domains import Input, Inputs, find_domains
+from millrace.jobs.shuffling.file_pieces import read_files
+from millrace.jobs.shuffling.shuffle_items import ItemsAt, contents_of
+from millrace.jobs.shuffling.weights import WeightedUnits
+from millrace.ragged import Numbers, starts_of
+from millrace.store.index_writer import write_index
+from millrace.store.info import Info
+from millrace.store.layout import Header
+from millrace.store.origins import has_origins
+from millrace.store.publish import idx_path, info_path, origins_path
+
+_BLOCK = 1 << 13  # documents that are read, or whose entries are written, at a time
+
+
+def document_items(inputs: Inputs, *, folder: str | os.PathLike[str]) -> DocumentItems:
+    """The documents of an input of indexed datasets.
+
+    Args:
+        inputs: Folder with a folder for each domain, or a list of weights and paths; see
+            `find_domains`.
+        folder: Folder for tables of the documents, which all workers can read.
+
+    Raises:
+        ConfigError: An input without documents, files with and without modes, or origins where
+            pyarrow is not installed; and see `find_domains`.
+        DataError: See `find_domains`, and an index that is damaged.
+
+    >>> import tempfile, millrace
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with millrace.IndexedDatasetBuilder(f"{folder}/web") as builder:
+    ...         builder.add_documents([1, 2, 3, 4, 5], [3, 2])
+    ...     items = document_items([(1.5, f"{folder}/web")], folder=folder)
+    ...     buffer = np.zeros(8, np.int32)
+    ...     items.read(np.array([0, 1, 2]), buffer, np.array([5, 3, 0]))
+    >>> items.num_items, buffer.tolist()
+    (3, [1, 2, 3, 4, 5, 1, 2, 3])
+    """
+    folder = absolute_path(one_path("folder", folder))
+    return DocumentItems(find_domains(inputs, dtype=np.int32, has_documents=True), folder)
+
+
+class DocumentItems:
+    """Whole documents, of domains that `find_domains` has found; see `Items`."""
+
+    item_size = None
+
+    def __init__(self, found: Input, folder: str) -> None:
+        self.dtype, self._tokenizer = found.dtype(), found.tokenizer()
+        files = self._files = found.files
+        counts = [sum(file.num_documents for file in domain.files) for domain in found.domains]
+        self._units = WeightedUnits(counts, [domain.weight for domain in found.domains])
+        self._first_documents = starts_of(file.num_documents for file in files)
+        self._first_tokens = starts_of(file.num_tokens for file in files)
+        self.num_items = sum(self._units.num_items)
+        if self.num_items == 0:
+            raise ConfigError(
+                f"the input has no documents: {len(files)} files have {sum(counts)} documents, and "
+                "their weights take none of them"
+            )
+        self._tables = DocumentTables(files, folder)
+        self._origins = None
+        missing = [f.path for f in files if f.num_documents and not has_origins(f.prefix or "")]
+        if not missing:
+            self._origins = DocumentOrigins(files, folder)
+        elif len(missing) < sum(file.num_documents > 0 for file in files):
+            notice = (
+                f"{len(missing)} of {len(files)} files have no origins of their documents "
+                f"({missing[0]} is the first), so the shards have none"
+            )
+            found = replace(found, notices=(*found.notices, notice))
+        self.contents = contents_of(
+            found,
+            self._units,
+            unit_name="document",
+            first_units=self._first_documents,
+            num_left=[0] * len(counts),
+        )
+
+    @property
+    def has_origins(self) -> bool:
+        """Whether the shards get sidecars of their documents' origins."""
+        return self._origins is not None
+
+    def sizes(self, numbers: Numbers) -> Numbers:
+        """Tokens of each item: int64 [n]."""
+        first, end = self._tables.token_ranges(self._units.units(numbers))
+        return end - first
+
+    def read(self, numbers: Numbers, buffer: NDArray[Any], targets: Numbers) -> None:
+        """Reads items to any places of a buffer; see `Items`."""
+        documents, targets = self._units.ascending_units(numbers, targets)
+        size = self.dtype.itemsize
+        for start in range(0, len(documents), _BLOCK):
+            part = documents[start : start + _BLOCK]
+            files = np.searchsorted(self._first_documents, part, side="right") - 1
+            first, end = self._tables.token_ranges(part)
+            has_tokens = first < end
+            read_files(
+                self._files,
+                files[has_tokens],
+                (first - self._first_tokens[files])[has_tokens] * size,
+                (end - first)[has_tokens] * size,
+                buffer.view(np.uint8),
+                targets[start : start + _BLOCK][has_tokens] * size,
+            )
+
+    def write_index(self, prefix: str, items_at: ItemsAt, start: int, stop: int) -> list[str]:
+        """Writes the index, with the sequences and modes of the documents; see `Items`.
+
+        The sidecar of origins is written if all files have one; `.info.json` names the tokenizer,
+        if all files name the same one.
+        """
+
+        def documents() -> Iterator[Numbers]:
+            for first in range(start, stop, _BLOCK):
+                yield self._units.units(items_at(first, min(first + _BLOCK, stop)))
+
+        header = Header(
+            dtype=self.dtype,
+            num_sequences=sum(map(self._tables.num_sequences, documents())),
+            num_document_entries=stop - start + 1,
+            has_modes=self._tables.has_modes,
+        )
+        entries = itertools.chain.from_iterable(map(self._tables.entries, documents()))
+        write_index(prefix, header, entries)
+        paths = [idx_path(prefix)]
+        if self._origins is not None:
+            self._origins.write(prefix, documents())
+            paths.append(origins_path(prefix))
+        if self._tokenizer is not None:
+            info = Info(provenance={"tokenizer": self._tokenizer})
+            with atomic_file(info_path(prefix), durable=False) as file:
+                file.write(info.to_json().encode())
+            paths.append(info_path(prefix))
+        return paths
