@@ -17,13 +17,14 @@ from typing import Any
 
 import numpy as np
 
+from millrace import names
 from millrace.checks import MAX_INT32, MAX_INT64, one_path, shown
 from millrace.errors import ConfigError, DataError
 from millrace.files import atomic_file, checksum
 from millrace.store.layout import DTYPES
 
-METADATA = "metadata.json"
-JOURNAL = "shuffle.journal"
+METADATA = names.SHUFFLE_METADATA
+JOURNAL = names.SHUFFLE_JOURNAL
 """Folder, beside the shards, in which a shuffle keeps what it has done until it has ended."""
 VERSION = 2
 SEQUENCES = "global_permutation_fast"

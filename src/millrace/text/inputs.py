@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from millrace import checks
 from millrace.errors import ConfigError, TextError
-from millrace.files import TMP
+from millrace.names import is_beside_documents
 from millrace.text.records import NOT_UNICODE, is_unicode
 from millrace.text.streams import NUM_MAGIC_BYTES, STDIN, compression_of, is_of_a_process, readable
 
@@ -42,14 +42,8 @@ _COMPRESSED_ENDINGS = (".gz", ".gzip", ".zst", ".zstd", ".bz2", ".xz")
 _PARQUET_MAGIC = b"PAR1"
 _ARROW_FILE_MAGIC = b"ARROW1"
 
-# What this library writes beside its output, and the `datasets` library beside its tables.
-_NOT_DOCUMENTS = re.compile(
-    r".*(\.info\.json|\.origins\.parquet|\.quarantine\.jsonl|\.manifest\.json)(\.new)?"
-    r"|.*_(document|sentence)\.(bin|idx|csv\.gz)(\.new)?|.*\.(tmp|journal)\.lock"
-    r"|(dataset_infos?|dataset_dict|state)\.json",
-    re.DOTALL,  # a name may have line breaks
-)
-_JOURNAL = ".journal"
+# What the `datasets` library writes beside its tables.
+_BESIDE_TABLES = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 _NOTES = re.compile(r"(readme|licen[cs]e|notice|copying|changelog|citation)\b.*", re.IGNORECASE)
 
 
@@ -293,7 +287,7 @@ def _is_special(entry: os.DirEntry[str]) -> bool:
 
 def _is_ours(path: str) -> bool:
     name = os.path.basename(path)
-    return bool(_NOT_DOCUMENTS.fullmatch(name)) or name.endswith((TMP, _JOURNAL))
+    return is_beside_documents(name) or name in _BESIDE_TABLES
 
 
 def _is_note(path: str) -> bool:

@@ -17,6 +17,7 @@ from millrace.checks import absolute_path, one_path, real, shown
 from millrace.errors import ConfigError, DataError
 from millrace.files import files_below
 from millrace.jobs.shuffling.token_files import DTYPES, TokenFile, open_token_file, read_errors_of
+from millrace.names import BESIDE_TOKENS, JOURNAL
 from millrace.store.publish import bin_path, idx_path, paths_to_read
 from millrace.store.tokenizers import common_tokenizer, read_tokenizer, tokenizer_conflict
 from millrace.text import read_input_list as read_lines
@@ -24,11 +25,7 @@ from millrace.text import read_input_list as read_lines
 Inputs = str | os.PathLike[str] | Sequence[tuple[float, str | os.PathLike[str]]]
 """A folder with a folder for each domain, or a list of domains: the weight and path of each."""
 
-_JOURNAL = ".journal"
 _NAMES_IN_NOTICE = 3
-
-# Endings of files that belong to token files, or that are left of writing them.
-_SIDECARS = (".idx", ".info.json", ".origins.parquet", ".csv.gz", ".new", ".tmp", ".lock")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +216,7 @@ class _Finder:
         files = [self._open(path) for path in paths if path.endswith((".bin", ".npy"))]
         self._notice_raw_files(files)
         if not files:
-            others = [os.path.basename(p) for p in paths if not p.endswith(_SIDECARS)]
+            others = [os.path.basename(p) for p in paths if not p.endswith(BESIDE_TOKENS)]
             names = ", ".join(others[:_NAMES_IN_NOTICE])
             more = ", ..." if len(others) > _NAMES_IN_NOTICE else ""
             hint = f"; files with other endings are ignored ({names}{more})" if others else ""
@@ -287,4 +284,4 @@ def _walk(folder: str) -> list[str]:
 
 
 def _is_skipped(name: str) -> bool:
-    return name.startswith(".") or name.endswith(_JOURNAL)
+    return name.startswith(".") or name.endswith(JOURNAL)

@@ -1,0 +1,34 @@
+"""The endings of the files that this library writes; docs/files.md has a table of the files."""
+
+from __future__ import annotations
+
+BIN = ".bin"
+IDX = ".idx"
+INFO = ".info.json"
+ORIGINS = ".origins.parquet"
+DOLMA = ".csv.gz"
+QUARANTINE = ".quarantine.jsonl"
+JOURNAL = ".journal"
+SHUFFLE_JOURNAL = f"shuffle{JOURNAL}"
+SHUFFLE_METADATA = "metadata.json"
+LOCK = ".lock"
+NEW = ".new"
+TEMPORARY = ".tmp"
+
+BESIDE_TOKENS = IDX, INFO, ORIGINS, DOLMA, NEW, TEMPORARY, LOCK
+"""Endings of files that belong to a token file, or that are left of writing one."""
+
+_BESIDE_DOCUMENTS = (
+    INFO,
+    ORIGINS,
+    QUARANTINE,
+    ".manifest.json",
+    *(f"_{level}{end}" for level in ("document", "sentence") for end in (BIN, IDX, DOLMA)),
+)
+
+
+def is_beside_documents(name: str) -> bool:
+    """Whether this library writes files of this name; they hold no documents to read."""
+    if name.removesuffix(LOCK).endswith((TEMPORARY, JOURNAL)):
+        return True
+    return name.removesuffix(NEW).endswith(_BESIDE_DOCUMENTS)
