@@ -46,6 +46,38 @@ def whole(name: str, value: Any, least: int | None = None, most: int | None = No
     return number
 
 
+def require_within(
+    name: str, number: float, least: float | None = None, most: float | None = None
+) -> None:
+    """Raises ConfigError for a number below `least` or above `most`, and for NaN with a limit."""
+    if (least is None or number >= least) and (most is None or number <= most):
+        return
+    if least is not None and most is not None:
+        limits = f"between {_number_text(least)} and {_number_text(most)}"
+    elif least is not None:
+        limits = f"at least {_number_text(least)}"
+    else:
+        limits = f"at most {_number_text(most)}"
+    raise ConfigError(f"{name} must be {limits}, not {shown(number)}")
+
+
+def _number_text(number: float | None) -> str:
+    """A limit for a message: 2**63 - 1 rather than its 19 digits."""
+    if isinstance(number, int) and abs(number) >= 2**16:
+        for text, offset in (("", 0), (" - 1", 1)):
+            power = abs(number) + offset
+            if power.bit_count() == 1 and (number > 0 or not offset):
+                return f"{'-' if number < 0 else ''}2**{power.bit_length() - 1}{text}"
+    return str(number)
+
+
+def choice(name: str, value: Any, choices: Sequence[str]) -> str:
+    """One of some texts."""
+    if not isinstance(value, str) or value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {shown(value)}")
+    return value
+
+
 def token(name: str, value: Any) -> int | None:
     """A token id, a whole number of at most 64 bits, or None for no token."""
     return None if value is None else whole(name, value, _MIN_INT64, MAX_INT64)

@@ -1,0 +1,330 @@
+"""Option classes: each option of a job is described once, as a field of a dataclass.
+
+The checks, the job's identity, the arguments of the command line and the table in the docs come
+from the class:
+
+>>> @dataclass(frozen=True, kw_only=True)
+... class ShuffleOptions:
+...     output_dir: StrPath = option(help="folder for the shards", metavar="DIR")
+...     seed: int = option(42, help="seed of the permutation", least=0)
+...     workers: int = option(4, help="worker processes", least=1, most=1024, identity="never")
+...
+...     def __post_init__(self) -> None:
+...         check_options(self)
+>>> identity_of(ShuffleOptions(output_dir="out"))
+{'output_dir': 'out', 'seed': 42}
+>>> ShuffleOptions(output_dir="out", workers=0)
+Traceback (most recent call last):
+millrace.errors.ConfigError: workers must be between 1 and 1024, not 0
+
+A field without a default has to be given. The type of a field decides its check: `bool`, `int`,
+`float`, `str`, `StrPath`, `Sequence[str]`, `Sequence[StrPath]`, or `Any` for none; each of them may
+be `| None`. A field of another type has a `check` of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import operator
+import os
+import re
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from millrace import checks
+from millrace.errors import ConfigError
+
+StrPath = str | os.PathLike[str]
+Identity = Literal["always", "changed", "never"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """What `option` says about a field.
+
+    Args:
+        help: Phrase for the help and the docs, without capital and full stop.
+        least, most: Limits of a number; both are possible values.
+        choices: Possible texts; empty: any.
+        default_text: Default in words, for a None or an empty list that stands for something.
+        flags: Names on the command line, such as "--num-workers"; empty: from the field's name
+            (`--no-NAME` for a True). A name without dashes is a positional argument; None: the
+            command line lacks the option.
+        group: Heading above the option in the verb's help.
+        identity: Whether the option is part of the job's identity: "always"; "changed", unless it
+            has its default (as befits a new option); or "never".
+        check: Function of name and value that returns the plain value, instead of the type's.
+        parse: Function of a text on the command line, instead of the type's. Its result may differ
+            from the field's type, if the verb makes one from the other.
+        settings: Other keywords of `argparse`'s `add_argument`: metavar, nargs, const.
+    """
+
+    help: str
+    least: float | None = None
+    most: float | None = None
+    choices: Sequence[str] = ()
+    default_text: str = ""
+    flags: Sequence[str] | None = ()
+    group: str = ""
+    identity: Identity = "always"
+    check: Callable[[str, Any], Any] | None = None
+    parse: Callable[[str], Any] | None = None
+    settings: Mapping[str, Any]
+
+
+_OPTION_FIELDS = {field.name for field in dataclasses.fields(Option)} - {"settings"}
+
+
+def option(default: Any = MISSING, **details: Any) -> Any:
+    """Returns a field of an option class.
+
+    Args:
+        default: Default, which is never changed in place (a tuple rather than a list).
+        details: Fields of `Option`, and `settings` as keywords.
+    """
+    own = {name: details.pop(name) for name in _OPTION_FIELDS & details.keys()}
+    if isinstance(own.get("flags"), str):
+        own["flags"] = (own["flags"],)
+    return dataclasses.field(default=default, metadata={"option": Option(**own, settings=details)})
+
+
+def check_options(options: Any) -> None:
+    """Makes the values of an option class plain; to be called in its `__post_init__`.
+
+    Raises:
+        ConfigError: A value of another type, or outside its limits.
+    """
+    for field in fields_of(type(options)):
+        value = field.check(getattr(options, field.name))
+        object.__setattr__(options, field.name, value)
+
+
+def identity_of(options: Any) -> dict[str, Any]:
+    """The options that decide a job's output, as JSON values."""
+    entries = {}
+    for field in fields_of(type(options)):
+        value, identity = getattr(options, field.name), field.option.identity
+        if identity == "always" or (identity == "changed" and value != field.default):
+            entries[field.name] = list(value) if isinstance(value, tuple) else value
+    return entries
+
+
+def keywords_of(option_class: type) -> dict[str, Any]:
+    """Name and type of each field with a default, as in a TypedDict for `Unpack`."""
+    hints = get_type_hints(option_class)
+    return {
+        field.name: hints[field.name]
+        for field in fields_of(option_class)
+        if field.default is not MISSING
+    }
+
+
+def add_options(
+    parser: argparse.ArgumentParser, *option_classes: type, leave_out: Iterable[str] = ()
+) -> None:
+    """Adds the fields of option classes to a parser, which leaves out those that are not given."""
+    groups: dict[str, Any] = {"": parser}
+    for option_class in option_classes:
+        for field in fields_of(option_class):
+            group = field.option.group
+            if group not in groups:
+                groups[group] = parser.add_argument_group(group)
+            if field.flags and field.name not in leave_out:
+                groups[group].add_argument(*field.flags, **field.settings())
+
+
+def take_options(option_class: type, values: dict[str, Any]) -> dict[str, Any]:
+    """Removes the fields of an option class from parsed values, and returns them."""
+    names = [field.name for field in fields_of(option_class)]
+    return {name: values.pop(name) for name in names if name in values}
+
+
+def option_table(*option_classes: type) -> str:
+    """The options of a verb as a table for the docs, in Markdown."""
+    rows = [("option", "default", "what it is"), ("---", "---", "---")]
+    for option_class in option_classes:
+        for field in fields_of(option_class):
+            if field.flags:
+                default = "required" if field.is_required else field.default_text
+                text = field.option.help.replace("|", "\\|")
+                rows.append((f"`{field.usage}`".replace("|", "\\|"), default, text))
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+# ---- a field ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class Field:
+    """A field of an option class: its option, its default, and its type without None."""
+
+    name: str
+    default: Any
+    kind: Any
+    allows_none: bool
+    option: Option
+
+    def check(self, value: Any) -> Any:
+        """The value in Python's own types; a ConfigError for a wrong one."""
+        if value is None and self.allows_none:
+            return None
+        details = self.option
+        value = (details.check or _CHECKS[self.kind])(self.name, value)
+        if details.choices:
+            checks.choice(self.name, value, details.choices)
+        if (details.least, details.most) != (None, None):
+            checks.require_within(self.name, value, details.least, details.most)
+        return value
+
+    def parse(self, text: str) -> Any:
+        """The value of a text on the command line, or one of its values."""
+        try:
+            if self.option.parse is not None:
+                return self.option.parse(text)
+            return text if self.is_list else self.check(_number(text, self.kind))
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    @property
+    def is_list(self) -> bool:
+        return get_origin(self.kind) is Sequence
+
+    @property
+    def is_required(self) -> bool:
+        return self.default is MISSING
+
+    @property
+    def flags(self) -> Sequence[str]:
+        """The names on the command line; none if it lacks the option."""
+        name = self.name.replace("_", "-")
+        default = [f"--no-{name}" if self.default is True else f"--{name}"]
+        return () if self.option.flags is None else self.option.flags or default
+
+    @property
+    def default_text(self) -> str:
+        """The default in words, or nothing."""
+        default = self.default
+        if self.option.default_text or default is None or default is MISSING:
+            return self.option.default_text
+        if isinstance(default, bool):
+            return ""
+        return " ".join(default) if isinstance(default, tuple) else f"{default}"
+
+    @property
+    def usage(self) -> str:
+        """The option as it is typed: `--workers N`."""
+        settings = self.settings()
+        value = settings.get("metavar") or "|".join(settings.get("choices", ()))
+        if not self.flags[0].startswith("-"):
+            return value or self.flags[0]
+        value = " ".join(value) if isinstance(value, tuple) else value
+        value += " ..." if settings.get("nargs") in ("+", "*") else ""
+        return f"{self.flags[-1]} {value}".rstrip()
+
+    def settings(self) -> dict[str, Any]:
+        """The keywords of `add_argument`."""
+        words = f" (default: {self.default_text})" if self.default_text else ""
+        settings: dict[str, Any] = {
+            "default": argparse.SUPPRESS,
+            "help": (self.option.help + words).replace("%", "%%"),
+        }
+        if self.flags[0].startswith("-"):
+            settings |= {"dest": self.name, "required": self.is_required}
+        if self.kind is bool:
+            settings["action"] = "store_false" if self.default is True else "store_true"
+            return settings | dict(self.option.settings)
+        settings["type"] = self.parse
+        if self.option.choices:
+            settings["choices"] = self.option.choices
+        else:
+            settings["metavar"] = _METAVARS.get(self.kind, "VALUE")
+        if self.is_list:
+            settings["nargs"] = "+"
+        return settings | dict(self.option.settings)
+
+
+def fields_of(option_class: type) -> tuple[Field, ...]:
+    """The fields of an option class, in order."""
+    hints = get_type_hints(option_class)
+    fields = []
+    for field in dataclasses.fields(option_class):
+        hint = hints[field.name]
+        parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+        kinds = [part for part in parts if part is not types.NoneType]
+        fields.append(
+            Field(
+                name=field.name,
+                default=field.default,
+                kind=functools.reduce(operator.or_, kinds),
+                allows_none=len(kinds) < len(parts),
+                option=field.metadata["option"],
+            )
+        )
+    return tuple(fields)
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(f"{name} must be a text, not {checks.shown(value)}")
+    return value
+
+
+def _texts(name: str, values: Any) -> tuple[str, ...]:
+    if isinstance(values, (str, bytes)):
+        raise ConfigError(f"{name} must be a list of texts, not one text. Write [{values!r}]")
+    try:
+        return tuple(_text(f"each of {name}", value) for value in values)
+    except TypeError:
+        raise ConfigError(f"{name} must be a list of texts, not {checks.shown(values)}") from None
+
+
+_CHECKS: dict[Any, Callable[[str, Any], Any]] = {
+    bool: checks.flag,
+    int: checks.whole,
+    float: checks.real,
+    str: _text,
+    StrPath: checks.one_path,
+    Sequence[str]: _texts,
+    Sequence[StrPath]: lambda name, values: tuple(checks.paths(name, values)),
+    Any: lambda name, value: value,
+}
+_METAVARS = {
+    int: "N",
+    float: "NUMBER",
+    str: "TEXT",
+    StrPath: "PATH",
+    Sequence[str]: "TEXT",
+    Sequence[StrPath]: "PATH",
+}
+
+
+# ---- texts on the command line ----
+
+
+def _number(text: str, kind: Any) -> Any:
+    """The number in a text; the text if there is none, for the message of the check."""
+    try:
+        return kind(text) if kind in (int, float) else text
+    except ValueError:
+        return text
+
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+def parse_size(text: str) -> int:
+    """A number of bytes, at least 1: "500M" or "20G"."""
+    number, unit = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
+    if not number.isdecimal() or int(number) < 1 or unit not in _UNITS:
+        raise ConfigError(f"{text!r} is not a size; write 500M or 20G")
+    return int(number) * _UNITS[unit]
+
+
+def parse_escapes(text: str) -> str:
+    """The text of an option with its \\n, \\t, \\r and \\\\ replaced."""
+    characters = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
+    return re.sub(r"\\([ntr\\])", lambda match: characters[match[1]], text)
