@@ -41,7 +41,6 @@ from millrace import (
     Loader,
     ResumeError,
     ShardedDataset,
-    reference,
 )
 from millrace.feed import (
     BatchForm,
@@ -66,6 +65,17 @@ Batch = dict[str, NDArray[Any]]
 
 UNITS = (1, 2, 3, 4, 6, 8, 12, 24, 32, 60)
 """Numbers of samples that a step takes, or divides: micro batch times ranks divide one of them."""
+
+SAMPLERS = (
+    "short form",
+    "sequential",
+    "global",
+    "schedule",
+    "ramp-up",
+    "cyclic",
+    "full",
+    "external",
+)
 
 
 # ---- the datasets, made once ----
@@ -245,23 +255,10 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn, max_ranks: int = 8) -> Case:
+def cases(draw: st.DrawFn, max_ranks: int = 8, samplers: tuple[str, ...] = SAMPLERS) -> Case:
     """Cases with up to that many ranks."""
     unit = draw(st.sampled_from(UNITS))
-    sampler = draw(
-        st.sampled_from(
-            [
-                "short form",
-                "sequential",
-                "global",
-                "schedule",
-                "ramp-up",
-                "cyclic",
-                "full",
-                "external",
-            ]
-        )
-    )
+    sampler = draw(st.sampled_from(samplers))
     kind = draw(st.sampled_from(KINDS))
     has_forms = kind != "own" and sampler != "external"
     fields = draw(st.none() | st.lists(st.sampled_from(fields_of(kind)), min_size=1, unique=True))
@@ -322,18 +319,33 @@ def start_of(case: Case) -> int:
     return units * case.unit
 
 
-def loader_of(case: Case, leg: Leg, rank: int, consumed_samples: int) -> Loader:
-    """The loader of a rank."""
-    dataset = dataset_of(case.kind)
-    share: dict[str, Any] = {
+def sampler_of(case: Case, leg: Leg, rank: int, num_samples: int) -> Any:
+    """The sampler of a rank, for all kinds but "short form" and "external"."""
+    share = share_of(leg, rank)
+    if case.sampler == "sequential":
+        return SequentialSampler(num_samples, **share, drop_last=case.option)
+    if case.sampler == "cyclic":
+        return CyclicSampler(num_samples, **share, data_sharding=case.option)
+    if case.sampler == "full":
+        return FullValidationSampler(num_samples, **share, pad=case.option)
+    size = schedule_of(case)
+    return GlobalBatchSampler(num_samples, **share, global_batch_size=size, drop_last=case.option)
+
+
+def share_of(leg: Leg, rank: int) -> dict[str, Any]:
+    return {
         "micro_batch_size": leg.micro,
         "data_parallel_rank": rank,
         "data_parallel_size": leg.ranks,
     }
+
+
+def loader_of(case: Case, leg: Leg, rank: int, consumed_samples: int) -> Loader:
+    """The loader of a rank."""
+    dataset = dataset_of(case.kind)
     options: dict[str, Any] = {"threads": leg.threads, "prefetch": leg.prefetch}
     options |= {"consumed_samples": consumed_samples}
     size = len(dataset)
-    sampler: Any
     if case.sampler == "external":
         micro_batches = partial(external_batches, case.kind, leg, rank)
         source = ExternalBatches(
@@ -346,18 +358,8 @@ def loader_of(case: Case, leg: Leg, rank: int, consumed_samples: int) -> Loader:
         "share_labels": case.shares_labels,
     }
     if case.sampler == "short form":
-        return Loader(dataset, **share, drop_last=case.option, **options)
-    if case.sampler == "sequential":
-        sampler = SequentialSampler(size, **share, drop_last=case.option)
-    elif case.sampler == "cyclic":
-        sampler = CyclicSampler(size, **share, data_sharding=case.option)
-    elif case.sampler == "full":
-        sampler = FullValidationSampler(size, **share, pad=case.option)
-    else:
-        sampler = GlobalBatchSampler(
-            size, **share, global_batch_size=schedule_of(case), drop_last=case.option
-        )
-    return Loader(dataset, sampler=sampler, **options)
+        return Loader(dataset, **share_of(leg, rank), drop_last=case.option, **options)
+    return Loader(dataset, sampler=sampler_of(case, leg, rank, size), **options)
 
 
 def external_batches(kind: str, leg: Leg, rank: int, consumed: int) -> Iterator[Batch]:
@@ -368,9 +370,10 @@ def external_batches(kind: str, leg: Leg, rank: int, consumed: int) -> Iterator[
         yield dict(dataset.batch(np.arange(first, first + leg.micro)))
 
 
-def global_order(case: Case, leg: Leg, start: int) -> tuple[list[int], int] | None:
+def global_order(
+    case: Case, leg: Leg, start: int, num_samples: int
+) -> tuple[list[int], int] | None:
     """The samples of the step that starts there, and the position after it; None at the end."""
-    num_samples = len(dataset_of(case.kind))
     if case.sampler == "cyclic":
         return cyclic_order(case, leg, start, num_samples), start + leg.block
     drops = (case.option and case.sampler != "full") or case.sampler == "external"
@@ -395,7 +398,13 @@ def cyclic_order(case: Case, leg: Leg, start: int, num_samples: int) -> list[int
 
 @cache
 def permutation(size: int, seed: int) -> list[int]:
-    return reference.torch_randperm(size, seed).tolist()  # type: ignore[no-any-return]
+    """torch.randperm of a generator with that seed, by its rule for small sizes."""
+    next_word = np.random.RandomState(seed)._bit_generator.random_raw
+    left = list(range(size))
+    for place in range(size - 1):
+        other = place + next_word() % (size - place)
+        left[place], left[other] = left[other], left[place]
+    return left
 
 
 # ---- the laws ----
@@ -473,9 +482,10 @@ def run_leg(
     case: Case, leg: Leg, loaders: list[Loader], consumed: int, seen: list[int], place: str
 ) -> int:
     """Runs the steps of a leg, and compares each with the model; returns the position after it."""
+    num_samples = len(dataset_of(case.kind))
     for step in range(leg.num_steps):
         at = f"{place}, step {step}, consumed_samples {consumed}"
-        expected = global_order(case, leg, consumed)
+        expected = global_order(case, leg, consumed, num_samples)
         batches = [next(loader, None) for loader in loaders]
         if expected is None:
             assert batches == [None] * leg.ranks, f"{at}: batches after the end"
@@ -483,14 +493,7 @@ def run_leg(
             return consumed
         numbers, after = expected
         parts = [np.asarray(part) for part in rank_numbers(case, leg, loaders, consumed)]
-        turn = 1 if case.sampler == "cyclic" and not case.option else leg.micro
-        padded = case.sampler == "full" and case.option
-        dealt = dealt_back([part[: leg.micro] for part in parts] if padded else parts, turn)
-        if padded:
-            rows = [len(part) for part in parts]
-            assert rows == [leg.micro] * leg.ranks, f"{at}: rows {rows}"
-            dealt = dealt[: len(numbers)]
-        assert dealt == numbers, f"{at}: {dealt} instead of {numbers}"
+        check_parts(case, leg, parts, numbers, at)
         for rank, (batch, part) in enumerate(zip(batches, parts, strict=True)):
             assert batch is not None, f"{at}: rank {rank} has no batch"
             rows = expected_batch(case, part)
@@ -507,6 +510,51 @@ def run_leg(
         seen += numbers
     check_steps(case, loaders[0], consumed)
     return consumed
+
+
+def check_parts(case: Case, leg: Leg, parts: list[Numbers], numbers: list[int], at: str) -> None:
+    """The ranks' numbers of a step, dealt back, are its samples in the global order."""
+    turn = 1 if case.sampler == "cyclic" and not case.option else leg.micro
+    dealt = dealt_back(parts, turn)
+    if case.sampler == "full" and case.option:  # with padding behind the samples
+        rows = [len(part) for part in parts]
+        assert rows == [leg.micro] * leg.ranks, f"{at}: rows {rows}"
+        dealt = dealt[: len(numbers)]
+    assert dealt == numbers, f"{at}: {dealt} instead of {numbers}"
+
+
+def check_samplers(case: Case, num_samples: int) -> None:
+    """The samplers of all ranks, without loaders: every step from some step on, and no others."""
+    leg = case.legs[0]
+    samplers = [sampler_of(case, leg, rank, num_samples) for rank in range(leg.ranks)]
+    is_endless = case.sampler == "cyclic"
+    starts, consumed = [], 0
+    while len(starts) < 200:
+        expected = global_order(case, leg, consumed, num_samples)
+        if expected is None:
+            break
+        starts.append(consumed)
+        numbers, after = expected
+        parts = [sampler.sample_numbers(consumed) for sampler in samplers]
+        at = f"{num_samples} samples, consumed_samples {consumed}"
+        check_parts(case, leg, parts, numbers, at)
+        for sampler, part in zip(samplers, parts, strict=True):
+            assert part.dtype == np.int64
+            assert sampler.has_step(consumed)
+            assert sampler.consumed_after(consumed) == after
+            if case.sampler == "full":
+                first = consumed + sampler.data_parallel_rank * leg.micro
+                is_padding = first + np.arange(len(part)) >= num_samples
+                assert np.array_equal(sampler.is_padding(consumed), is_padding), at
+                again = (first - consumed + np.flatnonzero(is_padding)) % num_samples
+                assert np.array_equal(part[is_padding], again), at
+        consumed = after
+    sampler = samplers[-1]
+    assert sampler.has_step(consumed) == is_endless
+    for step, start in enumerate([*starts, consumed]):
+        sampler.check_position(start)
+        assert (sampler.consumed_at(step), sampler.step_at(start)) == (start, step)
+        assert is_endless or sampler.num_steps(start) == len(starts) - step
 
 
 def token_dtype_of(case: Case) -> Any:

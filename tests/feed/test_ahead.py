@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,58 +25,18 @@ from millrace import (
     ConfigError,
     CyclicSampler,
     DataError,
-    ExternalBatches,
     GPTDataset,
     IndexedDataset,
     Loader,
-    MillraceError,
-    ResumeError,
     TransformedDataset,
 )
 from millrace.store.bytes import gather_in_turn
+from tests.feed.helpers import Numbers, wait_for, workers
 
 Make = Callable[..., IndexedDataset]
 
 
-class Numbers:
-    """Samples that are their own numbers. Some fail; `work` is called for each batch."""
-
-    def __init__(self, size: int = 100, work: Callable[[Any], None] | None = None) -> None:
-        self.size = size
-        self.work = work
-
-    def __len__(self) -> int:
-        return self.size
-
-    def batch(self, sample_numbers: Any) -> dict[str, np.ndarray]:
-        if self.work is not None:
-            self.work(sample_numbers)
-        return {"tokens": np.asarray(sample_numbers).copy()}
-
-    def fingerprint(self) -> dict[str, Any]:
-        return {"kind": "numbers"}
-
-
-def workers() -> list[threading.Thread]:
-    return [
-        thread
-        for thread in threading.enumerate()
-        if thread.name.startswith("millrace-loader") and thread.is_alive()
-    ]
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
-@pytest.fixture(autouse=True)
-def _no_thread_is_left() -> Iterator[None]:
-    yield
-    gc.collect()
-    wait_for(lambda: not workers())
+pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 
 
 @settings(max_examples=60, deadline=None)
@@ -404,110 +364,6 @@ def test_ctrl_c_ends_a_wait() -> None:
     _, errors = process.communicate(timeout=60)
     assert "KeyboardInterrupt" in errors
     assert process.returncode == -signal.SIGINT
-
-
-# ---- external batches ----
-
-
-def test_external_batches_resume_by_a_function_and_by_reading() -> None:
-    def from_consumed(consumed: int) -> Iterator[dict[str, np.ndarray]]:
-        for start in range(consumed, 20, 4):
-            yield {"tokens": np.arange(start, start + 4)}
-
-    for batches in (from_consumed, list(from_consumed(0))):
-        for prefetch in (0, 3):
-            source = ExternalBatches(batches, samples_per_step=4)
-            loader = Loader(source, prefetch=prefetch, threads=3)
-            starts = [next(loader)["tokens"][0] for _ in range(2)]
-            state = json.loads(json.dumps(loader.state_dict()))
-            other = Loader(ExternalBatches(batches, samples_per_step=4), prefetch=prefetch)
-            other.load_state_dict(state)
-            starts += [batch["tokens"][0] for batch in other]
-            assert starts == [0, 4, 8, 12, 16]
-            assert other.consumed_samples == 20
-            assert next(other, None) is None
-            assert loader.batch(3)["tokens"][0] == 12
-            assert [b["tokens"][0] for b in loader] == [8, 12, 16]
-
-
-def test_an_iterator_is_read_once() -> None:
-    loader = Loader(ExternalBatches(iter(range(5)), samples_per_step=1), consumed_samples=2)
-    state = loader.state_dict()
-    assert list(loader) == [2, 3, 4]
-    loader.load_state_dict(state)
-    with pytest.raises(ResumeError, match="cannot go back to consumed_samples=2"):
-        next(loader)
-
-
-def test_an_error_of_an_iterator_is_not_its_end() -> None:
-    def batches() -> Iterator[int]:
-        yield 0
-        raise OSError("lost")
-
-    loader = Loader(ExternalBatches(batches(), samples_per_step=1))
-    assert next(loader) == 0
-    with pytest.raises(OSError, match="lost"):
-        next(loader)
-    with pytest.raises(ResumeError, match="iterator"):
-        next(loader)
-
-
-@pytest.mark.parametrize("prefetch", [0, 2])
-@pytest.mark.parametrize("consumed", [0, 2])
-def test_every_error_after_a_failed_iterator_names_the_failure(
-    prefetch: int, consumed: int
-) -> None:
-    def batches() -> Iterator[int]:
-        yield 0
-        raise OSError("the network is gone")
-
-    source = ExternalBatches(batches(), samples_per_step=1)
-    loader = Loader(source, prefetch=prefetch, consumed_samples=consumed)
-    for batch in range(1 - min(consumed, 1)):
-        assert next(loader) == batch
-    with pytest.raises(OSError, match="the network is gone"):
-        next(loader)
-    for _ in range(3):
-        with pytest.raises(ResumeError, match=r"cannot go back.*network is gone") as caught:
-            next(loader)
-        assert isinstance(caught.value.__cause__, OSError)
-
-
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_a_state_beyond_the_end_of_external_batches_is_refused(prefetch: int) -> None:
-    state = Loader(ExternalBatches([], samples_per_step=2), consumed_samples=8).state_dict()
-    known = ExternalBatches([1, 2, 3], samples_per_step=2, num_steps=3)
-    with pytest.raises(ConfigError, match=r"consumed_samples is 8; .* 6 samples"):
-        Loader(known, prefetch=prefetch).load_state_dict(state)
-    for end, batches in ((6, [1, 2, 3]), (0, []), (2, iter([1]))):
-        loader = Loader(ExternalBatches(batches, samples_per_step=2), prefetch=prefetch)
-        loader.load_state_dict(state)
-        for _ in range(2):
-            with pytest.raises(MillraceError, match=f"consumed_samples is 8; .* after {end} sam"):
-                next(loader)
-    at_end = Loader(ExternalBatches([1, 2, 3, 4], samples_per_step=2), prefetch=prefetch)
-    at_end.load_state_dict(state)
-    assert list(at_end) == []
-
-
-def test_wrong_external_batches_are_refused() -> None:
-    with pytest.raises(ConfigError, match="batches is a int"):
-        ExternalBatches(3, samples_per_step=1)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="samples_per_step is 0"):
-        ExternalBatches([], samples_per_step=0)
-    short = Loader(ExternalBatches([1, 2], samples_per_step=2, num_steps=3))
-    assert len(short) == 3
-    assert [next(short), next(short)] == [1, 2]
-    with pytest.raises(ConfigError, match="num_steps=3 promises 6 samples"):
-        next(short)
-    endless = ExternalBatches([1, 2], samples_per_step=2)
-    with pytest.raises(TypeError, match="pass num_steps"):
-        len(Loader(endless))
-    with pytest.raises(ConfigError, match="give a multiple"):
-        Loader(endless, consumed_samples=3)
-    state = Loader(ExternalBatches([], samples_per_step=2, fingerprint={"file": "a"})).state_dict()
-    with pytest.raises(ResumeError, match="file: saved 'a', now nothing"):
-        Loader(endless).load_state_dict(state)
 
 
 # ---- look-ahead ----

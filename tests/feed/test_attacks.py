@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-import os
-import pickle
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -18,15 +15,12 @@ import pytest
 
 from millrace import (
     ConfigError,
-    ExternalBatches,
     Loader,
-    ResumeError,
     SequentialSampler,
 )
-from tests.feed.test_ahead import Numbers, _no_thread_is_left, wait_for, workers
+from tests.feed.helpers import Numbers, alarms, wait_for, workers
 
-__all__ = ["_no_thread_is_left"]  # a fixture
-
+pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 AHEAD = pytest.mark.parametrize("prefetch", [0, 8])
 
 
@@ -47,9 +41,7 @@ def test_an_interruption_at_any_instant_loses_no_step(prefetch: int, threads: in
 
     errors: list[str] = []
     loader = Loader(Numbers(10**9), micro_batch_size=2, prefetch=prefetch, threads=threads)
-    handler = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.0003, 0.0003)
-    try:
+    with loader, alarms(interrupt, 0.0003, 0.0003):
         while num_interruptions < 300:
             start = loader.consumed_samples
             try:
@@ -64,10 +56,6 @@ def test_an_interruption_at_any_instant_loses_no_step(prefetch: int, threads: in
                 errors.append(str(error))
                 continue
             assert (batch["tokens"][0], loader.consumed_samples) == (start, start + 2)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
-        loader.close()
     # Python's own, if the start of a thread is interrupted at a certain instant.
     assert all("unlocked lock" in error for error in errors)
 
@@ -90,9 +78,7 @@ def test_no_interruption_of_a_loop_that_only_draws_is_lost() -> None:
         raise KeyboardInterrupt
 
     dataset = FormNumbers(10**9, work=lambda numbers: time.sleep(0.00015))
-    loader = Loader(dataset, micro_batch_size=2)
-    handler = signal.signal(signal.SIGALRM, interrupt)
-    try:
+    with Loader(dataset, micro_batch_size=2) as loader, alarms(interrupt, 0):
         for number in range(40):
             try:
                 signal.setitimer(signal.ITIMER_REAL, 0.02 + number * 1e-5)
@@ -104,10 +90,6 @@ def test_no_interruption_of_a_loop_that_only_draws_is_lost() -> None:
             except (RuntimeError, ConfigError) as error:
                 assert "unlocked lock" in str(error)  # noqa: PT017 - see the test above
                 caught += 1
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
-        loader.close()
     assert caught == len(raised) == 40
 
 
@@ -124,9 +106,7 @@ def test_a_batch_that_an_interruption_keeps_from_the_trainer_comes_again(prefetc
             raise KeyboardInterrupt
 
     loader = Loader(Numbers(10**9), micro_batch_size=1, prefetch=prefetch)
-    handler = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.001, 0.0013)
-    try:
+    with loader, alarms(interrupt, 0.001, 0.0013):
         while num_interruptions < 400:
             try:
                 in_loop = True
@@ -140,10 +120,6 @@ def test_a_batch_that_an_interruption_keeps_from_the_trainer_comes_again(prefetc
             if not isinstance(last, int):
                 last = int(last["tokens"][0])
             assert loader.consumed_samples == last + 1
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
-        loader.close()
 
 
 def test_a_signal_handler_may_close_a_loader_inside_the_queue() -> None:
@@ -167,13 +143,8 @@ def test_a_signal_handler_may_not_move_a_loader_inside_next(call: str) -> None:
         finally:
             goes_on.set()
 
-    handler = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.05)
-    try:
-        with pytest.raises(ConfigError, match="signal handler"):
-            next(loader)
-    finally:
-        signal.signal(signal.SIGALRM, handler)
+    with alarms(interrupt, 0.05), pytest.raises(ConfigError, match="signal handler"):
+        next(loader)
     assert [next(loader)["tokens"][0] for _ in range(3)] == [0, 2, 4]
     loader.load_state_dict(states[0])
     assert next(loader)["tokens"][0] == 50
@@ -453,50 +424,6 @@ def test_a_loader_moves_away_from_a_read_that_hangs() -> None:
 # ---- copies, and many threads ----
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-def test_a_fork_while_external_batches_are_read() -> None:
-    is_reading = threading.Event()
-
-    def batches(consumed: int) -> Iterator[int]:
-        for number in range(consumed, 100):
-            if number == 3 and not is_reading.is_set():
-                is_reading.set()
-                time.sleep(0.2)
-            yield number
-
-    loader = Loader(ExternalBatches(batches, samples_per_step=1), prefetch=3)
-    assert [next(loader), next(loader)] == [0, 1]
-    is_reading.wait(20)
-    child = os.fork()
-    if child == 0:
-        signal.alarm(20)
-        is_next = [next(loader), next(loader)] == [2, 3]
-        os._exit(0 if is_next else 1)
-    assert os.waitpid(child, 0)[1] == 0
-    assert [next(loader), next(loader)] == [2, 3]
-    loader.close()
-
-
-def test_a_copy_of_an_iterator_that_was_read_does_not_go_on_as_if_it_were_new() -> None:
-    loader = Loader(ExternalBatches(iter([0, 1, 2, 3]), samples_per_step=1), prefetch=0)
-    assert next(copy.deepcopy(loader)) == 0
-    assert next(loader) == 0
-    for twin in (copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
-        with pytest.raises(ResumeError, match="iterator"):
-            next(twin)
-
-
-@AHEAD
-@pytest.mark.parametrize("consumed", [0, 2, 3])
-def test_the_end_of_an_iterator_stays_the_end(prefetch: int, consumed: int) -> None:
-    batches = ExternalBatches(iter([0, 1, 2]), samples_per_step=1)
-    loader = Loader(batches, consumed_samples=consumed, prefetch=prefetch)
-    assert list(loader) == [0, 1, 2][consumed:]
-    assert list(loader) == []
-    loader.load_state_dict(loader.state_dict())
-    assert next(loader, None) is None
-
-
 @pytest.mark.parametrize(("prefetch", "threads"), [(0, 1), (1, 2), (9, 4)])
 def test_threads_share_the_steps_of_a_loader(prefetch: int, threads: int) -> None:
     loader = Loader(Numbers(20000), micro_batch_size=4, prefetch=prefetch, threads=threads)
@@ -527,3 +454,37 @@ def test_threads_share_the_steps_of_a_loader(prefetch: int, threads: int) -> Non
     assert sorted(chain(*starts)) == list(range(0, 20000, 4))
     assert all(part == sorted(part) for part in starts)
     assert loader.wait_stats().steps == 5000
+
+
+@pytest.mark.parametrize("prefetch", [0, 4])
+def test_a_step_whose_transform_fails_in_one_thread_is_the_next_of_another(prefetch: int) -> None:
+    num_failures = 0
+
+    def transform(batch: Any) -> Any:
+        nonlocal num_failures
+        if batch["tokens"][0] % 10 == 0 and num_failures < batch["tokens"][0] // 10 + 1:
+            num_failures += 1
+            raise OSError("once")
+        return int(batch["tokens"][0])
+
+    loader = Loader(Numbers(2000), micro_batch_size=2, prefetch=prefetch, transform=transform)
+    starts: list[int] = []
+
+    def draw() -> None:
+        while (start := draw_one()) is not None:
+            starts.append(start)
+
+    def draw_one() -> int | None:
+        while True:
+            try:
+                return next(loader, None)
+            except OSError:
+                pass
+
+    callers = [threading.Thread(target=draw) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert num_failures == 200
+    assert sorted(starts) == list(range(0, 2000, 2))

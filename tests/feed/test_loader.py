@@ -16,8 +16,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from millrace import (
     BlendedDataset,
@@ -40,32 +38,6 @@ def dataset(make_dataset: Make) -> GPTDataset:
     return GPTDataset(make_dataset([30, 0, 50, 7, 101]), sequence_length=8, seed=3, num_samples=50)
 
 
-def ranks(dataset: Any, micro_batch_size: int, size: int, **options: Any) -> list[Loader]:
-    return [
-        Loader(
-            dataset,
-            micro_batch_size=micro_batch_size,
-            data_parallel_rank=rank,
-            data_parallel_size=size,
-            **options,
-        )
-        for rank in range(size)
-    ]
-
-
-def all_tokens(loaders: list[Loader], num_steps: int | None = None) -> np.ndarray:
-    """The tokens of all ranks, by step and then by rank."""
-    rows = [np.empty((0, 8), np.int64)]
-    step = 0
-    while num_steps is None or step < num_steps:
-        batches = [batch for loader in loaders for batch in [next(loader, None)] if batch]
-        if not batches:
-            break
-        rows += [batch["tokens"] for batch in batches]
-        step += 1
-    return np.concatenate(rows)
-
-
 def test_a_batch_holds_the_four_arrays(dataset: GPTDataset) -> None:
     batch = next(Loader(dataset, micro_batch_size=4))
     assert {name: (array.shape, array.dtype.name) for name, array in batch.items()} == {
@@ -80,90 +52,28 @@ def test_a_batch_holds_the_four_arrays(dataset: GPTDataset) -> None:
             assert np.array_equal(array, batch[name][row])
 
 
-def test_a_transform_gives_torch_tensors(dataset: GPTDataset) -> None:
-    torch = pytest.importorskip("torch")
-    from millrace.torch import to_tensors
-
-    batch = next(Loader(dataset, micro_batch_size=4, transform=to_tensors))
-    plain = next(Loader(dataset, micro_batch_size=4))
-    assert batch["loss_mask"].dtype == torch.float32
-    for name, tensor in batch.items():
-        assert isinstance(tensor, torch.Tensor)
-        assert np.array_equal(tensor.numpy(), plain[name])
-
-
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    first=st.tuples(st.integers(1, 5), st.integers(1, 5)),
-    second=st.tuples(st.integers(1, 5), st.integers(1, 5)),
-    num_steps=st.integers(0, 8),
-)
-def test_the_order_is_the_same_for_any_ranks_and_stopping_point(
-    dataset: GPTDataset, first: tuple[int, int], second: tuple[int, int], num_steps: int
-) -> None:
-    """The ranks' samples interleave to 0, 1, 2, ..., also across a stop and a resume."""
-    everything = dataset.batch(np.arange(len(dataset)))["tokens"]
-    loaders = ranks(dataset, *first)
-    before = all_tokens(loaders, num_steps)
-    states = [json.loads(json.dumps(loader.state_dict())) for loader in loaders]
-    assert all(state == states[0] for state in states)
-    assert states[0]["consumed_samples"] == len(before)
-    resumed = ranks(dataset, *second)
-    for loader in resumed:
-        loader.load_state_dict(states[0])
-    after = all_tokens(resumed)
-    tokens = np.concatenate([before, after])
-    assert np.array_equal(tokens, everything[: len(tokens)])
-    assert len(everything) - len(tokens) < second[0] * second[1]  # the incomplete last block
-
-
-@settings(max_examples=60)
-@given(
-    num_samples=st.integers(1, 60),
-    micro=st.integers(1, 5),
-    size=st.integers(1, 5),
-    drop_last=st.booleans(),
-)
-def test_the_sampler_gives_each_number_once(
-    num_samples: int, micro: int, size: int, drop_last: bool
-) -> None:
-    samplers = [
-        SequentialSampler(
-            num_samples,
-            micro_batch_size=micro,
-            data_parallel_rank=rank,
-            data_parallel_size=size,
-            drop_last=drop_last,
-        )
-        for rank in range(size)
-    ]
-    consumed, numbers = 0, []
-    while samplers[0].has_step(consumed):
-        for sampler in samplers:
-            part = sampler.sample_numbers(consumed).tolist()
-            assert len(part) == micro or not drop_last
-            numbers += part
-        consumed = samplers[0].consumed_after(consumed)
-    whole = num_samples - num_samples % (micro * size) if drop_last else num_samples
-    assert numbers == list(range(whole))
-    assert consumed == whole
-
-
-def test_without_drop_last_the_last_batch_is_shorter(dataset: GPTDataset) -> None:
-    loaders = ranks(dataset, 7, 2, drop_last=False)
-    assert len(all_tokens(loaders)) == len(dataset)
-    assert loaders[0].consumed_samples == len(dataset)
-
-
 def test_invalid_loaders_are_refused(dataset: GPTDataset) -> None:
     with pytest.raises(ConfigError, match="micro_batch_size is 0"):
         Loader(dataset, micro_batch_size=0)
     with pytest.raises(ConfigError, match="data_parallel_rank is 2"):
         Loader(dataset, micro_batch_size=1, data_parallel_rank=2, data_parallel_size=2)
-    with pytest.raises(ConfigError, match="no step is complete"):
+    with pytest.raises(ConfigError, match=r"is 1000; .* no step is complete.*drop_last=False"):
         Loader(dataset, micro_batch_size=1000)
+    assert len(list(Loader(dataset, micro_batch_size=1000, drop_last=False))) == 1
     with pytest.raises(ConfigError, match=r"consumed_samples is 10000; the dataset has \d+"):
         Loader(dataset, micro_batch_size=1, consumed_samples=10000)
+
+
+def test_what_is_not_a_dataset_is_refused_with_the_remedy(dataset: GPTDataset) -> None:
+    torch_data = pytest.importorskip("millrace.torch")
+    for value, remedy in [
+        (dataset.dataset, "GPTDataset"),
+        ([1, 2, 3], "ExternalBatches"),
+        (torch_data.MapDataset(dataset), "`dataset`"),
+        (None, "GPTDataset"),
+    ]:
+        with pytest.raises(ConfigError, match=rf"{type(value).__name__}, .*batch.*{remedy}"):
+            Loader(value, micro_batch_size=2)  # type: ignore[arg-type]
 
 
 # ---- foreign states ----
@@ -305,11 +215,6 @@ def test_a_state_of_another_version_is_refused(
         loader.load_state_dict({**loader.state_dict(), **change})
 
 
-def test_a_dict_that_is_not_a_state_is_refused(dataset: GPTDataset) -> None:
-    with pytest.raises(ResumeError, match="no consumed_samples, fingerprint, version"):
-        Loader(dataset, micro_batch_size=1).load_state_dict({"epoch": 3})
-
-
 def test_the_list_of_differences_is_short(make_dataset: Make) -> None:
     """A state of 400 datasets against 401, against others, and against arbitrary objects."""
     data = [make_dataset([200 + i], name=f"part{i}") for i in range(3)]
@@ -349,39 +254,31 @@ def test_consumed_samples_of_a_state_is_checked(dataset: GPTDataset, consumed_sa
     assert json.dumps(loader.state_dict()["consumed_samples"]) == "5"
 
 
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_a_loader_goes_on_after_it_has_refused_a_state(dataset: GPTDataset, prefetch: int) -> None:
+    other = GPTDataset(dataset.dataset, sequence_length=32, seed=2)
+    with (
+        Loader(dataset, micro_batch_size=2, prefetch=prefetch, threads=2) as loader,
+        Loader(other, micro_batch_size=2) as foreign,
+    ):
+        next(loader)
+        good = loader.state_dict()
+        for state, error, problem in (
+            (foreign.state_dict(), ResumeError, "seed: saved 2, now 3"),
+            ({**good, "consumed_samples": len(dataset) + 1}, ConfigError, "the dataset has"),
+            ({**good, "consumed_samples": float("nan")}, ConfigError, "a whole number"),
+            ({**good, "consumed_samples": -2}, ConfigError, "at least 0"),
+            ({**good, "version": 99}, ResumeError, "version 99"),
+            ({}, ResumeError, "has no consumed_samples, fingerprint, version"),
+            (None, ResumeError, "the state is None"),
+        ):
+            with pytest.raises(error, match=problem):
+                loader.load_state_dict(state)
+        assert loader.state_dict() == good
+        assert np.array_equal(next(loader)["tokens"], dataset.batch([2, 3])["tokens"])
+
+
 # ---- several threads, errors, copies ----
-
-
-def test_threads_get_each_step_once(make_dataset: Make) -> None:
-    data = GPTDataset(make_dataset([8 * 4000 + 1]), sequence_length=8, seed=3)
-    loader = Loader(data, micro_batch_size=2)
-    rows_by_thread: list[list[int]] = [[] for _ in range(8)]
-    states = []
-    start = threading.Barrier(9)
-
-    def draw(rows: list[int]) -> None:
-        start.wait()
-        for batch in loader:
-            rows += [int(row[0]) << 32 | int(row[1]) for row in batch["tokens"][:, :2]]
-            rows.append(-1)
-
-    def save() -> None:
-        start.wait()
-        states.extend(loader.state_dict()["consumed_samples"] for _ in range(200))
-
-    threads = [threading.Thread(target=draw, args=(rows,)) for rows in rows_by_thread]
-    threads.append(threading.Thread(target=save))
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sum(rows.count(-1) for rows in rows_by_thread) == len(data) // 2
-    everything = data.batch(np.arange(len(data)))["tokens"]
-    expected = sorted(int(row[0]) << 32 | int(row[1]) for row in everything[:, :2])
-    assert sorted(number for rows in rows_by_thread for number in rows if number >= 0) == expected
-    assert states == sorted(states)
-    assert all(state % 2 == 0 for state in states)
-    assert loader.consumed_samples == len(data)
 
 
 def test_an_error_does_not_move_the_position(dataset: GPTDataset) -> None:

@@ -229,43 +229,6 @@ def test_a_folder_without_sequences_is_refused(tmp_path: Path) -> None:
 
 # ---- files that change ----
 
-_CUT = """
-import os, sys
-import numpy as np
-from millrace import DataError, Loader, ShardedDataset
-
-folder, access = sys.argv[1:]
-dataset = ShardedDataset(folder, access=access)
-path = folder + "/shard_0001.bin"
-content = open(path, "rb").read()
-with Loader(dataset, micro_batch_size=2, threads=2, prefetch=2) as loader:
-    next(loader)
-    os.truncate(path, 0)
-    try:
-        for batch in loader:
-            pass
-        print("no error")
-    except DataError as error:
-        print(error)
-    position = loader.consumed_samples
-    with open(path, "r+b") as file:
-        file.write(content)
-    for batch in loader:
-        position += 2
-    assert position == len(dataset) == loader.consumed_samples, position
-"""
-
-
-@pytest.mark.parametrize("access", ACCESS)
-def test_a_shard_cut_short_under_the_loader_is_named(tmp_path: Path, access: str) -> None:
-    """No bus error; when the shard is whole again, so is the loader."""
-    write_sequences(tmp_path / "out", make_sequences(60, 2048), num_shards=4)
-    command = [sys.executable, "-c", _CUT, str(tmp_path / "out"), access]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-    assert str(tmp_path / "out") in result.stdout
-    assert "shorter" in result.stdout or "cut short" in result.stdout
-
 
 @pytest.mark.parametrize("access", ACCESS)
 def test_an_open_folder_keeps_its_shards(

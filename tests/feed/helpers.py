@@ -1,0 +1,59 @@
+"""What tests of the loader share: a dataset of numbers, and its threads."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+
+class Numbers:
+    """Samples that are their own numbers; `work` is called for each batch, and may fail."""
+
+    def __init__(self, size: int = 100, work: Callable[[Any], None] | None = None) -> None:
+        self.size = size
+        self.work = work
+
+    def __len__(self) -> int:
+        return self.size
+
+    def batch(self, sample_numbers: Any) -> dict[str, Any]:
+        if self.work is not None:
+            self.work(sample_numbers)
+        return {"tokens": np.asarray(sample_numbers).copy()}
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"kind": "numbers"}
+
+
+def workers() -> list[threading.Thread]:
+    """The threads of all loaders."""
+    return [
+        thread
+        for thread in threading.enumerate()
+        if thread.name.startswith("millrace-loader") and thread.is_alive()
+    ]
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+@contextlib.contextmanager
+def alarms(handler: Callable[..., None], first: float, interval: float = 0.0) -> Iterator[None]:
+    """Calls a handler by SIGALRM, in the main thread, as Ctrl-C would."""
+    old = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, first, interval)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)

@@ -1,0 +1,166 @@
+"""Batches that another program makes: resumption, errors of iterators, ends, copies."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from millrace import ConfigError, ExternalBatches, Loader, MillraceError, ResumeError
+
+pytestmark = pytest.mark.usefixtures("no_thread_is_left")
+
+AHEAD = pytest.mark.parametrize("prefetch", [0, 8])
+
+
+def test_external_batches_resume_by_a_function_and_by_reading() -> None:
+    def from_consumed(consumed: int) -> Iterator[dict[str, np.ndarray]]:
+        for start in range(consumed, 20, 4):
+            yield {"tokens": np.arange(start, start + 4)}
+
+    for batches in (from_consumed, list(from_consumed(0))):
+        for prefetch in (0, 3):
+            source = ExternalBatches(batches, samples_per_step=4)
+            loader = Loader(source, prefetch=prefetch, threads=3)
+            starts = [next(loader)["tokens"][0] for _ in range(2)]
+            state = json.loads(json.dumps(loader.state_dict()))
+            other = Loader(ExternalBatches(batches, samples_per_step=4), prefetch=prefetch)
+            other.load_state_dict(state)
+            starts += [batch["tokens"][0] for batch in other]
+            assert starts == [0, 4, 8, 12, 16]
+            assert other.consumed_samples == 20
+            assert next(other, None) is None
+            assert loader.batch(3)["tokens"][0] == 12
+            assert [b["tokens"][0] for b in loader] == [8, 12, 16]
+
+
+def test_an_iterator_is_read_once() -> None:
+    loader = Loader(ExternalBatches(iter(range(5)), samples_per_step=1), consumed_samples=2)
+    state = loader.state_dict()
+    assert list(loader) == [2, 3, 4]
+    loader.load_state_dict(state)
+    with pytest.raises(ResumeError, match="cannot go back to consumed_samples=2"):
+        next(loader)
+
+
+def test_an_error_of_an_iterator_is_not_its_end() -> None:
+    def batches() -> Iterator[int]:
+        yield 0
+        raise OSError("lost")
+
+    loader = Loader(ExternalBatches(batches(), samples_per_step=1))
+    assert next(loader) == 0
+    with pytest.raises(OSError, match="lost"):
+        next(loader)
+    with pytest.raises(ResumeError, match="iterator"):
+        next(loader)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("consumed", [0, 2])
+def test_every_error_after_a_failed_iterator_names_the_failure(
+    prefetch: int, consumed: int
+) -> None:
+    def batches() -> Iterator[int]:
+        yield 0
+        raise OSError("the network is gone")
+
+    source = ExternalBatches(batches(), samples_per_step=1)
+    loader = Loader(source, prefetch=prefetch, consumed_samples=consumed)
+    for batch in range(1 - min(consumed, 1)):
+        assert next(loader) == batch
+    with pytest.raises(OSError, match="the network is gone"):
+        next(loader)
+    for _ in range(3):
+        with pytest.raises(ResumeError, match=r"cannot go back.*network is gone") as caught:
+            next(loader)
+        assert isinstance(caught.value.__cause__, OSError)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_state_beyond_the_end_of_external_batches_is_refused(prefetch: int) -> None:
+    state = Loader(ExternalBatches([], samples_per_step=2), consumed_samples=8).state_dict()
+    known = ExternalBatches([1, 2, 3], samples_per_step=2, num_steps=3)
+    with pytest.raises(ConfigError, match=r"consumed_samples is 8; .* 6 samples"):
+        Loader(known, prefetch=prefetch).load_state_dict(state)
+    for end, batches in ((6, [1, 2, 3]), (0, []), (2, iter([1]))):
+        loader = Loader(ExternalBatches(batches, samples_per_step=2), prefetch=prefetch)
+        loader.load_state_dict(state)
+        for _ in range(2):
+            with pytest.raises(MillraceError, match=f"consumed_samples is 8; .* after {end} sam"):
+                next(loader)
+    at_end = Loader(ExternalBatches([1, 2, 3, 4], samples_per_step=2), prefetch=prefetch)
+    at_end.load_state_dict(state)
+    assert list(at_end) == []
+
+
+def test_wrong_external_batches_are_refused() -> None:
+    with pytest.raises(ConfigError, match="batches is a int"):
+        ExternalBatches(3, samples_per_step=1)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="samples_per_step is 0"):
+        ExternalBatches([], samples_per_step=0)
+    short = Loader(ExternalBatches([1, 2], samples_per_step=2, num_steps=3))
+    assert len(short) == 3
+    assert [next(short), next(short)] == [1, 2]
+    with pytest.raises(ConfigError, match="num_steps=3 promises 6 samples"):
+        next(short)
+    endless = ExternalBatches([1, 2], samples_per_step=2)
+    with pytest.raises(TypeError, match="pass num_steps"):
+        len(Loader(endless))
+    with pytest.raises(ConfigError, match="give a multiple"):
+        Loader(endless, consumed_samples=3)
+    state = Loader(ExternalBatches([], samples_per_step=2, fingerprint={"file": "a"})).state_dict()
+    with pytest.raises(ResumeError, match="file: saved 'a', now nothing"):
+        Loader(endless).load_state_dict(state)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_fork_while_external_batches_are_read() -> None:
+    is_reading = threading.Event()
+
+    def batches(consumed: int) -> Iterator[int]:
+        for number in range(consumed, 100):
+            if number == 3 and not is_reading.is_set():
+                is_reading.set()
+                time.sleep(0.2)
+            yield number
+
+    loader = Loader(ExternalBatches(batches, samples_per_step=1), prefetch=3)
+    assert [next(loader), next(loader)] == [0, 1]
+    is_reading.wait(20)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        is_next = [next(loader), next(loader)] == [2, 3]
+        os._exit(0 if is_next else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert [next(loader), next(loader)] == [2, 3]
+    loader.close()
+
+
+def test_a_copy_of_an_iterator_that_was_read_does_not_go_on_as_if_it_were_new() -> None:
+    loader = Loader(ExternalBatches(iter([0, 1, 2, 3]), samples_per_step=1), prefetch=0)
+    assert next(copy.deepcopy(loader)) == 0
+    assert next(loader) == 0
+    for twin in (copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
+        with pytest.raises(ResumeError, match="iterator"):
+            next(twin)
+
+
+@AHEAD
+@pytest.mark.parametrize("consumed", [0, 2, 3])
+def test_the_end_of_an_iterator_stays_the_end(prefetch: int, consumed: int) -> None:
+    batches = ExternalBatches(iter([0, 1, 2]), samples_per_step=1)
+    loader = Loader(batches, consumed_samples=consumed, prefetch=prefetch)
+    assert list(loader) == [0, 1, 2][consumed:]
+    assert list(loader) == []
+    loader.load_state_dict(loader.state_dict())
+    assert next(loader, None) is None
