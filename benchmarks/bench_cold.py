@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 import millrace
 from millrace.jobs.benchmark_limits import drop_from_page_cache
-from millrace.store.bytes import gather_in_turn
+from millrace.storage import gather_in_turn
 
 SEED = 1234
 SEQUENCE_LENGTH, MICRO_BATCH_SIZE = 2048, 8

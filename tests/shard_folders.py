@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from millrace import IndexedDatasetBuilder
 from millrace.files import checksum
-from millrace.store.shards import DOCUMENTS, ShardsMetadata, shard_prefix, write_metadata
+from millrace.shards.metadata import DOCUMENTS, ShardsMetadata, shard_prefix, write_metadata
 
 
 def sizes_of(total: int, num_shards: int) -> list[int]:

@@ -117,7 +117,7 @@ def _describe_error(error: OSError, options: dict[str, Any]) -> str:
 
 def _what_remains(options: dict[str, Any]) -> str:
     """What a verb that failed has left, after the words "and run"."""
-    from millrace.store.shards import JOURNAL
+    from millrace.shards.metadata import JOURNAL
 
     prefix, folder = options.get("output_prefix"), options.get("output_dir")
     journal = f"{prefix}.journal" if prefix else os.path.join(folder or "", JOURNAL)
@@ -352,8 +352,8 @@ def _add_tokenize(verbs: Verbs) -> None:
     add("--on-error", choices=("stop", "skip", "quarantine"), default="stop", help=text)
     text = "longest line or text (default: 100M)"
     add("--max-document-size", type=_size, metavar="SIZE", help=text)
-    text = "sidecar with the origin of each document; csv.gz: in dolma's form (default: parquet)"
-    choices = ("parquet", "csv.gz", "both", "none")
+    text = "sidecar with the origin of each document (default: parquet)"
+    choices = ("parquet", "none")
     add("--provenance", choices=choices, default="parquet", help=text)
 
     add = parser.add_argument_group("job").add_argument
@@ -644,8 +644,8 @@ def _inspect(
     as_json: bool,
 ) -> None:
     from millrace.inspect import describe, describe_shards, format_description, format_shards
+    from millrace.shards.metadata import is_shards_folder
     from millrace.store import IndexedDataset
-    from millrace.store.shards import is_shards_folder
     from millrace.text import Tokenizer
 
     decoder = Tokenizer(tokenizer, tiktoken_pattern=tiktoken_pattern) if tokenizer else None
@@ -694,8 +694,8 @@ def _verify(prefixes: list[str], threads: int | None, dtype: str | None, as_json
     import threading
 
     from millrace.jobs.progress import Progress
+    from millrace.shards.metadata import is_shards_folder
     from millrace.store import verify, verify_shards
-    from millrace.store.shards import is_shards_folder
 
     num_bytes, lock = 0, threading.Lock()
     with Progress("verify") as progress:

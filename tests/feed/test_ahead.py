@@ -30,7 +30,7 @@ from millrace import (
     Loader,
     TransformedDataset,
 )
-from millrace.store.bytes import gather_in_turn
+from millrace.storage import gather_in_turn
 from tests.feed.helpers import Numbers, wait_for, workers
 
 Make = Callable[..., IndexedDataset]

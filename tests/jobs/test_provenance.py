@@ -22,9 +22,9 @@ from millrace import (
 )
 from millrace.inspect import describe, format_description
 from millrace.jobs import convert, merge, split, tokenize
+from millrace.provenance import OriginsWriter, common_tokenizer, read_tokenizer, tokenizer_conflict
 from millrace.run.arguments import config_from
 from millrace.store import verify
-from millrace.store.tokenizers import common_tokenizer, read_tokenizer, tokenizer_conflict
 from millrace.text import Tokenizer
 from tests.conftest import train_tokenizer
 from tests.text.test_tokenizer import write_tiktoken
@@ -48,10 +48,11 @@ def write(
     ) as builder:
         for number in range(count):
             builder.add_document(np.full(20, 100 * ord(prefix.name[0]) + number))
-        if origins:
-            numbers = np.arange(count)
-            ids = [f"{prefix.name}-{number}" for number in range(count)]
-            builder.add_origins([f"{prefix.name}.jsonl"], 0 * numbers, 1 + numbers, numbers, ids)
+    if origins:
+        numbers = np.arange(count)
+        ids = [f"{prefix.name}-{number}" for number in range(count)]
+        with OriginsWriter(prefix, durable=False) as writer:
+            writer.add([f"{prefix.name}.jsonl"], 0 * numbers, 1 + numbers, numbers, ids)
     return str(prefix)
 
 
@@ -383,7 +384,8 @@ def test_inspect_shows_where_a_document_came_from(tmp_path: Path) -> None:
     assert "  from a.jsonl, line 4, byte 3, id a-3\n" in format_description(description)
     with IndexedDatasetBuilder(tmp_path / "b") as builder:
         builder.add_document([1])
-        builder.add_origins(["b.parquet"], [0], [7], [-1])
+    with OriginsWriter(tmp_path / "b") as writer:
+        writer.add(["b.parquet"], [0], [7], [-1])
     description = describe(IndexedDataset(tmp_path / "b"))
     assert "  from b.parquet, row 7\n" in format_description(description)
     report = json.loads(run("inspect", prefix, "--document", 9, "--json").stdout)

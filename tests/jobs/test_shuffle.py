@@ -23,8 +23,9 @@ from millrace.cli import main
 from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.jobs import shuffle, tokenize
 from millrace.jobs.shuffling import plan_choice
+from millrace.provenance import OriginsWriter
+from millrace.shards.metadata import read_metadata
 from millrace.store import verify_shards
-from millrace.store.shards import read_metadata
 from millrace.text import Tokenizer
 from tests.conftest import make_texts, write_documents
 from tests.jobs import shuffle_cases as cases
@@ -525,7 +526,8 @@ def test_sidecars_that_changed_since_the_interruption(
     prefix.parent.mkdir(parents=True)
     with IndexedDatasetBuilder(prefix, checksums=True) as builder:
         builder.add_documents(np.arange(300), np.full(30, 10))
-        builder.add_origins(["web.jsonl"], [0] * 30, range(1, 31), [-1] * 30)
+    with OriginsWriter(prefix) as origins:
+        origins.add(["web.jsonl"], [0] * 30, range(1, 31), [-1] * 30)
     with monkeypatch.context() as context:
         context.setattr("millrace.jobs.shuffling.shard_publication.flush_shards", None)
         with pytest.raises(TypeError):

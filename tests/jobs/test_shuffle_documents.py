@@ -25,6 +25,7 @@ from millrace.jobs.shuffling import document_tables, row_tables, whole_documents
 from millrace.jobs.shuffling.fixed_sequences import sequence_items
 from millrace.jobs.shuffling.row_tables import Table, new_table
 from millrace.jobs.shuffling.whole_documents import DocumentItems, document_items
+from millrace.provenance import OriginsWriter
 from millrace.store import IndexedDataset, IndexedDatasetBuilder, verify
 from tests.jobs.shuffle_cases import weighted
 
@@ -55,9 +56,10 @@ def build(
                 [len(sequence) for sequence in document.sequences],
                 document.modes[: len(document.sequences)],
             )
-        if has_origins:
+    if has_origins:
+        with OriginsWriter(prefix) as origins:
             for document in documents:
-                builder.add_origins([document.source], [0], [document.line], [-1], [document.id])
+                origins.add([document.source], [0], [document.line], [-1], [document.id])
 
 
 def write_shard(

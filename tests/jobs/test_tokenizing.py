@@ -29,6 +29,7 @@ from millrace.jobs import TokenizeResult, merge, tokenize
 from millrace.jobs.tokenizing import job, plan
 from millrace.jobs.tokenizing import run as task_run
 from millrace.jobs.tokenizing.task import Settings, _Comparison
+from millrace.provenance import OriginsWriter
 from millrace.text import Documents, SentenceSplitter, Tokenizer
 from millrace.text.tokenizer import UNSEEN
 from tests.conftest import make_texts, write_jsonl
@@ -161,21 +162,21 @@ def test_all_files_are_whole_before_the_journal_goes(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_jsonl(tmp_path / "a.jsonl.gz", make_texts(100))
-    left = tmp_path / "out_text_document.csv.gz.0123456789ab.tmp"  # by a kill
+    left = tmp_path / "out_text_document.origins.parquet.0123456789ab.tmp"  # by a kill
 
-    def fail(prefix: str) -> None:
+    def fail(writer: OriginsWriter) -> None:
         left.touch()
         raise OSError(5, "the disk went away")
 
     with monkeypatch.context() as patch:
-        patch.setattr(job, "write_dolma", fail)
+        patch.setattr(OriginsWriter, "publish", fail)
         with pytest.raises(OSError, match="the disk went away"):
-            run([tmp_path], tmp_path / "out", tokenizer, provenance="csv.gz")
+            run([tmp_path], tmp_path / "out", tokenizer, provenance="parquet")
     assert left.exists()
-    result = run([tmp_path], tmp_path / "out", tokenizer, provenance="csv.gz")
+    result = run([tmp_path], tmp_path / "out", tokenizer, provenance="parquet")
     assert result.num_chunks_done == 0
     assert files_beside(tmp_path / "out") == [
-        f"out_text_document.{ending}" for ending in ("bin", "csv.gz", "idx")
+        f"out_text_document.{ending}" for ending in ("bin", "idx", "origins.parquet")
     ]
     # The folder's documents are the same as before.
     assert run([tmp_path], tmp_path / "new", tokenizer).num_documents == result.num_documents

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 import millrace
 from millrace.jobs import convert, split
+from millrace.provenance import OriginsWriter
 from millrace.store import finalize_together, verify
 
 PAIRS = {
@@ -120,12 +121,13 @@ def write(folder: Path, kind: str, generation: int) -> None:
             documents = documents_of(kind, generation, place)
             for document in documents[:1] if kind == "merge" else documents:
                 builder.add_document(document)
-            if has_origins(kind, generation):
-                numbers = np.arange(len(documents))
-                builder.add_origins([f"{kind}-{generation}"], 0 * numbers, numbers, numbers)
         for source in sources:
             builders[0].add_index(source)
         finalize_together(builders)
+        for place, name in enumerate(PAIRS[kind] if has_origins(kind, generation) else []):
+            numbers = np.arange(len(documents_of(kind, generation, place)))
+            with OriginsWriter(folder / name) as origins:
+                origins.add([f"{kind}-{generation}"], 0 * numbers, numbers, numbers)
 
 
 def has_origins(kind: str, generation: int) -> bool:

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from millrace import ConfigError, DataError, IndexedDataset, IndexedDatasetBuilder, MillraceError
+from millrace.provenance import OriginsWriter
 from millrace.store import finalize_together, verify
 
 
@@ -535,7 +536,8 @@ def test_a_name_that_is_too_long_for_a_sidecar_is_refused_before_any_work(
     for _ in range(2):  # the second replaces the pair of the first
         with IndexedDatasetBuilder(folder / longest, checksums=True) as builder:
             builder.add_document([1, 2])
-            builder.add_origins(["web"], [0], [1], [-1])
+        with OriginsWriter(folder / longest) as origins:
+            origins.add(["web"], [0], [1], [-1])
     assert len(list(folder.iterdir())) == 4
     size = len(longest.encode()) + 1
     with pytest.raises(ConfigError, match=rf"has {size} bytes; at most 222 .* to 255 bytes"):

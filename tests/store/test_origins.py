@@ -1,10 +1,9 @@
-"""The sidecar of origins: rows, reshaping, damage, and its publication with the pair."""
+"""The sidecar of origins: rows, copies of them, damage, and its publication."""
 
 from __future__ import annotations
 
-import csv
+import contextlib
 import errno
-import gzip
 import os
 import shutil
 import subprocess
@@ -18,8 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace import ConfigError, DataError, IndexedDataset, IndexedDatasetBuilder
-from millrace.store import Origin, Origins, finalize_together, origins, verify, write_dolma
+from millrace import ConfigError, DataError, IndexedDataset, IndexedDatasetBuilder, MillraceError
+from millrace.provenance import Origin, Origins, OriginsWriter, copied_origins, origins
+from millrace.store import verify
 
 Row = tuple[str, int, int, "str | None"]
 
@@ -34,12 +34,9 @@ rows_of_origins = st.lists(
 )
 
 
-def add(builder: IndexedDatasetBuilder, rows: Sequence[Row], *, has_documents: bool = True) -> None:
-    """Adds documents of one token with these origins."""
-    if has_documents:
-        builder.add_documents(np.ones(len(rows), int), np.ones(len(rows), int))
+def add(writer: OriginsWriter, rows: Sequence[Row]) -> None:
     sources = [*sorted({row[0] for row in rows}), "unused"]
-    builder.add_origins(
+    writer.add(
         sources,
         [sources.index(row[0]) for row in rows],
         np.array([row[1] for row in rows], np.int64),
@@ -48,10 +45,30 @@ def add(builder: IndexedDatasetBuilder, rows: Sequence[Row], *, has_documents: b
     )
 
 
-def write(prefix: Path, rows: Sequence[Row], **options: Any) -> IndexedDataset:
+def write_pair(prefix: Path, count: int, **options: Any) -> IndexedDataset:
+    """A pair of documents of one token."""
     with IndexedDatasetBuilder(prefix, **options) as builder:
-        add(builder, rows)
+        builder.add_documents(np.ones(count, int), np.ones(count, int))
     return IndexedDataset(prefix)
+
+
+def write(prefix: Path, rows: Sequence[Row], **options: Any) -> IndexedDataset:
+    dataset = write_pair(prefix, len(rows), **options)
+    with OriginsWriter(prefix, durable=options.get("durable", True)) as writer:
+        add(writer, rows)
+    return dataset
+
+
+def merge(prefix: Path, parts: Sequence[tuple[IndexedDataset, Any]]) -> list[Row] | None:
+    """The origins of a pair made of these documents."""
+    writer = copied_origins(prefix, parts)
+    with IndexedDatasetBuilder(prefix, checksums=True) as builder:
+        for part in parts:
+            builder.add_index(*part)
+    if writer is not None:
+        writer.publish()
+    assert verify([prefix])[0].problems == []
+    return rows_in(IndexedDataset(prefix))
 
 
 def rows_in(dataset: IndexedDataset, *span: int) -> list[Row] | None:
@@ -101,13 +118,15 @@ def test_the_rows_are_what_was_added(rows: list[Row], data: st.DataObject) -> No
         for number, row in list(enumerate(rows))[:5]:
             assert dataset.origin(number) == Origin(*row)
             assert dataset.origin(number - len(rows)) == Origin(*row)
-        with IndexedDatasetBuilder(Path(folder) / "b", durable=False) as builder:
-            for first, end in zip([0, *cuts], [*cuts, len(rows)], strict=True):
-                add(builder, rows[first:end])
-        with IndexedDatasetBuilder(Path(folder) / "c", durable=False) as builder:
-            for first, end in zip([0, *cuts], [*cuts, len(rows)], strict=True):
-                builder.add_index(dataset, (first, end))
-            add(builder, [])
+        spans = list(zip([0, *cuts], [*cuts, len(rows)], strict=True))
+        write_pair(Path(folder) / "b", len(rows), durable=False)
+        with OriginsWriter(Path(folder) / "b", durable=False) as writer:
+            for first, end in spans:
+                add(writer, rows[first:end])
+        copied = merge(Path(folder) / "c", [(dataset, span) for span in spans])
+        assert copied == (rows or None)
+        if not rows:
+            return
         contents = [(Path(folder) / f"{name}.origins.parquet").read_bytes() for name in "abc"]
         assert contents[0] == contents[1] == contents[2]
         assert verify([f"{folder}/{name}" for name in "abc"])[2].problems == []
@@ -162,9 +181,9 @@ def test_a_compact_file(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     count = 100_000
     offsets = np.cumsum(random.integers(100, 8000, count))
-    with IndexedDatasetBuilder(tmp_path / "data", np.uint8) as builder:
-        builder.add_documents(np.zeros(count, np.uint8), np.ones(count, int))
-        builder.add_origins(["web.jsonl"], np.zeros(count, int), np.arange(1, count + 1), offsets)
+    write_pair(tmp_path / "data", count, dtype=np.uint8)
+    with OriginsWriter(tmp_path / "data") as writer:
+        writer.add(["web.jsonl"], np.zeros(count, int), np.arange(1, count + 1), offsets)
     assert os.path.getsize(tmp_path / "data.origins.parquet") < 2 * count
 
 
@@ -177,9 +196,7 @@ def test_texts_that_are_not_unicode_are_escaped(tmp_path: Path) -> None:
 
 
 def test_a_pair_without_origins_has_no_sidecar(tmp_path: Path) -> None:
-    with IndexedDatasetBuilder(tmp_path / "data") as builder:
-        builder.add_document([1])
-    dataset = IndexedDataset(tmp_path / "data")
+    dataset = write_pair(tmp_path / "data", 1)
     assert dataset.origins() is None
     assert dataset.origin(0) is None
     assert files(tmp_path) == ["data.bin", "data.idx"]
@@ -189,21 +206,19 @@ def test_a_pair_without_origins_has_no_sidecar(tmp_path: Path) -> None:
         dataset.origins(0, 2)
 
 
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", [0, 1, 3])
 def test_origins_of_some_documents_are_refused(tmp_path: Path, count: int) -> None:
-    message = f"has 2 documents, and the origins of {count} were added"
-    builder = IndexedDatasetBuilder(tmp_path / "data")
-    builder.add_documents([1, 2], [1, 1])
-    add(builder, some_rows(count), has_documents=False)
-    with pytest.raises(ConfigError, match=message):
-        builder.finalize()
-    builder.abort()
-    assert files(tmp_path) == []
+    write_pair(tmp_path / "data", 2)
+    writer = OriginsWriter(tmp_path / "data")
+    add(writer, some_rows(count))
+    with pytest.raises(ConfigError, match=f"has 2 documents, and the origins of {count} were"):
+        writer.publish()
+    assert files(tmp_path) == ["data.bin", "data.idx"]
 
 
-def test_a_builder_goes_on_after_bad_origins(tmp_path: Path) -> None:
-    with IndexedDatasetBuilder(tmp_path / "data") as builder:
-        builder.add_document([1])
+def test_a_writer_goes_on_after_bad_origins(tmp_path: Path) -> None:
+    dataset = write_pair(tmp_path / "data", 1)
+    with OriginsWriter(tmp_path / "data") as writer:
         for arguments, message in [
             ((["a"], [1], [0], [0]), "source_numbers go from 0 to 1; there are 1 sources"),
             ((["a"], [-1], [0], [0]), "source_numbers go from -1"),
@@ -219,59 +234,28 @@ def test_a_builder_goes_on_after_bad_origins(tmp_path: Path) -> None:
             ((["a"], [0], [2**63], [0]), "lines"),
         ]:
             with pytest.raises(ConfigError, match=message):
-                builder.add_origins(*arguments)  # type: ignore[arg-type]
-        add(builder, some_rows(1), has_documents=False)
-    assert rows_in(IndexedDataset(tmp_path / "data")) == some_rows(1)
+                writer.add(*arguments)  # type: ignore[arg-type]
+        add(writer, some_rows(1))
+    assert rows_in(dataset) == some_rows(1)
 
 
-def test_an_index_without_origins_leaves_none(tmp_path: Path, small_groups: None) -> None:
-    with_origins = write(tmp_path / "with", some_rows(20))
-    with IndexedDatasetBuilder(tmp_path / "without") as builder:
-        builder.add_document([1])
+def test_documents_without_origins_leave_none(tmp_path: Path, small_groups: None) -> None:
+    datasets = {
+        "with": write(tmp_path / "with", some_rows(20)),
+        "without": write_pair(tmp_path / "without", 1),
+    }
     for order in (["with", "without"], ["without", "with"], ["with", "without", "with"]):
-        with IndexedDatasetBuilder(tmp_path / "data", checksums=True) as builder:
-            for name in order:
-                builder.add_index(tmp_path / name)
-        assert IndexedDataset(tmp_path / "data").origins() is None
-        assert not (tmp_path / "data.origins.parquet").exists()
-        assert verify([tmp_path / "data"])[0].problems == []
-    with IndexedDatasetBuilder(tmp_path / "data") as builder:  # an empty range says nothing
-        builder.add_index(tmp_path / "without", (0, 0))
-        builder.add_index(with_origins)
-    assert rows_in(IndexedDataset(tmp_path / "data")) == some_rows(20)
+        assert merge(tmp_path / "data", [(datasets[name], None) for name in order]) is None
+    # An empty range says nothing.
+    parts = [(datasets["without"], (0, 0)), (datasets["with"], None)]
+    assert merge(tmp_path / "data", parts) == some_rows(20)
 
 
-def test_origins_may_be_given_instead_of_carried(tmp_path: Path) -> None:
-    write(tmp_path / "a", some_rows(3))
-    with IndexedDatasetBuilder(tmp_path / "data") as builder:
-        builder.add_index(tmp_path / "a", origins=False)
-        add(builder, some_rows(3, "other"), has_documents=False)
-        builder.add_index(tmp_path / "a", first_lines={"a.jsonl": 1000})
-    lines = [row[:2] for row in rows_in(IndexedDataset(tmp_path / "data")) or []]
-    assert lines == [*(("other", n) for n in range(3)), *(("a.jsonl", 1000 + n) for n in range(3))]
-    with IndexedDatasetBuilder(tmp_path / "data") as builder:
-        builder.add_index(tmp_path / "a", origins=False)
-    assert IndexedDataset(tmp_path / "data").origins() is None
-    with (
-        pytest.raises(ConfigError, match=r"first_lines has no entry for a\.jsonl"),
-        IndexedDatasetBuilder(tmp_path / "data") as builder,
-    ):
-        builder.add_index(tmp_path / "a", first_lines={})
-
-
-def test_an_index_cannot_follow_documents_that_wait_for_their_origins(tmp_path: Path) -> None:
-    write(tmp_path / "a", some_rows(3))
-    with IndexedDatasetBuilder(tmp_path / "data") as builder:
-        add(builder, some_rows(2))
-        builder.add_document([1])
-        with pytest.raises(ConfigError, match="has 3 documents, and the origins of 2 were added"):
-            builder.add_index(tmp_path / "a")
-        add(builder, some_rows(1), has_documents=False)
-        builder.add_index(tmp_path / "a")
-    assert rows_in(IndexedDataset(tmp_path / "data")) == [
-        *some_rows(2),
-        *some_rows(1),
+def test_a_source_may_be_at_the_prefix(tmp_path: Path) -> None:
+    dataset = write(tmp_path / "data", some_rows(3))
+    assert merge(tmp_path / "data", [(dataset, None), (dataset, (1, 2))]) == [
         *some_rows(3),
+        *some_rows(3)[1:2],
     ]
 
 
@@ -280,8 +264,7 @@ def test_an_index_cannot_follow_documents_that_wait_for_their_origins(tmp_path: 
 
 def test_a_pair_without_origins_removes_the_sidecar(tmp_path: Path) -> None:
     old = write(tmp_path / "data", some_rows(1))
-    with IndexedDatasetBuilder(tmp_path / "data") as builder:
-        builder.add_document([1])
+    write_pair(tmp_path / "data", 1)
     assert files(tmp_path) == ["data.bin", "data.idx"]
     assert old.origins() is None  # of a pair that was replaced before its sidecar was read
 
@@ -297,10 +280,8 @@ def test_a_sidecar_of_another_pair_is_refused(tmp_path: Path) -> None:
     message = "not the sidecar of these 3 documents"
     with pytest.raises(DataError, match=message):
         dataset.origin(0)
-    with IndexedDatasetBuilder(tmp_path / "merged") as builder:
-        with pytest.raises(DataError, match=message):
-            builder.add_index(dataset)
-        builder.add_index(dataset, origins=False)
+    with pytest.raises(DataError, match=message):
+        copied_origins(tmp_path / "merged", [(dataset, None)])
     (problem,) = verify([tmp_path / "data"])[0].problems
     assert message in problem
 
@@ -381,23 +362,23 @@ def test_another_parquet_file_is_refused(tmp_path: Path) -> None:
 _WITHOUT_PYARROW = """
 import sys
 sys.modules["pyarrow"] = None
-from millrace import ConfigError, IndexedDataset, IndexedDatasetBuilder
+from millrace import ConfigError, IndexedDataset
+from millrace.jobs import merge
+from millrace.provenance import OriginsWriter
 from millrace.store import verify
 prefix, output = sys.argv[1:]
 dataset = IndexedDataset(prefix)
-with IndexedDatasetBuilder(output) as builder:
-    builder.add_document([1])
-    for call in (
-        lambda: builder.add_origins(["a"], [0], [0], [0]),
-        lambda: dataset.origin(0),
-        lambda: builder.add_index(dataset),
-    ):
-        try:
-            call()
-        except ConfigError as error:
-            print(error)
-    builder.add_index(dataset, origins=False)
-assert IndexedDataset(output).num_documents == 4
+for call in (
+    lambda: OriginsWriter(output).add(["a"], [0], [0], [0]),
+    lambda: dataset.origin(0),
+    lambda: merge([prefix], output),
+):
+    try:
+        call()
+    except ConfigError as error:
+        print(error)
+merge([prefix, prefix], output, origins=False)
+assert IndexedDataset(output).num_documents == 6
 assert verify([prefix, output])[0].problems == []
 """
 
@@ -416,63 +397,55 @@ def test_without_pyarrow_origins_are_a_clear_error(tmp_path: Path) -> None:
 # ---- files: publication, faults, forks ----
 
 
-def test_an_error_or_an_abort_leaves_no_sidecar(tmp_path: Path, small_groups: None) -> None:
-    builder = IndexedDatasetBuilder(tmp_path / "data")
-    add(builder, some_rows(50))
-    assert any(name.startswith("data.origins.parquet.") for name in files(tmp_path))
-    builder.abort()
-    assert files(tmp_path) == []
+def test_an_error_leaves_no_sidecar(tmp_path: Path, small_groups: None) -> None:
+    write_pair(tmp_path / "data", 50)
+    with contextlib.suppress(ZeroDivisionError), OriginsWriter(tmp_path / "data") as writer:
+        add(writer, some_rows(50))
+        raise ZeroDivisionError
+    assert files(tmp_path) == ["data.bin", "data.idx"]
 
 
-def test_a_full_disk_discards_the_pair(
+def test_a_full_disk_leaves_no_sidecar(
     tmp_path: Path, small_groups: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class FullFile:
-        def __init__(self, file: Any) -> None:
-            self._file = file
+    write_pair(tmp_path / "data", 3, checksums=True)
 
-        def write(self, data: Any) -> int:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def fail(file: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        def close(self) -> None:
-            self._file.close()
+    monkeypatch.setattr("millrace.files.flush_to_disk", fail)
+    with pytest.raises(OSError, match="No space left"), OriginsWriter(tmp_path / "data") as writer:
+        add(writer, some_rows(3))
+    assert files(tmp_path) == ["data.bin", "data.idx", "data.info.json"]
+    assert verify([tmp_path / "data"])[0].problems == []
 
+
+def test_a_pair_that_is_being_built_gets_no_sidecar(tmp_path: Path) -> None:
+    write_pair(tmp_path / "data", 1)
+    writer = OriginsWriter(tmp_path / "data")
+    add(writer, some_rows(1))
     builder = IndexedDatasetBuilder(tmp_path / "data")
-    add(builder, some_rows(3))
-    sink = builder._writer._origins._sink  # type: ignore[union-attr]
-    sink._file = FullFile(sink._file)
-    with pytest.raises(OSError, match="No space left"):
-        add(builder, some_rows(50))
-    with pytest.raises(ConfigError, match="is closed"):
-        builder.finalize()
-    assert files(tmp_path) == []
+    with pytest.raises(MillraceError, match="being built by another process"):
+        writer.publish()
+    builder.abort()
+    writer.publish()
+    assert rows_in(IndexedDataset(tmp_path / "data")) == some_rows(1)
 
 
 def test_a_forked_child_leaves_the_sidecar_alone(tmp_path: Path, small_groups: None) -> None:
-    builder = IndexedDatasetBuilder(tmp_path / "data")
-    add(builder, some_rows(20))
+    write_pair(tmp_path / "data", 40)
+    writer = OriginsWriter(tmp_path / "data")
+    add(writer, some_rows(20))
     process = os.fork()
     if process == 0:
         try:
-            del builder  # a Parquet writer that is dropped writes the end of its file
+            del writer  # a Parquet writer that is dropped writes the end of its file
         finally:
             os._exit(0)
     os.waitpid(process, 0)
-    add(builder, some_rows(20))
-    builder.finalize()
+    add(writer, some_rows(20))
+    writer.publish()
     assert rows_in(IndexedDataset(tmp_path / "data")) == some_rows(20) * 2
-
-
-def test_pairs_are_published_with_their_sidecars_or_not_at_all(tmp_path: Path) -> None:
-    builders = [IndexedDatasetBuilder(tmp_path / name) for name in ("a", "b")]
-    for builder in builders:
-        add(builder, some_rows(2))
-    builders[1].add_document([1])
-    with pytest.raises(ConfigError, match="the origins of 2 were added"):
-        finalize_together(builders)
-    for builder in builders:
-        builder.abort()
-    assert files(tmp_path) == []
 
 
 @pytest.mark.parametrize("durable", [False, True])
@@ -482,8 +455,7 @@ def test_a_pair_that_can_be_made_again_needs_no_fsync(
     calls: list[int] = []
     monkeypatch.setattr(os, "fsync", calls.append)
     for _ in range(2):  # the second replaces the first
-        with IndexedDatasetBuilder(tmp_path / "data", checksums=True, durable=durable) as builder:
-            add(builder, some_rows(5))
+        write(tmp_path / "data", some_rows(5), checksums=True, durable=durable)
     assert bool(calls) == durable
     assert files(tmp_path) == [
         f"data.{suffix}" for suffix in ("bin", "idx", "info.json", "origins.parquet")
@@ -491,42 +463,12 @@ def test_a_pair_that_can_be_made_again_needs_no_fsync(
     assert verify([tmp_path / "data"])[0].problems == []
 
 
-# ---- dolma's form ----
-
-
-def test_dolmas_rows(tmp_path: Path, small_groups: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(origins, "_CSV_DOCUMENTS", 4)
-    lengths = [[3, 2], [], [1], [4], [], [2, 2, 2], [5]]
-    with IndexedDatasetBuilder(tmp_path / "data", np.uint16) as builder:
-        for document in lengths:
-            builder.add_document(np.zeros(sum(document), int), document)
-        sources, ids = ["a, b.jsonl", "ü.jsonl"], ["x", None, 'quote "', "5", "6", "7", "8"]
-        builder.add_origins(sources, [0, 0, 0, 1, 1, 1, 1], range(1, 8), [-1] * 7, ids)
-    path = write_dolma(tmp_path / "data")
-    assert path == str(tmp_path / "data.csv.gz")
-    with gzip.open(path, "rt", newline="") as file:
-        rows = list(csv.reader(file))
-    assert [row[:2] for row in rows] == [
-        list(map(str, span))
-        for span in [(0, 5), (5, 5), (5, 6), (6, 10), (10, 10), (10, 16), (16, 21)]
-    ]
-    assert [row[2] for row in rows] == ["x", "", 'quote "', "5", "6", "7", "8"]
-    assert [row[3] for row in rows] == ["a, b.jsonl"] * 3 + ["ü.jsonl"] * 4
-    assert [row[4] for row in rows] == list("1234567")
-    content = Path(path).read_bytes()
-    assert Path(write_dolma(tmp_path / "data")).read_bytes() == content
-    (tmp_path / "data.origins.parquet").unlink()
-    with pytest.raises(ConfigError, match="has no origins"):
-        write_dolma(tmp_path / "data")
-    assert Path(path).read_bytes() == content
-
-
-def test_origins_are_the_arguments_of_add_origins(tmp_path: Path) -> None:
+def test_origins_are_the_arguments_of_add(tmp_path: Path) -> None:
     dataset = write(tmp_path / "data", some_rows(3))
     all_origins = dataset.origins()
     assert isinstance(all_origins, Origins)
-    with IndexedDatasetBuilder(tmp_path / "copy") as builder:
-        builder.add_documents(dataset.tokens, dataset.sequence_lengths)
-        builder.add_origins(*all_origins)
+    write_pair(tmp_path / "copy", 3)
+    with OriginsWriter(tmp_path / "copy") as writer:
+        writer.add(*all_origins)
     contents = [(tmp_path / f"{n}.origins.parquet").read_bytes() for n in ("data", "copy")]
     assert contents[0] == contents[1]

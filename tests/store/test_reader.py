@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from millrace import ConfigError, DataError, IndexedDataset, IndexedDatasetBuilder
+from millrace.storage import Access, Bytes
 from millrace.store import DTYPES
-from millrace.store.bytes import Access, Bytes
 
 
 @pytest.fixture

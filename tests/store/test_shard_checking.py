@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from millrace import ConfigError, IndexedDatasetBuilder
+from millrace.shards.metadata import read_metadata, write_metadata
 from millrace.store import verify_shards
-from millrace.store.shards import read_metadata, write_metadata
 from tests.shard_folders import (
     make_sequences,
     write_documents,

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from millrace import ConfigError, DataError, ShardedDataset
-from millrace.store.shards import (
+from millrace.shards.metadata import (
     is_shards_folder,
     read_metadata,
     shard_prefix,

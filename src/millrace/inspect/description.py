@@ -9,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.errors import ConfigError, DataError
+from millrace.provenance import has_origins, read_tokenizer
 from millrace.store import IndexedDataset
-from millrace.store.origins import has_origins
-from millrace.store.tokenizers import read_tokenizer
 from millrace.text import Tokenizer
 
 _EXCERPT = 256  # tokens of a document's head, and of its tail

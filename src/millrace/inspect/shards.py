@@ -12,9 +12,7 @@ from numpy.typing import NDArray
 from millrace.checks import printable
 from millrace.errors import ConfigError, DataError
 from millrace.inspect.description import describe_document, document_lines, excerpts_of
-from millrace.store import IndexedDataset
-from millrace.store.shard_files import Shards
-from millrace.store.shards import (
+from millrace.shards.metadata import (
     METADATA,
     ShardsMetadata,
     bin_paths,
@@ -22,6 +20,8 @@ from millrace.store.shards import (
     read_metadata,
     shard_prefix,
 )
+from millrace.shards.reader import Shards
+from millrace.store import IndexedDataset
 from millrace.text import Tokenizer
 
 _PARTS = {"head": "head", "shards": "shard", "windows": "window"}

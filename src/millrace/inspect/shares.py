@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from millrace.errors import ConfigError
 from millrace.inspect.shards import deviations, domain_counts
-from millrace.store.shards import ShardsMetadata, metadata_path
+from millrace.shards.metadata import ShardsMetadata, metadata_path
 
 _WIDTH, _LEFT, _RIGHT = 900, 70, 230  # pixels: of the picture, and of its margins
 _TITLE, _PLOT, _GAP, _FOOT = 64, 220, 64, 40

@@ -15,10 +15,15 @@ from numpy.typing import DTypeLike, NDArray
 from millrace.checks import flag, one_path, paths, shown, token, whole
 from millrace.errors import ConfigError, DataError
 from millrace.files import atomic_file
+from millrace.provenance import (
+    common_tokenizer,
+    copied_origins,
+    read_tokenizer,
+    tokenizer_conflict,
+)
 from millrace.store import IndexedDataset, IndexedDatasetBuilder
 from millrace.store.checking import require_sound
 from millrace.store.publish import building, files_of
-from millrace.store.tokenizers import common_tokenizer, read_tokenizer, tokenizer_conflict
 
 _CHUNK = 16 << 20  # tokens that are converted at a time
 _MAX_LENGTH = 2**31 - 1  # tokens in a sequence
@@ -56,7 +61,7 @@ def merge(
     names = paths("prefixes", prefixes)
     if not names:
         raise ConfigError("there is nothing to merge; give at least one prefix")
-    conflict = ""
+    conflict = None
     if not flag("any_tokenizer", any_tokenizer):
         conflict = tokenizer_conflict(map(read_tokenizer, names))
     if conflict:
@@ -144,6 +149,9 @@ def _copy(
     tokenizer = common_tokenizer([read_tokenizer(source.prefix) for source in sources])
     if tokenizer is not None:
         provenance = {**provenance, "tokenizer": tokenizer}
+    parts = [(source, documents) for source in sources]
+    # Read before the pair is replaced: one of the sources may be at its prefix.
+    writer = copied_origins(one_path("prefix", prefix), parts) if flag("origins", origins) else None
     with IndexedDatasetBuilder(
         prefix,
         sources[0].dtype if dtype is None else dtype,
@@ -153,7 +161,9 @@ def _copy(
         provenance=provenance if checksums else None,
     ) as builder:
         for source in sources:  # the open ones: the files at their prefixes may change meanwhile
-            builder.add_index(source, documents, change_dtype=dtype is not None, origins=origins)
+            builder.add_index(source, documents, change_dtype=dtype is not None)
+    if writer is not None:
+        writer.publish()
 
 
 def _existing_shards(output_prefix: str, first: int) -> Iterator[str]:

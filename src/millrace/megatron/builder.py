@@ -16,7 +16,7 @@ from millrace.megatron.config import BlendedMegatronDatasetConfig, SplitMatrix
 from millrace.megatron.errors import BuildError, require
 from millrace.megatron.utils import Blend, Split, log_on_first_rank, normalize
 from millrace.order import split_ranges
-from millrace.store.tokenizers import read_tokenizer, tokenizer_conflict
+from millrace.provenance import read_tokenizer, tokenizer_conflict
 from millrace.torch import distributed_rank, first_then_rest
 
 Sizes = Sequence[int | None]

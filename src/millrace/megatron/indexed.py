@@ -22,7 +22,7 @@ from millrace.megatron.errors import (
     require,
 )
 from millrace.megatron.object_storage import ObjectStorageConfig, is_object_storage_path
-from millrace.store.bytes import Access, open_bin
+from millrace.storage import LOCAL, Access
 
 
 class DType(Enum):
@@ -124,8 +124,7 @@ class _LocalBinReader(_BinReader):
     def __init__(self, bin_path: str, reader: store.BinReader | None = None) -> None:
         self._bin_path = bin_path
         if reader is None:
-            with open(bin_path, "rb") as file:
-                reader = open_bin(file, self._ACCESS)
+            reader = LOCAL.open(bin_path, self._ACCESS)
         self.reader = reader
 
     def read(self, dtype: Any, count: int, offset: int) -> NDArray[Any]:

@@ -18,7 +18,7 @@ from millrace.order.gpt import check_seed
 from millrace.order.plans import PlanOf
 from millrace.order.splits import VALID, Bookends
 from millrace.run.own_order import name_of_order, own_order
-from millrace.store.bytes import Access
+from millrace.storage import Access
 
 Source = str | os.PathLike[str] | Mapping[str, Any]
 """A token file: its path prefix, or {"prefix": PREFIX, "part": [START, END]} for a share of its

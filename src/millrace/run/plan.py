@@ -24,9 +24,9 @@ from millrace.order import (
 )
 from millrace.order.plans import check_token_dtype, plan_order
 from millrace.order.splits import VALID, Bookends, Range
+from millrace.provenance import read_tokenizer, tokenizer_conflict
 from millrace.run.config import Blend, DatasetConfig, source_of
 from millrace.store.token_file import TokenFile
-from millrace.store.tokenizers import read_tokenizer, tokenizer_conflict
 
 Kind = Literal["one", "blend", "apart"]
 """A split is one dataset, a blend, or several datasets apart from each other."""

@@ -10,10 +10,10 @@ from millrace.errors import ConfigError, DataError
 from millrace.options import SampleOptions
 from millrace.order import SequenceOrder
 from millrace.samples.datasets import GPTDataset
+from millrace.shards.metadata import ShardsMetadata
+from millrace.shards.reader import Shards
+from millrace.storage import Access
 from millrace.store import IndexedDataset
-from millrace.store.bytes import Access
-from millrace.store.shard_files import Shards
-from millrace.store.shards import ShardsMetadata
 
 
 class ShardedDataset(GPTDataset):

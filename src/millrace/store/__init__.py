@@ -3,23 +3,40 @@
 An indexed dataset lies at one *path prefix*: `PREFIX.bin` holds the tokens of all sequences, one
 after the other; `PREFIX.idx` says how long each sequence is, where it starts and which sequences
 make a document. `layout` describes the bytes of the index, `publish` how a pair appears whole or
-not at all, `bytes` where the tokens are read from, `info` the sidecar with checksums, `origins` the
-one that says where documents came from, `writer` the files while they are built, and `index_writer`
-the index of a `.bin` that is there already. The public names are in `reader`, `builder`, `checking`
-and `origins`. A folder of *shards*, which a global shuffle has written, is described by its
-metadata (`shards`), read as one (`shard_files`) and verified (`shard_checking`).
+not at all, `info` the sidecar with checksums, `writer` the files while they are built, and
+`index_writer` the index of a `.bin` that is there already. The public names are in `reader`,
+`raw`, `builder` and `checking`; where the bytes are is a matter of `millrace.storage`.
 """
 
+import importlib
+from typing import Any
+
 from millrace.dtypes import optimal_dtype
+from millrace.storage import BinReader, gather_in_turn
 from millrace.store.builder import IndexedDatasetBuilder, finalize_together
-from millrace.store.bytes import BinReader, gather_in_turn
 from millrace.store.checking import Report, verify
 from millrace.store.info import Checksums, Info
 from millrace.store.layout import DTYPES
-from millrace.store.origins import Origin, Origins, write_dolma
+from millrace.store.raw import RawTokens
 from millrace.store.reader import IndexedDataset
-from millrace.store.shard_checking import verify_shards
-from millrace.store.shards import ShardsMetadata, read_metadata, shard_prefix
+
+# Public names of rooms above this one, which were here once: loaded when they are asked for.
+_ABOVE = {
+    "Origin": "provenance",
+    "Origins": "provenance",
+    "OriginsWriter": "provenance",
+    "ShardsMetadata": "shards",
+    "read_metadata": "shards",
+    "shard_prefix": "shards",
+    "verify_shards": "shards",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ABOVE:
+        return getattr(importlib.import_module(f"millrace.{_ABOVE[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "DTYPES",
@@ -30,6 +47,8 @@ __all__ = [
     "Info",
     "Origin",
     "Origins",
+    "OriginsWriter",
+    "RawTokens",
     "Report",
     "ShardsMetadata",
     "finalize_together",
@@ -39,5 +58,4 @@ __all__ = [
     "shard_prefix",
     "verify",
     "verify_shards",
-    "write_dolma",
 ]

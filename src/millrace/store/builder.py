@@ -15,8 +15,8 @@ from millrace.checks import MAX_INT32, flag, one_path, shown, whole, whole_numbe
 from millrace.errors import ConfigError
 from millrace.files import naming, temporary_name
 from millrace.interrupts import interrupts_held
+from millrace.storage import check_local
 from millrace.store.layout import dtype_code
-from millrace.store.origins import make_table
 from millrace.store.publish import bin_path, files_of, origins_path, publish
 from millrace.store.reader import IndexedDataset
 from millrace.store.writer import PairWriter, blocks
@@ -80,6 +80,7 @@ class IndexedDatasetBuilder:
         durable: bool = True,
     ) -> None:
         self.prefix = one_path("prefix", prefix)
+        check_local(self.prefix)
         folder = os.path.dirname(self.prefix) or "."
         if not os.path.isdir(folder):
             raise ConfigError(f"{folder} is not a folder; create it, or give another prefix")
@@ -199,34 +200,6 @@ class IndexedDatasetBuilder:
                 self._writer.flush_entries()
             self._writer.flush()
 
-    def add_origins(
-        self,
-        sources: Sequence[str],
-        source_numbers: ArrayLike,
-        lines: ArrayLike,
-        byte_offsets: ArrayLike,
-        ids: Sequence[str | None] | None = None,
-    ) -> None:
-        """Says where documents came from, for the sidecar `PREFIX.origins.parquet`.
-
-        The documents are those that follow the last ones with an origin, in order; they may be
-        added later. At the end every document has an origin, or none has.
-
-        Args:
-            sources: Paths of source files.
-            source_numbers: Place of each document's source in `sources`: integers [n].
-            lines: Line (from 1) or row (from 0) of each document: int64 [n].
-            byte_offsets: Where the lines start in the decompressed source: int64 [n]; -1: not
-                known.
-            ids: Id of each document, or None: [n]; None: no document has one.
-
-        Raises:
-            ConfigError: If the numbers do not agree with each other, or pyarrow is not installed.
-        """
-        table = make_table(sources, source_numbers, lines, byte_offsets, ids)
-        with self._writer.alone():
-            self._writer.add_origins(table)
-
     def add_provenance(self, entries: Mapping[str, Any]) -> None:
         """Adds to the origin of the tokens that the sidecar tells, before the end.
 
@@ -243,27 +216,21 @@ class IndexedDatasetBuilder:
         documents: tuple[int, int] | None = None,
         *,
         change_dtype: bool = False,
-        origins: bool = True,
-        first_lines: Mapping[str, int] | None = None,
     ) -> None:
         """Appends the documents of another indexed dataset (a merge), or some of them.
 
-        The bytes are copied in the kernel, or shared if the file system can. If all documents so
-        far have origins (see `add_origins`), those of the other dataset are appended. If it has
-        none, or documents before have none, the new pair gets no sidecar of origins.
+        The bytes are copied in the kernel, or shared if the file system can. Origins of documents
+        are not copied: `millrace.jobs.merge` does that, by `millrace.provenance.copied_origins`.
 
         Args:
             source: The other dataset, or the path prefix of its pair. A dataset gives the files
                 that it opened, even if another pair is at its prefix by now.
             documents: (start, stop), the range of documents to take; None: all.
             change_dtype: Whether another dtype is converted; each token is checked.
-            origins: Whether to append the origins, too. Without it, `add_origins` may give them.
-            first_lines: Number to add to the lines of each source; None: lines stay as they are.
 
         Raises:
             ConfigError: If the dtypes differ, only one of the two has modes, a token does not fit,
-                there are no such documents, a document is still open here, only some documents so
-                far have origins, or the other has origins and pyarrow is not installed.
+                there are no such documents, or a document is still open here.
             DataError: If the other dataset is damaged.
         """
         self._writer.check_open()
@@ -285,7 +252,6 @@ class IndexedDatasetBuilder:
                 f"{other.prefix} has {'' if has_modes else 'no '}modes, the new file has "
                 f"{'' if self.multimodal else 'no '}modes: both must have them, or neither"
             )
-        origins_file = other.origins_file if flag("origins", origins) else None
         first, end = other.check_documents(start, stop)
         first_byte, end_byte = other.check_sequences(first, end)
         writer = self._writer
@@ -294,8 +260,6 @@ class IndexedDatasetBuilder:
                 raise ConfigError(
                     "a document is still open; call end_document() before add_index()"
                 )
-            if origins:
-                writer.check_origins()
             writer.flush()
             try:
                 file = other.reopen_bin() if other.dtype == self.dtype else None
@@ -306,8 +270,6 @@ class IndexedDatasetBuilder:
                         writer.append(_as_tokens(data.view(other.dtype), self.dtype))
                         writer.flush()
                 writer.copy_entries(other, (first, end), (start, stop))
-                if origins and start < stop:
-                    writer.copy_origins(origins_file, (start, stop), first_lines)
             except ConfigError as error:  # a token that does not fit, or `other` was closed
                 writer.close(f"an addition failed: {error}")
                 raise
@@ -321,8 +283,7 @@ class IndexedDatasetBuilder:
         """Writes the index and publishes the pair.
 
         Raises:
-            ConfigError: If there are sequences after the last document's end, or only some
-                documents have origins.
+            ConfigError: If there are sequences after the last document's end.
             DataError: If the files are not what was added; nothing is published.
         """
         finalize_together([self])
@@ -374,7 +335,6 @@ def finalize_together(builders: Sequence[IndexedDatasetBuilder]) -> None:
                     f"the last sequences of {writer.prefix} do not belong to a document yet; "
                     "call end_document() before finalize()"
                 )
-            writer.check_origins()
         try:
             for writer in writers:
                 with naming(bin_path(writer.prefix)):

@@ -9,28 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from millrace.checks import paths, whole
 from millrace.cores import available_cores
-from millrace.errors import DataError
-from millrace.files import advise_sequential, checksum, naming
+from millrace.errors import ConfigError, DataError
+from millrace.files import checksum
+from millrace.storage import Storage, StoredFile, storage_of
 from millrace.store import layout
-from millrace.store.bytes import read_at
 from millrace.store.info import BLOCK_SIZE, Checksums, Info, read_info
-from millrace.store.origins import OriginsFile, has_pyarrow
 from millrace.store.publish import bin_path, idx_path, open_pair, paths_to_read
-from millrace.store.reader import IndexedDataset, fingerprint_of
+from millrace.store.reader import IndexedDataset
 
 _ENTRIES = 1 << 20  # index entries that are checked at a time
-_OnBytes = Callable[[int], Any] | None
 _ATTEMPTS = 10  # to check a pair; one fails only if the pair is replaced meanwhile
 
 
@@ -51,6 +49,109 @@ class Report:
     has_checksums: bool
     num_bytes: int
     notices: list[str] = field(default_factory=list)
+
+
+class Checks:
+    """What a verification finds, and the threads that read for it.
+
+    Args:
+        name: The pair or folder, for messages.
+        pool: Threads that read and hash.
+        on_bytes: Called with the number of bytes read since the last call, from any thread.
+    """
+
+    def __init__(
+        self, name: str, pool: ThreadPoolExecutor, on_bytes: Callable[[int], Any] | None
+    ) -> None:
+        self.name, self.pool, self._on_bytes = name, pool, on_bytes
+        self.problems: list[str] = []
+        self.notices: list[str] = []
+        self.num_bytes = 0
+
+    def count(self, num_bytes: int) -> None:
+        if self._on_bytes is not None:
+            self._on_bytes(num_bytes)
+
+    def add(self, problem: str | None) -> None:
+        if problem:
+            self.problems.append(problem)
+
+    @contextlib.contextmanager
+    def errors_of(self, name: str | None = None) -> Iterator[None]:
+        """Makes an error of the block a problem, of the file or folder with this name."""
+        try:
+            yield
+        except DataError as error:
+            self.add(str(error))
+        except OSError as error:
+            self.add(
+                f"{error.filename or name or self.name} cannot be read: {error.strerror or error}"
+            )
+        except ValueError as error:
+            self.add(f"{name or self.name!a} cannot be the name of a file: {error}")
+
+    def blocks(
+        self, path: str, file: StoredFile, sums: Checksums | None, describe: Callable[..., str]
+    ) -> None:
+        """Compares a file with the checksums of its blocks, if there are any.
+
+        Args:
+            path: Name of the file in messages.
+            file: The file.
+            sums: Its checksums, or None.
+            describe: Function of the first and last byte that says what they hold, or fails.
+        """
+        if sums is None:
+            return
+        if file.size != sums.size:
+            self.add(
+                f"{path} has {file.size} bytes; when its checksums were made it had {sums.size}"
+            )
+            return
+
+        def is_ok(block: int) -> bool:
+            start = block * BLOCK_SIZE
+            data = file.read(start, min(BLOCK_SIZE, file.size - start))
+            self.count(len(data))
+            return checksum([data.data]) == sums.blocks[block]
+
+        for block, ok in enumerate(self.pool.map(is_ok, range(len(sums.blocks)))):
+            if ok:
+                continue
+            start, stop = block * BLOCK_SIZE, min((block + 1) * BLOCK_SIZE, file.size)
+            text = f"{path}: block {block} (bytes {start} to {stop - 1}) is damaged"
+            # If the index is damaged too, the check of the structure reports it.
+            with contextlib.suppress(DataError, OSError):
+                text += describe(start, stop)
+            self.add(text)
+        self.num_bytes += file.size
+
+    def map(self, check: Callable[[Checks, Any], None], items: Iterable[Any]) -> int:
+        """Runs a check of each item on the threads; their problems are added in order.
+
+        Returns:
+            Number of bytes that they have read.
+        """
+
+        def one(item: Any) -> Checks:
+            checks = Checks(self.name, self.pool, self._on_bytes)
+            check(checks, item)
+            return checks
+
+        num_bytes = 0
+        for checks in self.pool.map(one, items):
+            self.problems += checks.problems
+            num_bytes += checks.num_bytes
+        return num_bytes
+
+    def report(self, *, has_checksums: bool) -> Report:
+        return Report(
+            prefix=self.name,
+            problems=self.problems,
+            has_checksums=has_checksums,
+            num_bytes=self.num_bytes,
+            notices=self.notices,
+        )
 
 
 def verify(
@@ -76,7 +177,7 @@ def verify(
     names = paths("prefixes", prefixes)
     threads = available_cores() if threads is None else whole("threads", threads, least=1)
     with ThreadPoolExecutor(threads) as pool:
-        return [_verify(name, pool, on_bytes) for name in names]
+        return [_verify(Checks(name, pool, on_bytes)) for name in names]
 
 
 def require_sound(dataset: IndexedDataset) -> None:
@@ -85,138 +186,79 @@ def require_sound(dataset: IndexedDataset) -> None:
     dataset.check_sequences(0, len(dataset))
 
 
-def _verify(prefix: str, pool: ThreadPoolExecutor, on_bytes: _OnBytes) -> Report:
+def _verify(checks: Checks) -> Report:
     """Checks again if a new pair was published meanwhile: the old sidecar is not for its files."""
+    prefix = checks.name
     for _ in range(_ATTEMPTS):
         before = _identity(prefix)
-        report = _verify_once(prefix, pool, on_bytes)
+        checks.problems.clear()
+        checks.num_bytes = 0
+        report = _verify_once(prefix, checks)
         if not report.problems or _identity(prefix) == before:
             break
     return report
 
 
-def _identity(prefix: str) -> list[tuple[str, int, int]]:
-    """Paths, inodes and times of the files that there are."""
-    identity = []
+def _identity(prefix: str) -> list[tuple[str, Any]]:
+    """Paths and identities of the files that there are."""
+    identity: list[tuple[str, Any]] = []
     with contextlib.suppress(OSError, ValueError):  # a prefix that no file can have
-        for path in filter(os.path.exists, paths_to_read(prefix)):
-            stat = os.stat(path)
-            identity.append((path, stat.st_ino, stat.st_mtime_ns))
+        storage = storage_of(prefix)
+        for path in paths_to_read(prefix, storage):
+            with contextlib.suppress(FileNotFoundError):
+                identity.append((path, storage.stat(path)))
     return identity
 
 
-def _verify_once(prefix: str, pool: ThreadPoolExecutor, on_bytes: _OnBytes) -> Report:
-    problems: list[str] = []
-    info, num_bytes = Info(), 0
-    with as_problems(prefix, problems):
-        info = read_info(prefix) or info
+def _verify_once(prefix: str, checks: Checks) -> Report:
+    info = Info()
+    with checks.errors_of():
+        info = read_info(prefix, storage_of(prefix)) or info
     # Positioned reads of open files: if a file is cut short meanwhile, that is a problem to report;
     # a map would end the process.
-    with as_problems(prefix, problems), contextlib.ExitStack() as stack:
-        bin_file, idx_file = map(stack.enter_context, open_pair(prefix))
+    with checks.errors_of():
+        storage = storage_of(prefix)
+        pair = open_pair(prefix, "file", storage=storage)
+        data, index = pair
+        assert data is not None
         for path, file, sums, describe in (
-            (idx_path(prefix), idx_file, info.idx, CheckedIndex.entries_in),
-            (bin_path(prefix), bin_file, info.bin, CheckedIndex.sequences_in),
+            (idx_path(prefix), index, info.idx, CheckedIndex.entries_in),
+            (bin_path(prefix), data, info.bin, CheckedIndex.sequences_in),
         ):
-            size = os.fstat(file.fileno()).st_size
-            if sums is None:
-                continue
-            if size != sums.size:
-                problems.append(
-                    f"{path} has {size} bytes; when its checksums were made it had {sums.size}"
-                )
-                continue
-            with naming(path):
-                blocks = _damaged_blocks(file, sums, pool, on_bytes)
-            for block in blocks:
-                start, stop = block * BLOCK_SIZE, min((block + 1) * BLOCK_SIZE, size)
-                text = f"{path}: block {block} (bytes {start} to {stop - 1}) is damaged"
-                # If the index is damaged too, the check of the structure reports it.
-                with contextlib.suppress(DataError, OSError):
-                    text += f": {describe(CheckedIndex(prefix, idx_file), start, stop)}"
-                problems.append(text)
-            num_bytes += size
-        bin_size = os.fstat(bin_file.fileno()).st_size
-        problems += CheckedIndex(prefix, idx_file).problems(bin_path(prefix), bin_size)
-        num_bytes += _check_origins(prefix, (idx_file, bin_file), info, pool, on_bytes, problems)
-        num_bytes = num_bytes or os.fstat(idx_file.fileno()).st_size
-    return Report(
-        prefix=prefix,
-        problems=problems,
-        has_checksums=info.bin is not None,
-        num_bytes=num_bytes,
-    )
+            checks.blocks(path, file, sums, partial(_describe, prefix, index, describe))
+        for problem in CheckedIndex(prefix, index).problems(bin_path(prefix), data.size):
+            checks.add(problem)
+        _check_origins(prefix, storage, info, checks)
+        checks.num_bytes = checks.num_bytes or index.size
+    return checks.report(has_checksums=info.bin is not None)
 
 
-def _check_origins(
-    prefix: str,
-    pair: tuple[BinaryIO, BinaryIO],
-    info: Info,
-    pool: ThreadPoolExecutor,
-    on_bytes: _OnBytes,
-    problems: list[str],
-) -> int:
-    """Checks the sidecar of origins, if there is one; returns the number of bytes that were read.
+def _describe(
+    prefix: str, index: StoredFile, parts: Callable[..., str], start: int, stop: int
+) -> str:
+    return f": {parts(CheckedIndex(prefix, index), start, stop)}"
+
+
+def _check_origins(prefix: str, storage: Storage, info: Info, checks: Checks) -> None:
+    """Checks the sidecar of origins, if there is one.
 
     With checksums every byte is compared. Without, every row is read, if pyarrow is installed.
     """
-    path = paths_to_read(prefix).origins
+    path = paths_to_read(prefix, storage).origins
     try:
-        file = open(path, "rb")  # noqa: SIM115
+        file = storage.open(path, "file")
     except FileNotFoundError:
-        return 0
-    with file, naming(path):
-        size = os.fstat(file.fileno()).st_size
-        if info.origins is not None:
-            if size != info.origins.size:
-                problems.append(
-                    f"{path} has {size} bytes; when its checksums were made it had "
-                    f"{info.origins.size}"
-                )
-                return 0
-            for block in _damaged_blocks(file, info.origins, pool, on_bytes):
-                start, stop = block * BLOCK_SIZE, min((block + 1) * BLOCK_SIZE, size)
-                problems.append(f"{path}: block {block} (bytes {start} to {stop - 1}) is damaged")
-        # Of a damaged pair, the fingerprint may have changed.
-        if not problems and has_pyarrow():
-            with as_problems(prefix, problems):
-                num_documents = layout.IndexFile(prefix, pair[0]).header.num_document_entries - 1
-                origins = OriginsFile(prefix, fingerprint_of(*pair), num_documents)
-                if info.origins is None:
-                    for _ in origins.tables(0, num_documents):
-                        pass
-    return size
-
-
-@contextlib.contextmanager
-def as_problems(prefix: str, problems: list[str]) -> Iterator[None]:
-    """Adds an error of the block to the problems of a pair, a file or a folder."""
-    try:
-        yield
-    except DataError as error:
-        problems.append(str(error))
-    except OSError as error:
-        problems.append(f"{error.filename or prefix} cannot be read: {error.strerror or error}")
-    except ValueError as error:
-        problems.append(f"{prefix!a} cannot be the name of a file: {error}")
-
-
-def _damaged_blocks(
-    file: BinaryIO, sums: Checksums, pool: ThreadPoolExecutor, on_bytes: _OnBytes
-) -> list[int]:
-    advise_sequential(file)
-    memory = threading.local()  # a buffer for each thread
-
-    def is_ok(block: int) -> bool:
-        if not hasattr(memory, "block"):
-            memory.block = np.empty(BLOCK_SIZE, np.uint8)
-        count = read_at(file.fileno(), block * BLOCK_SIZE, memory.block)
-        if on_bytes is not None:
-            on_bytes(count)
-        return checksum([memory.block[:count].data]) == sums.blocks[block]
-
-    results = pool.map(is_ok, range(len(sums.blocks)))
-    return [block for block, ok in enumerate(results) if not ok]
+        return
+    checks.blocks(path, file, info.origins, lambda start, stop: "")
+    # Of a damaged pair, the fingerprint may have changed.
+    if not checks.problems:
+        with checks.errors_of(), contextlib.suppress(ConfigError):  # pyarrow is not installed
+            dataset = IndexedDataset(prefix, access="file", storage=storage)
+            origins = dataset.origins_file
+            if origins is not None and info.origins is None:
+                for _ in origins.tables(0, dataset.num_documents):
+                    pass
+                checks.num_bytes += file.size
 
 
 class CheckedIndex(layout.IndexFile):
@@ -224,18 +266,21 @@ class CheckedIndex(layout.IndexFile):
 
     def problems(self, bin_path: str, bin_size: int) -> Iterator[str]:
         """The first thing that is wrong with the sequences, and with the documents."""
-        header, byte, problem = self.header, 0, ""
+        header, byte = self.header, 0
         for start in range(0, header.num_sequences, _ENTRIES):
-            lengths = self.read("lengths", start, _ENTRIES)
-            pointers = self.read("pointers", start, _ENTRIES)
             problem, byte = layout.sequence_problem(
-                lengths, pointers, header.dtype.itemsize, byte, start
+                self.read("lengths", start, _ENTRIES),
+                self.read("pointers", start, _ENTRIES),
+                header.dtype.itemsize,
+                byte,
+                start,
             )
             if problem:
                 yield f"{self.path}: {problem}"
                 break
-        if not problem and (problem := layout.size_problem(bin_size, byte)):
-            yield f"{bin_path} {problem}"
+        else:
+            if problem := layout.size_problem(bin_size, byte):
+                yield f"{bin_path} {problem}"
         last = np.zeros(1, np.int64)
         for start in range(0, header.num_document_entries, _ENTRIES):
             # The entries of a part go on from the last of the part before.

@@ -12,8 +12,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from millrace.errors import DataError
-from millrace.files import xxh3
-from millrace.store.publish import paths_to_read
+from millrace.files import atomic_file, xxh3
+from millrace.storage import LOCAL, Storage
+from millrace.storage.protocol import read_file
+from millrace.store.publish import info_path, paths_to_read
 
 BLOCK_SIZE = 4 << 20
 ALGORITHM = "xxh3_64"
@@ -62,12 +64,11 @@ class Info:
         return json.dumps(document, indent=1) + "\n"
 
 
-def read_info(prefix: str) -> Info | None:
+def read_info(prefix: str, storage: Storage = LOCAL) -> Info | None:
     """The sidecar of a pair, or None; a DataError if it is damaged, or of a later version."""
-    path = paths_to_read(prefix).info
+    path = paths_to_read(prefix, storage).info
     try:
-        with open(path, "rb") as file:
-            document = json.load(file)
+        document = json.loads(read_file(storage, path))
         if document["version"] != _VERSION:
             raise DataError(f"{path} has version {document['version']}; {_VERSION} can be read")
         provenance, sums = dict(document["provenance"]), document.get("checksums")
@@ -94,6 +95,12 @@ def read_info(prefix: str) -> Info | None:
             f"{path} is damaged ({type(error).__name__}: {error}). The token files may be intact: "
             "remove it, or write the pair again"
         ) from None
+
+
+def write_info(prefix: str, info: Info, *, durable: bool = True) -> None:
+    """Writes the sidecar of a pair that is there."""
+    with atomic_file(info_path(prefix), durable=durable) as file:
+        file.write(info.to_json().encode())
 
 
 def _checksums(document: Mapping[str, Any]) -> Checksums:

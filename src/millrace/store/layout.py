@@ -14,18 +14,18 @@ offset  size     content
 
 from __future__ import annotations
 
-import os
 import struct
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from millrace import _native
 from millrace.errors import ConfigError, DataError
-from millrace.store.bytes import read_at
+from millrace.storage import BinReader
+from millrace.storage.protocol import gather_range
 from millrace.store.publish import idx_path
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -107,51 +107,51 @@ class Header:
 
 
 class IndexFile:
-    """An open index file, read by positions: a map of it may be cut short at any moment."""
+    """An open index file, whose entries are copied: a view of a map may be a bus error.
 
-    def __init__(self, prefix: str, file: BinaryIO) -> None:
+    Args:
+        prefix: Path prefix of the pair.
+        file: The bytes of the index file.
+    """
+
+    def __init__(self, prefix: str, file: BinReader) -> None:
         self.path = idx_path(prefix)
-        self.header = _read_header(file, self.path)
         self._file = file
+        self.header = _read_header(file, self.path)
 
     def read(self, name: str, start: int, count: int) -> NDArray[Any]:
         """Entries of a column: `count` of them, or those up to its end."""
         column = self.header.columns[name]
-        values = np.empty(min(count, column.length - start), column.dtype)
-        offset = column.offset + start * values.itemsize
-        if read_at(self._file.fileno(), offset, values.view(np.uint8)) < values.nbytes:
-            raise DataError(f"{self.path} was cut short while it was read: try again")
-        return values
+        stop = min(start + count, column.length)
+        size = column.dtype.itemsize
+        data = gather_range(self._file, column.offset + start * size, column.offset + stop * size)
+        return data.view(column.dtype)
 
     def entry(self, name: str, place: int) -> int:
-        """One entry of a column, at a third of the time of `read`."""
-        column = self.header.columns[name]
-        size = column.dtype.itemsize
-        data = os.pread(self._file.fileno(), size, column.offset + place * size)
-        if len(data) < size:
-            raise DataError(f"{self.path} was cut short while it was read: try again")
-        return int.from_bytes(data, "little", signed=True)
+        """One entry of a column."""
+        return int(self.read(name, place, 1)[0])
 
-    def document_ends_problem(self) -> str:
-        """The problem of the first and last document entries, or an empty text."""
+    def document_ends_problem(self) -> str | None:
+        """The problem of the first and last document entries."""
         count, num_entries = self.header.num_sequences, self.header.num_document_entries
         first, last = self.entry("documents", 0), self.entry("documents", num_entries - 1)
         if (first, last) == (0, count):
-            return ""
+            return None
         return (
             f"{self.path}: the document indices go from {first} to {last}, not from 0 to {count}, "
             "the number of sequences"
         )
 
 
-def _read_header(file: BinaryIO, path: str) -> Header:
-    data, size = os.pread(file.fileno(), HEADER.size, 0), os.fstat(file.fileno()).st_size
-    if size < HEADER.size or len(data) < HEADER.size:
+def _read_header(file: BinReader, path: str) -> Header:
+    size = file.size
+    if size < HEADER.size:
         raise DataError(
             f"{path} has {size} bytes; an index file has at least {HEADER.size}. It is truncated, "
             "empty or not an index: write it again from its source"
         )
-    magic, version, code, num_sequences, num_entries = HEADER.unpack(data)
+    head = gather_range(file, 0, HEADER.size).tobytes()
+    magic, version, code, num_sequences, num_entries = HEADER.unpack(head)
     if magic != MAGIC:
         raise DataError(
             f"{path} starts with {magic!r}, not {MAGIC!r}: it is not a Megatron-LM index file. "
@@ -180,37 +180,37 @@ def _read_header(file: BinaryIO, path: str) -> Header:
     return header if size == header.size else replace(header, has_modes=True)
 
 
-# ---- what is wrong with the entries: a phrase, or an empty text ----
+# ---- what is wrong with the entries: a phrase, or None ----
 
 
 def sequence_problem(
     lengths: NDArray[np.int32], pointers: NDArray[np.int64], token_size: int, byte: int, first: int
-) -> tuple[str, int]:
+) -> tuple[str | None, int]:
     """The problem of sequences from number `first` and `byte` on; the end of the last good one."""
     bad, end = _native.first_bad_sequence(lengths, pointers, token_size, byte)
     if bad == len(lengths):
-        return "", end
+        return None, end
     return (
         f"sequence {first + bad} has the length {lengths[bad]} and starts at byte {pointers[bad]}; "
         f"it should start at byte {end}, with no negative length"
     ), end
 
 
-def document_problem(entries: NDArray[np.int64], num_sequences: int, first: int) -> str:
+def document_problem(entries: NDArray[np.int64], num_sequences: int, first: int) -> str | None:
     """The problem of some document entries, of which the first has the number `first`."""
     bad = _native.first_bad_document(entries, num_sequences)
     if bad == len(entries):
-        return ""
+        return None
     return (
         f"document entry {first + bad} is {entries[bad]}; it should be at least "
         f"{entries[bad - 1] if bad else 0} and at most {num_sequences}"
     )
 
 
-def size_problem(size: int, end: int) -> str:
+def size_problem(size: int, end: int) -> str | None:
     """The problem of a `.bin` of `size` bytes whose index ends at byte `end`."""
     if size == end:
-        return ""
+        return None
     return (
         f"has {size} bytes, but its index ends at byte {end}. "
         f"{'It is truncated or empty' if size < end else 'It is too long'}. {WRITE_AGAIN}"

@@ -27,10 +27,12 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from millrace.errors import DataError, MillraceError
-from millrace.files import fsync_folder, is_at, temporary_name, writers_lock
+from millrace.files import fsync_folder, temporary_name, writers_lock
+from millrace.storage import LOCAL, Access, Storage, StoredFile
+from millrace.storage.protocol import exists
 
 NEW = ".new"
 LOCK = ".tmp.lock"
@@ -57,28 +59,48 @@ def origins_path(prefix: str) -> str:
     return prefix + ".origins.parquet"
 
 
-def dolma_path(prefix: str) -> str:
-    """The origins in dolma's form; not a part of the pair (see `origins.write_dolma`)."""
-    return prefix + ".csv.gz"
+class Pair(NamedTuple):
+    """The open files of a pair; `bin` is None if only the index was opened."""
+
+    bin: StoredFile | None
+    idx: StoredFile
 
 
-def open_pair(prefix: str, *, has_bin: bool = True) -> list[BinaryIO]:
-    """Opens `.bin` (if has_bin) and `.idx` of a whole pair, even while a builder replaces it."""
+def open_pair(
+    prefix: str,
+    access: Access | None = "file",
+    *,
+    index_access: Access = "file",
+    storage: Storage = LOCAL,
+) -> Pair:
+    """Opens the files of a whole pair, even while a builder replaces it.
+
+    Args:
+        prefix: Path prefix of the pair.
+        access: How the `.bin` is read; None: it is not opened.
+        index_access: How the `.idx` is read.
+        storage: The storage of both.
+
+    Raises:
+        DataError: A file is missing.
+    """
     for _ in range(_ATTEMPTS):
-        paths = paths_to_read(prefix)
-        with contextlib.ExitStack() as stack:
-            try:
-                index = stack.enter_context(open(paths.idx, "rb"))
-                data = [stack.enter_context(open(paths.bin, "rb"))] if has_bin else []
-            except FileNotFoundError:
-                # Perhaps a publication has just renamed it; if not, further attempts fail too.
-                time.sleep(_PAUSE)
-                continue
-            is_same = paths[:2] == paths_to_read(prefix)[:2] and is_at(index, paths.idx)
-            if is_same and all(is_at(file, paths.bin) for file in data):
-                stack.pop_all()
-                return [*data, index]
-    missing = [path for path in _paths(prefix)[0 if has_bin else 1 : 2] if not os.path.exists(path)]
+        paths = paths_to_read(prefix, storage)
+        try:
+            index = storage.open(paths.idx, index_access)
+            data = None if access is None else storage.open(paths.bin, access)
+            is_whole = paths[:2] == paths_to_read(prefix, storage)[:2] and all(
+                file is None or storage.stat(path).version == file.identity.version
+                for path, file in ((paths.idx, index), (paths.bin, data))
+            )
+        except FileNotFoundError:
+            # Perhaps a publication has just renamed it; if not, further attempts fail too.
+            time.sleep(_PAUSE)
+            continue
+        if is_whole:
+            return Pair(data, index)
+    needed = _paths(prefix)[1 if access is None else 0 : 2]
+    missing = [path for path in needed if not exists(storage, path)]
     if not missing:
         raise DataError(f"{prefix}.bin/.idx were replaced at every attempt to open them; try again")
     hint = (
@@ -113,37 +135,56 @@ def files_of(prefix: str) -> tuple[str, ...]:
     return (paths.idx, *paths.sidecars, paths.bin)
 
 
-def paths_to_read(prefix: str) -> Temporaries:
+def paths_to_read(prefix: str, storage: Storage = LOCAL) -> Temporaries:
     """The files of the pair that counts; it may have no sidecars."""
     paths = _paths(prefix)
-    if os.path.exists(paths.idx) or not _is_half_published(prefix):
+    if exists(storage, paths.idx) or not _is_half_published(prefix, storage):
         return paths
     # Between steps 3 and 5. While PREFIX.bin.new exists, sidecars without .new are the old pair's.
     new = Temporaries(*(path + NEW for path in paths))
-    if os.path.exists(new.bin):
+    if exists(storage, new.bin):
         return new
     info, origins = (
-        new_path if os.path.exists(new_path) else path
+        new_path if exists(storage, new_path) else path
         for path, new_path in zip(paths.sidecars, new.sidecars, strict=True)
     )
     return Temporaries(paths.bin, new.idx, info, origins)
 
 
-def _is_half_published(prefix: str) -> bool:
+def _is_half_published(prefix: str, storage: Storage = LOCAL) -> bool:
     """Whether a new pair counts whose files do not have their names yet."""
     data, index = bin_path(prefix), idx_path(prefix)
-    written = _written_at(index + NEW)
+    written = _written_at(index + NEW, storage)
     # A builder's index is not older than its tokens: a file later than it is another tool's.
-    others = [index] if os.path.exists(data + NEW) else [index, data]
-    return written > 0 and all(_written_at(path) <= written for path in others)
+    others = [index] if exists(storage, data + NEW) else [index, data]
+    return written > 0 and all(_written_at(path, storage) <= written for path in others)
 
 
-def _written_at(path: str) -> int:
+def _written_at(path: str, storage: Storage) -> int:
     """The time of a file's last write in nanoseconds; 0 if there is no file, or no access."""
     try:
-        return os.stat(path).st_mtime_ns
+        return storage.stat(path).time
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return 0
+
+
+@contextlib.contextmanager
+def prefix_lock(prefix: str) -> Iterator[None]:
+    """Holds the lock of a prefix, and removes the temporaries of a builder that died.
+
+    Raises:
+        MillraceError: Another process is building a pair there.
+    """
+    lock = prefix + LOCK
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(writers_lock(lock, *_paths(prefix), limit=0))
+        except BlockingIOError as error:
+            raise MillraceError(
+                f"{prefix} is being built by another process ({lock} is {error.strerror}). "
+                "Wait for it, or give another prefix"
+            ) from None
+        yield
 
 
 @contextlib.contextmanager
@@ -152,16 +193,8 @@ def building(prefix: str) -> Iterator[Temporaries]:
 
     Temporaries that are left are removed at the end.
     """
-    lock = prefix + LOCK
     temporaries = Temporaries(*map(temporary_name, _paths(prefix)))
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(writers_lock(lock, *_paths(prefix), dolma_path(prefix), limit=0))
-        except BlockingIOError as error:
-            raise MillraceError(
-                f"{prefix} is being built by another process ({lock} is {error.strerror}). "
-                "Wait for it, or give another prefix"
-            ) from None
+    with prefix_lock(prefix):
         if _is_half_published(prefix):
             _finish([prefix], _flush_folders)
         _withdraw([prefix])
@@ -176,10 +209,7 @@ def building(prefix: str) -> Iterator[Temporaries]:
 
 def remove_leftovers(prefix: str) -> None:
     """Removes the temporaries of a builder that died, unless another one is at work."""
-    with (
-        contextlib.suppress(OSError),
-        writers_lock(prefix + LOCK, *_paths(prefix), dolma_path(prefix), limit=0),
-    ):
+    with contextlib.suppress(OSError, MillraceError), prefix_lock(prefix):
         pass
 
 

@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
+import importlib
 import operator
 import os
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
-from typing import Any, BinaryIO, SupportsIndex, overload
+from typing import TYPE_CHECKING, Any, BinaryIO, SupportsIndex, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from millrace import _native
-from millrace.checks import absolute_path, one_path, whole, whole_numbers
+from millrace.checks import one_path, whole, whole_numbers
 from millrace.errors import ConfigError, DataError
-from millrace.files import blake2b, checksum, file_identity
+from millrace.files import blake2b, checksum
+from millrace.storage import Access, BinReader, Storage, storage_of
+from millrace.storage.local import identity_of
+from millrace.storage.protocol import bytes_in_memory, copied
 from millrace.store import layout
-from millrace.store.bytes import (
-    Access,
-    BinReader,
-    bytes_in_memory,
-    copied,
-    gather_in_turn,
-    open_bin,
-)
 from millrace.store.info import Info, read_info
-from millrace.store.origins import Origin, Origins, OriginsFile, has_origins
 from millrace.store.publish import bin_path, open_pair
 
 _CHUNK = 1024  # sequences that iteration reads at a time
@@ -43,7 +37,8 @@ class IndexedDataset:
         prefix: Path of the pair, without `.bin` or `.idx`.
         access: How the `.bin` is read: "mmap" (reads are views, without copying) or "file"
             (positioned reads, for file systems where mapping hurts).
-        bin_reader: Source of the bytes of the `.bin`, if it is not a file. The index always is one.
+        bin_reader: Source of the bytes of the `.bin`, if it is not a file of the storage.
+        storage: Where the files are; None: in the file system.
 
     Attributes:
         prefix: The path prefix, str.
@@ -87,50 +82,59 @@ class IndexedDataset:
         *,
         access: Access = "mmap",
         bin_reader: BinReader | None = None,
+        storage: Storage | None = None,
     ) -> None:
         self.prefix = one_path("prefix", prefix)
-        self._options = {"access": access, "bin_reader": bin_reader}
-        files = open_pair(self.prefix, has_bin=bin_reader is None)
-        with files[0], files[-1]:  # one file twice, if there is no .bin to open
-            index = layout.IndexFile(self.prefix, files[-1])
-            self.header = index.header
-            self._index = _native.map_file(files[-1].fileno(), self.header.size)
-            self._files = [file_identity(file) for file in files]
-            self._absolute_prefix = absolute_path(self.prefix)
-            self.reader = open_bin(files[0], access) if bin_reader is None else bin_reader
-            self._check_ends(index)
+        self._options: dict[str, Any] = {
+            "access": access,
+            "bin_reader": bin_reader,
+            "storage": storage,
+        }
+        data, index = open_pair(
+            self.prefix,
+            access if bin_reader is None else None,
+            index_access="mmap",
+            storage=self.storage,
+        )
+        index_file = layout.IndexFile(self.prefix, index)
+        self.header = index_file.header
         self.dtype = self.header.dtype
+        reader = bin_reader if data is None else data
+        assert reader is not None
+        self.reader: BinReader = reader
+        self._identities = [None if data is None else data.identity, index.identity]
+        self._check_ends(index_file)
+        content = bytes_in_memory(index)
+        self._index = index.read(0, index.size) if content is None else content
         self.sequence_lengths: NDArray[np.int32] = self._column("lengths")
         self.sequence_pointers: NDArray[np.int64] = self._column("pointers")
         self.document_indices: NDArray[np.int64] = self._column("documents")
         self.sequence_modes: NDArray[np.int8] | None = (
             self._column("modes") if self.header.has_modes else None
         )
-        # All tokens as one array, if they are in memory, and its sequences as views.
-        self._bytes = bytes_in_memory(self.reader)
+        # All tokens as one array, if they are in memory.
         self._tokens: NDArray[Any] | None = None
-        self._views: _native.SequenceViews | None = None
-        if self._bytes is not None:
-            size = len(self._bytes) - len(self._bytes) % self.dtype.itemsize
-            self._tokens = self._bytes[:size].view(self.dtype)
-            self._views = _native.SequenceViews(
-                self._tokens, self.sequence_pointers, self.sequence_lengths
-            )
+        data_bytes = bytes_in_memory(reader)
+        if data_bytes is not None:
+            size = len(data_bytes) - len(data_bytes) % self.dtype.itemsize
+            self._tokens = data_bytes[:size].view(self.dtype)
 
     def _column(self, name: str) -> NDArray[Any]:
         column = self.header.columns[name]
         return np.frombuffer(self._index, column.dtype, column.length, column.offset)
 
     def _check_ends(self, index: layout.IndexFile) -> None:
-        """Checks the first and last entries: read, as the map may be cut short at this moment."""
+        """Checks the first and last entries."""
         if problem := index.document_ends_problem():
             raise DataError(f"{problem}. {layout.WRITE_AGAIN}")
         end, last = 0, len(self) - 1
         if last >= 0:
             start, length = index.entry("pointers", 0), index.entry("lengths", last)
             end = index.entry("pointers", last) + length * self.header.dtype.itemsize
-            problem = f"the first sequence starts at byte {start}, not at 0" if start != 0 else ""
-            if length < 0:
+            problem = None
+            if start != 0:
+                problem = f"the first sequence starts at byte {start}, not at 0"
+            elif length < 0:
                 problem = f"the last sequence has the negative length {length}"
             if problem:
                 raise DataError(f"{index.path}: {problem}. {layout.WRITE_AGAIN}")
@@ -142,6 +146,11 @@ class IndexedDataset:
     def __len__(self) -> int:
         """The number of sequences."""
         return self.header.num_sequences
+
+    @property
+    def storage(self) -> Storage:
+        """The storage that the files are in."""
+        return storage_of(self.prefix, self._options["storage"])
 
     @property
     def num_documents(self) -> int:
@@ -224,27 +233,23 @@ class IndexedDataset:
     def __getitem__(self, index: slice | NDArray[Any] | list[int]) -> list[NDArray[Any]]: ...
     def __getitem__(self, index: Any) -> NDArray[Any] | list[NDArray[Any]]:
         """A sequence's tokens, [length] of `dtype`; a list of them for a slice, list or array."""
-        if self._views is not None:
-            try:  # not contextlib.suppress: it would take longer than the read
-                return self._views.one(index)
-            except (TypeError, ValueError):
-                pass
-        # Not a number, a file that is not mapped, or a damaged index: the rest names the damage.
         if isinstance(index, slice):
-            return self._slice(*index.indices(len(self)))
+            return self._slice(np.arange(*index.indices(len(self))))
         if isinstance(index, (np.ndarray, list)) and np.ndim(index) == 1:
             flat, offsets = self.read(index)
-            return _cut(flat, offsets)
+            return _cut(flat, offsets[:-1], offsets[1:])
         number = self._number("sequence", index, len(self))
         return self._read(number, 0, self.sequence_lengths.item(number))
 
-    def _slice(self, start: int, stop: int, step: int) -> list[NDArray[Any]]:
-        # Not in `__getitem__`: variables shared with a comprehension make it slower by a quarter.
-        if self._views is not None:
-            with contextlib.suppress(ValueError):
-                return self._views.many(start, stop, step)
-            return [self[number] for number in range(start, stop, step)]  # one of them raises
-        return self[np.arange(start, stop, step)]
+    def _slice(self, numbers: NDArray[np.int64]) -> list[NDArray[Any]]:
+        size = self.dtype.itemsize
+        pointers, lengths = self.sequence_pointers[numbers], self.sequence_lengths[numbers]
+        first, rest = np.divmod(pointers, size)
+        if self._tokens is None or np.any(
+            (lengths < 0) | (rest != 0) | (first < 0) | (first > len(self._tokens) - lengths)
+        ):
+            return self[numbers]  # which raises the error of a damaged entry
+        return _cut(self._tokens, first, np.add(first, lengths))
 
     def __iter__(self) -> Iterator[NDArray[Any]]:
         for start in range(0, len(self), _CHUNK):
@@ -278,11 +283,11 @@ class IndexedDataset:
             sequence i is tokens[offsets[i]:offsets[i + 1]].
         """
         ids = whole_numbers("sequence_ids", sequence_ids)
-        data, pointers, lengths = self._bytes, self.sequence_pointers, self.sequence_lengths
+        pointers, lengths = self.sequence_pointers, self.sequence_lengths
         try:
-            if data is not None:
+            if self._tokens is not None:
                 flat, offsets = _native.copy_sequences(
-                    data, pointers, lengths, ids, self.dtype.itemsize
+                    self._tokens.view(np.uint8), pointers, lengths, ids, self.dtype.itemsize
                 )
                 return flat.view(self.dtype), offsets
             counts = lengths[ids].astype(np.int64)
@@ -314,6 +319,9 @@ class IndexedDataset:
                 f".bin of {self.reader.size} bytes"
             )
             raise layout.index_damage(self.prefix, problem)
+        first, rest = divmod(byte_offset, self.dtype.itemsize)
+        if self._tokens is not None and rest == 0:
+            return self._tokens[first : first + count]
         return self.reader.read(byte_offset, num_bytes).view(self.dtype)
 
     # ---- identity ----
@@ -338,31 +346,28 @@ class IndexedDataset:
 
     def info(self) -> Info | None:
         """The sidecar's checksums and provenance; None if there is no sidecar."""
-        return read_info(self.prefix)
+        return read_info(self.prefix, self.storage)
 
     @cached_property
-    def origins_file(self) -> OriginsFile | None:
-        """The sidecar of origins; None if there is none."""
-        if not has_origins(self.prefix):  # else the fingerprint would cost reads for nothing
-            return None
-        return OriginsFile(self.prefix, self.fingerprint, self.num_documents)
+    def origins_file(self) -> Any:
+        """The `provenance.OriginsFile` of the pair; None if it has no sidecar of origins."""
+        # That room lies above this one; it is asked for what a user asks this class for.
+        provenance = importlib.import_module("millrace.provenance")
+        return provenance.origins_file(self)
 
-    def origin(self, document: SupportsIndex) -> Origin | None:
-        """Where a document came from; None if the pair has no sidecar of origins.
+    def origin(self, document: SupportsIndex) -> Any:
+        """Where a document came from, an `Origin`; None if the pair has no sidecar of origins.
 
         Raises:
             DataError: If the sidecar is damaged, or of other token files.
             ConfigError: If there is a sidecar, and pyarrow is not installed.
         """
         number = self._number("document", document, self.num_documents)
-        origins = self.origins(number, number + 1)
-        if origins is None:
-            return None
-        sources, _, lines, byte_offsets, ids = origins
-        return Origin(sources[0], int(lines[0]), int(byte_offsets[0]), ids[0])
+        file = self.origins_file
+        return None if file is None else file.origin(number)
 
-    def origins(self, start: int = 0, stop: int | None = None) -> Origins | None:
-        """Where documents [start, stop) came from; None if the pair has no sidecar of origins.
+    def origins(self, start: int = 0, stop: int | None = None) -> Any:
+        """Where documents [start, stop) came from, as `Origins`; None if the pair has no sidecar.
 
         Args:
             stop: End of the range; None: the number of documents.
@@ -379,12 +384,10 @@ class IndexedDataset:
         return None if self.origins_file is None else self.origins_file.read(first, end)
 
     def reopen_bin(self) -> BinaryIO | None:
-        """The `.bin` as a file; None if it is not a file, or was replaced."""
-        if self._options["bin_reader"] is not None:
-            return None
+        """The `.bin` as a file of the system; None if it is not one, or was replaced."""
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
             file = stack.enter_context(open(bin_path(self.prefix), "rb", buffering=0))
-            if file_identity(file) == self._files[0]:
+            if identity_of(file) == self._identities[0]:
                 stack.pop_all()
                 return file
         return None
@@ -396,12 +399,14 @@ class IndexedDataset:
 
         Without it, that happens when the dataset and its last array are gone.
         """
-        names = "prefix", "dtype", "header", "_files", "_absolute_prefix"
-        kept = {name: vars(self)[name] for name in names}
-        # Only closed datasets have a `__getattr__`: it makes each access slower by a third.
-        members = {"__getattr__": _raise_closed, "close": lambda self: None}
-        self.__class__ = type(type(self).__name__, (type(self),), members)
-        self.__dict__ = kept
+        self.__dict__ = {name: vars(self)[name] for name in ("prefix", "header", "_identities")}
+
+    if not TYPE_CHECKING:  # a type checker would take it for an attribute of any name
+
+        def __getattr__(self, name: str) -> Any:
+            if "header" in vars(self) and "_index" not in vars(self):
+                raise ConfigError(f"{self.prefix} is closed; open it again")
+            raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
 
     def __enter__(self) -> IndexedDataset:
         return self
@@ -414,12 +419,12 @@ class IndexedDataset:
 
     def identity(self) -> tuple[Any, ...]:
         """Plain values that tell these data from others, for `check_identity`."""
-        return self._files, self.fingerprint, self.lengths_checksum
+        return tuple(self._identities), self.fingerprint, self.lengths_checksum
 
     def check_identity(self, pickled: tuple[Any, ...]) -> None:
         """Raises DataError if these data have another identity than a pickled dataset."""
         # The same files, or (on another machine, or after a copy) the same content.
-        if self._files != pickled[0] and self.identity()[1:] != pickled[1:]:
+        if tuple(self._identities) != pickled[0] and self.identity()[1:] != pickled[1:]:
             raise DataError(
                 f"{self.prefix}.bin/.idx hold other data than the dataset that was pickled: they "
                 "were replaced since. Open the dataset anew, and pickle that one"
@@ -430,19 +435,6 @@ class IndexedDataset:
             f"IndexedDataset({self.prefix!r}: {self.num_documents:,} documents, "
             f"{len(self):,} sequences, {self.num_tokens:,} tokens, {self.dtype})"
         )
-
-
-def fingerprint_of(idx: BinaryIO, bin_: BinaryIO) -> str:
-    """The fingerprint of a pair (see `IndexedDataset.fingerprint`), by its open files."""
-    index, data = (
-        (os.fstat(file.fileno()).st_size, partial(gather_in_turn, partial(_read_bytes, file)))
-        for file in (idx, bin_)
-    )
-    return _fingerprint(index, data)
-
-
-def _read_bytes(file: BinaryIO, byte_offset: int, num_bytes: int) -> NDArray[np.uint8]:
-    return np.frombuffer(os.pread(file.fileno(), num_bytes, byte_offset), np.uint8)
 
 
 def _fingerprint(*files: tuple[int, Callable[..., NDArray[np.uint8]]]) -> str:
@@ -457,8 +449,10 @@ def _fingerprint(*files: tuple[int, Callable[..., NDArray[np.uint8]]]) -> str:
     return digest.hexdigest()
 
 
-def _cut(flat: NDArray[Any], offsets: NDArray[np.int64]) -> list[NDArray[Any]]:
-    return [flat[start:stop] for start, stop in itertools.pairwise(offsets.tolist())]
+def _cut(
+    flat: NDArray[Any], starts: NDArray[np.int64], ends: NDArray[np.int64]
+) -> list[NDArray[Any]]:
+    return [flat[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
 
 
 def _open_same(
@@ -468,7 +462,3 @@ def _open_same(
     dataset = kind(prefix, **options)
     dataset.check_identity(pickled)
     return dataset
-
-
-def _raise_closed(dataset: IndexedDataset, name: str) -> Any:
-    raise ConfigError(f"{dataset.prefix} is closed; open it again")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -11,7 +10,7 @@ from numpy.typing import NDArray
 
 from millrace.deferred import Deferred
 from millrace.errors import DataError
-from millrace.store.bytes import Access
+from millrace.storage import Access, storage_of
 from millrace.store.publish import bin_path, idx_path
 from millrace.store.reader import IndexedDataset
 
@@ -42,16 +41,16 @@ class TokenFileRecord:
         """Whether the files have the sizes and modification times of the record."""
         return _sizes_and_times(self.prefix) == (self.sizes, self.times)
 
-    def change(self) -> str:
-        """What is not as the record says, by sizes and times, else by content; empty if all is."""
+    def change(self) -> str | None:
+        """What is not as the record says, by sizes and times, else by content."""
         if self.has_same_times():
-            return ""
+            return None
         try:
             present = TokenFile.open(self.prefix).record
         except DataError as error:
             return f"{self.prefix} is gone or damaged: {error}"
         if replace(present, times=self.times) == self:
-            return ""
+            return None
         return f"{self.prefix} is not what it was: other tokens or documents are there now"
 
 
@@ -127,8 +126,9 @@ def _open_unchanged(record: TokenFileRecord, access: Access) -> IndexedDataset:
 
 
 def _sizes_and_times(prefix: str) -> tuple[tuple[int, int], tuple[int, int]]:
+    storage = storage_of(prefix)
     try:
-        data, index = os.stat(bin_path(prefix)), os.stat(idx_path(prefix))
+        data, index = storage.stat(bin_path(prefix)), storage.stat(idx_path(prefix))
     except FileNotFoundError:
         return (0, 0), (0, 0)  # missing, or published halfway, which opening it tells apart
-    return (data.st_size, index.st_size), (data.st_mtime_ns, index.st_mtime_ns)
+    return (data.size, index.size), (data.time, index.time)

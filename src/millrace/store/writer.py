@@ -17,12 +17,11 @@ from millrace.errors import ConfigError, DataError
 from millrace.files import flush_to_disk, naming
 from millrace.forks import watch_forks
 from millrace.interrupts import interrupts_held
-from millrace.store.bytes import copied
-from millrace.store.info import BlockHasher, Checksums, Info
+from millrace.storage.protocol import copied
+from millrace.store.info import BlockHasher, Info
 from millrace.store.layout import Header
-from millrace.store.origins import OriginsFile, OriginsWriter, make_table, with_first_lines
 from millrace.store.publish import bin_path, building
-from millrace.store.reader import IndexedDataset, fingerprint_of
+from millrace.store.reader import IndexedDataset
 
 _BUFFER_SIZE = 1 << 20  # bytes of tokens that are gathered before they are written
 _CHUNK = 1 << 19  # tokens of an array that are checked at a time
@@ -64,8 +63,6 @@ class PairWriter:
         self._num_bytes = 0  # bytes of tokens that were written, without those in the buffer
         self._hasher = BlockHasher() if checksums else None
         self.durable = durable
-        self._origins: OriginsWriter | None = None
-        self._has_gaps = False  # documents of an index without origins were added
         self._columns = [_Entries(column, folder) for column in ("<i4", "<i8", "<i1")]
         self._lengths, self._documents, self._modes = self._columns
         self._documents.extend(np.zeros(1, np.int64))
@@ -153,8 +150,6 @@ class PairWriter:
             self.buffer.is_busy = True
             self._drop.detach()
             self._data.close()
-            if self._origins is not None:
-                self._origins.close()
 
     # ---- tokens and entries ----
 
@@ -218,47 +213,6 @@ class PairWriter:
             ends = other.document_indices[start : min(start + LIMIT, documents[1] + 1)]
             self._documents.extend(copied(ends) + (self.buffer.num_sequences - sequences[0]))
 
-    # ---- origins ----
-
-    @property
-    def num_origins(self) -> int:
-        """Number of documents whose origins were added."""
-        return 0 if self._origins is None else self._origins.num_rows
-
-    def add_origins(self, table: Any) -> None:
-        """Appends the origins of the next documents without any."""
-        if self._origins is None:
-            self._origins = OriginsWriter(self.temporaries.origins)
-            self._resources.callback(self._origins.close)
-        self._origins.add(table)
-
-    def check_origins(self) -> bool:
-        """Whether all documents so far have their origins; a ConfigError if only some were added.
-
-        Documents of an index without origins are a gap: then no sidecar is written.
-        """
-        num_origins, num_documents = self.num_origins, self.buffer.num_documents
-        if num_origins not in (0, num_documents) and not self._has_gaps:
-            raise ConfigError(
-                f"{self.prefix} has {num_documents} documents, and the origins of {num_origins} "
-                "were added; add one for each document, or none"
-            )
-        return num_origins == num_documents
-
-    def copy_origins(
-        self,
-        other: OriginsFile | None,
-        documents: tuple[int, int],
-        first_lines: Mapping[str, int] | None,
-    ) -> None:
-        """Appends the origins of documents [start, stop) of another index."""
-        if other is None or not self.check_origins():
-            self._has_gaps = True
-            return
-        self.add_origins(make_table([], [], [], [], None))
-        for table in other.tables(*documents):
-            self.add_origins(table if first_lines is None else with_first_lines(table, first_lines))
-
     # ---- the end ----
 
     def write_files(self) -> None:
@@ -292,28 +246,15 @@ class PairWriter:
                 f"{self.prefix}: {size} bytes of index were written for {header.num_sequences} "
                 f"sequences and {self.buffer.num_documents} documents. Nothing is published"
             )
-        origins = self._write_origins()
         if self._hasher is not None or self.provenance is not None:
             info = Info(
                 provenance=dict(self.provenance or {}),
                 bin=None if self._hasher is None else self._hasher.finish(),
                 idx=None if index_hasher is None else index_hasher.finish(),
-                origins=None if self._hasher is None else origins,
             )
             with open(self.temporaries.info, "wb") as sidecar:
                 sidecar.write(info.to_json().encode())
                 self._flush_to_disk(sidecar)
-
-    def _write_origins(self) -> Checksums | None:
-        """Ends the sidecar of origins; None, and no file, if not all documents have theirs."""
-        if self._origins is None:
-            return None
-        if not self.check_origins():
-            self._origins.discard()
-            return None
-        with open(self.temporaries.idx, "rb") as idx, open(self.temporaries.bin, "rb") as data:
-            fingerprint = fingerprint_of(idx, data)
-        return self._origins.finish(fingerprint, durable=self.durable)
 
     def _flush_to_disk(self, file: BinaryIO) -> None:
         if self.durable:

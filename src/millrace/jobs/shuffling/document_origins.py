@@ -10,19 +10,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
 from millrace.errors import DataError
-from millrace.files import atomic_file, temporary_name
+from millrace.files import atomic_file
 from millrace.jobs.shuffling.row_tables import Table, new_table
 from millrace.jobs.shuffling.token_files import TokenFile
+from millrace.provenance import Origins, OriginsWriter
 from millrace.ragged import Numbers
 from millrace.store import IndexedDataset
-from millrace.store.origins import Origins, OriginsWriter, make_table
-from millrace.store.publish import bin_path, idx_path, origins_path
-from millrace.store.reader import fingerprint_of
 
 _DOCUMENTS = 1 << 16  # documents whose origins are copied at a time: a row group of the sidecar
 
@@ -77,21 +74,12 @@ class DocumentOrigins:
         """
         with open(self._sources_path, "rb") as file:
             sources: list[str] = json.load(file)
-        path = origins_path(prefix)
-        writer = OriginsWriter(temporary := temporary_name(path))
-        try:
+        with OriginsWriter(prefix, durable=False) as writer:
             for numbers in documents:
-                writer.add(self._read(numbers, sources))
-            with open(idx_path(prefix), "rb") as index, open(bin_path(prefix), "rb") as data:
-                fingerprint = fingerprint_of(index, data)
-            writer.finish(fingerprint, durable=False)
-            os.rename(temporary, path)
-        except BaseException:
-            writer.discard()
-            raise
+                writer.add(*self._read(numbers, sources))
 
-    def _read(self, documents: Numbers, sources: list[str]) -> Any:
-        """The origins of some documents, as a table for `OriginsWriter`."""
+    def _read(self, documents: Numbers, sources: list[str]) -> Origins:
+        """The origins of some documents."""
         rows = self._table.windows(documents, 1)[:, 0]
         sizes = np.maximum(rows["id_size"], 0).astype(np.int64)
         data = self._ids.ranges(rows["id_start"].astype(np.int64), sizes).tobytes()
@@ -102,7 +90,7 @@ class DocumentOrigins:
         ]
         numbers, places = np.unique(rows["source"], return_inverse=True)
         names = [sources[number] for number in numbers.tolist()]
-        return make_table(names, places, rows["line"], rows["byte_offset"], ids)
+        return Origins(names, places.astype(np.int32), rows["line"], rows["byte_offset"], ids)
 
 
 def _origins_of(files: Sequence[TokenFile]) -> Iterator[Origins]:

@@ -18,8 +18,8 @@ from millrace.errors import ConfigError, DataError
 from millrace.files import files_below
 from millrace.jobs.shuffling.token_files import DTYPES, TokenFile, open_token_file, read_errors_of
 from millrace.names import BESIDE_TOKENS, JOURNAL
+from millrace.provenance import common_tokenizer, read_tokenizer, tokenizer_conflict
 from millrace.store.publish import bin_path, idx_path, paths_to_read
-from millrace.store.tokenizers import common_tokenizer, read_tokenizer, tokenizer_conflict
 from millrace.text import read_input_list as read_lines
 
 Inputs = str | os.PathLike[str] | Sequence[tuple[float, str | os.PathLike[str]]]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from millrace.errors import DataError
 from millrace.jobs.shuffling.token_files import TokenFile
+from millrace.storage import StoredFile
 from millrace.store import layout
 from millrace.store.publish import open_pair
 
@@ -40,22 +40,21 @@ def open_index(file: TokenFile) -> Iterator[Index]:
         DataError: A pair that is damaged, or has changed since it was found.
     """
     assert file.prefix is not None
-    with contextlib.ExitStack() as stack:
-        data, index = map(stack.enter_context, open_pair(file.prefix))
-        status = os.fstat(data.fileno())
-        times = os.fstat(index.fileno()).st_mtime_ns, status.st_mtime_ns
-        if times != (file.index_mtime_ns, file.mtime_ns) or status.st_size != file.size:
-            raise DataError(
-                f"{file.prefix}.bin/.idx changed while the job began; leave the input as it is "
-                "until the job has ended, and run the same command again"
-            )
-        yield Index(file.prefix, index)
+    data, index = open_pair(file.prefix)
+    assert data is not None
+    times = index.identity.time, data.identity.time
+    if times != (file.index_mtime_ns, file.mtime_ns) or data.size != file.size:
+        raise DataError(
+            f"{file.prefix}.bin/.idx changed while the job began; leave the input as it is until "
+            "the job has ended, and run the same command again"
+        )
+    yield Index(file.prefix, index)
 
 
 class Index:
     """The open index of an indexed dataset; see `open_index`."""
 
-    def __init__(self, prefix: str, file: BinaryIO) -> None:
+    def __init__(self, prefix: str, file: StoredFile) -> None:
         self._prefix = prefix
         self._index = layout.IndexFile(prefix, file)
 

@@ -28,7 +28,7 @@ from millrace.files import fsync_folder, naming, sum_of, temporaries_of
 from millrace.interrupts import interruptible
 from millrace.jobs.engine import Journal
 from millrace.jobs.shuffling.shard_work import SHARD
-from millrace.store.shards import (
+from millrace.shards.metadata import (
     JOURNAL,
     METADATA,
     ShardsMetadata,

@@ -41,8 +41,7 @@ from millrace.jobs.shuffling.shuffle_options import (
 )
 from millrace.jobs.shuffling.whole_documents import DocumentItems
 from millrace.ragged import even_sizes, starts_of
-from millrace.store import IndexedDataset
-from millrace.store.shards import (
+from millrace.shards.metadata import (
     DOCUMENTS,
     JOURNAL,
     SEQUENCES,
@@ -52,6 +51,7 @@ from millrace.store.shards import (
     read_metadata,
     shard_prefix,
 )
+from millrace.store import IndexedDataset
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,11 +20,11 @@ from millrace.jobs.shuffling.domains import Input, Inputs, find_domains
 from millrace.jobs.shuffling.file_pieces import read_files
 from millrace.jobs.shuffling.shuffle_items import ItemsAt, contents_of
 from millrace.jobs.shuffling.weights import WeightedUnits
+from millrace.provenance import has_origins
 from millrace.ragged import Numbers, starts_of
 from millrace.store.index_writer import write_index
 from millrace.store.info import Info
 from millrace.store.layout import Header
-from millrace.store.origins import has_origins
 from millrace.store.publish import idx_path, info_path, origins_path
 
 _BLOCK = 1 << 13  # documents that are read, or whose entries are written, at a time

@@ -14,12 +14,12 @@ from millrace.jobs.tokenizing import plan
 from millrace.jobs.tokenizing.output import Output
 from millrace.jobs.tokenizing.task import Settings
 from millrace.store.info import read_info
-from millrace.store.publish import dolma_path, files_of
+from millrace.store.publish import files_of
 from millrace.text import InputFile, SentenceSplitter, Tokenizer, check_keys, find_inputs
 
 ON_ERROR = "stop", "skip", "quarantine"
 ON_UNKNOWN = "keep", "reject"
-PROVENANCE = "parquet", "csv.gz", "both", "none"
+PROVENANCE = "parquet", "none"
 ENGINES = "local", "ray"
 
 _LISTED_INPUTS = 1_000  # in the sidecar
@@ -337,11 +337,7 @@ def _check_outputs(
     shard: tuple[int, int] | None,
 ) -> None:
     prefixes = list(prefixes)
-    outputs = {
-        os.path.realpath(path)
-        for prefix in prefixes
-        for path in (*files_of(prefix), dolma_path(prefix))
-    }
+    outputs = {os.path.realpath(path) for prefix in prefixes for path in files_of(prefix)}
     outputs.add(os.path.realpath(quarantine))
     if os.path.isdir(quarantine):
         raise ConfigError(f"{quarantine} is a folder; remove it, or give another prefix")

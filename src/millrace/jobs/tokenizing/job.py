@@ -29,9 +29,9 @@ from millrace.jobs.tokenizing.arguments import (
 from millrace.jobs.tokenizing.output import Output
 from millrace.jobs.tokenizing.run import TaskRun
 from millrace.jobs.tokenizing.task import Settings
-from millrace.store import IndexedDatasetBuilder, finalize_together, write_dolma
-from millrace.store.origins import has_pyarrow
-from millrace.store.publish import LOCK, dolma_path, idx_path, origins_path, remove_leftovers
+from millrace.provenance.origins import has_pyarrow
+from millrace.store import IndexedDatasetBuilder, finalize_together
+from millrace.store.publish import LOCK, idx_path, remove_leftovers
 from millrace.text import (
     InputFile,
     SentenceSplitter,
@@ -146,8 +146,7 @@ def tokenize(
             two also apply to empty texts, which Megatron-LM makes empty documents.
         check_rate: Share of documents that are compared with the reference library during the job.
         checksums: Whether to write a sidecar with checksums for each pair.
-        provenance: Sidecars with the origin of each document: "parquet", "csv.gz" (dolma's
-            format), "both" or "none".
+        provenance: Sidecar with the origin of each document: "parquet" or "none".
         shard: (number, count): this job is one of several, each with a prefix of its own;
             merging their outputs in order gives the output of one job.
         engine: Where tasks run: "local" in worker processes, "ray" on a Ray cluster.
@@ -323,23 +322,17 @@ def _publish(
     builders: Sequence[IndexedDatasetBuilder], output: Output, arguments: Arguments
 ) -> None:
     """Gives all files their names, and removes those of an earlier job that this one lacks."""
-    prefixes = list(arguments.prefixes.values())
     if arguments.checksums:
         for builder, key in zip(builders, arguments.prefixes, strict=True):
             builder.add_provenance(provenance_of(arguments, key, output))
-    for path in map(dolma_path, prefixes):
-        _remove(path)
     if output.quarantine is not None and output.num_rejects:
         flush_to_disk(output.quarantine)
         os.replace(output.quarantine.name, arguments.quarantine)
     else:
         _remove(arguments.quarantine)
     finalize_together(builders)
-    for prefix in prefixes if arguments.provenance in ("csv.gz", "both") else ():
-        with interruptible():
-            write_dolma(prefix)
-        if arguments.provenance == "csv.gz":
-            os.unlink(origins_path(prefix))
+    for writer in output.origins:
+        writer.publish()
 
 
 def _remove(path: str) -> None:

@@ -21,6 +21,7 @@ from millrace.jobs.tokenizing.task import (
     prefix_of,
     reject_stems,
 )
+from millrace.provenance import OriginsWriter
 from millrace.store import IndexedDatasetBuilder
 from millrace.text import Part
 
@@ -58,6 +59,7 @@ class Output:
         num_documents, num_bytes, num_rejects: Counts of what was appended.
         num_tokens: Number of tokens of each key.
         quarantine: File of the rejected lines, or None.
+        origins: Writers of the sidecars of origins, one for each key, or none.
         rejects: The first rejected lines: file, line and reason.
     """
 
@@ -70,7 +72,8 @@ class Output:
         quarantine: BinaryIO | None,
     ) -> None:
         self._builders = builders
-        self._num_partitions, self._has_origins = num_partitions, has_origins
+        self._num_partitions = num_partitions
+        self.origins = [OriginsWriter(one.prefix) for one in builders] if has_origins else []
         self.quarantine = quarantine
         self._next_line: tuple[str, int] | None = None  # and the source, of the last part
         self._tasks: list[_Task] = []
@@ -118,11 +121,11 @@ class Output:
     def _copy(self, task: _Task, group: int) -> None:
         """Appends the documents whose number in the task is `group` modulo the partitions."""
         for key, builder in enumerate(self._builders):
-            builder.add_index(prefix_of(task.folder, task.record, key, group), origins=False)
-        if self._has_origins:
+            builder.add_index(prefix_of(task.folder, task.record, key, group))
+        if self.origins:
             for origins in _read_origins(task, group):
-                for builder in self._builders:
-                    builder.add_origins(**origins)
+                for writer in self.origins:
+                    writer.add(**origins)
 
     def _append_rejects(
         self, folder: str, record: dict[str, Any], parts: Sequence[Part], first_lines: list[int]
@@ -175,7 +178,7 @@ def _pieces(file: BinaryIO, size: int) -> Iterator[bytes]:
 
 
 def _read_origins(task: _Task, group: int) -> Iterator[dict[str, Any]]:
-    """The arguments of `IndexedDatasetBuilder.add_origins` for a group of a task's documents."""
+    """The arguments of `OriginsWriter.add` for a group of a task's documents."""
     stem = os.path.join(task.folder, task.record["stem"])
     first_lines = np.array(task.first_lines, np.int64)
     with open(stem + ".origins", "rb") as rows_file, open(stem + ".ids", "rb") as ids_file:

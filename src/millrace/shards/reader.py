@@ -11,12 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace import _native
-from millrace.checks import absolute_path, one_path
+from millrace.checks import one_path
 from millrace.errors import ConfigError, DataError
-from millrace.files import blake2b, checksum, file_identity
+from millrace.files import blake2b, checksum
 from millrace.ragged import equal_runs
-from millrace.store.bytes import Access, BinReader, Bytes, bytes_in_memory, open_bin
-from millrace.store.shards import bin_paths, read_metadata, shard_prefix, shard_problem
+from millrace.shards.metadata import bin_paths, read_metadata, shard_prefix, shard_problem
+from millrace.storage import Access, BinReader, Bytes, Storage, StoredFile, storage_of
+from millrace.storage.protocol import bytes_in_memory
 
 _FINGERPRINT_SEQUENCES = 256
 _FINGERPRINT_BYTES = 4096  # of each of them, at most
@@ -33,6 +34,7 @@ class Shards:
         folder: Folder of the shards, with `metadata.json`.
         access: How the shards are read: "mmap", or "file" (positioned reads).
         dtype: Dtype of the tokens, for metadata that do not say it; None: uint32.
+        storage: Where the folder is; None: in the file system.
 
     Attributes:
         prefix: The folder, str.
@@ -51,9 +53,11 @@ class Shards:
         *,
         access: Access = "mmap",
         dtype: str | None = None,
+        storage: Storage | None = None,
     ) -> None:
         self.prefix = one_path("folder", folder)
-        self.metadata = read_metadata(self.prefix, dtype=dtype)
+        storage = storage_of(self.prefix, storage)
+        self.metadata = read_metadata(self.prefix, dtype=dtype, storage=storage)
         if self.metadata.has_documents:
             raise ConfigError(
                 f"{self.prefix} holds {self.metadata.num_items} documents of different lengths "
@@ -61,28 +65,23 @@ class Shards:
                 f"datasets: IndexedDataset({shard_prefix(self.prefix, 0)!r}), ..., for example as "
                 "a blend of GPT datasets"
             )
-        self._options: dict[str, Any] = {"access": access, "dtype": dtype}
+        self._options: dict[str, Any] = {"access": access, "dtype": dtype, "storage": storage}
         self.dtype = self.metadata.token_dtype
-        self._files: list[tuple[str, tuple[int, ...]]] = []
-        readers = []
+        readers: list[StoredFile] = []
         for number, path in enumerate(bin_paths(self.prefix, self.metadata)):
-            readers.append(self._open(path, access))
+            try:
+                readers.append(storage.open(path, access))
+            except FileNotFoundError:
+                raise DataError(f"{path} was removed while it was opened: restore it") from None
             size = self.metadata.shard_sizes[number] * self.metadata.sequence_bytes
             if readers[-1].size != size:  # replaced since the metadata were compared
                 raise DataError(
-                    shard_problem(self.prefix, self.metadata, number)
+                    shard_problem(self.prefix, self.metadata, number, storage)
                     or f"{path} was replaced while it was opened: open the folder again"
                 )
+        self._identities = [reader.identity for reader in readers]
         self.reader = ShardReader(readers)
         self._tokens = [bytes_in_memory(reader) for reader in readers]
-
-    def _open(self, path: str, access: Access) -> BinReader:
-        try:
-            with open(path, "rb", buffering=0) as file:
-                self._files.append((absolute_path(path), file_identity(file)))
-                return open_bin(file, access)
-        except FileNotFoundError:
-            raise DataError(f"{path} was removed while it was opened: restore it") from None
 
     def __len__(self) -> int:
         """The number of sequences."""
@@ -162,7 +161,7 @@ class Shards:
 
     def _identity(self) -> tuple[Any, ...]:
         """Plain values that are equal if the files are the same and are read in the same way."""
-        return self._files, self.metadata.shard_sizes, self.sequence_length, str(self.dtype)
+        return self._identities, self.metadata.shard_sizes, self.sequence_length, str(self.dtype)
 
     def __repr__(self) -> str:
         return (

@@ -7,8 +7,8 @@ A Parquet file with one row per document, in their order, which any Parquet read
     byte_offset  int64            where the line starts in the decompressed file; -1: not known
     id           string or null   the document's id
 
-A sidecar has a row for every document, or it is not written. Its metadata hold the fingerprint of
-the pair, so that a sidecar is never taken for another pair's. Row groups are cut after a fixed
+A sidecar has a row for every document. It is written when its pair is there; its metadata hold the
+pair's fingerprint, so that it is never taken for another pair's. Row groups are cut after a fixed
 number of rows (or bytes of ids): the bytes do not depend on how the rows were added, and reading
 one row takes one row group. pyarrow is imported when origins are added or read.
 """
@@ -18,28 +18,28 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from millrace.checks import one_path, shown, whole, whole_numbers
+from millrace.checks import absolute_path, one_path, shown, whole_numbers
 from millrace.errors import ConfigError, DataError
-from millrace.files import atomic_file, file_identity, flush_to_disk
-from millrace.store.info import BlockHasher, Checksums
-from millrace.store.publish import dolma_path, origins_path, paths_to_read
-
-if TYPE_CHECKING:
-    from millrace.store.reader import IndexedDataset
+from millrace.files import atomic_file
+from millrace.storage import LOCAL, Storage
+from millrace.storage.protocol import FileStream, exists
+from millrace.store.info import BlockHasher, read_info, write_info
+from millrace.store.publish import origins_path, paths_to_read, prefix_lock
+from millrace.store.reader import IndexedDataset
 
 _GROUP_ROWS = 1 << 16  # rows of a row group: 1 to 3 ms to read
 _GROUP_ID_BYTES = 16 << 20  # bytes of ids after which a row group ends, too
 _VERSION = b"1"
 _VERSION_KEY, _PAIR_KEY = b"millrace.origins", b"millrace.pair"
-_CSV_DOCUMENTS = 1 << 16  # documents whose rows of CSV are made at a time
+_COPY_SIZE = 1 << 20
 _REMEDY = "The tokens are not affected: restore the file, remove it, or write the pair again"
 
 
@@ -60,7 +60,7 @@ class Origin(NamedTuple):
 
 
 class Origins(NamedTuple):
-    """Where some documents came from: the arguments of `IndexedDatasetBuilder.add_origins`.
+    """Where some documents came from: the arguments of `OriginsWriter.add`.
 
     Attributes:
         sources: Paths of source files.
@@ -77,71 +77,25 @@ class Origins(NamedTuple):
     ids: list[str | None]
 
 
-def write_dolma(prefix: str | os.PathLike[str]) -> str:
-    """Writes `PREFIX.csv.gz` as dolma's tokenizer does, from the origins of a pair.
-
-    It has a row for each document, without a header: first token, end of the tokens, id, source
-    and line.
-
-    Returns:
-        The path of the file.
-
-    Raises:
-        ConfigError: A pair without origins.
-        DataError: A damaged pair or sidecar.
-    """
-    from millrace.store.reader import IndexedDataset
-
-    dataset = IndexedDataset(one_path("prefix", prefix))
-    if dataset.origins(0, 0) is None:
-        raise ConfigError(
-            f"{dataset.prefix} has no origins ({origins_path(dataset.prefix)} is missing), and the "
-            "rows are made of them: tokenize the text again"
-        )
-    import csv  # 6 ms, with gzip, that `import millrace` does without
-    import gzip
-
-    path = dolma_path(dataset.prefix)
-    with (
-        atomic_file(path) as file,
-        # Without a name and a time in the header: the same origins give the same bytes.
-        gzip.GzipFile("", "wb", 6, file, mtime=0) as packed,
-        io.TextIOWrapper(packed, encoding="utf-8", newline="") as text,
-    ):
-        writer = csv.writer(text)
-        for start in range(0, dataset.num_documents, _CSV_DOCUMENTS):
-            writer.writerows(_dolma_rows(dataset, start, start + _CSV_DOCUMENTS))
-    return path
-
-
-def _dolma_rows(dataset: IndexedDataset, start: int, stop: int) -> Iterator[tuple[Any, ...]]:
-    stop = min(stop, dataset.num_documents)
-    first, end = dataset.check_documents(start, stop)
-    first_byte, _ = dataset.check_sequences(first, end)
-    entries = dataset.document_indices[start : stop + 1] - first
-    ends = np.zeros(end - first + 1, np.int64)
-    np.cumsum(dataset.sequence_lengths[first:end], out=ends[1:])
-    tokens = (first_byte // dataset.dtype.itemsize + ends[entries]).tolist()
-    origins = dataset.origins(start, stop)
-    assert origins is not None
-    sources = [origins.sources[number] for number in origins.source_numbers.tolist()]
-    spans = itertools.pairwise(tokens)
-    for span, id_, source, line in zip(
-        spans, origins.ids, sources, origins.lines.tolist(), strict=True
-    ):
-        yield *span, id_, source, line
-
-
 # ---- reading ----
+
+
+def has_origins(prefix: str, storage: Storage = LOCAL) -> bool:
+    """Whether a pair has a sidecar."""
+    return exists(storage, paths_to_read(prefix, storage).origins)
+
+
+def origins_file(dataset: IndexedDataset) -> OriginsFile | None:
+    """The sidecar of an open pair; None if it has none."""
+    # Asked first: the fingerprint would cost reads for nothing.
+    return OriginsFile(dataset) if has_origins(dataset.prefix, dataset.storage) else None
 
 
 class OriginsFile:
     """The sidecar of a pair. It is open only while rows are read.
 
     Args:
-        prefix: Path prefix of the pair.
-        fingerprint: The pair's fingerprint.
-        num_documents: Number of documents of the pair.
+        dataset: The pair.
 
     Raises:
         FileNotFoundError: A pair without a sidecar.
@@ -149,21 +103,22 @@ class OriginsFile:
         ConfigError: pyarrow is not installed.
     """
 
-    def __init__(self, prefix: str, fingerprint: str, num_documents: int) -> None:
-        self.path = paths_to_read(prefix).origins
+    def __init__(self, dataset: IndexedDataset) -> None:
+        self._storage = dataset.storage
+        self.path = paths_to_read(dataset.prefix, self._storage).origins
         self._metadata: Any = None
-        with open(self.path, "rb") as file:
-            self._identity = file_identity(file)
-            with self._as_data_error():
-                parquet = self._parquet(file)
-                self._metadata = parquet.metadata
-                pair = _check_format(parquet, self.path)
+        file = self._storage.open(self.path, "file")
+        self._identity = file.identity
+        with self._as_data_error():
+            parquet = self._parquet(file)
+            self._metadata = parquet.metadata
+            pair = _check_format(parquet, self.path)
         num_rows = self._metadata.num_rows
-        if pair != fingerprint.encode() or num_rows != num_documents:
+        if pair != dataset.fingerprint.encode() or num_rows != dataset.num_documents:
             raise DataError(
-                f"{self.path} has {num_rows} rows and is not the sidecar of these {num_documents} "
-                f"documents: other token files were put in their place. Remove it: {prefix} has no "
-                "other record of its origins"
+                f"{self.path} has {num_rows} rows and is not the sidecar of these "
+                f"{dataset.num_documents} documents: other token files were put in their place. "
+                f"Remove it: {dataset.prefix} has no other record of its origins"
             )
         counts = [self._metadata.row_group(n).num_rows for n in range(parquet.num_row_groups)]
         self._ends = np.cumsum([0, *counts])
@@ -172,22 +127,27 @@ class OriginsFile:
         """The rows of documents [start, stop) as pyarrow tables, one for each row group."""
         if start >= stop:
             return
-        with open(self.path, "rb") as file:
-            if file_identity(file) != self._identity:
-                raise DataError(
-                    f"{self.path} was replaced since its pair was opened; open the pair again"
-                )
-            parquet = self._parquet(file)
-            group = int(np.searchsorted(self._ends, start, side="right")) - 1
-            while group < len(self._ends) - 1 and (first := int(self._ends[group])) < stop:
-                with self._as_data_error():
-                    table = parquet.read_row_group(group, use_threads=False)
-                    table.validate(full=True)
-                if len(table) != self._ends[group + 1] - first:
-                    raise DataError(f"{self.path} is damaged in row group {group}. {_REMEDY}")
-                low, high = max(start - first, 0), min(stop - first, len(table))
-                yield table.slice(low, high - low)
-                group += 1
+        file = self._storage.open(self.path, "file")
+        if file.identity != self._identity:
+            raise DataError(
+                f"{self.path} was replaced since its pair was opened; open the pair again"
+            )
+        parquet = self._parquet(file)
+        group = int(np.searchsorted(self._ends, start, side="right")) - 1
+        while group < len(self._ends) - 1 and (first := int(self._ends[group])) < stop:
+            with self._as_data_error():
+                table = parquet.read_row_group(group, use_threads=False)
+                table.validate(full=True)
+            if len(table) != self._ends[group + 1] - first:
+                raise DataError(f"{self.path} is damaged in row group {group}. {_REMEDY}")
+            low, high = max(start - first, 0), min(stop - first, len(table))
+            yield table.slice(low, high - low)
+            group += 1
+
+    def origin(self, document: int) -> Origin:
+        """The origin of one document."""
+        sources, _, lines, byte_offsets, ids = self.read(document, document + 1)
+        return Origin(sources[0], int(lines[0]), int(byte_offsets[0]), ids[0])
 
     def read(self, start: int, stop: int) -> Origins:
         """The origins of documents [start, stop)."""
@@ -210,7 +170,10 @@ class OriginsFile:
         import pyarrow.parquet
 
         return pyarrow.parquet.ParquetFile(
-            file, metadata=self._metadata, read_dictionary=["source"], pre_buffer=False
+            io.BufferedReader(FileStream(file)),
+            metadata=self._metadata,
+            read_dictionary=["source"],
+            pre_buffer=False,
         )
 
     @contextlib.contextmanager
@@ -250,22 +213,45 @@ def _check_format(parquet: Any, path: str) -> bytes:
 
 
 class OriginsWriter:
-    """A sidecar while its pair is built. At most one row group and one addition are in memory.
+    """Writes the sidecar of a pair, which must be there when the sidecar is published.
+
+    Leaving a `with` block publishes the sidecar; leaving it by an error does not. The rows wait in
+    a nameless temporary file; at most one row group and one addition are in memory.
+
+    Args:
+        prefix: Path prefix of the pair.
+        durable: Whether to bring the file to the disk before it appears.
 
     Attributes:
         num_rows: Number of rows that were added.
+
+    Raises:
+        ConfigError: In all methods, if pyarrow is not installed.
+
+    Example:
+        >>> import tempfile, millrace
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with millrace.IndexedDatasetBuilder(f"{folder}/web") as builder:
+        ...         builder.add_documents([1, 2, 3], [2, 1])
+        ...     with OriginsWriter(f"{folder}/web") as origins:
+        ...         origins.add(["web.jsonl"], [0, 0], [1, 2], [0, 70], ["a", "b"])
+        ...     millrace.IndexedDataset(f"{folder}/web").origin(1)
+        Origin(source='web.jsonl', line=2, byte_offset=70, id='b')
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, prefix: str | os.PathLike[str], *, durable: bool = True) -> None:
+        self.num_rows = 0
+        self._prefix, self._durable = absolute_path(one_path("prefix", prefix)), durable
+        self._pending: list[Any] = []  # tables that do not fill a row group yet
+        self._num_pending = self._pending_id_bytes = 0
+        self._sink = _Sink(os.path.dirname(self._prefix))
+
+    @functools.cached_property
+    def _writer(self) -> Any:
         import_pyarrow()
         import pyarrow.parquet
 
-        self.num_rows = 0
-        self._path = path
-        self._pending: list[Any] = []  # tables that do not fill a row group yet
-        self._num_pending = self._pending_id_bytes = 0
-        self._sink = _Sink(path)
-        self._writer = pyarrow.parquet.ParquetWriter(
+        return pyarrow.parquet.ParquetWriter(
             self._sink,
             _schema(),
             compression="zstd",
@@ -279,8 +265,31 @@ class OriginsWriter:
             store_schema=False,
         )
 
-    def add(self, table: Any) -> None:
-        """Appends the rows of a table with the columns of the sidecar."""
+    def add(
+        self,
+        sources: Sequence[str],
+        source_numbers: ArrayLike,
+        lines: ArrayLike,
+        byte_offsets: ArrayLike,
+        ids: Sequence[str | None] | None = None,
+    ) -> None:
+        """Says where the next documents came from.
+
+        Args:
+            sources: Paths of source files.
+            source_numbers: Place of each document's source in `sources`: integers [n].
+            lines: Line (from 1) or row (from 0) of each document: int64 [n].
+            byte_offsets: Where the lines start in the decompressed source: int64 [n]; -1: not
+                known.
+            ids: Id of each document, or None: [n]; None: no document has one.
+
+        Raises:
+            ConfigError: If the numbers do not agree with each other.
+        """
+        self.add_table(_make_table(sources, source_numbers, lines, byte_offsets, ids))
+
+    def add_table(self, table: Any) -> None:
+        """Appends the rows of a pyarrow table with the columns of the sidecar."""
         if len(table) == 0:
             return
         self.num_rows += len(table)
@@ -290,27 +299,46 @@ class OriginsWriter:
         if self._num_pending >= _GROUP_ROWS or self._pending_id_bytes >= _GROUP_ID_BYTES:
             self._write_groups()
 
-    def finish(self, fingerprint: str, *, durable: bool) -> Checksums:
-        """Writes the end of the file.
+    def publish(self) -> None:
+        """Writes the sidecar beside its pair, and its checksums where the pair has some.
 
-        Args:
-            fingerprint: Fingerprint of the pair.
-            durable: Whether to bring the file to the disk.
+        Raises:
+            ConfigError: Rows that are not as many as the pair's documents.
+            MillraceError: Another process is building a pair at the prefix.
         """
-        self._write_groups(is_last=True)
-        self._writer.add_key_value_metadata({_VERSION_KEY: _VERSION, _PAIR_KEY: fingerprint})
-        self._writer.close()
-        return self._sink.finish(durable=durable)
+        with prefix_lock(self._prefix), IndexedDataset(self._prefix) as dataset:
+            if self.num_rows != dataset.num_documents:
+                raise ConfigError(
+                    f"{self._prefix} has {dataset.num_documents} documents, and the origins of "
+                    f"{self.num_rows} were added; add one for each document"
+                )
+            self._write_groups(is_last=True)
+            pair = {_VERSION_KEY: _VERSION, _PAIR_KEY: dataset.fingerprint}
+            self._writer.add_key_value_metadata(pair)
+            self._writer.close()
+            hasher = BlockHasher()
+            with atomic_file(origins_path(self._prefix), durable=self._durable) as file:
+                for data in self._sink.pieces():
+                    hasher.update(data)
+                    file.write(data)
+            info = read_info(self._prefix)
+            if info is not None and info.bin is not None:
+                info = replace(info, origins=hasher.finish())
+                write_info(self._prefix, info, durable=self._durable)
+        self.close()
 
     def close(self) -> None:
-        """Lets go of the file, which stays as it is."""
+        """Drops what is not published."""
         self._pending.clear()
-        self._sink.disconnect()
+        self._sink.file.close()
 
-    def discard(self) -> None:
-        """Removes the file."""
+    def __enter__(self) -> OriginsWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is None:
+            self.publish()
         self.close()
-        os.unlink(self._path)
 
     def _write_groups(self, *, is_last: bool = False) -> None:
         """Writes the row groups that are full, and with `is_last` the rest."""
@@ -335,24 +363,33 @@ class OriginsWriter:
 
 
 class _Sink:
-    """The file that a ParquetWriter writes to. It can be disconnected: a Parquet writer that is
-    dropped writes the end of its file, also in a forked child."""
+    """A nameless file for a ParquetWriter, which writes the end of its file when it is dropped:
+    nothing is written then, nor in a forked child."""
 
-    def __init__(self, path: str) -> None:
-        self._file: Any = open(path, "wb", buffering=0)  # noqa: SIM115
-        self._hasher = BlockHasher()
-        self._size = 0
-        self.closed = False
+    closed = False
+
+    def __init__(self, folder: str) -> None:
+        import tempfile  # 3 ms that `import millrace` does without
+
+        self.file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
+        self._owner, self._size = os.getpid(), 0
 
     def write(self, data: Any) -> int:
-        size = len(data)
-        if self._file is not None:
+        if os.getpid() == self._owner and not self.file.closed:
             view = memoryview(data)
             while len(view):
-                view = view[self._file.write(view) :]
-            self._hasher.update(data)
-        self._size += size
-        return size
+                view = view[self.file.write(view) :]
+        self._size += len(data)
+        return len(data)
+
+    def __del__(self) -> None:
+        self.file.close()
+
+    def pieces(self) -> Iterator[bytes]:
+        """What was written, some at a time."""
+        self.file.seek(0)
+        while data := self.file.read(_COPY_SIZE):
+            yield data
 
     def tell(self) -> int:
         return self._size
@@ -364,28 +401,42 @@ class _Sink:
         return True
 
     def close(self) -> None:
-        pass  # `finish` or `disconnect` does it
-
-    def finish(self, *, durable: bool) -> Checksums:
-        if durable:
-            flush_to_disk(self._file)
-        self.disconnect()
-        return self._hasher.finish()
-
-    def disconnect(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        pass  # `OriginsWriter.close` does it
 
 
-def make_table(
+def copied_origins(
+    prefix: str,
+    parts: Iterable[tuple[IndexedDataset, tuple[int, int] | None]],
+) -> OriginsWriter | None:
+    """The origins of documents of other pairs, one after the other, ready to be published.
+
+    Args:
+        prefix: Path prefix of the pair that has these documents.
+        parts: The pairs, and which documents (start, stop) of each; None: all.
+
+    Returns:
+        The writer; None if documents without an origin are among them, as half a sidecar would
+        invite wrong conclusions, or if there are no documents.
+    """
+    spans = [(data, (0, data.num_documents) if span is None else span) for data, span in parts]
+    files = [(data.origins_file, start, stop) for data, (start, stop) in spans if start < stop]
+    if not files or any(file is None for file, _, _ in files):
+        return None
+    writer = OriginsWriter(prefix)
+    for file, start, stop in files:
+        for table in file.tables(start, stop):
+            writer.add_table(table)
+    return writer
+
+
+def _make_table(
     sources: Sequence[str],
     source_numbers: ArrayLike,
     lines: ArrayLike,
     byte_offsets: ArrayLike,
     ids: Sequence[str | None] | None,
 ) -> Any:
-    """The rows of origins as a pyarrow table; see `IndexedDatasetBuilder.add_origins`."""
+    """The rows of origins as a pyarrow table; see `OriginsWriter.add`."""
     pa = import_pyarrow()
     if isinstance(sources, str) or not all(isinstance(source, str) for source in sources):
         raise ConfigError(f"sources are {shown(sources)}; give a list of texts")
@@ -421,22 +472,6 @@ def make_table(
     )
 
 
-def with_first_lines(table: Any, first_lines: Mapping[str, int]) -> Any:
-    """The table, with a number added to the lines of each source."""
-    pa = import_pyarrow()
-    column = table.column("source").combine_chunks()
-    for source in column.dictionary.to_pylist():
-        if source not in first_lines:
-            raise ConfigError(f"first_lines has no entry for {source}; give one for each source")
-    starts = np.array(
-        [whole("first_lines", first_lines[source]) for source in column.dictionary.to_pylist()],
-        np.int64,
-    )
-    lines = table.column("line").to_numpy() + starts[column.indices.to_numpy()]
-    place = table.schema.get_field_index("line")
-    return table.set_column(place, table.schema.field(place), pa.array(lines))
-
-
 def import_pyarrow() -> Any:
     """The pyarrow package, which is optional."""
     try:
@@ -447,11 +482,6 @@ def import_pyarrow() -> Any:
             "pip install 'millrace[tokenizers]'"
         ) from None
     return pyarrow
-
-
-def has_origins(prefix: str) -> bool:
-    """Whether a pair has a sidecar."""
-    return os.path.exists(paths_to_read(prefix).origins)
 
 
 def has_pyarrow() -> bool:

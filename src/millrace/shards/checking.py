@@ -7,7 +7,6 @@ folder are named.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -20,9 +19,7 @@ import numpy as np
 from millrace.checks import one_path, whole
 from millrace.cores import available_cores
 from millrace.files import sum_of
-from millrace.store import layout
-from millrace.store.checking import CheckedIndex, Report, as_problems
-from millrace.store.shards import (
+from millrace.shards.metadata import (
     JOURNAL,
     METADATA,
     ShardsMetadata,
@@ -33,11 +30,12 @@ from millrace.store.shards import (
     shard_prefix,
     shard_problem,
 )
+from millrace.storage import LOCAL
+from millrace.store import layout
+from millrace.store.checking import CheckedIndex, Checks, Report
 
 _ENTRIES = 1 << 20  # index entries that are compared at a time
 _SHARD_FILE = re.compile(r"shard_\d+\.(bin|idx)")
-_OnBytes = Callable[[int], Any] | None
-_Result = tuple[list[str], int]  # problems, and the number of bytes that were read
 
 
 def verify_shards(
@@ -65,65 +63,49 @@ def verify_shards(
     """
     folder = one_path("folder", folder)
     threads = available_cores() if threads is None else whole("threads", threads, least=1)
-    problems: list[str] = []
-    metadata = None
-    with as_problems(folder, problems):
-        metadata = parse_metadata(folder, dtype)
-    if metadata is None:
-        return Report(prefix=folder, problems=problems, has_checksums=False, num_bytes=0)
-    with as_problems(folder, problems):
-        if problem := metadata_problem(folder, metadata):
-            problems.append(problem)
-    check = partial(_check_shard, folder, metadata)
-    check_sum = partial(_check_sum, folder, on_bytes)
     with ThreadPoolExecutor(threads) as pool:
-        structure = [*pool.map(check, range(metadata.num_shards))]
-        content = [*pool.map(check_sum, metadata.checksums, metadata.checksums.values())]
-    for shard_problems, _ in structure + content:
-        problems += shard_problems
+        checks = Checks(folder, pool, on_bytes)
+        metadata = None
+        with checks.errors_of():
+            metadata = parse_metadata(folder, dtype)
+        if metadata is None:
+            return checks.report(has_checksums=False)
+        with checks.errors_of():
+            checks.add(metadata_problem(folder, metadata))
+        names = list(metadata.checksums.items())
+        structure = checks.map(partial(_check_shard, folder, metadata), range(metadata.num_shards))
+        checks.num_bytes = checks.map(partial(_check_sum, folder), names) or structure
     missing = sorted(set(bin_paths("", metadata)) - set(metadata.checksums))
     if metadata.checksums and missing:
-        problems.append(
+        checks.add(
             f"{metadata_path(folder)} has checksums, but none of {missing[0]}: it was "
             "changed since it was written. Restore it, or shuffle again"
         )
-    notices: list[str] = []
-    with as_problems(folder, problems):
+    with checks.errors_of():
         for sentence, is_problem in _strays(folder, metadata):
-            (problems if is_problem else notices).append(sentence)
-    return Report(
-        prefix=folder,
-        problems=problems,
-        has_checksums=bool(metadata.checksums),
-        num_bytes=sum(count for _, count in content or structure),
-        notices=notices,
-    )
+            (checks.problems if is_problem else checks.notices).append(sentence)
+    return checks.report(has_checksums=bool(metadata.checksums))
 
 
-def _check_shard(folder: str, metadata: ShardsMetadata, number: int) -> _Result:
+def _check_shard(folder: str, metadata: ShardsMetadata, checks: Checks, number: int) -> None:
     """Checks the size of a shard, and its index file against what it must hold."""
     prefix = shard_prefix(folder, number)
-    problems: list[str] = []
-    num_bytes = 0
-    with as_problems(prefix, problems):
-        if problem := shard_problem(folder, metadata, number):
-            problems.append(problem)
-    with as_problems(prefix, problems), contextlib.ExitStack() as stack:
+    with checks.errors_of(prefix):
+        checks.add(shard_problem(folder, metadata, number))
+    with checks.errors_of(prefix):
         try:
-            file = stack.enter_context(open(f"{prefix}.idx", "rb"))
+            index = CheckedIndex(prefix, LOCAL.open(f"{prefix}.idx", "file"))
         except FileNotFoundError:
             if not metadata.is_of_another_tool:
-                problems.append(f"{prefix}.idx is missing: restore it, or shuffle again")
-            return problems, 0
-        index = CheckedIndex(prefix, file)
-        num_bytes = index.header.size
+                checks.add(f"{prefix}.idx is missing: restore it, or shuffle again")
+            return
+        checks.num_bytes += index.header.size
         if metadata.has_documents:
-            size = os.stat(f"{prefix}.bin").st_size
-            problems += _document_problems(index, metadata, number)
-            problems += index.problems(f"{prefix}.bin", size)
+            size = LOCAL.stat(f"{prefix}.bin").size
+            checks.problems += _document_problems(index, metadata, number)
+            checks.problems += index.problems(f"{prefix}.bin", size)
         else:
-            problems += _index_problems(index, metadata, number)
-    return problems, num_bytes
+            checks.problems += _index_problems(index, metadata, number)
 
 
 def _header_problems(index: CheckedIndex, metadata: ShardsMetadata) -> Iterator[str]:
@@ -175,26 +157,26 @@ def _index_problems(index: CheckedIndex, metadata: ShardsMetadata, number: int) 
                 break
 
 
-def _check_sum(folder: str, on_bytes: _OnBytes, name: str, expected: str) -> _Result:
-    """Compares the checksum of a file."""
+def _check_sum(folder: str, checks: Checks, file: tuple[str, str]) -> None:
+    """Compares the checksum of a file, given its name and the checksum."""
+    name, expected = file
     path = os.path.join(folder, name)
-    problems: list[str] = []
-    size = 0
     if os.path.basename(name) != name or "\0" in name:
-        return [f"{METADATA} has the checksum of {name!r}, which is not a name of a file"], 0
-    with as_problems(path, problems):
+        checks.add(f"{METADATA} has the checksum of {name!r}, which is not a name of a file")
+        return
+    with checks.errors_of(path):
         try:
-            size, digest = sum_of(path, on_bytes)
+            size, digest = sum_of(path, checks.count)
         except FileNotFoundError:
-            if _SHARD_FILE.fullmatch(name):  # `_check_shard` has named it
-                return [], 0
-            return [f"{path} is missing, although {METADATA} has its checksum: restore it"], 0
+            if not _SHARD_FILE.fullmatch(name):  # else `_check_shard` has named it
+                checks.add(f"{path} is missing, although {METADATA} has its checksum: restore it")
+            return
+        checks.num_bytes += size
         if digest != expected:
-            problems.append(
+            checks.add(
                 f"{path} is damaged: its checksum is {digest}; when it was written it was "
                 f"{expected}. Restore it, or shuffle again"
             )
-    return problems, size
 
 
 def _strays(folder: str, metadata: ShardsMetadata) -> Iterator[tuple[str, bool]]:

@@ -21,6 +21,8 @@ from millrace import names
 from millrace.checks import MAX_INT32, MAX_INT64, one_path, shown
 from millrace.errors import ConfigError, DataError
 from millrace.files import atomic_file, checksum
+from millrace.storage import LOCAL, Storage, storage_of
+from millrace.storage.protocol import read_file
 from millrace.store.layout import DTYPES
 
 METADATA = names.SHUFFLE_METADATA
@@ -136,13 +138,16 @@ def is_shards_folder(path: str | os.PathLike[str]) -> bool:
     )
 
 
-def read_metadata(folder: str | os.PathLike[str], *, dtype: str | None = None) -> ShardsMetadata:
+def read_metadata(
+    folder: str | os.PathLike[str], *, dtype: str | None = None, storage: Storage | None = None
+) -> ShardsMetadata:
     """The metadata of a folder, compared with the sizes of its shards.
 
     Args:
         folder: Folder of the shards.
         dtype: Dtype of the tokens, for metadata that do not say it; None: uint32. Metadata that do
             must agree with it.
+        storage: Where the folder is; None: in the file system.
 
     Raises:
         DataError: Metadata that are missing, damaged or of another version, counts that do not
@@ -150,20 +155,23 @@ def read_metadata(folder: str | os.PathLike[str], *, dtype: str | None = None) -
         ConfigError: A dtype that token files cannot have, or another one than the metadata say.
     """
     folder = one_path("folder", folder)
-    metadata = parse_metadata(folder, dtype)
+    storage = storage_of(folder, storage)
+    metadata = parse_metadata(folder, dtype, storage)
     numbers = range(metadata.num_shards)
-    problems = [text for n in numbers if (text := shard_problem(folder, metadata, n))]
+    problems = [text for n in numbers if (text := shard_problem(folder, metadata, n, storage))]
     if problems:
         others = f" ({len(problems)} shards have such problems)" if len(problems) > 1 else ""
         raise DataError(f"{problems[0]}{others}")
     return metadata
 
 
-def parse_metadata(folder: str, dtype: str | None = None) -> ShardsMetadata:
+def parse_metadata(
+    folder: str, dtype: str | None = None, storage: Storage = LOCAL
+) -> ShardsMetadata:
     """The metadata of a folder, not compared with its shards; see `read_metadata`."""
     if dtype is not None and dtype not in TOKEN_DTYPES:
         raise ConfigError(f"dtype is {shown(dtype)}; it is one of {', '.join(TOKEN_DTYPES)}")
-    return _Fields(metadata_path(folder), _read_document(folder)).metadata(dtype)
+    return _Fields(metadata_path(folder), _read_document(folder, storage)).metadata(dtype)
 
 
 def write_metadata(folder: str | os.PathLike[str], metadata: ShardsMetadata) -> None:
@@ -179,16 +187,15 @@ def write_metadata(folder: str | os.PathLike[str], metadata: ShardsMetadata) -> 
         file.write(text + _last_lines(text))
 
 
-def metadata_problem(folder: str, metadata: ShardsMetadata) -> str:
-    """A sentence if the checksum in `metadata.json` shows a change of it, else an empty text."""
+def metadata_problem(folder: str, metadata: ShardsMetadata, storage: Storage = LOCAL) -> str | None:
+    """A sentence if the checksum in `metadata.json` shows a change of it."""
     if metadata.is_of_another_tool:
-        return ""
+        return None
     path = metadata_path(folder)
-    with open(path, "rb") as file:
-        content = file.read()
+    content = read_file(storage, path)
     text = content[: -len(_last_lines(b""))]
     if content == text + _last_lines(text):
-        return ""
+        return None
     return f"{path} was changed since it was written: restore it, or shuffle again"
 
 
@@ -197,16 +204,18 @@ def _last_lines(text: bytes) -> bytes:
     return f'  "metadata_checksum": "{checksum([text])}"\n}}\n'.encode()
 
 
-def shard_problem(folder: str, metadata: ShardsMetadata, number: int) -> str:
-    """A sentence if a shard's `.bin` is missing or has another size, else an empty text."""
+def shard_problem(
+    folder: str, metadata: ShardsMetadata, number: int, storage: Storage = LOCAL
+) -> str | None:
+    """A sentence if a shard's `.bin` is missing or has another size."""
     path = f"{shard_prefix(folder, number)}.bin"
     try:
-        size = os.stat(path).st_size
+        size = storage.stat(path).size
     except (FileNotFoundError, NotADirectoryError):
         return f"{path} is missing: restore it, or shuffle again"
     expected = metadata.shard_sizes[number] * metadata.sequence_bytes
     if metadata.has_documents or size == expected:
-        return ""
+        return None
     return (
         f"{path} has {size} bytes; {metadata.shard_sizes[number]} sequences of {metadata.seq_len} "
         f"tokens ({metadata.dtype}) take {expected}. It is "
@@ -215,15 +224,14 @@ def shard_problem(folder: str, metadata: ShardsMetadata, number: int) -> str:
     )
 
 
-def _read_document(folder: str) -> dict[str, Any]:
+def _read_document(folder: str, storage: Storage) -> dict[str, Any]:
     path = metadata_path(folder)
     try:
-        with open(path, "rb") as file:
-            document = json.load(file)
+        document = json.loads(read_file(storage, path))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        if not os.path.isdir(folder):
+        if storage is LOCAL and not os.path.isdir(folder):
             problem = "the folder does not exist: give the output folder of a shuffle"
-        elif os.path.exists(os.path.join(folder, JOURNAL)):
+        elif storage is LOCAL and os.path.exists(os.path.join(folder, JOURNAL)):
             problem = "the shuffle into this folder has not ended: run its command again"
         else:
             problem = "the folder does not hold the result of a shuffle, or not all of it"

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from millrace.errors import DataError
+from millrace.storage import LOCAL, Storage
 from millrace.store.info import read_info
 from millrace.store.publish import paths_to_read
 
@@ -51,12 +52,12 @@ class TokenizerRecord(NamedTuple):
         return f"{name} ({min(self.fingerprints)[:12]})"
 
 
-def read_tokenizer(prefix: str) -> TokenizerRecord | None:
+def read_tokenizer(prefix: str, storage: Storage = LOCAL) -> TokenizerRecord | None:
     """The tokenizer that wrote a pair; None if its sidecar is missing, damaged or does not say.
 
     Only the start of the sidecar is read: the checksums of a large pair take megabytes.
     """
-    provenance = _provenance(prefix)
+    provenance = _provenance(prefix, storage)
     entry = provenance.get("tokenizer")
     if not isinstance(entry, dict):
         return None
@@ -70,8 +71,8 @@ def read_tokenizer(prefix: str) -> TokenizerRecord | None:
     return TokenizerRecord(prefix, entry, fingerprints, sentences) if fingerprints else None
 
 
-def tokenizer_conflict(records: Iterable[TokenizerRecord | None]) -> str:
-    """A sentence about the first two pairs of different tokenizers, or splitters; or empty."""
+def tokenizer_conflict(records: Iterable[TokenizerRecord | None]) -> str | None:
+    """A sentence about the first two pairs of different tokenizers, or splitters."""
     known = [record for record in records if record is not None]
     for record in known[1:]:
         if not record.is_same(known[0].fingerprints):
@@ -88,7 +89,7 @@ def tokenizer_conflict(records: Iterable[TokenizerRecord | None]) -> str:
                 f"the sentences of {first.prefix} were split by {first.sentences}, and those of "
                 f"{record.prefix} by {record.sentences}: they end at different places"
             )
-    return ""
+    return None
 
 
 def common_tokenizer(records: Sequence[TokenizerRecord | None]) -> dict[str, Any] | None:
@@ -103,10 +104,10 @@ def common_tokenizer(records: Sequence[TokenizerRecord | None]) -> dict[str, Any
     return entry
 
 
-def _provenance(prefix: str) -> dict[str, Any]:
+def _provenance(prefix: str, storage: Storage) -> dict[str, Any]:
     try:
-        with open(paths_to_read(prefix).info, "rb") as file:
-            head = file.read(_HEAD).decode(errors="replace")
+        file = storage.open(paths_to_read(prefix, storage).info, "file")
+        head = file.read(0, min(_HEAD, file.size)).tobytes().decode(errors="replace")
         start = _START.match(head)
         if start is not None:
             try:
@@ -114,7 +115,7 @@ def _provenance(prefix: str) -> dict[str, Any]:
                 return value if isinstance(value, dict) else {}
             except ValueError:
                 pass  # it is longer than the head
-        info = read_info(prefix)
+        info = read_info(prefix, storage)
     except (OSError, DataError, RecursionError, ValueError):
         return {}
     return {} if info is None else info.provenance

@@ -1,0 +1,198 @@
+"""Token files without an index: raw tokens, or a one-dimensional `.npy` array of NumPy."""
+
+from __future__ import annotations
+
+import io
+import os
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from millrace import _native
+from millrace.checks import one_path, shown
+from millrace.errors import ConfigError, DataError
+from millrace.files import blake2b
+from millrace.storage import Access, Bytes, Storage, StoredFile, storage_of
+from millrace.storage.protocol import bytes_in_memory, gather_range
+
+_DTYPES = "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64"
+_NPY_MAGIC = b"\x93NUMPY"
+_HEADER_SIZE = 1 << 16  # bytes in which the header of an array of one dimension ends
+_FINGERPRINT_BLOCKS, _BLOCK = 16, 4096
+
+
+class RawTokens:
+    """The stream of tokens of a file without an index.
+
+    The file may be headerless, whatever its ending (OLMo-core's `.npy` files are), or an array that
+    `numpy.save` has written. It has no sequences and no documents: an order over it gives spans of
+    token positions.
+
+    Args:
+        path: Path of the file.
+        dtype: Dtype of the tokens, integers; None: the file has a header that says it.
+        access: How the file is read: "mmap", or "file" (positioned reads).
+        storage: Where the file is; None: in the file system.
+
+    Attributes:
+        prefix: The path, str.
+        dtype: Dtype of the tokens as they are read: int32 for uint32, else the file's.
+        reader: The bytes of the tokens, without the header.
+        num_tokens: Number of tokens.
+
+    Raises:
+        ConfigError: A headerless file without a dtype, or a dtype other than the header's.
+        DataError: A file that is missing, cut in the middle of a token, or an array of another
+            shape or dtype.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.NamedTemporaryFile(suffix=".bin") as file:
+        ...     _ = file.write(np.arange(5, dtype="<u2").tobytes()), file.flush()
+        ...     RawTokens(file.name, np.uint16)
+        RawTokens('...': 5 tokens, uint16)
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        dtype: DTypeLike | None = None,
+        *,
+        access: Access = "mmap",
+        storage: Storage | None = None,
+    ) -> None:
+        self.prefix = one_path("path", path)
+        self._options = {"dtype": dtype, "access": access, "storage": storage}
+        try:
+            file = storage_of(self.prefix, storage).open(self.prefix, access)
+        except FileNotFoundError:
+            raise DataError(f"{self.prefix} not found: give the path of a token file") from None
+        self._identity = file.identity
+        start, self.dtype = self._start_and_dtype(file, dtype)
+        self.reader = _Part(file, start)
+        size = self.dtype.itemsize
+        if self.reader.size % size:
+            raise DataError(
+                f"{self.prefix} has {self.reader.size} bytes of tokens, which is not a multiple of "
+                f"{size} ({self.dtype}): it is truncated, or the dtype is wrong"
+            )
+        self.num_tokens = self.reader.size // size
+        data = self.reader.bytes
+        self._tokens: NDArray[Any] | None = None if data is None else data.view(self.dtype)
+
+    def _start_and_dtype(
+        self, file: StoredFile, dtype: DTypeLike | None
+    ) -> tuple[int, np.dtype[Any]]:
+        """The first byte of the tokens, and their dtype, by the header if there is one."""
+        given = None if dtype is None else _token_dtype(dtype)
+        head = gather_range(file, 0, min(file.size, _HEADER_SIZE)).tobytes()
+        if not head.startswith(_NPY_MAGIC):
+            if given is None:
+                raise ConfigError(f"{self.prefix} has no header: give the dtype of its tokens")
+            return 0, given
+        stream = io.BytesIO(head)
+        try:
+            version = np.lib.format.read_magic(stream)
+            read = np.lib.format.read_array_header_1_0
+            shape, _, found = (read if version == (1, 0) else np.lib.format.read_array_header_2_0)(
+                stream
+            )
+        except ValueError as error:
+            raise DataError(f"{self.prefix} has a damaged header of NumPy: {error}") from None
+        start = stream.tell()
+        if len(shape) != 1 or file.size - start != shape[0] * found.itemsize:
+            raise DataError(
+                f"{self.prefix} is an array of shape {shape} and dtype {found}, and has "
+                f"{file.size - start} bytes after its header: an array of one dimension is needed"
+            )
+        if given not in (None, _token_dtype(found)):
+            raise ConfigError(
+                f"dtype is {given}, but the header of {self.prefix} says {found}: leave it out"
+            )
+        return start, _token_dtype(found)
+
+    def __len__(self) -> int:
+        """The number of tokens."""
+        return self.num_tokens
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether all tokens are in memory; else each read copies."""
+        return self._tokens is not None
+
+    @property
+    def tokens(self) -> NDArray[Any]:
+        """All tokens, [tokens] of `dtype`: a view; a ConfigError if they are not mapped."""
+        if self._tokens is None:
+            raise ConfigError(f"{self.prefix} is not mapped; open it with access='mmap'")
+        return self._tokens
+
+    def token_source(self) -> _native.TokenSource:
+        """The tokens for the core, as one sequence: offsets in it are token positions."""
+        has_tokens = self.num_tokens > 0  # the core divides by a sequence's length
+        return _native.sharded_source(
+            [np.empty(0, self.dtype) if self._tokens is None else self._tokens],
+            [int(has_tokens)],
+            max(self.num_tokens, 1),
+        )
+
+    def documents_of(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
+        """A ConfigError: the documents of a stream are not known."""
+        raise ConfigError(
+            f"{self.prefix} has no index, so its documents are not known: leave out what asks for "
+            "them, or make an indexed dataset of it with `millrace convert`"
+        )
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of the size, the dtype and evenly spaced blocks of the tokens (32 hex digits)."""
+        digest = blake2b(f"{self.num_tokens} {self.dtype.str}".encode())
+        last = max(self.reader.size - _BLOCK, 0)
+        pieces = range(_FINGERPRINT_BLOCKS)
+        starts = np.array([last * piece // (_FINGERPRINT_BLOCKS - 1) for piece in pieces])
+        counts = np.minimum(_BLOCK, self.reader.size - starts)
+        digest.update(self.reader.gather(starts, counts).data)
+        return digest.hexdigest()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _open_same, (self.prefix, self._options, self._identity, self.fingerprint)
+
+    def __repr__(self) -> str:
+        return f"RawTokens({self.prefix!r}: {self.num_tokens:,} tokens, {self.dtype})"
+
+
+class _Part:
+    """The bytes of a file from a place on, as a `BinReader`."""
+
+    def __init__(self, file: StoredFile, start: int) -> None:
+        self.size, self._file, self._start = file.size - start, file, start
+        data = bytes_in_memory(file)
+        # Off the grid of 8 bytes, as no version of NumPy has written it, tokens are copied.
+        self.bytes: Bytes | None = None if data is None or start % 8 else data[start:]
+        self.is_local = getattr(file, "is_local", False)
+
+    def read(self, byte_offset: int, num_bytes: int) -> Bytes:
+        return self._file.read(self._start + byte_offset, num_bytes)
+
+    def gather(self, byte_offsets: NDArray[np.int64], byte_counts: NDArray[np.int64]) -> Bytes:
+        return self._file.gather(self._start + byte_offsets, byte_counts)
+
+
+def _token_dtype(dtype: DTypeLike) -> np.dtype[Any]:
+    try:
+        stored = np.dtype(dtype)
+    except TypeError:
+        raise ConfigError(f"dtype is {shown(dtype)}; it is one of {', '.join(_DTYPES)}") from None
+    if stored.name not in _DTYPES or stored.byteorder == ">":
+        raise ConfigError(f"dtype is {stored}; it is one of {', '.join(_DTYPES)}, little-endian")
+    return np.dtype(np.int32) if stored.name == "uint32" else stored.newbyteorder("<")
+
+
+def _open_same(path: str, options: dict[str, Any], identity: Any, fingerprint: str) -> RawTokens:
+    """Opens a pickled file, if its tokens are still there."""
+    tokens = RawTokens(path, **options)
+    if tokens._identity != identity and tokens.fingerprint != fingerprint:
+        raise DataError(f"{path} holds other tokens than the file that was pickled")
+    return tokens
