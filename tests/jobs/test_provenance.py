@@ -167,7 +167,7 @@ def test_one_hash_in_common_is_the_same_tokenizer(tmp_path: Path) -> None:
     new = write(tmp_path / "new", {"sha256": "canonical", "fingerprints": ["canonical", "file"]})
     other = write(tmp_path / "other", {"sha256": "other"})
     records = [read_tokenizer(prefix) for prefix in (old, new, other)]
-    assert tokenizer_conflict(records[:2]) == ""
+    assert tokenizer_conflict(records[:2]) is None
     assert f"and {other} with a tokenizer (other)" in tokenizer_conflict(records)
     assert common_tokenizer(records[:2]) == {"sha256": "file"}
     assert common_tokenizer(records) is None

@@ -889,21 +889,25 @@ def test_files_of_an_earlier_job_do_not_stay(tmp_path: Path, on_error: str) -> N
     (tmp_path / "a.jsonl").write_text('{"text": "the mill"}\n{}\n')
     inputs, prefix, tokenizer = [tmp_path / "a.jsonl"], tmp_path / "out", Tokenizer("bytes")
     tokenize(
-        inputs, prefix, tokenizer, on_error="quarantine", provenance="both", checksums=True,
+        inputs, prefix, tokenizer, on_error="quarantine", provenance="parquet", checksums=True,
         workers=1,
     )  # fmt: skip
-    assert len(list(tmp_path.iterdir())) == 7
+    assert len(list(tmp_path.iterdir())) == 6
     inputs[0].write_text('{"text": "the water"}\n')
     tokenize(inputs, prefix, tokenizer, on_error=on_error, workers=1, **BARE)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["a.jsonl", "out_text_document.bin", "out_text_document.idx"]
 
 
-@pytest.mark.parametrize("name", ["out_text_document.csv.gz", "out.quarantine.jsonl"])
-def test_an_input_is_not_overwritten(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_text("text\na\n")
+def test_an_input_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "out.quarantine.jsonl").write_text('{"text": "a"}\n')
     with pytest.raises(ConfigError, match="is an input and would be overwritten"):
-        tokenize([tmp_path / name], tmp_path / "out", Tokenizer("bytes"), on_error="quarantine")
+        tokenize(
+            [tmp_path / "out.quarantine.jsonl"],
+            tmp_path / "out",
+            Tokenizer("bytes"),
+            on_error="quarantine",
+        )
 
 
 @pytest.mark.parametrize(

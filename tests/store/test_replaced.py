@@ -432,7 +432,6 @@ def test_the_folder_is_flushed_between_all_steps(
             for name in ("rename", "unlink", "fsync"):
                 monkeypatch.setattr(os, name, noted(name))
         monkeypatch.undo()
-        (tmp_path / "data.origins.parquet").touch()  # is removed with the pair
     expected = [
         *("data.bin.new", "data.info.json.new", "flush", "data.idx.new", "flush"),
         *("data.idx", "data.info.json", "data.origins.parquet", "flush"),

@@ -4,11 +4,10 @@ A builder holds a lock on the prefix, writes its files under temporary names, an
 steps, each of which is one rename or unlink for each file.
 
     1. .bin's temporary -> PREFIX.bin.new     (all files were flushed before), and the same for
-                                              the sidecars, PREFIX.info.json and
-                                              PREFIX.origins.parquet, if there are any
+                                              the sidecar PREFIX.info.json, if there is one
     2. .idx's temporary -> PREFIX.idx.new     from here on the new pair is the one that counts
-    3. an old PREFIX.idx is removed, then old sidecars
-    4. PREFIX.bin.new -> PREFIX.bin, then the sidecars
+    3. an old PREFIX.idx is removed, then old sidecars, PREFIX.origins.parquet among them
+    4. PREFIX.bin.new -> PREFIX.bin, then the sidecar
     5. PREFIX.idx.new -> PREFIX.idx
 
 The folder is flushed after each step: a file system may bring renames to the disk in any order, and
@@ -144,11 +143,8 @@ def paths_to_read(prefix: str, storage: Storage = LOCAL) -> Temporaries:
     new = Temporaries(*(path + NEW for path in paths))
     if exists(storage, new.bin):
         return new
-    info, origins = (
-        new_path if exists(storage, new_path) else path
-        for path, new_path in zip(paths.sidecars, new.sidecars, strict=True)
-    )
-    return Temporaries(paths.bin, new.idx, info, origins)
+    info = new.info if exists(storage, new.info) else paths.info
+    return Temporaries(paths.bin, new.idx, info, paths.origins)
 
 
 def _is_half_published(prefix: str, storage: Storage = LOCAL) -> bool:
@@ -226,9 +222,8 @@ def publish(pairs: Sequence[tuple[str, Temporaries]], *, durable: bool = True) -
     try:
         for prefix, files in pairs:
             os.rename(files.bin, bin_path(prefix) + NEW)
-            for sidecar, path in zip(files.sidecars, _paths(prefix).sidecars, strict=True):
-                if os.path.exists(sidecar):
-                    os.rename(sidecar, path + NEW)
+            if os.path.exists(files.info):
+                os.rename(files.info, info_path(prefix) + NEW)
         flush_folders(prefixes)
         for prefix, files in pairs:
             os.rename(files.idx, idx_path(prefix) + NEW)
@@ -262,9 +257,8 @@ def _finish(prefixes: Sequence[str], flush_folders: Callable[[Sequence[str]], No
     for prefix in waiting:
         os.rename(bin_path(prefix) + NEW, bin_path(prefix))
     for prefix in prefixes:
-        for path in _paths(prefix).sidecars:
-            with contextlib.suppress(FileNotFoundError):
-                os.rename(path + NEW, path)
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(info_path(prefix) + NEW, info_path(prefix))
     flush_folders(prefixes)
     for prefix in prefixes:
         os.rename(idx_path(prefix) + NEW, idx_path(prefix))
