@@ -93,41 +93,30 @@ class DatasetConfig:
     order: PlanOf | str | None = None
 
     def __post_init__(self) -> None:
-        if (self.blend is None) == (self.blend_per_split is None):
+        per_split = self.blend_per_split
+        if (self.blend is None) == (per_split is None):
             raise ConfigError("give a blend and a split, or a blend_per_split: one of the two")
         if (self.blend is None) != (self.split is None):
             raise ConfigError(
                 f"the split is {self.split}: a blend needs one, and with a blend_per_split there "
                 "is none"
             )
-        per_split = self.blend_per_split
-        if per_split is not None and not (_is_list(per_split) and len(per_split) == len(SPLITS)):
-            raise ConfigError(
-                f"blend_per_split is {shown(per_split)}; give an entry for each of "
-                f"{', '.join(SPLITS)}, None for those that you do without"
-            )
+        present = ["num_samples"] + ["blend_per_split"] * (per_split is not None)
+        for name, entries in [(name, getattr(self, name)) for name in present]:
+            if not _is_list(entries) or len(entries) != len(SPLITS):
+                raise ConfigError(
+                    f"{name} must have three entries, for {', '.join(SPLITS)}, not {shown(entries)}"
+                )
         self._set_numbers()
-        if self.access not in get_args(Access):
-            raise ConfigError(
-                f"access is {shown(self.access)}; it is one of {', '.join(get_args(Access))}"
-            )
-        if not isinstance(self.cache, str | os.PathLike | None):
-            raise ConfigError(f"cache is {shown(self.cache)}; give a folder's path, or None")
-        if self.trust_cache and self.cache is None:
-            raise ConfigError("trust_cache needs a cache folder: give cache")
-        if self.full_validation and self.num_samples[VALID] is not None:
-            raise ConfigError(
-                f"full_validation takes one epoch, and num_samples asks for "
-                f"{self.num_samples[VALID]} validation samples: make that None"
-            )
-        if self.multiple_validation_sets and self.blend_per_split is None:
-            raise ConfigError("multiple_validation_sets needs a blend_per_split")
-        self._check_blends()
+        self._check_options()
+        blends = [self._checked_blend(number) for number in range(len(SPLITS))]
+        if all(blend is None for blend in blends):
+            raise ConfigError("no split has a blend; give at least one")
         if self.split is not None:
             split_ranges(0, self.split)
         self._set(
-            blend=_json_blend(self.blend),
-            blend_per_split=per_split and [_json_blend(blend) for blend in per_split],
+            blend=blends[0] if per_split is None else None,
+            blend_per_split=None if per_split is None else blends,
             split=self.split if isinstance(self.split, str | None) else _floats(self.split),
             order=own_order(self.order, is_cached=self.cache is not None),
         )
@@ -138,10 +127,6 @@ class DatasetConfig:
 
     def _set_numbers(self) -> None:
         """Numbers and flags of any type become Python's, whose sums are exact."""
-        if not _is_list(self.num_samples) or len(self.num_samples) != len(SPLITS):
-            raise ConfigError(
-                f"num_samples is {self.num_samples}; give an entry for each of {', '.join(SPLITS)}"
-            )
         self._set(
             num_samples=tuple(
                 None if count is None else whole(f"num_samples of {name}", count, 0)
@@ -151,51 +136,55 @@ class DatasetConfig:
             surplus=check_surplus(self.surplus),
             num_threads=whole("num_threads", self.num_threads, 1),
         )
-        for name in (
-            "multiple_validation_sets",
-            "full_validation",
-            "drop_last_partial_validation_sequence",
-            "trust_cache",
-            "any_tokenizer",
-        ):
-            self._set(**{name: flag(name, getattr(self, name))})
+        for field in dataclasses.fields(self):
+            if field.type == "bool":
+                self._set(**{field.name: flag(field.name, getattr(self, field.name))})
         self._set(**dataclasses.asdict(self.sample_options))
 
-    def _check_blends(self) -> None:
-        blends = [self.blend_of(number) for number in range(len(SPLITS))]
-        if all(blend is None for blend in blends):
-            raise ConfigError("no split has a blend; give at least one")
-        for number, blend in enumerate(blends):
-            if blend is None:
-                continue
-            if not _is_list(blend) or len(blend) != 2:
-                raise ConfigError(
-                    f"a blend is {blend!r}; it must be (prefixes, weights), and the weights None "
-                    "where the data's lengths decide"
-                )
-            prefixes, weights = blend
-            if number == VALID and self.multiple_validation_sets:
-                weights = None  # not used
-            self._check_blend(SPLITS[number], prefixes, weights, self.num_samples[number])
-
-    def _check_blend(self, name: str, prefixes: Any, weights: Any, size: int | None) -> None:
-        if not _is_list(prefixes) or len(prefixes) == 0:
-            raise ConfigError(f"the {name} blend is {prefixes!r}; a list of prefixes is needed")
-        for source in prefixes:
-            _check_source(name, source)
-        if weights is None:
-            return
-        weights = reals(f"the {name} blend's weights", weights)
-        if len(weights) != len(prefixes):
+    def _check_options(self) -> None:
+        if self.access not in get_args(Access):
             raise ConfigError(
-                f"the {name} blend has {len(weights)} weights for {len(prefixes)} prefixes"
+                f"access must be one of {', '.join(get_args(Access))}, not {shown(self.access)}"
+            )
+        if not isinstance(self.cache, str | os.PathLike | None):
+            raise ConfigError(f"cache must be a folder's path, or None, not {shown(self.cache)}")
+        if self.trust_cache and self.cache is None:
+            raise ConfigError("trust_cache needs a cache folder: give cache")
+        if self.full_validation and self.num_samples[VALID] is not None:
+            raise ConfigError(
+                f"full_validation takes one epoch, and num_samples asks for "
+                f"{self.num_samples[VALID]} validation samples: make that None"
+            )
+        if self.multiple_validation_sets and self.blend_per_split is None:
+            raise ConfigError("multiple_validation_sets needs a blend_per_split")
+
+    def _checked_blend(self, number: int) -> Blend | None:
+        """The blend of a split, by its number, as plain JSON values."""
+        blend, name, size = self.blend_of(number), SPLITS[number], self.num_samples[number]
+        if blend is None:
+            return None
+        if not _is_list(blend) or len(blend) != 2 or not _is_list(blend[0]) or not len(blend[0]):
+            raise ConfigError(
+                f"the {name} blend must be (prefixes, weights), where weights may be None, and "
+                f"prefixes not empty, not {shown(blend)}"
+            )
+        sources = [_checked_source(name, source) for source in blend[0]]
+        if blend[1] is None:
+            return sources, None
+        weights = reals(f"the {name} blend's weights", blend[1])
+        if number == VALID and self.multiple_validation_sets:
+            return sources, weights  # which are not used
+        if len(weights) != len(sources):
+            raise ConfigError(
+                f"the {name} blend has {len(weights)} weights for {len(sources)} prefixes"
             )
         normalize(weights)
-        if size is None and not (self.blend_per_split is not None and len(prefixes) == 1):
+        if size is None and not (self.blend_per_split is not None and len(sources) == 1):
             raise ConfigError(
                 f"the {name} blend has weights, and num_samples is None: weights say how to "
                 "mix a number of samples. Give the number, or leave the weights out"
             )
+        return sources, weights
 
     def blend_of(self, split: int) -> Blend | None:
         """The blend that a split draws from, by its number in SPLITS."""
@@ -229,35 +218,23 @@ def source_of(source: Source) -> tuple[str, Bookends | None]:
     return os.fspath(source), None
 
 
-def _check_source(name: str, source: Any) -> None:
-    if isinstance(source, Mapping):
-        if source.keys() != {"prefix", "part"}:
-            raise ConfigError(
-                f"the {name} blend has {shown(dict(source))}; a part of a token file is "
-                '{"prefix": PREFIX, "part": [START, END]}'
-            )
-        one_path(f"a prefix of the {name} blend", source["prefix"])
-        part_range(0, source["part"])
-    elif not isinstance(source, (str, os.PathLike)):
-        raise ConfigError(f"the {name} blend has {source!r}; prefixes are paths")
+def _checked_source(name: str, source: Any) -> Source:
+    if not isinstance(source, Mapping):
+        if not isinstance(source, (str, os.PathLike)):
+            raise ConfigError(f"a prefix of the {name} blend must be a path, not {source!r}")
+        return os.fspath(source)
+    if source.keys() != {"prefix", "part"}:
+        raise ConfigError(
+            f'a part of a token file in the {name} blend must be {{"prefix": PREFIX, "part": '
+            f"[START, END]}}, not {shown(dict(source))}"
+        )
+    part_range(0, source["part"])
+    prefix = one_path(f"a prefix of the {name} blend", source["prefix"])
+    return {"prefix": prefix, "part": reals("the part", source["part"])}
 
 
 def _json(value: Any) -> Any:
     return [_json(entry) for entry in value] if isinstance(value, list | tuple) else value
-
-
-def _json_blend(blend: Blend | None) -> Blend | None:
-    if blend is None:
-        return None
-    sources, weights = blend
-    return (
-        [_json_source(*source_of(source)) for source in sources],
-        None if weights is None else reals("the weights", weights),
-    )
-
-
-def _json_source(prefix: str, part: Bookends | None) -> Source:
-    return prefix if part is None else {"prefix": prefix, "part": reals("the part", part)}
 
 
 def _floats(split: Sequence[Bookends | None]) -> list[Bookends | None]:
