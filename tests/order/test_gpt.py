@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from millrace import ConfigError
-from millrace.order import build_gpt_indices, plan_gpt
+from millrace.order import build_gpt_indices, build_gpt_indices_of, plan_gpt
 from millrace.order.gpt import MAX_SEED
 
 
@@ -34,3 +34,15 @@ def test_more_sequences_than_int32_can_number_are_refused() -> None:
 def test_seeds_have_32_bits(seed: int) -> None:
     with pytest.raises(ConfigError, match=f"seed is {seed}; 0 to 4294967295"):
         build_gpt_indices(np.ones(9, np.int32), (0, 9), plan_gpt(9, None, 8), seed)
+
+
+@pytest.mark.parametrize("numbers", [[3, 4, 5, 6], [6, 3, 3, 0], [7]])
+def test_any_choice_of_sequences_is_as_if_the_file_held_only_those(numbers: list[int]) -> None:
+    lengths = np.array([9, 4, 7, 30, 12, 5, 8, 20], np.int32)
+    chosen = np.array(numbers, np.int32)
+    plan = plan_gpt(int(lengths[chosen].sum()), 25, 6)
+    ours = build_gpt_indices_of(lengths, chosen, plan, 7)
+    alone = build_gpt_indices(lengths[chosen], (0, len(chosen)), plan, 7)
+    np.testing.assert_array_equal(ours.document_index, chosen[alone.document_index], strict=True)
+    np.testing.assert_array_equal(ours.sample_index, alone.sample_index, strict=True)
+    np.testing.assert_array_equal(ours.shuffle_index, alone.shuffle_index, strict=True)

@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 
 from millrace import ConfigError, parse_split, split_ranges
+from millrace.order import part_range
+
+NAN = float("nan")
 
 
 @pytest.mark.parametrize(
@@ -64,3 +67,15 @@ def test_fractions_may_leave_gaps_and_come_in_any_order() -> None:
 def test_invalid_fractions_are_refused(fractions: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=f"fractions of the split are .*{message}"):
         split_ranges(100, fractions)
+
+
+def test_parts_are_rounded_as_splits_are() -> None:
+    for count in range(12):
+        first, second, _ = split_ranges(count, [(0, 0.625), (0.625, 1), None])
+        assert (part_range(count, (0, 0.625)), part_range(count, (0.625, 1))) == (first, second)
+
+
+@pytest.mark.parametrize("part", [(0.5, 0.5), (0.5, 1.1), (-0.1, 1), (0.5,), 0.5, "a", (0, NAN)])
+def test_invalid_parts_are_refused(part: Any) -> None:
+    with pytest.raises(ConfigError, match="part"):
+        part_range(10, part)

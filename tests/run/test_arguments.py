@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from millrace import ConfigError
+from millrace.order import GPTPlan
 from millrace.run.arguments import (
     LEGACY_SPLIT,
     config_from,
@@ -129,6 +130,17 @@ def test_model_arguments_are_listed_and_misspelt_names_are_refused() -> None:
 )
 def test_a_list_is_prefixes_or_weights_and_prefixes(items: Any, expected: Any) -> None:
     assert parse_blend(items) == expected
+
+
+def test_a_part_may_stand_for_a_prefix(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "data-path: [0.3, {prefix: a, part: [0.6, 1.0]}, 0.7, b]\nseq-length: 8\n"
+        "num-samples: [10, 5, 5]\norder: millrace.order:GPTPlan\n"
+    )
+    config = config_from(read_arguments(path))
+    assert config.blend == ([{"prefix": "a", "part": [0.6, 1.0]}, "b"], [0.3, 0.7])
+    assert config.order is GPTPlan
 
 
 def test_weights_for_only_some_prefixes_are_refused() -> None:

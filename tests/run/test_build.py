@@ -104,6 +104,39 @@ def test_the_same_data_in_two_splits_or_validation_sets_does_not_warn(prefixes: 
     build(blend_per_split=[([a], None), ([a, a], None), ([a], None)], multiple_validation_sets=True)
 
 
+# ---- parts of a file ----
+
+
+def test_parts_of_a_file_are_datasets_of_their_documents(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "data")
+    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+        for number in range(10):  # of three sequences each
+            builder.add_document(np.full(S * 3 * (1 + number), number), [S * (1 + number)] * 3)
+    parts: list[Any] = [{"prefix": prefix, "part": part} for part in ((0, 0.6), [0.6, 1])]
+    options = {"num_samples": (None,) * 3, "cache": tmp_path / "cache"}
+    whole = build(blend=([prefix], None), split="1", **options)
+    for _ in range(2):  # built, then from the cache; the same file twice does not warn
+        train = build(blend=(parts, None), split="1", **options).train
+        assert isinstance(train, BlendedDataset)
+        drawn = [np.unique(part.batch(np.arange(len(part)))["tokens"]) for part in train.datasets]
+        assert [numbers.tolist() for numbers in drawn] == [[*range(6)], [*range(6, 10)]]
+        assert train.fingerprint() != whole.train.fingerprint()
+    train, valid, _ = build(blend=(parts[:1], None), split="1,1", **options)
+    assert isinstance(valid, GPTDataset)
+    assert train.fingerprint()["sequences"] == [0, 9]  # a part is split by sequence, as a file is
+    assert valid.fingerprint()["sequences"] == [9, 18]
+    with pytest.warns(DuplicateDataWarning, match=f"{prefix} twice"):
+        build(blend=([prefix, parts[1]], None), split="1", **options)
+
+
+@pytest.mark.parametrize(
+    "source", [{"prefix": "a"}, {"prefix": "a", "part": [0.5, 2]}, {"prefix": 5, "part": [0, 1]}, 5]
+)
+def test_invalid_sources_are_refused(source: Any) -> None:
+    with pytest.raises(ConfigError, match=r"part|prefix"):
+        config_of(blend=(["a", source], None))
+
+
 # ---- refusals ----
 
 NAN, INF = float("nan"), float("inf")

@@ -1,0 +1,64 @@
+"""A stranger's mixture: phases with other shares, and no index."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from millrace import BlendedDataset, GPTDataset, IndexedDataset, Loader
+from millrace.order import Mixture
+from millrace.testing import assert_resumes
+
+Phase = tuple[int, Sequence[int]]
+
+
+class Phases:
+    """Each phase, (end, pattern), repeats a pattern of sources until its end."""
+
+    def __init__(self, phases: Sequence[Phase]) -> None:
+        self.phases = phases
+        starts = [0, *(end for end, _ in phases)]
+        rows = [np.resize(row, end - start) for (end, row), start in zip(phases, starts)]  # noqa: B905
+        self.sources = np.concatenate(rows)
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    def counts(self, sample_number: int) -> np.ndarray:
+        return np.bincount(self.sources[:sample_number], minlength=self.sources.max() + 1)
+
+    def draws(self, sample_numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        sources = self.sources[sample_numbers]
+        numbers = [self.counts(n)[s] for n, s in zip(sample_numbers, sources, strict=True)]
+        return sources, np.array(numbers, np.int64)
+
+    def find(self, source: int, numbers: np.ndarray) -> np.ndarray:
+        places = np.append(np.flatnonzero(self.sources == source), -1)
+        return places[np.minimum(numbers, len(places) - 1)]
+
+    def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
+        drawn = len(self) if consumed_samples is None else consumed_samples
+        begun = [(min(end, drawn), list(row)) for end, row in self.phases]
+        return {"kind": "phases", "phases": [list(row) for row in dict(begun).items()]}
+
+
+@pytest.fixture
+def datasets(make_dataset: Callable[..., IndexedDataset]) -> list[GPTDataset]:
+    return [
+        GPTDataset(make_dataset([500] * 4, name=name), sequence_length=8, seed=1) for name in "abc"
+    ]
+
+
+def test_a_mixture_of_ones_own_is_blended_and_resumes(datasets: list[GPTDataset]) -> None:
+    mixture: Mixture = Phases([(20, [0, 0, 1]), (60, [2, 1])])
+    blend = BlendedDataset(datasets, order=mixture)  # type: ignore[arg-type]
+    numbers = np.arange(len(blend))
+    sources, in_source = mixture.draws(numbers)
+    for number, source, place in zip(numbers, sources, in_source, strict=True):
+        ours = blend.batch([number])["tokens"]
+        np.testing.assert_array_equal(ours, datasets[source].batch([place])["tokens"])
+        assert mixture.find(source, np.array([place])) == number
+    assert assert_resumes(lambda: Loader(blend, micro_batch_size=7), steps_after_resume=2) == 8
