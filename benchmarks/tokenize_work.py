@@ -204,7 +204,7 @@ def encode_seconds(tokenizer: Path, source: Path, processes: int) -> float:
 
 
 def encode(tokenizer_path: str, source: str, start: int, stop: int) -> None:
-    from millrace.text import Tokenizer
+    from millrace.encoding import Tokenizer
 
     tokenizer = Tokenizer(tokenizer_path)
     batches: list[list[str]] = []

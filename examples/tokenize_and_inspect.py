@@ -5,10 +5,10 @@ import tempfile
 from pathlib import Path
 
 from millrace import IndexedDataset
+from millrace.encoding import Tokenizer
+from millrace.encoding.training import train_tokenizer
 from millrace.inspect import describe, format_description
 from millrace.jobs import tokenize
-from millrace.text import Tokenizer
-from millrace.text.training import train_tokenizer
 
 
 def main() -> None:

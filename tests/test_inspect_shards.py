@@ -147,7 +147,7 @@ def test_a_folder_of_documents(tmp_path: Path) -> None:
 
 
 def test_the_text_of_a_sequence_is_decoded(tmp_path: Path, tokenizer_file: Path) -> None:
-    from millrace.text import Tokenizer
+    from millrace.encoding import Tokenizer
 
     tokenizer = Tokenizer(tokenizer_file)
     ids, _ = tokenizer.encode_batch(["the water turns the mill"])

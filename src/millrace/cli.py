@@ -528,8 +528,9 @@ def _tokenize(
 
     for name, value in ENVIRONMENT.items():  # one worker does its work in this process
         os.environ.setdefault(name, value)
+    from millrace.encoding import Tokenizer
     from millrace.jobs import tokenize
-    from millrace.text import SentenceSplitter, Tokenizer
+    from millrace.text import SentenceSplitter
 
     options["inputs"] = _all_inputs(options["inputs"], input_list)
     if check_rate is not None:
@@ -624,7 +625,7 @@ def _all_inputs(inputs: list[str], input_list: str | None) -> list[str]:
 
 
 def _train_tokenizer(**options: Any) -> None:
-    from millrace.text.training import train_tokenizer
+    from millrace.encoding.training import train_tokenizer
 
     has_terminal = sys.stderr is not None and sys.stderr.isatty()
     result = train_tokenizer(show_progress=has_terminal, **options)
@@ -643,10 +644,10 @@ def _inspect(
     dtype: str | None,
     as_json: bool,
 ) -> None:
+    from millrace.encoding import Tokenizer
     from millrace.inspect import describe, describe_shards, format_description, format_shards
     from millrace.shards.metadata import is_shards_folder
     from millrace.store import IndexedDataset
-    from millrace.text import Tokenizer
 
     decoder = Tokenizer(tokenizer, tiktoken_pattern=tiktoken_pattern) if tokenizer else None
     if is_shards_folder(prefix):

@@ -22,13 +22,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace.encoding import Tokenizer
+from millrace.encoding.training import train_tokenizer
 from millrace.errors import MillraceError
 from millrace.feed import Loader
 from millrace.jobs import index, tokenize
 from millrace.jobs.indexing import format_result
 from millrace.run import DatasetConfig, build_datasets
-from millrace.text import Tokenizer
-from millrace.text.training import train_tokenizer
 
 SEQUENCE_LENGTH = 1024
 MICRO_BATCH = 4

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from millrace.encoding import Tokenizer
 from millrace.errors import ConfigError, MillraceError, TextError
 from millrace.jobs import shuffle, tokenize
 from millrace.jobs.engine import Task, run_ray
-from millrace.text import Tokenizer
 from tests.jobs import engine_functions as functions
 from tests.jobs.engine_job import expected_output, run_job
 from tests.jobs.shuffle_cases import small_buffers

@@ -20,14 +20,14 @@ from millrace import (
     IndexedDatasetBuilder,
     build_datasets,
 )
+from millrace.encoding import Tokenizer
 from millrace.inspect import describe, format_description
 from millrace.jobs import convert, merge, split, tokenize
 from millrace.provenance import OriginsWriter, common_tokenizer, read_tokenizer, tokenizer_conflict
 from millrace.run.arguments import config_from
 from millrace.store import verify
-from millrace.text import Tokenizer
 from tests.conftest import train_tokenizer
-from tests.text.test_tokenizer import write_tiktoken
+from tests.encoding.test_tokenizer import write_tiktoken
 
 GPT2 = {"path": "gpt2.json", "sha256": "ab" * 32}
 LLAMA = {"path": "llama.json", "sha256": "cd" * 32}

@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 
 from millrace import IndexedDataset, IndexedDatasetBuilder, ShardedDataset
 from millrace.cli import main
+from millrace.encoding import Tokenizer
 from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.jobs import shuffle, tokenize
 from millrace.jobs.shuffling import plan_choice
 from millrace.provenance import OriginsWriter
 from millrace.shards.metadata import read_metadata
 from millrace.store import verify_shards
-from millrace.text import Tokenizer
 from tests.conftest import make_texts, write_documents
 from tests.jobs import shuffle_cases as cases
 from tests.jobs import shuffle_kills as kills

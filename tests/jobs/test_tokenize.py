@@ -23,9 +23,9 @@ from millrace import (
     IndexedDataset,
     TextError,
 )
+from millrace.encoding import Tokenizer
 from millrace.jobs import progress, tokenize
 from millrace.store.writer import PairWriter
-from millrace.text import Tokenizer
 from tests.conftest import make_texts, train_tokenizer, write_jsonl
 
 
@@ -360,7 +360,7 @@ def test_paths_of_any_kind_and_numpys_numbers(tmp_path: Path, tokenizer: Tokeniz
         ({"checksums": "no"}, "checksums is 'no'; give True or False"),
         (
             {"tokenizer": "t.json"},
-            r"tokenizer is 't.json'; give millrace.text.Tokenizer\('t.json'\)",
+            r"tokenizer is 't.json'; give millrace.encoding.Tokenizer\('t.json'\)",
         ),
     ],
 )
@@ -438,7 +438,7 @@ def _sleep(_: None, seconds: float) -> tuple[float, int]:
 SCRIPT = """
 import sys
 from millrace.jobs import tokenize
-from millrace.text import Tokenizer
+from millrace.encoding import Tokenizer
 print("runs")
 source, output, tokenizer = sys.argv[1:]
 print(tokenize([source], output, Tokenizer(tokenizer), workers=2).num_documents)

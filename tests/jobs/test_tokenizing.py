@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 
 from millrace import ConfigError, IndexedDataset, TextError
+from millrace.encoding import UNSEEN, Tokenizer
 from millrace.files import file_lock
 from millrace.jobs import TokenizeResult, merge, tokenize
 from millrace.jobs.tokenizing import job, plan

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 from tests.conftest import make_texts
-from tests.text.test_tokenizer import TEXT, make_folder
+from tests.encoding.test_tokenizer import TEXT, make_folder
 
 from millrace import ConfigError, TextError
-from millrace.text import Tokenizer
+from millrace.encoding import Tokenizer
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

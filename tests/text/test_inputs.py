@@ -311,3 +311,15 @@ def test_the_text_room_loads_its_libraries_when_they_are_needed(tmp_path: Path) 
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "pyarrow" not in result.stdout
+
+
+def test_the_former_place_of_the_tokenizer_still_works() -> None:
+    import millrace.encoding
+    import millrace.encoding.training
+
+    with pytest.warns(DeprecationWarning, match="millrace.encoding"):
+        from millrace.text import Tokenizer
+    with pytest.warns(DeprecationWarning, match="millrace.encoding.training"):
+        from millrace.text.training import train_tokenizer
+    assert Tokenizer is millrace.encoding.Tokenizer
+    assert train_tokenizer is millrace.encoding.training.train_tokenizer

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace.encoding import Tokenizer
 from millrace.errors import ConfigError, DataError
 from millrace.provenance import has_origins, read_tokenizer
 from millrace.store import IndexedDataset
-from millrace.text import Tokenizer
 
 _EXCERPT = 256  # tokens of a document's head, and of its tail
 _BAR_WIDTH = 40

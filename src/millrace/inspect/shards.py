@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.checks import printable
+from millrace.encoding import Tokenizer
 from millrace.errors import ConfigError, DataError
 from millrace.inspect.description import describe_document, document_lines, excerpts_of
 from millrace.shards.metadata import (
@@ -22,7 +23,6 @@ from millrace.shards.metadata import (
 )
 from millrace.shards.reader import Shards
 from millrace.store import IndexedDataset
-from millrace.text import Tokenizer
 
 _PARTS = {"head": "head", "shards": "shard", "windows": "window"}
 _BAR_WIDTH = 40

@@ -1,9 +1,9 @@
 """Which tokenizer, and splitter of sentences, wrote a pair, by the provenance in its sidecar.
 
 The same ids mean other texts to another tokenizer, and nothing in a token file shows it. So the
-sidecar of a pair names the tokenizer by hashes (see `millrace.text.Tokenizer`), which are compared
-where pairs come together. So is the library that has split texts into sentences; its version and
-language are recorded, and may differ. A pair without that information fits any other.
+sidecar of a pair names the tokenizer by hashes (see `millrace.encoding.Tokenizer`), which are
+compared where pairs come together. So is the library that has split texts into sentences; its
+version and language are recorded, and may differ. A pair without that information fits any other.
 """
 
 from __future__ import annotations

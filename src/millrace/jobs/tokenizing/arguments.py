@@ -9,6 +9,7 @@ from importlib.metadata import version
 from typing import Any
 
 from millrace import checks
+from millrace.encoding import Tokenizer
 from millrace.errors import ConfigError
 from millrace.jobs.tokenizing import plan
 from millrace.jobs.tokenizing.output import Output
@@ -103,7 +104,7 @@ def checked_arguments(
     if not isinstance(tokenizer, Tokenizer):
         raise ConfigError(
             f"tokenizer is {checks.shown(tokenizer)}; give "
-            f"millrace.text.Tokenizer({checks.shown(tokenizer)})"
+            f"millrace.encoding.Tokenizer({checks.shown(tokenizer)})"
         )
     if not isinstance(id_key, str):
         raise ConfigError(f"id_key is {checks.shown(id_key)}; give a key")

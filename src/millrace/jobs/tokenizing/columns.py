@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace.encoding import Tokenizer
+from millrace.encoding.flat_ids import starts_and_ends, with_tokens
 from millrace.store import IndexedDatasetBuilder
-from millrace.text import SentenceSplitter, Tokenizer
-from millrace.text.flat_ids import starts_and_ends, with_tokens
+from millrace.text import SentenceSplitter
 
 
 @dataclass(frozen=True, kw_only=True)

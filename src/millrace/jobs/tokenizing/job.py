@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
+from millrace.encoding import UNSEEN, Tokenizer, checked_tokenizer
 from millrace.files import checksum, flush_to_disk, temporary_name
 from millrace.interrupts import interruptible, interrupts_held
 from millrace.jobs.engine import Journal, run_local
@@ -35,13 +36,10 @@ from millrace.store.publish import LOCK, idx_path, remove_leftovers
 from millrace.text import (
     InputFile,
     SentenceSplitter,
-    Tokenizer,
-    checked_tokenizer,
     parts_of,
     read_documents,
 )
 from millrace.text.parts import CSV_FORMATS
-from millrace.text.tokenizer import UNSEEN
 
 CHECK_RATE = 0.0002
 """Share of documents that are compared with the reference library, which is up to 80 times slower

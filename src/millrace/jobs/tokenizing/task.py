@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace.encoding import Tokenizer, compare_encoders
 from millrace.errors import MillraceError, TextError
 from millrace.files import xxh3
 from millrace.jobs.engine import Task, commit
@@ -25,8 +26,6 @@ from millrace.text import (
     Documents,
     Part,
     SentenceSplitter,
-    Tokenizer,
-    compare_encoders,
     num_rows_before,
     read_documents,
 )

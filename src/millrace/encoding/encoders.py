@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 
 from millrace.checks import shown
-from millrace.errors import ConfigError, TextError
-from millrace.text.flat_ids import FlatIds, joined_ids, starts_and_ends, with_tokens
-from millrace.text.sentencepiece_json import tokenizer_json, user_defined_symbols
-from millrace.text.vocabularies import (
+from millrace.encoding.flat_ids import FlatIds, joined_ids, starts_and_ends, with_tokens
+from millrace.encoding.sentencepiece_json import tokenizer_json, user_defined_symbols
+from millrace.encoding.vocabularies import (
     SentencePieceVocabulary,
     TiktokenVocabulary,
     Vocabulary,
@@ -27,6 +26,7 @@ from millrace.text.vocabularies import (
     is_of_the_process,
     rank_lines,
 )
+from millrace.errors import ConfigError, TextError
 
 ENCODERS = ("fastokens", "tokenizers", "tiktoken", "sentencepiece", "bytes")
 """The names of the encoders; "auto" chooses among them."""

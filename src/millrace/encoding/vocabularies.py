@@ -20,9 +20,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from millrace.checks import shown
+from millrace.encoding.flat_ids import FlatIds, flat_ids, joined_ids
+from millrace.encoding.sentencepiece_json import user_defined_symbols
 from millrace.errors import ConfigError, TextError
-from millrace.text.flat_ids import FlatIds, flat_ids, joined_ids
-from millrace.text.sentencepiece_json import user_defined_symbols
 
 BYTES = "bytes"
 """The name of the vocabulary of bytes, in place of a path."""

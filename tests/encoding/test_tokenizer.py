@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace import ConfigError, TextError
-from millrace.text import Tokenizer
-from millrace.text.vocabularies import TIKTOKEN_PATTERNS, TiktokenVocabulary
+from millrace.encoding import Tokenizer
+from millrace.encoding.vocabularies import TIKTOKEN_PATTERNS, TiktokenVocabulary
 from tests.conftest import WORDS, make_texts, train_tokenizer
 
 TEXT = "the water, don't 123  été\n"

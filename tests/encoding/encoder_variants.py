@@ -1,6 +1,6 @@
 """Compares fast encoders with the tokenizers library on many variants of tokenizer.json.
 
-    python -m tests.text.encoder_variants --cases 2000 --seed 1
+    python -m tests.encoding.encoder_variants --cases 2000 --seed 1
 
 A fast encoder may refuse a variant, or differ on the built-in edge cases: it is then not used. It
 must not agree on the edge cases and differ on other texts: that is a miss, and the exit code is 1.
@@ -18,9 +18,9 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from millrace.text import edge_cases as built_in
-from millrace.text.encoder_check import choose_encoder, difference_on
-from millrace.text.vocabularies import JsonVocabulary
+from millrace.encoding import edge_cases as built_in
+from millrace.encoding.encoder_check import choose_encoder, difference_on
+from millrace.encoding.vocabularies import JsonVocabulary
 
 LETTERS = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 SMALL = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"

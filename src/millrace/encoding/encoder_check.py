@@ -6,18 +6,14 @@ import itertools
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace.encoding.edge_cases import edge_cases
+from millrace.encoding.encoders import EncodeBatch, make_encoder
+from millrace.encoding.vocabularies import Vocabulary, is_of_the_process
 from millrace.errors import ConfigError, TextError
-from millrace.text.edge_cases import edge_cases
-from millrace.text.encoders import EncodeBatch, make_encoder
-from millrace.text.vocabularies import Vocabulary, is_of_the_process
-
-if TYPE_CHECKING:
-    from millrace.text.tokenizer import Tokenizer
 
 _BATCH = 256  # texts that are compared at a time: the reference takes 20 kB of memory for each
 _NUM_TOKENS_AS_TEXTS = 3000
@@ -58,34 +54,6 @@ class Difference:
 
 def _excerpt(text: str, most: int = 300) -> str:
     return repr(text) if len(text) <= most else f"{text[:most]!r}... ({len(text):,} characters)"
-
-
-def compare_encoders(
-    tokenizer: Tokenizer, reference: Tokenizer, texts: Sequence[str]
-) -> Difference | None:
-    """The first text whose ids differ between two tokenizers, or None.
-
-    A text that the reference cannot encode is left out.
-    """
-    return difference_on(list(texts), tokenizer.encode_batch, reference.encode_batch)
-
-
-def checked_tokenizer(tokenizer: Tokenizer, texts: Iterable[str] = ()) -> tuple[Tokenizer, str]:
-    """The tokenizer to use: the given one if its encoder agrees with the reference library.
-
-    Both encode a built-in set of edge cases and `texts`.
-
-    Args:
-        tokenizer: Tokenizer to check.
-        texts: Texts of the data, such as its first documents; a thread iterates over them.
-
-    Returns:
-        A tokenizer whose encoder agrees, and the reason if it is not the encoder that `tokenizer`
-        asks for ("" otherwise).
-    """
-    name = "auto" if tokenizer.is_auto else tokenizer.encoder_name
-    name, encode_batch, message = choose_encoder(tokenizer.vocabulary, name, texts)
-    return tokenizer.with_encoder(name, encode_batch), message
 
 
 def choose_encoder(

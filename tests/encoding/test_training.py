@@ -10,8 +10,8 @@ import pytest
 
 from millrace import ConfigError, TextError
 from millrace.cli import main
-from millrace.text import Tokenizer
-from millrace.text.training import _first_bytes, train_tokenizer
+from millrace.encoding import Tokenizer
+from millrace.encoding.training import _first_bytes, train_tokenizer
 from tests.conftest import make_texts, write_jsonl
 
 

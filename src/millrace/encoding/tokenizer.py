@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from importlib.metadata import version as version_of
 from typing import Any
@@ -15,16 +15,16 @@ from numpy.typing import ArrayLike, NDArray
 from millrace import checks
 from millrace.checks import shown
 from millrace.dtypes import optimal_dtype
-from millrace.errors import ConfigError, TextError
-from millrace.text.encoder_check import choose_encoder
-from millrace.text.encoders import ENCODERS, EncodeBatch, make_encoder
-from millrace.text.functions import code_of
-from millrace.text.vocabularies import (
+from millrace.encoding.encoder_check import Difference, choose_encoder, difference_on
+from millrace.encoding.encoders import ENCODERS, EncodeBatch, make_encoder
+from millrace.encoding.functions import code_of
+from millrace.encoding.vocabularies import (
     FunctionVocabulary,
     Vocabulary,
     is_of_the_process,
     load_vocabulary,
 )
+from millrace.errors import ConfigError, TextError
 
 EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """The usual end-of-document tokens; a tokenizer with exactly one of them needs no `eod_token`."""
@@ -364,6 +364,34 @@ class Tokenizer:
             with contextlib.suppress(TextError):  # there may be none
                 getattr(self, name)
         return {**self.__dict__, "_encode_batch": None}
+
+
+def compare_encoders(
+    tokenizer: Tokenizer, reference: Tokenizer, texts: Sequence[str]
+) -> Difference | None:
+    """The first text whose ids differ between two tokenizers, or None.
+
+    A text that the reference cannot encode is left out.
+    """
+    return difference_on(list(texts), tokenizer.encode_batch, reference.encode_batch)
+
+
+def checked_tokenizer(tokenizer: Tokenizer, texts: Iterable[str] = ()) -> tuple[Tokenizer, str]:
+    """The tokenizer to use: the given one if its encoder agrees with the reference library.
+
+    Both encode a built-in set of edge cases and `texts`.
+
+    Args:
+        tokenizer: Tokenizer to check.
+        texts: Texts of the data, such as its first documents; a thread iterates over them.
+
+    Returns:
+        A tokenizer whose encoder agrees, and the reason if it is not the encoder that `tokenizer`
+        asks for ("" otherwise).
+    """
+    name = "auto" if tokenizer.is_auto else tokenizer.encoder_name
+    name, encode_batch, message = choose_encoder(tokenizer.vocabulary, name, texts)
+    return tokenizer.with_encoder(name, encode_batch), message
 
 
 def _are_texts(texts: Any) -> bool:

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from millrace.text import Tokenizer
-from millrace.text import edge_cases as edge_cases_module
-from millrace.text.edge_cases import _around_tokens, edge_cases
-from millrace.text.encoder_check import Difference, checked_tokenizer, compare_encoders
-from tests.text.encoder_variants import (
+from millrace.encoding import Tokenizer
+from millrace.encoding import edge_cases as edge_cases_module
+from millrace.encoding.edge_cases import _around_tokens, edge_cases
+from millrace.encoding.encoder_check import Difference
+from millrace.encoding.tokenizer import checked_tokenizer, compare_encoders
+from tests.encoding.encoder_variants import (
     FLAGS,
     add_tokens,
     byte_level,
@@ -22,7 +23,7 @@ from tests.text.encoder_variants import (
     sequence,
     split,
 )
-from tests.text.test_tokenizer import train_sentencepiece, write_tiktoken
+from tests.encoding.test_tokenizer import train_sentencepiece, write_tiktoken
 
 
 def write_variant(path: Path, name: str = "byte_level", **changes: Any) -> Path:
@@ -185,7 +186,7 @@ def test_an_encoder_that_refuses_the_vocabulary_is_not_used(tmp_path: Path) -> N
 def test_the_texts_of_the_data_are_checked_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("millrace.text.encoder_check.edge_cases", lambda tokens: ["a"])
+    monkeypatch.setattr("millrace.encoding.encoder_check.edge_cases", lambda tokens: ["a"])
     splitter = sequence(split({"Regex": r"[^\s\p{L}]+|\s+(?!\S)|\s+"}), byte_level())
     tokenizer = Tokenizer(
         write_variant(tmp_path / "t.json", pre_tokenizer=splitter), encoder="fastokens"
@@ -221,7 +222,7 @@ def test_many_added_tokens_make_few_texts() -> None:
 
 
 def test_no_variant_agrees_on_the_edge_cases_and_differs_elsewhere() -> None:
-    """A small run of `python -m tests.text.encoder_variants`."""
+    """A small run of `python -m tests.encoding.encoder_variants`."""
     counts = run(cases=6, seed=3, texts=300)
     assert counts["missed"] == 0
     assert counts["equal"] > 0

@@ -1,0 +1,198 @@
+"""Train a tokenizer on the texts of files, so that a new project needs no hub."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from millrace import checks
+from millrace.encoding.tokenizer import Tokenizer
+from millrace.encoding.vocabularies import import_tokenizers
+from millrace.errors import ConfigError, TextError
+from millrace.files import atomic_file
+from millrace.text.documents import check_keys, read_documents
+from millrace.text.inputs import find_inputs
+from millrace.text.parts import Part, parts_of
+
+_NUM_BYTES = 256
+_PART_SIZE = 1 << 24
+_MOST_PARTS = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingResult:
+    """A trained tokenizer.
+
+    Attributes:
+        tokenizer: The tokenizer.
+        num_texts: Number of texts that it was trained on.
+        num_bytes: Bytes of UTF-8 text that it was trained on.
+        seconds: Duration of the training.
+    """
+
+    tokenizer: Tokenizer
+    num_texts: int
+    num_bytes: int
+    seconds: float
+
+
+def train_tokenizer(
+    inputs: Sequence[str | os.PathLike[str]],
+    output: str | os.PathLike[str],
+    *,
+    vocabulary_size: int,
+    json_keys: Sequence[str] = ("text",),
+    special_tokens: Sequence[str] = ("<|endoftext|>",),
+    max_bytes: int | None = None,
+    separator: str | None = None,
+    show_progress: bool = False,
+) -> TrainingResult:
+    """Trains a byte-level BPE tokenizer and writes it as a Hugging Face `tokenizer.json`.
+
+    The same files and arguments give the same tokenizer.
+
+    Args:
+        inputs: Files, folders and patterns, as for `millrace tokenize`.
+        output: Path of the `tokenizer.json`; an old file is replaced.
+        vocabulary_size: Number of tokens: at least the special ones and the 256 bytes. Fewer are
+            written if the texts have no more pairs to merge.
+        json_keys: Keys of the texts in each document.
+        special_tokens: Special tokens, which get the first ids.
+        max_bytes: Bytes of text to train on, taken evenly from all parts of the inputs. None: all.
+        separator: Text between the documents of a plain text file; None: the file is a document.
+        show_progress: Whether to show progress on stderr.
+
+    Raises:
+        TextError: An input that cannot be read, or a document without text under a key; no text.
+        ConfigError: An argument of a wrong type, or a vocabulary that is too small.
+    """
+    output = checks.one_path("output", output)
+    keys = check_keys(json_keys)
+    special = _special_tokens(special_tokens)
+    size = checks.whole("vocabulary_size", vocabulary_size, _NUM_BYTES + len(special))
+    if max_bytes is not None:
+        max_bytes = checks.whole("max_bytes", max_bytes, 1)
+    show_progress = checks.flag("show_progress", show_progress)
+    folder = os.path.dirname(output) or "."
+    if os.path.isdir(output) or not os.path.isdir(folder):
+        problem = f"{output} is a folder" if os.path.isdir(output) else f"{folder} is not a folder"
+        raise ConfigError(f"{problem}: give output the path of a file in a folder that exists")
+    tokenizers = import_tokenizers()
+    start = time.monotonic()
+    files = find_inputs(inputs, separator=separator)
+    total = sum(file.size or 0 for file in files)
+    part_size = max(_PART_SIZE, total // _MOST_PARTS)
+    parts = [part for file in files for part in parts_of(file, part_size)]
+    texts = _Texts(parts, keys, separator, max_bytes)
+
+    model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=special,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=show_progress,
+    )
+    model.train_from_iterator(texts, trainer)
+    if texts.num_bytes == 0:
+        raise TextError("the inputs have no text to train on; give files with documents")
+    with atomic_file(output) as file:
+        file.write(model.to_str(pretty=True).encode())
+    return TrainingResult(
+        tokenizer=Tokenizer(output),
+        num_texts=texts.num_texts,
+        num_bytes=texts.num_bytes,
+        seconds=time.monotonic() - start,
+    )
+
+
+def _special_tokens(tokens: Any) -> list[str]:
+    names: list[Any] = (
+        list(tokens) if isinstance(tokens, Iterable) and not isinstance(tokens, str) else [None]
+    )
+    if not all(isinstance(name, str) and name for name in names) or len({*names}) < len(names):
+        raise ConfigError(
+            f"special_tokens are {checks.shown(tokens)}; give a list of texts, each once"
+        )
+    return names
+
+
+class _Texts:
+    """Batches of texts, of each part in proportion to its size.
+
+    Attributes:
+        num_texts: Number of texts so far.
+        num_bytes: Bytes of UTF-8 text so far.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        keys: tuple[str, ...],
+        separator: str | None,
+        max_bytes: int | None,
+    ) -> None:
+        self._parts = parts
+        self._keys = keys
+        self._separator = separator
+        self._max_bytes = max_bytes
+        self.num_texts = self.num_bytes = 0
+
+    def __iter__(self) -> Iterator[list[str]]:
+        rest = self._max_bytes
+        weight = sum(part.size for part in self._parts)
+        for number, part in enumerate(self._parts):
+            if rest is None:
+                yield from self._texts_of(part, None)
+                continue
+            # A part without a known size, such as a pipe, gets an equal share of the rest.
+            share = part.size / weight if weight else 1 / (len(self._parts) - number)
+            before = self.num_bytes
+            yield from self._texts_of(part, int(rest * share))
+            rest -= self.num_bytes - before
+            weight -= part.size
+
+    def _texts_of(self, part: Part, most: int | None) -> Iterator[list[str]]:
+        """The texts of a part, up to `most` bytes; the last one may be cut."""
+
+        def refuse(line: int, byte_offset: int, reason: str, data: Iterable[bytes]) -> None:
+            if part.first_line is None:
+                place = f"byte {byte_offset}"
+            else:
+                place = f"{part.unit} {part.first_line + line}"
+            raise TextError(f"{part.source}, {place}: {reason}")
+
+        if most == 0:
+            return
+        batches = read_documents(part, self._keys, reject=refuse, separator=self._separator)
+        for documents in batches:
+            texts = []
+            for column in documents.texts:
+                for document in column:
+                    texts += [document] if isinstance(document, str) else document
+            size = sum(len(text.encode()) for text in texts)
+            if most is not None and size > most:
+                texts = list(_first_bytes(texts, most))
+                size = most
+            self.num_bytes += size
+            self.num_texts += len(texts)
+            yield texts
+            if most is not None:
+                most -= size
+                if most == 0:
+                    return
+
+
+def _first_bytes(texts: Iterable[str], most: int) -> Iterator[str]:
+    """Texts of `most` bytes in all; the last one is cut between characters."""
+    for text in texts:
+        data = text.encode()
+        if len(data) > most:
+            yield data[:most].decode(errors="ignore")
+            return
+        yield text
+        most -= len(data)
