@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from millrace.text.tokenizer import UNSEEN
 
 from millrace import ConfigError, IndexedDataset, TextError
 from millrace.encoding import UNSEEN, Tokenizer
@@ -31,8 +32,7 @@ from millrace.jobs.tokenizing import job, plan
 from millrace.jobs.tokenizing import run as task_run
 from millrace.jobs.tokenizing.task import Settings, _Comparison
 from millrace.provenance import OriginsWriter
-from millrace.text import Documents, SentenceSplitter, Tokenizer
-from millrace.text.tokenizer import UNSEEN
+from millrace.text import Documents, SentenceSplitter
 from tests.conftest import make_texts, write_jsonl
 
 BARE: dict[str, Any] = {"provenance": "none", "checksums": False}  # no files but the pairs
@@ -459,7 +459,9 @@ def test_bad_lines_are_skipped_counted_and_kept(
     assert path.exists() == (mode == "quarantine")
     if mode == "quarantine":
         rows = [json.loads(line) for line in path.read_text().splitlines()]
-        assert [base64.b64decode(row["bytes"]) for row in rows] == list(BAD_LINES)
+        assert [base64.b64decode(row["bytes"]) for row in rows] == [
+            b"" if len(line) > 4_000 else line for line in BAD_LINES
+        ]
         assert [row["line"] for row in rows] == bad
         assert all(row["reason"] for row in rows)
     run([tmp_path / "good.jsonl"], tmp_path / "out", tokenizer, on_error=mode)

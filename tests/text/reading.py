@@ -62,7 +62,7 @@ def joined(readings: Iterable[Reading], keys: Sequence[str] = ("text",)) -> Read
 
 def read_file(path: Path | str, keys: Sequence[str] = ("text",), **options: Any) -> Reading:
     """All documents of a file."""
-    [file] = find_inputs([path])
+    [file] = find_inputs([path], separator=options.pop("separator", None))
     [part] = parts_of(file, 1 << 40)
     return read_part(part, keys, **options)
 
@@ -94,16 +94,17 @@ def read_in_pieces(
     **options: Any,
 ) -> Reading:
     """The documents of a file's pieces; checks the first line of each."""
-    [file] = find_inputs([path])
+    [file] = find_inputs([path], separator=separator)
     folder.mkdir(exist_ok=True)
     readings = []
     line = None
     limit = {name: options[name] for name in ("max_document_size",) if name in options}
-    for part in unpack(file, folder, size, separator=separator, **limit):
-        reading = read_part(part, keys, separator=separator, **options)
+    for part in unpack(file, folder, size, **limit):
+        reading = read_part(part, keys, **options)
         assert part.first_line is not None
         assert line is None or part.first_line == line
-        line = part.first_line + reading.num_lines
+        has_header = part.format.name == "csv"  # which every piece repeats
+        line = part.first_line + reading.num_lines - has_header
         shift = part.first_line - 1
         reading.lines = [shift + each for each in reading.lines]
         reading.rejected = [(shift + each, *others) for each, *others in reading.rejected]

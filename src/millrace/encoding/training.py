@@ -13,9 +13,7 @@ from millrace.encoding.tokenizer import Tokenizer
 from millrace.encoding.vocabularies import import_tokenizers
 from millrace.errors import ConfigError, TextError
 from millrace.files import atomic_file
-from millrace.text.documents import check_keys, read_documents
-from millrace.text.inputs import find_inputs
-from millrace.text.parts import Part, parts_of
+from millrace.text import Part, check_keys, find_inputs, parts_of, read_documents
 
 _NUM_BYTES = 256
 _PART_SIZE = 1 << 24
@@ -86,7 +84,7 @@ def train_tokenizer(
     total = sum(file.size or 0 for file in files)
     part_size = max(_PART_SIZE, total // _MOST_PARTS)
     parts = [part for file in files for part in parts_of(file, part_size)]
-    texts = _Texts(parts, keys, separator, max_bytes)
+    texts = _Texts(parts, keys, max_bytes)
 
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -133,12 +131,10 @@ class _Texts:
         self,
         parts: Sequence[Part],
         keys: tuple[str, ...],
-        separator: str | None,
         max_bytes: int | None,
     ) -> None:
         self._parts = parts
         self._keys = keys
-        self._separator = separator
         self._max_bytes = max_bytes
         self.num_texts = self.num_bytes = 0
 
@@ -168,7 +164,7 @@ class _Texts:
 
         if most == 0:
             return
-        batches = read_documents(part, self._keys, reject=refuse, separator=self._separator)
+        batches = read_documents(part, self._keys, reject=refuse)
         for documents in batches:
             texts = []
             for column in documents.texts:

@@ -9,22 +9,37 @@ import importlib
 import warnings
 from typing import Any
 
-from millrace.text.documents import Documents, Reject, check_keys, read_documents
-from millrace.text.inputs import InputFile, find_inputs, read_input_list
-from millrace.text.parts import Part, Piece, parts_of, pieces_of
+from millrace.text.documents import Batch, Documents, Query, Reject, check_keys
+from millrace.text.inputs import find_inputs, read_input_list
+from millrace.text.parts import (
+    Format,
+    InputFile,
+    Part,
+    Piece,
+    first_line_of,
+    open_part,
+    parts_of,
+    pieces_of,
+    read_documents,
+)
+from millrace.text.records import BadDocumentError
 from millrace.text.sentences import SentenceSplitter
-from millrace.text.tables import num_rows_before
 
 __all__ = [
+    "BadDocumentError",
+    "Batch",
     "Documents",
+    "Format",
     "InputFile",
     "Part",
     "Piece",
+    "Query",
     "Reject",
     "SentenceSplitter",
     "check_keys",
     "find_inputs",
-    "num_rows_before",
+    "first_line_of",
+    "open_part",
     "parts_of",
     "pieces_of",
     "read_documents",

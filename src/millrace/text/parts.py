@@ -1,35 +1,146 @@
-"""Files cut into parts that tasks read: ranges of divisible files, unpacked pieces of others."""
+"""Input files, their formats, and the parts and pieces of files that tasks read."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Protocol, runtime_checkable
 
 from millrace import checks
 from millrace.errors import ConfigError
-from millrace.text.inputs import TABLE_FORMATS, InputFile
-from millrace.text.splitting import Block, record_blocks
+from millrace.text.documents import (
+    MAX_DOCUMENT_SIZE,
+    Documents,
+    Query,
+    Reject,
+    check_keys,
+)
+from millrace.text.splitting import last_end
 from millrace.text.streams import BLOCK_SIZE, ByteStream, FileIdentity, open_stream
 
-if TYPE_CHECKING:
-    from millrace.text.csv_rows import CsvRow
 
-CSV_FORMATS = ("csv", "tsv")
+@runtime_checkable
+class Format(Protocol):
+    """A format of input files, which says how to read a part of one.
 
-MAX_DOCUMENT_SIZE = 1 << 28
-"""Size of the longest line, record or text that is read by default, in bytes."""
+    A format of one's own is a subclass with a name and a method `read`. Files of it can be
+    compressed and pipes; each is one part, unless `cut` or `unpack` divide it. Instances go to
+    worker processes, so they must be picklable.
+
+    Attributes:
+        name: Name of the format in messages.
+        endings: Endings of file names that tell the format, such as ".jsonl".
+        unit: What is counted, "line" or "row".
+        first_line: Number of a file's first line or row.
+        needs_file: Whether only regular files without a compression can be read.
+        is_cut_at_lines: Whether the parts of a plain file hold the lines that begin in their range.
+        unpacking_memory: Bytes of memory that `unpack` takes for each byte of a longest document.
+    """
+
+    name: str
+    endings: tuple[str, ...] = ()
+    unit: str = "line"
+    first_line: int = 1
+    needs_file: bool = False
+    is_cut_at_lines: bool = False
+    unpacking_memory: int = 0
+
+    def matches(self, first_bytes: bytes) -> bool:
+        """Whether a file that begins with these bytes has the format, whatever its name."""
+        return False
+
+    def read(self, part: Part, query: Query) -> Iterator[Documents]:
+        """The documents of a part, in order, in batches.
+
+        The last batch may be without documents: it counts the lines after the last document.
+        """
+
+    def cut(self, file: InputFile, size: int) -> Iterator[Part]:
+        """Consecutive parts of about `size` bytes on disk; one part of a file as a whole."""
+        yield file.part()
+
+    def first_line_of(self, part: Part) -> int:
+        """The number of a part's first line or row, where `cut` did not know it."""
+        return self.first_line
+
+    def has_pieces(self, file: InputFile) -> bool:
+        """Whether `unpack` divides a file that `cut` does not."""
+        return False
+
+    def unpack(
+        self, file: InputFile, size: int, *, max_size: int, block_size: int
+    ) -> Iterator[Piece]:
+        """The decompressed bytes of a file in pieces of about `size` bytes; one as a whole."""
+        if self.needs_file:
+            raise ConfigError(f"{file.path} is a {self.name} file, which is read without unpacking")
+        return record_pieces(file, size, b"", block_size)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InputFile:
+    """A file that holds documents.
+
+    Attributes:
+        path: Path of the file; "-" for standard input.
+        format: Format of the decompressed file.
+        compression: "gzip", "zstd", "bz2", "xz", or empty. The first bytes of a regular file tell
+            it. It is empty for a pipe, whose compression shows when it is read.
+        size: Size on disk in bytes; None for a pipe.
+        mtime_ns: Time of the last change; None for a pipe.
+    """
+
+    path: str
+    format: Format
+    compression: str = ""
+    size: int | None
+    mtime_ns: int | None
+
+    @property
+    def is_pipe(self) -> bool:
+        """Whether the file can be read only once, from start to end."""
+        return self.size is None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the file can be read by position, without decompressing it."""
+        return not self.is_pipe and not self.compression
+
+    @property
+    def has_pieces(self) -> bool:
+        """Whether `pieces_of` divides the file, which `parts_of` does not."""
+        return self.format.has_pieces(self)
+
+    def part(
+        self,
+        start: int = 0,
+        stop: int | None = None,
+        *,
+        size: int | None = None,
+        first_line: int | None = -1,
+    ) -> Part:
+        """A part of the file; by default the whole file."""
+        return Part(
+            path=self.path,
+            format=self.format,
+            compression=self.compression,
+            start=start,
+            stop=stop,
+            size=(self.size or 0) if size is None else size,
+            source=self.path,
+            first_line=self.format.first_line if first_line == -1 else first_line,
+            file_size=self.size,
+            mtime_ns=self.mtime_ns,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """What a task reads of one file. All fields are plain JSON values.
+    """What a task reads of one file.
 
     Attributes:
         path: Path of the file; "-" for standard input.
-        format: Format, one of `millrace.text.inputs.FORMATS`.
+        format: Format of the decompressed file.
         compression: Compression of the file.
         start: Start of the range: a byte of plain JSONL (the lines that begin in [start, stop)
             belong to the part), a row group of Parquet, or a record batch of an Arrow file.
@@ -38,16 +149,13 @@ class Part:
         source: Path of the source in messages and provenance, which differs from `path` for an
             unpacked piece.
         byte_offset: Position of the file's byte 0 in the decompressed source.
-        first_line: Number of the part's first line or CSV row, from 1, or other row, from 0. None:
-            unknown.
-        columns: Names of the columns of a CSV piece, which has no header.
-        long_rows: Rows of a CSV piece, from 0, that were too long, and are not in it.
+        first_line: Number of the part's first line or row, as its format counts; None: unknown.
         file_size: Size of the file when the job was planned; None: not compared.
         mtime_ns: Time of the file's last change when the job was planned; None: not compared.
     """
 
     path: str
-    format: str
+    format: Format
     compression: str = ""
     start: int = 0
     stop: int | None = None
@@ -55,25 +163,23 @@ class Part:
     source: str
     byte_offset: int = 0
     first_line: int | None
-    columns: tuple[str, ...] | None = None
-    long_rows: tuple[int, ...] = ()
     file_size: int | None = None
     mtime_ns: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.columns is not None:  # a list, if it comes from JSON
-            object.__setattr__(self, "columns", tuple(self.columns))
-        object.__setattr__(self, "long_rows", tuple(self.long_rows))
 
     @property
     def unit(self) -> str:
         """What is counted: "row" or "line"."""
-        return "row" if self.format in (*TABLE_FORMATS, *CSV_FORMATS) else "line"
+        return self.format.unit
 
     @property
     def identity(self) -> FileIdentity:
         """Size and time that the file must have."""
         return FileIdentity(self.file_size, self.mtime_ns)
+
+    @property
+    def is_range_of_lines(self) -> bool:
+        """Whether the part depends on nothing but the lines that begin in its range."""
+        return self.format.is_cut_at_lines and not self.compression
 
 
 @dataclass
@@ -97,58 +203,13 @@ def parts_of(file: InputFile, size: int) -> list[Part]:
         ConfigError: A size that is not a whole number above 0.
         TextError: A file that cannot be read or is damaged.
     """
-    size = checks.whole("size", size, 1)
-    if file.is_divisible and file.format == "jsonl":
-        end = file.size or 0
-        return [
-            _part(
-                file,
-                start=start,
-                stop=min(start + size, end),
-                size=min(size, end - start),
-                first_line=None if start else 1,
-            )
-            for start in range(0, end, size)
-        ] or [_part(file)]
-    if file.is_divisible:
-        from millrace.text import tables
-
-        return [
-            _part(file, start=start, stop=stop, size=num_bytes, first_line=row)
-            for start, stop, num_bytes, row in tables.ranges(file.path, file.format, size)
-        ]
-    return [_part(file)]
-
-
-def _part(
-    file: InputFile,
-    *,
-    start: int = 0,
-    stop: int | None = None,
-    size: int | None = None,
-    first_line: int | None = -1,
-) -> Part:
-    if first_line == -1:
-        first_line = 0 if file.format in TABLE_FORMATS else 1
-    return Part(
-        path=file.path,
-        format=file.format,
-        compression=file.compression,
-        start=start,
-        stop=stop,
-        size=(file.size or 0) if size is None else size,
-        source=file.path,
-        first_line=first_line,
-        file_size=file.size,
-        mtime_ns=file.mtime_ns,
-    )
+    return list(file.format.cut(file, checks.whole("size", size, 1)))
 
 
 def pieces_of(
     file: InputFile,
     size: int,
     *,
-    separator: str | None = None,
     block_size: int = BLOCK_SIZE,
     max_document_size: int = MAX_DOCUMENT_SIZE,
 ) -> Iterator[Piece]:
@@ -161,112 +222,146 @@ def pieces_of(
         file: JSONL, CSV, TSV or plain text. A pipe is read once.
         size: Size of a piece. The last is smaller; others are longer by up to `block_size`, or
             the length of their last document.
-        separator: Text between the documents of a plain text file.
         block_size: Number of bytes to read and decompress at a time.
-        max_document_size: Size of the longest CSV row in bytes; a longer one is left out.
+        max_document_size: Size of the longest CSV row in bytes; a longer one is not in memory.
 
     Raises:
         ConfigError: A file of another format, or a size that is not a whole number above 0.
         TextError: A file that cannot be read, is damaged or truncated, or was changed.
     """
     size = checks.whole("size", size, 1)
-    if file.format in TABLE_FORMATS:
-        raise ConfigError(f"{file.path} is a {file.format} file, which is read without unpacking")
-    block_size = min(block_size, size)
-    if file.format in CSV_FORMATS:
-        return _csv_pieces(file, size, max_document_size, block_size)
-    return _pieces_of(file, size, separator, block_size)
+    return file.format.unpack(
+        file, size, max_size=max_document_size, block_size=min(block_size, size)
+    )
 
 
-def _csv_pieces(
-    file: InputFile, size: int, max_document_size: int, block_size: int
+def read_documents(
+    part: Part,
+    keys: Sequence[str],
+    *,
+    reject: Reject,
+    id_key: str = "id",
+    skip_empty: bool = False,
+    max_document_size: int = MAX_DOCUMENT_SIZE,
+    block_size: int = BLOCK_SIZE,
+) -> Iterator[Documents]:
+    """The documents of a part, in order.
+
+    A line that cannot be used is not JSON in UTF-8, has no text under a key, has half of a
+    surrogate pair in it, or is longer than `max_document_size`. It goes to `reject`, which raises
+    or takes note, and reading goes on.
+
+    Args:
+        part: What to read.
+        keys: Keys of the texts: JSON keys or columns. If there is none of that name, dots reach
+            into objects and struct columns. Plain text has only the key "text".
+        reject: Function of the line within the part, the byte offset, the reason and the bytes of
+            a line that cannot be used.
+        id_key: Key of the document's id.
+        skip_empty: Whether a document without text under all keys is rejected.
+        max_document_size: Size of the longest line, record or text, in bytes. A longer one is
+            never in memory, except of Parquet and Arrow.
+        block_size: Number of bytes to read at a time.
+
+    Raises:
+        ConfigError: Keys that are not a list of strings, or that the format does not have.
+        TextError: A file that cannot be read, is damaged or truncated, or was changed; a table
+            without a column for a key.
+    """
+    query = Query(
+        keys=check_keys(keys),
+        reject=reject,
+        id_key=id_key,
+        skip_empty=skip_empty,
+        max_size=checks.whole("max_document_size", max_document_size, 1),
+        block_size=block_size,
+    )
+    return filter(_has_content, part.format.read(part, query))
+
+
+def _has_content(documents: Documents) -> bool:
+    return bool(documents.ids or documents.num_lines or documents.num_bytes)
+
+
+def first_line_of(part: Part) -> int:
+    """The number of a part's first line or row; counts those before it if it is not known."""
+    return part.format.first_line_of(part) if part.first_line is None else part.first_line
+
+
+def open_part(part: Part) -> contextlib.AbstractContextManager[ByteStream]:
+    """The decompressed bytes of a part; TextError if the file is damaged or was changed."""
+    return open_stream(
+        part.path,
+        source=part.source,
+        compression=part.compression,
+        start=part.start,
+        stop=part.stop,
+        identity=part.identity,
+    )
+
+
+def record_pieces(file: InputFile, size: int, separator: bytes, block_size: int) -> Iterator[Piece]:
+    """The decompressed bytes of a file in pieces of about `size` bytes that end at a separator.
+
+    Records pass through in blocks, so one may be longer than memory. An empty separator makes one
+    piece of the file.
+    """
+    with open_part(file.part()) as stream:
+        yield from sized_pieces(stream, _record_pieces(file, size, separator, stream, block_size))
+
+
+def _record_pieces(
+    file: InputFile, size: int, separator: bytes, stream: ByteStream, block_size: int
+) -> Iterator[tuple[Part, Iterator[bytes]]]:
+    data = stream.read(block_size)
+    byte_offset, line = 0, file.format.first_line
+
+    def chunks() -> Iterator[bytes]:
+        nonlocal data, byte_offset, line
+        num_bytes, tail = 0, b""  # the tail may be the start of a separator
+        while data:
+            window = tail + data
+            end = last_end(window, separator)
+            is_last = end > 0 and num_bytes + end - len(tail) >= size
+            cut = end - len(tail) if is_last else len(data)
+            chunk, data = data[:cut], data[cut:] or stream.read(block_size)
+            num_bytes += len(chunk)
+            byte_offset += len(chunk)
+            line += chunk.count(b"\n")
+            yield chunk
+            if is_last:
+                return
+            tail = window[max(end, len(window) - len(separator) + 1) :]
+
+    if not data and not separator:
+        yield _piece_part(file, 0, line), iter(())
+    while data:
+        yield _piece_part(file, byte_offset, line), chunks()
+
+
+def _piece_part(file: InputFile, byte_offset: int, line: int) -> Part:
+    return Part(
+        path="", format=file.format, source=file.path, byte_offset=byte_offset, first_line=line
+    )
+
+
+def sized_pieces(
+    stream: ByteStream, pieces: Iterator[tuple[Part, Iterator[bytes]]]
 ) -> Iterator[Piece]:
-    from millrace.text.csv_rows import csv_rows, read_header
+    """Pieces of parts and their bytes, which are read from a stream one after the other."""
+    position = 0
 
-    with _open(file) as stream:
-        rows = csv_rows(stream, file.format, max_document_size, block_size, has_header=True)
-        columns, num_rows = read_header(rows, file.path)
-        position = 0
+    def sized(piece: Piece, chunks: Iterator[bytes]) -> Iterator[bytes]:
+        nonlocal position
+        yield from chunks
+        size, position = stream.position - position, stream.position
+        piece.part = replace(piece.part, size=size)
 
-        def chunks(piece: Piece, row: CsvRow | None) -> Iterator[bytes]:
-            nonlocal num_rows, position
-            first_row, num_bytes = num_rows, 0
-            long_rows = []
-            while row is not None:
-                if row.is_long:
-                    long_rows.append(num_rows - first_row)
-                yield b"x\n" if row.is_long else row.data
-                num_rows += 1
-                num_bytes += len(row.data)
-                row = next(rows, None) if num_bytes < size else None
-            read, position = stream.position - position, stream.position
-            piece.part = replace(piece.part, size=read, long_rows=tuple(long_rows))
-
-        for row in rows:
-            part = Part(
-                path="",
-                format=file.format,
-                source=file.path,
-                first_line=num_rows + 1,
-                columns=columns,
-            )
-            yield from _whole_piece(part, functools.partial(chunks, row=row))
-
-
-def _whole_piece(part: Part, chunks_of: Callable[[Piece], Iterator[bytes]]) -> Iterator[Piece]:
-    piece = Piece(part, iter(()))
-    rest = chunks_of(piece)
-    # The consumer may close what it gets; the rest is skipped all the same.
-    piece.chunks = (chunk for chunk in rest)
-    yield piece
-    for _ in rest:
-        pass
-
-
-def _open(file: InputFile) -> contextlib.AbstractContextManager[ByteStream]:
-    identity = FileIdentity(file.size, file.mtime_ns)
-    return open_stream(file.path, source=file.path, compression=file.compression, identity=identity)
-
-
-def _pieces_of(
-    file: InputFile, size: int, separator: str | None, block_size: int
-) -> Iterator[Piece]:
-    with _open(file) as stream:
-        line = 1
-        end_mark = b"\n" if file.format == "jsonl" else (separator or "").encode()
-        blocks = record_blocks(stream, end_mark, BLOCK_SIZE, block_size)
-        block = next(blocks, None)
-        if block is None and file.format == "text" and not separator:
-            block = Block(0, b"")  # an empty document
-        position = 0
-
-        def chunks(piece: Piece) -> Iterator[bytes]:
-            nonlocal block, line, position
-            num_bytes = 0
-            while block is not None and num_bytes < size:
-                if isinstance(block, Block):
-                    yield block.data
-                    num_bytes += len(block.data)
-                    line += block.data.count(b"\n")
-                else:
-                    num_in_record = 0
-                    for chunk in block.chunks:
-                        yield chunk
-                        num_in_record += len(chunk)
-                    if block.size > num_in_record:
-                        yield end_mark
-                    num_bytes += block.size
-                    line += block.num_newlines
-                block = next(blocks, None)
-            piece.part = replace(piece.part, size=stream.position - position)
-            position = stream.position
-
-        while block is not None:
-            part = Part(
-                path="",
-                format=file.format,
-                source=file.path,
-                byte_offset=block.byte_offset,
-                first_line=line,
-            )
-            yield from _whole_piece(part, chunks)
+    for part, chunks in pieces:
+        piece = Piece(part, iter(()))
+        rest = sized(piece, chunks)
+        # The consumer may close what it gets; the rest is skipped all the same.
+        piece.chunks = (chunk for chunk in rest)
+        yield piece
+        for _ in rest:
+            pass

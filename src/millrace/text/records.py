@@ -54,6 +54,17 @@ def parse_json(line: bytes) -> Any:
         raise BadDocumentError(f"the JSON cannot be read ({error}): {excerpt(line)}") from None
 
 
+def decode_text(data: bytes) -> str:
+    """The text of bytes; BadDocumentError if they are not UTF-8."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise BadDocumentError(
+            f"byte {error.start + 1} of the text is not UTF-8 ({error.reason}). "
+            "Convert the file to UTF-8"
+        ) from None
+
+
 def text_at(record: Any, key: str) -> Text:
     """The text, or list of texts, of a record under a key.
 

@@ -3,56 +3,36 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from millrace.text.streams import BLOCK_SIZE, ByteStream
 
 UTF8_BOM = b"\xef\xbb\xbf"
 
 
-@dataclass
-class Block:
+class Records(NamedTuple):
     """Whole records.
 
     Attributes:
         byte_offset: Position of the first byte in the decompressed data.
-        data: Records, each with the separator after it; only the last of a file may lack it.
+        records: Records, each with the separator after it; only the last of a file may lack it.
     """
 
     byte_offset: int
-    data: bytes
+    records: list[bytes]
 
 
-@dataclass
-class Lines:
-    """Whole lines, each with its line break; only the last of a file may lack it.
-
-    Attributes:
-        byte_offset: Position of the first byte in the decompressed data.
-        lines: The lines.
-    """
-
-    byte_offset: int
-    lines: list[bytes]
-
-
-@dataclass
-class LongRecord:
-    """A record that is longer than the limit, and is not in memory.
+class LongRecord(NamedTuple):
+    """A record that is longer than the limit, and was skipped.
 
     Attributes:
         byte_offset: Position of its first byte in the decompressed data.
-        chunks: Its bytes in pieces, without the separator. What is not taken from it before the
-            next block is read, is skipped.
-        size: Number of bytes with the separator; complete when the next block is read.
-        num_newlines: Number of line breaks in those bytes; complete when the next block is read.
+        num_newlines: Number of line breaks in the record and its separator.
     """
 
     byte_offset: int
-    chunks: Iterator[bytes]
-    size: int = 0
-    num_newlines: int = 0
+    num_newlines: int
 
 
 def last_end(data: bytes, separator: bytes) -> int:
@@ -65,13 +45,13 @@ def last_end(data: bytes, separator: bytes) -> int:
     return len(data) - len(data.split(separator)[-1])
 
 
-def record_blocks(
+def records_of(
     stream: ByteStream,
     separator: bytes,
     max_size: int,
     block_size: int = BLOCK_SIZE,
     byte_offset: int = 0,
-) -> Iterator[Block | LongRecord]:
+) -> Iterator[Records | LongRecord]:
     """The records of a stream, in blocks of about `block_size` bytes.
 
     A byte order mark at the beginning of a source is left out, and counts in the offsets.
@@ -79,61 +59,33 @@ def record_blocks(
     Args:
         stream: The bytes.
         separator: Bytes after each record. Empty: all data are one record.
-        max_size: Size from which a record is a `LongRecord`.
+        max_size: Size from which a record is a `LongRecord`, unless a block holds all of it.
         block_size: Number of bytes to read at a time.
         byte_offset: Position of the stream's first byte in the source.
     """
     offset, data = _start(stream, block_size, byte_offset)
     while True:
-        end = last_end(data, separator)
-        if end:
-            yield Block(offset, data[:end])
-            offset += end
-            data = data[end:]
-        if _num_inside(data, separator) > max_size:
-            record = LongRecord(offset, iter(()))
-            data = yield from _skip_long_record(stream, data, separator, record, block_size)
-            offset += record.size
+        records, rest = _split(data, separator)
+        if records:
+            yield Records(offset, records)
+            offset += len(data) - len(rest)
+        if _num_inside(rest, separator) > max_size:
+            size, num_newlines, data = _skip_record(stream, rest, separator, block_size)
+            yield LongRecord(offset, num_newlines)
+            offset += size
             if data:
                 continue
-        more = stream.read(read_size(len(data), max_size, block_size))
+            rest = b""
+        more = stream.read(read_size(len(rest), max_size, block_size))
         if not more:
             break
-        data += more
-    if data:
-        yield Block(offset, data)
-
-
-def line_blocks(
-    stream: ByteStream, max_size: int, block_size: int = BLOCK_SIZE, byte_offset: int = 0
-) -> Iterator[Lines | LongRecord]:
-    """The same as `record_blocks` for lines, which are copied only once."""
-    offset, data = _start(stream, block_size, byte_offset)
-    rest = b""  # of a line
-    while True:
-        lines = io.BytesIO(data).readlines()  # three times as fast as `split`
-        if lines:
-            lines[0] = rest + lines[0]
-            rest = b"" if lines[-1].endswith(b"\n") else lines.pop()
-        if lines:
-            yield Lines(offset, lines)
-            offset += sum(map(len, lines))
-        if len(rest) > max_size:
-            record = LongRecord(offset, iter(()))
-            data = yield from _skip_long_record(stream, rest, b"\n", record, block_size)
-            offset += record.size
-            rest = b""
-            if data:
-                continue
-        data = stream.read(read_size(len(rest), max_size, block_size))
-        if not data:
-            break
+        data = rest + more
     if rest:
-        yield Lines(offset, [rest])
+        yield Records(offset, [rest])
 
 
 def _start(stream: ByteStream, block_size: int, byte_offset: int) -> tuple[int, bytes]:
-    """The first bytes without a byte order mark, and their position."""
+    """The position of the first bytes, and these without a byte order mark."""
     data = b""
     if byte_offset == 0:
         while len(data) < len(UTF8_BOM) and (more := stream.read(block_size)):
@@ -143,53 +95,46 @@ def _start(stream: ByteStream, block_size: int, byte_offset: int) -> tuple[int, 
     return byte_offset, data
 
 
-def read_size(num_bytes: int, max_size: int, block_size: int) -> int:
-    """Reads grow with a long record, so that its bytes are copied and searched few times."""
-    return max(block_size, min(num_bytes, max_size - num_bytes + 1))
+def _split(data: bytes, separator: bytes) -> tuple[list[bytes], bytes]:
+    """The whole records that data begin with, and the bytes after them."""
+    if not separator:
+        return [], data
+    if separator == b"\n":
+        records = io.BytesIO(data).readlines()  # three times as fast as `split`
+        rest = b"" if not records or records[-1].endswith(b"\n") else records.pop()
+        return records, rest
+    *records, rest = data.split(separator)
+    return [record + separator for record in records], rest
 
 
-def _skip_long_record(
-    stream: ByteStream, data: bytes, separator: bytes, record: LongRecord, block_size: int
-) -> Generator[LongRecord, None, bytes]:
-    """Yields the record, of which `data` are the first bytes; returns bytes that follow it."""
-    tail: list[bytes] = []
-    record.chunks = _long_record(stream, data, separator, record, tail, block_size)
-    yield record
-    for _ in record.chunks:
-        pass
-    return b"".join(tail)
+def _skip_record(
+    stream: ByteStream, data: bytes, separator: bytes, block_size: int
+) -> tuple[int, int, bytes]:
+    """Reads to the end of a record that begins with `data`.
 
-
-def _long_record(
-    stream: ByteStream,
-    data: bytes,
-    separator: bytes,
-    record: LongRecord,
-    tail: list[bytes],
-    block_size: int,
-) -> Iterator[bytes]:
-    """The bytes of a record; bytes after its separator go to `tail`."""
+    Returns:
+        The size of the record and its separator, the number of line breaks in them, and the bytes
+        that were read after them.
+    """
+    size = num_newlines = 0
     while True:
-        end = data.find(separator) if separator else -1
-        if end >= 0:
-            after = end + len(separator)
-            record.size += after
-            record.num_newlines += data.count(b"\n", 0, after)
-            tail.append(data[after:])
-            if end > 0:
-                yield data[:end]
-            return
-        more = stream.read(block_size)
-        position = _num_inside(data, separator) if more else len(data)
-        chunk, data = data[:position], data[position:] + more
-        record.size += len(chunk)
-        record.num_newlines += chunk.count(b"\n")
-        if chunk:
-            yield chunk
+        found = data.find(separator) if separator else -1
+        more = b"" if found >= 0 else stream.read(block_size)
+        end = found + len(separator) if found >= 0 else len(data)
+        if more:
+            end = _num_inside(data, separator)
+        size += end
+        num_newlines += data.count(b"\n", 0, end)
+        data = data[end:] + more
         if not more:
-            return
+            return size, num_newlines, data
 
 
 def _num_inside(data: bytes, separator: bytes) -> int:
     """The number of bytes that are of a record for certain: the last may be of a separator."""
     return max(len(data) - max(len(separator) - 1, 0), 0)
+
+
+def read_size(num_bytes: int, max_size: int, block_size: int) -> int:
+    """Reads grow with a long record, so that its bytes are copied and searched few times."""
+    return max(block_size, min(num_bytes, max_size - num_bytes + 1))

@@ -16,7 +16,7 @@ from millrace.jobs.tokenizing.output import Output
 from millrace.jobs.tokenizing.task import Settings
 from millrace.store.info import read_info
 from millrace.store.publish import files_of
-from millrace.text import InputFile, SentenceSplitter, Tokenizer, check_keys, find_inputs
+from millrace.text import InputFile, SentenceSplitter, check_keys, find_inputs
 
 ON_ERROR = "stop", "skip", "quarantine"
 ON_UNKNOWN = "keep", "reject"
@@ -76,6 +76,7 @@ def checked_arguments(
     json_keys: Any,
     id_key: Any,
     separator: Any,
+    format: Any,  # noqa: A002
     append_eod: Any,
     prepend_bos: Any,
     on_unknown: Any,
@@ -130,6 +131,7 @@ def checked_arguments(
         keys=keys,
         id_key=id_key,
         separator=separator,
+        format=format,
         splitter=splitter,
         first_token=first_token,
         last_token=last_token,
@@ -142,7 +144,9 @@ def checked_arguments(
         check_rate=check_rate,
     )
     others: list[str] = []
-    files = find_inputs(checks.paths("inputs", inputs), separator=separator, others=others)
+    files = find_inputs(
+        checks.paths("inputs", inputs), separator=separator, format=format, others=others
+    )
     if workers is None and engine == "local":
         count = min(resources.workers, plan.workers_worth(files))
         resources = replace(resources, workers=count)
@@ -197,6 +201,8 @@ def identity(arguments: Arguments) -> dict[str, Any]:
         "shard": None if arguments.shard is None else list(arguments.shard),
         "inputs": [plan.absolute(file.path) for file in arguments.files],
     }
+    if settings.format is not None:
+        entries["format"] = f"{type(settings.format).__module__} {settings.format.name}"
     if arguments.shard is not None:  # the sizes decide where the other shards begin, too
         entries["bytes and times"] = [identity_of(file) for file in arguments.files]
     return entries

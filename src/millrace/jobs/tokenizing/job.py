@@ -34,12 +34,12 @@ from millrace.provenance.origins import has_pyarrow
 from millrace.store import IndexedDatasetBuilder, finalize_together
 from millrace.store.publish import LOCK, idx_path, remove_leftovers
 from millrace.text import (
+    Format,
     InputFile,
     SentenceSplitter,
     parts_of,
     read_documents,
 )
-from millrace.text.parts import CSV_FORMATS
 
 CHECK_RATE = 0.0002
 """Share of documents that are compared with the reference library, which is up to 80 times slower
@@ -92,6 +92,7 @@ def tokenize(
     json_keys: Sequence[str] = ("text",),
     id_key: str = "id",
     separator: str | None = None,
+    format: Format | None = None,  # noqa: A002
     append_eod: bool = False,
     prepend_bos: bool = False,
     on_unknown: str = "keep",
@@ -130,6 +131,7 @@ def tokenize(
         json_keys: Keys of the texts; dots reach into nested objects.
         id_key: Key of a document's id, for the provenance.
         separator: Text between the documents of a plain text file; None: a file is a document.
+        format: Format of all inputs; None: their names and first bytes tell it.
         append_eod: Whether each document ends with the tokenizer's EOD.
         prepend_bos: Whether each document starts with the tokenizer's BOS.
         on_unknown: Whether documents with the tokenizer's unknown token are kept ("keep") or
@@ -174,8 +176,10 @@ def tokenize(
     resources = arguments.resources
     if memory is not None:
         size, encoder = settings.max_document_size, tokenizer.encoder_name
-        has_csv = any(file.format in CSV_FORMATS for file in arguments.files)
-        most = plan.resources_for(workers, memory, size, encoder, has_csv=has_csv).workers
+        unpacking = max(file.format.unpacking_memory for file in arguments.files)
+        most = plan.resources_for(
+            workers, memory, size, encoder, unpacking_memory=unpacking
+        ).workers
         resources = replace(resources, workers=min(resources.workers, most))
     arguments = replace(arguments, settings=settings, resources=resources)
     job = identity(arguments)
@@ -283,7 +287,6 @@ def _prepare(journal: Journal, arguments: Arguments) -> tuple[list[plan.Step], s
                 arguments.files,
                 task_size=task_size,
                 workers=arguments.planned_workers,
-                separator=arguments.settings.separator,
                 shard=arguments.shard,
                 earlier=earlier,
             )
@@ -363,7 +366,6 @@ def _first_texts(files: Sequence[InputFile], settings: Settings) -> Iterator[str
             settings.keys,
             reject=skip,
             id_key=settings.id_key,
-            separator=settings.separator,
             max_document_size=plan.MB,
         )
         with contextlib.suppress(_TooManyLinesError):

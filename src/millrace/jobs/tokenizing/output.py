@@ -15,15 +15,10 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from millrace.interrupts import interruptible
-from millrace.jobs.tokenizing.task import (
-    ORIGIN,
-    first_line_of,
-    prefix_of,
-    reject_stems,
-)
+from millrace.jobs.tokenizing.task import ORIGIN, prefix_of, reject_stems
 from millrace.provenance import OriginsWriter
 from millrace.store import IndexedDatasetBuilder
-from millrace.text import Part
+from millrace.text import Part, first_line_of
 
 _SHOWN_REJECTS = 20
 _ORIGINS = 1 << 15  # documents whose origins are read at a time

@@ -34,9 +34,6 @@ _WORKER_MEMORY = 280 * MB
 # Copies of a document while it is encoded, in bytes per byte of its line: the line, a str of up to
 # 4 bytes a character, its UTF-8, and up to one id of 4 bytes for each byte, in three copies.
 _BYTES_PER_BYTE = 20
-# Of a CSV row, which the job's process reads, too: up to 8 in the field that Python's `csv` grows,
-# two copies of the row, and the field as a str.
-_CSV_BYTES_PER_BYTE = 12
 # Of the reference libraries, which keep more than ids, for the worst texts that were tried: many
 # tokens of one byte.
 _REFERENCE_BYTES_PER_BYTE = {"tokenizers": 330, "sentencepiece": 75, "tiktoken": 60}
@@ -62,7 +59,7 @@ def resources_for(
     max_document_size: int | None,
     encoder: str = "",
     *,
-    has_csv: bool = False,
+    unpacking_memory: int = 0,
 ) -> Resources:
     """Chooses the number of workers so that the job fits into memory.
 
@@ -72,7 +69,7 @@ def resources_for(
         max_document_size: Longest line in bytes; None: 100 MB. It decides the output, so it depends
             on nothing else.
         encoder: Name of the library that encodes, if it is known.
-        has_csv: Whether an input file is CSV or TSV.
+        unpacking_memory: Most bytes that unpacking a file takes for each byte of a document.
 
     Raises:
         ConfigError: Too little memory.
@@ -84,7 +81,7 @@ def resources_for(
             workers=workers or max(min(available_cores(), most), 1), max_document_size=limit
         )
     per_worker = _WORKER_MEMORY + limit * _REFERENCE_BYTES_PER_BYTE.get(encoder, _BYTES_PER_BYTE)
-    job_memory = _JOB_MEMORY + limit * _CSV_BYTES_PER_BYTE * has_csv
+    job_memory = _JOB_MEMORY + limit * unpacking_memory
     most = (memory - job_memory) // per_worker
     if most < (workers or 1):
         needed = job_memory + (workers or 1) * per_worker
@@ -160,7 +157,6 @@ def plan_steps(
     *,
     task_size: int,
     workers: int,
-    separator: str | None,
     shard: tuple[int, int] | None = None,
     earlier: Sequence[Step] | None = None,
 ) -> list[Step]:
@@ -181,12 +177,12 @@ def plan_steps(
         large = {
             number
             for number, file in enumerate(files)
-            if _can_be_unpacked(file, separator) and _UNPACKED * (file.size or 0) > task_size
+            if file.has_pieces and _UNPACKED * (file.size or 0) > task_size
         }
         to_unpack = large if len(large) <= _UNPACKED_PER_WORKER * workers else set()
     else:
         to_unpack = {step.file for step in earlier if step.file is not None}
-        to_unpack = {n for n in to_unpack if _can_be_unpacked(files[n], separator)}
+        to_unpack = {n for n in to_unpack if files[n].has_pieces}
     begins = {step.cuts[0][:2] for step in earlier or () if step.cuts}
     # Where a shard begins must not depend on the size of its tasks: the others may have another.
     part_size = task_size if shard is None else _shard_part_size(files, shard[1])
@@ -282,8 +278,3 @@ def from_json(rows: Sequence[Any]) -> list[Step]:
 def absolute(path: str) -> str:
     """A path that is the same file from any folder, and for the workers of a Ray cluster."""
     return path if path == STDIN else absolute_path(path)
-
-
-def _can_be_unpacked(file: InputFile, separator: str | None) -> bool:
-    is_one_text = file.format == "text" and separator is None
-    return file.has_pieces and not is_one_text

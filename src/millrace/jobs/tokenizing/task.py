@@ -24,9 +24,10 @@ from millrace.jobs.tokenizing.columns import Column, encode_column
 from millrace.store import IndexedDatasetBuilder, finalize_together
 from millrace.text import (
     Documents,
+    Format,
     Part,
     SentenceSplitter,
-    num_rows_before,
+    first_line_of,
     read_documents,
 )
 from millrace.text.records import Text
@@ -48,6 +49,7 @@ class Settings:
         keys: Keys of the texts in a document.
         id_key: Key of a document's id.
         separator: Text between the documents of a plain text file, or None: the file is one.
+        format: Format of all inputs, or None: their names and first bytes tell it.
         splitter: Splitter of texts into sentences, or None.
         first_token, last_token: Token at the start and end of each document, or None.
         unknown: Token that makes a document unfit, or None.
@@ -61,6 +63,7 @@ class Settings:
     keys: tuple[str, ...]
     id_key: str
     separator: str | None
+    format: Format | None = None
     splitter: SentenceSplitter | None
     first_token: int | None
     last_token: int | None
@@ -96,21 +99,6 @@ def task_name(parts: Sequence[Part]) -> str:
     return f"{part.source} from {part.start:,} to {stop}{more}"
 
 
-def first_line_of(part: Part) -> int:
-    """The number of a part's first line or row; counts those before it if it is not known yet."""
-    if part.first_line is not None:
-        return part.first_line
-    if part.format == "arrow":
-        return num_rows_before(part.path, part.start)
-    with open(part.path, "rb") as file:
-        count, rest = 0, part.start - 1
-        while rest > 0 and (data := file.read(min(rest, _READ_SIZE))):
-            count += data.count(b"\n")
-            rest -= len(data)
-        # The part's first line begins after the newline at or after the byte before its start.
-        return count + 2
-
-
 def is_of(record: dict[str, Any], parts: Sequence[Part], checksum: str | None) -> bool:
     """Whether a task that has read these parts would write what the record's task has written.
 
@@ -131,7 +119,7 @@ def is_of(record: dict[str, Any], parts: Sequence[Part], checksum: str | None) -
 
 def _sum_of_lines(part: Part) -> str | None:
     """XXH3-64 of the lines of a part and their position; None of files that are not so cut."""
-    if part.format != "jsonl" or part.compression:
+    if not part.is_range_of_lines:
         return None
     digest = xxh3()
     with open_stream(
@@ -266,7 +254,6 @@ class _Reader:
                 settings.keys,
                 reject=functools.partial(self._rejects.add, number),
                 id_key=settings.id_key,
-                separator=settings.separator,
                 # Megatron-LM makes an empty document of an empty text.
                 skip_empty=settings.on_error != "stop",
                 max_document_size=settings.max_document_size,

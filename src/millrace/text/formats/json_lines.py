@@ -1,0 +1,145 @@
+"""JSON lines: each is an object, and a document."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from millrace.text.documents import Batch, Documents, Query
+from millrace.text.parts import Format, InputFile, Part, Piece, open_part, record_pieces
+from millrace.text.records import (
+    BadDocumentError,
+    Text,
+    check_unicode,
+    id_of,
+    orjson_loads,
+    parse_json,
+    text_at,
+)
+from millrace.text.splitting import LongRecord, Records, records_of
+
+Loads = Callable[[bytes], Any]
+
+_READ_SIZE = 1 << 20
+
+
+class JsonLines(Format):
+    """Lines of JSON, as Python's `json` reads them; a part of a plain file is a range of bytes."""
+
+    name = "jsonl"
+    endings = (".jsonl", ".ndjson", ".json")
+    is_cut_at_lines = True
+
+    def cut(self, file: InputFile, size: int) -> Iterator[Part]:
+        end = file.size if file.is_plain else None
+        if not end:
+            yield file.part()
+            return
+        for start in range(0, end, size):
+            stop = min(start + size, end)
+            yield file.part(start, stop, size=stop - start, first_line=None if start else 1)
+
+    def first_line_of(self, part: Part) -> int:
+        with open(part.path, "rb") as file:
+            count, rest = 0, part.start - 1
+            while rest > 0 and (data := file.read(min(rest, _READ_SIZE))):
+                count += data.count(b"\n")
+                rest -= len(data)
+        # The part's first line begins after the newline at or after the byte before its start.
+        return count + 2
+
+    def has_pieces(self, file: InputFile) -> bool:
+        return not file.is_plain
+
+    def unpack(
+        self, file: InputFile, size: int, *, max_size: int, block_size: int
+    ) -> Iterator[Piece]:
+        return record_pieces(file, size, b"\n", block_size)
+
+    def read(self, part: Part, query: Query) -> Iterator[Documents]:
+        loads = orjson_loads()
+        batch, line = Batch(query, part.size), 0
+        with open_part(part) as stream:
+            offset = part.byte_offset + stream.first_byte
+            for block in records_of(stream, b"\n", query.max_size, query.block_size, offset):
+                if isinstance(block, LongRecord):
+                    query.reject_long(line, block.byte_offset, "line")
+                    line += 1
+                    continue
+                _add_lines(block, line, query, batch, loads)
+                line += len(block.records)
+                yield batch.take(line, stream.position, stream.size)
+            yield batch.take(line, stream.position, stream.size)
+
+
+def _add_lines(block: Records, first: int, query: Query, batch: Batch, loads: Loads | None) -> None:
+    """Adds the documents of a block of lines, of which the first is number `first` of the part."""
+    lines = block.records
+    sizes = np.fromiter(map(len, lines), np.int64, len(lines))
+    offsets = block.byte_offset + np.cumsum(sizes) - sizes
+    records: list[Any] | None = None
+    try:
+        if loads is not None and sizes.sum() <= query.max_size:
+            records = list(map(loads, lines))
+    except ValueError:
+        pass
+    if records is not None and not query.skip_empty:
+        texts = _plain_texts(records, query.keys)
+        if texts is not None:
+            numbers = np.arange(first, first + len(lines), dtype=np.int64)
+            batch.add_all(texts, numbers, offsets, _ids(records, lines, query.id_key))
+            return
+    for place, (line, offset) in enumerate(zip(lines, offsets.tolist(), strict=True)):
+        content = line.removesuffix(b"\n")
+        if len(content) > query.max_size:
+            query.reject_long(first + place, offset, "line")
+            continue
+        if not content.strip():
+            continue
+        try:
+            if records is None:
+                record, is_doubtful = _parse(content, loads)
+            else:
+                record, is_doubtful = records[place], False
+            texts_of_record = [text_at(record, key) for key in query.keys]
+            if is_doubtful:
+                check_unicode(texts_of_record)
+            id_ = id_of(record, query.id_key, line)
+            batch.add(texts_of_record, first + place, offset, id_)
+        except BadDocumentError as error:
+            query.reject(first + place, offset, str(error), (content,))
+
+
+def _parse(line: bytes, loads: Loads | None) -> tuple[Any, bool]:
+    """The value of a line, and whether it may hold halves of surrogate pairs, which orjson refuses.
+
+    Raises:
+        BadDocumentError: A line that is not valid JSON in UTF-8.
+    """
+    if loads is not None:
+        try:
+            return loads(line), False
+        except ValueError:
+            pass
+    return parse_json(line), True
+
+
+def _plain_texts(records: list[Any], keys: tuple[str, ...]) -> list[list[Text]] | None:
+    """The texts of each key, if every record is an object with a string under all keys."""
+    try:
+        columns = [[record[key] for record in records] for key in keys]
+    except (KeyError, TypeError):
+        return None
+    if not all({*map(type, column)} == {str} for column in columns):
+        return None
+    return columns
+
+
+def _ids(records: list[Any], lines: list[bytes], key: str) -> list[str | None]:
+    if "." not in key:
+        values = [record.get(key) for record in records]
+        if {*map(type, values)} <= {str, type(None)}:
+            return values
+    return [id_of(record, key, line) for record, line in zip(records, lines, strict=True)]
