@@ -20,7 +20,8 @@ from typing import Any
 
 from millrace.encoding import edge_cases as built_in
 from millrace.encoding.encoder_check import choose_encoder, difference_on
-from millrace.encoding.vocabularies import JsonVocabulary
+from millrace.encoding.hugging_face import JsonVocabulary
+from millrace.encoding.vocabulary import VocabularyOptions
 
 LETTERS = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 SMALL = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -303,7 +304,7 @@ def run(cases: int, seed: int, encoder: str = "fastokens", texts: int = 4000) ->
     """Counts how the encoder fared: refused, caught, equal, missed."""
     counts: Counter[str] = Counter()
     for name, config in variants(cases, seed):
-        vocabulary = JsonVocabulary("variant", json.dumps(config), False, True, "")
+        vocabulary = JsonVocabulary("variant", json.dumps(config), VocabularyOptions(), "")
         label = json.dumps(
             [name, config["pre_tokenizer"], config["normalizer"], config["added_tokens"]]
         )

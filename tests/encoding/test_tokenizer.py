@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from millrace import ConfigError, TextError
 from millrace.encoding import Tokenizer
-from millrace.encoding.vocabularies import TIKTOKEN_PATTERNS, TiktokenVocabulary
+from millrace.encoding.tiktoken_file import TIKTOKEN_PATTERNS, TiktokenVocabulary
 from tests.conftest import WORDS, make_texts, train_tokenizer
 
 TEXT = "the water, don't 123  été\n"
@@ -306,46 +306,43 @@ def test_a_folder_names_its_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "tokens"),
+    "config",
     [
-        ({"additional_special_tokens": ["<x>", {"content": "<y>"}]}, ["<x>", "<y>"]),
-        ({"extra_special_tokens": ["<x>"], "pad_token": "<p>"}, ["<p>", "<x>"]),
-        ({"extra_special_tokens": {"image_token": "<x>"}}, ["<x>"]),
-        ({"image_token": "<x>", "add_bos_token": True, "bos_token": None}, ["<x>"]),
+        {"additional_special_tokens": ["<x>", {"content": "<y>"}]},
+        {"extra_special_tokens": {"image_token": "<x>"}},
+        {"pad_token": {"content": "<x>"}, "bos_token": None},
+        {"added_tokens_decoder": {"300": {"content": "<x>"}}},
     ],
 )
-def test_a_folder_names_more_tokens(
-    tmp_path: Path, tokenizer_file: Path, config: dict[str, Any], tokens: list[str]
+def test_a_folder_with_more_tokens_than_its_file_needs_transformers(
+    tmp_path: Path, tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]
 ) -> None:
-    """The ids are those that transformers 5 gives."""
-    size = Tokenizer(tokenizer_file).vocabulary_size
-    tokenizer = Tokenizer(make_folder(tmp_path / "f", tokenizer_file, **config))
-    assert ids_of(tokenizer, "".join(tokens)) == [size + i for i in range(len(tokens))]
-    assert not {*tokenizer.fingerprints} & {*Tokenizer(tokenizer_file).fingerprints}
+    """The oracle's tests compare the ids."""
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    folder = make_folder(tmp_path / "f", tokenizer_file, **config)
+    with pytest.raises(TextError, match=r"'<x>'.* pip install transformers"):
+        Tokenizer(folder)
+    (folder / "tokenizer_config.json").write_text("{}")
+    assert Tokenizer(folder).fingerprints == Tokenizer(tokenizer_file).fingerprints
 
 
-def test_older_files_of_a_folder_count_as_in_transformers(
-    tmp_path: Path, tokenizer_file: Path
-) -> None:
-    folder = make_folder(tmp_path / "f", tokenizer_file, eos_token="<|endoftext|>")
+def test_older_files_of_a_folder_count_as_in_transformers(tmp_path: Path) -> None:
+    path = train_tokenizer(tmp_path / "t.json", ["<|endoftext|>", "<end>"])
+    folder = make_folder(tmp_path / "f", path, eos_token="<|endoftext|>")
     (folder / "special_tokens_map.json").write_text('{"eos_token": "<end>"}')
-    size = Tokenizer(tokenizer_file).vocabulary_size
-    (folder / "added_tokens.json").write_text(json.dumps({"<x>": size}))
-    tokenizer = Tokenizer(folder)
-    assert (tokenizer.eod_token, tokenizer.eod) == ("<end>", size + 1)
-    assert ids_of(tokenizer, "<x>") == [size]
+    assert Tokenizer(folder).eod_token == "<end>"
     config = {"eos_token": "<|endoftext|>", "added_tokens_decoder": {}}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     assert Tokenizer(folder).eod_token == "<|endoftext|>"
-    assert Tokenizer(folder).vocabulary_size == size
 
 
-@pytest.mark.parametrize("decoder", [{"a": {"content": "x"}}, {"300": {}}, {"300": "x"}, ["x"], 1])
+@pytest.mark.parametrize("content", ["[", "[1]", '{"added_tokens_decoder": 1}'])
 def test_a_damaged_list_of_tokens_is_an_error(
-    tmp_path: Path, tokenizer_file: Path, decoder: Any
+    tmp_path: Path, tokenizer_file: Path, content: str
 ) -> None:
-    folder = make_folder(tmp_path / "f", tokenizer_file, added_tokens_decoder=decoder)
-    with pytest.raises(TextError, match=r"damaged list of tokens.*Save the tokenizer again"):
+    folder = make_folder(tmp_path / "f", tokenizer_file)
+    (folder / "tokenizer_config.json").write_text(content)
+    with pytest.raises(TextError, match=r"Save the tokenizer again"):
         Tokenizer(folder)
 
 

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.encoding.edge_cases import edge_cases
-from millrace.encoding.encoders import EncodeBatch, make_encoder
-from millrace.encoding.vocabularies import Vocabulary, is_of_the_process
+from millrace.encoding.encoders import make_encoder
+from millrace.encoding.vocabulary import EncodeBatch, Vocabulary, must_pass
 from millrace.errors import ConfigError, TextError
 
 _BATCH = 256  # texts that are compared at a time: the reference takes 20 kB of memory for each
@@ -153,7 +153,7 @@ def _results(encode: EncodeBatch, texts: list[str]) -> list[Result]:
             raise TextError(f"it returned {len(lengths)} lengths for {len(texts)} texts")
         return [ids[start:stop] for start, stop in itertools.pairwise(bounds)]
     except BaseException as error:
-        if is_of_the_process(error):
+        if must_pass(error):
             raise
         if len(texts) == 1:
             return [f"{error}" or type(error).__name__]
@@ -168,7 +168,7 @@ def _token_texts(vocabulary: Vocabulary) -> list[str]:
         try:
             texts.append(vocabulary.decode([number]))
         except BaseException as error:  # ids may have gaps
-            if is_of_the_process(error):
+            if must_pass(error):
                 raise
     rows = [texts[start : start + 20] for start in range(0, len(texts), 20)]
     return [*texts, *("".join(row) for row in rows), *(" ".join(row) for row in rows)]

@@ -1,4 +1,4 @@
-"""What a function is, so that a job does not go on with another one of the same name."""
+"""Functions as tokenizers, and what a function is: a job does not go on with another one."""
 
 from __future__ import annotations
 
@@ -7,10 +7,82 @@ import hashlib
 import re
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
+import numpy as np
+
+from millrace.checks import shown
+from millrace.encoding.flat_ids import FlatIds, joined_ids
+from millrace.encoding.vocabulary import EncodeBatch, VocabularyOptions, sha256
+from millrace.errors import ConfigError, TextError
+
 _PLAIN = (type(None), type(...), bool, int, float, complex, str, bytes)
+
+
+@dataclass(frozen=True)
+class FunctionVocabulary:
+    """A function from a text to ids."""
+
+    function: Callable[[str], Any]
+    name: str
+    size: int
+    eod: int | None
+
+    reference_name = "function"
+    encoder_names = ("function",)
+    option_names: tuple[str, ...] = ()
+    options = VocabularyOptions()
+    bos_token = None
+    unknown = None
+
+    @property
+    def largest_id(self) -> int:
+        return self.size - 1
+
+    @property
+    def eod_token(self) -> str | None:
+        return None if self.eod is None else "eod"
+
+    @property
+    def fingerprints(self) -> tuple[str, str]:
+        digest = sha256(f"function {self.name} {self.size}".encode())
+        return digest, digest
+
+    def id_of(self, token: str) -> int | None:
+        return self.eod if token == "eod" else None
+
+    def special_tokens(self) -> dict[str, int]:
+        return {} if self.eod is None else {"eod": self.eod}
+
+    def added_tokens(self) -> list[str]:
+        return []
+
+    def decode(self, ids: list[int]) -> str:
+        raise ConfigError(f"{self.name} is a function from texts to ids, and cannot decode ids")
+
+    def encode_batch(self, texts: list[str]) -> FlatIds:
+        arrays = []
+        for text in texts:
+            ids = np.asarray(self.function(text))
+            if ids.size == 0:
+                ids = np.empty(0, np.uint32)
+            if ids.ndim != 1 or ids.dtype.kind not in "iu":
+                raise TextError(
+                    f"{self.name} returned an array of shape {list(ids.shape)} and dtype "
+                    f"{ids.dtype} for the text {shown(text)}; it must return a list of ids"
+                )
+            if ids.size and not 0 <= ids.min() <= ids.max() < self.size:
+                raise TextError(
+                    f"{self.name} returned ids from {ids.min()} to {ids.max()} for the text "
+                    f"{shown(text)}; its vocabulary_size is {self.size}"
+                )
+            arrays.append(ids)
+        return joined_ids(arrays)
+
+    def fast_encoder(self) -> EncodeBatch:
+        return self.encode_batch
 
 
 class _UnseenError(Exception):

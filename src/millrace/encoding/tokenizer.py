@@ -16,14 +16,10 @@ from millrace import checks
 from millrace.checks import shown
 from millrace.dtypes import optimal_dtype
 from millrace.encoding.encoder_check import Difference, choose_encoder, difference_on
-from millrace.encoding.encoders import ENCODERS, EncodeBatch, make_encoder
-from millrace.encoding.functions import code_of
-from millrace.encoding.vocabularies import (
-    FunctionVocabulary,
-    Vocabulary,
-    is_of_the_process,
-    load_vocabulary,
-)
+from millrace.encoding.encoders import ENCODERS, make_encoder
+from millrace.encoding.functions import FunctionVocabulary, code_of
+from millrace.encoding.tokenizer_files import load_vocabulary
+from millrace.encoding.vocabulary import EncodeBatch, Vocabulary, VocabularyOptions, must_pass
 from millrace.errors import ConfigError, TextError
 
 EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
@@ -87,12 +83,12 @@ class Tokenizer:
             if value is not None and not isinstance(value, str):
                 what = "the pattern" if name == "tiktoken_pattern" else "the token's text"
                 raise ConfigError(f"{name} is {shown(value)}; give {what}")
-        vocabulary = load_vocabulary(
-            self.path,
+        options = VocabularyOptions(
             add_special_tokens=checks.flag("add_special_tokens", add_special_tokens),
             special_tokens_in_text=checks.flag("special_tokens_in_text", special_tokens_in_text),
             tiktoken_pattern=tiktoken_pattern,
         )
+        vocabulary = load_vocabulary(self.path, options)
         for name, token in (("eod", eod_token), ("bos", bos_token)):
             if token is not None and vocabulary.id_of(token) is None:
                 raise TextError(
@@ -176,9 +172,12 @@ class Tokenizer:
     @property
     def options(self) -> dict[str, bool]:
         """The options that decide the ids together with the fingerprint, if the files have them."""
-        names = ("add_special_tokens", "special_tokens_in_text")
-        values = {name: getattr(self._vocabulary, name, None) for name in names}
-        return {name: value for name, value in values.items() if value is not None}
+        names, options = self._vocabulary.option_names, self._vocabulary.options
+        values = {
+            "add_special_tokens": options.add_special_tokens,
+            "special_tokens_in_text": options.special_tokens_in_text,
+        }
+        return {name: value for name, value in values.items() if name in names}
 
     @property
     def versions(self) -> dict[str, str]:
@@ -322,7 +321,7 @@ class Tokenizer:
         except (TextError, ConfigError):
             raise
         except BaseException as error:
-            if is_of_the_process(error):
+            if must_pass(error):
                 raise
             for text in texts:
                 _check_unicode(text)
@@ -350,7 +349,7 @@ class Tokenizer:
         try:
             return self._vocabulary.decode(numbers)
         except BaseException as error:
-            if is_of_the_process(error) or isinstance(error, ConfigError):
+            if must_pass(error) or isinstance(error, ConfigError):
                 raise
             raise ConfigError(
                 f"ids are {shown(numbers)}, which {self.path} cannot decode ({error}); its ids go "

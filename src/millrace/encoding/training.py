@@ -10,7 +10,7 @@ from typing import Any
 
 from millrace import checks
 from millrace.encoding.tokenizer import Tokenizer
-from millrace.encoding.vocabularies import import_tokenizers
+from millrace.encoding.vocabulary import import_tokenizers
 from millrace.errors import ConfigError, TextError
 from millrace.files import atomic_file
 from millrace.text import Part, check_keys, find_inputs, parts_of, read_documents

@@ -1,0 +1,277 @@
+"""Hugging Face's `tokenizer.json`, and the folders of `transformers` that hold one."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from millrace.encoding.encoders import fastokens_encoder, import_fastokens
+from millrace.encoding.flat_ids import FlatIds, flat_ids
+from millrace.encoding.vocabulary import (
+    FAST_ENCODER,
+    EncodeBatch,
+    VocabularyOptions,
+    content_of,
+    import_tokenizers,
+    must_pass,
+    read_file,
+    sha256,
+)
+from millrace.errors import TextError
+
+
+@dataclass(frozen=True)
+class JsonVocabulary:
+    """A Hugging Face `tokenizer.json`, whose reference is the `tokenizers` library.
+
+    Truncation and padding settings are ignored: documents stay whole.
+    """
+
+    path: str
+    content: str
+    options: VocabularyOptions
+    file_sha256: str
+    eod_token: str | None = None
+    bos_token: str | None = None
+
+    reference_name = "tokenizers"
+    encoder_names = (FAST_ENCODER, "tokenizers")
+    option_names = ("add_special_tokens", "special_tokens_in_text")
+
+    @classmethod
+    def matches(cls, path: str, content: bytes) -> bool:
+        return content[:4096].lstrip()[:1] == b"{" or path.endswith(".json")
+
+    @classmethod
+    def load(
+        cls,
+        path: str,
+        content: bytes,
+        options: VocabularyOptions,
+        *,
+        eod_token: str | None = None,
+        bos_token: str | None = None,
+    ) -> JsonVocabulary:
+        try:
+            text = content.decode()
+            dropout = json.loads(text)["model"].get("dropout")
+        except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+            raise TextError(
+                f"{path} is not a tokenizer file ({error}). Give a Hugging Face tokenizer.json"
+            ) from None
+        if dropout:
+            raise TextError(
+                f"{path} has a BPE dropout of {dropout}, which gives other ids each time. Set "
+                '"dropout" to null in a copy of the file'
+            )
+        vocabulary = cls(path, text, options, sha256(content), eod_token, bos_token)
+        _ = vocabulary.library  # fails here if the file is damaged
+        return vocabulary
+
+    @cached_property
+    def library(self) -> Any:
+        """The `tokenizers.Tokenizer`."""
+        from_buffer = import_tokenizers().Tokenizer.from_buffer  # from_str panics more often
+        try:
+            tokenizer = from_buffer(self.content.encode())
+        except BaseException as error:
+            if must_pass(error):
+                raise
+            raise TextError(
+                f"{self.path} is not a tokenizer file ({error}). Give a Hugging Face tokenizer.json"
+            ) from None
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.encode_special_tokens = not self.options.special_tokens_in_text
+        return tokenizer
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The parsed file."""
+        config: dict[str, Any] = json.loads(self.content)
+        return config
+
+    @cached_property
+    def size(self) -> int:
+        return int(self.library.get_vocab_size(with_added_tokens=True))
+
+    @cached_property
+    def largest_id(self) -> int:
+        numbers = self.library.get_vocab(with_added_tokens=True).values()
+        # The post-processor may add tokens that are not in the vocabulary.
+        added = self.library.encode("", add_special_tokens=self.options.add_special_tokens).ids
+        return max(itertools.chain(numbers, added), default=-1)
+
+    @cached_property
+    def unknown(self) -> int | None:
+        model = self.config["model"]
+        if model.get("type") == "Unigram":
+            number = model.get("unk_id")
+        else:
+            token = model.get("unk_token")
+            number = None if token is None else self.id_of(token)
+        return None if number is None or self._has_all_bytes() else int(number)
+
+    def _has_all_bytes(self) -> bool:
+        """Whether the model has a token for each byte, so that no text is unknown to it."""
+        model = self.config["model"]
+        if model.get("byte_fallback"):
+            return all(self.id_of(f"<0x{byte:02X}>") is not None for byte in range(256))
+        parts = [self.config.get("pre_tokenizer"), self.config.get("normalizer")]
+        if model.get("type") not in (None, "BPE") or "ByteLevel" not in _types_of(parts):
+            return False
+        alphabet = import_tokenizers().pre_tokenizers.ByteLevel.alphabet()
+        return all(self.id_of(character) is not None for character in alphabet)
+
+    @cached_property
+    def fingerprints(self) -> tuple[str, str]:
+        config = {**_with_defaults(self.config), "truncation": None, "padding": None}
+        text = json.dumps(config, sort_keys=True, separators=(",", ":"))
+        return sha256(text.encode()), self.file_sha256
+
+    def id_of(self, token: str) -> int | None:
+        number: int | None = self.library.token_to_id(token)
+        return number
+
+    def special_tokens(self) -> dict[str, int]:
+        tokens = self.library.get_added_tokens_decoder()
+        return {token.content: number for number, token in tokens.items() if token.special}
+
+    def added_tokens(self) -> list[str]:
+        return [token.content for token in self.library.get_added_tokens_decoder().values()]
+
+    def decode(self, ids: list[int]) -> str:
+        return str(self.library.decode(ids, skip_special_tokens=False))
+
+    def encode_batch(self, texts: list[str]) -> FlatIds:
+        encode = self.library.encode_batch_fast
+        batch = encode(texts, add_special_tokens=self.options.add_special_tokens)
+        return flat_ids([encoding.ids for encoding in batch])
+
+    def fast_encoder(self) -> EncodeBatch:
+        tokenizer = import_fastokens().Tokenizer.from_json_str(self.content)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return fastokens_encoder(
+            tokenizer,
+            add_special_tokens=self.options.add_special_tokens,
+            split_special_tokens=not self.options.special_tokens_in_text,
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return content_of(self)
+
+
+_BPE_DEFAULTS = {
+    "type": "BPE",
+    "dropout": None,
+    "unk_token": None,
+    "continuing_subword_prefix": None,
+    "end_of_word_suffix": None,
+    "fuse_unk": False,
+    "byte_fallback": False,
+    "ignore_merges": False,
+}
+
+
+def _with_defaults(value: Any) -> Any:
+    """A part of a tokenizer.json as later versions of the library write it."""
+    if isinstance(value, list):
+        return [_with_defaults(part) for part in value]
+    if not isinstance(value, dict):
+        return value
+    if isinstance(value.get("merges"), list):  # in older files, a merge is a text: "t he"
+        pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in value["merges"]]
+        return {**_BPE_DEFAULTS, **value, "merges": pairs}
+    parts = {name: _with_defaults(part) for name, part in value.items()}
+    return {"use_regex": True, **parts} if value.get("type") == "ByteLevel" else parts
+
+
+def _types_of(value: Any) -> set[str]:
+    """The types of all parts in a tokenizer.json's normalizer or pre-tokenizer."""
+    if isinstance(value, list):
+        return set().union(*map(_types_of, value))
+    if not isinstance(value, dict):
+        return set()
+    return {str(value.get("type"))}.union(*map(_types_of, value.values()))
+
+
+# ---- folders of transformers ----
+
+
+def load_folder(folder: str, path: str, options: VocabularyOptions) -> JsonVocabulary:
+    """The tokenizer of a folder of transformers, with its end and beginning of documents.
+
+    Args:
+        folder: Path of the folder.
+        path: Path of its tokenizer.json. If it lacks a token that another file of the folder
+            names, the `transformers` package makes the tokenizer.
+
+    Raises:
+        TextError: A damaged file, or a package that is needed and not installed.
+    """
+    settings = _read_object(folder, "tokenizer_config.json")
+    added = settings.get("added_tokens_decoder") or {}
+    if "added_tokens_decoder" not in settings:  # only then transformers reads the older files
+        settings.update(_read_object(folder, "special_tokens_map.json"))
+        added = {name: name for name in _read_object(folder, "added_tokens.json")}
+    extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
+    named = [value for name, value in settings.items() if name.endswith("_token")]
+    lists = [value.values() if isinstance(value, dict) else value for value in (added, extra)]
+    if not all(isinstance(values, Iterable) for values in lists):
+        raise TextError(f"{folder} has a damaged list of tokens. Save the tokenizer again")
+    tokens = filter(None, map(_text_of_token, itertools.chain(*lists, named)))
+    load = functools.partial(
+        JsonVocabulary.load,
+        options=options,
+        eod_token=_text_of_token(settings.get("eos_token")),
+        bos_token=_text_of_token(settings.get("bos_token")),
+    )
+    vocabulary = load(path, read_file(path))
+    missing = [token for token in tokens if vocabulary.id_of(token) is None]
+    return load(path, _made_by_transformers(folder, missing[0])) if missing else vocabulary
+
+
+def _read_object(folder: str, name: str) -> dict[str, Any]:
+    """The JSON object in a file of a folder; empty if there is no such file."""
+    path = os.path.join(folder, name)
+    if not os.path.exists(path):
+        return {}
+    try:
+        return {**json.loads(read_file(path))}
+    except (ValueError, TypeError, RecursionError) as error:
+        raise TextError(
+            f"{path} is not a JSON object ({error}). Save the tokenizer again"
+        ) from None
+
+
+def _text_of_token(value: Any) -> str | None:
+    """A token of a folder: a text, or an object with "content"; None for others."""
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None
+
+
+def _made_by_transformers(folder: str, token: str) -> bytes:
+    """The tokenizer.json of a folder, with the tokens that its own lacks, such as `token`."""
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError:
+        raise TextError(
+            f"{folder} names the token {token!r}, which its tokenizer.json lacks, and only the "
+            "transformers package knows its id: pip install transformers, or give the path of a "
+            "tokenizer.json that is complete"
+        ) from None
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return str(tokenizer.backend_tokenizer.to_str()).encode()
+    except Exception as error:
+        raise TextError(
+            f"{folder} cannot be read by transformers ({error}). Save the tokenizer again"
+        ) from error

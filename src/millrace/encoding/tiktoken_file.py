@@ -1,0 +1,274 @@
+"""Ranks of byte strings: tiktoken's files, and Megatron-LM's form of them."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import itertools
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from millrace.checks import shown
+from millrace.encoding.encoders import fastokens_encoder, import_fastokens
+from millrace.encoding.flat_ids import FlatIds, flat_ids, joined_ids
+from millrace.encoding.vocabulary import (
+    FAST_ENCODER,
+    EncodeBatch,
+    VocabularyOptions,
+    content_of,
+    import_package,
+    sha256,
+)
+from millrace.errors import ConfigError, TextError
+
+_GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+_CL100K_PATTERN = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
+    r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+)
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_SUFFIX = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_O200K_PATTERN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SUFFIX}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SUFFIX}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_MEGATRON_PATTERNS = {
+    "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+    "v2": rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+}
+
+# An older form of the pattern, which fastokens knows by heart: it matches the same.
+_FASTOKENS_PATTERNS = {
+    "cl100k_base": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+}
+
+TIKTOKEN_PATTERNS: dict[str, tuple[str, dict[str, int]]] = {
+    "gpt2": (_GPT2_PATTERN, {"<|endoftext|>": 50256}),
+    "r50k_base": (_GPT2_PATTERN, {"<|endoftext|>": 50256}),
+    "p50k_base": (_GPT2_PATTERN, {"<|endoftext|>": 50256}),
+    "cl100k_base": (
+        _CL100K_PATTERN,
+        {
+            "<|endoftext|>": 100257,
+            "<|fim_prefix|>": 100258,
+            "<|fim_middle|>": 100259,
+            "<|fim_suffix|>": 100260,
+            "<|endofprompt|>": 100276,
+        },
+    ),
+    "o200k_base": (_O200K_PATTERN, {"<|endoftext|>": 199999, "<|endofprompt|>": 200018}),
+}
+"""The published pattern and special tokens of each named tiktoken vocabulary."""
+
+_MEGATRON_SIZE = 2**17
+_MEGATRON_SPECIAL = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
+_NUM_MEGATRON_SPECIAL = 1000
+
+
+@dataclass(frozen=True)
+class TiktokenVocabulary:
+    """Ranks of byte strings with a pattern and special tokens; the reference is `tiktoken`.
+
+    Attributes:
+        pattern_name: Name of the pattern in `TIKTOKEN_PATTERNS`, or "" for any other.
+    """
+
+    path: str
+    ranks: dict[bytes, int]
+    pattern: str
+    pattern_name: str
+    special_ids: dict[str, int]
+    options: VocabularyOptions
+    file_sha256: str
+    eod_token: str | None = None
+    bos_token: str | None = None
+
+    reference_name = "tiktoken"
+    encoder_names = (FAST_ENCODER, "tiktoken")
+    option_names = ("special_tokens_in_text", "tiktoken_pattern")
+    unknown = None
+
+    @classmethod
+    def matches(cls, path: str, content: bytes) -> bool:
+        is_line = re.match(rb"[A-Za-z0-9+/]+=* \d+\s", content[:4096].lstrip())
+        return is_line is not None or path.endswith(".tiktoken")
+
+    @classmethod
+    def load(cls, path: str, content: bytes, options: VocabularyOptions) -> TiktokenVocabulary:
+        pattern = options.tiktoken_pattern
+        if pattern is None:
+            pattern = os.path.basename(path).removesuffix(".tiktoken")
+            if pattern not in TIKTOKEN_PATTERNS:
+                raise ConfigError(
+                    f"{path} holds ranks only: name its pattern with tiktoken_pattern "
+                    f"(--tiktoken-pattern), one of {', '.join(TIKTOKEN_PATTERNS)}, or a regular "
+                    "expression"
+                )
+        name = pattern if pattern in TIKTOKEN_PATTERNS else ""
+        ranks = {}
+        for number, line in enumerate(content.splitlines(), start=1):
+            try:
+                token, rank = line.split()
+                ranks[base64.b64decode(token, validate=True)] = int(rank)
+            except ValueError as error:
+                raise TextError(
+                    f"{path} is not a tiktoken file: line {number} is {shown(line)} ({error}). "
+                    "Each line is a token in base64 and its rank"
+                ) from None
+        pattern, special_ids = TIKTOKEN_PATTERNS[name] if name else (pattern, {})
+        return _checked(
+            cls(path, ranks, pattern, name, dict(special_ids), options, sha256(content))
+        )
+
+    @cached_property
+    def library(self) -> Any:
+        """The `tiktoken.Encoding`."""
+        tiktoken = import_package("tiktoken", f"reading {self.path}", "encoders")
+        try:
+            return tiktoken.Encoding(
+                os.path.basename(self.path),
+                pat_str=self.pattern,
+                mergeable_ranks=self.ranks,
+                special_tokens=self.special_ids,
+            )
+        except ValueError as error:
+            raise ConfigError(
+                f"the tiktoken pattern {shown(self.pattern)} cannot be used: {error}"
+            ) from None
+
+    @property
+    def size(self) -> int:
+        return self.largest_id + 1
+
+    @cached_property
+    def largest_id(self) -> int:
+        return max(itertools.chain(self.ranks.values(), self.special_ids.values()))
+
+    @cached_property
+    def fingerprints(self) -> tuple[str, str]:
+        settings = json.dumps([self.pattern, self.special_ids], sort_keys=True)
+        return sha256(_rank_lines(self.ranks), settings.encode()), self.file_sha256
+
+    def id_of(self, token: str) -> int | None:
+        number = self.special_ids.get(token)
+        return self.ranks.get(token.encode(errors="replace")) if number is None else number
+
+    def special_tokens(self) -> dict[str, int]:
+        return dict(self.special_ids)
+
+    def added_tokens(self) -> list[str]:
+        return list(self.special_ids)
+
+    def decode(self, ids: list[int]) -> str:
+        return str(self.library.decode(ids))
+
+    def encode_batch(self, texts: list[str]) -> FlatIds:
+        special = set(self.special_ids) if self.options.special_tokens_in_text else set[str]()
+        options = {"allowed_special": special, "disallowed_special": ()}
+        if hasattr(self.library, "encode_to_numpy"):  # since tiktoken 0.8
+            return joined_ids([self.library.encode_to_numpy(text, **options) for text in texts])
+        return flat_ids([self.library.encode(text, **options) for text in texts])
+
+    def fast_encoder(self) -> EncodeBatch:
+        package = import_fastokens()
+        with _rank_file(self.ranks) as path:
+            tokenizer = package.Tokenizer.from_tiktoken(
+                path,
+                pattern=_FASTOKENS_PATTERNS.get(self.pattern_name, self.pattern),
+                special_tokens=self.special_ids,
+            )
+        return fastokens_encoder(
+            tokenizer, split_special_tokens=not self.options.special_tokens_in_text
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return content_of(self)
+
+
+class MegatronRanks:
+    """Megatron-LM's own form of tiktoken ranks: a JSON list, and 1,000 special tokens before it."""
+
+    @staticmethod
+    def matches(path: str, content: bytes) -> bool:
+        return content[:4096].lstrip()[:1] == b"["
+
+    @staticmethod
+    def load(path: str, content: bytes, options: VocabularyOptions) -> TiktokenVocabulary:
+        name = options.tiktoken_pattern or "v2"
+        if name not in _MEGATRON_PATTERNS:
+            raise ConfigError(
+                f"tiktoken_pattern of a tiktoken file in JSON must be v1 or v2, not {name!r}"
+            )
+        first = _NUM_MEGATRON_SPECIAL
+        try:
+            entries = json.loads(content)[: _MEGATRON_SIZE - first]
+            ranks = {
+                base64.b64decode(entry["token_bytes"]): entry["rank"] + first for entry in entries
+            }
+            if [rank - first for rank in ranks.values()] != list(range(len(entries))):
+                raise ValueError("the ranks are not 0, 1, 2, ...")
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            raise TextError(
+                f"{path} is not a tokenizer file ({error}). A JSON list must be Megatron-LM's list "
+                "of rank, token_bytes and token_str"
+            ) from None
+        others = (f"<SPECIAL_{number}>" for number in range(len(_MEGATRON_SPECIAL), first))
+        special_ids = {token: number for number, token in enumerate((*_MEGATRON_SPECIAL, *others))}
+        vocabulary = TiktokenVocabulary(
+            path=path,
+            ranks=ranks,
+            pattern=_MEGATRON_PATTERNS[name],
+            pattern_name="",
+            special_ids=special_ids,
+            options=options,
+            file_sha256=sha256(content),
+            eod_token="</s>",
+            bos_token="<s>",
+        )
+        return _checked(vocabulary)
+
+
+def _rank_lines(ranks: dict[bytes, int]) -> bytes:
+    """Ranks as the lines of a .tiktoken file."""
+    return b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks.items())
+
+
+@contextlib.contextmanager
+def _rank_file(ranks: dict[bytes, int]) -> Iterator[str]:
+    """A file of the ranks in memory: fastokens reads only files."""
+    number = os.memfd_create("ranks.tiktoken")
+    try:
+        with os.fdopen(os.dup(number), "wb") as file:
+            file.write(_rank_lines(ranks))
+        yield f"/proc/self/fd/{number}"
+    finally:
+        os.close(number)
+
+
+def _checked(vocabulary: TiktokenVocabulary) -> TiktokenVocabulary:
+    path, ranks, special_ids = vocabulary.path, vocabulary.ranks, vocabulary.special_ids
+    missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
+    if missing:
+        raise TextError(
+            f"{path} has no token for {len(missing)} of the 256 bytes (the first is {missing[0]}), "
+            "so it cannot encode every text. Copy or train it again"
+        )
+    ids = set(ranks.values())
+    if len(ids) < len(ranks) or min(ids) < 0:
+        raise TextError(f"{path} has ranks that are negative or used twice. Copy it again")
+    for token, number in special_ids.items():
+        if number in ids:
+            raise ConfigError(
+                f"{path} has a token of rank {number}, which {vocabulary.pattern_name} uses for "
+                f"{token!r}; give the tiktoken_pattern (--tiktoken-pattern) of this file"
+            )
+    _ = vocabulary.library  # fails here if the pattern is not a regular expression
+    return vocabulary
