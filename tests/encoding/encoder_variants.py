@@ -22,6 +22,7 @@ from millrace.encoding import edge_cases as built_in
 from millrace.encoding.encoder_check import choose_encoder, difference_on
 from millrace.encoding.hugging_face import JsonVocabulary
 from millrace.encoding.vocabulary import VocabularyOptions
+from millrace.errors import TextError
 
 LETTERS = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 SMALL = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -304,13 +305,13 @@ def run(cases: int, seed: int, encoder: str = "fastokens", texts: int = 4000) ->
     """Counts how the encoder fared: refused, caught, equal, missed."""
     counts: Counter[str] = Counter()
     for name, config in variants(cases, seed):
-        vocabulary = JsonVocabulary("variant", json.dumps(config), VocabularyOptions(), "")
         label = json.dumps(
             [name, config["pre_tokenizer"], config["normalizer"], config["added_tokens"]]
         )
         try:
-            _ = vocabulary.library
-        except ValueError:
+            content = json.dumps(config).encode()
+            vocabulary = JsonVocabulary.load("variant", content, VocabularyOptions())
+        except TextError:
             counts["invalid"] += 1
             continue
         name, encode, problem = choose_encoder(vocabulary, encoder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,15 +12,18 @@ from numpy.typing import NDArray
 
 from millrace.encoding.edge_cases import edge_cases
 from millrace.encoding.encoders import make_encoder
-from millrace.encoding.vocabulary import EncodeBatch, Vocabulary, must_pass
+from millrace.encoding.vocabulary import EncodeBatch, Vocabulary, VocabularyOptions, must_pass
 from millrace.errors import ConfigError, TextError
 
 _BATCH = 256  # texts that are compared at a time: the reference takes 20 kB of memory for each
 _NUM_TOKENS_AS_TEXTS = 3000
 
-
 Result = NDArray[np.uint32] | str
 """The ids of a text, or the error that it raises."""
+
+_VERDICTS: dict[tuple[str, VocabularyOptions, str], Difference | None] = {}
+"""The first built-in text that differs, or None, by file, options and encoder: a second job of this
+process need not compare 13,000 texts again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,63 +62,62 @@ def _excerpt(text: str, most: int = 300) -> str:
 def choose_encoder(
     vocabulary: Vocabulary, name: str = "auto", texts: Iterable[str] = ()
 ) -> tuple[str, EncodeBatch, str]:
-    """The encoder `name`, or with "auto" the first one, that agrees with the reference.
+    """The encoder `name`, or with "auto" the fastest one, if it agrees with the reference.
+
+    Args:
+        vocabulary: Vocabulary to encode with; its own library is the reference.
+        name: Name of an encoder, or "auto".
+        texts: Texts of the data, which are compared after the built-in ones; a thread iterates
+            over them.
 
     Returns:
-        Its name, the encoder, and "". If none agrees: the reference, and the reasons.
+        Its name, the encoder, and "". If it does not agree: the reference, and the reason.
     """
-    problems = []
-    names = vocabulary.encoder_names if name == "auto" else (name,)
-    candidates = list(itertools.takewhile(lambda name: name != vocabulary.reference_name, names))
+    reference = vocabulary.reference_name
+    candidate = vocabulary.encoder_names[0] if name == "auto" else name
+    if candidate == reference:
+        return reference, vocabulary.encode_batch, ""
+    key = vocabulary.file_sha256, vocabulary.options, candidate
+    batches = [] if key in _VERDICTS else _built_in_batches(vocabulary)
     with ThreadPoolExecutor(1) as thread, ThreadPoolExecutor(1) as other_thread:
         # The reference encodes while the candidate is loaded, which takes about as long. So do the
         # fingerprints, which every job needs.
-        comparison = _Comparison(vocabulary, texts, thread) if candidates else None
-        other_thread.submit(lambda: vocabulary.fingerprints)
-        for candidate in candidates:
-            try:
-                encode_batch = make_encoder(candidate, vocabulary)
-            except (TextError, ConfigError) as error:
-                problems.append(f"{candidate} is not used: {error}")
-                continue
-            assert comparison is not None
-            difference = comparison.difference(encode_batch)
-            if difference is None:
-                return candidate, encode_batch, ""
-            problems.append(f"{candidate} differs from {vocabulary.reference_name}: {difference}")
-        thread.shutdown(cancel_futures=True)
-    if problems:
-        problems.append(f"{vocabulary.reference_name} is used instead")
-    return vocabulary.reference_name, vocabulary.encode_batch, "; ".join(problems)
-
-
-class _Comparison:
-    """The edge cases, the texts of tokens, and `texts`, with the ids of the reference.
-
-    Args:
-        thread: Executor that reads `texts` and encodes by the reference.
-    """
-
-    def __init__(
-        self, vocabulary: Vocabulary, texts: Iterable[str], thread: ThreadPoolExecutor
-    ) -> None:
-        cases = [*edge_cases(vocabulary.added_tokens()), *_token_texts(vocabulary)]
-        batches: list[Iterable[str]] = [
-            cases[start : start + _BATCH] for start in range(0, len(cases), _BATCH)
-        ]
-        self._expected = [
+        *of_built_in, of_texts = [
             thread.submit(_texts_and_results, vocabulary.encode_batch, batch)
             for batch in (*batches, texts)
         ]
+        other_thread.submit(lambda: vocabulary.fingerprint)
+        try:
+            encode_batch = make_encoder(candidate, vocabulary)
+        except (TextError, ConfigError) as error:
+            problem = f"{candidate} is not used: {error}"
+        else:
+            if key not in _VERDICTS:
+                _VERDICTS[key] = _first_difference(encode_batch, of_built_in)
+            difference = _VERDICTS[key] or _first_difference(encode_batch, [of_texts])
+            if difference is None:
+                return candidate, encode_batch, ""
+            problem = f"{candidate} differs from {reference}: {difference}"
+        thread.shutdown(cancel_futures=True)
+    return reference, vocabulary.encode_batch, f"{problem}; {reference} is used instead"
 
-    def difference(self, encode: EncodeBatch) -> Difference | None:
-        """The first text that an encoder and the reference encode differently, or None."""
-        for expected in self._expected:
-            texts, results = expected.result()
-            difference = _difference(texts, _results(encode, texts), results)
-            if difference is not None:
-                return difference
-        return None
+
+def _built_in_batches(vocabulary: Vocabulary) -> list[list[str]]:
+    """The edge cases and the texts of tokens."""
+    cases = [*edge_cases(vocabulary.added_tokens()), *_token_texts(vocabulary)]
+    return [cases[start : start + _BATCH] for start in range(0, len(cases), _BATCH)]
+
+
+def _first_difference(
+    encode: EncodeBatch, expected: Iterable[Future[tuple[list[str], list[Result]]]]
+) -> Difference | None:
+    """The first text that an encoder and the reference encode differently, or None."""
+    for future in expected:
+        texts, results = future.result()
+        difference = _difference(texts, _results(encode, texts), results)
+        if difference is not None:
+            return difference
+    return None
 
 
 def _texts_and_results(encode: EncodeBatch, batch: Iterable[str]) -> tuple[list[str], list[Result]]:

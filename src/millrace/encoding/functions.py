@@ -46,9 +46,12 @@ class FunctionVocabulary:
         return None if self.eod is None else "eod"
 
     @property
-    def fingerprints(self) -> tuple[str, str]:
-        digest = sha256(f"function {self.name} {self.size}".encode())
-        return digest, digest
+    def fingerprint(self) -> str:
+        return sha256(f"function {self.name} {self.size}".encode())
+
+    @property
+    def file_sha256(self) -> str:
+        return self.fingerprint
 
     def id_of(self, token: str) -> int | None:
         return self.eod if token == "eod" else None

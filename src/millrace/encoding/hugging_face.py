@@ -131,10 +131,10 @@ class JsonVocabulary:
         return all(self.id_of(character) is not None for character in alphabet)
 
     @cached_property
-    def fingerprints(self) -> tuple[str, str]:
+    def fingerprint(self) -> str:
         config = {**_with_defaults(self.config), "truncation": None, "padding": None}
         text = json.dumps(config, sort_keys=True, separators=(",", ":"))
-        return sha256(text.encode()), self.file_sha256
+        return sha256(text.encode())
 
     def id_of(self, token: str) -> int | None:
         number: int | None = self.library.token_to_id(token)

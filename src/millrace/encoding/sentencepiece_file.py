@@ -85,9 +85,12 @@ class SentencePieceVocabulary:
         return None if num_bytes == 256 else int(self.library.unk_id())
 
     @cached_property
-    def fingerprints(self) -> tuple[str, str]:
-        digest = sha256(self.content)
-        return digest, digest
+    def fingerprint(self) -> str:
+        return sha256(self.content)
+
+    @property
+    def file_sha256(self) -> str:
+        return self.fingerprint
 
     def id_of(self, token: str) -> int | None:
         number = int(self.library.piece_to_id(token))

@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -112,6 +112,7 @@ class TiktokenVocabulary:
                     f"(--tiktoken-pattern), one of {', '.join(TIKTOKEN_PATTERNS)}, or a regular "
                     "expression"
                 )
+        options = replace(options, tiktoken_pattern=pattern)
         name = pattern if pattern in TIKTOKEN_PATTERNS else ""
         ranks = {}
         for number, line in enumerate(content.splitlines(), start=1):
@@ -153,9 +154,9 @@ class TiktokenVocabulary:
         return max(itertools.chain(self.ranks.values(), self.special_ids.values()))
 
     @cached_property
-    def fingerprints(self) -> tuple[str, str]:
+    def fingerprint(self) -> str:
         settings = json.dumps([self.pattern, self.special_ids], sort_keys=True)
-        return sha256(_rank_lines(self.ranks), settings.encode()), self.file_sha256
+        return sha256(_rank_lines(self.ranks), settings.encode())
 
     def id_of(self, token: str) -> int | None:
         number = self.special_ids.get(token)

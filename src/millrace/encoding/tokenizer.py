@@ -167,7 +167,7 @@ class Tokenizer:
     @cached_property
     def fingerprints(self) -> tuple[str, str]:
         """The fingerprint, and the SHA-256 of the file's bytes, which older sidecars hold."""
-        return self._vocabulary.fingerprints
+        return self._vocabulary.fingerprint, self._vocabulary.file_sha256
 
     @property
     def options(self) -> dict[str, bool]:

@@ -51,7 +51,8 @@ class Vocabulary(Protocol):
         eod_token: End-of-document token that the file names, or None.
         bos_token: Beginning-of-document token that the file names, or None.
         unknown: Id of the unknown token, or None if encoding never yields it.
-        fingerprints: SHA-256 of what decides the ids, and of the file's bytes.
+        fingerprint: SHA-256 of what decides the ids.
+        file_sha256: SHA-256 of the file's bytes.
     """
 
     @property
@@ -73,7 +74,9 @@ class Vocabulary(Protocol):
     @property
     def unknown(self) -> int | None: ...
     @property
-    def fingerprints(self) -> tuple[str, str]: ...
+    def fingerprint(self) -> str: ...
+    @property
+    def file_sha256(self) -> str: ...
 
     def id_of(self, token: str) -> int | None:
         """The id of a token, or None if there is no such token."""
