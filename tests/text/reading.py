@@ -7,7 +7,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from millrace.text import InputFile, Part, find_inputs, parts_of, pieces_of, read_documents
+from millrace.text import (
+    InputFile,
+    Part,
+    Query,
+    check_keys,
+    find_inputs,
+    parts_of,
+    pieces_of,
+    read_documents,
+)
 
 
 @dataclass
@@ -33,7 +42,10 @@ def read_part(part: Part, keys: Sequence[str] = ("text",), **options: Any) -> Re
     def reject(line: int, byte_offset: int, reason: str, data: Iterable[bytes]) -> None:
         reading.rejected.append((line, byte_offset, reason, b"".join(data)))
 
-    for batch in read_documents(part, keys, **{"reject": reject, **options}):
+    if "max_document_size" in options:
+        options["max_size"] = options.pop("max_document_size")
+    query = Query(**{"keys": check_keys(keys), "reject": reject, **options})
+    for batch in read_documents(part, query):
         for column, texts in zip(reading.texts, batch.texts, strict=True):
             assert len(texts) == len(batch.ids) == len(batch.lines) == len(batch.byte_offsets)
             column += texts

@@ -13,7 +13,14 @@ from typing import Any
 import pytest
 
 from millrace import ConfigError, TextError
-from millrace.text import find_inputs, parts_of, pieces_of, read_documents, read_input_list
+from millrace.text import (
+    Query,
+    find_inputs,
+    parts_of,
+    pieces_of,
+    read_documents,
+    read_input_list,
+)
 from tests.text.reading import read_file, read_part
 
 LINE = b'{"text": "a"}\n'
@@ -219,7 +226,8 @@ def test_standard_input(tmp_path: Path) -> None:
         "[file] = find_inputs(['-'])\n"
         "def reject(*problem): raise SystemExit(problem)\n"
         "[part] = parts_of(file, 1)\n"
-        "print([b.texts for b in read_documents(part, ['text'], reject=reject) if b.ids])"
+        "query = Query(keys=('text',), reject=reject)\n"
+        "print([b.texts for b in read_documents(part, query) if b.ids])"
     )
     path = write(tmp_path / "a.gz", gzip.compress(LINE))
     for stdin in (f"cat {path} |", f"<{path}"):
@@ -265,7 +273,8 @@ def test_files_that_change_are_refused(tmp_path: Path, change: str, when: str, n
 
     def read() -> None:
         for part in parts:
-            for _ in read_documents(part, ["text"], reject=lambda *_: None, block_size=1000):
+            query = Query(keys=("text",), reject=lambda *_: None, block_size=1000)
+            for _ in read_documents(part, query):
                 if when == "during" and not done:
                     done.append(True)
                     change_it()
@@ -305,7 +314,7 @@ def test_the_text_room_loads_its_libraries_when_they_are_needed(tmp_path: Path) 
         "from millrace.text import *\n"
         f"parts = parts_of(find_inputs([{str(path)!r}])[0], 10)\n"
         "def reject(*problem): raise SystemExit(problem)\n"
-        "list(read_documents(parts[0], ['text'], reject=reject))\n"
+        "list(read_documents(parts[0], Query(keys=('text',), reject=reject)))\n"
         "print([n for n in ('pyarrow', 'csv', 'bz2', 'lzma', 'zlib', 'torch') if n in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

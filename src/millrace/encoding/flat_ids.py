@@ -49,19 +49,14 @@ def with_tokens(
         first_token, last_token: Token before and after each of these runs; None: no token.
         dtype: Dtype of the result.
     """
-    num_firsts = 0 if first_token is None else 1
-    num_lasts = 0 if last_token is None else 1
-    if num_firsts + num_lasts == 0:
-        return ids.astype(dtype, copy=False)
-    shifts = np.arange(len(starts)) * (num_firsts + num_lasts)
-    tokens = np.empty(len(ids) + len(starts) * (num_firsts + num_lasts), dtype)
-    is_id = np.ones(len(tokens), np.bool_)
-    for token, places in (
-        (first_token, starts + shifts),
-        (last_token, ends + shifts + num_firsts),
-    ):
-        if token is not None:
-            tokens[places] = token
-            is_id[places] = False
-    tokens[is_id] = ids
-    return tokens
+    columns = [
+        (places, token)
+        for places, token in ((starts, first_token), (ends, last_token))
+        if token is not None
+    ]
+    ids = ids.astype(dtype, copy=False)
+    if not columns:
+        return ids
+    # Where runs meet, a last token comes before the next first one: `insert` keeps their order.
+    places = np.stack([places for places, _ in columns], axis=1).ravel()
+    return np.insert(ids, places, [token for _, token in columns] * len(starts))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,7 +14,15 @@ from millrace.encoding.tokenizer import Tokenizer
 from millrace.encoding.vocabulary import import_tokenizers
 from millrace.errors import ConfigError, TextError
 from millrace.files import atomic_file
-from millrace.text import Part, check_keys, find_inputs, parts_of, read_documents
+from millrace.text import (
+    Part,
+    Query,
+    check_keys,
+    find_inputs,
+    first_line_of,
+    parts_of,
+    read_documents,
+)
 
 _NUM_BYTES = 256
 _PART_SIZE = 1 << 24
@@ -78,7 +87,6 @@ def train_tokenizer(
     if os.path.isdir(output) or not os.path.isdir(folder):
         problem = f"{output} is a folder" if os.path.isdir(output) else f"{folder} is not a folder"
         raise ConfigError(f"{problem}: give output the path of a file in a folder that exists")
-    tokenizers = import_tokenizers()
     start = time.monotonic()
     files = find_inputs(inputs, separator=separator)
     total = sum(file.size or 0 for file in files)
@@ -86,16 +94,7 @@ def train_tokenizer(
     parts = [part for file in files for part in parts_of(file, part_size)]
     texts = _Texts(parts, keys, max_bytes)
 
-    model = tokenizers.Tokenizer(tokenizers.models.BPE())
-    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=size,
-        special_tokens=special,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=show_progress,
-    )
-    model.train_from_iterator(texts, trainer)
+    model = _trained(texts, size, special, show_progress)
     if texts.num_bytes == 0:
         raise TextError("the inputs have no text to train on; give files with documents")
     with atomic_file(output) as file:
@@ -106,6 +105,22 @@ def train_tokenizer(
         num_bytes=texts.num_bytes,
         seconds=time.monotonic() - start,
     )
+
+
+def _trained(texts: _Texts, size: int, special: list[str], show_progress: bool) -> Any:
+    """A byte-level BPE tokenizer of the `tokenizers` library."""
+    tokenizers = import_tokenizers()
+    model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=special,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=show_progress,
+    )
+    model.train_from_iterator(texts, trainer)
+    return model
 
 
 def _special_tokens(tokens: Any) -> list[str]:
@@ -127,15 +142,8 @@ class _Texts:
         num_bytes: Bytes of UTF-8 text so far.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[Part],
-        keys: tuple[str, ...],
-        max_bytes: int | None,
-    ) -> None:
-        self._parts = parts
-        self._keys = keys
-        self._max_bytes = max_bytes
+    def __init__(self, parts: Sequence[Part], keys: tuple[str, ...], max_bytes: int | None) -> None:
+        self._parts, self._keys, self._max_bytes = parts, keys, max_bytes
         self.num_texts = self.num_bytes = 0
 
     def __iter__(self) -> Iterator[list[str]]:
@@ -156,24 +164,18 @@ class _Texts:
         """The texts of a part, up to `most` bytes; the last one may be cut."""
 
         def refuse(line: int, byte_offset: int, reason: str, data: Iterable[bytes]) -> None:
-            if part.first_line is None:
-                place = f"byte {byte_offset}"
-            else:
-                place = f"{part.unit} {part.first_line + line}"
+            place = f"{part.unit} {first_line_of(part) + line}"
             raise TextError(f"{part.source}, {place}: {reason}")
 
         if most == 0:
             return
-        batches = read_documents(part, self._keys, reject=refuse)
-        for documents in batches:
-            texts = []
-            for column in documents.texts:
-                for document in column:
-                    texts += [document] if isinstance(document, str) else document
+        for documents in read_documents(part, Query(keys=self._keys, reject=refuse)):
+            texts: list[str] = []
+            for document in itertools.chain.from_iterable(documents.texts):
+                texts += [document] if isinstance(document, str) else document
             size = sum(len(text.encode()) for text in texts)
-            if most is not None and size > most:
-                texts = list(_first_bytes(texts, most))
-                size = most
+            if most is not None and size >= most:
+                texts, size = list(_first_bytes(texts, most)), most
             self.num_bytes += size
             self.num_texts += len(texts)
             yield texts

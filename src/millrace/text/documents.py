@@ -27,11 +27,13 @@ class Query:
     """What a reader asks of a part.
 
     Attributes:
-        keys: Keys of the texts.
+        keys: Keys of the texts: JSON keys or columns. If there is none of that name, dots reach
+            into objects and struct columns. Plain text has only the key "text".
         reject: Function that is called for each line that cannot be used; it raises or takes note.
         id_key: Key of a document's id.
         skip_empty: Whether a document without text under all keys is rejected.
-        max_size: Size of the longest line, record or text, in bytes.
+        max_size: Size of the longest line, record or text, in bytes. A longer one is never in
+            memory, except of Parquet and Arrow.
         block_size: Number of bytes to read at a time.
     """
 

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 from millrace import checks
 from millrace.errors import ConfigError
-from millrace.text.documents import (
-    MAX_DOCUMENT_SIZE,
-    Documents,
-    Query,
-    Reject,
-    check_keys,
-)
+from millrace.text.documents import MAX_DOCUMENT_SIZE, Documents, Query
 from millrace.text.splitting import last_end
 from millrace.text.streams import BLOCK_SIZE, ByteStream, FileIdentity, open_stream
 
@@ -235,47 +229,18 @@ def pieces_of(
     )
 
 
-def read_documents(
-    part: Part,
-    keys: Sequence[str],
-    *,
-    reject: Reject,
-    id_key: str = "id",
-    skip_empty: bool = False,
-    max_document_size: int = MAX_DOCUMENT_SIZE,
-    block_size: int = BLOCK_SIZE,
-) -> Iterator[Documents]:
+def read_documents(part: Part, query: Query) -> Iterator[Documents]:
     """The documents of a part, in order.
 
     A line that cannot be used is not JSON in UTF-8, has no text under a key, has half of a
-    surrogate pair in it, or is longer than `max_document_size`. It goes to `reject`, which raises
+    surrogate pair in it, or is longer than the limit. It goes to the query's `reject`, which raises
     or takes note, and reading goes on.
 
-    Args:
-        part: What to read.
-        keys: Keys of the texts: JSON keys or columns. If there is none of that name, dots reach
-            into objects and struct columns. Plain text has only the key "text".
-        reject: Function of the line within the part, the byte offset, the reason and the bytes of
-            a line that cannot be used.
-        id_key: Key of the document's id.
-        skip_empty: Whether a document without text under all keys is rejected.
-        max_document_size: Size of the longest line, record or text, in bytes. A longer one is
-            never in memory, except of Parquet and Arrow.
-        block_size: Number of bytes to read at a time.
-
     Raises:
-        ConfigError: Keys that are not a list of strings, or that the format does not have.
+        ConfigError: A key that the format does not have.
         TextError: A file that cannot be read, is damaged or truncated, or was changed; a table
             without a column for a key.
     """
-    query = Query(
-        keys=check_keys(keys),
-        reject=reject,
-        id_key=id_key,
-        skip_empty=skip_empty,
-        max_size=checks.whole("max_document_size", max_document_size, 1),
-        block_size=block_size,
-    )
     return filter(_has_content, part.format.read(part, query))
 
 

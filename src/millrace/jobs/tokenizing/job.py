@@ -36,6 +36,7 @@ from millrace.store.publish import LOCK, idx_path, remove_leftovers
 from millrace.text import (
     Format,
     InputFile,
+    Query,
     SentenceSplitter,
     parts_of,
     read_documents,
@@ -361,13 +362,8 @@ def _first_texts(files: Sequence[InputFile], settings: Settings) -> Iterator[str
         part = next(iter(parts_of(file, plan.MB)), None) if file.size is not None else None
         if part is None:  # a pipe, or an Arrow file without batches
             continue
-        batches = read_documents(
-            part,
-            settings.keys,
-            reject=skip,
-            id_key=settings.id_key,
-            max_document_size=plan.MB,
-        )
+        query = Query(keys=settings.keys, reject=skip, id_key=settings.id_key, max_size=plan.MB)
+        batches = read_documents(part, query)
         with contextlib.suppress(_TooManyLinesError):
             for documents in itertools.islice(batches, _MOST_BATCHES):
                 for text in itertools.chain.from_iterable(documents.texts):

@@ -26,6 +26,7 @@ from millrace.text import (
     Documents,
     Format,
     Part,
+    Query,
     SentenceSplitter,
     first_line_of,
     read_documents,
@@ -249,17 +250,16 @@ class _Reader:
     def batches(self) -> Iterator[_Batch]:
         settings = self._settings
         for number, part in enumerate(self._parts):
-            batches = read_documents(
-                part,
-                settings.keys,
+            query = Query(
+                keys=settings.keys,
                 reject=functools.partial(self._rejects.add, number),
                 id_key=settings.id_key,
                 # Megatron-LM makes an empty document of an empty text.
                 skip_empty=settings.on_error != "stop",
-                max_document_size=settings.max_document_size,
+                max_size=settings.max_document_size,
                 block_size=_BLOCK_SIZE,
             )
-            for documents in batches:
+            for documents in read_documents(part, query):
                 self.num_lines[number] += documents.num_lines
                 yield _Batch(documents=documents, part=number)
             place = [part.path, part.start, part.stop]
