@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from millrace.text.tokenizer import UNSEEN
 
 from millrace import ConfigError, IndexedDataset, TextError
 from millrace.encoding import UNSEEN, Tokenizer
