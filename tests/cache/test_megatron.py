@@ -42,7 +42,7 @@ def make(
         "split_matrix": [(0, 0.9), (0.9, 1.0), None],
         "tokenizer": {"name": "τ"},
     }
-    files = cache.cache_set(str(folder), identifiers, "valid", cache.GPT_ARRAYS)
+    files = cache.CacheSet.of(str(folder), identifiers, "valid", cache.GPT_ARRAYS)
     return files, arrays, lambda loaded: cache.check_gpt_arrays(loaded, plan, len(lengths), lengths)
 
 
@@ -162,7 +162,7 @@ def test_a_blend_is_checked(tmp_path: Path) -> None:
         "weights": [0.5, 0.5],
         "size": 4,
     }
-    files = cache.cache_set(str(tmp_path), identifiers, "train", cache.BLEND_ARRAYS)
+    files = cache.CacheSet.of(str(tmp_path), identifiers, "train", cache.BLEND_ARRAYS)
     numbers, places = np.array([0, 1, 0, 1], np.int16), np.array([0, 0, 1, 1], np.int64)
 
     def check(arrays: dict[str, Any]) -> None:

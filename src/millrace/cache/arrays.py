@@ -39,6 +39,7 @@ from millrace.files import (
 )
 from millrace.order import RULES_VERSION
 from millrace.order.plans import Layout
+from millrace.records import record_from
 
 JSON = ".json"
 LOCK = ".lock"
@@ -104,24 +105,36 @@ class ArrayWriter:
 
 
 @dataclass(frozen=True)
+class ArrayRecord:
+    """What a set records of an array.
+
+    Attributes:
+        dtype, shape: Form of the array.
+        xxh3: XXH3-64 of its file, as hexadecimal digits.
+        ends: XXH3-64 of the file's first and last 4 KiB, which is compared when the array is
+            mapped: it tells arrays of the same dtype and shape apart.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    xxh3: str
+    ends: str
+
+
+@dataclass(frozen=True)
 class ArraySet:
     """A published set. Each array is mapped at its first use.
 
     Attributes:
         folder, name: Place of the set.
         key: What it was built from.
-        layout: Dtype and shape of each array.
-        checksums: XXH3-64 of each array's file, as hexadecimal digits.
-        ends: XXH3-64 of its first and last 4 KiB, which is compared when the array is mapped: it
-            tells arrays of the same dtype and shape apart.
+        arrays: Its arrays by name.
     """
 
     folder: str
     name: str
     key: Any
-    layout: Layout
-    checksums: Mapping[str, str]
-    ends: Mapping[str, str]
+    arrays: Mapping[str, ArrayRecord]
     _mapped: dict[str, NDArray[Any]] = field(default_factory=dict, repr=False, compare=False)
 
     def __getitem__(self, array: str) -> NDArray[Any]:
@@ -131,20 +144,16 @@ class ArraySet:
             DataError: Its file is missing, truncated, or another array.
         """
         if array not in self._mapped:
-            self._mapped[array] = _map_array(
-                self.path(array), *self.layout[array], self.ends[array]
-            )
+            self._mapped[array] = _map_array(self.path(array), self.arrays[array])
         return self._mapped[array]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ArraySet, (
-            self.folder,
-            self.name,
-            self.key,
-            self.layout,
-            self.checksums,
-            self.ends,
-        )
+        return ArraySet, (self.folder, self.name, self.key, self.arrays)
+
+    @property
+    def layout(self) -> Layout:
+        """Dtype and shape of each array."""
+        return {name: (np.dtype(one.dtype), one.shape) for name, one in self.arrays.items()}
 
     def path(self, array: str) -> str:
         return array_path(self.folder, self.name, array)
@@ -157,10 +166,10 @@ class ArraySet:
                 ends.
         """
         problems = []
-        for array in self.layout:
+        for array, record in self.arrays.items():
             try:
                 self[array]
-                if contents and sum_of(self.path(array))[1] != self.checksums[array]:
+                if contents and sum_of(self.path(array))[1] != record.xxh3:
                     problems.append(f"{self.path(array)} is damaged: its checksum has changed")
             except DataError as error:
                 problems.append(str(error))
@@ -188,13 +197,9 @@ def load(folder: str, name: str) -> ArraySet | None:
     try:
         if record is None or record["logic"] != RULES_VERSION:
             return None
-        layout = {
-            array: (np.dtype(entry["dtype"]), tuple(entry["shape"]))
-            for array, entry in record["arrays"].items()
-        }
-        checksums = {array: entry["xxh3"] for array, entry in record["arrays"].items()}
-        ends = {array: entry["ends"] for array, entry in record["arrays"].items()}
-        return ArraySet(folder, name, record["key"], layout, checksums, ends)
+        entries = record["arrays"].items()
+        records = {array: record_from(ArrayRecord, entry) for array, entry in entries}
+        return ArraySet(folder, name, record["key"], records)
     except NO_RECORD:
         return None  # damaged, or another program's
 
@@ -267,8 +272,10 @@ def _publish(
         for array, file in files.items():
             with naming(paths[array]):
                 flush_to_disk(file)
-        checksums = {array: sum_of(path)[1] for array, path in temporaries.items()}
-        ends = {array: _checksum_of_ends(path) for array, path in temporaries.items()}
+        records = {
+            array: ArrayRecord(np.dtype(dtype).str, shape, *_checksums(temporaries[array]))
+            for array, (dtype, shape) in layout.items()
+        }
         present = load(folder, name)
         if present is not None and present.key != key:
             _unlink(record_path)  # another set's record must not stand beside these arrays
@@ -276,22 +283,10 @@ def _publish(
         for array, path in paths.items():
             os.rename(temporaries[array], path)
         fsync_folder(record_path)
-    record = {
-        "logic": RULES_VERSION,
-        "key": key,
-        "arrays": {
-            array: {
-                "dtype": np.dtype(dtype).str,
-                "shape": shape,
-                "xxh3": checksums[array],
-                "ends": ends[array],
-            }
-            for array, (dtype, shape) in layout.items()
-        },
-    }
+    entries = {array: vars(record) for array, record in records.items()}
     with atomic_file(record_path) as file:
-        file.write(seal(record))
-    return ArraySet(folder, name, key, layout, checksums, ends)
+        file.write(seal({"logic": RULES_VERSION, "key": key, "arrays": entries}))
+    return ArraySet(folder, name, key, records)
 
 
 def _unlink(path: str) -> None:
@@ -301,17 +296,14 @@ def _unlink(path: str) -> None:
 
 def _npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
     buffer = io.BytesIO()
-    description = {
-        "descr": np.lib.format.dtype_to_descr(dtype),
-        "fortran_order": False,
-        "shape": shape,
-    }
+    descr = np.lib.format.dtype_to_descr(dtype)
+    description = {"descr": descr, "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(buffer, description)
     return buffer.getvalue()
 
 
-def _map_array(path: str, dtype: Any, shape: tuple[int, ...], ends: str) -> NDArray[Any]:
-    dtype = np.dtype(dtype)
+def _map_array(path: str, record: ArrayRecord) -> NDArray[Any]:
+    dtype, shape = np.dtype(record.dtype), record.shape
     header = _npy_header(dtype, shape)
     size = len(header) + dtype.itemsize * math.prod(shape)
     try:
@@ -322,7 +314,7 @@ def _map_array(path: str, dtype: Any, shape: tuple[int, ...], ends: str) -> NDAr
                     f"{path} is not the array {dtype} {list(shape)} that its set records, or is "
                     "truncated"
                 )
-            if checksum([first, last]) != ends:
+            if checksum([first, last]) != record.ends:
                 raise DataError(f"{path} is damaged, or another set's: its ends have changed")
             content = _native.map_file(file.fileno(), size)
     except OSError as error:
@@ -337,6 +329,7 @@ def _ends(file: BinaryIO) -> tuple[bytes, bytes]:
     return os.pread(file.fileno(), _END, 0), os.pread(file.fileno(), _END, max(size - _END, 0))
 
 
-def _checksum_of_ends(path: str) -> str:
+def _checksums(path: str) -> tuple[str, str]:
+    """The checksum of a file, and that of its ends."""
     with open(path, "rb", buffering=0) as file:
-        return checksum(_ends(file))
+        return sum_of(path)[1], checksum(_ends(file))

@@ -84,6 +84,15 @@ class CacheSet:
     description: str
     arrays: tuple[str, ...]
 
+    @classmethod
+    def of(
+        cls, folder: str, identifiers: Mapping[str, Any], split: str, arrays: tuple[str, ...]
+    ) -> CacheSet:
+        """The set of what `describe` identifies, in a split: "train", "valid" or "test"."""
+        text, digest = describe(identifiers)
+        stem = f"{digest}-{identifiers['class']}-{split}"
+        return cls(folder=folder, stem=stem, description=text, arrays=arrays)
+
     def path(self, name: str) -> str:
         """The path of an array, by its name."""
         return os.path.join(self.folder, f"{self.stem}-{name}.npy")
@@ -93,26 +102,10 @@ class CacheSet:
         return os.path.join(self.folder, f"{self.stem}-{_DESCRIPTION}")
 
 
-def cache_set(
-    folder: str, identifiers: Mapping[str, Any], split: str, arrays: tuple[str, ...]
-) -> CacheSet:
-    """The set of a dataset or blend.
-
-    Args:
-        folder: Folder of the files.
-        identifiers: What identifies it; see `describe`.
-        split: "train", "valid" or "test".
-        arrays: GPT_ARRAYS or BLEND_ARRAYS.
-    """
-    text, digest = describe(identifiers)
-    stem = f"{digest}-{identifiers['class']}-{split}"
-    return CacheSet(folder=folder, stem=stem, description=text, arrays=arrays)
-
-
 Arrays = dict[str, NDArray[Any]]
 
 
-def load(files: CacheSet, check: Callable[[Arrays], None] | None = None) -> Arrays:
+def load(files: CacheSet, check: Callable[[Arrays], None]) -> Arrays:
     """The arrays of a set, mapped and read-only.
 
     Args:
@@ -126,8 +119,7 @@ def load(files: CacheSet, check: Callable[[Arrays], None] | None = None) -> Arra
         if file.read() != files.description:
             raise DataError(f"{files.description_path} is not the description of this dataset")
     arrays = {name: load_array(files.path(name)) for name in files.arrays}
-    if check is not None:
-        check(arrays)
+    check(arrays)
     return arrays
 
 

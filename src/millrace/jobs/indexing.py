@@ -196,7 +196,7 @@ def _write_dataset(
     built: GPTDataset | None,
     identifiers: Mapping[str, Any],
 ) -> bool:
-    files = megatron_cache.cache_set(folder, identifiers, split.name, megatron_cache.GPT_ARRAYS)
+    files = megatron_cache.CacheSet.of(folder, identifiers, split.name, megatron_cache.GPT_ARRAYS)
     plan, inputs = cast(GPTPlan, dataset.order), dataset.inputs
     start, stop = inputs.sequences
 
@@ -228,7 +228,7 @@ def _write_blend(
         "weights": weights,
         "size": split.size,
     }
-    files = megatron_cache.cache_set(folder, identifiers, split.name, megatron_cache.BLEND_ARRAYS)
+    files = megatron_cache.CacheSet.of(folder, identifiers, split.name, megatron_cache.BLEND_ARRAYS)
 
     def check(arrays: megatron_cache.Arrays) -> None:
         megatron_cache.check_blend_arrays(arrays, split.num_samples, len(lengths))

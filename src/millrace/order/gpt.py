@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from millrace import _native
 from millrace.checks import flag, shown, whole, whole_numbers
@@ -22,7 +22,7 @@ from millrace.deferred import Deferred
 from millrace.dtypes import sample_index_dtype, shuffle_index_dtype
 from millrace.errors import ConfigError, DataError
 from millrace.order.plans import NOT_IN_KEY, Arrays, Layout, OrderInputs, check_range
-from millrace.order.spans import RULES_VERSION, Spans
+from millrace.order.spans import RULES_VERSION, CoreOrder
 
 FINAL_EPOCH_THRESHOLD = 0.80
 """A final epoch is shuffled separately if a smaller share of its samples than this is needed."""
@@ -117,7 +117,7 @@ def _indices_of(arrays: Deferred[Arrays]) -> GPTIndices:
     return GPTIndices(*(arrays.value[name] for name in GPTIndices._fields))
 
 
-class GPTOrder:
+class GPTOrder(CoreOrder):
     """Megatron-LM's order of a range of sequences: samples of fixed length, shuffled.
 
     Args:
@@ -142,7 +142,6 @@ class GPTOrder:
         self.seed = seed
         self._lengths = lengths
         self._indices = indices
-        self._core: _native.Order | None = None
 
     def __len__(self) -> int:
         return self.plan.num_samples
@@ -152,30 +151,13 @@ class GPTOrder:
         """The document index, sample index and shuffle index."""
         return self._indices.value
 
-    @property
-    def core(self) -> _native.Order:
-        """The same order in the native core."""
-        if self._core is None:
-            self._core = _native.gpt_order(
-                self._lengths.value,
-                *self.indices,
-                sequence_length=self.plan.sequence_length,
-                add_extra_token=self.plan.add_extra_token,
-            )
-        return self._core
-
-    def spans(self, sample_numbers: ArrayLike) -> Spans:
-        """The spans of some samples.
-
-        Args:
-            sample_numbers: Integers [batch], each in [0, len).
-
-        Raises:
-            ConfigError: Sample numbers that are not integers.
-            ValueError: No such sample, or an index that points outside its arrays.
-        """
-        numbers = whole_numbers("sample numbers", sample_numbers)
-        return Spans(*_native.spans(self.core, numbers))
+    def _make_core(self) -> _native.Order:
+        return _native.gpt_order(
+            self._lengths.value,
+            *self.indices,
+            sequence_length=self.plan.sequence_length,
+            add_extra_token=self.plan.add_extra_token,
+        )
 
     def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
         """What decides the spans, apart from the sequence lengths: of all samples at once."""
@@ -191,9 +173,6 @@ class GPTOrder:
             "sequence_length": plan.sequence_length,
             "add_extra_token": plan.add_extra_token,
         }
-
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_core": None}  # made again where it is needed
 
 
 def plan_gpt(

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
+from millrace import _native
 from millrace.checks import whole_numbers
 from millrace.errors import ConfigError
 
@@ -61,6 +62,37 @@ class Order(Protocol):
                 values may leave the argument out.
         """
         ...
+
+
+class CoreOrder:
+    """An order of the native core, with which a batch is one call."""
+
+    _core: _native.Order | None = None
+
+    def _make_core(self) -> _native.Order:
+        raise NotImplementedError
+
+    @property
+    def core(self) -> _native.Order:
+        """The same order in the native core."""
+        if self._core is None:
+            self._core = self._make_core()
+        return self._core
+
+    def spans(self, sample_numbers: ArrayLike) -> Spans:
+        """The spans of some samples.
+
+        Args:
+            sample_numbers: Integers [batch], each in [0, len).
+
+        Raises:
+            ConfigError: Sample numbers that are not integers.
+            ValueError: No such sample, or an index that points outside its arrays.
+        """
+        return Spans(*_native.spans(self.core, whole_numbers("sample numbers", sample_numbers)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_core": None}  # made again where it is needed
 
 
 def checked_spans(order: Order, sample_numbers: NDArray[np.int64]) -> Spans:

@@ -351,19 +351,7 @@ def _num_samples(
                 f"is not worked out here. {_GIVE_COUNTS}"
             )
     batch = arguments.get("global_batch_size", 0)
-    eval_batch = arguments.get("eval_global_batch_size", batch)
-    train: Any = arguments.get("train_samples")
-    iterations: Any = arguments.get("train_iters")
-    if train is not None and iterations is not None:
-        raise ConfigError(
-            f"train_samples is {train} and train_iters is {iterations}: Megatron-LM takes one of "
-            "them, so leave the other out"
-        )
-    if train is None and (iterations is None or not batch):
-        raise ConfigError(
-            "the number of samples to train on is missing: give num_samples, train_samples, or "
-            "train_iters and global_batch_size"
-        )
+    train, all_iterations = _training(arguments, batch)
     eval_iters = arguments.get("eval_iters", DEFAULT_EVAL_ITERS)
     if not batch and eval_iters and (per_split is None or any(per_split[1:])):
         raise ConfigError(
@@ -371,22 +359,38 @@ def _num_samples(
         )
     interval = arguments.get("eval_interval", DEFAULT_EVAL_INTERVAL)
     skipped = arguments.get("start_eval_at_iter", 0) // interval
-    all_iterations = [iterations]
-    if iterations is None:
-        all_iterations = _iterations(train, batch, arguments.get("rampup_batch_size"))
     rounds = [max(0, number // interval + 1 - skipped) for number in all_iterations]
     if arguments.get("skip_train"):
         rounds = [1]
-    counts: list[int | None] = [number * eval_iters * eval_batch for number in rounds]
+    test = eval_iters * arguments.get("eval_global_batch_size", batch)
+    valid: list[int | None] = [number * test for number in rounds]
     if arguments.get("full_validation"):
-        counts = [None]
-    if counts[0] != counts[-1]:
+        valid = [None]
+    if valid[0] != valid[-1]:
         raise ConfigError(
             f"rampup_batch_size is {arguments['rampup_batch_size']}: Megatron-LM validates on "
-            f"{counts[1]} samples up to core 0.17, and on {counts[0]} in later versions, which "
+            f"{valid[1]} samples up to core 0.17, and on {valid[0]} in later versions, which "
             f"ignore it. {_GIVE_COUNTS}"
         )
-    return iterations * batch if train is None else train, counts[0], eval_iters * eval_batch
+    return train, valid[0], test
+
+
+def _training(arguments: Mapping[str, Any], batch: int) -> tuple[int, list[int]]:
+    """The samples to train on, and the iterations that they take; see `_iterations`."""
+    samples, iterations = arguments.get("train_samples"), arguments.get("train_iters")
+    if samples is not None and iterations is not None:
+        raise ConfigError(
+            f"train_samples is {samples} and train_iters is {iterations}: Megatron-LM takes one of "
+            "them, so leave the other out"
+        )
+    if samples is not None:
+        return samples, _iterations(samples, batch, arguments.get("rampup_batch_size"))
+    if iterations is None or not batch:
+        raise ConfigError(
+            "the number of samples to train on is missing: give num_samples, train_samples, or "
+            "train_iters and global_batch_size"
+        )
+    return iterations * batch, [iterations]
 
 
 def _iterations(samples: int, batch: int, rampup: tuple[int, int, int] | None) -> list[int]:
