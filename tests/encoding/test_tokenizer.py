@@ -541,19 +541,15 @@ def test_lone_surrogates_are_refused_by_every_library(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"eod_token": 0}, "eod_token is 0; give the token's text"),
-        ({"bos_token": b"a"}, "bos_token is b'a'; give the token's text"),
-        ({"tiktoken_pattern": 1}, "tiktoken_pattern is 1; give the pattern"),
+        ({"eod_token": 0}, "eod_token .*, not 0"),
+        ({"bos_token": b"a"}, "bos_token .*, not b'a'"),
+        ({"tiktoken_pattern": 1}, "tiktoken_pattern .*, not 1"),
         ({"tiktoken_pattern": "gpt2"}, "is not a tiktoken file; leave the pattern out"),
         ({"add_special_tokens": 1}, "add_special_tokens is 1; give True or False"),
         ({"special_tokens_in_text": "no"}, "special_tokens_in_text is 'no'"),
-        ({"encoder": "fast"}, "encoder is 'fast'; choose one of auto, fastokens"),
-        ({"encoder": "gigatoken"}, "encoder is 'gigatoken'; choose one of auto, fastokens"),
-        (
-            {"encoder": "tiktoken"},
-            "cannot read .*; choose one of auto, fastokens, tokenizers",
-        ),
-        ({"encoder": None}, "encoder is None"),
+        ({"encoder": "fast"}, "encoder .* auto, fastokens, tokenizers, not 'fast'"),
+        ({"encoder": "tiktoken"}, "encoder .* auto, fastokens, tokenizers, not 'tiktoken'"),
+        ({"encoder": None}, "encoder .*, not None"),
     ],
 )
 def test_wrong_options_are_refused(

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from millrace.checks import shown
 from millrace.encoding.flat_ids import FlatIds
 from millrace.encoding.vocabulary import (
     FAST_ENCODER,
@@ -26,17 +25,11 @@ ENCODERS = (FAST_ENCODER, "tokenizers", "tiktoken", "sentencepiece", "bytes")
 
 
 def make_encoder(name: str, vocabulary: Vocabulary) -> EncodeBatch:
-    """The encoder of a library for a vocabulary.
+    """The encoder of a library, one of the vocabulary's `encoder_names`.
 
     Raises:
-        ConfigError: A library that cannot read vocabularies of this kind, or lacks an option.
         TextError: A package that is not installed, or a vocabulary that the library refuses.
     """
-    if name not in vocabulary.encoder_names:
-        raise ConfigError(
-            f"encoder is {shown(name)}; a vocabulary of {vocabulary.reference_name} has the "
-            f"encoders auto, {', '.join(vocabulary.encoder_names)}"
-        )
     if name == vocabulary.reference_name:
         return vocabulary.encode_batch
     try:

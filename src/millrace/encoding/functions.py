@@ -29,6 +29,7 @@ class FunctionVocabulary:
     name: str
     size: int
     eod: int | None
+    version: str | None
 
     reference_name = "function"
     encoder_names = ("function",)

@@ -16,7 +16,7 @@ from millrace import checks
 from millrace.checks import shown
 from millrace.dtypes import optimal_dtype
 from millrace.encoding.encoder_check import Difference, choose_encoder, difference_on
-from millrace.encoding.encoders import ENCODERS, make_encoder
+from millrace.encoding.encoders import make_encoder
 from millrace.encoding.functions import FunctionVocabulary, code_of
 from millrace.encoding.tokenizer_files import load_vocabulary
 from millrace.encoding.vocabulary import EncodeBatch, Vocabulary, VocabularyOptions, must_pass
@@ -24,7 +24,6 @@ from millrace.errors import ConfigError, TextError
 
 EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """The usual end-of-document tokens; a tokenizer with exactly one of them needs no `eod_token`."""
-
 
 UNSEEN = "not seen: give from_function a version"
 
@@ -60,8 +59,6 @@ class Tokenizer:
         ConfigError: An argument of a wrong type, or one that does not fit the vocabulary.
     """
 
-    _version: str | None = None  # of a function
-
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -74,15 +71,13 @@ class Tokenizer:
         special_tokens_in_text: bool = True,
     ) -> None:
         self.path = checks.one_path("path", path)
-        texts = {
-            "eod_token": eod_token,
-            "bos_token": bos_token,
-            "tiktoken_pattern": tiktoken_pattern,
-        }
-        for name, value in texts.items():
+        for name, value in (
+            ("eod_token", eod_token),
+            ("bos_token", bos_token),
+            ("tiktoken_pattern", tiktoken_pattern),
+        ):
             if value is not None and not isinstance(value, str):
-                what = "the pattern" if name == "tiktoken_pattern" else "the token's text"
-                raise ConfigError(f"{name} is {shown(value)}; give {what}")
+                raise ConfigError(f"{name} must be a text, not {shown(value)}")
         options = VocabularyOptions(
             add_special_tokens=checks.flag("add_special_tokens", add_special_tokens),
             special_tokens_in_text=checks.flag("special_tokens_in_text", special_tokens_in_text),
@@ -137,8 +132,8 @@ class Tokenizer:
         if name is None:
             name = getattr(function, "__qualname__", type(function).__qualname__)
         self = cls.__new__(cls)
-        self.path, self._version = name, version
-        self._set(FunctionVocabulary(function, name, size, eod), None, None, "auto")
+        self.path = name
+        self._set(FunctionVocabulary(function, name, size, eod, version), None, None, "auto")
         return self
 
     def _set(
@@ -148,14 +143,10 @@ class Tokenizer:
         self._eod_token, self._bos_token = eod_token, bos_token
         self._encoder = encoder
         self._encode_batch: EncodeBatch | None = None
-        if encoder not in ("auto", *ENCODERS, *vocabulary.encoder_names):
+        names = ("auto", *vocabulary.encoder_names)
+        if encoder not in names:
             raise ConfigError(
-                f"encoder is {shown(encoder)}; choose one of auto, {', '.join(ENCODERS)}"
-            )
-        if encoder not in ("auto", *vocabulary.encoder_names):
-            names = ", ".join(("auto", *vocabulary.encoder_names))
-            raise ConfigError(
-                f"encoder is {encoder!r}, which cannot read {self.path}; choose one of {names}"
+                f"encoder of {self.path} must be one of {', '.join(names)}, not {shown(encoder)}"
             )
 
     @property
@@ -186,7 +177,7 @@ class Tokenizer:
         Of a function that has none and cannot be seen, it is another one at each call.
         """
         if isinstance(self._vocabulary, FunctionVocabulary):
-            code = self._version or code_of(self._vocabulary.function)
+            code = self._vocabulary.version or code_of(self._vocabulary.function)
             return {"function": code or f"{UNSEEN} ({os.urandom(4).hex()})"}
         names = sorted({self.encoder_name, self.reference_name} - {"bytes"})
         return {name: version_of(name) for name in names}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
@@ -183,11 +183,32 @@ class Piece:
     Attributes:
         part: How to read them: a part without a path. Its `size`, the bytes that were read of the
             source, is known when `chunks` are exhausted.
-        chunks: Bytes of the piece. Those that are not taken before the next piece are skipped.
+        chunks: Bytes of the piece, which must be read before the next piece.
     """
 
     part: Part
     chunks: Iterator[bytes]
+
+    @classmethod
+    def of(
+        cls,
+        file: InputFile,
+        chunks_of: Callable[[Piece], Iterator[bytes]],
+        *,
+        first_line: int,
+        byte_offset: int = 0,
+    ) -> Piece:
+        """A piece of a file, with a function that makes its bytes and sets the size of its part."""
+        part = Part(
+            path="",
+            format=file.format,
+            source=file.path,
+            byte_offset=byte_offset,
+            first_line=first_line,
+        )
+        piece = cls(part, iter(()))
+        piece.chunks = chunks_of(piece)
+        return piece
 
 
 def parts_of(file: InputFile, size: int) -> list[Part]:
@@ -209,18 +230,17 @@ def pieces_of(
 ) -> Iterator[Piece]:
     """The decompressed data of a file in pieces of about `size` bytes, cut between documents.
 
-    Each piece holds whole lines, CSV rows, or texts with the separator after them; a plain text
-    file without a separator is one piece. A file without documents has no piece.
+    A plain text file without a separator is one piece. A file without documents has no piece.
 
     Args:
-        file: JSONL, CSV, TSV or plain text. A pipe is read once.
+        file: File to read, once and from start to end.
         size: Size of a piece. The last is smaller; others are longer by up to `block_size`, or
             the length of their last document.
         block_size: Number of bytes to read and decompress at a time.
         max_document_size: Size of the longest CSV row in bytes; a longer one is not in memory.
 
     Raises:
-        ConfigError: A file of another format, or a size that is not a whole number above 0.
+        ConfigError: A file of a format that is not unpacked.
         TextError: A file that cannot be read, is damaged or truncated, or was changed.
     """
     size = checks.whole("size", size, 1)
@@ -272,61 +292,27 @@ def record_pieces(file: InputFile, size: int, separator: bytes, block_size: int)
     piece of the file.
     """
     with open_part(file.part()) as stream:
-        yield from sized_pieces(stream, _record_pieces(file, size, separator, stream, block_size))
+        data = stream.read(block_size)
+        byte_offset, line, position = 0, file.format.first_line, 0
 
+        def chunks(piece: Piece) -> Iterator[bytes]:
+            nonlocal data, byte_offset, line, position
+            num_bytes, tail, is_last = 0, b"", False  # the tail may be the start of a separator
+            while data and not is_last:
+                window = tail + data
+                end = last_end(window, separator)
+                is_last = end > 0 and num_bytes + end - len(tail) >= size
+                cut = end - len(tail) if is_last else len(data)
+                chunk, data = data[:cut], data[cut:] or stream.read(block_size)
+                tail = window[max(end, len(window) - len(separator) + 1) :]
+                num_bytes += len(chunk)
+                line += chunk.count(b"\n")
+                yield chunk
+            byte_offset += num_bytes
+            piece.part = replace(piece.part, size=stream.position - position)
+            position = stream.position
 
-def _record_pieces(
-    file: InputFile, size: int, separator: bytes, stream: ByteStream, block_size: int
-) -> Iterator[tuple[Part, Iterator[bytes]]]:
-    data = stream.read(block_size)
-    byte_offset, line = 0, file.format.first_line
-
-    def chunks() -> Iterator[bytes]:
-        nonlocal data, byte_offset, line
-        num_bytes, tail = 0, b""  # the tail may be the start of a separator
-        while data:
-            window = tail + data
-            end = last_end(window, separator)
-            is_last = end > 0 and num_bytes + end - len(tail) >= size
-            cut = end - len(tail) if is_last else len(data)
-            chunk, data = data[:cut], data[cut:] or stream.read(block_size)
-            num_bytes += len(chunk)
-            byte_offset += len(chunk)
-            line += chunk.count(b"\n")
-            yield chunk
-            if is_last:
-                return
-            tail = window[max(end, len(window) - len(separator) + 1) :]
-
-    if not data and not separator:
-        yield _piece_part(file, 0, line), iter(())
-    while data:
-        yield _piece_part(file, byte_offset, line), chunks()
-
-
-def _piece_part(file: InputFile, byte_offset: int, line: int) -> Part:
-    return Part(
-        path="", format=file.format, source=file.path, byte_offset=byte_offset, first_line=line
-    )
-
-
-def sized_pieces(
-    stream: ByteStream, pieces: Iterator[tuple[Part, Iterator[bytes]]]
-) -> Iterator[Piece]:
-    """Pieces of parts and their bytes, which are read from a stream one after the other."""
-    position = 0
-
-    def sized(piece: Piece, chunks: Iterator[bytes]) -> Iterator[bytes]:
-        nonlocal position
-        yield from chunks
-        size, position = stream.position - position, stream.position
-        piece.part = replace(piece.part, size=size)
-
-    for part, chunks in pieces:
-        piece = Piece(part, iter(()))
-        rest = sized(piece, chunks)
-        # The consumer may close what it gets; the rest is skipped all the same.
-        piece.chunks = (chunk for chunk in rest)
-        yield piece
-        for _ in rest:
-            pass
+        is_first = True
+        while data or (is_first and not separator):
+            is_first = False
+            yield Piece.of(file, chunks, first_line=line, byte_offset=byte_offset)

@@ -6,11 +6,12 @@ import csv
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from millrace.errors import TextError
 from millrace.text.documents import Batch, Documents, Query
-from millrace.text.parts import Format, InputFile, Part, Piece, open_part, sized_pieces
+from millrace.text.parts import Format, InputFile, Part, Piece, open_part
 from millrace.text.records import BadDocumentError, decode_text
 from millrace.text.splitting import UTF8_BOM, read_size
 from millrace.text.streams import BLOCK_SIZE, ByteStream
@@ -71,33 +72,28 @@ class Csv(Format):
     ) -> Iterator[Piece]:
         with open_part(file.part()) as stream:
             rows = self._rows(stream, max_size, block_size)
-            pieces = self._pieces(file, size, max_size, rows)
-            yield from sized_pieces(stream, pieces)
+            _, number, header = _read_header(rows, file.path)
+            row, position = next(rows, None), 0
 
-    def _pieces(
-        self, file: InputFile, size: int, max_size: int, rows: Iterator[CsvRow]
-    ) -> Iterator[tuple[Part, Iterator[bytes]]]:
-        _, number, header = _read_header(rows, file.path)
-        row = next(rows, None)
+            def chunks(piece: Piece) -> Iterator[bytes]:
+                nonlocal row, number, position
+                # Of two byte order marks, the second is a part of the header.
+                yield UTF8_BOM + header
+                num_bytes = 0
+                while row is not None and num_bytes < size:
+                    if row.is_long:
+                        yield from (b"x" * BLOCK_SIZE for _ in range(max_size // BLOCK_SIZE + 1))
+                        yield b"\n"
+                    yield row.data
+                    number += 1
+                    num_bytes += max_size if row.is_long else len(row.data)
+                    row = next(rows, None)
+                piece.part = replace(piece.part, size=stream.position - position)
+                position = stream.position
 
-        def chunks() -> Iterator[bytes]:
-            nonlocal row, number
-            # Of two byte order marks, the second is a part of the header.
-            yield UTF8_BOM + header
-            num_bytes = 0
-            while row is not None and num_bytes < size:
-                if row.is_long:
-                    yield from (b"x" * BLOCK_SIZE for _ in range(max_size // BLOCK_SIZE + 1))
-                    yield b"\n"
-                yield row.data
-                number += 1
-                num_bytes += max_size if row.is_long else len(row.data)
-                row = next(rows, None)
-
-        while row is not None:
-            # The header is the row before the first.
-            part = Part(path="", format=self, source=file.path, first_line=number)
-            yield part, chunks()
+            while row is not None:
+                # The header is the row before the first.
+                yield Piece.of(file, chunks, first_line=number)
 
     def _rows(self, stream: ByteStream, max_size: int, block_size: int) -> Iterator[CsvRow]:
         """The rows of a stream, with blank ones.
