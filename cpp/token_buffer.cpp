@@ -9,6 +9,8 @@
 
 namespace millrace {
 
+namespace {
+
 std::int64_t sum_of_lengths(std::span<const std::int64_t> lengths) {
   std::int64_t sum = 0;
   for (const std::int64_t length : lengths) {
@@ -20,9 +22,11 @@ std::int64_t sum_of_lengths(std::span<const std::int64_t> lengths) {
   return sum;
 }
 
-void refuse_sum(std::int64_t sum, std::int64_t num_tokens) {
+[[noreturn]] void refuse_sum(std::int64_t sum, std::int64_t num_tokens) {
   fail("the sequences' lengths sum to ", sum, "; there are ", num_tokens, " tokens");
 }
+
+}  // namespace
 
 TokenBuffer::TokenBuffer(const std::string& dtype, std::size_t capacity, int file, bool has_modes)
     : dtype_(dtype),
@@ -44,23 +48,12 @@ TokenBuffer::Type TokenBuffer::type_named(const std::string& dtype) {
   fail("tokens cannot be buffered as ", dtype);
 }
 
-void TokenBuffer::append_floats(const void* tokens, std::size_t count, std::size_t token_size) {
-  if (token_size != std::visit([](auto zero) { return sizeof(zero); }, type_)) {
-    fail("tokens are not ", dtype_);
-  }
-  make_room(count * token_size);
-  if (count > 0) {
-    std::memcpy(data() + used_, tokens, count * token_size);
-  }
-  used_ += count * token_size;
-}
-
-void TokenBuffer::end_sequences(std::int64_t num_appended, std::span<const std::int64_t> parts,
+void TokenBuffer::end_sequences(std::span<const std::int64_t> parts,
                                 const std::optional<Column<std::int8_t>>& kinds,
                                 bool ends_document) {
   const std::int64_t sum = sum_of_lengths(parts);
-  if (sum != num_appended) {
-    refuse_sum(sum, num_appended);
+  if (sum != num_loose_) {
+    refuse_sum(sum, num_loose_);
   }
   if (kinds && kinds->size() != parts.size()) {
     fail("there are ", kinds->size(), " modes for ", parts.size(), " sequences");
@@ -79,6 +72,7 @@ void TokenBuffer::end_sequence(std::int64_t length, std::int8_t mode) {
     modes.push_back(mode);
   }
   num_tokens += length;
+  num_loose_ -= length;
   ++num_sequences;
   has_open_document = true;
 }
@@ -90,6 +84,10 @@ void TokenBuffer::end_document() {
 }
 
 void TokenBuffer::end_documents(std::span<const std::int64_t> parts) {
+  const std::int64_t sum = sum_of_lengths(parts);
+  if (sum > num_loose_) {
+    refuse_sum(sum, num_loose_);
+  }
   for (const std::int64_t length : parts) {
     if (length > 0) {
       end_sequence(length, 0);

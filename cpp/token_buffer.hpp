@@ -3,17 +3,20 @@
 // the next one fills.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <span>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <variant>
 #include <vector>
 
 #include "buffer.hpp"
 #include "column.hpp"
+#include "errors.hpp"
 #include "narrow.hpp"
 #include "write_behind.hpp"
 
@@ -25,7 +28,7 @@ class TokenBuffer {
   // A negative `file`: no file, nothing can be flushed. Without modes none are kept.
   TokenBuffer(const std::string& dtype, std::size_t capacity, int file, bool has_modes);
 
-  // Appends tokens, which belong to no sequence yet.
+  // Appends tokens, which belong to no sequence yet. Floats must be of the file's dtype.
   template <class From>
   void append(std::span<const From> tokens);
 
@@ -33,27 +36,18 @@ class TokenBuffer {
   template <class TokenAt>
   void append_each(std::size_t count, TokenAt token_at);
 
-  // Appends floats, which must be of the file's dtype.
-  void append_floats(const void* tokens, std::size_t count, std::size_t token_size);
-
-  bool has_floats() const noexcept {
-    return std::holds_alternative<float>(type_) || std::holds_alternative<double>(type_);
-  }
-
   std::size_t num_bytes() const noexcept { return used_; }
 
-  // Takes back what was appended since the buffer had this many bytes.
-  void take_back(std::size_t num_bytes) noexcept { used_ = num_bytes; }
-
-  // Makes sequences of the last `num_appended` tokens: their lengths, which sum to that, and their
-  // modes (0 if there are none).
-  void end_sequences(std::int64_t num_appended, std::span<const std::int64_t> parts,
+  // Makes sequences of the tokens without one: their lengths, which sum to the number of these tokens,
+  // and their modes (0 if there are none).
+  void end_sequences(std::span<const std::int64_t> parts,
                      const std::optional<Column<std::int8_t>>& kinds, bool ends_document);
 
   // Ends the open document.
   void end_document();
 
-  // Ends documents of one sequence each, or of none where a length is 0.
+  // Ends documents of one sequence each, or of none where a length is 0, made of the first tokens
+  // without a sequence.
   void end_documents(std::span<const std::int64_t> parts);
 
   // Whether it is time to flush.
@@ -109,28 +103,29 @@ class TokenBuffer {
   bool has_modes_;
   std::size_t capacity_;
   Buffer<std::uint8_t> bytes_;
-  std::size_t used_ = 0;  // a multiple of the token's width, so that tokens stay aligned
+  std::int64_t num_loose_ = 0;  // tokens that belong to no sequence yet
+  std::size_t used_ = 0;        // a multiple of the token's width, so that tokens stay aligned
   WriteBehind writer_;
 };
-
-// The length of a sequence, or the sum of some. Throws std::invalid_argument for a length outside
-// int32, and where their sum is not `num_tokens`.
-std::int64_t sum_of_lengths(std::span<const std::int64_t> lengths);
-[[noreturn]] void refuse_sum(std::int64_t sum, std::int64_t num_tokens);
 
 template <class From>
 void TokenBuffer::append(std::span<const From> tokens) {
   std::visit(
       [&]<class To>(To) {
-        if constexpr (std::is_integral_v<To>) {
-          const std::size_t size = tokens.size() * sizeof(To);
-          make_room(size);
-          const std::size_t place = narrow(tokens, reinterpret_cast<To*>(data() + used_));
+        make_room(tokens.size() * sizeof(To));
+        To* out = reinterpret_cast<To*>(data() + used_);
+        if constexpr (std::is_same_v<From, To>) {
+          std::copy(tokens.begin(), tokens.end(), out);
+        } else if constexpr (std::is_integral_v<From> && std::is_integral_v<To>) {
+          const std::size_t place = narrow(tokens, out);
           if (place < tokens.size()) {
             refuse(std::to_string(tokens[place]));
           }
-          used_ += size;
+        } else {
+          fail("tokens are not ", dtype_);
         }
+        used_ += tokens.size() * sizeof(To);
+        num_loose_ += static_cast<std::int64_t>(tokens.size());
       },
       type_);
 }
@@ -143,6 +138,9 @@ void TokenBuffer::append_each(std::size_t count, TokenAt token_at) {
           make_room(count * sizeof(To));
           fill(reinterpret_cast<To*>(data() + used_), count, token_at);
           used_ += count * sizeof(To);
+          num_loose_ += static_cast<std::int64_t>(count);
+        } else {
+          fail("tokens are not ", dtype_);
         }
       },
       type_);

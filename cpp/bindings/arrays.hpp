@@ -72,6 +72,5 @@ void add_order(nb::module_& module);
 void add_samples(nb::module_& module);
 void add_tokens(nb::module_& module);
 void add_transforms(nb::module_& module);
-void add_views(nb::module_& module);
 
 }  // namespace millrace

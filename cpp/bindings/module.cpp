@@ -1,7 +1,4 @@
 // The module and its errors.
-#define MILLRACE_IMPORTS_NUMPY
-#include "numpy.hpp"
-
 #include <cerrno>
 #include <exception>
 #include <system_error>
@@ -11,9 +8,6 @@
 
 NB_MODULE(_core, module) {
   using namespace millrace;
-  if (_import_array() < 0) {
-    throw nb::python_error();
-  }
   // What nanobind takes for a leak at the end of Python is alive by right: a DataLoader's worker, or
   // any daemon thread, holds its dataset until the process is gone, plain Python objects included.
   nb::set_leak_warnings(false);
@@ -31,7 +25,6 @@ NB_MODULE(_core, module) {
   add_order(module);
   add_tokens(module);
   add_buffer(module);
-  add_views(module);
   add_samples(module);
   add_transforms(module);
 }

@@ -21,7 +21,6 @@ from millrace._core import GPTOrder as GPTOrder
 from millrace._core import Order as Order
 from millrace._core import RowForm as RowForm
 from millrace._core import SequenceOrder as SequenceOrder
-from millrace._core import SequenceViews as SequenceViews
 from millrace._core import TokenBuffer as TokenBuffer
 from millrace._core import TokenSource as TokenSource
 from millrace._core import map_file as map_file

@@ -123,8 +123,3 @@ def test_slices_with_steps_of_any_size(tmp_path: Path) -> None:
         slice(20, -20, -3),
     ):
         assert [int(view[0]) for view in dataset[cut]] == list(range(9))[cut]
-    views = _native.SequenceViews(
-        dataset.tokens, dataset.sequence_pointers, dataset.sequence_lengths
-    )
-    with pytest.raises(IndexError, match="not been cut"):
-        views.many(0, 10, 1)

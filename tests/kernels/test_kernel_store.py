@@ -137,45 +137,6 @@ def test_sequences_equal_their_twin(data: st.DataObject) -> None:
                     module.copy_sequences(content, ids=int64([place]), token_size=width, **arrays)
 
 
-@pytest.mark.parametrize("count", COUNTS)
-def test_views_are_the_sequences(count: int) -> None:
-    lengths = np.random.default_rng(count).integers(0, 5, count).astype(np.int32)
-    ends = np.cumsum(int64(lengths))
-    tokens = np.arange(ends[-1] if count else 0, dtype=np.uint16)
-    pointers = int64(2 * (ends - lengths))
-    views = _native.SequenceViews(tokens, pointers, lengths)
-    expected = [tokens[b - a : b].tolist() for a, b in zip(lengths, ends, strict=True)]
-    assert [views.one(i).tolist() for i in range(count)] == expected
-    assert [views.one(np.int64(i - count)).tolist() for i in range(count)] == expected
-    for start, stop, step in ((0, count, 1), (count - 1, -1, -1), (0, count, 3), (0, 0, 1)):
-        got = views.many(start, stop, step)
-        assert [v.tolist() for v in got] == [expected[i] for i in range(start, stop, step)]
-    for bad in (count, -count - 1, 2**70):
-        with pytest.raises(IndexError):
-            views.one(bad)
-    for other in (1.0, None, "1", slice(1)):
-        with pytest.raises(TypeError):
-            views.one(other)
-    with pytest.raises(IndexError):
-        views.many(0, count + 1, 1)
-
-
-def test_views_refuse_what_lies_outside_and_cannot_be_written() -> None:
-    tokens = np.arange(10, dtype=np.uint16)
-    for pointer, length in ((-2, 1), (0, -1), (20, 1), (2, 10), (1, 2), (2**62, 1)):
-        views = _native.SequenceViews(tokens, int64([pointer]), np.array([length], np.int32))
-        with pytest.raises(ValueError, match="outside"):
-            views.one(0)
-    view = _native.SequenceViews(tokens, int64([4]), np.array([3], np.int32)).one(0)
-    assert view.base is tokens
-    assert view.dtype == np.uint16
-    with pytest.raises(ValueError, match="read-only"):
-        view[0] = 1
-    for bad in ([1, 2], tokens.reshape(2, 5), tokens[::2]):
-        with pytest.raises(ValueError, match="tokens"):
-            _native.SequenceViews(bad, int64([0]), np.array([1], np.int32))
-
-
 # ---- the index ----
 
 
@@ -226,7 +187,7 @@ def test_the_buffer_takes_what_fits_and_nothing_else(target: str, source: str) -
         values = np.random.default_rng(count).integers(low, high, count, source, endpoint=True)
         if count:
             values[count // 2], values[-1] = low, high
-        assert buffer.append(values) == count
+        buffer.append(values)
         expected.append(values.astype(target))
         for misfit in (limits.min - 1, limits.max + 1, of_source.min, of_source.max):
             if count and of_source.min <= misfit <= of_source.max and not low <= misfit <= high:
@@ -242,12 +203,15 @@ def test_the_buffer_takes_what_fits_and_nothing_else(target: str, source: str) -
 
 def test_the_buffer_takes_lists() -> None:
     buffer = _native.TokenBuffer("uint16", 4)
-    assert buffer.append([1, 2, 65535]) == 3
-    assert buffer.append([]) == 0
+    buffer.append([1, 2, 65535])
+    buffer.append([])
+    for misfit in ([1, 65536], [-1]):
+        with pytest.raises(ValueError, match="does not fit"):
+            buffer.append(misfit)
     # What has an __index__ of its own may run any code, also some that uses the buffer.
-    for bad in ([1, 65536], [-1], [1.5], ["1"], [None], [np.int64(2)], [True]):
-        with pytest.raises(ValueError, match=r"does not fit|is not an int"):
-            buffer.append(bad)
+    for bad in ([1.5], ["1"], [None], [np.int64(2)], [True], (1, 2), 3, None):
+        with pytest.raises(TypeError):
+            buffer.append(bad)  # type: ignore[arg-type]
     with pytest.raises(OverflowError):
         buffer.append([2**63])
     assert held(buffer, "uint16").tolist() == [1, 2, 65535]
@@ -257,25 +221,28 @@ def test_the_buffer_takes_lists() -> None:
 def test_the_buffer_takes_floats_as_they_are(dtype: str) -> None:
     buffer = _native.TokenBuffer(dtype, 4)
     values = np.array([0.1, -np.inf, np.nan, -0.0], dtype)
-    assert buffer.append(values) == 4
+    buffer.append(values)
     assert held(buffer, dtype).tobytes() == values.tobytes()
     for bad in ([1.5], values.astype("float16"), np.arange(3), values[::2]):
-        with pytest.raises(ValueError, match=r"cannot be taken|are not float|one contiguous run"):
+        with pytest.raises((TypeError, ValueError)):
             buffer.append(bad)
+    assert buffer.num_bytes == values.nbytes
 
 
-def test_tokens_that_were_appended_before_become_sequences() -> None:
+def test_tokens_become_sequences() -> None:
     buffer = _native.TokenBuffer("int32", 4)
     buffer.append([1, 2, 3])
     buffer.append(np.array([4, 5]))
     for bad in ([2, 2], [6], [-1, 6], []):
         with pytest.raises(ValueError, match=r"sum to|lengths hold"):
-            buffer.add_sequences(None, bad)
-    buffer.add_sequences(None, [2, 3], np.array([7, 8], np.int8), True)
+            buffer.add_sequences(int64(bad))
+    with pytest.raises(ValueError, match="1 modes for 2 sequences"):
+        buffer.add_sequences(int64([2, 3]), np.zeros(1, np.int8))
+    buffer.add_sequences(int64([2, 3]), np.array([7, 8], np.int8), True)
     buffer.append([6])
     with pytest.raises(ValueError, match="sum to 2; there are 1 tokens"):
-        buffer.add_documents(None, np.array([1, 1]))
-    buffer.add_documents(None, np.array([0, 1, 0]))
+        buffer.add_documents(int64([1, 1]))
+    buffer.add_documents(int64([0, 1, 0]))
     assert [array.tolist() for array in buffer.take_entries()] == [
         [2, 3, 1],
         [7, 8, 0],
@@ -284,30 +251,11 @@ def test_tokens_that_were_appended_before_become_sequences() -> None:
     assert (buffer.num_tokens, buffer.num_sequences, buffer.num_documents) == (6, 3, 4)
 
 
-def test_a_busy_buffer_adds_nothing_of_others() -> None:
-    buffer = _native.TokenBuffer("int32", 4)
-    buffer.is_busy = True
-    for add in (
-        lambda: buffer.add_sequences([1]),
-        lambda: buffer.add_documents(np.arange(1), np.array([1])),
-        lambda: buffer.end_document(),
-    ):
-        with pytest.raises(ValueError, match="being flushed, or closed"):
-            add()
-    buffer.append([1])
-    buffer.add_sequences(None)
-    assert buffer.has_open_document
-    buffer.end_document(is_alone=True)
-    assert not buffer.has_open_document
-    assert (buffer.num_tokens, buffer.num_documents) == (1, 1)
-
-
 def test_the_buffer_refuses_other_shapes_and_dtypes() -> None:
     buffer = _native.TokenBuffer("int32", 4)
-    with pytest.raises(ValueError, match="2 dimensions"):
-        buffer.append(np.zeros((2, 2), np.int32))
-    with pytest.raises(ValueError, match="integers are needed"):
-        buffer.append(np.zeros(2))
+    for bad in (np.zeros((2, 2), np.int32), np.zeros(2), np.zeros(2, bool), np.array(["a"])):
+        with pytest.raises((TypeError, ValueError)):
+            buffer.append(bad)
     with pytest.raises(ValueError, match="cannot be buffered as float16"):
         _native.TokenBuffer("float16", 4)
     assert buffer.num_bytes == 0
@@ -329,20 +277,21 @@ def test_the_buffer_writes_documents_behind(
         for document in documents:
             cuts = sorted(data.draw(st.lists(st.integers(0, len(document)), max_size=3)))
             parts = np.diff([0, *cuts, len(document)]).tolist()
-            given_lengths = data.draw(st.sampled_from([None, parts, [*parts, 1], [-1, 1, *parts]]))
             values = data.draw(st.sampled_from([document, int64(document)]))
-            fits = all(0 <= token <= 255 for token in document)
-            if fits and given_lengths in (None, parts):
-                wants_flush = buffer.add_sequences(values, given_lengths, None, True)
-                assert wants_flush == buffer.is_full
-                tokens += document
-                lengths += parts if given_lengths is not None else [len(document)]
-                ends.append(len(lengths))
-                if wants_flush:
-                    buffer.flush()
-            else:
-                with pytest.raises(ValueError, match=r"fit|sum to|lengths hold"):
-                    buffer.add_sequences(values, given_lengths, None, True)
+            if not all(0 <= token <= 255 for token in document):
+                with pytest.raises(ValueError, match="does not fit"):
+                    buffer.append(values)
+                continue
+            buffer.append(values)
+            for bad in ([*parts, 1], [-1, 1, *parts]):
+                with pytest.raises(ValueError, match=r"sum to|lengths hold"):
+                    buffer.add_sequences(int64(bad), None, True)
+            buffer.add_sequences(int64(parts), None, True)
+            tokens += document
+            lengths += parts
+            ends.append(len(lengths))
+            if buffer.is_full:
+                buffer.flush()
         assert (buffer.num_sequences, buffer.num_documents) == (len(lengths), len(ends))
         entries = [array.tolist() for array in buffer.take_entries()]
         assert entries == [lengths, [0] * len(lengths), ends]

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from millrace import ConfigError, DataError, IndexedDataset, IndexedDatasetBuilder, MillraceError
-from millrace.store import publish, writer
+from millrace.store import columns, publish
 
 
 def files(folder: Path) -> list[str]:
@@ -77,7 +77,7 @@ def test_index_entries_that_spill_to_disk_give_the_same_bytes(
         return (tmp_path / f"{name}.idx").read_bytes()
 
     in_memory = write("a")
-    monkeypatch.setattr(writer, "LIMIT", 16)
+    monkeypatch.setattr(columns, "LIMIT", 16)
     assert write("b") == in_memory
 
 

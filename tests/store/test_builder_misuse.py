@@ -309,7 +309,7 @@ def test_an_end_in_another_thread_ends_every_call(tmp_path: Path) -> None:
 def test_a_call_from_within_a_call_is_refused(tmp_path: Path) -> None:
     builder = IndexedDatasetBuilder(tmp_path / "data")
     refusal = pytest.raises(ConfigError, match="from within one of its own calls")
-    with builder._writer.alone(), refusal:
+    with builder._writer.turn(), refusal:
         builder.add_document((1, 2))
     builder.add_document([3])
     builder.finalize()
@@ -325,7 +325,7 @@ import os, sys, numpy as np
 from millrace import IndexedDatasetBuilder, MillraceError
 builder = IndexedDatasetBuilder(sys.argv[1], np.int32)
 builder.add_document(np.arange(1000))
-builder._flush()
+builder._writer.flush()
 child = os.fork()
 if child == 0:
     for use in (lambda: builder.add_document([1]), lambda: builder.add_document((1,)),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from millrace.checks import MAX_INT32, flag, one_path, shown, whole, whole_numbers
+from millrace.checks import flag, one_path, shown, whole
 from millrace.errors import ConfigError
 from millrace.files import naming, temporary_name
 from millrace.interrupts import interrupts_held
@@ -19,12 +18,10 @@ from millrace.storage import check_local
 from millrace.store.layout import dtype_code
 from millrace.store.publish import bin_path, files_of, origins_path, publish
 from millrace.store.reader import IndexedDataset
-from millrace.store.writer import PairWriter, blocks
+from millrace.store.token_arguments import as_lengths, as_modes, as_tokens, plain_json
+from millrace.store.writer import CHUNK, NotIntegersError, PairWriter, blocks
 
 _ENTRIES = 1 << 16  # documents whose entries are made at a time: they stay in a core's cache
-
-# The core's errors for arguments that it does not take as they are.
-_NOT_PLAIN = (TypeError, ValueError, OverflowError, AttributeError)
 
 
 class IndexedDatasetBuilder:
@@ -111,10 +108,10 @@ class IndexedDatasetBuilder:
             self.dtype,
             multimodal=self.multimodal,
             checksums=flag("checksums", checksums),
-            provenance=_plain_json(provenance),
+            provenance=plain_json(provenance),
             durable=flag("durable", durable),
         )
-        self._buffer = self._writer.buffer
+        self._buffer = self._writer.bin.buffer
 
     @property
     def num_documents(self) -> int:
@@ -130,8 +127,9 @@ class IndexedDatasetBuilder:
 
     def columns(self) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int8]]:
         """Lengths, document entries and modes so far, read back; memory and time grow with them."""
-        with self._writer.alone():
-            return self._writer.columns()
+        with self._writer.turn():
+            self._writer.columns.take(self._buffer)
+            return self._writer.columns.arrays()
 
     def add_sequence(self, tokens: ArrayLike, mode: int = 0) -> None:
         """Appends a sequence to the current document; `end_document` ends it.
@@ -140,26 +138,14 @@ class IndexedDatasetBuilder:
             tokens: [length], numbers that fit the dtype.
             mode: Mode of the sequence, in a multimodal file.
         """
-        if not self.multimodal:
-            try:  # not contextlib.suppress: it would take as long as the addition
-                is_full = self._buffer.add_sequences(tokens, None, None, False)
-            except _NOT_PLAIN:
-                pass  # the general path takes more kinds of arguments, and names what is wrong
-            else:
-                if is_full:
-                    self._flush()
-                return
         self._add(tokens, None, [mode], ends_document=False)
 
     def end_document(self) -> None:
         """Ends the current document: the sequences, if any, since the last one ended."""
-        try:
-            is_full = self._buffer.end_document()
-        except ValueError:  # another thread is at work, or the builder is closed
-            with self._writer.alone():
-                is_full = self._buffer.end_document(is_alone=True)
-        if is_full:
-            self._flush()
+        with self._writer.turn():
+            self._buffer.end_document()
+            if self._buffer.is_full:
+                self._writer.flush()
 
     def add_document(
         self, tokens: ArrayLike, lengths: ArrayLike | None = None, modes: ArrayLike | None = None
@@ -172,15 +158,6 @@ class IndexedDatasetBuilder:
                 one sequence. Empty: a document without sequences.
             modes: Modes of its sequences, in a multimodal file; None: 0.
         """
-        if not self.multimodal:
-            try:
-                is_full = self._buffer.add_document(tokens, lengths)
-            except _NOT_PLAIN:
-                pass
-            else:
-                if is_full:
-                    self._flush()
-                return
         self._add(tokens, lengths, modes, ends_document=True)
 
     def add_documents(self, tokens: ArrayLike, lengths: ArrayLike) -> None:
@@ -191,13 +168,13 @@ class IndexedDatasetBuilder:
             lengths: Lengths of the documents in tokens: integers [documents]; their sum is the
                 number of tokens.
         """
-        values = _as_tokens(tokens, self.dtype)
-        counts = _as_lengths(lengths, len(values))
-        with self._writer.alone():
+        values = as_tokens(tokens, self.dtype)
+        counts = as_lengths(lengths, len(values))
+        with self._writer.turn():
             self._writer.append(values)
             for start in range(0, len(counts), _ENTRIES):
-                self._buffer.add_documents(None, counts[start : start + _ENTRIES])
-                self._writer.flush_entries()
+                self._buffer.add_documents(counts[start : start + _ENTRIES])
+                self._writer.columns.take(self._buffer)
             self._writer.flush()
 
     def add_provenance(self, entries: Mapping[str, Any]) -> None:
@@ -206,8 +183,8 @@ class IndexedDatasetBuilder:
         Args:
             entries: Plain JSON values; an entry of the same name is replaced.
         """
-        plain = _plain_json(entries)
-        with self._writer.alone():
+        plain = plain_json(entries)
+        with self._writer.turn():
             self._writer.provenance = {**(self._writer.provenance or {}), **(plain or {})}
 
     def add_index(
@@ -233,7 +210,7 @@ class IndexedDatasetBuilder:
                 there are no such documents, or a document is still open here.
             DataError: If the other dataset is damaged.
         """
-        self._writer.check_open()
+        self._writer.turns.check_open()
         other = source if isinstance(source, IndexedDataset) else IndexedDataset(source)
         start, stop = (0, other.num_documents) if documents is None else documents
         start, stop = whole("documents", start), whole("documents", stop)
@@ -255,7 +232,7 @@ class IndexedDatasetBuilder:
         first, end = other.check_documents(start, stop)
         first_byte, end_byte = other.check_sequences(first, end)
         writer = self._writer
-        with writer.alone():
+        with writer.turn():
             if self._buffer.has_open_document:
                 raise ConfigError(
                     "a document is still open; call end_document() before add_index()"
@@ -264,14 +241,15 @@ class IndexedDatasetBuilder:
             try:
                 file = other.reopen_bin() if other.dtype == self.dtype else None
                 if file is not None:
-                    writer.copy_tokens(other, file, first_byte, end_byte)
+                    writer.bin.copy(other, file, first_byte, end_byte, durable=writer.durable)
                 else:
                     for data in blocks(other, first_byte, end_byte):
-                        writer.append(_as_tokens(data.view(other.dtype), self.dtype))
+                        writer.append(as_tokens(data.view(other.dtype), self.dtype))
                         writer.flush()
-                writer.copy_entries(other, (first, end), (start, stop))
+                num_before = self._buffer.num_sequences
+                writer.columns.copy(other, (first, end), (start, stop), num_before)
             except ConfigError as error:  # a token that does not fit, or `other` was closed
-                writer.close(f"an addition failed: {error}")
+                writer.turns.end(f"an addition failed: {error}")
                 raise
             self._buffer.count(
                 num_sequences=end - first,
@@ -290,33 +268,38 @@ class IndexedDatasetBuilder:
 
     def abort(self) -> None:
         """Discards what was written; an old pair at the prefix stays. May be called twice."""
-        self._writer.abort()
+        self._writer.turns.close("it was aborted")
 
     def __enter__(self) -> IndexedDatasetBuilder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         try:
-            if kind is None and self._writer.closed_because is None:
+            if kind is None and self._writer.turns.closed_because is None:
                 self.finalize()
         finally:
             self.abort()
 
-    def _flush(self) -> None:
-        with self._writer.alone():
-            self._writer.flush()
-
     def _add(self, tokens: Any, lengths: Any, modes: Any, *, ends_document: bool) -> None:
-        """The general path of an addition, for arguments of any kind."""
-        self._writer.check_open()
-        values = _as_tokens(tokens, self.dtype)
-        counts = _as_lengths([len(values)] if lengths is None else lengths, len(values))
+        self._writer.turns.check_open()
+        if type(tokens) is list and len(tokens) <= CHUNK and self.dtype.kind != "f":
+            with contextlib.suppress(NotIntegersError):
+                self._add_values(tokens, lengths, modes, ends_document)
+                return
+        values = as_tokens(tokens, self.dtype)  # outside a turn: a token may be any object
+        self._add_values(values, lengths, modes, ends_document)
+
+    def _add_values(
+        self, values: list[int] | NDArray[Any], lengths: Any, modes: Any, ends_document: bool
+    ) -> None:
+        counts = as_lengths([len(values)] if lengths is None else lengths, len(values))
         mode_array = None
         if self.multimodal and modes is not None:
-            mode_array = _as_modes(modes, len(counts))
-        with self._writer.alone():
+            mode_array = as_modes(modes, len(counts))
+        with self._writer.turn():
             self._writer.append(values)
-            if self._buffer.add_sequences(None, counts, mode_array, ends_document):
+            self._buffer.add_sequences(counts, mode_array, ends_document)
+            if self._buffer.is_full:
                 self._writer.flush()
 
 
@@ -329,8 +312,8 @@ def finalize_together(builders: Sequence[IndexedDatasetBuilder]) -> None:
     writers = [builder._writer for builder in builders]
     with contextlib.ExitStack() as stack:
         for writer in writers:
-            stack.enter_context(writer.alone())
-            if writer.buffer.has_open_document:
+            stack.enter_context(writer.turn())
+            if writer.bin.buffer.has_open_document:
                 raise ConfigError(
                     f"the last sequences of {writer.prefix} do not belong to a document yet; "
                     "call end_document() before finalize()"
@@ -339,70 +322,12 @@ def finalize_together(builders: Sequence[IndexedDatasetBuilder]) -> None:
             for writer in writers:
                 with naming(bin_path(writer.prefix)):
                     writer.write_files()
-                writer.check_open()
+                writer.turns.check_open()
             with interrupts_held():
                 publish(
-                    [(writer.place, writer.temporaries) for writer in writers],
+                    [(writer.absolute_prefix, writer.temporaries) for writer in writers],
                     durable=any(writer.durable for writer in writers),
                 )
         finally:
             for writer in writers:
-                writer.close("it was finalised")
-
-
-# ---- arguments ----
-
-
-def _plain_json(provenance: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    if provenance is not None and not isinstance(provenance, Mapping):
-        raise ConfigError(f"provenance is {shown(provenance)}; a dict is needed")
-    try:
-        plain: dict[str, Any] | None = json.loads(json.dumps(provenance))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"the provenance cannot be written as JSON ({error}); give texts, numbers, lists and "
-            "dicts"
-        ) from None
-    return plain
-
-
-def _as_tokens(tokens: ArrayLike, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Tokens as an array that the core takes: contiguous, in native byte order."""
-    try:
-        values = np.asarray(tokens)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"tokens are not numbers in one dimension: {error}") from None
-    is_float = dtype.kind == "f"
-    if values.ndim == 1 and (values.dtype == object or values.size == 0) and not is_float:
-        return whole_numbers("tokens", values.tolist())
-    if values.ndim != 1 or values.dtype.kind not in ("iuf" if is_float else "iu"):
-        raise ConfigError(
-            f"tokens have shape {values.shape} and dtype {values.dtype}; "
-            f"{'numbers' if is_float else 'integers'} are needed, in one dimension"
-        )
-    target = dtype if is_float else values.dtype
-    return np.require(values, target.newbyteorder("="), ["C", "A"])
-
-
-def _as_lengths(lengths: ArrayLike, num_tokens: int) -> NDArray[np.int64]:
-    """The lengths of sequences, int64 [sequences], whose sum is the number of tokens."""
-    counts = whole_numbers("lengths", lengths)
-    least, most = int(counts.min(initial=0)), int(counts.max(initial=0))
-    if least < 0 or most > MAX_INT32:
-        raise ConfigError(
-            f"the lengths go from {least} to {most}; 0 to {MAX_INT32} is possible. Cut longer "
-            "sequences into several"
-        )
-    if counts.sum() != num_tokens:
-        raise ConfigError(
-            f"the lengths {shown(counts.tolist())} sum to {counts.sum()}; there are {num_tokens} "
-            "tokens"
-        )
-    return counts
-
-
-def _as_modes(modes: ArrayLike, count: int) -> NDArray[np.int8]:
-    values = whole_numbers("modes", modes)
-    if values.shape != (count,) or np.any(values != values.astype(np.int8)):
-        raise ConfigError(f"modes are {shown(modes)}; give {count} numbers from -128 to 127")
-    return values.astype(np.int8)
+                writer.turns.end("it was finalised")

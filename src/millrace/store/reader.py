@@ -234,7 +234,9 @@ class IndexedDataset:
     def __getitem__(self, index: Any) -> NDArray[Any] | list[NDArray[Any]]:
         """A sequence's tokens, [length] of `dtype`; a list of them for a slice, list or array."""
         if isinstance(index, slice):
-            return self._slice(np.arange(*index.indices(len(self))))
+            start, stop, step = index.indices(len(self))
+            most = len(self) + 1  # a larger step leads out of any slice, and perhaps of int64
+            return self._slice(np.arange(start, stop, min(max(step, -most), most)))
         if isinstance(index, (np.ndarray, list)) and np.ndim(index) == 1:
             flat, offsets = self.read(index)
             return _cut(flat, offsets[:-1], offsets[1:])
