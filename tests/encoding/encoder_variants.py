@@ -46,51 +46,12 @@ PATTERNS = {
     "bloom": r" ?[^(\s|[.,!?…。，、।۔،])]+",
 }
 UNUSUAL = r"""
-\p{N}{1,3}
-[一-龥぀-ゟ゠-ヿ]+
-\d{1,3}(?=(?:\d{3})*\b)
-\w+|[^\w\s]+
-\s+
-.
-\d
-(?=[A-Z])
-[A-Z][a-z]*
-[[:alpha:]]+|[[:digit:]]+|[[:space:]]+|[[:punct:]]+
-\p{P}
-[\p{S}\p{P}]+
-\p{Han}+
-\p{Hiragana}+|\p{Katakana}+|\p{Latin}+
-\b\w
-\W+
-(?s).
-(?<=\s)\S+
-a.*?b
-(?i)the|mill|ss
-(?i:k|s|ß)
-[0-9a-fA-F]{2}
-^.*$
-\A\s+|\s+\z
-\X
-\R
-\h+
-\P{L}+
-x*
-\p{Emoji}+
-\p{M}+
-\p{C}
-a|ab|abc
-[ \u00a0]+
-\s+$
-(?>\s+)(?!\S)
-\s++(?!\S)|\S++
-\p{Lu}\p{Ll}*|\p{Ll}+
-[\w']+
-\p{Nd}+|\p{Nl}|\p{No}
-\S
-[^\S\n]+
-\w
-(\S)\1+
-\D+
+\p{N}{1,3} [一-龥぀-ゟ゠-ヿ]+ \d{1,3}(?=(?:\d{3})*\b) \w+|[^\w\s]+ \s+ . \d (?=[A-Z]) [A-Z][a-z]*
+[[:alpha:]]+|[[:digit:]]+|[[:space:]]+|[[:punct:]]+ \p{P} [\p{S}\p{P}]+ \p{Han}+
+\p{Hiragana}+|\p{Katakana}+|\p{Latin}+ \b\w \W+ (?s). (?<=\s)\S+ a.*?b (?i)the|mill|ss
+(?i:k|s|ß) [0-9a-fA-F]{2} ^.*$ \A\s+|\s+\z \X \R \h+ \P{L}+ x* \p{Emoji}+ \p{M}+ \p{C} a|ab|abc
+[ \u00a0]+ \s+$ (?>\s+)(?!\S) \s++(?!\S)|\S++ \p{Lu}\p{Ll}*|\p{Ll}+ [\w']+ \p{Nd}+|\p{Nl}|\p{No}
+\S [^\S\n]+ \w (\S)\1+ \D+
 """
 PATTERNS.update((pattern, pattern) for pattern in UNUSUAL.split())
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from millrace import ConfigError, TextError
@@ -35,7 +35,7 @@ def sentencepiece_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_sentencepiece(tmp_path_factory.mktemp("spm") / "small.model", byte_fallback=True)
 
 
-def train_sentencepiece(path: Path, **options: Any) -> Path:
+def train_sentencepiece(path: Path, texts: list[str] | None = None, **options: Any) -> Path:
     import sentencepiece
 
     model = io.BytesIO()
@@ -44,7 +44,9 @@ def train_sentencepiece(path: Path, **options: Any) -> Path:
         "normalization_rule_name": "identity", "remove_extra_whitespaces": False,
     }  # fmt: skip
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([" ".join(WORDS)] * 3 + make_texts(50) + ["a\tb", "1234567890"]),
+        sentence_iterator=iter(
+            texts or [" ".join(WORDS)] * 3 + make_texts(50) + ["a\tb 1234567890"]
+        ),
         model_writer=model,
         **{**settings, **options},
     )
@@ -86,33 +88,13 @@ def test_the_ids_are_flat_arrays(tokenizer: Tokenizer) -> None:
     assert tokenizer.encode_batch([])[0].tolist() == tokenizer.encode([]) == []
 
 
-@pytest.mark.parametrize("encoder", ["fastokens", "tokenizers"])
-def test_every_encoder_gives_the_same_ids(tokenizer: Tokenizer, encoder: str) -> None:
-    other = tokenizer.with_encoder(encoder)
-    assert other.encoder_name == encoder
-    texts = [TEXT, "", "a<|endoftext|>b", *make_texts(20)]
-    assert other.encode(texts) == tokenizer.with_encoder("tokenizers").encode(texts)
-
-
+@example(texts=[TEXT, "", "a<|endoftext|>b", *make_texts(20)])
 @given(texts=st.lists(st.text()))
-def test_encoders_agree_on_any_text(texts: list[str]) -> None:
-    tokenizer = cached_tokenizer()
-    ids, lengths = tokenizer.encode_batch(texts)
+def test_encoders_agree_on_any_text(tokenizer: Tokenizer, texts: list[str]) -> None:
+    ids, lengths = tokenizer.with_encoder("fastokens").encode_batch(texts)
     expected_ids, expected_lengths = tokenizer.with_encoder("tokenizers").encode_batch(texts)
     assert np.array_equal(ids, expected_ids)
     assert np.array_equal(lengths, expected_lengths)
-
-
-_CACHE: list[Tokenizer] = []
-
-
-def cached_tokenizer() -> Tokenizer:
-    return _CACHE[0]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _fill_cache(tokenizer: Tokenizer) -> None:
-    _CACHE.append(tokenizer)
 
 
 POST_PROCESSOR = {
@@ -147,10 +129,13 @@ def test_special_tokens_in_a_text_can_be_plain_text(tokenizer_file: Path, encode
     assert plain.decode(ids_of(plain, text)) == text
 
 
-def test_auto_takes_the_fast_encoder(tokenizer: Tokenizer) -> None:
-    assert tokenizer.encoder_name == "fastokens"
-    assert tokenizer.reference_name == "tokenizers"
-    assert tokenizer.with_encoder("auto").is_auto
+def test_auto_takes_the_fast_encoder(tokenizer: Tokenizer, sentencepiece_file: Path) -> None:
+    for each, reference in (
+        (tokenizer, "tokenizers"),
+        (Tokenizer(sentencepiece_file), "sentencepiece"),
+    ):
+        assert (each.encoder_name, each.reference_name) == ("fastokens", reference)
+        assert each.with_encoder("auto").is_auto
 
 
 def test_truncation_and_padding_settings_are_ignored(tmp_path: Path, tokenizer_file: Path) -> None:
@@ -376,11 +361,6 @@ def test_sentencepiece_ids(
         "a b",
         "<s>a b</s>",
     )
-
-
-def test_auto_takes_a_fast_encoder_for_sentencepiece(sentencepiece_file: Path) -> None:
-    tokenizer = Tokenizer(sentencepiece_file)
-    assert (tokenizer.encoder_name, tokenizer.reference_name) == ("fastokens", "sentencepiece")
 
 
 @pytest.mark.parametrize(

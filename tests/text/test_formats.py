@@ -394,20 +394,6 @@ def test_csv_rows_are_those_of_pythons_csv(
     check(read_in_pieces(path, folder / "short", size, max_document_size=limit), long_rows)
 
 
-def test_sizes_of_buffers_do_not_decide_which_csv_rows_there_are(tmp_path: Path) -> None:
-    end = "\r"
-    path = tmp_path / "a.csv"
-    rows = ["text,b", *(f'"row{end}{i}",{i}' for i in range(50)), "y,1", "z"]
-    path.write_text(end.join(rows), newline="")
-    expected = [f"row{end}{i}" for i in range(50)]
-    for size in (1, 50, 1000):
-        for texts in (
-            read_file(path, block_size=size, max_document_size=50).texts,
-            read_in_pieces(path, tmp_path / f"p{size}", size).texts,
-        ):
-            assert texts == [[*expected, "y"]]
-
-
 def test_csv_rows_too_long_for_memory_are_left_out(tmp_path: Path) -> None:
     """A row of many lines, one of a long line, and one whose quote is never closed."""
     lines = '"' + "water, water\n" * 100_000 + '"'
