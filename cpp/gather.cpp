@@ -47,10 +47,10 @@ void prefetch_cold(std::span<const SampleSource> sources, std::span<const Run> r
 
 }  // namespace
 
-void locate_texts(std::span<const SampleSource> sources, Column<std::int64_t> sample_numbers,
-                  LocatedTexts& located) {
+void locate_samples(std::span<const SampleSource> sources, Column<std::int64_t> sample_numbers,
+                    LocatedSamples& located) {
   std::vector<Span>& spans = located.spans;
-  auto& [runs, bounds, types] = located.texts;
+  auto& [runs, bounds, types] = located.runs;
   bounds.push_back(0);
   for (std::size_t start = 0; start < sample_numbers.size(); start += group_size) {
     const std::size_t stop = std::min(start + group_size, sample_numbers.size());
@@ -76,9 +76,9 @@ void locate_texts(std::span<const SampleSource> sources, Column<std::int64_t> sa
   }
 }
 
-std::string describe(const LocatedTexts& located, const BadToken& bad) {
+std::string describe(const LocatedSamples& located, const BadToken& bad) {
   std::int64_t place = bad.place;
-  std::size_t i = located.texts.bounds[bad.sample];
+  std::size_t i = located.runs.bounds[bad.sample];
   for (; place >= located.spans[i].count; ++i) {
     place -= located.spans[i].count;
   }

@@ -18,20 +18,20 @@ struct SampleSource {
   const Order* order;
 };
 
-// The texts of some samples, and the spans that they were read from: span i is run i. The caller
+// The tokens of some samples, and the spans that they were read from: span i is run i. The caller
 // owns the vectors: a read of mapped memory may end in a jump (see mapping.hpp).
-struct LocatedTexts {
+struct LocatedSamples {
   std::vector<Span> spans;
-  Texts texts;
+  TokenRuns runs;
 };
 
-// Finds the texts of samples: text i is sample sample_numbers[i] of sources[i]. Throws
+// Finds the tokens of samples: those of sample i are sample sample_numbers[i] of sources[i]. Throws
 // std::invalid_argument for a sample that there is not, and for arrays that disagree.
-void locate_texts(std::span<const SampleSource> sources, Column<std::int64_t> sample_numbers,
-                  LocatedTexts& located);
+void locate_samples(std::span<const SampleSource> sources, Column<std::int64_t> sample_numbers,
+                    LocatedSamples& located);
 
 // A bad token for a message, with its sequence.
-std::string describe(const LocatedTexts& located, const BadToken& bad);
+std::string describe(const LocatedSamples& located, const BadToken& bad);
 
 // Finds the documents of sequences: document j has the sequences document_indices[j] up to
 // document_indices[j + 1]. A sequence of none is in document -1, or in the last one.

@@ -217,9 +217,9 @@ void write_position_ids(const Tokens& type, std::span<const Run> runs,
   }
 }
 
-// Notes what one row needs; see survey_texts.
+// Notes what one row needs; see survey_samples.
 MILLRACE_VECTOR_CODE
-std::optional<BadToken> survey_text(const Tokens& type, std::span<const Run> runs,
+std::optional<BadToken> survey_sample(const Tokens& type, std::span<const Run> runs,
                                     std::int64_t size, const SampleOptions& options,
                                     const RowForm& form, RowNeeds& needs) {
   const std::int64_t length = options.sequence_length;
@@ -252,7 +252,7 @@ void prefetch_run(const Run& run) noexcept {
   prefetch_bytes(run.bytes, run.count, limit);
 }
 
-std::int64_t Texts::num_tokens(std::size_t sample) const noexcept {
+std::int64_t TokenRuns::num_tokens(std::size_t sample) const noexcept {
   const std::int64_t width = size_of_token(types[sample]);
   std::int64_t count = 0;
   for (const Run& run : of(sample)) {
@@ -261,40 +261,40 @@ std::int64_t Texts::num_tokens(std::size_t sample) const noexcept {
   return count;
 }
 
-void split_texts(const Tokens& tokens, std::int64_t num_tokens, Column<std::int64_t> ends,
-                 Texts& texts) {
+void split_samples(const Tokens& tokens, std::int64_t num_tokens, Column<std::int64_t> ends,
+                   TokenRuns& samples) {
   const std::int64_t width = size_of_token(tokens);
-  texts.types.assign(ends.size(), tokens);
-  texts.bounds.assign(1, 0);
+  samples.types.assign(ends.size(), tokens);
+  samples.bounds.assign(1, 0);
   std::int64_t start = 0;
   for (std::size_t i = 0; i < ends.size(); ++i) {
     const std::int64_t end = ends[i];
     if (end < start || end > num_tokens) {
       fail("a row from token ", start, " to ", end, " does not fit ", num_tokens, " tokens");
     }
-    texts.runs.push_back({bytes_of(tokens) + start * width, (end - start) * width});
-    texts.bounds.push_back(texts.runs.size());
+    samples.runs.push_back({bytes_of(tokens) + start * width, (end - start) * width});
+    samples.bounds.push_back(samples.runs.size());
     start = end;
   }
 }
 
-std::optional<BadToken> survey_texts(const Texts& texts, const SampleOptions& options,
+std::optional<BadToken> survey_samples(const TokenRuns& samples, const SampleOptions& options,
                                      const RowForm& form, RowNeeds& needs) {
   const bool reads = options.pad_token || options.eod_token || form.vocab_size;
-  for (std::size_t i = 0; i < texts.size(); ++i) {
-    if (reads && i + 1 < texts.size()) {
-      for (const Run& run : texts.of(i + 1)) {
+  for (std::size_t i = 0; i < samples.size(); ++i) {
+    if (reads && i + 1 < samples.size()) {
+      for (const Run& run : samples.of(i + 1)) {
         prefetch_run(run);
       }
     }
-    const std::int64_t size = texts.num_tokens(i);
+    const std::int64_t size = samples.num_tokens(i);
     if (size > options.capacity()) {
       fail("a sample of ", size, " tokens does not fit its row of ", options.capacity());
     }
-    if (form.token_type == TokenType::file && texts.types[i].index() != texts.types[0].index()) {
+    if (form.token_type == TokenType::file && samples.types[i].index() != samples.types[0].index()) {
       fail("the token files of a batch have several dtypes, so that \"file\" is not one");
     }
-    if (auto bad = survey_text(texts.types[i], texts.of(i), size, options, form, needs)) {
+    if (auto bad = survey_sample(samples.types[i], samples.of(i), size, options, form, needs)) {
       bad->sample = i;
       return bad;
     }
@@ -302,18 +302,18 @@ std::optional<BadToken> survey_texts(const Texts& texts, const SampleOptions& op
   return std::nullopt;
 }
 
-void write_rows(const Texts& texts, const SampleOptions& options, const RowNeeds& needs,
+void write_rows(const TokenRuns& samples, const SampleOptions& options, const RowNeeds& needs,
                 const RowArrays& arrays) {
   const std::int64_t length = options.sequence_length;
   const std::int64_t row_bytes = arrays.stride * size_of_token(arrays.type);
   const std::optional<std::int64_t> pad = needs.pads ? options.pad_token : std::nullopt;
-  const std::span<const Run> all = texts.runs;
-  for (std::size_t sample = 0; sample < texts.size(); ++sample) {
+  const std::span<const Run> all = samples.runs;
+  for (std::size_t sample = 0; sample < samples.size(); ++sample) {
     const auto row = static_cast<std::int64_t>(sample);
-    const Tokens& type = texts.types[sample];
-    const std::span<const Run> runs = texts.of(sample);
+    const Tokens& type = samples.types[sample];
+    const std::span<const Run> runs = samples.of(sample);
     const std::span<const Run> next_runs =
-        all.subspan(std::min(texts.bounds[sample] + prefetch_distance, all.size()));
+        all.subspan(std::min(samples.bounds[sample] + prefetch_distance, all.size()));
     const auto write = [&](std::uint8_t* array, std::span<const Run> next, std::int64_t first,
                            std::int64_t count) {
       write_tokens(type, runs, next, first, count, pad, arrays.type, array + row * row_bytes);
@@ -331,7 +331,7 @@ void write_rows(const Texts& texts, const SampleOptions& options, const RowNeeds
     if (arrays.loss_mask == nullptr && arrays.position_ids == nullptr) {
       continue;
     }
-    const std::int64_t size = texts.num_tokens(sample);
+    const std::int64_t size = samples.num_tokens(sample);
     if (arrays.loss_mask != nullptr) {
       // Without tokens the number of labels is 0, not -1.
       write_loss_mask(type, runs, options, needs.pads, std::max<std::int64_t>(size - 1, 0),
@@ -344,16 +344,15 @@ void write_rows(const Texts& texts, const SampleOptions& options, const RowNeeds
   }
 }
 
-void write_texts(const Texts& texts, std::span<std::int64_t> tokens,
-                 std::span<std::int64_t> ends) {
-  const Tokens int64 = static_cast<const std::int64_t*>(nullptr);
-  const std::span<const Run> all = texts.runs;
+void write_samples(const TokenRuns& samples, const Tokens& type, std::uint8_t* tokens,
+                   std::span<std::int64_t> ends) {
+  const std::span<const Run> all = samples.runs;
   std::int64_t end = 0;
-  for (std::size_t i = 0; i < texts.size(); ++i) {
-    const std::int64_t count = texts.num_tokens(i);
-    write_tokens(texts.types[i], texts.of(i),
-                 all.subspan(std::min(texts.bounds[i] + prefetch_distance, all.size())), 0, count,
-                 std::nullopt, int64, reinterpret_cast<std::uint8_t*>(tokens.data() + end));
+  for (std::size_t i = 0; i < samples.size(); ++i) {
+    const std::int64_t count = samples.num_tokens(i);
+    write_tokens(samples.types[i], samples.of(i),
+                 all.subspan(std::min(samples.bounds[i] + prefetch_distance, all.size())), 0, count,
+                 std::nullopt, type, tokens + end * size_of_token(type));
     end += count;
     ends[i] = end;
   }

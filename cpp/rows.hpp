@@ -48,7 +48,7 @@ struct Run {
 
 // The tokens of some samples: those of sample i are the runs bounds[i] up to bounds[i + 1], of the
 // type types[i].
-struct Texts {
+struct TokenRuns {
   std::vector<Run> runs;
   std::vector<std::size_t> bounds;
   std::vector<Tokens> types;
@@ -90,23 +90,25 @@ struct RowArrays {
 // Prefetches a run's tokens.
 void prefetch_run(const Run& run) noexcept;
 
-// Splits tokens into texts: text i ends before token ends[i]. Throws std::invalid_argument for ends
+// Splits tokens into samples: sample i ends before token ends[i]. Throws std::invalid_argument for ends
 // that go backwards or beyond the tokens.
-void split_texts(const Tokens& tokens, std::int64_t num_tokens, Column<std::int64_t> ends,
-                 Texts& texts);
+void split_samples(const Tokens& tokens, std::int64_t num_tokens, Column<std::int64_t> ends,
+                   TokenRuns& samples);
 
-// Reads the texts where the options and the form demand it, and notes what rows need to be written.
-// Returns the first token whose id does not fit. Throws std::invalid_argument for a text that does
-// not fit its row, and for texts of several types where the form asks for the type of the file.
-std::optional<BadToken> survey_texts(const Texts& texts, const SampleOptions& options,
+// Reads the samples where the options and the form demand it, and notes what rows need to be written.
+// Returns the first token whose id does not fit. Throws std::invalid_argument for a sample that does
+// not fit its row, and for samples of several types where the form asks for the type of the file.
+std::optional<BadToken> survey_samples(const TokenRuns& samples, const SampleOptions& options,
                                      const RowForm& form, RowNeeds& needs);
 
-// Writes one row for each text, padded and masked. What a text lacks is 0, masked, and counts as a
+// Writes one row for each sample, padded and masked. What a sample lacks is 0, masked, and counts as a
 // pad token; where there is no pad token, it does not count as a token.
-void write_rows(const Texts& texts, const SampleOptions& options, const RowNeeds& needs,
+void write_rows(const TokenRuns& samples, const SampleOptions& options, const RowNeeds& needs,
                 const RowArrays& arrays);
 
-// Writes all texts, one after the other, and where each ends.
-void write_texts(const Texts& texts, std::span<std::int64_t> tokens, std::span<std::int64_t> ends);
+// Writes the tokens of all samples, one sample after the other, in a type that holds them, and where
+// each sample ends.
+void write_samples(const TokenRuns& samples, const Tokens& type, std::uint8_t* tokens,
+                   std::span<std::int64_t> ends);
 
 }  // namespace millrace

@@ -1,6 +1,7 @@
 #include "transforms.hpp"
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 #include "errors.hpp"
@@ -9,21 +10,21 @@
 namespace millrace {
 namespace {
 
-// Calls `work(text, start, end)` for each text.
+// Calls `work(sample, start, end)` for each sample.
 template <class Work>
-void for_each_text(TextEnds ends, std::size_t num_tokens, Work work) {
+void for_each_sample(SampleEnds ends, std::size_t num_tokens, Work work) {
   const auto limit = static_cast<std::int64_t>(num_tokens);
   std::int64_t start = 0;
-  for (std::size_t text = 0; text < ends.size(); ++text) {
-    const std::int64_t end = ends[text];
+  for (std::size_t sample = 0; sample < ends.size(); ++sample) {
+    const std::int64_t end = ends[sample];
     if (end < start || end > limit) {
-      fail("text ", text, " goes from token ", start, " to ", end, " of ", limit);
+      fail("sample ", sample, " goes from token ", start, " to ", end, " of ", limit);
     }
-    work(text, static_cast<std::size_t>(start), static_cast<std::size_t>(end));
+    work(sample, static_cast<std::size_t>(start), static_cast<std::size_t>(end));
     start = end;
   }
   if (start != limit) {
-    fail("the texts end at token ", start, " of ", limit);
+    fail("the samples end at token ", start, " of ", limit);
   }
 }
 
@@ -38,41 +39,43 @@ bool is_drawn(std::uint64_t word, double rate) {
   return static_cast<double>(word >> 11) * 0x1p-53 < rate;
 }
 
-// One text, written from its start to its end.
-class TextWriter {
+// One sample, written from its start to its end: its tokens, and the old place of each in the batch,
+// or -1.
+class SampleWriter {
  public:
-  TextWriter(std::span<const std::int64_t> tokens, Flags flags, std::span<std::int64_t> tokens_out,
-             std::span<std::uint8_t> flags_out)
-      : tokens_(tokens), flags_(flags), tokens_out_(tokens_out), flags_out_(flags_out) {}
+  SampleWriter(std::span<const std::int64_t> tokens, std::size_t first,
+               std::span<std::int64_t> tokens_out, std::span<std::int64_t> take_out)
+      : tokens_(tokens), first_(first), tokens_out_(tokens_out), take_out_(take_out) {}
 
   std::size_t room() const noexcept { return tokens_out_.size() - size_; }
 
   void insert(std::int64_t token) {
     tokens_out_[size_] = token;
-    flags_out_[size_] = 1;
+    take_out_[size_] = -1;
     ++size_;
   }
 
   void copy(std::size_t start, std::size_t stop) {
     const auto at = static_cast<std::ptrdiff_t>(size_);
     std::copy(tokens_.data() + start, tokens_.data() + stop, tokens_out_.begin() + at);
-    std::copy(flags_.data() + start, flags_.data() + stop, flags_out_.begin() + at);
     size_ += stop - start;
+    std::iota(take_out_.begin() + at, take_out_.begin() + static_cast<std::ptrdiff_t>(size_),
+              static_cast<std::int64_t>(first_ + start));
   }
 
-  // What is left of the output is the end of the text, which is all padding.
+  // What is left of the output is the end of the sample, which is all padding.
   void copy_padding() { copy(size_, tokens_out_.size()); }
 
  private:
   std::span<const std::int64_t> tokens_;
-  Flags flags_;
+  std::size_t first_;
   std::span<std::int64_t> tokens_out_;
-  std::span<std::uint8_t> flags_out_;
+  std::span<std::int64_t> take_out_;
   std::size_t size_ = 0;
 };
 
 void permute(std::size_t start, std::size_t stop, const PhiloxBlock& draw,
-             const FillInMiddle& options, TextWriter& out) {
+             const FillInMiddle& options, SampleWriter& out) {
   const std::uint64_t num_places = stop - start + 1;
   const auto [first, second] =
       std::minmax({high_word(draw[2], num_places), high_word(draw[3], num_places)});
@@ -93,8 +96,8 @@ void permute(std::size_t start, std::size_t stop, const PhiloxBlock& draw,
   }
 }
 
-void fill_in_text(std::span<const std::int64_t> tokens, std::int64_t sample_number,
-                  const FillInMiddle& options, TextWriter& out) {
+void fill_in_sample(std::span<const std::int64_t> tokens, std::int64_t sample_number,
+                    const FillInMiddle& options, SampleWriter& out) {
   constexpr std::size_t num_inserted = 3;
   std::size_t num_tokens = tokens.size();
   while (options.pad_token && num_tokens > 0 && tokens[num_tokens - 1] == *options.pad_token) {
@@ -126,12 +129,12 @@ void fill_in_text(std::span<const std::int64_t> tokens, std::int64_t sample_numb
   out.copy_padding();
 }
 
-// Marks the runs of one period in a text: `least` matches in a row (a token and the one `period` after
-// it) or more. The last of `least` places is looked at first: most often it ends the search there.
-bool mark_period(std::span<const std::int64_t> text, std::size_t period, std::size_t least,
+// Marks the runs of one period in a sample: `least` matches in a row (a token and the one `period`
+// after it) or more. The last of `least` places is looked at first: most often it ends the search there.
+bool mark_period(std::span<const std::int64_t> sample, std::size_t period, std::size_t least,
                  std::span<std::uint8_t> marks) {
-  const std::size_t num_pairs = text.size() - period;
-  const auto matches = [&](std::size_t at) { return text[at] == text[at + period]; };
+  const std::size_t num_pairs = sample.size() - period;
+  const auto matches = [&](std::size_t at) { return sample[at] == sample[at + period]; };
   bool has_run = false;
   std::size_t first = 0;  // where the next run may start: behind a place without a match
   while (first + least <= num_pairs) {
@@ -157,34 +160,33 @@ bool mark_period(std::span<const std::int64_t> text, std::size_t period, std::si
 
 }  // namespace
 
-void fill_in_middle(std::span<const std::int64_t> tokens, Flags flags, TextEnds ends,
+void fill_in_middle(std::span<const std::int64_t> tokens, SampleEnds ends,
                     std::span<const std::int64_t> sample_numbers, const FillInMiddle& options,
-                    std::span<std::int64_t> tokens_out, std::span<std::uint8_t> flags_out) {
-  check_size("flags", flags.size(), tokens.size());
+                    std::span<std::int64_t> tokens_out, std::span<std::int64_t> take_out) {
   check_size("sample_numbers", sample_numbers.size(), ends.size());
-  for_each_text(ends, tokens.size(), [&](std::size_t text, std::size_t start, std::size_t end) {
+  for_each_sample(ends, tokens.size(), [&](std::size_t sample, std::size_t start, std::size_t end) {
     const std::size_t size = end - start;
     const std::span<const std::int64_t> old = tokens.subspan(start, size);
-    TextWriter out(old, flags.subspan(start, size), tokens_out.subspan(start, size),
-                   flags_out.subspan(start, size));
-    fill_in_text(old, sample_numbers[text], options, out);
+    SampleWriter out(old, start, tokens_out.subspan(start, size), take_out.subspan(start, size));
+    fill_in_sample(old, sample_numbers[sample], options, out);
   });
 }
 
-void mark_repeats(std::span<const std::int64_t> tokens, TextEnds ends, std::int64_t max_period,
+void mark_repeats(std::span<const std::int64_t> tokens, SampleEnds ends, std::int64_t max_period,
                   std::int64_t min_repeats, bool is_whole, std::span<std::uint8_t> marks) {
   std::fill(marks.begin(), marks.end(), std::uint8_t{0});
   const auto repeats = static_cast<std::size_t>(min_repeats);
-  for_each_text(ends, tokens.size(), [&](std::size_t, std::size_t start, std::size_t end) {
-    const auto text = tokens.subspan(start, end - start);
-    const auto text_marks = marks.subspan(start, end - start);
-    const std::size_t longest = std::min(static_cast<std::size_t>(max_period), text.size() / repeats);
+  for_each_sample(ends, tokens.size(), [&](std::size_t, std::size_t start, std::size_t end) {
+    const auto sample = tokens.subspan(start, end - start);
+    const auto sample_marks = marks.subspan(start, end - start);
+    const std::size_t longest =
+        std::min(static_cast<std::size_t>(max_period), sample.size() / repeats);
     bool has_run = false;
     for (std::size_t period = 1; period <= longest && !(is_whole && has_run); ++period) {
-      has_run = mark_period(text, period, period * (repeats - 1), text_marks) || has_run;
+      has_run = mark_period(sample, period, period * (repeats - 1), sample_marks) || has_run;
     }
     if (is_whole && has_run) {
-      std::fill(text_marks.begin(), text_marks.end(), std::uint8_t{1});
+      std::fill(sample_marks.begin(), sample_marks.end(), std::uint8_t{1});
     }
   });
 }
@@ -237,16 +239,16 @@ void mark_ranges(Column<std::int32_t> ranges, std::span<const std::int64_t> sequ
   }
 }
 
-void mask_losses(std::span<const float> loss_masks, std::int64_t length, Flags flags, TextEnds ends,
-                 std::span<float> out) {
+void mask_losses(std::span<const float> loss_masks, std::int64_t length, Flags flags,
+                 SampleEnds ends, std::span<float> out) {
   const auto row_size = static_cast<std::size_t>(length);
   check_size("loss_masks", loss_masks.size(), ends.size() * row_size);
-  for_each_text(ends, flags.size(), [&](std::size_t text, std::size_t start, std::size_t end) {
-    const float* old = loss_masks.data() + text * row_size;
-    float* row = out.data() + text * row_size;
+  for_each_sample(ends, flags.size(), [&](std::size_t sample, std::size_t start, std::size_t end) {
+    const float* old = loss_masks.data() + sample * row_size;
+    float* row = out.data() + sample * row_size;
     const std::size_t num_labels = std::max<std::size_t>(end - start, 1) - 1;
     if (num_labels > row_size) {
-      fail("text ", text, " has ", end - start, " tokens, above ", row_size + 1);
+      fail("sample ", sample, " has ", end - start, " tokens, above ", row_size + 1);
     }
     for (std::size_t i = 0; i < num_labels; ++i) {
       row[i] = flags[start + 1 + i] != 0 ? old[i] : 0.0F;

@@ -1,5 +1,5 @@
-// Transforms of texts. The texts of a batch are one run of tokens: text i ends at ends[i], where the
-// next one starts, and the last one at the end of the tokens. Each function throws
+// Transforms of samples. The samples of a batch are one run of tokens: sample i ends at ends[i], where
+// the next one starts, and the last one at the end of the tokens. Each function throws
 // std::invalid_argument for arrays that do not fit each other.
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace millrace {
 
-using TextEnds = std::span<const std::int64_t>;
+using SampleEnds = std::span<const std::int64_t>;
 using Flags = std::span<const std::uint8_t>;
 
 struct FillInMiddle {
@@ -28,15 +28,15 @@ struct FillInMiddle {
 // A document of which fewer tokens would remain is not permuted.
 inline constexpr std::int64_t min_fim_tokens = 3;
 
-// Writes each text with some of its documents permuted; flags move with their tokens, and are 1 for
-// the tokens that are inserted. The rule is that of `millrace.FillInMiddle`.
-void fill_in_middle(std::span<const std::int64_t> tokens, Flags flags, TextEnds ends,
+// Writes each sample with some of its documents permuted, and the old place of each token: -1 for
+// those that are inserted. The rule is that of `millrace.FillInMiddle`.
+void fill_in_middle(std::span<const std::int64_t> tokens, SampleEnds ends,
                     std::span<const std::int64_t> sample_numbers, const FillInMiddle& options,
-                    std::span<std::int64_t> tokens_out, std::span<std::uint8_t> flags_out);
+                    std::span<std::int64_t> tokens_out, std::span<std::int64_t> take_out);
 
 // Marks the tokens of runs in which 1 to max_period tokens repeat at least min_repeats times, with 1;
-// with is_whole, all tokens of a text that has such a run. min_repeats is at least 2.
-void mark_repeats(std::span<const std::int64_t> tokens, TextEnds ends, std::int64_t max_period,
+// with is_whole, all tokens of a sample that has such a run. min_repeats is at least 2.
+void mark_repeats(std::span<const std::int64_t> tokens, SampleEnds ends, std::int64_t max_period,
                   std::int64_t min_repeats, bool is_whole, std::span<std::uint8_t> marks);
 
 // Marks the tokens of spans (of `counts` tokens of a sequence, from `offsets` on) that lie in ranges,
@@ -49,9 +49,9 @@ void mark_ranges(Column<std::int32_t> ranges, std::span<const std::int64_t> sequ
 // The number of tokens of some spans.
 std::int64_t sum_of_counts(std::span<const std::int64_t> counts);
 
-// Writes the loss masks of rows of `length` labels, one row for each text, with 0 where the label's
-// flag is 0. Label k of a row is token k + 1 of its text.
-void mask_losses(std::span<const float> loss_masks, std::int64_t length, Flags flags, TextEnds ends,
-                 std::span<float> out);
+// Writes the loss masks of rows of `length` labels, one row for each sample, with 0 where the label's
+// flag is 0. Label k of a row is token k + 1 of its sample.
+void mask_losses(std::span<const float> loss_masks, std::int64_t length, Flags flags,
+                 SampleEnds ends, std::span<float> out);
 
 }  // namespace millrace

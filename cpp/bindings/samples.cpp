@@ -79,19 +79,22 @@ void make_gpt_order(GPTOrder* self, const In<std::int32_t>& sequence_lengths,
                       sequence_length, add_extra_token);
 }
 
+// One field of all spans.
+Numbers field_of(const std::vector<Span>& spans, std::int64_t Span::*field) {
+  return make_array<std::int64_t>(spans.size(), [&](auto out) {
+    std::transform(spans.begin(), spans.end(), out.begin(),
+                   [field](const Span& span) { return span.*field; });
+  });
+}
+
 std::tuple<Numbers, Numbers, Numbers, Numbers> py_spans(
     const Order& order, const In<std::int64_t>& sample_numbers) {
   std::vector<Span> spans;
   Numbers bounds = make_array<std::int64_t>(sample_numbers.shape(0) + 1, [&](auto out) {
     read_mapped([&] { collect_spans(order, column_of(sample_numbers), spans, out); });
   });
-  const auto column = [&spans](std::int64_t Span::*field) {
-    return make_array<std::int64_t>(spans.size(), [&](auto out) {
-      std::transform(spans.begin(), spans.end(), out.begin(),
-                     [field](const Span& span) { return span.*field; });
-    });
-  };
-  return {column(&Span::sequence), column(&Span::offset), column(&Span::count), bounds};
+  return {field_of(spans, &Span::sequence), field_of(spans, &Span::offset),
+          field_of(spans, &Span::count), bounds};
 }
 
 std::tuple<Numbers, Numbers> py_locate_spans(const TokenSource& source,
@@ -242,14 +245,14 @@ Tokens type_of(const RowForm& form, const Tokens& file_type) {
   return file_type;
 }
 
-// The rows of texts that were read already, without the GIL.
-std::array<nb::object, 4> rows_of(const Texts& texts, const SampleOptions& options,
+// The rows of samples that were read already, without the GIL.
+std::array<nb::object, 4> rows_of(const TokenRuns& samples, const SampleOptions& options,
                                   const RowForm& form, const RowNeeds& needs,
                                   const Tokens& file_type) {
-  Rows rows(texts.size(), options.sequence_length, type_of(form, file_type), form, needs);
+  Rows rows(samples.size(), options.sequence_length, type_of(form, file_type), form, needs);
   {
     nb::gil_scoped_release unlocked;
-    read_mapped([&] { write_rows(texts, options, needs, rows.arrays()); });
+    read_mapped([&] { write_rows(samples, options, needs, rows.arrays()); });
   }
   return rows.take();
 }
@@ -282,6 +285,15 @@ std::vector<SampleSource> sources_of(const nb::tuple& token_sources, const nb::t
   return sources;
 }
 
+// The type of the first sample's token file, or of the first file if there is no sample.
+Tokens file_type_of(const nb::tuple& token_sources, const std::vector<SampleSource>& sources) {
+  if (!sources.empty()) {
+    return sources[0].tokens->tokens();
+  }
+  return token_sources.size() > 0 ? nb::cast<const TokenSource&>(token_sources[0]).tokens()
+                                  : Tokens(static_cast<const std::int64_t*>(nullptr));
+}
+
 nb::tuple py_gather_samples(const nb::tuple& token_sources, const nb::tuple& orders,
                             const In<std::int64_t>& source_numbers,
                             const In<std::int64_t>& sample_numbers, nb::handle options,
@@ -290,40 +302,31 @@ nb::tuple py_gather_samples(const nb::tuple& token_sources, const nb::tuple& ord
   const RowForm& form = form_or_none == nullptr ? all_arrays : *form_or_none;
   const std::vector<SampleSource> sources =
       sources_of(token_sources, orders, source_numbers, sample_numbers);
-  const Tokens file_type = token_sources.size() > 0
-                               ? nb::cast<const TokenSource&>(token_sources[0]).tokens()
-                               : Tokens(static_cast<const std::int64_t*>(nullptr));
+  const Tokens file_type = file_type_of(token_sources, sources);
   const SampleOptions plain = options_from(options);
   RowNeeds needs = first_needs(form);
-  LocatedTexts located;
+  LocatedSamples located;
   {
     nb::gil_scoped_release unlocked;
     std::optional<BadToken> bad;
     read_mapped([&] {
-      locate_texts(sources, column_of(sample_numbers), located);
-      bad = survey_texts(located.texts, plain, form, needs);
+      locate_samples(sources, column_of(sample_numbers), located);
+      bad = survey_samples(located.runs, plain, form, needs);
     });
     if (bad) {
       fail<BadData>(describe(located, *bad));
     }
   }
   auto [tokens, labels, loss_mask, position_ids] =
-      rows_of(located.texts, plain, form, needs,
-              sources.empty() ? file_type : sources[0].tokens->tokens());
+      rows_of(located.runs, plain, form, needs, file_type);
   if (!form.parts) {
     return nb::make_tuple(tokens, labels, loss_mask, position_ids);
   }
-  const auto column = [&](std::int64_t Span::*field) {
-    return make_array<std::int64_t>(located.spans.size(), [&](auto out) {
-      std::transform(located.spans.begin(), located.spans.end(), out.begin(),
-                     [field](const Span& span) { return span.*field; });
-    });
-  };
-  Numbers bounds = make_array<std::int64_t>(located.texts.bounds.size(), [&](auto out) {
-    std::copy(located.texts.bounds.begin(), located.texts.bounds.end(), out.begin());
+  Numbers bounds = make_array<std::int64_t>(located.runs.bounds.size(), [&](auto out) {
+    std::copy(located.runs.bounds.begin(), located.runs.bounds.end(), out.begin());
   });
-  return nb::make_tuple(tokens, labels, loss_mask, position_ids, column(&Span::sequence),
-                        column(&Span::count), bounds);
+  return nb::make_tuple(tokens, labels, loss_mask, position_ids, field_of(located.spans, &Span::sequence),
+                        field_of(located.spans, &Span::count), bounds);
 }
 
 nb::tuple py_fill_rows(const AnyArray& tokens, const In<std::int64_t>& ends, nb::handle options,
@@ -333,41 +336,55 @@ nb::tuple py_fill_rows(const AnyArray& tokens, const In<std::int64_t>& ends, nb:
   const SampleOptions plain = options_from(options);
   const Tokens typed = tokens_of(tokens);
   RowNeeds needs = first_needs(form);
-  Texts texts;
+  TokenRuns samples;
   {
     nb::gil_scoped_release unlocked;
-    split_texts(typed, static_cast<std::int64_t>(tokens.size()), column_of(ends), texts);
+    split_samples(typed, static_cast<std::int64_t>(tokens.size()), column_of(ends), samples);
     std::optional<BadToken> bad;
-    read_mapped([&] { bad = survey_texts(texts, plain, form, needs); });
+    read_mapped([&] { bad = survey_samples(samples, plain, form, needs); });
     if (bad) {
       fail<BadData>("token id ", bad->id, " is outside [", bad->least, ", ", bad->limit, "): it is token ",
            bad->place, " of row ", bad->sample);
     }
   }
-  auto [tokens_rows, labels, loss_mask, position_ids] = rows_of(texts, plain, form, needs, typed);
+  auto [tokens_rows, labels, loss_mask, position_ids] = rows_of(samples, plain, form, needs, typed);
   return nb::make_tuple(tokens_rows, labels, loss_mask, position_ids);
 }
 
-std::tuple<Numbers, Numbers> py_gather_texts(const nb::tuple& token_sources,
-                                             const nb::tuple& orders,
-                                             const In<std::int64_t>& source_numbers,
-                                             const In<std::int64_t>& sample_numbers) {
+// The tokens of samples in the type of their files, int64 if these have several; where each sample
+// ends; and the spans that they are.
+nb::tuple py_gather_tokens(const nb::tuple& token_sources, const nb::tuple& orders,
+                           const In<std::int64_t>& source_numbers,
+                           const In<std::int64_t>& sample_numbers) {
   const std::vector<SampleSource> sources =
       sources_of(token_sources, orders, source_numbers, sample_numbers);
-  LocatedTexts located;
+  Tokens type = file_type_of(token_sources, sources);
+  LocatedSamples located;
   std::int64_t num_tokens = 0;
   {
     nb::gil_scoped_release unlocked;
-    read_mapped([&] { locate_texts(sources, column_of(sample_numbers), located); });
-    for (std::size_t i = 0; i < located.texts.size(); ++i) {
-      num_tokens += located.texts.num_tokens(i);
+    read_mapped([&] { locate_samples(sources, column_of(sample_numbers), located); });
+    for (std::size_t i = 0; i < located.runs.size(); ++i) {
+      num_tokens += located.runs.num_tokens(i);
+      if (located.runs.types[i].index() != type.index()) {
+        type = static_cast<const std::int64_t*>(nullptr);
+      }
     }
   }
   auto ends = allocate<std::int64_t>(sources.size());
-  Numbers tokens = make_array<std::int64_t>(static_cast<std::size_t>(num_tokens), [&](auto out) {
-    read_mapped([&] { write_texts(located.texts, out, ends.span()); });
-  });
-  return {tokens, to_numpy(std::move(ends))};
+  const auto count = static_cast<std::size_t>(num_tokens);
+  nb::object tokens = std::visit(
+      [&]<class T>(const T*) {
+        return nb::cast(make_array<T>(count, [&](auto out) {
+          read_mapped([&] {
+            write_samples(located.runs, type, reinterpret_cast<std::uint8_t*>(out.data()),
+                          ends.span());
+          });
+        }));
+      },
+      type);
+  return nb::make_tuple(tokens, to_numpy(std::move(ends)), field_of(located.spans, &Span::sequence),
+                        field_of(located.spans, &Span::offset), field_of(located.spans, &Span::count));
 }
 
 Numbers py_find_documents(const In<std::int64_t>& document_indices,
@@ -405,7 +422,7 @@ void add_samples(nb::module_& module) {
              "counts"_a);
   module.def("gather_samples", &py_gather_samples, "token_sources"_a, "orders"_a,
              "source_numbers"_a, "sample_numbers"_a, "options"_a, "form"_a.none());
-  module.def("gather_texts", &py_gather_texts, "token_sources"_a, "orders"_a, "source_numbers"_a,
+  module.def("gather_tokens", &py_gather_tokens, "token_sources"_a, "orders"_a, "source_numbers"_a,
              "sample_numbers"_a);
   module.def("find_documents", &py_find_documents, "document_indices"_a, "sequences"_a);
   module.def("fill_rows", &py_fill_rows, "tokens"_a, "ends"_a, "options"_a, "form"_a.none());

@@ -1,4 +1,4 @@
-// Transforms of texts.
+// Transforms of samples.
 #include "transforms.hpp"
 
 #include "arrays.hpp"
@@ -11,19 +11,19 @@ using Numbers = In<std::int64_t>;
 using Marks = Out<std::uint8_t>;
 using Rows = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-std::tuple<Out<std::int64_t>, Marks> py_fill_in_middle(
-    const Numbers& tokens, const In<std::uint8_t>& flags, const Numbers& ends,
-    const Numbers& sample_numbers, double rate, double spm_rate, std::int64_t prefix_token,
-    std::int64_t middle_token, std::int64_t suffix_token, std::optional<std::int64_t> eod_token,
+std::tuple<Out<std::int64_t>, Out<std::int64_t>> py_fill_in_middle(
+    const Numbers& tokens, const Numbers& ends, const Numbers& sample_numbers, double rate,
+    double spm_rate, std::int64_t prefix_token, std::int64_t middle_token,
+    std::int64_t suffix_token, std::optional<std::int64_t> eod_token,
     std::optional<std::int64_t> pad_token, std::uint64_t seed) {
   const FillInMiddle options{rate,         spm_rate,  prefix_token, middle_token,
                              suffix_token, eod_token, pad_token,    seed};
   auto tokens_out = allocate<std::int64_t>(tokens.shape(0));
-  Marks flags_out = make_array<std::uint8_t>(tokens.shape(0), [&](auto out) {
-    fill_in_middle(span_of(tokens), span_of(flags), span_of(ends), span_of(sample_numbers), options,
+  Out<std::int64_t> take = make_array<std::int64_t>(tokens.shape(0), [&](auto out) {
+    fill_in_middle(span_of(tokens), span_of(ends), span_of(sample_numbers), options,
                    tokens_out.span(), out);
   });
-  return {to_numpy(std::move(tokens_out)), flags_out};
+  return {to_numpy(std::move(tokens_out)), take};
 }
 
 Marks py_mark_repeats(const Numbers& tokens, const Numbers& ends, std::int64_t max_period,
@@ -60,7 +60,7 @@ Out<float> py_mask_losses(const Rows& loss_masks, const In<std::uint8_t>& flags,
 }  // namespace
 
 void add_transforms(nb::module_& module) {
-  module.def("fill_in_middle", &py_fill_in_middle, "tokens"_a, "flags"_a, "ends"_a,
+  module.def("fill_in_middle", &py_fill_in_middle, "tokens"_a, "ends"_a,
              "sample_numbers"_a, "rate"_a, "spm_rate"_a, "prefix_token"_a, "middle_token"_a,
              "suffix_token"_a, "eod_token"_a.none(), "pad_token"_a.none(), "seed"_a);
   module.def("mark_repeats", &py_mark_repeats, "tokens"_a, "ends"_a, "max_period"_a,

@@ -155,12 +155,12 @@ def gather_samples(
     options: SampleOptions,
     form: RowForm | None,
 ) -> tuple[Any, ...]: ...
-def gather_texts(
+def gather_tokens(
     token_sources: tuple[TokenSource, ...],
     orders: tuple[Order, ...],
     source_numbers: _Numbers,
     sample_numbers: _Numbers,
-) -> tuple[_Numbers, _Numbers]: ...
+) -> tuple[NDArray[Any], _Numbers, _Numbers, _Numbers, _Numbers]: ...
 def fill_rows(
     tokens: NDArray[Any], ends: _Numbers, options: SampleOptions, form: RowForm | None
 ) -> tuple[Any, ...]: ...
@@ -170,7 +170,6 @@ def torch_randperm(
 def swap_or_not(numbers: _Numbers, size: int, key: int, is_inverse: bool) -> _Numbers: ...
 def fill_in_middle(
     tokens: _Numbers,
-    flags: NDArray[np.uint8],
     ends: _Numbers,
     sample_numbers: _Numbers,
     rate: float,
@@ -181,7 +180,7 @@ def fill_in_middle(
     eod_token: int | None,
     pad_token: int | None,
     seed: int,
-) -> tuple[_Numbers, NDArray[np.uint8]]: ...
+) -> tuple[_Numbers, _Numbers]: ...
 def mark_repeats(
     tokens: _Numbers, ends: _Numbers, max_period: int, min_repeats: int, is_whole: bool
 ) -> NDArray[np.uint8]: ...

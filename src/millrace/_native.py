@@ -461,26 +461,27 @@ def gather_samples(
     )
 
 
-def gather_texts(
+def gather_tokens(
     token_sources: tuple[TokenSource, ...],
     orders: tuple[Order, ...],
     source_numbers: Numbers,
     sample_numbers: Numbers,
-) -> tuple[Numbers, Numbers]:
+) -> tuple[NDArray[Any], Numbers, Numbers, Numbers, Numbers]:
     """The tokens of the samples of a batch, unpadded, straight from mapped token files.
 
     The arguments are those of `gather_samples`.
 
     Returns:
-        The tokens of all samples, one sample after the other, int64 [n], and where each sample
-        ends, int64 [batch].
+        The tokens of all samples, one sample after the other, [n] of the token files' dtype (int64
+        if the samples' files have several); where each sample ends, int64 [batch]; and the
+        sequences, offsets and counts of the samples' spans, as `spans` returns them.
 
     Raises:
         ValueError: No such sample, or indices that point outside their arrays or the token file.
     """
     _check_vector("source_numbers", source_numbers, _INT64)
     _check_vector("sample_numbers", sample_numbers, _INT64)
-    return _core.gather_texts(token_sources, orders, source_numbers, sample_numbers)
+    return _core.gather_tokens(token_sources, orders, source_numbers, sample_numbers)
 
 
 def fill_rows(
@@ -805,12 +806,11 @@ def _draw(random: np.random.RandomState, kernel: Callable[..., Any], *arguments:
     return out
 
 
-# ---- transforms of texts ----
+# ---- transforms of samples ----
 
 
 def fill_in_middle(
     tokens: Numbers,
-    flags: Flags,
     ends: Numbers,
     sample_numbers: Numbers,
     *,
@@ -822,31 +822,29 @@ def fill_in_middle(
     eod_token: int | None,
     pad_token: int | None,
     seed: int,
-) -> tuple[Numbers, Flags]:
-    """Texts with some of their documents permuted for fill-in-the-middle.
+) -> tuple[Numbers, Numbers]:
+    """Samples with some of their documents permuted for fill-in-the-middle.
 
     Args:
-        tokens: int64 [n], the tokens of all texts, one text after the other.
-        flags: uint8 [n], a flag of each token, which moves with it; inserted tokens have 1.
-        ends: int64 [batch], where each text ends; the last one ends at n.
+        tokens: int64 [n], the tokens of all samples, one sample after the other.
+        ends: int64 [batch], where each sample ends; the last one ends at n.
         sample_numbers: int64 [batch], which decide the draws.
         rate, spm_rate, prefix_token, middle_token, suffix_token, eod_token, pad_token, seed: See
             `millrace.FillInMiddle`.
 
     Returns:
-        The tokens and their flags; the texts end where they did.
+        The tokens, and the old place of each, -1 for those that are inserted: int64 [n], int64 [n].
+        The samples end where they did.
 
     Raises:
-        ValueError: A text that ends outside the tokens, or before it starts.
+        ValueError: A sample that ends outside the tokens, or before it starts.
     """
     for name, array in (("tokens", tokens), ("ends", ends), ("sample_numbers", sample_numbers)):
         _check_vector(name, array, _INT64)
-    _check_vector("flags", flags, _UINT8)
     if not (0 <= rate <= 1 and 0 <= spm_rate <= 1):
         raise ConfigError(f"rate is {rate} and spm_rate {spm_rate}; 0 to 1 is possible")
     return _core.fill_in_middle(
         tokens,
-        flags,
         ends,
         sample_numbers,
         rate,
@@ -866,17 +864,17 @@ def mark_repeats(
     """Marks of the tokens in runs that repeat themselves.
 
     Args:
-        tokens: int64 [n], the tokens of all texts, one text after the other.
-        ends: int64 [batch], where each text ends; the last one ends at n.
+        tokens: int64 [n], the tokens of all samples, one sample after the other.
+        ends: int64 [batch], where each sample ends; the last one ends at n.
         max_period: Largest number of tokens that are repeated, at least 1.
         min_repeats: Smallest number of times they stand in a row, at least 2.
-        is_whole: Whether to mark all tokens of a text that has such a run.
+        is_whole: Whether to mark all tokens of a sample that has such a run.
 
     Returns:
         uint8 [n], 1 in such runs, else 0.
 
     Raises:
-        ValueError: A text that ends outside the tokens, or before it starts.
+        ValueError: A sample that ends outside the tokens, or before it starts.
     """
     _check_vector("tokens", tokens, _INT64)
     _check_vector("ends", ends, _INT64)
@@ -918,19 +916,19 @@ def mask_losses(
 ) -> NDArray[np.float32]:
     """Loss masks with 0 where the flag of the label is 0.
 
-    Label k of row i is token k + 1 of text i; where the text has no such token, the loss mask stays
-    as it is.
+    Label k of row i is token k + 1 of sample i; where the sample has no such token, the loss mask
+    stays as it is.
 
     Args:
         loss_masks: float32 [batch, length].
-        flags: uint8 [n], a flag of each token of all texts.
-        ends: int64 [batch], where each text ends; the last one ends at n.
+        flags: uint8 [n], a flag of each token of all samples.
+        ends: int64 [batch], where each sample ends; the last one ends at n.
 
     Returns:
         float32 [batch, length].
 
     Raises:
-        ValueError: A text that does not fit its row, or ends outside the flags.
+        ValueError: A sample that does not fit its row, or ends outside the flags.
     """
     if loss_masks.ndim != 2 or loss_masks.dtype != np.float32:
         raise ConfigError(

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from millrace.checks import MAX_INT32, flag, token, whole
+from millrace.checks import MAX_INT32, flag, shown, token, whole
 from millrace.errors import ConfigError
+
+BOUNDARIES = ("eod", "documents")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +24,10 @@ class SampleOptions:
             mask is 0, and it becomes token 0 in tokens and labels. None: every token is trained on.
         reset_position_ids: Whether position ids start again after each EOD.
         eod_mask_loss: Whether the loss mask is 0 where the input is EOD.
+        boundaries: What tells documents apart. "eod": the EOD token, wherever it stands, as in
+            Megatron-LM. "documents": the parts of the token batch. Then position ids start again
+            with each part, the label behind its last token is 0 and masked, and padding is a part
+            of its own, whatever the values of tokens; this replaces the two options before.
 
     Raises:
         ConfigError: An option outside its limits, or one that needs another.
@@ -33,6 +39,7 @@ class SampleOptions:
     pad_token: int | None = None
     reset_position_ids: bool = False
     eod_mask_loss: bool = False
+    boundaries: str = "eod"
 
     def __post_init__(self) -> None:
         plain: dict[str, Any] = {
@@ -44,5 +51,35 @@ class SampleOptions:
             plain[name] = flag(name, getattr(self, name))
         for name, value in plain.items():
             object.__setattr__(self, name, value)
-        if (self.reset_position_ids or self.eod_mask_loss) and self.eod_token is None:
+        has_eod_rules = self.reset_position_ids or self.eod_mask_loss
+        if has_eod_rules and self.eod_token is None:
             raise ConfigError("reset_position_ids and eod_mask_loss look for EOD: give eod_token")
+        if not isinstance(self.boundaries, str) or self.boundaries not in BOUNDARIES:
+            raise ConfigError(
+                f"boundaries must be 'eod' or 'documents', not {shown(self.boundaries)}"
+            )
+        if has_eod_rules and self.boundaries == "documents":
+            raise ConfigError(
+                "reset_position_ids and eod_mask_loss belong to boundaries='eod': leave them out; "
+                "boundaries='documents' resets position ids and masks between documents"
+            )
+
+    def identity(self) -> dict[str, Any]:
+        """The options as plain values, for fingerprints; `boundaries` only if it is not "eod"."""
+        values = dict(vars(self))
+        if values["boundaries"] == "eod":
+            del values["boundaries"]
+        return values
+
+
+def choose_options(
+    options: SampleOptions | None, single: dict[str, Any], defaults: dict[str, Any]
+) -> SampleOptions:
+    """The options of samples as one object, or made of single ones."""
+    if options is None:
+        return SampleOptions(**single)
+    if not isinstance(options, SampleOptions):
+        raise ConfigError(f"options must be SampleOptions, not {shown(options)}")
+    if any(value is not defaults.get(name) for name, value in single.items()):
+        raise ConfigError("give options, or single options of samples: one of the two")
+    return options

@@ -339,12 +339,12 @@ def gather_samples(
 ) -> Samples:
     """See `_native.gather_samples`."""
     form = RowForm() if form is None else form
-    texts = _texts(token_sources, orders, source_numbers, sample_numbers)
+    tokens = _samples(token_sources, orders, source_numbers, sample_numbers)
     used = [token_sources[number].tokens.dtype for number in source_numbers.tolist()]
     if form.token_dtype == "file" and len(set(used)) > 1:
         raise ValueError("the token files of a batch have several dtypes")
     dtype = (*used, *(source.tokens.dtype for source in token_sources), np.dtype(np.int64))[0]
-    rows = _rows(texts, options, form, dtype)
+    rows = _rows(tokens, options, form, dtype)
     if not form.parts:
         return rows
     samples = [
@@ -357,30 +357,40 @@ def gather_samples(
     return *rows, sequences, counts, np.cumsum([0, *map(len, samples)], dtype=np.int64)
 
 
-def gather_texts(
+def gather_tokens(
     token_sources: tuple[AnySource, ...],
     orders: tuple[AnyOrder, ...],
     source_numbers: Numbers,
     sample_numbers: Numbers,
-) -> tuple[Numbers, Numbers]:
-    """See `_native.gather_texts`."""
-    texts = _texts(token_sources, orders, source_numbers, sample_numbers)
-    flat = np.array([token for text in texts for token in text], np.int64)
-    return flat, np.cumsum([len(text) for text in texts], dtype=np.int64)
+) -> tuple[NDArray[Any], Numbers, Numbers, Numbers, Numbers]:
+    """See `_native.gather_tokens`."""
+    samples = _samples(token_sources, orders, source_numbers, sample_numbers)
+    used = [token_sources[number].tokens.dtype for number in source_numbers.tolist()]
+    dtypes = set(used) or {source.tokens.dtype for source in token_sources[:1]}
+    flat = [token for sample in samples for token in sample]
+    tokens = np.array(flat, dtypes.pop() if len(dtypes) == 1 else np.int64)
+    ends = np.cumsum([len(sample) for sample in samples], dtype=np.int64)
+    spans = [
+        span
+        for source, number in zip(source_numbers.tolist(), sample_numbers.tolist(), strict=True)
+        for span in orders[source].spans(number)
+    ]
+    sequences, offsets, counts = np.array(spans, np.int64).reshape(-1, 3).T.copy()
+    return tokens, ends, sequences, offsets, counts
 
 
-def _texts(
+def _samples(
     token_sources: tuple[AnySource, ...],
     orders: tuple[AnyOrder, ...],
     source_numbers: Numbers,
     sample_numbers: Numbers,
 ) -> list[list[int]]:
     """The tokens of each sample."""
-    texts = []
+    samples = []
     for source, number in zip(source_numbers.tolist(), sample_numbers.tolist(), strict=True):
         sample = _entry(orders, source).spans(number)
-        texts.append([token for span in sample for token in token_sources[source].read(*span)])
-    return texts
+        samples.append([token for span in sample for token in token_sources[source].read(*span)])
+    return samples
 
 
 def fill_rows(
@@ -391,29 +401,29 @@ def fill_rows(
     for start, end in pairwise(bounds):
         if not start <= end <= len(tokens):
             raise ValueError(f"a row from token {start} to {end} does not fit")
-    texts = [tokens[start:end].tolist() for start, end in pairwise(bounds)]
-    return _rows(texts, options, RowForm() if form is None else form, tokens.dtype)
+    samples = [tokens[start:end].tolist() for start, end in pairwise(bounds)]
+    return _rows(samples, options, RowForm() if form is None else form, tokens.dtype)
 
 
 def _rows(
-    texts: list[list[int]], options: SampleOptions, form: RowForm, file_dtype: np.dtype[Any]
+    samples: list[list[int]], options: SampleOptions, form: RowForm, file_dtype: np.dtype[Any]
 ) -> Samples:
-    """The rows of some texts, padded and masked; None for arrays that the form leaves out."""
+    """The rows of some samples, padded and masked; None for arrays that the form leaves out."""
     length, pad, eod = options.sequence_length, options.pad_token, options.eod_token
     dtype = file_dtype if form.token_dtype == "file" else np.dtype(form.token_dtype)
     least, limit = np.iinfo(dtype).min, np.iinfo(dtype).max + 1
     if form.vocab_size is not None:
         least, limit = 0, min(form.vocab_size, limit)
-    shape = (len(texts), length)
-    both = np.zeros((len(texts), length + 1), dtype)
+    shape = (len(samples), length)
+    both = np.zeros((len(samples), length + 1), dtype)
     loss_mask, position_ids = np.ones(shape, np.float32), np.zeros(shape, np.int64)
     capacity = length + (1 if options.add_extra_token else 0)
-    for i, text in enumerate(texts):
-        if len(text) > capacity:
-            raise ValueError(f"row {i} has {len(text)} tokens, above {capacity}; does not fit")
-        if bad := [token for token in text if token != pad and not least <= token < limit]:
+    for i, sample in enumerate(samples):
+        if len(sample) > capacity:
+            raise ValueError(f"row {i} has {len(sample)} tokens, above {capacity}; does not fit")
+        if bad := [token for token in sample if token != pad and not least <= token < limit]:
             raise ValueError(f"token id {bad[0]} of row {i} is outside [{least}, {limit})")
-        padded = [*text, *[pad] * (length + 1 - len(text))]
+        padded = [*sample, *[pad] * (length + 1 - len(sample))]
         ends = [token is not None and token == eod for token in padded]
         is_pad = [token == pad for token in padded]
         both[i] = [0 if token is None or token == pad else token for token in padded]
@@ -605,7 +615,6 @@ def swap_or_not(numbers: Numbers, size: int, key: int, is_inverse: bool) -> Numb
 
 def fill_in_middle(
     tokens: Numbers,
-    flags: NDArray[np.uint8],
     ends: Numbers,
     sample_numbers: Numbers,
     *,
@@ -617,7 +626,7 @@ def fill_in_middle(
     eod_token: int | None,
     pad_token: int | None,
     seed: int,
-) -> tuple[Numbers, NDArray[np.uint8]]:
+) -> tuple[Numbers, Numbers]:
     """See `_native.fill_in_middle`.
 
     The draws are NumPy's own: four words of Philox for each document.
@@ -628,7 +637,7 @@ def fill_in_middle(
         prefix, middle, suffix = (
             document[start:stop] for start, stop in pairwise([0, *cuts, len(document)])
         )
-        begin, fill, end = ((token, 1) for token in (prefix_token, middle_token, suffix_token))
+        begin, fill, end = ((token, -1) for token in (prefix_token, middle_token, suffix_token))
         if _is_drawn(draw[1], spm_rate):
             return [begin, end, *suffix, fill, *prefix, *middle]
         return [begin, *prefix, end, *suffix, fill, *middle]
@@ -637,29 +646,29 @@ def fill_in_middle(
     for (start, end), number in zip(
         _bounds(ends, len(tokens)), sample_numbers.tolist(), strict=True
     ):
-        text = list(zip(tokens[start:end].tolist(), flags[start:end].tolist(), strict=True))
-        num_tokens = len(text)
-        while pad_token is not None and num_tokens > 0 and text[num_tokens - 1][0] == pad_token:
+        sample = list(zip(tokens[start:end].tolist(), range(start, end), strict=True))
+        num_tokens = len(sample)
+        while pad_token is not None and num_tokens > 0 and sample[num_tokens - 1][0] == pad_token:
             num_tokens -= 1
         out: list[tuple[int, int]] = []
         first = place = 0
-        while first < num_tokens and len(out) < len(text):
+        while first < num_tokens and len(out) < len(sample):
             stop = first
-            while stop < num_tokens and (eod_token is None or text[stop][0] != eod_token):
+            while stop < num_tokens and (eod_token is None or sample[stop][0] != eod_token):
                 stop += 1
             generator = np.random.Philox(key=seed, counter=[place, number, 0, 0])
             draw = generator.random_raw(4).tolist()
-            room = len(text) - len(out)
-            document = text[first : min(stop, first + max(room - 3, 0))]
+            room = len(sample) - len(out)
+            document = sample[first : min(stop, first + max(room - 3, 0))]
             if len(document) >= MIN_FIM_TOKENS and _is_drawn(draw[0], rate):
                 out += permuted(document, draw)
             else:
-                out += text[first:stop][:room]
-            out += text[stop:num_tokens][:1][: len(text) - len(out)]  # EOD
+                out += sample[first:stop][:room]
+            out += sample[stop:num_tokens][:1][: len(sample) - len(out)]  # EOD
             first, place = stop + 1, place + 1
-        pieces += out + text[len(out) :]
+        pieces += out + sample[len(out) :]
     columns = np.array(pieces, np.int64).reshape(-1, 2)
-    return columns[:, 0].copy(), columns[:, 1].astype(np.uint8)
+    return columns[:, 0].copy(), columns[:, 1].copy()
 
 
 def _is_drawn(word: int, rate: float) -> bool:
@@ -667,10 +676,10 @@ def _is_drawn(word: int, rate: float) -> bool:
 
 
 def _bounds(ends: Numbers, num_tokens: int) -> list[tuple[int, int]]:
-    """The start and end of each text."""
+    """The start and end of each sample."""
     bounds = list(pairwise([0, *ends.tolist()]))
     if any(start > end for start, end in bounds) or (bounds[-1][1] if bounds else 0) != num_tokens:
-        raise ValueError(f"the texts' ends {ends} do not fit {num_tokens} tokens")
+        raise ValueError(f"the samples' ends {ends} do not fit {num_tokens} tokens")
     return bounds
 
 
@@ -680,11 +689,11 @@ def mark_repeats(
     """See `_native.mark_repeats`."""
     marks = np.zeros(len(tokens), np.uint8)
     for start, end in _bounds(ends, len(tokens)):
-        text, row = tokens[start:end].tolist(), marks[start:end]
-        for period in range(1, min(max_period, len(text)) + 1):
-            for first in range(len(text) - period * min_repeats + 1):
-                ngram = text[first : first + period]
-                if text[first : first + period * min_repeats] == ngram * min_repeats:
+        sample, row = tokens[start:end].tolist(), marks[start:end]
+        for period in range(1, min(max_period, len(sample)) + 1):
+            for first in range(len(sample) - period * min_repeats + 1):
+                ngram = sample[first : first + period]
+                if sample[first : first + period * min_repeats] == ngram * min_repeats:
                     row[first : first + period * min_repeats] = 1
         if is_whole and row.any():
             row[:] = 1
@@ -719,6 +728,6 @@ def mask_losses(
     for row, (start, end) in zip(out, _bounds(ends, len(flags)), strict=True):
         labels = flags[start + 1 : end]
         if len(labels) > len(row):
-            raise ValueError(f"a text of {end - start} tokens does not fit a row of {len(row)}")
+            raise ValueError(f"a sample of {end - start} tokens does not fit a row of {len(row)}")
         row[: len(labels)][labels == 0] = 0
     return out

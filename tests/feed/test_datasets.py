@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from millrace import (
     samples_per_dataset,
     split_ranges,
 )
+from millrace.samples import TokenBatch
 from millrace.store import gather_in_turn
 from tests.conftest import write_documents
 
@@ -292,9 +294,9 @@ def test_a_blend_asks_other_classes_and_objects_for_their_own_batches(make_datas
             batch = super().batch(sample_numbers, form)
             return {name: array[:, ::-1].copy() for name, array in batch.items()}
 
-        def texts(self, sample_numbers: Any) -> Any:
-            tokens, ends = super().texts(sample_numbers)
-            return tokens + 1000, ends
+        def tokens(self, sample_numbers: Any) -> TokenBatch:
+            batch = super().tokens(sample_numbers)
+            return replace(batch, tokens=batch.tokens + 1000)
 
     class Delegating:
         """A wrapper that changes two methods and has all else of the dataset in it."""
@@ -313,20 +315,21 @@ def test_a_blend_asks_other_classes_and_objects_for_their_own_batches(make_datas
         def batch(self, sample_numbers: Any, form: Any = None) -> Any:
             return self.dataset.batch(sample_numbers, form)
 
-        def texts(self, sample_numbers: Any) -> Any:
-            tokens, ends = self.dataset.texts(sample_numbers)
-            return tokens + 1000, ends
+        def tokens(self, sample_numbers: Any) -> TokenBatch:
+            batch = self.dataset.tokens(sample_numbers)
+            return replace(batch, tokens=batch.tokens + 1000)
 
     data = make_dataset([2000] * 5)
     parts: list[Any] = [kind(data, sequence_length=8, seed=1) for kind in (GPTDataset, Reversed)]
     parts.append(Delegating(parts[1]))
     parts.append(GPTDataset(data, sequence_length=8, seed=1))
-    parts[3].batch, parts[3].texts = parts[1].batch, parts[1].texts
+    parts[3].batch, parts[3].tokens = parts[1].batch, parts[1].tokens
     blend = BlendedDataset(parts, [1] * 4, 20)
     numbers = np.arange(20)
-    batch, (tokens, ends) = blend.batch(numbers), blend.texts(numbers)
+    batch, tokens = blend.batch(numbers), blend.tokens(numbers)
     of, at = blend.dataset_index, blend.dataset_sample_index
     for number in numbers.tolist():
         part = parts[of[number]]
         assert np.array_equal(batch["tokens"][number], part.batch([at[number]])["tokens"][0])
-        assert np.array_equal(np.split(tokens, ends)[number], part.texts([at[number]])[0])
+        expected = part.tokens([at[number]]).tokens
+        assert np.array_equal(np.split(tokens.tokens, tokens.ends)[number], expected)

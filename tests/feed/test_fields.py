@@ -315,8 +315,10 @@ def test_a_blend_picks_the_fields_of_other_datasets(make_dataset: Make) -> None:
         form = BatchForm(fields=fields, token_dtype=token_dtype, vocab_size=2500)
         batch = assert_rows(blend, numbers, form)
         assert np.array_equal(batch["dataset_numbers"], blend.dataset_index)
-    with pytest.raises(ConfigError, match=r"Squares returns tokens, .*it has no cu_seqlens"):
+    with pytest.raises(ConfigError, match=r"Squares returns tokens, .*it has no document_ids"):
         blend.batch(numbers, BatchForm(fields=("tokens", "document_ids")))
+    with pytest.raises(ConfigError, match=r"Squares returns finished rows, .* cu_seqlens"):
+        blend.batch(numbers, BatchForm(fields=("tokens", "cu_seqlens")))
     with pytest.raises(DataError, match=r"sample \d+ of the blend: Squares .* id 2401,.* 2401\)"):
         blend.batch(numbers, BatchForm(vocab_size=2401))
 
@@ -334,13 +336,6 @@ def test_tokens_of_other_datasets_are_checked() -> None:
     with pytest.raises(DataError, match="Shifted returned tokens as float64; integers are needed"):
         BlendedDataset([Shifted(np.float64)]).batch([0], BatchForm())
 
-    class Flat(Squares):
-        def batch(self, sample_numbers: Any) -> dict[str, NDArray[Any]]:
-            return {"labels": super().batch(sample_numbers)["labels"][:, 0]}
-
-    with pytest.raises(DataError, match=r"Flat returned labels of shape \[1\]; \[batch, length\]"):
-        BlendedDataset([Flat()]).batch([0], BatchForm(fields=("labels",)))
-
 
 # ---- errors ----
 
@@ -348,8 +343,7 @@ def test_tokens_of_other_datasets_are_checked() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"fields": ("tokens", "token")}, "no field 'token'; there are tokens, labels, .*document"),
-        ({"fields": ("tokens", 3)}, "no field 3"),
+        ({"fields": ("tokens", 3)}, "must be names, not 3"),
         ({"fields": ("tokens", "labels", "tokens")}, "'tokens' is named twice"),
         ({"fields": ()}, "fields is empty; name at least one"),
         ({"fields": "tokens"}, "give a list of names"),
@@ -380,10 +374,14 @@ def test_a_form_is_a_plain_value() -> None:
     assert form.fields == ("tokens", "document_numbers", "document_bounds")
     assert form == pickle.loads(pickle.dumps(form))
     assert hash(form) == hash(pickle.loads(pickle.dumps(form)))
-    assert not form.has_rows
-    assert BatchForm(fields=ALL_FIELDS[:7]).has_rows
-    assert BatchForm(fields=("attention_mask", "document_ids")).has_rows
-    assert not any(BatchForm(fields=(name,)).has_rows for name in ("cu_seqlens", "max_seqlen"))
+
+
+@pytest.mark.parametrize("kind", ["mapped", "file", "blend"])
+def test_a_field_that_there_is_not_is_refused(make_dataset: Make, kind: str) -> None:
+    dataset = make_datasets(make_dataset)[kind]
+    message = "no field 'token'; there are tokens, labels, .*document"
+    with pytest.raises(ConfigError, match=message):
+        dataset.batch([0, 1], BatchForm(fields=("tokens", "token")))
 
 
 def test_file_dtypes_that_differ_are_refused(make_dataset: Make) -> None:
@@ -449,11 +447,11 @@ def test_a_damaged_index_is_named_by_file_and_sample(make_dataset: Make, access:
     good = np.setdiff1d(np.arange(len(dataset)), bad)
     place = rf"data, sample {bad[2]}: an index points outside its data: sequence 1 starts"
     numbers = [*good[:3], bad[2], *bad]
-    for read in (dataset.batch, dataset.texts):
+    for read in (dataset.batch, dataset.tokens):
         with pytest.raises(DataError, match=place):
             read(numbers)
     blend = BlendedDataset([dataset, dataset], [1, 1], len(dataset))
-    for read in (blend.batch, blend.texts):
+    for read in (blend.batch, blend.tokens):
         with pytest.raises(DataError, match=r"sample \d+ of the blend: .*data, sample \d+: an ind"):
             read(np.arange(len(blend)))
 
@@ -483,38 +481,36 @@ def test_a_reader_that_fails_is_named_by_file_and_sample(make_dataset: Make) -> 
     assert caught.value.errno == 5
 
 
-# ---- texts ----
+# ---- tokens ----
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_texts_are_the_tokens_without_padding(make_dataset: Make, kind: str) -> None:
+def test_tokens_are_without_padding(make_dataset: Make, kind: str) -> None:
     dataset = make_datasets(make_dataset)[kind]
     numbers = np.random.default_rng(0).integers(0, len(dataset), 30)
     batch = dataset.batch(numbers)
-    tokens, ends = dataset.texts(numbers)
-    assert tokens.dtype == ends.dtype == np.int64
-    texts = np.split(tokens, ends[:-1])
-    assert len(texts) == 30
-    for row, text in enumerate(texts):
-        assert len(text) <= 9
-        assert np.array_equal(text[:8], batch["tokens"][row])
-        assert np.array_equal(text[1:], batch["labels"][row][: len(text) - 1])
-    empty, no_ends = dataset.texts([])
-    assert (len(empty), len(no_ends), empty.dtype) == (0, 0, np.int64)
+    tokens = dataset.tokens(numbers)
+    assert (tokens.tokens.dtype, tokens.ends.dtype) == (np.uint16, np.int64)
+    assert len(tokens) == 30
+    for row, sample in enumerate(np.split(tokens.tokens, tokens.ends[:-1])):
+        assert len(sample) <= 9
+        assert np.array_equal(sample[:8], batch["tokens"][row])
+        assert np.array_equal(sample[1:], batch["labels"][row][: len(sample) - 1])
+    assert len(dataset.tokens([])) == len(dataset.tokens([]).tokens) == 0
     with pytest.raises(IndexError):
-        dataset.texts([len(dataset)])
+        dataset.tokens([len(dataset)])
 
 
-def test_the_text_of_a_partial_sample_is_short(make_dataset: Make) -> None:
+def test_the_tokens_of_a_partial_sample_are_fewer(make_dataset: Make) -> None:
     dataset = GPTDataset(
         make_dataset([20]), sequence_length=8, seed=1, drop_last_partial_sequence=False
     )
-    tokens, ends = dataset.texts(np.arange(3))
-    assert sorted(np.diff(ends, prepend=0).tolist()) == [4, 9, 9]
-    assert len(tokens) == 22
+    tokens = dataset.tokens(np.arange(3))
+    assert sorted(tokens.sizes.tolist()) == [4, 9, 9]
+    assert len(tokens.tokens) == 22
 
 
-def test_a_dataset_without_texts_is_named(make_dataset: Make) -> None:
+def test_a_dataset_without_tokens_is_named(make_dataset: Make) -> None:
     gpt = GPTDataset(make_dataset([300]), sequence_length=8, seed=1)
-    with pytest.raises(ConfigError, match="Squares has no method `texts`"):
-        BlendedDataset([gpt, Squares()]).texts(np.arange(20))
+    with pytest.raises(ConfigError, match="Squares has no method `tokens`"):
+        BlendedDataset([gpt, Squares()]).tokens(np.arange(20))

@@ -29,6 +29,7 @@ from millrace import (
     TransformedDataset,
     ViewChangeWarning,
 )
+from millrace.feed import TokenBatch
 
 Make = Callable[..., IndexedDataset]
 
@@ -408,9 +409,9 @@ class Padded:
             "widths": np.full(len(numbers), width),
         }
 
-    def texts(self, sample_numbers: Any) -> Any:
+    def tokens(self, sample_numbers: Any) -> TokenBatch:
         numbers = np.asarray(sample_numbers, np.int64)
-        return np.repeat(numbers, 9), np.arange(1, len(numbers) + 1) * 9
+        return TokenBatch(np.repeat(numbers, 9), np.arange(1, len(numbers) + 1) * 9)
 
     def fingerprint(self) -> dict[str, Any]:
         return {"kind": "padded"}

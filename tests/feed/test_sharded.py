@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
 import os
@@ -31,6 +32,7 @@ from millrace import (
     ShardedDataset,
     TransformedDataset,
     ViewChangeWarning,
+    _native,
 )
 from millrace.feed import BatchForm
 from millrace.options import SampleOptions
@@ -101,7 +103,7 @@ def test_sample_n_is_sequence_n(tmp_path: Path, access: Any, dtype: Any) -> None
     numbers = [22, 0, 5, 6, 5, 11, 12, 17, 18]
     assert_equal(dataset.batch(numbers), rows_of(sequences[numbers]))
     assert_equal(dataset.batch([]), rows_of(sequences[:0]))
-    tokens, ends = dataset.texts([3, 20])
+    tokens, ends = dataset.tokens([3, 20]).tokens, dataset.tokens([3, 20]).ends
     assert tokens.tolist() == [*sequences[3].tolist(), *sequences[20].tolist()]
     assert ends.tolist() == [8, 16]
     assert dataset[-1]["tokens"].tolist() == sequences[-1].tolist()
@@ -177,7 +179,7 @@ def test_numbers_outside_are_refused(folder: Path) -> None:
         with pytest.raises(IndexError, match="the dataset has 0 to 22"):
             dataset.batch(numbers)
         with pytest.raises(IndexError, match="the dataset has 0 to 22"):
-            dataset.texts(numbers)
+            dataset.tokens(numbers)
     with pytest.raises(IndexError, match="there is no sample 23"):
         dataset[23]
     with pytest.raises(ConfigError, match="a whole number is needed"):
@@ -194,7 +196,7 @@ def test_options_that_do_not_fit_are_refused(folder: Path) -> None:
     ShardedDataset(folder, SampleOptions(sequence_length=7))
     with pytest.raises(ConfigError, match="one of the two"):
         ShardedDataset(folder, SampleOptions(sequence_length=7), eod_token=3)
-    with pytest.raises(ConfigError, match="give SampleOptions"):
+    with pytest.raises(ConfigError, match="must be SampleOptions"):
         ShardedDataset(folder, {"sequence_length": 8})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="give eod_token"):
         ShardedDataset(folder, reset_position_ids=True)
@@ -360,14 +362,24 @@ def test_a_blend_reads_it_in_one_call_of_the_core(
         parts[d][int(n)]
         for d, n in zip(blend.dataset_index, blend.dataset_sample_index, strict=True)
     ]
-    for kind in (ShardedDataset, GPTDataset):
-        monkeypatch.setattr(kind, "batch", None)
-    batch = blend.batch(np.arange(20))
-    for row, sample in enumerate(expected):
-        for name, array in sample.items():
-            np.testing.assert_array_equal(batch[name][row], array)
-    tokens, _ = blend.texts(np.arange(20))
-    assert tokens.tolist() == np.concatenate([sample["tokens"] for sample in expected]).tolist()
+    calls = []
+    for name in ("gather_samples", "gather_tokens"):
+        call = functools.partial(_counted, calls, name, getattr(_native, name))
+        monkeypatch.setattr(_native, name, call)
+    for dataset in (blend, BlendedDataset([blend])):  # also a blend in a blend
+        calls.clear()
+        batch = dataset.batch(np.arange(20))
+        for row, sample in enumerate(expected):
+            for name, array in sample.items():
+                np.testing.assert_array_equal(batch[name][row], array)
+        tokens = dataset.tokens(np.arange(20)).tokens
+        assert tokens.tolist() == np.concatenate([one["tokens"] for one in expected]).tolist()
+        assert calls == ["gather_samples", "gather_tokens"]
+
+
+def _counted(calls: list[str], name: str, function: Any, *arguments: Any) -> Any:
+    calls.append(name)
+    return function(*arguments)
 
 
 def test_it_blends_with_datasets_of_other_options(

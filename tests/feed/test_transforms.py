@@ -34,8 +34,9 @@ from millrace import (
     write_loss_ranges,
 )
 from millrace.options import SampleOptions
+from millrace.samples import TokenBatch
 from millrace.samples.fields import BatchForm
-from millrace.samples.transforms.transformed import MaskedTexts
+from millrace.samples.transforms.protocol import MaskedTokens
 from tests.conftest import write_documents
 
 EOD, PREFIX, MIDDLE, SUFFIX = 0, 90_001, 90_002, 90_003
@@ -121,10 +122,10 @@ def test_a_batch_equals_the_slow_model(two_files: list[str], kind: str, options:
     numbers = np.arange(len(dataset))
     batch = TransformedDataset(dataset, [LossRanges(dataset), fill, guard]).batch(numbers)
 
-    tokens, ends = dataset.texts(numbers)
-    moved, flags = reference.fill_in_middle(
-        tokens,
-        slow_flags(dataset, numbers),
+    tokens = dataset.tokens(numbers)
+    ends = tokens.ends
+    moved, take = reference.fill_in_middle(
+        tokens.tokens.astype(np.int64),
         ends,
         numbers,
         spm_rate=0.5,
@@ -132,6 +133,7 @@ def test_a_batch_equals_the_slow_model(two_files: list[str], kind: str, options:
         pad_token=options.get("pad_token"),
         **FIM,
     )
+    flags = np.append(slow_flags(dataset, numbers), np.uint8(1))[take]  # inserted: trained on
     flags &= 1 - reference.mark_repeats(moved, ends, 2, 2, False)
     source = dataset.datasets[0] if kind == "blend" else dataset
     rows = dict(zip(FIELDS, reference.fill_rows(moved, ends, source.options), strict=True))
@@ -222,9 +224,10 @@ def test_pad_and_eod_may_be_one_token() -> None:
 def test_padding_makes_room() -> None:
     fill = FillInMiddle(**(FIM | {"rate": 1}), eod_token=EOD, pad_token=1)
     tokens = np.array([11, 12, 13, 14, EOD, 1, 1, 1, 1])
-    flags = np.ones(9, bool)
-    texts = fill.apply(MaskedTexts(tokens, np.array([9]), flags), np.array([4]))
-    left = texts.tokens.tolist()
+    take, batch = fill(TokenBatch(tokens, np.array([9])), np.array([4]))
+    left = batch.tokens.tolist()
+    is_old = take >= 0
+    assert np.array_equal(batch.tokens[is_old], tokens[take[is_old]])
     assert sorted(left[:7]) == [11, 12, 13, 14, PREFIX, MIDDLE, SUFFIX]
     assert left[7:] == [EOD, 1]
 
@@ -253,7 +256,7 @@ def test_tokens_of_any_dtype(two_files: list[str]) -> None:
             some = transformed.batch(numbers, form_of("labels", "loss_mask", token_dtype=dtype))
             assert list(some) == ["labels", "loss_mask"]
             assert np.array_equal(some["loss_mask"], expected["loss_mask"])
-    with pytest.raises(DataError, match=rf"samples \[0, 1, .*token id {PREFIX} is outside"):
+    with pytest.raises(DataError, match=rf"transformed sample \d+: token id {PREFIX} is outside"):
         transformed.batch(numbers, form_of(vocab_size=PREFIX))
     everything = [FillInMiddle(**(FIM | {"rate": 1, "prefix_token": 2**40}))]
     with pytest.raises(DataError, match=f"token id {2**40} is outside"):
@@ -300,7 +303,7 @@ def test_fields_of_documents(two_files: list[str]) -> None:
     is_hidden = (ids[:, :, None] != ids[:, None, :]) | ~np.tri(24, dtype=bool)
     assert np.array_equal(batch["attention_mask"][:, 0], is_hidden)
 
-    with pytest.raises(ConfigError, match="leave out document_numbers"):
+    with pytest.raises(ConfigError, match="document_numbers are not known"):
         transformed.batch(numbers, form_of("tokens", "document_numbers"))
     without_eod = gpt(two_files[0], eod_token=None)
     with pytest.raises(ConfigError, match="give the dataset its eod_token"):
@@ -383,8 +386,8 @@ def test_datasets_of_a_blend_may_be_transformed_alone(two_files: list[str]) -> N
     batch, expected = blend.batch(range(40)), plain.batch(range(40))
     assert np.array_equal(batch["tokens"], expected["tokens"])
     assert (batch["loss_mask"].mean(), expected["loss_mask"].mean()) != (1, 1)
-    with pytest.raises(ConfigError, match="no method `texts`"):
-        TransformedDataset(blend, [RepeatGuard()]).batch([0, 1])
+    both = TransformedDataset(blend, [OddTokensOnly()]).batch(range(40))["loss_mask"]
+    assert np.array_equal(both, batch["loss_mask"] * (batch["labels"] % 2))
 
 
 def test_ranges_at_another_path(tmp_path: Path) -> None:
@@ -436,10 +439,10 @@ def test_ranges_cut_short_in_use_are_named(tmp_path: Path) -> None:
     write_loss_ranges(prefix, [(document, 0, 5) for document in range(3000)])
     dataset = gpt(prefix)
     ranges = LossRanges(dataset)
-    tokens, ends = dataset.texts([1])
+    batch = dataset.tokens([1])
     os.truncate(path, 100)
     with pytest.raises(DataError, match=str(path)):
-        ranges.apply(MaskedTexts(tokens, ends, np.ones(len(tokens), np.bool_)), np.array([1]))
+        ranges(batch, np.array([1]))
 
 
 def test_ranges_of_other_data_are_refused(tmp_path: Path) -> None:
@@ -551,12 +554,12 @@ class Counting:
     def __len__(self) -> int:
         return 9
 
-    def texts(self, sample_numbers: Any) -> tuple[np.ndarray, np.ndarray]:
+    def tokens(self, sample_numbers: Any) -> TokenBatch:
         tokens = 10 * np.asarray(sample_numbers)[:, None] + np.arange(9)
-        return tokens.reshape(-1), 9 * np.arange(1, len(tokens) + 1)
+        return TokenBatch(tokens.reshape(-1), 9 * np.arange(1, len(tokens) + 1))
 
     def batch(self, sample_numbers: Any) -> dict[str, np.ndarray]:
-        rows = self.texts(sample_numbers)[0].reshape(-1, 9)
+        rows = self.tokens(sample_numbers).tokens.reshape(-1, 9)
         return {"tokens": rows[:, :-1], "loss_mask": np.ones((len(rows), 8), np.float32)}
 
     def fingerprint(self) -> dict[str, Any]:
@@ -589,7 +592,7 @@ def test_a_dataset_may_keep_the_batches_that_it_returns() -> None:
     class NothingTrained:
         changes_tokens = False
 
-        def apply(self, texts: MaskedTexts, sample_numbers: np.ndarray) -> MaskedTexts:
+        def apply(self, texts: MaskedTokens, sample_numbers: np.ndarray) -> MaskedTokens:
             return texts._replace(is_trained=np.zeros(len(texts.tokens), bool))
 
         def fingerprint(self) -> dict[str, Any]:
@@ -605,10 +608,10 @@ class Longer:
 
     changes_tokens = True
 
-    def apply(self, texts: MaskedTexts, sample_numbers: np.ndarray) -> MaskedTexts:
+    def apply(self, texts: MaskedTokens, sample_numbers: np.ndarray) -> MaskedTokens:
         tokens = np.insert(texts.tokens, texts.ends, 5)
         ends = texts.ends + np.arange(1, len(texts.ends) + 1)
-        return MaskedTexts(tokens, ends, np.ones(len(tokens), bool))
+        return MaskedTokens(tokens, ends, np.ones(len(tokens), bool))
 
     def fingerprint(self) -> dict[str, Any]:
         return {"kind": "longer"}
@@ -616,7 +619,7 @@ class Longer:
 
 def test_a_text_may_not_outgrow_its_sample(two_files: list[str]) -> None:
     dataset = gpt(two_files[0])
-    with pytest.raises(DataError, match=r"a, transformed samples \[7, 3\]: .* does not fit"):
+    with pytest.raises(DataError, match=r"a, transformed sample 7: .* does not fit"):
         TransformedDataset(dataset, [Longer()]).batch([7, 3])
 
 
@@ -625,7 +628,7 @@ class OddTokensOnly:
 
     changes_tokens = False
 
-    def apply(self, texts: MaskedTexts, sample_numbers: np.ndarray) -> MaskedTexts:
+    def apply(self, texts: MaskedTokens, sample_numbers: np.ndarray) -> MaskedTokens:
         return texts._replace(is_trained=texts.is_trained & (texts.tokens % 2 == 1))
 
     def fingerprint(self) -> dict[str, Any]:
@@ -641,25 +644,31 @@ def test_a_transform_of_ones_own(two_files: list[str]) -> None:
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        (lambda texts: None, "Returning returned None; MaskedTexts are needed"),
-        (lambda texts: texts[:2], "MaskedTexts are needed"),
+        (lambda texts: None, r"Returning returned None; \(tokens, ends, is_trained\)"),
+        (lambda texts: texts[:2], r"\(tokens, ends, is_trained\) is needed"),
         (
             lambda texts: texts._replace(is_trained=texts.is_trained.astype(int)),
-            r"is_trained int64 \[50\]; tokens int64 \[n\], ends int64 \[2\] and is_trained bool",
+            r"trained must be bools \[50\], not int64 \[50\]",
         ),
-        (lambda texts: texts._replace(is_trained=texts.is_trained[1:]), r"is_trained bool \[49\]"),
-        (lambda texts: texts._replace(tokens=texts.tokens / 2), r"tokens float64 \[50\]"),
-        (lambda texts: texts._replace(ends=texts.ends[1:]), r"ends int64 \[1\]"),
+        (
+            lambda texts: texts._replace(is_trained=texts.is_trained[1:]),
+            r"trained must be bools \[50\], not bool \[49\]",
+        ),
+        (
+            lambda texts: texts._replace(tokens=texts.tokens / 2),
+            r"tokens must be integers .* float64 \[50\]",
+        ),
+        (lambda texts: texts._replace(ends=texts.ends[1:]), "1 samples; 2 were asked for"),
         (lambda texts: texts._replace(ends=texts.ends - np.array([1, 0])), "must be True"),
-        (lambda texts: texts._replace(ends=texts.ends[::-1]), r"ends \[50, 25\] for 50 tokens"),
-        (lambda texts: texts._replace(ends=texts.ends - 1), r"ends \[24, 49\] for 50 tokens"),
+        (lambda texts: texts._replace(ends=texts.ends[::-1]), r"ends are \[50, 25\] for 50 tokens"),
+        (lambda texts: texts._replace(ends=texts.ends - 1), r"ends are \[24, 49\] for 50 tokens"),
     ],
 )
 def test_what_a_transform_returns_is_checked(
-    two_files: list[str], result: Callable[[MaskedTexts], Any], message: str
+    two_files: list[str], result: Callable[[MaskedTokens], Any], message: str
 ) -> None:
     class Returning(OddTokensOnly):
-        def apply(self, texts: MaskedTexts, sample_numbers: np.ndarray) -> Any:
+        def apply(self, texts: MaskedTokens, sample_numbers: np.ndarray) -> Any:
             return result(texts)
 
     with pytest.raises(ConfigError, match=message):
@@ -667,16 +676,29 @@ def test_what_a_transform_returns_is_checked(
 
 
 @pytest.mark.parametrize(
-    ("texts", "error", "message"),
+    ("make", "error", "message"),
     [
-        (([1.0, 2.0], [1, 2]), ConfigError, r"Wrong\.texts returned tokens float64 \[2\]"),
-        (([1, 2], [1]), ConfigError, r"Wrong\.texts returned .*ends int64 \[1\]"),
-        (([1, 2], [1, 3]), ConfigError, r"Wrong\.texts returned ends \[1, 3\] for 2 tokens"),
-        (([1] * 9, [5, 9]), DataError, r"Wrong, transformed samples \[0, 1\]: text 0 has 5 tok"),
+        (lambda: TokenBatch(np.ones(2), np.arange(1, 3)), ConfigError, r"tokens .* float64 \[2\]"),
+        (
+            lambda: TokenBatch(np.arange(2), np.array([2])),
+            ConfigError,
+            "returned 1 samples; 2 were",
+        ),
+        (
+            lambda: TokenBatch(np.arange(2), np.array([1, 3])),
+            ConfigError,
+            r"ends are \[1, 3\] for 2",
+        ),
+        (lambda: (np.arange(2), np.arange(2)), ConfigError, "a TokenBatch is needed"),
+        (
+            lambda: TokenBatch(np.ones(9, np.int64), np.array([5, 9])),
+            DataError,
+            r"Wrong, transformed samples \[0, 1\]: sample 0 has 5 tokens",
+        ),
     ],
 )
-def test_what_a_dataset_returns_as_texts_is_checked(
-    texts: Any, error: type[Exception], message: str
+def test_what_a_source_returns_is_checked(
+    make: Callable[[], Any], error: type[Exception], message: str
 ) -> None:
     class Wrong:
         def __len__(self) -> int:
@@ -685,8 +707,10 @@ def test_what_a_dataset_returns_as_texts_is_checked(
         def batch(self, sample_numbers: Any) -> dict[str, np.ndarray]:
             return {"loss_mask": np.ones((len(sample_numbers), 3), np.float32)}
 
-        def texts(self, sample_numbers: Any) -> Any:
-            return texts
+        def tokens(self, sample_numbers: Any) -> Any:
+            if len(sample_numbers) == 2:
+                return make()
+            return TokenBatch(np.ones(2, np.int64), np.array([2]))
 
         def fingerprint(self) -> dict[str, Any]:
             return {}
@@ -700,7 +724,7 @@ def test_wrong_transforms_are_refused(two_files: list[str]) -> None:
     dataset, other = gpt(two_files[0]), gpt(two_files[1])
     fill = FillInMiddle(**FIM)
     ranges = LossRanges(dataset, [])
-    with pytest.raises(ConfigError, match=r"transform 1 is .*, which has no 'apply'"):
+    with pytest.raises(ConfigError, match=r"transform 1 is .*, which has no 'fingerprint'"):
         TransformedDataset(dataset, [fill, lambda texts: texts])  # type: ignore[list-item]
     for not_a_list in (fill, None):
         with pytest.raises(ConfigError, match=r"transforms is .*; give a list of transforms"):
@@ -715,7 +739,7 @@ def test_wrong_transforms_are_refused(two_files: list[str]) -> None:
         TransformedDataset(dataset, [fill, ranges])
     with pytest.raises(ConfigError, match="give all transforms in one list"):
         TransformedDataset(TransformedDataset(dataset, [fill]), [RepeatGuard()])
-    with pytest.raises(ConfigError, match="a list has no method `texts`"):
+    with pytest.raises(ConfigError, match="a list has no method `tokens`"):
         TransformedDataset([], [fill])  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="a list does not say which tokens"):
         LossRanges([])  # type: ignore[arg-type]
@@ -758,4 +782,4 @@ def test_names_of_the_dataset_are_handed_on(two_files: list[str]) -> None:
         assert np.array_equal(left, right)
     blend = TransformedDataset(blend_of(two_files), [RepeatGuard()])
     assert not hasattr(blend, "spans")
-    assert not hasattr(blend, "options")
+    assert blend.options == dataset.options

@@ -692,14 +692,14 @@ def test_any_form_equals_its_twin(data: st.DataObject) -> None:
             rows = module.gather_samples(*parts, shape, module.row_form(**plain_form))
         except ValueError as error:
             rows = error
-        texts = module.gather_texts(*parts)
+        gathered = module.gather_tokens(*parts)
         try:
-            filled_rows = module.fill_rows(*texts, shape, module.row_form(**plain_form))
+            filled_rows = module.fill_rows(*gathered[:2], shape, module.row_form(**plain_form))
         except ValueError as error:
             filled_rows = error
-        results.append((rows, texts, filled_rows))
-    (rows, texts, filled_rows), (expected_rows, expected_texts, expected_filled) = results
-    for left, right in zip(texts, expected_texts, strict=True):
+        results.append((rows, gathered, filled_rows))
+    (rows, gathered, filled_rows), (expected_rows, expected_gathered, expected_filled) = results
+    for left, right in zip(gathered, expected_gathered, strict=True):
         np.testing.assert_array_equal(left, right, strict=True)
     for actual, expected in ((rows, expected_rows), (filled_rows, expected_filled)):
         if isinstance(expected, ValueError):

@@ -28,9 +28,9 @@ def gather(module: Any, shards: Any, sizes: list[int], length: int, numbers: Any
     rows = module.gather_samples((source,), (order,), places, numbers, options)
     form = module.row_form(parts=True)
     with_parts = module.gather_samples((source,), (order,), places, numbers, options, form)
-    texts = module.gather_texts((source,), (order,), places, numbers)
+    tokens = module.gather_tokens((source,), (order,), places, numbers)
     spans = module.spans(order, numbers)
-    return *rows, *with_parts, *texts, *spans, *module.locate_spans(source, *spans[:3])
+    return *rows, *with_parts, *tokens, *spans, *module.locate_spans(source, *spans[:3])
 
 
 @settings(max_examples=60, deadline=None)

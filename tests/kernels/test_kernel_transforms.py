@@ -1,4 +1,4 @@
-"""Transforms of texts: the kernels equal their twins, and refuse arrays that do not fit."""
+"""Transforms of samples: the kernels equal their twins, and refuse arrays that do not fit."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ RATES = st.sampled_from([0.0, 1e-9, 0.3, 0.5, 1.0]) | st.floats(0, 1)
 LENGTHS = st.lists(st.sampled_from([0, 1, 2, 3, 5, 6, 7, 8, 9]) | st.integers(0, 70), max_size=5)
 
 
-def texts_of(lengths: list[int], seed: int, num_values: int) -> tuple[np.ndarray, np.ndarray]:
-    """Random tokens from 0 up to num_values, and where each text ends."""
+def tokens_of(lengths: list[int], seed: int, num_values: int) -> tuple[np.ndarray, np.ndarray]:
+    """Random tokens from 0 up to num_values, and where each sample ends."""
     ends = np.cumsum(lengths, dtype=np.int64)
     return np.random.default_rng(seed).integers(0, num_values, sum(lengths)), ends
 
@@ -69,11 +69,10 @@ def test_fill_in_middle_equals_its_twin(
     draw_seed: int,
     first_number: int,
 ) -> None:
-    tokens, ends = texts_of(lengths, seed, num_values)
+    tokens, ends = tokens_of(lengths, seed, num_values)
     assert_twin(
         "fill_in_middle",
         tokens,
-        flags_of(len(tokens), seed),
         ends,
         first_number + np.arange(len(lengths)),
         rate=rates[0],
@@ -105,7 +104,6 @@ def test_a_permuted_text_holds_its_first_tokens(lengths: list[int], number: int)
     text = [token for document in documents for token in [*document, 0]]
     tokens, _ = _native.fill_in_middle(
         np.array(text),
-        np.ones(len(text), np.uint8),
         np.array([len(text)]),
         np.array([number]),
         **FIM,
@@ -134,7 +132,6 @@ def test_the_draws_are_numpys() -> None:
     is_spm = words[1] / 2**64 < 0.5
     out, _ = _native.fill_in_middle(
         np.concatenate([tokens, tokens]),
-        np.ones(100, np.uint8),
         np.array([50, 100]),
         np.array([3, number]),
         **(FIM | {"seed": seed}),
@@ -156,7 +153,6 @@ def test_the_rates_are_met() -> None:
     tokens = np.tile(np.arange(1000, 1000 + length), count)
     out, _ = _native.fill_in_middle(
         tokens,
-        np.ones(len(tokens), np.uint8),
         np.arange(1, count + 1) * length,
         np.arange(count),
         **(FIM | {"rate": 0.25, "spm_rate": 0.75}),
@@ -185,7 +181,7 @@ def test_mark_repeats_equals_its_twin(
     min_repeats: int,
     is_whole: bool,
 ) -> None:
-    tokens, ends = texts_of(lengths, seed, num_values)
+    tokens, ends = tokens_of(lengths, seed, num_values)
     assert_twin("mark_repeats", tokens * 2**60, ends, max_period, min_repeats, is_whole)
 
 
@@ -254,22 +250,20 @@ def test_ends_that_do_not_fit_are_refused(ends: list[int]) -> None:
     flags, numbers = np.ones(4, np.uint8), np.arange(len(ends))
     masks = np.ones((len(ends), 9), np.float32)
     for module in (_native, reference):
-        with pytest.raises(ValueError, match="text"):
-            module.fill_in_middle(tokens, flags, places, numbers, **FIM)
-        with pytest.raises(ValueError, match="text"):
+        with pytest.raises(ValueError, match="sample"):
+            module.fill_in_middle(tokens, places, numbers, **FIM)
+        with pytest.raises(ValueError, match="sample"):
             module.mark_repeats(tokens, places, 1, 2, False)
-        with pytest.raises(ValueError, match="text"):
+        with pytest.raises(ValueError, match="sample"):
             module.mask_losses(masks, flags, places)
 
 
 def test_other_arrays_that_do_not_fit_are_refused() -> None:
     tokens, ends, one = np.arange(4), np.array([4]), np.array([1])
     flags = np.ones(4, np.uint8)
-    with pytest.raises(ValueError, match="flags has 3 entries; 4 are needed"):
-        _native.fill_in_middle(tokens, flags[:3], ends, one, **FIM)
     with pytest.raises(ValueError, match="sample_numbers has 2 entries; 1 are needed"):
-        _native.fill_in_middle(tokens, flags, ends, np.array([1, 2]), **FIM)
-    with pytest.raises(ValueError, match="text 0 has 4 tokens, above 3"):
+        _native.fill_in_middle(tokens, ends, np.array([1, 2]), **FIM)
+    with pytest.raises(ValueError, match="sample 0 has 4 tokens, above 3"):
         _native.mask_losses(np.ones((1, 2), np.float32), flags, ends)
     with pytest.raises(ValueError, match="loss_masks has 4 entries; 2 are needed"):
         _native.mask_losses(np.ones((2, 2), np.float32), flags, ends)
@@ -286,9 +280,9 @@ def test_wrong_arguments_are_refused() -> None:
     flags = np.ones(4, np.uint8)
     for rate in (-0.1, 1.1, float("nan")):
         with pytest.raises(ConfigError, match="rate is"):
-            _native.fill_in_middle(tokens, flags, ends, one, **(FIM | {"rate": rate}))
+            _native.fill_in_middle(tokens, ends, one, **(FIM | {"rate": rate}))
     with pytest.raises(ConfigError, match="int64 is needed"):
-        _native.fill_in_middle(tokens.astype(np.int32), flags, ends, one, **FIM)
+        _native.fill_in_middle(tokens.astype(np.int32), ends, one, **FIM)
     for max_period, min_repeats in ((0, 2), (1, 1), (2**31, 2), (1, 2**31)):
         with pytest.raises(ConfigError, match="max_period is"):
             _native.mark_repeats(tokens, ends, max_period, min_repeats, False)

@@ -40,6 +40,7 @@ OTHERS: dict[str, Any] = {
     "pad_token": 7,
     "reset_position_ids": True,
     "eod_mask_loss": True,
+    "boundaries": "documents",
     "access": "file",
     "cache": "cache",
     "trust_cache": True,

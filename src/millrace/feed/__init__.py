@@ -8,13 +8,23 @@ over micro batches and remembers one number, `consumed_samples`.
 from millrace.feed.loader import Loader
 from millrace.feed.step_queue import WaitStats
 from millrace.feed.streams import ExternalBatches
-from millrace.samples.datasets import BlendedDataset, Dataset, GPTDataset
-from millrace.samples.fields import BatchForm
-from millrace.samples.sharded import ShardedDataset
-from millrace.samples.transforms.fill_in_middle import FillInMiddle
-from millrace.samples.transforms.loss_ranges import LossRanges, write_loss_ranges
-from millrace.samples.transforms.repeat_guard import RepeatGuard
-from millrace.samples.transforms.transformed import TransformedDataset
+from millrace.samples import (
+    BatchForm,
+    BlendedDataset,
+    Dataset,
+    FillInMiddle,
+    GPTDataset,
+    LossRanges,
+    RepeatGuard,
+    ShardedDataset,
+    TokenBatch,
+    TokenDataset,
+    TokenSource,
+    TokenStream,
+    Transform,
+    TransformedDataset,
+    write_loss_ranges,
+)
 from millrace.sampling import (
     BatchSizeSchedule,
     CyclicSampler,
@@ -43,6 +53,11 @@ __all__ = [
     "Sampler",
     "SequentialSampler",
     "ShardedDataset",
+    "TokenBatch",
+    "TokenDataset",
+    "TokenSource",
+    "TokenStream",
+    "Transform",
     "TransformedDataset",
     "WaitStats",
     "write_loss_ranges",

@@ -15,9 +15,8 @@ from millrace.feed.step_queue import StepQueue, WaitStats, stacks_printed_after
 from millrace.feed.steps import Position, Step, StepMaker
 from millrace.feed.streams import ExternalBatches
 from millrace.forks import watch_forks
-from millrace.samples.datasets import Dataset
-from millrace.samples.fields import FIELDS, BatchForm
-from millrace.samples.stored import Batch
+from millrace.samples.dataset import Dataset
+from millrace.samples.fields import FIELDS, Batch, BatchForm
 from millrace.sampling import Sampler, SequentialSampler
 from millrace.sampling.protocols import IndexedSampler, RankSampler, checked_position, num_steps
 from millrace.store import IndexedDataset

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from millrace.checks import shown, whole
 from millrace.errors import ConfigError, MillraceError
-from millrace.samples.datasets import Dataset, batch_of_form
+from millrace.samples.dataset import Dataset, batch_of_form
 from millrace.samples.fields import BatchForm
 from millrace.sampling import Sampler
 

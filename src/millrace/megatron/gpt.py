@@ -24,7 +24,9 @@ from millrace.megatron.utils import Split, log_on_first_rank
 from millrace.options import SampleOptions
 from millrace.order import GPTPlan, build_gpt_indices_of, plan_gpt
 from millrace.order.gpt import check_seed
-from millrace.samples.stored import Arrays, SampleSource
+from millrace.samples.fields import Batch
+from millrace.samples.rows import rows
+from millrace.samples.stored import StoredTokens
 
 _sample_options = lru_cache(maxsize=64)(SampleOptions)  # a configuration may change
 _causal_mask = lru_cache(maxsize=1)(rules.causal_mask)
@@ -70,7 +72,7 @@ class GPTDataset(CachedIndices, MegatronDataset):
         super().__init__(
             indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config
         )
-        self._source: tuple[tuple[Any, ...], SampleSource] | None = None
+        self._source: tuple[tuple[Any, ...], StoredTokens] | None = None
         self.document_index, self.sample_index, self.shuffle_index = (
             self._build_document_sample_shuffle_indices()
         )
@@ -201,22 +203,22 @@ class GPTDataset(CachedIndices, MegatronDataset):
         config = self.config
         return bool(config.reset_attention_mask and config.create_attention_mask)
 
-    def _gather(self, idx: Any) -> Arrays:
+    def _gather(self, idx: Any) -> tuple[Any, ...]:
         number = operator.index(idx)
         count = len(self.shuffle_index)
         if not -count <= number < count:
             raise IndexError(f"there is no sample {number}; the dataset has 0 to {count - 1}")
         try:
-            arrays = self._get_source().read(np.array([number % count]))
+            batch = self._batch(np.array([number % count]))
         except ValueError as error:
             raise DataAssertionError(
-                f"{self.dataset_path}, sample {number}: an index points outside its data: {error}. "
-                "Remove the cached indices, and see `millrace verify`"
+                f"{self.dataset_path}, sample {number}: {error}. Remove the cached indices, and "
+                "see `millrace verify`"
             ) from None
-        return tuple(array[0] for array in arrays)
+        return tuple(array[0] for array in batch.values())
 
-    def _get_source(self) -> SampleSource:
-        """The samples of the token file and the indices; a new source if any was replaced."""
+    def _batch(self, numbers: NDArray[np.int64]) -> Batch:
+        """Samples of the token file and the indices; of a new source if any was replaced."""
         options = self._row_options(self.config.sequence_length)
         token_file = self.dataset.token_file
         indices = self.document_index, self.sample_index, self.shuffle_index
@@ -228,10 +230,12 @@ class GPTDataset(CachedIndices, MegatronDataset):
                 sequence_length=options.sequence_length,
                 add_extra_token=options.add_extra_token,
             )
-            self._source = parts, SampleSource(token_file, order, options)
-        return self._source[1]
+            self._source = parts, StoredTokens(token_file, order)
+        source: StoredTokens = self._source[1]
+        batch = source.gather(numbers, options, None)
+        return rows(source.tokens(numbers), options) if batch is None else batch
 
-    def _sample(self, arrays: Arrays) -> Sample:
+    def _sample(self, arrays: tuple[Any, ...]) -> Sample:
         tokens, labels, loss_mask, position_ids = arrays
         sample = {"tokens": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
         if self.config.create_attention_mask and not self.config.inter_document_masking:

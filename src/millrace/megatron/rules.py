@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -9,7 +11,6 @@ from numpy.typing import NDArray
 from millrace import _native
 from millrace.dtypes import shuffle_index_dtype
 from millrace.options import SampleOptions
-from millrace.samples.stored import Arrays
 
 
 def _build_document_index(
@@ -74,7 +75,7 @@ def _get_ltor_masks_and_position_ids(
     )
 
 
-def fill_sample(tokens: NDArray[np.int64], options: SampleOptions) -> Arrays:
+def fill_sample(tokens: NDArray[np.int64], options: SampleOptions) -> tuple[Any, ...]:
     """Tokens, labels, loss mask and position ids of one sample, from its tokens."""
     arrays = _native.fill_rows(tokens, np.array([len(tokens)]), options)
     return tuple(array[0] for array in arrays)

@@ -30,7 +30,7 @@ Blend = tuple[Sequence[Source], Sequence[float] | None]
 NOT_IN_KEY = frozenset(
     {
         # What a sample looks like, but not which tokens it has.
-        *("eod_token", "pad_token", "reset_position_ids", "eod_mask_loss"),
+        *("eod_token", "pad_token", "reset_position_ids", "eod_mask_loss", "boundaries"),
         "full_validation",  # says only that num_samples[1] must be None, which is in the key
         *("access", "cache", "trust_cache", "num_threads"),  # how, not what
         "any_tokenizer",  # which data are refused
@@ -55,7 +55,8 @@ class DatasetConfig:
         surplus: What is built of each dataset beyond its share of a blend, as a part of the share.
         drop_last_partial_validation_sequence: Whether to leave out a last validation sample that
             the tokens do not fill.
-        add_extra_token, eod_token, pad_token, reset_position_ids, eod_mask_loss: See `GPTDataset`.
+        add_extra_token, eod_token, pad_token, reset_position_ids, eod_mask_loss, boundaries: See
+            `GPTDataset`.
         access: How to read token files: "mmap" or "file".
         cache: Folder to keep indices in; None: they are built in memory.
         trust_cache: Whether to take the manifest in the cache folder as it is, without looking at
@@ -85,6 +86,7 @@ class DatasetConfig:
     pad_token: int | None = None
     reset_position_ids: bool = False
     eod_mask_loss: bool = False
+    boundaries: str = "eod"
     access: Access = "mmap"
     cache: str | os.PathLike[str] | None = None
     trust_cache: bool = False

@@ -1,19 +1,18 @@
-"""Which arrays a batch has."""
+"""Which arrays a batch has: their names, and the form that a caller asks for."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from millrace import _native
-from millrace.checks import MAX_INT32, MAX_INT64, flag, shown, whole
+from millrace.checks import MAX_INT64, flag, shown, whole
 from millrace.errors import ConfigError, DataError
-from millrace.options import SampleOptions
 
 Batch = dict[str, NDArray[Any]]
 """Arrays by name, one row for each sample."""
@@ -35,11 +34,9 @@ PART_FIELDS = (
 """Where the documents in each sample start and end."""
 
 ALL_FIELDS = FIELDS + SOURCE_FIELDS + PART_FIELDS
+"""The fields that every token batch gives; a source of tokens may have others of its own."""
 
 TOKEN_DTYPES = ("int64", "int32", "file")
-
-_PLACES = {name: place for place, name in enumerate(FIELDS)}
-_UNEVEN = ("cu_seqlens", "max_seqlen", "document_numbers", "document_bounds")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +44,8 @@ class BatchForm:
     """Which arrays a batch has.
 
     A *part* of a sample is a run of tokens of one sequence. The extra token, which is only a label,
-    is not counted, and padding belongs to the last part.
+    is not counted. Padding belongs to the last part, or with `boundaries="documents"` to one of its
+    own.
 
     Args:
         fields: Names of the arrays. With S for the sequence length, and one row per sample:
@@ -64,8 +62,10 @@ class BatchForm:
             end, for variable-length attention;
             `max_seqlen` int32 [], the length of the longest part;
             `document_numbers` int64 [parts], the document of each part in its token file (-1: a
-            sample without tokens); it brings `document_bounds` int64 [batch + 1] along: sample i
+            part of padding alone); it brings `document_bounds` int64 [batch + 1] along: sample i
             has the parts document_bounds[i] up to document_bounds[i + 1].
+            A dataset's own fields are asked for by their names: those by token are [batch, S],
+            those by part [parts], those by sample [batch].
         token_dtype: Dtype of tokens and labels: "int64", "int32" or "file", that of the token file.
         share_labels: Whether tokens and labels may be views of one array [batch, S + 1].
         vocab_size: Least number above all token ids, which are checked. The padding token, which
@@ -75,11 +75,11 @@ class BatchForm:
     batches. They are new arrays for a batch in which a row differs.
 
     Raises:
-        ConfigError: An unknown field, one that is named twice, or an option outside its limits.
+        ConfigError: A field that is named twice, or an option outside its limits.
 
     Example:
-        >>> BatchForm(fields=("tokens", "labels"), token_dtype="int32").has_rows
-        True
+        >>> BatchForm(fields=["tokens", "labels"], token_dtype="int32").fields
+        ('tokens', 'labels')
     """
 
     fields: tuple[str, ...] = FIELDS
@@ -98,11 +98,6 @@ class BatchForm:
             size = whole("vocab_size", self.vocab_size, 1, MAX_INT64)
             object.__setattr__(self, "vocab_size", size)
 
-    @property
-    def has_rows(self) -> bool:
-        """Whether all arrays have one row for each sample."""
-        return not any(name in _UNEVEN for name in self.fields)
-
 
 def _check_fields(fields: Any) -> tuple[str, ...]:
     if isinstance(fields, str) or not isinstance(fields, Sequence):
@@ -110,8 +105,8 @@ def _check_fields(fields: Any) -> tuple[str, ...]:
     if len(fields) == 0:
         raise ConfigError(f"fields is empty; name at least one of {', '.join(ALL_FIELDS)}")
     for name in fields:
-        if not isinstance(name, str) or name not in ALL_FIELDS:
-            raise ConfigError(f"there is no field {shown(name)}; there are {', '.join(ALL_FIELDS)}")
+        if not isinstance(name, str):
+            raise ConfigError(f"fields must be names, not {shown(name)}")
     names = tuple(fields)
     for name in names:
         if names.count(name) > 1:
@@ -131,8 +126,10 @@ def check_form(form: Any) -> None:
 
 
 @lru_cache(maxsize=256)
-def row_form(form: BatchForm) -> _native.RowForm:
+def row_form(form: BatchForm | None) -> _native.RowForm | None:
     """A form for the core; objects of the core cannot be pickled, so no form holds one."""
+    if form is None:
+        return None
     return _native.row_form(
         **{name: name in form.fields for name in FIELDS},
         parts=needs_parts(form),
@@ -144,9 +141,9 @@ def row_form(form: BatchForm) -> _native.RowForm:
 
 
 @lru_cache(maxsize=256)
-def needs_parts(form: BatchForm) -> bool:
+def needs_parts(form: BatchForm | None) -> bool:
     """Whether a field of the form needs the parts of the samples."""
-    return any(name in PART_FIELDS for name in form.fields)
+    return form is not None and any(name in PART_FIELDS for name in form.fields)
 
 
 # ---- arrays that are the same for every sample ----
@@ -176,169 +173,7 @@ def plain_array(name: str, num_rows: int, sequence_length: int, has_extra: bool)
     return array
 
 
-# ---- batches from the arrays of the core ----
-
-
-class Parts(NamedTuple):
-    """The parts of a batch's samples.
-
-    Attributes:
-        starts: Where each part starts in the flattened batch: int64 [parts].
-        bounds: Sample i has the parts bounds[i] up to bounds[i + 1]: int64 [batch + 1].
-        documents: Document of each part in its token file: int64 [parts].
-    """
-
-    starts: NDArray[np.int64]
-    bounds: NDArray[np.int64]
-    documents: NDArray[np.int64]
-
-
-def make_batch(
-    form: BatchForm,
-    arrays: Sequence[Any],
-    options: SampleOptions,
-    sample_numbers: NDArray[np.int64],
-    *,
-    dataset_numbers: NDArray[Any] | None = None,
-    parts: Parts | None = None,
-) -> Batch:
-    """The batch of a form.
-
-    Args:
-        form: Which arrays the batch has.
-        arrays: FIELDS, as the core wrote them for `row_form(form)`: None where an array is not
-            needed, or is plain.
-        options: Options of the samples.
-        sample_numbers: The samples' numbers: int64 [batch].
-        dataset_numbers: The samples' datasets: integers [batch]. None: no blend.
-        parts: The parts of the samples, if the form needs them.
-    """
-    batch: Batch = {}
-    for name in form.fields:
-        place = _PLACES.get(name)
-        if place is None:
-            continue
-        array = arrays[place]
-        if array is None:
-            array = plain_array(
-                name, len(sample_numbers), options.sequence_length, options.add_extra_token
-            )
-        batch[name] = array
-    if len(batch) == len(form.fields):
-        return batch
-    return _in_order(form, batch, options.sequence_length, sample_numbers, dataset_numbers, parts)
-
-
-def _in_order(
-    form: BatchForm,
-    batch: Batch,
-    sequence_length: int,
-    sample_numbers: NDArray[np.int64],
-    dataset_numbers: NDArray[Any] | None,
-    parts: Parts | None,
-) -> Batch:
-    """The fields of a form in their order, with those that the core does not write."""
-    batch["sample_numbers"] = sample_numbers.copy()
-    batch["dataset_numbers"] = (
-        np.zeros_like(sample_numbers)
-        if dataset_numbers is None
-        else dataset_numbers.astype(np.int64)
-    )
-    if parts is not None:
-        batch |= _part_fields(form, parts, len(sample_numbers), sequence_length)
-    return {name: batch[name] for name in form.fields}
-
-
-def find_parts(
-    counts: NDArray[np.int64],
-    bounds: NDArray[np.int64],
-    documents: NDArray[np.int64],
-    options: SampleOptions,
-) -> Parts:
-    """The parts of samples, from their spans.
-
-    Args:
-        counts: Number of tokens of each span, the extra token included: int64 [spans].
-        bounds: Where each sample's spans start and end: int64 [batch + 1].
-        documents: Document of each span in its token file: int64 [spans].
-        options: Options of the samples.
-    """
-    num_rows = len(bounds) - 1
-    rows = np.repeat(np.arange(num_rows), np.diff(bounds))
-    if np.any(counts == 0):
-        rows, documents, counts = (column[counts > 0] for column in (rows, documents, counts))
-    empty = np.setdiff1d(np.arange(num_rows), rows)
-    if empty.size > 0:  # a sample without tokens is one part, of padding
-        places = np.searchsorted(rows, empty)
-        rows, counts = np.insert(rows, places, empty), np.insert(counts, places, 0)
-        documents = np.insert(documents, places, -1)
-    is_first = np.diff(rows, prepend=-1) > 0
-    sizes = np.bincount(rows, counts, num_rows).astype(np.int64)
-    starts = np.cumsum(counts) - counts - (np.cumsum(sizes) - sizes)[rows]
-    # A last span that is the extra token alone is not a part.
-    is_part = is_first | (starts < sizes[rows] - options.add_extra_token)
-    rows = rows[is_part]
-    return Parts(
-        rows * options.sequence_length + starts[is_part],
-        np.searchsorted(rows, np.arange(num_rows + 1)),
-        documents[is_part],
-    )
-
-
-def _part_fields(form: BatchForm, parts: Parts, num_rows: int, sequence_length: int) -> Batch:
-    starts, bounds, documents = parts
-    end = num_rows * sequence_length
-    if end > MAX_INT32:
-        raise ConfigError(
-            f"a batch of {num_rows} samples has {end} tokens; cu_seqlens is int32, at most "
-            f"{MAX_INT32} are possible. Use smaller micro batches"
-        )
-    edges = np.append(starts, end)
-    lengths = np.diff(edges)
-    batch: Batch = {
-        "cu_seqlens": edges.astype(np.int32),
-        "max_seqlen": np.array(lengths.max(initial=0), np.int32),
-        "document_numbers": documents,
-        "document_bounds": bounds,
-    }
-    if "document_ids" in form.fields or "attention_mask" in form.fields:
-        numbers = np.arange(len(starts), dtype=np.int32)
-        numbers -= np.repeat(bounds[:-1], np.diff(bounds)).astype(np.int32)
-        ids = np.repeat(numbers, lengths).reshape(num_rows, sequence_length)
-        batch["document_ids"] = ids
-        if "attention_mask" in form.fields:
-            places = np.arange(sequence_length)
-            mask = ids[:, None, :, None] != ids[:, None, None, :]
-            mask |= places[:, None] < places  # in place: masks are large
-            batch["attention_mask"] = mask
-    return batch
-
-
-# ---- batches from those of several datasets ----
-
-
-class DatasetBatch(NamedTuple):
-    """The rows of a batch that one dataset of a blend has given.
-
-    Attributes:
-        name: Name of the dataset, for messages.
-        rows: Places of the rows in the whole batch: integers [rows].
-        arrays: The arrays of these rows.
-    """
-
-    name: str
-    rows: NDArray[np.intp]
-    arrays: Batch
-
-
-def form_of_datasets(form: BatchForm) -> BatchForm:
-    """The form of the batches that `merge_batches` makes one of."""
-    names = [name for name in form.fields if name in FIELDS] or ["tokens"]
-    if needs_parts(form):
-        names.append("cu_seqlens")
-    if "document_bounds" in form.fields:
-        names.append("document_numbers")
-    return replace(form, fields=tuple(names), share_labels=False)
+# ---- finished rows ----
 
 
 def select_fields(batch: Mapping[str, Any], form: BatchForm, dataset_name: str) -> Batch:
@@ -377,68 +212,21 @@ def _converted(name: str, tokens: NDArray[Any], form: BatchForm, dataset_name: s
     return tokens.astype(dtype, copy=False)
 
 
-def merge_batches(
-    form: BatchForm,
-    batches: Sequence[DatasetBatch],
-    sample_numbers: NDArray[np.int64],
-    dataset_numbers: NDArray[Any],
-) -> Batch:
-    """The batch of a form from batches of `form_of_datasets(form)`.
-
-    Raises:
-        DataError: Batches whose arrays differ in dtype or shape, or are not [batch, length].
-    """
-    num_rows = len(sample_numbers)
-    batch = merge_rows(
-        [
-            one._replace(arrays={k: array for k, array in one.arrays.items() if k in FIELDS})
-            for one in batches
-        ],
-        num_rows,
-    )
-    for name, array in batch.items():
-        if array.ndim != 2:
-            raise DataError(
-                f"{batches[0].name} returned {name} of shape {list(array.shape)}; [batch, length] "
-                "is needed"
-            )
-    sequence_length = next(iter(batch.values())).shape[1]
-    for name in ("loss_mask", "position_ids"):
-        if name in batch and not any(one.arrays[name].flags.writeable for one in batches):
-            for has_extra in (True, False):
-                plain = plain_array(name, num_rows, sequence_length, has_extra)
-                if np.array_equal(batch[name], plain):
-                    batch[name] = plain
-                    break
-    parts = _merge_parts(batches, num_rows, sequence_length) if needs_parts(form) else None
-    return _in_order(form, batch, sequence_length, sample_numbers, dataset_numbers, parts)
-
-
-def _merge_parts(batches: Sequence[DatasetBatch], num_rows: int, sequence_length: int) -> Parts:
-    starts, documents = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-    for one in batches:
-        rows, places = np.divmod(one.arrays["cu_seqlens"][:-1].astype(np.int64), sequence_length)
-        starts.append(one.rows[rows] * sequence_length + places)
-        documents.append(one.arrays.get("document_numbers", np.zeros_like(places)))
-    start = np.concatenate(starts)
-    order = np.argsort(start)
-    bounds = np.searchsorted(start[order], np.arange(num_rows + 1) * sequence_length)
-    return Parts(start[order], bounds, np.concatenate(documents)[order])
-
-
-def merge_rows(batches: Sequence[DatasetBatch], num_rows: int) -> Batch:
+def merge_rows(batches: Sequence[tuple[str, NDArray[Any], Batch]], num_rows: int) -> Batch:
     """The rows of several batches in one; all arrays have one row for each sample.
+
+    Args:
+        batches: Name of the dataset, for messages; places of the rows in the whole batch; arrays.
+        num_rows: Number of rows of the whole batch.
 
     Raises:
         DataError: Batches whose arrays differ in name, dtype or shape.
     """
-    merged: Batch = {}
-    for place, (dataset_name, rows, batch) in enumerate(batches):
-        if place == 0:
-            merged = {
-                name: np.empty((num_rows, *array.shape[1:]), array.dtype)
-                for name, array in batch.items()
-            }
+    _, _, first = batches[0]
+    merged: Batch = {
+        name: np.empty((num_rows, *array.shape[1:]), array.dtype) for name, array in first.items()
+    }
+    for dataset_name, rows, batch in batches:
         if batch.keys() != merged.keys():
             raise DataError(f"{dataset_name} returned {[*batch]}; {[*merged]} are needed")
         for name, array in batch.items():

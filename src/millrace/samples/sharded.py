@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-from typing import cast
 
-from millrace.checks import flag, shown
+from millrace.checks import flag
 from millrace.errors import ConfigError, DataError
-from millrace.options import SampleOptions
+from millrace.options import SampleOptions, choose_options
 from millrace.order import SequenceOrder
-from millrace.samples.datasets import GPTDataset
+from millrace.samples.gpt import GPTDataset
 from millrace.shards.metadata import ShardsMetadata
 from millrace.shards.reader import Shards
 from millrace.storage import Access
-from millrace.store import IndexedDataset
+
+_SINGLE = {"add_extra_token": False, "reset_position_ids": False, "eod_mask_loss": False} | {
+    "boundaries": "eod"
+}
 
 
 class ShardedDataset(GPTDataset):
@@ -40,6 +42,7 @@ class ShardedDataset(GPTDataset):
         eod_mask_loss: Whether the loss mask is 0 where the input is EOD.
         pad_token: Padding token, which is never trained on; None: there is no padding.
         add_extra_token: Whether the last token of a sequence is only a label.
+        boundaries: What tells documents apart: "eod", or "documents" (see `SampleOptions`).
         dtype: Dtype of the tokens ("uint16", "uint32", "int32"), for folders whose metadata do not
             say it; None: uint32.
         access: How the shards are read: "mmap", or "file" (positioned reads, for file systems where
@@ -66,6 +69,7 @@ class ShardedDataset(GPTDataset):
         eod_mask_loss: bool = False,
         pad_token: int | None = None,
         add_extra_token: bool = False,
+        boundaries: str = "eod",
         dtype: str | None = None,
         access: Access = "mmap",
     ) -> None:
@@ -75,21 +79,17 @@ class ShardedDataset(GPTDataset):
                 f"{shards.prefix} has no sequences: there is nothing to draw samples from. Shuffle "
                 "longer files, or with a smaller --seq-len"
             )
-        if options is None:
-            options = SampleOptions(
-                sequence_length=shards.sequence_length - flag("add_extra_token", add_extra_token),
-                add_extra_token=add_extra_token,
-                eod_token=eod_token,
-                pad_token=pad_token,
-                reset_position_ids=reset_position_ids,
-                eod_mask_loss=eod_mask_loss,
-            )
-        elif (eod_token, pad_token) != (None, None) or not (
-            add_extra_token is reset_position_ids is eod_mask_loss is False
-        ):
-            raise ConfigError("give options, or single options of samples: one of the two")
-        if not isinstance(options, SampleOptions):
-            raise ConfigError(f"options is {shown(options)}; give SampleOptions")
+        length = shards.sequence_length - flag("add_extra_token", add_extra_token)
+        single = {
+            "add_extra_token": add_extra_token,
+            "eod_token": eod_token,
+            "pad_token": pad_token,
+            "reset_position_ids": reset_position_ids,
+            "eod_mask_loss": eod_mask_loss,
+            "boundaries": boundaries,
+        }
+        single |= {"sequence_length": length} if options is None else {}
+        options = choose_options(options, single, _SINGLE)
         if options.sequence_length + options.add_extra_token != shards.sequence_length:
             raise ConfigError(
                 f"sequence_length is {options.sequence_length} and add_extra_token "
@@ -103,10 +103,10 @@ class ShardedDataset(GPTDataset):
             sequence_length=options.sequence_length,
             add_extra_token=options.add_extra_token,
         )
-        # The base class asks for no more of an indexed dataset than shards offer.
-        super().__init__(cast(IndexedDataset, shards), order=order, options=options)
+        super().__init__(shards, order=order, options=options)
 
     @property
     def metadata(self) -> ShardsMetadata:
         """What `metadata.json` says."""
-        return cast(Shards, self._file).metadata
+        metadata: ShardsMetadata = self.dataset.metadata
+        return metadata

@@ -1,45 +1,46 @@
-"""From spans to the arrays of samples."""
+"""Stored tokens in an order: the source of most samples, and its path through the core."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from millrace import _native
+from millrace.errors import DataError, MillraceError
 from millrace.options import SampleOptions
 from millrace.order import Order, Spans
 from millrace.order.spans import checked_spans
-from millrace.samples.fields import (
-    FIELDS,
-    BatchForm,
-    Parts,
-    find_parts,
-    make_batch,
-    needs_parts,
-    row_form,
-)
-from millrace.samples.fields import Batch as Batch
+from millrace.samples.fields import FIELDS, Batch, BatchForm, needs_parts, row_form
+from millrace.samples.rows import find_parts, finish, of_parts
+from millrace.samples.tokens import Numbers, StoredSource, TokenBatch, fingerprint_of
 from millrace.store import BinReader
-
-Arrays = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]
-
-Texts = tuple[NDArray[Any], NDArray[np.int64]]
-"""The tokens of some samples, one sample after the other, [n], and where each ends, [batch]."""
+from millrace.store.token_file import TokenFile
 
 
 class TokenStore(Protocol):
-    """Token sequences by number: an `IndexedDataset`, or the `Shards` of a folder.
+    """Stored tokens: an `IndexedDataset`, the `Shards` of a folder, or `RawTokens`.
 
     Attributes:
+        prefix: The store's name in messages.
         dtype: Dtype of the tokens.
-        reader: The bytes of the token file, or of several as if they were one.
     """
 
+    prefix: str
     dtype: np.dtype[Any]
-    reader: BinReader
+
+    @property
+    def reader(self) -> BinReader:
+        """The bytes of the token file, or of several as if they were one."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the content."""
+        ...
 
     @property
     def is_mapped(self) -> bool:
@@ -50,187 +51,232 @@ class TokenStore(Protocol):
         """The tokens for the core."""
         ...
 
-    def documents_of(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
+    def documents_of(self, sequences: Numbers) -> Numbers:
         """The documents that sequences belong to: int64 [sequences]."""
         ...
 
 
-class SampleSource:
-    """The samples of one token file, or of the shards of one dataset, in one order.
+class StoredTokens(StoredSource):
+    """The tokens of a store in an order, as a source of token batches.
 
     Args:
-        dataset: The token file.
+        store: The store, or a token file that is opened for the first sample at the latest.
         order: The order of its samples, or an order of the native core itself.
-        options: What a sample looks like.
+
+    Attributes:
+        store_or_file: The store, or the file that is not opened yet.
+        order: The order.
     """
 
-    def __init__(
-        self, dataset: TokenStore, order: Order | _native.Order, options: SampleOptions
-    ) -> None:
-        self.options = options
-        self._dataset, self._order = dataset, cast(Order, order)
-        is_core = isinstance(order, _native.Order)
-        self._core: Any = order if is_core else getattr(order, "core", None)
-        self.tokens = dataset.token_source()
-        # With one, a call of the core reads samples of this and of other such sources.
-        self.core_order: Any = self._core if dataset.is_mapped else None
+    def __init__(self, store: TokenStore | TokenFile, order: Order | _native.Order) -> None:
+        self.store_or_file = store
+        self.order: Any = order
+        self._core: tuple[_native.TokenSource, _native.Order | None] | None = None
 
-    def read(self, numbers: NDArray[np.int64]) -> Arrays:
-        """The samples of these numbers: FIELDS, each [batch, sequence_length].
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_core": None}  # made again where it is needed
 
-        Raises:
-            ValueError: An index, or an order, that points outside the token file.
-        """
-        arrays: Arrays = self._read(numbers, None)
-        return arrays
-
-    def batch(self, numbers: NDArray[np.int64], form: BatchForm | None = None) -> Batch:
-        """The batch of a form; None: FIELDS.
-
-        Raises:
-            ValueError: An index, or an order, that points outside the token file, or a token id
-                that does not fit.
-        """
-        arrays = self._read(numbers, form)
-        if form is None:
-            return dict(zip(FIELDS, arrays, strict=True))
-        return _make_batch(form, arrays, [self], None, numbers, None)
-
-    def _read(self, numbers: NDArray[np.int64], form: BatchForm | None) -> Any:
-        core_form = None if form is None else row_form(form)
-        if self.core_order is not None:
-            return _native.gather_samples(
-                (self.tokens,),
-                (self.core_order,),
-                np.zeros(len(numbers), np.int64),
-                numbers,
-                self.options,
-                core_form,
-            )
-        spans = self._spans(numbers)
-        arrays = _native.fill_rows(*self._read_spans(spans), self.options, core_form)
-        if form is None or not needs_parts(form):
-            return arrays
-        return *arrays, spans.sequences, spans.counts, spans.bounds
-
-    def texts(self, numbers: NDArray[np.int64]) -> Texts:
-        """The tokens of the samples of these numbers, as int64.
-
-        Raises:
-            ValueError: An index, or an order, that points outside the token file.
-        """
-        if self.core_order is not None:
-            return gather_texts([self], np.zeros(len(numbers), np.int64), numbers)
-        tokens, ends = self._read_spans(self._spans(numbers))
-        return tokens.astype(np.int64, copy=False), ends
+    def __len__(self) -> int:
+        return len(self.order)
 
     @property
-    def is_remote(self) -> bool:
+    def prefix(self) -> str:
+        """The store's name in messages."""
+        return self.store_or_file.prefix
+
+    @property
+    def store(self) -> TokenStore:
+        """The store, opened."""
+        store = self.store_or_file
+        return store.dataset if isinstance(store, TokenFile) else store
+
+    @property
+    def file_dtype(self) -> np.dtype[Any]:  # type: ignore[override]
+        """Dtype of the stored tokens."""
+        return self.store.dtype
+
+    @property
+    def core(self) -> tuple[_native.TokenSource, _native.Order | None]:
+        """The tokens and the order in the core; the order is None if Python calls it."""
+        if self._core is None:
+            order = self.order
+            is_core = isinstance(order, _native.Order)
+            core_order = order if is_core else getattr(order, "core", None)
+            self._core = self.store.token_source(), core_order
+        return self._core
+
+    @property
+    def is_in_core(self) -> bool:
+        """Whether a call of the core gathers the samples, also with those of other sources."""
+        return self.core[1] is not None and self.store.is_mapped
+
+    def tokens(self, sample_numbers: Numbers) -> TokenBatch:
+        """See `TokenSource.tokens`.
+
+        Raises:
+            DataError: An index, or an order, that points outside the store.
+        """
+        if self.is_in_core:
+            return gather_tokens([self], np.zeros(len(sample_numbers), np.int64), sample_numbers)
+        store, spans = self.store, self.spans(sample_numbers)
+        with _outside_is_damage():
+            tokens = store.reader.gather(*self._bytes_of(spans)).view(store.dtype)
+        ends = np.append(0, np.cumsum(spans.counts, dtype=np.int64))[spans.bounds[1:]]
+        return _token_batch(tokens, ends, spans.sequences, spans.offsets, spans.counts)
+
+    def gather(
+        self, sample_numbers: Numbers, options: SampleOptions, form: BatchForm | None
+    ) -> Batch | None:
+        """See `StoredSource.gather`."""
+        if not self.is_in_core:
+            return None
+        places = np.zeros(len(sample_numbers), np.int64)
+        return gather([self], places, sample_numbers, options, form, sample_numbers=sample_numbers)
+
+    def spans(self, sample_numbers: Numbers) -> Spans:
+        """Which tokens of which sequences the samples are made of."""
+        core = self.core[1]
+        with _outside_is_damage():
+            if core is None:
+                return checked_spans(self.order, sample_numbers)
+            return Spans(*_native.spans(core, sample_numbers))
+
+    def _bytes_of(self, spans: Spans) -> tuple[Numbers, Numbers]:
+        """Byte offsets and byte counts of spans."""
+        sequences, offsets, counts = spans[:3]
+        if sequences is not None:
+            return _native.locate_spans(self.core[0], sequences, offsets, counts)
+        size = self.store.dtype.itemsize
+        num_tokens = self.store.reader.size // size
+        is_outside = (offsets < 0) | (counts < 0) | (counts > num_tokens - offsets)
+        if is_outside.any():
+            place = int(is_outside.argmax())
+            raise ValueError(
+                f"a span has {counts[place]} tokens from token {offsets[place]} on; the store has "
+                f"{num_tokens}"
+            )
+        return offsets * size, counts * size
+
+    def documents(self, part_sources: NDArray[np.int32], part_sequences: Numbers) -> Numbers:
+        """See `StoredSource.documents`."""
+        return self.store.documents_of(part_sequences)
+
+    @property
+    def is_remote(self) -> bool:  # type: ignore[override]
         """Whether the bytes come from elsewhere than a local file, by a reader that prefetches."""
-        reader = self._dataset.reader
+        reader = self.store.reader
         return hasattr(reader, "prefetch") and not getattr(reader, "is_local", False)
 
-    def prefetch(self, numbers: NDArray[np.int64]) -> None:
-        """Tells the storage that the samples of these numbers are read soon."""
-        prefetch = getattr(self._dataset.reader, "prefetch", None)
+    def prefetch(self, sample_numbers: Numbers) -> None:
+        """See `StoredSource.prefetch`."""
+        prefetch = getattr(self.store.reader, "prefetch", None)
         if prefetch is not None:
-            prefetch(*_native.locate_spans(self.tokens, *self._spans(numbers)[:3]))  # type: ignore[arg-type]
+            with _outside_is_damage():
+                prefetch(*self._bytes_of(self.spans(sample_numbers)))
 
-    def documents(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The documents that sequences belong to: int64 [sequences]."""
-        return self._dataset.documents_of(sequences)
+    def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
+        """See `TokenSource.fingerprint`."""
+        file: Any = self.store_or_file
+        content = {"content": file.fingerprint}
+        if hasattr(file, "lengths_checksum"):  # a store of sequences
+            content["lengths"] = file.lengths_checksum
+        return content | fingerprint_of(self.order, consumed_samples)
 
-    def _spans(self, numbers: NDArray[np.int64]) -> Spans:
-        if self._core is None:
-            return checked_spans(self._order, numbers)
-        return Spans(*_native.spans(self._core, numbers))
 
-    def _read_spans(self, spans: Spans) -> Texts:
-        places = _native.locate_spans(self.tokens, *spans[:3])  # type: ignore[arg-type]
-        tokens = self._dataset.reader.gather(*places).view(self._dataset.dtype)
-        ends = np.concatenate(([0], np.cumsum(spans.counts, dtype=np.int64)))[spans.bounds[1:]]
-        return tokens, ends
+# ---- by one call of the core ----
 
 
 def gather(
-    sources: Sequence[SampleSource],
-    source_numbers: NDArray[np.int64],
-    numbers: NDArray[np.int64],
+    sources: Sequence[StoredTokens],
+    source_numbers: Numbers,
+    numbers: Numbers,
+    options: SampleOptions,
     form: BatchForm | None = None,
     *,
-    sample_numbers: NDArray[np.int64],
-    dataset_numbers: NDArray[Any],
+    sample_numbers: Numbers,
+    dataset_numbers: NDArray[Any] | None = None,
 ) -> Batch:
-    """A batch from several sources with core orders and equal options, in one call of the core.
+    """The arrays of a batch from sources that are in the core, in one call.
+
+    They equal `rows` of the sources' tokens, for options whose boundaries are "eod".
 
     Args:
         sources: The sources.
         source_numbers: Source of each sample: int64 [batch].
         numbers: Number of each sample in its source: int64 [batch].
+        options: What a sample looks like.
         form: Which arrays the batch has; None: FIELDS.
-        sample_numbers: Number of each sample in the blend: int64 [batch].
-        dataset_numbers: Dataset of each sample: integers [batch].
+        sample_numbers: Number of each sample in the dataset: int64 [batch].
+        dataset_numbers: Dataset of each sample: integers [batch]; None: no blend.
 
     Raises:
-        ValueError: An index that points outside a token file, or a token id that does not fit.
+        DataError: An index that points outside a store, or a token id that does not fit.
     """
-    arrays = _native.gather_samples(
-        tuple([source.tokens for source in sources]),  # a list takes half of a generator's time
-        tuple([source.core_order for source in sources]),
-        source_numbers,
-        numbers,
-        sources[0].options,
-        None if form is None else row_form(form),
-    )
+    core_form = row_form(form)
+    with _outside_is_damage():
+        arrays = _native.gather_samples(
+            *_core_of(sources), source_numbers, numbers, options, core_form
+        )
     if form is None:
         return dict(zip(FIELDS, arrays, strict=True))
-    return _make_batch(form, arrays, sources, source_numbers, sample_numbers, dataset_numbers)
-
-
-def gather_texts(
-    sources: Sequence[SampleSource], source_numbers: NDArray[np.int64], numbers: NDArray[np.int64]
-) -> Texts:
-    """The tokens of samples of several sources with core orders; the arguments are `gather`'s.
-
-    Raises:
-        ValueError: An index that points outside a token file.
-    """
-    return _native.gather_texts(
-        tuple([source.tokens for source in sources]),
-        tuple([source.core_order for source in sources]),
-        source_numbers,
-        numbers,
-    )
-
-
-def _make_batch(
-    form: BatchForm,
-    arrays: Sequence[Any],
-    sources: Sequence[SampleSource],
-    source_numbers: NDArray[np.int64] | None,
-    sample_numbers: NDArray[np.int64],
-    dataset_numbers: NDArray[Any] | None,
-) -> Batch:
-    """The batch of what the core has returned; `source_numbers` None: all of the first source."""
-    options = sources[0].options
-    parts: Parts | None = None
+    own: Batch = {"sample_numbers": sample_numbers.copy()}
+    if dataset_numbers is None:
+        own["dataset_numbers"] = np.zeros_like(sample_numbers)
+    else:
+        own["dataset_numbers"] = dataset_numbers.astype(np.int64)
+    parts = None
     if needs_parts(form):
         sequences, counts, bounds = arrays[4:]
-        documents = np.zeros_like(sequences)
+        extras = np.broadcast_to(options.add_extra_token, len(numbers))
+        parts = find_parts(counts, bounds, options, extras)
         if "document_numbers" in form.fields:
-            if source_numbers is None:
-                documents = sources[0].documents(sequences)
-            else:
-                places = np.repeat(source_numbers, np.diff(bounds))
-                for place, source in enumerate(sources):
-                    is_here = places == place
-                    documents[is_here] = source.documents(sequences[is_here])
-        parts = find_parts(counts, bounds, documents, options)
-    return make_batch(
-        form,
-        arrays[:4],
-        options,
-        sample_numbers,
-        dataset_numbers=dataset_numbers,
-        parts=parts,
+            source_of_part = np.repeat(source_numbers, np.diff(bounds))
+            documents = np.empty_like(sequences)
+            for place, source in enumerate(sources):
+                is_here = source_of_part == place
+                documents[is_here] = source.store.documents_of(sequences[is_here])
+            own["document_numbers"] = of_parts(documents, parts)
+    return finish(form, arrays[:4], options, len(numbers), parts, own)
+
+
+def gather_tokens(
+    sources: Sequence[StoredTokens], source_numbers: Numbers, numbers: Numbers
+) -> TokenBatch:
+    """The tokens of samples of several sources that are in the core; see `gather`."""
+    with _outside_is_damage():
+        arrays = _native.gather_tokens(*_core_of(sources), source_numbers, numbers)
+    return _token_batch(*arrays)
+
+
+def _core_of(sources: Sequence[StoredTokens]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    pairs = [source.core for source in sources]
+    return tuple([pair[0] for pair in pairs]), tuple([pair[1] for pair in pairs])
+
+
+def _token_batch(
+    tokens: NDArray[Any],
+    ends: Numbers,
+    sequences: Numbers | None,
+    offsets: Numbers,
+    counts: Numbers,
+) -> TokenBatch:
+    """The batch whose parts are spans; those without tokens are left out."""
+    starts = np.cumsum(counts) - counts
+    if not counts.all():
+        has_tokens = counts > 0
+        starts, offsets = starts[has_tokens], offsets[has_tokens]
+        sequences = None if sequences is None else sequences[has_tokens]
+    return TokenBatch(
+        tokens, ends, part_starts=starts, part_sequence=sequences, part_offset=offsets
     )
+
+
+@contextmanager
+def _outside_is_damage() -> Iterator[None]:
+    """Turns the core's ValueErrors, of what only reading shows, into DataErrors."""
+    try:
+        yield
+    except MillraceError:
+        raise
+    except ValueError as error:
+        raise DataError(f"an index points outside its data: {error}. Write it again") from None

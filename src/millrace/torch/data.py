@@ -23,7 +23,7 @@ from millrace.errors import ConfigError, ResumeError
 from millrace.feed import Dataset, Loader, Sampler
 from millrace.feed.state import STATE_VERSION, Fingerprint, FingerprintMethod
 from millrace.feed.streams import ExternalBatches
-from millrace.samples.datasets import batch_of_form
+from millrace.samples.dataset import batch_of_form
 from millrace.samples.fields import FIELDS, BatchForm
 from millrace.sampling.protocols import checked_position, explanation, num_steps
 from millrace.torch.tensors import to_tensors

@@ -6,26 +6,25 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from millrace import _native
 from millrace.checks import MAX_INT64, real, token, whole
 from millrace.errors import ConfigError
-from millrace.samples.transforms.transformed import MaskedTexts
+from millrace.samples.tokens import Numbers, TokenBatch
 
 
 @dataclass(frozen=True, kw_only=True)
 class FillInMiddle:
     """Permutes documents so that the model learns to fill in their middle.
 
-    A text is split into documents at each EOD, or is one document without `eod_token`. Each
+    A sample is split into documents at each EOD, or is one document without `eod_token`. Each
     document is permuted with probability `rate`: two cuts split its tokens into prefix, middle and
     suffix, any of which may be empty, and they are written as one of
 
         PSM:  prefix_token, prefix, suffix_token, suffix, middle_token, middle
         SPM:  prefix_token, suffix_token, suffix, middle_token, prefix, middle
 
-    The text keeps its length: the inserted tokens push out the last tokens of the text. The
+    The sample keeps its length: the inserted tokens push out its last tokens. The
     document that does not fit any more is cut first and permuted then, so that a permuted document
     has all of its three inserted tokens. A document of which fewer than 3 tokens would remain is
     not permuted. An EOD stays behind its document.
@@ -40,9 +39,9 @@ class FillInMiddle:
         rate: Probability that a document is permuted, 0 to 1.
         spm_rate: Probability that a permuted document is written as SPM, 0 to 1.
         prefix_token, middle_token, suffix_token: Token ids of the three inserted tokens.
-        eod_token: End-of-document token; None: a text is one document.
-        pad_token: Padding token. Padding at the end of a text makes room for inserted tokens, and
-            belongs to no document. None: the texts are not padded.
+        eod_token: End-of-document token; None: a sample is one document.
+        pad_token: Padding token. Padding at the end of a sample makes room for inserted tokens, and
+            belongs to no document. None: the samples are not padded.
         seed: Seed of the draws, 0 to 2**63 - 1.
 
     Raises:
@@ -52,10 +51,11 @@ class FillInMiddle:
         >>> fill = FillInMiddle(
         ...     rate=1, spm_rate=0, prefix_token=97, middle_token=98, suffix_token=99, seed=3
         ... )
-        >>> tokens = np.arange(12)
-        >>> texts = MaskedTexts(tokens, np.array([12]), np.ones(12, bool))
-        >>> fill.apply(texts, np.array([0])).tokens.tolist()
+        >>> take, batch = fill(TokenBatch(np.arange(12), np.array([12])), np.array([0]))
+        >>> batch.tokens.tolist()
         [97, 0, 1, 2, 99, 7, 8, 98, 3, 4, 5, 6]
+        >>> take.tolist()
+        [-1, 0, 1, 2, -1, 7, 8, -1, 3, 4, 5, 6]
     """
 
     rate: float
@@ -91,16 +91,12 @@ class FillInMiddle:
         for name, value in plain.items():
             object.__setattr__(self, name, value)
 
-    def apply(self, texts: MaskedTexts, sample_numbers: NDArray[np.int64]) -> MaskedTexts:
-        """See `Transform.apply`."""
-        tokens, flags = _native.fill_in_middle(
-            texts.tokens,
-            texts.is_trained.view(np.uint8),
-            texts.ends,
-            sample_numbers,
-            **asdict(self),
+    def __call__(self, batch: TokenBatch, sample_numbers: Numbers) -> tuple[Numbers, TokenBatch]:
+        """See `Transform`."""
+        tokens, take = _native.fill_in_middle(
+            batch.tokens.astype(np.int64, copy=False), batch.ends, sample_numbers, **asdict(self)
         )
-        return MaskedTexts(tokens, texts.ends, flags.view(np.bool_))
+        return take, TokenBatch(tokens, batch.ends)
 
     def fingerprint(self) -> dict[str, Any]:
         """See `Transform.fingerprint`."""

@@ -20,8 +20,10 @@ from millrace.cache import arrays
 from millrace.checks import flag, one_path, whole_numbers
 from millrace.errors import ConfigError, DataError
 from millrace.files import checksum
-from millrace.samples.datasets import BlendedDataset, Dataset, GPTDataset
-from millrace.samples.transforms.transformed import MaskedTexts
+from millrace.samples.blended import BlendedDataset
+from millrace.samples.dataset import Dataset
+from millrace.samples.gpt import GPTDataset
+from millrace.samples.tokens import Numbers, TokenBatch
 from millrace.store import IndexedDataset
 
 _KIND = "loss_ranges"
@@ -114,37 +116,44 @@ class LossRanges:
         self.only = flag("only", only)
         self._ranges: dict[str, _Ranges] = {}
         leaves = list(_leaves(dataset))
-        prefixes = {leaf.prefix for leaf in leaves}
-        if ranges is not None and len(prefixes) != 1:
+        self._prefixes = [leaf.prefix for leaf in leaves]  # by number of the source of a part
+        count = len(set(self._prefixes))
+        if ranges is not None and count != 1:
             raise ConfigError(
-                f"there is one set of ranges for {len(prefixes)} token files: write ranges beside "
+                f"there is one set of ranges for {count} token files: write ranges beside "
                 "each of them (write_loss_ranges), or transform each dataset of the blend alone"
             )
         for leaf in leaves:
             if leaf.prefix not in self._ranges:
                 self._ranges[leaf.prefix] = _ranges_of(leaf, ranges)
 
-    def apply(self, texts: MaskedTexts, sample_numbers: NDArray[np.int64]) -> MaskedTexts:
-        """See `Transform.apply`."""
-        marks = np.zeros(len(texts.tokens), np.bool_)
-        starts = np.append(0, texts.ends)
-        for dataset, numbers, rows in _sources(
-            self.dataset, sample_numbers, np.arange(len(sample_numbers))
-        ):
-            spans = dataset.spans(numbers)
-            ranges = self._ranges[dataset.prefix]
+    def __call__(self, batch: TokenBatch, sample_numbers: Numbers) -> tuple[None, TokenBatch]:
+        """See `Transform`."""
+        starts, sequences, offsets = batch.part_starts, batch.part_sequence, batch.part_offset
+        if starts is None or sequences is None or offsets is None:
+            raise ConfigError(
+                "the samples do not say which sequences they are made of: ranges need an order of "
+                "sequences"
+            )
+        counts, sources = batch.part_counts, batch.part_source
+        if sources is None:
+            sources = np.zeros(len(counts), np.int32)
+        marks = np.zeros(len(batch.tokens), np.bool_)
+        source_of_token = np.repeat(sources, counts)
+        for source in np.unique(sources).tolist():
+            ranges, here = self._ranges[self._prefixes[source]], sources == source
             try:
-                part = _native.mark_ranges(ranges.arrays[_ARRAY], *spans[:3])  # type: ignore[arg-type]
+                flags = _native.mark_ranges(
+                    ranges.arrays[_ARRAY], sequences[here], offsets[here], counts[here]
+                )
             except DataError as error:  # a page of the mapped file is gone
                 raise DataError(f"{ranges.path}: {error}") from None
-            bounds = np.append(0, np.cumsum(spans.counts))[spans.bounds]
-            for place, row in enumerate(rows.tolist()):
-                marks[starts[row] : starts[row + 1]] = part[bounds[place] : bounds[place + 1]]
-        return texts._replace(is_trained=texts.is_trained & (marks if self.only else ~marks))
+            marks[source_of_token == source] = flags.view(np.bool_)
+        return None, batch.untrained(~marks if self.only else marks)
 
     def fingerprint(self) -> dict[str, Any]:
         """See `Transform.fingerprint`."""
-        checksums = [self._ranges[leaf.prefix].checksum for leaf in _leaves(self.dataset)]
+        checksums = [self._ranges[prefix].checksum for prefix in self._prefixes]
         return {"kind": _KIND, "only": self.only, "ranges": checksums}
 
 
@@ -256,16 +265,3 @@ def _leaves(dataset: Dataset) -> Iterator[GPTDataset]:
             "are made of. Ranges need a GPTDataset, or a blend of GPT datasets; for other data, "
             "write a transform that makes the mask"
         )
-
-
-def _sources(
-    dataset: Dataset, numbers: NDArray[np.int64], rows: NDArray[Any]
-) -> Iterator[tuple[GPTDataset, NDArray[np.int64], NDArray[Any]]]:
-    """The datasets that some samples come from, their numbers there and their rows in the batch."""
-    if isinstance(dataset, BlendedDataset):
-        dataset_numbers, in_dataset = dataset.order.draws(numbers)
-        for number in np.unique(dataset_numbers).tolist():
-            is_here = dataset_numbers == number
-            yield from _sources(dataset.datasets[number], in_dataset[is_here], rows[is_here])
-    elif isinstance(dataset, GPTDataset) and len(numbers) > 0:
-        yield dataset, numbers, rows

@@ -6,18 +6,17 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from millrace import _native
 from millrace.checks import MAX_INT32, flag, whole
-from millrace.samples.transforms.transformed import MaskedTexts
+from millrace.samples.tokens import Numbers, TokenBatch
 
 
 @dataclass(frozen=True, kw_only=True)
 class RepeatGuard:
     """Takes the loss from runs in which the same few tokens repeat over and over.
 
-    A run of period p is a longest stretch of a text in which each token equals the one p places
+    A run of period p is a longest stretch of a sample in which each token equals the one p places
     later, the last p tokens excepted. Where a run has at least p * min_repeats tokens, and p is at
     most `max_period`, none of its tokens is trained on, the first repetition included.
 
@@ -45,12 +44,13 @@ class RepeatGuard:
         for name, value in plain.items():
             object.__setattr__(self, name, value)
 
-    def apply(self, texts: MaskedTexts, sample_numbers: NDArray[np.int64]) -> MaskedTexts:
-        """See `Transform.apply`."""
+    def __call__(self, batch: TokenBatch, sample_numbers: Numbers) -> tuple[None, TokenBatch]:
+        """See `Transform`."""
+        tokens = batch.tokens.astype(np.int64, copy=False)
         marks = _native.mark_repeats(
-            texts.tokens, texts.ends, self.max_period, self.min_repeats, self.whole_sample
+            tokens, batch.ends, self.max_period, self.min_repeats, self.whole_sample
         )
-        return texts._replace(is_trained=texts.is_trained & ~marks.view(np.bool_))
+        return None, batch.untrained(marks.view(np.bool_))
 
     def fingerprint(self) -> dict[str, Any]:
         """See `Transform.fingerprint`."""

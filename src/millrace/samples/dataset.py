@@ -1,0 +1,391 @@
+"""Datasets: sample numbers in, the arrays of a batch out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, Protocol, SupportsIndex
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from millrace.checks import shown, whole, whole_numbers
+from millrace.errors import ConfigError, MillraceError
+from millrace.options import SampleOptions
+from millrace.samples.fields import Batch, BatchForm, check_form, select_fields
+from millrace.samples.rows import mask_losses, rows
+from millrace.samples.tokens import (
+    Numbers,
+    StoredSource,
+    TokenBatch,
+    TokenSource,
+    check_tokens,
+    fingerprint_of,
+    split_at_eod,
+    without_parts,
+)
+from millrace.samples.transforms.protocol import check_transforms, transformed
+
+
+class Dataset(Protocol):
+    """Finished rows by sample number: what a blend and a loader need at least.
+
+    With `takes_form = True`, `batch` has a second argument `form`, a `BatchForm` or None, and
+    returns the arrays of that form. Datasets without it deliver the arrays that their `batch`
+    returns. `prefix` names the dataset in messages. A `TokenDataset` makes rows of tokens.
+    """
+
+    def __len__(self) -> int:
+        """The number of samples."""
+        ...
+
+    def batch(self, sample_numbers: ArrayLike) -> Batch:
+        """The samples of these numbers: arrays by name, one row for each sample."""
+        ...
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What decides the samples, as plain values, for comparison with a saved state.
+
+        Strings, numbers but NaN, None, lists, and dicts with strings as keys: a loader refuses
+        other values. An entry "view", wherever it stands, holds what changes masks and padding
+        alone: a loader warns if it has changed, and refuses all other changes. The method may take
+        an argument `consumed_samples`: see `TokenSource.fingerprint`.
+        """
+        ...
+
+
+class TokenDataset(StoredSource):
+    """Rows made of the tokens of any source.
+
+    It is a source of tokens itself, those that its transforms return.
+
+    Args:
+        source: Where the tokens come from.
+        options: What a sample looks like.
+        transforms: Functions of the token batch, applied in their order (see `Transform`).
+
+    Attributes:
+        source: Where the tokens come from.
+        options: What a sample looks like; None: the datasets of a blend differ in it.
+        transforms: The transforms.
+
+    Raises:
+        ConfigError: A source without tokens, or transforms that cannot work.
+
+    Example:
+        >>> class Counting:
+        ...     def __len__(self):
+        ...         return 9
+        ...     def tokens(self, sample_numbers):
+        ...         rows = 10 * sample_numbers[:, None] + np.arange(4)
+        ...         return TokenBatch(rows.reshape(-1), 4 * np.arange(1, len(rows) + 1))
+        ...     def fingerprint(self, consumed_samples=None):
+        ...         return {"kind": "counting"}
+        >>> dataset = TokenDataset(Counting(), SampleOptions(sequence_length=3))
+        >>> dataset[2]["labels"].tolist()
+        [21, 22, 23]
+    """
+
+    takes_form = True
+
+    def __init__(
+        self,
+        source: TokenSource,
+        options: SampleOptions | None,
+        transforms: Iterable[Any] = (),
+    ) -> None:
+        if not isinstance(source, TokenSource):
+            raise ConfigError(
+                f"a {type(source).__name__} has no method `tokens`, which returns the TokenBatch "
+                "of sample numbers"
+            )
+        self.source: Any = source
+        self.options = options
+        self.transforms = check_transforms(source, transforms)
+        self._moves_tokens = any(one.changes_tokens for one in self.transforms)
+        self._stored = source if isinstance(source, StoredSource) else StoredSource()
+
+    @property
+    def prefix(self) -> str:
+        """The dataset's name in messages."""
+        return name_of(self.source)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, sample_number: SupportsIndex) -> Batch:
+        """One sample: the arrays of `batch` without their first dimension."""
+        number = whole("the sample number", sample_number)
+        number += len(self) if number < 0 else 0
+        if not 0 <= number < len(self):
+            raise IndexError(
+                f"there is no sample {shown(number)}; the dataset has 0 to {len(self) - 1}"
+            )
+        return {name: array[0] for name, array in self.batch([number]).items()}
+
+    def batch(self, sample_numbers: ArrayLike, form: BatchForm | None = None) -> Batch:
+        """The samples of these numbers.
+
+        Args:
+            sample_numbers: Integers [batch], each in [0, len): a list, or an array of any integer
+                dtype, byte order and stride.
+            form: Which arrays the batch has. None: `tokens` int64, `labels` int64, `loss_mask`
+                float32 and `position_ids` int64, each [batch, sequence_length].
+
+        Returns:
+            The arrays by name. Without a form, they are new; with one, loss masks and position ids
+            may be read-only arrays that batches share.
+
+        Raises:
+            ConfigError: Sample numbers that are not integers, or have another shape; another form;
+                a field or a dtype that the tokens do not give.
+            IndexError: No such sample.
+            DataError: An index entry that points outside the token file, or a token id that does
+                not fit the vocabulary or dtype of the form; the message names file and sample.
+        """
+        check_form(form)
+        batch: Batch = self._named("batch", sample_numbers, form)
+        return batch
+
+    def tokens(self, sample_numbers: ArrayLike) -> TokenBatch:
+        """The tokens of the samples of these numbers, transformed.
+
+        They include the extra token, the last label. Nothing is padded or masked: a last partial
+        sample is shorter than the others.
+
+        Raises:
+            ConfigError, IndexError, DataError: As `batch`.
+        """
+        tokens: TokenBatch = self._named("tokens", sample_numbers, None)
+        return tokens
+
+    def _batch(self, numbers: Numbers, form: BatchForm | None) -> Batch:
+        options = self.options
+        assert options is not None
+        if not self.transforms and options.boundaries == "eod":
+            batch: Batch | None = self._stored.gather(numbers, options, form)
+            if batch is not None:
+                return batch
+        return rows(self._tokens_for(numbers, form), options, form)
+
+    def _tokens_for(self, numbers: Numbers, form: BatchForm | None) -> TokenBatch:
+        """The tokens, with what a form asks of the token files."""
+        batch = self._tokens(numbers)
+        if form is None:
+            return batch
+        if "document_numbers" in form.fields and batch.part_sequence is not None:
+            batch = batch.with_field("document_numbers", "part", self._documents_of(batch))
+        if form.token_dtype == "file" and self.file_dtype is not None:
+            batch = replace(batch, tokens=_narrowed(batch.tokens, self.file_dtype))
+        return batch
+
+    def _tokens(self, numbers: Numbers) -> TokenBatch:
+        source, options = self.source, self.options
+        batch = check_tokens(
+            f"{type(source).__name__}.tokens", source.tokens(numbers), len(numbers)
+        )
+        is_by_eod = options is None or options.boundaries == "eod"
+        for transform in self.transforms:
+            if transform.changes_tokens and is_by_eod:
+                batch = without_parts(batch)  # EOD tells documents apart, where it is now
+            batch = transformed(transform, batch, numbers)
+        if batch.part_starts is None and options is not None and options.eod_token is not None:
+            batch = split_at_eod(batch, options.eod_token)
+        return batch.with_field("sample_numbers", "sample", numbers.copy())
+
+    def _named(self, method: str, sample_numbers: ArrayLike, form: BatchForm | None) -> Any:
+        """What a method returns, whose error names the first sample that cannot be read."""
+        numbers = check_numbers(sample_numbers, len(self))
+        try:
+            return self._batch(numbers, form) if method == "batch" else self._tokens(numbers)
+        except (MillraceError, OSError) as error:
+            if isinstance(error, ConfigError):  # of the call, not of a sample
+                raise
+            for number in numbers.tolist():
+                try:
+                    self._read_alone(method, np.array([number]), form)
+                except (MillraceError, OSError) as its_error:
+                    raise _placed(self._where(f"sample {number}"), its_error) from None
+            raise _placed(self._where(f"samples {shown(numbers.tolist())}"), error) from None
+
+    def _read_alone(self, method: str, number: Numbers, form: BatchForm | None) -> None:
+        """Reads one sample, for the error that names it."""
+        _ = self._batch(number, form) if method == "batch" else self._tokens(number)
+
+    def _where(self, samples: str) -> str:
+        """What to call samples in a message."""
+        return f"{self.prefix}, {samples}"
+
+    @property
+    def num_sources(self) -> int:  # type: ignore[override]
+        """Number of stores that `part_source` counts."""
+        return self._stored.num_sources
+
+    @property
+    def file_dtype(self) -> np.dtype[Any] | None:  # type: ignore[override]
+        """The dtype of the token files."""
+        return self._stored.file_dtype
+
+    @property
+    def is_remote(self) -> bool:  # type: ignore[override]
+        """Whether the bytes come from elsewhere than local files, by readers that prefetch."""
+        return self._stored.is_remote
+
+    def documents(self, part_sources: NDArray[np.int32], part_sequences: Numbers) -> Numbers:
+        """The documents in their token files that sequences belong to: int64 [parts]."""
+        return self._stored.documents(part_sources, part_sequences)
+
+    def _documents_of(self, batch: TokenBatch) -> Numbers:
+        """The document of each part; -1 where its sequence is not known."""
+        sequences, sources = batch.part_sequence, batch.part_source
+        assert sequences is not None
+        if sources is None:
+            sources = np.zeros(len(sequences), np.int32)
+        documents = np.full(len(sequences), -1, np.int64)
+        is_known = sequences >= 0
+        documents[is_known] = self.documents(sources[is_known], sequences[is_known])
+        return documents
+
+    def prefetch(self, sample_numbers: ArrayLike) -> None:
+        """Tells the storage that these samples are read soon, and does not wait for it.
+
+        Raises:
+            ConfigError, IndexError, DataError: As `batch`.
+        """
+        self._stored.prefetch(check_numbers(sample_numbers, len(self)))
+
+    def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
+        """See `Dataset.fingerprint`.
+
+        Transforms that change tokens belong to the order. Those that only mask belong to the view,
+        as do the options that the source does not name.
+        """
+        fingerprint = self._source_fingerprint(consumed_samples)
+        if not self.transforms:
+            return fingerprint
+        entries = [transform.fingerprint() for transform in self.transforms]
+        pairs = zip(self.transforms, entries, strict=True)
+        order = [entry for transform, entry in pairs if transform.changes_tokens]
+        view = {**fingerprint.get("view", {}), "transforms": entries}
+        return {**fingerprint, **({"transforms": order} if order else {}), "view": view}
+
+    def _source_fingerprint(self, consumed_samples: int | None) -> dict[str, Any]:
+        fingerprint = fingerprint_of(self.source, consumed_samples)
+        if self.options is None:
+            return fingerprint
+        values = self.options.identity()
+        view = {name: value for name, value in values.items() if name not in fingerprint}
+        return {**fingerprint, "view": view}
+
+
+class TransformedDataset(TokenDataset):
+    """A dataset whose samples are transformed.
+
+    The transforms are applied in their order. Tokens and labels are made of the transformed tokens
+    by the options of the dataset; then the loss mask is set to 0 wherever the label is a token that
+    is not trained on.
+
+    Args:
+        dataset: `GPTDataset`, `BlendedDataset`, or another dataset with a method `tokens` and, if a
+            transform changes tokens, with `options`.
+        transforms: The transforms: `LossRanges`, `FillInMiddle`, `RepeatGuard` or others (see
+            `Transform`).
+
+    Attributes:
+        dataset: The dataset.
+        transforms: The transforms.
+
+    Raises:
+        ConfigError: A dataset or a transform that lacks what is needed, or transforms in an order
+            that cannot work.
+    """
+
+    def __init__(self, dataset: Any, transforms: Iterable[Any]) -> None:
+        if isinstance(dataset, TransformedDataset):
+            raise ConfigError("the dataset is transformed already: give all transforms in one list")
+        super().__init__(dataset, getattr(dataset, "options", None), transforms)
+        self.dataset = dataset
+        if self._moves_tokens and self.options is None:
+            raise ConfigError(
+                "a transform that changes tokens needs a dataset with `options`, the same for all "
+                "samples: transform each dataset of the blend alone"
+            )
+
+    @property
+    def spans(self) -> Any:
+        """The dataset's method: where the tokens come from, before they are transformed."""
+        return self.dataset.spans
+
+    def _where(self, samples: str) -> str:
+        return f"{self.prefix}, transformed {samples}"
+
+    def _batch(self, numbers: Numbers, form: BatchForm | None) -> Batch:
+        has_mask = form is None or "loss_mask" in form.fields
+        is_own = self.options is not None and has_mask and is_ours(self.dataset)
+        if self._moves_tokens or is_own:
+            return super()._batch(numbers, form)
+        batch = batch_of_form(self.dataset, numbers, form)
+        if not has_mask:
+            return batch
+        # The dataset may keep the dict that it returned.
+        return {**batch, "loss_mask": mask_losses(batch["loss_mask"], self._tokens(numbers))}
+
+    def _source_fingerprint(self, consumed_samples: int | None) -> dict[str, Any]:
+        return fingerprint_of(self.dataset, consumed_samples)
+
+
+def is_ours(dataset: Any) -> bool:
+    """Whether the rows of a dataset are made of its tokens, by no method of a derived class."""
+    kind = type(dataset)
+    return (
+        isinstance(dataset, TokenDataset)
+        and kind.batch is TokenDataset.batch
+        and kind.tokens is TokenDataset.tokens
+        and not {"batch", "tokens"} & vars(dataset).keys()
+    )
+
+
+def name_of(dataset: Any) -> str:
+    """What to call a dataset in a message."""
+    return str(getattr(dataset, "prefix", type(dataset).__name__))
+
+
+def batch_of_form(dataset: Any, numbers: Numbers, form: BatchForm | None) -> Batch:
+    """A batch of a form, of a dataset that need not know forms."""
+    if form is None or getattr(dataset, "takes_form", False):
+        batch: Batch = dataset.batch(numbers) if form is None else dataset.batch(numbers, form)
+        return batch
+    return select_fields(dataset.batch(numbers), form, name_of(dataset))
+
+
+def check_numbers(sample_numbers: ArrayLike, limit: int) -> Numbers:
+    """Sample numbers as int64 [batch]; an IndexError for those outside [0, limit)."""
+    numbers = whole_numbers("sample numbers", sample_numbers)
+    # Python finds the ends of a short list in a fifth of NumPy's time.
+    ends = numbers.tolist() if numbers.size <= 64 else [numbers.min(), numbers.max()]
+    if ends and not 0 <= min(ends) <= max(ends) < limit:
+        raise IndexError(
+            f"sample numbers from {numbers.min()} to {numbers.max()} were asked for; "
+            f"the dataset has 0 to {limit - 1}"
+        )
+    return numbers
+
+
+def _placed(place: str, error: Exception) -> Exception:
+    if isinstance(error, OSError):
+        return OSError(error.errno, f"{place}: {error.strerror or error}")
+    return type(error)(f"{place}: {error}")
+
+
+def _narrowed(tokens: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Tokens in the dtype of the token file."""
+    if tokens.dtype == dtype:
+        return tokens
+    limits = np.iinfo(dtype)
+    least, most = (int(tokens.min()), int(tokens.max())) if tokens.size > 0 else (0, 0)
+    if least < limits.min or most > limits.max:
+        raise ConfigError(
+            f"the transformed tokens go from {least} to {most}; the token file's dtype is {dtype}, "
+            f"{limits.min} to {limits.max}. Pass token_dtype='int32' or 'int64'"
+        )
+    return tokens.astype(dtype)
