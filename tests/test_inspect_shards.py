@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from millrace import ConfigError, DataError
 from millrace.inspect import describe_shards, format_shards, shares_svg
-from millrace.inspect.shards import deviations
+from millrace.inspect.shards import parts_of
 from millrace.store import ShardsMetadata, read_metadata
 from tests.shard_folders import (
     make_sequences,
@@ -40,14 +40,13 @@ def distribution_of(domains: dict[str, int], num_shards: int, seed: int = 1) -> 
             np.bincount(order[end - size : end], minlength=len(domains)).tolist()
             for size, end in zip(sizes, ends, strict=True)
         ]
-        p_values = [round(0.9 / (n + 1), 3) for n in range(len(counts))]
-        return {"sizes": [*sizes], "counts": counts, "p_values": p_values, "p_value": 0.5}
+        return {"sizes": [*sizes], "counts": counts}
 
     head = min(500, total)
     return {
         "domains": [*domains],
         "domain_counts": [*domains.values()],
-        "head": part([head, total - head]) | {"p_values": [0.25]},
+        "head": part([head, total - head]),
         "shards": part(sizes_of(total, num_shards)),
         "windows": part(sizes_of(total, min(64, total))),
     }
@@ -96,11 +95,8 @@ def test_a_folder_in_numbers(folder: Path, sequences: NDArray[Any]) -> None:
     assert description.distribution is not None
     assert [figures["parts"] for figures in description.distribution.values()] == [1, 3, 64]
     shards = description.distribution["shards"]
-    assert (shards["p_value"], shards["least_p_value"], shards["least_p_value_part"]) == (
-        0.5,
-        0.3,
-        2,
-    )
+    assert (shards["part"], shards["degrees"]) == ("shard", 2)
+    assert 0.01 < shards["p_value"] < 0.99
     assert 0 < abs(shards["largest_deviation"]) < 4
     text = format_shards(description)
     for line in (
@@ -108,7 +104,7 @@ def test_a_folder_in_numbers(folder: Path, sequences: NDArray[Any]) -> None:
         "4,000 (uint32)",
         "3 of 333 or 334 sequences",
         "30.00%  300",
-        "3 shards  p 0.5, least p of one shard 0.3 (shard 2), largest deviation",
+        f"3 shards: chi-square {shards['chi_square']:,.1f}, 2 degrees of freedom, p = 0.",
         "sequence 999 (in shard 2), 4 tokens:",
     ):
         assert line in text, text
@@ -181,25 +177,12 @@ def test_a_damaged_distribution_is_an_error(folder: Path, change: dict[str, Any]
         describe_shards(folder)
 
 
-def test_p_values_may_be_missing(folder: Path) -> None:
-    path = folder / "metadata.json"
-    document = json.loads(path.read_text())
-    for part in ("head", "shards", "windows"):
-        document["distribution"][part] |= {"p_values": "?", "p_value": None}
-    path.write_text(json.dumps(document))
-    assert "3 shards  no chi-square test, largest deviation" in format_shards(
-        describe_shards(folder)
-    )
-
-
-@pytest.mark.parametrize("value", [10**400, float("nan"), float("inf"), -0.5, True, 2])
-def test_p_values_that_are_not_probabilities_are_not_shown(folder: Path, value: Any) -> None:
-    path = folder / "metadata.json"
-    document = json.loads(path.read_text())
-    document["distribution"]["shards"] |= {"p_value": value, "p_values": [value, 0.25, 0.5]}
-    path.write_text(json.dumps(document))
-    text = format_shards(describe_shards(folder))
-    assert "3 shards  no chi-square test, least p of one shard 0.25 (shard 1), largest" in text
+def test_groups_of_shards(tmp_path: Path) -> None:
+    domains = {"code": 300, "web": 700}
+    distribution = distribution_of(domains, 2)
+    metadata = replace(metadata_of(domains, num_shards=4), distribution=distribution)
+    parts = parts_of(metadata, "", "shards")
+    assert (parts.name, len(parts.counts)) == ("shard group", 2)
 
 
 def test_names_with_control_characters_do_not_reach_the_terminal(tmp_path: Path) -> None:
@@ -213,19 +196,6 @@ def test_names_with_control_characters_do_not_reach_the_terminal(tmp_path: Path)
     text = format_shards(describe_shards(tmp_path / "out"))
     assert r"  \x1b[31mred\n\ud800  ####" in text
     assert all(line.isprintable() for line in text.splitlines())
-
-
-def test_deviations_are_those_of_draws_without_replacement() -> None:
-    random, totals = np.random.default_rng(5), np.array([60, 40])
-    items = np.repeat([0, 1], totals)
-    counts = np.array(
-        [np.bincount(random.permutation(items)[:30], minlength=2) for _ in range(4000)]
-    )
-    scores = deviations(counts, totals)
-    assert abs(scores.mean()) < 0.1
-    assert 0.9 < scores.std() < 1.1
-    assert deviations(np.array([[60, 40]]), totals).tolist() == [[0.0, 0.0]]
-    assert deviations(np.array([[5], [5]]), np.array([10])).tolist() == [[0.0], [0.0]]
 
 
 # ---- the picture ----
@@ -246,19 +216,6 @@ def test_the_picture_has_a_band_for_each_domain(folder: Path) -> None:
     bands = [tag for tag in tags_of(picture) if tag.get("fill-opacity")]
     assert len(bands) == 2
     assert picture == shares_svg(metadata, folder=folder)
-
-
-def test_the_bands_end_at_the_shares_of_the_windows() -> None:
-    domains = {"a": 1, "b": 3}
-    metadata = replace(
-        metadata_of(domains, num_shards=1),
-        distribution={"domains": ["a", "b"], "windows": {"counts": [[1, 1], [0, 2]]}},
-    )
-    first = next(tag for tag in tags_of(shares_svg(metadata)) if tag.get("fill-opacity"))
-    assert first.get("d") == (
-        "M70.0 174.0L370.0 174.0L370.0 284.0L670.0 284.0L670.0 284.0L370.0 284.0L370.0 284.0"
-        "L70.0 284.0Z"
-    )
 
 
 def test_many_domains_and_strange_names() -> None:

@@ -163,6 +163,8 @@ def test_figures_of_fair_shuffles_are_spread_evenly(monkeypatch: pytest.MonkeyPa
         deviations = np.concatenate([getattr(table, name).deviations for table in tables])
         assert abs(deviations.mean()) < 0.05, name
         assert 0.9 < deviations[:, :5].std() < 1.1, name
+    whole = Parts(name="head", counts=np.array([[60, 40]]), totals=np.array([60, 40]))
+    assert whole.deviations.tolist() == [[0.0, 0.0]]
 
 
 def test_nothing_to_measure_passes() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,26 +185,24 @@ def excerpts_of(tokens: NDArray[Any], tokenizer: Tokenizer | None) -> dict[str, 
 
 def format_description(description: Description) -> str:
     """A description as text for people."""
-    lines = [
-        f"{description.prefix}.bin/.idx",
-        f"  documents  {description.num_documents:,}",
-        f"  sequences  {description.num_sequences:,}{' with modes' * description.has_modes}",
-        f"  tokens     {description.num_tokens:,} ({description.dtype})",
-        f"  size       {description.num_bytes / 1e6:,.1f} MB",
-        f"  checksums  {'yes' if description.has_checksums else 'none'}",
-        f"  origins    {'yes' if description.has_origins else 'none'}",
-    ]
-    if description.tokenizer_warning is not None:
-        lines.append(f"  WARNING    {description.tokenizer_warning}")
-    for key, value in (description.provenance or {}).items():
-        lines.append(f"  {key:<10} {value}")
+    rows = {
+        "documents": f"{description.num_documents:,}",
+        "sequences": f"{description.num_sequences:,}{' with modes' * description.has_modes}",
+        "tokens": f"{description.num_tokens:,} ({description.dtype})",
+        "size": f"{description.num_bytes / 1e6:,.1f} MB",
+        "checksums": "yes" if description.has_checksums else "none",
+        "origins": "yes" if description.has_origins else "none",
+        "WARNING": description.tokenizer_warning,
+    }
+    lines = [f"{description.prefix}.bin/.idx", *labelled_lines(rows)]
+    lines += labelled_lines({name: str(v) for name, v in (description.provenance or {}).items()})
     if description.lengths:
         lines += ["", "  tokens in a sequence", f"  {_one_line(description.lengths)}"]
         most = max(count for _, _, count in description.histogram)
-        for low, high, count in description.histogram:
-            span = f"{low:,}" if low == high else f"{low:,} to {high:,}"
-            bar = "#" * round(count / most * _BAR_WIDTH)
-            lines.append(f"  {span:>20}  {bar:<{_BAR_WIDTH}}  {count:,}")
+        lines += bar_lines(
+            (f"{low:,}" if low == high else f"{low:,} to {high:,}", count / most, f"{count:,}")
+            for low, high, count in description.histogram
+        )
     if description.document_lengths and description.document_lengths != description.lengths:
         lines += ["", "  tokens in a document", f"  {_one_line(description.document_lengths)}"]
     if description.special_tokens:
@@ -214,6 +213,21 @@ def format_description(description: Description) -> str:
         head = f"  document {document['number']}, {document['num_tokens']:,} tokens:"
         lines += ["", head, *document_lines(document)]
     return "\n".join(lines)
+
+
+def labelled_lines(rows: Mapping[str, Any]) -> list[str]:
+    """Lines of labels and values; values that are None are left out."""
+    return [f"  {name:<10} {value}" for name, value in rows.items() if value is not None]
+
+
+def bar_lines(rows: Iterable[tuple[str, float, str]]) -> list[str]:
+    """Lines of labels, bars (a share of 1 is the longest) and values."""
+    rows = list(rows)
+    width = max((len(label) for label, _, _ in rows), default=0)
+    return [
+        f"  {label:>{width}}  {'#' * round(share * _BAR_WIDTH):<{_BAR_WIDTH}}  {value}"
+        for label, share, value in rows
+    ]
 
 
 def document_lines(document: dict[str, Any]) -> list[str]:

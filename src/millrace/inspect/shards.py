@@ -7,12 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from millrace.checks import printable
 from millrace.encoding import Tokenizer
 from millrace.errors import ConfigError, DataError
-from millrace.inspect.description import describe_document, document_lines, excerpts_of
+from millrace.inspect.description import (
+    bar_lines,
+    describe_document,
+    document_lines,
+    excerpts_of,
+    labelled_lines,
+)
+from millrace.jobs.shuffling.distribution import Parts, format_figures
 from millrace.shards.metadata import (
     METADATA,
     ShardsMetadata,
@@ -24,8 +30,7 @@ from millrace.shards.metadata import (
 from millrace.shards.reader import Shards
 from millrace.store import IndexedDataset
 
-_PARTS = {"head": "head", "shards": "shard", "windows": "window"}
-_BAR_WIDTH = 40
+_PARTS = "head", "shards", "windows"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +51,8 @@ class ShardsDescription:
         has_checksums: Whether `verify_shards` can check every byte.
         domains: Items of each domain, and its share of all items.
         distribution: For the head, the shards (or groups of them, if there are very many) and the
-            windows of the output: the number of parts, the p-value of the chi-square test of all
-            parts, the least p-value of a part and its number (None: too few items for a test), and
-            the largest deviation of a domain's count from the expected one, in standard deviations,
-            with its part, domain and counts. None: unknown.
+            windows of the output: the figures of `millrace.shuffling.distribution.Parts`. None:
+            unknown.
         document: Number, shard, counts, head and tail of one item, as in `Description.document`.
     """
 
@@ -116,7 +119,7 @@ def describe_shards(
             domain: (count, count / max(total, 1))
             for domain, count in metadata.domain_stats.items()
         },
-        distribution=_worst_figures(metadata, name) if metadata.distribution else None,
+        distribution=_figures(metadata, name) if metadata.distribution else None,
         document=_item(name, metadata, dtype, tokenizer, document) if total else None,
     )
 
@@ -158,89 +161,42 @@ def _item(
 # ---- the distribution ----
 
 
-def domain_counts(metadata: ShardsMetadata, folder: str, parts: str) -> NDArray[np.int64]:
-    """Items of each domain in each part of the output.
+def parts_of(metadata: ShardsMetadata, folder: str, key: str) -> Parts:
+    """The counts of the domains in parts of the output, in the order of `domain_stats`.
 
     Args:
         metadata: Metadata with a distribution.
         folder: The folder, for messages.
-        parts: "head", "shards" or "windows".
-
-    Returns:
-        int64 [parts, domains], the domains in the order of `domain_stats`.
+        key: "head", "shards" or "windows".
 
     Raises:
         DataError: A distribution that does not fit the metadata.
     """
-    distribution, stats = metadata.distribution, metadata.domain_stats
+    distribution, totals = metadata.distribution, np.array([*metadata.domain_stats.values()])
     try:
-        columns = [distribution["domains"].index(name) for name in stats]
-        table = np.array(distribution[parts]["counts"])
+        columns = [distribution["domains"].index(name) for name in metadata.domain_stats]
+        table = np.array(distribution[key]["counts"])
         if table.dtype.kind != "i" or table.ndim != 2 or table.shape[1] != len(columns):
             raise ValueError
-        table = table[: 1 if parts == "head" else None, columns].astype(np.int64)
-        totals = np.array([*stats.values()])
+        table = table[: 1 if key == "head" else None, columns].astype(np.int64)
         if (table < 0).any() or (table > totals).any() or not table.sum(axis=1).all():
             raise ValueError
-        if parts != "head" and (table.sum(axis=0) != totals).any():
+        if key != "head" and (table.sum(axis=0) != totals).any():
             raise ValueError
     except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError):
         raise DataError(
-            f"{metadata_path(folder)}: the {parts} of the distribution do not fit "
+            f"{metadata_path(folder)}: the {key} of the distribution do not fit "
             "domain_stats. The metadata are damaged, the shards may be whole: `millrace verify` "
             "says so. Shuffle again to have a distribution"
         ) from None
-    return table
+    is_grouped = key == "shards" and len(table) < metadata.num_shards
+    name = "shard group" if is_grouped else key.removesuffix("s")
+    return Parts(name=name, counts=table, totals=totals)
 
 
-def deviations(counts: NDArray[np.int64], totals: NDArray[np.int64]) -> NDArray[np.float64]:
-    """How far each count is from its expected value, in standard deviations of a fair shuffle.
-
-    A fair shuffle draws the items of a part without putting any back.
-
-    Args:
-        counts: Items of each domain in each part: int64 [parts, domains].
-        totals: Items of each domain in the whole output: int64 [domains].
-
-    Returns:
-        float64 [parts, domains]; 0 where there is no choice.
-    """
-    total, sizes = max(int(totals.sum()), 1), counts.sum(axis=1, keepdims=True).astype(np.float64)
-    shares = totals / total
-    variances = sizes * shares * (1 - shares) * ((total - sizes) / max(total - 1, 1))
-    scores = (counts - sizes * shares) / np.sqrt(np.where(variances > 0, variances, 1))
-    return np.where(variances > 0, scores, 0.0)
-
-
-def _worst_figures(metadata: ShardsMetadata, folder: str) -> dict[str, dict[str, Any]]:
-    figures: dict[str, dict[str, Any]] = {}
-    names, totals = [*metadata.domain_stats], np.array([*metadata.domain_stats.values()])
-    for parts in _PARTS:
-        counts = domain_counts(metadata, folder, parts)
-        scores = deviations(counts, totals)
-        part, domain = divmod(int(np.abs(scores).argmax()), len(names))
-        tests = metadata.distribution[parts]
-        p_value, p_values = tests.get("p_value"), tests.get("p_values")
-        least = None
-        has_tests = tests.get("part_degrees") != 0  # else all p-values are 1
-        if has_tests and isinstance(p_values, list) and len(p_values) >= len(counts):
-            least = min(filter(_is_p_value, p_values[: len(counts)]), default=None)
-        figures[parts] = {
-            "parts": len(counts),
-            "p_value": p_value if _is_p_value(p_value) and tests.get("degrees") != 0 else None,
-            "least_p_value": least,
-            "least_p_value_part": None if least is None else p_values.index(least),
-            "largest_deviation": float(scores[part, domain]),
-            "largest_deviation_part": part,
-            "largest_deviation_domain": names[domain],
-            "largest_deviation_count": int(counts[part, domain]),
-            "largest_deviation_expected": float(counts[part].sum() * totals[domain] / totals.sum()),
-        }
-    return figures
-
-
-def _is_p_value(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value <= 1
+def _figures(metadata: ShardsMetadata, folder: str) -> dict[str, dict[str, Any]]:
+    names = [*metadata.domain_stats]
+    return {key: parts_of(metadata, folder, key).figures(names) for key in _PARTS}
 
 
 # ---- as text ----
@@ -254,34 +210,27 @@ def format_shards(description: ShardsDescription) -> str:
     sizes = f"{least:,}" if least == most else f"{least:,} or {most:,}"
     if most - least > 1:
         sizes = f"{least:,} to {most:,}"
-    lines = [
-        description.folder,
-        f"  shuffled    {item}{'' if length is None else f' of {length:,} tokens'}",
-        f"  {item:<11} {description.num_items:,}",
-        f"  tokens      {description.num_tokens:,} ({description.dtype})",
-        f"  size        {description.num_bytes / 1e6:,.1f} MB",
-        f"  shards      {description.num_shards:,} of {sizes} {item}",
-        f"  checksums   {'yes' if description.has_checksums else 'none'}",
-    ]
-    lines += [
-        f"  {name:<11} {value}"
-        for name, value in (
-            ("seed", description.seed),
-            ("permutation", description.permutation),
-            ("carry", "yes" if description.carry else None),
-            ("eod", description.eod),
-            ("inputs", f"{description.num_inputs:,} files" if description.num_inputs else None),
-        )
-        if value is not None
-    ]
-    lines += ["", f"  {item} of each domain"]
-    names = [printable(name) for name in description.domains]
-    width = max(map(len, names), default=0)
-    for name, (count, share) in zip(names, description.domains.values(), strict=True):
-        bar = "#" * round(share * _BAR_WIDTH)
-        lines.append(f"  {name:>{width}}  {bar:<{_BAR_WIDTH}}  {share:7.2%}  {count:,}")
+    rows = {
+        "shuffled": f"{item}{'' if length is None else f' of {length:,} tokens'}",
+        item: f"{description.num_items:,}",
+        "tokens": f"{description.num_tokens:,} ({description.dtype})",
+        "size": f"{description.num_bytes / 1e6:,.1f} MB",
+        "shards": f"{description.num_shards:,} of {sizes} {item}",
+        "checksums": "yes" if description.has_checksums else "none",
+        "seed": description.seed,
+        "permutation": description.permutation,
+        "carry": "yes" if description.carry else None,
+        "eod": description.eod,
+        "inputs": f"{description.num_inputs:,} files" if description.num_inputs else None,
+    }
+    lines = [description.folder, *labelled_lines(rows), "", f"  {item} of each domain"]
+    shares = [(name, share, count) for name, (count, share) in description.domains.items()]
+    lines += bar_lines(
+        (printable(name), share, f"{share:7.2%}  {count:,}") for name, share, count in shares
+    )
     if description.distribution is not None:
-        lines += ["", *_distribution_lines(description.distribution, description.num_shards)]
+        lines += ["", "  domains along the output, against what chance allows"]
+        lines += [f"  {format_figures(one)}" for one in description.distribution.values()]
     if description.document:
         document = description.document
         head = (
@@ -290,28 +239,3 @@ def format_shards(description: ShardsDescription) -> str:
         )
         lines += ["", head, *document_lines(document)]
     return "\n".join(lines)
-
-
-def _distribution_lines(distribution: dict[str, dict[str, Any]], num_shards: int) -> list[str]:
-    lines = ["  domains along the output, against what chance allows (p-values by chi-square)"]
-    for parts, figures in distribution.items():
-        kind = _PARTS[parts]
-        if kind == "shard" and figures["parts"] < num_shards:
-            kind = "shard group"
-        p_value = figures["p_value"]
-        texts = ["no chi-square test" if p_value is None else f"p {p_value:.2g}"]
-        least, part = figures["least_p_value"], figures["least_p_value_part"]
-        if figures["parts"] > 1 and least is not None:
-            texts.append(f"least p of one {kind} {least:.2g} ({kind} {part})")
-        place = printable(figures["largest_deviation_domain"])
-        if kind != "head":
-            place += f" in {kind} {figures['largest_deviation_part']}"
-        texts.append(
-            f"largest deviation {figures['largest_deviation']:+.1f} standard deviations ({place}: "
-            f"{figures['largest_deviation_count']:,}, expected "
-            f"{figures['largest_deviation_expected']:,.1f})"
-        )
-        count = figures["parts"]
-        name = "head" if kind == "head" else f"{count:,} {kind}{'s' if count != 1 else ''}"
-        lines.append(f"  {name:>11}  {', '.join(texts)}")
-    return lines

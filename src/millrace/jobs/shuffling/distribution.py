@@ -108,7 +108,7 @@ class Parts:
         return ((value / degrees) ** (1 / 3) - 1 + spread) / math.sqrt(spread) if degrees else 0.0
 
     def figures(self, names: Sequence[str]) -> dict[str, Any]:
-        """The number of parts, the chi-square, and the largest deviation, as plain values.
+        """What a part is, the number of parts, the chi-square, and the largest deviation.
 
         Args:
             names: Name of each domain.
@@ -117,6 +117,7 @@ class Parts:
         part, domain = _place_of_largest(np.abs(self.deviations))
         has_counts = self.counts.size > 0
         return {
+            "part": self.name,
             "parts": len(self.counts),
             "chi_square": value if degrees else None,
             "degrees": degrees,
@@ -290,20 +291,15 @@ def format_distribution(distribution: Distribution) -> str:
     lines = [f"distribution of {total:,} items, first {size:,} places:"]
     lines += [f"  {line}" for line in text_table(rows)]
     for parts in distribution.all_parts:
-        lines.append(format_figures(parts.name, parts.figures(distribution.names)))
+        lines.append(format_figures(parts.figures(distribution.names)))
     fault = distribution.fault()
     lines.append(f"NOT uniform: {fault}" if fault else "uniform: chance explains all deviations")
     return "\n".join(lines)
 
 
-def format_figures(name: str, figures: dict[str, Any]) -> str:
-    """The figures of parts (see `Parts.figures`) as a line for people.
-
-    Args:
-        name: What a part is called, as in `Parts`.
-        figures: The figures.
-    """
-    count = figures["parts"]
+def format_figures(figures: dict[str, Any]) -> str:
+    """The figures of parts (see `Parts.figures`) as a line for people."""
+    name, count = figures["part"], figures["parts"]
     label = name if name == "head" else f"{count:,} {name}{'s' if count != 1 else ''}"
     test = "too few items, parts or domains for chi-square"
     if figures["degrees"]:
