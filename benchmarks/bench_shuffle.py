@@ -278,7 +278,7 @@ def copy(source: Path, target: Path) -> None:
 
 
 def memcpy_row(setup: Setup, runs: int) -> Row:
-    from millrace.jobs.shuffling.fixed_sequences import sequence_items
+    from millrace.shuffling.fixed_sequences import sequence_items
 
     items = sequence_items(str(setup.source), seq_len=SEQ_LEN, dtype="uint32")
     places = np.random.default_rng(SEED).permutation(items.num_items)

@@ -586,7 +586,7 @@ def _tokenize(
 
 def _shuffle(input_list: str | None, as_json: bool, **options: Any) -> None:
     from millrace.jobs import shuffle
-    from millrace.jobs.shuffling import read_input_list
+    from millrace.shuffling.domains import read_input_list
 
     entries = None if input_list is None else read_input_list(input_list)
     # Ray writes about lost nodes to stdout, which is the report's.

@@ -30,9 +30,9 @@ from millrace import IndexedDataset, IndexedDatasetBuilder
 from millrace.errors import ConfigError, MillraceError
 from millrace.files import checksum
 from millrace.jobs.shuffling import shuffle
-from millrace.jobs.shuffling.memory_budget import ITEM_OVERHEAD, Budget, ItemSizes
 from millrace.jobs.shuffling.plans import PLANS, ShufflePlan
 from millrace.order import KeyedPermutation
+from millrace.shuffling.memory_budget import ITEM_OVERHEAD, Budget, ItemSizes
 
 MEMORY = 1_000_000_000
 

@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.errors import ConfigError, MillraceError
-from millrace.jobs.shuffling import distribution as module
-from millrace.jobs.shuffling.distribution import (
+from millrace.shuffling import distribution as module
+from millrace.shuffling.distribution import (
     Distribution,
     Parts,
     check_distribution,
     format_distribution,
     measure_distribution,
 )
-from millrace.jobs.shuffling.permutations import make_permutation
+from millrace.shuffling.permutations import make_permutation
 
 
 class Sources:

@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 
 from millrace.errors import ConfigError, DataError
 from millrace.jobs import shuffle
-from millrace.jobs.shuffling import document_tables, row_tables, whole_documents
-from millrace.jobs.shuffling.fixed_sequences import sequence_items
-from millrace.jobs.shuffling.row_tables import Table, new_table
-from millrace.jobs.shuffling.whole_documents import DocumentItems, document_items
 from millrace.provenance import OriginsWriter
+from millrace.shuffling import document_tables, row_tables, whole_documents
+from millrace.shuffling.fixed_sequences import sequence_items
+from millrace.shuffling.row_tables import Table, new_table
+from millrace.shuffling.whole_documents import DocumentItems, document_items
 from millrace.store import IndexedDataset, IndexedDatasetBuilder, verify
 from tests.jobs.shuffle_cases import weighted
 

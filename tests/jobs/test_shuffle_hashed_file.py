@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from millrace.files import checksum
-from millrace.jobs.shuffling import hashed_file
-from millrace.jobs.shuffling.hashed_file import HashedFile
+from millrace.shuffling import hashed_file
+from millrace.shuffling.hashed_file import HashedFile
 
 SIZES = [
     [],

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from millrace.errors import ConfigError, DataError, MillraceError
-from millrace.jobs.shuffling.domains import Inputs, read_input_list
-from millrace.jobs.shuffling.fixed_sequences import SequenceItems, sequence_items
-from millrace.jobs.shuffling.weights import WeightedUnits
+from millrace.shuffling.domains import Inputs, read_input_list
+from millrace.shuffling.fixed_sequences import SequenceItems, sequence_items
+from millrace.shuffling.weights import WeightedUnits
 from millrace.store import IndexedDatasetBuilder
 
 

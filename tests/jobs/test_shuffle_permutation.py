@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.errors import ConfigError, DataError
-from millrace.jobs.shuffling import permutations
-from millrace.jobs.shuffling.permutations import choose_permutation, make_permutation
 from millrace.order import KeyedPermutation
+from millrace.shuffling import permutations
+from millrace.shuffling.permutations import choose_permutation, make_permutation
 
 NAMES = ("numpy", "keyed")
 FILES = ("permutation.npy", "inverse.npy", "permutation.json")

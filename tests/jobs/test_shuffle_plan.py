@@ -13,14 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.errors import ConfigError, MillraceError
-from millrace.jobs.shuffling import buckets as groups
-from millrace.jobs.shuffling import disk_rates, plan_choice
-from millrace.jobs.shuffling.disk_rates import Rates, read_rates
-from millrace.jobs.shuffling.fixed_sequences import sequence_items
-from millrace.jobs.shuffling.memory_budget import ITEM_OVERHEAD, MB, budget_of, sizes_of
+from millrace.jobs.shuffling import plan_choice
 from millrace.jobs.shuffling.plans import PLANS, Gather, Scatter, ShufflePlan, resume_plan
 from millrace.order import KeyedPermutation
 from millrace.ragged import even_sizes, starts_of
+from millrace.shuffling import buckets as groups
+from millrace.shuffling import disk_rates
+from millrace.shuffling.disk_rates import Rates, read_rates
+from millrace.shuffling.fixed_sequences import sequence_items
+from millrace.shuffling.memory_budget import ITEM_OVERHEAD, MB, budget_of, sizes_of
 
 GB = 10**9
 

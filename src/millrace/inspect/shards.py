@@ -18,7 +18,6 @@ from millrace.inspect.description import (
     excerpts_of,
     labelled_lines,
 )
-from millrace.jobs.shuffling.distribution import Parts, format_figures
 from millrace.shards.metadata import (
     METADATA,
     ShardsMetadata,
@@ -28,6 +27,7 @@ from millrace.shards.metadata import (
     shard_prefix,
 )
 from millrace.shards.reader import Shards
+from millrace.shuffling.distribution import Parts, format_figures
 from millrace.store import IndexedDataset
 
 _PARTS = "head", "shards", "windows"

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from millrace.errors import ConfigError
 from millrace.inspect.pictures import COLOURS, INK, Picture
 from millrace.inspect.shards import parts_of
-from millrace.jobs.shuffling.distribution import Parts
 from millrace.shards.metadata import ShardsMetadata, metadata_path
+from millrace.shuffling.distribution import Parts
 
 _WIDTH, _LEFT, _RIGHT = 900, 70, 670  # pixels: of the picture, and the ends of its plots
 _TITLE, _PLOT, _GAP, _FOOT = 64, 220, 64, 40

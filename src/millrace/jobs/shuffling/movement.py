@@ -10,8 +10,8 @@ from typing import Any
 from millrace.interrupts import interruptible
 from millrace.jobs.engine import Executor, Journal, Task, run_local
 from millrace.jobs.progress import Progress
-from millrace.jobs.shuffling.memory_budget import in_units
 from millrace.jobs.shuffling.shard_work import Phase, Work
+from millrace.shuffling.memory_budget import in_units
 
 Records = dict[int, dict[str, Any]]
 

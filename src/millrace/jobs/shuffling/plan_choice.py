@@ -6,8 +6,9 @@ import os
 from dataclasses import replace
 
 from millrace.errors import MillraceError
-from millrace.jobs.shuffling.disk_rates import read_rates
-from millrace.jobs.shuffling.memory_budget import (
+from millrace.jobs.shuffling.plans import Gather, Scatter, ShufflePlan, plan_named
+from millrace.shuffling.disk_rates import read_rates
+from millrace.shuffling.memory_budget import (
     MB,
     Budget,
     ItemSizes,
@@ -16,8 +17,7 @@ from millrace.jobs.shuffling.memory_budget import (
     in_units,
     sizes_of,
 )
-from millrace.jobs.shuffling.plans import Gather, Scatter, ShufflePlan, plan_named
-from millrace.jobs.shuffling.shuffle_items import Items
+from millrace.shuffling.shuffle_items import Items
 
 _INDEX_ENTRY = 20  # bytes of an item in the index of a shard: a size, an offset, a document
 _LARGE_ITEM = 1 << 20  # bytes: a random read of this size is as fast as a sequential one

@@ -15,19 +15,19 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 from millrace.errors import ConfigError
-from millrace.jobs.shuffling.buckets import bucket_bounds, run_bounds
-from millrace.jobs.shuffling.disk_rates import Rates
-from millrace.jobs.shuffling.memory_budget import (
+from millrace.jobs.shuffling.shard_work import ScatterWork, Work
+from millrace.ragged import Numbers
+from millrace.shuffling.buckets import bucket_bounds, run_bounds
+from millrace.shuffling.disk_rates import Rates
+from millrace.shuffling.memory_budget import (
     LARGEST_BUFFER,
     Budget,
     ItemSizes,
     budget_of,
     in_units,
 )
-from millrace.jobs.shuffling.permutations import Permutation
-from millrace.jobs.shuffling.shard_work import ScatterWork, Work
-from millrace.jobs.shuffling.shuffle_items import Items
-from millrace.ragged import Numbers
+from millrace.shuffling.permutations import Permutation
+from millrace.shuffling.shuffle_items import Items
 
 _GOOD_WRITE_RATE = 1e9  # bytes per second, of a good disk
 

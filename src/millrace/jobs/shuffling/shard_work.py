@@ -14,10 +14,10 @@ from millrace import _native
 from millrace.errors import DataError
 from millrace.files import naming, sum_of
 from millrace.jobs.engine import Task, commit, task_folder
-from millrace.jobs.shuffling.hashed_file import HashedFile
-from millrace.jobs.shuffling.permutations import Permutation
-from millrace.jobs.shuffling.shuffle_items import Items
 from millrace.ragged import Numbers
+from millrace.shuffling.hashed_file import HashedFile
+from millrace.shuffling.permutations import Permutation
+from millrace.shuffling.shuffle_items import Items
 
 SHARD = "shard"
 """Path prefix of a shard in the folder of its task."""

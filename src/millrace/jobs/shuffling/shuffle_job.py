@@ -14,32 +14,15 @@ from millrace.interrupts import interruptible, interrupts_held
 from millrace.jobs.engine import Journal
 from millrace.jobs.progress import Progress
 from millrace.jobs.shuffling import shard_publication as publish
-from millrace.jobs.shuffling.distribution import (
-    Distribution,
-    check_distribution,
-    format_distribution,
-    measure_distribution,
-)
-from millrace.jobs.shuffling.domains import Input, find_domains
-from millrace.jobs.shuffling.fixed_sequences import SequenceItems
-from millrace.jobs.shuffling.memory_budget import budget_of, in_units
 from millrace.jobs.shuffling.movement import Movement
-from millrace.jobs.shuffling.permutations import (
-    NUMPY_MEMORY,
-    Permutation,
-    choose_permutation,
-    make_permutation,
-)
 from millrace.jobs.shuffling.plan_choice import check_room, choose_plan
 from millrace.jobs.shuffling.plans import ShufflePlan, resume_plan
-from millrace.jobs.shuffling.shuffle_items import Items
 from millrace.jobs.shuffling.shuffle_options import (
     Arguments,
     check_apart,
     checked_arguments,
     identity,
 )
-from millrace.jobs.shuffling.whole_documents import DocumentItems
 from millrace.ragged import even_sizes, starts_of
 from millrace.shards.metadata import (
     DOCUMENTS,
@@ -51,6 +34,23 @@ from millrace.shards.metadata import (
     read_metadata,
     shard_prefix,
 )
+from millrace.shuffling.distribution import (
+    Distribution,
+    check_distribution,
+    format_distribution,
+    measure_distribution,
+)
+from millrace.shuffling.domains import Input, find_domains
+from millrace.shuffling.fixed_sequences import SequenceItems
+from millrace.shuffling.memory_budget import budget_of, in_units
+from millrace.shuffling.permutations import (
+    NUMPY_MEMORY,
+    Permutation,
+    choose_permutation,
+    make_permutation,
+)
+from millrace.shuffling.shuffle_items import Items
+from millrace.shuffling.whole_documents import DocumentItems
 from millrace.store import IndexedDataset
 
 

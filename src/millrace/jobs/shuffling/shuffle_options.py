@@ -11,9 +11,9 @@ from numpy.typing import DTypeLike
 
 from millrace import checks
 from millrace.errors import ConfigError
-from millrace.jobs.shuffling.domains import Input, Inputs
-from millrace.jobs.shuffling.permutations import KeyedRanges, NumpyPermutation
 from millrace.jobs.shuffling.plans import PLANS
+from millrace.shuffling.domains import Input, Inputs
+from millrace.shuffling.permutations import KeyedRanges, NumpyPermutation
 
 PLAN_NAMES = "auto", *(plan.name for plan in PLANS)
 PERMUTATIONS = "auto", NumpyPermutation.name, KeyedRanges.name

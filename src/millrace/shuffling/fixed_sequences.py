@@ -17,11 +17,11 @@ from numpy.typing import DTypeLike, NDArray
 
 from millrace.checks import MAX_INT32, flag, whole
 from millrace.errors import ConfigError, DataError
-from millrace.jobs.shuffling.domains import Input, Inputs, find_domains
-from millrace.jobs.shuffling.file_pieces import read_files
-from millrace.jobs.shuffling.shuffle_items import ItemsAt, contents_of
-from millrace.jobs.shuffling.weights import WeightedUnits
 from millrace.ragged import Numbers, spread, starts_of
+from millrace.shuffling.domains import Input, Inputs, find_domains
+from millrace.shuffling.file_pieces import read_files
+from millrace.shuffling.shuffle_items import ItemsAt, contents_of
+from millrace.shuffling.weights import WeightedUnits
 from millrace.store.index_writer import Entries, write_index
 from millrace.store.layout import Header
 from millrace.store.publish import idx_path

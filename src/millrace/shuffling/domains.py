@@ -16,9 +16,9 @@ from numpy.typing import DTypeLike
 from millrace.checks import absolute_path, one_path, real, shown
 from millrace.errors import ConfigError, DataError
 from millrace.files import files_below
-from millrace.jobs.shuffling.token_files import DTYPES, TokenFile, open_token_file, read_errors_of
 from millrace.names import BESIDE_TOKENS, JOURNAL
 from millrace.provenance import common_tokenizer, read_tokenizer, tokenizer_conflict
+from millrace.shuffling.token_files import DTYPES, TokenFile, open_token_file, read_errors_of
 from millrace.store.publish import bin_path, idx_path, paths_to_read
 from millrace.text import read_input_list as read_lines
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from millrace.cores import available_memory
 from millrace.errors import ConfigError
-from millrace.jobs.shuffling.shuffle_items import Items
+from millrace.shuffling.shuffle_items import Items
 
 MB = 1_000_000
 ITEM_OVERHEAD = 128

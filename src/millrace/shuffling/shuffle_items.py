@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.checks import printable, text_table
-from millrace.jobs.shuffling.domains import Input
-from millrace.jobs.shuffling.weights import WeightedUnits
 from millrace.ragged import Numbers
+from millrace.shuffling.domains import Input
+from millrace.shuffling.weights import WeightedUnits
 
 ItemsAt = Callable[[int, int], Numbers]
 """The item at each place [start, stop) of the output; see `Permutation.sources`."""

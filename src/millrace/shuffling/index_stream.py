@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.errors import DataError
-from millrace.jobs.shuffling.token_files import TokenFile
+from millrace.shuffling.token_files import TokenFile
 from millrace.storage import StoredFile
 from millrace.store import layout
 from millrace.store.publish import open_pair

@@ -15,10 +15,10 @@ import numpy as np
 
 from millrace.errors import DataError
 from millrace.files import atomic_file
-from millrace.jobs.shuffling.row_tables import Table, new_table
-from millrace.jobs.shuffling.token_files import TokenFile
 from millrace.provenance import Origins, OriginsWriter
 from millrace.ragged import Numbers
+from millrace.shuffling.row_tables import Table, new_table
+from millrace.shuffling.token_files import TokenFile
 from millrace.store import IndexedDataset
 
 _DOCUMENTS = 1 << 16  # documents whose origins are copied at a time: a row group of the sidecar

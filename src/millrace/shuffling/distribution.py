@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 
 from millrace.checks import printable, text_table
 from millrace.errors import ConfigError, MillraceError
-from millrace.jobs.shuffling.permutations import Permutation
 from millrace.ragged import Numbers, even_sizes
+from millrace.shuffling.permutations import Permutation
 
 HEAD = 50_000
 """Places of the head."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from millrace.jobs.shuffling.shuffle_items import Items
 from millrace.ragged import Numbers
+from millrace.shuffling.shuffle_items import Items
 
 _NUM_ITEMS = 256  # random items
 _NUM_GROUPS = 8  # of random items: their median, as another process may interrupt one of them

@@ -19,10 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.errors import ConfigError
-from millrace.jobs.shuffling.index_stream import open_index
-from millrace.jobs.shuffling.row_tables import Table, new_table
-from millrace.jobs.shuffling.token_files import TokenFile
 from millrace.ragged import Numbers
+from millrace.shuffling.index_stream import open_index
+from millrace.shuffling.row_tables import Table, new_table
+from millrace.shuffling.token_files import TokenFile
 from millrace.store.index_writer import Entries
 
 _MOST_SEQUENCES = 1 << 17  # sequences whose entries are written at a time

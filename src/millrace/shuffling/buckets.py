@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from millrace.jobs.shuffling.memory_budget import ITEM_OVERHEAD
-from millrace.jobs.shuffling.permutations import Permutation
-from millrace.jobs.shuffling.shuffle_items import Items
 from millrace.ragged import Numbers
+from millrace.shuffling.memory_budget import ITEM_OVERHEAD
+from millrace.shuffling.permutations import Permutation
+from millrace.shuffling.shuffle_items import Items
 
 _BLOCK = 1 << 16  # items whose sizes are looked up at a time
 

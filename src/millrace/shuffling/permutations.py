@@ -16,9 +16,9 @@ import numpy as np
 from millrace.checks import MAX_INT64, absolute_path, whole
 from millrace.errors import ConfigError, DataError
 from millrace.files import atomic_file, checksum, sum_of
-from millrace.jobs.shuffling.row_tables import Table, new_table
 from millrace.order import KeyedPermutation
 from millrace.ragged import Numbers
+from millrace.shuffling.row_tables import Table, new_table
 
 NUMPY_MEMORY = 16
 """Bytes of memory per item while "numpy" is made: for the permutation and its inverse."""

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from millrace import _native
 from millrace.errors import DataError
 from millrace.files import is_of_the_process
-from millrace.jobs.shuffling.token_files import TokenFile
 from millrace.ragged import Numbers, equal_runs
+from millrace.shuffling.token_files import TokenFile
 
 
 def read_files(

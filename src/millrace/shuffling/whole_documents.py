@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 from millrace.checks import absolute_path, one_path
 from millrace.errors import ConfigError
 from millrace.files import atomic_file
-from millrace.jobs.shuffling.document_origins import DocumentOrigins
-from millrace.jobs.shuffling.document_tables import DocumentTables
-from millrace.jobs.shuffling.domains import Input, Inputs, find_domains
-from millrace.jobs.shuffling.file_pieces import read_files
-from millrace.jobs.shuffling.shuffle_items import ItemsAt, contents_of
-from millrace.jobs.shuffling.weights import WeightedUnits
 from millrace.provenance import has_origins
 from millrace.ragged import Numbers, starts_of
+from millrace.shuffling.document_origins import DocumentOrigins
+from millrace.shuffling.document_tables import DocumentTables
+from millrace.shuffling.domains import Input, Inputs, find_domains
+from millrace.shuffling.file_pieces import read_files
+from millrace.shuffling.shuffle_items import ItemsAt, contents_of
+from millrace.shuffling.weights import WeightedUnits
 from millrace.store.index_writer import write_index
 from millrace.store.info import Info
 from millrace.store.layout import Header
