@@ -13,8 +13,9 @@ import pytest
 from numpy.typing import NDArray
 
 import millrace
-from millrace import _native, reference
+from millrace import _native
 from millrace.order import blend, blend_exhaustively, build_gpt_indices, plan_gpt
+from tests.kernels import reference
 
 LENGTHS = np.array([20, 50, 60, 30, 100, 5], dtype=np.int32)
 S = 30

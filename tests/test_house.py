@@ -22,7 +22,7 @@ FLOORS = [
     {"cores", "deferred", "dtypes", "errors", "files", "forks", "interrupts", "names", "ragged"},
     {"checks"},
     {"_core", "option_class", "options", "records"},
-    {"_native", "reference"},
+    {"_native"},
     {"storage"},
     {"store", "order"},
     {"provenance"},

@@ -5,7 +5,7 @@ outside its array, is a plain ValueError of the kernel. A page of a mapped file 
 is a DataError.
 
 This module alone imports the core. Each function here has a slow twin of the same name in
-`millrace.reference`; what needs no check is the core's own.
+`tests.kernels.reference`; what needs no check is the core's own.
 """
 
 from __future__ import annotations

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.kernels import reference
 
-from millrace import _native, reference
+from millrace import _native
 
 KINDS = ["uniform", "zipf", "one dominates", "nearly equal", "few weights", "halves", "heavy tail"]
 SIZES = sorted({0, 1} | {2**k + d for k in range(1, 13) for d in (-1, 0, 1)})

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import ArrayLike
+from tests.kernels import reference
 
-from millrace import ConfigError, DataError, _native, reference
+from millrace import ConfigError, DataError, _native
 from millrace.options import SampleOptions
 
 TOKEN_DTYPES = (np.uint8, np.int8, np.int16, np.uint16, np.int32, np.int64)

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.kernels import reference
 
-from millrace import _native, reference
+from millrace import _native
 from millrace.errors import ConfigError
 from millrace.order import KeyedPermutation
 

@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.kernels import reference
 
-from millrace import _native, reference
+from millrace import _native
 from millrace.errors import ConfigError
 
 # Around the pieces of one call (1,024 entries), the gap that is read over (4,096 bytes) and powers

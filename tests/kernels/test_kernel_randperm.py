@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.kernels import reference
 
-from millrace import _native, reference
+from millrace import _native
 
 # Around the kernel's blocks of 512 targets, the generator's of 624 words, and powers of two.
 SIZES = sorted(

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import ArrayLike
+from tests.kernels import reference
 
-from millrace import _native, reference
+from millrace import _native
 
 # Powers of two, and the 32 documents by which the walk reads ahead.
 SIZES = sorted({0, 1} | {2**k + d for k in range(1, 13) for d in (-1, 0, 1)})

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.kernels import reference
 
-from millrace import ConfigError, _native, reference
+from millrace import ConfigError, _native
 from millrace.options import SampleOptions
 
 DTYPES = (np.uint8, np.int8, np.int16, np.uint16, np.int32, np.int64)

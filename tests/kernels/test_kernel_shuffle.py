@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.random import RandomState
+from tests.kernels import reference
 
-from millrace import _core, _native, reference
+from millrace import _core, _native
 
 DTYPES = (np.int32, np.uint32, np.int64)
 

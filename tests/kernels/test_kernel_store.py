@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.kernels import reference
 
-from millrace import _native, reference
+from millrace import _native
 
 INTEGERS = ("uint8", "int8", "int16", "uint16", "int32", "int64")
 SOURCES = (*INTEGERS, "uint32", "uint64")

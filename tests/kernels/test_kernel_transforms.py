@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.kernels import reference
 
-from millrace import ConfigError, _native, reference
+from millrace import ConfigError, _native
 
 FIM: dict[str, Any] = {
     "rate": 1.0,

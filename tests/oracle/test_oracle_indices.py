@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import oracle_megatron as megatron
 import pytest
+from tests.kernels import reference
 
 import millrace
-from millrace import reference
 from millrace.order import build_gpt_indices, plan_gpt
 
 Split = megatron.Split
