@@ -329,8 +329,6 @@ def _add_tokenize(verbs: Verbs) -> None:
     add("--eod-token", metavar="TEXT", help=text)
     add("--prepend-bos", action="store_true", help="start documents with the tokenizer's BOS token")
     add("--bos-token", metavar="TEXT", help="that token")
-    text = "documents with the unknown token: keep them, or treat them as --on-error says"
-    add("--on-unknown", choices=("keep", "reject"), default="keep", help=text)
     text = "share of documents that are compared with the reference library (default: 0.0002)"
     add("--check", dest="check_rate", type=float, metavar="RATE", help=text)
 
@@ -524,7 +522,7 @@ def _tokenize(
     as_json: bool,
     **options: Any,
 ) -> None:
-    from millrace.jobs.engine import ENVIRONMENT
+    from millrace.engine import ENVIRONMENT
 
     for name, value in ENVIRONMENT.items():  # one worker does its work in this process
         os.environ.setdefault(name, value)
@@ -694,7 +692,7 @@ def _check_picture(svg: str) -> None:
 def _verify(prefixes: list[str], threads: int | None, dtype: str | None, as_json: bool) -> None:
     import threading
 
-    from millrace.jobs.progress import Progress
+    from millrace.engine.progress import Progress
     from millrace.shards.metadata import is_shards_folder
     from millrace.store import verify, verify_shards
 

@@ -9,9 +9,9 @@ import sys
 import time
 from typing import Any
 
+from millrace.engine import Task
+from millrace.engine.tasks import Function
 from millrace.errors import TextError
-from millrace.jobs.engine import Task
-from millrace.jobs.engine.tasks import Function
 
 
 def multiply(factor: int, task: Task) -> int:
@@ -32,7 +32,7 @@ def environment(name: str, task: Task) -> str | None:
 
 
 def note_unflushed(files: str, log: str, function: Function, context: Any, task: Task) -> Any:
-    """Runs a task, and notes its number and the names of files in its folder without an fsync."""
+    """Runs a task, and notes its id and the names of files in its folder without an fsync."""
     flushed = set()
     flush = os.fsync
 
@@ -45,10 +45,10 @@ def note_unflushed(files: str, log: str, function: Function, context: Any, task:
         result = function(context, task)
     finally:
         os.fsync = flush
-    (folder,) = glob.glob(f"{files}/{task.number:06d}")
+    (folder,) = glob.glob(f"{files}/{task.id}*")
     names = [name for name in os.listdir(folder) if os.path.join(folder, name) not in flushed]
     with open(log, "a") as file:
-        file.write(f"{task.number}: {sorted(names)}\n")
+        file.write(f"{task.id}: {sorted(names)}\n")
     return result
 
 

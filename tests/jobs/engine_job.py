@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import os
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 
-from millrace.files import atomic_file, temporaries_of, temporary_name
-from millrace.interrupts import interrupts_held
-from millrace.jobs.engine import Executor, Journal, Task, commit, run_local, task_folder
+from millrace.engine import Executor, Run, Task
+from millrace.files import atomic_file, temporaries_of
 
-Context = tuple[str, float, str]
-"""The journal's folder, seconds that a task takes, and a file that gets a line for each attempt:
-the number of the task, the worker's process, and its parent."""
+Context = tuple[float, str]
+"""Seconds that a task takes, and a file that gets a line for each attempt: the number of the task,
+the worker's process, and its parent."""
 
 
 def content_of(number: int) -> bytes:
@@ -25,21 +22,19 @@ def content_of(number: int) -> bytes:
     return hashlib.sha256(str(number).encode()).digest() * (1 + number % 7)
 
 
-def write_file(context: Context, task: Task) -> int:
-    """The function of the job: writes a file in two steps, and commits it."""
-    folder, seconds, log = context
+def write_file(context: Context, task: Task) -> tuple[dict[str, int], list[str]]:
+    """The function of the job: writes a file in two steps."""
+    seconds, log = context
     with open(log, "ab", buffering=0) as file:
         file.write(f"{task.number} {os.getpid()} {os.getppid()}\n".encode())
+    assert isinstance(task.number, int)
     content = content_of(task.number)
-    path = os.path.join(task_folder(folder, task.number), "data")
-    temporary = temporary_name(path)
-    with open(temporary, "xb", buffering=0) as file:
+    path = os.path.join(task.folder, "data")
+    with open(path, "xb", buffering=0) as file:
         file.write(content[:10])
         time.sleep(seconds)
         file.write(content[10:])
-    os.rename(temporary, path)
-    commit(folder, task.number, {"size": len(content)}, [path])
-    return len(content)
+    return {"size": len(content)}, [path]
 
 
 def run_job(
@@ -47,38 +42,36 @@ def run_job(
     num_tasks: int,
     *,
     workers: int | None,
-    executor: Executor = run_local,
+    engine: str | Executor = "local",
     seconds: float = 0.0,
     restart: bool = False,
 ) -> tuple[int, int]:
     """Writes PREFIX.out; returns how many tasks ran now, and how many an earlier run had done."""
-    job = {"num_tasks": num_tasks}
-    with interrupts_held(), Journal(f"{prefix}.journal", job, restart=restart) as journal:
-        for temporary in temporaries_of(f"{prefix}.out"):  # of a job that was killed
+    output = f"{prefix}.out"
+    with Run(
+        prefix, {"num_tasks": num_tasks}, outputs=[output], engine=engine, restart=restart
+    ) as run:
+        if run.result is not None:
+            return 0, run.result
+        for temporary in temporaries_of(output):  # of a job that was killed
             os.unlink(temporary)
-        if journal.result is not None:  # killed while it removed the journal
-            journal.remove()
-            return 0, journal.result
-        if journal.plan is None:
-            journal.set_plan(list(range(num_tasks)))
-        left = [number for number in journal.plan if journal.record(number) is None]
-        context = journal.folder, seconds, f"{prefix}.log"
-        results = executor(write_file, context, tasks_of(journal, left), workers=workers)
-        with contextlib.closing(results):
-            sizes = {task.number: size for task, size in results}
-        assert sizes == {number: len(content_of(number)) for number in left}
-        with atomic_file(f"{prefix}.out") as output:
-            for number in journal.plan:
-                with open(os.path.join(journal.folder_of(number), "data"), "rb") as file:
-                    output.write(file.read())
-        journal.finish(num_tasks)
-    return len(left), num_tasks - len(left)
+        numbers = run.once("plan", lambda: list(range(num_tasks)))
+        folders = []
+        tasks = [Task(number, None, f"part {number}") for number in numbers]
+        context = seconds, f"{prefix}.log"
+        for done in run.map(write_file, tasks, context, phase="write", workers=workers):
+            assert done.task.number == len(folders)
+            assert done.record == {"size": len(content_of(len(folders)))}
+            folders.append(done.folder)
 
+        def publish() -> None:
+            with atomic_file(output) as file:
+                for folder in folders:
+                    with open(os.path.join(folder, "data"), "rb") as data:
+                        file.write(data.read())
 
-def tasks_of(journal: Journal, numbers: list[int]) -> Iterator[Task]:
-    for number in numbers:
-        journal.new_folder_of(number)
-        yield Task(number, None, f"part {number}")
+        run.publish(publish, num_tasks)
+        return run.num_done, run.num_kept
 
 
 def expected_output(num_tasks: int) -> bytes:

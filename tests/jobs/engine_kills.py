@@ -10,47 +10,20 @@ process is left.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
 import random
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from tests.jobs.engine_job import command, expected_output
+from tests.jobs.kills import DEADLINE, kill, members_of, wait_for_end
 
 WORKERS = 2
 SECONDS = 0.02  # of a task
-WAIT = 60.0  # seconds until something hangs
-KILLED = 9  # status of a process that `run_and_die` has ended
-
-
-def run_and_die(job: Callable[[], object], num_calls: int) -> None:
-    """Runs a job in a forked child, but ends the process after a number of calls of the kernel."""
-
-    def limited(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            nonlocal num_calls
-            num_calls -= 1
-            if num_calls < 0:
-                os._exit(KILLED)
-            return function(*arguments, **options)
-
-        return call
-
-    for name in ("rename", "unlink", "mkdir", "rmdir", "fsync"):
-        setattr(os, name, limited(getattr(os, name)))
-    try:
-        job()
-    finally:
-        os._exit(0 if num_calls >= 0 and sys.exc_info()[0] is None else 1)
 
 
 def run_kills(folder: Path, num_kills: int, seed: int) -> str:
@@ -72,8 +45,8 @@ def _run_one_job(prefix: Path, chance: random.Random, counts: Counter[str], num_
         process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, start_new_session=True)
         if counts["parents"] + counts["workers"] < num_kills:
             _disturb(process, log, chance, counts)
-        status = process.wait(WAIT)
-        _wait_for_end_of_session(process.pid)
+        status = process.wait(DEADLINE)
+        wait_for_end(members_of(process.pid))
         assert status in (0, -signal.SIGKILL), f"{prefix}: exit status {status}"
         # A kill after the end of the work leaves at most an empty part of the journal.
         journal = prefix.with_name(prefix.name + ".journal")
@@ -82,14 +55,15 @@ def _run_one_job(prefix: Path, chance: random.Random, counts: Counter[str], num_
                 shutil.rmtree(part) if part.is_dir() else part.unlink()
             break
     assert output.read_bytes() == expected_output(num_tasks)
-    left = {path.name for path in prefix.parent.iterdir()} - {output.name, log.name}
+    result = prefix.with_name(prefix.name + ".job.info.json")
+    left = {path.name for path in prefix.parent.iterdir()} - {output.name, log.name, result.name}
     assert not left, f"files are left: {left}"
     runs = log.read_text().count("\n")
     killed = (counts - start)["parents"] * WORKERS + (counts - start)["workers"]
     assert num_tasks <= runs <= num_tasks + killed, f"{runs} runs of {num_tasks} tasks: {counts}"
     counts["repeated tasks"] += runs - num_tasks
-    output.unlink()
-    log.unlink()
+    for path in (output, log, result):
+        path.unlink(missing_ok=True)
 
 
 def _disturb(
@@ -103,11 +77,9 @@ def _disturb(
     # A task fails whose worker is killed three times: so at most two of a run are.
     for _ in range(chance.randrange(3)):
         time.sleep(chance.uniform(0, 0.3))
-        workers = sorted(_session(process.pid) - {process.pid})
+        workers = sorted({*members_of(process.pid)} - {process.pid})
         if workers:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(chance.choice(workers), signal.SIGKILL)
-                counts["workers"] += 1
+            counts["workers"] += kill(chance.choice(workers))
     if chance.random() < 0.7:
         time.sleep(chance.uniform(0, 0.5))
         if process.poll() is None:
@@ -117,26 +89,6 @@ def _disturb(
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
-
-
-def _session(leader: int) -> set[int]:
-    """The living processes of a session."""
-    members = set()
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[3]) == leader and fields[0] != "Z":
-            members.add(int(path.parent.name))
-    return members
-
-
-def _wait_for_end_of_session(leader: int) -> None:
-    deadline = time.monotonic() + WAIT
-    while _session(leader):
-        assert time.monotonic() < deadline, "a worker outlived its parent"
-        time.sleep(0.005)
 
 
 def main() -> None:

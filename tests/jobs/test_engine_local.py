@@ -15,30 +15,17 @@ from typing import Any
 
 import pytest
 
+from millrace.engine import Task, run_local
 from millrace.errors import ConfigError, MillraceError, TextError
-from millrace.jobs.engine import Task, run_local
 from tests.jobs import engine_functions as functions
 from tests.jobs.engine_kills import run_kills
+from tests.jobs.kills import workers_of
 
 HANG = 60.0  # seconds
 
 
 def tasks_of(payloads: Any) -> list[Task]:
     return [Task(number, payload, f"part {number}") for number, payload in enumerate(payloads)]
-
-
-def workers_of(pid: int) -> list[int]:
-    """The worker processes of a process."""
-    workers = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-            is_worker = b"millrace.jobs.engine.local" in (path.parent / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if int(fields[1]) == pid and is_worker and fields[0] != "Z":
-            workers.append(int(path.parent.name))
-    return workers
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
@@ -182,8 +169,7 @@ def test_libraries_in_workers_use_one_thread(monkeypatch: pytest.MonkeyPatch) ->
 
 def run_script(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
     prelude = (
-        "import os, sys; from millrace.jobs.engine import *; from tests.jobs.engine_functions "
-        "import *\n"
+        "import os, sys; from millrace.engine import *; from tests.jobs.engine_functions import *\n"
     )
     return subprocess.run(
         [sys.executable, "-c", prelude + code],
@@ -203,18 +189,6 @@ def test_output_of_workers_goes_to_stderr() -> None:
     )
     assert (result.returncode, result.stdout) == (0, "['done']\n")
     assert sorted(result.stderr.split("\n")) == ["", "on stderr", "on stdout"]
-
-
-def test_a_job_without_stdin_stdout_and_stderr(tmp_path: Path) -> None:
-    """The sockets must not get their descriptors."""
-    result = run_script(
-        "os.closerange(0, 3)\n"
-        "results = list(run_local(write_everywhere, None, [Task(n, 0) for n in range(9)], "
-        "workers=3))\n"
-        f"open({str(tmp_path / 'out')!r}, 'w').write(str(len(results)))"
-    )
-    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
-    assert (tmp_path / "out").read_text() == "9"
 
 
 def test_too_few_descriptors_for_the_workers() -> None:
@@ -257,7 +231,7 @@ def test_ctrl_c_ends_the_job_and_its_workers() -> None:
             [
                 sys.executable,
                 "-c",
-                "from millrace.jobs.engine import *\n"
+                "from millrace.engine import *\n"
                 "from millrace.interrupts import interrupts_held\n"
                 "from tests.jobs.engine_functions import *\n"
                 "print('starts', flush=True)\n"

@@ -20,9 +20,9 @@ import numpy as np
 import pytest
 
 from millrace.encoding import Tokenizer
+from millrace.engine import Task, run_ray
 from millrace.errors import ConfigError, MillraceError, TextError
 from millrace.jobs import shuffle, tokenize
-from millrace.jobs.engine import Task, run_ray
 from tests.jobs import engine_functions as functions
 from tests.jobs.engine_job import expected_output, run_job
 from tests.jobs.shuffle_cases import small_buffers
@@ -100,7 +100,7 @@ def test_a_job_joins_a_cluster_only_if_it_is_told_to(cluster: Any, address: str 
     """One runs here, and its address is where Ray looks for it."""
     assert Path(os.environ["RAY_TMPDIR"], "ray", "ray_current_cluster").read_text()
     code = (
-        "from millrace.jobs.engine import *\n"
+        "from millrace.engine import *\n"
         "from tests.jobs.engine_functions import *\n"
         "import ray\n"
         "for task, result in run_ray(multiply, 3, [Task(0, 7)], note=print):\n"
@@ -127,7 +127,7 @@ def test_a_job_joins_a_cluster_only_if_it_is_told_to(cluster: Any, address: str 
 
 def test_ctrl_c_ends_a_job_on_ray(cluster: Any) -> None:
     code = (
-        "from millrace.jobs.engine import *\n"
+        "from millrace.engine import *\n"
         "from millrace.interrupts import interrupts_held\n"
         "from tests.jobs.engine_functions import *\n"
         "tasks = [Task(0, 0), Task(1, 1000), Task(2, 1000)]\n"
@@ -226,7 +226,7 @@ def test_a_shuffle_loses_a_node(
                 cluster.remove_node(node, allow_graceful=False)
                 lost.append(task)
 
-    monkeypatch.setattr("millrace.jobs.engine.ray.run_ray", lossy)
+    monkeypatch.setattr("millrace.engine.ray.run_ray", lossy)
     outputs = []
     with small_buffers(choices):
         for engine, workers in (("local", 1), ("ray", 6)):
@@ -260,7 +260,7 @@ def test_tasks_that_are_done_are_on_the_disk(
         )
         return run_ray(noting_function, *arguments, **options)
 
-    monkeypatch.setattr("millrace.jobs.engine.ray.run_ray", noting)
+    monkeypatch.setattr("millrace.engine.ray.run_ray", noting)
     (tmp_path / "input").mkdir()
     if job == "shuffle":
         tokens = np.random.default_rng(0).integers(0, 1000, 40_000, np.uint32)
@@ -314,14 +314,15 @@ def test_a_node_is_lost(cluster: Any, runtime: None, tmp_path: Path) -> None:
                     lost.append(number)
 
     log = tmp_path / "ray.log"
-    counts = run_job(str(tmp_path / "ray"), num_tasks, workers=None, executor=lossy, seconds=0.3)
+    counts = run_job(str(tmp_path / "ray"), num_tasks, workers=None, engine=lossy, seconds=0.3)
     assert counts == (num_tasks, 0)
     assert (tmp_path / "ray.out").read_bytes() == expected_output(num_tasks)
     numbers = [number for number, _, _ in attempts_in(log)]
     assert len(lost) == 1
     assert numbers.count(lost[0]) > 1
     assert sorted(set(numbers)) == list(range(num_tasks))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["ray.log", "ray.out"]
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["ray.job.info.json", "ray.log", "ray.out"]
 
 
 def _wait_for_workers_of(raylets: Iterable[int]) -> None:

@@ -30,7 +30,7 @@ from millrace.store import verify_shards
 from tests.conftest import make_texts, write_documents
 from tests.jobs import shuffle_cases as cases
 from tests.jobs import shuffle_kills as kills
-from tests.jobs.engine_kills import KILLED, run_and_die
+from tests.jobs.kills import KILLED, run_and_die
 from tests.jobs.tokenize_kills import read_records
 
 SEQ_LEN = 8
@@ -453,7 +453,7 @@ def test_a_restart_may_be_killed_at_any_step(
         shutil.rmtree(output)
     if is_whole:
         with monkeypatch.context() as context:
-            context.setattr("millrace.jobs.engine.journal.Journal.finish", lambda *_: None)
+            context.setattr("millrace.engine.old_journal.Journal.finish", lambda *_: None)
             run(tmp_path, **jobs[0])
     else:
         interrupt(tmp_path, monkeypatch, "rename", 4, **jobs[0])
@@ -567,7 +567,7 @@ def test_an_output_that_was_removed_after_the_end(
 ) -> None:
     """The job was killed while it removed its journal."""
     with monkeypatch.context() as context:
-        context.setattr("millrace.jobs.engine.journal.Journal.remove", lambda journal: None)
+        context.setattr("millrace.engine.old_journal.Journal.remove", lambda journal: None)
         run(tmp_path)
     output = tmp_path / "output"
     assert "shuffle.journal" in names_in(output)

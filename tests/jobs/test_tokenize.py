@@ -6,7 +6,6 @@ import gzip
 import io
 import json
 import os
-import signal
 import struct
 import subprocess
 import sys
@@ -24,9 +23,11 @@ from millrace import (
     TextError,
 )
 from millrace.encoding import Tokenizer
-from millrace.jobs import progress, tokenize
+from millrace.engine import progress
+from millrace.jobs import tokenize
 from millrace.store.writer import PairWriter
 from tests.conftest import make_texts, train_tokenizer, write_jsonl
+from tests.jobs.kills import wait_for_end, workers_of
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def tokenizer(tokenizer_file: Path) -> Tokenizer:
 
 
 def run(folder: Path, inputs: list[Path], tokenizer: Tokenizer, **options: Any) -> IndexedDataset:
-    options = {"workers": 1, "provenance": "none", "checksums": False, **options}
+    options = {"workers": 1, "provenance": "none", "checksums": False, "restart": True, **options}
     tokenize([str(path) for path in inputs], str(folder / "out"), tokenizer, **options)
     return IndexedDataset(folder / "out_text_document")
 
@@ -342,26 +343,23 @@ def test_paths_of_any_kind_and_numpys_numbers(tmp_path: Path, tokenizer: Tokeniz
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"inputs": "a.jsonl"}, r"inputs is 'a.jsonl'.*; give a list: \['a.jsonl'\]"),
-        ({"inputs": Path("a.jsonl")}, r"inputs is .*; give a list: \[PosixPath"),
-        ({"inputs": b"a.jsonl"}, r"inputs is b'a.jsonl'.*; give a list: \[b'a.jsonl'\]"),
-        ({"inputs": []}, "there are no inputs"),
-        ({"inputs": [3]}, r"inputs are \[3\]; give a list of paths"),
-        ({"inputs": None}, "inputs are None; give a list of paths"),
-        ({"json_keys": "text"}, r"json_keys is 'text', one key alone; give a list: \['text'\]"),
-        ({"json_keys": []}, r"json_keys are \[\]; give a list of at least one key"),
-        ({"json_keys": 3}, "json_keys are 3; give a list of at least one key"),
-        ({"json_keys": ["text", 1]}, r"json_keys are \['text', 1\]; give a list"),
-        ({"json_keys": ["text", "text"]}, r"json_keys are \['text', 'text'\]; .* each once"),
-        ({"workers": 2.0}, "workers is 2.0; a whole number is needed"),
-        ({"workers": True}, "workers is True; a whole number is needed"),
-        ({"workers": -1}, "workers is -1; at least 1 is needed"),
-        ({"append_eod": 1}, "append_eod is 1; give True or False"),
-        ({"checksums": "no"}, "checksums is 'no'; give True or False"),
-        (
-            {"tokenizer": "t.json"},
-            r"tokenizer is 't.json'; give millrace.encoding.Tokenizer\('t.json'\)",
-        ),
+        ({"inputs": "a.jsonl"}, r"inputs .*\['a.jsonl'\]"),
+        ({"inputs": Path("a.jsonl")}, r"inputs .*\[PosixPath"),
+        ({"inputs": b"a.jsonl"}, r"inputs .*\[b'a.jsonl'\]"),
+        ({"inputs": []}, "no inputs"),
+        ({"inputs": [3]}, r"inputs .*\[3\]"),
+        ({"inputs": None}, "inputs .*None"),
+        ({"json_keys": "text"}, r"json_keys .*'text'.*\['text'\]"),
+        ({"json_keys": []}, r"json_keys .*\[\]"),
+        ({"json_keys": 3}, "json_keys .*3"),
+        ({"json_keys": ["text", 1]}, r"json_keys .*\['text', 1\]"),
+        ({"json_keys": ["text", "text"]}, r"json_keys .*\['text', 'text'\]"),
+        ({"workers": 2.0}, "workers .*2.0"),
+        ({"workers": True}, "workers .*True"),
+        ({"workers": -1}, "workers .*1.*-1"),
+        ({"append_eod": 1}, "append_eod .*1"),
+        ({"checksums": "no"}, "checksums .*'no'"),
+        ({"tokenizer": "t.json"}, r"tokenizer .*millrace.encoding.Tokenizer\('t.json'\)"),
     ],
 )
 def test_wrong_arguments_are_refused_before_any_work(
@@ -400,39 +398,6 @@ def test_a_file_that_is_not_a_tokenizer_is_refused(tmp_path: Path, content: byte
 
 
 # ---- lines, memory and deaths ----
-
-
-def zstd_compress(data: bytes) -> bytes:
-    from backports import zstd
-
-    return zstd.compress(data)
-
-
-def _double(factor: int, item: int) -> int:
-    return factor * item
-
-
-def _die(_: None, item: int) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _fail(_: None, item: int) -> float:
-    class UnpicklableError(Exception):
-        pass
-
-    if item:
-        raise UnpicklableError
-    return 1 / item
-
-
-def _fail_later(_: None, seconds: float) -> None:
-    time.sleep(seconds)
-    raise TextError(f"item {seconds}")
-
-
-def _sleep(_: None, seconds: float) -> tuple[float, int]:
-    time.sleep(seconds)
-    return seconds, os.getpid()
 
 
 SCRIPT = """
@@ -491,44 +456,20 @@ def test_a_killed_job_leaves_no_pair_no_worker_and_the_next_run_succeeds(
         str(tmp_path / "out"), "--tokenizer", tokenizer.path, "--workers", "2",
     ]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while len(children(process.pid)) < 2:
+    while len(workers := workers_of(process.pid)) < 2:
         assert process.poll() is None
         time.sleep(0.01)
-    workers = children(process.pid)
     process.kill()
     process.wait()
     assert not (tmp_path / "out_text_document.idx").exists()
-    deadline = time.monotonic() + 30
-    while any(is_running(worker) for worker in workers):
-        assert time.monotonic() < deadline, "a worker outlived its parent"
-        time.sleep(0.05)
+    wait_for_end(workers)
     source.write_bytes(source.read_bytes()[:0])
     run(tmp_path, [write_jsonl(tmp_path / "b.jsonl", ["a"])], tokenizer, restart=True)
     assert sorted(path.name for path in tmp_path.glob("out*")) == [
+        "out.job.info.json",
         "out_text_document.bin",
         "out_text_document.idx",
     ]
-
-
-def children(pid: int) -> list[int]:
-    """The worker processes of a process."""
-    workers = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-            command = (stat.parent / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if int(fields[1]) == pid and b"millrace.jobs.engine.local" in command:
-            workers.append(int(stat.parent.name))
-    return workers
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_gzip_is_recognised_by_its_bytes(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from millrace.cli import main
 from tests.jobs import tokenize_kills as kills
+from tests.jobs.kills import DEADLINE, finished_tasks
 
 NUM_DOCUMENTS = 500
 PAGE = 4096  # bytes; a tmpfs gives out pages
@@ -108,7 +109,7 @@ def test_a_limit_on_file_sizes(runner: Runner) -> None:
     size = max(len(data) for data in runner.job.files.values())
     command = ["sh", "-c", f'ulimit -f {size // 2 // 512}; exec "$@"', "sh"]
     process = kills.launch([*runner.job.options, "--workers", "2"], runner.output, command)
-    _, errors = process.communicate(timeout=kills.DEADLINE)
+    _, errors = process.communicate(timeout=DEADLINE)
     assert process.returncode == 1
     assert errors.count("error: ") == 1
     assert "ulimit -f" in errors
@@ -120,7 +121,7 @@ def test_a_limit_on_file_sizes(runner: Runner) -> None:
 def interrupted(runner: Runner) -> Runner:
     """A job that was killed when some chunks were done."""
     process = kills.launch(runner.job.options, runner.output)
-    while len(kills.read_records(runner.output)) < 3:
+    while len(finished_tasks(runner.output)) < 3:
         assert process.poll() is None, "the job has ended"
         time.sleep(0.002)
     process.send_signal(signal.SIGKILL)

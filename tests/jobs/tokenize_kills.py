@@ -5,42 +5,44 @@ its workers, is killed; then the same command runs again, until the job is done.
 one worker must go on by itself. At the end
 
 - the files equal those of an undisturbed run, byte for byte, and nothing else is left;
-- no chunk was tokenised twice, except those in flight: a record in the journal stays as it is, and
-  the last run reports every record that it found as kept;
+- no chunk was tokenised twice, except those in flight: the journal keeps the task of a chunk as it
+  is, and the last run reports every task that it found as kept;
 - no worker has outlived its parent.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
-import os
 import random
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.conftest import make_texts, train_tokenizer
+from tests.jobs.kills import (
+    DEADLINE,
+    KillError,
+    descendants,
+    finished_tasks,
+    kill,
+    run_command,
+    run_jobs,
+    wait_for_end,
+)
 from tests.jobs.preprocess_cases import compress
 
 CHUNK_SIZE = 4000  # bytes
 MOST_WORKER_KILLS = 2  # in one run; a task whose worker dies three times is an error
-DEADLINE = 120.0  # seconds that a run, or the end of an orphan, may take
 # Files that tell of the run, not of the data.
 VARYING = (".info.json",)
-
-
-class KillError(AssertionError):
-    """Something was lost, done twice, or left behind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,41 +176,40 @@ def read_files(output: Path) -> dict[str, bytes]:
 def run_job(job: Job, output: Path, choices: random.Random, counts: Counter[str]) -> None:
     """Runs a job until it is done, with kills at random moments; KillError if a law is broken."""
     output.mkdir()
-    records: dict[str, tuple[int, int]] = {}
+    tasks: dict[str, str] = {}
+    is_published = False
     while True:
         process = launch(job.options, output)
         for _ in range(MOST_WORKER_KILLS):
-            if wait_for_moment(process, job, output, len(records), choices):
+            if wait_for_moment(process, job, output, len(tasks), choices):
                 break
             family = descendants(process.pid)
             if not family or choices.random() < 0.4:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                    counts["parent"] += 1
+                counts["parent"] += kill(process.pid)
                 process.wait(DEADLINE)
                 wait_for_end(family)
                 break
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(choices.choice(family), signal.SIGKILL)
-                counts["worker"] += 1
+            counts["worker"] += kill(choices.choice(family))
         if process.wait(DEADLINE) != -signal.SIGKILL:
             done, kept = chunks_of(finish(process))
-            if (done, kept) != (job.num_tasks - len(records), len(records)):
+            num_kept = job.num_tasks if is_published else len(tasks)
+            if (done, kept) != (job.num_tasks - num_kept, num_kept):
                 raise KillError(
                     f"{done} chunks done and {kept} kept, of {job.num_tasks}; the journal had "
-                    f"{len(records)}"
+                    f"{num_kept}"
                 )
             break
         process.communicate()
-        later = read_records(output)
+        later = finished_tasks(output)
         if list(output.glob("*.journal")):
-            changed = [name for name, identity in records.items() if later.get(name) != identity]
+            changed = [task for task, attempt in tasks.items() if later.get(task) != attempt]
             if changed:
-                raise KillError(f"records that were written again: {sorted(changed)[:5]}")
-        elif records:  # the kill came after the publication; the next run starts from nothing
+                raise KillError(f"tasks that ran again: {sorted(changed)[:5]}")
+        elif tasks:  # the kill came after the publication; the next run returns the result
             check_files(job, {n: data for n, data in read_files(output).items() if n in job.files})
+            is_published = True
             counts["after the publication"] += 1
-        records = later
+        tasks = later
         counts["runs"] += 1
     check_files(job, read_files(output))
 
@@ -229,7 +230,7 @@ def wait_for_moment(
     """
     seconds = choices.uniform(0, 1.2 * job.seconds)
     if choices.random() < 0.66:
-        while process.poll() is None and len(read_records(output)) <= num_kept:
+        while process.poll() is None and len(finished_tasks(output)) <= num_kept:
             time.sleep(0.002)
         seconds *= choices.random() * (1 - num_kept / job.num_tasks) / 2
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -239,43 +240,13 @@ def wait_for_moment(
 
 
 def read_records(output: Path) -> dict[str, tuple[int, int]]:
-    """Name of each record in the journal, and what changes if it is written again."""
+    """Name of each record in a shuffle's journal, and what changes if it is written again."""
     records = {}
     with contextlib.suppress(FileNotFoundError):  # the job ends, and removes its journal
         for path in output.glob("*.journal/*/records/*.json"):
             status = path.stat()
             records[path.name] = (status.st_ino, status.st_mtime_ns)
     return records
-
-
-def descendants(pid: int) -> list[int]:
-    """The living processes that a process has started, and theirs."""
-    processes = []
-    with contextlib.suppress(OSError):
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            for child in map(int, (thread / "children").read_text().split()):
-                processes += [child, *descendants(child)]
-    return [pid for pid in processes if not is_ended(pid)]
-
-
-def is_ended(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return True
-    return state in "ZX"
-
-
-def wait_for_end(pids: Sequence[int]) -> None:
-    """Waits for processes whose parent was killed; KillError if they stay."""
-    end = time.monotonic() + DEADLINE
-    while left := [pid for pid in pids if not is_ended(pid)]:
-        if time.monotonic() > end:
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            raise KillError(f"{len(left)} workers live {DEADLINE:.0f} s after their parent's death")
-        time.sleep(0.005)
 
 
 # ---- any number of kills ----
@@ -295,61 +266,6 @@ def run(
     return run_jobs(
         lambda folder: make_jobs(folder, num_documents, names), run_job, num_kills, seed
     )
-
-
-def run_jobs(
-    make_jobs: Callable[[Path], Sequence[Job]],
-    run_job: Callable[[Job, Path, random.Random, Counter[str]], None],
-    num_kills: int,
-    seed: int,
-) -> Counter[str]:
-    """Runs jobs in random order, until there were that many kills; returns what was counted.
-
-    Args:
-        make_jobs: Function that writes the inputs into a folder and returns the jobs.
-        run_job: Function that runs a job with kills. It counts them as "parent" and "worker".
-        num_kills: Number of kills, at least.
-        seed: Seed of jobs and moments.
-    """
-    choices = random.Random(seed)
-    counts: Counter[str] = Counter()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        jobs = make_jobs(folder)
-        order: list[Job] = []
-        while counts["parent"] + counts["worker"] < num_kills:
-            order = order or choices.sample(jobs, len(jobs))
-            job = order.pop()
-            output = folder / "output"
-            try:
-                run_job(job, output, choices, counts)
-            except KillError as error:
-                raise KillError(f"seed {seed}, job {job.name!r}: {error}") from None
-            counts["jobs"] += 1
-            shutil.rmtree(output)
-    return counts
-
-
-def run_command(
-    description: str, run: Callable[[int, int, int], Counter[str]], unit: str, default: int
-) -> None:
-    """The command line of a script that kills jobs.
-
-    Args:
-        description: Text of the script; its first line is shown.
-        run: Function of the number of kills, the seed and the size of the input.
-        unit: What the input's size counts.
-        default: Size of the input.
-    """
-    parser = argparse.ArgumentParser(description=description.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(f"--{unit}", dest="size", type=int, default=default, help="in an input")
-    options = parser.parse_args()
-    start = time.monotonic()
-    counts = run(options.kills, options.seed, options.size)
-    seconds = time.monotonic() - start
-    print(f"seed {options.seed}: {dict(counts)}, {seconds:.0f} s; nothing was lost or done twice")
 
 
 if __name__ == "__main__":

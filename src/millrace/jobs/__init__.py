@@ -5,7 +5,7 @@ from millrace.jobs.cache import CacheEntry, list_cache, prune_cache
 from millrace.jobs.indexing import IndexResult, index
 from millrace.jobs.reshape import convert, merge, split
 from millrace.jobs.shuffling import ShuffleResult, shuffle
-from millrace.jobs.tokenizing import TokenizeResult, tokenize
+from millrace.tokenizing import TokenizeResult, tokenize
 
 __all__ = [
     "BenchResult",

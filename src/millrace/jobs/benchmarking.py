@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from millrace.cache import arrays
 from millrace.checks import flag, real, whole
 from millrace.cores import available_cores
+from millrace.engine import Task, run_local
 from millrace.errors import ConfigError
 from millrace.feed import BlendedDataset, GPTDataset, Loader, Sampler, SequentialSampler
 from millrace.jobs.benchmark_limits import copy_bytes_per_second, drop_from_page_cache
-from millrace.jobs.engine import Task, run_local
 from millrace.run import DatasetConfig, build_datasets
 from millrace.run.config import source_of
 from millrace.run.manifest import Manifest, manifest_path

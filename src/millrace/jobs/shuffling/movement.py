@@ -7,9 +7,9 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+from millrace.engine import Executor, Journal, Task, run_local
+from millrace.engine.progress import Progress
 from millrace.interrupts import interruptible
-from millrace.jobs.engine import Executor, Journal, Task, run_local
-from millrace.jobs.progress import Progress
 from millrace.jobs.shuffling.shard_work import Phase, Work
 from millrace.shuffling.memory_budget import in_units
 
@@ -101,6 +101,6 @@ class Movement:
 def _executor(engine: str, progress: Progress) -> Executor:
     if engine == "local":
         return run_local
-    from millrace.jobs.engine.ray import run_ray
+    from millrace.engine.ray import run_ray
 
     return functools.partial(run_ray, note=progress.note)

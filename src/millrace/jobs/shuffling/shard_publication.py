@@ -23,10 +23,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from millrace.checks import absolute_path
+from millrace.engine import Journal
 from millrace.errors import ConfigError, DataError
 from millrace.files import fsync_folder, naming, sum_of, temporaries_of
 from millrace.interrupts import interruptible
-from millrace.jobs.engine import Journal
 from millrace.jobs.shuffling.shard_work import SHARD
 from millrace.shards.metadata import (
     JOURNAL,

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace import _native
+from millrace.engine import Task, commit, task_folder
 from millrace.errors import DataError
 from millrace.files import naming, sum_of
-from millrace.jobs.engine import Task, commit, task_folder
 from millrace.ragged import Numbers
 from millrace.shuffling.hashed_file import HashedFile
 from millrace.shuffling.permutations import Permutation

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from millrace.engine import Journal
+from millrace.engine.progress import Progress
 from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.interrupts import interruptible, interrupts_held
-from millrace.jobs.engine import Journal
-from millrace.jobs.progress import Progress
 from millrace.jobs.shuffling import shard_publication as publish
 from millrace.jobs.shuffling.movement import Movement
 from millrace.jobs.shuffling.plan_choice import check_room, choose_plan

@@ -16,23 +16,15 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.encoding import Tokenizer, compare_encoders
-from millrace.errors import MillraceError, TextError
+from millrace.encoding import compare_encoders
+from millrace.engine import Task
+from millrace.errors import TextError
 from millrace.files import xxh3
-from millrace.jobs.engine import Task, commit
-from millrace.jobs.tokenizing.columns import Column, encode_column
 from millrace.store import IndexedDatasetBuilder, finalize_together
-from millrace.text import (
-    Documents,
-    Format,
-    Part,
-    Query,
-    SentenceSplitter,
-    first_line_of,
-    read_documents,
-)
-from millrace.text.records import Text
+from millrace.text import Documents, Part, Query, first_line_of, read_documents
 from millrace.text.streams import open_stream
+from millrace.tokenizing.columns import Column, encode_column
+from millrace.tokenizing.tokenize_options import TokenizeOptions
 
 Item = TypeVar("Item")
 
@@ -42,54 +34,16 @@ _LONGEST_CHECK = 100_000  # characters of a document that are compared: the refe
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What each task of a job needs to know.
-
-    Attributes:
-        tokenizer: The tokenizer.
-        keys: Keys of the texts in a document.
-        id_key: Key of a document's id.
-        separator: Text between the documents of a plain text file, or None: the file is one.
-        format: Format of all inputs, or None: their names and first bytes tell it.
-        splitter: Splitter of texts into sentences, or None.
-        first_token, last_token: Token at the start and end of each document, or None.
-        unknown: Token that makes a document unfit, or None.
-        num_partitions: Number of groups among which documents are dealt round robin.
-        on_error: What happens to lines that are not documents: "stop", "skip" or "quarantine".
-        max_document_size: Longest line, or text, in bytes.
-        check_rate: Share of documents that are compared with the reference library.
-    """
-
-    tokenizer: Tokenizer
-    keys: tuple[str, ...]
-    id_key: str
-    separator: str | None
-    format: Format | None = None
-    splitter: SentenceSplitter | None
-    first_token: int | None
-    last_token: int | None
-    unknown: int | None
-    num_partitions: int
-    on_error: str
-    max_document_size: int
-    check_rate: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class Work:
     """The payload of a task.
 
     Attributes:
-        journal: The first argument of `commit`.
-        folder: Path of the task's folder in the journal.
         parts: What it reads.
         checksum: Checksum of an unpacked piece that it reads, or None.
     """
 
-    journal: str
-    folder: str
     parts: tuple[Part, ...]
-    checksum: str | None
+    checksum: str | None = None
 
 
 def task_name(parts: Sequence[Part]) -> str:
@@ -132,95 +86,54 @@ def _sum_of_lines(part: Part) -> str | None:
     return str(digest.hexdigest())
 
 
-def run_task(settings: Settings, task: Task) -> dict[str, Any] | MillraceError:
-    """Reads, encodes and commits a task; returns its record, or the error of its input.
+def run_task(options: TokenizeOptions, task: Task) -> tuple[dict[str, Any], list[str]]:
+    """Reads and encodes the parts of a task; returns its record and its files.
 
-    The record has `stem` (start of the names of its files), `documents`, `tokens` (per key),
-    `bytes` (of UTF-8 text), `lines` (per part), `rejects` (per file of `reject_stems`), `empty`
-    (number of documents without text), `inputs` (per part: path and range, size and time of the
-    file, checksum of the lines), and `on_error` and `checksum` as they were.
+    The record has `documents`, `tokens` (per key), `bytes` (of UTF-8 text), `lines` (per part),
+    `rejects` (of `REJECTS`), `empty` (number of documents without text), `inputs` (per part: path
+    and range, size and time of the file, checksum of the lines), and `on_error` and `checksum` as
+    they were.
     """
-    try:
-        return _run_task(settings, task)
-    except MillraceError as error:
-        return error
-
-
-def _run_task(settings: Settings, task: Task) -> dict[str, Any]:
     work: Work = task.payload
-    # Each attempt has its own names: one that was lost, and is not dead, disturbs no other.
-    stem = os.path.join(work.folder, os.urandom(6).hex())
-    tokenizer = settings.tokenizer
-    prefixes = [
-        [f"{stem}-{key}-{partition}" for partition in range(settings.num_partitions)]
-        for key in range(len(settings.keys))
-    ]
-    num_tokens = [0] * len(settings.keys)
-    num_documents = num_bytes = num_empty = 0
-    compare = _Comparison(settings, task.number)
     with contextlib.ExitStack() as stack:
-        builders = [
-            [
-                stack.enter_context(IndexedDatasetBuilder(prefix, tokenizer.dtype, durable=False))
-                for prefix in group
-            ]
-            for group in prefixes
-        ]
-        origins = stack.enter_context(_Origins(stem))
+        writer = stack.enter_context(_Writer(options, task.folder))
         # The first is written by the reader's thread, the second by this one.
-        rejects, unknown = (
-            stack.enter_context(Rejects(reject_stem, settings, work.parts))
-            for reject_stem in reject_stems(stem)
+        lines, texts = (
+            stack.enter_context(Rejects(os.path.join(task.folder, name), options, work.parts))
+            for name in REJECTS
         )
-        reader = _Reader(settings, work.parts, rejects)
+        reader = _Reader(options, work.parts, lines)
         batches = stack.enter_context(_Ahead(reader.batches()))
-        tokenizer.load()  # takes 0.25 s, in which the first batch is read
+        compare = Comparison(options, task)
+        options.tokenizer.load()  # takes 0.25 s, in which the first batch is read
         for batch in batches:
-            columns, mask = _encode(settings, batch, unknown)
+            columns, mask = _encode(options, batch, texts)
             compare(batch.documents)
-            mask &= _accepted(settings, columns, batch, unknown)
-            columns = [column.select(mask) for column in columns]
-            numbers = np.arange(num_documents, num_documents + np.count_nonzero(mask))
-            partitions = numbers % settings.num_partitions
-            for key, column in enumerate(columns):
-                num_tokens[key] += len(column.tokens)
-                for partition, builder in enumerate(builders[key]):
-                    column.select(partitions == partition).add_to(builder)
-            num_documents += len(numbers)
-            num_bytes += sum(map(_num_bytes, batch.documents.texts))
-            num_empty += _num_empty(batch.documents)
-            origins.add(batch, mask, partitions)
-        origins.close()
-        rejects.close()
-        unknown.close()
-        finalize_together([builder for group in builders for builder in group])
-    files = [*origins.files, *rejects.files, *unknown.files]
-    for group in prefixes:
-        files += [prefix + suffix for prefix in group for suffix in (".bin", ".idx")]
+            writer.add(batch, columns, mask)
+        for rejects in (lines, texts):
+            rejects.close()
+        writer.finish()
     record = {
-        "stem": os.path.basename(stem),
-        "documents": num_documents,
-        "tokens": num_tokens,
-        "bytes": num_bytes,
+        "documents": writer.num_documents,
+        "tokens": writer.num_tokens,
+        "bytes": writer.num_bytes,
         "lines": reader.num_lines,
-        "rejects": [rejects.count, unknown.count],
-        "empty": num_empty,
+        "rejects": [lines.count, texts.count],
+        "empty": writer.num_empty,
         "inputs": [] if work.checksum is not None else reader.inputs,
-        "on_error": settings.on_error,
+        "on_error": options.on_error,
         "checksum": work.checksum,
     }
-    commit(work.journal, task.number, record, files, durable=task.durable)
-    return record
+    return record, [*writer.files, *lines.files, *texts.files]
 
 
-def reject_stems(stem: str) -> tuple[str, str]:
-    """The starts of the names of a task's rejects: lines, and documents that are not encoded."""
-    return stem + ".lines", stem + ".unknown"
+REJECTS = ("lines", "texts")
+"""The starts of the names of a task's rejects: lines, and documents that are not encoded."""
 
 
-def prefix_of(folder: str, record: dict[str, Any], key: int, partition: int) -> str:
-    """The prefix of a committed task's indexed dataset."""
-    return os.path.join(folder, f"{record['stem']}-{key}-{partition}")
+def prefix_of(folder: str, key: int, partition: int) -> str:
+    """The prefix of the indexed dataset of a key and a partition in the folder of a task."""
+    return os.path.join(folder, f"{key}-{partition}")
 
 
 # ---- reading ahead ----
@@ -242,21 +155,21 @@ class _Batch:
 class _Reader:
     """The batches of all parts; counts the lines of each part, and notes what was read."""
 
-    def __init__(self, settings: Settings, parts: Sequence[Part], rejects: Rejects) -> None:
-        self._settings, self._parts, self._rejects = settings, parts, rejects
+    def __init__(self, options: TokenizeOptions, parts: Sequence[Part], rejects: Rejects) -> None:
+        self._options, self._parts, self._rejects = options, parts, rejects
         self.num_lines = [0] * len(parts)
         self.inputs: list[Any] = []
 
     def batches(self) -> Iterator[_Batch]:
-        settings = self._settings
+        options = self._options
         for number, part in enumerate(self._parts):
             query = Query(
-                keys=settings.keys,
+                keys=tuple(options.json_keys),
                 reject=functools.partial(self._rejects.add, number),
-                id_key=settings.id_key,
+                id_key=options.id_key,
                 # Megatron-LM makes an empty document of an empty text.
-                skip_empty=settings.on_error != "stop",
-                max_size=settings.max_document_size,
+                skip_empty=options.on_error != "stop",
+                max_size=options.longest_document,
                 block_size=_BLOCK_SIZE,
             )
             for documents in read_documents(part, query):
@@ -339,8 +252,8 @@ class Rejects:
     offset, the reason and the size; `STEM.rejects.bin` has the bytes of all, one after the other.
     """
 
-    def __init__(self, stem: str, settings: Settings, parts: Sequence[Part]) -> None:
-        self._settings, self._parts = settings, parts
+    def __init__(self, stem: str, options: TokenizeOptions, parts: Sequence[Part]) -> None:
+        self._on_error, self._parts = options.on_error, parts
         self._names = stem + ".rejects.jsonl", stem + ".rejects.bin"
         self._resources = contextlib.ExitStack()
         self._rows: Any = None
@@ -355,14 +268,14 @@ class Rejects:
         self, part: int, line: int, byte_offset: int, reason: str, data: Iterable[bytes]
     ) -> None:
         """Raises a TextError, or keeps a line that is not a document."""
-        if self._settings.on_error == "stop":
+        if self._on_error == "stop":
             raise TextError(self._message(part, line, byte_offset, reason))
         if self._rows is None:
             self._rows = self._resources.enter_context(open(self._names[0], "wb"))  # noqa: SIM115
             self._bytes = self._resources.enter_context(open(self._names[1], "wb"))  # noqa: SIM115
         self.count += 1
         size = 0
-        if self._settings.on_error == "quarantine":
+        if self._on_error == "quarantine":
             for piece in data:
                 self._bytes.write(piece)
                 size += len(piece)
@@ -393,76 +306,40 @@ class Rejects:
 
 
 def _encode(
-    settings: Settings, batch: _Batch, rejects: Rejects
+    options: TokenizeOptions, batch: _Batch, rejects: Rejects
 ) -> tuple[list[Column], NDArray[np.bool_]]:
     """The tokens of each key, and whether each document could be encoded; else it is empty."""
-
-    def columns(texts: Sequence[list[Text]]) -> list[Column]:
-        return [
-            encode_column(
-                column,
-                settings.tokenizer,
-                splitter=settings.splitter,
-                first_token=settings.first_token,
-                last_token=settings.last_token,
-            )
-            for column in texts
-        ]
-
     documents = batch.documents
     mask = np.ones(len(documents.lines), np.bool_)
     try:
-        return columns(documents.texts), mask
+        return [encode_column(texts, options) for texts in documents.texts], mask
     except TextError:
         for number, texts in enumerate(zip(*documents.texts, strict=True)):
             try:
-                columns([[text] for text in texts])
+                for text in texts:
+                    encode_column([text], options)
             except TextError as error:
-                _reject_document(batch, number, str(error), rejects)
+                line, byte_offset = documents.lines[number], documents.byte_offsets[number]
+                data = json.dumps(list(texts)).encode()
+                rejects.add(batch.part, int(line), int(byte_offset), str(error), [data])
                 mask[number] = False
         for column in documents.texts:
             for number in np.flatnonzero(~mask).tolist():
                 column[number] = ""
-        return columns(documents.texts), mask
-
-
-def _reject_document(batch: _Batch, number: int, reason: str, rejects: Rejects) -> None:
-    documents = batch.documents
-    rejects.add(
-        batch.part,
-        int(documents.lines[number]),
-        int(documents.byte_offsets[number]),
-        reason,
-        [json.dumps([texts[number] for texts in documents.texts]).encode()],
-    )
-
-
-def _accepted(
-    settings: Settings, columns: Sequence[Column], batch: _Batch, rejects: Rejects
-) -> NDArray[np.bool_]:
-    """Whether each document is wanted: False where the unknown token makes it unfit."""
-    mask = np.ones(len(batch.documents.lines), np.bool_)
-    if settings.unknown is None:
-        return mask
-    for column in columns:
-        mask &= ~column.has_token(settings.unknown)
-    for number in np.flatnonzero(~mask).tolist():
-        reason = "a character that the tokenizer does not know"
-        _reject_document(batch, number, reason, rejects)
-    return mask
+        return [encode_column(texts, options) for texts in documents.texts], mask
 
 
 # ---- the reference ----
 
 
-class _Comparison:
+class Comparison:
     """Compares a random sample of documents with the reference library."""
 
-    def __init__(self, settings: Settings, number: int) -> None:
-        self._tokenizer, self._rate = settings.tokenizer, settings.check_rate
+    def __init__(self, options: TokenizeOptions, task: Task) -> None:
+        self._tokenizer, self._rate = options.tokenizer, options.check_rate
         if self._tokenizer.encoder_name == self._tokenizer.reference_name:
             self._rate = 0.0
-        self._random = np.random.default_rng([number])
+        self._random = np.random.default_rng(task.number)
 
     def __call__(self, documents: Documents) -> None:
         if self._rate == 0:
@@ -487,7 +364,7 @@ class _Comparison:
             )
 
 
-# ---- origins ----
+# ---- what a task writes ----
 
 ORIGIN = np.dtype(
     [
@@ -498,40 +375,71 @@ ORIGIN = np.dtype(
         ("id_length", "<i4"),  # bytes of UTF-8; -1: no id
     ]
 )
-"""A document in `STEM.origins`; `STEM.ids` has the ids, one after the other."""
+"""A document in the file `origins`; the file `ids` has the ids, one after the other."""
 
 
-class _Origins:
-    """Writes where the documents of a task come from."""
+class _Writer:
+    """Writes the documents of a task, and where they come from.
 
-    def __init__(self, stem: str) -> None:
-        self.files = [stem + ".origins", stem + ".ids"]
+    Attributes:
+        files: Paths of its files.
+        num_documents, num_bytes, num_empty: Counts, as in the record.
+        num_tokens: Number of tokens of each key.
+    """
+
+    def __init__(self, options: TokenizeOptions, folder: str) -> None:
+        self._num_partitions = options.num_partitions
         self._resources = contextlib.ExitStack()
-        self._rows, self._ids = (
-            self._resources.enter_context(open(path, "wb"))  # noqa: SIM115
-            for path in self.files
-        )
+        prefixes = [
+            [prefix_of(folder, key, partition) for partition in range(self._num_partitions)]
+            for key in range(len(options.json_keys))
+        ]
+        enter, dtype = self._resources.enter_context, options.tokenizer.dtype
+        self._builders = [
+            [enter(IndexedDatasetBuilder(prefix, dtype, durable=False)) for prefix in group]
+            for group in prefixes
+        ]
+        paths = [os.path.join(folder, name) for name in ("origins", "ids")]
+        self._origins, self._ids = (enter(open(path, "wb")) for path in paths)  # noqa: SIM115
+        pairs = itertools.product(itertools.chain.from_iterable(prefixes), (".bin", ".idx"))
+        self.files = [*paths, *map("".join, pairs)]
+        self.num_documents = self.num_bytes = self.num_empty = 0
+        self.num_tokens = [0] * len(options.json_keys)
 
-    def add(self, batch: _Batch, mask: NDArray[np.bool_], partitions: NDArray[np.int64]) -> None:
+    def add(self, batch: _Batch, columns: Sequence[Column], mask: NDArray[np.bool_]) -> None:
+        """Appends the documents of a batch where `mask`, bool [documents], is True."""
+        count = int(np.count_nonzero(mask))
+        numbers = np.arange(self.num_documents, self.num_documents + count)
+        partitions = numbers % self._num_partitions
+        for key, column in enumerate(columns):
+            kept = column.select(mask)
+            self.num_tokens[key] += len(kept.tokens)
+            for partition, builder in enumerate(self._builders[key]):
+                kept.select(partitions == partition).add_to(builder)
         documents = batch.documents
         ids = [
             None if text is None else text.encode()
             for text in itertools.compress(documents.ids, mask)
         ]
-        rows = np.empty(len(ids), ORIGIN)
+        rows = np.empty(count, ORIGIN)
         rows["part"] = batch.part
         rows["partition"] = partitions
         rows["line"] = documents.lines[mask]
         rows["byte_offset"] = documents.byte_offsets[mask]
         rows["id_length"] = [-1 if name is None else len(name) for name in ids]
-        self._rows.write(rows.tobytes())
+        self._origins.write(rows.tobytes())
         self._ids.write(b"".join(name for name in ids if name is not None))
+        self.num_documents += count
+        self.num_bytes += sum(map(_num_bytes, documents.texts))
+        self.num_empty += _num_empty(documents)
 
-    def close(self) -> None:
+    def finish(self) -> None:
+        """Completes the files."""
+        finalize_together([builder for group in self._builders for builder in group])
         self._resources.close()
 
-    def __enter__(self) -> _Origins:
+    def __enter__(self) -> _Writer:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, *error: Any) -> None:
+        self._resources.__exit__(*error)

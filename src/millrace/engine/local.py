@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
-import fcntl
 import os
 import signal
 import subprocess
@@ -27,20 +25,20 @@ from typing import Any
 
 from millrace import checks
 from millrace.cores import available_cores
-from millrace.errors import MillraceError
-from millrace.interrupts import interruptible
-from millrace.jobs.engine.tasks import (
+from millrace.engine.tasks import (
     ATTEMPTS,
     ENVIRONMENT,
     Function,
     Task,
     answer_of,
     error_answer,
+    from_bytes,
     interruptible_tasks,
-    pickled,
     result_of,
-    unpickled,
+    to_bytes,
 )
+from millrace.errors import MillraceError
+from millrace.interrupts import interruptible
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _READY = b""  # a worker's message when it has started, and again when it has loaded the function
@@ -57,7 +55,6 @@ _CRASHES = (
     signal.SIGSYS,
     signal.SIGTRAP,
 )
-_FIRST_FREE = 3  # the first descriptor that is not stdin, stdout or stderr
 
 
 def run_local(
@@ -99,7 +96,7 @@ def run_local(
                 result = function(context, task)
             yield task, result
         return
-    pool = _Pool(pickled("the function or its context", (function, context)), workers, attempts)
+    pool = _Pool(to_bytes("the function or its context", (function, context)), workers, attempts)
     try:
         for task in interruptible_tasks(tasks):
             pool.submit(task)
@@ -168,7 +165,7 @@ class _Pool:
             yield self._results.popleft()
 
     def submit(self, task: Task) -> None:
-        self._queue.append(_Attempt(task=task, data=pickled(str(task), task)))
+        self._queue.append(_Attempt(task=task, data=to_bytes(str(task), task)))
         self._distribute()
 
     def receive(self, *, block: bool = True) -> None:
@@ -307,50 +304,29 @@ def _num_memory_kills() -> int:
 
 def _spawn() -> tuple[Connection, subprocess.Popen[bytes]]:
     """Starts a worker process; returns this process's end of the socket pair."""
-    with contextlib.ExitStack() as stack:
-        ours, theirs = (_moved_up(end) for end in Pipe())
-        failed = stack.enter_context(contextlib.ExitStack())
-        failed.callback(ours.close)
-        stack.enter_context(theirs)
-        code = (
-            f"import sys; sys.path[:] = {sys.path!a}; "
-            f"from millrace.jobs.engine.local import work; work({theirs.fileno()}, {os.getpid()})"
-        )
-        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-        # What a library prints must not mix with the output of the job, on stdout.
-        output = 2 if _is_open(2) else subprocess.DEVNULL
+    ours, theirs = Pipe()
+    code = (
+        f"import sys; sys.path[:] = {sys.path!a}; "
+        f"from millrace.engine.local import work; work({theirs.fileno()}, {os.getpid()})"
+    )
+    with theirs:
         # A worker starts with Ctrl-C blocked: the terminal sends the signal to all processes, but
         # only this one ends the workers.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
             process = subprocess.Popen(
-                [sys.executable, *flags, "-c", code],
+                [sys.executable, "-c", code],
                 stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
+                stdout=2,  # what a library prints must not mix with the output of the job
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, **ENVIRONMENT},
             )
+        except BaseException:
+            ours.close()
+            raise
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        failed.pop_all()
-        return ours, process
-
-
-def _moved_up(end: Connection) -> Connection:
-    """A socket on a descriptor that is not stdin, stdout or stderr, if those were closed."""
-    if end.fileno() >= _FIRST_FREE:
-        return end
-    with end:
-        return Connection(fcntl.fcntl(end.fileno(), fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE))
-
-
-def _is_open(descriptor: int) -> bool:
-    try:
-        os.fstat(descriptor)
-    except OSError as error:
-        return error.errno != errno.EBADF
-    return True
+    return ours, process
 
 
 # ---- in a worker ----
@@ -376,6 +352,6 @@ def work(descriptor: int, parent: int) -> None:
                 answer = answer_of(function, context, message)
                 continue
             try:
-                function, context = unpickled(message)
+                function, context = from_bytes(message)
             except Exception as error:
                 answer = error_answer(error)

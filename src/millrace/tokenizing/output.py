@@ -1,4 +1,4 @@
-"""The output of a tokenise job: committed tasks, in their order, become the final files."""
+"""The output of a tokenise job: finished tasks, in their order, become the final files."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ import contextlib
 import heapq
 import itertools
 import json
+import operator
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from millrace.interrupts import interruptible
-from millrace.jobs.tokenizing.task import ORIGIN, prefix_of, reject_stems
+from millrace.engine import Done
 from millrace.provenance import OriginsWriter
 from millrace.store import IndexedDatasetBuilder
 from millrace.text import Part, first_line_of
+from millrace.tokenizing.chunk import ORIGIN, REJECTS, prefix_of
 
 _SHOWN_REJECTS = 20
 _ORIGINS = 1 << 15  # documents whose origins are read at a time
@@ -27,18 +28,16 @@ _READ_SIZE = 3 << 18  # bytes that become base64 at a time: a multiple of 3
 
 @dataclass(frozen=True, kw_only=True)
 class _Task:
-    """A committed task.
+    """A finished task.
 
     Attributes:
-        folder: Its folder in the journal.
-        record: Its record.
+        folder: Folder of its files.
         sources: Source of each part.
         first_lines: Number of the first line of each part.
         documents_before: Number of documents of all tasks before it.
     """
 
     folder: str
-    record: dict[str, Any]
     sources: list[str]
     first_lines: list[int]
     documents_before: int
@@ -53,7 +52,6 @@ class Output:
     Attributes:
         num_documents, num_bytes, num_rejects: Counts of what was appended.
         num_tokens: Number of tokens of each key.
-        quarantine: File of the rejected lines, or None.
         origins: Writers of the sidecars of origins, one for each key, or none.
         rejects: The first rejected lines: file, line and reason.
     """
@@ -69,88 +67,85 @@ class Output:
         self._builders = builders
         self._num_partitions = num_partitions
         self.origins = [OriginsWriter(one.prefix) for one in builders] if has_origins else []
-        self.quarantine = quarantine
+        self._quarantine = quarantine
         self._next_line: tuple[str, int] | None = None  # and the source, of the last part
         self._tasks: list[_Task] = []
         self.num_documents = self.num_bytes = self.num_rejects = 0
         self.num_tokens = [0] * len(builders)
         self.rejects: list[dict[str, Any]] = []
 
-    def append(self, folder: str, record: dict[str, Any], parts: Sequence[Part]) -> None:
+    def append(self, done: Done) -> None:
         """Appends the next task."""
-        first_lines = []
-        for part, num_lines in zip(parts, record["lines"], strict=True):
-            first = part.first_line
-            if first is None and self._next_line and self._next_line[0] == part.source:
-                first = self._next_line[1]
-            if first is None:  # a shard that begins in the middle of a file
-                first = first_line_of(part)
-            first_lines.append(first)
-            self._next_line = part.source, first + num_lines
-        self.num_bytes += record["bytes"]
-        for key, num_tokens in enumerate(record["tokens"]):
-            self.num_tokens[key] += num_tokens
-        if any(record["rejects"]):
-            self._append_rejects(folder, record, parts, first_lines)
+        record, parts = done.record, done.task.payload.parts
         task = _Task(
-            folder=folder,
-            record=record,
+            folder=done.folder,
             sources=[part.source for part in parts],
-            first_lines=first_lines,
+            first_lines=[
+                self._first_line(part, num_lines)
+                for part, num_lines in zip(parts, record["lines"], strict=True)
+            ],
             documents_before=self.num_documents,
         )
         self.num_documents += record["documents"]
+        self.num_bytes += record["bytes"]
+        self.num_tokens = list(map(operator.add, self.num_tokens, record["tokens"]))
+        self._append_rejects(task, record["rejects"])
         if self._num_partitions == 1:
             self._copy(task, 0)
         else:
             self._tasks.append(task)
 
-    def finish(self) -> None:
-        """Appends what waited for the last task."""
+    def finish(self, check_interrupt: Callable[[], None]) -> None:
+        """Appends what waited for the last task; of terabytes, this takes hours."""
         for partition in range(self._num_partitions):
             for task in self._tasks:
-                with interruptible():  # of terabytes, this takes hours
-                    pass
+                check_interrupt()
                 self._copy(task, (partition - task.documents_before) % self._num_partitions)
+
+    def _first_line(self, part: Part, num_lines: int) -> int:
+        """The number of the first line of the next part, which has that many lines."""
+        first = part.first_line
+        if first is None and self._next_line and self._next_line[0] == part.source:
+            first = self._next_line[1]
+        if first is None:  # a shard that begins in the middle of a file
+            first = first_line_of(part)
+        self._next_line = part.source, first + num_lines
+        return first
 
     def _copy(self, task: _Task, group: int) -> None:
         """Appends the documents whose number in the task is `group` modulo the partitions."""
         for key, builder in enumerate(self._builders):
-            builder.add_index(prefix_of(task.folder, task.record, key, group))
+            builder.add_index(prefix_of(task.folder, key, group))
         if self.origins:
             for origins in _read_origins(task, group):
                 for writer in self.origins:
                     writer.add(**origins)
 
-    def _append_rejects(
-        self, folder: str, record: dict[str, Any], parts: Sequence[Part], first_lines: list[int]
-    ) -> None:
-        stems = reject_stems(os.path.join(folder, record["stem"]))
+    def _append_rejects(self, task: _Task, counts: Sequence[int]) -> None:
         with contextlib.ExitStack() as stack:
             files = [
-                (
-                    stack.enter_context(open(stem + ".rejects.jsonl", "rb")),
-                    stack.enter_context(open(stem + ".rejects.bin", "rb")),
-                )
-                for stem, count in zip(stems, record["rejects"], strict=True)
+                [
+                    stack.enter_context(open(os.path.join(task.folder, name + ending), "rb"))
+                    for ending in (".rejects.jsonl", ".rejects.bin")
+                ]
+                for name, count in zip(REJECTS, counts, strict=True)
                 if count > 0
             ]
-            rejects = heapq.merge(*itertools.starmap(_rejects, files), key=_place)
-            for row, data in rejects:
+            for row, data in heapq.merge(*itertools.starmap(_rejects, files), key=_place):
                 self.num_rejects += 1
                 place = {
-                    "file": parts[row["part"]].source,
-                    "line": first_lines[row["part"]] + row["line"],
+                    "file": task.sources[row["part"]],
+                    "line": task.first_lines[row["part"]] + row["line"],
                     "byte_offset": row["byte_offset"],
                     "reason": row["reason"],
                 }
                 if len(self.rejects) < _SHOWN_REJECTS:
                     self.rejects.append(place)
-                if self.quarantine is not None:
-                    self.quarantine.write(json.dumps(place).encode()[:-1] + b', "bytes": "')
+                if self._quarantine is not None:
+                    self._quarantine.write(json.dumps(place).encode()[:-1] + b', "bytes": "')
                     for piece in _pieces(data, row["size"]):
-                        self.quarantine.write(base64.b64encode(piece))
-                    self.quarantine.write(b'"}\n')
+                        self._quarantine.write(base64.b64encode(piece))
+                    self._quarantine.write(b'"}\n')
 
 
 def _rejects(rows: BinaryIO, data: BinaryIO) -> Iterator[tuple[dict[str, Any], BinaryIO]]:
@@ -174,9 +169,11 @@ def _pieces(file: BinaryIO, size: int) -> Iterator[bytes]:
 
 def _read_origins(task: _Task, group: int) -> Iterator[dict[str, Any]]:
     """The arguments of `OriginsWriter.add` for a group of a task's documents."""
-    stem = os.path.join(task.folder, task.record["stem"])
     first_lines = np.array(task.first_lines, np.int64)
-    with open(stem + ".origins", "rb") as rows_file, open(stem + ".ids", "rb") as ids_file:
+    with (
+        open(os.path.join(task.folder, "origins"), "rb") as rows_file,
+        open(os.path.join(task.folder, "ids"), "rb") as ids_file,
+    ):
         while data := rows_file.read(_ORIGINS * ORIGIN.itemsize):
             rows = np.frombuffer(data, ORIGIN)
             ids = [

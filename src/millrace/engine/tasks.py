@@ -15,17 +15,24 @@ class Task(NamedTuple):
     """One step of a job, which runs in one process without the other steps.
 
     Attributes:
-        number: Number of the task in its job, from 0.
+        number: Number of the task, or a pair of numbers; no two tasks of a job have the same.
         payload: What the function needs for this task; picklable.
         name: Text that tells a user which part of the input this is, for error messages.
-        durable: Whether its files must be on the disk before it is done: an executor that survives
-            the loss of the machine sets it.
+        folder: Folder for the files of this attempt; `Run.map` makes it.
+        durable: Whether its files must be on the disk before it is done.
     """
 
-    number: int
+    number: Any
     payload: Any
     name: str = ""
+    folder: str = ""
     durable: bool = False
+
+    @property
+    def id(self) -> str:
+        """The number as a text, which sorts like the numbers."""
+        numbers = (self.number,) if isinstance(self.number, int) else self.number
+        return "-".join(f"{number:06d}" for number in numbers)
 
     def __str__(self) -> str:
         return f"task {self.number} ({self.name})" if self.name else f"task {self.number}"
@@ -83,8 +90,8 @@ def interruptible_tasks(tasks: Iterable[Task]) -> Iterator[Task]:
 # ---- between processes ----
 
 
-def pickled(name: str, value: Any) -> bytes:
-    """A value as bytes for another process."""
+def to_bytes(name: str, value: Any) -> bytes:
+    """Pickles a value for another process."""
     try:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -94,8 +101,8 @@ def pickled(name: str, value: Any) -> bytes:
         ) from None
 
 
-def unpickled(data: bytes) -> Any:
-    """The value of `pickled`, in a worker."""
+def from_bytes(data: bytes) -> Any:
+    """Restores the value of `to_bytes` in a worker."""
     try:
         return pickle.loads(data)
     except (AttributeError, ImportError) as error:
@@ -109,7 +116,7 @@ def unpickled(data: bytes) -> Any:
 def answer_of(function: Function, context: Any, task: bytes) -> bytes:
     """Runs the function on a pickled task, in a worker; the answer is for `result_of`."""
     try:
-        return pickled("the result of a task", (function(context, unpickled(task)), None))
+        return to_bytes("the result of a task", (function(context, from_bytes(task)), None))
     except Exception as error:
         return error_answer(error)
 

@@ -1,106 +1,26 @@
-"""The plan of a tokenise job: which task reads which part of the input."""
+"""Which task of a tokenise job reads which part of the input."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Sequence
 from typing import Any, NamedTuple
 
 from millrace.checks import absolute_path
-from millrace.cores import available_cores, available_memory
 from millrace.errors import ConfigError
 from millrace.text import InputFile, Part, parts_of
 from millrace.text.streams import STDIN
+from millrace.tokenizing.workers import MB, UNPACKED
 
-MB = 1_000_000
-_DEFAULT_TASK = 64 * MB  # bytes of input: half a second of a core's work, which a kill may cost
+# Bytes of input. A kill costs at most one task per worker: half a second of a core's work.
+_DEFAULT_TASK = 64 * MB
 _SMALLEST_TASK = MB
 _TASKS_PER_WORKER = 8  # of a short job: the workers end within an eighth of each other
 _MOST_TASKS = 20_000  # of a long job: each is a few files in one folder
 _MOST_PARTS = 1_000  # of a task that reads many small files
 _UNPACKED_PER_WORKER = 4
-_PARTS_PER_SHARD = 64  # that are looked at: shards differ by a part, 2 % of their size
-_WORTH_A_WORKER = 32 * MB
-_UNPACKED = 4  # bytes of text in a byte of a compressed file, about
+_PARTS_PER_SHARD = 64  # shards differ by at most one part, 2 % of their size
 LARGEST_PIECE = 32 * MB  # of a file that is unpacked: two copies of it are in memory
-PIECES = 1_000_000  # task numbers that belong to one step of the plan
-
-# Private memory in bytes, measured with GPT-2 and a vocabulary of 100 k and rounded up: the job's
-# process (NumPy, Arrow, the sidecar's rows), and a worker (two libraries with a tokenizer each, the
-# encoder's cache of words, three batches of text and their ids).
-_JOB_MEMORY = 120 * MB
-_WORKER_MEMORY = 280 * MB
-# Copies of a document while it is encoded, in bytes per byte of its line: the line, a str of up to
-# 4 bytes a character, its UTF-8, and up to one id of 4 bytes for each byte, in three copies.
-_BYTES_PER_BYTE = 20
-# Of the reference libraries, which keep more than ids, for the worst texts that were tried: many
-# tokens of one byte.
-_REFERENCE_BYTES_PER_BYTE = {"tokenizers": 330, "sentencepiece": 75, "tiktoken": 60}
-DEFAULT_LIMIT = 100 * MB  # of a document
-
-
-@dataclass(frozen=True, kw_only=True)
-class Resources:
-    """How much of the machine a job uses.
-
-    Attributes:
-        workers: Number of worker processes.
-        max_document_size: Longest line, or text, in bytes: longer ones are rejected.
-    """
-
-    workers: int
-    max_document_size: int
-
-
-def resources_for(
-    workers: int | None,
-    memory: int | None,
-    max_document_size: int | None,
-    encoder: str = "",
-    *,
-    unpacking_memory: int = 0,
-) -> Resources:
-    """Chooses the number of workers so that the job fits into memory.
-
-    Args:
-        workers: Number of worker processes; None: one per core, or fewer if memory is short.
-        memory: Bytes that all processes of the job may use; None: no limit but the machine's.
-        max_document_size: Longest line in bytes; None: 100 MB. It decides the output, so it depends
-            on nothing else.
-        encoder: Name of the library that encodes, if it is known.
-        unpacking_memory: Most bytes that unpacking a file takes for each byte of a document.
-
-    Raises:
-        ConfigError: Too little memory.
-    """
-    limit = max_document_size or DEFAULT_LIMIT
-    if memory is None:
-        most = (available_memory() - _JOB_MEMORY) // _WORKER_MEMORY
-        return Resources(
-            workers=workers or max(min(available_cores(), most), 1), max_document_size=limit
-        )
-    per_worker = _WORKER_MEMORY + limit * _REFERENCE_BYTES_PER_BYTE.get(encoder, _BYTES_PER_BYTE)
-    job_memory = _JOB_MEMORY + limit * unpacking_memory
-    most = (memory - job_memory) // per_worker
-    if most < (workers or 1):
-        needed = job_memory + (workers or 1) * per_worker
-        raise ConfigError(
-            f"memory is {memory / MB:,.0f} MB; {needed / MB:,.0f} MB are needed for "
-            f"{workers or 1} worker{'s' if (workers or 1) > 1 else ''}"
-            f"{' with ' + encoder if encoder else ''} and documents of up to "
-            f"{limit / MB:,.0f} MB. Give more memory, fewer workers, or a lower limit of "
-            "documents: --max-document-size (max_document_size=...)"
-        )
-    return Resources(workers=workers or min(available_cores(), most), max_document_size=limit)
-
-
-def workers_worth(files: Sequence[InputFile]) -> int:
-    """The number of workers that is worth their start, which takes as long as 32 MB of text."""
-    if any(file.size is None for file in files):
-        return available_cores()
-    size = sum((file.size or 0) * (_UNPACKED if file.compression else 1) for file in files)
-    return max(size // _WORTH_A_WORKER, 1)
 
 
 def task_size_for(files: Sequence[InputFile], workers: int) -> int:
@@ -167,23 +87,23 @@ def plan_steps(
     are few of them, so that all workers read it; many are read by a task each.
 
     Args:
-        earlier: The plan of an interrupted run, before some files changed. A task begins wherever
+        earlier: The steps of an interrupted run, before some files changed. A task begins wherever
             one began there, and steps that read the same keep their numbers.
 
     Raises:
         ConfigError: A shard of a pipe.
     """
     if earlier is None:
-        large = {
+        to_unpack = {
             number
             for number, file in enumerate(files)
-            if file.has_pieces and _UNPACKED * (file.size or 0) > task_size
+            if file.has_pieces and UNPACKED * (file.size or 0) > task_size
         }
-        to_unpack = large if len(large) <= _UNPACKED_PER_WORKER * workers else set()
+        if len(to_unpack) > _UNPACKED_PER_WORKER * workers:
+            to_unpack.clear()
     else:
         to_unpack = {step.file for step in earlier if step.file is not None}
         to_unpack = {n for n in to_unpack if files[n].has_pieces}
-    begins = {step.cuts[0][:2] for step in earlier or () if step.cuts}
     # Where a shard begins must not depend on the size of its tasks: the others may have another.
     part_size = task_size if shard is None else _shard_part_size(files, shard[1])
     sources: list[Cut | int] = []  # an int: a file to unpack
@@ -197,18 +117,31 @@ def plan_steps(
             ]
     if shard is not None:
         sources = _sources_of_shard(sources, files, *shard)
+    steps = _steps_of(sources, task_size, {step.cuts[0][:2] for step in earlier or () if step.cuts})
+    numbers = {step.key(): step.number for step in earlier or ()}
+    unused = itertools.count(max(numbers.values(), default=-1) + 1)
+    return [
+        step._replace(number=numbers.pop(key) if (key := step.key()) in numbers else next(unused))
+        for step in steps
+    ]
+
+
+def _steps_of(
+    sources: Sequence[Cut | int], task_size: int, begins: Container[tuple[int, int]]
+) -> list[Step]:
+    """Steps of about `task_size` bytes that read the sources; a step ends where another begins."""
     steps: list[Step] = []
     cuts: list[Cut] = []
 
     def end_task() -> None:
         if cuts:
-            steps.append(Step(len(steps), [*cuts], None))
+            steps.append(Step(0, [*cuts], None))
             cuts.clear()
 
     for source in sources:
         if isinstance(source, int):
             end_task()
-            steps.append(Step(len(steps), [], source))
+            steps.append(Step(0, [], source))
             continue
         if source[:2] in begins:
             end_task()
@@ -219,14 +152,7 @@ def plan_steps(
         if sum(cut.size for cut in cuts) >= task_size or len(cuts) >= _MOST_PARTS:
             end_task()
     end_task()
-    if earlier is None:
-        return steps
-    numbers = {step.key(): step.number for step in earlier}
-    unused = itertools.count(max(numbers.values(), default=-1) + 1)
-    return [
-        step._replace(number=numbers.pop(key) if (key := step.key()) in numbers else next(unused))
-        for step in steps
-    ]
+    return steps
 
 
 def _shard_part_size(files: Sequence[InputFile], num_shards: int) -> int:

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.encoding import Tokenizer
 from millrace.encoding.flat_ids import starts_and_ends, with_tokens
 from millrace.store import IndexedDatasetBuilder
 from millrace.text import SentenceSplitter
+from millrace.tokenizing.tokenize_options import TokenizeOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,15 +42,6 @@ class Column:
             counts=None if self.counts is None else self.counts[mask],
         )
 
-    def has_token(self, token: int) -> NDArray[np.bool_]:
-        """Whether each document has a token: bool [documents]."""
-        lengths = self.lengths
-        if self.counts is not None:
-            lengths = np.bincount(_numbers(self.counts), lengths, len(self.counts)).astype(np.int64)
-        has = np.zeros(len(lengths), np.bool_)
-        has[_numbers(lengths)[self.tokens == token]] = True
-        return has
-
     def add_to(self, builder: IndexedDatasetBuilder) -> None:
         """Appends the documents to an indexed dataset."""
         if self.counts is None:
@@ -65,26 +56,20 @@ class Column:
             token += num_tokens
 
 
-def encode_column(
-    texts: Sequence[str | list[str]],
-    tokenizer: Tokenizer,
-    *,
-    splitter: SentenceSplitter | None,
-    first_token: int | None,
-    last_token: int | None,
-) -> Column:
+def encode_column(texts: Sequence[str | list[str]], options: TokenizeOptions) -> Column:
     """The tokens of documents, as Megatron-LM's script makes them.
 
     A text is one sequence, or one for each sentence if there is a splitter; a list of texts has one
-    for each. Sequences without tokens are dropped.
+    for each. Sequences without tokens are dropped. The first and the last token of the options
+    stand before the first, and after the last sequence of each document with at least one token, as
+    part of that sequence.
 
     Args:
         texts: Text or list of texts of each document.
-        tokenizer: The tokenizer.
-        splitter: Splitter of texts into sentences, or None.
-        first_token, last_token: Token before the first, and after the last sequence of each
-            document with at least one token, as part of that sequence; None: no token.
+        options: The tokenizer, the splitter, and the first and the last token of documents.
     """
+    tokenizer, splitter = options.tokenizer, options.splitter
+    first_token, last_token = options.first_token, options.last_token
     if splitter is None and all(type(text) is str for text in texts):
         ids, lengths = tokenizer.encode_batch(texts)  # type: ignore[arg-type]
         starts, ends = starts_and_ends(lengths)

@@ -17,20 +17,20 @@ from typing import Any
 
 from millrace import checks
 from millrace.cores import available_cores
-from millrace.errors import ConfigError, MillraceError
-from millrace.interrupts import interruptible
-from millrace.jobs.engine.tasks import (
+from millrace.engine.tasks import (
     ATTEMPTS,
     ENVIRONMENT,
     Function,
     Task,
     answer_of,
     error_answer,
+    from_bytes,
     interruptible_tasks,
-    pickled,
     result_of,
-    unpickled,
+    to_bytes,
 )
+from millrace.errors import ConfigError, MillraceError
+from millrace.interrupts import interruptible
 
 _ANSWER_TIME = 10.0  # seconds until a cluster answers
 _CANCEL_TIME = 10.0  # seconds until cancelled tasks have ended
@@ -74,7 +74,7 @@ def run_ray(
     """
     if workers is not None:
         workers = checks.whole("workers", workers, 1)
-    work = pickled("the function or its context", (function, context))
+    work = to_bytes("the function or its context", (function, context))
     ray = _import_ray()
     with _connected(ray, note):
         limit = 2 * _num_cpus(ray) if workers is None else workers
@@ -84,7 +84,7 @@ def run_ray(
         running: dict[Any, Task] = {}
         try:
             for task in interruptible_tasks(tasks):
-                data = pickled(str(task), task._replace(durable=True))
+                data = to_bytes(str(task), task._replace(durable=True))
                 options = remote.options(name=str(task))
                 running[options.remote(key, work_references, data)] = task
                 while len(running) == limit:
@@ -233,7 +233,7 @@ def _run(key: bytes, work_references: list[Any], data: bytes) -> bytes:
             import ray
 
             _loaded = loaded = None  # the memory of the last context
-            _loaded = loaded = key, *unpickled(ray.get(work_references[0]))
+            _loaded = loaded = key, *from_bytes(ray.get(work_references[0]))
     except Exception as error:
         return error_answer(error)
     _, function, context = loaded

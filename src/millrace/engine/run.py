@@ -1,0 +1,468 @@
+"""One run of a job: its lock, its journal, its tasks on an executor, and its publication.
+
+A job is about a hundred lines over `Run`. This one counts the lines of files, a task for each:
+
+    def count_lines(context, task):          # in a worker, so in an importable module
+        path = os.path.join(task.folder, "count")
+        with open(task.payload, "rb") as source, open(path, "w") as target:
+            target.write(str(num_lines := sum(1 for _ in source)))
+        return {"lines": num_lines}, [path]  # the task's record and its files
+
+    def count(inputs, output, *, engine="local", workers=None, restart=False):
+        job = {"job": "count 1", "inputs": inputs}
+        sizes = [os.path.getsize(path) for path in inputs]
+        options = {"outputs": [output], "engine": engine, "restart": restart}
+        with Run(output, job, inputs={"sizes": sizes}, **options) as run:
+            if run.result is not None:       # the same command has finished before
+                return run.result
+            tasks = [Task(number, path, path) for number, path in enumerate(inputs)]
+            total = 0
+            for done in run.map(count_lines, tasks, phase="count", workers=workers):
+                total += done.record["lines"]
+
+            def write():
+                with atomic_file(output) as file:
+                    file.write(str(total).encode())
+
+            return run.publish(write, {"lines": total})
+
+Killed at any instant, the same command continues: tasks that are done do not run again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
+from typing import Any, NamedTuple
+
+from millrace.checks import one_path
+from millrace.engine.journal import Journal, differences, plain_json
+from millrace.engine.local import run_local
+from millrace.engine.progress import Progress
+from millrace.engine.tasks import Executor, Function, Task
+from millrace.errors import ConfigError, MillraceError
+from millrace.files import (
+    atomic_file,
+    flush_to_disk,
+    fsync_folder,
+    naming,
+    sum_of,
+    temporaries_of,
+)
+from millrace.interrupts import interruptible, interrupts_held
+
+ENGINES = ("local", "ray")
+
+ALREADY = "the output is there already: the same command wrote it before"
+"""What a job says when it returns an earlier result."""
+
+_FORMAT = 1  # version of the file of a result
+
+
+class Done(NamedTuple):
+    """A finished task.
+
+    Attributes:
+        task: The task.
+        record: What its function returned about it, as JSON returns it.
+        folder: Folder of its files.
+        is_kept: Whether an earlier run has done it.
+    """
+
+    task: Task
+    record: Any
+    folder: str
+    is_kept: bool
+
+
+class Run:
+    """One run of a job, in a `with` block; the text of this module shows a job.
+
+    The journal lies beside the output, in `PREFIX.journal`, until the output is published. The
+    result is kept beside it, in `PREFIX.job.info.json`: a command that has finished, and runs again
+    with the same inputs and options, returns it. Inside the block Ctrl-C is taken only where
+    nothing can be left half done: while tasks are drawn or waited for, and in `once` and `phase`.
+
+    Args:
+        prefix: First part of the paths of the output.
+        job: What decides the tasks and their files, as plain JSON values: a job that differs in it
+            cannot continue.
+        inputs: What else decides the output, as plain JSON values. A job that differs in it
+            continues, and the tasks say what they depend on.
+        outputs: Paths of files without which the output is not whole.
+        engine: Where tasks run: "local" in worker processes, "ray" on a Ray cluster, or an
+            `Executor`.
+        restart: Whether to discard what an earlier run has done, and replace its output.
+        on_restart: Called before the journal of an earlier run is discarded.
+        show_progress: Whether to show progress on stderr.
+
+    Attributes:
+        result: The result of an earlier run that has published the output; None if there is work
+            to do.
+        folder: Absolute path of the journal's folder of this run, where the tasks have theirs.
+        scratch: Folder in it for files of the job itself, empty at the start.
+        is_continued: Whether the journal of an earlier run is continued.
+        num_done, num_kept: Number of tasks that ran now, and that an earlier run had done.
+
+    Raises:
+        ConfigError: If the output is there already and is not that of this job, or the journal is
+            that of another one.
+        MillraceError: If another process is at work on the job.
+    """
+
+    def __init__(
+        self,
+        prefix: str | os.PathLike[str],
+        job: Mapping[str, Any],
+        *,
+        inputs: Mapping[str, Any] | None = None,
+        outputs: Sequence[str] = (),
+        engine: str | Executor = "local",
+        restart: bool = False,
+        on_restart: Callable[[], None] = lambda: None,
+        show_progress: bool = False,
+    ) -> None:
+        self._prefix = one_path("prefix", prefix)
+        self._job, self._inputs = plain_json([dict(job), dict(inputs or {})])
+        self._outputs = outputs
+        self._engine, self._show_progress = engine, show_progress
+        self._start = restart, on_restart
+        self.num_done = self.num_kept = 0
+        self.result: Any = None
+
+    def __enter__(self) -> Run:
+        restart, on_restart = self._start
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(interrupts_held())
+            journal = self._journal = Journal(f"{self._prefix}.journal")
+            stack.callback(journal.close)
+            for left in temporaries_of(self._result_path):
+                os.unlink(left)
+            earlier = _read_result(self._result_path)
+            is_whole = earlier.get("outputs") == self._stats() != {}
+            changes = differences(earlier.get("job"), self._identity)
+            if is_whole and not changes and not restart:
+                journal.remove_if_of(self._job, earlier["run"])
+                self.result = earlier["result"]
+            else:
+                if restart:
+                    on_restart()
+                self.is_continued = journal.open(
+                    self._job, restart=restart, published=earlier.get("run", "")
+                )
+                if not (self.is_continued or restart):
+                    self._check_free(changes if is_whole else "")
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    @property
+    def folder(self) -> str:
+        return self._journal.folder
+
+    @property
+    def scratch(self) -> str:
+        return os.path.join(self.folder, "scratch")
+
+    # ---- what is kept ----
+
+    def once(self, name: str, make: Callable[[], Any]) -> Any:
+        """Returns what `make` returned, in this run or an earlier one; plain JSON."""
+        value = self._journal.value(name)
+        if value is None:
+            with interruptible():
+                value = make()
+            value = self._journal.store(name, value)
+        return value
+
+    def stored(self, name: str) -> Any:
+        """The value under a name, or None."""
+        return self._journal.value(name)
+
+    def store(self, name: str, value: Any) -> None:
+        """Stores a value, plain JSON, in the place of an earlier one."""
+        self._journal.store(name, value)
+
+    # ---- work ----
+
+    @contextlib.contextmanager
+    def phase(self, label: str, total: int | None = None) -> Iterator[Progress]:
+        """A step of the job in its own process: shows its progress, and Ctrl-C may end it."""
+        with Progress(label, total, enabled=self._show_progress) as progress, interruptible():
+            yield progress
+
+    def note(self, text: str) -> None:
+        """Shows a sentence that the user should read."""
+        Progress("", enabled=self._show_progress).note(f"millrace: {text}")
+
+    def check_interrupt(self) -> None:
+        """Lets Ctrl-C end the job here."""
+        with interruptible():
+            pass
+
+    def map(
+        self,
+        function: Function,
+        tasks: Iterable[Task],
+        context: Any = None,
+        *,
+        phase: str,
+        workers: int | None = None,
+        total: int | None = None,
+        report: Callable[[Done], tuple[int, str]] | None = None,
+        keep: Callable[[Task, Any], bool] = lambda task, record: True,
+    ) -> Iterator[Done]:
+        """Runs a function on the tasks that are not done yet; yields all in the order of `tasks`.
+
+        The function is called with the context and a task, in an importable module. It writes files
+        into `task.folder`, which no other attempt has, and returns a record, plain JSON, and its
+        files: their paths, or a dict from path to size and XXH3-64 if it has hashed them.
+
+        A MillraceError of the function, or of drawing a task, is raised after all tasks before it
+        were yielded, so that the error of a job does not depend on which task was fast.
+
+        Args:
+            function: Function of a context and a task.
+            tasks: The tasks, which are drawn as workers become free.
+            context: First argument of the function, sent to each worker once.
+            phase: Label of the progress.
+            workers: Number of worker processes; None: the engine chooses.
+            total: Amount of all tasks together; None: their number, if it is known.
+            report: Function of a finished task, called when the job has used it: its amount of
+                `total`, and a text beside the bar. None: each counts as one.
+            keep: Function of a task that is done and its record: whether the task need not run
+                again.
+        """
+        if total is None and isinstance(tasks, Sized):
+            total = len(tasks)
+
+        def work() -> Generator[Done, None, None]:
+            amount = 0
+            with (
+                Progress(phase, total, enabled=self._show_progress) as progress,
+                contextlib.closing(
+                    self._answers(function, tasks, context, keep, workers, progress)
+                ) as answers,
+            ):
+                for done in answers:
+                    yield done
+                    size, text = (1, "") if report is None else report(done)
+                    if done.is_kept:
+                        progress.skip(size)
+                    else:
+                        amount += size
+                    progress.update(amount, text)
+
+        results = work()
+        self._stack.callback(results.close)  # if an error in the job's own loop ends it
+        return results
+
+    def _answers(
+        self,
+        function: Function,
+        tasks: Iterable[Task],
+        context: Any,
+        keep: Callable[[Task, Any], bool],
+        workers: int | None,
+        progress: Progress,
+    ) -> Generator[Done, None, None]:
+        """Runs the tasks; yields those that are finished without a gap."""
+        line = _Line()
+        work = function, context, os.path.join(self.folder, "files"), self._engine != "local"
+        # Closed at an error, too: the generators hold the input that is being read open.
+        with (
+            contextlib.closing(self._new_tasks(tasks, keep, line)) as new,
+            contextlib.closing(
+                self._executor(progress)(_attempt, work, new, workers=workers)
+            ) as results,
+        ):
+            for task, answer in results:
+                if not isinstance(answer, MillraceError):
+                    attempt, record, sums = answer
+                    record = self._journal.add(task.id, attempt, record, sums)
+                    folder = os.path.join(self.folder, "files", attempt)
+                    answer = Done(task, record, folder, is_kept=False)
+                    self.num_done += 1
+                line.put(task.id, answer)
+                yield from line.ready()
+            yield from line.ready()
+
+    def _new_tasks(
+        self, tasks: Iterable[Task], keep: Callable[[Task, Any], bool], line: _Line
+    ) -> Generator[Task, None, None]:
+        """The tasks that must run, until one fails."""
+        try:
+            for task in tasks:
+                line.expect(task.id)
+                known = self._journal.record(task.id)
+                if known is not None and keep(task, known[0]):
+                    line.put(task.id, Done(task, *known, is_kept=True))
+                    self.num_kept += 1
+                else:
+                    yield task
+                if line.has_failed:
+                    return
+        except MillraceError as error:  # of reading the input here, after what tasks have read
+            line.expect("")
+            line.put("", error)
+        finally:
+            if isinstance(tasks, Generator):
+                tasks.close()  # it may hold the input open, and an error may hold it
+
+    def _executor(self, progress: Progress) -> Executor:
+        if self._engine == "local":
+            return run_local
+        if callable(self._engine):
+            return self._engine
+        from millrace.engine.ray import run_ray
+
+        return functools.partial(run_ray, note=progress.note)
+
+    # ---- the output ----
+
+    def publish(self, make_public: Callable[[], None], result: Any) -> Any:
+        """Publishes the output, stores the result beside it, and removes the journal.
+
+        A run that is killed meanwhile is continued: `make_public` may be called again.
+
+        Args:
+            make_public: Function that gives the files of the output their names, on the disk.
+            result: The result of the job: plain JSON values.
+
+        Returns:
+            The result.
+        """
+        result = plain_json(result)
+        self.check_interrupt()
+        with contextlib.suppress(FileNotFoundError):  # it must not speak of other output
+            os.unlink(self._result_path)
+            fsync_folder(self._result_path)
+        make_public()
+        content = {
+            "format": _FORMAT,
+            "run": self._journal.run,
+            "job": self._identity,
+            "outputs": self._stats(),
+            "result": result,
+        }
+        with atomic_file(self._result_path) as file:
+            file.write(json.dumps(content).encode())
+        self._journal.remove()
+        return result
+
+    @property
+    def _result_path(self) -> str:
+        return f"{self._prefix}.job.info.json"
+
+    @property
+    def _identity(self) -> dict[str, Any]:
+        return {**self._job, **self._inputs}
+
+    def _stats(self) -> dict[str, list[int]]:
+        """Size and time of each file of the output; none if one is missing."""
+        try:
+            stats = {path: os.stat(path) for path in self._outputs}
+        except FileNotFoundError:
+            return {}
+        return {
+            os.path.basename(path): [status.st_size, status.st_mtime_ns]
+            for path, status in stats.items()
+        }
+
+    def _check_free(self, changes: str) -> None:
+        """Raises a ConfigError if there is output that this run would replace."""
+        for path in self._outputs:
+            if os.path.exists(path):
+                reason = f", written by a command that differs: {changes}" if changes else ""
+                raise ConfigError(
+                    f"{path} is there already{reason}. Give --restart (restart=True) to replace "
+                    "it, or another output"
+                )
+
+
+class _Line:
+    """Answers of tasks, in the order in which the tasks were drawn."""
+
+    def __init__(self) -> None:
+        self._order: deque[str] = deque()
+        self._answers: dict[str, Done | MillraceError] = {}
+        self.has_failed = False
+
+    def expect(self, task: str) -> None:
+        self._order.append(task)
+
+    def put(self, task: str, answer: Done | MillraceError) -> None:
+        self._answers[task] = answer
+        self.has_failed |= isinstance(answer, MillraceError)
+
+    def ready(self) -> Iterator[Done]:
+        """Takes the answers that wait for none before them; raises an error among them."""
+        while self._order and self._order[0] in self._answers:
+            answer = self._answers.pop(self._order.popleft())
+            if isinstance(answer, MillraceError):
+                raise answer
+            yield answer
+
+
+def _read_result(path: str) -> dict[str, Any]:
+    """What `Run.publish` has stored; empty if there is nothing, or nothing that can be read."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+        with open(path, "rb") as file:
+            content: dict[str, Any] = json.loads(file.read())
+        if content["format"] == _FORMAT:
+            return content
+    return {}
+
+
+# ---- in a worker ----
+
+
+def _attempt(work: tuple[Function, Any, str, bool], task: Task) -> Any:
+    """Runs a task in a folder of its own.
+
+    Returns the folder's name, the record, and size and checksum of each file; or the error.
+    """
+    function, context, folder, is_durable = work
+    attempt = f"{task.id}.{os.urandom(6).hex()}"
+    path = os.path.join(folder, attempt)
+    try:
+        os.mkdir(path)
+    except FileNotFoundError:
+        return MillraceError(
+            f"{folder} does not exist on {os.uname().nodename}. Either the job has ended or was "
+            "started again while this task was at work, or this machine does not share the file "
+            "system of the output: put the output on one that all machines share"
+        )
+    try:
+        record, files = function(context, task._replace(folder=path))
+        sums = {
+            os.path.relpath(file, path): _sum(file, files, is_durable=is_durable) for file in files
+        }
+    except MillraceError as error:
+        return error
+    for name in sums:
+        if os.path.dirname(name) or name in (os.curdir, os.pardir):
+            return ConfigError(f"{name} is not in {path}, the folder of {task}")
+    if is_durable:
+        fsync_folder(os.path.join(path, ""))
+    return attempt, record, sums
+
+
+def _sum(path: str, files: Any, *, is_durable: bool) -> tuple[int, str]:
+    """Size and checksum of a file of a task; flushed, as another machine may go on without us."""
+    size, digest = files[path] if isinstance(files, Mapping) else sum_of(path)
+    if os.path.getsize(path) != size:
+        raise MillraceError(
+            f"{path} has {os.path.getsize(path)} bytes, and {size} were written: another program "
+            "has changed it. Run again"
+        )
+    if is_durable:
+        with naming(path), open(path, "rb") as file:
+            flush_to_disk(file)
+    return size, digest

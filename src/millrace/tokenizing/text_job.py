@@ -1,0 +1,429 @@
+"""The tokenise job: checks, plans, runs tasks, and publishes what they made."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import itertools
+import json
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from millrace.encoding import UNSEEN, Tokenizer, checked_tokenizer
+from millrace.engine import ALREADY, Done, Run
+from millrace.errors import ConfigError, TextError
+from millrace.files import checksum, flush_to_disk
+from millrace.option_class import StrPath, identity_of
+from millrace.provenance.origins import has_pyarrow
+from millrace.store import IndexedDatasetBuilder, finalize_together
+from millrace.store.publish import LOCK, files_of, idx_path, remove_leftovers
+from millrace.text import InputFile, Query, find_inputs, parts_of, read_documents
+from millrace.tokenizing import cuts
+from millrace.tokenizing.chunk import run_task
+from millrace.tokenizing.input_tasks import InputTasks, identity_of_file, plan_tasks
+from millrace.tokenizing.output import Output
+from millrace.tokenizing.tokenize_options import TokenizeKeywords, TokenizeOptions
+from millrace.tokenizing.workers import MB, choose_workers, workers_worth
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_FIRST_FILES = 8  # files that are searched for the first documents
+_FIRST_SIZE = 200_000  # characters of them, which the reference encodes in 50 ms
+_MOST_SKIPPED = MB  # bytes of lines that are not documents, before them
+_MOST_BATCHES = 8  # of 256 KB each, which may be blank lines
+_LISTED_INPUTS = 1_000  # in the sidecar
+_SHOWN_OTHERS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizeResult:
+    """What a tokenise job wrote.
+
+    Attributes:
+        prefixes: Path prefix of the indexed dataset of each key.
+        num_documents: Number of documents in each dataset.
+        num_tokens: Number of tokens of each key.
+        num_bytes: Bytes of UTF-8 text, all keys together.
+        seconds: Duration of the job, this time.
+        num_skipped: Number of lines that were not documents, and were skipped.
+        skipped: The first 20 of them: file, line, byte_offset and reason.
+        num_chunks_done, num_chunks_kept: Number of tasks that ran this time, and of those that an
+            earlier run had done.
+        num_bytes_done: Bytes of text of the tasks that ran this time.
+        encoder: Name of the tokenizing library.
+        notices: What the user should know: why another library was used, for example.
+    """
+
+    prefixes: dict[str, str]
+    num_documents: int
+    num_tokens: dict[str, int]
+    num_bytes: int
+    seconds: float
+    num_skipped: int
+    skipped: list[dict[str, Any]]
+    num_chunks_done: int
+    num_chunks_kept: int
+    num_bytes_done: int
+    encoder: str
+    notices: list[str]
+
+
+def tokenize(
+    inputs: Sequence[StrPath],
+    output_prefix: StrPath,
+    tokenizer: Tokenizer,
+    **options: Unpack[TokenizeKeywords],
+) -> TokenizeResult:
+    """Writes `{output_prefix}_{key}_document.bin/.idx` for each key.
+
+    Documents keep the order of the files and lines. A document is one sequence, or one per sentence
+    or list element; one without tokens has no sequence and gets no EOD. The output does not depend
+    on the number of workers, the engine, or how often the job was interrupted.
+
+    The job divides its input into chunks, and keeps those that are done in the folder
+    `{output_prefix}.journal` until all pairs are published together. A job that fails or is killed
+    leaves the folder; the same call continues there. A job that has finished, and is called again
+    with the same inputs and options, returns its earlier result.
+
+    Args:
+        inputs: Files, folders, patterns, or "-" for standard input.
+        output_prefix: First part of the output paths; the folder must exist.
+        tokenizer: The tokenizer. Its vocabulary decides the dtype: uint16 below 65,500 ids, else
+            int32. If its encoder differs from the reference library on test cases or the first
+            documents, the reference is used.
+        options: The fields of `TokenizeOptions`.
+
+    Raises:
+        TextError: An input that cannot be read, a line that is not a document, or an encoder that
+            differs from the reference; the message names file and line.
+        ConfigError: An option that cannot work, an interrupted job with other options, or output
+            that another command wrote.
+        MillraceError: A worker process that died repeatedly, or another process that is building a
+            pair.
+    """
+    start = time.monotonic()
+    checked = TokenizeOptions(
+        inputs=inputs, output_prefix=output_prefix, tokenizer=tokenizer, **options
+    )
+    others: list[str] = []
+    files = find_inputs(
+        checked.inputs, separator=checked.separator, format=checked.format, others=others
+    )
+    _check_outputs(checked, files)
+    tokenizer, notice = checked_tokenizer(checked.tokenizer, _first_texts(files, checked))
+    checked = replace(checked, tokenizer=tokenizer)
+    workers = _choose_workers(checked, files)
+    notices = [*filter(None, [notice, _notice_of(others), _unseen(tokenizer)])]
+    with Run(
+        checked.output_prefix,
+        identity(checked, files),
+        inputs=_details(checked, files),
+        outputs=list(map(idx_path, checked.prefixes.values())),
+        engine=checked.engine,
+        restart=checked.restart,
+        show_progress=checked.show_progress,
+    ) as run:
+        for notice in notices:
+            run.note(notice)
+        if run.result is not None:
+            run.note(ALREADY)
+            return _earlier(TokenizeResult(**run.result))
+        result = _write(run, checked, files, workers)
+        return replace(
+            result, seconds=time.monotonic() - start, notices=[*notices, *result.notices]
+        )
+
+
+def identity(options: TokenizeOptions, files: Sequence[InputFile]) -> dict[str, Any]:
+    """What decides the tasks: another job cannot continue with this one's journal.
+
+    Inputs may change, as what a task has read is compared with what it would read now.
+    """
+    tokenizer, splitter = options.tokenizer, options.splitter
+    entries: dict[str, Any] = {
+        "job": "tokenize 2",
+        **identity_of(options),
+        "tokenizer": tokenizer.fingerprint,
+        "encoder": tokenizer.encoder_name,
+        "versions": tokenizer.versions,
+        **tokenizer.options,
+        "sentences": None if splitter is None else splitter.name,
+        "keep_newlines": splitter is not None and splitter.keep_newlines,
+        "first_token": options.first_token,
+        "last_token": options.last_token,
+        "partitions": options.num_partitions,
+        "max_document_size": options.longest_document,
+        "inputs": [cuts.absolute(file.path) for file in files],
+    }
+    if options.format is not None:
+        entries["format"] = f"{type(options.format).__module__} {options.format.name}"
+    if options.shard is not None:  # the sizes decide where the other shards begin, too
+        entries["bytes and times"] = list(map(identity_of_file, files))
+    return entries
+
+
+def _details(options: TokenizeOptions, files: Sequence[InputFile]) -> dict[str, Any]:
+    """What else decides the output: an earlier result with other details is not of this job."""
+    identities = json.dumps(list(map(identity_of_file, files))).encode()
+    entries = {
+        "on_error": options.on_error,
+        "provenance": options.provenance,
+        "checksums": options.checksums,
+        "checksum of the inputs' sizes and times": checksum([identities]),
+    }
+    if any(file.is_pipe for file in files):  # what comes from it this time is not known
+        entries["content of pipes"] = f"unknown, {os.urandom(6).hex()}"
+    return entries
+
+
+def _choose_workers(options: TokenizeOptions, files: Sequence[InputFile]) -> int:
+    workers = choose_workers(
+        options.workers,
+        options.memory,
+        options.longest_document,
+        encoder=options.tokenizer.encoder_name,
+        files=files,
+    )
+    if options.workers is None and options.engine == "local":
+        workers = min(workers, workers_worth(files))
+    return workers
+
+
+def _earlier(result: TokenizeResult) -> TokenizeResult:
+    """The result of an earlier run, for a run that did nothing."""
+    return replace(
+        result,
+        num_chunks_done=0,
+        num_chunks_kept=result.num_chunks_kept + result.num_chunks_done,
+        num_bytes_done=0,
+        seconds=0.0,
+        notices=[*result.notices, ALREADY],
+    )
+
+
+# ---- the work ----
+
+
+def _write(
+    run: Run, options: TokenizeOptions, files: Sequence[InputFile], workers: int
+) -> TokenizeResult:
+    """Writes and publishes the output."""
+    if options.restart:  # the job before may have had other keys
+        prefix = glob.escape(os.fspath(options.output_prefix))
+        for lock in glob.glob(f"{prefix}_*_*{LOCK}"):
+            remove_leftovers(lock.removesuffix(LOCK))
+    with contextlib.ExitStack() as stack:
+        builders = [
+            stack.enter_context(
+                IndexedDatasetBuilder(prefix, options.tokenizer.dtype, checksums=options.checksums)
+            )
+            for prefix in options.prefixes.values()
+        ]
+        if options.provenance != "none":
+            # Arrow takes 0.3 s to import: time that it has while the first chunk is encoded.
+            threading.Thread(target=has_pyarrow, daemon=True).start()
+        quarantine = None
+        if options.on_error == "quarantine":
+            path = os.path.join(run.scratch, "quarantine.jsonl")
+            quarantine = stack.enter_context(open(path, "wb"))
+        output = Output(
+            builders,
+            num_partitions=options.num_partitions,
+            has_origins=options.provenance != "none",
+            quarantine=quarantine,
+        )
+        tasks = plan_tasks(run, options, files, workers)
+        num_bytes_done = _append_tasks(run, tasks, output, workers)
+        output.finish(run.check_interrupt)
+        result = TokenizeResult(
+            prefixes=options.prefixes,
+            num_documents=output.num_documents,
+            num_tokens=dict(zip(options.json_keys, output.num_tokens, strict=True)),
+            num_bytes=output.num_bytes,
+            seconds=0.0,
+            num_skipped=output.num_rejects,
+            skipped=output.rejects,
+            num_chunks_done=run.num_done,
+            num_chunks_kept=run.num_kept,
+            num_bytes_done=num_bytes_done,
+            encoder=options.tokenizer.encoder_name,
+            notices=tasks.notices,
+        )
+        if options.checksums:
+            for builder, key in zip(builders, options.json_keys, strict=True):
+                builder.add_provenance(_provenance_of(options, files, key, output))
+        run.publish(lambda: _publish(options, builders, output, quarantine), asdict(result))
+    return result
+
+
+def _append_tasks(run: Run, tasks: InputTasks, output: Output, workers: int) -> int:
+    """Runs the tasks and appends what they made; returns the bytes of text that were read now."""
+    start = time.monotonic()
+    num_bytes = num_chunks = size = 0
+
+    def report(done: Done) -> tuple[int, str]:
+        rate = num_bytes / 1e6 / max(time.monotonic() - start, 1e-9)
+        tokens = sum(output.num_tokens)
+        text = f"{output.num_documents:,} documents  {tokens:,} tokens  {rate:.1f} MB/s"
+        return tasks.size_of(done.task), text
+
+    options = tasks.options
+    try:
+        for done in run.map(
+            run_task,
+            tasks.draw(),
+            replace(options, inputs=()),
+            phase="tokenize",
+            workers=workers if options.engine == "local" else options.workers,
+            total=tasks.size or None,
+            report=report,
+            keep=tasks.keep,
+        ):
+            output.append(done)
+            tasks.remove_piece(done.task)
+            num_chunks += 1
+            size += tasks.size_of(done.task)
+            num_bytes += 0 if done.is_kept else done.record["bytes"]
+    except TextError as error:
+        if num_chunks:
+            error.args = (
+                f"{error}. The journal keeps what is done: {num_chunks:,} chunks, "
+                f"{size / 1e6:,.1f} MB of input",
+            )
+        raise
+    return num_bytes
+
+
+def _publish(
+    options: TokenizeOptions,
+    builders: Sequence[IndexedDatasetBuilder],
+    output: Output,
+    quarantine: BinaryIO | None,
+) -> None:
+    """Gives all files their names, and removes the quarantine of an earlier job."""
+    if quarantine is not None and output.num_rejects:
+        flush_to_disk(quarantine)
+        os.replace(quarantine.name, _quarantine_path(options))
+    else:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(_quarantine_path(options))
+    finalize_together(builders)
+    for writer in output.origins:
+        writer.publish()
+
+
+# ---- what the job says ----
+
+
+def _quarantine_path(options: TokenizeOptions) -> str:
+    return f"{options.output_prefix}.quarantine.jsonl"
+
+
+def _provenance_of(
+    options: TokenizeOptions, files: Sequence[InputFile], key: str, output: Output
+) -> dict[str, Any]:
+    """The origin of a key's tokens, for the sidecar."""
+    tokenizer = options.tokenizer
+    entries: dict[str, Any] = {
+        "tool": f"millrace {version('millrace')} tokenize",
+        "tokenizer": {
+            "path": tokenizer.path,
+            "sha256": tokenizer.fingerprint,
+            "fingerprints": list(tokenizer.fingerprints),
+            "vocabulary_size": tokenizer.vocabulary_size,
+            "encoder": tokenizer.encoder_name,
+            **tokenizer.options,
+        },
+        "inputs": [file.path for file in files[:_LISTED_INPUTS]],
+        "json_key": key,
+        "append_eod": options.append_eod,
+        "eod_token": tokenizer.eod_token,
+    }
+    if len(files) > _LISTED_INPUTS:
+        entries["num_inputs"] = len(files)
+    if options.first_token is not None:
+        entries["bos_token"] = options.first_token
+    if options.splitter is not None:
+        entries["sentences"] = options.splitter.name
+        entries["keep_newlines"] = options.splitter.keep_newlines
+    if options.num_partitions > 1:
+        entries["partitions"] = options.num_partitions
+    if options.shard is not None:
+        entries["shard"] = list(options.shard)
+    if output.num_rejects:
+        entries["skipped"] = {"number": output.num_rejects, "first": output.rejects}
+    return entries
+
+
+def _notice_of(others: Sequence[str]) -> str:
+    if not others:
+        return ""
+    names = ", ".join(others[:_SHOWN_OTHERS]) + (", ..." if len(others) > _SHOWN_OTHERS else "")
+    count = "1 file" if len(others) == 1 else f"{len(others):,} files"
+    return f"{count} in folders left out, as no known ending tells the format: {names}"
+
+
+def _unseen(tokenizer: Tokenizer) -> str:
+    """What is said of a function that another run of the job could not compare."""
+    if not tokenizer.versions.get("function", "").startswith(UNSEEN):
+        return ""
+    return (
+        "the code of the tokenizer's function cannot be seen, so this job cannot continue after an "
+        "interruption: give Tokenizer.from_function a version"
+    )
+
+
+def _check_outputs(options: TokenizeOptions, files: Sequence[InputFile]) -> None:
+    """Raises a ConfigError if an input would be overwritten."""
+    quarantine = _quarantine_path(options)
+    outputs = {quarantine, *itertools.chain.from_iterable(map(files_of, options.prefixes.values()))}
+    outputs = set(map(os.path.realpath, outputs))
+    if os.path.isdir(quarantine):
+        raise ConfigError(f"{quarantine} is a folder; remove it, or give another prefix")
+    for file in files:
+        if os.path.realpath(file.path) in outputs:
+            raise ConfigError(
+                f"{file.path} is an input and would be overwritten; give another prefix"
+            )
+
+
+# ---- the first documents ----
+
+
+class _TooManyLinesError(Exception):
+    """A file begins with many lines that are not documents."""
+
+
+def _first_texts(files: Sequence[InputFile], options: TokenizeOptions) -> Iterator[str]:
+    """Texts of the first documents, about 200 kB; none of a pipe, which can be read only once."""
+    size = skipped = 0
+
+    def skip(line: int, byte_offset: int, reason: str, data: Iterable[bytes]) -> None:
+        """Leaves a line out, which the job itself meets again; ends a file of such lines."""
+        nonlocal skipped
+        for chunk in data:
+            skipped += len(chunk)
+            if skipped > _MOST_SKIPPED:
+                raise _TooManyLinesError
+
+    for file in files[:_FIRST_FILES]:
+        part = next(iter(parts_of(file, MB)), None) if file.size is not None else None
+        if part is None:  # a pipe, or an Arrow file without batches
+            continue
+        keys = tuple(options.json_keys)
+        query = Query(keys=keys, reject=skip, id_key=options.id_key, max_size=MB)
+        batches = read_documents(part, query)
+        with contextlib.suppress(_TooManyLinesError):
+            for documents in itertools.islice(batches, _MOST_BATCHES):
+                for text in itertools.chain.from_iterable(documents.texts):
+                    for item in [text] if isinstance(text, str) else text:
+                        yield item[:_FIRST_SIZE]
+                        size += len(item)
+                        if size >= _FIRST_SIZE:
+                            return

@@ -1,0 +1,305 @@
+"""The options of a tokenise job: each is described once, as a field."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+from millrace import checks
+from millrace.encoding import Tokenizer
+from millrace.engine import ENGINES
+from millrace.errors import ConfigError
+from millrace.option_class import StrPath, check_options, option, parse_escapes, parse_size
+from millrace.text import Format, SentenceSplitter, check_keys
+
+ON_ERROR = ("stop", "skip", "quarantine")
+PROVENANCE = ("parquet", "none")
+CHECK_RATE = 0.0002
+"""Share of documents that are compared with the reference library, which is up to 80 times slower
+than a fast encoder: 1.6 % of the time."""
+
+_LONGEST_DOCUMENT = 100_000_000
+_MOST_PAIRS = 256  # that a task writes at once: each has open files
+
+
+def _tokenizer(name: str, value: Any) -> Tokenizer:
+    if not isinstance(value, Tokenizer):
+        text = checks.shown(value)
+        raise ConfigError(f"{name} must be a Tokenizer: write millrace.encoding.Tokenizer({text})")
+    return value
+
+
+def _splitter(name: str, value: Any) -> SentenceSplitter:
+    if not isinstance(value, SentenceSplitter):
+        raise ConfigError(
+            f"{name} must be a millrace.text.SentenceSplitter, not {checks.shown(value)}"
+        )
+    return value
+
+
+def _shard(name: str, value: Any) -> tuple[int, int]:
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise ConfigError(f"{name} must be a pair (number, count), not {checks.shown(value)}")
+    count = checks.whole("the number of shards", value[1], 1)
+    return checks.whole(name, value[0], 0, count - 1), count
+
+
+def parse_shard(text: str) -> tuple[int, int]:
+    """A shard on the command line: "0/8"."""
+    number, slash, count = text.partition("/")
+    if not (slash and number.isdecimal() and count.isdecimal()):
+        raise ConfigError(f"{text!r} is not a shard: write 0/8 for the first of 8")
+    return int(number), int(count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizeOptions:
+    """The options of a tokenise job, checked; each field says what it is.
+
+    Raises:
+        ConfigError: An option that cannot work.
+    """
+
+    inputs: Sequence[StrPath] = option(
+        help="files, folders, patterns, or - for standard input",
+        flags="--input",
+        metavar="FILE",
+        required=False,
+        identity="never",
+        group="input",
+    )
+    json_keys: Sequence[str] = option(
+        ("text",),
+        help="text keys or columns; dots reach into objects; each becomes a dataset",
+        metavar="KEY",
+        check=lambda name, value: check_keys(value),
+        group="input",
+    )
+    separator: str | None = option(
+        None,
+        help=r"text between the documents of a plain text file: '\n\n'",
+        default_text="a file is a document",
+        parse=parse_escapes,
+        group="input",
+    )
+    format: Format | None = option(
+        None,
+        help="format of all inputs; None: their names and first bytes tell it",
+        check=lambda name, value: value,
+        flags=None,
+        identity="never",
+    )
+    id_key: str = option(
+        "id", help="key of a document's id, for the provenance", metavar="KEY", group="input"
+    )
+    shard: tuple[int, int] | None = option(
+        None,
+        help="do part I (from 0) of N, with a prefix of its own; `merge` joins them",
+        check=_shard,
+        parse=parse_shard,
+        metavar="I/N",
+        group="input",
+    )
+    tokenizer: Tokenizer = option(
+        help="tokenizer.json, transformers folder, sentencepiece .model, .tiktoken, or `bytes`",
+        check=_tokenizer,
+        parse=str,
+        metavar="FILE",
+        identity="never",
+        group="tokenizer",
+    )
+    append_eod: bool = option(
+        False,
+        help="end documents with the tokenizer's end-of-document token",
+        group="tokenizer",
+    )
+    prepend_bos: bool = option(
+        False, help="start documents with the tokenizer's BOS token",
+        group="tokenizer",
+    )  # fmt: skip
+    check_rate: float = option(
+        CHECK_RATE,
+        help="share of documents that are compared with the reference library",
+        least=0,
+        most=1,
+        flags="--check",
+        metavar="RATE",
+        identity="never",
+        group="tokenizer",
+    )
+    splitter: SentenceSplitter | None = option(
+        None,
+        help="splitter of texts into sentences: each is a sequence, in PREFIX_KEY_sentence",
+        check=_splitter,
+        flags=None,
+        identity="never",
+    )
+    partitions: int = option(
+        1,
+        help="deal documents round robin to N groups, and write one group after the other",
+        least=1,
+        identity="never",
+        group="documents",
+    )
+    keep_sequential_samples: bool = option(
+        False,
+        help="divide documents into consecutive groups instead, so that their order is kept",
+        identity="never",
+        group="documents",
+    )
+    on_error: str = option(
+        "stop",
+        help="at lines that are not documents: stop; skip them; or also keep them in "
+        "PREFIX.quarantine.jsonl",
+        choices=ON_ERROR,
+        identity="never",
+        group="documents",
+    )
+    max_document_size: int | None = option(
+        None,
+        help="longest line or text in bytes: a longer one is not a document",
+        least=1,
+        default_text="100M",
+        parse=parse_size,
+        metavar="SIZE",
+        identity="never",
+        group="documents",
+    )
+    provenance: str = option(
+        "parquet",
+        help="sidecar with the origin of each document",
+        choices=PROVENANCE,
+        identity="never",
+        group="documents",
+    )
+    output_prefix: StrPath = option(
+        help="first part of the output paths; the folder must exist",
+        metavar="PREFIX",
+        identity="never",
+        group="job",
+    )
+    checksums: bool = option(
+        True,
+        help="write no checksums of the output, for `verify`",
+        identity="never",
+        group="job",
+    )
+    engine: str = option(
+        "local",
+        help="where the job runs: here, or on the Ray cluster of RAY_ADDRESS, or one of its own",
+        choices=ENGINES,
+        identity="never",
+        group="job",
+    )
+    workers: int | None = option(
+        None,
+        help="worker processes",
+        least=1,
+        default_text="one per core, fewer for a small input",
+        identity="never",
+        group="job",
+    )
+    memory: int | None = option(
+        None,
+        help="limit for all processes, which may mean fewer workers: 280 MB and 20 times "
+        "--max-document-size each",
+        least=1,
+        default_text="that of the machine",
+        parse=parse_size,
+        metavar="SIZE",
+        identity="never",
+        group="job",
+    )
+    chunk_size: int | None = option(
+        None,
+        help="input that a worker takes at a time, and that a kill may cost",
+        least=1,
+        default_text="by the size of the input",
+        parse=parse_size,
+        metavar="SIZE",
+        identity="never",
+        group="job",
+    )
+    restart: bool = option(
+        False,
+        help="discard what a job with this prefix has done, and replace its output",
+        identity="never",
+        group="job",
+    )
+    show_progress: bool = option(
+        False, help="show progress on stderr", flags=None, identity="never"
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.prepend_bos and self.first_token is None:
+            raise ConfigError(
+                f"{self.tokenizer.path} does not say which token starts a document: name it with "
+                "--bos-token"
+            )
+        _ = self.last_token  # raises an error if it is not known
+        count = self.num_partitions
+        if self.shard is not None and count > 1:
+            raise ConfigError(
+                f"partitions is {count}, which deals the documents of the whole input: shards "
+                "cannot do it, as each reads a part. Leave one of the two out"
+            )
+        if count * len(self.json_keys) > _MOST_PAIRS:
+            raise ConfigError(
+                f"partitions is {count} and there are {len(self.json_keys)} keys, so each task "
+                f"would write {count * len(self.json_keys)} pairs at once; at most {_MOST_PAIRS} "
+                "are possible"
+            )
+
+    @property
+    def first_token(self) -> int | None:
+        """The token before each document, or None."""
+        return self.tokenizer.bos if self.prepend_bos else None
+
+    @property
+    def last_token(self) -> int | None:
+        """The token after each document, or None."""
+        return self.tokenizer.eod if self.append_eod else None
+
+    @property
+    def longest_document(self) -> int:
+        """The longest line, or text, in bytes."""
+        return self.max_document_size or _LONGEST_DOCUMENT
+
+    @property
+    def num_partitions(self) -> int:
+        """The number of groups among which documents are dealt; 1 keeps their order."""
+        return 1 if self.keep_sequential_samples else self.partitions
+
+    @property
+    def prefixes(self) -> dict[str, str]:
+        """Path prefix of the indexed dataset of each key."""
+        level = "document" if self.splitter is None else "sentence"
+        return {key: f"{self.output_prefix}_{key}_{level}" for key in self.json_keys}
+
+
+class TokenizeKeywords(TypedDict, total=False):
+    """The options of `tokenize` that are given by keyword."""
+
+    json_keys: Sequence[str]
+    separator: str | None
+    format: Format | None
+    id_key: str
+    shard: tuple[int, int] | None
+    append_eod: bool
+    prepend_bos: bool
+    check_rate: float
+    splitter: SentenceSplitter | None
+    partitions: int
+    keep_sequential_samples: bool
+    on_error: str
+    max_document_size: int | None
+    provenance: str
+    checksums: bool
+    engine: str
+    workers: int | None
+    memory: int | None
+    chunk_size: int | None
+    restart: bool
+    show_progress: bool
