@@ -8,6 +8,7 @@ over micro batches and remembers one number, `consumed_samples`.
 from millrace.feed.loader import Loader
 from millrace.feed.step_queue import WaitStats
 from millrace.feed.streams import ExternalBatches
+from millrace.options import SampleOptions
 from millrace.samples import (
     BatchForm,
     BlendedDataset,
@@ -50,6 +51,7 @@ __all__ = [
     "LossRanges",
     "RampUp",
     "RepeatGuard",
+    "SampleOptions",
     "Sampler",
     "SequentialSampler",
     "ShardedDataset",

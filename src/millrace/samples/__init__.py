@@ -8,6 +8,7 @@ has no numbers a `TokenStream`. `stored` is the source that reads stored tokens 
 `fields` says which, and `dataset` joins a source, options and transforms into one class.
 """
 
+from millrace.options import SampleOptions
 from millrace.samples.blended import BlendedDataset
 from millrace.samples.dataset import Dataset, TokenDataset, TransformedDataset
 from millrace.samples.fields import BatchForm
@@ -27,6 +28,7 @@ __all__ = [
     "GPTDataset",
     "LossRanges",
     "RepeatGuard",
+    "SampleOptions",
     "ShardedDataset",
     "TokenBatch",
     "TokenDataset",
