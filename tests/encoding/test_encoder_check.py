@@ -12,7 +12,6 @@ import pytest
 from millrace.encoding import Tokenizer
 from millrace.encoding import edge_cases as edge_cases_module
 from millrace.encoding.edge_cases import _around_tokens, edge_cases
-from millrace.encoding.encoder_check import Difference
 from millrace.encoding.tokenizer import checked_tokenizer, compare_encoders
 from tests.encoding.encoder_variants import (
     FLAGS,
@@ -47,12 +46,7 @@ def test_the_first_text_that_differs_is_found() -> None:
     other = Tokenizer.from_function(wrong_letters, vocabulary_size=300)
     texts = ["a", "", "the café", "é"]
     difference = compare_encoders(other, reference, texts)
-    assert difference == Difference(
-        text="the café",
-        ids=[*letters("the caf"), ord("é") + 1],
-        reference_ids=letters("the café"),
-    )
-    assert str(difference) == (
+    assert difference == (
         "from token 7 the ids are [99, 97, 102, 234] instead of [99, 97, 102, 233], "
         "for the text 'the café'"
     )
@@ -65,7 +59,7 @@ def test_a_text_of_other_length_differs() -> None:
     other = Tokenizer.from_function(lambda text: letters(text[:2]), vocabulary_size=300)
     difference = compare_encoders(other, reference, ["ab", "abc"])
     assert difference is not None
-    assert "from token 2 the ids are [97, 98] instead of [97, 98, 99]" in str(difference)
+    assert "from token 2 the ids are [97, 98] instead of [97, 98, 99]" in difference
 
 
 def test_errors_are_differences_only_if_the_reference_has_none() -> None:
@@ -73,8 +67,7 @@ def test_errors_are_differences_only_if_the_reference_has_none() -> None:
     other = Tokenizer.from_function(lambda text: letters(text + "水"), vocabulary_size=300)
     difference = compare_encoders(other, reference, ["水", "a"])
     assert difference is not None
-    assert difference.text == "a"
-    assert "it cannot encode the text 'a' (" in str(difference)
+    assert "it cannot encode the text 'a' (" in difference
     assert compare_encoders(reference, other, ["水", "a"]) is None
 
 

@@ -5,14 +5,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace.checks import shown
 from millrace.encoding.edge_cases import edge_cases
-from millrace.encoding.encoders import make_encoder
-from millrace.encoding.vocabulary import EncodeBatch, Vocabulary, VocabularyOptions, must_pass
+from millrace.encoding.vocabulary import (
+    EncodeBatch,
+    Vocabulary,
+    VocabularyOptions,
+    make_encoder,
+    must_pass,
+)
 from millrace.errors import ConfigError, TextError
 
 _BATCH = 256  # texts that are compared at a time: the reference takes 20 kB of memory for each
@@ -21,42 +26,9 @@ _NUM_TOKENS_AS_TEXTS = 3000
 Result = NDArray[np.uint32] | str
 """The ids of a text, or the error that it raises."""
 
-_VERDICTS: dict[tuple[str, VocabularyOptions, str], Difference | None] = {}
-"""The first built-in text that differs, or None, by file, options and encoder: a second job of this
+_VERDICTS: dict[tuple[str, VocabularyOptions, str], str | None] = {}
+"""How the first built-in text differs, or None, by file, options and encoder: a second job of this
 process need not compare 13,000 texts again."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """A text whose ids differ from the reference's.
-
-    Attributes:
-        text: The text.
-        ids: Ids of the encoder that was checked.
-        reference_ids: Ids of the reference library.
-        error: Error of the encoder for a text that the reference can encode, or "".
-    """
-
-    text: str
-    ids: list[int]
-    reference_ids: list[int]
-    error: str = ""
-
-    def __str__(self) -> str:
-        if self.error:
-            return f"it cannot encode the text {_excerpt(self.text)} ({self.error})"
-        pairs = zip(self.ids, self.reference_ids, strict=False)
-        length = min(len(self.ids), len(self.reference_ids))
-        place = next((i for i, (one, other) in enumerate(pairs) if one != other), length)
-        window = slice(max(place - 3, 0), place + 5)
-        return (
-            f"from token {place} the ids are {self.ids[window]} instead of "
-            f"{self.reference_ids[window]}, for the text {_excerpt(self.text)}"
-        )
-
-
-def _excerpt(text: str, most: int = 300) -> str:
-    return repr(text) if len(text) <= most else f"{text[:most]!r}... ({len(text):,} characters)"
 
 
 def choose_encoder(
@@ -110,8 +82,8 @@ def _built_in_batches(vocabulary: Vocabulary) -> list[list[str]]:
 
 def _first_difference(
     encode: EncodeBatch, expected: Iterable[Future[tuple[list[str], list[Result]]]]
-) -> Difference | None:
-    """The first text that an encoder and the reference encode differently, or None."""
+) -> str | None:
+    """How an encoder differs from the reference on the first text on which it does, or None."""
     for future in expected:
         texts, results = future.result()
         difference = _difference(texts, _results(encode, texts), results)
@@ -125,24 +97,31 @@ def _texts_and_results(encode: EncodeBatch, batch: Iterable[str]) -> tuple[list[
     return texts, _results(encode, texts)
 
 
-def difference_on(
-    texts: list[str], encode: EncodeBatch, reference: EncodeBatch
-) -> Difference | None:
-    """The first text that an encoder and a reference encode differently, or None."""
+def difference_on(texts: list[str], encode: EncodeBatch, reference: EncodeBatch) -> str | None:
+    """How an encoder and a reference differ on the first text on which they do, or None.
+
+    A text that the reference cannot encode is left out.
+    """
     return _difference(texts, _results(encode, texts), _results(reference, texts))
 
 
 def _difference(
     texts: Sequence[str], results: Sequence[Result], expected: Sequence[Result]
-) -> Difference | None:
+) -> str | None:
     for text, ids, reference_ids in zip(texts, results, expected, strict=True):
         if isinstance(reference_ids, str):
             continue
-        reference_list = reference_ids.tolist()
         if isinstance(ids, str):
-            return Difference(text=text, reference_ids=reference_list, ids=[], error=ids)
-        if ids.tolist() != reference_list:
-            return Difference(text=text, reference_ids=reference_list, ids=ids.tolist())
+            return f"it cannot encode the text {shown(text, 300)} ({ids})"
+        if not np.array_equal(ids, reference_ids):
+            pairs = zip(ids, reference_ids, strict=False)
+            length = min(len(ids), len(reference_ids))
+            place = next((i for i, (one, other) in enumerate(pairs) if one != other), length)
+            window = slice(max(place - 3, 0), place + 5)
+            return (
+                f"from token {place} the ids are {ids[window].tolist()} instead of "
+                f"{reference_ids[window].tolist()}, for the text {shown(text, 300)}"
+            )
     return None
 
 

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from millrace.encoding.encoders import fastokens_encoder, import_fastokens
 from millrace.encoding.flat_ids import FlatIds, flat_ids
 from millrace.encoding.vocabulary import (
-    FAST_ENCODER,
     EncodeBatch,
     VocabularyOptions,
     content_of,
+    fastokens_encoder,
     import_tokenizers,
     must_pass,
     read_file,
@@ -42,7 +41,7 @@ class JsonVocabulary:
     bos_token: str | None = None
 
     reference_name = "tokenizers"
-    encoder_names = (FAST_ENCODER, "tokenizers")
+    encoder_names = ("fastokens", "tokenizers")
     option_names = ("add_special_tokens", "special_tokens_in_text")
 
     @classmethod
@@ -156,11 +155,14 @@ class JsonVocabulary:
         return flat_ids([encoding.ids for encoding in batch])
 
     def fast_encoder(self) -> EncodeBatch:
-        tokenizer = import_fastokens().Tokenizer.from_json_str(self.content)
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
+        def load(tokenizer_class: Any) -> Any:
+            tokenizer = tokenizer_class.from_json_str(self.content)
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
+            return tokenizer
+
         return fastokens_encoder(
-            tokenizer,
+            load,
             add_special_tokens=self.options.add_special_tokens,
             split_special_tokens=not self.options.special_tokens_in_text,
         )

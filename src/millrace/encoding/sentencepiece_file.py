@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from millrace.encoding.encoders import fastokens_encoder, import_fastokens
 from millrace.encoding.flat_ids import FlatIds, joined_ids, starts_and_ends, with_tokens
 from millrace.encoding.sentencepiece_json import tokenizer_json, user_defined_symbols
 from millrace.encoding.vocabulary import (
-    FAST_ENCODER,
     EncodeBatch,
     VocabularyOptions,
     content_of,
+    fastokens_encoder,
     import_package,
     sha256,
 )
@@ -32,7 +31,7 @@ class SentencePieceVocabulary:
     options: VocabularyOptions
 
     reference_name = "sentencepiece"
-    encoder_names = (FAST_ENCODER, "sentencepiece")
+    encoder_names = ("fastokens", "sentencepiece")
     option_names = ("add_special_tokens",)
 
     @classmethod
@@ -129,7 +128,7 @@ class SentencePieceVocabulary:
         Texts with user-defined symbols, or the names of bytes, are rare and left to sentencepiece.
         """
         content = tokenizer_json(self.content, self.path)
-        encode_batch = fastokens_encoder(import_fastokens().Tokenizer.from_json_str(content))
+        encode_batch = fastokens_encoder(lambda tokenizers: tokenizers.from_json_str(content))
         ends = (self.library.bos_id(), self.library.eos_id())
         # sentencepiece names a token that the model lacks -1.
         first, last = (

@@ -14,13 +14,12 @@ from functools import cached_property
 from typing import Any
 
 from millrace.checks import shown
-from millrace.encoding.encoders import fastokens_encoder, import_fastokens
 from millrace.encoding.flat_ids import FlatIds, flat_ids, joined_ids
 from millrace.encoding.vocabulary import (
-    FAST_ENCODER,
     EncodeBatch,
     VocabularyOptions,
     content_of,
+    fastokens_encoder,
     import_package,
     sha256,
 )
@@ -92,7 +91,7 @@ class TiktokenVocabulary:
     bos_token: str | None = None
 
     reference_name = "tiktoken"
-    encoder_names = (FAST_ENCODER, "tiktoken")
+    encoder_names = ("fastokens", "tiktoken")
     option_names = ("special_tokens_in_text", "tiktoken_pattern")
     unknown = None
 
@@ -179,16 +178,15 @@ class TiktokenVocabulary:
         return flat_ids([self.library.encode(text, **options) for text in texts])
 
     def fast_encoder(self) -> EncodeBatch:
-        package = import_fastokens()
-        with _rank_file(self.ranks) as path:
-            tokenizer = package.Tokenizer.from_tiktoken(
-                path,
-                pattern=_FASTOKENS_PATTERNS.get(self.pattern_name, self.pattern),
-                special_tokens=self.special_ids,
-            )
-        return fastokens_encoder(
-            tokenizer, split_special_tokens=not self.options.special_tokens_in_text
-        )
+        def load(tokenizer_class: Any) -> Any:
+            pattern = _FASTOKENS_PATTERNS.get(self.pattern_name, self.pattern)
+            with _rank_file(self.ranks) as path:
+                return tokenizer_class.from_tiktoken(
+                    path, pattern=pattern, special_tokens=self.special_ids
+                )
+
+        is_plain = not self.options.special_tokens_in_text
+        return fastokens_encoder(load, split_special_tokens=is_plain)
 
     def __getstate__(self) -> dict[str, Any]:
         return content_of(self)

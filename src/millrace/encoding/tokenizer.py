@@ -15,11 +15,16 @@ from numpy.typing import ArrayLike, NDArray
 from millrace import checks
 from millrace.checks import shown
 from millrace.dtypes import optimal_dtype
-from millrace.encoding.encoder_check import Difference, choose_encoder, difference_on
-from millrace.encoding.encoders import make_encoder
+from millrace.encoding.encoder_check import choose_encoder, difference_on
 from millrace.encoding.functions import FunctionVocabulary, code_of
 from millrace.encoding.tokenizer_files import load_vocabulary
-from millrace.encoding.vocabulary import EncodeBatch, Vocabulary, VocabularyOptions, must_pass
+from millrace.encoding.vocabulary import (
+    EncodeBatch,
+    Vocabulary,
+    VocabularyOptions,
+    make_encoder,
+    must_pass,
+)
 from millrace.errors import ConfigError, TextError
 
 EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
@@ -358,8 +363,8 @@ class Tokenizer:
 
 def compare_encoders(
     tokenizer: Tokenizer, reference: Tokenizer, texts: Sequence[str]
-) -> Difference | None:
-    """The first text whose ids differ between two tokenizers, or None.
+) -> str | None:
+    """How two tokenizers differ on the first text on which they do, or None.
 
     A text that the reference cannot encode is left out.
     """

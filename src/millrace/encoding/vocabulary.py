@@ -10,14 +10,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
+import numpy as np
+
 from millrace.encoding.flat_ids import FlatIds
 from millrace.errors import TextError
 
-EncodeBatch = Callable[[list[str]], FlatIds]
-"""A function from texts to the ids of all of them, and the number of ids of each."""
+ENCODERS = ("fastokens", "tokenizers", "tiktoken", "sentencepiece", "bytes")
+"""The names of the encoders; "auto" chooses among them. The first is fast, and never makes a Python
+object per id; the others are references."""
 
-FAST_ENCODER = "fastokens"
-"""The name of the library that encodes for several kinds of files."""
+EncodeBatch = Callable[[list[str]], FlatIds]
+"""A function from texts to the ids of all of them, and the number of ids of each. It runs on the
+threads that the environment of its library allows, which the workers of a job set to one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +98,7 @@ class Vocabulary(Protocol):
         """The ids of some texts, by the reference library, to which others are compared."""
 
     def fast_encoder(self) -> EncodeBatch:
-        """The encoder of `FAST_ENCODER`, if it is among `encoder_names`."""
+        """The encoder of fastokens, if it is among `encoder_names`."""
 
 
 class VocabularyFile(Protocol):
@@ -105,6 +109,43 @@ class VocabularyFile(Protocol):
 
     def load(self, path: str, content: bytes, options: VocabularyOptions) -> Vocabulary:
         """Reads a file of this kind; TextError if it is damaged."""
+
+
+def make_encoder(name: str, vocabulary: Vocabulary) -> EncodeBatch:
+    """The encoder of a library, one of the vocabulary's `encoder_names`.
+
+    Raises:
+        TextError: A package that is not installed, or a vocabulary that the library refuses.
+    """
+    is_reference = name == vocabulary.reference_name
+    return vocabulary.encode_batch if is_reference else vocabulary.fast_encoder()
+
+
+def fastokens_encoder(
+    load: Callable[[Any], Any],
+    *,
+    add_special_tokens: bool = False,
+    split_special_tokens: bool = False,
+) -> EncodeBatch:
+    """The encoder of fastokens, for a function from its class of tokenizers to one of them."""
+    package = import_package("fastokens", "the encoder fastokens", "tokenizers")
+    try:
+        tokenizer = load(package.Tokenizer)
+    except BaseException as error:
+        if must_pass(error):
+            raise
+        raise TextError(f"fastokens cannot read this vocabulary: {error}") from None
+
+    def encode_batch(texts: list[str]) -> FlatIds:
+        ids, offsets = tokenizer.encode_batch_flat(
+            texts,
+            add_special_tokens=add_special_tokens,
+            split_special_tokens=split_special_tokens,
+        )
+        bounds = np.frombuffer(offsets, np.uint64).astype(np.int64)
+        return np.frombuffer(ids, np.uint32), np.diff(bounds)
+
+    return encode_batch
 
 
 def read_file(path: str) -> bytes:

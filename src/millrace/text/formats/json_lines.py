@@ -81,7 +81,7 @@ def _add_lines(block: Records, first: int, query: Query, batch: Batch, loads: Lo
     offsets = block.byte_offset + np.cumsum(sizes) - sizes
     records: list[Any] | None = None
     try:
-        if loads is not None and sizes.sum() <= query.max_size:
+        if loads is not None and sizes.max() <= query.max_size:
             records = list(map(loads, lines))
     except ValueError:
         pass
