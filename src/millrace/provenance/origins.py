@@ -92,7 +92,7 @@ def origins_file(dataset: IndexedDataset) -> OriginsFile | None:
 
 
 class OriginsFile:
-    """The sidecar of a pair. It is open only while rows are read.
+    """The sidecar of a pair.
 
     Args:
         dataset: The pair.
@@ -104,13 +104,11 @@ class OriginsFile:
     """
 
     def __init__(self, dataset: IndexedDataset) -> None:
-        self._storage = dataset.storage
-        self.path = paths_to_read(dataset.prefix, self._storage).origins
+        self.path = paths_to_read(dataset.prefix, dataset.storage).origins
+        self._file = dataset.storage.open(self.path, "file")
         self._metadata: Any = None
-        file = self._storage.open(self.path, "file")
-        self._identity = file.identity
         with self._as_data_error():
-            parquet = self._parquet(file)
+            parquet = self._parquet()
             self._metadata = parquet.metadata
             pair = _check_format(parquet, self.path)
         num_rows = self._metadata.num_rows
@@ -125,16 +123,13 @@ class OriginsFile:
 
     def tables(self, start: int, stop: int) -> Iterator[Any]:
         """The rows of documents [start, stop) as pyarrow tables, one for each row group."""
-        if start >= stop:
-            return
-        file = self._storage.open(self.path, "file")
-        if file.identity != self._identity:
-            raise DataError(
-                f"{self.path} was replaced since its pair was opened; open the pair again"
-            )
-        parquet = self._parquet(file)
-        group = int(np.searchsorted(self._ends, start, side="right")) - 1
-        while group < len(self._ends) - 1 and (first := int(self._ends[group])) < stop:
+        parquet = self._parquet()
+        groups = range(
+            int(np.searchsorted(self._ends, start, side="right")) - 1,
+            int(np.searchsorted(self._ends, stop)) if start < stop else 0,
+        )
+        for group in groups:
+            first = int(self._ends[group])
             with self._as_data_error():
                 table = parquet.read_row_group(group, use_threads=False)
                 table.validate(full=True)
@@ -142,7 +137,6 @@ class OriginsFile:
                 raise DataError(f"{self.path} is damaged in row group {group}. {_REMEDY}")
             low, high = max(start - first, 0), min(stop - first, len(table))
             yield table.slice(low, high - low)
-            group += 1
 
     def origin(self, document: int) -> Origin:
         """The origin of one document."""
@@ -165,12 +159,13 @@ class OriginsFile:
             ids,
         )
 
-    def _parquet(self, file: Any) -> Any:
+    def _parquet(self) -> Any:
+        """A reader of its own for each use: threads may share the sidecar."""
         import_pyarrow()
         import pyarrow.parquet
 
         return pyarrow.parquet.ParquetFile(
-            io.BufferedReader(FileStream(file)),
+            io.BufferedReader(FileStream(self._file)),
             metadata=self._metadata,
             read_dictionary=["source"],
             pre_buffer=False,

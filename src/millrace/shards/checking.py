@@ -69,12 +69,13 @@ def verify_shards(
         with checks.errors_of():
             metadata = parse_metadata(folder, dtype)
         if metadata is None:
-            return checks.report(has_checksums=False)
+            return checks.report
+        checks.report.has_checksums = bool(metadata.checksums)
         with checks.errors_of():
             checks.add(metadata_problem(folder, metadata))
         names = list(metadata.checksums.items())
         structure = checks.map(partial(_check_shard, folder, metadata), range(metadata.num_shards))
-        checks.num_bytes = checks.map(partial(_check_sum, folder), names) or structure
+        checks.report.num_bytes = checks.map(partial(_check_sum, folder), names) or structure
     missing = sorted(set(bin_paths("", metadata)) - set(metadata.checksums))
     if metadata.checksums and missing:
         checks.add(
@@ -83,8 +84,8 @@ def verify_shards(
         )
     with checks.errors_of():
         for sentence, is_problem in _strays(folder, metadata):
-            (checks.problems if is_problem else checks.notices).append(sentence)
-    return checks.report(has_checksums=bool(metadata.checksums))
+            (checks.report.problems if is_problem else checks.report.notices).append(sentence)
+    return checks.report
 
 
 def _check_shard(folder: str, metadata: ShardsMetadata, checks: Checks, number: int) -> None:
@@ -99,13 +100,13 @@ def _check_shard(folder: str, metadata: ShardsMetadata, checks: Checks, number: 
             if not metadata.is_of_another_tool:
                 checks.add(f"{prefix}.idx is missing: restore it, or shuffle again")
             return
-        checks.num_bytes += index.header.size
+        checks.report.num_bytes += index.header.size
         if metadata.has_documents:
             size = LOCAL.stat(f"{prefix}.bin").size
-            checks.problems += _document_problems(index, metadata, number)
-            checks.problems += index.problems(f"{prefix}.bin", size)
+            checks.add(*_document_problems(index, metadata, number))
+            checks.add(*index.problems(f"{prefix}.bin", size))
         else:
-            checks.problems += _index_problems(index, metadata, number)
+            checks.add(*_index_problems(index, metadata, number))
 
 
 def _header_problems(index: CheckedIndex, metadata: ShardsMetadata) -> Iterator[str]:
@@ -171,7 +172,7 @@ def _check_sum(folder: str, checks: Checks, file: tuple[str, str]) -> None:
             if not _SHARD_FILE.fullmatch(name):  # else `_check_shard` has named it
                 checks.add(f"{path} is missing, although {METADATA} has its checksum: restore it")
             return
-        checks.num_bytes += size
+        checks.report.num_bytes += size
         if digest != expected:
             checks.add(
                 f"{path} is damaged: its checksum is {digest}; when it was written it was "

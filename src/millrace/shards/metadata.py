@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from millrace import names
 from millrace.checks import MAX_INT32, MAX_INT64, one_path, shown
 from millrace.errors import ConfigError, DataError
 from millrace.files import atomic_file, checksum
+from millrace.records import Count, Limits, record_from
 from millrace.storage import LOCAL, Storage, storage_of
 from millrace.storage.protocol import read_file
 from millrace.store.layout import DTYPES
@@ -36,14 +37,18 @@ DOCUMENTS = "global_permutation_documents"
 
 TOKEN_DTYPES = (*(str(dtype) for dtype in DTYPES.values() if dtype.kind in "iu"), "uint32")
 _DTYPE = "uint32"  # of metadata without a dtype, which other tools write
-_INPUT = {
-    "domain": str,
-    "path": str,
-    "size": int,
-    "mtime_ns": int,
-    "num_items": int,
-    "num_tokens": int,
-}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Input:
+    """What the metadata say of an input file."""
+
+    domain: str
+    path: str
+    size: int
+    mtime_ns: int
+    num_items: int
+    num_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,12 +79,12 @@ class ShardsMetadata:
 
     version: int = VERSION
     shuffle_type: str = SEQUENCES
-    seq_len: int | None = None
-    total_sequences: int | None = None
-    total_documents: int | None = None
-    num_shards: int
-    domain_stats: dict[str, int]
-    shard_sizes: list[int]
+    seq_len: Annotated[int, Limits(1, MAX_INT32)] | None = None
+    total_sequences: Count | None = None
+    total_documents: Count | None = None
+    num_shards: Annotated[int, Limits(1, MAX_INT64)]
+    domain_stats: dict[str, Count]
+    shard_sizes: list[Count]
     dtype: str = _DTYPE
     seed: int | None = None
     permutation: str | None = None
@@ -171,7 +176,7 @@ def parse_metadata(
     """The metadata of a folder, not compared with its shards; see `read_metadata`."""
     if dtype is not None and dtype not in TOKEN_DTYPES:
         raise ConfigError(f"dtype is {shown(dtype)}; it is one of {', '.join(TOKEN_DTYPES)}")
-    return _Fields(metadata_path(folder), _read_document(folder, storage)).metadata(dtype)
+    return _metadata(metadata_path(folder), _read_document(folder, storage), dtype)
 
 
 def write_metadata(folder: str | os.PathLike[str], metadata: ShardsMetadata) -> None:
@@ -249,129 +254,49 @@ def _damage(path: str, problem: str) -> DataError:
     )
 
 
-class _Fields:
-    """The fields of a metadata file, each checked."""
-
-    def __init__(self, path: str, document: Mapping[str, Any]) -> None:
-        self._path = path
-        self._document = document
-
-    def metadata(self, dtype: str | None) -> ShardsMetadata:
-        version = self._get("version", _is_whole, "a whole number")
-        if version != VERSION:
-            raise DataError(f"{self._path} has version {version}; version {VERSION} can be read")
-        kind = self._get("shuffle_type", _is_text, "a text")
-        if kind not in (SEQUENCES, DOCUMENTS):
-            raise DataError(
-                f"{self._path} has the shuffle_type {shown(kind, 80)}; {SEQUENCES} and {DOCUMENTS} "
-                "can be read"
-            )
-        has_documents = kind == DOCUMENTS
-        total_name = "total_documents" if has_documents else "total_sequences"
-        total = self._whole(total_name)
-        seq_len = None if has_documents else self._whole("seq_len", 1, MAX_INT32)
-        num_shards = self._whole("num_shards", 1)
-        shard_sizes = self._get(
-            "shard_sizes",
-            lambda value: isinstance(value, list) and all(map(_is_count, value)),
-            "a list of whole numbers, 0 to 2**63 - 1,",
+def _metadata(path: str, document: Mapping[str, Any], dtype: str | None) -> ShardsMetadata:
+    if document.get("version") != VERSION:
+        raise DataError(
+            f"{path} has version {shown(document.get('version'), 80)}; version {VERSION} can be "
+            "read"
         )
-        domain_stats = self._get(
-            "domain_stats",
-            lambda value: isinstance(value, dict) and all(map(_is_count, value.values())),
-            "an object of whole numbers, 0 to 2**63 - 1,",
+    entries = {name: value for name, value in document.items() if value is not None}
+    if dtype is not None and dtype != entries.setdefault("dtype", dtype):
+        raise ConfigError(
+            f"dtype is {dtype}, but {path} says {shown(entries['dtype'], 80)}: leave the argument "
+            "out"
         )
-        for name, count, of, expected in (
-            ("entries of shard_sizes", len(shard_sizes), "num_shards", num_shards),
-            ("the sum of shard_sizes", sum(shard_sizes), total_name, total),
-            ("the sum of domain_stats", sum(domain_stats.values()), total_name, total),
-        ):
-            if count != expected:
-                raise _damage(self._path, f"{name}: {count}; {of} is {expected}")
-        token_dtype = dtype or _DTYPE
-        if "dtype" in self._document:
-            token_dtype = self._get("dtype", _is_text, "a text")
-        dtypes = [*map(str, DTYPES.values())] if has_documents else TOKEN_DTYPES
-        if token_dtype not in dtypes:
-            raise _damage(
-                self._path, f"dtype is {shown(token_dtype, 80)}; it is one of {', '.join(dtypes)}"
-            )
-        if dtype not in (None, token_dtype):
-            raise ConfigError(
-                f"dtype is {dtype}, but {self._path} says {token_dtype}: leave the argument out"
-            )
-        metadata = ShardsMetadata(
-            shuffle_type=kind,
-            seq_len=seq_len,
-            total_sequences=None if has_documents else total,
-            total_documents=total if has_documents else None,
-            num_shards=num_shards,
-            domain_stats=dict(domain_stats),
-            shard_sizes=list(shard_sizes),
-            dtype=token_dtype,
-            seed=self._optional("seed", _is_whole, "a whole number"),
-            permutation=self._optional("permutation", _is_text, "a text"),
-            carry=self._optional("carry", _is_flag, "true or false", False),
-            eod=self._optional("eod", _is_whole, "a whole number"),
-            inputs=self._optional("inputs", _are_inputs, f"a list of objects with {[*_INPUT]}", []),
-            checksums=self._optional("checksums", _are_checksums, "XXH3-64 by file name", {}),
-            distribution=self._optional(
-                "distribution", lambda value: isinstance(value, dict), "an object", {}
-            ),
-        )
-        if metadata.num_items * max(metadata.sequence_bytes, 1) > MAX_INT64:
-            raise _damage(self._path, f"{total} sequences of {seq_len} tokens are too many")
-        return metadata
-
-    def _get(self, name: str, is_ok: Callable[[Any], bool], needed: str) -> Any:
-        if name not in self._document:
-            raise _damage(self._path, f"{name} is missing; {needed} is needed")
-        value = self._document[name]
-        if not is_ok(value):
-            raise _damage(self._path, f"{name} is {shown(value, 80)}; {needed} is needed")
-        return value
-
-    def _optional(
-        self, name: str, is_ok: Callable[[Any], bool], needed: str, default: Any = None
-    ) -> Any:
-        if self._document.get(name) is None:
-            return default
-        return self._get(name, is_ok, needed)
-
-    def _whole(self, name: str, least: int = 0, most: int = MAX_INT64) -> int:
-        value: int = self._get(
-            name,
-            lambda number: _is_whole(number) and least <= number <= most,
-            f"a whole number, {least} to {most},",
-        )
-        return value
+    try:
+        metadata = record_from(ShardsMetadata, entries, "metadata")
+        for number, one in enumerate(metadata.inputs):
+            record_from(_Input, one, f"metadata.inputs[{number}]")
+    except ValueError as error:
+        raise _damage(path, str(error)) from None
+    for problem in _disagreements(metadata):
+        raise _damage(path, problem)
+    return metadata
 
 
-def _is_whole(value: Any) -> bool:
-    return type(value) is int
-
-
-def _is_count(value: Any) -> bool:
-    return _is_whole(value) and 0 <= value <= MAX_INT64
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _are_inputs(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(one, dict) and all(type(one.get(name)) is kind for name, kind in _INPUT.items())
-        for one in value
-    )
-
-
-def _are_checksums(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(checksum, str) and re.fullmatch("[0-9a-f]{16}", checksum)
-        for checksum in value.values()
-    )
+def _disagreements(metadata: ShardsMetadata) -> Iterator[str]:
+    """What is wrong with fields that are right one by one."""
+    kind, has_documents = metadata.shuffle_type, metadata.has_documents
+    if kind not in (SEQUENCES, DOCUMENTS):
+        yield f"shuffle_type must be {SEQUENCES} or {DOCUMENTS}, not {shown(kind, 80)}"
+    if metadata.seq_len is None and not has_documents:
+        yield "seq_len must be the number of tokens in a sequence, not left out"
+    name = "total_documents" if has_documents else "total_sequences"
+    total, sizes = getattr(metadata, name), metadata.shard_sizes
+    for what, count, of, expected in (
+        ("entries of shard_sizes", len(sizes), "num_shards", metadata.num_shards),
+        ("the sum of shard_sizes", sum(sizes), name, total),
+        ("the sum of domain_stats", sum(metadata.domain_stats.values()), name, total),
+    ):
+        if count != expected:
+            yield f"{what}: {count}; {of} is {expected}"
+    dtypes = [*map(str, DTYPES.values())] if has_documents else TOKEN_DTYPES
+    if metadata.dtype not in dtypes:
+        yield f"dtype must be one of {', '.join(dtypes)}, not {shown(metadata.dtype, 80)}"
+    elif metadata.num_items * max(metadata.sequence_bytes, 1) > MAX_INT64:
+        yield f"{total} sequences of {metadata.seq_len} tokens are too many"
+    if not all(re.fullmatch("[0-9a-f]{16}", checksum) for checksum in metadata.checksums.values()):
+        yield "checksums must be XXH3-64 by file name, 16 hex digits each"

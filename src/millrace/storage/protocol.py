@@ -16,6 +16,8 @@ from millrace.errors import ConfigError
 Bytes = NDArray[np.uint8]
 Access = Literal["mmap", "file"]
 
+_NUM_BLOCKS, _BLOCK = 16, 4096  # of a file that a fingerprint covers
+
 
 class Identity(NamedTuple):
     """What tells a file from others, and from itself before it was changed.
@@ -187,6 +189,13 @@ def gather_in_turn(
 def gather_range(reader: BinReader, start: int, stop: int) -> Bytes:
     """Bytes [start, stop): of a map that was cut short an error, where a view is a bus error."""
     return reader.gather(np.array([start]), np.array([stop - start]))
+
+
+def sample_of(reader: BinReader) -> Bytes:
+    """16 evenly spaced blocks of up to 4 KiB, for fingerprints."""
+    last = max(reader.size - _BLOCK, 0)
+    starts = np.array([last * piece // (_NUM_BLOCKS - 1) for piece in range(_NUM_BLOCKS)])
+    return reader.gather(starts, np.minimum(_BLOCK, reader.size - starts))
 
 
 def copied(column: NDArray[Any]) -> NDArray[Any]:

@@ -32,7 +32,7 @@ _ENTRIES = 1 << 20  # index entries that are checked at a time
 _ATTEMPTS = 10  # to check a pair; one fails only if the pair is replaced meanwhile
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Report:
     """The result of `verify` for one pair, or of `verify_shards` for a folder.
 
@@ -45,17 +45,17 @@ class Report:
     """
 
     prefix: str
-    problems: list[str]
-    has_checksums: bool
-    num_bytes: int
+    problems: list[str] = field(default_factory=list)
+    has_checksums: bool = False
+    num_bytes: int = 0
     notices: list[str] = field(default_factory=list)
 
 
 class Checks:
-    """What a verification finds, and the threads that read for it.
+    """The checks of a pair or folder, which fill a report, and the threads that read for them.
 
     Args:
-        name: The pair or folder, for messages.
+        name: The pair or folder.
         pool: Threads that read and hash.
         on_bytes: Called with the number of bytes read since the last call, from any thread.
     """
@@ -63,32 +63,28 @@ class Checks:
     def __init__(
         self, name: str, pool: ThreadPoolExecutor, on_bytes: Callable[[int], Any] | None
     ) -> None:
-        self.name, self.pool, self._on_bytes = name, pool, on_bytes
-        self.problems: list[str] = []
-        self.notices: list[str] = []
-        self.num_bytes = 0
+        self.report, self.pool, self._on_bytes = Report(prefix=name), pool, on_bytes
 
     def count(self, num_bytes: int) -> None:
+        """Tells the caller of the progress."""
         if self._on_bytes is not None:
             self._on_bytes(num_bytes)
 
-    def add(self, problem: str | None) -> None:
-        if problem:
-            self.problems.append(problem)
+    def add(self, *problems: str | None) -> None:
+        self.report.problems += filter(None, problems)
 
     @contextlib.contextmanager
     def errors_of(self, name: str | None = None) -> Iterator[None]:
         """Makes an error of the block a problem, of the file or folder with this name."""
+        name = name or self.report.prefix
         try:
             yield
         except DataError as error:
             self.add(str(error))
         except OSError as error:
-            self.add(
-                f"{error.filename or name or self.name} cannot be read: {error.strerror or error}"
-            )
+            self.add(f"{error.filename or name} cannot be read: {error.strerror or error}")
         except ValueError as error:
-            self.add(f"{name or self.name!a} cannot be the name of a file: {error}")
+            self.add(f"{name!a} cannot be the name of a file: {error}")
 
     def blocks(
         self, path: str, file: StoredFile, sums: Checksums | None, describe: Callable[..., str]
@@ -124,34 +120,24 @@ class Checks:
             with contextlib.suppress(DataError, OSError):
                 text += describe(start, stop)
             self.add(text)
-        self.num_bytes += file.size
+        self.report.num_bytes += file.size
 
     def map(self, check: Callable[[Checks, Any], None], items: Iterable[Any]) -> int:
-        """Runs a check of each item on the threads; their problems are added in order.
+        """Runs a check of each item on the threads, and adds their problems in order.
 
         Returns:
             Number of bytes that they have read.
         """
 
-        def one(item: Any) -> Checks:
-            checks = Checks(self.name, self.pool, self._on_bytes)
+        def one(item: Any) -> Report:
+            checks = Checks(self.report.prefix, self.pool, self._on_bytes)
             check(checks, item)
-            return checks
+            return checks.report
 
-        num_bytes = 0
-        for checks in self.pool.map(one, items):
-            self.problems += checks.problems
-            num_bytes += checks.num_bytes
-        return num_bytes
-
-    def report(self, *, has_checksums: bool) -> Report:
-        return Report(
-            prefix=self.name,
-            problems=self.problems,
-            has_checksums=has_checksums,
-            num_bytes=self.num_bytes,
-            notices=self.notices,
-        )
+        reports = list(self.pool.map(one, items))
+        for report in reports:
+            self.add(*report.problems)
+        return sum(report.num_bytes for report in reports)
 
 
 def verify(
@@ -177,7 +163,7 @@ def verify(
     names = paths("prefixes", prefixes)
     threads = available_cores() if threads is None else whole("threads", threads, least=1)
     with ThreadPoolExecutor(threads) as pool:
-        return [_verify(Checks(name, pool, on_bytes)) for name in names]
+        return [_verify(name, partial(Checks, name, pool, on_bytes)) for name in names]
 
 
 def require_sound(dataset: IndexedDataset) -> None:
@@ -186,17 +172,15 @@ def require_sound(dataset: IndexedDataset) -> None:
     dataset.check_sequences(0, len(dataset))
 
 
-def _verify(checks: Checks) -> Report:
+def _verify(prefix: str, make_checks: Callable[[], Checks]) -> Report:
     """Checks again if a new pair was published meanwhile: the old sidecar is not for its files."""
-    prefix = checks.name
     for _ in range(_ATTEMPTS):
         before = _identity(prefix)
-        checks.problems.clear()
-        checks.num_bytes = 0
-        report = _verify_once(prefix, checks)
-        if not report.problems or _identity(prefix) == before:
+        checks = make_checks()
+        _check_pair(prefix, checks)
+        if not checks.report.problems or _identity(prefix) == before:
             break
-    return report
+    return checks.report
 
 
 def _identity(prefix: str) -> list[tuple[str, Any]]:
@@ -210,27 +194,25 @@ def _identity(prefix: str) -> list[tuple[str, Any]]:
     return identity
 
 
-def _verify_once(prefix: str, checks: Checks) -> Report:
+def _check_pair(prefix: str, checks: Checks) -> None:
     info = Info()
     with checks.errors_of():
         info = read_info(prefix, storage_of(prefix)) or info
+    checks.report.has_checksums = info.bin is not None
     # Positioned reads of open files: if a file is cut short meanwhile, that is a problem to report;
     # a map would end the process.
     with checks.errors_of():
         storage = storage_of(prefix)
-        pair = open_pair(prefix, "file", storage=storage)
-        data, index = pair
+        data, index = open_pair(prefix, "file", storage=storage)
         assert data is not None
         for path, file, sums, describe in (
             (idx_path(prefix), index, info.idx, CheckedIndex.entries_in),
             (bin_path(prefix), data, info.bin, CheckedIndex.sequences_in),
         ):
             checks.blocks(path, file, sums, partial(_describe, prefix, index, describe))
-        for problem in CheckedIndex(prefix, index).problems(bin_path(prefix), data.size):
-            checks.add(problem)
+        checks.add(*CheckedIndex(prefix, index).problems(bin_path(prefix), data.size))
         _check_origins(prefix, storage, info, checks)
-        checks.num_bytes = checks.num_bytes or index.size
-    return checks.report(has_checksums=info.bin is not None)
+        checks.report.num_bytes = checks.report.num_bytes or index.size
 
 
 def _describe(
@@ -250,15 +232,15 @@ def _check_origins(prefix: str, storage: Storage, info: Info, checks: Checks) ->
     except FileNotFoundError:
         return
     checks.blocks(path, file, info.origins, lambda start, stop: "")
-    # Of a damaged pair, the fingerprint may have changed.
-    if not checks.problems:
-        with checks.errors_of(), contextlib.suppress(ConfigError):  # pyarrow is not installed
-            dataset = IndexedDataset(prefix, access="file", storage=storage)
-            origins = dataset.origins_file
-            if origins is not None and info.origins is None:
-                for _ in origins.tables(0, dataset.num_documents):
-                    pass
-                checks.num_bytes += file.size
+    if checks.report.problems:  # of a damaged pair, the fingerprint may have changed
+        return
+    with checks.errors_of(), contextlib.suppress(ConfigError):  # pyarrow is not installed
+        dataset = IndexedDataset(prefix, access="file", storage=storage)
+        origins = dataset.origins_file
+        if origins is not None and info.origins is None:
+            for _ in origins.tables(0, dataset.num_documents):
+                pass
+            checks.report.num_bytes += file.size
 
 
 class CheckedIndex(layout.IndexFile):

@@ -7,12 +7,12 @@ in hex; the provenance is what the writer knows (tool, tokenizer, options).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from millrace.errors import DataError
 from millrace.files import atomic_file, xxh3
+from millrace.records import Count, record_from
 from millrace.storage import LOCAL, Storage
 from millrace.storage.protocol import read_file
 from millrace.store.publish import info_path, paths_to_read
@@ -31,8 +31,28 @@ class Checksums:
         blocks: Checksum of each block of BLOCK_SIZE bytes, 16 hex digits.
     """
 
-    size: int
+    size: Count
     blocks: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sums:
+    """The entry "checksums" of a sidecar."""
+
+    algorithm: str
+    block_size: int
+    bin: Checksums
+    idx: Checksums
+    origins: Checksums | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Document:
+    """A sidecar as it is stored."""
+
+    version: int
+    provenance: dict[str, Any]
+    checksums: _Sums | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,46 +88,37 @@ def read_info(prefix: str, storage: Storage = LOCAL) -> Info | None:
     """The sidecar of a pair, or None; a DataError if it is damaged, or of a later version."""
     path = paths_to_read(prefix, storage).info
     try:
-        document = json.loads(read_file(storage, path))
-        if document["version"] != _VERSION:
-            raise DataError(f"{path} has version {document['version']}; {_VERSION} can be read")
-        provenance, sums = dict(document["provenance"]), document.get("checksums")
+        content = json.loads(read_file(storage, path))
+        if isinstance(content, dict) and content.get("version", _VERSION) != _VERSION:
+            raise DataError(f"{path} has version {content['version']}; {_VERSION} can be read")
+        document = record_from(_Document, content, "the sidecar")
+        sums = document.checksums
         if sums is None:
-            return Info(provenance=provenance)
-        if (sums["algorithm"], sums["block_size"]) != (ALGORITHM, BLOCK_SIZE):
+            return Info(provenance=document.provenance)
+        if (sums.algorithm, sums.block_size) != (ALGORITHM, BLOCK_SIZE):
             raise DataError(
-                f"{path} has checksums of {sums['algorithm']} in blocks of {sums['block_size']}; "
+                f"{path} has checksums of {sums.algorithm} in blocks of {sums.block_size}; "
                 f"{ALGORITHM} in blocks of {BLOCK_SIZE} can be verified"
             )
-        origins = sums.get("origins")
-        return Info(
-            provenance=provenance,
-            bin=_checksums(sums["bin"]),
-            idx=_checksums(sums["idx"]),
-            origins=None if origins is None else _checksums(origins),
-        )
+        for one in filter(None, (sums.bin, sums.idx, sums.origins)):
+            if len(one.blocks) != -(-one.size // BLOCK_SIZE):
+                raise ValueError(f"{len(one.blocks)} blocks for {one.size} bytes")
     except FileNotFoundError:
         return None
     except DataError:
         raise
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(
-            f"{path} is damaged ({type(error).__name__}: {error}). The token files may be intact: "
-            "remove it, or write the pair again"
+            f"{path} is damaged ({error}). The token files may be intact: remove it, or write the "
+            "pair again"
         ) from None
+    return Info(provenance=document.provenance, bin=sums.bin, idx=sums.idx, origins=sums.origins)
 
 
 def write_info(prefix: str, info: Info, *, durable: bool = True) -> None:
     """Writes the sidecar of a pair that is there."""
     with atomic_file(info_path(prefix), durable=durable) as file:
         file.write(info.to_json().encode())
-
-
-def _checksums(document: Mapping[str, Any]) -> Checksums:
-    blocks, size = document["blocks"], document["size"]
-    if not isinstance(size, int) or len(blocks) != -(-size // BLOCK_SIZE):
-        raise ValueError(f"{len(blocks)} blocks for {size} bytes")
-    return Checksums(size=size, blocks=[str(block) for block in blocks])
 
 
 class BlockHasher:

@@ -15,12 +15,11 @@ from millrace.checks import one_path, shown
 from millrace.errors import ConfigError, DataError
 from millrace.files import blake2b
 from millrace.storage import Access, Bytes, Storage, StoredFile, storage_of
-from millrace.storage.protocol import bytes_in_memory, gather_range
+from millrace.storage.protocol import bytes_in_memory, gather_range, sample_of
 
 _DTYPES = "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64"
 _NPY_MAGIC = b"\x93NUMPY"
 _HEADER_SIZE = 1 << 16  # bytes in which the header of an array of one dimension ends
-_FINGERPRINT_BLOCKS, _BLOCK = 16, 4096
 
 
 class RawTokens:
@@ -46,13 +45,6 @@ class RawTokens:
         ConfigError: A headerless file without a dtype, or a dtype other than the header's.
         DataError: A file that is missing, cut in the middle of a token, or an array of another
             shape or dtype.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.NamedTemporaryFile(suffix=".bin") as file:
-        ...     _ = file.write(np.arange(5, dtype="<u2").tobytes()), file.flush()
-        ...     RawTokens(file.name, np.uint16)
-        RawTokens('...': 5 tokens, uint16)
     """
 
     def __init__(
@@ -113,21 +105,10 @@ class RawTokens:
             )
         return start, _token_dtype(found)
 
-    def __len__(self) -> int:
-        """The number of tokens."""
-        return self.num_tokens
-
     @property
     def is_mapped(self) -> bool:
         """Whether all tokens are in memory; else each read copies."""
         return self._tokens is not None
-
-    @property
-    def tokens(self) -> NDArray[Any]:
-        """All tokens, [tokens] of `dtype`: a view; a ConfigError if they are not mapped."""
-        if self._tokens is None:
-            raise ConfigError(f"{self.prefix} is not mapped; open it with access='mmap'")
-        return self._tokens
 
     def token_source(self) -> _native.TokenSource:
         """The tokens for the core, as one sequence: offsets in it are token positions."""
@@ -149,11 +130,7 @@ class RawTokens:
     def fingerprint(self) -> str:
         """A hash of the size, the dtype and evenly spaced blocks of the tokens (32 hex digits)."""
         digest = blake2b(f"{self.num_tokens} {self.dtype.str}".encode())
-        last = max(self.reader.size - _BLOCK, 0)
-        pieces = range(_FINGERPRINT_BLOCKS)
-        starts = np.array([last * piece // (_FINGERPRINT_BLOCKS - 1) for piece in pieces])
-        counts = np.minimum(_BLOCK, self.reader.size - starts)
-        digest.update(self.reader.gather(starts, counts).data)
+        digest.update(sample_of(self.reader).data)
         return digest.hexdigest()
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -6,8 +6,8 @@ import contextlib
 import importlib
 import operator
 import os
-from collections.abc import Callable, Iterator
-from functools import cached_property, partial
+from collections.abc import Iterator
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, BinaryIO, SupportsIndex, overload
 
 import numpy as np
@@ -19,14 +19,12 @@ from millrace.errors import ConfigError, DataError
 from millrace.files import blake2b, checksum
 from millrace.storage import Access, BinReader, Storage, storage_of
 from millrace.storage.local import identity_of
-from millrace.storage.protocol import bytes_in_memory, copied
+from millrace.storage.protocol import bytes_in_memory, copied, sample_of
 from millrace.store import layout
 from millrace.store.info import Info, read_info
 from millrace.store.publish import bin_path, open_pair
 
 _CHUNK = 1024  # sequences that iteration reads at a time
-_BLOCK = 4096
-_FINGERPRINT_BLOCKS = 16
 _PIECE = 1 << 19  # lengths that are copied at a time: they stay in a core's cache
 
 
@@ -104,13 +102,18 @@ class IndexedDataset:
         self.reader: BinReader = reader
         self._identities = [None if data is None else data.identity, index.identity]
         self._check_ends(index_file)
-        content = bytes_in_memory(index)
-        self._index = index.read(0, index.size) if content is None else content
-        self.sequence_lengths: NDArray[np.int32] = self._column("lengths")
-        self.sequence_pointers: NDArray[np.int64] = self._column("pointers")
-        self.document_indices: NDArray[np.int64] = self._column("documents")
+        self._index = index
+        mapped = bytes_in_memory(index)
+        content = index.read(0, index.size) if mapped is None else mapped
+        columns = {
+            name: np.frombuffer(content, column.dtype, column.length, column.offset)
+            for name, column in self.header.columns.items()
+        }
+        self.sequence_lengths: NDArray[np.int32] = columns["lengths"]
+        self.sequence_pointers: NDArray[np.int64] = columns["pointers"]
+        self.document_indices: NDArray[np.int64] = columns["documents"]
         self.sequence_modes: NDArray[np.int8] | None = (
-            self._column("modes") if self.header.has_modes else None
+            columns["modes"] if self.header.has_modes else None
         )
         # All tokens as one array, if they are in memory.
         self._tokens: NDArray[Any] | None = None
@@ -118,10 +121,6 @@ class IndexedDataset:
         if data_bytes is not None:
             size = len(data_bytes) - len(data_bytes) % self.dtype.itemsize
             self._tokens = data_bytes[:size].view(self.dtype)
-
-    def _column(self, name: str) -> NDArray[Any]:
-        column = self.header.columns[name]
-        return np.frombuffer(self._index, column.dtype, column.length, column.offset)
 
     def _check_ends(self, index: layout.IndexFile) -> None:
         """Checks the first and last entries."""
@@ -163,7 +162,7 @@ class IndexedDataset:
     @property
     def num_bytes(self) -> int:
         """The size of both files."""
-        return self.reader.size + len(self._index)
+        return self.reader.size + self._index.size
 
     @property
     def document_lengths(self) -> NDArray[np.int64]:
@@ -335,10 +334,11 @@ class IndexedDataset:
         It covers both sizes, the header and evenly spaced 4 KiB blocks of both files, so that it
         costs the same for any size. It tells datasets apart, but does not prove them undamaged.
         """
-        return _fingerprint(
-            (len(self._index), partial(_native.copy_pieces, self._index)),
-            (self.reader.size, self.reader.gather),
-        )
+        digest = blake2b()
+        for file in (self._index, self.reader):
+            digest.update(file.size.to_bytes(8, "little"))
+            digest.update(sample_of(file).data)
+        return digest.hexdigest()
 
     @cached_property
     def lengths_checksum(self) -> str:
@@ -437,18 +437,6 @@ class IndexedDataset:
             f"IndexedDataset({self.prefix!r}: {self.num_documents:,} documents, "
             f"{len(self):,} sequences, {self.num_tokens:,} tokens, {self.dtype})"
         )
-
-
-def _fingerprint(*files: tuple[int, Callable[..., NDArray[np.uint8]]]) -> str:
-    """The fingerprint of files, each given by its size and a function that gathers pieces."""
-    digest = blake2b()
-    for size, gather in files:
-        digest.update(size.to_bytes(8, "little"))
-        last = max(size - _BLOCK, 0)
-        pieces = range(_FINGERPRINT_BLOCKS)
-        starts = np.array([last * piece // (_FINGERPRINT_BLOCKS - 1) for piece in pieces])
-        digest.update(gather(starts, np.minimum(_BLOCK, size - starts)).data)
-    return digest.hexdigest()
 
 
 def _cut(
