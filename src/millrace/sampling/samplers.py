@@ -70,21 +70,15 @@ class GlobalBatchSampler(RankSampler):
 
     def sample_numbers(self, consumed_samples: int) -> NDArray[np.int64]:
         consumed_samples = whole("consumed_samples", consumed_samples, 0)
-        micro_batch_size, block_size = self.micro_batch_size, self.block_size
-        num_blocks = min(
-            self.schedule.num_micro_batches(
-                consumed_samples, micro_batch_size, self.data_parallel_size
-            ),
-            -(-(self.num_samples - consumed_samples) // block_size),
-        )
-        first = consumed_samples + self.data_parallel_rank * micro_batch_size
-        if num_blocks <= 1:
-            end = min(first + micro_batch_size, self.num_samples)
-            return np.arange(min(first, end), end, dtype=np.int64)
-        blocks = np.arange(first, first + num_blocks * block_size, block_size, dtype=np.int64)
-        numbers = (blocks[:, None] + np.arange(micro_batch_size)).ravel()
-        is_whole = consumed_samples + num_blocks * block_size <= self.num_samples
-        return numbers if is_whole else numbers[numbers < self.num_samples]
+        first = consumed_samples + self.data_parallel_rank * self.micro_batch_size
+        size = self.schedule.batch_size(consumed_samples)
+        end = min(consumed_samples + size, self.num_samples)
+        if first >= end:
+            return np.empty(0, np.int64)
+        starts = np.arange(first, end, min(self.block_size, end), dtype=np.int64)
+        places = np.arange(min(self.micro_batch_size, end - first), dtype=np.int64)
+        numbers = (starts[:, None] + places).ravel()
+        return numbers[(numbers >= first) & (numbers < end)]  # a sum may overflow
 
     def consumed_after(self, consumed_samples: int) -> int:
         consumed_samples = whole("consumed_samples", consumed_samples, 0)

@@ -126,12 +126,13 @@ def _exchange(report: Report, group: distributed.ProcessGroup | None, timeout: f
     store = distributed.PrefixStore(
         f"millrace/check_consistency/{name}/{call}", distributed_c10d._get_default_store()
     )
-    store.set(str(distributed.get_rank(group)), json.dumps(report))
     keys = [str(rank) for rank in range(distributed.get_world_size(group))]
+    store.set(keys[distributed.get_rank(group)], json.dumps(report))
+    store.add("count", 1)
     deadline, pause = time.monotonic() + timeout, 0.002
-    while not store.check(keys):  # a wait of the store is deaf to Ctrl-C
+    while store.add("count", 0) < len(keys):  # a wait of the store is deaf to Ctrl-C
         if time.monotonic() >= deadline:
-            missing = [int(key) for key in keys if not store.check([key])]
+            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
             return (
                 f"{_ranks(missing)} did not answer within {timeout:.4g} s: died, hangs, or has not "
                 "called check_consistency at this step"
