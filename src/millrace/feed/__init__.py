@@ -7,7 +7,7 @@ over micro batches and remembers one number, `consumed_samples`.
 
 from millrace.feed.loader import Loader
 from millrace.feed.step_queue import WaitStats
-from millrace.feed.streams import ExternalBatches
+from millrace.feed.streams import ExternalBatches, StreamDataset
 from millrace.options import SampleOptions
 from millrace.samples import (
     BatchForm,
@@ -55,6 +55,7 @@ __all__ = [
     "Sampler",
     "SequentialSampler",
     "ShardedDataset",
+    "StreamDataset",
     "TokenBatch",
     "TokenDataset",
     "TokenSource",

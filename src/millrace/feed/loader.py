@@ -10,10 +10,10 @@ from typing import Any
 
 from millrace.checks import limit, shown, whole
 from millrace.errors import ConfigError
-from millrace.feed.state import STATE_VERSION, Fingerprint
+from millrace.feed.state import STATE_VERSION, Fingerprint, Position, plain
 from millrace.feed.step_queue import StepQueue, WaitStats, stacks_printed_after
-from millrace.feed.steps import Position, Step, StepMaker
-from millrace.feed.streams import ExternalBatches
+from millrace.feed.steps import Step, StepMaker
+from millrace.feed.streams import IN_TURN, ExternalBatches, StreamDataset, StreamSampler
 from millrace.forks import watch_forks
 from millrace.samples.dataset import Dataset
 from millrace.samples.fields import FIELDS, Batch, BatchForm
@@ -127,7 +127,7 @@ class Loader:
         self.transform = transform
         self._prefetch = None if prefetch is None else whole("prefetch", prefetch, 0, _MAX_PREFETCH)
         threads = whole("threads", threads, 1, _MAX_THREADS)
-        if isinstance(dataset, ExternalBatches):
+        if isinstance(dataset, IN_TURN):
             threads = 1
         self._maker = StepMaker(dataset, sampler, form, prepare, threads)
         self._watchdog = limit("watchdog", watchdog)
@@ -262,13 +262,16 @@ class Loader:
         Args:
             consumed_samples: Position of the state; None: where the loader stands.
         """
-        if consumed_samples is None:
-            consumed_samples = self.consumed_samples
-        return {
+        now, stream = self._position
+        consumed_samples = now if consumed_samples is None else consumed_samples
+        state = {
             "version": STATE_VERSION,
             "consumed_samples": consumed_samples,
             "fingerprint": self._fingerprint.at(consumed_samples),
         }
+        if stream is not None and consumed_samples == now:
+            state["stream"] = {"consumed_samples": now, "state": plain(stream)}
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a saved state, also one of another rank, micro batch or number of ranks.
@@ -280,7 +283,7 @@ class Loader:
                 what differs.
             ConfigError: A consumed_samples that is not a whole number, or where no step can start.
         """
-        self._seek(Position(self._fingerprint.read_state(state)))
+        self._seek(self._fingerprint.read_state(state))
 
     def _seek(self, position: Position) -> None:
         position = position._replace(
@@ -379,6 +382,8 @@ class Loader:
 
 
 def _check_dataset(dataset: Any) -> None:
+    if isinstance(dataset, StreamDataset):
+        return
     names = ("__len__", "batch", "fingerprint")
     missing = [name for name in names if not callable(getattr(dataset, name, None))]
     if not missing:
@@ -400,6 +405,8 @@ def _sampler_of(dataset: Any, sampler: Any, share: tuple[Any, ...]) -> Any:
     """The sampler of a loader: the one that is given, the dataset's own, or a sequential one."""
     own = dataset if isinstance(dataset, ExternalBatches) else None
     sampler = own if sampler is None else sampler
+    if sampler is None and isinstance(dataset, StreamDataset):
+        return StreamSampler(*share)
     if sampler is None:
         return _sequential_sampler(len(dataset), *share)
     if share != (None, 0, 1, True):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from millrace.checks import NOTHING, differences, place_of, shown, whole
 from millrace.errors import ConfigError, ResumeError, ViewChangeWarning
+from millrace.samples.tokens import fingerprint_of
 from millrace.sampling.protocols import OrderedSampler, explanation
 
 STATE_VERSION = 3
@@ -22,26 +22,17 @@ _MOST_SHOWN = 80  # characters of a value in a message
 _VIEW_OPTIONS = ("eod_token", "pad_token", "reset_position_ids", "eod_mask_loss")  # of version 2
 
 
-class FingerprintMethod:
-    """The method `fingerprint` of a dataset or a sampler.
+class Position(NamedTuple):
+    """A place between two steps.
 
-    It may take the number of consumed samples, and then tells what decides the samples before it: a
-    run whose future changes still resumes.
-
-    Args:
-        owner: The dataset; or the sampler, which need not have the method.
+    Attributes:
+        consumed_samples: Number of samples that all ranks have consumed before it.
+        stream: State of a stream there; None: the dataset has sample numbers, or the stream is read
+            from its beginning to get there.
     """
 
-    def __init__(self, owner: Any) -> None:
-        self._owner = owner
-        self._is_there = isinstance(owner, OrderedSampler)
-        self._takes_position = self._is_there and _takes_position(owner.fingerprint)
-
-    def at(self, consumed_samples: int) -> Any:
-        """The fingerprint of the samples before a position; {} without the method."""
-        if not self._is_there:
-            return {}
-        return self._owner.fingerprint(*[consumed_samples] * self._takes_position)
+    consumed_samples: int
+    stream: Any = None
 
 
 class Fingerprint:
@@ -53,7 +44,8 @@ class Fingerprint:
     """
 
     def __init__(self, dataset: Any, sampler: Any) -> None:
-        self._dataset, self._sampler = FingerprintMethod(dataset), FingerprintMethod(sampler)
+        self._dataset = dataset
+        self._sampler = sampler if isinstance(sampler, OrderedSampler) else None
         self._explanation = explanation(sampler)
 
     def at(self, consumed_samples: int) -> dict[str, Any]:
@@ -62,13 +54,15 @@ class Fingerprint:
         Raises:
             ConfigError: A fingerprint that is not a dict, or holds what a state cannot hold.
         """
-        fingerprint: dict[str, Any] = plain(self._dataset.at(consumed_samples))
+        fingerprint: dict[str, Any] = plain(fingerprint_of(self._dataset, consumed_samples))
         if not isinstance(fingerprint, dict):
             raise ConfigError(f"the dataset's fingerprint is {shown(fingerprint)}; return a dict")
-        sampler = plain(self._sampler.at(consumed_samples), "fingerprint.sampler")
+        if self._sampler is None:
+            return fingerprint
+        sampler = plain(fingerprint_of(self._sampler, consumed_samples), "fingerprint.sampler")
         return {**fingerprint, "sampler": sampler} if sampler else fingerprint
 
-    def read_state(self, state: Any, end: int | None = None) -> int:
+    def read_state(self, state: Any, end: int | None = None) -> Position:
         """Compares a saved state with the data and the order of today, and returns its position.
 
         A state with another view (masks, padding) is accepted with a ViewChangeWarning.
@@ -102,19 +96,11 @@ class Fingerprint:
                 ViewChangeWarning,
                 stacklevel=3,
             )
-        return consumed_samples
-
-
-def _takes_position(method: Any) -> bool:
-    """Whether a `fingerprint` method has a parameter for the number of consumed samples."""
-    try:
-        first = next(iter(inspect.signature(method).parameters.values()), None)
-    except (TypeError, ValueError):  # a function of C may have no signature
-        return False
-    if first is None:
-        return False
-    is_required = first.default is first.empty and first.kind < first.VAR_POSITIONAL
-    return is_required or first.name == "consumed_samples"
+        stream = state.get("stream")
+        is_there = (
+            isinstance(stream, Mapping) and stream.get("consumed_samples") == consumed_samples
+        )
+        return Position(consumed_samples, stream.get("state") if is_there else None)
 
 
 def plain(value: Any, place: str = "fingerprint") -> Any:

@@ -20,7 +20,8 @@ import numpy as np
 
 from millrace.errors import ConfigError
 from millrace.feed.look_ahead import LookAhead
-from millrace.feed.steps import Position, Step, StepMaker, failed_step, worker
+from millrace.feed.state import Position
+from millrace.feed.steps import Step, StepMaker, failed_step, worker
 
 _MAX_AHEAD = 32  # steps; more would only fill memory
 _AHEAD_BYTES = 1 << 23  # how much is made ahead, where a step is small

@@ -7,31 +7,20 @@ import threading
 import time
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from millrace.checks import shown, whole
 from millrace.errors import ConfigError, MillraceError
+from millrace.feed.state import Position
+from millrace.feed.streams import EndOfBatches, StreamDataset, StreamSampler
 from millrace.samples.dataset import Dataset, batch_of_form
 from millrace.samples.fields import BatchForm
 from millrace.sampling import Sampler
 
 _PARTS = ("sampler", "dataset", "prepare")  # of the work for a step, in their order
-
-
-class Position(NamedTuple):
-    """A place between two steps.
-
-    Attributes:
-        consumed_samples: Number of samples that all ranks have consumed before it.
-        stream: State of a stream there; None: the dataset has sample numbers, or the stream is read
-            from its beginning to get there.
-    """
-
-    consumed_samples: int
-    stream: Any = None
 
 
 class Step(NamedTuple):
@@ -61,10 +50,6 @@ class Step(NamedTuple):
         if self.error is not None:
             raise self.error
         return self.batch
-
-
-class EndOfBatches(Exception):  # noqa: N818 - not an error
-    """Raised by `batch` of a dataset that learns only by reading that no step is left."""
 
 
 class StepMaker:
@@ -128,11 +113,11 @@ class StepMaker:
                 marks.append(time.perf_counter())
                 numbers = self.sampler.sample_numbers(before.consumed_samples)
                 marks.append(time.perf_counter())
-                batch: Any = batch_of_form(self.dataset, numbers, self.form)
+                batch, after = self._read(before, end, numbers)
                 marks.append(time.perf_counter())
                 if self.prepare is not None:
                     batch = self.prepare(batch)
-            step = Step(before, Position(end), batch)
+            step = Step(before, after, batch)
         except EndOfBatches:
             return Step(before)
         except BaseException as error:
@@ -140,6 +125,12 @@ class StepMaker:
         seconds = [end - start for start, end in pairwise([*marks, time.perf_counter()])]
         longest = max(range(len(seconds)), key=seconds.__getitem__, default=0)
         return step._replace(cause=_PARTS[longest])
+
+    def _read(self, before: Position, end: int, numbers: NDArray[np.int64]) -> tuple[Any, Position]:
+        """The arrays of a step, and the position after it."""
+        if isinstance(self.dataset, StreamDataset):
+            return self.dataset.read(before, cast(StreamSampler, self.sampler), self.form)
+        return batch_of_form(self.dataset, numbers, self.form), Position(end)
 
     def is_making(self) -> bool:
         """Whether this thread is making a step."""

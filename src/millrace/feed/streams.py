@@ -1,4 +1,4 @@
-"""What has no sample numbers: batches that another program makes, in the same loader."""
+"""What has no sample numbers, and is read in turn: token streams, and batches of other programs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,120 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from millrace.checks import MAX_INT64, whole
+from millrace.checks import MAX_INT64, flag, whole
 from millrace.errors import ConfigError, ResumeError
-from millrace.feed.steps import EndOfBatches
+from millrace.feed.state import Position, plain
 from millrace.forks import watch_forks
+from millrace.options import SampleOptions
+from millrace.samples.fields import Batch, BatchForm
+from millrace.samples.rows import rows
+from millrace.samples.tokens import TokenStream, fingerprint_of
+from millrace.sampling.protocols import RankSampler
 
 Batches = Iterable[Any] | Callable[[int], Iterable[Any]]
+
+
+class EndOfBatches(Exception):  # noqa: N818 - not an error
+    """Raised by a dataset that learns only by reading that no step is left."""
+
+
+class StreamSampler(RankSampler):
+    """Consecutive samples of a stream without a known end: of each step, a slice for each rank."""
+
+    def __init__(
+        self, micro_batch_size: int, rank: int, data_parallel_size: int, drop_last: bool
+    ) -> None:
+        super().__init__(MAX_INT64, micro_batch_size, rank, data_parallel_size)
+        self.drop_last = flag("drop_last", drop_last)
+
+    def has_step(self, consumed_samples: int) -> bool:
+        """Whether a step is left, as far as is known before it is read."""
+        return True
+
+    def sample_numbers(self, consumed_samples: int) -> NDArray[np.int64]:
+        """The places of the rank's samples in the stream: int64 [micro_batch_size]."""
+        first = consumed_samples + self.data_parallel_rank * self.micro_batch_size
+        return np.arange(first, first + self.micro_batch_size, dtype=np.int64)
+
+    def consumed_after(self, consumed_samples: int) -> int:
+        """The number of consumed samples after the step, if the stream does not end before."""
+        return consumed_samples + self.block_size
+
+
+class StreamDataset:
+    """The samples of a `TokenStream` as a dataset of a `Loader`, which makes rows of their tokens.
+
+    A stream has no sample numbers: it is read in turn, in one thread. The loader keeps the stream's
+    state beside each batch that it makes ahead, and saves that of the last one handed out. Each
+    rank reads the samples of all ranks, and keeps a slice of each step: so all ranks together hold
+    the same global batch, and the state of each resumes any number of them.
+
+    A state at another place than where the loader stood (`loader.state_dict(consumed_samples)`) has
+    no state of the stream: the stream is then read from its beginning, up to there.
+
+    Args:
+        stream: The stream.
+        options: What a sample looks like.
+
+    Example:
+        >>> import numpy as np
+        >>> from millrace import Loader
+        >>> from millrace.feed import SampleOptions, TokenBatch
+        >>> class Counting:
+        ...     def read(self, state, count):
+        ...         first = 0 if state is None else state["next"]
+        ...         tokens = np.arange(first, first + 4 * count)
+        ...         batch = TokenBatch(tokens, 4 * np.arange(1, count + 1))
+        ...         return batch, {"next": first + 4 * count}
+        ...     def fingerprint(self, consumed_samples=None):
+        ...         return {"kind": "counting"}
+        >>> stream = StreamDataset(Counting(), SampleOptions(sequence_length=3))
+        >>> loader = Loader(stream, micro_batch_size=2)
+        >>> next(loader)["labels"].tolist(), loader.state_dict()["stream"]
+        ([[1, 2, 3], [5, 6, 7]], {'consumed_samples': 2, 'state': {'next': 8}})
+    """
+
+    def __init__(self, stream: TokenStream, options: SampleOptions) -> None:
+        self.stream, self.options = stream, options
+
+    def read(
+        self, before: Position, sampler: StreamSampler, form: BatchForm | None
+    ) -> tuple[Batch, Position]:
+        """The rank's rows of the step that starts there, and the position behind it.
+
+        Raises:
+            EndOfBatches: The stream has ended.
+        """
+        start, state = before
+        if state is None and start > 0:
+            state = self._state_at(start, sampler.block_size)
+        tokens, state = self.stream.read(state, sampler.block_size)
+        size = len(tokens)
+        if size == 0 or (sampler.drop_last and size < sampler.block_size):
+            raise EndOfBatches
+        numbers = sampler.sample_numbers(start)
+        numbers = numbers[numbers < start + size]
+        own = tokens.select(numbers - start).with_field("sample_numbers", "sample", numbers)
+        after = Position(start + size, plain(state, "the state of the stream"))
+        return rows(own, self.options, form), after
+
+    def _state_at(self, start: int, block_size: int) -> Any:
+        """The state behind so many samples from the beginning."""
+        state, consumed = None, 0
+        while consumed < start:
+            tokens, state = self.stream.read(state, min(block_size, start - consumed))
+            if len(tokens) == 0:
+                raise ConfigError(
+                    f"consumed_samples is {start}; the stream ends after {consumed} samples: give "
+                    "the stream of the saved run"
+                )
+            consumed += len(tokens)
+        return state
+
+    def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
+        """See `Dataset.fingerprint`. The options belong to the view."""
+        fingerprint = fingerprint_of(self.stream, consumed_samples)
+        return {**fingerprint, "view": self.options.identity()}
 
 
 class ExternalBatches:
@@ -196,3 +304,7 @@ class ExternalBatches:
         self._iterator = iter(())
         self._position = -1
         self._failure = None
+
+
+IN_TURN = (ExternalBatches, StreamDataset)
+"""Datasets without sample numbers, which one thread reads in turn."""

@@ -353,11 +353,11 @@ class TokenStream(Protocol):
         ...
 
 
-def fingerprint_of(source: Any, consumed_samples: int | None) -> dict[str, Any]:
+def fingerprint_of(source: Any, consumed_samples: int | None) -> Any:
     """The fingerprint of a source, order or dataset, whose method may take no argument."""
     method = source.fingerprint
     takes_count = "consumed_samples" in inspect.signature(method).parameters
-    return dict(method(consumed_samples) if takes_count else method())
+    return method(consumed_samples) if takes_count else method()
 
 
 def check_tokens(name: str, batch: Any, num_samples: int) -> TokenBatch:

@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 from millrace.checks import real, whole
 from millrace.errors import ConfigError, MillraceError
 from millrace.feed import FullValidationSampler, Loader
-from millrace.feed.streams import ExternalBatches
+from millrace.feed.streams import IN_TURN
 from millrace.sampling.protocols import IndexedSampler, SizedSampler
 
 _TIMEOUT = 120.0  # seconds
@@ -145,7 +145,7 @@ def _exchange(report: Report, group: distributed.ProcessGroup | None, timeout: f
 def _report(loader: Loader, checksum_batches: int) -> Report:
     sampler, position = loader.sampler, loader.consumed_samples
     samples: list[int] = []
-    if not isinstance(loader.dataset, ExternalBatches) and sampler.has_step(position):
+    if not isinstance(loader.dataset, IN_TURN) and sampler.has_step(position):
         numbers = sampler.sample_numbers(position)
         if isinstance(sampler, FullValidationSampler):  # padding is taken twice
             numbers = numbers[~sampler.is_padding(position)]
@@ -163,8 +163,10 @@ def _checksums(loader: Loader, num_batches: int) -> Iterator[str]:
     """The checksum of each of the last batches, with its first position."""
     if num_batches == 0:
         return
-    if isinstance(loader.dataset, ExternalBatches):
-        raise ConfigError("external batches cannot be read again: leave out checksum_batches")
+    if isinstance(loader.dataset, IN_TURN):
+        raise ConfigError(
+            "what has no sample numbers cannot be read again: leave out checksum_batches"
+        )
     sampler: Any = loader.sampler
     if not isinstance(sampler, IndexedSampler):
         raise ConfigError(

@@ -21,11 +21,12 @@ from torch.utils import data
 from millrace.checks import shown, whole
 from millrace.errors import ConfigError, ResumeError
 from millrace.feed import Dataset, Loader, Sampler
-from millrace.feed.state import STATE_VERSION, Fingerprint, FingerprintMethod
-from millrace.feed.streams import ExternalBatches
+from millrace.feed.state import STATE_VERSION, Fingerprint
+from millrace.feed.streams import IN_TURN
 from millrace.samples.dataset import batch_of_form
 from millrace.samples.fields import FIELDS, BatchForm
-from millrace.sampling.protocols import checked_position, explanation, num_steps
+from millrace.samples.tokens import fingerprint_of
+from millrace.sampling.protocols import OrderedSampler, checked_position, explanation, num_steps
 from millrace.torch.tensors import to_tensors
 
 Tensors = dict[str, torch.Tensor]
@@ -164,7 +165,6 @@ class BatchSampler(data.Sampler):  # type: ignore[misc]
     def __init__(self, sampler: Sampler, consumed_samples: int = 0) -> None:
         _check_kind("sampler", sampler, "has_step", "a sampler, as millrace.SequentialSampler,")
         self.sampler = sampler
-        self._fingerprint = FingerprintMethod(sampler)
         self.consumed_samples = checked_position(self.sampler, consumed_samples)
         self._next_start = self._position = self.consumed_samples
 
@@ -201,7 +201,7 @@ class BatchSampler(data.Sampler):  # type: ignore[misc]
         if not isinstance(state, Mapping) or "consumed_samples" not in state:
             raise ResumeError(f"the state is {shown(state)}; it has no consumed_samples")
         position = whole("consumed_samples", state["consumed_samples"], 0)
-        saved, now = state.get("sampler", {}), self._fingerprint.at(position)
+        saved, now = state.get("sampler", {}), self._fingerprint(position)
         if saved != now:
             raise ResumeError(
                 f"the state was saved by a sampler with another order: {shown(saved)}, now "
@@ -213,8 +213,12 @@ class BatchSampler(data.Sampler):  # type: ignore[misc]
         """The state after so many batches of an iteration that starts at `consumed_samples`."""
         return self._state(_position_after(self.sampler, self.consumed_samples, num_batches))
 
+    def _fingerprint(self, consumed_samples: int) -> dict[str, Any]:
+        is_ordered = isinstance(self.sampler, OrderedSampler)
+        return fingerprint_of(self.sampler, consumed_samples) if is_ordered else {}
+
     def _state(self, consumed_samples: int) -> dict[str, Any]:
-        fingerprint = self._fingerprint.at(consumed_samples)
+        fingerprint = self._fingerprint(consumed_samples)
         sampler = {"sampler": fingerprint} if fingerprint else {}
         return {"consumed_samples": consumed_samples, **sampler}
 
@@ -256,9 +260,9 @@ class IterableDataset(data.IterableDataset):  # type: ignore[misc]
             self._rewind()
             self._check_start()
             return _Steps(self)
-        if isinstance(self.loader.dataset, ExternalBatches):
+        if isinstance(self.loader.dataset, IN_TURN):
             raise ConfigError(
-                "external batches come from one iterable, which workers cannot share: use "
+                "external batches and streams are read in turn, so workers cannot share them: use "
                 "num_workers=0"
             )
         self._check_start()
