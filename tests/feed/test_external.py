@@ -115,7 +115,7 @@ def test_wrong_external_batches_are_refused() -> None:
     endless = ExternalBatches([1, 2], samples_per_step=2)
     with pytest.raises(TypeError, match="pass num_steps"):
         len(Loader(endless))
-    with pytest.raises(ConfigError, match="give a multiple"):
+    with pytest.raises(ConfigError, match="is 3, inside step 1"):
         Loader(endless, consumed_samples=3)
     state = Loader(ExternalBatches([], samples_per_step=2, fingerprint={"file": "a"})).state_dict()
     with pytest.raises(ResumeError, match="file: saved 'a', now nothing"):

@@ -403,17 +403,19 @@ def _check_dataset(dataset: Any) -> None:
 
 def _sampler_of(dataset: Any, sampler: Any, share: tuple[Any, ...]) -> Any:
     """The sampler of a loader: the one that is given, the dataset's own, or a sequential one."""
-    own = dataset if isinstance(dataset, ExternalBatches) else None
-    sampler = own if sampler is None else sampler
-    if sampler is None and isinstance(dataset, StreamDataset):
+    if isinstance(dataset, StreamDataset) and sampler is None:
         return StreamSampler(*share)
-    if sampler is None:
+    if isinstance(dataset, StreamDataset):
+        raise ConfigError("a stream has no sample numbers: give micro_batch_size, and no sampler")
+    if sampler is None and not isinstance(dataset, ExternalBatches):
         return _sequential_sampler(len(dataset), *share)
     if share != (None, 0, 1, True):
         raise ConfigError(
             "micro_batch_size, data_parallel_rank, data_parallel_size and drop_last are the "
             "sampler's: leave them out where a sampler is given"
         )
+    if sampler is None:
+        return dataset
     names = ("has_step", "sample_numbers", "consumed_after")
     missing = [name for name in names if not callable(getattr(sampler, name, None))]
     if missing:

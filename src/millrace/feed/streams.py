@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from millrace.checks import MAX_INT64, flag, whole
+from millrace.checks import MAX_INT64, whole
 from millrace.errors import ConfigError, ResumeError
 from millrace.feed.state import Position, plain
 from millrace.forks import watch_forks
@@ -17,7 +17,7 @@ from millrace.options import SampleOptions
 from millrace.samples.fields import Batch, BatchForm
 from millrace.samples.rows import rows
 from millrace.samples.tokens import TokenStream, fingerprint_of
-from millrace.sampling.protocols import RankSampler
+from millrace.sampling import SequentialSampler
 
 Batches = Iterable[Any] | Callable[[int], Iterable[Any]]
 
@@ -26,27 +26,37 @@ class EndOfBatches(Exception):  # noqa: N818 - not an error
     """Raised by a dataset that learns only by reading that no step is left."""
 
 
-class StreamSampler(RankSampler):
-    """Consecutive samples of a stream without a known end: of each step, a slice for each rank."""
+class StreamSampler(SequentialSampler):
+    """Consecutive samples of a stream: of each step, a slice for each rank.
+
+    Args:
+        num_samples: Number of samples; None: it is not known.
+    """
 
     def __init__(
-        self, micro_batch_size: int, rank: int, data_parallel_size: int, drop_last: bool
+        self,
+        micro_batch_size: int,
+        rank: int = 0,
+        data_parallel_size: int = 1,
+        drop_last: bool = True,
+        num_samples: int | None = None,
     ) -> None:
-        super().__init__(MAX_INT64, micro_batch_size, rank, data_parallel_size)
-        self.drop_last = flag("drop_last", drop_last)
+        self.has_end = num_samples is not None
+        super().__init__(
+            MAX_INT64,
+            micro_batch_size=micro_batch_size,
+            data_parallel_rank=rank,
+            data_parallel_size=data_parallel_size,
+            drop_last=drop_last,
+        )
+        if num_samples is not None:
+            self.num_samples = num_samples
 
-    def has_step(self, consumed_samples: int) -> bool:
-        """Whether a step is left, as far as is known before it is read."""
-        return True
-
-    def sample_numbers(self, consumed_samples: int) -> NDArray[np.int64]:
-        """The places of the rank's samples in the stream: int64 [micro_batch_size]."""
-        first = consumed_samples + self.data_parallel_rank * self.micro_batch_size
-        return np.arange(first, first + self.micro_batch_size, dtype=np.int64)
-
-    def consumed_after(self, consumed_samples: int) -> int:
-        """The number of consumed samples after the step, if the stream does not end before."""
-        return consumed_samples + self.block_size
+    def num_steps(self, consumed_samples: int = 0) -> int:
+        """Number of steps from there to the end; a TypeError if it is not known."""
+        if not self.has_end:
+            raise TypeError("the number of steps is not known; of external batches, pass num_steps")
+        return super().num_steps(consumed_samples)
 
 
 class StreamDataset:
@@ -125,7 +135,7 @@ class StreamDataset:
         return {**fingerprint, "view": self.options.identity()}
 
 
-class ExternalBatches:
+class ExternalBatches(StreamSampler):
     """Any iterable of batches as a dataset of a `Loader` (Megatron-LM's `external`).
 
     It is its own sampler: `Loader(ExternalBatches(batches, samples_per_step=32))`. The loader reads
@@ -173,20 +183,17 @@ class ExternalBatches:
                 "function of consumed_samples that returns one"
             )
         self._batches = batches
-        self._samples_per_step = whole("samples_per_step", samples_per_step, 1, MAX_INT64)
         self._fingerprint = {} if fingerprint is None else dict(fingerprint)
-        most = MAX_INT64 // self._samples_per_step
-        self._num_steps = None if num_steps is None else whole("num_steps", num_steps, 0, most)
+        size = whole("samples_per_step", samples_per_step, 1, MAX_INT64)
+        if num_steps is not None:
+            num_steps = whole("num_steps", num_steps, 0, MAX_INT64 // size)
+        super().__init__(size, num_samples=None if num_steps is None else num_steps * size)
         self._has_begun = False  # kept in copies, whose iterator stands where this one stood
         self.after_fork()
         watch_forks(self)
 
-    # ---- a dataset ----
-
     def __len__(self) -> int:
-        if self._num_steps is None:
-            raise TypeError("the number of external batches is not known: pass num_steps")
-        return self._num_steps * self._samples_per_step
+        return self.num_steps() * self.block_size
 
     def batch(self, sample_numbers: ArrayLike) -> Any:
         """The batch of the step that starts at the first of these numbers.
@@ -210,58 +217,23 @@ class ExternalBatches:
             self._failure = None
             if batch is self:
                 self._position = start  # the end stays the end
-                self._check_end(start)
+                if self.has_end:
+                    raise ConfigError(
+                        f"the batches end at or before consumed_samples={start}; num_steps="
+                        f"{self.num_steps()} promises {len(self)} samples"
+                    )
                 raise EndOfBatches
-            self._position = start + self._samples_per_step
+            self._position = start + self.block_size
             return batch
 
     def fingerprint(self) -> dict[str, Any]:
         """See `Dataset.fingerprint`."""
         return {"kind": "external", **self._fingerprint}
 
-    # ---- a sampler ----
-
-    def has_step(self, consumed_samples: int) -> bool:
-        """Whether a step is left, as far as is known before it is read."""
-        return self._num_steps is None or consumed_samples < len(self)
-
-    def sample_numbers(self, consumed_samples: int) -> NDArray[np.int64]:
-        """The numbers that all ranks' samples count as: int64 [samples_per_step]."""
-        return np.arange(
-            consumed_samples, consumed_samples + self._samples_per_step, dtype=np.int64
-        )
-
-    def consumed_after(self, consumed_samples: int) -> int:
-        """The number of consumed samples after the step."""
-        return consumed_samples + self._samples_per_step
-
-    def consumed_at(self, step: int) -> int:
-        """The number of samples consumed before a step."""
-        return whole("step", step, 0) * self._samples_per_step
-
-    def step_at(self, consumed_samples: int) -> int:
-        """The number of the step that starts there."""
-        self.check_position(consumed_samples)
-        return consumed_samples // self._samples_per_step
-
     def check_position(self, consumed_samples: int) -> None:
         """Raises ConfigError where no step starts, and beyond the end if that is known."""
-        if self._num_steps is not None and consumed_samples > len(self):
-            raise ConfigError(
-                f"consumed_samples is {consumed_samples}; the batches have {len(self)} samples "
-                f"(num_steps={self._num_steps})"
-            )
-        if consumed_samples % self._samples_per_step != 0:
-            raise ConfigError(
-                f"consumed_samples is {consumed_samples}; external batches are of "
-                f"{self._samples_per_step} samples: give a multiple"
-            )
-
-    def num_steps(self, consumed_samples: int = 0) -> int:
-        """The number of steps from a position to the end; a TypeError if it is not known."""
-        return max(len(self) - consumed_samples, 0) // self._samples_per_step
-
-    # ---- the iterable ----
+        super().check_position(consumed_samples)
+        self.schedule.step_at(consumed_samples)
 
     def _open(self, start: int) -> Iterator[Any]:
         if callable(self._batches):
@@ -274,20 +246,13 @@ class ExternalBatches:
                 f"{cause}: give an iterable that can begin again, or a function of consumed_samples"
             ) from self._failure
         self._has_begun = True
-        for step in range(start // self._samples_per_step):
+        for step in range(start // self.block_size):
             if next(iterator, self) is self:
                 raise ConfigError(
                     f"consumed_samples is {start}; the batches end after "
-                    f"{step * self._samples_per_step} samples: give the batches of the saved run"
+                    f"{step * self.block_size} samples: give the batches of the saved run"
                 )
         return iterator
-
-    def _check_end(self, start: int) -> None:
-        if self._num_steps is not None:
-            raise ConfigError(
-                f"the batches end at or before consumed_samples={start}; num_steps="
-                f"{self._num_steps} promises {len(self)} samples"
-            )
 
     def __getstate__(self) -> dict[str, Any]:
         hidden = ("_lock", "_iterator", "_position", "_failure")

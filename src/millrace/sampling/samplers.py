@@ -105,8 +105,9 @@ class GlobalBatchSampler(RankSampler):
             IndexError: A step beyond the end. The step after the last one gives the end.
         """
         consumed_samples = self.schedule.consumed_at(step)
-        if step > self.num_steps():
-            raise IndexError(f"there is no step {step}: the sampler has {self.num_steps()} steps")
+        num_steps = self.schedule.num_steps(self.num_samples, drop_last=self.drop_last)
+        if step > num_steps:
+            raise IndexError(f"there is no step {step}: the sampler has {num_steps} steps")
         return min(consumed_samples, self.num_samples)
 
     def step_at(self, consumed_samples: int) -> int:
