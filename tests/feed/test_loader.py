@@ -510,3 +510,46 @@ def test_a_fingerprint_with_numbers_of_numpy_is_saved_as_plain_values() -> None:
         other.load_state_dict(saved)
         assert other.consumed_samples == 2
     loader.close()
+
+
+# ---- what has been drawn ----
+
+
+class Phased:
+    """Samples of phases, each with a name and a length of rows from some sample number on."""
+
+    def __init__(self, *phases: tuple[int, str, int]) -> None:
+        self.phases = phases
+
+    def __len__(self) -> int:
+        return 100
+
+    def batch(self, sample_numbers: Any) -> dict[str, np.ndarray]:
+        numbers = np.asarray(sample_numbers)
+        length = [length for start, _, length in self.phases if start <= numbers[0]][-1]
+        return {"tokens": np.repeat(numbers[:, None], length, axis=1)}
+
+    def fingerprint(self, consumed_samples: int) -> dict[str, Any]:
+        return {"phases": [phase for phase in self.phases if phase[0] < consumed_samples]}
+
+
+@pytest.mark.parametrize("prefetch", [0, 5])
+def test_a_run_resumes_if_only_its_future_has_changed(prefetch: int) -> None:
+    def loader(*phases: tuple[int, str, int]) -> Loader:
+        return Loader(Phased(*phases), micro_batch_size=2, prefetch=prefetch)
+
+    first = loader((0, "a", 4), (50, "b", 8))
+    shapes = [next(first)["tokens"].shape for _ in range(20)]
+    state = json.loads(json.dumps(first.state_dict()))
+    shapes += [batch["tokens"].shape for batch in first]
+    assert shapes == [(2, 4)] * 25 + [(2, 8)] * 25
+    at_end = first.state_dict()
+    assert first.state_dict(40) == state
+    longer = loader((0, "a", 4), (50, "c", 16))
+    longer.load_state_dict(state)
+    assert longer.consumed_samples == 40
+    assert [batch["tokens"].shape for batch in longer] == [(2, 4)] * 5 + [(2, 16)] * 25
+    with pytest.raises(ResumeError, match=r"phases\[1\]\[1\]: saved 'b', now 'c'"):
+        longer.load_state_dict(at_end)
+    with pytest.raises(ResumeError, match=r"phases\[0\]\[1\]: saved 'a', now 'x'"):
+        loader((0, "x", 4), (50, "b", 8)).load_state_dict(state)

@@ -386,3 +386,28 @@ def test_a_batch_sampler_refuses_positions_and_orders_of_others(dataset: Any) ->
         BatchSampler(millrace.SequentialSampler(60, micro_batch_size=3), 99)
     with pytest.raises(ResumeError, match="the state is not JSON"):
         CheckpointState(loader_of(dataset)).load_state_dict({"json": "{"})
+
+
+def test_a_map_dataset_compares_all_samples_and_a_batch_sampler_those_drawn() -> None:
+    class Phased(millrace.SequentialSampler):
+        phases = ((0, "a"), (50, "b"))
+
+        def fingerprint(self, consumed_samples: int) -> dict[str, Any]:
+            return {"phases": [name for start, name in self.phases if start < consumed_samples]}
+
+        def batch(self, sample_numbers: Any) -> Any:
+            return {"tokens": np.asarray(sample_numbers)}
+
+        def __len__(self) -> int:
+            return 100
+
+    first, second = (Phased(100, micro_batch_size=2) for _ in range(2))
+    second.phases = ((0, "a"), (50, "c"))
+    state = MapDataset(first).state_dict()
+    MapDataset(first).load_state_dict(state)
+    with pytest.raises(ResumeError, match=r"phases\[1\]: saved 'b', now 'c'"):
+        MapDataset(second).load_state_dict(state)
+    batches = BatchSampler(second)
+    batches.load_state_dict(BatchSampler(first).state_after(20))
+    with pytest.raises(ResumeError, match="another order"):
+        batches.load_state_dict(BatchSampler(first).state_after(30))

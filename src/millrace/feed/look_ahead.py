@@ -7,7 +7,7 @@ import resource
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,20 @@ _DISTANCE = 256  # samples: what a disk, or an object store, serves side by side
 _THREAD = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
 
 
+@runtime_checkable
+class Prefetched(Protocol):
+    """A dataset that can tell its storage which samples are read soon."""
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the storage is not local, so that hints are worth their time always."""
+        ...
+
+    def prefetch(self, sample_numbers: Any) -> None:
+        """Tells the storage that these samples are read soon, and does not wait for it."""
+        ...
+
+
 class LookAhead:
     """Prefetches the samples of coming steps, while reads go to the disk.
 
@@ -29,13 +43,13 @@ class LookAhead:
     storage always.
 
     Args:
-        dataset: The dataset, with or without `prefetch`.
+        dataset: The dataset; nothing is prefetched unless it is `Prefetched`.
         sampler: The sampler.
     """
 
     def __init__(self, dataset: Any, sampler: Sampler) -> None:
-        self._prefetch: Callable[[Any], None] | None = getattr(dataset, "prefetch", None)
-        self.is_remote = bool(getattr(dataset, "is_remote", False))
+        self._dataset = dataset if isinstance(dataset, Prefetched) else None
+        self._is_remote = self._dataset is not None and self._dataset.is_remote
         self._num_cold = 0  # reads that still prefetch
         self._sampler = sampler
         self._told: deque[tuple[int, int]] = deque()  # starts of steps, and their samples
@@ -44,13 +58,13 @@ class LookAhead:
 
     def read(self, position: int, work: Callable[[], Any]) -> Any:
         """Does work that reads samples; the samples from `position` on are read soon."""
-        if self._prefetch is None:
+        if self._dataset is None:
             return work()
         before = resource.getrusage(_THREAD).ru_inblock
-        if self.is_remote or self._num_cold > 0:
+        if self._is_remote or self._num_cold > 0:
             with contextlib.suppress(BaseException):  # the read itself will say what is wrong
                 for numbers in self._coming(position):
-                    self._prefetch(numbers)
+                    self._dataset.prefetch(numbers)
         result = work()
         # A thread whose samples another thread has prefetched does not see the disk.
         has_read_disk = resource.getrusage(_THREAD).ru_inblock > before
