@@ -253,8 +253,8 @@ def test_any_collate_function_gets_samples(dataset: Any) -> None:
     assert (whole["tokens"].dtype, whole["cu_seqlens"].dtype) == (torch.uint16, torch.int32)
     with pytest.raises(ConfigError, match="cu_seqlens belongs to a whole batch"):
         torch.utils.data.default_collate(narrow.__getitems__([4, 9]))
-    with pytest.raises(ConfigError, match="there is no field 'words'"):
-        MapDataset(dataset, fields=("words",))
+    with pytest.raises(ConfigError, match="'words'"):
+        MapDataset(dataset, fields=("words",))[0]
 
 
 @pytest.mark.parametrize("way", ["to_tensors", "to_device", "MapDataset", "samples"])

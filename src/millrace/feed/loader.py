@@ -263,7 +263,9 @@ class Loader:
             consumed_samples: Position of the state; None: where the loader stands.
         """
         now, stream = self._position
-        consumed_samples = now if consumed_samples is None else consumed_samples
+        if consumed_samples is None:
+            consumed_samples = now
+        consumed_samples = whole("consumed_samples", consumed_samples, 0)
         state = {
             "version": STATE_VERSION,
             "consumed_samples": consumed_samples,

@@ -55,8 +55,6 @@ class Fingerprint:
             ConfigError: A fingerprint that is not a dict, or holds what a state cannot hold.
         """
         fingerprint: dict[str, Any] = plain(fingerprint_of(self._dataset, consumed_samples))
-        if not isinstance(fingerprint, dict):
-            raise ConfigError(f"the dataset's fingerprint is {shown(fingerprint)}; return a dict")
         if self._sampler is None:
             return fingerprint
         sampler = plain(fingerprint_of(self._sampler, consumed_samples), "fingerprint.sampler")

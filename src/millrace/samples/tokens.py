@@ -353,11 +353,16 @@ class TokenStream(Protocol):
         ...
 
 
-def fingerprint_of(source: Any, consumed_samples: int | None) -> Any:
+def fingerprint_of(source: Any, consumed_samples: int | None) -> dict[str, Any]:
     """The fingerprint of a source, order or dataset, whose method may take no argument."""
     method = source.fingerprint
     takes_count = "consumed_samples" in inspect.signature(method).parameters
-    return method(consumed_samples) if takes_count else method()
+    fingerprint = method(consumed_samples) if takes_count else method()
+    if not isinstance(fingerprint, Mapping):
+        raise ConfigError(
+            f"the {type(source).__name__}'s fingerprint is {shown(fingerprint)}; return a dict"
+        )
+    return dict(fingerprint)
 
 
 def check_tokens(name: str, batch: Any, num_samples: int) -> TokenBatch:

@@ -48,7 +48,7 @@ class MapDataset(data.Dataset):  # type: ignore[misc]
         token_dtype: Dtype of tokens and labels: "int64", "int32", or "file" for the file's own.
 
     Raises:
-        ConfigError: A field or a dtype that does not exist.
+        ConfigError: A dtype that does not exist.
 
     Example:
         >>> import tempfile, millrace
