@@ -141,7 +141,8 @@ def test_one_module_alone_imports_the_core() -> None:
 
 
 def test_every_kernel_has_a_twin() -> None:
-    from millrace import _native, reference
+    from millrace import _native
+    from tests.kernels import reference
 
     for name, value in vars(_native).items():
         if callable(value) and not name.startswith("_") and value.__module__ == _native.__name__:
