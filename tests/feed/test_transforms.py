@@ -30,7 +30,6 @@ from millrace import (
     ResumeError,
     TransformedDataset,
     ViewChangeWarning,
-    reference,
     write_loss_ranges,
 )
 from millrace.options import SampleOptions
@@ -38,6 +37,7 @@ from millrace.samples import TokenBatch
 from millrace.samples.fields import BatchForm
 from millrace.samples.transforms.protocol import MaskedTokens
 from tests.conftest import write_documents
+from tests.kernels import reference
 
 EOD, PREFIX, MIDDLE, SUFFIX = 0, 90_001, 90_002, 90_003
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids")

@@ -74,8 +74,11 @@ def with_documents(dataset: Any, numbers: Any) -> TokenBatch:
     batch = dataset.tokens(numbers)
     sources = batch.part_source
     sources = np.zeros(len(batch.part_starts), np.int32) if sources is None else sources
-    documents = dataset.documents(sources, batch.part_sequence)
-    return batch.with_field("document_numbers", "part", documents)
+    documents = [
+        dataset.stores[source].store.documents_of(np.array([sequence]))[0]
+        for source, sequence in zip(sources, batch.part_sequence, strict=True)
+    ]
+    return batch.with_field("document_numbers", "part", np.array(documents, np.int64))
 
 
 @settings(max_examples=150, deadline=None)

@@ -84,37 +84,9 @@ class BlendedTokens(StoredSource):
 
     def __init__(self, datasets: Sequence[Any], order: Mixture) -> None:
         self.datasets, self.order = list(datasets), order
-        counts = [one.num_sources if isinstance(one, StoredSource) else 1 for one in datasets]
-        self._first_sources = np.cumsum([0, *counts], dtype=np.int32)
-
-    @property
-    def num_sources(self) -> int:  # type: ignore[override]
-        """Number of stores of all datasets."""
-        return int(self._first_sources[-1])
-
-    @property
-    def file_dtype(self) -> np.dtype[Any]:  # type: ignore[override]
-        """The dtype of the token files.
-
-        Raises:
-            ConfigError: Token files of several dtypes.
-        """
-        dtypes = [
-            one.file_dtype if isinstance(one, StoredSource) else None for one in self.datasets
-        ]
-        names = {str(dtype): number for number, dtype in enumerate(dtypes) if dtype is not None}
-        if len(names) > 1:
-            some = ", ".join(f"{name_of(self.datasets[n])} {dtype}" for dtype, n in names.items())
-            raise ConfigError(
-                f"the token files of the blend have several dtypes ({some}), so that there is no "
-                "token_dtype 'file': use 'int32' or 'int64'"
-            )
-        return np.dtype(next(iter(names), "int64"))
-
-    @property
-    def is_remote(self) -> bool:  # type: ignore[override]
-        """Whether one of the datasets is remote."""
-        return any(isinstance(one, StoredSource) and one.is_remote for one in self.datasets)
+        stores = [one.stores if isinstance(one, StoredSource) else (None,) for one in datasets]
+        self.stores = [store for some in stores for store in some]
+        self._first_sources = np.cumsum([0, *map(len, stores)], dtype=np.int32)
 
     def __len__(self) -> int:
         return len(self.order)
@@ -219,17 +191,6 @@ class BlendedTokens(StoredSource):
         if len(batches) == 1:
             return batches[0]
         return concatenate(batches).select(np.argsort(np.concatenate(order)))
-
-    def documents(self, part_sources: NDArray[np.int32], part_sequences: Numbers) -> Numbers:
-        """See `StoredSource.documents`; -1 for datasets without token files."""
-        documents = np.full(len(part_sources), -1, np.int64)
-        numbers = np.searchsorted(self._first_sources, part_sources, side="right") - 1
-        for number in np.unique(numbers).tolist():
-            here, dataset = numbers == number, self.datasets[number]
-            if isinstance(dataset, StoredSource):
-                inner = part_sources[here] - self._first_sources[number]
-                documents[here] = dataset.documents(inner, part_sequences[here])
-        return documents
 
     def prefetch(self, sample_numbers: Numbers) -> None:
         """See `StoredSource.prefetch`."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Protocol, SupportsIndex
 
 import numpy as np
@@ -217,33 +218,42 @@ class TokenDataset(StoredSource):
         return f"{self.prefix}, {samples}"
 
     @property
-    def num_sources(self) -> int:  # type: ignore[override]
-        """Number of stores that `part_source` counts."""
-        return self._stored.num_sources
+    def stores(self) -> Sequence[Any]:  # type: ignore[override]
+        """The stored tokens that the samples are read from; None for a source of another kind."""
+        return self._stored.stores
+
+    @cached_property
+    def file_dtype(self) -> np.dtype[Any] | None:
+        """The dtype of the token files; None without token files.
+
+        Raises:
+            ConfigError: Token files of several dtypes.
+        """
+        names = {store.file_dtype: store.prefix for store in self.stores if store is not None}
+        if len(names) > 1:
+            some = ", ".join(f"{prefix} {dtype}" for dtype, prefix in names.items())
+            raise ConfigError(
+                f"the token files have several dtypes ({some}), so that there is no token_dtype "
+                "'file': use 'int32' or 'int64'"
+            )
+        return next(iter(names), None)
 
     @property
-    def file_dtype(self) -> np.dtype[Any] | None:  # type: ignore[override]
-        """The dtype of the token files."""
-        return self._stored.file_dtype
-
-    @property
-    def is_remote(self) -> bool:  # type: ignore[override]
-        """Whether the bytes come from elsewhere than local files, by readers that prefetch."""
-        return self._stored.is_remote
-
-    def documents(self, part_sources: NDArray[np.int32], part_sequences: Numbers) -> Numbers:
-        """The documents in their token files that sequences belong to: int64 [parts]."""
-        return self._stored.documents(part_sources, part_sequences)
+    def is_remote(self) -> bool:
+        """Whether bytes come from elsewhere than local files, by readers that prefetch."""
+        return any(store is not None and store.is_remote for store in self.stores)
 
     def _documents_of(self, batch: TokenBatch) -> Numbers:
-        """The document of each part; -1 where its sequence is not known."""
+        """The document in its token file of each part: int64 [parts], -1 if it is of none."""
         sequences, sources = batch.part_sequence, batch.part_source
         assert sequences is not None
         if sources is None:
             sources = np.zeros(len(sequences), np.int32)
         documents = np.full(len(sequences), -1, np.int64)
-        is_known = sequences >= 0
-        documents[is_known] = self.documents(sources[is_known], sequences[is_known])
+        for source in np.unique(sources).tolist():
+            if self.stores[source] is not None:
+                here = (sources == source) & (sequences >= 0)
+                documents[here] = self.stores[source].store.documents_of(sequences[here])
         return documents
 
     def prefetch(self, sample_numbers: ArrayLike) -> None:

@@ -13,6 +13,7 @@ from millrace import _native
 from millrace.checks import MAX_INT32
 from millrace.errors import ConfigError, DataError
 from millrace.options import SampleOptions
+from millrace.ragged import spread
 from millrace.samples.fields import (
     ALL_FIELDS,
     FIELDS,
@@ -289,9 +290,7 @@ def _own_fields(
 def _rows_of(tokens: TokenBatch, array: NDArray[Any], length: int) -> NDArray[Any]:
     """An array by token as rows, with 0 in the padding: [batch, length]."""
     out = np.zeros((len(tokens), length, *array.shape[1:]), array.dtype)
-    sizes = tokens.sizes
-    rows = np.repeat(np.arange(len(tokens)), sizes)
-    places = np.arange(len(array)) - np.repeat(tokens.ends - sizes, sizes)
+    rows, places = spread(tokens.sizes)
     is_in_row = places < length
     out[rows[is_in_row], places[is_in_row]] = array[is_in_row]
     return out

@@ -73,6 +73,11 @@ class StoredTokens(StoredSource):
         self.order: Any = order
         self._core: tuple[_native.TokenSource, _native.Order | None] | None = None
 
+    @property
+    def stores(self) -> Sequence[StoredTokens]:  # type: ignore[override]
+        """This one."""
+        return (self,)
+
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_core": None}  # made again where it is needed
 
@@ -91,7 +96,7 @@ class StoredTokens(StoredSource):
         return store.dataset if isinstance(store, TokenFile) else store
 
     @property
-    def file_dtype(self) -> np.dtype[Any]:  # type: ignore[override]
+    def file_dtype(self) -> np.dtype[Any]:
         """Dtype of the stored tokens."""
         return self.store.dtype
 
@@ -157,12 +162,8 @@ class StoredTokens(StoredSource):
             )
         return offsets * size, counts * size
 
-    def documents(self, part_sources: NDArray[np.int32], part_sequences: Numbers) -> Numbers:
-        """See `StoredSource.documents`."""
-        return self.store.documents_of(part_sequences)
-
     @property
-    def is_remote(self) -> bool:  # type: ignore[override]
+    def is_remote(self) -> bool:
         """Whether the bytes come from elsewhere than a local file, by a reader that prefetches."""
         reader = self.store.reader
         return hasattr(reader, "prefetch") and not getattr(reader, "is_local", False)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from millrace.checks import shown
 from millrace.errors import ConfigError
 from millrace.options import SampleOptions
+from millrace.ragged import spread
 
 Numbers = NDArray[np.int64]
 Field = tuple[str, NDArray[Any]]
@@ -160,20 +161,18 @@ class TokenBatch:
         Args:
             rows: Places of the samples in this batch: integers [samples].
         """
-        sizes = self.sizes[rows]
-        take = _ranges((self.ends - self.sizes)[rows], sizes)
-        ends = np.cumsum(sizes, dtype=np.int64)
-        picks: dict[str, NDArray[Any]] = {"token": take, "sample": rows}
-        arrays: dict[str, Any] = {}
+        sizes = self.sizes
+        picks = {"sample": rows, "token": _ranges((self.ends - sizes)[rows], sizes[rows])}
+        starts = None
         if self.part_starts is not None:
             bounds = self.part_bounds
             picks["part"] = _ranges(bounds[:-1][rows], np.diff(bounds)[rows])
             counts = self.part_counts[picks["part"]]
-            arrays = {"part_starts": np.cumsum(counts) - counts}
-            arrays |= {name: _picked(getattr(self, name), picks["part"]) for name in _PART_ARRAYS}
-        own = {name: (kind, array[picks[kind]]) for name, (kind, array) in self.fields.items()}
-        trained = _picked(self.trained, take)
-        return TokenBatch(self.tokens[take], ends, trained, **arrays, fields=own)
+            starts = np.cumsum(counts) - counts
+        columns = {
+            name: (kind, array[picks[kind]]) for name, (kind, array) in self._columns().items()
+        }
+        return _from_columns(self.tokens[picks["token"]], np.cumsum(sizes[rows]), starts, columns)
 
     def moved(self, take: Numbers, new: TokenBatch) -> TokenBatch:
         """The batch after a transform has moved its tokens: all that is known of a token follows.
@@ -190,96 +189,101 @@ class TokenBatch:
                 f"not {shown(take.tolist())}"
             )
         is_inserted = take < 0
+        columns = new._columns()
+        starts, parts = None, take
+        if self.part_starts is not None:
+            part_of_token = np.repeat(np.arange(len(self.part_starts)), self.part_counts)
+            of_place = np.append(part_of_token, 0)[take[_near_places(is_inserted, new)]]
+            sample_of_place = np.repeat(np.arange(len(new)), new.sizes)
+            is_start = np.diff(of_place, prepend=-1) != 0
+            is_start |= np.diff(sample_of_place, prepend=-1) != 0
+            starts = np.flatnonzero(is_start)
+            parts = of_place[starts]
+        for name, (kind, array) in self._columns().items():
+            if kind == "part":
+                array = array[parts]
+            elif kind == "token":
+                default = np.full((1, *array.shape[1:]), name == "trained", array.dtype)
+                array = np.concatenate((array, default))[take]
+                if name in columns:
+                    array[is_inserted] = columns[name][1][is_inserted]
+            columns[name] = kind, array
+        return _from_columns(new.tokens, new.ends, starts, columns)
 
-        def follow(old: NDArray[Any], inserted: NDArray[Any] | None, default: Any) -> NDArray[Any]:
-            moved = old[take] if len(old) > 0 else np.zeros((len(take), *old.shape[1:]), old.dtype)
-            moved[is_inserted] = default if inserted is None else inserted[is_inserted]
-            return moved
-
-        trained = new.trained
+    def _columns(self) -> dict[str, Field]:
+        """All that is known of tokens, parts and samples, by name."""
+        columns: dict[str, Field] = dict(self.fields)
         if self.trained is not None:
-            trained = follow(self.trained, new.trained, True)
-        own = dict(new.fields)
-        for name, (kind, array) in self.fields.items():
-            inserted = own.get(name, (kind, None))[1]
-            own[name] = (kind, follow(array, inserted, 0) if kind == "token" else array)
-        if self.part_starts is None:
-            return replace(new, trained=trained, fields=own)
-        # A token is in its old part; an inserted one in that of the next token, or the last one.
-        parts = np.repeat(np.arange(len(self.part_starts)), self.part_counts)
-        place = np.where(is_inserted, len(take), np.arange(len(take)))
-        following = np.minimum.accumulate(place[::-1])[::-1]
-        rows = np.repeat(np.arange(len(new)), new.sizes)
-        sample_ends = new.ends[rows]
-        preceding = np.maximum.accumulate(np.where(is_inserted, -1, np.arange(len(take))))
-        near = np.where(following < sample_ends, following, np.maximum(preceding, 0))
-        part = parts[take[near]] if len(parts) > 0 else np.zeros(len(take), np.int64)
-        is_start = (np.diff(part, prepend=-1) != 0) | (np.diff(rows, prepend=-1) != 0)
-        starts = np.flatnonzero(is_start)
-        picks = part[starts]
-        arrays: dict[str, Any] = {
-            name: _picked(getattr(self, name), picks) for name in _PART_ARRAYS
-        }
-        own = {
-            name: (kind, array[picks] if kind == "part" else array)
-            for name, (kind, array) in own.items()
-        }
-        return replace(new, trained=trained, part_starts=starts, **arrays, fields=own)
+            columns["trained"] = "token", self.trained
+        for name in _PART_ARRAYS:
+            if (array := getattr(self, name)) is not None:
+                columns[name] = "part", array
+        return columns
+
+
+def _from_columns(
+    tokens: NDArray[Any], ends: Numbers, starts: Numbers | None, columns: dict[str, Field]
+) -> TokenBatch:
+    """A batch of all that is known; without parts, that of parts is left out."""
+    if starts is None:
+        columns = {name: entry for name, entry in columns.items() if entry[0] != "part"}
+    arrays = {name: columns.pop(name)[1] for name in ("trained", *_PART_ARRAYS) if name in columns}
+    return TokenBatch(tokens, ends, part_starts=starts, fields=columns, **arrays)
+
+
+def _near_places(is_inserted: NDArray[np.bool_], batch: TokenBatch) -> Numbers:
+    """For each token the nearest one that is not inserted: itself, the next of its sample, or the
+    last before it."""
+    numbers = np.arange(len(is_inserted))
+    following = np.minimum.accumulate(np.where(is_inserted, len(numbers), numbers)[::-1])[::-1]
+    preceding = np.maximum.accumulate(np.where(is_inserted, 0, numbers))
+    sample_ends = np.repeat(batch.ends, batch.sizes)
+    return np.where(following < sample_ends, following, preceding)
 
 
 def concatenate(batches: Sequence[TokenBatch]) -> TokenBatch:
     """The samples of several batches, one batch after the other; at least one batch.
 
-    Parts are known, and a field is there, where they are in all batches.
+    Parts are known, and a field is there, where they are in all batches; a part without a sequence
+    has sequence -1.
     """
-    if len(batches) == 1:
-        return batches[0]
     shifts = np.cumsum([0, *(len(batch.tokens) for batch in batches)])[:-1].tolist()
     pairs = list(zip(batches, shifts, strict=True))
-    arrays: dict[str, Any] = {
-        "tokens": np.concatenate([batch.tokens for batch in batches]),
-        "ends": np.concatenate([batch.ends + shift for batch, shift in pairs]),
-    }
-    if any(batch.trained is not None for batch in batches):
-        arrays["trained"] = np.concatenate(
-            [
-                np.ones(len(batch.tokens), np.bool_) if batch.trained is None else batch.trained
-                for batch in batches
-            ]
-        )
+    starts = None
     if all(batch.part_starts is not None for batch in batches):
-        arrays["part_starts"] = np.concatenate([batch._starts + shift for batch, shift in pairs])
-        for name, dtype in _PART_ARRAYS.items():
-            columns = [getattr(batch, name) for batch in batches]
-            if any(column is not None for column in columns):
-                arrays[name] = np.concatenate(
-                    [
-                        np.full(len(batch._starts), -1, dtype) if column is None else column
-                        for batch, column in zip(batches, columns, strict=True)
-                    ]
-                )
-    own = {
-        name: (kind, np.concatenate([batch.fields[name][1] for batch in batches]))
-        for name, (kind, _) in batches[0].fields.items()
-        if all(batch.fields.get(name, ("",))[0] == kind for batch in batches)
-        and (kind != "part" or "part_starts" in arrays)
-    }
-    return TokenBatch(**arrays, fields=own)
+        starts = np.concatenate([batch._starts + shift for batch, shift in pairs])
+    known = [batch._columns() for batch in batches]
+    columns: dict[str, Field] = {}
+    for name in dict.fromkeys(name for one in known for name in one):
+        kind = next(one[name][0] for one in known if name in one)
+        is_own = name != "trained" and name not in _PART_ARRAYS
+        if is_own and any(one.get(name, ("",))[0] != kind for one in known):
+            continue
+        arrays = []
+        for batch, one in zip(batches, known, strict=True):
+            if name in one:
+                arrays.append(one[name][1])
+            elif name == "trained":
+                arrays.append(np.ones(len(batch.tokens), np.bool_))
+            else:
+                arrays.append(np.full(0 if starts is None else len(batch._starts), -1))
+        columns[name] = kind, np.concatenate(arrays)
+    tokens = np.concatenate([batch.tokens for batch in batches])
+    ends = np.concatenate([batch.ends + shift for batch, shift in pairs])
+    return _from_columns(tokens, ends, starts, columns)
 
 
 def split_at_eod(batch: TokenBatch, eod_token: int) -> TokenBatch:
     """The batch with other parts: a part ends with an EOD, or with its sample."""
     is_last = batch.tokens == eod_token
     is_last[batch.ends[batch.sizes > 0] - 1] = True
-    starts = np.append(0, np.flatnonzero(is_last) + 1)[:-1] if len(is_last) > 0 else batch.ends[:0]
-    own = {name: entry for name, entry in batch.fields.items() if entry[0] != "part"}
-    return TokenBatch(batch.tokens, batch.ends, batch.trained, starts, fields=own)
+    starts = np.append(0, np.flatnonzero(is_last) + 1)[: int(is_last.sum())]
+    return replace(without_parts(batch), part_starts=starts)
 
 
 def without_parts(batch: TokenBatch) -> TokenBatch:
     """The batch without what is known of its parts."""
-    own = {name: entry for name, entry in batch.fields.items() if entry[0] != "part"}
-    return TokenBatch(batch.tokens, batch.ends, batch.trained, fields=own)
+    return _from_columns(batch.tokens, batch.ends, None, batch._columns())
 
 
 @runtime_checkable
@@ -309,28 +313,17 @@ class TokenSource(Protocol):
 
 
 class StoredSource:
-    """Base of the sources that read stored tokens: what they offer besides token batches.
+    """Base of the sources that read stored tokens.
 
     Attributes:
-        num_sources: Number of stores that `part_source` counts.
-        is_remote: Whether the bytes come from elsewhere than local files, by readers that prefetch.
-        file_dtype: Dtype of the stored tokens. None: not known.
+        stores: The `StoredTokens` that `part_source` counts; None for a source of another kind.
     """
 
-    num_sources: int = 1
-    is_remote: bool = False
-    file_dtype: np.dtype[Any] | None = None
+    stores: Sequence[Any] = (None,)
 
     def gather(self, sample_numbers: Numbers, options: SampleOptions, form: Any) -> Any:
         """The arrays of a batch by one call of the core; None where that cannot be."""
         return None
-
-    def documents(self, part_sources: NDArray[np.int32], part_sequences: Numbers) -> Numbers:
-        """The documents in their token files that sequences belong to: int64 [parts]."""
-        raise ConfigError(
-            "the samples come from no token file: leave out document_numbers, or give the token "
-            "batch a field of that name"
-        )
 
     def prefetch(self, sample_numbers: Numbers) -> None:
         """Tells the storage that these samples are read soon, and does not wait for it."""
@@ -376,9 +369,5 @@ def check_tokens(name: str, batch: Any, num_samples: int) -> TokenBatch:
 
 def _ranges(starts: Numbers, counts: Numbers) -> Numbers:
     """The numbers of some ranges, one range after the other."""
-    shifts = starts - (np.cumsum(counts) - counts)
-    return np.repeat(shifts, counts) + np.arange(int(counts.sum()))
-
-
-def _picked(array: NDArray[Any] | None, places: Numbers) -> NDArray[Any] | None:
-    return None if array is None else array[places]
+    rows, places = spread(counts)
+    return starts[rows] + places

@@ -9,7 +9,7 @@ without `stop`, sorted and without overlap.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,10 +20,9 @@ from millrace.cache import arrays
 from millrace.checks import flag, one_path, whole_numbers
 from millrace.errors import ConfigError, DataError
 from millrace.files import checksum
-from millrace.samples.blended import BlendedDataset
 from millrace.samples.dataset import Dataset
-from millrace.samples.gpt import GPTDataset
-from millrace.samples.tokens import Numbers, TokenBatch
+from millrace.samples.stored import StoredTokens
+from millrace.samples.tokens import Numbers, StoredSource, TokenBatch
 from millrace.store import IndexedDataset
 
 _KIND = "loss_ranges"
@@ -115,22 +114,28 @@ class LossRanges:
         self.dataset = dataset
         self.only = flag("only", only)
         self._ranges: dict[str, _Ranges] = {}
-        leaves = list(_leaves(dataset))
-        self._prefixes = [leaf.prefix for leaf in leaves]  # by number of the source of a part
+        stores: Sequence[Any] = dataset.stores if isinstance(dataset, StoredSource) else (None,)
+        if None in stores:
+            raise ConfigError(
+                f"a {type(dataset).__name__} does not say which tokens of a token file its samples "
+                "are made of. Ranges need a GPTDataset, or a blend of GPT datasets; for other "
+                "data, write a transform that makes the mask"
+            )
+        self._prefixes = [store.prefix for store in stores]  # by number of the source of a part
         count = len(set(self._prefixes))
         if ranges is not None and count != 1:
             raise ConfigError(
-                f"there is one set of ranges for {count} token files: write ranges beside "
-                "each of them (write_loss_ranges), or transform each dataset of the blend alone"
+                f"there is one set of ranges for {count} token files: write ranges beside each of "
+                "them (write_loss_ranges), or transform each dataset of the blend alone"
             )
-        for leaf in leaves:
-            if leaf.prefix not in self._ranges:
-                self._ranges[leaf.prefix] = _ranges_of(leaf, ranges)
+        for store in stores:
+            if store.prefix not in self._ranges:
+                self._ranges[store.prefix] = _ranges_of(store, ranges)
 
     def __call__(self, batch: TokenBatch, sample_numbers: Numbers) -> tuple[None, TokenBatch]:
         """See `Transform`."""
         starts, sequences, offsets = batch.part_starts, batch.part_sequence, batch.part_offset
-        if starts is None or sequences is None or offsets is None:
+        if starts is None or sequences is None or offsets is None or np.any(sequences < 0):
             raise ConfigError(
                 "the samples do not say which sequences they are made of: ranges need an order of "
                 "sequences"
@@ -165,16 +170,17 @@ class _Ranges(NamedTuple):
     path: str = "the ranges in memory"
 
 
-def _ranges_of(dataset: GPTDataset, ranges: str | os.PathLike[str] | ArrayLike | None) -> _Ranges:
+def _ranges_of(stored: StoredTokens, ranges: str | os.PathLike[str] | ArrayLike | None) -> _Ranges:
     if ranges is None:
-        return _read(dataset.prefix, dataset)
+        return _read(stored.prefix, stored)
     if isinstance(ranges, (str, bytes, os.PathLike)):
-        return _read(one_path("ranges", ranges), dataset)
-    rows = _checked_ranges(ranges, dataset.dataset.sequence_lengths)
+        return _read(one_path("ranges", ranges), stored)
+    lengths = stored.store.sequence_lengths  # type: ignore[attr-defined]
+    rows = _checked_ranges(ranges, lengths)
     return _Ranges({_ARRAY: rows}, _checksum(rows))
 
 
-def _read(prefix: str, dataset: GPTDataset) -> _Ranges:
+def _read(prefix: str, stored: StoredTokens) -> _Ranges:
     """The published ranges at a path prefix, which must be those of the dataset's token file."""
     folder, name = _place(prefix)
     array_set = arrays.load(folder, name)
@@ -183,12 +189,12 @@ def _read(prefix: str, dataset: GPTDataset) -> _Ranges:
     if array_set is None or not isinstance(key, dict) or key.get("kind") != _KIND:
         raise DataError(
             f"{path} is missing, damaged or of another version. Write the ranges of "
-            f"{dataset.prefix} with write_loss_ranges; an empty list if it has none"
+            f"{stored.prefix} with write_loss_ranges; an empty list if it has none"
         )
-    data = dataset.fingerprint()
+    data = stored.fingerprint()
     if (key["content"], key["lengths"]) != (data["content"], data["lengths"]):
         raise DataError(
-            f"{path} holds ranges of other data: {dataset.prefix} was written again since, or the "
+            f"{path} holds ranges of other data: {stored.prefix} was written again since, or the "
             "ranges belong to another token file. Write them again with write_loss_ranges"
         )
     array_set[_ARRAY]  # maps it: damage shows now, not in mid-training
@@ -250,18 +256,3 @@ def _checked_ranges(ranges: ArrayLike, lengths: NDArray[np.int32]) -> NDArray[np
         "overlaps the one before it: merge the two",
     )
     return rows.astype(np.int32)
-
-
-def _leaves(dataset: Dataset) -> Iterator[GPTDataset]:
-    """The datasets of token files that a dataset is made of."""
-    if isinstance(dataset, BlendedDataset):
-        for one in dataset.datasets:
-            yield from _leaves(one)
-    elif isinstance(dataset, GPTDataset):
-        yield dataset
-    else:
-        raise ConfigError(
-            f"a {type(dataset).__name__} does not say which tokens of a token file its samples "
-            "are made of. Ranges need a GPTDataset, or a blend of GPT datasets; for other data, "
-            "write a transform that makes the mask"
-        )
