@@ -244,7 +244,7 @@ class _Pool:
                 self._send(worker, attempt.data)
 
     def _send(self, worker: _Worker, message: bytes) -> None:
-        # A worker that has died is found when its last answers were received.
+        # If the worker has died, the main loop notices after it has read the remaining answers.
         with contextlib.suppress(OSError), interruptible():
             worker.connection.send_bytes(message)
 

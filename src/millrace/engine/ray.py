@@ -118,19 +118,18 @@ def _connected(ray: Any, note: Callable[[str], None]) -> Iterator[None]:
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     try:
         with interruptible():
-            # "local" if RAY_ADDRESS names no cluster: Ray by itself would join any that it finds.
-            address = ray._private.services.get_ray_address_from_environment("local", None)
-            if address == "local":
+            # Ray by itself would join any cluster that it finds.
+            if address := os.environ.get("RAY_ADDRESS"):
+                _check_address(address)
+                ray.init(address, **options)
+                note(f"the tasks run on the Ray cluster of RAY_ADDRESS, {_address(ray)}")
+            else:
                 num_cpus = available_cores()
-                ray.init(address, num_cpus=num_cpus, include_dashboard=False, **options)
+                ray.init("local", num_cpus=num_cpus, include_dashboard=False, **options)
                 note(
                     f"the tasks run on a Ray cluster of this job with {num_cpus} CPUs, because "
                     "RAY_ADDRESS names none"
                 )
-            else:
-                _check_address(ray, address)
-                ray.init("auto", **options)
-                note(f"the tasks run on the Ray cluster of RAY_ADDRESS, {_address(ray)}")
     except (OSError, RuntimeError, ValueError) as error:
         text = " ".join(str(error).split()).rstrip(".")
         raise ConfigError(
@@ -149,16 +148,14 @@ def _address(ray: Any) -> str:
     return str(ray.get_runtime_context().gcs_address)
 
 
-def _check_address(ray: Any, address: str) -> None:
-    """Raises a ConnectionError if nothing answers at the address of the cluster.
+def _check_address(address: str) -> None:
+    """Raises a ConnectionError if nothing answers at the address HOST:PORT of a cluster.
 
-    Ray itself would try for 14 minutes, and ignore Ctrl-C meanwhile.
+    Ray itself would try for 14 minutes, and ignore Ctrl-C meanwhile. It judges other addresses.
     """
-    try:
-        address = ray._private.services.canonicalize_bootstrap_address(address)
-    except ValueError:  # "ray://...", or an address that Ray will refuse
-        return
     host, _, port = address.rpartition(":")
+    if "/" in address or not port.isdecimal():
+        return
     try:
         socket.create_connection((host.strip("[]"), int(port)), _ANSWER_TIME).close()
     except OSError as error:
