@@ -157,7 +157,7 @@ def millrace_command(
 ) -> list[str]:
     command = [sys.executable, "-m", "millrace", "tokenize", "--input", *map(str, inputs)]
     command += ["--output-prefix", str(prefix), "--tokenizer", str(tokenizer)]
-    return [*command, "--append-eod", "--workers", str(workers)]
+    return [*command, "--append-eod", "--restart", "--workers", str(workers)]
 
 
 def megatron_command(

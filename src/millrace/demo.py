@@ -65,7 +65,7 @@ def run_demo(folder: str) -> None:
     _say(f"3. tokens by {tokenizer.encoder_name}: each domain as a Megatron-LM token file")
     prefixes = {}
     for name, path in texts.items():
-        result = tokenize([str(path)], str(home / name), tokenizer, append_eod=True)
+        result = tokenize([str(path)], str(home / name), tokenizer, append_eod=True, restart=True)
         prefixes[name] = result.prefixes["text"]
         rate = result.num_bytes / 1e6 / result.seconds
         print(

@@ -21,6 +21,7 @@ import pytest
 
 from millrace.interrupts import interruptible, interrupts_held
 from tests.conftest import make_texts, write_jsonl
+from tests.jobs.kills import members_of
 
 MESSAGE = "millrace: error: interrupted; nothing half-written was left behind\n"
 OLD = {f"out_text_document{suffix}": b"old" for suffix in (".bin", ".idx")}
@@ -37,12 +38,13 @@ def interrupt_tokenize(
     for name, content in OLD.items():
         (folder / name).write_bytes(content)
     process = subprocess.Popen(
-        [sys.executable, "-m", "millrace", *map(str, command), "--output-prefix", folder / "out"],
+        [sys.executable, "-m", "millrace", *map(str, command), "--restart",
+         "--output-prefix", folder / "out"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-    )
+    )  # fmt: skip
     try:
         while len(list(folder.iterdir())) <= len(OLD):
             assert process.poll() is None
@@ -59,19 +61,6 @@ def interrupt_tokenize(
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     return process.returncode, stderr
-
-
-def members_of(session: int) -> list[str]:
-    """The processes of a session that are alive."""
-    members = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-            if int(fields[3]) == session and fields[0] != "Z":
-                members.append((path.parent / "cmdline").read_text())
-        except OSError:
-            continue
-    return members
 
 
 def assert_nothing_changed(folder: Path, status: int, stderr: str, pauses: object) -> None:

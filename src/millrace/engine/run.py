@@ -54,6 +54,7 @@ from millrace.files import (
     temporaries_of,
 )
 from millrace.interrupts import interruptible, interrupts_held
+from millrace.names import JOURNAL, RESULT
 
 ENGINES = ("local", "ray")
 
@@ -138,7 +139,7 @@ class Run:
         restart, on_restart = self._start
         with contextlib.ExitStack() as stack:
             stack.enter_context(interrupts_held())
-            journal = self._journal = Journal(f"{self._prefix}.journal")
+            journal = self._journal = Journal(self._prefix + JOURNAL)
             stack.callback(journal.close)
             for left in temporaries_of(self._result_path):
                 os.unlink(left)
@@ -358,7 +359,7 @@ class Run:
 
     @property
     def _result_path(self) -> str:
-        return f"{self._prefix}.job.info.json"
+        return self._prefix + RESULT
 
     @property
     def _identity(self) -> dict[str, Any]:
