@@ -1,0 +1,159 @@
+"""States that earlier versions have saved resume, and what they wrote is read.
+
+`saved_states.json` was written by version 0.1.0.dev0 of November 2026, before the rooms were
+rebuilt: `python -m tests.test_saved_states` writes the file again, with today's states.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from millrace import (
+    BlendedDataset,
+    CyclicSampler,
+    DatasetConfig,
+    ExternalBatches,
+    FillInMiddle,
+    FullValidationSampler,
+    GlobalBatchSampler,
+    GPTDataset,
+    IndexedDataset,
+    IndexedDatasetBuilder,
+    Loader,
+    LossRanges,
+    RampUp,
+    RepeatGuard,
+    ShardedDataset,
+    TransformedDataset,
+    build_datasets,
+    write_loss_ranges,
+)
+from millrace.jobs import shuffle
+
+STATES = Path(__file__).with_name("saved_states.json")
+EOD = 1
+
+
+def write_data(folder: Path) -> None:
+    random = np.random.default_rng(7)
+    for name in ("a", "b"):
+        with IndexedDatasetBuilder(folder / name, np.uint16) as builder:
+            for length in random.integers(1, 90, 60).tolist():
+                builder.add_document(np.append(random.integers(2, 500, length), EOD))
+    write_loss_ranges(folder / "a", [(0, 0, 1), (3, 1, 2)])
+
+
+def gpt(folder: Path, name: str = "a", **options: Any) -> GPTDataset:
+    data = IndexedDataset(folder / name)
+    return GPTDataset(data, sequence_length=16, seed=5, num_samples=300, eod_token=EOD, **options)
+
+
+def sharded(folder: Path) -> ShardedDataset:
+    if not (folder / "shuffled").exists():
+        inputs = [(1.0, folder / "a.bin"), (1.5, folder / "b.bin")]
+        shuffle(
+            None, folder / "shuffled", input_list=inputs, seq_len=16, num_shards=3, dtype="uint16"
+        )
+    return ShardedDataset(folder / "shuffled", eod_token=EOD, reset_position_ids=True)
+
+
+def configured(folder: Path, **options: Any) -> Any:
+    config = DatasetConfig(
+        sequence_length=16,
+        seed=9,
+        num_samples=(200, 20, 0),
+        blend=([str(folder / "a"), str(folder / "b")], [0.3, 0.7]),
+        split="90,10,0",
+        **options,
+    )
+    return build_datasets(config).train
+
+
+FILL = FillInMiddle(
+    rate=0.5, prefix_token=501, middle_token=502, suffix_token=503, eod_token=EOD, seed=11
+)
+
+
+def masked(dataset: GPTDataset) -> TransformedDataset:
+    return TransformedDataset(dataset, [LossRanges(dataset), RepeatGuard(max_period=2)])
+
+
+def batches_from(consumed: int) -> Any:
+    return ({"tokens": np.arange(n, n + 4)} for n in range(consumed, 400, 4))
+
+
+LOADERS: dict[str, Callable[[Path], Loader]] = {
+    "gpt": lambda folder: Loader(gpt(folder), micro_batch_size=4),
+    "gpt_options": lambda folder: Loader(
+        gpt(folder, reset_position_ids=True, eod_mask_loss=True, add_extra_token=False),
+        sampler=GlobalBatchSampler(
+            300, micro_batch_size=2, global_batch_size=RampUp(4, 4, 40, 12), data_parallel_size=2
+        ),
+    ),
+    "blend": lambda folder: Loader(
+        BlendedDataset([gpt(folder), gpt(folder, "b")], [0.25, 0.75], 300), micro_batch_size=4
+    ),
+    "blend_of_lengths": lambda folder: Loader(
+        BlendedDataset([gpt(folder), gpt(folder, "b")]), micro_batch_size=4
+    ),
+    "configured": lambda folder: Loader(configured(folder), micro_batch_size=4),
+    "cached": lambda folder: Loader(
+        configured(folder, cache=str(folder / "cache")), micro_batch_size=4
+    ),
+    "cyclic": lambda folder: Loader(
+        gpt(folder), sampler=CyclicSampler(300, micro_batch_size=4, data_sharding=False)
+    ),
+    "full_validation": lambda folder: Loader(
+        gpt(folder), sampler=FullValidationSampler(300, data_parallel_size=2)
+    ),
+    "sharded": lambda folder: Loader(sharded(folder), micro_batch_size=4),
+    "transformed": lambda folder: Loader(
+        TransformedDataset(gpt(folder), [FILL]), micro_batch_size=4
+    ),
+    "masked": lambda folder: Loader(masked(gpt(folder)), micro_batch_size=4),
+    "external": lambda folder: Loader(ExternalBatches(batches_from, samples_per_step=4)),
+}
+
+
+def checksums(batch: dict[str, Any]) -> dict[str, int]:
+    return {name: zlib.crc32(np.ascontiguousarray(array)) for name, array in batch.items()}
+
+
+def saved(loader: Loader) -> dict[str, Any]:
+    for _ in range(5):
+        next(loader)
+    return {"state": loader.state_dict(), "next": checksums(next(loader))}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_state_of_an_earlier_version_resumes(name: str, tmp_path: Path) -> None:
+    write_data(tmp_path)
+    entry = json.loads(STATES.read_text())[name]
+    with LOADERS[name](tmp_path) as loader:
+        loader.load_state_dict(entry["state"])
+        assert checksums(next(loader)) == entry["next"]
+    with LOADERS[name](tmp_path) as loader:
+        assert saved(loader) == entry  # and the states of today are the same
+
+
+def main() -> None:
+    import tempfile
+
+    states = {}
+    with tempfile.TemporaryDirectory() as folder:
+        write_data(Path(folder))
+        for name, make in LOADERS.items():
+            with make(Path(folder)) as loader:
+                states[name] = saved(loader)
+    STATES.write_text(json.dumps(states, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
