@@ -9,10 +9,8 @@ import multiprocessing
 import os
 import pickle
 import re
-import resource
 import shutil
 import subprocess
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -412,41 +410,6 @@ def test_a_trusted_cache_needs_no_token_file_before_the_first_sample(
     loader.load_state_dict(state)
     next(loader)
     assert_equal(trusted, memory)
-
-
-def _report_open_files(config: DatasetConfig, out: Any) -> None:
-    paths: list[str] = []
-    is_watching = [True]
-
-    def hook(event: str, arguments: Any) -> None:
-        if is_watching and event == "open" and isinstance(arguments[0], str):
-            paths.append(arguments[0])
-
-    sys.addaudithook(hook)
-    datasets = build_datasets(config)
-    at_start = list(paths)
-    assert datasets.train is not None
-    datasets.train.batch([0, 1])
-    is_watching.clear()
-    out.put((at_start, paths))
-
-
-def test_a_trusted_start_opens_only_the_cache(prefixes: list[str], tmp_path: Path) -> None:
-    """An audit hook sees every file that Python opens."""
-    cache = tmp_path / "cache"
-    options: dict[str, Any] = {"blend": (prefixes, [1, 2, 3]), "cache": cache}
-    build(**options)
-    context = multiprocessing.get_context("fork")
-    out = context.Queue()
-    config = config_of(**options, trust_cache=True)
-    process = context.Process(target=_report_open_files, args=(config, out))
-    process.start()
-    at_start, after = out.get(timeout=60)
-    process.join()
-    data = tuple(prefix + suffix for prefix in prefixes for suffix in (".bin", ".idx"))
-    assert not [path for path in at_start if path.startswith(data)]
-    assert [path for path in at_start if path.startswith(str(cache))]
-    assert [path for path in after if path.startswith(data)]
 
 
 # ---- changes of the data ----
@@ -871,20 +834,6 @@ def suffixes_of(cache: Path) -> set[str]:
     return {path.suffix for path in cache.glob("*")}
 
 
-def test_a_limit_on_file_sizes_is_a_clear_error(prefixes: list[str], tmp_path: Path) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    options: dict[str, Any] = {"blend": (prefixes, [1, 2, 3]), "cache": tmp_path / "cache"}
-    for limit in (0, 1, 100, 1000, 2000):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-        try:
-            with pytest.raises(CacheError, match="cannot be written: File too large"):
-                build(**options)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        assert suffixes_of(tmp_path / "cache") <= {".npy"}
-    assert_equal(build(**options), build(blend=(prefixes, [1, 2, 3])))
-
-
 # ---- other processes, and resuming ----
 
 
@@ -896,25 +845,6 @@ def _digests(datasets: Datasets) -> list[str]:
                 batch = part.batch(np.arange(len(part)))
                 digests.append(hashlib.sha256(batch["tokens"].tobytes()).hexdigest())
     return digests
-
-
-def _put_digests(datasets: Datasets, out: Any) -> None:
-    out.put(_digests(datasets))
-
-
-def test_datasets_reach_other_processes(prefixes: list[str], tmp_path: Path) -> None:
-    options = options_of("apart", prefixes)
-    cached = {**options, "cache": tmp_path / "cache"}
-    runs = [build(**options), build(**cached), build(**cached, trust_cache=True)]
-    expected = _digests(runs[0])
-    context = multiprocessing.get_context("fork")
-    out = context.Queue()
-    processes = [context.Process(target=_put_digests, args=(datasets, out)) for datasets in runs]
-    for process in processes:
-        process.start()
-    assert [out.get(timeout=120) for _ in processes] == [expected] * 3
-    for process in processes:
-        process.join()
 
 
 @pytest.mark.parametrize("form", FORMS)

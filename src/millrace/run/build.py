@@ -119,7 +119,7 @@ def _find(config: DatasetConfig, folder: str) -> Run | None:
     """The run by its manifest, if there is one that fits the token files and its sets."""
     key = config.order_key()
     manifest = Manifest.read(manifest_path(folder, key))
-    plan = manifest.plan(config) if manifest is not None and manifest.key == key else None
+    plan = manifest.plan(config) if manifest is not None and manifest.config == key else None
     if manifest is None or plan is None:
         return None
     arrays: dict[str, SplitArrays] = {}

@@ -33,14 +33,14 @@ class Manifest:
     """What a cache folder knows of a run.
 
     Attributes:
-        key: The options that decide the order (see `DatasetConfig.order_key`).
+        config: The options that decide the order (see `DatasetConfig.order_key`).
         files: The token files; their prefixes are as they were given.
         splits: The plan of each split, with the numbers of its files; None for one without a share.
         sets: The name of each split's array set; None for a split without a share.
         paths: The absolute path of each token file's prefix; None where it is not known.
     """
 
-    key: dict[str, Any]
+    config: dict[str, Any]
     files: list[TokenFileRecord]
     splits: list[dict[str, Any] | None]
     sets: list[str | None]
@@ -55,7 +55,7 @@ class Manifest:
         """
         numbers = {id(file): number for number, file in enumerate(plan.files)}
         return cls(
-            key=plan.config.order_key(),
+            config=plan.config.order_key(),
             files=[file.record for file in plan.files],
             splits=[
                 None if split is None else _split_entry(split, numbers) for split in plan.splits
@@ -71,14 +71,10 @@ class Manifest:
         try:
             if record is None or record["logic"] != RULES_VERSION:
                 return None
-            files = [record_from(TokenFileRecord, entry) for entry in record["files"]]
-            return cls(
-                key=record["config"],
-                files=files,
-                splits=list(record["splits"]),
-                sets=list(record["sets"]),
-                paths=_paths(record, files),
-            )
+            if "paths" not in record:  # as of earlier versions
+                prefixes = [file["prefix"] for file in record["files"]]
+                record["paths"] = [one if os.path.isabs(one) else None for one in prefixes]
+            return record_from(Manifest, record)
         except arrays.NO_RECORD:
             return None  # damaged, or another program's: it is made again
 
@@ -100,16 +96,8 @@ class Manifest:
         Args:
             limit: Seconds to wait for the folder's lock; None: no limit.
         """
-        record = {
-            "logic": RULES_VERSION,
-            "config": self.key,
-            "files": [dataclasses.asdict(file) for file in self.files],
-            "splits": self.splits,
-            "sets": self.sets,
-            "paths": self.paths,
-        }
-        text = arrays.seal(record)
-        path = manifest_path(folder, self.key)
+        text = arrays.seal({"logic": RULES_VERSION, **dataclasses.asdict(self)})
+        path = manifest_path(folder, self.config)
         os.makedirs(folder, exist_ok=True)
         with writers_lock(manifests_lock(folder), path, limit=limit):
             if _holds(path, text):
@@ -136,13 +124,6 @@ def _holds(path: str, text: bytes) -> bool:
             return file.read() == text
     except FileNotFoundError:
         return False
-
-
-def _paths(record: dict[str, Any], files: list[TokenFileRecord]) -> list[str | None]:
-    """Older manifests have only the prefixes as they were given."""
-    if "paths" in record:
-        return list(record["paths"])
-    return [file.prefix if os.path.isabs(file.prefix) else None for file in files]
 
 
 # The name of a plan's entry is from the time when Megatron-LM's order was the only one.
