@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace import BlendedDataset, GPTDataset, IndexedDataset, Loader
+from millrace import BlendedDataset, GPTDataset, IndexedDataset, Loader, ResumeError
 from millrace.order import Mixture
 from millrace.testing import assert_resumes
 
@@ -41,8 +41,10 @@ class Phases:
 
     def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
         drawn = len(self) if consumed_samples is None else consumed_samples
-        begun = [(min(end, drawn), list(row)) for end, row in self.phases]
-        return {"kind": "phases", "phases": [list(row) for row in dict(begun).items()]}
+        starts = [0, *(end for end, _ in self.phases)]
+        begun = zip(self.phases, starts, strict=False)
+        phases = [[min(end, drawn), list(row)] for (end, row), start in begun if start < drawn]
+        return {"kind": "phases", "phases": phases}
 
 
 @pytest.fixture
@@ -62,3 +64,21 @@ def test_a_mixture_of_ones_own_is_blended_and_resumes(datasets: list[GPTDataset]
         np.testing.assert_array_equal(ours, datasets[source].batch([place])["tokens"])
         assert mixture.find(source, np.array([place])) == number
     assert assert_resumes(lambda: Loader(blend, micro_batch_size=7), steps_after_resume=2) == 8
+
+
+def test_a_future_that_changes_resumes_and_a_past_that_changes_does_not(
+    datasets: list[GPTDataset],
+) -> None:
+    def loader_of(*phases: Phase) -> Loader:
+        blend = BlendedDataset(datasets, order=Phases(phases))
+        return Loader(blend, micro_batch_size=5)
+
+    loader = loader_of((20, [0, 0, 1]), (60, [2, 1]))
+    for _ in range(3):
+        next(loader)
+    state = loader.state_dict()
+    other = loader_of((20, [0, 0, 1]), (90, [0, 1, 2]))
+    other.load_state_dict(state)
+    np.testing.assert_array_equal(next(other)["tokens"], next(loader)["tokens"])
+    with pytest.raises(ResumeError, match="phases"):
+        loader_of((20, [0, 1, 1]), (60, [2, 1])).load_state_dict(state)
