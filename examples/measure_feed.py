@@ -6,7 +6,7 @@ import numpy as np
 
 from millrace import DatasetConfig, IndexedDatasetBuilder
 from millrace.jobs import bench
-from millrace.jobs.benchmark_report import format_result, waits_picture
+from millrace.jobs.benchmark_report import format_result
 
 with tempfile.TemporaryDirectory() as folder:
     prefix = f"{folder}/web_text_document"
@@ -21,8 +21,5 @@ with tempfile.TemporaryDirectory() as folder:
         blend=([prefix], None),
         split="1,0,0",
     )
-    result = bench(config, micro_batch_size=4, seconds=0.1, step_time=0.001, replay=True)
+    result = bench(config, micro_batch_size=4, seconds=0.1, step_time=0.001)
     print(format_result(result))
-
-    with open(f"{folder}/waits.svg", "w", encoding="utf-8") as file:
-        file.write(waits_picture(result))

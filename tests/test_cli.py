@@ -2,29 +2,60 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import inspect
+import io
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, get_type_hints
+from unittest import mock
 
 import pytest
 
 from millrace import IndexedDataset, cli, jobs
-from tests.conftest import make_texts, train_tokenizer, write_jsonl
+from millrace.demo import run_demo
+from millrace.jobs import cache, converting, indexing, reshape
+from millrace.jobs.benchmark_ranks import BenchKeywords, BenchOptions
+from millrace.option_class import keywords_of
+from millrace.text.training import train_tokenizer
+from tests import conftest
+from tests.conftest import make_texts, write_jsonl
 from tests.shard_folders import make_sequences, write_sequences
 
 
-def millrace(*arguments: object, **options: str) -> subprocess.CompletedProcess[str]:
+def millrace(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Runs a command in this process."""
+    words, output, errors = [*map(str, arguments)], io.StringIO(), io.StringIO()
+    with (
+        mock.patch.dict(os.environ),
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(errors),
+    ):
+        try:
+            status = cli.main(words)
+        except SystemExit as ended:
+            status = int(ended.code or 0)
+    return subprocess.CompletedProcess(words, status, output.getvalue(), errors.getvalue())
+
+
+def millrace_process(
+    *arguments: object, shell: str = "{}", **environment: str
+) -> subprocess.CompletedProcess[bytes]:
+    """Runs a command in a process of its own, by a line of bash with the command in place of {}."""
+    command = shlex.join([sys.executable, "-m", "millrace", *map(str, arguments)])
     return subprocess.run(
-        [sys.executable, "-m", "millrace", *map(str, arguments)],
+        ["bash", "-c", shell.format(command)],
         capture_output=True,
-        text=True,
-        timeout=600,
+        timeout=120,
         check=False,
-        env={**os.environ, **options},
+        env={**os.environ, **environment},
     )
 
 
@@ -86,11 +117,11 @@ def test_inspect_of_an_empty_dataset(tmp_path: Path, tokenizer_file: Path) -> No
     assert "documents  0" in result.stdout
 
 
-@pytest.mark.parametrize("verb", [[], ["tokenize"], ["inspect"], ["demo"]])
-def test_help(verb: list[str]) -> None:
-    result = millrace(*verb, "--help")
+@pytest.mark.parametrize("verb", ["", *(verb.name for verb in cli.VERBS)])
+def test_help(verb: str) -> None:
+    result = millrace(*verb.split(), "--help")
     assert result.returncode == 0
-    assert result.stdout.startswith("usage: millrace")
+    assert result.stdout.startswith(f"usage: millrace {verb}".rstrip())
 
 
 def test_help_without_docstrings() -> None:
@@ -126,7 +157,7 @@ def test_a_job_that_fails_exits_with_1_and_one_message(
     good = write_jsonl(tmp_path / "good.jsonl", ["a"])
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "a"}\n{"text"\n')
-    two_ends = train_tokenizer(tmp_path / "two.json", ["<eos>", "</s>"])
+    two_ends = conftest.train_tokenizer(tmp_path / "two.json", ["<eos>", "</s>"])
     out = tmp_path / "out"
     out.mkdir()
     for arguments, message in [
@@ -181,28 +212,21 @@ def test_the_error_of_a_full_disk_names_the_file_and_the_remedy(
 def test_a_report_shows_names_that_the_terminal_cannot(
     tmp_path: Path, tokenizer_file: Path, encoding: str
 ) -> None:
-    source = os.fsencode(tmp_path) + b"/\xc3\xa9\xff.jsonl"
-    Path(os.fsdecode(source)).write_text("bad")
+    source = os.fsdecode(os.fsencode(tmp_path) + b"/\xc3\xa9\xff.jsonl")
+    Path(source).write_text("bad")
     words = ["tokenize", "--tokenizer", tokenizer_file, "--output-prefix", tmp_path / "é"]
     words += ["--input", source, "--on-error", "skip", "--workers", "1"]
-    result = subprocess.run(
-        [sys.executable, "-m", "millrace", *words],
-        capture_output=True,
-        timeout=120,
-        env={**os.environ, "PYTHONIOENCODING": encoding},
-    )
+    result = millrace_process(*words, PYTHONIOENCODING=encoding)
     assert result.returncode == 0, result.stderr
     assert b"\\udcff.jsonl, line 1: " in result.stdout
 
 
 def test_the_error_of_a_file_size_limit_names_the_limit(tokenized: Path, tmp_path: Path) -> None:
-    merge = f"{sys.executable} -m millrace merge {tokenized} --output-prefix {tmp_path}/new"
-    result = subprocess.run(
-        ["bash", "-c", f"ulimit -f 1; {merge}"], capture_output=True, text=True, timeout=120
-    )
+    arguments = "merge", tokenized, "--output-prefix", tmp_path / "new"
+    result = millrace_process(*arguments, shell="ulimit -f 1; {}")
     assert result.returncode == 1
-    assert result.stderr.startswith(f"millrace: error: {tmp_path}/new"), result.stderr
-    assert "File too large. Raise the limit on file sizes (`ulimit -f`)" in result.stderr
+    assert result.stderr.startswith(f"millrace: error: {tmp_path}/new".encode()), result.stderr
+    assert b"File too large. Raise the limit on file sizes (`ulimit -f`)" in result.stderr
     assert list(tmp_path.glob("new*")) == []
 
 
@@ -220,20 +244,17 @@ def test_a_job_completes_when_its_report_cannot_be_written(
     tmp_path: Path, tokenizer_file: Path, redirection: str, status: int, message: str
 ) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", make_texts(50))
-    line = (
-        f"{sys.executable} -m millrace tokenize --input {source} --tokenizer {tokenizer_file} "
-        f"--output-prefix {tmp_path}/out --workers 1 {redirection}"
-    )
-    result = subprocess.run(
-        ["bash", "-c", line],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "PYTHONUNBUFFERED": ""},
+    words = ["tokenize", "--input", source, "--tokenizer", tokenizer_file, "--workers", "1"]
+    result = millrace_process(
+        *words,
+        "--output-prefix",
+        tmp_path / "out",
+        shell=f"{{}} {redirection}",
+        PYTHONUNBUFFERED="",
     )
     assert result.returncode == status
-    assert message in result.stderr
-    assert result.stderr.count("\n") == (1 if message else 0)
+    assert message.encode() in result.stderr
+    assert result.stderr.count(b"\n") == (1 if message else 0)
     assert IndexedDataset(tmp_path / "out_text_document").num_documents == 50
 
 
@@ -265,8 +286,6 @@ def test_the_demo_runs_and_proves_its_resume(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert "token for token" in result.stdout
     assert "What to type next" in result.stdout
-    again = millrace("demo", "--folder", tmp_path / "demo")  # over its own files
-    assert again.returncode == 0, again.stderr
 
 
 def test_verify_merge_split_and_convert(tokenized: Path, tmp_path: Path) -> None:
@@ -310,7 +329,7 @@ def test_verify_names_the_damage_and_exits_with_1(tokenized: Path) -> None:
 def test_json_is_json_in_any_encoding(tmp_path: Path, encoding: str) -> None:
     domains = {"é😀": 4, "\udcff": 6}
     write_sequences(tmp_path / "out", make_sequences(10, 8), domain_stats=domains)
-    result = millrace("inspect", tmp_path / "out", "--json", PYTHONIOENCODING=encoding)
+    result = millrace_process("inspect", tmp_path / "out", "--json", PYTHONIOENCODING=encoding)
     assert result.returncode == 0, result.stderr
     assert [*json.loads(result.stdout)["domains"]] == [*domains]
 
@@ -390,24 +409,31 @@ def test_wrong_usage_of_the_store_verbs_exits_with_2(arguments: list[str]) -> No
 
 
 @pytest.mark.parametrize(
-    ("verb", "arguments"),
+    ("function", "options"),
     [
-        ("tokenize", "--input a --output-prefix b --tokenizer c"),
-        ("merge", "a --output-prefix b"),
-        ("split", "a --output-prefix b --documents 3"),
-        ("convert", "a b"),
+        (jobs.merge, reshape.MergeOptions),
+        (jobs.split, reshape.SplitOptions),
+        (jobs.convert, converting.ConvertOptions),
+        (jobs.index, indexing.IndexOptions),
+        (jobs.prune_cache, cache.PruneOptions),
+        (train_tokenizer, cli.TrainOptions),
+        (run_demo, cli.DemoOptions),
     ],
 )
-def test_a_verb_and_its_function_have_the_same_defaults(verb: str, arguments: str) -> None:
-    options = vars(cli._parser().parse_args([verb, *arguments.split()]))
-    parameters = inspect.signature(getattr(jobs, verb)).parameters
-    defaults = {
-        name: parameter.default
-        for name, parameter in parameters.items()
-        if name in options and parameter.default is not parameter.empty
-    }
-    assert len(defaults) > 2
-    for name, default in defaults.items():
-        value = options[name]
-        if value is not None and name != "documents":  # None: left to the function
-            assert (tuple(value) if isinstance(value, list) else value) == default, name
+def test_a_verb_and_its_function_have_the_same_defaults(
+    function: Callable[..., Any], options: type
+) -> None:
+    defaults = {field.name: field.default for field in dataclasses.fields(options)}
+    parameters = inspect.signature(function).parameters
+    shared = parameters.keys() & defaults.keys()
+    assert len(shared) >= min(3, len(defaults))
+    for name in shared:
+        default = parameters[name].default
+        if default is inspect.Parameter.empty:
+            assert name in ("config", "folder") or defaults[name] is dataclasses.MISSING
+        else:
+            assert default == defaults[name], name
+
+
+def test_the_keywords_of_bench_are_its_options() -> None:
+    assert get_type_hints(BenchKeywords) == keywords_of(BenchOptions)

@@ -1,4 +1,4 @@
-"""The command line: each verb is a few lines over the API."""
+"""The command line: each verb is an option class, a function of the API, and its report."""
 
 from __future__ import annotations
 
@@ -12,21 +12,47 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
-
+from millrace import inspect, jobs
 from millrace.checks import printable_lines
+from millrace.demo import run_demo
+from millrace.encoding import Tokenizer
+from millrace.encoding.training import train_tokenizer
 from millrace.errors import ConfigError, DataError, MillraceError
+from millrace.files import atomic_file
+from millrace.interrupts import interrupt_once
+from millrace.jobs import benchmark_report, indexing
+from millrace.jobs.benchmark_ranks import BenchOptions
+from millrace.jobs.benchmarking import RunOptions, run_of
+from millrace.jobs.cache import CacheOptions, PruneOptions, format_entries
+from millrace.jobs.converting import ConvertOptions
+from millrace.engine import ENVIRONMENT
+from millrace.jobs.indexing import IndexOptions
+from millrace.engine.progress import Progress
+from millrace.jobs.reshape import MergeOptions, SplitOptions
+from millrace.shuffling.domains import read_input_list as read_domains
+from millrace.names import JOURNAL, SHUFFLE_JOURNAL
+from millrace.option_class import (
+    StrPath,
+    add_options,
+    check_options,
+    option,
+    parse_escapes,
+    parse_size,
+    take_options,
+)
+from millrace.run import arguments as run_arguments
+from millrace.shards import read_metadata, verify_shards
+from millrace.shards.metadata import is_shards_folder
+from millrace.store import IndexedDataset, verify
+from millrace.text import SentenceSplitter, read_input_list
 
-if TYPE_CHECKING:
-    from millrace.jobs import CacheEntry
-    from millrace.run import DatasetConfig
-
-    Verbs = argparse._SubParsersAction[argparse.ArgumentParser]
+T = TypeVar("T")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,58 +61,54 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: Command-line arguments; None: those of the process, which ends with the command.
     """
-    if arguments is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        handler = _InterruptOnce()
-        signal.signal(signal.SIGINT, handler)
-        sys.unraisablehook = handler.on_unraisable
-    stdout = sys.stdout
-    if arguments is None and isinstance(stdout, io.TextIOWrapper) and stdout.errors == "strict":
-        stdout.reconfigure(errors="backslashreplace")  # names may not fit the encoding
-    try:
-        status = _run(sys.argv[1:] if arguments is None else arguments)
-    except KeyboardInterrupt:
-        status = _fail("interrupted; nothing half-written was left behind")
-    if arguments is None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # do not interrupt the exit of Python
+    if arguments is not None:
+        return _run_interruptibly(arguments)
+    interrupt_once()
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # names may not fit the encoding
+    status = _run_interruptibly(sys.argv[1:])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # do not interrupt the exit of Python
     return status
 
 
-class _InterruptOnce:
-    """A signal handler: only the first Ctrl-C counts, so none disturbs the cleanup."""
-
-    _is_over = False
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        if not self._is_over:
-            self._is_over = True
-            raise KeyboardInterrupt
-
-    def on_unraisable(self, dropped: sys.UnraisableHookArgs) -> None:
-        """Python drops what is raised while it runs a finalizer: then the next Ctrl-C counts."""
-        if issubclass(dropped.exc_type, KeyboardInterrupt):
-            self._is_over = False
-        else:
-            sys.__unraisablehook__(dropped)
+def _run_interruptibly(arguments: Sequence[str]) -> int:
+    try:
+        return _run(arguments)
+    except KeyboardInterrupt:
+        return _fail("interrupted; nothing half-written was left behind")
 
 
 def _run(arguments: Sequence[str]) -> int:
-    options = vars(_parser().parse_args(_with_dashes(arguments)))
-    run = options.pop("run")
-    is_done = False
+    arguments = _with_dashes(arguments)
+    options = vars(make_parser().parse_args(arguments))
+    run, parser = options.pop("run"), options.pop("parser")
     try:
-        run(**options)
-        is_done = True
-        if sys.stdout is not None:  # None in a process without stdout
-            sys.stdout.flush()
+        return _print(run(**options))
+    except UsageError as error:
+        parser.error(str(error))
+        raise  # it has ended the process
+    except DamageError as error:
+        return _print(error.report) or _fail(str(error))
     except MillraceError as error:
         return _fail(str(error))
     except BrokenPipeError:  # the reader of the output has closed it
         _discard_output()
+        return 0
     except OSError as error:
-        if not is_done:
-            return _fail(_describe_error(error, options))
+        return _fail(_describe_error(error, options))
+
+
+def _print(report: str) -> int:
+    """Prints what a verb returns. Returns 0, or 1 if that is not possible."""
+    try:
+        print(report, end="\n" if report else "")
+        if sys.stdout is not None:  # None in a process without stdout
+            sys.stdout.flush()
+    except BrokenPipeError:
         _discard_output()
-        return _fail(_report_failure(error))
+    except OSError as error:
+        _discard_output()
+        return _fail(f"the job is done, but its report cannot be written: {error.strerror}")
     return 0
 
 
@@ -106,9 +128,7 @@ _REMEDIES = {
 def _describe_error(error: OSError, options: dict[str, Any]) -> str:
     """A message for an OSError; the verb's output stands for a file name that it lacks."""
     outputs = (options.get(name) for name in ("output_prefix", "output_dir", "target", "folder"))
-    place = error.filename or next(filter(None, outputs), "the system")
-    if isinstance(place, bytes):
-        place = os.fsdecode(place)
+    place = os.fsdecode(error.filename or next(filter(None, outputs), "the system"))
     message = f"{place}: {error.strerror or error}"
     if error.errno in _REMEDIES:
         message += f". {_REMEDIES[error.errno]}, and run {_what_remains(options)}"
@@ -117,10 +137,8 @@ def _describe_error(error: OSError, options: dict[str, Any]) -> str:
 
 def _what_remains(options: dict[str, Any]) -> str:
     """What a verb that failed has left, after the words "and run"."""
-    from millrace.shards.metadata import JOURNAL
-
     prefix, folder = options.get("output_prefix"), options.get("output_dir")
-    journal = f"{prefix}.journal" if prefix else os.path.join(folder or "", JOURNAL)
+    journal = f"{prefix}{JOURNAL}" if prefix else os.path.join(folder or "", SHUFFLE_JOURNAL)
     if (prefix or folder) and os.path.isdir(journal):
         paths = (
             os.path.join(folder, name) for folder, _, names in os.walk(journal) for name in names
@@ -131,10 +149,6 @@ def _what_remains(options: dict[str, Any]) -> str:
             "An old file is as it was"
         )
     return "again: nothing half-written was left behind, and an old file is as it was"
-
-
-def _report_failure(error: OSError) -> str:
-    return f"the job is done, but its report cannot be written: {error.strerror}"
 
 
 def _fail(message: str) -> int:
@@ -149,7 +163,36 @@ def _with_dashes(arguments: Sequence[str]) -> list[str]:
     return [*options, *arguments[stop:]]
 
 
-def _parser() -> argparse.ArgumentParser:
+class UsageError(Exception):
+    """Options that cannot work together; the command exits with 2."""
+
+
+class DamageError(DataError):
+    """Damage that a verb has found; its report is printed first.
+
+    Args:
+        message: The error.
+        report: What the verb prints.
+    """
+
+    def __init__(self, message: str, report: str) -> None:
+        super().__init__(message)
+        self.report = report
+
+
+class Verb(NamedTuple):
+    """A verb: the words that call it, a function of its options that returns the report to print,
+    their option classes, and a text whose first sentence is the summary."""
+
+    name: str
+    run: Callable[..., str]
+    option_classes: Sequence[type]
+    text: str
+    add: Callable[[argparse.ArgumentParser], None] | None = None
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all verbs."""
     parser = argparse.ArgumentParser(
         prog="millrace",
         description="The data plane for LLM pre-training: from text to batches, with Megatron-LM's "
@@ -157,148 +200,62 @@ def _parser() -> argparse.ArgumentParser:
         epilog="`millrace VERB --help` describes a verb. Options may be written with - or _.",
     )
     parser.add_argument("--version", action="version", version=f"millrace {version('millrace')}")
-    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    _add_file_verbs(verbs)
-    _add_index(verbs)
-    _add_cache(verbs)
-    _add_bench(verbs)
-    text = """Runs the whole pipeline on the text of Python's standard library. Makes a corpus of
-        source files and docstrings, trains a small tokenizer, tokenises both domains, blends them,
-        draws batches for 2 ranks, stops, resumes with 4, and checks that no sample was lost or
-        repeated. Needs no network."""
-    add = _add_verb(verbs, _demo, text).add_argument
-    add("--folder", default="millrace-demo", metavar="DIR", help="output folder (millrace-demo)")
-    return parser
-
-
-ENCODERS = (
-    "auto",
-    "fastokens",
-    "tokenizers",
-    "tiktoken",
-    "sentencepiece",
-    "bytes",
-)
-
-_SHARED_OPTIONS: dict[str, dict[str, Any]] = {
-    "prefix": {"metavar": "PREFIX", "help": "path prefix of the input, without .bin or .idx"},
-    "prefixes": {"nargs": "+", "metavar": "PREFIX", "help": "path prefixes of the inputs"},
-    "folder": {"metavar": "DIR", "help": "cache folder"},
-    "--output-prefix": {"required": True, "metavar": "PREFIX", "help": "path prefix of the output"},
-    "--no-checksums": {
-        "dest": "checksums",
-        "action": "store_false",
-        "help": "write no sidecar PREFIX.info.json; `verify` then checks the structure only",
-    },
-    "--no-origins": {
-        "dest": "origins",
-        "action": "store_false",
-        "help": "leave out the origins of the documents, PREFIX.origins.parquet",
-    },
-    "--json": {"dest": "as_json", "action": "store_true", "help": "print JSON"},
-}
-
-
-_SHUFFLE_DTYPES = "uint16", "uint32", "int32"
-_SHARD_DTYPE: dict[str, Any] = {
-    "choices": _SHUFFLE_DTYPES,
-    "help": "dtype of a folder whose metadata.json does not say it (default: uint32)",
-}
-
-
-def _add_verb(
-    verbs: Verbs, run: Callable[..., None], text: str, *shared_options: str
-) -> argparse.ArgumentParser:
-    """Adds the verb of `run`, whose arguments are the options; its summary is a sentence."""
-    summary = text.partition(". ")[0].removesuffix(".")
-    name = run.__name__.lstrip("_").replace("_", "-")
-    parser = verbs.add_parser(name, help=summary, description=text)
-    parser.set_defaults(run=run)
-    for option in shared_options:
-        parser.add_argument(option, **_SHARED_OPTIONS[option])
-    return parser
-
-
-def _add_file_verbs(verbs: Verbs) -> None:
-    _add_tokenize(verbs)
-    _add_shuffle(verbs)
-
-    text = """Trains a tokenizer. Reads the same files as `tokenize`, and writes a byte-level BPE
-        tokenizer as a Hugging Face tokenizer.json."""
-    add = _add_verb(verbs, _train_tokenizer, text).add_argument
-    text = "files, folders and patterns; - is standard input"
-    add("--input", dest="inputs", nargs="+", required=True, metavar="PATH", help=text)
-    add("--output", required=True, metavar="FILE", help="the tokenizer.json to write")
-    text = "number of tokens: the special ones, the 256 bytes, and merges"
-    add(
-        "--vocab-size",
-        dest="vocabulary_size",
-        type=_positive,
-        required=True,
-        metavar="N",
-        help=text,
+    groups = {"": parser.add_subparsers(title="verbs", metavar="VERB", required=True)}
+    text = "Lists what millrace keeps in a cache folder, and removes what no run can use."
+    cache = groups[""].add_parser(
+        "cache", help="Lists, checks and prunes cached indices", description=text
     )
-    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="text keys (default: text)")
-    text = "special tokens, with the first ids (default: <|endoftext|>)"
-    default = ["<|endoftext|>"]
-    add("--special-tokens", nargs="*", default=default, metavar="TOKEN", help=text)
-    text = "text to train on, taken evenly from all inputs: 500M, 2G (default: all)"
-    add("--max-bytes", type=_size, metavar="SIZE", help=text)
-    text = r"text between the documents of a plain text file: '\n\n'"
-    add("--separator", type=_escaped, metavar="TEXT", help=text)
-
-    text = """Describes a token file, or the output folder of a shuffle. Prints counts, dtype and
-        lengths, and the head and tail of a document, and where it came from. With a tokenizer, the
-        document is decoded, and the occurrences of each special token are counted. Of a shuffle,
-        prints the shards, the domains and how evenly they are spread."""
-    add = _add_verb(verbs, _inspect, text, "--json").add_argument
-    add("prefix", metavar="PREFIX", help="path prefix of a token file, or folder of a shuffle")
-    add("--tokenizer", metavar="FILE", help="tokenizer file or folder to decode with")
-    add("--tiktoken-pattern", metavar="PATTERN", help="for a .tiktoken file, as in `tokenize`")
-    add("--document", type=int, default=0, metavar="N", help="document number (default: 0)")
-    text = "write a picture of the domains' shares along the output of a shuffle"
-    add("--svg", metavar="FILE", help=text)
-    add("--dtype", **_SHARD_DTYPE)
-
-    text = """Checks token files and output folders of shuffles. Checks the structure of each, and
-        every byte if it has checksums. Names the damaged blocks, sequences and documents of a pair,
-        and the damaged and stray files of a folder. Exits with 1 if anything is damaged."""
-    add = _add_verb(verbs, _verify, text, "--json").add_argument
-    text = "path prefixes of token files, and folders of shuffles"
-    add("prefixes", nargs="+", metavar="PREFIX", help=text)
-    add("--dtype", **_SHARD_DTYPE)
-    add("--threads", type=_positive, metavar="N", help="worker threads (default: one per core)")
-
-    text = """Concatenates token files. Documents keep their order and their origins. Data of
-        different tokenizers are refused."""
-    options = "--output-prefix", "--no-checksums", "--no-origins"
-    add = _add_verb(verbs, _merge, text, "prefixes", *options).add_argument
-    text = "merge data of different tokenizers or splitters of sentences, too"
-    add("--any-tokenizer", action="store_true", help=text)
-
-    text = """Cuts a token file into shards. The shards PREFIX_00000, PREFIX_00001, ... hold whole
-        documents. `merge` restores the file."""
-    parser = _add_verb(verbs, _split, text, "prefix", *options)
-    add = parser.add_mutually_exclusive_group(required=True).add_argument
-    add("--documents", type=_positive, metavar="N", help="documents per shard")
-    add("--size", dest="num_bytes", type=_size, metavar="BYTES", help="bytes per shard: 500M, 20G")
-
-    text = """Converts token arrays to token files and back, or changes the dtype. NAME.npy is a
-        NumPy array (one dimension: a stream of tokens; two: each row a document), NAME.bin without
-        NAME.idx holds raw tokens, and any other name is a path prefix."""
-    add = _add_verb(verbs, _convert, text, *options[1:]).add_argument
-    add("source", metavar="SOURCE", help="input array or path prefix")
-    add("target", metavar="TARGET", help="output array or path prefix")
-    add("--dtype", type=_dtype, metavar="DTYPE", help="dtype of the target")
-    add("--source-dtype", type=_dtype, metavar="DTYPE", help="dtype of raw tokens")
-    add("--document-end", type=int, metavar="ID", help="last token of each document of a stream")
+    groups["cache"] = cache.add_subparsers(title="actions", metavar="ACTION", required=True)
+    for verb in VERBS:
+        group, _, name = verb.name.rpartition(" ")
+        summary = verb.text.partition(". ")[0].removesuffix(".")
+        own = groups[group].add_parser(name, help=summary, description=verb.text)
+        own.set_defaults(run=verb.run, parser=own)
+        if verb.add is not None:
+            verb.add(own)
+        add_options(own, *verb.option_classes)
+    return parser
 
 
-def _add_tokenize(verbs: Verbs) -> None:
-    text = """Converts text to token files. Reads JSONL, Parquet, Arrow, CSV and plain text, also
-        compressed, and writes Megatron-LM's token files PREFIX_KEY_document.bin/.idx, one pair per
-        key. A job that was killed continues when the same command runs again."""
-    parser = _add_verb(verbs, _tokenize, text, "--output-prefix", "--no-checksums")
+@dataclass(frozen=True, kw_only=True)
+class JsonOption:
+    """The option of verbs that report numbers."""
+
+    as_json: bool = option(False, help="print JSON", flags="--json")
+
+
+def checked(option_class: type[T], options: dict[str, Any]) -> T:
+    """The options of a command; those that are wrong together are wrong usage."""
+    try:
+        return option_class(**options)
+    except ConfigError as error:
+        raise UsageError(str(error)) from None
+
+
+def json_text(value: Any, *, ensure_ascii: bool = True) -> str:
+    """A dataclass, or a list of them, as JSON.
+
+    What stdout cannot encode is written as JSON's escapes: those of Python would not be JSON.
+    """
+    text = json.dumps(value, default=dataclasses.asdict, ensure_ascii=ensure_ascii, indent=2)
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        return json.dumps(value, default=dataclasses.asdict, indent=2)
+    return text
+
+
+# ---- tokenize, shuffle ----
+
+ENCODERS = ("auto", "fastokens", "tokenizers", "tiktoken", "sentencepiece", "bytes")
+
+
+def _add_tokenize(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `tokenize`."""
+    text = "path prefix of the output"
+    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help=text)
+    text = "write no sidecar PREFIX.info.json; `verify` then checks the structure only"
+    parser.add_argument("--no-checksums", dest="checksums", action="store_false", help=text)
     add = parser.add_argument_group("input").add_argument
     text = "files, folders, patterns, or - for standard input"
     add("--input", dest="inputs", nargs="+", default=[], metavar="FILE", help=text)
@@ -308,7 +265,7 @@ def _add_tokenize(verbs: Verbs) -> None:
     text = (
         r"text between the documents of a plain text file: '\n\n' (default: a file is a document)"
     )
-    add("--separator", type=_escaped, metavar="TEXT", help=text)
+    add("--separator", type=parse_escapes, metavar="TEXT", help=text)
     text = "key of a document's id, for the provenance (default: id)"
     add("--id-key", default="id", metavar="KEY", help=text)
     add("--shard", type=_shard, metavar="I/N", help="do part I (from 0) of N; `merge` joins them")
@@ -349,7 +306,7 @@ def _add_tokenize(verbs: Verbs) -> None:
         PREFIX.quarantine.jsonl (default: stop)"""
     add("--on-error", choices=("stop", "skip", "quarantine"), default="stop", help=text)
     text = "longest line or text (default: 100M)"
-    add("--max-document-size", type=_size, metavar="SIZE", help=text)
+    add("--max-document-size", type=_argument(parse_size), metavar="SIZE", help=text)
     text = "sidecar with the origin of each document (default: parquet)"
     choices = ("parquet", "none")
     add("--provenance", choices=choices, default="parquet", help=text)
@@ -360,26 +317,23 @@ def _add_tokenize(verbs: Verbs) -> None:
     text = "worker processes (default: one per core, fewer for a small input)"
     add("--workers", type=_positive, metavar="N", help=text)
     text = "limit for all processes, which may mean fewer workers: 4G, 20G"
-    add("--memory", type=_size, metavar="SIZE", help=text)
+    add("--memory", type=_argument(parse_size), metavar="SIZE", help=text)
     text = "input that a worker takes at a time, and a kill may cost (default: by the input's size)"
-    add("--chunk-size", type=_size, metavar="SIZE", help=text)
+    add("--chunk-size", type=_argument(parse_size), metavar="SIZE", help=text)
     text = "discard what an interrupted job with this prefix has done"
     add("--restart", action="store_true", help=text)
     add("--json", dest="as_json", action="store_true", help="print one JSON object at the end")
 
 
-def _add_shuffle(verbs: Verbs) -> None:
-    text = """Shuffles token files globally. Cuts the token files of many domains into sequences of
-        a fixed length, permutes all of them, and writes shards that are token files themselves. A
-        job that was killed continues when the same command runs again."""
-    parser = _add_verb(verbs, _shuffle, text)
+def _add_shuffle(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `shuffle`."""
     add = parser.add_argument_group("input").add_argument
     text = "folder with a folder for each domain: .bin, .npy, or .bin with .idx"
     add("--input-dir", metavar="DIR", help=text)
     text = "file with a weight and a path on each line: 2.5 data/web (instead of --input-dir)"
     add("--input-list", metavar="FILE", help=text)
     text = "dtype of .bin files without .idx (default: uint32)"
-    add("--dtype", choices=_SHUFFLE_DTYPES, default="uint32", help=text)
+    add("--dtype", choices=("uint16", "uint32", "int32"), default="uint32", help=text)
     text = "tokens of a sequence (default: 4096)"
     add("--seq-len", type=_positive, default=4096, metavar="N", help=text)
     text = "continue the remainder of a file in the next file of its domain"
@@ -405,101 +359,10 @@ def _add_shuffle(verbs: Verbs) -> None:
     text = "largest number of worker processes (default: 4)"
     add("--num-workers", dest="workers", type=_positive, default=4, metavar="N", help=text)
     text = "limit for all processes: 300M, 4G (default: half of what is available)"
-    add("--memory", type=_size, metavar="SIZE", help=text)
+    add("--memory", type=_argument(parse_size), metavar="SIZE", help=text)
     text = "discard what an interrupted job has done in the output folder"
     add("--restart", action="store_true", help=text)
     add("--json", dest="as_json", action="store_true", help="print one JSON object at the end")
-
-
-def _add_index(verbs: Verbs) -> None:
-    text = """Builds the indices of a training run ahead of time. The run then starts without
-        building any. The arguments are Megatron-LM's, in a YAML or TOML file, as options, or both
-        (an option overrides the file)."""
-    parser = _add_verb(verbs, _index, text, "--json")
-    add = parser.add_argument
-    add("config", nargs="?", metavar="FILE", help="YAML or TOML file of arguments")
-    text = "output folder: Megatron-LM's --data-cache-path"
-    add("--megatron-cache", dest="megatron_cache_folder", metavar="DIR", help=text)
-    text = """identifiers of Megatron-LM's tokenizer, part of those files' names: JSON, a JSON file,
-        or a *-description.txt written by Megatron-LM"""
-    add("--tokenizer-identifiers", metavar="JSON", help=text)
-    text = "maximum wait for another process that builds the same indices (default: no limit)"
-    add("--wait-limit", type=float, metavar="SECONDS", help=text)
-
-    data = parser.add_argument_group("data", "a list has prefixes, or a weight before each prefix")
-    add = data.add_argument
-    add("--data-path", nargs="+", metavar="ITEM", help="list divided by --split")
-    for name in ("train", "valid", "test"):
-        add(f"--{name}-data-path", nargs="+", metavar="ITEM", help=f"list for {name} only")
-    add("--data-args-path", metavar="FILE", help="file with the --data-path list")
-    add("--per-split-data-args-path", metavar="FILE", help="JSON file with a list per split")
-    add("--split", metavar="SHARES", help='train, valid, test: "969,30,1"')
-
-    add = parser.add_argument_group("order").add_argument
-    names = """seq-length seed train-samples train-iters global-batch-size eval-iters eval-interval
-        eval-global-batch-size start-eval-at-iter num-dataset-builder-threads"""
-    for name in names.split():
-        add(f"--{name}", metavar="N")
-    text = "instead of iterations and batch sizes: whole numbers, or none for one epoch"
-    add("--num-samples", nargs=3, metavar=("TRAIN", "VALID", "TEST"), help=text)
-    add("--mid-level-dataset-surplus", metavar="SHARE")
-    for name in ("skip-train", "full-validation", "multiple-validation-sets"):
-        add(f"--{name}", action="store_true", default=None)
-    text = "mix data of different tokenizers, too (millrace's own option)"
-    add("--any-tokenizer", action="store_true", default=None, help=text)
-    add("--data-cache-path", "--cache", metavar="DIR", help="output folder: millrace's cache")
-
-
-def _add_bench(verbs: Verbs) -> None:
-    text = """Measures how fast this machine feeds a run. Draws batches of the training data, cold
-        and warm, and says how long training steps would wait, what bounds the rate, and how many
-        accelerators it could feed."""
-    parser = _add_verb(verbs, _bench, text, "--json")
-    add = parser.add_argument
-    text = "arguments of a run, as for `millrace index` (.yaml, .toml), or a path prefix"
-    add("source", metavar="RUN", help=text)
-    add("--sequence-length", type=_positive, metavar="N", help="tokens in a sample, for a prefix")
-    add("--seed", type=int, metavar="N", help="seed of the order (default: 1234), for a prefix")
-
-    add = parser.add_argument_group("loader").add_argument
-    add("--micro-batch-size", type=_positive, default=1, metavar="N", help="samples in a batch (1)")
-    add("--ranks", type=_positive, default=1, metavar="N", help="ranks to feed, each a process (1)")
-    add("--threads", type=_positive, default=1, metavar="N", help="threads of each rank (1)")
-    text = "ready batches of each rank (default: by their size); 0: each is made on demand"
-    add("--prefetch", type=_count, metavar="N", help=text)
-    text = "arrays of a batch: tokens labels loss_mask position_ids (default: these four), ..."
-    add("--fields", nargs="+", metavar="NAME", help=text)
-    text = "dtype of tokens and labels (int64); file: as in the token files"
-    add("--token-dtype", choices=("int64", "int32", "file"), default="int64", help=text)
-
-    add = parser.add_argument_group("measurement").add_argument
-    add("--seconds", type=float, default=5.0, metavar="S", help="of each measurement (5)")
-    text = "simulated training step (0.01)"
-    add("--step-time", type=float, default=0.01, metavar="S", help=text)
-    text = "leave the page cache as it is, and make no cold measurement"
-    add("--keep-cache", dest="drop_cache", action="store_false", help=text)
-    add("--replay", action="store_true", help="also measure a perfect loader, with one ready batch")
-    text = """tokens that one accelerator trains on in a second (10000: about an H100 with a model
-        of 8 billion parameters)"""
-    add("--accelerator-tokens-per-second", type=float, default=10_000, metavar="N", help=text)
-    add("--svg", metavar="FILE", help="write a picture of the waits")
-
-
-def _add_cache(verbs: Verbs) -> None:
-    text = "Lists what millrace keeps in a cache folder, and removes what no run can use."
-    summary = "Lists, checks and prunes cached indices"
-    parser = verbs.add_parser("cache", help=summary, description=text)
-    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-    _add_verb(actions, _list, "Lists the entries.", "folder", "--json")
-    text = "Reads every array and compares its checksum. Exits with 1 if one is damaged."
-    _add_verb(actions, _check, text, "folder", "--json")
-    text = """Removes what no run can use: leftovers, damaged sets, runs whose token files are
-        missing or changed, and sets that no run needs. Keeps entries that are being built or cannot
-        be judged here."""
-    add = _add_verb(actions, _prune, text, "folder", "--json").add_argument
-    text = "also remove older runs, and older entries that cannot be judged"
-    add("--older-than", type=float, metavar="DAYS", help=text)
-    add("--dry-run", action="store_true", help="remove nothing, only list")
 
 
 _TOKENIZER_OPTIONS = (
@@ -521,15 +384,10 @@ def _tokenize(
     check_rate: float | None,
     as_json: bool,
     **options: Any,
-) -> None:
-    from millrace.engine import ENVIRONMENT
-
+) -> str:
+    """Converts text to token files."""
     for name, value in ENVIRONMENT.items():  # one worker does its work in this process
         os.environ.setdefault(name, value)
-    from millrace.encoding import Tokenizer
-    from millrace.jobs import tokenize
-    from millrace.text import SentenceSplitter
-
     options["inputs"] = _all_inputs(options["inputs"], input_list)
     if check_rate is not None:
         options["check_rate"] = check_rate
@@ -539,7 +397,7 @@ def _tokenize(
         splitter = SentenceSplitter(lang, keep_newlines=keep_newlines, library=split_sentences)
     # Ray writes about lost nodes to stdout, which is the report's.
     with contextlib.redirect_stdout(sys.stderr):
-        result = tokenize(
+        result = jobs.tokenize(
             tokenizer=Tokenizer(tokenizer, **settings),
             splitter=splitter,
             show_progress=True,
@@ -562,57 +420,57 @@ def _tokenize(
             "notices": result.notices,
             "prefixes": result.prefixes,
         }
-        print(json.dumps(report))
-        return
+        return json.dumps(report)
+    lines = []
     for key, prefix in result.prefixes.items():
         counts = f"{result.num_documents:,} documents, {result.num_tokens[key]:,} tokens"
-        print(f"{prefix}.bin/.idx: {counts}")
-    print(
+        lines.append(f"{prefix}.bin/.idx: {counts}")
+    lines.append(
         f"{result.num_bytes / 1e6:,.1f} MB of text in {result.seconds:.1f} s, {rate:.1f} MB/s, "
         f"by {result.encoder}"
     )
     if result.num_chunks_kept:
         num_chunks = result.num_chunks_kept + result.num_chunks_done
-        print(f"{result.num_chunks_kept:,} of {num_chunks:,} chunks were kept from an earlier run")
+        lines.append(
+            f"{result.num_chunks_kept:,} of {num_chunks:,} chunks were kept from an earlier run"
+        )
     if result.num_skipped:
-        print(f"{result.num_skipped:,} lines were skipped:")
+        lines.append(f"{result.num_skipped:,} lines were skipped:")
         for row in result.skipped:
-            print(f"  {row['file']}, line {row['line']}: {row['reason']}")
+            lines.append(f"  {row['file']}, line {row['line']}: {row['reason']}")
         if result.num_skipped > len(result.skipped):
-            print(f"  and {result.num_skipped - len(result.skipped):,} more")
+            lines.append(f"  and {result.num_skipped - len(result.skipped):,} more")
+    return "\n".join(lines)
 
 
-def _shuffle(input_list: str | None, as_json: bool, **options: Any) -> None:
-    from millrace.jobs import shuffle
-    from millrace.shuffling.domains import read_input_list
-
-    entries = None if input_list is None else read_input_list(input_list)
+def _shuffle(input_list: str | None, as_json: bool, **options: Any) -> str:
+    """Permutes sequences of many domains globally."""
+    entries = None if input_list is None else read_domains(input_list)
     # Ray writes about lost nodes to stdout, which is the report's.
     with contextlib.redirect_stdout(sys.stderr):
-        result = shuffle(input_list=entries, show_progress=True, **options)
+        result = jobs.shuffle(input_list=entries, show_progress=True, **options)
     if as_json:
-        print(json.dumps(dataclasses.asdict(result)))
-        return
-    print(
+        return json.dumps(dataclasses.asdict(result))
+    lines = [
         f"{result.output_dir}: {result.num_items:,} {result.unit} of {len(result.domain_stats):,} "
         f"domains in {len(result.shard_sizes):,} shards, {result.num_tokens:,} tokens"
-    )
+    ]
     if result.plan == "none":
-        print(result.reason)
-        return
+        return "\n".join([*lines, result.reason])
     rate = result.num_bytes / 1e6 / max(result.seconds, 1e-9)
-    print(
+    lines.append(
         f"{result.num_bytes / 1e6:,.1f} MB in {result.seconds:.1f} s, {rate:,.1f} MB/s, by the "
         f"plan {result.plan}"
     )
     if result.num_tasks_kept:
         num_tasks = result.num_tasks_kept + result.num_tasks_done
-        print(f"{result.num_tasks_kept:,} of {num_tasks:,} tasks were kept from an earlier run")
+        lines.append(
+            f"{result.num_tasks_kept:,} of {num_tasks:,} tasks were kept from an earlier run"
+        )
+    return "\n".join(lines)
 
 
 def _all_inputs(inputs: list[str], input_list: str | None) -> list[str]:
-    from millrace.text import read_input_list
-
     if not inputs and input_list is None:
         raise ConfigError("there is no input; give --input or --input-list")
     if input_list == "-" and "-" in inputs:
@@ -622,298 +480,6 @@ def _all_inputs(inputs: list[str], input_list: str | None) -> list[str]:
     return inputs + (read_input_list(input_list) if input_list is not None else [])
 
 
-def _train_tokenizer(**options: Any) -> None:
-    from millrace.encoding.training import train_tokenizer
-
-    has_terminal = sys.stderr is not None and sys.stderr.isatty()
-    result = train_tokenizer(show_progress=has_terminal, **options)
-    print(
-        f"{result.tokenizer.path}: {result.tokenizer.vocabulary_size:,} tokens, trained on "
-        f"{result.num_texts:,} texts of {result.num_bytes / 1e6:,.1f} MB in {result.seconds:.1f} s"
-    )
-
-
-def _inspect(
-    prefix: str,
-    tokenizer: str | None,
-    tiktoken_pattern: str | None,
-    document: int,
-    svg: str | None,
-    dtype: str | None,
-    as_json: bool,
-) -> None:
-    from millrace.encoding import Tokenizer
-    from millrace.inspect import describe, describe_shards, format_description, format_shards
-    from millrace.shards.metadata import is_shards_folder
-    from millrace.store import IndexedDataset
-
-    decoder = Tokenizer(tokenizer, tiktoken_pattern=tiktoken_pattern) if tokenizer else None
-    if is_shards_folder(prefix):
-        shards = describe_shards(prefix, dtype=dtype, tokenizer=decoder, document=document)
-        if svg is not None:
-            _write_shares(prefix, dtype, svg)
-        if as_json:
-            _print_json(shards, ensure_ascii=False)
-        else:
-            print(format_shards(shards))
-        return
-    if (svg, dtype) != (None, None):
-        raise ConfigError(
-            f"--svg and --dtype are for the output folder of a shuffle, and {prefix} is not a "
-            "folder: leave them out"
-        )
-    description = describe(IndexedDataset(prefix), tokenizer=decoder, document=document)
-    if as_json:
-        _print_json(description, ensure_ascii=False)
-    else:
-        print(format_description(description))
-
-
-def _write_shares(folder: str, dtype: str | None, svg: str) -> None:
-    from millrace.files import atomic_file
-    from millrace.inspect import shares_svg
-    from millrace.store import read_metadata
-
-    _check_picture(svg)
-    picture = shares_svg(read_metadata(folder, dtype=dtype), folder=folder)
-    with atomic_file(svg) as file:
-        file.write(picture.encode())
-
-
-def _check_picture(svg: str) -> None:
-    """Raises ConfigError for a file that cannot be written."""
-    folder = os.path.dirname(svg) or "."
-    if not os.path.isdir(folder):
-        raise ConfigError(f"the folder of {svg} does not exist: make it first")
-    if not svg or os.path.isdir(svg) or not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"the picture cannot be written to {svg!r}: give another --svg")
-
-
-def _verify(prefixes: list[str], threads: int | None, dtype: str | None, as_json: bool) -> None:
-    import threading
-
-    from millrace.engine.progress import Progress
-    from millrace.shards.metadata import is_shards_folder
-    from millrace.store import verify, verify_shards
-
-    num_bytes, lock = 0, threading.Lock()
-    with Progress("verify") as progress:
-
-        def on_bytes(count: int) -> None:
-            nonlocal num_bytes
-            with lock:  # several threads call this
-                num_bytes += count
-                progress.update(num_bytes, f"{num_bytes / 1e9:,.1f} GB")
-
-        reports = [
-            verify_shards(prefix, dtype=dtype, threads=threads, on_bytes=on_bytes)
-            if is_shards_folder(prefix)
-            else verify([prefix], threads=threads, on_bytes=on_bytes)[0]
-            for prefix in prefixes
-        ]
-    if as_json:
-        _print_json(reports)
-    else:
-        for report in reports:
-            what = "structure and checksums" if report.has_checksums else "structure (no checksums)"
-            print(f"{report.prefix}: {'DAMAGED' if report.problems else 'ok'}, {what}")
-            for line in [*report.problems, *report.notices]:
-                print(f"  {printable_lines(line)}")
-    damaged = sum(1 for report in reports if report.problems)
-    if damaged:
-        raise DataError(f"{damaged} of {len(reports)} datasets are damaged")
-
-
-def _merge(**options: Any) -> None:
-    from millrace.jobs import merge
-
-    print(merge(**options))
-
-
-def _split(**options: Any) -> None:
-    from millrace.jobs import split
-    from millrace.store import IndexedDataset
-
-    for prefix in split(**options):
-        print(IndexedDataset(prefix))
-
-
-def _convert(target: str, **options: Any) -> None:
-    from millrace.jobs import convert
-
-    convert(target=target, **options)
-    print(f"{target} is written")
-
-
-def _index(
-    config: str | None, tokenizer_identifiers: str | None, as_json: bool, **options: Any
-) -> None:
-    from millrace.jobs import index
-    from millrace.jobs.indexing import format_result
-    from millrace.run import arguments
-
-    values = arguments.read_arguments(config) if config else {}
-    tokenizer = values.pop("tokenizer_identifiers", None)
-    unknown = arguments.unknown_arguments(values)
-    overrides = {name: options.pop(name) for name in arguments.NAMES if name in options}
-    values.update({name: value for name, value in overrides.items() if value is not None})
-    tokenizer = tokenizer_identifiers or tokenizer
-    if isinstance(tokenizer, str):
-        tokenizer = arguments.read_identifiers(tokenizer)
-    run = arguments.config_from(values)
-    result = index(run, tokenizer=tokenizer, show_progress=True, **options)
-    if as_json:
-        _print_json(result)
-        return
-    print(format_result(result))
-    if unknown:
-        print(f"arguments that do not concern the data were left out: {', '.join(unknown)}")
-
-
-def _bench(
-    source: str,
-    sequence_length: int | None,
-    seed: int | None,
-    svg: str | None,
-    as_json: bool,
-    **options: Any,
-) -> None:
-    from millrace.files import atomic_file
-    from millrace.jobs import bench
-    from millrace.jobs.benchmark_report import format_result, waits_picture
-
-    if svg is not None:
-        _check_picture(svg)
-    result = bench(_run_of(source, sequence_length, seed), **options)
-    if svg is not None:
-        with atomic_file(svg) as file:
-            file.write(waits_picture(result).encode())
-    if as_json:
-        _print_json(result)
-    else:
-        print(format_result(result))
-
-
-def _run_of(source: str, sequence_length: int | None, seed: int | None) -> DatasetConfig:
-    """The configuration in a file, or one that takes all samples of a token file once."""
-    from millrace.run import DatasetConfig, arguments
-
-    if source.endswith((".yaml", ".yml", ".toml")):
-        if (sequence_length, seed) != (None, None):
-            raise ConfigError(
-                f"{source} gives the sequence length and the seed: leave out --sequence-length and "
-                "--seed"
-            )
-        values = arguments.read_arguments(source)
-        values.pop("tokenizer_identifiers", None)
-        arguments.unknown_arguments(values)
-        return arguments.config_from(values)
-    if sequence_length is None:
-        raise ConfigError(
-            f"{source} is taken as the path prefix of a token file, as it does not end with .yaml, "
-            ".yml or .toml: give --sequence-length too"
-        )
-    return DatasetConfig(
-        sequence_length=sequence_length,
-        seed=arguments.DEFAULT_SEED if seed is None else seed,
-        num_samples=(None, 0, 0),
-        blend=([source], None),
-        split="1,0,0",
-    )
-
-
-def _list(folder: str, as_json: bool) -> None:
-    from millrace.jobs import list_cache
-
-    _print_entries(list_cache(folder), "there", as_json)
-
-
-def _check(folder: str, as_json: bool) -> None:
-    from millrace.jobs import list_cache
-
-    entries = list_cache(folder, check_contents=True)
-    _print_entries(entries, "checked", as_json)
-    damaged = sum(1 for entry in entries if entry.problems and entry.kind == "set")
-    if damaged:
-        raise DataError(
-            f"{damaged} sets of arrays are damaged; `millrace cache prune` removes them"
-        )
-
-
-def _prune(folder: str, older_than: float | None, dry_run: bool, as_json: bool) -> None:
-    from millrace.jobs import prune_cache
-
-    entries = prune_cache(folder, older_than_days=older_than, dry_run=dry_run)
-    _print_entries(entries, "to remove" if dry_run else "removed", as_json)
-
-
-def _print_entries(entries: list[CacheEntry], what: str, as_json: bool) -> None:
-    if as_json:
-        _print_json(entries)
-        return
-    for entry in entries:
-        data = f", of {len(entry.prefixes)} token files" if entry.prefixes else ""
-        sets = f", needs {', '.join(entry.sets)}" if entry.sets else ""
-        print(
-            f"{entry.kind:8} {entry.name}  {entry.num_bytes / 1e6:,.1f} MB, "
-            f"{entry.age / (24 * 60 * 60):.1f} days old{data}{sets}"
-        )
-        for line in [entry.reason] if entry.reason else [*entry.problems, *entry.doubts]:
-            print(f"  {line}")
-    total = sum(entry.num_bytes for entry in entries) / 1e6
-    print(f"{len(entries)} entries {what}, {total:,.1f} MB")
-
-
-def _demo(folder: str) -> None:
-    from millrace.demo import run_demo
-
-    run_demo(folder)
-
-
-def _print_json(value: Any, *, ensure_ascii: bool = True) -> None:
-    """Prints a dataclass, or a list of them.
-
-    What stdout cannot encode is written as JSON's escapes: those of Python would not be JSON.
-    """
-    text = json.dumps(value, default=dataclasses.asdict, ensure_ascii=ensure_ascii, indent=2)
-    try:
-        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
-    except UnicodeEncodeError:
-        text = json.dumps(value, default=dataclasses.asdict, indent=2)
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        raise
-    except OSError as error:  # not of the job's files
-        _discard_output()
-        raise MillraceError(_report_failure(error)) from None
-
-
-def _dtype(text: str) -> np.dtype[Any] | None:
-    from millrace.jobs.reshape import number_dtype
-
-    try:
-        return number_dtype("the dtype", text)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-
-
-def _size(text: str) -> int:
-    number, unit = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
-    if not number.isdecimal() or int(number) < 1 or unit not in _UNITS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 500M or 20G")
-    return int(number) * _UNITS[unit]
-
-
-def _escaped(text: str) -> str:
-    """The text of an option with its \\n, \\t, \\r and \\\\ replaced."""
-    characters = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
-    return re.sub(r"\\([ntr\\])", lambda match: characters[match[1]], text)
-
-
 def _shard(text: str) -> tuple[int, int]:
     number, slash, count = text.partition("/")
     if not (slash and number.isdecimal() and count.isdecimal() and int(number) < int(count)):
@@ -921,6 +487,16 @@ def _shard(text: str) -> tuple[int, int]:
             f"{text!r} is not a shard; write I/N with I from 0 to N - 1: 0/8, 1/8, ... 7/8"
         )
     return int(number), int(count)
+
+
+def _argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    def parse_argument(text: str) -> Any:
+        try:
+            return parse(text)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse_argument
 
 
 def _positive(text: str) -> int:
@@ -933,3 +509,361 @@ def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
     return int(text)
+
+
+# ---- train-tokenizer, inspect, verify ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """The options of `train_tokenizer`."""
+
+    inputs: Sequence[StrPath] = option(
+        help="files, folders and patterns; - is standard input", flags="--input"
+    )
+    output: StrPath = option(help="the tokenizer.json to write", metavar="FILE")
+    vocabulary_size: int = option(
+        help="number of tokens: the special ones, the 256 bytes, and merges",
+        flags="--vocab-size",
+        least=1,
+    )
+    json_keys: Sequence[str] = option(("text",), help="text keys", metavar="KEY")
+    special_tokens: Sequence[str] = option(
+        ("<|endoftext|>",),
+        help="special tokens, with the first ids",
+        metavar="TOKEN",
+        nargs="*",
+    )
+    max_bytes: int | None = option(
+        None,
+        help="text to train on, taken evenly from all inputs: 500M, 2G",
+        default_text="all",
+        parse=parse_size,
+        metavar="SIZE",
+    )
+    separator: str | None = option(
+        None,
+        help=r"text between the documents of a plain text file: '\n\n'",
+        default_text="a file is a document",
+        parse=parse_escapes,
+    )
+
+
+def _train_tokenizer(**options: Any) -> str:
+    has_terminal = sys.stderr is not None and sys.stderr.isatty()
+    result = train_tokenizer(show_progress=has_terminal, **options)
+    return (
+        f"{result.tokenizer.path}: {result.tokenizer.vocabulary_size:,} tokens, trained on "
+        f"{result.num_texts:,} texts of {result.num_bytes / 1e6:,.1f} MB in {result.seconds:.1f} s"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardOptions:
+    """The option of verbs that read folders of shards."""
+
+    dtype: str | None = option(
+        None,
+        help="dtype of a folder whose metadata.json does not say it",
+        default_text="uint32",
+        choices=("uint16", "uint32", "int32"),
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectOptions(ShardOptions):
+    """The options of `inspect`."""
+
+    prefix: str = option(
+        help="path prefix of a token file, or folder of a shuffle", flags="prefix", metavar="PREFIX"
+    )
+    tokenizer: str | None = option(
+        None, help="tokenizer file or folder to decode with", metavar="FILE"
+    )
+    tiktoken_pattern: str | None = option(
+        None, help="for a .tiktoken file, as in `tokenize`", metavar="PATTERN"
+    )
+    document: int = option(0, help="document number")
+    svg: str | None = option(
+        None,
+        help="write a picture of the domains' shares along the output of a shuffle",
+        metavar="FILE",
+    )
+
+
+def _inspect(as_json: bool = False, **values: Any) -> str:
+    options = checked(InspectOptions, values)
+    folder, decoder, number = options.prefix, None, options.document
+    if options.tokenizer is not None:
+        decoder = Tokenizer(options.tokenizer, tiktoken_pattern=options.tiktoken_pattern)
+    if is_shards_folder(folder):
+        shards = inspect.describe_shards(
+            folder, dtype=options.dtype, tokenizer=decoder, document=number
+        )
+        if options.svg is not None:
+            _write_shares(folder, options.dtype, options.svg)
+        return json_text(shards, ensure_ascii=False) if as_json else inspect.format_shards(shards)
+    if (options.svg, options.dtype) != (None, None):
+        raise ConfigError(
+            f"--svg and --dtype are for the output folder of a shuffle, and {folder} is not a "
+            "folder: leave them out"
+        )
+    description = inspect.describe(IndexedDataset(folder), tokenizer=decoder, document=number)
+    if as_json:
+        return json_text(description, ensure_ascii=False)
+    return inspect.format_description(description)
+
+
+def _write_shares(folder: str, dtype: str | None, svg: str) -> None:
+    place = os.path.dirname(svg) or "."
+    if not os.path.isdir(place):
+        raise ConfigError(f"the folder of {svg} does not exist: make it first")
+    if not svg or os.path.isdir(svg) or not os.access(place, os.W_OK | os.X_OK):
+        raise ConfigError(f"the picture cannot be written to {svg!r}: give another --svg")
+    picture = inspect.shares_svg(read_metadata(folder, dtype=dtype), folder=folder)
+    with atomic_file(svg) as file:
+        file.write(picture.encode())
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions(ShardOptions):
+    """The options of `verify`."""
+
+    prefixes: Sequence[str] = option(
+        help="path prefixes of token files, and folders of shuffles",
+        flags="prefixes",
+        metavar="PREFIX",
+    )
+    threads: int | None = option(None, help="worker threads", default_text="one per core", least=1)
+
+
+def _verify(as_json: bool = False, **values: Any) -> str:
+    options = checked(VerifyOptions, values)
+    num_bytes, lock = 0, threading.Lock()
+    with Progress("verify") as progress:
+
+        def on_bytes(count: int) -> None:
+            nonlocal num_bytes
+            with lock:  # several threads call this
+                num_bytes += count
+                progress.update(num_bytes, f"{num_bytes / 1e9:,.1f} GB")
+
+        threads, dtype = options.threads, options.dtype
+        reports = [
+            verify_shards(prefix, dtype=dtype, threads=threads, on_bytes=on_bytes)
+            if is_shards_folder(prefix)
+            else verify([prefix], threads=threads, on_bytes=on_bytes)[0]
+            for prefix in options.prefixes
+        ]
+    lines = []
+    for report in reports:
+        what = "structure and checksums" if report.has_checksums else "structure (no checksums)"
+        lines.append(f"{report.prefix}: {'DAMAGED' if report.problems else 'ok'}, {what}")
+        lines += [f"  {printable_lines(line)}" for line in [*report.problems, *report.notices]]
+    text = json_text(reports) if as_json else "\n".join(lines)
+    num_damaged = sum(1 for report in reports if report.problems)
+    if num_damaged:
+        raise DamageError(f"{num_damaged} of {len(reports)} datasets are damaged", text)
+    return text
+
+
+# ---- merge, split, convert, index, bench ----
+
+
+def _merge(**options: Any) -> str:
+    return f"{jobs.merge(**options)}"
+
+
+def _split(**options: Any) -> str:
+    checked(SplitOptions, options)
+    return "\n".join(str(IndexedDataset(prefix)) for prefix in jobs.split(**options))
+
+
+def _convert(**options: Any) -> str:
+    jobs.convert(**options)
+    return f"{options['target']} is written"
+
+
+def _index(
+    config: str | None = None,
+    tokenizer_identifiers: str | None = None,
+    as_json: bool = False,
+    **options: Any,
+) -> str:
+    values = run_arguments.read_arguments(config) if config else {}
+    tokenizer = values.pop("tokenizer_identifiers", None)
+    unknown = run_arguments.unknown_arguments(values)
+    values.update({name: options.pop(name) for name in run_arguments.NAMES if name in options})
+    tokenizer = tokenizer_identifiers or tokenizer
+    if isinstance(tokenizer, str):
+        tokenizer = run_arguments.read_identifiers(tokenizer)
+    run = run_arguments.config_from(values)
+    result = jobs.index(run, tokenizer=tokenizer, show_progress=True, **options)
+    if as_json:
+        return json_text(result)
+    text = indexing.format_result(result)
+    if unknown:
+        text += f"\narguments that do not concern the data were left out: {', '.join(unknown)}"
+    return text
+
+
+def _bench(as_json: bool = False, **options: Any) -> str:
+    run = run_of(**take_options(RunOptions, options))
+    result = jobs.bench(run, **options)
+    return json_text(result) if as_json else benchmark_report.format_result(result)
+
+
+# ---- cache, demo ----
+
+
+def _list(folder: str, as_json: bool = False) -> str:
+    entries = jobs.list_cache(folder)
+    return json_text(entries) if as_json else format_entries(entries, "there")
+
+
+def _check(folder: str, as_json: bool = False) -> str:
+    entries = jobs.list_cache(folder, check_contents=True)
+    text = json_text(entries) if as_json else format_entries(entries, "checked")
+    num_damaged = sum(1 for entry in entries if entry.problems and entry.kind == "set")
+    if num_damaged:
+        raise DamageError(
+            f"{num_damaged} sets of arrays are damaged; `millrace cache prune` removes them", text
+        )
+    return text
+
+
+def _prune(folder: str, as_json: bool = False, **options: Any) -> str:
+    entries = jobs.prune_cache(folder, **options)
+    if as_json:
+        return json_text(entries)
+    return format_entries(entries, "to remove" if options.get("dry_run") else "removed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    """The options of `demo`."""
+
+    folder: str = option("millrace-demo", help="output folder", metavar="DIR")
+
+
+def _demo(**options: Any) -> str:
+    run_demo(**dataclasses.asdict(DemoOptions(**options)))
+    return ""
+
+
+# ---- all verbs ----
+
+VERBS = (
+    Verb(
+        "tokenize",
+        _tokenize,
+        (),
+        "Converts text to token files. Reads JSONL, Parquet, Arrow, CSV and plain text, also "
+        "compressed, and writes Megatron-LM's token files PREFIX_KEY_document.bin/.idx, one pair "
+        "per key. A job that was killed continues when the same command runs again.",
+        _add_tokenize,
+    ),
+    Verb(
+        "shuffle",
+        _shuffle,
+        (),
+        "Shuffles token files globally. Cuts the token files of many domains into sequences "
+        "of a fixed length, permutes all of them, and writes shards that are token files "
+        "themselves. A job that was killed continues when the same command runs again.",
+        _add_shuffle,
+    ),
+    Verb(
+        "train-tokenizer",
+        _train_tokenizer,
+        (TrainOptions,),
+        "Trains a tokenizer. Reads the same files as `tokenize`, and writes a byte-level BPE "
+        "tokenizer as a Hugging Face tokenizer.json.",
+    ),
+    Verb(
+        "inspect",
+        _inspect,
+        (InspectOptions, JsonOption),
+        "Describes a token file, or the output folder of a shuffle. Prints counts, dtype and "
+        "lengths, and the head and tail of a document, and where it came from. With a tokenizer, "
+        "the document is decoded, and the occurrences of each special token are counted. Of a "
+        "shuffle, prints the shards, the domains and how evenly they are spread.",
+    ),
+    Verb(
+        "verify",
+        _verify,
+        (VerifyOptions, JsonOption),
+        "Checks token files and output folders of shuffles. Checks the structure of each, and "
+        "every byte if it has checksums. Names the damaged blocks, sequences and documents of a "
+        "pair, and the damaged and stray files of a folder. Exits with 1 if anything is damaged.",
+    ),
+    Verb(
+        "merge",
+        _merge,
+        (MergeOptions,),
+        "Concatenates token files. Documents keep their order and their origins. Data of "
+        "different tokenizers are refused.",
+    ),
+    Verb(
+        "split",
+        _split,
+        (SplitOptions,),
+        "Cuts a token file into shards. The shards PREFIX_00000, PREFIX_00001, ... hold whole "
+        "documents. `merge` restores the file.",
+    ),
+    Verb(
+        "convert",
+        _convert,
+        (ConvertOptions,),
+        "Converts token arrays to token files and back, or changes the dtype. NAME.npy is a "
+        "NumPy array (one dimension: a stream of tokens; two: each row a document), NAME.bin "
+        "without NAME.idx holds raw tokens, and any other name is a path prefix.",
+    ),
+    Verb(
+        "index",
+        _index,
+        (IndexOptions, JsonOption),
+        "Builds the indices of a training run ahead of time. The run then starts without "
+        "building any. The arguments are Megatron-LM's, in a YAML or TOML file, as options, or "
+        "both (an option overrides the file).",
+    ),
+    Verb(
+        "bench",
+        _bench,
+        (RunOptions, BenchOptions, JsonOption),
+        "Measures how fast this machine feeds a run. Draws batches of the training data, cold "
+        "and warm, and says how long training steps would wait, what bounds the rate, and how many "
+        "accelerators it could feed.",
+    ),
+    Verb(
+        "cache list",
+        _list,
+        (CacheOptions, JsonOption),
+        "Lists the entries.",
+    ),
+    Verb(
+        "cache check",
+        _check,
+        (CacheOptions, JsonOption),
+        "Reads every array and compares its checksum. Exits with 1 if one is damaged.",
+    ),
+    Verb(
+        "cache prune",
+        _prune,
+        (PruneOptions, JsonOption),
+        "Removes what no run can use: leftovers, damaged sets, runs whose token files are "
+        "missing or changed, and sets that no run needs. Keeps entries that are being built or "
+        "cannot be judged here.",
+    ),
+    Verb(
+        "demo",
+        _demo,
+        (DemoOptions,),
+        "Runs the whole pipeline on the text of Python's standard library. Makes a corpus of "
+        "source files and docstrings, trains a small tokenizer, tokenises both domains, blends "
+        "them, draws batches for 2 ranks, stops, resumes with 4, and checks that no sample was "
+        "lost or repeated. Needs no network.",
+    ),
+)

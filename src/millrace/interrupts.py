@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -53,6 +54,35 @@ def interruptible() -> Iterator[None]:
         yield
     finally:
         held.is_open = False
+
+
+def interrupt_once() -> None:
+    """Lets only the first Ctrl-C of the process count, so that none disturbs the clean-up.
+
+    Does nothing if the program has chosen another answer to Ctrl-C than Python's.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        handler = _Once()
+        signal.signal(signal.SIGINT, handler)
+        sys.unraisablehook = handler.on_unraisable
+
+
+class _Once:
+    """A signal handler that raises KeyboardInterrupt once."""
+
+    _is_over = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if not self._is_over:
+            self._is_over = True
+            raise KeyboardInterrupt
+
+    def on_unraisable(self, dropped: sys.UnraisableHookArgs) -> None:
+        """Python drops what is raised while it runs a finalizer: then the next Ctrl-C counts."""
+        if issubclass(dropped.exc_type, KeyboardInterrupt):
+            self._is_over = False
+        else:
+            sys.__unraisablehook__(dropped)
 
 
 class _Held:

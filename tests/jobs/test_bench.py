@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from millrace import ConfigError, DatasetConfig, IndexedDataset
 from millrace.cli import main
 from millrace.jobs import BenchResult, bench
 from millrace.jobs.benchmark_limits import drop_from_page_cache, resident_bytes
-from millrace.jobs.benchmark_report import format_result, waits_picture
+from millrace.jobs.benchmark_report import format_result
 from millrace.jobs.benchmarking import bound_by
 
 SHORT: dict[str, Any] = {"seconds": 0.05, "step_time": 0.001}
@@ -34,15 +33,13 @@ def config(make_dataset: Callable[..., IndexedDataset]) -> DatasetConfig:
 
 
 def test_bench_measures_cold_paced_and_warm_data(config: DatasetConfig) -> None:
-    result = bench(config, micro_batch_size=4, replay=True, **SHORT)
-    assert [one.name for one in result.measurements] == ["cold", "paced", "warm", "replay"]
+    result = bench(config, micro_batch_size=4, **SHORT)
+    assert [one.name for one in result.measurements] == ["cold", "paced", "warm"]
     assert (result.num_files, result.sequence_length, result.token_bytes) == (2, 16, 2)
     assert result.num_samples >= 100
     assert result.options["fields"] == ["tokens", "labels", "loss_mask", "position_ids"]
     assert 0 < result.opening_seconds < result.first_batch_seconds
     assert result.copy_bytes_per_second > 0
-    assert result.perfect_share is not None
-    assert result.perfect_share > 0
     for one in result.measurements:
         assert one.num_steps > 0
         assert one.tokens_per_second == pytest.approx(16 * one.samples_per_second)
@@ -50,10 +47,7 @@ def test_bench_measures_cold_paced_and_warm_data(config: DatasetConfig) -> None:
         assert 0 <= one.waits.median <= one.waits.percentile_99 <= one.waits.longest
         assert sum(one.waits.by_cause.values()) == pytest.approx(1 if one.waits.by_cause else 0)
         assert (one.accelerators is None) == (one.step_time > 0)
-        assert bool(one.bound_by) == (one.name != "replay")
-        starts = [start for start, _ in one.waits.timeline]
-        assert starts == sorted(starts)
-        assert max(wait for _, wait in one.waits.timeline) == one.waits.longest
+        assert one.bound_by in ("step", "disk", "memory", "CPU", "other")
     cold = result.measurements[0]
     assert cold.accelerators == int(cold.tokens_per_second // 10_000)
 
@@ -62,7 +56,6 @@ def test_bench_without_dropping_the_cache_has_no_cold_measurement(config: Datase
     result = bench(config, drop_cache=False, prefetch=0, **SHORT)
     assert [one.name for one in result.measurements] == ["paced", "warm"]
     assert result.page_cache == "left as it was"
-    assert result.perfect_share is None
 
 
 def test_bench_feeds_several_ranks_from_separate_processes(config: DatasetConfig) -> None:
@@ -81,13 +74,10 @@ def test_bench_of_a_run_with_a_cache_folder(config: DatasetConfig, tmp_path: Pat
     assert num_files[-1] == "9 files)"
 
 
-def test_the_picture_is_well_formed_and_the_text_complete(config: DatasetConfig) -> None:
-    result = bench(config, replay=True, **SHORT)
-    root = ElementTree.fromstring(waits_picture(result))
-    texts = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
+def test_the_text_has_a_line_for_each_measurement(config: DatasetConfig) -> None:
+    result = bench(config, **SHORT)
     lines = format_result(result).splitlines()
     for one in result.measurements:
-        assert any(text.startswith(one.name) for text in texts)
         assert any(line.startswith(one.name) for line in lines)
     assert f"{result.num_samples:,} samples of 16 tokens" in lines[0]
 
@@ -104,12 +94,10 @@ def test_the_verb_takes_a_configuration(
     path = tmp_path / "run.yaml"
     arguments = {"data-path": config.blend[0], "split": "1,0,0", "seq-length": 16, "lr": 0.1}
     path.write_text(json.dumps({**arguments, "num-samples": [50, 0, 0]}))
-    picture = tmp_path / "waits.svg"
-    status, output, _ = run(capsys, path, "--json", "--svg", picture, *SHORT_OPTIONS)
+    status, output, _ = run(capsys, path, "--json", *SHORT_OPTIONS)
     assert status == 0
     assert json.loads(output)["num_samples"] >= 50
     assert json.loads(output).keys() == BenchResult.__dataclass_fields__.keys()
-    assert ElementTree.parse(picture).getroot().tag.endswith("svg")
 
 
 def test_the_verb_takes_a_path_prefix(
@@ -136,28 +124,36 @@ def test_bad_input_is_one_clear_error(
         ([tmp_path / "run.toml", "--seed", 1], "leave out --sequence-length and --seed"),
         ([tmp_path / "gone", "--sequence-length", 16], "gone"),
         ([prefix, "--sequence-length", 16, "--seed", -1], "seed is -1"),
-        ([prefix, "--sequence-length", 16, "--seconds", 0], "seconds is 0"),
-        ([prefix, "--sequence-length", 16, "--seconds", "nan"], "seconds is nan"),
-        ([prefix, "--sequence-length", 16, "--step-time", -1], "step_time is -1"),
-        (
-            [prefix, "--sequence-length", 16, "--accelerator-tokens-per-second", "inf"],
-            "accelerator_tokens_per_second is inf",
-        ),
         (
             [prefix, "--sequence-length", 16, "--micro-batch-size", 100, "--ranks", 1],
             "lower one of them, or use more data",
         ),
-        (
-            [prefix, "--sequence-length", 16, "--svg", tmp_path / "no" / "x.svg"],
-            "make it first",
-        ),
-        ([prefix, "--sequence-length", 16, "--svg", tmp_path], "give another --svg"),
-        ([prefix, "--sequence-length", 16, "--svg", ""], "give another --svg"),
     ]:
         status, output, error = run(capsys, *arguments)
         assert (status, output) == (1, "")
         assert message in error
         assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("seconds", 0),
+        ("seconds", "nan"),
+        ("step-time", -1),
+        ("accelerator-tokens-per-second", "inf"),
+        ("ranks", 1025),
+        ("threads", 0),
+    ],
+)
+def test_options_outside_their_limits_are_wrong_usage(
+    capsys: pytest.CaptureFixture[str], option: str, value: object
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "data", "--sequence-length", "16", f"--{option}={value}"])
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert f"{option.replace('-', '_')} must be" in message
+    assert f"not {value}" in message
 
 
 def test_a_run_without_training_data_is_refused(

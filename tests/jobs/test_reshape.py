@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from millrace import ConfigError, DataError, IndexedDataset, IndexedDatasetBuilder
-from millrace.jobs import convert, merge, split
+from millrace.jobs import convert, converting, merge, split
 from millrace.store import verify
 
 
@@ -110,7 +110,7 @@ def test_a_damaged_part_cannot_be_merged(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [{}, {"documents": 1, "num_bytes": 1}, {"documents": 0}])
 def test_a_split_needs_one_size(tmp_path: Path, options: dict[str, int]) -> None:
     write(tmp_path / "a")
-    with pytest.raises(ConfigError, match="give one of them, at least 1"):
+    with pytest.raises(ConfigError, match="documents"):
         split(str(tmp_path / "a"), str(tmp_path / "s"), **options)
 
 
@@ -160,14 +160,12 @@ def test_rows_become_documents(tmp_path: Path) -> None:
 def test_documents_longer_than_a_chunk_are_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from millrace.jobs import reshape
-
     tokens = np.random.default_rng(0).integers(0, 9, 200).astype(np.uint16)
     tokens[60:140] = 5
     np.save(tmp_path / "in.npy", tokens)
     convert(str(tmp_path / "in.npy"), str(tmp_path / "a"), document_end=0)
-    monkeypatch.setattr(reshape, "_CHUNK", 7)
-    monkeypatch.setattr(reshape, "_MAX_LENGTH", 1000)
+    monkeypatch.setattr(converting, "_CHUNK", 7)
+    monkeypatch.setattr(converting, "_MAX_LENGTH", 1000)
     convert(str(tmp_path / "in.npy"), str(tmp_path / "b"), document_end=0)
     assert content(tmp_path / "a") == content(tmp_path / "b")
 
@@ -328,3 +326,58 @@ def test_two_writers_of_one_array_leave_it_whole(tmp_path: Path) -> None:
         thread.join()
     assert errors == []
     assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("modes", [False, True])
+@pytest.mark.parametrize("dtype", [None, "int32"])
+def test_an_eod_token_is_appended_to_documents_that_lack_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, modes: bool, dtype: str | None
+) -> None:
+    monkeypatch.setattr(converting, "_EOD_CHUNK", 40)
+    eod = 70 if dtype is None else 70_000
+    for seed in range(4):
+        write(tmp_path / "a", seed, modes=modes)
+        convert(tmp_path / "a", tmp_path / "b", append_eod=eod, dtype=dtype)
+        source, target = IndexedDataset(tmp_path / "a"), IndexedDataset(tmp_path / "b")
+        assert verify([target.prefix])[0].problems == []
+        assert target.dtype == np.dtype(dtype or source.dtype)
+        assert target.num_documents == source.num_documents
+        assert len(target) == len(source)
+        if modes:
+            assert np.array_equal(target.sequence_modes, source.sequence_modes)
+        for number in range(source.num_documents):
+            tokens = source.document(number).tolist()
+            end = [eod] if tokens and tokens[-1] != eod else []
+            assert target.document(number).tolist() == tokens + end
+        convert(tmp_path / "b", tmp_path / "c", append_eod=eod)
+        assert content(tmp_path / "c") == content(tmp_path / "b")  # each document has it
+
+
+def test_an_eod_token_and_origins_are_kept_together(tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(tmp_path / "a", np.uint16, checksums=True) as builder:
+        builder.add_documents([1, 2, 3], [2, 0, 1])
+        builder.add_origins(["web.jsonl"], [0, 0, 0], [1, 2, 3], [0, 9, 18], ["x", None, "z"])
+    convert(tmp_path / "a", tmp_path / "b", append_eod=3)
+    converted = IndexedDataset(tmp_path / "b")
+    assert converted.tokens.tolist() == [1, 2, 3, 3]
+    assert converted.origin(2) == IndexedDataset(tmp_path / "a").origin(2)
+    convert(tmp_path / "a", tmp_path / "b", append_eod=3, origins=False)
+    assert IndexedDataset(tmp_path / "b").origin(2) is None
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "message"),
+    [
+        ("b", {"append_eod": 70_000}, "70000.* uint16"),
+        ("b", {"append_eod": 2**63}, "append_eod must be between"),
+        ("b.npy", {"append_eod": 1}, "append_eod needs documents"),
+    ],
+)
+def test_an_eod_token_that_cannot_be_appended_is_refused(
+    tmp_path: Path, target: str, options: dict[str, Any], message: str
+) -> None:
+    write(tmp_path / "a")
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match=message):
+        convert(tmp_path / "a", tmp_path / target, **options)
+    assert sorted(tmp_path.iterdir()) == before

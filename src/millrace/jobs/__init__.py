@@ -2,8 +2,9 @@
 
 from millrace.jobs.benchmarking import BenchResult, bench
 from millrace.jobs.cache import CacheEntry, list_cache, prune_cache
+from millrace.jobs.converting import convert
 from millrace.jobs.indexing import IndexResult, index
-from millrace.jobs.reshape import convert, merge, split
+from millrace.jobs.reshape import merge, split
 from millrace.jobs.shuffling import ShuffleResult, shuffle
 from millrace.tokenizing import TokenizeResult, tokenize
 

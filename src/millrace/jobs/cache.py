@@ -7,13 +7,14 @@ import dataclasses
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from millrace.cache import arrays
 from millrace.errors import CacheError, ConfigError
 from millrace.files import file_lock, written_name
+from millrace.option_class import StrPath, check_options, option
 from millrace.order import RULES_VERSION
 from millrace.run.manifest import MANIFEST, Manifest, manifests_lock
 from millrace.store.publish import bin_path, idx_path
@@ -22,6 +23,29 @@ _DAY = 24 * 60 * 60.0
 _FILE = re.compile(
     rf"((?:{MANIFEST})?[0-9a-f]{{32}})(?:{re.escape(arrays.JSON)}|-[^-]+_index\.npy)"
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheOptions:
+    """The option of every action on a cache folder."""
+
+    folder: StrPath = option(help="cache folder", flags="folder", metavar="DIR")
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PruneOptions(CacheOptions):
+    """The options of `prune_cache`."""
+
+    older_than_days: float | None = option(
+        None,
+        help="also remove older runs, and older entries that cannot be judged",
+        flags="--older-than",
+        metavar="DAYS",
+    )
+    dry_run: bool = option(False, help="remove nothing, only list")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +100,9 @@ def prune_cache(
     """Removes what no run can use any more: leftovers, damaged sets and manifests, manifests whose
     token files are gone or changed, and sets that no manifest needs.
 
-    What another process is building stays. So does what cannot be checked from here: data on a
-    disk that is not mounted, files without read permission, records of another version. On a file
-    system without locks, sets and leftovers stay for their first day.
+    What cannot be checked from here stays: data on a disk that is not mounted, files without read
+    permission, records of another version. On a file system without locks, sets and leftovers stay
+    for their first day.
 
     Args:
         folder: Cache folder of runs.
@@ -91,19 +115,33 @@ def prune_cache(
 
     Raises:
         ConfigError: A missing folder.
-        CacheError: An entry could not be removed; the others are.
+        CacheError: Another process is building one of the entries, and nothing is removed; or an
+            entry could not be removed, and the others are.
     """
-    place = os.fspath(folder)
-    useless = _useless(list_cache(place), older_than_days)
-    if dry_run or not useless:
+    options = PruneOptions(folder=folder, older_than_days=older_than_days, dry_run=dry_run)
+    place = os.fspath(options.folder)
+    useless = _useless(list_cache(place), options.older_than_days)
+    if options.dry_run or not useless:
         return useless
     removed, errors = [], []
     # Held to the end, so that no build starts in between that counts on what is removed.
-    with file_lock(manifests_lock(place)):
-        for entry in _useless(list_cache(place), older_than_days):
+    with contextlib.ExitStack() as stack:
+        has_locks = stack.enter_context(file_lock(manifests_lock(place)))
+        names = {entry.name for entry in useless}
+        for name in sorted(names):
             try:
-                if _remove(place, entry):
-                    removed.append(entry)
+                stack.enter_context(file_lock(os.path.join(place, name + arrays.LOCK), limit=0))
+            except BlockingIOError:
+                raise CacheError(
+                    f"another process is building {name} in {place}: prune when it has ended"
+                ) from None
+        for entry in _useless(list_cache(place), options.older_than_days):
+            may_be_built = not has_locks and entry.kind != "run" and entry.age < _DAY
+            if entry.name not in names or may_be_built:
+                continue
+            try:
+                _remove(entry)
+                removed.append(entry)
             except OSError as error:
                 errors.append(f"{error.filename or entry.name}: {error.strerror or error}")
     if errors:
@@ -112,6 +150,20 @@ def prune_cache(
             f"{'; '.join(errors[:5])}"
         )
     return removed
+
+
+def format_entries(entries: Sequence[CacheEntry], state: str) -> str:
+    """Entries as text for people: what each is, and why it goes or cannot be used."""
+    lines = []
+    for entry in entries:
+        data = f", of {len(entry.prefixes)} token files" if entry.prefixes else ""
+        sets = f", needs {', '.join(entry.sets)}" if entry.sets else ""
+        size, days = f"{entry.num_bytes / 1e6:,.1f} MB", f"{entry.age / _DAY:.1f} days old"
+        lines.append(f"{entry.kind:8} {entry.name}  {size}, {days}{data}{sets}")
+        details = [entry.reason] if entry.reason else [*entry.problems, *entry.doubts]
+        lines += [f"  {line}" for line in details]
+    total = sum(entry.num_bytes for entry in entries) / 1e6
+    return "\n".join([*lines, f"{len(entries)} entries {state}, {total:,.1f} MB"])
 
 
 def _useless(entries: list[CacheEntry], older_than_days: float | None) -> list[CacheEntry]:
@@ -173,14 +225,13 @@ def _findings(folder: str, entry: CacheEntry, check_contents: bool) -> dict[str,
     record = arrays.read_record(path)
     if record is None:
         return {"kind": "leftover"}
-    sets = _names(record.get("sets"))
     if record.get("logic") != RULES_VERSION:
         doubt = f"another version of millrace wrote it (its rules are {record.get('logic')!r})"
-        return {"sets": sets, "doubts": [doubt]}
+        return {"sets": _names(record.get("sets")), "doubts": [doubt]}
     if entry.kind == "run":
         manifest = Manifest.read(path)
         if manifest is None:  # removed meanwhile, or with other entries than ours
-            return {"sets": sets, "doubts": ["it cannot be understood"]}
+            return {"sets": _names(record.get("sets")), "doubts": ["it cannot be understood"]}
         return _judge(manifest, folder)
     array_set = arrays.load(folder, entry.name)
     if array_set is None:
@@ -241,21 +292,8 @@ def _has_files(folder: str) -> bool:
         return False
 
 
-def _remove(folder: str, entry: CacheEntry) -> bool:
-    """Removes an entry and returns True; False if a process works, or may work, on it."""
-    try:
-        with file_lock(os.path.join(folder, entry.name + arrays.LOCK), limit=0) as is_alone:
-            if not is_alone and entry.kind != "run" and entry.age < _DAY:
-                return False
-            is_half = written_name(entry.paths[0]) is not None
-            paths = _groups(folder).get((entry.name, is_half), [])
-            now = _entry(folder, entry.name, paths, check_contents=False)
-            if (now.kind, now.paths, now.problems) != (entry.kind, entry.paths, entry.problems):
-                return False  # it was finished, or built anew, since it was listed
-            # The record first: without it the rest is not used.
-            for path in sorted(entry.paths, key=lambda path: not path.endswith(arrays.JSON)):
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
-    except BlockingIOError:
-        return False
-    return True
+def _remove(entry: CacheEntry) -> None:
+    # The record first: without it the rest is not used.
+    for path in sorted(entry.paths, key=lambda path: not path.endswith(arrays.JSON)):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)

@@ -11,9 +11,10 @@ from typing import Any, cast
 
 from millrace.cache import megatron as megatron_cache
 from millrace.checks import limit
-from millrace.engine.progress import Progress
 from millrace.errors import ConfigError
 from millrace.feed import BlendedDataset, GPTDataset
+from millrace.engine.progress import Progress
+from millrace.option_class import option
 from millrace.order import SPLITS, GPTPlan, normalize, parse_split
 from millrace.order.plans import build_arrays
 from millrace.run import DatasetConfig, Datasets
@@ -63,6 +64,91 @@ class IndexResult:
     sizes: dict[str, int]
     num_built: int
     num_found: int
+
+
+def _list(text: str) -> Any:
+    return option(None, help=text, group="data", nargs="+", metavar="ITEM")
+
+
+def _number() -> Any:
+    return option(None, help="", group="order", metavar="N")
+
+
+def _switch(text: str = "") -> Any:
+    return option(None, help=text, group="order")
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexOptions:
+    """The options of `index`: Megatron-LM's are texts, checked together with those of the file."""
+
+    config: str | None = option(
+        None, help="YAML or TOML file of arguments", flags="config", nargs="?", metavar="FILE"
+    )
+    megatron_cache_folder: str | None = option(
+        None,
+        help="output folder: Megatron-LM's --data-cache-path",
+        flags="--megatron-cache",
+        metavar="DIR",
+    )
+    tokenizer_identifiers: str | None = option(
+        None,
+        help="identifiers of Megatron-LM's tokenizer, part of those files' names: JSON, a JSON "
+        "file, or a *-description.txt written by Megatron-LM",
+        metavar="JSON",
+    )
+    wait_limit: float | None = option(
+        None,
+        help="maximum wait for another process that builds the same indices",
+        default_text="no limit",
+        metavar="SECONDS",
+    )
+    data_path: Sequence[str] | None = _list(
+        "list divided by --split: prefixes, or a weight before each prefix"
+    )
+    train_data_path: Sequence[str] | None = _list("list for train only")
+    valid_data_path: Sequence[str] | None = _list("list for valid only")
+    test_data_path: Sequence[str] | None = _list("list for test only")
+    data_args_path: str | None = option(
+        None, help="file with the --data-path list", group="data", metavar="FILE"
+    )
+    per_split_data_args_path: str | None = option(
+        None, help="JSON file with a list per split", group="data", metavar="FILE"
+    )
+    split: str | None = option(
+        None, help='train, valid, test: "969,30,1"', group="data", metavar="SHARES"
+    )
+    seq_length: str | None = _number()
+    seed: str | None = _number()
+    train_samples: str | None = _number()
+    train_iters: str | None = _number()
+    global_batch_size: str | None = _number()
+    eval_iters: str | None = _number()
+    eval_interval: str | None = _number()
+    eval_global_batch_size: str | None = _number()
+    start_eval_at_iter: str | None = _number()
+    num_dataset_builder_threads: str | None = _number()
+    num_samples: Sequence[str] | None = option(
+        None,
+        help="instead of iterations and batch sizes: whole numbers, or none for one epoch",
+        group="order",
+        nargs=3,
+        metavar=("TRAIN", "VALID", "TEST"),
+    )
+    mid_level_dataset_surplus: str | None = option(None, help="", group="order", metavar="SHARE")
+    skip_train: bool | None = _switch()
+    full_validation: bool | None = _switch()
+    multiple_validation_sets: bool | None = _switch()
+    any_tokenizer: bool | None = _switch(
+        "mix data of different tokenizers, too (millrace's own option)"
+    )
+    data_cache_path: str | None = option(
+        None,
+        help="output folder: millrace's cache",
+        flags=("--data-cache-path", "--cache"),
+        group="order",
+        metavar="DIR",
+    )
 
 
 def index(

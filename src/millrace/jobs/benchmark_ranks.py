@@ -1,0 +1,254 @@
+"""What one rank of `bench` measures: waits for batches, in its own process."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.checks import real
+from millrace.errors import ConfigError
+from millrace.feed import BlendedDataset, GPTDataset, Loader, Sampler, SequentialSampler
+from millrace.engine import Task
+from millrace.option_class import check_options, option
+from millrace.run import DatasetConfig, build_datasets
+
+_BLOCK_SIZE = 512  # bytes, the unit of `ru_inblock`
+_TOKENS = ("tokens", "labels")
+
+
+def _positive(name: str, value: Any) -> float:
+    number = real(name, value)
+    if not 0 < number < float("inf"):  # NaN too
+        raise ConfigError(f"{name} must be a finite number above 0, not {number:g}")
+    return number
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """The options of `bench`. An accelerator's rate is about what one H100 makes of a model of
+    8 billion parameters at half its peak: 6 operations per parameter and token, 495 * 10**12
+    operations per second."""
+
+    micro_batch_size: int = option(1, help="samples in a batch", least=1, group="loader")
+    ranks: int = option(1, help="ranks to feed, each a process", least=1, most=1024, group="loader")
+    threads: int = option(1, help="threads of each rank", least=1, group="loader")
+    prefetch: int | None = option(
+        None,
+        help="ready batches of each rank; 0: each is made on demand",
+        default_text="by their size",
+        least=0,
+        group="loader",
+    )
+    fields: Sequence[str] | None = option(
+        None,
+        help="arrays of a batch",
+        default_text="tokens labels loss_mask position_ids",
+        group="loader",
+        metavar="NAME",
+    )
+    token_dtype: str = option(
+        "int64",
+        help="dtype of tokens and labels; file: as in the token files",
+        choices=("int64", "int32", "file"),
+        group="loader",
+    )
+    seconds: float = option(
+        5.0, help="length of each measurement", check=_positive, group="measurement", metavar="S"
+    )
+    step_time: float = option(
+        0.01, help="simulated training step", check=_positive, group="measurement", metavar="S"
+    )
+    drop_cache: bool = option(
+        True,
+        help="leave the page cache as it is, and make no cold measurement",
+        flags="--keep-cache",
+        group="measurement",
+    )
+    accelerator_tokens_per_second: float = option(
+        10_000,
+        help="tokens that one accelerator trains on in a second",
+        check=_positive,
+        group="measurement",
+        metavar="N",
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+class BenchKeywords(TypedDict, total=False):
+    """The options of `bench` as keywords."""
+
+    micro_batch_size: int
+    ranks: int
+    threads: int
+    prefetch: int | None
+    fields: Sequence[str] | None
+    token_dtype: str
+    seconds: float
+    step_time: float
+    drop_cache: bool
+    accelerator_tokens_per_second: float
+
+
+class BenchJob(NamedTuple):
+    """What the processes of the ranks share."""
+
+    config: DatasetConfig
+    options: BenchOptions
+
+
+class Pass(NamedTuple):
+    """One measurement on one rank; `waits` has the seconds of each step."""
+
+    name: str
+    step_time: float
+    seconds: float
+    waits: NDArray[np.float64]
+    by_cause: dict[str, float]
+    cpu_seconds: float
+    disk_bytes: int
+    memory_bytes: int
+
+
+class RankReport(NamedTuple):
+    """What one rank has measured."""
+
+    num_samples: int
+    token_bytes: int
+    fields: list[str]
+    opening_seconds: float
+    first_batch_seconds: float
+    passes: list[Pass]
+
+
+def measure_rank(job: BenchJob, task: Task) -> RankReport:
+    """Makes the measurements of some names on one rank."""
+    own = job.options
+    start = time.perf_counter()
+    dataset = build_datasets(job.config).train
+    if dataset is None:
+        raise ConfigError("the split leaves no training data to measure: give train a share")
+    opening_seconds = time.perf_counter() - start
+    sampler = SequentialSampler(
+        len(dataset),
+        micro_batch_size=own.micro_batch_size,
+        data_parallel_rank=task.number,
+        data_parallel_size=own.ranks,
+    )
+    if len(dataset) < 2 * sampler.block_size:
+        raise ConfigError(
+            f"a step takes micro_batch_size * ranks = {sampler.block_size} samples; the data have "
+            f"{len(dataset)}, and at least 2 steps are needed: lower one of them, or use more data"
+        )
+    token_bytes = _token_bytes(dataset)
+    with _loader(own, dataset, sampler) as loader:
+        batch = next(loader)
+        first_batch_seconds = time.perf_counter() - start
+        first = task.payload[0]
+        step_time = 0.0 if first == "cold" else own.step_time
+        passes = [_draw(first, loader, own.seconds, step_time, token_bytes)]
+    if "warm" in task.payload:
+        with _loader(own, dataset, sampler) as loader:
+            num_steps = _draw("", loader, own.seconds, 0.0, token_bytes).waits.size
+        with _loader(own, dataset, _Cycle(sampler, num_steps)) as loader:
+            passes.append(_draw("warm", loader, own.seconds, 0.0, token_bytes))
+    return RankReport(
+        num_samples=len(dataset),
+        token_bytes=token_bytes,
+        fields=list(batch),
+        opening_seconds=opening_seconds,
+        first_batch_seconds=first_batch_seconds,
+        passes=passes,
+    )
+
+
+def _loader(options: BenchOptions, dataset: Any, sampler: Sampler) -> Loader:
+    return Loader(
+        dataset,
+        sampler=sampler,
+        fields=None if options.fields is None else tuple(options.fields),
+        token_dtype=options.token_dtype,
+        threads=options.threads,
+        prefetch=options.prefetch,
+    )
+
+
+def _token_bytes(dataset: GPTDataset | BlendedDataset) -> int:
+    """Bytes of a token in the first token file."""
+    part: Any = dataset.datasets[0] if isinstance(dataset, BlendedDataset) else dataset
+    return int(part.dataset.dtype.itemsize)
+
+
+def _draw(name: str, loader: Loader, seconds: float, step_time: float, token_bytes: int) -> Pass:
+    """Draws batches for some seconds, or to the end of the data; at least one."""
+    waits: list[float] = []
+    causes = dict(loader.wait_stats().by_cause)
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    start = after = time.perf_counter()
+    while after - start < seconds:
+        before = time.perf_counter()
+        following = next(loader, None)
+        if following is None:
+            break
+        batch = following
+        after = time.perf_counter()
+        waits.append(after - before)
+        if step_time:
+            time.sleep(step_time)
+            after = time.perf_counter()
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    written, num_tokens = _bytes_written(batch)
+    by_cause = loader.wait_stats().by_cause
+    return Pass(
+        name=name,
+        step_time=step_time,
+        seconds=after - start,
+        waits=np.array(waits),
+        by_cause={cause: total - causes.get(cause, 0.0) for cause, total in by_cause.items()},
+        cpu_seconds=used.ru_utime + used.ru_stime - usage.ru_utime - usage.ru_stime,
+        disk_bytes=(used.ru_inblock - usage.ru_inblock) * _BLOCK_SIZE,
+        memory_bytes=len(waits) * (written + num_tokens * token_bytes),
+    )
+
+
+def _bytes_written(batch: dict[str, NDArray[Any]]) -> tuple[int, int]:
+    """Bytes that a batch takes to write, and its number of tokens.
+
+    Views of one buffer count once, and arrays that all batches share, which are read-only, do not.
+    """
+    owners = {}
+    for array in batch.values():
+        owner = array if array.base is None or not hasattr(array.base, "nbytes") else array.base
+        if array.flags.writeable:
+            owners[id(owner)] = owner.nbytes
+    num_tokens = max((array.size for name, array in batch.items() if name in _TOKENS), default=0)
+    return sum(owners.values()), num_tokens
+
+
+class _Cycle:
+    """A sampler's first steps, over and over.
+
+    Args:
+        sampler: The sampler; its steps start at 0, block_size, 2 * block_size, ...
+        num_steps: Number of steps.
+    """
+
+    def __init__(self, sampler: SequentialSampler, num_steps: int) -> None:
+        self._sampler = sampler
+        self.size = sampler.block_size * num_steps
+
+    def has_step(self, consumed_samples: int) -> bool:
+        return True
+
+    def sample_numbers(self, consumed_samples: int) -> NDArray[np.int64]:
+        return self._sampler.sample_numbers(consumed_samples % self.size)
+
+    def consumed_after(self, consumed_samples: int) -> int:
+        return consumed_samples + self._sampler.block_size
