@@ -21,10 +21,10 @@ import pytest
 
 from millrace import IndexedDataset, cli, jobs
 from millrace.demo import run_demo
+from millrace.encoding.training import train_tokenizer
 from millrace.jobs import cache, converting, indexing, reshape
 from millrace.jobs.benchmark_ranks import BenchKeywords, BenchOptions
 from millrace.option_class import keywords_of
-from millrace.text.training import train_tokenizer
 from tests import conftest
 from tests.conftest import make_texts, write_jsonl
 from tests.shard_folders import make_sequences, write_sequences

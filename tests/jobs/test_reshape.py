@@ -14,6 +14,7 @@ import pytest
 
 from millrace import ConfigError, DataError, IndexedDataset, IndexedDatasetBuilder
 from millrace.jobs import convert, converting, merge, split
+from millrace.provenance import OriginsWriter
 from millrace.store import verify
 
 
@@ -356,7 +357,8 @@ def test_an_eod_token_is_appended_to_documents_that_lack_it(
 def test_an_eod_token_and_origins_are_kept_together(tmp_path: Path) -> None:
     with IndexedDatasetBuilder(tmp_path / "a", np.uint16, checksums=True) as builder:
         builder.add_documents([1, 2, 3], [2, 0, 1])
-        builder.add_origins(["web.jsonl"], [0, 0, 0], [1, 2, 3], [0, 9, 18], ["x", None, "z"])
+    with OriginsWriter(tmp_path / "a") as writer:
+        writer.add(["web.jsonl"], [0, 0, 0], [1, 2, 3], [0, 9, 18], ["x", None, "z"])
     convert(tmp_path / "a", tmp_path / "b", append_eod=3)
     converted = IndexedDataset(tmp_path / "b")
     assert converted.tokens.tolist() == [1, 2, 3, 3]

@@ -134,15 +134,15 @@ def convert(
 
 def _convert_pair(dataset: IndexedDataset, target: str, options: ConvertOptions) -> None:
     provenance: dict[str, Any] = {"converted": os.fspath(options.source)}
-    if options.append_eod is None:
-        with pair_builder(options, target, [dataset], provenance, dtype=options.dtype) as builder:
-            builder.add_index(dataset, change_dtype=options.dtype is not None)
-        return
-    require_sound(dataset)
-    if dataset.dtype.kind not in "iu":
-        raise ConfigError(f"append_eod needs integers; {dataset.prefix} holds {dataset.dtype}")
-    provenance["append_eod"] = options.append_eod
+    if options.append_eod is not None:
+        require_sound(dataset)
+        if dataset.dtype.kind not in "iu":
+            raise ConfigError(f"append_eod needs integers; {dataset.prefix} holds {dataset.dtype}")
+        provenance["append_eod"] = options.append_eod
     with pair_builder(options, target, [dataset], provenance, dtype=options.dtype) as builder:
+        if options.append_eod is None:
+            builder.add_index(dataset, change_dtype=options.dtype is not None)
+            return
         bounds = bounds_by_size(dataset, _EOD_CHUNK * dataset.dtype.itemsize)
         for start, stop in itertools.pairwise(bounds):
             _add_with_eod(builder, dataset, start, stop, options.append_eod)
