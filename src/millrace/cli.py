@@ -23,6 +23,8 @@ from millrace.checks import printable_lines
 from millrace.demo import run_demo
 from millrace.encoding import Tokenizer
 from millrace.encoding.training import train_tokenizer
+from millrace.engine import ENVIRONMENT
+from millrace.engine.progress import Progress
 from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.files import atomic_file
 from millrace.interrupts import interrupt_once
@@ -31,11 +33,8 @@ from millrace.jobs.benchmark_ranks import BenchOptions
 from millrace.jobs.benchmarking import RunOptions, run_of
 from millrace.jobs.cache import CacheOptions, PruneOptions, format_entries
 from millrace.jobs.converting import ConvertOptions
-from millrace.engine import ENVIRONMENT
 from millrace.jobs.indexing import IndexOptions
-from millrace.engine.progress import Progress
 from millrace.jobs.reshape import MergeOptions, SplitOptions
-from millrace.shuffling.domains import read_input_list as read_domains
 from millrace.names import JOURNAL, SHUFFLE_JOURNAL
 from millrace.option_class import (
     StrPath,
@@ -49,6 +48,7 @@ from millrace.option_class import (
 from millrace.run import arguments as run_arguments
 from millrace.shards import read_metadata, verify_shards
 from millrace.shards.metadata import is_shards_folder
+from millrace.shuffling.domains import read_input_list as read_domains
 from millrace.store import IndexedDataset, verify
 from millrace.text import SentenceSplitter, read_input_list
 

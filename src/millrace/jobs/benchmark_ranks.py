@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.checks import real
+from millrace.engine import Task
 from millrace.errors import ConfigError
 from millrace.feed import BlendedDataset, GPTDataset, Loader, Sampler, SequentialSampler
-from millrace.engine import Task
 from millrace.option_class import check_options, option
 from millrace.run import DatasetConfig, build_datasets
 

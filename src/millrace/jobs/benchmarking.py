@@ -11,6 +11,7 @@ import numpy as np
 
 from millrace.cache import arrays
 from millrace.cores import available_cores
+from millrace.engine import Task, run_local
 from millrace.errors import ConfigError
 from millrace.jobs.benchmark_limits import copy_bytes_per_second, drop_from_page_cache
 from millrace.jobs.benchmark_ranks import (
@@ -21,7 +22,6 @@ from millrace.jobs.benchmark_ranks import (
     RankReport,
     measure_rank,
 )
-from millrace.engine import Task, run_local
 from millrace.option_class import option
 from millrace.run import DatasetConfig, arguments
 from millrace.run.config import source_of

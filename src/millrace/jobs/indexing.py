@@ -11,9 +11,9 @@ from typing import Any, cast
 
 from millrace.cache import megatron as megatron_cache
 from millrace.checks import limit
+from millrace.engine.progress import Progress
 from millrace.errors import ConfigError
 from millrace.feed import BlendedDataset, GPTDataset
-from millrace.engine.progress import Progress
 from millrace.option_class import option
 from millrace.order import SPLITS, GPTPlan, normalize, parse_split
 from millrace.order.plans import build_arrays
