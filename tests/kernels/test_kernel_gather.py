@@ -173,34 +173,23 @@ def assert_refused(
                 pieces_of(module, roomy[0], sample_numbers, **options)
 
 
-@pytest.mark.parametrize("dtype", TOKEN_DTYPES)
-@pytest.mark.parametrize("extra", [False, True])
-@pytest.mark.parametrize("partial", [False, True])
-@pytest.mark.parametrize("sequence_length", [1, 2, 7, 8, 31, 64, 300])
-def test_equals_its_twin(dtype: Any, extra: bool, partial: bool, sequence_length: int) -> None:
-    for seed in range(2):
-        arrays = make_arrays(seed, sequence_length, extra=extra, partial=partial, dtype=dtype)
-        numbers = np.arange(len(arrays["shuffle_index"]))
-        for pad_token, eod_token in (
-            (None, 3),
-            (5, 3),
-            (3, 3),
-            (None, None),
-            (-1, -1),
-            (None, 0),
-            (2**40, 0),
-        ):
-            assert_twin(
-                [arrays],
-                np.zeros_like(numbers),
-                numbers,
-                sequence_length=sequence_length,
-                add_extra_token=extra,
-                pad_token=pad_token,
-                eod_token=eod_token,
-                reset_position_ids=seed == 0,
-                eod_mask_loss=pad_token != 5,
-            )
+@pytest.mark.parametrize("pads", [(None, 3), (5, 3), (3, 3), (-1, -1), (2**40, 0)])
+@pytest.mark.parametrize("sequence_length", [1, 8, 300])
+def test_equals_its_twin(pads: tuple[int | None, int], sequence_length: int) -> None:
+    extra = sequence_length == 8
+    arrays = make_arrays(7, sequence_length, extra=extra, partial=True)
+    numbers = np.arange(len(arrays["shuffle_index"]))
+    assert_twin(
+        [arrays],
+        np.zeros_like(numbers),
+        numbers,
+        sequence_length=sequence_length,
+        add_extra_token=extra,
+        pad_token=pads[0],
+        eod_token=pads[1],
+        reset_position_ids=True,
+        eod_mask_loss=True,
+    )
 
 
 @given(data=st.data())
@@ -242,14 +231,14 @@ def test_equals_its_twin_for_any_batch(data: st.DataObject) -> None:
     )
 
 
-@pytest.mark.parametrize("batch", [0, 1, 2] + [2**k + d for k in range(2, 13) for d in (-1, 0, 1)])
+@pytest.mark.parametrize("batch", [0, 1, 2] + [2**k + d for k in (3, 7, 12) for d in (-1, 0, 1)])
 def test_equals_its_twin_for_batches_of_any_size(batch: int) -> None:
     arrays = make_arrays(1, 3, extra=True)
     numbers = np.random.default_rng(batch).integers(0, len(arrays["shuffle_index"]), batch)
     assert_twin([arrays], np.zeros_like(numbers), numbers, sequence_length=3)
 
 
-@pytest.mark.parametrize("length", [2**k + d for k in range(1, 13) for d in (-1, 0, 1)])
+@pytest.mark.parametrize("length", [2**k + d for k in (1, 4, 9, 12) for d in (-1, 0, 1)])
 def test_equals_its_twin_for_sequences_of_any_size(length: int) -> None:
     arrays = make_arrays(2, 511, extra=True, num_sequences=2, max_length=length, partial=True)
     numbers = np.arange(len(arrays["shuffle_index"]))
