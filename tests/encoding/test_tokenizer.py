@@ -240,35 +240,6 @@ def test_pickling_keeps_the_options(
     assert copy.fingerprints == tokenizer.fingerprints
 
 
-# ---- unknown tokens ----
-
-
-@pytest.mark.parametrize(
-    ("model", "expected"),
-    [
-        ({"type": "BPE", "vocab": {"<unk>": 0, "a": 1}, "merges": [], "unk_token": "<unk>"}, 0),
-        ({"type": "BPE", "vocab": {"<unk>": 0, "a": 1}, "merges": []}, None),
-        ({"type": "WordLevel", "vocab": {"a": 0, "[UNK]": 1}, "unk_token": "[UNK]"}, 1),
-        ({"type": "Unigram", "vocab": [["<unk>", 0.0], ["a", -1.0]], "unk_id": 0}, 0),
-    ],
-)
-def test_the_unknown_token(tmp_path: Path, model: dict[str, Any], expected: int | None) -> None:
-    path = tmp_path / "t.json"
-    path.write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
-    tokenizer = Tokenizer(path)
-    assert tokenizer.unknown == expected
-    if expected is not None:
-        assert ids_of(tokenizer, "水") == [expected]
-
-
-def test_a_vocabulary_with_all_bytes_has_no_unknown_token(
-    tmp_path: Path, tokenizer_file: Path
-) -> None:
-    model = json.loads(tokenizer_file.read_text())["model"]
-    path = edited(tokenizer_file, tmp_path / "t.json", model={**model, "unk_token": "the"})
-    assert Tokenizer(path).unknown is None
-
-
 # ---- transformers folders ----
 
 
@@ -355,7 +326,7 @@ def test_sentencepiece_ids(
     texts = ["", TEXT, "  a  b ", "</s> is text", *make_texts(30)]
     expected = library.encode(texts, add_bos=add_special_tokens, add_eos=add_special_tokens)
     assert tokenizer.encode(texts) == expected
-    assert (tokenizer.bos, tokenizer.eod, tokenizer.unknown) == (1, 2, None)
+    assert (tokenizer.bos, tokenizer.eod) == (1, 2)
     assert tokenizer.vocabulary_size == 400
     assert tokenizer.decode([*ids_of(tokenizer.with_encoder("sentencepiece"), "a b")]) in (
         "a b",
@@ -384,12 +355,6 @@ def test_any_sentencepiece_model_is_encoded_as_its_library_does(
     tokenizer = Tokenizer(path)
     texts = [*make_texts(40, seed=5), "a<sep>b <cls>", "[A](B) c", "\uff08B) ﬁ", " \t "]
     assert tokenizer.encode(texts) == tokenizer.with_encoder("sentencepiece").encode(texts)
-
-
-def test_a_sentencepiece_model_may_yield_unknown_tokens(tmp_path: Path) -> None:
-    tokenizer = Tokenizer(train_sentencepiece(tmp_path / "t.model", vocab_size=160))
-    assert tokenizer.unknown == 0
-    assert 0 in ids_of(tokenizer, "ж")
 
 
 # ---- tiktoken ----

@@ -26,7 +26,6 @@ def test_a_tokenizer_is_trained_on_files(tmp_path: Path) -> None:
     assert tokenizer.vocabulary_size == 330
     assert tokenizer.special_tokens() == {"<|endoftext|>": 0}
     assert tokenizer.encoder_name == "fastokens"
-    assert tokenizer.unknown is None
     assert result.num_texts == 200
     assert result.num_bytes == sum(len(text.encode()) for text in texts)
     assert len(tokenizer.encode(["the water"])[0]) < 4

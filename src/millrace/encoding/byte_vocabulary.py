@@ -28,7 +28,6 @@ class ByteVocabulary:
     largest_id = 256
     eod_token = _EOD
     bos_token = None
-    unknown = None
     fingerprint = file_sha256 = sha256(b"millrace bytes")
 
     def id_of(self, token: str) -> int | None:

@@ -36,7 +36,6 @@ class FunctionVocabulary:
     option_names: tuple[str, ...] = ()
     options = VocabularyOptions()
     bos_token = None
-    unknown = None
 
     @property
     def largest_id(self) -> int:

@@ -109,27 +109,6 @@ class JsonVocabulary:
         return max(itertools.chain(numbers, added), default=-1)
 
     @cached_property
-    def unknown(self) -> int | None:
-        model = self.config["model"]
-        if model.get("type") == "Unigram":
-            number = model.get("unk_id")
-        else:
-            token = model.get("unk_token")
-            number = None if token is None else self.id_of(token)
-        return None if number is None or self._has_all_bytes() else int(number)
-
-    def _has_all_bytes(self) -> bool:
-        """Whether the model has a token for each byte, so that no text is unknown to it."""
-        model = self.config["model"]
-        if model.get("byte_fallback"):
-            return all(self.id_of(f"<0x{byte:02X}>") is not None for byte in range(256))
-        parts = [self.config.get("pre_tokenizer"), self.config.get("normalizer")]
-        if model.get("type") not in (None, "BPE") or "ByteLevel" not in _types_of(parts):
-            return False
-        alphabet = import_tokenizers().pre_tokenizers.ByteLevel.alphabet()
-        return all(self.id_of(character) is not None for character in alphabet)
-
-    @cached_property
     def fingerprint(self) -> str:
         config = {**_with_defaults(self.config), "truncation": None, "padding": None}
         text = json.dumps(config, sort_keys=True, separators=(",", ":"))
@@ -194,15 +173,6 @@ def _with_defaults(value: Any) -> Any:
         return {**_BPE_DEFAULTS, **value, "merges": pairs}
     parts = {name: _with_defaults(part) for name, part in value.items()}
     return {"use_regex": True, **parts} if value.get("type") == "ByteLevel" else parts
-
-
-def _types_of(value: Any) -> set[str]:
-    """The types of all parts in a tokenizer.json's normalizer or pre-tokenizer."""
-    if isinstance(value, list):
-        return set().union(*map(_types_of, value))
-    if not isinstance(value, dict):
-        return set()
-    return {str(value.get("type"))}.union(*map(_types_of, value.values()))
 
 
 # ---- folders of transformers ----

@@ -79,11 +79,6 @@ class SentencePieceVocabulary:
         return None if number < 0 else str(self.library.id_to_piece(number))
 
     @cached_property
-    def unknown(self) -> int | None:
-        num_bytes = sum(map(self.library.is_byte, range(self.size)))
-        return None if num_bytes == 256 else int(self.library.unk_id())
-
-    @cached_property
     def fingerprint(self) -> str:
         return sha256(self.content)
 

@@ -93,7 +93,6 @@ class TiktokenVocabulary:
     reference_name = "tiktoken"
     encoder_names = ("fastokens", "tiktoken")
     option_names = ("special_tokens_in_text", "tiktoken_pattern")
-    unknown = None
 
     @classmethod
     def matches(cls, path: str, content: bytes) -> bool:

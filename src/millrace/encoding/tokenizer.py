@@ -236,11 +236,6 @@ class Tokenizer:
             )
         return int(number)
 
-    @cached_property
-    def unknown(self) -> int | None:
-        """The id of the unknown token; None if the vocabulary can encode every text."""
-        return self._vocabulary.unknown
-
     def special_tokens(self) -> dict[str, int]:
         """The ids of the special tokens, by name."""
         return self._vocabulary.special_tokens()
@@ -354,7 +349,7 @@ class Tokenizer:
 
     def __getstate__(self) -> dict[str, Any]:
         # Workers need these, but not the reference library that knows them.
-        _ = self.dtype, self.encoder_name, self.unknown, self.fingerprints
+        _ = self.dtype, self.encoder_name, self.fingerprints
         for name in ("bos", "eod"):
             with contextlib.suppress(TextError):  # there may be none
                 getattr(self, name)

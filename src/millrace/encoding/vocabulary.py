@@ -54,7 +54,6 @@ class Vocabulary(Protocol):
         largest_id: Largest id.
         eod_token: End-of-document token that the file names, or None.
         bos_token: Beginning-of-document token that the file names, or None.
-        unknown: Id of the unknown token, or None if encoding never yields it.
         fingerprint: SHA-256 of what decides the ids.
         file_sha256: SHA-256 of the file's bytes.
     """
@@ -75,8 +74,6 @@ class Vocabulary(Protocol):
     def eod_token(self) -> str | None: ...
     @property
     def bos_token(self) -> str | None: ...
-    @property
-    def unknown(self) -> int | None: ...
     @property
     def fingerprint(self) -> str: ...
     @property
