@@ -42,7 +42,7 @@ class Songs(Format):
                     texts = [values[key] for key in query.keys]
                     batch.add(texts, line, byte_offset, title)
                 except BadDocumentError as error:
-                    query.reject(line, byte_offset, str(error), (song,))
+                    query.reject(line, byte_offset, str(error), song)
                 line += song.count(b"\n")
                 byte_offset += len(song) + 2
             yield batch.take(line, stream.position, stream.size)

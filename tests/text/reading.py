@@ -39,8 +39,8 @@ class Reading:
 def read_part(part: Part, keys: Sequence[str] = ("text",), **options: Any) -> Reading:
     reading = Reading(texts=[[] for _ in keys])
 
-    def reject(line: int, byte_offset: int, reason: str, data: Iterable[bytes]) -> None:
-        reading.rejected.append((line, byte_offset, reason, b"".join(data)))
+    def reject(line: int, byte_offset: int, reason: str, data: bytes) -> None:
+        reading.rejected.append((line, byte_offset, reason, data))
 
     if "max_document_size" in options:
         options["max_size"] = options.pop("max_document_size")

@@ -92,12 +92,6 @@ class JsonVocabulary:
         return tokenizer
 
     @cached_property
-    def config(self) -> dict[str, Any]:
-        """The parsed file."""
-        config: dict[str, Any] = json.loads(self.content)
-        return config
-
-    @cached_property
     def size(self) -> int:
         return int(self.library.get_vocab_size(with_added_tokens=True))
 
@@ -110,7 +104,7 @@ class JsonVocabulary:
 
     @cached_property
     def fingerprint(self) -> str:
-        config = {**_with_defaults(self.config), "truncation": None, "padding": None}
+        config = {**_with_defaults(json.loads(self.content)), "truncation": None, "padding": None}
         text = json.dumps(config, sort_keys=True, separators=(",", ":"))
         return sha256(text.encode())
 

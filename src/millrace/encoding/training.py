@@ -163,7 +163,7 @@ class _Texts:
     def _texts_of(self, part: Part, most: int | None) -> Iterator[list[str]]:
         """The texts of a part, up to `most` bytes; the last one may be cut."""
 
-        def refuse(line: int, byte_offset: int, reason: str, data: Iterable[bytes]) -> None:
+        def refuse(line: int, byte_offset: int, reason: str, data: bytes) -> None:
             place = f"{part.unit} {first_line_of(part) + line}"
             raise TextError(f"{part.source}, {place}: {reason}")
 

@@ -16,7 +16,7 @@ from millrace.text.streams import BLOCK_SIZE
 MAX_DOCUMENT_SIZE = 1 << 28
 """Size of the longest line, record or text that is read by default, in bytes."""
 
-Reject = Callable[[int, int, str, Iterable[bytes]], None]
+Reject = Callable[[int, int, str, bytes], None]
 """What is called for each line that cannot be used: with the number of the line within the part,
 the byte offset in the decompressed source (-1 for rows), the reason, and the bytes of the line,
 which a line longer than the limit has not."""
@@ -47,7 +47,7 @@ class Query:
     def reject_long(self, line: int, byte_offset: int, name: str) -> None:
         """Rejects a line, row or text of more than `max_size` bytes; none of them is kept."""
         reason = f"the {name} is longer than {self.max_size} bytes. Raise max_document_size, or "
-        self.reject(line, byte_offset, reason + "remove it", ())
+        self.reject(line, byte_offset, reason + "remove it", b"")
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from millrace.text.streams import BLOCK_SIZE, ByteStream
@@ -23,16 +24,17 @@ class Records(NamedTuple):
     records: list[bytes]
 
 
-class LongRecord(NamedTuple):
-    """A record that is longer than the limit, and was skipped.
+@dataclass
+class LongRecord:
+    """A record that is longer than the limit; it is skipped when the next records are asked for.
 
     Attributes:
         byte_offset: Position of its first byte in the decompressed data.
-        num_newlines: Number of line breaks in the record and its separator.
+        num_newlines: Number of line breaks in the record and its separator, once it is skipped.
     """
 
     byte_offset: int
-    num_newlines: int
+    num_newlines: int = 0
 
 
 def last_end(data: bytes, separator: bytes) -> int:
@@ -70,8 +72,9 @@ def records_of(
             yield Records(offset, records)
             offset += len(data) - len(rest)
         if _num_inside(rest, separator) > max_size:
-            size, num_newlines, data = _skip_record(stream, rest, separator, block_size)
-            yield LongRecord(offset, num_newlines)
+            record = LongRecord(offset)
+            yield record
+            size, record.num_newlines, data = _skip_record(stream, rest, separator, block_size)
             offset += size
             if data:
                 continue

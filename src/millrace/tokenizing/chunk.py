@@ -9,7 +9,7 @@ import json
 import os
 import queue
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -264,9 +264,7 @@ class Rejects:
     def files(self) -> list[str]:
         return [] if self._rows is None else list(self._names)
 
-    def add(
-        self, part: int, line: int, byte_offset: int, reason: str, data: Iterable[bytes]
-    ) -> None:
+    def add(self, part: int, line: int, byte_offset: int, reason: str, data: bytes) -> None:
         """Raises a TextError, or keeps a line that is not a document."""
         if self._on_error == "stop":
             raise TextError(self._message(part, line, byte_offset, reason))
@@ -274,17 +272,14 @@ class Rejects:
             self._rows = self._resources.enter_context(open(self._names[0], "wb"))  # noqa: SIM115
             self._bytes = self._resources.enter_context(open(self._names[1], "wb"))  # noqa: SIM115
         self.count += 1
-        size = 0
         if self._on_error == "quarantine":
-            for piece in data:
-                self._bytes.write(piece)
-                size += len(piece)
+            self._bytes.write(data)
         row = {
             "part": part,
             "line": line,
             "byte_offset": byte_offset,
             "reason": reason,
-            "size": size,
+            "size": len(data) if self._on_error == "quarantine" else 0,
         }
         self._rows.write(json.dumps(row).encode() + b"\n")
 
@@ -321,7 +316,7 @@ def _encode(
             except TextError as error:
                 line, byte_offset = documents.lines[number], documents.byte_offsets[number]
                 data = json.dumps(list(texts)).encode()
-                rejects.add(batch.part, int(line), int(byte_offset), str(error), [data])
+                rejects.add(batch.part, int(line), int(byte_offset), str(error), data)
                 mask[number] = False
         for column in documents.texts:
             for number in np.flatnonzero(~mask).tolist():

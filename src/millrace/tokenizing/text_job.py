@@ -9,7 +9,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -404,13 +404,12 @@ def _first_texts(files: Sequence[InputFile], options: TokenizeOptions) -> Iterat
     """Texts of the first documents, about 200 kB; none of a pipe, which can be read only once."""
     size = skipped = 0
 
-    def skip(line: int, byte_offset: int, reason: str, data: Iterable[bytes]) -> None:
+    def skip(line: int, byte_offset: int, reason: str, data: bytes) -> None:
         """Leaves a line out, which the job itself meets again; ends a file of such lines."""
         nonlocal skipped
-        for chunk in data:
-            skipped += len(chunk)
-            if skipped > _MOST_SKIPPED:
-                raise _TooManyLinesError
+        skipped += len(data) or MB  # a line that is too long comes without its bytes
+        if skipped > _MOST_SKIPPED:
+            raise _TooManyLinesError
 
     for file in files[:_FIRST_FILES]:
         part = next(iter(parts_of(file, MB)), None) if file.size is not None else None

@@ -262,7 +262,9 @@ def _add_rows(rows: Rows, first: int, query: Query, batch: Batch) -> None:
             else:
                 batch.add(texts, first + row, id_=ids[row])
         except BadDocumentError as error:
-            query.reject(first + row, -1, str(error), _row_as_json(query.keys, values))
+            # Bytes that are not UTF-8 become halves of surrogate pairs.
+            row_as_json = json.dumps(dict(zip(query.keys, values, strict=True)), default=_as_text)
+            query.reject(first + row, -1, str(error), row_as_json.encode())
 
 
 def _are_short_texts(columns: list[list[Any]], max_size: int) -> bool:
@@ -281,13 +283,5 @@ def _is_too_long(text: Text, max_size: int) -> bool:
     return sum(len(text.encode()) for text in texts) > max_size
 
 
-def _row_as_json(keys: Sequence[str], values: Sequence[Any]) -> Iterator[bytes]:
-    """The texts of a row, made if they are asked for.
-
-    Bytes that are not UTF-8 become halves of surrogate pairs.
-    """
-    yield json.dumps(dict(zip(keys, values, strict=True)), default=_json_value).encode()
-
-
-def _json_value(value: Any) -> str:
+def _as_text(value: Any) -> str:
     return value.decode(errors="surrogateescape") if isinstance(value, bytes) else str(value)

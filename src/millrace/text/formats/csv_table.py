@@ -59,7 +59,7 @@ class Csv(Format):
                         name = None if id_ is None else id_.decode(errors="replace")
                         batch.add(texts, number, id_=name)
                 except BadDocumentError as error:
-                    query.reject(number, -1, str(error), (row.data,))
+                    query.reject(number, -1, str(error), row.data)
                 number += 1
                 size += len(row.data)
                 if size >= query.block_size:

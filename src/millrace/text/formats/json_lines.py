@@ -109,7 +109,7 @@ def _add_lines(block: Records, first: int, query: Query, batch: Batch, loads: Lo
             id_ = id_of(record, query.id_key, line)
             batch.add(texts_of_record, first + place, offset, id_)
         except BadDocumentError as error:
-            query.reject(first + place, offset, str(error), (content,))
+            query.reject(first + place, offset, str(error), content)
 
 
 def _parse(line: bytes, loads: Loads | None) -> tuple[Any, bool]:

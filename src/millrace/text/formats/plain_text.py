@@ -48,20 +48,21 @@ class PlainText(Format):
                 f'{part.source} is plain text, which has only the key "text"; the keys are: '
                 f"{', '.join(query.keys)}"
             )
-        batch, line, is_empty = Batch(query, part.size), 0, True
+        batch, line, block = Batch(query, part.size), 0, None
         with open_part(part) as stream:
-            for block in records_of(
+            for following in records_of(
                 stream, self._separator, query.max_size, query.block_size, part.byte_offset
             ):
-                is_empty = False
+                line += block.num_newlines if isinstance(block, LongRecord) else 0
+                block = following
                 if isinstance(block, LongRecord):
                     query.reject_long(line, block.byte_offset, "text")
-                    line += block.num_newlines
-                    continue
-                line = self._add_texts(block, line, query, batch)
-                yield batch.take(line, stream.position, stream.size)
-            if is_empty and not self._separator:
+                else:
+                    line = self._add_texts(block, line, query, batch)
+                    yield batch.take(line, stream.position, stream.size)
+            if block is None and not self._separator:
                 self._add_texts(Records(0, [b""]), 0, query, batch)
+            line += block.num_newlines if isinstance(block, LongRecord) else 0
             yield batch.take(line, stream.position, stream.size)
 
     def _add_texts(self, block: Records, line: int, query: Query, batch: Batch) -> int:
@@ -75,7 +76,7 @@ class PlainText(Format):
                 try:
                     batch.add([decode_text(content)], line, offset)
                 except BadDocumentError as error:
-                    query.reject(line, offset, str(error), (content,))
+                    query.reject(line, offset, str(error), content)
             line += record.count(b"\n")
             offset += len(record)
         return line
