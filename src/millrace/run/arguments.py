@@ -111,24 +111,21 @@ Reader = Callable[[str, Any], Any]
 value in its own type; ConfigError for a value that the argument cannot have."""
 
 
-def _int(name: str, value: Any) -> Any:
-    return _number(name, value, int)
+def _number(kind: type[int] | type[float], needed: str) -> Reader:
+    def read(name: str, value: Any) -> Any:
+        try:
+            return kind(str(value))
+        except ValueError:
+            raise ConfigError(f"{name} must be {needed}, not {shown(value)}") from None
+
+    return read
+
+
+_int, _float = _number(int, "a whole number"), _number(float, "a number")
 
 
 def _int_or_none(name: str, value: Any) -> Any:
     return None if value is None or str(value).lower() in ("none", "null") else _int(name, value)
-
-
-def _float(name: str, value: Any) -> Any:
-    return _number(name, value, float)
-
-
-def _number(name: str, value: Any, kind: type[int] | type[float]) -> Any:
-    try:
-        return kind(str(value))
-    except ValueError:
-        what = "a whole number" if kind is int else "a number"
-        raise ConfigError(f"{name} must be {what}, not {shown(value)}") from None
 
 
 def _at_least(least: int) -> Reader:
@@ -151,22 +148,8 @@ def _shares(name: str, value: Any) -> str:
     return ",".join(map(str, parts))
 
 
-def _blend(name: str, value: Any) -> Blend:
-    return parse_blend(value, name)
-
-
-def _text(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise ConfigError(f"{name} must be a text, not {shown(value)}")
-    return value
-
-
-def _any(name: str, value: Any) -> Any:
-    return value
-
-
-_READERS: dict[str, Reader] = {
-    **dict.fromkeys(("data_path", *_PATHS), _blend),
+_READERS: dict[str, Reader | None] = {
+    **dict.fromkeys(("data_path", *_PATHS), lambda name, value: parse_blend(value, name)),
     **dict.fromkeys(("data_args_path", "per_split_data_args_path", "data_cache_path"), one_path),
     **dict.fromkeys(("seq_length", "global_batch_size", "eval_global_batch_size"), _at_least(1)),
     **dict.fromkeys(("eval_interval", "num_dataset_builder_threads"), _at_least(1)),
@@ -179,8 +162,7 @@ _READERS: dict[str, Reader] = {
     "num_samples": _three(_int_or_none),
     "rampup_batch_size": _three(_int),
     "mid_level_dataset_surplus": _float,
-    "order": _text,
-    **dict.fromkeys(_UNKNOWN_COUNTS, _any),
+    **dict.fromkeys(("order", *_UNKNOWN_COUNTS), None),  # taken as they are
 }
 
 NAMES = tuple(_READERS)
@@ -190,7 +172,8 @@ NAMES = tuple(_READERS)
 
 def _read(name: str, value: Any) -> Any:
     """The value of an argument in its own type."""
-    return value if value is None or name not in NAMES else _READERS[name](name, value)
+    reader = _READERS.get(name)
+    return value if value is None or reader is None else reader(name, value)
 
 
 def unknown_arguments(arguments: Mapping[str, Any]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ from millrace.order.blends import SURPLUS, check_surplus
 from millrace.order.gpt import check_seed
 from millrace.order.plans import PlanOf
 from millrace.order.splits import VALID, Bookends
-from millrace.run.own_order import name_of_order, own_order
 from millrace.storage import Access
 
 Source = str | os.PathLike[str] | Mapping[str, Any]
@@ -37,6 +37,9 @@ NOT_IN_KEY = frozenset(
     }
 )
 """The fields of a configuration that do not decide the order; all others are in its key."""
+
+
+_PLAN_METHODS = ("of", "arrays", "build", "load")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +123,7 @@ class DatasetConfig:
             blend=blends[0] if per_split is None else None,
             blend_per_split=None if per_split is None else blends,
             split=self.split if isinstance(self.split, str | None) else _floats(self.split),
-            order=own_order(self.order, is_cached=self.cache is not None),
+            order=_checked_order(self.order, is_cached=self.cache is not None),
         )
 
     def _set(self, **values: Any) -> None:
@@ -211,6 +214,46 @@ class DatasetConfig:
         }
         order = key.pop("order")
         return key if order is None else {**key, "order": name_of_order(order)}
+
+
+def _checked_order(order: Any, *, is_cached: bool) -> PlanOf | None:
+    """The class or function that makes plans; None for Megatron-LM's."""
+    if isinstance(order, str):
+        order = _imported(order)
+    if order is None:
+        return None
+    if not callable(order) or "<" in getattr(order, "__qualname__", "<"):
+        raise ConfigError(
+            f"order must be a class or function at the top of a module, or its name "
+            f'"package.module:name", not {shown(order)}'
+        )
+    missing = [
+        name for name in _PLAN_METHODS if isinstance(order, type) and not hasattr(order, name)
+    ]
+    if missing:
+        raise ConfigError(f"order {name_of_order(order)} has no method {', '.join(missing)}")
+    if is_cached and order.__module__ == "__main__":
+        raise ConfigError(
+            f"order {name_of_order(order)} is of a script, and a cache folder must tell it from "
+            "those of other scripts: put it into a module, or leave the cache out"
+        )
+    return order  # type: ignore[no-any-return]
+
+
+def name_of_order(order: Any) -> str:
+    """The name "package.module:name", by which a file and a cache folder know an order."""
+    return f"{order.__module__}:{order.__qualname__}"
+
+
+def _imported(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f'order {shown(name)} cannot be imported: {error}. Give "package.module:name" of a '
+            "module on Python's path (PYTHONPATH)"
+        ) from None
 
 
 def source_of(source: Source) -> tuple[str, Bookends | None]:

@@ -19,8 +19,7 @@ from millrace.deferred import Deferred
 from millrace.errors import ConfigError, DataError
 from millrace.order import BlendIndices, build_blend_indices
 from millrace.order.plans import Arrays, Layout, build_arrays, key_of
-from millrace.run.config import DatasetConfig
-from millrace.run.own_order import name_of_order
+from millrace.run.config import DatasetConfig, name_of_order
 from millrace.run.plan import DatasetPlan, SplitPlan
 
 Places = Mapping[str, slice]
