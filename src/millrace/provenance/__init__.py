@@ -1,18 +1,12 @@
 """Where documents come from, and which tokenizer made their tokens.
 
-A pair does not know of this room. `origins` writes and reads the sidecar `PREFIX.origins.parquet`;
-`tokenizers` compares what the sidecars `PREFIX.info.json` say of tokenizers.
+A pair does not know of this room. `origins` reads the sidecar `PREFIX.origins.parquet`, and
+`origins_writer` writes it when the pair is there. `tokenizers` compares what the sidecars
+`PREFIX.info.json` say of tokenizers.
 """
 
-from millrace.provenance.origins import (
-    Origin,
-    Origins,
-    OriginsFile,
-    OriginsWriter,
-    copied_origins,
-    has_origins,
-    origins_file,
-)
+from millrace.provenance.origins import Origin, Origins, OriginsFile, has_origins, origins_file
+from millrace.provenance.origins_writer import OriginsWriter, copied_origins
 from millrace.provenance.tokenizers import (
     TokenizerRecord,
     common_tokenizer,

@@ -17,7 +17,7 @@ from millrace import _native
 from millrace.checks import one_path, whole, whole_numbers
 from millrace.errors import ConfigError, DataError
 from millrace.files import blake2b, checksum
-from millrace.storage import Access, BinReader, Storage, storage_of
+from millrace.storage import Access, BinReader, Identity, Storage, storage_of
 from millrace.storage.local import identity_of
 from millrace.storage.protocol import bytes_in_memory, copied, sample_of
 from millrace.store import layout
@@ -56,7 +56,7 @@ class IndexedDataset:
     data are at the prefix.
 
     If another program cuts a mapped file short, touching a view of the lost part is a bus error,
-    which ends the process; `read`, `GPTDataset.batch` and the `Loader` raise DataError instead.
+    which ends the process; `read` and the `Loader` raise DataError instead.
 
     Raises:
         DataError: If a file is missing, truncated, damaged or foreign; in all methods, if the index
@@ -88,21 +88,20 @@ class IndexedDataset:
             "bin_reader": bin_reader,
             "storage": storage,
         }
-        data, index = open_pair(
+        self._pair = open_pair(
             self.prefix,
             access if bin_reader is None else None,
             index_access="mmap",
             storage=self.storage,
         )
+        index = self._pair.idx
         index_file = layout.IndexFile(self.prefix, index)
         self.header = index_file.header
         self.dtype = self.header.dtype
-        reader = bin_reader if data is None else data
+        reader = self._pair.bin or bin_reader
         assert reader is not None
         self.reader: BinReader = reader
-        self._identities = [None if data is None else data.identity, index.identity]
         self._check_ends(index_file)
-        self._index = index
         mapped = bytes_in_memory(index)
         content = index.read(0, index.size) if mapped is None else mapped
         columns = {
@@ -162,7 +161,7 @@ class IndexedDataset:
     @property
     def num_bytes(self) -> int:
         """The size of both files."""
-        return self.reader.size + self._index.size
+        return self.reader.size + self._pair.idx.size
 
     @property
     def document_lengths(self) -> NDArray[np.int64]:
@@ -335,7 +334,7 @@ class IndexedDataset:
         costs the same for any size. It tells datasets apart, but does not prove them undamaged.
         """
         digest = blake2b()
-        for file in (self._index, self.reader):
+        for file in (self._pair.idx, self.reader):
             digest.update(file.size.to_bytes(8, "little"))
             digest.update(sample_of(file).data)
         return digest.hexdigest()
@@ -369,13 +368,9 @@ class IndexedDataset:
         return None if file is None else file.origin(number)
 
     def origins(self, start: int = 0, stop: int | None = None) -> Any:
-        """Where documents [start, stop) came from, as `Origins`; None if the pair has no sidecar.
+        """Where documents [start, stop) came from, as `Origins`; without a stop, all from `start`.
 
-        Args:
-            stop: End of the range; None: the number of documents.
-
-        Raises:
-            DataError, ConfigError: See `origin`.
+        None if the pair has no sidecar; the errors are those of `origin`.
         """
         first = whole("start", start)
         end = self.num_documents if stop is None else whole("stop", stop)
@@ -387,11 +382,11 @@ class IndexedDataset:
 
     def reopen_bin(self) -> BinaryIO | None:
         """The `.bin` as a file of the system; None if it is not one, or was replaced."""
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            file = stack.enter_context(open(bin_path(self.prefix), "rb", buffering=0))
-            if identity_of(file) == self._identities[0]:
-                stack.pop_all()
+        with contextlib.suppress(OSError):
+            file = open(bin_path(self.prefix), "rb", buffering=0)  # noqa: SIM115
+            if self._pair.bin is not None and identity_of(file) == self._pair.bin.identity:
                 return file
+            file.close()
         return None
 
     # ---- closing, and other processes ----
@@ -401,12 +396,12 @@ class IndexedDataset:
 
         Without it, that happens when the dataset and its last array are gone.
         """
-        self.__dict__ = {name: vars(self)[name] for name in ("prefix", "header", "_identities")}
+        self.__dict__ = {name: vars(self)[name] for name in ("prefix", "header")}
 
     if not TYPE_CHECKING:  # a type checker would take it for an attribute of any name
 
         def __getattr__(self, name: str) -> Any:
-            if "header" in vars(self) and "_index" not in vars(self):
+            if "header" in vars(self) and "_pair" not in vars(self):
                 raise ConfigError(f"{self.prefix} is closed; open it again")
             raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
 
@@ -421,12 +416,15 @@ class IndexedDataset:
 
     def identity(self) -> tuple[Any, ...]:
         """Plain values that tell these data from others, for `check_identity`."""
-        return tuple(self._identities), self.fingerprint, self.lengths_checksum
+        return self._identities(), self.fingerprint, self.lengths_checksum
+
+    def _identities(self) -> tuple[Identity | None, ...]:
+        return tuple(None if file is None else file.identity for file in self._pair)
 
     def check_identity(self, pickled: tuple[Any, ...]) -> None:
         """Raises DataError if these data have another identity than a pickled dataset."""
         # The same files, or (on another machine, or after a copy) the same content.
-        if tuple(self._identities) != pickled[0] and self.identity()[1:] != pickled[1:]:
+        if self._identities() != pickled[0] and self.identity()[1:] != pickled[1:]:
             raise DataError(
                 f"{self.prefix}.bin/.idx hold other data than the dataset that was pickled: they "
                 "were replaced since. Open the dataset anew, and pickle that one"
