@@ -7,6 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCHTITAN := "torchtitan==0.3.0; python_version >= '3.11'" "spmd_types==0.2.3; python_version >= '3.11'" \
 	"torch_checkpointing==0.1.1; python_version >= '3.11'" tyro docstring_parser typeguard
 NATIVE := CMakeLists.txt $(wildcard cpp/*.hpp cpp/*.cpp cpp/bindings/*.hpp cpp/bindings/*.cpp)
+PARALLEL := -n 2 --dist worksteal
 SANITIZED := build/sanitize
 # The interpreter that the environment was made from, with the environment's packages named by hand:
 # so no import hook of the editable install puts the usual core before the sanitized one, here or in
@@ -19,7 +20,7 @@ SANITIZED_PYTHON = LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print
 	"$$($(BIN)/python -c 'import sys; print(sys._base_executable)')"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types format sanitize bench clean
+.PHONY: help demo test test-long test-trainers test-laws lint types format sanitize bench clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -27,8 +28,16 @@ help:  ## list the commands
 demo: $(VENV)/.package  ## set up, build, and run the main job on real text
 	$(BIN)/millrace demo
 
-test: $(VENV)/.package $(VENV)/.dev  ## set up, build, and run the tests (or only TESTS=...)
-	$(BIN)/python -m pytest $(TESTS)
+test: $(VENV)/.package $(VENV)/.dev  ## set up, build, and run all tests but the long ones (or only TESTS=...)
+	$(BIN)/python -m pytest $(PARALLEL) $(or $(TESTS),-m "not long")
+
+test-long: test-trainers test-laws sanitize  ## trainers, Ray, kills, damaged files, random cases, sanitizers
+
+test-trainers: $(VENV)/.package $(VENV)/.dev
+	$(BIN)/python -m pytest -m long tests/trainers tests/jobs/test_engine_ray.py
+
+test-laws: $(VENV)/.package $(VENV)/.dev
+	$(BIN)/python -m pytest $(PARALLEL) -m long --ignore=tests/trainers --ignore=tests/jobs/test_engine_ray.py
 
 lint: $(VENV)/.package $(VENV)/.dev  ## ruff: lint and format
 	$(BIN)/ruff check .

@@ -20,7 +20,23 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # `nohup`, a shell's background jobs and some CI systems ignore Ctrl-C, which some tests send.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+LONG = (
+    "tests/trainers/",
+    "tests/jobs/test_engine_ray.py",
+    "tests/oracle/test_oracle_differential.py",
+    "tests/jobs/test_tokenize_kills.py",
+    "tests/store/test_fuzz.py",
+    "tests/feed/test_soak.py",
+)
+"""Files, or single tests, that take long."""
+
 WORDS = "the water that turns the mill runs down the race and over the wheel again".split()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.startswith(LONG):
+            item.add_marker(pytest.mark.long)
 
 
 def write_documents(prefix: Path, documents: Sequence[Any], dtype: Any = np.uint16) -> None:
