@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from millrace.engine import Done, Run, Task
+from millrace.engine import Done, Run, Task, progress
 from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.files import checksum
 from tests.jobs.engine_job import command, content_of, expected_output, run_job
@@ -523,3 +524,27 @@ def test_the_folder_is_as_documented(tmp_path: Path) -> None:
         assert plan == {"name": "plan", "value": [1]}
         assert task["record"] == {"number": 7}
         assert task["files"]["data"][0] == len(content_of(7))
+
+
+# ---- progress ----
+
+
+def test_progress_shows_a_share_and_counts_and_can_be_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_LOG_INTERVAL", 0.0)
+    for total, enabled, text in [
+        (100, True, "job 100%  4,000 of 4,000  0:00 left\n"),
+        (None, True, "job 100%  4,000 of 4,000  0:00 left\n"),
+        (100, False, ""),
+    ]:
+        stream = io.StringIO()
+        with progress.Progress("job", total, enabled=enabled, stream=stream) as bar:
+            bar.count(4000, 4000)
+        assert stream.getvalue() == text
+    stream = io.StringIO()
+    bar = progress.Progress("job", 100, stream=stream)
+    bar.skip(60)  # what an earlier run has done
+    bar.update(20, "5 documents")
+    progress.Progress("job", stream=stream).update(10, "of a pipe")
+    first, second = stream.getvalue().splitlines()
+    assert first.startswith("job  50%  5 documents")
+    assert second == "job of a pipe  0:00"

@@ -733,38 +733,6 @@ def test_memory_decides_the_number_of_workers_alone(tmp_path: Path) -> None:
             run([path], tmp_path / "out", Tokenizer("bytes"), memory=memory, chunk_size=None)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"on_error": "ignore"}, "on_error .*stop, skip, quarantine.*'ignore'"),
-        ({"provenance": "csv"}, "provenance .*'csv'"),
-        ({"engine": "slurm"}, "engine .*'slurm'"),
-        ({"shard": (2, 2)}, "shard .*2.*0 .*1"),
-        ({"shard": 1}, r"shard .*\(number, count\)"),
-        ({"partitions": 0}, "partitions .*0"),
-        ({"chunk_size": 0}, "chunk_size .*0"),
-        ({"memory": 1.5}, "memory .*1.5"),
-        ({"check_rate": 2}, "check_rate .*1.*2.0"),
-        ({"json_keys": "text"}, "json_keys .*text"),
-        ({"restart": 1}, "restart .*1"),
-        ({"partitions": 300}, "partitions .*300.*256"),
-        ({"partitions": 2, "shard": (0, 2)}, "partitions .*shards"),
-        ({"id_key": None}, "id_key .*None"),
-        ({"json_keys": ["a\0"]}, "cannot be part of a file name"),
-        ({"json_keys": ["\ud800"]}, "cannot be part of a file name"),
-        ({"separator": "\udcff"}, "separator is .* not valid Unicode"),
-        ({"splitter": "english"}, "splitter .*SentenceSplitter.*'english'"),
-    ],
-)
-def test_wrong_options_are_refused(
-    tmp_path: Path, tokenizer: Tokenizer, options: dict[str, Any], message: str
-) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", make_texts(5))
-    with pytest.raises(ConfigError, match=message):
-        run([path], tmp_path / "out", tokenizer, **options)
-    assert files_beside(tmp_path / "out") == []
-
-
 def test_a_killed_command_continues(tmp_path: Path, tokenizer_file: Path) -> None:
     """By the command line, with one JSON object at the end."""
     path = write_jsonl(tmp_path / "a.jsonl", make_texts(20_000))
@@ -841,19 +809,6 @@ def test_the_job_says_at_its_start_that_it_uses_the_reference(
 
 
 # ---- tokenizers ----
-
-
-def number_of_letters(text: str) -> list[int]:
-    return [len(word) for word in text.split()]
-
-
-def test_a_function_is_a_tokenizer(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", ["the mill race", "", "turns"])
-    tokenizer = Tokenizer.from_function(number_of_letters, vocabulary_size=100, eod=99)
-    result = run([path], tmp_path / "out", tokenizer, append_eod=True)
-    data = IndexedDataset(result.prefixes["text"])
-    assert [sequence.tolist() for sequence in data] == [[3, 4, 4, 99], [5, 99]]
-    assert result.encoder == "function"
 
 
 FUNCTION = """

@@ -46,15 +46,6 @@ _READY = b""  # a worker's message when it has started, and again when it has lo
 # does not wait for a worker that may itself wait until its result is read.
 _MOST_AHEAD = 1 << 15
 _CHECK_AFTER = 1.0  # seconds without a message, after which dead workers are looked for
-_CRASHES = (
-    signal.SIGABRT,
-    signal.SIGBUS,
-    signal.SIGFPE,
-    signal.SIGILL,
-    signal.SIGSEGV,
-    signal.SIGSYS,
-    signal.SIGTRAP,
-)
 
 
 def run_local(
@@ -65,28 +56,19 @@ def run_local(
     workers: int | None = None,
     attempts: int = ATTEMPTS,
 ) -> Generator[tuple[Task, Any], None, None]:
-    """Runs a function on tasks in worker processes; an `Executor`.
+    """Runs a function on tasks in worker processes; an `Executor`, which tells the arguments.
 
     With one worker, this process does the work. Close the iterator to end the workers; they also
     end when this process dies. Inside `interrupts_held`, Ctrl-C is taken while this waits for
     tasks, workers or (with one worker) the function.
 
     Args:
-        function: A function of an importable module, not of the script that runs.
-        context: First argument of every call; sent to each worker once.
-        tasks: The tasks, at most 2 per worker of which are drawn and not finished.
         workers: Number of processes, at least 1; None: one per core.
         attempts: Number of times that a task is tried if its worker dies, at least 1.
 
-    Yields:
-        Each task and its result, in the order in which they finish.
-
     Raises:
-        ConfigError: A number of workers that is not a whole number above 0, or a function, context
-            or task that a worker cannot load.
         MillraceError: A task whose worker died in every attempt, or a worker that cannot be
             started.
-        Exception: The error of the function, or of drawing a task.
     """
     workers = checks.whole("workers", available_cores() if workers is None else workers, 1)
     attempts = checks.whole("attempts", attempts, 1)
@@ -154,7 +136,6 @@ class _Pool:
         self._queue: deque[_Attempt] = deque()  # tasks that no worker has
         self._results: deque[tuple[Task, Any]] = deque()
         self._num_kills = _num_memory_kills()
-        self._has_deaths = False
 
     @property
     def num_unfinished(self) -> int:
@@ -199,7 +180,7 @@ class _Pool:
         while self._queue:
             worker = min(self._workers, key=_load_of, default=None)
             if (worker is None or worker.attempts) and len(self._workers) < self._size:
-                worker = self._start() or worker
+                worker = self._start()
             if worker is None or len(worker.attempts) == 2:
                 return
             if worker.attempts and len(self._queue[0].data) > _MOST_AHEAD:
@@ -209,14 +190,10 @@ class _Pool:
             if worker.is_ready:
                 self._send(worker, attempt.data)
 
-    def _start(self) -> _Worker | None:
-        """A new worker; None if a dead one cannot be replaced while there are others."""
+    def _start(self) -> _Worker:
         try:
             connection, process = _spawn()
         except OSError as error:
-            if self._has_deaths and self._workers:
-                self._size = len(self._workers)
-                return None
             raise MillraceError(
                 f"worker process {len(self._workers) + 1} of {self._size} cannot be started: "
                 f"{error}. Run again with fewer workers; workers=1 starts none"
@@ -253,7 +230,6 @@ class _Pool:
         worker.connection.close()
         death = self._cause(worker.process.wait())
         self._workers.remove(worker)
-        self._has_deaths = True
         if worker.attempts:
             attempt = worker.attempts[0]
             attempt.deaths.append(death)
@@ -266,19 +242,14 @@ class _Pool:
         if status >= 0:
             return f"exited with status {status}; its output on stderr says why"
         name = f"signal {-status} ({signal.strsignal(-status)})"
-        if -status in _CRASHES:
-            return (
-                f"crashed with {name}. A library that the task calls has a fault, or cannot bear "
-                "this input: try another version of it, or leave this input out"
-            )
         if -status == signal.SIGKILL and _num_memory_kills() > self._num_kills:
             return (
-                f"was killed by {name}; the kernel has ended processes for lack of memory "
+                f"was ended by {name}; the kernel has ended processes for lack of memory "
                 "meanwhile. Use fewer workers or smaller tasks"
             )
         return (
-            f"was killed by {name}: by a user, or by a limit on memory or time. Run again, with "
-            "fewer workers or smaller tasks if memory is short"
+            f"was ended by {name}: by a user, a limit on memory or time, or a fault in a library. "
+            "Run again, with fewer workers or smaller tasks if memory is short"
         )
 
 

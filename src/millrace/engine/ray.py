@@ -56,15 +56,10 @@ def run_ray(
     `interrupts_held`, Ctrl-C is taken while this waits for tasks or results.
 
     Args:
-        function: A function of a module that every machine of the cluster can import.
-        context: First argument of every call; sent to each machine once.
-        tasks: The tasks.
+        function, context, tasks: As of any `Executor`; every machine can import the function.
         workers: Number of tasks that the cluster has at a time, at least 1; None: twice its CPUs,
             so that a free CPU finds its next task there.
         note: Called with a sentence that says which cluster runs the tasks.
-
-    Yields:
-        Each task and its result, in the order in which they finish.
 
     Raises:
         ConfigError: If Ray is not installed, the cluster cannot be joined or started, it has no

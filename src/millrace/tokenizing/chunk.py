@@ -7,11 +7,10 @@ import functools
 import itertools
 import json
 import os
-import queue
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -103,7 +102,7 @@ def run_task(options: TokenizeOptions, task: Task) -> tuple[dict[str, Any], list
             for name in REJECTS
         )
         reader = _Reader(options, work.parts, lines)
-        batches = stack.enter_context(_Ahead(reader.batches()))
+        batches = stack.enter_context(contextlib.closing(_ahead(reader.batches())))
         compare = Comparison(options, task)
         options.tokenizer.load()  # takes 0.25 s, in which the first batch is read
         for batch in batches:
@@ -198,48 +197,13 @@ def _num_bytes(texts: Sequence[str | list[str]]) -> int:
     )
 
 
-class _Ahead(Generic[Item]):
-    """Items that a thread makes while the caller works: encoders release the GIL."""
-
-    def __init__(self, items: Iterator[Item]) -> None:
-        self._ready: queue.Queue[tuple[Item | None, BaseException | None]] = queue.Queue(maxsize=1)
-        self._is_closed = threading.Event()
-        self._thread = threading.Thread(
-            target=self._make, args=(items,), name="millrace-reader", daemon=True
-        )
-
-    def __enter__(self) -> _Ahead[Item]:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_closed.set()
-        self._thread.join()
-
-    def __iter__(self) -> Iterator[Item]:
-        while True:
-            item, error = self._ready.get()
-            if error is not None:
-                raise error
-            if item is None:
-                return
+def _ahead(items: Iterator[Item]) -> Generator[Item, None, None]:
+    """Items, each of which a thread makes while the caller works: encoders release the GIL."""
+    with ThreadPoolExecutor(1, "millrace-reader") as pool:
+        future = pool.submit(next, items, None)
+        while (item := future.result()) is not None:
+            future = pool.submit(next, items, None)
             yield item
-
-    def _make(self, items: Iterator[Item]) -> None:
-        try:
-            for item in items:
-                self._put(item, None)
-                if self._is_closed.is_set():
-                    return
-            self._put(None, None)
-        except BaseException as error:  # raised again in the caller's thread
-            self._put(None, error)
-
-    def _put(self, item: Item | None, error: BaseException | None) -> None:
-        while not self._is_closed.is_set():
-            with contextlib.suppress(queue.Full):
-                self._ready.put((item, error), timeout=0.1)
-                return
 
 
 # ---- lines that are not documents ----

@@ -23,7 +23,6 @@ from millrace.tokenizing.chunk import ORIGIN, REJECTS, prefix_of
 
 _SHOWN_REJECTS = 20
 _ORIGINS = 1 << 15  # documents whose origins are read at a time
-_READ_SIZE = 3 << 18  # bytes that become base64 at a time: a multiple of 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,8 +142,7 @@ class Output:
                     self.rejects.append(place)
                 if self._quarantine is not None:
                     self._quarantine.write(json.dumps(place).encode()[:-1] + b', "bytes": "')
-                    for piece in _pieces(data, row["size"]):
-                        self._quarantine.write(base64.b64encode(piece))
+                    self._quarantine.write(base64.b64encode(data.read(row["size"])))
                     self._quarantine.write(b'"}\n')
 
 
@@ -157,14 +155,6 @@ def _rejects(rows: BinaryIO, data: BinaryIO) -> Iterator[tuple[dict[str, Any], B
 def _place(reject: tuple[dict[str, Any], BinaryIO]) -> tuple[int, int]:
     row, _ = reject
     return row["part"], row["line"]
-
-
-def _pieces(file: BinaryIO, size: int) -> Iterator[bytes]:
-    """The next `size` bytes of a file."""
-    while size > 0:
-        data = file.read(min(size, _READ_SIZE))
-        size -= len(data)
-        yield data
 
 
 def _read_origins(task: _Task, group: int) -> Iterator[dict[str, Any]]:
