@@ -145,6 +145,14 @@ class WrongPlan(Windows):
         return cls(5)
 
 
+@dataclass(frozen=True)
+class NamedAsBlends(Windows):
+    def arrays(self, inputs: OrderInputs) -> Mapping[str, Any]:
+        return {"dataset_index": (np.int64, (self.num_samples,))}
+
+    of = classmethod(lambda cls, inputs: cls(5))  # type: ignore[assignment]
+
+
 class NoPlan:
     pass
 
@@ -159,12 +167,19 @@ class NoPlan:
         (lambda inputs: Windows(5), "order must be .* not <function"),
         (NoPlan, "order .*NoPlan has no method of, arrays, build, load"),
         (ArrayPlan, r"a, sequences 0 to 32: .*ArrayPlan .*JSON.*array\(\[1\]\)"),
+        (NamedAsBlends, "array of NamedAsBlends .*dataset_index"),
         (WrongPlan, r"a: WrongPlan .*\(5, 2\)"),
     ],
 )
 def test_what_is_no_order_is_refused(prefixes: list[str], order: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_datasets(config_of(prefixes, order=order))
+
+
+def test_a_plan_of_too_few_samples_is_refused(prefixes: list[str]) -> None:
+    config = config_of(prefixes[:1], num_samples=(43, None, None))
+    with pytest.raises(ConfigError, match=r"train split: .*num_samples of Windows .*42.* 43"):
+        build_datasets(config)
 
 
 def test_megatrons_cache_holds_no_other_order(prefixes: list[str], tmp_path: Path) -> None:

@@ -91,7 +91,8 @@ class OrderPlan(Protocol):
     def arrays(self, inputs: OrderInputs) -> Layout:
         """Dtypes and shapes of the arrays that the order needs; empty if it needs none.
 
-        Names consist of lower-case letters and _, and end with `_index`.
+        Names consist of lower-case letters and _, end with `_index`, and do not start with
+        `dataset_`, as those of a blend's arrays do.
         """
         ...
 
@@ -220,13 +221,13 @@ def _check_plan(plan: OrderPlan, inputs: OrderInputs) -> None:
         is_plain = False
     if not is_plain:
         raise ConfigError(f"the fields of {kind} must be plain JSON values, not {shown(entries)}")
-    whole(f"num_samples of {kind}", plan.num_samples, 0, MAX_INT64)
+    whole(f"num_samples of {kind}", plan.num_samples, inputs.num_samples or 0, MAX_INT64)
     layout = plan.arrays(inputs)
     for array in layout:
-        if not re.fullmatch("[a-z_]*_index", array):
+        if not re.fullmatch("(?!dataset_)[a-z_]*_index", array):  # which are those of blends
             raise ConfigError(
-                f"the name of an array of {kind} must be lower-case letters and _, and end with "
-                f"_index, not {shown(array)}"
+                f"the name of an array of {kind} must be lower-case letters and _, end with _index "
+                f"and not start with dataset_, not {shown(array)}"
             )
     if _num_bytes(layout) > _MAX_BYTES:
         raise ConfigError(
