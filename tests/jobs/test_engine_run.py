@@ -67,14 +67,12 @@ def interrupted(folder: Path, *numbers: int) -> list[Path]:
 
 def test_a_run_continues_its_job(tmp_path: Path) -> None:
     with start(tmp_path) as run:
-        assert not run.is_continued
         assert run.once("plan", lambda: {"tasks": (1, 2)}) == {"tasks": [1, 2]}
         assert [one.record for one in do_tasks(run, 1)] == [{"number": 1}]
         assert names_in(tmp_path) == ["out.journal", "out.journal.lock"]
         assert (run.num_done, run.num_kept) == (1, 0)
     assert names_in(tmp_path) == ["out.journal"]
     with start(tmp_path) as run:
-        assert run.is_continued
         assert run.once("plan", lambda: 1 / 0) == {"tasks": [1, 2]}
         run.store("plan", 3)
         assert (run.stored("plan"), run.stored("other")) == (3, None)
@@ -316,16 +314,16 @@ def test_what_dead_attempts_leave_is_removed(tmp_path: Path) -> None:
 
 def test_a_late_attempt_does_no_harm(tmp_path: Path) -> None:
     """Its machine was lost, another attempt has finished, and it goes on: it reaches no folder."""
-    from millrace.engine.run import _attempt
+    from millrace.engine.attempt import run_attempt
 
     (path,) = interrupted(tmp_path, 0)
     files = str(path.parent.parent)
-    _attempt((write_data, None, files, False), Task(0, 4))
+    run_attempt((write_data, None, files, False), Task(0, 4))
     with start(tmp_path) as run:
         (done,) = do_tasks(run, 0)
         assert done.record == {"number": 0}
     with start(tmp_path, restart=True) as run:
-        answer = _attempt((write_data, None, files, False), Task(0, 4))
+        answer = run_attempt((write_data, None, files, False), Task(0, 4))
         assert isinstance(answer, MillraceError)
         assert "does not share the file system of the output" in str(answer)
         assert not do_tasks(run, 0)[0].is_kept

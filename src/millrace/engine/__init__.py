@@ -1,6 +1,7 @@
 """Runs the tasks of a long job, on this machine or on many, and keeps what is done across kills.
 
     run.py       one run of a job: what is done already, its tasks in order, its publication
+    attempt.py   what a worker does with a task of a run
     journal.py   the record of what is done, in a folder beside the output
     tasks.py     what a task is, and what an executor does
     local.py     an executor of worker processes on this machine

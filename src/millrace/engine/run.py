@@ -40,19 +40,13 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from typing import Any, NamedTuple
 
 from millrace.checks import one_path
+from millrace.engine.attempt import run_attempt
 from millrace.engine.journal import Journal, differences, plain_json
 from millrace.engine.local import run_local
 from millrace.engine.progress import Progress
 from millrace.engine.tasks import Executor, Function, Task
 from millrace.errors import ConfigError, MillraceError
-from millrace.files import (
-    atomic_file,
-    flush_to_disk,
-    fsync_folder,
-    naming,
-    sum_of,
-    temporaries_of,
-)
+from millrace.files import atomic_file, fsync_folder, temporaries_of
 from millrace.interrupts import interruptible, interrupts_held
 from millrace.names import JOURNAL, RESULT
 
@@ -106,7 +100,6 @@ class Run:
             to do.
         folder: Absolute path of the journal's folder of this run, where the tasks have theirs.
         scratch: Folder in it for files of the job itself, empty at the start.
-        is_continued: Whether the journal of an earlier run is continued.
         num_done, num_kept: Number of tasks that ran now, and that an earlier run had done.
 
     Raises:
@@ -152,10 +145,10 @@ class Run:
             else:
                 if restart:
                     on_restart()
-                self.is_continued = journal.open(
+                is_continued = journal.open(
                     self._job, restart=restart, published=earlier.get("run", "")
                 )
-                if not (self.is_continued or restart):
+                if not (is_continued or restart):
                     self._check_free(changes if is_whole else "")
             self._stack = stack.pop_all()
         return self
@@ -280,7 +273,7 @@ class Run:
         with (
             contextlib.closing(self._new_tasks(tasks, keep, line)) as new,
             contextlib.closing(
-                self._executor(progress)(_attempt, work, new, workers=workers)
+                self._executor(progress)(run_attempt, work, new, workers=workers)
             ) as results,
         ):
             for task, answer in results:
@@ -419,51 +412,3 @@ def _read_result(path: str) -> dict[str, Any]:
         if content["format"] == _FORMAT:
             return content
     return {}
-
-
-# ---- in a worker ----
-
-
-def _attempt(work: tuple[Function, Any, str, bool], task: Task) -> Any:
-    """Runs a task in a folder of its own.
-
-    Returns the folder's name, the record, and size and checksum of each file; or the error.
-    """
-    function, context, folder, is_durable = work
-    attempt = f"{task.id}.{os.urandom(6).hex()}"
-    path = os.path.join(folder, attempt)
-    try:
-        os.mkdir(path)
-    except FileNotFoundError:
-        return MillraceError(
-            f"{folder} does not exist on {os.uname().nodename}. Either the job has ended or was "
-            "started again while this task was at work, or this machine does not share the file "
-            "system of the output: put the output on one that all machines share"
-        )
-    try:
-        record, files = function(context, task._replace(folder=path))
-        sums = {
-            os.path.relpath(file, path): _sum(file, files, is_durable=is_durable) for file in files
-        }
-    except MillraceError as error:
-        return error
-    for name in sums:
-        if os.path.dirname(name) or name in (os.curdir, os.pardir):
-            return ConfigError(f"{name} is not in {path}, the folder of {task}")
-    if is_durable:
-        fsync_folder(os.path.join(path, ""))
-    return attempt, record, sums
-
-
-def _sum(path: str, files: Any, *, is_durable: bool) -> tuple[int, str]:
-    """Size and checksum of a file of a task; flushed, as another machine may go on without us."""
-    size, digest = files[path] if isinstance(files, Mapping) else sum_of(path)
-    if os.path.getsize(path) != size:
-        raise MillraceError(
-            f"{path} has {os.path.getsize(path)} bytes, and {size} were written: another program "
-            "has changed it. Run again"
-        )
-    if is_durable:
-        with naming(path), open(path, "rb") as file:
-            flush_to_disk(file)
-    return size, digest
