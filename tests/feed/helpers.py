@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import signal
 import threading
 import time
@@ -49,7 +50,12 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 @contextlib.contextmanager
 def alarms(handler: Callable[..., None], first: float, interval: float = 0.0) -> Iterator[None]:
-    """Calls a handler by SIGALRM, in the main thread, as Ctrl-C would."""
+    """Calls a handler by SIGALRM, in the main thread, as Ctrl-C would.
+
+    Without garbage collections: Python drops an exception in one of their callbacks, and hypothesis
+    has one.
+    """
+    gc.disable()
     old = signal.signal(signal.SIGALRM, handler)
     signal.setitimer(signal.ITIMER_REAL, first, interval)
     try:
@@ -57,3 +63,4 @@ def alarms(handler: Callable[..., None], first: float, interval: float = 0.0) ->
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, old)
+        gc.enable()
