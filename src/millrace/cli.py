@@ -51,6 +51,7 @@ from millrace.shards.metadata import is_shards_folder
 from millrace.shuffling.domains import read_input_list as read_domains
 from millrace.store import IndexedDataset, verify
 from millrace.text import SentenceSplitter, read_input_list
+from millrace.tokenizing import TokenizeOptions
 
 T = TypeVar("T")
 
@@ -250,79 +251,65 @@ def json_text(value: Any, *, ensure_ascii: bool = True) -> str:
 ENCODERS = ("auto", "fastokens", "tokenizers", "tiktoken", "sentencepiece", "bytes")
 
 
+@dataclass(frozen=True, kw_only=True)
+class TokenizerOptions:
+    """What `tokenize` says about the tokenizer, as arguments of `Tokenizer`."""
+
+    encoder: str = option(
+        "auto",
+        help="tokenizing library; auto: the fastest that agrees with the reference",
+        choices=ENCODERS,
+        group="tokenizer",
+    )
+    tiktoken_pattern: str | None = option(
+        None,
+        help="for a .tiktoken file: gpt2, cl100k_base, o200k_base, ..., or a regular expression",
+        metavar="PATTERN",
+        group="tokenizer",
+    )
+    add_special_tokens: bool = option(
+        False,
+        help="add the special tokens of the tokenizer's post-processor to each text",
+        group="tokenizer",
+    )
+    special_tokens_in_text: bool = option(
+        True,
+        help='encode "<|endoftext|>" in a text as plain text, not as that token',
+        flags="--plain-special-tokens",
+        group="tokenizer",
+    )
+    eod_token: str | None = option(
+        None,
+        help="end-of-document token",
+        default_text="the one of <|endoftext|>, <|end_of_text|>, </s>, <eos> there is",
+        group="tokenizer",
+    )
+    bos_token: str | None = option(None, help="token of --prepend-bos", group="tokenizer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SentenceOptions:
+    """What `tokenize` says about sentences, as arguments of `SentenceSplitter`."""
+
+    library: str | None = option(
+        None,
+        help="make each sentence a sequence, split by this library (without a name: punkt, as in "
+        "Megatron-LM's script); writes PREFIX_KEY_sentence",
+        choices=("punkt", "sentencex"),
+        flags="--split-sentences",
+        nargs="?",
+        const="punkt",
+        group="documents",
+    )
+    lang: str = option(
+        "english", help="language of the sentences", metavar="NAME", group="documents"
+    )
+    keep_newlines: bool = option(False, help="keep the space between sentences", group="documents")
+
+
 def _add_tokenize(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `tokenize`."""
-    text = "path prefix of the output"
-    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help=text)
-    text = "write no sidecar PREFIX.info.json; `verify` then checks the structure only"
-    parser.add_argument("--no-checksums", dest="checksums", action="store_false", help=text)
-    add = parser.add_argument_group("input").add_argument
-    text = "files, folders, patterns, or - for standard input"
-    add("--input", dest="inputs", nargs="+", default=[], metavar="FILE", help=text)
-    add("--input-list", metavar="FILE", help="file with an input per line")
-    text = "text keys or columns; dots reach into objects (default: text)"
-    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help=text)
-    text = (
-        r"text between the documents of a plain text file: '\n\n' (default: a file is a document)"
-    )
-    add("--separator", type=parse_escapes, metavar="TEXT", help=text)
-    text = "key of a document's id, for the provenance (default: id)"
-    add("--id-key", default="id", metavar="KEY", help=text)
-    add("--shard", type=_shard, metavar="I/N", help="do part I (from 0) of N; `merge` joins them")
-
-    add = parser.add_argument_group("tokenizer").add_argument
-    text = "tokenizer.json, transformers folder, sentencepiece .model, .tiktoken file, or `bytes`"
-    add("--tokenizer", required=True, metavar="FILE", help=text)
-    text = "tokenizing library (default: the fastest that agrees with the reference)"
-    add("--encoder", choices=ENCODERS, default="auto", help=text)
-    text = "for a .tiktoken file: gpt2, cl100k_base, o200k_base, ..., or a regular expression"
-    add("--tiktoken-pattern", metavar="PATTERN", help=text)
-    text = "add the special tokens of the tokenizer's post-processor to each text"
-    add("--add-special-tokens", action="store_true", help=text)
-    text = 'encode "<|endoftext|>" in a text as plain text, not as that token'
-    add("--plain-special-tokens", dest="special_tokens_in_text", action="store_false", help=text)
-    add("--append-eod", action="store_true", help="end documents with the end-of-document token")
-    text = "that token (default: the one of <|endoftext|>, <|end_of_text|>, </s>, <eos> there is)"
-    add("--eod-token", metavar="TEXT", help=text)
-    add("--prepend-bos", action="store_true", help="start documents with the tokenizer's BOS token")
-    add("--bos-token", metavar="TEXT", help="that token")
-    text = "share of documents that are compared with the reference library (default: 0.0002)"
-    add("--check", dest="check_rate", type=float, metavar="RATE", help=text)
-
-    add = parser.add_argument_group("documents").add_argument
-    text = """make each sentence a sequence, split by this library; writes PREFIX_KEY_sentence
-        (default without a name: punkt, as in Megatron-LM's script)"""
-    names = ("punkt", "sentencex")
-    add("--split-sentences", nargs="?", const="punkt", choices=names, help=text)
-    add("--lang", default="english", metavar="NAME", help="language of the sentences (english)")
-    add("--keep-newlines", action="store_true", help="keep the space between sentences")
-    text = (
-        "deal documents round robin to N groups, and write one group after the other (default: 1)"
-    )
-    add("--partitions", type=_positive, default=1, metavar="N", help=text)
-    text = "make the groups runs of documents, which keeps the order"
-    add("--keep-sequential-samples", action="store_true", help=text)
-    text = """at lines that are not documents: stop; skip them; or also keep them in
-        PREFIX.quarantine.jsonl (default: stop)"""
-    add("--on-error", choices=("stop", "skip", "quarantine"), default="stop", help=text)
-    text = "longest line or text (default: 100M)"
-    add("--max-document-size", type=_argument(parse_size), metavar="SIZE", help=text)
-    text = "sidecar with the origin of each document (default: parquet)"
-    choices = ("parquet", "none")
-    add("--provenance", choices=choices, default="parquet", help=text)
-
-    add = parser.add_argument_group("job").add_argument
-    text = "where it runs: here, or on the Ray cluster of RAY_ADDRESS, or one of its own (local)"
-    add("--engine", choices=("local", "ray"), default="local", help=text)
-    text = "worker processes (default: one per core, fewer for a small input)"
-    add("--workers", type=_positive, metavar="N", help=text)
-    text = "limit for all processes, which may mean fewer workers: 4G, 20G"
-    add("--memory", type=_argument(parse_size), metavar="SIZE", help=text)
-    text = "input that a worker takes at a time, and a kill may cost (default: by the input's size)"
-    add("--chunk-size", type=_argument(parse_size), metavar="SIZE", help=text)
-    text = "discard what an interrupted job with this prefix has done"
-    add("--restart", action="store_true", help=text)
-    add("--json", dest="as_json", action="store_true", help="print one JSON object at the end")
+    """Adds the option of `tokenize` that no class has."""
+    parser.add_argument("--input-list", metavar="FILE", help="file with an input per line")
 
 
 def _add_shuffle(parser: argparse.ArgumentParser) -> None:
@@ -365,43 +352,19 @@ def _add_shuffle(parser: argparse.ArgumentParser) -> None:
     add("--json", dest="as_json", action="store_true", help="print one JSON object at the end")
 
 
-_TOKENIZER_OPTIONS = (
-    "eod_token",
-    "bos_token",
-    "encoder",
-    "tiktoken_pattern",
-    "add_special_tokens",
-    "special_tokens_in_text",
-)
-
-
-def _tokenize(
-    tokenizer: str,
-    input_list: str | None,
-    split_sentences: str | None,
-    lang: str,
-    keep_newlines: bool,
-    check_rate: float | None,
-    as_json: bool,
-    **options: Any,
-) -> str:
+def _tokenize(tokenizer: str, input_list: str | None, as_json: bool = False, **options: Any) -> str:
     """Converts text to token files."""
     for name, value in ENVIRONMENT.items():  # one worker does its work in this process
         os.environ.setdefault(name, value)
-    options["inputs"] = _all_inputs(options["inputs"], input_list)
-    if check_rate is not None:
-        options["check_rate"] = check_rate
-    settings = {name: options.pop(name) for name in _TOKENIZER_OPTIONS}
-    splitter = None
-    if split_sentences is not None:
-        splitter = SentenceSplitter(lang, keep_newlines=keep_newlines, library=split_sentences)
+    options["inputs"] = _all_inputs(options.get("inputs", []), input_list)
+    settings = take_options(TokenizerOptions, options)
+    sentences = take_options(SentenceOptions, options)
+    if "library" in sentences:
+        options["splitter"] = SentenceSplitter(**sentences)
     # Ray writes about lost nodes to stdout, which is the report's.
     with contextlib.redirect_stdout(sys.stderr):
         result = jobs.tokenize(
-            tokenizer=Tokenizer(tokenizer, **settings),
-            splitter=splitter,
-            show_progress=True,
-            **options,
+            tokenizer=Tokenizer(tokenizer, **settings), show_progress=True, **options
         )
     rate = result.num_bytes_done / 1e6 / max(result.seconds, 1e-9)
     if as_json:
@@ -478,15 +441,6 @@ def _all_inputs(inputs: list[str], input_list: str | None) -> list[str]:
             "standard input is both --input and --input-list. Write one of them to a file"
         )
     return inputs + (read_input_list(input_list) if input_list is not None else [])
-
-
-def _shard(text: str) -> tuple[int, int]:
-    number, slash, count = text.partition("/")
-    if not (slash and number.isdecimal() and count.isdecimal() and int(number) < int(count)):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a shard; write I/N with I from 0 to N - 1: 0/8, 1/8, ... 7/8"
-        )
-    return int(number), int(count)
 
 
 def _argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -760,7 +714,7 @@ VERBS = (
     Verb(
         "tokenize",
         _tokenize,
-        (),
+        (TokenizeOptions, TokenizerOptions, SentenceOptions, JsonOption),
         "Converts text to token files. Reads JSONL, Parquet, Arrow, CSV and plain text, also "
         "compressed, and writes Megatron-LM's token files PREFIX_KEY_document.bin/.idx, one pair "
         "per key. A job that was killed continues when the same command runs again.",

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
@@ -21,7 +21,9 @@ from millrace import (
 )
 from millrace.encoding import Tokenizer
 from millrace.jobs import tokenize
+from millrace.option_class import keywords_of
 from millrace.store.writer import PairWriter
+from millrace.tokenizing import TokenizeKeywords, TokenizeOptions
 from tests.conftest import make_texts, train_tokenizer, write_jsonl
 
 
@@ -270,6 +272,8 @@ SCRIPT = """
 import sys
 from millrace.jobs import tokenize
 from millrace.encoding import Tokenizer
+from millrace.option_class import keywords_of
+from millrace.tokenizing import TokenizeKeywords, TokenizeOptions
 print("runs")
 source, output, tokenizer = sys.argv[1:]
 print(tokenize([source], output, Tokenizer(tokenizer), workers=2).num_documents)
@@ -331,3 +335,7 @@ def test_the_pairs_of_several_keys_are_published_together(
         assert texts() == ["the mill"] * 2
     job("race")
     assert texts() == ["the race"] * 2
+
+
+def test_the_keywords_of_tokenize_are_its_options() -> None:
+    assert get_type_hints(TokenizeKeywords) == keywords_of(TokenizeOptions)
