@@ -28,7 +28,6 @@ from millrace.samples.tokens import (
     Numbers,
     StoredSource,
     TokenBatch,
-    TokenSource,
     concatenate,
     fingerprint_of,
 )
@@ -165,7 +164,7 @@ class BlendedTokens(StoredSource):
         if leaves is not None:
             batch = gather_tokens(leaves.sources, leaves.places, leaves.numbers)
             sources = np.repeat(leaves.source_numbers, np.diff(batch.part_bounds))
-            batch = replace(batch, part_source=sources)
+            batch = batch.with_arrays(part_source=sources)
         else:
             batch = self._merged(draws)
         numbers = draws.dataset_numbers.astype(np.int64)
@@ -173,9 +172,10 @@ class BlendedTokens(StoredSource):
 
     def _merged(self, draws: Draws) -> TokenBatch:
         """The tokens of the datasets, each read by its own method."""
-        batches, order = [], []
+        batches: list[TokenBatch] = []
+        order: list[Numbers] = []
         for place, dataset in enumerate(draws.datasets):
-            if not isinstance(dataset, TokenSource):
+            if not hasattr(dataset, "tokens"):
                 raise ConfigError(
                     f"{name_of(dataset)} has no method `tokens`, which returns the tokens of "
                     "samples: leave this dataset out of the blend, or what needs the tokens"
@@ -185,7 +185,7 @@ class BlendedTokens(StoredSource):
             if batch.part_starts is not None:
                 inner = np.int32(0) if batch.part_source is None else batch.part_source
                 sources = np.full(len(batch.part_starts), self._first_sources[draws.used[place]])
-                batch = replace(batch, part_source=sources + inner)
+                batch = batch.with_arrays(part_source=sources + inner)
             batches.append(batch)
             order.append(here)
         if len(batches) == 1:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any, Protocol, SupportsIndex
 
@@ -95,7 +94,7 @@ class TokenDataset(StoredSource):
         options: SampleOptions | None,
         transforms: Iterable[Any] = (),
     ) -> None:
-        if not isinstance(source, TokenSource):
+        if not isinstance(source, StoredSource | TokenSource):
             raise ConfigError(
                 f"a {type(source).__name__} has no method `tokens`, which returns the TokenBatch "
                 "of sample numbers"
@@ -157,8 +156,12 @@ class TokenDataset(StoredSource):
         Raises:
             ConfigError, IndexError, DataError: As `batch`.
         """
-        tokens: TokenBatch = self._named("tokens", sample_numbers, None)
-        return tokens
+        batch: TokenBatch = self._named("tokens", sample_numbers, None)
+        eod = None if self.options is None else self.options.eod_token
+        if batch.part_starts is None and eod is not None:
+            batch = split_at_eod(batch, eod)
+        numbers = np.array(sample_numbers, np.int64)
+        return batch.with_field("sample_numbers", "sample", numbers)
 
     def _batch(self, numbers: Numbers, form: BatchForm | None) -> Batch:
         options = self.options
@@ -174,10 +177,12 @@ class TokenDataset(StoredSource):
         batch = self._tokens(numbers)
         if form is None:
             return batch
+        if "sample_numbers" in form.fields:
+            batch = batch.with_field("sample_numbers", "sample", numbers.copy())
         if "document_numbers" in form.fields and batch.part_sequence is not None:
             batch = batch.with_field("document_numbers", "part", self._documents_of(batch))
         if form.token_dtype == "file" and self.file_dtype is not None:
-            batch = replace(batch, tokens=_narrowed(batch.tokens, self.file_dtype))
+            batch = batch.with_arrays(tokens=_narrowed(batch.tokens, self.file_dtype))
         return batch
 
     def _tokens(self, numbers: Numbers) -> TokenBatch:
@@ -190,9 +195,7 @@ class TokenDataset(StoredSource):
             if transform.changes_tokens and is_by_eod:
                 batch = without_parts(batch)  # EOD tells documents apart, where it is now
             batch = transformed(transform, batch, numbers)
-        if batch.part_starts is None and options is not None and options.eod_token is not None:
-            batch = split_at_eod(batch, options.eod_token)
-        return batch.with_field("sample_numbers", "sample", numbers.copy())
+        return batch
 
     def _named(self, method: str, sample_numbers: ArrayLike, form: BatchForm | None) -> Any:
         """What a method returns, whose error names the first sample that cannot be read."""

@@ -71,7 +71,7 @@ class StoredTokens(StoredSource):
     def __init__(self, store: TokenStore | TokenFile, order: Order | _native.Order) -> None:
         self.store_or_file = store
         self.order: Any = order
-        self._core: tuple[_native.TokenSource, _native.Order | None] | None = None
+        self._core: tuple[_native.TokenSource, _native.Order | None, bool] | None = None
 
     @property
     def stores(self) -> Sequence[StoredTokens]:  # type: ignore[override]
@@ -101,19 +101,20 @@ class StoredTokens(StoredSource):
         return self.store.dtype
 
     @property
-    def core(self) -> tuple[_native.TokenSource, _native.Order | None]:
-        """The tokens and the order in the core; the order is None if Python calls it."""
+    def core(self) -> tuple[_native.TokenSource, _native.Order | None, bool]:
+        """The tokens and the order in the core (None: only Python knows it), and `is_in_core`."""
         if self._core is None:
             order = self.order
             is_core = isinstance(order, _native.Order)
             core_order = order if is_core else getattr(order, "core", None)
-            self._core = self.store.token_source(), core_order
+            is_in_core = core_order is not None and self.store.is_mapped
+            self._core = self.store.token_source(), core_order, is_in_core
         return self._core
 
     @property
     def is_in_core(self) -> bool:
         """Whether a call of the core gathers the samples, also with those of other sources."""
-        return self.core[1] is not None and self.store.is_mapped
+        return self.core[2]
 
     def tokens(self, sample_numbers: Numbers) -> TokenBatch:
         """See `TokenSource.tokens`.
@@ -267,8 +268,8 @@ def _token_batch(
         has_tokens = counts > 0
         starts, offsets = starts[has_tokens], offsets[has_tokens]
         sequences = None if sequences is None else sequences[has_tokens]
-    return TokenBatch(
-        tokens, ends, part_starts=starts, part_sequence=sequences, part_offset=offsets
+    return TokenBatch(tokens, ends).with_arrays(
+        part_starts=starts, part_sequence=sequences, part_offset=offsets
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -148,12 +148,21 @@ class TokenBatch:
 
     def with_field(self, name: str, kind: str, array: NDArray[Any]) -> TokenBatch:
         """The same batch with one more field."""
-        return replace(self, fields={**self.fields, name: (kind, array)})
+        return self.with_arrays(fields={**self.fields, name: (kind, array)})
+
+    def with_arrays(self, **arrays: Any) -> TokenBatch:
+        """The same batch with other arrays, of the dtypes and sizes that they must have.
+
+        They are not checked, which takes longer than most that is done with a batch.
+        """
+        batch = object.__new__(TokenBatch)
+        batch.__dict__.update(self.__dict__, **arrays)
+        return batch
 
     def untrained(self, marks: NDArray[np.bool_]) -> TokenBatch:
         """The same batch in which the marked tokens, bool [n], are not trained on either."""
         trained = ~marks if self.trained is None else self.trained & ~marks
-        return replace(self, trained=trained)
+        return self.with_arrays(trained=trained)
 
     def select(self, rows: NDArray[Any]) -> TokenBatch:
         """The batch of some of the samples, in another order.
@@ -221,6 +230,9 @@ class TokenBatch:
         return columns
 
 
+_EMPTY = TokenBatch(np.empty(0, np.int64), np.empty(0, np.int64))
+
+
 def _from_columns(
     tokens: NDArray[Any], ends: Numbers, starts: Numbers | None, columns: dict[str, Field]
 ) -> TokenBatch:
@@ -228,7 +240,10 @@ def _from_columns(
     if starts is None:
         columns = {name: entry for name, entry in columns.items() if entry[0] != "part"}
     arrays = {name: columns.pop(name)[1] for name in ("trained", *_PART_ARRAYS) if name in columns}
-    return TokenBatch(tokens, ends, part_starts=starts, fields=columns, **arrays)
+    nothing = dict.fromkeys(("trained", *_PART_ARRAYS))
+    return _EMPTY.with_arrays(
+        **nothing | arrays, tokens=tokens, ends=ends, part_starts=starts, fields=columns
+    )
 
 
 def _near_places(is_inserted: NDArray[np.bool_], batch: TokenBatch) -> Numbers:
@@ -266,7 +281,8 @@ def concatenate(batches: Sequence[TokenBatch]) -> TokenBatch:
             elif name == "trained":
                 arrays.append(np.ones(len(batch.tokens), np.bool_))
             else:
-                arrays.append(np.full(0 if starts is None else len(batch._starts), -1))
+                count = 0 if starts is None else len(batch._starts)
+                arrays.append(np.full(count, -1, _PART_ARRAYS[name]))
         columns[name] = kind, np.concatenate(arrays)
     tokens = np.concatenate([batch.tokens for batch in batches])
     ends = np.concatenate([batch.ends + shift for batch, shift in pairs])
@@ -278,7 +294,7 @@ def split_at_eod(batch: TokenBatch, eod_token: int) -> TokenBatch:
     is_last = batch.tokens == eod_token
     is_last[batch.ends[batch.sizes > 0] - 1] = True
     starts = np.append(0, np.flatnonzero(is_last) + 1)[: int(is_last.sum())]
-    return replace(without_parts(batch), part_starts=starts)
+    return without_parts(batch).with_arrays(part_starts=starts)
 
 
 def without_parts(batch: TokenBatch) -> TokenBatch:
