@@ -353,6 +353,38 @@ def test_a_forked_child_leaves_the_run_alone(tmp_path: Path) -> None:
         do_tasks(run, 0)
 
 
+def test_without_locks_the_owner_keeps_others_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is left at the end, also of a job that is refused; a dead process of this host is not."""
+
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    owner = tmp_path / "out.journal" / "owner"
+    interrupted(tmp_path, 0)
+    assert not owner.exists()
+    with pytest.raises(ConfigError, match="append_eod"), start(tmp_path, {}):
+        pass
+    assert not owner.exists()
+    host = os.uname().nodename
+    for text, is_refused in (
+        (f"{host} 1", True),
+        ("elsewhere 77", True),
+        (f"{host} 4194999", False),
+    ):
+        owner.write_text(text)
+        if is_refused:
+            with pytest.raises(MillraceError, match=f"process {text.split()[1]}.*remove {owner}"):
+                start(tmp_path).__enter__()
+            owner.unlink()
+        else:
+            with start(tmp_path) as run:
+                assert owner.read_text() == f"{host} {os.getpid()}"
+                assert do_tasks(run, 0)[0].is_kept
+
+
 # ---- folders that cannot be used ----
 
 

@@ -143,8 +143,6 @@ class Journal:
                 return
             if self._is_ours and not self._tasks:
                 self.remove()
-            elif self._is_ours and not self._has_lock:
-                os.unlink(os.path.join(self.path, _OWNER))
 
     def remove(self) -> None:
         """Removes the folder; the lock is held until `close`."""
@@ -261,6 +259,7 @@ class Journal:
             os.unlink(path)
         with open(path, "x") as file:
             file.write(f"{here} {os.getpid()}")
+        self._stack.callback(lambda: os.getpid() == self._process and _remove_tree(path))
 
     def _earlier_run(self, job: Mapping[str, Any], published: str) -> str | None:
         """The run to continue, or None to begin a new one."""
