@@ -142,6 +142,12 @@ class IndexOptions:
     any_tokenizer: bool | None = _switch(
         "mix data of different tokenizers, too (millrace's own option)"
     )
+    order: str | None = option(
+        None,
+        help="another order than Megatron-LM's, package.module:name (millrace's own option)",
+        group="order",
+        metavar="NAME",
+    )
     data_cache_path: str | None = option(
         None,
         help="output folder: millrace's cache",
