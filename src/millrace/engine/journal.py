@@ -259,7 +259,11 @@ class Journal:
             os.unlink(path)
         with open(path, "x") as file:
             file.write(f"{here} {os.getpid()}")
-        self._stack.callback(lambda: os.getpid() == self._process and _remove_tree(path))
+        self._stack.callback(self._disown, path)
+
+    def _disown(self, path: str) -> None:
+        if os.getpid() == self._process:
+            _remove_tree(path)
 
     def _earlier_run(self, job: Mapping[str, Any], published: str) -> str | None:
         """The run to continue, or None to begin a new one."""
