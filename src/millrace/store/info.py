@@ -73,14 +73,12 @@ class Info:
     def to_json(self) -> str:
         document: dict[str, Any] = {"version": _VERSION, "provenance": self.provenance}
         if self.bin is not None and self.idx is not None:
+            sums = {"bin": self.bin, "idx": self.idx, "origins": self.origins}
             document["checksums"] = {
                 "algorithm": ALGORITHM,
                 "block_size": BLOCK_SIZE,
-                "bin": asdict(self.bin),
-                "idx": asdict(self.idx),
+                **{name: asdict(one) for name, one in sums.items() if one is not None},
             }
-            if self.origins is not None:
-                document["checksums"]["origins"] = asdict(self.origins)
         return json.dumps(document, indent=1) + "\n"
 
 

@@ -217,7 +217,7 @@ def publish(pairs: Sequence[tuple[str, Temporaries]], *, durable: bool = True) -
     Args:
         durable: Whether to flush the folders between the steps.
     """
-    flush_folders = _flush_folders if durable else _flush_nothing
+    flush_folders = _flush_folders if durable else (lambda prefixes: None)
     prefixes = [prefix for prefix, _ in pairs]
     try:
         for prefix, files in pairs:
@@ -281,7 +281,3 @@ def _flush_folders(prefixes: Sequence[str]) -> None:
     """Brings the renames to the disk."""
     for folder in {os.path.dirname(prefix): prefix for prefix in prefixes}.values():
         fsync_folder(folder)
-
-
-def _flush_nothing(prefixes: Sequence[str]) -> None:
-    """Leaves it to the kernel when the renames reach the disk."""

@@ -275,12 +275,9 @@ def _copy_file(source: BinaryIO, target: BinaryIO, start: int, stop: int) -> Non
 
 def _copy_piece(source: int, target: int, start: int, size: int) -> int:
     """Copies up to `size` bytes between two descriptors; the number of bytes, 0 at the end."""
-    # File systems and containers refuse the first two by many numbers, also for a full disk: the
-    # last one raises its true error.
+    # File systems and containers refuse the first by many numbers, also for a full disk: the second
+    # raises its true error.
     with contextlib.suppress(OSError):
         if count := os.copy_file_range(source, target, size, offset_src=start):
-            return count
-    with contextlib.suppress(OSError):
-        if count := os.sendfile(target, source, start, size):
             return count
     return os.write(target, os.pread(source, min(size, _READ_SIZE), start))
