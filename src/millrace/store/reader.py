@@ -114,12 +114,7 @@ class IndexedDataset:
         self.sequence_modes: NDArray[np.int8] | None = (
             columns["modes"] if self.header.has_modes else None
         )
-        # All tokens as one array, if they are in memory.
-        self._tokens: NDArray[Any] | None = None
-        data_bytes = bytes_in_memory(reader)
-        if data_bytes is not None:
-            size = len(data_bytes) - len(data_bytes) % self.dtype.itemsize
-            self._tokens = data_bytes[:size].view(self.dtype)
+        self._bytes = bytes_in_memory(reader)  # of the `.bin`
 
     def _check_ends(self, index: layout.IndexFile) -> None:
         """Checks the first and last entries."""
@@ -199,7 +194,7 @@ class IndexedDataset:
     @property
     def is_mapped(self) -> bool:
         """Whether all tokens are one array in memory, `tokens`; else each read copies."""
-        return self._tokens is not None
+        return self._bytes is not None
 
     @property
     def tokens(self) -> NDArray[Any]:
@@ -208,14 +203,14 @@ class IndexedDataset:
         Raises:
             ConfigError: If the `.bin` is not mapped.
         """
-        if self._tokens is None:
+        if self._bytes is None:
             raise ConfigError(f"{self.prefix}.bin is not mapped; open it with access='mmap'")
-        return self._tokens
+        return self._bytes[: self.num_tokens * self.dtype.itemsize].view(self.dtype)
 
     def token_source(self) -> _native.TokenSource:
         """The tokens for the core."""
         return _native.token_source(
-            np.empty(0, self.dtype) if self._tokens is None else self._tokens,
+            np.empty(0, self.dtype) if self._bytes is None else self.tokens,
             self.sequence_pointers,
             self.sequence_lengths,
             self.reader.size,
@@ -245,11 +240,13 @@ class IndexedDataset:
         size = self.dtype.itemsize
         pointers, lengths = self.sequence_pointers[numbers], self.sequence_lengths[numbers]
         first, rest = np.divmod(pointers, size)
-        if self._tokens is None or np.any(
-            (lengths < 0) | (rest != 0) | (first < 0) | (first > len(self._tokens) - lengths)
-        ):
-            return self[numbers]  # which raises the error of a damaged entry
-        return _cut(self._tokens, first, np.add(first, lengths))
+        if self._bytes is None:
+            return self[numbers]
+        tokens = self.tokens
+        is_bad = (lengths < 0) | (rest != 0) | (first < 0) | (first > len(tokens) - lengths)
+        if np.any(is_bad):  # one of them raises, or lies off the grid of tokens
+            return [self[number] for number in numbers.tolist()]
+        return _cut(tokens, first, np.add(first, lengths))
 
     def __iter__(self) -> Iterator[NDArray[Any]]:
         for start in range(0, len(self), _CHUNK):
@@ -285,9 +282,9 @@ class IndexedDataset:
         ids = whole_numbers("sequence_ids", sequence_ids)
         pointers, lengths = self.sequence_pointers, self.sequence_lengths
         try:
-            if self._tokens is not None:
+            if self._bytes is not None:
                 flat, offsets = _native.copy_sequences(
-                    self._tokens.view(np.uint8), pointers, lengths, ids, self.dtype.itemsize
+                    self._bytes, pointers, lengths, ids, self.dtype.itemsize
                 )
                 return flat.view(self.dtype), offsets
             counts = lengths[ids].astype(np.int64)
@@ -319,9 +316,8 @@ class IndexedDataset:
                 f".bin of {self.reader.size} bytes"
             )
             raise layout.index_damage(self.prefix, problem)
-        first, rest = divmod(byte_offset, self.dtype.itemsize)
-        if self._tokens is not None and rest == 0:
-            return self._tokens[first : first + count]
+        if self._bytes is not None:
+            return self._bytes[byte_offset : byte_offset + num_bytes].view(self.dtype)
         return self.reader.read(byte_offset, num_bytes).view(self.dtype)
 
     # ---- identity ----
