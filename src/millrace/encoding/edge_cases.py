@@ -89,6 +89,7 @@ _RANGES = (
 
 
 def _whitespace() -> Iterator[str]:
+    """Runs of white space, which patterns end before the last one, and what counts as white."""
     yield ""
     for space in _SPACES + _NOT_SPACES:
         for text in ("{0}", "{0}{0}", "a{0}", "{0}a", "a{0}b", "a{0}{0}b", "a{0}{0}{0}b"):
@@ -108,6 +109,7 @@ def _whitespace() -> Iterator[str]:
 
 
 def _contractions() -> Iterator[str]:
+    """Apostrophes of every kind before endings, of which some patterns ignore the case."""
     endings = "s t re ve m ll d S T RE VE M LL D Ll rE ſ LLs dd st ve1 K \u212a x".split(" ")
     for mark in "'\u2019\u2018\u02bc\uff07`\u00b4":
         for ending in ["", *endings]:
@@ -120,6 +122,7 @@ def _contractions() -> Iterator[str]:
 
 
 def _numbers() -> Iterator[str]:
+    """Runs of digits, which patterns cut at one or three, and digits of other scripts."""
     for count in range(1, 25):
         digits = ("1234567890" * 3)[:count]
         yield from (digits, f"a{digits}b", f" {digits}.{digits}", f"-{digits},", f"x {digits}\n")
@@ -183,6 +186,7 @@ def _phrases() -> Iterator[str]:
 
 
 def _characters() -> Iterator[str]:
+    """Characters of every class and block: classes such as letters differ by version of Unicode."""
     characters = [*_LETTERS, *_NUMBERS, *_MARKS, *_SYMBOLS, *_EMOJI, *_CONTROLS, *_RARE]
     for character in characters:
         yield from (character, f" {character}", f"a{character}b")
@@ -200,6 +204,7 @@ def _characters() -> Iterator[str]:
 
 
 def _long_runs() -> Iterator[str]:
+    """Long words and runs, at which caches of words and limits of regular expressions end."""
     for unit in (*"aA1!é中😀\u0301\xa0=_\x00", "ab", "a1", "a!", "ab ", "ha", "中文"):
         yield from (unit * 97, unit * 1021, f" {unit * 300} {unit * 300}\n")
     for unit in (" ", "\n", "\t", " \n", "\r\n"):
@@ -231,6 +236,7 @@ def _around_tokens(tokens: Sequence[str]) -> Iterator[str]:
 
 
 def _random_texts(tokens: Sequence[str]) -> Iterator[str]:
+    """Neighbours that the other groups do not name."""
     draw = random.Random(_SEED)
     words = "the The mill 's 'LL don't été 中文 한국 123 12345 x=1; :// …".split()
     alphabets: list[Sequence[str]] = [

@@ -22,8 +22,6 @@ STDIN = "-"
 
 _OF_A_PROCESS = re.compile(r"/dev/(stdin|fd/)|/proc/(self|thread-self)/")
 
-COMPRESSIONS = ("gzip", "zstd", "bz2", "xz")
-
 NUM_MAGIC_BYTES = 10
 """Number of bytes that tell every compression."""
 
@@ -102,7 +100,7 @@ def open_stream(
     Args:
         path: Path of the file; "-" for standard input.
         source: Name of the file in messages.
-        compression: Compression of a regular file, one of `COMPRESSIONS`, or empty.
+        compression: Compression of a regular file: "gzip", "zstd", "bz2", "xz" or empty.
         start: First byte of a range of a plain file: the lines that begin in the range are read.
         stop: Last byte of that range, exclusive. None: the end of the file.
         identity: Size and time that the file must have. Fields that are None are not compared.
