@@ -265,11 +265,14 @@ def test_damage_after_loading_is_a_clear_error(tmp_path: Path) -> None:
 def test_half_written_files_of_dead_processes_are_replaced(tmp_path: Path) -> None:
     for path in files_of(tmp_path):
         Path(f"{path}.tmp").write_bytes(b"half")
+        Path(temporary_name(str(path))).touch()
     (tmp_path / f"{name_of(1)}.lock").write_bytes(b"")  # no process holds it
+    other = Path(temporary_name(str(files_of(tmp_path, 2)[0])))
+    other.touch()
     array_set, is_built = load_or_build(tmp_path)
     assert is_built
     assert_holds(array_set)
-    assert set(stamps(tmp_path)) == {path.name for path in files_of(tmp_path)}
+    assert set(tmp_path.iterdir()) == {*files_of(tmp_path), other}
 
 
 # ---- several processes ----
@@ -368,12 +371,3 @@ def test_files_are_flushed_before_they_are_renamed(
     publication = [step for step in steps if step[0] == "rename" or step == folder]
     names = [("rename", path) for path in paths]
     assert publication == [*names, folder, ("rename", record), folder]
-
-
-def test_the_next_builder_removes_the_leftovers_of_a_dead_one(tmp_path: Path) -> None:
-    for path in files_of(tmp_path):
-        Path(temporary_name(str(path))).touch()
-    other = Path(temporary_name(str(files_of(tmp_path, 2)[0])))
-    other.touch()
-    load_or_build(tmp_path)
-    assert set(tmp_path.iterdir()) == {*files_of(tmp_path), other}
