@@ -23,7 +23,7 @@ from millrace.checks import printable_lines
 from millrace.demo import run_demo
 from millrace.encoding import Tokenizer
 from millrace.encoding.training import train_tokenizer
-from millrace.engine import ENVIRONMENT
+from millrace.engine import ALREADY, ENVIRONMENT
 from millrace.engine.progress import Progress
 from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.files import atomic_file
@@ -48,7 +48,7 @@ from millrace.option_class import (
 from millrace.run import arguments as run_arguments
 from millrace.shards import read_metadata, verify_shards
 from millrace.shards.metadata import is_shards_folder
-from millrace.shuffling.domains import read_input_list as read_domains
+from millrace.shuffling.shuffle_options import ShuffleOptions
 from millrace.store import IndexedDataset, verify
 from millrace.text import SentenceSplitter, read_input_list
 from millrace.tokenizing import TokenizeOptions
@@ -314,42 +314,10 @@ def _add_tokenize(parser: argparse.ArgumentParser) -> None:
 
 def _add_shuffle(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `shuffle`."""
-    add = parser.add_argument_group("input").add_argument
-    text = "folder with a folder for each domain: .bin, .npy, or .bin with .idx"
-    add("--input-dir", metavar="DIR", help=text)
-    text = "file with a weight and a path on each line: 2.5 data/web (instead of --input-dir)"
-    add("--input-list", metavar="FILE", help=text)
-    text = "dtype of .bin files without .idx (default: uint32)"
-    add("--dtype", choices=("uint16", "uint32", "int32"), default="uint32", help=text)
-    text = "tokens of a sequence (default: 4096)"
-    add("--seq-len", type=_positive, default=4096, metavar="N", help=text)
-    text = "continue the remainder of a file in the next file of its domain"
-    add("--carry", action="store_true", help=text)
-    text = "shuffle whole documents of indexed datasets instead of sequences"
-    add("--documents", action="store_true", help=text)
-
-    add = parser.add_argument_group("output").add_argument
-    text = "folder for the shards: a new one, or an empty one"
-    add("--output-dir", required=True, metavar="DIR", help=text)
-    add("--num-shards", type=_positive, default=64, metavar="N", help="number of shards (64)")
-    add("--seed", type=_count, default=42, metavar="N", help="seed of the permutation (42)")
-    text = """numpy: numpy.random.default_rng(SEED).permutation(n); keyed: for any n without memory
-        (default: numpy if it fits half of --memory)"""
-    add("--permutation", choices=("auto", "numpy", "keyed"), default="auto", help=text)
-
-    add = parser.add_argument_group("job").add_argument
-    text = """gather: read each shard's sequences wherever they are; scatter: sort runs of the
-        input, then read each shard from them (default: the faster one)"""
-    add("--plan", choices=("auto", "gather", "scatter"), default="auto", help=text)
-    text = "where it runs: here, or on the Ray cluster of RAY_ADDRESS, or one of its own (local)"
-    add("--engine", choices=("local", "ray"), default="local", help=text)
-    text = "largest number of worker processes (default: 4)"
-    add("--num-workers", dest="workers", type=_positive, default=4, metavar="N", help=text)
-    text = "limit for all processes: 300M, 4G (default: half of what is available)"
-    add("--memory", type=_argument(parse_size), metavar="SIZE", help=text)
-    text = "discard what an interrupted job has done in the output folder"
-    add("--restart", action="store_true", help=text)
-    add("--json", dest="as_json", action="store_true", help="print one JSON object at the end")
+    add_options(parser, ShuffleOptions)
+    parser.add_argument("--eod", help=argparse.SUPPRESS)
+    text = "print one JSON object at the end"
+    parser.add_argument("--json", dest="as_json", action="store_true", help=text)
 
 
 def _tokenize(tokenizer: str, input_list: str | None, as_json: bool = False, **options: Any) -> str:
@@ -406,20 +374,25 @@ def _tokenize(tokenizer: str, input_list: str | None, as_json: bool = False, **o
     return "\n".join(lines)
 
 
-def _shuffle(input_list: str | None, as_json: bool, **options: Any) -> str:
+def _shuffle(as_json: bool, eod: str | None, **options: Any) -> str:
     """Permutes sequences of many domains globally."""
-    entries = None if input_list is None else read_domains(input_list)
+    if eod is not None:
+        raise ConfigError(
+            "--eod must be left out: a shuffle adds no tokens. `millrace convert --append-eod` "
+            "puts an EOD token after each document, once"
+        )
     # Ray writes about lost nodes to stdout, which is the report's.
     with contextlib.redirect_stdout(sys.stderr):
-        result = jobs.shuffle(input_list=entries, show_progress=True, **options)
+        input_dir = options.pop("input_dir", None)
+        result = jobs.shuffle(input_dir, show_progress=True, **options)
     if as_json:
         return json.dumps(dataclasses.asdict(result))
     lines = [
         f"{result.output_dir}: {result.num_items:,} {result.unit} of {len(result.domain_stats):,} "
         f"domains in {len(result.shard_sizes):,} shards, {result.num_tokens:,} tokens"
     ]
-    if result.plan == "none":
-        return "\n".join([*lines, result.reason])
+    if ALREADY in result.notices:
+        return "\n".join([*lines, ALREADY])
     rate = result.num_bytes / 1e6 / max(result.seconds, 1e-9)
     lines.append(
         f"{result.num_bytes / 1e6:,.1f} MB in {result.seconds:.1f} s, {rate:,.1f} MB/s, by the "

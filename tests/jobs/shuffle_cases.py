@@ -29,10 +29,11 @@ from numpy.typing import NDArray
 from millrace import IndexedDataset, IndexedDatasetBuilder
 from millrace.errors import ConfigError, MillraceError
 from millrace.files import checksum
-from millrace.jobs.shuffling import shuffle
-from millrace.jobs.shuffling.plans import PLANS, ShufflePlan
+from millrace.names import SHUFFLE_RESULT
 from millrace.order import KeyedPermutation
+from millrace.shuffling import shuffle
 from millrace.shuffling.memory_budget import ITEM_OVERHEAD, Budget, ItemSizes
+from millrace.shuffling.plans import PLANS, ShufflePlan
 
 MEMORY = 1_000_000_000
 
@@ -240,6 +241,7 @@ def check_output(case: Case, folder: Path) -> dict[str, bytes]:
         AssertionError: A difference.
     """
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    del files[SHUFFLE_RESULT]
     metadata = json.loads(files["metadata.json"])
     expected: list[list[NDArray[Any]]] = [[]] * len(case.items)
     places = places_of(case, metadata["permutation"])

@@ -5,15 +5,14 @@ the same command runs again, until the job is done. A job that loses one worker 
 itself. At the end
 
 - the files equal those of an undisturbed run, byte for byte, and nothing else is left;
-- no task ran twice, except those in flight: a record in the journal stays as it is, and the last
-  run reports every record that it found as kept;
+- no task ran twice, except those in flight: a finished task keeps its files, and the last run
+  reports every one that it found as kept;
 - no worker has outlived its parent.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import shutil
 import signal
@@ -28,18 +27,18 @@ from typing import Any
 import numpy as np
 
 from millrace import IndexedDatasetBuilder
-from tests.jobs.tokenize_kills import (
+from millrace.names import SHUFFLE_RESULT
+from tests.jobs.kills import (
     DEADLINE,
-    MOST_WORKER_KILLS,
-    Job,
     KillError,
     descendants,
-    finish,
-    read_records,
+    finished_tasks,
+    kill,
     run_command,
     run_jobs,
     wait_for_end,
 )
+from tests.jobs.tokenize_kills import MOST_WORKER_KILLS, Job, check_files, finish
 
 # Of 4 tokens each, a sequence takes less memory than its overhead: the data need several runs.
 COMMANDS: dict[str, str] = {
@@ -105,7 +104,9 @@ def tasks_of(summary: dict[str, Any]) -> tuple[int, int]:
 
 
 def read_files(output: Path) -> dict[str, bytes]:
-    return {path.name: b"" if path.is_dir() else path.read_bytes() for path in output.glob("*")}
+    """The files of an output; those of a job that has ended but for its result, which has times."""
+    paths = [path for path in output.glob("*") if path.name != SHUFFLE_RESULT]
+    return {path.name: b"" if path.is_dir() else path.read_bytes() for path in paths}
 
 
 # ---- kills ----
@@ -113,51 +114,40 @@ def read_files(output: Path) -> dict[str, bytes]:
 
 def run_job(job: Job, output: Path, choices: random.Random, counts: Counter[str]) -> None:
     """Runs a job until it is done, with kills at random moments; KillError if a law is broken."""
-    records: dict[str, tuple[int, int]] = {}
+    tasks: dict[str, str] = {}
     while True:
         is_published = (output / "metadata.json").exists()
         process = launch(job.options, output)
         for _ in range(MOST_WORKER_KILLS):
-            if wait_for_moment(process, job, output, len(records), choices):
+            if wait_for_moment(process, job, output, len(tasks), choices):
                 break
             family = descendants(process.pid)
             if not family or choices.random() < 0.4:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                    counts["parent"] += 1
+                counts["parent"] += kill(process.pid)
                 process.wait(DEADLINE)
                 wait_for_end(family)
                 break
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(choices.choice(family), signal.SIGKILL)
-                counts["worker"] += 1
+            counts["worker"] += kill(choices.choice(family))
         if process.wait(DEADLINE) != -signal.SIGKILL:
-            summary = finish(process)
-            done, kept = tasks_of(summary)
-            if not is_published and (done, kept) != (job.num_tasks - len(records), len(records)):
+            done, kept = tasks_of(finish(process))
+            if not is_published and (done, kept) != (job.num_tasks - len(tasks), len(tasks)):
                 raise KillError(
                     f"{done} tasks done and {kept} kept, of {job.num_tasks}; the journal had "
-                    f"{len(records)}"
+                    f"{len(tasks)}"
                 )
             break
         process.communicate()
-        later = read_records(output)
+        later = finished_tasks(output)
         if (output / "metadata.json").exists():
             check_files(job, {n: data for n, data in read_files(output).items() if n in job.files})
             counts["after the publication"] += 1
         else:
-            changed = [name for name, identity in records.items() if later.get(name) != identity]
+            changed = [task for task, attempt in tasks.items() if later.get(task) != attempt]
             if changed:
-                raise KillError(f"records that were written again: {sorted(changed)[:5]}")
-        records = later
+                raise KillError(f"tasks that ran again: {sorted(changed)[:5]}")
+        tasks = later
         counts["runs"] += 1
     check_files(job, read_files(output))
-
-
-def check_files(job: Job, files: dict[str, bytes]) -> None:
-    names = {name for name in {*files, *job.files} if files.get(name) != job.files.get(name)}
-    if names:
-        raise KillError(f"not as in an undisturbed run: {sorted(names)}")
 
 
 def wait_for_moment(
@@ -171,7 +161,7 @@ def wait_for_moment(
     seconds = choices.uniform(0, 1.2 * job.seconds)
     kind = choices.random()
     if kind < 0.6:
-        while process.poll() is None and len(read_records(output)) <= num_kept:
+        while process.poll() is None and len(finished_tasks(output)) <= num_kept:
             time.sleep(0.002)
         seconds *= choices.random() * (1 - num_kept / job.num_tasks) / 4
     elif kind < 0.8:

@@ -20,7 +20,7 @@ from millrace.shuffling import permutations
 from millrace.shuffling.permutations import choose_permutation, make_permutation
 
 NAMES = ("numpy", "keyed")
-FILES = ("permutation.npy", "inverse.npy", "permutation.json")
+FILES = ("permutation.npy", "inverse.npy")
 SIZES = sorted({0, 1, 2, 3, 1000} | {2**k + d for k in (4, 10, 12) for d in (-1, 0, 1)})
 
 
@@ -68,40 +68,6 @@ def test_ranges_are_parts_of_one_permutation(
     assert np.array_equal(places[sources], np.arange(size))
     if name == "keyed":
         assert np.array_equal(places, KeyedPermutation(size, seed).places(np.arange(size)))
-
-
-def test_whole_files_are_used_again(tmp_path: Path) -> None:
-    make_permutation("numpy", 1000, 1, str(tmp_path))
-    before = {name: os.stat(tmp_path / name).st_ino for name in FILES}
-    make_permutation("numpy", 1000, 1, str(tmp_path))
-    assert {name: os.stat(tmp_path / name).st_ino for name in FILES} == before
-
-
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("damage", ["missing", "empty", "shorter", "longer", "changed", "text"])
-def test_damaged_files_are_made_again(tmp_path: Path, name: str, damage: str) -> None:
-    make_permutation("numpy", 1000, 1, str(tmp_path))
-    before, path = contents(tmp_path), tmp_path / name
-    content = bytearray(path.read_bytes())
-    if damage == "missing":
-        path.unlink()
-    elif damage == "text":
-        path.write_text("[]")
-    else:
-        content[len(content) // 2] ^= 1 if damage == "changed" else 0
-        stop = {"empty": 0, "shorter": -1}.get(damage, len(content))
-        path.write_bytes(bytes(content[:stop]) + (b"0" if damage == "longer" else b""))
-    permutation = make_permutation("numpy", 1000, 1, str(tmp_path))
-    assert contents(tmp_path) == before
-    assert np.array_equal(permutation.places(0, 1000), np.random.default_rng(1).permutation(1000))
-
-
-def test_files_of_another_size_or_seed_are_made_again(tmp_path: Path) -> None:
-    for size, seed in ((100, 1), (101, 1), (100, 1), (100, 2)):
-        permutation = make_permutation("numpy", size, seed, str(tmp_path))
-        expected = np.random.default_rng(seed).permutation(size)
-        assert np.array_equal(permutation.places(0, size), expected)
-        assert np.array_equal(expected[permutation.sources(0, size)], np.arange(size))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -163,7 +129,7 @@ def test_the_choice_depends_on_the_memory() -> None:
 
 def test_bad_arguments_are_refused(tmp_path: Path) -> None:
     for name, size, seed in (("numpy", -1, 0), ("keyed", 2**63, 0), ("keyed", 1, -1)):
-        with pytest.raises(ConfigError, match=r"size is|seed is"):
+        with pytest.raises(ConfigError, match=r"size|seed"):
             make_permutation(name, size, seed, str(tmp_path))
     with pytest.raises(OSError, match="No such file") as caught:
         make_permutation("numpy", 1, 0, str(tmp_path / "missing"))

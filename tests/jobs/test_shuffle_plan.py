@@ -5,7 +5,7 @@ from __future__ import annotations
 import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
@@ -13,15 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.errors import ConfigError, MillraceError
-from millrace.jobs.shuffling import plan_choice
-from millrace.jobs.shuffling.plans import PLANS, Gather, Scatter, ShufflePlan, resume_plan
+from millrace.option_class import keywords_of
 from millrace.order import KeyedPermutation
 from millrace.ragged import even_sizes, starts_of
 from millrace.shuffling import buckets as groups
-from millrace.shuffling import disk_rates
+from millrace.shuffling import disk_rates, plan_choice
 from millrace.shuffling.disk_rates import Rates, read_rates
 from millrace.shuffling.fixed_sequences import sequence_items
 from millrace.shuffling.memory_budget import ITEM_OVERHEAD, MB, budget_of, sizes_of
+from millrace.shuffling.plans import PLANS, Gather, Scatter, ShufflePlan, resume_plan
+from millrace.shuffling.shuffle_options import ShuffleKeywords, ShuffleOptions
 
 GB = 10**9
 
@@ -226,3 +227,12 @@ def test_rates_of_tiny_sequences_take_little_memory(tmp_path: Path) -> None:
         assert tracemalloc.get_traced_memory()[1] < 30_000_000
     finally:
         tracemalloc.stop()
+
+
+# ---- the options ----
+
+
+def test_the_keywords_are_the_options() -> None:
+    assert get_type_hints(ShuffleKeywords) == {
+        name: kind for name, kind in keywords_of(ShuffleOptions).items() if name != "input_dir"
+    }

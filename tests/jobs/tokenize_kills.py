@@ -239,16 +239,6 @@ def wait_for_moment(
     return False
 
 
-def read_records(output: Path) -> dict[str, tuple[int, int]]:
-    """Name of each record in a shuffle's journal, and what changes if it is written again."""
-    records = {}
-    with contextlib.suppress(FileNotFoundError):  # the job ends, and removes its journal
-        for path in output.glob("*.journal/*/records/*.json"):
-            status = path.stat()
-            records[path.name] = (status.st_ino, status.st_mtime_ns)
-    return records
-
-
 # ---- any number of kills ----
 
 

@@ -5,7 +5,7 @@ from millrace.jobs.cache import CacheEntry, list_cache, prune_cache
 from millrace.jobs.converting import convert
 from millrace.jobs.indexing import IndexResult, index
 from millrace.jobs.reshape import merge, split
-from millrace.jobs.shuffling import ShuffleResult, shuffle
+from millrace.shuffling import ShuffleResult, shuffle
 from millrace.tokenizing import TokenizeResult, tokenize
 
 __all__ = [

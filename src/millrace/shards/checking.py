@@ -19,6 +19,7 @@ import numpy as np
 from millrace.checks import one_path, whole
 from millrace.cores import available_cores
 from millrace.files import sum_of
+from millrace.names import SHUFFLE_RESULT
 from millrace.shards.metadata import (
     JOURNAL,
     METADATA,
@@ -182,7 +183,7 @@ def _check_sum(folder: str, checks: Checks, file: tuple[str, str]) -> None:
 
 def _strays(folder: str, metadata: ShardsMetadata) -> Iterator[tuple[str, bool]]:
     """Files that do not belong to the folder: a sentence, and whether they do harm."""
-    names = {METADATA, *metadata.checksums}
+    names = {METADATA, SHUFFLE_RESULT, *metadata.checksums}
     for number in range(metadata.num_shards):
         name = shard_prefix("", number)
         names |= {f"{name}.bin", f"{name}.idx"}

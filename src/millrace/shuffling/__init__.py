@@ -7,3 +7,7 @@
 4. `shard_work` is what a worker does, from runs or from `buckets` of the output.
 5. `shard_publication` gives the files their names. `shuffle_job` is the whole.
 """
+
+from millrace.shuffling.shuffle_job import ShuffleResult, shuffle
+
+__all__ = ["ShuffleResult", "shuffle"]

@@ -107,7 +107,7 @@ def find_domains(inputs: Inputs, *, dtype: DTypeLike, has_documents: bool = Fals
             one name, files of different dtypes or tokenizers, or a file without documents.
         DataError: A file that is damaged, cannot be read, or has a dtype that is not possible.
     """
-    finder = _Finder(_raw_dtype(dtype), has_documents)
+    finder = _Finder(raw_dtype(dtype), has_documents)
     if isinstance(inputs, (str, bytes, os.PathLike)):
         domains = finder.domains_of_folder(one_path("input_dir", inputs))
     else:
@@ -139,7 +139,8 @@ def read_input_list(path: str | os.PathLike[str]) -> list[tuple[float, str]]:
     return entries
 
 
-def _raw_dtype(value: DTypeLike) -> np.dtype[Any]:
+def raw_dtype(value: DTypeLike) -> np.dtype[Any]:
+    """The dtype of raw files; a ConfigError for one that cannot be shuffled."""
     with contextlib.suppress(TypeError, ValueError):
         dtype = np.dtype(value)
         if dtype in DTYPES:

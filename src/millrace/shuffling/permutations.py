@@ -6,16 +6,14 @@ bytes per item on the disk. `keyed` is a `KeyedPermutation`, which takes none.
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from millrace.checks import MAX_INT64, absolute_path, whole
 from millrace.errors import ConfigError, DataError
-from millrace.files import atomic_file, checksum, sum_of
 from millrace.order import KeyedPermutation
 from millrace.ragged import Numbers
 from millrace.shuffling.row_tables import Table, new_table
@@ -23,7 +21,6 @@ from millrace.shuffling.row_tables import Table, new_table
 NUMPY_MEMORY = 16
 """Bytes of memory per item while "numpy" is made: for the permutation and its inverse."""
 
-_PLACES, _SOURCES, _RECORD = "permutation.npy", "inverse.npy", "permutation.json"
 _BLOCK = 1 << 20  # places that are worked on at a time
 
 
@@ -60,11 +57,10 @@ def choose_permutation(name: str, size: int, memory: int) -> str:
 
 
 def make_permutation(name: str, size: int, seed: int, folder: str) -> Permutation:
-    """Makes a permutation, or finds the files of an earlier call.
+    """Makes a permutation.
 
-    "numpy" writes `permutation.npy` and `inverse.npy` into the folder, and then
-    `permutation.json` with their checksums. Meanwhile it takes 16 bytes of memory per item, and
-    afterwards none. Files that are missing, damaged, or of another size or seed are written again.
+    "numpy" writes `permutation.npy` and `inverse.npy` into the folder. Meanwhile it takes 16 bytes
+    of memory per item, and afterwards none.
 
     Args:
         name: "numpy" or "keyed".
@@ -79,10 +75,7 @@ def make_permutation(name: str, size: int, seed: int, folder: str) -> Permutatio
     size, seed = whole("size", size, 0, MAX_INT64), whole("seed", seed, 0)
     if name == KeyedRanges.name:
         return KeyedRanges(KeyedPermutation(size, seed))
-    folder = absolute_path(folder)
-    if not _is_whole(folder, size, seed):
-        _write_files(folder, size, seed)
-    return NumpyPermutation(*(Table(os.path.join(folder, file)) for file in (_PLACES, _SOURCES)))
+    return NumpyPermutation(*_write_files(absolute_path(folder), size, seed))
 
 
 class NumpyPermutation:
@@ -150,42 +143,20 @@ def _check_range(start: int, stop: int, size: int) -> None:
         raise ConfigError(f"the range {start} to {stop} must lie in 0 to {size}")
 
 
-# ---- the files of "numpy" ----
-
-
-def _write_files(folder: str, size: int, seed: int) -> None:
+def _write_files(folder: str, size: int, seed: int) -> list[Table]:
+    """Writes the tables of places and of sources."""
     places = np.random.default_rng(seed).permutation(size)  # int64
-    checksums = {_PLACES: _write_array(os.path.join(folder, _PLACES), places)}
+    tables = [_write_table(os.path.join(folder, "permutation.npy"), places)]
     sources = np.empty(size, np.int64)
     for start in range(0, size, _BLOCK):
         stop = min(start + _BLOCK, size)
         sources[places[start:stop]] = np.arange(start, stop)
     del places
-    checksums[_SOURCES] = _write_array(os.path.join(folder, _SOURCES), sources)
-    with atomic_file(os.path.join(folder, _RECORD)) as file:
-        file.write(json.dumps(_record(size, seed, checksums)).encode())
+    return [*tables, _write_table(os.path.join(folder, "inverse.npy"), sources)]
 
 
-def _is_whole(folder: str, size: int, seed: int) -> bool:
-    """Whether the folder holds the files of this permutation, undamaged; reads them whole."""
-    try:
-        with open(os.path.join(folder, _RECORD), "rb") as file:
-            record = json.load(file)
-        checksums = {name: sum_of(os.path.join(folder, name))[1] for name in (_PLACES, _SOURCES)}
-    except (OSError, ValueError):
-        return False
-    return bool(record == _record(size, seed, checksums))
-
-
-def _record(size: int, seed: int, checksums: dict[str, str]) -> dict[str, Any]:
-    return {"size": size, "seed": seed, "xxh3": checksums}
-
-
-def _write_array(path: str, values: Numbers) -> str:
-    """Writes a .npy file; returns its checksum."""
+def _write_table(path: str, values: Numbers) -> Table:
     with new_table(path, values.dtype) as append:
         for start in range(0, len(values), _BLOCK):
             append(values[start : start + _BLOCK])
-    with open(path, "rb") as file:
-        header = file.read(os.path.getsize(path) - values.nbytes)
-    return checksum([header, values])  # not by `sum_of`, which would read all values back
+    return Table(path)

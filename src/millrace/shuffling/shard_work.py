@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from millrace import _native
-from millrace.engine import Task, commit, task_folder
+from millrace.engine import Done, Run, Task
 from millrace.errors import DataError
 from millrace.files import naming, sum_of
 from millrace.ragged import Numbers
 from millrace.shuffling.hashed_file import HashedFile
+from millrace.shuffling.memory_budget import in_units
 from millrace.shuffling.permutations import Permutation
 from millrace.shuffling.shuffle_items import Items
+
+Sums = dict[str, tuple[int, str]]
+"""Size and XXH3-64 of each file, by its path."""
+
+Function = Callable[[Any, Task], tuple[dict[str, Any], Sums]]
 
 SHARD = "shard"
 """Path prefix of a shard in the folder of its task."""
@@ -57,30 +63,10 @@ class Buffer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Phase:
-    """Tasks that can run at once.
-
-    Attributes:
-        label: What the phase does, for people.
-        unit: What a task writes: "run" or "shard".
-        function: Function of a task, whose payload is the number of the run or shard.
-        first_task: Number of the task of run or shard 0.
-        num_tasks: Number of tasks.
-    """
-
-    label: str
-    unit: str
-    function: Callable[[Any, Task], dict[str, Any]]
-    first_task: int
-    num_tasks: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class Work:
     """What every task of a plan needs to know.
 
     Attributes:
-        folder: Folder of the journal's run.
         items, permutation: The items, and the place of each.
         starts: First place of each shard, and the end: int64 [shards + 1].
         buckets: First place of each bucket, and the end: int64 [buckets + 1]. A bucket is read at a
@@ -88,7 +74,6 @@ class Work:
         buffer: Memory for the items of a run or bucket.
     """
 
-    folder: str
     items: Items
     permutation: Permutation
     starts: Numbers
@@ -99,17 +84,31 @@ class Work:
     def num_shards(self) -> int:
         return len(self.starts) - 1
 
-    def phases(self) -> Sequence[Phase]:
-        """The phases in their order; the last one writes the shards."""
-        return [
-            Phase(
-                label="write shards",
-                unit="shard",
-                function=write_shard,
-                first_task=0,
-                num_tasks=self.num_shards,
+    def write(self, run: Run, workers: int) -> list[Done]:
+        """Writes the shards, by tasks of a run; returns what each task has done."""
+        count = self.num_shards
+        return self._map(run, "phase 4: write shards", write_shard, "shard", count, workers)
+
+    def _map(
+        self, run: Run, label: str, function: Function, unit: str, count: int, workers: int
+    ) -> list[Done]:
+        """Runs a function on the numbers of all runs or shards."""
+        results: list[Done] = []
+        num_bytes = 0
+
+        def report(done: Done) -> tuple[int, str]:
+            nonlocal num_bytes
+            num_bytes += done.record["bytes"]
+            return 1, f"{len(results):,} of {count:,} {unit}s  {in_units(num_bytes)}"
+
+        tasks = [Task((unit == "shard", n), n, f"{unit} {n}") for n in range(count)]
+        try:
+            results.extend(
+                run.map(function, tasks, self, phase=label, workers=workers, report=report)
             )
-        ]
+        finally:
+            self.buffer.drop()
+        return results
 
     def blocks(self, start: int, stop: int) -> Iterator[NDArray[np.uint8]]:
         """The bytes of the items at places [start, stop), a bucket's at a time."""
@@ -162,20 +161,18 @@ class ScatterWork(Work):
 
     Attributes:
         runs: First item of each run, and the end: int64 [runs + 1].
+        run_folders: Folder of the files of each run, once they are written.
     """
 
     runs: Numbers
+    run_folders: tuple[str, ...] = ()
 
-    def phases(self) -> Sequence[Phase]:
-        """The phases in their order; the last one writes the shards."""
-        sort = Phase(
-            label="sort runs",
-            unit="run",
-            function=write_run,
-            first_task=self.num_shards,
-            num_tasks=len(self.runs) - 1,
-        )
-        return [sort, *super().phases()]
+    def write(self, run: Run, workers: int) -> list[Done]:
+        """Writes the runs, then the shards from them."""
+        count = len(self.runs) - 1
+        runs = self._map(run, "phase 3: sort runs", write_run, "run", count, workers)
+        with_runs = replace(self, run_folders=tuple(done.folder for done in runs))
+        return super(ScatterWork, with_runs).write(run, workers)
 
     def read_bucket(
         self,
@@ -201,10 +198,9 @@ class ScatterWork(Work):
         self, run: int, bucket: int, sizes: Numbers, buffer: NDArray[np.uint8], targets: Numbers
     ) -> None:
         ends = np.cumsum(sizes)
-        folder = task_folder(self.folder, self.num_shards + run)
-        path = os.path.join(folder, _SECTIONS)
+        path = os.path.join(self.run_folders[run], _SECTIONS)
         start, stop = np.fromfile(path, np.int64, 2, offset=8 * bucket).tolist()
-        path = os.path.join(folder, _RUN)
+        path = os.path.join(self.run_folders[run], _RUN)
         if stop - start != ends[-1]:
             raise _damaged(path)
         with naming(path), open(path, "rb", buffering=0) as file:
@@ -224,7 +220,7 @@ def _damaged(path: str) -> DataError:
 # ---- the tasks ----
 
 
-def write_run(work: ScatterWork, task: Task) -> dict[str, Any]:
+def write_run(work: ScatterWork, task: Task) -> tuple[dict[str, Any], Sums]:
     """Writes run `task.payload` of the input, sorted by place; pass 1 of `scatter`.
 
     `sections` has the byte at which each bucket begins in it, and the end: int64 [buckets + 1].
@@ -243,30 +239,23 @@ def write_run(work: ScatterWork, task: Task) -> dict[str, Any]:
     del places, order, sizes
     buffer = work.buffer.take(int(ends[-1]) * items.dtype.itemsize)
     items.read(numbers, buffer.view(items.dtype), targets)
-    folder = task_folder(work.folder, task.number)
     files = {}
     for name, data in ((_RUN, buffer), (_SECTIONS, sections.view(np.uint8))):
-        with HashedFile(os.path.join(folder, name)) as file:
+        with HashedFile(os.path.join(task.folder, name)) as file:
             file.write(data)
         files[file.path] = file.sum
-    record = {"bytes": len(buffer)}
-    commit(work.folder, task.number, record, list(files), files, durable=task.durable)
-    return record
+    return {"bytes": len(buffer)}, files
 
 
-def write_shard(work: Work, task: Task) -> dict[str, Any]:
-    """Writes shard `task.payload` with its index and sidecars, and commits the task."""
+def write_shard(work: Work, task: Task) -> tuple[dict[str, Any], Sums]:
+    """Writes shard `task.payload` with its index and sidecars."""
     start, stop = work.starts[task.payload : task.payload + 2].tolist()
-    prefix = os.path.join(task_folder(work.folder, task.number), SHARD)
+    prefix = os.path.join(task.folder, SHARD)
     with HashedFile(f"{prefix}.bin") as data:
         for block in work.blocks(start, stop):
             data.write(block)
     files = {data.path: data.sum}
     for path in work.items.write_index(prefix, work.permutation.sources, start, stop):
         files[path] = sum_of(path)
-    record = {
-        "bytes": data.sum[0],
-        "files": {os.path.basename(path): list(sums) for path, sums in files.items()},
-    }
-    commit(work.folder, task.number, record, list(files), files, durable=task.durable)
-    return record
+    sums = {os.path.basename(path): list(sums) for path, sums in files.items()}
+    return {"bytes": data.sum[0], "files": sums}, files

@@ -1,16 +1,16 @@
 """Moves the shards of a shuffle into the output folder, and checks what is in that folder.
 
     1. the shards in the journal are flushed to the disk
-    2. all that the next steps need is stored in the journal's plan: names, metadata and result
+    2. all that the next steps need is stored in the journal: names, metadata and result
     3. each file is renamed into the output folder, the .bin of a shard before its .idx
     4. metadata.json is written: the output is whole
-    5. the journal is removed
+    5. the result is kept beside it, and the journal is removed
 
 A job that is killed after step 2 is continued by steps 3 to 5 alone, which then compare each file
 with its checksum.
 
-`--restart` removes metadata.json, then the journal's `job.json`: from there on the earlier job is
-gone, and what it has published is removed by the next one in this folder.
+`--restart` removes metadata.json, then the journal: from there on the earlier job is gone, and what
+it has published is removed by the next one in this folder.
 """
 
 from __future__ import annotations
@@ -23,28 +23,34 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from millrace.checks import absolute_path
-from millrace.engine import Journal
+from millrace.engine import Done
 from millrace.errors import ConfigError, DataError
 from millrace.files import fsync_folder, naming, sum_of, temporaries_of
 from millrace.interrupts import interruptible
-from millrace.jobs.shuffling.shard_work import SHARD
+from millrace.names import JOURNAL, SHUFFLE_JOURNAL
 from millrace.shards.metadata import (
-    JOURNAL,
     METADATA,
     ShardsMetadata,
     metadata_path,
     shard_prefix,
     write_metadata,
 )
+from millrace.shuffling.shard_work import SHARD
+
+Report = Callable[[int, int], None]
+"""Called with the number of files that are done, and of all files."""
+
+JOB = SHUFFLE_JOURNAL.removesuffix(JOURNAL)
+"""Name of the job's files in the output folder, without their endings."""
 
 _FLUSHES = 8  # files that are flushed at a time
 _SHARD = re.compile(r"shard_[0-9]{4,}\.(bin|idx|info\.json|origins\.parquet)")
 
 
 def check_folder(folder: str) -> None:
-    """Raises a ConfigError if the output folder holds anything but a whole output or a journal.
+    """Raises a ConfigError if the output folder holds anything but an output or a journal.
 
-    Shards may lie beside a journal. A whole output passes: it may be the output of this job.
+    Shards may lie beside a journal or metadata: they may be of this job.
     """
     try:
         entries = sorted(os.listdir(folder))
@@ -55,11 +61,13 @@ def check_folder(folder: str) -> None:
         while not os.path.exists(file):
             file = os.path.dirname(file)
         raise ConfigError(f"{file} is a file; give a folder for the output") from None
-    may_have_shards = JOURNAL in entries or METADATA in entries
+    may_have_shards = SHUFFLE_JOURNAL in entries or METADATA in entries
     for entry in entries:
-        is_ours = entry == JOURNAL or entry.startswith(f"{JOURNAL}.")
-        if not (is_ours or (_is_output(entry) and may_have_shards)):
-            raise not_empty(folder, entry)
+        if not (entry.startswith(f"{JOB}.") or (_is_output(entry) and may_have_shards)):
+            raise ConfigError(
+                f"{folder} is not empty: it holds {entry}. Give an empty folder, or remove what is "
+                "in it"
+            )
 
 
 def make_folder(folder: str) -> None:
@@ -76,15 +84,10 @@ def make_folder(folder: str) -> None:
         ) from None
 
 
-def not_empty(folder: str, entry: str) -> ConfigError:
-    return ConfigError(
-        f"{folder} is not empty: it holds {entry}. Give an empty folder, or remove what is in it"
-    )
-
-
-def output_in(folder: str) -> list[str]:
-    """Names of the output's files in a folder that `check_folder` has let through."""
-    return [entry for entry in sorted(os.listdir(folder)) if _is_output(entry)]
+def output_files(folder: str, num_shards: int) -> list[str]:
+    """The files without which an output is not whole."""
+    prefixes = [shard_prefix(folder, shard) for shard in range(num_shards)]
+    return [metadata_path(folder), *(f"{p}{end}" for p in prefixes for end in (".bin", ".idx"))]
 
 
 def remove_metadata(folder: str) -> None:
@@ -101,77 +104,66 @@ def remove_rest(folder: str) -> None:
     metadata.
     """
     if not os.path.exists(metadata_path(folder)):
-        for entry in output_in(folder):
+        for entry in filter(_is_output, os.listdir(folder)):
             os.unlink(os.path.join(folder, entry))
 
 
-def publication(
-    records: Sequence[Mapping[str, Any]], metadata: Mapping[str, Any]
-) -> dict[str, Any]:
+def publication(done: Sequence[Done], metadata: Mapping[str, Any]) -> dict[str, Any]:
     """What steps 3 and 4 need, as plain JSON.
 
     Args:
-        records: The record of each shard's task.
+        done: The task of each shard.
         metadata: Fields of `ShardsMetadata`, without the checksums.
     """
     files, checksums = [], {}
-    for shard, record in enumerate(records):
-        for name, (size, digest) in record["files"].items():
+    for shard, task in enumerate(done):
+        for name, (size, digest) in task.record["files"].items():
             target = shard_prefix("", shard) + name.removeprefix(SHARD)
-            files.append([shard, name, target, size])
+            files.append([os.path.basename(task.folder), name, target, size])
             checksums[target] = digest
     return {"files": files, "metadata": {**metadata, "checksums": checksums}}
 
 
-def flush_shards(
-    journal: Journal, records: Sequence[Mapping[str, Any]], report: Callable[[int, int], None]
-) -> None:
+def flush_shards(done: Sequence[Done], report: Report) -> None:
     """Flushes the files of all shards, and the folders on the way to them, several at a time.
 
     Args:
-        journal: The journal.
-        records: The record of each shard's task.
-        report: Called with the number of flushed files and of all files, after each.
+        done: The task of each shard.
+        report: Called after each file.
     """
 
     def flush(path: str) -> None:
         with naming(path), open(path, "rb") as file:
             os.fsync(file.fileno())
 
-    paths = [
-        os.path.join(journal.folder_of(shard), name)
-        for shard, record in enumerate(records)
-        for name in record["files"]
-    ]
+    paths = [os.path.join(task.folder, name) for task in done for name in task.record["files"]]
     with ThreadPoolExecutor(_FLUSHES) as pool:
         for count, _ in enumerate(pool.map(flush, paths), 1):
             report(count, len(paths))
-        folders = [journal.folder_of(shard) for shard in range(len(records))]
-        list(pool.map(fsync_folder, [os.path.join(folder, "") for folder in folders]))
-    for path in (folders[0], os.path.dirname(folders[0]), journal.folder, journal.path):
+        list(pool.map(fsync_folder, [os.path.join(task.folder, "") for task in done]))
+    path = done[0].folder
+    for _ in range(4):  # the folders of all files, of the run, of the journal, of the output
         fsync_folder(path)
+        path = os.path.dirname(path)
 
 
 def publish(
-    journal: Journal,
-    folder: str,
-    content: Mapping[str, Any],
-    report: Callable[[int, int], None] | None = None,
+    source: str, folder: str, content: Mapping[str, Any], report: Report | None = None
 ) -> None:
     """Renames the shards and writes the metadata; an earlier run may have done a part of it.
 
     Args:
-        journal: The journal.
+        source: The journal's folder of the run.
         folder: The output folder.
         content: What `publication` has returned.
-        report: Called with the number of files that were read and compared with their checksums,
-            and of all files, after each; None: the files are as this process has written them.
+        report: Called after each file that was compared with its checksum; None: the files are as
+            this process has written them.
     """
     files, checksums = content["files"], content["metadata"]["checksums"]
-    for count, (shard, name, target, size) in enumerate(files, 1):
+    for count, (attempt, name, target, size) in enumerate(files, 1):
         path = os.path.join(folder, target)
         with contextlib.suppress(FileNotFoundError):
-            os.rename(os.path.join(journal.folder_of(shard), name), path)
+            os.rename(os.path.join(source, "files", attempt, name), path)
         is_whole = os.path.exists(path) and os.path.getsize(path) == size
         if report is not None and is_whole:
             with interruptible():

@@ -6,7 +6,6 @@ import os
 from dataclasses import replace
 
 from millrace.errors import MillraceError
-from millrace.jobs.shuffling.plans import Gather, Scatter, ShufflePlan, plan_named
 from millrace.shuffling.disk_rates import read_rates
 from millrace.shuffling.memory_budget import (
     MB,
@@ -17,6 +16,7 @@ from millrace.shuffling.memory_budget import (
     in_units,
     sizes_of,
 )
+from millrace.shuffling.plans import Gather, Scatter, ShufflePlan, plan_named
 from millrace.shuffling.shuffle_items import Items
 
 _INDEX_ENTRY = 20  # bytes of an item in the index of a shard: a size, an offset, a document

@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 from millrace.errors import ConfigError
-from millrace.jobs.shuffling.shard_work import ScatterWork, Work
 from millrace.ragged import Numbers
 from millrace.shuffling.buckets import bucket_bounds, run_bounds
 from millrace.shuffling.disk_rates import Rates
@@ -27,6 +26,7 @@ from millrace.shuffling.memory_budget import (
     in_units,
 )
 from millrace.shuffling.permutations import Permutation
+from millrace.shuffling.shard_work import ScatterWork, Work
 from millrace.shuffling.shuffle_items import Items
 
 _GOOD_WRITE_RATE = 1e9  # bytes per second, of a good disk
@@ -62,7 +62,7 @@ class ShufflePlan(ABC):
         """About how long the plan takes on a disk with these rates."""
 
     @abstractmethod
-    def work(self, folder: str, items: Items, permutation: Permutation, starts: Numbers) -> Work:
+    def work(self, items: Items, permutation: Permutation, starts: Numbers) -> Work:
         """What the tasks need to know; see `Work`."""
 
     @property
@@ -115,11 +115,10 @@ class Gather(ShufflePlan):
             return 0.0  # reading keeps up with writing: nothing is faster
         return 1 / rates.random
 
-    def work(self, folder: str, items: Items, permutation: Permutation, starts: Numbers) -> Work:
+    def work(self, items: Items, permutation: Permutation, starts: Numbers) -> Work:
         """See `ShufflePlan`; with one worker, a bucket may hold several shards."""
         cuts = starts if self.workers > 1 else starts[[0, -1]]
         return Work(
-            folder=folder,
             items=items,
             permutation=permutation,
             starts=starts,
@@ -147,10 +146,9 @@ class Scatter(ShufflePlan):
         """See `ShufflePlan`; one of the two passes writes while it reads."""
         return 2 / rates.sequential + 1 / rates.write
 
-    def work(self, folder: str, items: Items, permutation: Permutation, starts: Numbers) -> Work:
+    def work(self, items: Items, permutation: Permutation, starts: Numbers) -> Work:
         """See `ShufflePlan`; the buckets do not depend on the number of workers."""
         return ScatterWork(
-            folder=folder,
             items=items,
             permutation=permutation,
             starts=starts,

@@ -1,0 +1,293 @@
+"""The shuffle job: numbers the items, permutes them, moves them, and publishes the shards."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from millrace.engine import ALREADY, Run
+from millrace.errors import ConfigError
+from millrace.option_class import StrPath
+from millrace.ragged import even_sizes, starts_of
+from millrace.shards.metadata import DOCUMENTS, SEQUENCES
+from millrace.shuffling import shard_publication as publication
+from millrace.shuffling.distribution import (
+    Distribution,
+    check_distribution,
+    format_distribution,
+    measure_distribution,
+)
+from millrace.shuffling.domains import Input, find_domains
+from millrace.shuffling.fixed_sequences import SequenceItems
+from millrace.shuffling.memory_budget import budget_of, in_units
+from millrace.shuffling.permutations import (
+    NUMPY_MEMORY,
+    Permutation,
+    choose_permutation,
+    make_permutation,
+)
+from millrace.shuffling.plan_choice import check_room, choose_plan
+from millrace.shuffling.plans import ShufflePlan, resume_plan
+from millrace.shuffling.shuffle_items import Items
+from millrace.shuffling.shuffle_options import (
+    ShuffleKeywords,
+    ShuffleOptions,
+    check_apart,
+    identity,
+)
+from millrace.shuffling.whole_documents import DocumentItems
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_PUBLICATION, _PERMUTATION, _PLAN = "publication", "permutation", "plan"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShuffleResult:
+    """What a shuffle wrote.
+
+    Attributes:
+        output_dir: Folder of the shards.
+        unit: What was shuffled, "sequences" or "documents".
+        num_items: Number of sequences or documents.
+        num_tokens, num_bytes: Size of all shards together.
+        shard_sizes: Number of items in each shard.
+        domain_stats: Number of items of each domain.
+        permutation: "numpy" or "keyed".
+        plan: "gather" or "scatter".
+        reason: Reason for the plan.
+        workers: Number of workers.
+        bytes_read, bytes_written: Bytes of items that the plan reads and writes.
+        num_tasks_done, num_tasks_kept: Number of tasks of this run, and of earlier runs that were
+            interrupted.
+        seconds: Duration of this run.
+        notices: Sentences about the input that a user should read.
+    """
+
+    output_dir: str
+    unit: str
+    num_items: int
+    num_tokens: int
+    num_bytes: int
+    shard_sizes: list[int]
+    domain_stats: dict[str, int]
+    permutation: str
+    plan: str
+    reason: str
+    workers: int
+    bytes_read: int
+    bytes_written: int
+    num_tasks_done: int
+    num_tasks_kept: int
+    seconds: float
+    notices: list[str]
+
+
+def shuffle(
+    input_dir: StrPath | None, output_dir: StrPath, **options: Unpack[ShuffleKeywords]
+) -> ShuffleResult:
+    """Permutes the sequences, or documents, of many domains globally, and writes them as shards.
+
+    The items are numbered by domain, then path, then place in the file; `permutation[i]` is the
+    place of item i in the output. Each shard has total // num_shards items, and the first ones one
+    more. The output does not depend on the plan, the number of workers, the engine, or how often
+    the job was interrupted. It depends on the memory only if that decides the permutation.
+
+    The job keeps finished tasks in the folder `shuffle.journal` of the output folder until all
+    shards are published. A job that fails or is killed leaves it; the same call continues there. A
+    job that has finished, and is called again with the same inputs and options, returns its earlier
+    result.
+
+    Args:
+        input_dir: Folder with a folder for each domain; None with `input_list`.
+        output_dir: Folder for the shards. It is made, or must be empty.
+        options: The fields of `ShuffleOptions`. `input_list` is the weight and path of each domain:
+            with the weight 2.5 each item is taken twice, and every second one a third time.
+
+    Raises:
+        ConfigError: An option that cannot work, an output folder that is not empty, or an
+            interrupted job with other options.
+        DataError: An input file that is damaged, or changes while the job runs.
+        MillraceError: Another process at work on the folder, a full disk, a worker process that
+            died repeatedly, or a shuffle that is not uniform.
+    """
+    start = time.monotonic()
+    checked = ShuffleOptions(input_dir=input_dir, output_dir=output_dir, **options)
+    found = find_domains(checked.inputs, dtype=checked.dtype, has_documents=checked.documents)
+    check_apart(checked)
+    folder = checked.folder
+    with contextlib.ExitStack() as stack:
+        publication.check_folder(folder)
+        if not os.path.isdir(folder):
+            publication.make_folder(folder)
+            stack.callback(_remove_empty, folder)  # of a job that fails at its start
+        run = stack.enter_context(
+            Run(
+                os.path.join(folder, publication.JOB),
+                identity(checked, found),
+                outputs=publication.output_files(folder, checked.num_shards),
+                engine=checked.engine,
+                restart=checked.restart,
+                on_restart=lambda: publication.remove_metadata(folder),
+                show_progress=checked.show_progress,
+            )
+        )
+        if run.result is not None:
+            run.note(ALREADY)
+            result = _earlier(ShuffleResult(**run.result))
+            return replace(result, seconds=0.0, notices=[*result.notices, ALREADY])
+        content = run.stored(_PUBLICATION)
+        is_new = content is None
+        if is_new:
+            publication.remove_rest(folder)
+            content = _write(run, checked, _make_items(run, checked, found))
+        result = ShuffleResult(**content["result"])
+        result = replace(result if is_new else _earlier(result), seconds=time.monotonic() - start)
+
+        def make_public() -> None:
+            with run.phase("phase 5: publish") as progress:
+                report = None if is_new else progress.count
+                publication.publish(run.folder, folder, content, report)
+
+        run.publish(make_public, asdict(result))
+    return result
+
+
+def _remove_empty(folder: str) -> None:
+    with contextlib.suppress(OSError):
+        os.rmdir(folder)
+
+
+def _earlier(result: ShuffleResult) -> ShuffleResult:
+    """The result of an earlier run, whose tasks this run keeps."""
+    return replace(
+        result, num_tasks_done=0, num_tasks_kept=result.num_tasks_kept + result.num_tasks_done
+    )
+
+
+def _make_items(run: Run, options: ShuffleOptions, found: Input) -> Items:
+    with run.phase("phase 1: files") as progress:
+        items: Items
+        if options.documents:
+            items = DocumentItems(found, run.scratch)
+        else:
+            items = SequenceItems(found, seq_len=options.seq_len, carry=options.carry)
+        contents = items.contents
+        for notice in contents.notices:
+            progress.note(f"millrace: {notice}")
+        progress.note(f"phase 1: {len(contents.inputs):,} files\n{contents.table(options.unit)}")
+    if items.num_items < options.num_shards:
+        raise ConfigError(
+            f"num_shards must be at most {items.num_items}, the number of {options.unit}, not "
+            f"{options.num_shards}"
+        )
+    return items
+
+
+def _write(run: Run, options: ShuffleOptions, items: Items) -> dict[str, Any]:
+    """Writes all shards into the journal, and stores there how they are published."""
+    if run.stored(_PLAN) is None:
+        check_room(items, options.folder)
+    permutation, distribution = _permute(run, options, items)
+    plan = _plan(run, options, items)
+    with run.phase("phase 3: plan") as progress:
+        starts = starts_of(even_sizes(items.num_items, options.num_shards))
+        work = plan.work(items, permutation, starts)
+        progress.note(f"plan: {plan}")
+    done = work.write(run, plan.workers)
+    with run.phase("phase 5: flush") as progress:
+        publication.flush_shards(done, progress.count)
+    metadata = _metadata(options, items, permutation.name)
+    num_bytes = sum(task.record["bytes"] for task in done)
+    result = ShuffleResult(
+        output_dir=options.folder,
+        unit=options.unit,
+        num_items=items.num_items,
+        num_tokens=num_bytes // items.dtype.itemsize,
+        num_bytes=num_bytes,
+        shard_sizes=metadata["shard_sizes"],
+        domain_stats=metadata["domain_stats"],
+        permutation=permutation.name,
+        plan=plan.name,
+        reason=plan.reason,
+        workers=plan.workers,
+        bytes_read=plan.num_bytes,
+        bytes_written=plan.num_bytes,
+        num_tasks_done=run.num_done,
+        num_tasks_kept=run.num_kept,
+        seconds=0.0,
+        notices=list(items.contents.notices),
+    )
+    metadata["distribution"] = distribution.to_json()
+    content = {**publication.publication(done, metadata), "result": asdict(result)}
+    run.store(_PUBLICATION, content)
+    return content
+
+
+def _permute(run: Run, options: ShuffleOptions, items: Items) -> tuple[Permutation, Distribution]:
+    """The permutation, after a check that it spreads the domains evenly."""
+    label = "phase 2: permutation"
+    name = run.once(_PERMUTATION, lambda: _choose_permutation(options, items))
+    with run.phase(label) as progress:
+        progress.note(f"{label} {name} of {items.num_items:,} {options.unit}, seed {options.seed}")
+        permutation = make_permutation(name, items.num_items, options.seed, run.scratch)
+        distribution = measure_distribution(
+            permutation,
+            [domain.name for domain in items.contents.domains],
+            [domain.num_items for domain in items.contents.domains],
+            even_sizes(items.num_items, options.num_shards).tolist(),
+        )
+        progress.note(format_distribution(distribution))
+        check_distribution(distribution)
+    return permutation, distribution
+
+
+def _choose_permutation(options: ShuffleOptions, items: Items) -> str:
+    memory = budget_of(options.memory, items).buffers
+    name = choose_permutation(options.permutation, items.num_items, memory)
+    needed = NUMPY_MEMORY * items.num_items
+    if name == "numpy" and needed > memory:
+        raise ConfigError(
+            f"permutation is 'numpy', which takes {in_units(needed)} of memory for "
+            f"{items.num_items:,} {options.unit}, and {in_units(max(memory, 0))} are free for "
+            "it; give more memory, or the permutation keyed"
+        )
+    return name
+
+
+def _plan(run: Run, options: ShuffleOptions, items: Items) -> ShufflePlan:
+    """The plan of an interrupted job, or a new one."""
+    content = run.once(
+        _PLAN,
+        lambda: choose_plan(
+            items,
+            name=options.plan,
+            memory=options.memory,
+            workers=options.workers,
+            output_dir=options.folder,
+        ).to_json(),
+    )
+    return resume_plan(content, items, workers=options.workers, memory=options.memory)
+
+
+def _metadata(options: ShuffleOptions, items: Items, permutation: str) -> dict[str, Any]:
+    """The fields of `ShardsMetadata` that do not depend on the shards."""
+    is_documents = options.documents
+    return {
+        "shuffle_type": DOCUMENTS if is_documents else SEQUENCES,
+        "seq_len": None if is_documents else options.seq_len,
+        "total_sequences": None if is_documents else items.num_items,
+        "total_documents": items.num_items if is_documents else None,
+        "num_shards": options.num_shards,
+        "domain_stats": {domain.name: domain.num_items for domain in items.contents.domains},
+        "shard_sizes": even_sizes(items.num_items, options.num_shards).tolist(),
+        "dtype": items.dtype.name,
+        "seed": options.seed,
+        "permutation": permutation,
+        "carry": options.carry,
+        "inputs": items.contents.inputs,
+    }
