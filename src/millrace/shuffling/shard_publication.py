@@ -9,8 +9,8 @@
 A job that is killed after step 2 is continued by steps 3 to 5 alone, which then compare each file
 with its checksum.
 
-`--restart` removes metadata.json, then the journal: from there on the earlier job is gone, and what
-it has published is removed by the next one in this folder.
+`--restart` removes the shards, metadata.json, and then the journal. At each instant one of the last
+two is there, so the next job in this folder knows that the shards may go.
 """
 
 from __future__ import annotations
@@ -90,22 +90,14 @@ def output_files(folder: str, num_shards: int) -> list[str]:
     return [metadata_path(folder), *(f"{p}{end}" for p in prefixes for end in (".bin", ".idx"))]
 
 
-def remove_metadata(folder: str) -> None:
-    """Makes an output one that is not whole: its job can publish it again, or begin anew."""
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(metadata_path(folder))
-    fsync_folder(metadata_path(folder))
+def remove_output(folder: str) -> None:
+    """Removes the output of an earlier job: the shards first, and the metadata last.
 
-
-def remove_rest(folder: str) -> None:
-    """Removes the shards of an earlier job that `--restart` has discarded.
-
-    They are those that lie beside the journal of a job that has not published any, and that have no
-    metadata.
+    So wherever this is interrupted, metadata or a journal say whose the other shards are.
     """
-    if not os.path.exists(metadata_path(folder)):
-        for entry in filter(_is_output, os.listdir(folder)):
-            os.unlink(os.path.join(folder, entry))
+    for entry in sorted(filter(_is_output, os.listdir(folder)), reverse=True):
+        os.unlink(os.path.join(folder, entry))
+    fsync_folder(metadata_path(folder))
 
 
 def publication(done: Sequence[Done], metadata: Mapping[str, Any]) -> dict[str, Any]:

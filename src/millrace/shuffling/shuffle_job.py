@@ -132,7 +132,7 @@ def shuffle(
                 outputs=publication.output_files(folder, checked.num_shards),
                 engine=checked.engine,
                 restart=checked.restart,
-                on_restart=lambda: publication.remove_metadata(folder),
+                on_restart=lambda: publication.remove_output(folder),
                 show_progress=checked.show_progress,
             )
         )
@@ -143,7 +143,6 @@ def shuffle(
         content = run.stored(_PUBLICATION)
         is_new = content is None
         if is_new:
-            publication.remove_rest(folder)
             content = _write(run, checked, _make_items(run, checked, found))
         result = ShuffleResult(**content["result"])
         result = replace(result if is_new else _earlier(result), seconds=time.monotonic() - start)
