@@ -432,12 +432,6 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
-    return int(text)
-
-
 # ---- train-tokenizer, inspect, verify ----
 
 
