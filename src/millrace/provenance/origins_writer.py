@@ -206,7 +206,8 @@ class _Sink:
         return len(data)
 
     def __del__(self) -> None:
-        self.file.close()
+        if hasattr(self, "file"):  # else the folder is not there
+            self.file.close()
 
     def pieces(self) -> Iterator[bytes]:
         """What was written, some at a time."""
