@@ -13,7 +13,6 @@ makes its output of their records and files.
 """
 
 from millrace.engine.local import run_local
-from millrace.engine.old_journal import Journal, commit, task_folder
 from millrace.engine.progress import Progress
 from millrace.engine.ray import run_ray
 from millrace.engine.run import ALREADY, ENGINES, Done, Run
@@ -25,12 +24,9 @@ __all__ = [
     "ENVIRONMENT",
     "Done",
     "Executor",
-    "Journal",
     "Progress",
     "Run",
     "Task",
-    "commit",
     "run_local",
     "run_ray",
-    "task_folder",
 ]

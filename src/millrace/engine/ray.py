@@ -79,7 +79,7 @@ def run_ray(
         running: dict[Any, Task] = {}
         try:
             for task in interruptible_tasks(tasks):
-                data = to_bytes(str(task), task._replace(durable=True))
+                data = to_bytes(str(task), task)
                 options = remote.options(name=str(task))
                 running[options.remote(key, work_references, data)] = task
                 while len(running) == limit:

@@ -19,14 +19,12 @@ class Task(NamedTuple):
         payload: What the function needs for this task; picklable.
         name: Text that tells a user which part of the input this is, for error messages.
         folder: Folder for the files of this attempt; `Run.map` makes it.
-        durable: Whether its files must be on the disk before it is done.
     """
 
     number: Any
     payload: Any
     name: str = ""
     folder: str = ""
-    durable: bool = False
 
     @property
     def id(self) -> str:
