@@ -28,6 +28,7 @@ from millrace.samples.tokens import (
     Numbers,
     StoredSource,
     TokenBatch,
+    check_tokens,
     concatenate,
     fingerprint_of,
 )
@@ -181,7 +182,9 @@ class BlendedTokens(StoredSource):
                     "samples: leave this dataset out of the blend, or what needs the tokens"
                 )
             here = draws.rows_of(place)
-            batch = dataset.tokens(draws.in_dataset[here])
+            batch = check_tokens(
+                name_of(dataset), dataset.tokens(draws.in_dataset[here]), len(here)
+            )
             if batch.part_starts is not None:
                 inner = np.int32(0) if batch.part_source is None else batch.part_source
                 sources = np.full(len(batch.part_starts), self._first_sources[draws.used[place]])
