@@ -145,13 +145,13 @@ def take_options(option_class: type, values: dict[str, Any]) -> dict[str, Any]:
 
 def option_table(*option_classes: type) -> str:
     """The options of a verb as a table for the docs, in Markdown."""
-    rows = [("option", "default", "what it is"), ("---", "---", "---")]
-    for option_class in option_classes:
-        for field in fields_of(option_class):
-            if field.flags:
-                default = "required" if field.is_required else field.default_text
-                text = field.option.help.replace("|", "\\|")
-                rows.append((f"`{field.usage}`".replace("|", "\\|"), default, text))
+    rows: list[tuple[str, ...]] = [("option", "default", "what it is"), ("---", "---", "---")]
+    fields = [field for option_class in option_classes for field in fields_of(option_class)]
+    for field in sorted(fields, key=lambda field: not field.is_required):
+        if field.flags:
+            default = "required" if field.is_required else field.default_text
+            cells = f"`{field.usage}`", default, field.option.help
+            rows.append(tuple(cell.replace("|", "\\|") for cell in cells))
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 

@@ -1,0 +1,50 @@
+"""The tables of options in the docs are those of the option classes.
+
+`python -m tests.test_option_tables` writes them anew.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from millrace import names
+from millrace.cli import VERBS
+from millrace.option_class import option_table
+
+DOCS = Path(__file__).parent.parent / "docs"
+TABLE = re.compile(r"(<!-- options of ([a-z -]+) -->\n)(.*?)(?=\n<!-- end -->)", re.DOTALL)
+CLASSES = {verb.name: verb.option_classes for verb in VERBS}
+
+
+def with_tables(text: str) -> str:
+    """A page with the present tables."""
+    return TABLE.sub(lambda match: match[1] + option_table(*CLASSES[match[2]]).rstrip(), text)
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.stem)
+def test_the_tables_of_options_are_those_of_the_classes(page: Path) -> None:
+    text = page.read_text()
+    assert text == with_tables(text), "run `python -m tests.test_option_tables`"
+
+
+def test_the_verbs_that_reshape_measure_and_keep_have_tables() -> None:
+    text = "".join(page.read_text() for page in DOCS.glob("*.md"))
+    verbs = {match[2] for match in TABLE.finditer(text)}
+    assert {"merge", "split", "convert", "verify", "index", "bench", "cache prune"} <= verbs
+
+
+def test_every_ending_has_a_row_in_the_table_of_files() -> None:
+    table = (DOCS / "files.md").read_text().partition("## Every file that is written")[2]
+    endings = [value for name, value in vars(names).items() if name.isupper() and "." in value]
+    assert len(endings) > 8
+    for ending in endings:
+        if isinstance(ending, str) and ending != names.DOLMA:  # which earlier versions wrote
+            assert ending in table, ending
+
+
+if __name__ == "__main__":
+    for path in DOCS.glob("*.md"):
+        path.write_text(with_tables(path.read_text()))
