@@ -37,18 +37,18 @@ def test_every_integer_type_becomes_a_python_int(data: st.DataObject) -> None:
     "value", [2.0, 2.5, True, np.True_, np.float64(2), "2", b"2", None, [2], np.array([2]), 2 + 0j]
 )
 def test_other_values_than_whole_numbers_are_refused(value: Any) -> None:
-    with pytest.raises(ConfigError, match=r"^size is .*; a whole number is needed$"):
+    with pytest.raises(ConfigError, match=r"^size must be a whole number, not .*$"):
         whole("size", value)
 
 
 def test_messages_give_the_limits() -> None:
-    with pytest.raises(ConfigError, match=r"^size is 0; at least 1 is needed$"):
+    with pytest.raises(ConfigError, match=r"^size must be at least 1, not 0$"):
         whole("size", np.int8(0), 1)
-    with pytest.raises(ConfigError, match=r"^seed is 4294967296; 0 to 4294967295 is possible$"):
+    with pytest.raises(ConfigError, match=r"^seed must be between 0 and 2\*\*32 - 1, not 42949"):
         whole("seed", 2**32, 0, 2**32 - 1)
-    with pytest.raises(ConfigError, match=r"^size is 0x.* 0 to 1 is possible$"):
+    with pytest.raises(ConfigError, match=r"^size must be between 0 and 1, not 0x"):
         whole("size", 10**5000, 0, 1)
-    with pytest.raises(ConfigError, match="at most 5 is possible"):
+    with pytest.raises(ConfigError, match="size must be at most 5, not 6"):
         whole("size", 6, most=5)
 
 
@@ -60,7 +60,7 @@ def test_any_number_of_64_bits_is_a_token() -> None:
         2**63 - 1,
     ]
     for value in (2**63, 1.0, True, "0"):
-        with pytest.raises(ConfigError, match="pad_token is"):
+        with pytest.raises(ConfigError, match="pad_token must be"):
             token("pad_token", value)
 
 
@@ -68,7 +68,7 @@ def test_flags_are_bools() -> None:
     assert flag("drop_last", np.True_) is True
     assert flag("drop_last", False) is False
     for value in (0, 1, None, "no", np.int64(1), [True]):
-        with pytest.raises(ConfigError, match=r"^drop_last is .*; give True or False$"):
+        with pytest.raises(ConfigError, match=r"^drop_last must be True or False, not .*$"):
             flag("drop_last", value)
 
 
@@ -79,12 +79,12 @@ def test_reals_accept_every_exact_or_floating_type() -> None:
     assert {type(value) for value in floats} == {float}
     assert reals("the weights", np.array([1, 2], ">i4")) == [1.0, 2.0]
     for value in ("1", b"1", True, None, 1j, np.complex64(1), [1.0], Decimal("sNaN")):
-        with pytest.raises(ConfigError, match=r"the weight is .*; a number is needed"):
+        with pytest.raises(ConfigError, match=r"the weight must be a number, not .*"):
             real("the weight", value)
-    with pytest.raises(ConfigError, match="too large"):
+    with pytest.raises(ConfigError, match="fit float64"):
         real("the weight", Fraction(10) ** 400)
     for values in ("12", 1.0, np.array(1.0), None):
-        with pytest.raises(ConfigError, match=r"the weights are .*; give a list"):
+        with pytest.raises(ConfigError, match=r"the weights must be a list.*"):
             reals("the weights", values)
 
 

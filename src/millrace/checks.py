@@ -34,15 +34,8 @@ def whole(name: str, value: Any, least: int | None = None, most: int | None = No
                 raise TypeError
             number = int(operator.index(value))
         except TypeError:
-            raise ConfigError(f"{name} is {shown(value)}; a whole number is needed") from None
-    if (least is not None and number < least) or (most is not None and number > most):
-        if most is None:
-            limits = f"at least {least} is needed"
-        elif least is None:
-            limits = f"at most {most} is possible"
-        else:
-            limits = f"{least} to {most} is possible"
-        raise ConfigError(f"{name} is {shown(number)}; {limits}")
+            raise ConfigError(f"{name} must be a whole number, not {shown(value)}") from None
+    require_within(name, number, least, most)
     return number
 
 
@@ -86,15 +79,15 @@ def token(name: str, value: Any) -> int | None:
 def limit(name: str, value: Any) -> float | None:
     """Seconds to wait, 0 or more, or None for no limit."""
     seconds = None if value is None else real(name, value)
-    if seconds is not None and not seconds >= 0:  # NaN too
-        raise ConfigError(f"{name} is {seconds}; give seconds of 0 or more, or None for no limit")
+    if seconds is not None:
+        require_within(name, seconds, 0)
     return seconds
 
 
 def flag(name: str, value: Any) -> bool:
     """A switch: True or False, of Python or NumPy."""
     if not isinstance(value, (bool, np.bool_)):
-        raise ConfigError(f"{name} is {shown(value)}; give True or False")
+        raise ConfigError(f"{name} must be True or False, not {shown(value)}")
     return bool(value)
 
 
@@ -105,9 +98,9 @@ def real(name: str, value: Any) -> float:
             raise TypeError
         return float(value)
     except (TypeError, ValueError):
-        raise ConfigError(f"{name} is {shown(value)}; a number is needed") from None
+        raise ConfigError(f"{name} must be a number, not {shown(value)}") from None
     except OverflowError:
-        raise ConfigError(f"{name} is {shown(value)}; that is too large for float64") from None
+        raise ConfigError(f"{name} must fit float64, which {shown(value)} does not") from None
 
 
 def reals(name: str, values: Any) -> list[float]:
@@ -117,7 +110,7 @@ def reals(name: str, values: Any) -> list[float]:
             raise TypeError
         numbers = list(values)
     except TypeError:
-        raise ConfigError(f"{name} are {shown(values)}; give a list of numbers") from None
+        raise ConfigError(f"{name} must be a list of numbers, not {shown(values)}") from None
     return [
         value if type(value) is float else real(f"number {place} of {name}", value)
         for place, value in enumerate(numbers)
@@ -129,7 +122,7 @@ def whole_numbers(name: str, values: ArrayLike) -> NDArray[np.int64]:
     try:
         array = np.asarray(values)
     except (TypeError, ValueError):  # lists of several lengths, tensors of other devices
-        raise ConfigError(f"{name} are {shown(values)}; integers of shape [n] are needed") from None
+        raise ConfigError(f"{name} must be integers of shape [n], not {shown(values)}") from None
     if array.ndim == 1 and array.size == 0:
         return np.empty(0, np.int64)
     is_list = not isinstance(values, np.ndarray)
@@ -144,13 +137,12 @@ def whole_numbers(name: str, values: ArrayLike) -> NDArray[np.int64]:
         )
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise ConfigError(
-            f"{name} have shape {list(array.shape)} and dtype {array.dtype}; integers of shape [n] "
-            "are needed"
+            f"{name} must be integers of shape [n], not {array.dtype} of shape {list(array.shape)}"
         )
     if array.dtype == _INT64 and array.flags.c_contiguous and array.flags.aligned:
         return array
     if array.dtype.kind == "u" and array.dtype.itemsize == 8 and array.max() > MAX_INT64:
-        raise ConfigError(f"{name} go up to {array.max()}; at most {MAX_INT64} is possible")
+        require_within(name, int(array.max()), most=MAX_INT64)
     return np.require(array, np.int64, ["C_CONTIGUOUS", "ALIGNED"])
 
 
@@ -161,18 +153,18 @@ def one_path(name: str, value: Any) -> str:
     except TypeError:
         path = "\0"
     if "\0" in path:  # which no file can have
-        raise ConfigError(f"{name} is {shown(value)}; give a path")
+        raise ConfigError(f"{name} must be a path, not {shown(value)}")
     return path
 
 
 def paths(name: str, values: Any) -> list[str]:
     """A list of paths as texts; one path is not a list."""
     if isinstance(values, (str, bytes, os.PathLike)):
-        raise ConfigError(f"{name} is {shown(values)}, one path alone; give a list: [{values!r}]")
+        raise ConfigError(f"{name} must be a list of paths, not one path. Write [{values!r}]")
     try:
         return [os.fsdecode(value) for value in values]
     except TypeError:
-        raise ConfigError(f"{name} are {shown(values)}; give a list of paths") from None
+        raise ConfigError(f"{name} must be a list of paths, not {shown(values)}") from None
 
 
 def absolute_path(path: str | os.PathLike[str]) -> str:

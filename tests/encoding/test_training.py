@@ -70,11 +70,11 @@ def test_a_text_is_cut_between_characters() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"vocabulary_size": 256}, "vocabulary_size is 256; at least 257"),
-        ({"vocabulary_size": 3.5}, "vocabulary_size is 3.5; a whole number"),
+        ({"vocabulary_size": 256}, "vocabulary_size must be at least 257, not 256"),
+        ({"vocabulary_size": 3.5}, "vocabulary_size must be a whole number, not 3.5"),
         ({"special_tokens": "<s>"}, "special_tokens are '<s>'; give a list of texts"),
         ({"special_tokens": ["a", "a"]}, "each once"),
-        ({"max_bytes": 0}, "max_bytes is 0; at least 1"),
+        ({"max_bytes": 0}, "max_bytes must be at least 1, not 0"),
         ({"json_keys": "text"}, "one key alone"),
         ({"output": "none/t.json"}, "none is not a folder: give output the path of a file"),
         ({"output": "."}, ". is a folder"),

@@ -286,11 +286,11 @@ def test_the_watchdog_prints_all_stacks(prefetch: int, capfd: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("argument", "value", "message"),
     [
-        ("prefetch", -1, "prefetch is -1"),
-        ("prefetch", 1.5, "prefetch is 1.5"),
-        ("threads", 0, "threads is 0"),
-        ("threads", True, "threads is True"),
-        ("watchdog", float("nan"), "watchdog is nan"),
+        ("prefetch", -1, r"prefetch must be .*, not -1"),
+        ("prefetch", 1.5, r"prefetch must be .*, not 1.5"),
+        ("threads", 0, r"threads must be .*, not 0"),
+        ("threads", True, r"threads must be .*, not True"),
+        ("watchdog", float("nan"), r"watchdog must be .*, not nan"),
         ("fields", ("tokens", "labels"), "Numbers returns tokens; it has no labels"),
         ("token_dtype", "int31", "token_dtype is 'int31'"),
     ],

@@ -302,7 +302,7 @@ def test_a_sampler_that_does_not_move_is_an_error(prefetch: int) -> None:
             return consumed_samples
 
     loader = Loader(Numbers(), sampler=Still(ValueError()), prefetch=prefetch)
-    with pytest.raises(ConfigError, match="consumed_after is 0; at least 1 is needed"):
+    with pytest.raises(ConfigError, match="consumed_after must be at least 1, not 0"):
         next(loader)
 
 

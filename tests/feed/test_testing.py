@@ -298,5 +298,5 @@ def test_what_is_not_a_loader_is_refused() -> None:
         assert_resumes(lambda: [1, 2])
     with pytest.raises(ConfigError, match="returns no batch"):
         assert_resumes(lambda: Plain(0))
-    with pytest.raises(ConfigError, match="max_steps is 0; at least 1 is needed"):
+    with pytest.raises(ConfigError, match="max_steps must be at least 1, not 0"):
         assert_resumes(Plain, max_steps=0)

@@ -123,7 +123,7 @@ def test_bad_input_is_one_clear_error(
         ([tmp_path / "run.toml"], "no data given"),
         ([tmp_path / "run.toml", "--seed", 1], "leave out --sequence-length and --seed"),
         ([tmp_path / "gone", "--sequence-length", 16], "gone"),
-        ([prefix, "--sequence-length", 16, "--seed", -1], "seed is -1"),
+        ([prefix, "--sequence-length", 16, "--seed", -1], "seed must be"),
         (
             [prefix, "--sequence-length", 16, "--micro-batch-size", 100, "--ranks", 1],
             "lower one of them, or use more data",

@@ -148,7 +148,7 @@ def test_an_error_in_drawing_a_task_ends_the_job() -> None:
 
 def test_what_workers_cannot_load_is_refused() -> None:
     for workers in (0, -1, 1.5, "2"):
-        with pytest.raises(ConfigError, match="workers is"):
+        with pytest.raises(ConfigError, match="workers must be"):
             list(run_local(functions.multiply, 2, [], workers=workers))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="the function or its context cannot be sent"):
         list(run_local(lambda *_: 0, None, tasks_of([1]), workers=2))

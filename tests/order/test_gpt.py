@@ -32,7 +32,7 @@ def test_more_sequences_than_int32_can_number_are_refused() -> None:
 
 @pytest.mark.parametrize("seed", [-1, MAX_SEED + 1])
 def test_seeds_have_32_bits(seed: int) -> None:
-    with pytest.raises(ConfigError, match=f"seed is {seed}; 0 to 4294967295"):
+    with pytest.raises(ConfigError, match=rf"seed must be between 0 and 2\*\*32 - 1, not {seed}"):
         build_gpt_indices(np.ones(9, np.int32), (0, 9), plan_gpt(9, None, 8), seed)
 
 

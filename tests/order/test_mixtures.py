@@ -44,7 +44,7 @@ def test_counts_are_those_before_a_sample_number(blend: Mixture) -> None:
 
 
 def test_numbers_outside_a_blend_are_refused(blend: Mixture) -> None:
-    with pytest.raises(ConfigError, match=r"sample_number .*701.* 700"):
+    with pytest.raises(ConfigError, match=r"sample_number .* 700, not 701"):
         blend.counts(701)
-    with pytest.raises(ConfigError, match=r"source .*4.* 3"):
+    with pytest.raises(ConfigError, match=r"source .*3"):
         blend.find(4, np.arange(1))

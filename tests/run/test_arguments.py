@@ -224,7 +224,7 @@ def test_every_way_to_give_data(tmp_path: Path) -> None:
         ({"num_samples": None, "train_samples": 5}, "give global_batch_size"),
         (
             {"num_samples": None, "train_samples": 5, "global_batch_size": 1, "eval_interval": 0},
-            "eval_interval is 0",
+            "eval_interval must be at least 1, not 0",
         ),
         ({"data_path": None, "train_data_path": ["a"], "split": "1,1,1"}, "goes with data_path"),
         ({"data_path": None, "data_args_path": "/nowhere"}, "/nowhere: No such file"),

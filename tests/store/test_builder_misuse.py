@@ -219,7 +219,7 @@ def test_provenance_that_is_not_json_is_refused_before_any_work(
 
 @pytest.mark.parametrize("name", ["multimodal", "checksums"])
 def test_flags_are_flags(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} is 1; give True or False"):
+    with pytest.raises(ConfigError, match=f"{name} must be True or False, not 1"):
         IndexedDatasetBuilder(tmp_path / "data", **{name: 1})  # type: ignore[arg-type]
     IndexedDatasetBuilder(tmp_path / "data", **{name: np.True_}).abort()  # type: ignore[arg-type]
 
@@ -519,9 +519,9 @@ def test_paths_of_every_kind_are_accepted(tmp_path: Path) -> None:
             builder.add_document([1])
         assert IndexedDataset(prefix).prefix == str(tmp_path / "data")  # type: ignore[arg-type]
     for other in (3, None, ["data"]):
-        with pytest.raises(ConfigError, match="give a path"):
+        with pytest.raises(ConfigError, match="must be a path"):
             IndexedDatasetBuilder(other)  # type: ignore[arg-type]
-        with pytest.raises(ConfigError, match="give a path"):
+        with pytest.raises(ConfigError, match="must be a path"):
             IndexedDataset(other)  # type: ignore[arg-type]
 
 

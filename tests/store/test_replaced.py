@@ -452,7 +452,7 @@ def test_ids_of_every_integer_type_are_read(tmp_path: Path) -> None:
             ids = np.array([4, 0, 3, 1])[::2].astype(dtype)
             assert dataset.read(ids)[1].tolist() == [0, 100, 200]
         for bad in (2**64 - 1, 2**63):
-            with pytest.raises(ConfigError, match="sequence_ids go up to"):
+            with pytest.raises(ConfigError, match="sequence_ids must be at most"):
                 dataset.read(np.array([bad], np.uint64))
         for bad_ids in ([0.5], [[1]], ["a"], 3):
             with pytest.raises(ConfigError, match="sequence_ids"):
@@ -465,9 +465,9 @@ def test_ids_of_every_integer_type_are_read(tmp_path: Path) -> None:
 def test_one_prefix_is_not_a_list_of_prefixes(tmp_path: Path) -> None:
     write(tmp_path / "p", 1)
     for one in ("p", tmp_path / "p"):
-        with pytest.raises(ConfigError, match="give a list"):
+        with pytest.raises(ConfigError, match="must be a list"):
             verify(one)  # type: ignore[arg-type]
-        with pytest.raises(ConfigError, match="give a list"):
+        with pytest.raises(ConfigError, match="must be a list"):
             merge(one, tmp_path / "merged")  # type: ignore[arg-type]
     merge([tmp_path / "p"], tmp_path / "merged", checksums=True)
     info = IndexedDataset(tmp_path / "merged").info()

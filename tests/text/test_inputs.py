@@ -143,7 +143,7 @@ def test_formats(tmp_path: Path, name: str, data: bytes, format_: str) -> None:
 def test_missing_and_unreadable_inputs(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there are no inputs"):
         find_inputs([])
-    with pytest.raises(ConfigError, match="one path alone"):
+    with pytest.raises(ConfigError, match="not one path"):
         find_inputs("a.jsonl")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"separator .* not ''"):
         find_inputs([tmp_path], separator="")

@@ -79,9 +79,9 @@ def test_without_a_process_group_only_arguments_are_checked() -> None:
     check_consistency(loader)
     with pytest.raises(ConfigError, match=r"timeout .* nan"):
         check_consistency(loader, timeout=float("nan"))
-    with pytest.raises(ConfigError, match="checksum_batches is -1"):
+    with pytest.raises(ConfigError, match=r"checksum_batches must be .* not -1"):
         check_consistency(loader, checksum_batches=-1)
-    with pytest.raises(ConfigError, match=r"data_parallel_rank is 0\.5"):
+    with pytest.raises(ConfigError, match=r"data_parallel_rank must be .* not 0\.5"):
         check_consistency(loader, data_parallel_rank=0.5)  # type: ignore[arg-type]
 
 

@@ -326,7 +326,7 @@ def test_a_state_that_is_not_a_batch_samplers(dataset: Any) -> None:
     batches = BatchSampler(sampler_of(dataset))
     with pytest.raises(ResumeError, match="it has no consumed_samples"):
         batches.load_state_dict({"position": 4})
-    with pytest.raises(ConfigError, match="consumed_samples is -1; at least 0"):
+    with pytest.raises(ConfigError, match="consumed_samples must be at least 0, not -1"):
         batches.load_state_dict({"consumed_samples": -1})
 
 
