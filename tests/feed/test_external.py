@@ -10,11 +10,20 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
-from millrace import ConfigError, ExternalBatches, Loader, MillraceError, ResumeError
+from millrace import (
+    ConfigError,
+    ExternalBatches,
+    Loader,
+    MillraceError,
+    ResumeError,
+    SequentialSampler,
+)
+from millrace.feed import SampleOptions, StreamDataset, TokenBatch
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 
@@ -164,3 +173,63 @@ def test_the_end_of_an_iterator_stays_the_end(prefetch: int, consumed: int) -> N
     assert list(loader) == []
     loader.load_state_dict(loader.state_dict())
     assert next(loader, None) is None
+
+
+# ---- streams ----
+
+
+class Counting:
+    """A stream of samples of four tokens each; `answer` changes what `read` returns."""
+
+    def __init__(self, size: int = 20, answer: Any = None) -> None:
+        self.size, self.answer = size, answer
+
+    def read(self, state: Any, count: int) -> Any:
+        if self.answer is not None:
+            return self.answer
+        start = state or 0
+        count = min(count, self.size - start)
+        tokens = np.arange(4 * start, 4 * (start + count))
+        return TokenBatch(tokens, 4 * np.arange(1, count + 1)), start + count
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"kind": "counting"}
+
+
+OPTIONS = SampleOptions(sequence_length=3)
+
+
+def test_what_is_not_a_stream_is_refused_with_the_remedy() -> None:
+    with pytest.raises(ConfigError, match=r"StreamDataset\(stream, options\)"):
+        Loader(Counting(), micro_batch_size=2)  # type: ignore[arg-type]
+    for arguments in ((3, OPTIONS), (Counting(), None)):
+        with pytest.raises(ConfigError, match="stream is a"):
+            StreamDataset(*arguments)  # type: ignore[arg-type]
+    dataset: Any = StreamDataset(Counting(), OPTIONS)
+    with pytest.raises(ConfigError, match="micro_batch_size is None"):
+        Loader(dataset)
+    with pytest.raises(ConfigError, match="no sampler"):
+        Loader(dataset, sampler=SequentialSampler(4, micro_batch_size=2))
+    with pytest.raises(ConfigError, match="consumed_samples is 40; the stream ends after 20"):
+        next(Loader(dataset, micro_batch_size=2, consumed_samples=40))
+    too_many = TokenBatch(np.arange(3), np.arange(1, 4))
+    for answer in ((too_many, 3), (None, 0)):
+        loader = Loader(StreamDataset(Counting(answer=answer), OPTIONS), micro_batch_size=2)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="at most 2 samples"):
+            next(loader)
+
+
+@AHEAD
+def test_the_last_step_of_a_stream_is_dropped_or_short(prefetch: int) -> None:
+    dataset: Any = StreamDataset(Counting(), OPTIONS)
+    for drop_last, sizes in ((True, [3] * 6), (False, [3] * 6 + [2])):
+        loader = Loader(dataset, micro_batch_size=3, drop_last=drop_last, prefetch=prefetch)
+        assert [len(batch["tokens"]) for batch in loader] == sizes
+        assert loader.consumed_samples == sum(sizes)
+        assert next(loader, None) is None
+    loader = Loader(dataset, micro_batch_size=6, data_parallel_rank=3, data_parallel_size=4)
+    assert next(loader, None) is None
+    loader = Loader(
+        dataset, micro_batch_size=6, data_parallel_rank=3, data_parallel_size=4, drop_last=False
+    )
+    assert [len(batch["tokens"]) for batch in loader] == [2]

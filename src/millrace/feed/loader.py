@@ -10,16 +10,16 @@ from typing import Any
 
 from millrace.checks import limit, shown, whole
 from millrace.errors import ConfigError
+from millrace.feed.sources import check_dataset, sampler_of
 from millrace.feed.state import STATE_VERSION, Fingerprint, Position, plain
 from millrace.feed.step_queue import StepQueue, WaitStats, stacks_printed_after
 from millrace.feed.steps import Step, StepMaker
-from millrace.feed.streams import IN_TURN, ExternalBatches, StreamDataset, StreamSampler
+from millrace.feed.streams import IN_TURN, StreamDataset
 from millrace.forks import watch_forks
 from millrace.samples.dataset import Dataset
 from millrace.samples.fields import FIELDS, Batch, BatchForm
-from millrace.sampling import Sampler, SequentialSampler
-from millrace.sampling.protocols import IndexedSampler, RankSampler, checked_position, num_steps
-from millrace.store import IndexedDataset
+from millrace.sampling import Sampler
+from millrace.sampling.protocols import IndexedSampler, checked_position, num_steps
 
 _MAX_PREFETCH = 1 << 20
 _MAX_THREADS = 1024
@@ -42,8 +42,8 @@ class Loader:
     a batch, it gets that of the next step.
 
     Args:
-        dataset: Dataset to draw from: `GPTDataset`, `BlendedDataset`, `ExternalBatches` or another
-            one with the methods of `millrace.feed.Dataset`.
+        dataset: Dataset to draw from: `GPTDataset`, `BlendedDataset`, `StreamDataset`,
+            `ExternalBatches` or another one with the methods of `millrace.feed.Dataset`.
         sampler: Which samples this rank takes at each step. None: the dataset's own (see
             `ExternalBatches`), or a `SequentialSampler` of the next arguments, which belong to it.
         micro_batch_size: Number of samples in a batch.
@@ -95,7 +95,7 @@ class Loader:
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: Dataset | StreamDataset,
         *,
         sampler: Sampler | None = None,
         micro_batch_size: int | None = None,
@@ -113,9 +113,9 @@ class Loader:
         threads: int = 1,
         watchdog: float | None = None,
     ) -> None:
-        _check_dataset(dataset)
+        check_dataset(dataset)
         share = (micro_batch_size, data_parallel_rank, data_parallel_size, drop_last)
-        sampler = _sampler_of(dataset, sampler, share)
+        sampler = sampler_of(dataset, sampler, share)
         form = None
         if (fields, token_dtype, share_labels, vocab_size) != (None, "int64", False, None):
             form = BatchForm(
@@ -143,7 +143,7 @@ class Loader:
         self._seek(Position(consumed_samples))
 
     @property
-    def dataset(self) -> Dataset:
+    def dataset(self) -> Dataset | StreamDataset:
         """The dataset that the loader draws from."""
         return self._maker.dataset
 
@@ -381,68 +381,3 @@ class Loader:
         self._stats = WaitStats()
         self._next = self._position
         self._is_taking = False  # a step, in this thread
-
-
-def _check_dataset(dataset: Any) -> None:
-    if isinstance(dataset, StreamDataset):
-        return
-    names = ("__len__", "batch", "fingerprint")
-    missing = [name for name in names if not callable(getattr(dataset, name, None))]
-    if not missing:
-        return
-    if isinstance(dataset, IndexedDataset):
-        remedy = "GPTDataset(indexed_dataset, sequence_length=..., seed=...) makes samples of it"
-    elif hasattr(dataset, "dataset") and not hasattr(dataset, "__iter__"):
-        remedy = "give the dataset that it was made of, its attribute `dataset`"
-    else:
-        remedy = (
-            "give a GPTDataset, a BlendedDataset or an object with these methods, or "
-            "ExternalBatches(batches, samples_per_step=...) of an iterable of batches"
-        )
-    name = type(dataset).__name__
-    raise ConfigError(f"dataset is a {name}, which has no {', '.join(missing)}: {remedy}")
-
-
-def _sampler_of(dataset: Any, sampler: Any, share: tuple[Any, ...]) -> Any:
-    """The sampler of a loader: the one that is given, the dataset's own, or a sequential one."""
-    if isinstance(dataset, StreamDataset) and sampler is None:
-        return StreamSampler(*share)
-    if isinstance(dataset, StreamDataset):
-        raise ConfigError("a stream has no sample numbers: give micro_batch_size, and no sampler")
-    if sampler is None and not isinstance(dataset, ExternalBatches):
-        return _sequential_sampler(len(dataset), *share)
-    if share != (None, 0, 1, True):
-        raise ConfigError(
-            "micro_batch_size, data_parallel_rank, data_parallel_size and drop_last are the "
-            "sampler's: leave them out where a sampler is given"
-        )
-    if sampler is None:
-        return dataset
-    names = ("has_step", "sample_numbers", "consumed_after")
-    missing = [name for name in names if not callable(getattr(sampler, name, None))]
-    if missing:
-        raise ConfigError(
-            f"sampler is {shown(sampler)}, which has no {', '.join(missing)}; give a sampler, such "
-            "as SequentialSampler"
-        )
-    if isinstance(sampler, RankSampler) and sampler.num_samples > len(dataset):
-        raise ConfigError(
-            f"the sampler draws from {sampler.num_samples} samples; the dataset has "
-            f"{len(dataset)}. Make it with num_samples=len(dataset)"
-        )
-    return sampler
-
-
-def _sequential_sampler(
-    num_samples: int, micro_batch_size: Any, rank: int, size: int, drop_last: bool
-) -> SequentialSampler:
-    sampler = SequentialSampler(
-        num_samples,
-        micro_batch_size=micro_batch_size,
-        data_parallel_rank=rank,
-        data_parallel_size=size,
-        drop_last=drop_last,
-    )
-    if drop_last:
-        sampler.check_block(", or pass drop_last=False")
-    return sampler

@@ -68,7 +68,7 @@ class StepMaker:
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: Dataset | StreamDataset,
         sampler: Sampler,
         form: BatchForm | None,
         prepare: Callable[[Any], Any] | None,

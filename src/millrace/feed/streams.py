@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from millrace.checks import MAX_INT64, whole
+from millrace.checks import MAX_INT64, shown, whole
 from millrace.errors import ConfigError, ResumeError
 from millrace.feed.state import Position, plain
 from millrace.forks import watch_forks
 from millrace.options import SampleOptions
 from millrace.samples.fields import Batch, BatchForm
 from millrace.samples.rows import rows
-from millrace.samples.tokens import TokenStream, fingerprint_of
+from millrace.samples.tokens import TokenBatch, TokenStream, fingerprint_of
 from millrace.sampling import SequentialSampler
 
 Batches = Iterable[Any] | Callable[[int], Iterable[Any]]
@@ -74,6 +74,9 @@ class StreamDataset:
         stream: The stream.
         options: What a sample looks like.
 
+    Raises:
+        ConfigError: What is not a stream, or not options.
+
     Example:
         >>> import numpy as np
         >>> from millrace import Loader
@@ -93,6 +96,11 @@ class StreamDataset:
     """
 
     def __init__(self, stream: TokenStream, options: SampleOptions) -> None:
+        if not isinstance(stream, TokenStream) or not isinstance(options, SampleOptions):
+            raise ConfigError(
+                f"stream is a {type(stream).__name__}, options are a {type(options).__name__}: "
+                "give an object with the methods read and fingerprint, and SampleOptions"
+            )
         self.stream, self.options = stream, options
 
     def read(
@@ -106,7 +114,7 @@ class StreamDataset:
         start, state = before
         if state is None and start > 0:
             state = self._state_at(start, sampler.block_size)
-        tokens, state = self.stream.read(state, sampler.block_size)
+        tokens, state = self._read(state, sampler.block_size)
         size = len(tokens)
         if size == 0 or (sampler.drop_last and size < sampler.block_size):
             raise EndOfBatches
@@ -116,11 +124,20 @@ class StreamDataset:
         after = Position(start + size, plain(state, "the state of the stream"))
         return rows(own, self.options, form), after
 
+    def _read(self, state: Any, count: int) -> tuple[TokenBatch, Any]:
+        tokens, state = self.stream.read(state, count)
+        if not isinstance(tokens, TokenBatch) or len(tokens) > count:
+            raise ConfigError(
+                f"{type(self.stream).__name__}.read returned {shown(tokens)}; a TokenBatch of at "
+                f"most {count} samples is needed"
+            )
+        return tokens, state
+
     def _state_at(self, start: int, block_size: int) -> Any:
         """The state behind so many samples from the beginning."""
         state, consumed = None, 0
         while consumed < start:
-            tokens, state = self.stream.read(state, min(block_size, start - consumed))
+            tokens, state = self._read(state, min(block_size, start - consumed))
             if len(tokens) == 0:
                 raise ConfigError(
                     f"consumed_samples is {start}; the stream ends after {consumed} samples: give "

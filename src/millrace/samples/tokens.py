@@ -345,6 +345,7 @@ class StoredSource:
         """Tells the storage that these samples are read soon, and does not wait for it."""
 
 
+@runtime_checkable
 class TokenStream(Protocol):
     """Token batches without numbers: a generator, a cursor, a streaming dataset."""
 
