@@ -140,27 +140,6 @@ def fsync_folder(path: str) -> None:
         os.close(descriptor)
 
 
-def advise_sequential(file: IO[bytes]) -> None:
-    """Tells the kernel that a file is read from its start to its end; it may refuse the hint."""
-    with contextlib.suppress(OSError):
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-
-
-def file_identity(file: IO[bytes] | int) -> tuple[int, ...]:
-    """Device, inode, size and time of an open file or descriptor."""
-    status = os.fstat(file if isinstance(file, int) else file.fileno())
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def is_at(file: IO[bytes] | int, path: str) -> bool:
-    """Whether an open file, or descriptor, is (still) the file of that name."""
-    try:
-        named = os.stat(path)
-    except FileNotFoundError:
-        return False
-    return os.path.samestat(named, os.fstat(file if isinstance(file, int) else file.fileno()))
-
-
 # ---- locks ----
 
 
@@ -191,7 +170,7 @@ def file_lock(path: str, *, limit: float | None = None) -> Iterator[bool]:
         if os.getpid() == holder:
             # A file that cannot be unlinked stays unlocked, and the next process takes it.
             with contextlib.suppress(OSError):
-                if is_at(descriptor, path):
+                if _is_at(descriptor, path):
                     os.unlink(path)
             _held.discard(descriptor)
             os.close(descriptor)
@@ -264,7 +243,7 @@ def _try_to_take(path: str) -> tuple[int, bool] | str:
                 if error.errno not in _NO_LOCKS:
                     raise OSError(error.errno, error.strerror, path) from None
                 is_held = False
-            if not is_at(descriptor, path):
+            if not _is_at(descriptor, path):
                 continue  # its holder freed and unlinked it before we took it
             if is_held:
                 holder = f"process {os.getpid()} on {os.uname().nodename}".encode()
@@ -274,6 +253,14 @@ def _try_to_take(path: str) -> tuple[int, bool] | str:
                     os.pwrite(descriptor, holder, 0)
             stack.pop_all()
             return descriptor, is_held
+
+
+def _is_at(descriptor: int, path: str) -> bool:
+    """Whether an open file is (still) the file of that name."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def _open_lock(path: str) -> int:
@@ -344,7 +331,8 @@ def sum_of(path: str, on_bytes: Callable[[int], Any] | None = None) -> tuple[int
     """
     digest, size = xxh3(), 0
     with naming(path), open(path, "rb", buffering=0) as file:
-        advise_sequential(file)
+        with contextlib.suppress(OSError):  # a hint, which the kernel may refuse
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         # Small for a small file: the pages of a new buffer must be cleared.
         num_bytes = os.fstat(file.fileno()).st_size
         buffer = memoryview(bytearray(min(_PIECE, max(num_bytes, 1))))
