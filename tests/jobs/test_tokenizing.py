@@ -186,6 +186,17 @@ def test_a_finished_command_returns_its_result_and_another_one_is_refused(
         run([path], tmp_path / "out", tokenizer)
 
 
+def test_an_earlier_result_has_the_paths_of_this_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ["the mill"])
+    run([path], tmp_path / "out", Tokenizer("bytes"))
+    monkeypatch.chdir(tmp_path)
+    result = run([path], Path("out"), Tokenizer("bytes"))
+    assert result.num_chunks_done == 0
+    assert result.prefixes == {"text": "out_text_document"}
+
+
 def test_the_content_of_a_pipe_is_never_the_same(tmp_path: Path, tokenizer: Tokenizer) -> None:
     os.mkfifo(tmp_path / "pipe")
     for is_first in (True, False):

@@ -133,7 +133,8 @@ def tokenize(
             run.note(notice)
         if run.result is not None:
             run.note(ALREADY)
-            return _earlier(TokenizeResult(**run.result))
+            # From another folder, the output has another path.
+            return _earlier(TokenizeResult(**{**run.result, "prefixes": checked.prefixes}))
         result = _write(run, checked, files, workers)
         return replace(
             result, seconds=time.monotonic() - start, notices=[*notices, *result.notices]
