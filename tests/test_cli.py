@@ -22,7 +22,7 @@ import pytest
 from millrace import IndexedDataset, cli, jobs
 from millrace.demo import run_demo
 from millrace.encoding.training import train_tokenizer
-from millrace.jobs import cache, converting, indexing, reshape
+from millrace.jobs import cache, converting, indexing, reshape, verb_options
 from millrace.jobs.benchmark_ranks import BenchKeywords, BenchOptions
 from millrace.option_class import keywords_of
 from tests import conftest
@@ -416,8 +416,8 @@ def test_wrong_usage_of_the_store_verbs_exits_with_2(arguments: list[str]) -> No
         (jobs.convert, converting.ConvertOptions),
         (jobs.index, indexing.IndexOptions),
         (jobs.prune_cache, cache.PruneOptions),
-        (train_tokenizer, cli.TrainOptions),
-        (run_demo, cli.DemoOptions),
+        (train_tokenizer, verb_options.TrainOptions),
+        (run_demo, verb_options.DemoOptions),
     ],
 )
 def test_a_verb_and_its_function_have_the_same_defaults(

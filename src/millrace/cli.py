@@ -14,7 +14,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, NamedTuple, TypeVar
 
@@ -35,16 +34,18 @@ from millrace.jobs.cache import CacheOptions, PruneOptions, format_entries
 from millrace.jobs.converting import ConvertOptions
 from millrace.jobs.indexing import IndexOptions
 from millrace.jobs.reshape import MergeOptions, SplitOptions
-from millrace.names import JOURNAL, SHUFFLE_JOURNAL
-from millrace.option_class import (
-    StrPath,
-    add_options,
-    check_options,
-    option,
-    parse_escapes,
-    parse_size,
-    take_options,
+from millrace.jobs.verb_options import (
+    DemoOptions,
+    InputListOption,
+    InspectOptions,
+    JsonOption,
+    SentenceOptions,
+    TokenizerOptions,
+    TrainOptions,
+    VerifyOptions,
 )
+from millrace.names import JOURNAL, SHUFFLE_JOURNAL
+from millrace.option_class import add_options, take_options
 from millrace.run import arguments as run_arguments
 from millrace.shards import read_metadata, verify_shards
 from millrace.shards.metadata import is_shards_folder
@@ -189,7 +190,6 @@ class Verb(NamedTuple):
     run: Callable[..., str]
     option_classes: Sequence[type]
     text: str
-    add: Callable[[argparse.ArgumentParser], None] | None = None
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -212,17 +212,10 @@ def make_parser() -> argparse.ArgumentParser:
         summary = verb.text.partition(". ")[0].removesuffix(".")
         own = groups[group].add_parser(name, help=summary, description=verb.text)
         own.set_defaults(run=verb.run, parser=own)
-        if verb.add is not None:
-            verb.add(own)
         add_options(own, *verb.option_classes)
+        if name == "shuffle":  # withdrawn: `_shuffle` names the remedy
+            own.add_argument("--eod", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return parser
-
-
-@dataclass(frozen=True, kw_only=True)
-class JsonOption:
-    """The option of verbs that report numbers."""
-
-    as_json: bool = option(False, help="print JSON", flags="--json")
 
 
 def checked(option_class: type[T], options: dict[str, Any]) -> T:
@@ -248,79 +241,10 @@ def json_text(value: Any, *, ensure_ascii: bool = True) -> str:
 
 # ---- tokenize, shuffle ----
 
-ENCODERS = ("auto", "fastokens", "tokenizers", "tiktoken", "sentencepiece", "bytes")
 
-
-@dataclass(frozen=True, kw_only=True)
-class TokenizerOptions:
-    """What `tokenize` says about the tokenizer, as arguments of `Tokenizer`."""
-
-    encoder: str = option(
-        "auto",
-        help="tokenizing library; auto: the fastest that agrees with the reference",
-        choices=ENCODERS,
-        group="tokenizer",
-    )
-    tiktoken_pattern: str | None = option(
-        None,
-        help="for a .tiktoken file: gpt2, cl100k_base, o200k_base, ..., or a regular expression",
-        metavar="PATTERN",
-        group="tokenizer",
-    )
-    add_special_tokens: bool = option(
-        False,
-        help="add the special tokens of the tokenizer's post-processor to each text",
-        group="tokenizer",
-    )
-    special_tokens_in_text: bool = option(
-        True,
-        help='encode "<|endoftext|>" in a text as plain text, not as that token',
-        flags="--plain-special-tokens",
-        group="tokenizer",
-    )
-    eod_token: str | None = option(
-        None,
-        help="end-of-document token",
-        default_text="the one of <|endoftext|>, <|end_of_text|>, </s>, <eos> there is",
-        group="tokenizer",
-    )
-    bos_token: str | None = option(None, help="token of --prepend-bos", group="tokenizer")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SentenceOptions:
-    """What `tokenize` says about sentences, as arguments of `SentenceSplitter`."""
-
-    library: str | None = option(
-        None,
-        help="make each sentence a sequence, split by this library (without a name: punkt, as in "
-        "Megatron-LM's script); writes PREFIX_KEY_sentence",
-        choices=("punkt", "sentencex"),
-        flags="--split-sentences",
-        nargs="?",
-        const="punkt",
-        group="documents",
-    )
-    lang: str = option(
-        "english", help="language of the sentences", metavar="NAME", group="documents"
-    )
-    keep_newlines: bool = option(False, help="keep the space between sentences", group="documents")
-
-
-def _add_tokenize(parser: argparse.ArgumentParser) -> None:
-    """Adds the option of `tokenize` that no class has."""
-    parser.add_argument("--input-list", metavar="FILE", help="file with an input per line")
-
-
-def _add_shuffle(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `shuffle`."""
-    add_options(parser, ShuffleOptions)
-    parser.add_argument("--eod", help=argparse.SUPPRESS)
-    text = "print one JSON object at the end"
-    parser.add_argument("--json", dest="as_json", action="store_true", help=text)
-
-
-def _tokenize(tokenizer: str, input_list: str | None, as_json: bool = False, **options: Any) -> str:
+def _tokenize(
+    tokenizer: str, input_list: str | None = None, as_json: bool = False, **options: Any
+) -> str:
     """Converts text to token files."""
     for name, value in ENVIRONMENT.items():  # one worker does its work in this process
         os.environ.setdefault(name, value)
@@ -374,7 +298,7 @@ def _tokenize(tokenizer: str, input_list: str | None, as_json: bool = False, **o
     return "\n".join(lines)
 
 
-def _shuffle(as_json: bool, eod: str | None, **options: Any) -> str:
+def _shuffle(as_json: bool = False, eod: str | None = None, **options: Any) -> str:
     """Permutes sequences of many domains globally."""
     if eod is not None:
         raise ConfigError(
@@ -416,58 +340,7 @@ def _all_inputs(inputs: list[str], input_list: str | None) -> list[str]:
     return inputs + (read_input_list(input_list) if input_list is not None else [])
 
 
-def _argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    def parse_argument(text: str) -> Any:
-        try:
-            return parse(text)
-        except ConfigError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return parse_argument
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
-
-
 # ---- train-tokenizer, inspect, verify ----
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainOptions:
-    """The options of `train_tokenizer`."""
-
-    inputs: Sequence[StrPath] = option(
-        help="files, folders and patterns; - is standard input", flags="--input"
-    )
-    output: StrPath = option(help="the tokenizer.json to write", metavar="FILE")
-    vocabulary_size: int = option(
-        help="number of tokens: the special ones, the 256 bytes, and merges",
-        flags="--vocab-size",
-        least=1,
-    )
-    json_keys: Sequence[str] = option(("text",), help="text keys", metavar="KEY")
-    special_tokens: Sequence[str] = option(
-        ("<|endoftext|>",),
-        help="special tokens, with the first ids",
-        metavar="TOKEN",
-        nargs="*",
-    )
-    max_bytes: int | None = option(
-        None,
-        help="text to train on, taken evenly from all inputs: 500M, 2G",
-        default_text="all",
-        parse=parse_size,
-        metavar="SIZE",
-    )
-    separator: str | None = option(
-        None,
-        help=r"text between the documents of a plain text file: '\n\n'",
-        default_text="a file is a document",
-        parse=parse_escapes,
-    )
 
 
 def _train_tokenizer(**options: Any) -> str:
@@ -476,42 +349,6 @@ def _train_tokenizer(**options: Any) -> str:
     return (
         f"{result.tokenizer.path}: {result.tokenizer.vocabulary_size:,} tokens, trained on "
         f"{result.num_texts:,} texts of {result.num_bytes / 1e6:,.1f} MB in {result.seconds:.1f} s"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardOptions:
-    """The option of verbs that read folders of shards."""
-
-    dtype: str | None = option(
-        None,
-        help="dtype of a folder whose metadata.json does not say it",
-        default_text="uint32",
-        choices=("uint16", "uint32", "int32"),
-    )
-
-    def __post_init__(self) -> None:
-        check_options(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class InspectOptions(ShardOptions):
-    """The options of `inspect`."""
-
-    prefix: str = option(
-        help="path prefix of a token file, or folder of a shuffle", flags="prefix", metavar="PREFIX"
-    )
-    tokenizer: str | None = option(
-        None, help="tokenizer file or folder to decode with", metavar="FILE"
-    )
-    tiktoken_pattern: str | None = option(
-        None, help="for a .tiktoken file, as in `tokenize`", metavar="PATTERN"
-    )
-    document: int = option(0, help="document number")
-    svg: str | None = option(
-        None,
-        help="write a picture of the domains' shares along the output of a shuffle",
-        metavar="FILE",
     )
 
 
@@ -547,18 +384,6 @@ def _write_shares(folder: str, dtype: str | None, svg: str) -> None:
     picture = inspect.shares_svg(read_metadata(folder, dtype=dtype), folder=folder)
     with atomic_file(svg) as file:
         file.write(picture.encode())
-
-
-@dataclass(frozen=True, kw_only=True)
-class VerifyOptions(ShardOptions):
-    """The options of `verify`."""
-
-    prefixes: Sequence[str] = option(
-        help="path prefixes of token files, and folders of shuffles",
-        flags="prefixes",
-        metavar="PREFIX",
-    )
-    threads: int | None = option(None, help="worker threads", default_text="one per core", least=1)
 
 
 def _verify(as_json: bool = False, **values: Any) -> str:
@@ -663,13 +488,6 @@ def _prune(folder: str, as_json: bool = False, **options: Any) -> str:
     return format_entries(entries, "to remove" if options.get("dry_run") else "removed")
 
 
-@dataclass(frozen=True, kw_only=True)
-class DemoOptions:
-    """The options of `demo`."""
-
-    folder: str = option("millrace-demo", help="output folder", metavar="DIR")
-
-
 def _demo(**options: Any) -> str:
     run_demo(**dataclasses.asdict(DemoOptions(**options)))
     return ""
@@ -681,20 +499,18 @@ VERBS = (
     Verb(
         "tokenize",
         _tokenize,
-        (TokenizeOptions, TokenizerOptions, SentenceOptions, JsonOption),
+        (TokenizeOptions, InputListOption, TokenizerOptions, SentenceOptions, JsonOption),
         "Converts text to token files. Reads JSONL, Parquet, Arrow, CSV and plain text, also "
         "compressed, and writes Megatron-LM's token files PREFIX_KEY_document.bin/.idx, one pair "
         "per key. A job that was killed continues when the same command runs again.",
-        _add_tokenize,
     ),
     Verb(
         "shuffle",
         _shuffle,
-        (),
+        (ShuffleOptions, JsonOption),
         "Shuffles token files globally. Cuts the token files of many domains into sequences "
         "of a fixed length, permutes all of them, and writes shards that are token files "
         "themselves. A job that was killed continues when the same command runs again.",
-        _add_shuffle,
     ),
     Verb(
         "train-tokenizer",
