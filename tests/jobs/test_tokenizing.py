@@ -728,14 +728,21 @@ def test_memory_counts_a_csv_row_in_the_jobs_process(tmp_path: Path, tokenizer: 
 
 
 def test_memory_decides_the_number_of_workers_alone(tmp_path: Path) -> None:
-    assert choose_workers(None, 3 * 10**9, 10**8) == 1
+    def choose(workers: int | None, memory: int, size: int | None) -> int:
+        options = TokenizeOptions(
+            inputs=(), output_prefix="", tokenizer=Tokenizer("bytes"), workers=workers,
+            memory=memory, max_document_size=size,
+        )  # fmt: skip
+        return choose_workers(options, ())
+
+    assert choose(None, 3 * 10**9, None) == 1
     for arguments, needed in [
-        ((2, 3 * 10**9, 10**8), "4,680 MB .* 2 workers"),
+        ((2, 3 * 10**9, None), "4,680 MB .* 2 workers"),
         ((None, 5 * 10**8, 10**8), "2,400 MB .* 100 MB"),
         ((2, 5 * 10**8, 10**6), "720 MB"),
     ]:
         with pytest.raises(ConfigError, match=rf"{needed}.*max_document_size"):
-            choose_workers(*arguments)
+            choose(*arguments)
     # A line that no budget makes a bad one; and another budget continues the job.
     path = write_jsonl(tmp_path / "a.jsonl", [*make_texts(100), "x" * 4_500_000])
     path.write_bytes(path.read_bytes() + b"{")

@@ -6,6 +6,7 @@ at any instant, on both engines.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -108,7 +109,7 @@ def test_duplicates_are_dropped_and_a_repeated_command_returns_its_result(tmp_pa
     assert deduplicate(inputs, str(output), restart=True, workers=1) == counts
 
 
-@pytest.mark.parametrize("engine", ["local", "ray"])
+@pytest.mark.parametrize("engine", ["local", pytest.param("ray", marks=pytest.mark.long)])
 def test_a_job_of_ones_own_survives_kills(tmp_path: Path, engine: str) -> None:
     if engine == "ray":
         pytest.importorskip("ray")
@@ -128,7 +129,8 @@ def test_a_job_of_ones_own_survives_kills(tmp_path: Path, engine: str) -> None:
         if num_kills == 2:
             assert process.wait(WAIT) == 0
             break
-        os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait(WAIT)
         num_kills += 1
     assert output.read_bytes() == expected(inputs)

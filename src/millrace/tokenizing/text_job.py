@@ -28,7 +28,7 @@ from millrace.tokenizing.chunk import run_task
 from millrace.tokenizing.input_tasks import InputTasks, identity_of_file, plan_tasks
 from millrace.tokenizing.output import Output
 from millrace.tokenizing.tokenize_options import TokenizeKeywords, TokenizeOptions
-from millrace.tokenizing.workers import MB, choose_workers, workers_worth
+from millrace.tokenizing.workers import MB, choose_workers
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -118,7 +118,7 @@ def tokenize(
     _check_outputs(checked, files)
     tokenizer, notice = checked_tokenizer(checked.tokenizer, _first_texts(files, checked))
     checked = replace(checked, tokenizer=tokenizer)
-    workers = _choose_workers(checked, files)
+    workers = choose_workers(checked, files)
     notices = [*filter(None, [notice, _notice_of(others), _unseen(tokenizer)])]
     with Run(
         checked.output_prefix,
@@ -181,19 +181,6 @@ def _details(options: TokenizeOptions, files: Sequence[InputFile]) -> dict[str, 
     if any(file.is_pipe for file in files):  # what comes from it this time is not known
         entries["content of pipes"] = f"unknown, {os.urandom(6).hex()}"
     return entries
-
-
-def _choose_workers(options: TokenizeOptions, files: Sequence[InputFile]) -> int:
-    workers = choose_workers(
-        options.workers,
-        options.memory,
-        options.longest_document,
-        encoder=options.tokenizer.encoder_name,
-        files=files,
-    )
-    if options.workers is None and options.engine == "local":
-        workers = min(workers, workers_worth(files))
-    return workers
 
 
 def _earlier(result: TokenizeResult) -> TokenizeResult:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from millrace.cores import available_cores, available_memory
 from millrace.errors import ConfigError
 from millrace.text import InputFile
+from millrace.tokenizing.tokenize_options import TokenizeOptions
 
 MB = 1_000_000
 UNPACKED = 4
@@ -27,46 +28,42 @@ _BYTES_PER_BYTE = 20
 _REFERENCE_BYTES_PER_BYTE = {"tokenizers": 330, "sentencepiece": 75, "tiktoken": 60}
 
 
-def choose_workers(
-    workers: int | None,
-    memory: int | None,
-    max_document_size: int,
-    *,
-    encoder: str = "",
-    files: Sequence[InputFile] = (),
-) -> int:
-    """Chooses the number of worker processes so that the job fits into memory.
+def choose_workers(options: TokenizeOptions, files: Sequence[InputFile]) -> int:
+    """Chooses the number of worker processes, so that the job fits into memory.
 
-    Args:
-        workers: Number of worker processes; None: one per core, or fewer if memory is short.
-        memory: Bytes that all processes of the job may use; None: no limit but the machine's.
-        max_document_size: Longest line in bytes.
-        encoder: Name of the library that encodes.
-        files: Input files.
+    Without `options.workers` it is one per core, or fewer if memory is short or the input is small.
 
     Raises:
         ConfigError: Too little memory.
     """
-    if memory is None:
-        most = (available_memory() - _JOB_MEMORY) // _WORKER_MEMORY
-        return workers or max(min(available_cores(), most), 1)
-    factor = _REFERENCE_BYTES_PER_BYTE.get(encoder, _BYTES_PER_BYTE)
-    per_worker = _WORKER_MEMORY + max_document_size * factor
+    most = available_cores()
+    if options.memory is None:
+        most = max(min(most, (available_memory() - _JOB_MEMORY) // _WORKER_MEMORY), 1)
+    else:
+        most = min(most, _workers_in(options.memory, options, files))
+    if options.workers is None and options.engine == "local":
+        most = min(most, _workers_worth(files))
+    return options.workers or most
+
+
+def _workers_in(memory: int, options: TokenizeOptions, files: Sequence[InputFile]) -> int:
+    """The number of workers that fit into a number of bytes, with the job's own process."""
+    encoder, longest = options.tokenizer.encoder_name, options.longest_document
+    per_worker = _WORKER_MEMORY + longest * _REFERENCE_BYTES_PER_BYTE.get(encoder, _BYTES_PER_BYTE)
     unpacking = max((file.format.unpacking_memory for file in files), default=0)
-    job_memory = _JOB_MEMORY + max_document_size * unpacking
-    most = (memory - job_memory) // per_worker
-    least = workers or 1
+    job_memory = _JOB_MEMORY + longest * unpacking
+    most, least = (memory - job_memory) // per_worker, options.workers or 1
     if most < least:
         raise ConfigError(
             f"memory must be at least {(job_memory + least * per_worker) / MB:,.0f} MB for {least} "
-            f"worker{'s' * (least > 1)}{' with ' * bool(encoder)}{encoder} and documents of up to "
-            f"{max_document_size / MB:,.0f} MB, not {memory / MB:,.0f} MB. Give more memory, fewer "
-            "workers, or a lower limit of documents: --max-document-size (max_document_size=...)"
+            f"worker{'s' * (least > 1)} with {encoder} and documents of up to "
+            f"{longest / MB:,.0f} MB, not {memory / MB:,.0f} MB. Give more memory, fewer workers, "
+            "or a lower limit of documents: --max-document-size (max_document_size=...)"
         )
-    return workers or min(available_cores(), most)
+    return most
 
 
-def workers_worth(files: Sequence[InputFile]) -> int:
+def _workers_worth(files: Sequence[InputFile]) -> int:
     """The number of workers that is worth their start, which takes as long as 32 MB of text."""
     if any(file.size is None for file in files):
         return available_cores()
