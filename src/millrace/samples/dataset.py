@@ -157,7 +157,8 @@ class TokenDataset(StoredSource):
             ConfigError, IndexError, DataError: As `batch`.
         """
         batch: TokenBatch = self._named("tokens", sample_numbers, None)
-        eod = None if self.options is None else self.options.eod_token
+        options = self.options
+        eod = options.eod_token if options and options.boundaries == "eod" else None
         if batch.part_starts is None and eod is not None:
             batch = split_at_eod(batch, eod)
         numbers = np.array(sample_numbers, np.int64)
@@ -165,7 +166,8 @@ class TokenDataset(StoredSource):
 
     def _batch(self, numbers: Numbers, form: BatchForm | None) -> Batch:
         options = self.options
-        assert options is not None
+        if options is None:
+            raise ConfigError("a dataset of tokens needs options: give SampleOptions")
         if not self.transforms and options.boundaries == "eod":
             batch: Batch | None = self._stored.gather(numbers, options, form)
             if batch is not None:
