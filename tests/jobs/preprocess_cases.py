@@ -46,6 +46,7 @@ with warnings.catch_warnings():
     from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 
 from millrace.cli import main as millrace
+from millrace.names import RESULT
 from tests.conftest import WORDS
 
 # After a failed opening it raises at some later time.
@@ -543,11 +544,11 @@ def shared_options(case: Case) -> list[str]:
 
 
 def assert_pairs_equal(ours: Path, theirs: Path) -> None:
-    """Compares every pair in two folders; nothing but pairs and sidecars may lie in ours."""
+    """Compares every pair in two folders; ours may hold sidecars and the job's result, too."""
     names = {path.name for path in theirs.iterdir()}
     prefixes = {name.removesuffix(".bin").removesuffix(".idx") for name in names}
     sidecars = {f"{p}{s}" for p in prefixes for s in (".info.json", ".origins.parquet")}
-    left_over = {path.name for path in ours.iterdir()} - names - sidecars
+    left_over = {path.name for path in ours.iterdir()} - names - sidecars - {f"out{RESULT}"}
     assert not left_over, f"beside the pairs lie {sorted(left_over)}"
     for prefix in sorted(prefixes):
         files = [f"{prefix}{suffix}" for suffix in SUFFIXES]
