@@ -81,6 +81,10 @@ class Turns:
         )
 
     def end_at_exit(self, limit: float) -> None:
-        """Closes, if the turn of another thread ends within `limit` seconds."""
+        """Frees what is changed, if the turn of another thread ends within `limit` seconds.
+
+        The lock stays taken: a daemon thread that comes later waits for the end of the process.
+        """
         if self._lock.acquire(timeout=limit):
-            self.end("it was dropped")
+            with interrupts_held():
+                self._free()
