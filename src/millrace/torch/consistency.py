@@ -127,19 +127,31 @@ def _exchange(report: Report, group: distributed.ProcessGroup | None, timeout: f
         f"millrace/check_consistency/{name}/{call}", distributed_c10d._get_default_store()
     )
     keys = [str(rank) for rank in range(distributed.get_world_size(group))]
-    store.set(keys[distributed.get_rank(group)], json.dumps(report))
+    rank, deadline = distributed.get_rank(group), time.monotonic() + timeout
+
+    def all_have_counted(times: int) -> bool:
+        """Waits until each rank has counted so often; False if one has not in time."""
+        pause = 0.002
+        while store.add("count", 0) < times * len(keys):  # a wait of the store is deaf to Ctrl-C
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(pause)
+            pause = min(0.5, 1.5 * pause)
+        return True
+
+    store.set(keys[rank], json.dumps(report))
     store.add("count", 1)
-    deadline, pause = time.monotonic() + timeout, 0.002
-    while store.add("count", 0) < len(keys):  # a wait of the store is deaf to Ctrl-C
-        if time.monotonic() >= deadline:
-            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            return (
-                f"{_ranks(missing)} did not answer within {timeout:.4g} s: died, hangs, or has not "
-                "called check_consistency at this step"
-            )
-        time.sleep(pause)
-        pause = min(0.5, 1.5 * pause)
-    return _problem([json.loads(text) for text in store.multi_get(keys)])
+    if not all_have_counted(1):
+        missing = [number for number, key in enumerate(keys) if not store.check([key])]
+        return (
+            f"{_ranks(missing)} did not answer within {timeout:.4g} s: died, hangs, or has not "
+            "called check_consistency at this step"
+        )
+    message = _problem([json.loads(text) for text in store.multi_get(keys)])
+    store.add("count", 1)
+    if rank == 0:  # the store may end with this process: first let the others read
+        all_have_counted(2)
+    return message
 
 
 def _report(loader: Loader, checksum_batches: int) -> Report:
