@@ -45,33 +45,7 @@ def run_demo(folder: str) -> None:
     home = Path(folder)
     home.mkdir(parents=True, exist_ok=True)
 
-    _say("1. text: Python's standard library, as two domains")
-    texts = _write_corpus(home)
-
-    _say("2. a byte-level BPE tokenizer, trained on it")
-    training = train_tokenizer(
-        list(texts.values()),
-        home / "tokenizer.json",
-        vocabulary_size=VOCABULARY_SIZE,
-        special_tokens=[EOD],
-        max_bytes=TRAINING_BYTES,
-    )
-    tokenizer = training.tokenizer
-    print(
-        f"   {tokenizer.vocabulary_size:,} tokens from {training.num_bytes / 1e6:.1f} MB of text "
-        f"in {training.seconds:.1f} s   {tokenizer.path}"
-    )
-
-    _say(f"3. tokens by {tokenizer.encoder_name}: each domain as a Megatron-LM token file")
-    prefixes = {}
-    for name, path in texts.items():
-        result = tokenize([str(path)], str(home / name), tokenizer, append_eod=True, restart=True)
-        prefixes[name] = result.prefixes["text"]
-        rate = result.num_bytes / 1e6 / result.seconds
-        print(
-            f"   {name:<11}{result.num_documents:>8,} documents {result.num_tokens['text']:>12,} "
-            f"tokens {rate:>8.1f} MB/s   {prefixes[name]}.bin/.idx"
-        )
+    prefixes, tokenizer = _make_token_files(home)
 
     _say(f"4. the order of a training run: {NUM_SAMPLES:,} samples of {SEQUENCE_LENGTH} tokens")
     config = DatasetConfig(
@@ -112,6 +86,42 @@ def run_demo(folder: str) -> None:
         f"{num_samples:,} samples of the uninterrupted run, token for token"
     )
 
+    _print_commands(home, prefixes, tokenizer)
+
+
+def _make_token_files(home: Path) -> tuple[dict[str, str], Tokenizer]:
+    """Steps 1 to 3: the path prefix of each domain's token file, and their tokenizer."""
+    _say("1. text: Python's standard library, as two domains")
+    texts = _write_corpus(home)
+
+    _say("2. a byte-level BPE tokenizer, trained on it")
+    training = train_tokenizer(
+        list(texts.values()),
+        home / "tokenizer.json",
+        vocabulary_size=VOCABULARY_SIZE,
+        special_tokens=[EOD],
+        max_bytes=TRAINING_BYTES,
+    )
+    tokenizer = training.tokenizer
+    print(
+        f"   {tokenizer.vocabulary_size:,} tokens from {training.num_bytes / 1e6:.1f} MB of text "
+        f"in {training.seconds:.1f} s   {tokenizer.path}"
+    )
+
+    _say(f"3. tokens by {tokenizer.encoder_name}: each domain as a Megatron-LM token file")
+    prefixes = {}
+    for name, path in texts.items():
+        result = tokenize([str(path)], str(home / name), tokenizer, append_eod=True, restart=True)
+        prefixes[name] = result.prefixes["text"]
+        rate = result.num_bytes / 1e6 / result.seconds
+        print(
+            f"   {name:<11}{result.num_documents:>8,} documents {result.num_tokens['text']:>12,} "
+            f"tokens {rate:>8.1f} MB/s   {prefixes[name]}.bin/.idx"
+        )
+    return prefixes, tokenizer
+
+
+def _print_commands(home: Path, prefixes: dict[str, str], tokenizer: Tokenizer) -> None:
     _say("What to type next (the command is .venv/bin/millrace if you ran `make demo`)")
     print(f"   millrace inspect {prefixes['docstrings']} --tokenizer {tokenizer.path}")
     print(
