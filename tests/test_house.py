@@ -42,6 +42,37 @@ FLOORS = [
 ]
 
 
+# Lines of a room, lines of a file, lines of a function's body, attributes of a class. What outgrows
+# these is told that a noun is missing; an exception has its present size and its reason.
+ROOM, FILE, BODY, CLASS = 2000, 450, 50, 12
+LARGER_ROOMS = {
+    "text": (3000, "many formats"),
+    "shuffling": (3850, "3,000 is its limit: documents and sequences tell alike things twice"),
+    "megatron": (3000, "the names of another library"),
+    "store": (2800, "verification could be a room of its own"),
+    "samples": (2950, "transforms could be a room of their own"),
+    "encoding": (2500, "five kinds of tokenizers' files, four libraries"),
+    "jobs": (2150, "the benchmark is a quarter of it"),
+}
+LARGER_FILES = {
+    "_native.py": (950, "the doors to all kernels, with their documentation"),
+    "cli.py": (620, "what all verbs print"),
+    "megatron/indexed.py": (500, "Megatron-LM's indexed_dataset module in one file, as there"),
+}
+LARGER_BODIES = {
+    "build_pretraining_data_loader": (62, "Megatron-LM's function has a case for each loader"),
+}
+WIDER_CLASSES = {
+    **dict.fromkeys(("IndexOptions", "DatasetConfig"), "Megatron-LM's arguments"),
+    **dict.fromkeys(("TokenizeOptions", "TokenizeKeywords"), "the options of a verb"),
+    **dict.fromkeys(("ShuffleOptions", "ShuffleKeywords"), "the options of a verb"),
+    **dict.fromkeys(("Description", "ShardsDescription", "Measurement"), "a report"),
+    "ShuffleResult": "a report",
+    "ShardsMetadata": "the entries of metadata.json",
+    **dict.fromkeys(("BlendedMegatronDatasetConfig", "GPTDatasetConfig"), "Megatron-LM's fields"),
+}
+
+
 def room_of(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
@@ -73,6 +104,56 @@ def test_imports_point_down() -> None:
                 continue
             assert floor[other] < floor[parts[0]], f"{path} imports {module}"
     assert rooms_in_source <= set(floor)
+
+
+def num_lines(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+def test_rooms_and_files_can_be_read() -> None:
+    rooms: dict[str, int] = {}
+    for path in SOURCE.rglob("*.py"):
+        name = path.relative_to(SOURCE).as_posix()
+        limit, _ = LARGER_FILES.get(name, (FILE, ""))
+        assert num_lines(path) <= limit, name
+        if "/" in name:
+            room = name.split("/")[0]
+            rooms[room] = rooms.get(room, 0) + num_lines(path)
+    for room, size in rooms.items():
+        limit, _ = LARGER_ROOMS.get(room, (ROOM, ""))
+        assert size <= limit, f"{room} has {size} lines"
+
+
+def test_functions_and_classes_can_be_read() -> None:
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                is_described = ast.get_docstring(node) is not None and len(node.body) > 1
+                first = node.body[1 if is_described else 0]
+                limit, _ = LARGER_BODIES.get(node.name, (BODY, ""))
+                size = node.body[-1].end_lineno - first.lineno + 1  # type: ignore[operator]
+                assert size <= limit, f"{path}: {node.name} has {size} lines"
+            elif isinstance(node, ast.ClassDef) and node.name not in WIDER_CLASSES:
+                names = attributes_of(node)
+                assert len(names) <= CLASS, f"{path}: {node.name} has {sorted(names)}"
+
+
+def attributes_of(class_: ast.ClassDef) -> set[str]:
+    """The annotated names of a class, and what its methods assign to `self`."""
+    names = {
+        node.target.id
+        for node in class_.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    for node in ast.walk(class_):
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "self"
+        ):
+            names.add(node.attr)
+    return names
 
 
 def test_no_name_hides_a_module() -> None:
