@@ -112,4 +112,4 @@ def test_the_command_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     )
     assert Tokenizer(output).special_tokens() == {"<eos>": 0, "<pad>": 1}
     assert main([*command, "--vocab-size", "10"]) == 1
-    assert "vocabulary_size is 10; at least 257" in capsys.readouterr().err
+    assert "vocabulary_size must be at least 257, not 10" in capsys.readouterr().err

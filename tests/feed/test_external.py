@@ -206,7 +206,7 @@ def test_what_is_not_a_stream_is_refused_with_the_remedy() -> None:
         with pytest.raises(ConfigError, match="stream is a"):
             StreamDataset(*arguments)  # type: ignore[arg-type]
     dataset: Any = StreamDataset(Counting(), OPTIONS)
-    with pytest.raises(ConfigError, match="micro_batch_size is None"):
+    with pytest.raises(ConfigError, match=r"micro_batch_size must be .*, not None"):
         Loader(dataset)
     with pytest.raises(ConfigError, match="no sampler"):
         Loader(dataset, sampler=SequentialSampler(4, micro_batch_size=2))

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.errors import ConfigError, MillraceError
-from millrace.option_class import keywords_of, option_table
+from millrace.option_class import keywords_of
 from millrace.order import KeyedPermutation
 from millrace.ragged import even_sizes, starts_of
 from millrace.shuffling import buckets as groups
@@ -236,8 +236,3 @@ def test_the_keywords_are_the_options() -> None:
     assert get_type_hints(ShuffleKeywords) == {
         name: kind for name, kind in keywords_of(ShuffleOptions).items() if name != "input_dir"
     }
-
-
-def test_the_page_has_the_table_of_the_options() -> None:
-    page = Path(__file__).parent.parent.parent / "docs" / "shuffling.md"
-    assert option_table(ShuffleOptions) in page.read_text()

@@ -278,7 +278,7 @@ import resource, sys
 import numpy as np
 from millrace import Loader, ShardedDataset
 
-resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+resource.setrlimit(resource.RLIMIT_NOFILE, (110, 110))
 dataset = ShardedDataset(sys.argv[1], access=sys.argv[2])
 with Loader(dataset, micro_batch_size=10, threads=8, prefetch=8) as loader:
     tokens = np.concatenate([batch["tokens"] for batch in loader])

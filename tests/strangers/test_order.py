@@ -178,7 +178,7 @@ def test_what_is_no_order_is_refused(prefixes: list[str], order: Any, message: s
 
 def test_a_plan_of_too_few_samples_is_refused(prefixes: list[str]) -> None:
     config = config_of(prefixes[:1], num_samples=(43, None, None))
-    with pytest.raises(ConfigError, match=r"train split: .*num_samples of Windows .*42.* 43"):
+    with pytest.raises(ConfigError, match=r"train split: .*num_samples of Windows .*43.* 42"):
         build_datasets(config)
 
 
