@@ -241,6 +241,7 @@ def test_a_shuffle_loses_a_node(
                 workers=workers,
             )
             outputs.append({path.name: path.read_bytes() for path in output.iterdir()})
+            del outputs[-1]["shuffle.job.info.json"]  # which says how long it took
             assert result.num_tasks_done > 12
     assert len(lost) == 1
     assert outputs[0] == outputs[1]
