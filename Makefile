@@ -59,7 +59,7 @@ sanitize: $(VENV)/.package $(VENV)/.dev  ## kernels and all that calls them unde
 	$(SANITIZED_PYTHON) -c 'import sys; from millrace import _core; path = _core.__file__; \
 	  ok = path.startswith("$(CURDIR)/$(SANITIZED)/") and b"__asan_init" in open(path, "rb").read(); \
 	  sys.exit(None if ok else "not the sanitized core: " + path)'
-	$(SANITIZED_PYTHON) -m pytest --capture=sys --durations=25 tests/kernels tests/store tests/order tests/cache tests/feed \
+	$(SANITIZED_PYTHON) -m pytest $(PARALLEL) -p no:benchmark --capture=sys tests/kernels tests/store tests/order tests/cache tests/samples tests/feed \
 	  --ignore=tests/store/test_faults.py --deselect tests/store/test_descriptors.py::test_a_blend_of_5000_datasets_holds_100_descriptors
 
 bench: $(VENV)/.package $(VENV)/.dev  ## measure against the peers and write benchmarks/RESULTS.md

@@ -243,7 +243,9 @@ def test_handlers_that_come_and_go_pass_a_bus_error_on_once(
     write(tmp_path / "data", 7, length=1000, count=2000)
     result = run(_HANDLERS, tmp_path / "data", *steps)
     assert result.returncode == -signal.SIGBUS
-    assert result.stderr.count("Bus error") == (steps[-1] != "disable")
+    # Seldom, an access that is repeated fails at another address, and is told twice.
+    told = {0} if steps[-1] == "disable" else {1, 2}
+    assert result.stderr.count("Bus error") in told
 
 
 def test_verify_reports_problems_while_files_are_cut_short(tmp_path: Path) -> None:
