@@ -8,6 +8,8 @@ TORCHTITAN := "torchtitan==0.3.0; python_version >= '3.11'" "spmd_types==0.2.3; 
 	"torch_checkpointing==0.1.1; python_version >= '3.11'" tyro docstring_parser typeguard
 NATIVE := CMakeLists.txt $(wildcard cpp/*.hpp cpp/*.cpp cpp/bindings/*.hpp cpp/bindings/*.cpp)
 PARALLEL := -n 2 --dist worksteal
+# They start processes of their own, and run one by one.
+TRAINERS := tests/trainers tests/jobs/test_engine_ray.py
 SANITIZED := build/sanitize
 # The interpreter that the environment was made from, with the environment's packages named by hand:
 # so no import hook of the editable install puts the usual core before the sanitized one, here or in
@@ -34,10 +36,10 @@ test: $(VENV)/.package $(VENV)/.dev  ## set up, build, and run all tests but the
 test-long: test-trainers test-laws sanitize  ## trainers, Ray, kills, damaged files, random cases, sanitizers
 
 test-trainers: $(VENV)/.package $(VENV)/.dev
-	$(BIN)/python -m pytest -m long tests/trainers tests/jobs/test_engine_ray.py
+	$(BIN)/python -m pytest -m long $(TRAINERS)
 
 test-laws: $(VENV)/.package $(VENV)/.dev
-	$(BIN)/python -m pytest $(PARALLEL) -m long --ignore=tests/trainers --ignore=tests/jobs/test_engine_ray.py
+	$(BIN)/python -m pytest $(PARALLEL) -m long $(TRAINERS:%=--ignore=%)
 
 lint: $(VENV)/.package $(VENV)/.dev  ## ruff: lint and format
 	$(BIN)/ruff check .
@@ -74,7 +76,7 @@ $(VENV)/bin/python:
 
 $(VENV)/.build-tools: $(VENV)/bin/python
 	@echo "== installing what the build needs"
-	$(PIP) install -q "scikit-build-core>=0.11" "nanobind>=2.9" "numpy>=2.0" "cmake>=3.19" ninja
+	$(PIP) install -q "scikit-build-core>=0.11" "nanobind>=2.9" "cmake>=3.19" ninja
 	@touch $@
 
 $(VENV)/.package: $(VENV)/.build-tools pyproject.toml $(NATIVE)

@@ -39,28 +39,28 @@ def parse_pair(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class JobOptions:
-    inputs: Sequence[StrPath] = option(help="files to read", flags="--input")
-    output: StrPath = option(help="folder for the result", flags="output", metavar="DIR")
-    seed: int = option(42, help="seed of the order, 0 | more", least=0, most=2**63 - 1)
+    inputs: Sequence[StrPath] = option("files to read", flags="--input")
+    output: StrPath = option("folder for the result", flags="output", metavar="DIR")
+    seed: int = option("seed of the order, 0 | more", 42, least=0, most=2**63 - 1)
     workers: int | None = option(
+        "worker processes",
         None,
-        help="worker processes",
         least=1,
         most=1024,
         default_text="one per core",
         identity="never",
         group="job",
     )
-    rate: float = option(0.5, help="100 % of it", least=0, most=1)
-    plan: str = option("auto", help="how it is done", choices=("auto", "fast"), group="job")
-    keys: Sequence[str] = option(("text",), help="keys to read")
-    memory: int | None = option(None, help="limit", least=1, parse=parse_size, metavar="SIZE")
-    checksums: bool = option(True, help="write no checksums")
-    restart: bool = option(False, help="start again", identity="changed")
+    rate: float = option("100 % of it", 0.5, least=0, most=1)
+    plan: str = option("how it is done", "auto", choices=("auto", "fast"), group="job")
+    keys: Sequence[str] = option("keys to read", ("text",))
+    memory: int | None = option("limit", None, least=1, parse=parse_size, metavar="SIZE")
+    checksums: bool = option("write no checksums", True)
+    restart: bool = option("start again", False, identity="changed")
     shard: tuple[int, int] | None = option(
-        None, help="a part", check=check_pair, parse=parse_pair, metavar="I/N"
+        "a part", None, check=check_pair, parse=parse_pair, metavar="I/N"
     )
-    tokenizer: Any = option(None, help="an object", flags=None, identity="never")
+    tokenizer: Any = option("an object", None, flags=None, identity="never")
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -5,9 +5,9 @@ from the class:
 
 >>> @dataclass(frozen=True, kw_only=True)
 ... class ShuffleOptions:
-...     output_dir: StrPath = option(help="folder for the shards", metavar="DIR")
-...     seed: int = option(42, help="seed of the permutation", least=0)
-...     workers: int = option(4, help="worker processes", least=1, most=1024, identity="never")
+...     output_dir: StrPath = option("folder for the shards", metavar="DIR")
+...     seed: int = option("seed of the permutation", 42, least=0)
+...     workers: int = option("worker processes", 4, least=1, most=1024, identity="never")
 ...
 ...     def __post_init__(self) -> None:
 ...         check_options(self)
@@ -79,17 +79,20 @@ class Option:
 _OPTION_FIELDS = {field.name for field in dataclasses.fields(Option)} - {"settings"}
 
 
-def option(default: Any = MISSING, **details: Any) -> Any:
+def option(text: str, default: Any = MISSING, **details: Any) -> Any:
     """Returns a field of an option class.
 
     Args:
+        text: Phrase for the help and the docs, without capital and full stop.
         default: Default, which is never changed in place (a tuple rather than a list).
-        details: Fields of `Option`, and `settings` as keywords.
+        details: Other fields of `Option`, and `settings` as keywords.
     """
     own = {name: details.pop(name) for name in _OPTION_FIELDS & details.keys()}
     if isinstance(own.get("flags"), str):
         own["flags"] = (own["flags"],)
-    return dataclasses.field(default=default, metadata={"option": Option(**own, settings=details)})
+    return dataclasses.field(
+        default=default, metadata={"option": Option(help=text, **own, settings=details)}
+    )
 
 
 def check_options(options: Any) -> None:

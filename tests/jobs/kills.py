@@ -42,8 +42,8 @@ class Named(Protocol):
 def finished_tasks(folder: Path) -> dict[str, str]:
     """The folder of the files of each task in the journals of a folder, by the task's id."""
     attempts: dict[str, str] = {}
-    for path in folder.glob("*.journal/*/done.jsonl"):
-        with contextlib.suppress(FileNotFoundError):  # the job ends, and removes its journal
+    with contextlib.suppress(FileNotFoundError):  # the job ends, and removes its journal
+        for path in folder.glob("*.journal/*/done.jsonl"):
             for line in path.read_text().splitlines():
                 with contextlib.suppress(ValueError):  # a torn line
                     entry = json.loads(line)["entry"]

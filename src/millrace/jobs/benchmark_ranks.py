@@ -35,44 +35,44 @@ class BenchOptions:
     8 billion parameters at half its peak: 6 operations per parameter and token, 495 * 10**12
     operations per second."""
 
-    micro_batch_size: int = option(1, help="samples in a batch", least=1, group="loader")
-    ranks: int = option(1, help="ranks to feed, each a process", least=1, most=1024, group="loader")
-    threads: int = option(1, help="threads of each rank", least=1, group="loader")
+    micro_batch_size: int = option("samples in a batch", 1, least=1, group="loader")
+    ranks: int = option("ranks to feed, each a process", 1, least=1, most=1024, group="loader")
+    threads: int = option("threads of each rank", 1, least=1, group="loader")
     prefetch: int | None = option(
+        "ready batches of each rank; 0: each is made on demand",
         None,
-        help="ready batches of each rank; 0: each is made on demand",
         default_text="by their size",
         least=0,
         group="loader",
     )
     fields: Sequence[str] | None = option(
+        "arrays of a batch",
         None,
-        help="arrays of a batch",
         default_text="tokens labels loss_mask position_ids",
         group="loader",
         metavar="NAME",
     )
     token_dtype: str = option(
+        "dtype of tokens and labels; file: as in the token files",
         "int64",
-        help="dtype of tokens and labels; file: as in the token files",
         choices=("int64", "int32", "file"),
         group="loader",
     )
     seconds: float = option(
-        5.0, help="length of each measurement", check=_positive, group="measurement", metavar="S"
+        "length of each measurement", 5.0, check=_positive, group="measurement", metavar="S"
     )
     step_time: float = option(
-        0.01, help="simulated training step", check=_positive, group="measurement", metavar="S"
+        "simulated training step", 0.01, check=_positive, group="measurement", metavar="S"
     )
     drop_cache: bool = option(
+        "leave the page cache as it is, and make no cold measurement",
         True,
-        help="leave the page cache as it is, and make no cold measurement",
         flags="--keep-cache",
         group="measurement",
     )
     accelerator_tokens_per_second: float = option(
+        "tokens that one accelerator trains on in a second",
         10_000,
-        help="tokens that one accelerator trains on in a second",
         check=_positive,
         group="measurement",
         metavar="N",

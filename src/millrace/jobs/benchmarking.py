@@ -42,12 +42,12 @@ class RunOptions:
     """The run that the command line measures."""
 
     source: str = option(
-        help="arguments of a run, as for `millrace index` (.yaml, .toml), or a path prefix",
+        "arguments of a run, as for `millrace index` (.yaml, .toml), or a path prefix",
         flags="source",
         metavar="RUN",
     )
-    sequence_length: int | None = option(None, help="tokens in a sample, for a prefix", least=1)
-    seed: int | None = option(None, help="seed of the order, for a prefix", default_text="1234")
+    sequence_length: int | None = option("tokens in a sample, for a prefix", None, least=1)
+    seed: int | None = option("seed of the order, for a prefix", None, default_text="1234")
 
 
 @dataclass(frozen=True, kw_only=True)

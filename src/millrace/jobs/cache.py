@@ -29,7 +29,7 @@ _FILE = re.compile(
 class CacheOptions:
     """The option of every action on a cache folder."""
 
-    folder: StrPath = option(help="cache folder", flags="folder", metavar="DIR")
+    folder: StrPath = option("cache folder", flags="folder", metavar="DIR")
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -40,12 +40,12 @@ class PruneOptions(CacheOptions):
     """The options of `prune_cache`."""
 
     older_than_days: float | None = option(
+        "also remove older runs, and older entries that cannot be judged",
         None,
-        help="also remove older runs, and older entries that cannot be judged",
         flags="--older-than",
         metavar="DAYS",
     )
-    dry_run: bool = option(False, help="remove nothing, only list")
+    dry_run: bool = option("remove nothing, only list", False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,22 +40,20 @@ def number_dtype(name: str, value: DTypeLike | None) -> np.dtype[Any] | None:
 class ConvertOptions(PairOptions):
     """The options of `convert`."""
 
-    source: StrPath = option(help="input array or path prefix", flags="source", metavar="SOURCE")
-    target: StrPath = option(help="output array or path prefix", flags="target", metavar="TARGET")
-    dtype: Any = option(None, help="dtype of the target", metavar="DTYPE", check=number_dtype)
-    source_dtype: Any = option(
-        None, help="dtype of raw tokens", metavar="DTYPE", check=number_dtype
-    )
+    source: StrPath = option("input array or path prefix", flags="source", metavar="SOURCE")
+    target: StrPath = option("output array or path prefix", flags="target", metavar="TARGET")
+    dtype: Any = option("dtype of the target", None, metavar="DTYPE", check=number_dtype)
+    source_dtype: Any = option("dtype of raw tokens", None, metavar="DTYPE", check=number_dtype)
     document_end: int | None = option(
+        "last token of each document of a stream",
         None,
-        help="last token of each document of a stream",
         least=-(2**63),
         most=MAX_INT64,
         metavar="ID",
     )
     append_eod: int | None = option(
+        "token to put after each document of a pair that does not end with it",
         None,
-        help="token to put after each document of a pair that does not end with it",
         least=-(2**63),
         most=MAX_INT64,
         metavar="ID",

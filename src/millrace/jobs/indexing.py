@@ -67,15 +67,15 @@ class IndexResult:
 
 
 def _list(text: str) -> Any:
-    return option(None, help=text, group="data", nargs="+", metavar="ITEM")
+    return option(text, None, group="data", nargs="+", metavar="ITEM")
 
 
 def _number() -> Any:
-    return option(None, help="", group="order", metavar="N")
+    return option("", None, group="order", metavar="N")
 
 
 def _switch(text: str = "") -> Any:
-    return option(None, help=text, group="order")
+    return option(text, None, group="order")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,23 +83,23 @@ class IndexOptions:
     """The options of `index`: Megatron-LM's are texts, checked together with those of the file."""
 
     config: str | None = option(
-        None, help="YAML or TOML file of arguments", flags="config", nargs="?", metavar="FILE"
+        "YAML or TOML file of arguments", None, flags="config", nargs="?", metavar="FILE"
     )
     megatron_cache_folder: str | None = option(
+        "output folder: Megatron-LM's --data-cache-path",
         None,
-        help="output folder: Megatron-LM's --data-cache-path",
         flags="--megatron-cache",
         metavar="DIR",
     )
     tokenizer_identifiers: str | None = option(
-        None,
-        help="identifiers of Megatron-LM's tokenizer, part of those files' names: JSON, a JSON "
+        "identifiers of Megatron-LM's tokenizer, part of those files' names: JSON, a JSON "
         "file, or a *-description.txt written by Megatron-LM",
+        None,
         metavar="JSON",
     )
     wait_limit: float | None = option(
+        "maximum wait for another process that builds the same indices",
         None,
-        help="maximum wait for another process that builds the same indices",
         default_text="no limit",
         metavar="SECONDS",
     )
@@ -110,13 +110,13 @@ class IndexOptions:
     valid_data_path: Sequence[str] | None = _list("list for valid only")
     test_data_path: Sequence[str] | None = _list("list for test only")
     data_args_path: str | None = option(
-        None, help="file with the --data-path list", group="data", metavar="FILE"
+        "file with the --data-path list", None, group="data", metavar="FILE"
     )
     per_split_data_args_path: str | None = option(
-        None, help="JSON file with a list per split", group="data", metavar="FILE"
+        "JSON file with a list per split", None, group="data", metavar="FILE"
     )
     split: str | None = option(
-        None, help='train, valid, test: "969,30,1"', group="data", metavar="SHARES"
+        'train, valid, test: "969,30,1"', None, group="data", metavar="SHARES"
     )
     seq_length: str | None = _number()
     seed: str | None = _number()
@@ -129,13 +129,13 @@ class IndexOptions:
     start_eval_at_iter: str | None = _number()
     num_dataset_builder_threads: str | None = _number()
     num_samples: Sequence[str] | None = option(
+        "instead of iterations and batch sizes: whole numbers, or none for one epoch",
         None,
-        help="instead of iterations and batch sizes: whole numbers, or none for one epoch",
         group="order",
         nargs=3,
         metavar=("TRAIN", "VALID", "TEST"),
     )
-    mid_level_dataset_surplus: str | None = option(None, help="", group="order", metavar="SHARE")
+    mid_level_dataset_surplus: str | None = option("", None, group="order", metavar="SHARE")
     skip_train: bool | None = _switch()
     full_validation: bool | None = _switch()
     multiple_validation_sets: bool | None = _switch()
@@ -143,14 +143,14 @@ class IndexOptions:
         "mix data of different tokenizers, too (millrace's own option)"
     )
     order: str | None = option(
+        "another order than Megatron-LM's, package.module:name (millrace's own option)",
         None,
-        help="another order than Megatron-LM's, package.module:name (millrace's own option)",
         group="order",
         metavar="NAME",
     )
     data_cache_path: str | None = option(
+        "output folder: millrace's cache",
         None,
-        help="output folder: millrace's cache",
         flags=("--data-cache-path", "--cache"),
         group="order",
         metavar="DIR",

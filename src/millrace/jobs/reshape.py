@@ -31,11 +31,9 @@ class PairOptions:
     """The options of everything that writes pairs."""
 
     checksums: bool = option(
-        True, help="write no sidecar PREFIX.info.json; `verify` then checks the structure only"
+        "write no sidecar PREFIX.info.json; `verify` then checks the structure only", True
     )
-    origins: bool = option(
-        True, help="leave out the origins of the documents, PREFIX.origins.parquet"
-    )
+    origins: bool = option("leave out the origins of the documents, PREFIX.origins.parquet", True)
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -46,11 +44,11 @@ class MergeOptions(PairOptions):
     """The options of `merge`."""
 
     prefixes: Sequence[StrPath] = option(
-        help="path prefixes of the inputs", flags="prefixes", metavar="PREFIX"
+        "path prefixes of the inputs", flags="prefixes", metavar="PREFIX"
     )
-    output_prefix: StrPath = option(help="path prefix of the output", metavar="PREFIX")
+    output_prefix: StrPath = option("path prefix of the output", metavar="PREFIX")
     any_tokenizer: bool = option(
-        False, help="merge data of different tokenizers or splitters of sentences, too"
+        "merge data of different tokenizers or splitters of sentences, too", False
     )
 
 
@@ -59,13 +57,13 @@ class SplitOptions(PairOptions):
     """The options of `split`."""
 
     prefix: StrPath = option(
-        help="path prefix of the input, without .bin or .idx", flags="prefix", metavar="PREFIX"
+        "path prefix of the input, without .bin or .idx", flags="prefix", metavar="PREFIX"
     )
-    output_prefix: StrPath = option(help="path prefix of the output", metavar="PREFIX")
-    documents: int | None = option(None, help="documents per shard", least=1)
+    output_prefix: StrPath = option("path prefix of the output", metavar="PREFIX")
+    documents: int | None = option("documents per shard", None, least=1)
     num_bytes: int | None = option(
+        "bytes per shard: 500M, 20G",
         None,
-        help="bytes per shard: 500M, 20G",
         least=1,
         flags="--size",
         parse=parse_size,

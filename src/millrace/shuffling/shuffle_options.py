@@ -34,15 +34,15 @@ class ShuffleOptions:
     """
 
     input_dir: StrPath | None = option(
+        "folder with a folder for each domain: .bin, .npy, or .bin with .idx",
         None,
-        help="folder with a folder for each domain: .bin, .npy, or .bin with .idx",
         metavar="DIR",
         identity="never",
         group="input",
     )
     input_list: Any = option(
+        "file with a weight and a path on each line: 2.5 data/web (instead of --input-dir)",
         None,
-        help="file with a weight and a path on each line: 2.5 data/web (instead of --input-dir)",
         metavar="FILE",
         check=lambda name, value: None if value is None else _entries(name, value),
         parse=read_input_list,
@@ -50,67 +50,65 @@ class ShuffleOptions:
         group="input",
     )
     dtype: Any = option(
+        "dtype of .bin files without .idx",
         "uint32",
-        help="dtype of .bin files without .idx",
         choices=tuple(dtype.name for dtype in DTYPES),
         check=lambda name, value: raw_dtype(value).name,
         group="input",
     )
     seq_len: int = option(
-        4096, help="tokens of a sequence", least=1, most=MAX_INT32, identity="never", group="input"
+        "tokens of a sequence", 4096, least=1, most=MAX_INT32, identity="never", group="input"
     )
     carry: bool = option(
-        False, help="continue the remainder of a file in the next file of its domain", group="input"
+        "continue the remainder of a file in the next file of its domain", False, group="input"
     )
     documents: bool = option(
-        False,
-        help="shuffle whole documents of indexed datasets instead of sequences",
-        group="input",
+        "shuffle whole documents of indexed datasets instead of sequences", False, group="input"
     )
     output_dir: StrPath = option(
-        help="folder for the shards: a new one, or an empty one",
+        "folder for the shards: a new one, or an empty one",
         metavar="DIR",
         identity="never",
         group="output",
     )
     num_shards: int = option(
-        64, help="number of shards, at most that of the sequences", least=1, group="output"
+        "number of shards, at most that of the sequences", 64, least=1, group="output"
     )
-    seed: int = option(42, help="seed of the permutation", least=0, most=MAX_INT64, group="output")
+    seed: int = option("seed of the permutation", 42, least=0, most=MAX_INT64, group="output")
     permutation: str = option(
+        "numpy: numpy.random.default_rng(SEED).permutation(n); keyed: any n without memory",
         "auto",
-        help="numpy: numpy.random.default_rng(SEED).permutation(n); keyed: any n without memory",
         choices=_PERMUTATIONS,
         default_text="numpy if it fits half of --memory",
         group="output",
     )
     plan: str = option(
-        "auto",
-        help="gather: read each shard's sequences wherever they are; scatter: sort runs of the "
+        "gather: read each shard's sequences wherever they are; scatter: sort runs of the "
         "input, then read each shard from them",
+        "auto",
         choices=_PLAN_NAMES,
         default_text="the faster one",
         identity="never",
         group="job",
     )
     engine: str = option(
+        "where it runs: here, or on the Ray cluster of RAY_ADDRESS, or one of its own",
         "local",
-        help="where it runs: here, or on the Ray cluster of RAY_ADDRESS, or one of its own",
         choices=ENGINES,
         identity="never",
         group="job",
     )
     workers: int = option(
+        "largest number of worker processes",
         4,
-        help="largest number of worker processes",
         flags="--num-workers",
         least=1,
         identity="never",
         group="job",
     )
     memory: int | None = option(
+        "limit for all processes, beside 100 MB: 300M, 4G",
         None,
-        help="limit for all processes, beside 100 MB: 300M, 4G",
         least=1,
         default_text="half of what is available",
         parse=parse_size,
@@ -119,14 +117,9 @@ class ShuffleOptions:
         group="job",
     )
     restart: bool = option(
-        False,
-        help="discard what a job has done in the output folder",
-        identity="never",
-        group="job",
+        "discard what a job has done in the output folder", False, identity="never", group="job"
     )
-    show_progress: bool = option(
-        False, help="show the phases on stderr", flags=None, identity="never"
-    )
+    show_progress: bool = option("show the phases on stderr", False, flags=None, identity="never")
 
     def __post_init__(self) -> None:
         check_options(self)

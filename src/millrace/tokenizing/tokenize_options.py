@@ -62,7 +62,7 @@ class TokenizeOptions:
     """
 
     inputs: Sequence[StrPath] = option(
-        help="files, folders, patterns, or - for standard input",
+        "files, folders, patterns, or - for standard input",
         flags="--input",
         metavar="FILE",
         required=False,
@@ -70,39 +70,39 @@ class TokenizeOptions:
         group="input",
     )
     json_keys: Sequence[str] = option(
+        "text keys or columns; dots reach into objects; each becomes a dataset",
         ("text",),
-        help="text keys or columns; dots reach into objects; each becomes a dataset",
         metavar="KEY",
         check=lambda name, value: check_keys(value),
         group="input",
     )
     separator: str | None = option(
+        r"text between the documents of a plain text file: '\n\n'",
         None,
-        help=r"text between the documents of a plain text file: '\n\n'",
         default_text="a file is a document",
         parse=parse_escapes,
         group="input",
     )
     format: Format | None = option(
+        "format of all inputs; None: their names and first bytes tell it",
         None,
-        help="format of all inputs; None: their names and first bytes tell it",
         check=lambda name, value: value,
         flags=None,
         identity="never",
     )
     id_key: str = option(
-        "id", help="key of a document's id, for the provenance", metavar="KEY", group="input"
+        "key of a document's id, for the provenance", "id", metavar="KEY", group="input"
     )
     shard: tuple[int, int] | None = option(
+        "do part I (from 0) of N, with a prefix of its own; `merge` joins them",
         None,
-        help="do part I (from 0) of N, with a prefix of its own; `merge` joins them",
         check=_shard,
         parse=parse_shard,
         metavar="I/N",
         group="input",
     )
     tokenizer: Tokenizer = option(
-        help="tokenizer.json, transformers folder, sentencepiece .model, .tiktoken, or `bytes`",
+        "tokenizer.json, transformers folder, sentencepiece .model, .tiktoken, or `bytes`",
         check=_tokenizer,
         parse=str,
         metavar="FILE",
@@ -110,17 +110,14 @@ class TokenizeOptions:
         group="tokenizer",
     )
     append_eod: bool = option(
-        False,
-        help="end documents with the tokenizer's end-of-document token",
-        group="tokenizer",
+        "end documents with the tokenizer's end-of-document token", False, group="tokenizer"
     )
     prepend_bos: bool = option(
-        False, help="start documents with the tokenizer's BOS token",
-        group="tokenizer",
-    )  # fmt: skip
+        "start documents with the tokenizer's BOS token", False, group="tokenizer"
+    )
     check_rate: float = option(
+        "share of documents that are compared with the reference library",
         CHECK_RATE,
-        help="share of documents that are compared with the reference library",
         least=0,
         most=1,
         flags="--check",
@@ -129,36 +126,36 @@ class TokenizeOptions:
         group="tokenizer",
     )
     splitter: SentenceSplitter | None = option(
+        "splitter of texts into sentences: each is a sequence, in PREFIX_KEY_sentence",
         None,
-        help="splitter of texts into sentences: each is a sequence, in PREFIX_KEY_sentence",
         check=_splitter,
         flags=None,
         identity="never",
     )
     partitions: int = option(
+        "deal documents round robin to N groups, and write one group after the other",
         1,
-        help="deal documents round robin to N groups, and write one group after the other",
         least=1,
         identity="never",
         group="documents",
     )
     keep_sequential_samples: bool = option(
+        "divide documents into consecutive groups instead, so that their order is kept",
         False,
-        help="divide documents into consecutive groups instead, so that their order is kept",
         identity="never",
         group="documents",
     )
     on_error: str = option(
-        "stop",
-        help="at lines that are not documents: stop; skip them; or also keep them in "
+        "at lines that are not documents: stop; skip them; or also keep them in "
         "PREFIX.quarantine.jsonl",
+        "stop",
         choices=ON_ERROR,
         identity="never",
         group="documents",
     )
     max_document_size: int | None = option(
+        "longest line or text in bytes: a longer one is not a document",
         None,
-        help="longest line or text in bytes: a longer one is not a document",
         least=1,
         default_text="100M",
         parse=parse_size,
@@ -167,43 +164,40 @@ class TokenizeOptions:
         group="documents",
     )
     provenance: str = option(
+        "sidecar with the origin of each document",
         "parquet",
-        help="sidecar with the origin of each document",
         choices=PROVENANCE,
         identity="never",
         group="documents",
     )
     output_prefix: StrPath = option(
-        help="first part of the output paths; the folder must exist",
+        "first part of the output paths; the folder must exist",
         metavar="PREFIX",
         identity="never",
         group="job",
     )
     checksums: bool = option(
-        True,
-        help="write no checksums of the output, for `verify`",
-        identity="never",
-        group="job",
+        "write no checksums of the output, for `verify`", True, identity="never", group="job"
     )
     engine: str = option(
+        "where the job runs: here, or on the Ray cluster of RAY_ADDRESS, or one of its own",
         "local",
-        help="where the job runs: here, or on the Ray cluster of RAY_ADDRESS, or one of its own",
         choices=ENGINES,
         identity="never",
         group="job",
     )
     workers: int | None = option(
+        "worker processes",
         None,
-        help="worker processes",
         least=1,
         default_text="one per core, fewer for a small input",
         identity="never",
         group="job",
     )
     memory: int | None = option(
-        None,
-        help="limit for all processes, which may mean fewer workers: 280 MB and 20 times "
+        "limit for all processes, which may mean fewer workers: 280 MB and 20 times "
         "--max-document-size each",
+        None,
         least=1,
         default_text="that of the machine",
         parse=parse_size,
@@ -212,8 +206,8 @@ class TokenizeOptions:
         group="job",
     )
     chunk_size: int | None = option(
+        "input that a worker takes at a time, and that a kill may cost",
         None,
-        help="input that a worker takes at a time, and that a kill may cost",
         least=1,
         default_text="by the size of the input",
         parse=parse_size,
@@ -222,14 +216,12 @@ class TokenizeOptions:
         group="job",
     )
     restart: bool = option(
+        "discard what a job with this prefix has done, and replace its output",
         False,
-        help="discard what a job with this prefix has done, and replace its output",
         identity="never",
         group="job",
     )
-    show_progress: bool = option(
-        False, help="show progress on stderr", flags=None, identity="never"
-    )
+    show_progress: bool = option("show progress on stderr", False, flags=None, identity="never")
 
     def __post_init__(self) -> None:
         check_options(self)
