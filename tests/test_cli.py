@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -23,8 +23,6 @@ from millrace import IndexedDataset, cli, jobs
 from millrace.demo import run_demo
 from millrace.encoding.training import train_tokenizer
 from millrace.jobs import cache, converting, indexing, reshape, verb_options
-from millrace.jobs.benchmark_ranks import BenchKeywords, BenchOptions
-from millrace.option_class import keywords_of
 from tests import conftest
 from tests.conftest import make_texts, write_jsonl
 from tests.shard_folders import make_sequences, write_sequences
@@ -433,7 +431,3 @@ def test_a_verb_and_its_function_have_the_same_defaults(
             assert name in ("config", "folder") or defaults[name] is dataclasses.MISSING
         else:
             assert default == defaults[name], name
-
-
-def test_the_keywords_of_bench_are_its_options() -> None:
-    assert get_type_hints(BenchKeywords) == keywords_of(BenchOptions)

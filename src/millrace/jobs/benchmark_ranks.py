@@ -6,7 +6,8 @@ import resource
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypedDict
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +15,10 @@ from numpy.typing import NDArray
 from millrace.checks import real
 from millrace.engine import Task
 from millrace.errors import ConfigError
-from millrace.feed import BlendedDataset, GPTDataset, Loader, Sampler, SequentialSampler
+from millrace.feed import BlendedDataset, Loader, Sampler, SequentialSampler
 from millrace.option_class import check_options, option
 from millrace.run import DatasetConfig, build_datasets
+from millrace.samples.fields import FIELDS, TOKEN_DTYPES
 
 _BLOCK_SIZE = 512  # bytes, the unit of `ru_inblock`
 _TOKENS = ("tokens", "labels")
@@ -29,79 +31,42 @@ def _positive(name: str, value: Any) -> float:
     return number
 
 
+_loaded = partial(option, group="loader")
+_measured = partial(option, group="measurement")
+
+
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
     """The options of `bench`. An accelerator's rate is about what one H100 makes of a model of
     8 billion parameters at half its peak: 6 operations per parameter and token, 495 * 10**12
     operations per second."""
 
-    micro_batch_size: int = option("samples in a batch", 1, least=1, group="loader")
-    ranks: int = option("ranks to feed, each a process", 1, least=1, most=1024, group="loader")
-    threads: int = option("threads of each rank", 1, least=1, group="loader")
-    prefetch: int | None = option(
+    micro_batch_size: int = _loaded("samples in a batch", 1, least=1)
+    ranks: int = _loaded("ranks to feed, each a process", 1, least=1, most=1024)
+    threads: int = _loaded("threads of each rank", 1, least=1)
+    prefetch: int | None = _loaded(
         "ready batches of each rank; 0: each is made on demand",
         None,
         default_text="by their size",
         least=0,
-        group="loader",
     )
-    fields: Sequence[str] | None = option(
-        "arrays of a batch",
-        None,
-        default_text="tokens labels loss_mask position_ids",
-        group="loader",
-        metavar="NAME",
+    fields: Sequence[str] | None = _loaded(
+        "arrays of a batch", None, default_text=" ".join(FIELDS), metavar="NAME"
     )
-    token_dtype: str = option(
-        "dtype of tokens and labels; file: as in the token files",
-        "int64",
-        choices=("int64", "int32", "file"),
-        group="loader",
+    token_dtype: str = _loaded(
+        "dtype of tokens and labels; file: as in the token files", "int64", choices=TOKEN_DTYPES
     )
-    seconds: float = option(
-        "length of each measurement", 5.0, check=_positive, group="measurement", metavar="S"
+    seconds: float = _measured("length of each measurement", 5.0, check=_positive, metavar="S")
+    step_time: float = _measured("simulated training step", 0.01, check=_positive, metavar="S")
+    drop_cache: bool = _measured(
+        "leave the page cache as it is, and make no cold measurement", True, flags="--keep-cache"
     )
-    step_time: float = option(
-        "simulated training step", 0.01, check=_positive, group="measurement", metavar="S"
-    )
-    drop_cache: bool = option(
-        "leave the page cache as it is, and make no cold measurement",
-        True,
-        flags="--keep-cache",
-        group="measurement",
-    )
-    accelerator_tokens_per_second: float = option(
-        "tokens that one accelerator trains on in a second",
-        10_000,
-        check=_positive,
-        group="measurement",
-        metavar="N",
+    accelerator_tokens_per_second: float = _measured(
+        "tokens that one accelerator trains on in a second", 10_000, check=_positive, metavar="N"
     )
 
     def __post_init__(self) -> None:
         check_options(self)
-
-
-class BenchKeywords(TypedDict, total=False):
-    """The options of `bench` as keywords."""
-
-    micro_batch_size: int
-    ranks: int
-    threads: int
-    prefetch: int | None
-    fields: Sequence[str] | None
-    token_dtype: str
-    seconds: float
-    step_time: float
-    drop_cache: bool
-    accelerator_tokens_per_second: float
-
-
-class BenchJob(NamedTuple):
-    """What the processes of the ranks share."""
-
-    config: DatasetConfig
-    options: BenchOptions
 
 
 class Pass(NamedTuple):
@@ -128,11 +93,11 @@ class RankReport(NamedTuple):
     passes: list[Pass]
 
 
-def measure_rank(job: BenchJob, task: Task) -> RankReport:
-    """Makes the measurements of some names on one rank."""
-    own = job.options
+def measure_rank(job: tuple[DatasetConfig, BenchOptions], task: Task) -> RankReport:
+    """Makes the measurements whose names are the task's payload, on the rank of its number."""
+    config, own = job
     start = time.perf_counter()
-    dataset = build_datasets(job.config).train
+    dataset = build_datasets(config).train
     if dataset is None:
         raise ConfigError("the split leaves no training data to measure: give train a share")
     opening_seconds = time.perf_counter() - start
@@ -147,43 +112,33 @@ def measure_rank(job: BenchJob, task: Task) -> RankReport:
             f"a step takes micro_batch_size * ranks = {sampler.block_size} samples; the data have "
             f"{len(dataset)}, and at least 2 steps are needed: lower one of them, or use more data"
         )
-    token_bytes = _token_bytes(dataset)
-    with _loader(own, dataset, sampler) as loader:
+    first_file: Any = dataset.datasets[0] if isinstance(dataset, BlendedDataset) else dataset
+    token_bytes = int(first_file.dataset.dtype.itemsize)
+
+    def loader_of(sampler: Sampler) -> Loader:
+        return Loader(
+            dataset,
+            sampler=sampler,
+            fields=None if own.fields is None else tuple(own.fields),
+            token_dtype=own.token_dtype,
+            threads=own.threads,
+            prefetch=own.prefetch,
+        )
+
+    with loader_of(sampler) as loader:
         batch = next(loader)
         first_batch_seconds = time.perf_counter() - start
         first = task.payload[0]
         step_time = 0.0 if first == "cold" else own.step_time
         passes = [_draw(first, loader, own.seconds, step_time, token_bytes)]
     if "warm" in task.payload:
-        with _loader(own, dataset, sampler) as loader:
+        with loader_of(sampler) as loader:
             num_steps = _draw("", loader, own.seconds, 0.0, token_bytes).waits.size
-        with _loader(own, dataset, _Cycle(sampler, num_steps)) as loader:
+        with loader_of(_Cycle(sampler, num_steps)) as loader:
             passes.append(_draw("warm", loader, own.seconds, 0.0, token_bytes))
     return RankReport(
-        num_samples=len(dataset),
-        token_bytes=token_bytes,
-        fields=list(batch),
-        opening_seconds=opening_seconds,
-        first_batch_seconds=first_batch_seconds,
-        passes=passes,
+        len(dataset), token_bytes, list(batch), opening_seconds, first_batch_seconds, passes
     )
-
-
-def _loader(options: BenchOptions, dataset: Any, sampler: Sampler) -> Loader:
-    return Loader(
-        dataset,
-        sampler=sampler,
-        fields=None if options.fields is None else tuple(options.fields),
-        token_dtype=options.token_dtype,
-        threads=options.threads,
-        prefetch=options.prefetch,
-    )
-
-
-def _token_bytes(dataset: GPTDataset | BlendedDataset) -> int:
-    """Bytes of a token in the first token file."""
-    part: Any = dataset.datasets[0] if isinstance(dataset, BlendedDataset) else dataset
-    return int(part.dataset.dtype.itemsize)
 
 
 def _draw(name: str, loader: Loader, seconds: float, step_time: float, token_bytes: int) -> Pass:
@@ -198,13 +153,11 @@ def _draw(name: str, loader: Loader, seconds: float, step_time: float, token_byt
         if following is None:
             break
         batch = following
-        after = time.perf_counter()
-        waits.append(after - before)
+        waits.append(time.perf_counter() - before)
         if step_time:
             time.sleep(step_time)
-            after = time.perf_counter()
+        after = time.perf_counter()
     used = resource.getrusage(resource.RUSAGE_SELF)
-    written, num_tokens = _bytes_written(batch)
     by_cause = loader.wait_stats().by_cause
     return Pass(
         name=name,
@@ -214,12 +167,12 @@ def _draw(name: str, loader: Loader, seconds: float, step_time: float, token_byt
         by_cause={cause: total - causes.get(cause, 0.0) for cause, total in by_cause.items()},
         cpu_seconds=used.ru_utime + used.ru_stime - usage.ru_utime - usage.ru_stime,
         disk_bytes=(used.ru_inblock - usage.ru_inblock) * _BLOCK_SIZE,
-        memory_bytes=len(waits) * (written + num_tokens * token_bytes),
+        memory_bytes=len(waits) * _bytes_of(batch, token_bytes),
     )
 
 
-def _bytes_written(batch: dict[str, NDArray[Any]]) -> tuple[int, int]:
-    """Bytes that a batch takes to write, and its number of tokens.
+def _bytes_of(batch: dict[str, NDArray[Any]], token_bytes: int) -> int:
+    """Bytes that making a batch reads and writes.
 
     Views of one buffer count once, and arrays that all batches share, which are read-only, do not.
     """
@@ -229,26 +182,22 @@ def _bytes_written(batch: dict[str, NDArray[Any]]) -> tuple[int, int]:
         if array.flags.writeable:
             owners[id(owner)] = owner.nbytes
     num_tokens = max((array.size for name, array in batch.items() if name in _TOKENS), default=0)
-    return sum(owners.values()), num_tokens
+    return sum(owners.values()) + num_tokens * token_bytes
 
 
 class _Cycle:
-    """A sampler's first steps, over and over.
-
-    Args:
-        sampler: The sampler; its steps start at 0, block_size, 2 * block_size, ...
-        num_steps: Number of steps.
-    """
+    """The first `num_steps` steps of a sampler, over and over; they start at multiples of
+    `block_size`."""
 
     def __init__(self, sampler: SequentialSampler, num_steps: int) -> None:
         self._sampler = sampler
-        self.size = sampler.block_size * num_steps
+        self._size = sampler.block_size * num_steps
 
     def has_step(self, consumed_samples: int) -> bool:
         return True
 
     def sample_numbers(self, consumed_samples: int) -> NDArray[np.int64]:
-        return self._sampler.sample_numbers(consumed_samples % self.size)
+        return self._sampler.sample_numbers(consumed_samples % self._size)
 
     def consumed_after(self, consumed_samples: int) -> int:
         return consumed_samples + self._sampler.block_size

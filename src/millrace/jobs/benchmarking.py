@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -14,22 +14,12 @@ from millrace.cores import available_cores
 from millrace.engine import Task, run_local
 from millrace.errors import ConfigError
 from millrace.jobs.benchmark_limits import copy_bytes_per_second, drop_from_page_cache
-from millrace.jobs.benchmark_ranks import (
-    BenchJob,
-    BenchKeywords,
-    BenchOptions,
-    Pass,
-    RankReport,
-    measure_rank,
-)
+from millrace.jobs.benchmark_ranks import BenchOptions, Pass, RankReport, measure_rank
 from millrace.option_class import option
 from millrace.run import DatasetConfig, arguments
 from millrace.run.config import source_of
 from millrace.run.manifest import Manifest, manifest_path
 from millrace.store.publish import bin_path, idx_path
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 _BUSY = 0.7  # share of the cores' time above which a measurement is bound by them
 _NEAR_COPY = 0.5  # share of the copying rate above which a measurement is bound by memory
@@ -138,7 +128,7 @@ class BenchResult:
     measurements: list[Measurement]
 
 
-def bench(config: DatasetConfig, **options: Unpack[BenchKeywords]) -> BenchResult:
+def bench(config: DatasetConfig, **options: Any) -> BenchResult:
     """Measures how fast this machine feeds the training samples of a run.
 
     Three measurements through the `Loader`: as fast as possible after the run's files were dropped
@@ -153,8 +143,7 @@ def bench(config: DatasetConfig, **options: Unpack[BenchKeywords]) -> BenchResul
         ConfigError: An option outside its limits, no training data, or too few for a step.
         DataError: A token file that is missing or damaged.
     """
-    job = BenchJob(config, BenchOptions(**options))
-    own = job.options
+    own = BenchOptions(**options)
     prefixes = _training_prefixes(config)
     page_cache = "left as it was"
     reports: list[RankReport] = []
@@ -164,23 +153,21 @@ def bench(config: DatasetConfig, **options: Unpack[BenchKeywords]) -> BenchResul
         if own.drop_cache:
             gc.collect()  # maps of the last round
             page_cache = drop_from_page_cache(_files(config, prefixes))
-        round_reports = _measure_ranks(job, names)
+        tasks = [Task(rank, names, f"rank {rank}") for rank in range(own.ranks)]
+        # Each rank is a process. One that is tried again would be measured without the others.
+        results = run_local(measure_rank, (config, own), tasks, workers=own.ranks, attempts=1)
+        round_reports = [report for _, report in sorted(results, key=lambda one: one[0].number)]
         reports = reports or round_reports
         passes = zip(*(report.passes for report in round_reports), strict=True)
-        measurements += [_merge(job, each, copy_rate) for each in passes]
+        measurements += [_merge(own, config.sequence_length, each, copy_rate) for each in passes]
+    names_of_options = ("micro_batch_size", "ranks", "threads", "prefetch", "token_dtype")
     return BenchResult(
         num_files=len(set(prefixes)),
         num_samples=reports[0].num_samples,
         sequence_length=config.sequence_length,
         token_bytes=reports[0].token_bytes,
-        options={
-            "micro_batch_size": own.micro_batch_size,
-            "ranks": own.ranks,
-            "threads": own.threads,
-            "prefetch": own.prefetch,
-            "fields": reports[0].fields,
-            "token_dtype": own.token_dtype,
-        },
+        options={name: getattr(own, name) for name in names_of_options}
+        | {"fields": reports[0].fields},
         num_cores=available_cores(),
         copy_bytes_per_second=copy_rate,
         page_cache=page_cache,
@@ -245,52 +232,47 @@ def _files(config: DatasetConfig, prefixes: Sequence[str]) -> list[str]:
 # ---- all ranks ----
 
 
-def _measure_ranks(job: BenchJob, names: Sequence[str]) -> list[RankReport]:
-    """Makes the measurements of some names on all ranks at once, each in a process."""
-    ranks = job.options.ranks
-    tasks = [Task(rank, names, f"rank {rank}") for rank in range(ranks)]
-    # A rank that is tried again would be measured without the others.
-    results = run_local(measure_rank, job, tasks, workers=ranks, attempts=1)
-    reports = {task.number: report for task, report in results}
-    return [reports[rank] for rank in range(ranks)]
+def _merge(
+    own: BenchOptions, sequence_length: int, passes: Sequence[Pass], copy_rate: float
+) -> Measurement:
+    """One measurement of all ranks."""
 
+    def rate(amounts: Iterable[float]) -> float:
+        """The sum of amounts per second of the ranks."""
+        return sum(amount / each.seconds for amount, each in zip(amounts, passes, strict=True))
 
-def _merge(job: BenchJob, passes: Sequence[Pass], copy_rate: float) -> Measurement:
-    first, own = passes[0], job.options
-    samples = sum(each.waits.size / each.seconds for each in passes) * own.micro_batch_size
-    tokens = samples * job.config.sequence_length
+    step_time = passes[0].step_time
+    samples = rate(each.waits.size for each in passes) * own.micro_batch_size
+    tokens = samples * sequence_length
     all_waits = np.concatenate([each.waits for each in passes])
-    waits = Waits(
-        share=float(all_waits.sum() / sum(each.seconds for each in passes)),
-        median=float(np.median(all_waits)),
-        percentile_99=float(np.quantile(all_waits, 0.99)),
-        longest=float(all_waits.max()),
-        by_cause=_shares([each.by_cause for each in passes]),
-    )
-    cores = sum(each.cpu_seconds / each.seconds for each in passes)
-    disk = sum(each.disk_bytes / each.seconds for each in passes)
-    memory = sum(each.memory_bytes / each.seconds for each in passes)
+    share = float(all_waits.sum() / sum(each.seconds for each in passes))
+    cores = rate(each.cpu_seconds for each in passes)
+    disk = rate(each.disk_bytes for each in passes)
+    memory = rate(each.memory_bytes for each in passes)
     cause, reason = bound_by(
-        wait_share=waits.share if first.step_time else None,
+        wait_share=share if step_time else None,
         busy_share=cores / min(own.ranks * own.threads, available_cores()),
         disk_rate=disk,
         copy_share=memory / copy_rate,
     )
-    accelerators = None
-    if not first.step_time:
-        accelerators = int(tokens // own.accelerator_tokens_per_second)
     return Measurement(
-        name=first.name,
+        name=passes[0].name,
         seconds=max(each.seconds for each in passes),
-        step_time=first.step_time,
+        step_time=step_time,
         num_steps=all_waits.size,
         samples_per_second=samples,
         tokens_per_second=tokens,
-        accelerators=accelerators,
+        accelerators=None if step_time else int(tokens // own.accelerator_tokens_per_second),
         cores=cores,
         disk_bytes_per_second=disk,
         memory_bytes_per_second=memory,
-        waits=waits,
+        waits=Waits(
+            share=share,
+            median=float(np.median(all_waits)),
+            percentile_99=float(np.quantile(all_waits, 0.99)),
+            longest=float(all_waits.max()),
+            by_cause=_shares([each.by_cause for each in passes]),
+        ),
         bound_by=cause,
         reason=reason,
     )

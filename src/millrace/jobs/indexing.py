@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, cast
 
 from millrace.cache import megatron as megatron_cache
-from millrace.checks import limit
+from millrace.checks import limit, text_table
 from millrace.engine.progress import Progress
 from millrace.errors import ConfigError
 from millrace.feed import BlendedDataset, GPTDataset
@@ -66,94 +66,70 @@ class IndexResult:
     num_found: int
 
 
-def _list(text: str) -> Any:
-    return option(text, None, group="data", nargs="+", metavar="ITEM")
-
-
-def _number() -> Any:
-    return option("", None, group="order", metavar="N")
-
-
-def _switch(text: str = "") -> Any:
-    return option(text, None, group="order")
+_optional = partial(option, default=None)
+_data = partial(_optional, group="data", metavar="FILE")
+_items = partial(_data, nargs="+", metavar="ITEM")
+_order = partial(_optional, group="order", metavar="N")
+_switch = partial(_optional, group="order")
 
 
 @dataclass(frozen=True, kw_only=True)
 class IndexOptions:
     """The options of `index`: Megatron-LM's are texts, checked together with those of the file."""
 
-    config: str | None = option(
-        "YAML or TOML file of arguments", None, flags="config", nargs="?", metavar="FILE"
+    config: str | None = _optional(
+        "YAML or TOML file of arguments", flags="config", nargs="?", metavar="FILE"
     )
-    megatron_cache_folder: str | None = option(
-        "output folder: Megatron-LM's --data-cache-path",
-        None,
-        flags="--megatron-cache",
-        metavar="DIR",
+    megatron_cache_folder: str | None = _optional(
+        "output folder: Megatron-LM's --data-cache-path", flags="--megatron-cache", metavar="DIR"
     )
-    tokenizer_identifiers: str | None = option(
+    tokenizer_identifiers: str | None = _optional(
         "identifiers of Megatron-LM's tokenizer, part of those files' names: JSON, a JSON "
         "file, or a *-description.txt written by Megatron-LM",
-        None,
         metavar="JSON",
     )
-    wait_limit: float | None = option(
+    wait_limit: float | None = _optional(
         "maximum wait for another process that builds the same indices",
-        None,
         default_text="no limit",
         metavar="SECONDS",
     )
-    data_path: Sequence[str] | None = _list(
+    data_path: Sequence[str] | None = _items(
         "list divided by --split: prefixes, or a weight before each prefix"
     )
-    train_data_path: Sequence[str] | None = _list("list for train only")
-    valid_data_path: Sequence[str] | None = _list("list for valid only")
-    test_data_path: Sequence[str] | None = _list("list for test only")
-    data_args_path: str | None = option(
-        "file with the --data-path list", None, group="data", metavar="FILE"
-    )
-    per_split_data_args_path: str | None = option(
-        "JSON file with a list per split", None, group="data", metavar="FILE"
-    )
-    split: str | None = option(
-        'train, valid, test: "969,30,1"', None, group="data", metavar="SHARES"
-    )
-    seq_length: str | None = _number()
-    seed: str | None = _number()
-    train_samples: str | None = _number()
-    train_iters: str | None = _number()
-    global_batch_size: str | None = _number()
-    eval_iters: str | None = _number()
-    eval_interval: str | None = _number()
-    eval_global_batch_size: str | None = _number()
-    start_eval_at_iter: str | None = _number()
-    num_dataset_builder_threads: str | None = _number()
-    num_samples: Sequence[str] | None = option(
+    train_data_path: Sequence[str] | None = _items("list for train only")
+    valid_data_path: Sequence[str] | None = _items("list for valid only")
+    test_data_path: Sequence[str] | None = _items("list for test only")
+    data_args_path: str | None = _data("file with the --data-path list")
+    per_split_data_args_path: str | None = _data("JSON file with a list per split")
+    split: str | None = _data('train, valid, test: "969,30,1"', metavar="SHARES")
+    seq_length: str | None = _order("")
+    seed: str | None = _order("")
+    train_samples: str | None = _order("")
+    train_iters: str | None = _order("")
+    global_batch_size: str | None = _order("")
+    eval_iters: str | None = _order("")
+    eval_interval: str | None = _order("")
+    eval_global_batch_size: str | None = _order("")
+    start_eval_at_iter: str | None = _order("")
+    num_dataset_builder_threads: str | None = _order("")
+    num_samples: Sequence[str] | None = _order(
         "instead of iterations and batch sizes: whole numbers, or none for one epoch",
-        None,
-        group="order",
         nargs=3,
         metavar=("TRAIN", "VALID", "TEST"),
     )
-    mid_level_dataset_surplus: str | None = option("", None, group="order", metavar="SHARE")
-    skip_train: bool | None = _switch()
-    full_validation: bool | None = _switch()
-    multiple_validation_sets: bool | None = _switch()
+    mid_level_dataset_surplus: str | None = _order("", metavar="SHARE")
+    skip_train: bool | None = _switch("")
+    full_validation: bool | None = _switch("")
+    multiple_validation_sets: bool | None = _switch("")
     any_tokenizer: bool | None = _switch(
         "mix data of different tokenizers, too (millrace's own option)"
     )
-    order: str | None = option(
+    order: str | None = _order(
         "another order than Megatron-LM's, package.module:name (millrace's own option)",
-        None,
-        group="order",
         metavar="NAME",
     )
-    data_cache_path: str | None = option(
-        "output folder: millrace's cache",
-        None,
-        flags=("--data-cache-path", "--cache"),
-        group="order",
-        metavar="DIR",
+    data_cache_path: str | None = _order(
+        "output folder: millrace's cache", flags=("--data-cache-path", "--cache"), metavar="DIR"
     )
 
 
@@ -226,13 +202,12 @@ def _check_for_megatron(config: DatasetConfig, tokenizer: Any) -> None:
         raise ConfigError(
             f"the split is {config.split}; Megatron-LM takes a string such as '969,30,1' alone"
         )
-    blends = [config.blend_of(number) for number in range(len(SPLITS))]
-    sources = [source_of(source) for blend in blends if blend for source in blend[0]]
-    for prefix, part in sources:
-        if part is not None:
-            raise ConfigError(
-                f"the part of {prefix} is {part}; Megatron-LM reads whole token files alone"
-            )
+    for blend in filter(None, map(config.blend_of, range(len(SPLITS)))):
+        for prefix, part in map(source_of, blend[0]):
+            if part is not None:
+                raise ConfigError(
+                    f"the part of {prefix} is {part}; Megatron-LM reads whole token files alone"
+                )
 
 
 def _write_megatron_cache(
@@ -247,20 +222,14 @@ def _write_megatron_cache(
         if split is None:
             continue
         identifiers = [_identifiers(plan, split, part, tokenizer) for part in split.datasets]
+        parts: Sequence[Any] = [None] * len(split.datasets)
+        if built is not None:
+            parts = built if isinstance(built, list) else getattr(built, "datasets", [built])
         write = partial(_write_dataset, split, folder, wait_limit)
         with ThreadPoolExecutor(plan.config.num_threads) as pool:
-            yield from pool.map(write, split.datasets, _parts(split, built), identifiers)
+            yield from pool.map(write, split.datasets, parts, identifiers)
         if split.kind == "blend":
             yield _write_blend(split, built, folder, wait_limit, identifiers)
-
-
-def _parts(split: SplitPlan, built: SplitDataset | None) -> Sequence[Any]:
-    """The datasets of a split; None for each where there are none yet."""
-    if built is None:
-        return [None] * len(split.datasets)
-    if isinstance(built, BlendedDataset):
-        return built.datasets
-    return built if isinstance(built, list) else [built]
 
 
 def _identifiers(
@@ -350,19 +319,14 @@ def _rows(split: SplitPlan) -> Iterator[IndexRow]:
 
 def format_result(result: IndexResult) -> str:
     """The result as a table."""
-    head = ["split", "documents", "sequences", "tokens", "epochs", "samples", "weight", "prefix"]
-    lines = [head]
+    cells = [["split", "documents", "sequences", "tokens", "epochs", "samples", "weight"]]
     for row in result.rows:
         counts = row.num_documents, row.num_sequences, row.num_tokens, row.num_epochs
         weight = "" if row.weight is None else f"{row.weight:.4g}"
         texts = ["" if count is None else f"{count:,}" for count in (*counts, row.num_samples)]
-        lines.append([row.split, *texts, weight, row.prefix])
-    width, *widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    table = []
-    for name, *texts, prefix in lines:
-        cells = map(str.rjust, texts, widths)  # all but the last width
-        table.append("  ".join([name.ljust(width), *cells, prefix]))
+        cells.append([row.split, *texts, weight])
+    prefixes = ["prefix", *(row.prefix for row in result.rows)]
+    table = map("  ".join, zip(text_table(cells), prefixes, strict=True))
     sizes = ", ".join(f"{name} {size:,}" for name, size in result.sizes.items())
-    table.append(f"samples: {sizes}")
-    table.append(f"indices: {result.num_built:,} built, {result.num_found:,} were there")
-    return "\n".join(table)
+    indices = f"{result.num_built:,} built, {result.num_found:,} were there"
+    return "\n".join([*table, f"samples: {sizes}", f"indices: {indices}"])
