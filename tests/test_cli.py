@@ -22,7 +22,9 @@ import pytest
 from millrace import IndexedDataset, cli, jobs
 from millrace.demo import run_demo
 from millrace.encoding.training import train_tokenizer
-from millrace.jobs import cache, converting, indexing, reshape, verb_options
+from millrace.jobs import cache, converting, indexing, reshape
+from millrace.verbs.demo import DemoOptions
+from millrace.verbs.text import TrainOptions
 from tests import conftest
 from tests.conftest import make_texts, write_jsonl
 from tests.shard_folders import make_sequences, write_sequences
@@ -115,7 +117,7 @@ def test_inspect_of_an_empty_dataset(tmp_path: Path, tokenizer_file: Path) -> No
     assert "documents  0" in result.stdout
 
 
-@pytest.mark.parametrize("verb", ["", *(verb.name for verb in cli.VERBS)])
+@pytest.mark.parametrize("verb", ["", *(verb.name for verb in cli.verbs_for([]))])
 def test_help(verb: str) -> None:
     result = millrace(*verb.split(), "--help")
     assert result.returncode == 0
@@ -414,8 +416,8 @@ def test_wrong_usage_of_the_store_verbs_exits_with_2(arguments: list[str]) -> No
         (jobs.convert, converting.ConvertOptions),
         (jobs.index, indexing.IndexOptions),
         (jobs.prune_cache, cache.PruneOptions),
-        (train_tokenizer, verb_options.TrainOptions),
-        (run_demo, verb_options.DemoOptions),
+        (train_tokenizer, TrainOptions),
+        (run_demo, DemoOptions),
     ],
 )
 def test_a_verb_and_its_function_have_the_same_defaults(

@@ -1,0 +1,186 @@
+"""`inspect`, `verify`, `merge`, `split` and `convert`."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from millrace import inspect
+from millrace.checks import printable_lines
+from millrace.encoding import Tokenizer
+from millrace.engine.progress import Progress
+from millrace.errors import ConfigError
+from millrace.files import atomic_file
+from millrace.jobs.converting import ConvertOptions, convert
+from millrace.jobs.reshape import MergeOptions, SplitOptions, merge, split
+from millrace.option_class import check_options, option
+from millrace.shards import read_metadata, verify_shards
+from millrace.shards.metadata import is_shards_folder
+from millrace.store import IndexedDataset, verify
+from millrace.verbs import DamageError, JsonOption, Verb, checked, json_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardOptions:
+    """The option of verbs that read folders of shards."""
+
+    dtype: str | None = option(
+        "dtype of a folder whose metadata.json does not say it",
+        None,
+        default_text="uint32",
+        choices=("uint16", "uint32", "int32"),
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectOptions(ShardOptions):
+    """The options of `inspect`."""
+
+    prefix: str = option(
+        "path prefix of a token file, or folder of a shuffle", flags="prefix", metavar="PREFIX"
+    )
+    tokenizer: str | None = option("tokenizer file or folder to decode with", None, metavar="FILE")
+    tiktoken_pattern: str | None = option(
+        "for a .tiktoken file, as in `tokenize`", None, metavar="PATTERN"
+    )
+    document: int = option("document number", 0)
+    svg: str | None = option(
+        "write a picture of the domains' shares along the output of a shuffle", None, metavar="FILE"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions(ShardOptions):
+    """The options of `verify`."""
+
+    prefixes: Sequence[str] = option(
+        "path prefixes of token files, and folders of shuffles", flags="prefixes", metavar="PREFIX"
+    )
+    threads: int | None = option("worker threads", None, default_text="one per core", least=1)
+
+
+def _inspect(as_json: bool = False, **values: Any) -> str:
+    options = checked(InspectOptions, values)
+    folder, decoder, number = options.prefix, None, options.document
+    if options.tokenizer is not None:
+        decoder = Tokenizer(options.tokenizer, tiktoken_pattern=options.tiktoken_pattern)
+    if is_shards_folder(folder):
+        shards = inspect.describe_shards(
+            folder, dtype=options.dtype, tokenizer=decoder, document=number
+        )
+        if options.svg is not None:
+            _write_shares(folder, options.dtype, options.svg)
+        return json_text(shards, ensure_ascii=False) if as_json else inspect.format_shards(shards)
+    if (options.svg, options.dtype) != (None, None):
+        raise ConfigError(
+            f"--svg and --dtype are for the output folder of a shuffle, and {folder} is not a "
+            "folder: leave them out"
+        )
+    description = inspect.describe(IndexedDataset(folder), tokenizer=decoder, document=number)
+    if as_json:
+        return json_text(description, ensure_ascii=False)
+    return inspect.format_description(description)
+
+
+def _write_shares(folder: str, dtype: str | None, svg: str) -> None:
+    place = os.path.dirname(svg) or "."
+    if not os.path.isdir(place):
+        raise ConfigError(f"the folder of {svg} does not exist: make it first")
+    if not svg or os.path.isdir(svg) or not os.access(place, os.W_OK | os.X_OK):
+        raise ConfigError(f"the picture cannot be written to {svg!r}: give another --svg")
+    picture = inspect.shares_svg(read_metadata(folder, dtype=dtype), folder=folder)
+    with atomic_file(svg) as file:
+        file.write(picture.encode())
+
+
+def _verify(as_json: bool = False, **values: Any) -> str:
+    options = checked(VerifyOptions, values)
+    num_bytes, lock = 0, threading.Lock()
+    with Progress("verify") as progress:
+
+        def on_bytes(count: int) -> None:
+            nonlocal num_bytes
+            with lock:  # several threads call this
+                num_bytes += count
+                progress.update(num_bytes, f"{num_bytes / 1e9:,.1f} GB")
+
+        threads, dtype = options.threads, options.dtype
+        reports = [
+            verify_shards(prefix, dtype=dtype, threads=threads, on_bytes=on_bytes)
+            if is_shards_folder(prefix)
+            else verify([prefix], threads=threads, on_bytes=on_bytes)[0]
+            for prefix in options.prefixes
+        ]
+    lines = []
+    for report in reports:
+        what = "structure and checksums" if report.has_checksums else "structure (no checksums)"
+        lines.append(f"{report.prefix}: {'DAMAGED' if report.problems else 'ok'}, {what}")
+        lines += [f"  {printable_lines(line)}" for line in [*report.problems, *report.notices]]
+    text = json_text(reports) if as_json else "\n".join(lines)
+    num_damaged = sum(1 for report in reports if report.problems)
+    if num_damaged:
+        raise DamageError(f"{num_damaged} of {len(reports)} datasets are damaged", text)
+    return text
+
+
+def _merge(**options: Any) -> str:
+    return f"{merge(**options)}"
+
+
+def _split(**options: Any) -> str:
+    checked(SplitOptions, options)
+    return "\n".join(str(IndexedDataset(prefix)) for prefix in split(**options))
+
+
+def _convert(**options: Any) -> str:
+    convert(**options)
+    return f"{options['target']} is written"
+
+
+VERBS = (
+    Verb(
+        "inspect",
+        _inspect,
+        (InspectOptions, JsonOption),
+        "Describes a token file, or the output folder of a shuffle. Prints counts, dtype and "
+        "lengths, and the head and tail of a document, and where it came from. With a tokenizer, "
+        "the document is decoded, and the occurrences of each special token are counted. Of a "
+        "shuffle, prints the shards, the domains and how evenly they are spread.",
+    ),
+    Verb(
+        "verify",
+        _verify,
+        (VerifyOptions, JsonOption),
+        "Checks token files and output folders of shuffles. Checks the structure of each, and "
+        "every byte if it has checksums. Names the damaged blocks, sequences and documents of a "
+        "pair, and the damaged and stray files of a folder. Exits with 1 if anything is damaged.",
+    ),
+    Verb(
+        "merge",
+        _merge,
+        (MergeOptions,),
+        "Concatenates token files. Documents keep their order and their origins. Data of "
+        "different tokenizers are refused.",
+    ),
+    Verb(
+        "split",
+        _split,
+        (SplitOptions,),
+        "Cuts a token file into shards. The shards PREFIX_00000, PREFIX_00001, ... hold whole "
+        "documents. `merge` restores the file.",
+    ),
+    Verb(
+        "convert",
+        _convert,
+        (ConvertOptions,),
+        "Converts token arrays to token files and back, or changes the dtype. NAME.npy is a "
+        "NumPy array (one dimension: a stream of tokens; two: each row a document), NAME.bin "
+        "without NAME.idx holds raw tokens, and any other name is a path prefix.",
+    ),
+)

@@ -1,0 +1,205 @@
+"""`tokenize` and `train-tokenizer`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from millrace.encoding import ENCODERS, Tokenizer
+from millrace.encoding.training import train_tokenizer
+from millrace.engine import ENVIRONMENT
+from millrace.errors import ConfigError
+from millrace.option_class import StrPath, option, parse_escapes, parse_size, take_options
+from millrace.text import SentenceSplitter, read_input_list
+from millrace.tokenizing import TokenizeOptions, tokenize
+from millrace.verbs import JsonOption, Verb
+
+_tokenizer = partial(option, group="tokenizer")
+_documents = partial(option, group="documents")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerOptions:
+    """What `tokenize` says about the tokenizer, as arguments of `Tokenizer`."""
+
+    encoder: str = _tokenizer(
+        "tokenizing library; auto: the fastest that agrees with the reference",
+        "auto",
+        choices=("auto", *ENCODERS),
+    )
+    tiktoken_pattern: str | None = _tokenizer(
+        "for a .tiktoken file: gpt2, cl100k_base, o200k_base, ..., or a regular expression",
+        None,
+        metavar="PATTERN",
+    )
+    add_special_tokens: bool = _tokenizer(
+        "add the special tokens of the tokenizer's post-processor to each text",
+        False,
+    )
+    special_tokens_in_text: bool = _tokenizer(
+        'encode "<|endoftext|>" in a text as plain text, not as that token',
+        True,
+        flags="--plain-special-tokens",
+    )
+    eod_token: str | None = _tokenizer(
+        "end-of-document token",
+        None,
+        default_text="the one of <|endoftext|>, <|end_of_text|>, </s>, <eos> there is",
+    )
+    bos_token: str | None = _tokenizer("token of --prepend-bos", None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SentenceOptions:
+    """What `tokenize` says about sentences, as arguments of `SentenceSplitter`."""
+
+    library: str | None = _documents(
+        "make each sentence a sequence, split by this library (without a name: punkt, as in "
+        "Megatron-LM's script); writes PREFIX_KEY_sentence",
+        None,
+        choices=("punkt", "sentencex"),
+        flags="--split-sentences",
+        nargs="?",
+        const="punkt",
+    )
+    lang: str = _documents("language of the sentences", "english", metavar="NAME")
+    keep_newlines: bool = _documents("keep the space between sentences", False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputListOption:
+    """The list of inputs of `tokenize`, which its function takes as inputs."""
+
+    input_list: str | None = option(
+        "file with an input per line", None, group="input", metavar="FILE"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """The options of `train_tokenizer`."""
+
+    inputs: Sequence[StrPath] = option(
+        "files, folders and patterns; - is standard input", flags="--input"
+    )
+    output: StrPath = option("the tokenizer.json to write", metavar="FILE")
+    vocabulary_size: int = option(
+        "number of tokens: the special ones, the 256 bytes, and merges",
+        flags="--vocab-size",
+        least=1,
+    )
+    json_keys: Sequence[str] = option("text keys", ("text",), metavar="KEY")
+    special_tokens: Sequence[str] = option(
+        "special tokens, with the first ids", ("<|endoftext|>",), metavar="TOKEN", nargs="*"
+    )
+    max_bytes: int | None = option(
+        "text to train on, taken evenly from all inputs: 500M, 2G",
+        None,
+        default_text="all",
+        parse=parse_size,
+        metavar="SIZE",
+    )
+    separator: str | None = option(
+        r"text between the documents of a plain text file: '\n\n'",
+        None,
+        default_text="a file is a document",
+        parse=parse_escapes,
+    )
+
+
+def _tokenize(
+    tokenizer: str, input_list: str | None = None, as_json: bool = False, **options: Any
+) -> str:
+    """Converts text to token files."""
+    for name, value in ENVIRONMENT.items():  # one worker does its work in this process
+        os.environ.setdefault(name, value)
+    options["inputs"] = _all_inputs(options.get("inputs", []), input_list)
+    settings = take_options(TokenizerOptions, options)
+    sentences = take_options(SentenceOptions, options)
+    if "library" in sentences:
+        options["splitter"] = SentenceSplitter(**sentences)
+    # Ray writes about lost nodes to stdout, which is the report's.
+    with contextlib.redirect_stdout(sys.stderr):
+        result = tokenize(tokenizer=Tokenizer(tokenizer, **settings), show_progress=True, **options)
+    rate = result.num_bytes_done / 1e6 / max(result.seconds, 1e-9)
+    if as_json:
+        report = {
+            "documents": result.num_documents,
+            "tokens": sum(result.num_tokens.values()),
+            "tokens_by_key": result.num_tokens,
+            "bytes": result.num_bytes,
+            "seconds": round(result.seconds, 3),
+            "skipped": result.num_skipped,
+            "first_skipped": result.skipped,
+            "chunks_done": result.num_chunks_done,
+            "chunks_kept": result.num_chunks_kept,
+            "megabytes_per_second": round(rate, 1),
+            "encoder": result.encoder,
+            "notices": result.notices,
+            "prefixes": result.prefixes,
+        }
+        return json.dumps(report)
+    lines = []
+    for key, prefix in result.prefixes.items():
+        counts = f"{result.num_documents:,} documents, {result.num_tokens[key]:,} tokens"
+        lines.append(f"{prefix}.bin/.idx: {counts}")
+    lines.append(
+        f"{result.num_bytes / 1e6:,.1f} MB of text in {result.seconds:.1f} s, {rate:.1f} MB/s, "
+        f"by {result.encoder}"
+    )
+    if result.num_chunks_kept:
+        num_chunks = result.num_chunks_kept + result.num_chunks_done
+        lines.append(
+            f"{result.num_chunks_kept:,} of {num_chunks:,} chunks were kept from an earlier run"
+        )
+    if result.num_skipped:
+        lines.append(f"{result.num_skipped:,} lines were skipped:")
+        for row in result.skipped:
+            lines.append(f"  {row['file']}, line {row['line']}: {row['reason']}")
+        if result.num_skipped > len(result.skipped):
+            lines.append(f"  and {result.num_skipped - len(result.skipped):,} more")
+    return "\n".join(lines)
+
+
+def _all_inputs(inputs: list[str], input_list: str | None) -> list[str]:
+    if not inputs and input_list is None:
+        raise ConfigError("there is no input; give --input or --input-list")
+    if input_list == "-" and "-" in inputs:
+        raise ConfigError(
+            "standard input is both --input and --input-list. Write one of them to a file"
+        )
+    return inputs + (read_input_list(input_list) if input_list is not None else [])
+
+
+def _train_tokenizer(**options: Any) -> str:
+    has_terminal = sys.stderr is not None and sys.stderr.isatty()
+    result = train_tokenizer(show_progress=has_terminal, **options)
+    return (
+        f"{result.tokenizer.path}: {result.tokenizer.vocabulary_size:,} tokens, trained on "
+        f"{result.num_texts:,} texts of {result.num_bytes / 1e6:,.1f} MB in {result.seconds:.1f} s"
+    )
+
+
+VERBS = (
+    Verb(
+        "tokenize",
+        _tokenize,
+        (TokenizeOptions, InputListOption, TokenizerOptions, SentenceOptions, JsonOption),
+        "Converts text to token files. Reads JSONL, Parquet, Arrow, CSV and plain text, also "
+        "compressed, and writes Megatron-LM's token files PREFIX_KEY_document.bin/.idx, one pair "
+        "per key. A job that was killed continues when the same command runs again.",
+    ),
+    Verb(
+        "train-tokenizer",
+        _train_tokenizer,
+        (TrainOptions,),
+        "Trains a tokenizer. Reads the same files as `tokenize`, and writes a byte-level BPE "
+        "tokenizer as a Hugging Face tokenizer.json.",
+    ),
+)
