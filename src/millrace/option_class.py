@@ -31,9 +31,9 @@ import operator
 import os
 import re
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from millrace import checks
 from millrace.errors import ConfigError
@@ -126,9 +126,7 @@ def keywords_of(option_class: type) -> dict[str, Any]:
     }
 
 
-def add_options(
-    parser: argparse.ArgumentParser, *option_classes: type, leave_out: Iterable[str] = ()
-) -> None:
+def add_options(parser: argparse.ArgumentParser, *option_classes: type) -> None:
     """Adds the fields of option classes to a parser, which leaves out those that are not given."""
     groups: dict[str, Any] = {"": parser}
     for option_class in option_classes:
@@ -136,7 +134,7 @@ def add_options(
             group = field.option.group
             if group not in groups:
                 groups[group] = parser.add_argument_group(group)
-            if field.flags and field.name not in leave_out:
+            if field.flags:
                 groups[group].add_argument(*field.flags, **field.settings())
 
 
@@ -161,9 +159,8 @@ def option_table(*option_classes: type) -> str:
 # ---- a field ----
 
 
-@dataclass(frozen=True, kw_only=True)
-class Field:
-    """A field of an option class: its option, its default, and its type without None."""
+class Field(NamedTuple):
+    """A field of an option class: `kind` is its type without None."""
 
     name: str
     default: Any
@@ -176,7 +173,7 @@ class Field:
         if value is None and self.allows_none:
             return None
         details = self.option
-        value = (details.check or _CHECKS[self.kind])(self.name, value)
+        value = (details.check or _KINDS[self.kind][0])(self.name, value)
         if details.choices:
             checks.choice(self.name, value, details.choices)
         if (details.least, details.most) != (None, None):
@@ -202,19 +199,15 @@ class Field:
 
     @property
     def flags(self) -> Sequence[str]:
-        """The names on the command line; none if it lacks the option."""
         name = self.name.replace("_", "-")
         default = [f"--no-{name}" if self.default is True else f"--{name}"]
         return () if self.option.flags is None else self.option.flags or default
 
     @property
     def default_text(self) -> str:
-        """The default in words, or nothing."""
         default = self.default
-        if self.option.default_text or default is None or default is MISSING:
+        if self.option.default_text or isinstance(default, bool) or default in (None, MISSING):
             return self.option.default_text
-        if isinstance(default, bool):
-            return ""
         return " ".join(default) if isinstance(default, tuple) else f"{default}"
 
     @property
@@ -244,7 +237,7 @@ class Field:
         if self.option.choices:
             settings["choices"] = self.option.choices
         else:
-            settings["metavar"] = _METAVARS.get(self.kind, "VALUE")
+            settings["metavar"] = _KINDS.get(self.kind, ("", "VALUE"))[1]
         if self.is_list:
             settings["nargs"] = "+"
         return settings | dict(self.option.settings)
@@ -256,17 +249,10 @@ def fields_of(option_class: type) -> tuple[Field, ...]:
     fields = []
     for field in dataclasses.fields(option_class):
         hint = hints[field.name]
-        parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-        kinds = [part for part in parts if part is not types.NoneType]
-        fields.append(
-            Field(
-                name=field.name,
-                default=field.default,
-                kind=functools.reduce(operator.or_, kinds),
-                allows_none=len(kinds) < len(parts),
-                option=field.metadata["option"],
-            )
-        )
+        kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+        kind = functools.reduce(operator.or_, [one for one in kinds if one is not types.NoneType])
+        allows_none = types.NoneType in kinds
+        fields.append(Field(field.name, field.default, kind, allows_none, field.metadata["option"]))
     return tuple(fields)
 
 
@@ -285,24 +271,17 @@ def _texts(name: str, values: Any) -> tuple[str, ...]:
         raise ConfigError(f"{name} must be a list of texts, not {checks.shown(values)}") from None
 
 
-_CHECKS: dict[Any, Callable[[str, Any], Any]] = {
-    bool: checks.flag,
-    int: checks.whole,
-    float: checks.real,
-    str: _text,
-    StrPath: checks.one_path,
-    Sequence[str]: _texts,
-    Sequence[StrPath]: lambda name, values: tuple(checks.paths(name, values)),
-    Any: lambda name, value: value,
+_KINDS: dict[Any, tuple[Callable[[str, Any], Any], str]] = {
+    bool: (checks.flag, ""),
+    int: (checks.whole, "N"),
+    float: (checks.real, "NUMBER"),
+    str: (_text, "TEXT"),
+    StrPath: (checks.one_path, "PATH"),
+    Sequence[str]: (_texts, "TEXT"),
+    Sequence[StrPath]: (lambda name, values: tuple(checks.paths(name, values)), "PATH"),
+    Any: (lambda name, value: value, "VALUE"),
 }
-_METAVARS = {
-    int: "N",
-    float: "NUMBER",
-    str: "TEXT",
-    StrPath: "PATH",
-    Sequence[str]: "TEXT",
-    Sequence[StrPath]: "PATH",
-}
+"""The check of each type, and its name on the command line."""
 
 
 # ---- texts on the command line ----

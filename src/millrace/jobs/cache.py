@@ -204,43 +204,41 @@ def _entry(folder: str, name: str, paths: list[str], check_contents: bool) -> Ca
     for path in paths:
         with contextlib.suppress(FileNotFoundError):  # a temporary may get its name at any moment
             stats.append(os.stat(path))
-    entry = CacheEntry(
+    findings: dict[str, Any] = {"kind": "run" if name.startswith(MANIFEST) else "set"}
+    findings |= _findings(folder, name, paths, check_contents)
+    return CacheEntry(
         name=name,
-        kind="run" if name.startswith(MANIFEST) else "set",
         paths=paths,
         num_bytes=sum(stat.st_size for stat in stats),
         age=time.time() - max((stat.st_mtime for stat in stats), default=0.0),
+        **findings,
     )
-    return dataclasses.replace(entry, **_findings(folder, entry, check_contents))
 
 
-def _findings(folder: str, entry: CacheEntry, check_contents: bool) -> dict[str, Any]:
+def _findings(folder: str, name: str, paths: list[str], check_contents: bool) -> dict[str, Any]:
     """The fields of an entry that its content decides."""
-    if entry.paths and written_name(entry.paths[0]) is not None:
-        return {"kind": "leftover"}
-    unreadable = list(_unreadable(entry.paths))
+    path = os.path.join(folder, name + arrays.JSON)
+    is_temporary = written_name(paths[0]) is not None
+    unreadable = [] if is_temporary else list(_unreadable(paths))
     if unreadable:
         return {"doubts": unreadable}
-    path = os.path.join(folder, entry.name + arrays.JSON)
-    record = arrays.read_record(path)
+    record = None if is_temporary else arrays.read_record(path)
     if record is None:
         return {"kind": "leftover"}
+    sets = record.get("sets")
+    needed = {"sets": [one for one in sets if isinstance(one, str)]} if type(sets) is list else {}
     if record.get("logic") != RULES_VERSION:
         doubt = f"another version of millrace wrote it (its rules are {record.get('logic')!r})"
-        return {"sets": _names(record.get("sets")), "doubts": [doubt]}
-    if entry.kind == "run":
+        return needed | {"doubts": [doubt]}
+    if name.startswith(MANIFEST):
         manifest = Manifest.read(path)
         if manifest is None:  # removed meanwhile, or with other entries than ours
-            return {"sets": _names(record.get("sets")), "doubts": ["it cannot be understood"]}
-        return _judge(manifest, folder)
-    array_set = arrays.load(folder, entry.name)
+            return needed | {"doubts": ["it cannot be understood"]}
+        return needed | _judge(manifest, folder)
+    array_set = arrays.load(folder, name)
     if array_set is None:
         return {"kind": "leftover"}
     return {"problems": array_set.damage(contents=check_contents)}
-
-
-def _names(sets: Any) -> list[str]:
-    return [name for name in sets if isinstance(name, str)] if isinstance(sets, list) else []
 
 
 def _unreadable(paths: Iterable[str]) -> Iterator[str]:
@@ -255,22 +253,22 @@ def _unreadable(paths: Iterable[str]) -> Iterator[str]:
 
 
 def _judge(manifest: Manifest, folder: str) -> dict[str, Any]:
-    """The fields of a manifest's entry, by its token files and sets."""
-    prefixes, problems, doubts = [], [], []
+    """What a manifest's token files and sets say about it."""
+    problems, doubts = [], []
     for file, path in zip(manifest.files, manifest.paths, strict=True):
-        prefixes.append(path or file.prefix)
         if path is None:
             doubts.append(
                 f"{file.prefix} is a relative path, and the folder that it starts from is not known"
             )
             continue
         file = dataclasses.replace(file, prefix=path)
+        problem = ""
         try:
             pair = () if file.has_same_times() else (bin_path(path), idx_path(path))
             unreadable = list(_unreadable(pair))
             problem = "" if unreadable else file.change()
         except OSError as error:
-            unreadable, problem = [f"{path} cannot be read: {error.strerror}"], ""
+            unreadable = [f"{path} cannot be read: {error.strerror}"]
         doubts += unreadable
         if problem and not _has_files(os.path.dirname(path)):
             doubts.append(
@@ -278,11 +276,12 @@ def _judge(manifest: Manifest, folder: str) -> dict[str, Any]:
             )
         elif problem:
             problems.append(problem)
-    sets = _names(manifest.sets)
-    for needed in (os.path.join(folder, name + arrays.JSON) for name in sets):
+    for needed in (os.path.join(folder, f"{name}{arrays.JSON}") for name in manifest.sets if name):
         if not os.path.exists(needed):
             doubts.append(f"{needed} is missing: a process builds it, or died before it was built")
-    return {"prefixes": prefixes, "sets": sets, "problems": problems, "doubts": doubts}
+    pairs = zip(manifest.files, manifest.paths, strict=True)
+    prefixes = [path or file.prefix for file, path in pairs]
+    return {"prefixes": prefixes, "problems": problems, "doubts": doubts}
 
 
 def _has_files(folder: str) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,9 @@ from millrace.store.checking import require_sound
 _CHUNK = 16 << 20  # tokens that are converted at a time
 _EOD_CHUNK = 4 << 20  # tokens of documents that get an end, with several copies in memory
 _MAX_LENGTH = 2**31 - 1  # tokens in a sequence
+
+
+_token = partial(option, default=None, least=-(2**63), most=MAX_INT64, metavar="ID")
 
 
 def number_dtype(name: str, value: DTypeLike | None) -> np.dtype[Any] | None:
@@ -44,19 +48,9 @@ class ConvertOptions(PairOptions):
     target: StrPath = option("output array or path prefix", flags="target", metavar="TARGET")
     dtype: Any = option("dtype of the target", None, metavar="DTYPE", check=number_dtype)
     source_dtype: Any = option("dtype of raw tokens", None, metavar="DTYPE", check=number_dtype)
-    document_end: int | None = option(
-        "last token of each document of a stream",
-        None,
-        least=-(2**63),
-        most=MAX_INT64,
-        metavar="ID",
-    )
-    append_eod: int | None = option(
-        "token to put after each document of a pair that does not end with it",
-        None,
-        least=-(2**63),
-        most=MAX_INT64,
-        metavar="ID",
+    document_end: int | None = _token("last token of each document of a stream")
+    append_eod: int | None = _token(
+        "token to put after each document of a pair that does not end with it"
     )
 
 
