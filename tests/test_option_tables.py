@@ -30,10 +30,10 @@ def test_the_tables_of_options_are_those_of_the_classes(page: Path) -> None:
     assert text == with_tables(text), "run `python -m tests.test_option_tables`"
 
 
-def test_most_verbs_have_tables() -> None:
+def test_every_verb_with_more_than_an_option_has_a_table() -> None:
     text = "".join(page.read_text() for page in DOCS.glob("*.md"))
     verbs = {match[2] for match in TABLE.finditer(text)}
-    assert {"shuffle", "merge", "split", "convert", "verify", "index", "bench"} <= verbs
+    assert CLASSES.keys() - verbs == {"cache list", "cache check", "demo"}
 
 
 def test_every_ending_has_a_row_in_the_table_of_files() -> None:

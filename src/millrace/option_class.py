@@ -150,7 +150,8 @@ def option_table(*option_classes: type) -> str:
     fields = [field for option_class in option_classes for field in fields_of(option_class)]
     for field in sorted(fields, key=lambda field: not field.is_required):
         if field.flags:
-            default = "required" if field.is_required else field.default_text
+            is_required = field.is_required and field.settings().get("required", True)
+            default = "required" if is_required else field.default_text
             cells = f"`{field.usage}`", default, field.option.help
             rows.append(tuple(cell.replace("|", "\\|") for cell in cells))
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
