@@ -31,9 +31,7 @@ ROOT = Path(__file__).parent.parent.parent
 def folder(tmp_path: Path) -> Path:
     """Two token files, and a cache of two runs that share their training split."""
     for name in ("a", "b"):
-        with millrace.IndexedDatasetBuilder(tmp_path / name, np.uint16) as builder:
-            for length in range(1, 40 + ord(name) % 7):
-                builder.add_document(np.arange(length))
+        write_data(tmp_path / name, 40 + ord(name) % 7)
     for size in (10, 20):
         build_datasets(config_of(tmp_path, size))
     return tmp_path
@@ -219,6 +217,16 @@ def test_data_that_are_not_mounted_are_not_judged(is_empty: bool, tmp_path: Path
     assert len(prune_cache(cache, older_than_days=-1)) == 3
 
 
+def as_another_user(code: str, folder: object) -> str:
+    """What a program prints that root has started as another user, with a folder."""
+    start = (
+        "import os, sys; from pathlib import Path\n"
+        "from millrace.jobs import list_cache, prune_cache\n"
+        "os.setgroups([]); os.setgid(65534); os.setuid(65534); folder = sys.argv[1]\n"
+    )
+    return subprocess.check_output([sys.executable, "-c", start + code, str(folder)], text=True)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 @pytest.mark.parametrize("closed", ["data", "cache"])
 def test_what_may_not_be_read_is_not_judged(closed: str) -> None:
@@ -233,13 +241,10 @@ def test_what_may_not_be_read_is_not_judged(closed: str) -> None:
             path.chmod(0o600)
         (folder / "data").chmod(0o700 if closed == "data" else 0o755)
         code = (
-            "import os, sys; from millrace.jobs import list_cache, prune_cache\n"
-            "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
-            "print([entry.reason for entry in prune_cache(sys.argv[1])])\n"
-            "print(sum(len(entry.doubts) for entry in list_cache(sys.argv[1])) > 0)"
+            "print([entry.reason for entry in prune_cache(folder)])\n"
+            "print(sum(len(entry.doubts) for entry in list_cache(folder)) > 0)"
         )
-        said = subprocess.check_output([sys.executable, "-c", code, folder / "cache"], text=True)
-        assert said == "[]\nTrue\n"
+        assert as_another_user(code, folder / "cache") == "[]\nTrue\n"
 
 
 def test_records_of_another_version_are_not_judged(folder: Path) -> None:
@@ -361,11 +366,9 @@ def test_what_cannot_be_removed_is_named() -> None:
         for digit in "01":
             Path(name, f"{digit * 32}-sample_index.npy.tmp").touch()
         code = (
-            "import os, sys; from pathlib import Path; from millrace.jobs import prune_cache\n"
-            "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
-            "Path(sys.argv[1], '2' * 32 + '-sample_index.npy.tmp').touch()\n"
-            "try: prune_cache(sys.argv[1])\n"
+            "Path(folder, '2' * 32 + '-sample_index.npy.tmp').touch()\n"
+            "try: prune_cache(folder)\n"
             "except Exception as error: print(error)"
         )
-        said = subprocess.check_output([sys.executable, "-c", code, name], text=True)
+        said = as_another_user(code, name)
         assert said.startswith(f"1 entries are removed; 2 could not be: {name}/0000")

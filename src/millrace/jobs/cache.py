@@ -262,11 +262,11 @@ def _judge(manifest: Manifest, folder: str) -> dict[str, Any]:
             )
             continue
         file = dataclasses.replace(file, prefix=path)
-        problem = ""
+        problem: str | None = None
         try:
             pair = () if file.has_same_times() else (bin_path(path), idx_path(path))
             unreadable = list(_unreadable(pair))
-            problem = "" if unreadable else file.change()
+            problem = None if unreadable else file.change()
         except OSError as error:
             unreadable = [f"{path} cannot be read: {error.strerror}"]
         doubts += unreadable
