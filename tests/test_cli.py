@@ -23,8 +23,8 @@ from millrace import IndexedDataset, cli, jobs
 from millrace.demo import run_demo
 from millrace.encoding.training import train_tokenizer
 from millrace.jobs import cache, converting, indexing, reshape
-from millrace.verbs.demo import DemoOptions
-from millrace.verbs.text import TrainOptions
+from millrace.verbs.from_text import TrainOptions
+from millrace.verbs.runs import DemoOptions
 from tests import conftest
 from tests.conftest import make_texts, write_jsonl
 from tests.shard_folders import make_sequences, write_sequences

@@ -22,12 +22,11 @@ from millrace.verbs import DamageError, UsageError, Verb
 
 # The module of `millrace.verbs` for each verb: only that of the verb that runs is imported.
 _MODULES = {
-    "tokenize": "text",
-    "shuffle": "shuffling",
-    "train-tokenizer": "text",
-    **dict.fromkeys(("inspect", "verify", "merge", "split", "convert"), "files"),
-    **dict.fromkeys(("index", "bench", "cache"), "runs"),
-    "demo": "demo",
+    "tokenize": "from_text",
+    "shuffle": "shuffle",
+    "train-tokenizer": "from_text",
+    **dict.fromkeys(("inspect", "verify", "merge", "split", "convert"), "token_files"),
+    **dict.fromkeys(("index", "bench", "cache", "demo"), "runs"),
 }
 
 

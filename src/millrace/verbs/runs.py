@@ -1,7 +1,8 @@
-"""`index`, `bench` and `cache`."""
+"""`index`, `bench`, `cache` and `demo`."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from millrace.jobs import benchmark_report, indexing
@@ -9,7 +10,7 @@ from millrace.jobs.benchmark_ranks import BenchOptions
 from millrace.jobs.benchmarking import RunOptions, bench, run_of
 from millrace.jobs.cache import CacheOptions, PruneOptions, format_entries, list_cache, prune_cache
 from millrace.jobs.indexing import IndexOptions
-from millrace.option_class import take_options
+from millrace.option_class import option, take_options
 from millrace.run import arguments as run_arguments
 from millrace.verbs import DamageError, JsonOption, Verb, json_text
 
@@ -66,6 +67,20 @@ def _prune(folder: str, as_json: bool = False, **options: Any) -> str:
     return format_entries(entries, "to remove" if options.get("dry_run") else "removed")
 
 
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    """The options of `demo`."""
+
+    folder: str = option("output folder", "millrace-demo", metavar="DIR")
+
+
+def _demo(folder: str = DemoOptions.folder) -> str:
+    from millrace.demo import run_demo  # which needs the tokenizers package
+
+    run_demo(folder)
+    return ""
+
+
 VERBS = (
     Verb(
         "index",
@@ -102,5 +117,14 @@ VERBS = (
         "Removes what no run can use: leftovers, damaged sets, runs whose token files are "
         "missing or changed, and sets that no run needs. Keeps entries that are being built or "
         "cannot be judged here.",
+    ),
+    Verb(
+        "demo",
+        _demo,
+        (DemoOptions,),
+        "Runs the whole pipeline on the text of Python's standard library. Makes a corpus of "
+        "source files and docstrings, trains a small tokenizer, tokenises both domains, blends "
+        "them, draws batches for 2 ranks, stops, resumes with 4, and checks that no sample was "
+        "lost or repeated. Needs no network.",
     ),
 )
