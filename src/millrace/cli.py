@@ -25,7 +25,7 @@ _MODULES = {
     "tokenize": "from_text",
     "shuffle": "shuffle",
     "train-tokenizer": "from_text",
-    **dict.fromkeys(("inspect", "verify", "merge", "split", "convert"), "token_files"),
+    **dict.fromkeys(("inspect", "verify", "merge", "split", "convert"), "pairs"),
     **dict.fromkeys(("index", "bench", "cache", "demo"), "runs"),
 }
 
