@@ -27,7 +27,8 @@ struct SampleOptions {
 
 enum class TokenType { int64, int32, file };
 
-// Which arrays are written, and how: see `_native.row_form`, which has the same fields.
+// Which arrays are written, and how: the arguments of `RowForm` in Python, but for the dtype of tokens and
+// labels, which is a name there ("int64", "int32" or "file").
 struct RowForm {
   bool tokens = true;
   bool labels = true;

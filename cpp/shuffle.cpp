@@ -58,20 +58,7 @@ std::size_t draw_block(std::int64_t first, std::size_t limit, Index* targets, Mt
   return count;
 }
 
-}  // namespace
-
-void draw_targets(std::int64_t first, std::span<std::int64_t> targets, Mt19937& random) {
-  // One spare place: a draw is written before it is known whether it is accepted.
-  std::array<std::int64_t, block_size + 1> block;
-  for (std::size_t done = 0; done < targets.size();) {
-    const std::size_t limit = std::min(block_size, targets.size() - done);
-    const std::size_t count = draw_block(first - static_cast<std::int64_t>(done), limit,
-                                         block.data(), random, [](std::int64_t) {});
-    std::copy_n(block.begin(), count, targets.begin() + static_cast<std::ptrdiff_t>(done));
-    done += count;
-  }
-}
-
+// Fisher-Yates from the end: for i = n - 1 ... 1, swap values[i] with values[j], j in [0, i].
 template <class T>
 void shuffle(std::span<T> values, Mt19937& random) {
   std::array<std::int64_t, block_size + 1> targets;
@@ -84,6 +71,20 @@ void shuffle(std::span<T> values, Mt19937& random) {
     for (std::size_t k = 0; k < count; ++k, --step) {
       std::swap(data[step], data[targets[k]]);
     }
+  }
+}
+
+}  // namespace
+
+void draw_targets(std::int64_t first, std::span<std::int64_t> targets, Mt19937& random) {
+  // One spare place: a draw is written before it is known whether it is accepted.
+  std::array<std::int64_t, block_size + 1> block;
+  for (std::size_t done = 0; done < targets.size();) {
+    const std::size_t limit = std::min(block_size, targets.size() - done);
+    const std::size_t count = draw_block(first - static_cast<std::int64_t>(done), limit,
+                                         block.data(), random, [](std::int64_t) {});
+    std::copy_n(block.begin(), count, targets.begin() + static_cast<std::ptrdiff_t>(done));
+    done += count;
   }
 }
 
@@ -103,9 +104,6 @@ void shuffle_ranges(std::span<const Range> ranges, std::span<T> values, Mt19937&
   }
 }
 
-template void shuffle(std::span<std::int32_t>, Mt19937&);
-template void shuffle(std::span<std::uint32_t>, Mt19937&);
-template void shuffle(std::span<std::int64_t>, Mt19937&);
 template void shuffle_ranges(std::span<const Range>, std::span<std::int32_t>, Mt19937&);
 template void shuffle_ranges(std::span<const Range>, std::span<std::uint32_t>, Mt19937&);
 template void shuffle_ranges(std::span<const Range>, std::span<std::int64_t>, Mt19937&);

@@ -21,10 +21,6 @@ struct Range {
 // above 0): target k is uniform in [0, first - k], by masked rejection.
 void draw_targets(std::int64_t first, std::span<std::int64_t> targets, Mt19937& random);
 
-// Fisher-Yates from the end: for i = n - 1 ... 1, swap values[i] with values[j], j in [0, i].
-template <class T>
-void shuffle(std::span<T> values, Mt19937& random);
-
 // Writes each range's numbers, one range after the other, and shuffles each range alone.
 // The caller has checked that the numbers fit T and that `values` has the ranges' total size.
 template <class T>

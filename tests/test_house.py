@@ -55,7 +55,6 @@ LARGER_ROOMS = {
     "encoding": (2500, "five kinds of tokenizers' files, four libraries"),
 }
 LARGER_FILES = {
-    "_native.py": (950, "the doors to all kernels, with their documentation"),
     "megatron/indexed.py": (500, "Megatron-LM's indexed_dataset module in one file, as there"),
 }
 LARGER_BODIES = {
@@ -224,9 +223,10 @@ def test_every_kernel_has_a_twin() -> None:
     from millrace import _native
     from tests.kernels import reference
 
+    without = {"Order", "TokenBuffer", "map_file", "start_writeback"}  # they compute nothing
     for name, value in vars(_native).items():
-        if callable(value) and not name.startswith("_") and value.__module__ == _native.__name__:
-            assert hasattr(reference, name), name
+        if callable(value) and value.__module__ in ("millrace._native", "millrace._core"):
+            assert name.startswith("_") or name in without or hasattr(reference, name), name
 
 
 def test_the_readmes_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 // Arrays in, arrays out. The files of this folder alone know Python: they take arrays apart, release
-// the GIL around each kernel, and make arrays of what it returns. Shapes, dtypes and ranges are checked
-// in src/millrace/_native.py; the kernels check what only reading the arrays can show, and throw
-// std::invalid_argument, which Python sees as ValueError.
+// the GIL around each kernel, and make arrays of what it returns. nanobind checks shapes and dtypes
+// (TypeError), src/millrace/_native.py checks ranges; the kernels check what only reading the arrays can
+// show, and throw std::invalid_argument, which Python sees as ValueError.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -28,10 +28,16 @@ using namespace nb::literals;
 
 namespace millrace {
 
+// The name of an argument that must have its type as it is: of another one, nanobind makes a copy.
+inline auto operator""_array(const char* name, std::size_t) {
+  return nb::arg(name).noconvert();
+}
+
 template <class T>
 using In = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 template <class T>
 using Out = nb::ndarray<nb::numpy, T>;
+using AnyVector = nb::ndarray<nb::ro, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using AnyArray = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
 
 template <class T>

@@ -8,8 +8,6 @@
 namespace millrace {
 namespace {
 
-using TokenArray = nb::ndarray<nb::ro, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
 // The value of an int and of nothing else: the __index__ of another type may run any code, also some
 // that uses this buffer.
 std::int64_t integer_of(nb::handle item) {
@@ -42,7 +40,7 @@ class PyTokenBuffer : public TokenBuffer {
     });
   }
 
-  void append_array(const TokenArray& tokens) {
+  void append_array(const AnyVector& tokens) {
     const auto append_as = [&]<class From>(From) {
       if (tokens.dtype() != nb::dtype<From>()) {
         return false;

@@ -34,14 +34,6 @@ std::tuple<Out<T>, RandomState> make_drawn(std::size_t size, const Key& key, int
 }
 
 template <class T>
-auto py_shuffled(const In<T>& values, const Key& key, int position) {
-  return make_drawn<T>(values.shape(0), key, position, [&](auto out, Mt19937& random) {
-    std::copy_n(values.data(), out.size(), out.data());
-    shuffle(out, random);
-  });
-}
-
-template <class T>
 auto py_shuffled_ranges(const Ranges& ranges, const In<T>& /* like */, const Key& key,
                         int position) {
   std::vector<Range> list;
@@ -132,33 +124,32 @@ Blend py_look_up_draws(const In<std::int16_t>& dataset_index,
 
 void add_order(nb::module_& module) {
   // One function for each type: the first one whose dtype fits is called.
-  const auto add_shuffles = [&module]<class T>(T) {
-    module.def("shuffled", &py_shuffled<T>, "values"_a.noconvert(), "key"_a, "position"_a);
-    module.def("shuffled_ranges", &py_shuffled_ranges<T>, "ranges"_a, "like"_a.noconvert(), "key"_a,
-               "position"_a);
+  const auto add_shuffled_ranges = [&module]<class T>(T) {
+    module.def("shuffled_ranges", &py_shuffled_ranges<T>, "ranges"_array, "like"_array,
+               "key"_array, "position"_a);
   };
-  add_shuffles(std::int32_t{});
-  add_shuffles(std::uint32_t{});
-  add_shuffles(std::int64_t{});
-  module.def("draw_targets", &py_draw_targets, "first"_a, "count"_a, "key"_a, "position"_a);
+  add_shuffled_ranges(std::int32_t{});
+  add_shuffled_ranges(std::uint32_t{});
+  add_shuffled_ranges(std::int64_t{});
+  module.def("draw_targets", &py_draw_targets, "first"_a, "count"_a, "key"_array, "position"_a);
   const auto add_randperm = [&module]<class T>(T) {
     module.def("torch_randperm", &py_torch_randperm<T>, "size"_a, "seed"_a, "has_64_bit_draws"_a,
-               "like"_a.noconvert());
+               "like"_array);
   };
   add_randperm(std::uint32_t{});
   add_randperm(std::int64_t{});
-  module.def("swap_or_not", &py_swap_or_not, "numbers"_a, "size"_a, "key"_a, "is_inverse"_a);
+  module.def("swap_or_not", &py_swap_or_not, "numbers"_array, "size"_a, "key"_a, "is_inverse"_a);
   const auto add_sample_index = [&module]<class T>(T) {
-    module.def("sample_index", &py_sample_index<T>, "sequence_lengths"_a, "document_index"_a,
-               "sequence_length"_a, "num_samples"_a, "add_extra_token"_a, "allow_partial"_a,
-               "like"_a.noconvert());
+    module.def("sample_index", &py_sample_index<T>, "sequence_lengths"_array,
+               "document_index"_array, "sequence_length"_a, "num_samples"_a, "add_extra_token"_a,
+               "allow_partial"_a, "like"_array);
   };
   add_sample_index(std::int32_t{});
   add_sample_index(std::int64_t{});
-  module.def("blend_by_weights", &py_blend_by_weights, "weights"_a, "size"_a, "threads"_a);
-  module.def("blend_by_sizes", &py_blend_by_sizes, "sizes"_a, "total"_a, "threads"_a);
-  module.def("look_up_draws", &py_look_up_draws, "dataset_index"_a, "dataset_sample_index"_a,
-             "sample_numbers"_a);
+  module.def("blend_by_weights", &py_blend_by_weights, "weights"_array, "size"_a, "threads"_a);
+  module.def("blend_by_sizes", &py_blend_by_sizes, "sizes"_array, "total"_a, "threads"_a);
+  module.def("look_up_draws", &py_look_up_draws, "dataset_index"_array, "dataset_sample_index"_array,
+             "sample_numbers"_array);
 }
 
 }  // namespace millrace

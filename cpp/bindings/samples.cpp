@@ -16,7 +16,8 @@ namespace {
 
 using Numbers = Out<std::int64_t>;
 
-Tokens tokens_of(const AnyArray& array) {
+template <class Array>
+Tokens tokens_of(const Array& array) {
   const void* data = array.data();
   const nb::dlpack::dtype dtype = array.dtype();
   if (dtype == nb::dtype<std::uint8_t>()) return static_cast<const std::uint8_t*>(data);
@@ -40,7 +41,7 @@ std::variant<Column<A>, Column<B>> either_column(const AnyArray& array, const ch
   fail(message);
 }
 
-void make_token_source(TokenSource* self, const AnyArray& tokens,
+void make_token_source(TokenSource* self, const AnyVector& tokens,
                        const In<std::int64_t>& sequence_pointers,
                        const In<std::int32_t>& sequence_lengths, std::int64_t num_bytes) {
   new (self) TokenSource(tokens_of(tokens), static_cast<std::int64_t>(tokens.size()), num_bytes,
@@ -122,8 +123,8 @@ OptionField<T> option(T SampleOptions::*member, const char* name) {
   return {member, PyUnicode_InternFromString(name)};
 }
 
-// Reads a `millrace.options.SampleOptions`.
-SampleOptions options_from(nb::handle options) {
+// Reads a `millrace.options.SampleOptions`, for a batch of some rows.
+SampleOptions options_from(nb::handle options, std::size_t num_rows) {
   static const std::tuple fields{
       option(&SampleOptions::sequence_length, "sequence_length"),
       option(&SampleOptions::add_extra_token, "add_extra_token"),
@@ -137,10 +138,15 @@ SampleOptions options_from(nb::handle options) {
     out.*field.member = nb::cast<T>(options.attr(field.name));
   };
   std::apply([&](const auto&... field) { (read(field), ...); }, fields);
+  constexpr std::size_t max_numbers = std::size_t{1} << 48;  // more than memory holds
+  if (out.sequence_length < 1 ||
+      static_cast<std::size_t>(out.sequence_length) >= max_numbers / (num_rows + 1)) {
+    fail("sequence_length is ", out.sequence_length, " for ", num_rows, " rows; 1 to ",
+         max_numbers / (num_rows + 1) - 1, " is possible");
+  }
   return out;
 }
 
-// A `_native.row_form`.
 RowForm make_row_form(bool tokens, bool labels, bool loss_mask, bool position_ids, bool parts,
                       const std::string& token_dtype, bool share_labels, bool share_plain,
                       std::optional<std::int64_t> vocab_size) {
@@ -162,9 +168,6 @@ class Rows {
     shares_labels_ = form.share_labels && form.tokens && form.labels;
     const std::size_t stride = length_ + (shares_labels_ ? 1 : 0);
     const auto width = static_cast<std::size_t>(size_of_token(type));
-    if (length_ > max_numbers || num_rows_ > max_numbers / (length_ + 1)) {
-      throw std::bad_alloc();  // sizes in bytes would overflow
-    }
     const std::size_t row_bytes = num_rows_ * stride * width;
     std::size_t size = 0;
     const auto add = [&size](bool is_needed, std::size_t bytes) {
@@ -204,7 +207,6 @@ class Rows {
 
  private:
   static constexpr std::size_t line_size = 64;
-  static constexpr std::size_t max_numbers = std::size_t{1} << 48;  // more than memory holds
 
   template <class T>
   nb::object array_at(T* start, std::size_t stride, const nb::capsule& owner) const {
@@ -303,7 +305,7 @@ nb::tuple py_gather_samples(const nb::tuple& token_sources, const nb::tuple& ord
   const std::vector<SampleSource> sources =
       sources_of(token_sources, orders, source_numbers, sample_numbers);
   const Tokens file_type = file_type_of(token_sources, sources);
-  const SampleOptions plain = options_from(options);
+  const SampleOptions plain = options_from(options, sources.size());
   RowNeeds needs = first_needs(form);
   LocatedSamples located;
   {
@@ -333,7 +335,7 @@ nb::tuple py_fill_rows(const AnyArray& tokens, const In<std::int64_t>& ends, nb:
                        const RowForm* form_or_none) {
   static const RowForm all_arrays;
   const RowForm& form = form_or_none == nullptr ? all_arrays : *form_or_none;
-  const SampleOptions plain = options_from(options);
+  const SampleOptions plain = options_from(options, ends.shape(0));
   const Tokens typed = tokens_of(tokens);
   RowNeeds needs = first_needs(form);
   TokenRuns samples;
@@ -399,33 +401,34 @@ Numbers py_find_documents(const In<std::int64_t>& document_indices,
 // Sources and orders read the caller's own arrays (hence no conversion), and keep them alive.
 void add_samples(nb::module_& module) {
   nb::class_<TokenSource>(module, "TokenSource")
-      .def("__init__", &make_token_source, "tokens"_a.noconvert(),
-           "sequence_pointers"_a.noconvert(), "sequence_lengths"_a.noconvert(), "num_bytes"_a,
+      .def("__init__", &make_token_source, "tokens"_array, "sequence_pointers"_array,
+           "sequence_lengths"_array, "num_bytes"_a,
            nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>())
-      .def("__init__", &make_sharded_source, "shards"_a, "shard_sizes"_a, "sequence_length"_a,
+      .def("__init__", &make_sharded_source, "shards"_a, "shard_sizes"_array, "sequence_length"_a,
            "is_mapped"_a, nb::keep_alive<1, 2>());
-  nb::class_<RowForm>(module, "RowForm").def(nb::new_(&make_row_form), "tokens"_a, "labels"_a,
-                                             "loss_mask"_a, "position_ids"_a, "parts"_a,
-                                             "token_dtype"_a, "share_labels"_a, "share_plain"_a,
-                                             "vocab_size"_a.none());
+  nb::class_<RowForm>(module, "RowForm")
+      .def(nb::new_(&make_row_form), "tokens"_a = true, "labels"_a = true, "loss_mask"_a = true,
+           "position_ids"_a = true, "parts"_a = false, "token_dtype"_a = "int64",
+           "share_labels"_a = false, "share_plain"_a = false, "vocab_size"_a = nb::none());
   nb::class_<Order>(module, "Order");
   nb::class_<GPTOrder, Order>(module, "GPTOrder")
-      .def("__init__", &make_gpt_order, "sequence_lengths"_a.noconvert(),
-           "document_index"_a.noconvert(), "sample_index"_a.noconvert(),
-           "shuffle_index"_a.noconvert(), "sequence_length"_a, "add_extra_token"_a,
+      .def("__init__", &make_gpt_order, "sequence_lengths"_array, "document_index"_array,
+           "sample_index"_array, "shuffle_index"_array, "sequence_length"_a, "add_extra_token"_a,
            nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
            nb::keep_alive<1, 5>());
   nb::class_<SequenceOrder, Order>(module, "SequenceOrder")
       .def("__init__", &make_sequence_order, "num_sequences"_a, "sequence_length"_a);
-  module.def("spans", &py_spans, "order"_a, "sample_numbers"_a);
-  module.def("locate_spans", &py_locate_spans, "token_source"_a, "sequences"_a, "offsets"_a,
-             "counts"_a);
+  module.def("spans", &py_spans, "order"_a, "sample_numbers"_array);
+  module.def("locate_spans", &py_locate_spans, "token_source"_a, "sequences"_array,
+             "offsets"_array, "counts"_array);
   module.def("gather_samples", &py_gather_samples, "token_sources"_a, "orders"_a,
-             "source_numbers"_a, "sample_numbers"_a, "options"_a, "form"_a.none());
-  module.def("gather_tokens", &py_gather_tokens, "token_sources"_a, "orders"_a, "source_numbers"_a,
-             "sample_numbers"_a);
-  module.def("find_documents", &py_find_documents, "document_indices"_a, "sequences"_a);
-  module.def("fill_rows", &py_fill_rows, "tokens"_a, "ends"_a, "options"_a, "form"_a.none());
+             "source_numbers"_array, "sample_numbers"_array, "options"_a,
+             "form"_a = nb::none());
+  module.def("gather_tokens", &py_gather_tokens, "token_sources"_a, "orders"_a,
+             "source_numbers"_array, "sample_numbers"_array);
+  module.def("find_documents", &py_find_documents, "document_indices"_array, "sequences"_array);
+  module.def("fill_rows", &py_fill_rows, "tokens"_a, "ends"_array, "options"_a,
+             "form"_a = nb::none());
 }
 
 }  // namespace millrace

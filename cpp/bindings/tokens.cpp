@@ -153,19 +153,21 @@ void py_start_writeback(int file, std::int64_t start, std::int64_t size) {
 }  // namespace
 
 void add_tokens(nb::module_& module) {
-  module.def("copy_pieces", &py_copy_pieces, "data"_a, "byte_offsets"_a, "byte_counts"_a);
-  module.def("read_packed", &py_read_packed, "descriptor"_a, "num_bytes"_a, "byte_offsets"_a,
-             "byte_counts"_a);
-  module.def("read_pieces", &py_read_pieces, "descriptor"_a, "byte_offsets"_a, "sizes"_a,
-             "buffer"_a.noconvert(), "targets"_a, "or_words"_a);
-  module.def("prefetch_mapped", &py_prefetch_mapped, "data"_a, "byte_offsets"_a, "byte_counts"_a);
-  module.def("prefetch_file", &py_prefetch_file, "descriptor"_a, "num_bytes"_a, "byte_offsets"_a,
-             "byte_counts"_a);
-  module.def("copy_sequences", &py_copy_sequences, "data"_a, "pointers"_a, "lengths"_a, "ids"_a,
-             "token_size"_a);
-  module.def("first_bad_sequence", &py_first_bad_sequence, "lengths"_a, "pointers"_a,
+  module.def("copy_pieces", &py_copy_pieces, "data"_array, "byte_offsets"_array,
+             "byte_counts"_array);
+  module.def("read_packed", &py_read_packed, "descriptor"_a, "num_bytes"_a, "byte_offsets"_array,
+             "byte_counts"_array);
+  module.def("read_pieces", &py_read_pieces, "descriptor"_a, "byte_offsets"_array, "sizes"_array,
+             "buffer"_array, "targets"_array, "or_words"_a = false);
+  module.def("prefetch_mapped", &py_prefetch_mapped, "data"_array, "byte_offsets"_array,
+             "byte_counts"_array);
+  module.def("prefetch_file", &py_prefetch_file, "descriptor"_a, "num_bytes"_a, "byte_offsets"_array,
+             "byte_counts"_array);
+  module.def("copy_sequences", &py_copy_sequences, "data"_array, "pointers"_array,
+             "lengths"_array, "ids"_array, "token_size"_a);
+  module.def("first_bad_sequence", &py_first_bad_sequence, "lengths"_array, "pointers"_array,
              "token_size"_a, "byte_offset"_a);
-  module.def("first_bad_document", &py_first_bad_document, "entries"_a, "num_sequences"_a);
+  module.def("first_bad_document", &py_first_bad_document, "entries"_array, "num_sequences"_a);
   module.def("map_file", &py_map_file, "descriptor"_a, "size"_a);
   module.def("start_writeback", &py_start_writeback, "file"_a, "start"_a, "size"_a);
 }

@@ -9,6 +9,8 @@ namespace {
 
 using Numbers = In<std::int64_t>;
 using Marks = Out<std::uint8_t>;
+using Ranges =
+    nb::ndarray<const std::int32_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu>;
 using Rows = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 std::tuple<Out<std::int64_t>, Out<std::int64_t>> py_fill_in_middle(
@@ -33,12 +35,12 @@ Marks py_mark_repeats(const Numbers& tokens, const Numbers& ends, std::int64_t m
   });
 }
 
-Marks py_mark_ranges(const In<std::int32_t>& ranges, const Numbers& sequences,
+Marks py_mark_ranges(const Ranges& ranges, const Numbers& sequences,
                      const Numbers& offsets, const Numbers& counts) {
   const auto size = static_cast<std::size_t>(sum_of_counts(span_of(counts)));
   return make_array<std::uint8_t>(size, [&](auto out) {
     read_mapped([&] {
-      mark_ranges(column_of(ranges), span_of(sequences), span_of(offsets), span_of(counts), out);
+      mark_ranges({ranges.data(), ranges.size()}, span_of(sequences), span_of(offsets), span_of(counts), out);
     });
   });
 }
@@ -60,14 +62,14 @@ Out<float> py_mask_losses(const Rows& loss_masks, const In<std::uint8_t>& flags,
 }  // namespace
 
 void add_transforms(nb::module_& module) {
-  module.def("fill_in_middle", &py_fill_in_middle, "tokens"_a, "ends"_a,
-             "sample_numbers"_a, "rate"_a, "spm_rate"_a, "prefix_token"_a, "middle_token"_a,
+  module.def("fill_in_middle", &py_fill_in_middle, "tokens"_array, "ends"_array,
+             "sample_numbers"_array, "rate"_a, "spm_rate"_a, "prefix_token"_a, "middle_token"_a,
              "suffix_token"_a, "eod_token"_a.none(), "pad_token"_a.none(), "seed"_a);
-  module.def("mark_repeats", &py_mark_repeats, "tokens"_a, "ends"_a, "max_period"_a,
+  module.def("mark_repeats", &py_mark_repeats, "tokens"_array, "ends"_array, "max_period"_a,
              "min_repeats"_a, "is_whole"_a);
-  module.def("mark_ranges", &py_mark_ranges, "ranges"_a.noconvert(), "sequences"_a, "offsets"_a,
-             "counts"_a);
-  module.def("mask_losses", &py_mask_losses, "loss_masks"_a, "flags"_a, "ends"_a);
+  module.def("mark_ranges", &py_mark_ranges, "ranges"_array, "sequences"_array, "offsets"_array,
+             "counts"_array);
+  module.def("mask_losses", &py_mask_losses, "loss_masks"_a, "flags"_array, "ends"_array);
 }
 
 }  // namespace millrace

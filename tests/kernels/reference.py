@@ -1,15 +1,14 @@
 """The slow twin of every kernel: the same names and results as `millrace._native`, in plain Python.
 
 These functions define what the kernels compute, and the tests compare the two. They check what only
-reading the data can show, and leave dtypes and shapes to the doors in `_native`, which have the
-documentation. None of them calls the native core.
+reading the data can show, and leave dtypes and ranges to `_native`. None calls the native core.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,37 +17,28 @@ from numpy.typing import NDArray
 from millrace.options import SampleOptions
 
 Numbers = NDArray[np.int64]
+Lengths = NDArray[np.int32]
+Bytes = NDArray[np.uint8]
+Span = tuple[int, int, int]  # sequence, offset, count
 Samples = tuple[Any, ...]
 
 MAX_32_BIT_STEP = 2**32 - 1
 """Up to this step of a shuffle NumPy draws 32 bits, above it 64."""
 
 
-def shuffled(values: NDArray[Any], random: np.random.RandomState) -> NDArray[Any]:
-    """See `_native.shuffled`.
-
-    NumPy's own shuffle is the definition.
-    """
-    out: NDArray[Any] = values.copy()
-    random.shuffle(out)
-    return out
-
-
 def shuffled_ranges(
     ranges: Sequence[tuple[int, int, int]], dtype: Any, random: np.random.RandomState
 ) -> NDArray[Any]:
-    """See `_native.shuffled_ranges`."""
-    runs = [
-        shuffled(np.array(list(range(start, stop)) * copies, dtype=dtype), random)
-        for start, stop, copies in ranges
-    ]
-    return np.concatenate([np.array([], dtype=dtype), *runs])
+    """NumPy's own shuffle is the definition."""
+    runs = [np.array([], dtype)]
+    for start, stop, copies in ranges:
+        runs.append(np.array(list(range(start, stop)) * copies, dtype))
+        random.shuffle(runs[-1])
+    return np.concatenate(runs)
 
 
 def draw_targets(first: int, count: int, random: np.random.RandomState) -> Numbers:
-    """See `_native.draw_targets`.
-
-    Masked rejection: draw as many bits as the step has until their number is no greater than the
+    """Masked rejection: draw as many bits as the step has until their number is no greater than the
     step. NumPy takes the bits from one 32-bit word, or from two (the high one first).
     """
     next_word = random._bit_generator.random_raw
@@ -66,8 +56,8 @@ def draw_targets(first: int, count: int, random: np.random.RandomState) -> Numbe
 
 
 def sample_index(
-    sequence_lengths: NDArray[np.int32],
-    document_index: NDArray[np.int32],
+    sequence_lengths: Lengths,
+    document_index: Lengths,
     sequence_length: int,
     num_samples: int,
     *,
@@ -75,9 +65,7 @@ def sample_index(
     allow_partial: bool = False,
     dtype: Any = np.int32,
 ) -> NDArray[Any]:
-    """See `_native.sample_index`.
-
-    With all documents' tokens in a row, sample k draws the tokens from k * sequence_length up to
+    """With all documents' tokens in a row, sample k draws the tokens from k * sequence_length up to
     (k + 1) * sequence_length + extra. Row k + 1 is where sample k + 1 starts, seen from the
     document that holds the last token which sample k draws. The end of a partial sample is the last
     document that can name it.
@@ -106,12 +94,10 @@ def sample_index(
 
 
 def blend_by_weights(weights: NDArray[np.float64], size: int) -> tuple[NDArray[np.int16], Numbers]:
-    """See `_native.blend_by_weights`."""
     return _blend(weights, np.full(len(weights), size), size)
 
 
 def blend_by_sizes(sizes: Numbers) -> tuple[NDArray[np.int16], Numbers]:
-    """See `_native.blend_by_sizes`."""
     total = int(sizes.sum())
     return _blend(sizes / max(total, 1), sizes, total)
 
@@ -135,18 +121,15 @@ def _blend(
 def look_up_draws(
     dataset_index: NDArray[np.int16], dataset_sample_index: Numbers, sample_numbers: Numbers
 ) -> tuple[NDArray[np.int16], Numbers]:
-    """See `_native.look_up_draws`."""
     if np.any((sample_numbers < 0) | (sample_numbers >= len(dataset_index))):
         raise IndexError(f"one of {sample_numbers} is outside [0, {len(dataset_index)})")
     return dataset_index[sample_numbers], dataset_sample_index[sample_numbers]
 
 
 class TokenSource(NamedTuple):
-    """See `_native.token_source`."""
-
     tokens: NDArray[Any]
     sequence_pointers: Numbers
-    sequence_lengths: NDArray[np.int32]
+    sequence_lengths: Lengths
     num_bytes: int
 
     def locate(self, sequence: int, offset: int, count: int) -> tuple[int, int]:
@@ -168,20 +151,7 @@ class TokenSource(NamedTuple):
         return tokens
 
 
-def token_source(
-    tokens: NDArray[Any],
-    sequence_pointers: Numbers,
-    sequence_lengths: NDArray[np.int32],
-    num_bytes: int | None = None,
-) -> TokenSource:
-    """See `_native.token_source`."""
-    num_bytes = tokens.nbytes if num_bytes is None else num_bytes
-    return TokenSource(tokens, sequence_pointers, sequence_lengths, num_bytes)
-
-
 class ShardedSource(NamedTuple):
-    """See `_native.sharded_source`."""
-
     shards: Sequence[NDArray[Any]]
     shard_sizes: Sequence[int]
     sequence_length: int
@@ -211,17 +181,14 @@ class ShardedSource(NamedTuple):
 def sharded_source(
     shards: Sequence[NDArray[Any]], shard_sizes: Sequence[int], sequence_length: int
 ) -> ShardedSource:
-    """See `_native.sharded_source`."""
     return ShardedSource(shards, shard_sizes, sequence_length)
 
 
 class SequenceOrder(NamedTuple):
-    """See `_native.sequence_order`."""
-
     num_sequences: int
     sequence_length: int
 
-    def spans(self, sample_number: int) -> list[tuple[int, int, int]]:
+    def spans(self, sample_number: int) -> list[Span]:
         """A sample's (sequence, offset, count)."""
         if not 0 <= sample_number < self.num_sequences:
             raise ValueError(f"there is no sample {sample_number}")
@@ -229,21 +196,18 @@ class SequenceOrder(NamedTuple):
 
 
 def sequence_order(num_sequences: int, sequence_length: int) -> SequenceOrder:
-    """See `_native.sequence_order`."""
     return SequenceOrder(num_sequences, sequence_length)
 
 
 class GPTOrder(NamedTuple):
-    """See `_native.gpt_order`."""
-
-    sequence_lengths: NDArray[np.int32]
-    document_index: NDArray[np.int32]
+    sequence_lengths: Lengths
+    document_index: Lengths
     sample_index: NDArray[Any]
     shuffle_index: NDArray[Any]
     sequence_length: int
     add_extra_token: bool
 
-    def spans(self, sample_number: int) -> list[tuple[int, int, int]]:
+    def spans(self, sample_number: int) -> list[Span]:
         """A sample's (sequence, offset, count): from one row of the sample index to the next, and
         the extra token."""
         extra = 1 if self.add_extra_token else 0
@@ -268,42 +232,32 @@ class GPTOrder(NamedTuple):
 
 
 def gpt_order(
-    sequence_lengths: NDArray[np.int32],
-    document_index: NDArray[np.int32],
+    sequence_lengths: Lengths,
+    document_index: Lengths,
     sample_index: NDArray[Any],
     shuffle_index: NDArray[Any],
     *,
     sequence_length: int,
     add_extra_token: bool,
 ) -> GPTOrder:
-    """See `_native.gpt_order`."""
-    return GPTOrder(
-        sequence_lengths,
-        document_index,
-        sample_index,
-        shuffle_index,
-        sequence_length,
-        add_extra_token,
-    )
+    arrays = sequence_lengths, document_index, sample_index, shuffle_index
+    return GPTOrder(*arrays, sequence_length, add_extra_token)
 
 
 AnySource = TokenSource | ShardedSource
 AnyOrder = GPTOrder | SequenceOrder
+Sources = tuple[AnySource, ...]
+Orders = tuple[AnyOrder, ...]
 
 
 def spans(order: AnyOrder, sample_numbers: Numbers) -> tuple[Numbers, Numbers, Numbers, Numbers]:
-    """See `_native.spans`."""
     samples = [order.spans(number) for number in sample_numbers.tolist()]
-    rows = np.array([span for sample in samples for span in sample], np.int64).reshape(-1, 3)
-    sequences, offsets, counts = rows.T.copy()
-    bounds = np.cumsum([0, *map(len, samples)], dtype=np.int64)
-    return sequences, offsets, counts, bounds
+    return *_columns(samples), np.cumsum([0, *map(len, samples)], dtype=np.int64)
 
 
 def locate_spans(
     token_source: AnySource, sequences: Numbers, offsets: Numbers, counts: Numbers
 ) -> tuple[Numbers, Numbers]:
-    """See `_native.locate_spans`."""
     columns = (column.tolist() for column in (sequences, offsets, counts))
     pieces = [token_source.locate(*span) for span in zip(*columns, strict=True)]
     byte_offsets, byte_counts = np.array(pieces, np.int64).reshape(-1, 2).T.copy()
@@ -311,8 +265,6 @@ def locate_spans(
 
 
 class RowForm(NamedTuple):
-    """See `_native.row_form`."""
-
     tokens: bool = True
     labels: bool = True
     loss_mask: bool = True
@@ -324,79 +276,63 @@ class RowForm(NamedTuple):
     vocab_size: int | None = None
 
 
-def row_form(**fields: Any) -> RowForm:
-    """See `_native.row_form`."""
-    return RowForm(**fields)
-
-
 def gather_samples(
-    token_sources: tuple[AnySource, ...],
-    orders: tuple[AnyOrder, ...],
+    token_sources: Sources,
+    orders: Orders,
     source_numbers: Numbers,
     sample_numbers: Numbers,
     options: SampleOptions,
     form: RowForm | None = None,
 ) -> Samples:
-    """See `_native.gather_samples`."""
     form = RowForm() if form is None else form
-    tokens = _samples(token_sources, orders, source_numbers, sample_numbers)
+    samples = _spans(orders, source_numbers, sample_numbers)
     used = [token_sources[number].tokens.dtype for number in source_numbers.tolist()]
     if form.token_dtype == "file" and len(set(used)) > 1:
         raise ValueError("the token files of a batch have several dtypes")
     dtype = (*used, *(source.tokens.dtype for source in token_sources), np.dtype(np.int64))[0]
-    rows = _rows(tokens, options, form, dtype)
+    rows = _rows(_read(token_sources, source_numbers, samples), options, form, dtype)
     if not form.parts:
         return rows
-    samples = [
-        orders[source].spans(number)
-        for source, number in zip(source_numbers.tolist(), sample_numbers.tolist(), strict=True)
-    ]
-    spans = [span for sample in samples for span in sample]
-    sequences = np.array([sequence for sequence, _, _ in spans], np.int64)
-    counts = np.array([count for _, _, count in spans], np.int64)
+    sequences, _, counts = _columns(samples)
     return *rows, sequences, counts, np.cumsum([0, *map(len, samples)], dtype=np.int64)
 
 
 def gather_tokens(
-    token_sources: tuple[AnySource, ...],
-    orders: tuple[AnyOrder, ...],
-    source_numbers: Numbers,
-    sample_numbers: Numbers,
+    token_sources: Sources, orders: Orders, source_numbers: Numbers, sample_numbers: Numbers
 ) -> tuple[NDArray[Any], Numbers, Numbers, Numbers, Numbers]:
-    """See `_native.gather_tokens`."""
-    samples = _samples(token_sources, orders, source_numbers, sample_numbers)
-    used = [token_sources[number].tokens.dtype for number in source_numbers.tolist()]
-    dtypes = set(used) or {source.tokens.dtype for source in token_sources[:1]}
-    flat = [token for sample in samples for token in sample]
-    tokens = np.array(flat, dtypes.pop() if len(dtypes) == 1 else np.int64)
-    ends = np.cumsum([len(sample) for sample in samples], dtype=np.int64)
-    spans = [
-        span
-        for source, number in zip(source_numbers.tolist(), sample_numbers.tolist(), strict=True)
-        for span in orders[source].spans(number)
-    ]
-    sequences, offsets, counts = np.array(spans, np.int64).reshape(-1, 3).T.copy()
-    return tokens, ends, sequences, offsets, counts
+    samples = _spans(orders, source_numbers, sample_numbers)
+    tokens = _read(token_sources, source_numbers, samples)
+    used = {token_sources[number].tokens.dtype for number in source_numbers.tolist()}
+    dtypes = used or {source.tokens.dtype for source in token_sources[:1]}
+    ids = [token for sample in tokens for token in sample]
+    flat = np.array(ids, dtypes.pop() if len(dtypes) == 1 else np.int64)
+    return flat, np.cumsum([len(sample) for sample in tokens], dtype=np.int64), *_columns(samples)
 
 
-def _samples(
-    token_sources: tuple[AnySource, ...],
-    orders: tuple[AnyOrder, ...],
-    source_numbers: Numbers,
-    sample_numbers: Numbers,
-) -> list[list[int]]:
+def _spans(orders: Orders, source_numbers: Numbers, sample_numbers: Numbers) -> list[list[Span]]:
+    """The spans of each sample."""
+    pairs = zip(source_numbers.tolist(), sample_numbers.tolist(), strict=True)
+    return [_entry(orders, source).spans(number) for source, number in pairs]
+
+
+def _read(sources: Sources, numbers: Numbers, samples: list[list[Span]]) -> list[list[int]]:
     """The tokens of each sample."""
-    samples = []
-    for source, number in zip(source_numbers.tolist(), sample_numbers.tolist(), strict=True):
-        sample = _entry(orders, source).spans(number)
-        samples.append([token for span in sample for token in token_sources[source].read(*span)])
-    return samples
+    return [
+        [token for span in sample for token in sources[number].read(*span)]
+        for number, sample in zip(numbers.tolist(), samples, strict=True)
+    ]
+
+
+def _columns(samples: list[list[Span]]) -> tuple[Numbers, Numbers, Numbers]:
+    """The sequences, offsets and counts of all spans."""
+    spans = [span for sample in samples for span in sample]
+    sequences, offsets, counts = np.array(spans, np.int64).reshape(-1, 3).T.copy()
+    return sequences, offsets, counts
 
 
 def fill_rows(
     tokens: NDArray[Any], ends: Numbers, options: SampleOptions, form: RowForm | None = None
 ) -> Samples:
-    """See `_native.fill_rows`."""
     bounds = [0, *ends.tolist()]
     for start, end in pairwise(bounds):
         if not start <= end <= len(tokens):
@@ -444,12 +380,7 @@ def _rows(
 
 def _positions(ends: list[bool]) -> list[int]:
     """0, 1, 2, ...; from 0 again after each end of a document."""
-    positions: list[int] = []
-    position = 0
-    for is_end in ends:
-        positions.append(position)
-        position = 0 if is_end else position + 1
-    return positions
+    return list(accumulate(ends[:-1], lambda place, is_end: 0 if is_end else place + 1, initial=0))
 
 
 def _entry(values: Any, number: int) -> Any:
@@ -460,14 +391,10 @@ def _entry(values: Any, number: int) -> Any:
 
 
 def find_documents(document_indices: Numbers, sequences: Numbers) -> Numbers:
-    """See `_native.find_documents`."""
     return np.searchsorted(document_indices, sequences, side="right").astype(np.int64) - 1
 
 
-def copy_pieces(
-    data: NDArray[np.uint8], byte_offsets: Numbers, byte_counts: Numbers
-) -> NDArray[np.uint8]:
-    """See `_native.copy_pieces`."""
+def copy_pieces(data: Bytes, byte_offsets: Numbers, byte_counts: Numbers) -> Bytes:
     pieces = [np.empty(0, np.uint8)]
     for offset, count in zip(byte_offsets.tolist(), byte_counts.tolist(), strict=True):
         if offset < 0 or count < 0 or offset + count > len(data):
@@ -476,26 +403,24 @@ def copy_pieces(
     return np.concatenate(pieces)
 
 
-def prefetch_mapped(data: NDArray[np.uint8], byte_offsets: Numbers, byte_counts: Numbers) -> None:
-    """See `_native.prefetch_mapped`: what can be seen of it, which is its errors."""
+def prefetch_mapped(data: Bytes, byte_offsets: Numbers, byte_counts: Numbers) -> None:
+    # Its errors are what can be seen of it.
     copy_pieces(data, byte_offsets, byte_counts)
 
 
 def prefetch_file(
     descriptor: int, num_bytes: int, byte_offsets: Numbers, byte_counts: Numbers
 ) -> None:
-    """See `_native.prefetch_file`: what can be seen of it, which is its errors."""
     read_packed(descriptor, num_bytes, byte_offsets, byte_counts)
 
 
 def copy_sequences(
-    data: NDArray[np.uint8],
+    data: Bytes,
     pointers: Numbers,
-    lengths: NDArray[np.int32],
+    lengths: Lengths,
     ids: Numbers,
     token_size: int,
-) -> tuple[NDArray[np.uint8], Numbers]:
-    """See `_native.copy_sequences`."""
+) -> tuple[Bytes, Numbers]:
     counts = lengths[ids].astype(np.int64)
     if np.any(counts < 0):
         raise ValueError("a length is outside [0, 2**31 - 1]")
@@ -508,8 +433,7 @@ def read_packed(
     num_bytes: int,
     byte_offsets: Numbers,
     byte_counts: Numbers,
-) -> NDArray[np.uint8]:
-    """See `_native.read_packed`."""
+) -> Bytes:
     data = np.frombuffer(os.pread(descriptor, num_bytes, 0), np.uint8)
     return copy_pieces(data, byte_offsets, byte_counts)
 
@@ -518,12 +442,11 @@ def read_pieces(
     descriptor: int,
     byte_offsets: Numbers,
     sizes: Numbers,
-    buffer: NDArray[np.uint8],
+    buffer: Bytes,
     targets: Numbers,
     *,
     or_words: bool = False,
 ) -> int:
-    """See `_native.read_pieces`."""
     bits = 0
     pieces = list(zip(byte_offsets.tolist(), sizes.tolist(), targets.tolist(), strict=True))
     for offset, size, target in pieces:
@@ -544,9 +467,8 @@ def read_pieces(
 
 
 def first_bad_sequence(
-    lengths: NDArray[np.int32], pointers: Numbers, token_size: int, byte_offset: int
+    lengths: Lengths, pointers: Numbers, token_size: int, byte_offset: int
 ) -> tuple[int, int]:
-    """See `_native.first_bad_sequence`."""
     for place, (length, pointer) in enumerate(
         zip(lengths.tolist(), pointers.tolist(), strict=True)
     ):
@@ -557,7 +479,6 @@ def first_bad_sequence(
 
 
 def first_bad_document(entries: Numbers, num_sequences: int) -> int:
-    """See `_native.first_bad_document`."""
     previous = 0
     for place, entry in enumerate(entries.tolist()):
         if not previous <= entry <= num_sequences:
@@ -569,10 +490,7 @@ def first_bad_document(entries: Numbers, num_sequences: int) -> int:
 def torch_randperm(
     size: int, seed: int, *, dtype: Any = np.int64, has_64_bit_draws: bool = False
 ) -> NDArray[Any]:
-    """See `_native.torch_randperm`.
-
-    NumPy's legacy generator and torch's are seeded alike, and draw the same words.
-    """
+    """NumPy's legacy generator and torch's are seeded alike, and draw the same words."""
     next_word = np.random.RandomState(seed % 2**32)._bit_generator.random_raw
     values = list(range(size))
     if has_64_bit_draws:
@@ -587,14 +505,11 @@ def torch_randperm(
     return np.array(values, dtype=dtype)
 
 
-MIN_FIM_TOKENS = 3
-"""A document of which fewer tokens would remain is not permuted for fill-in-the-middle."""
+MIN_FIM_TOKENS = 3  # a document of which fewer would remain is not permuted
 
 
 def swap_or_not(numbers: Numbers, size: int, key: int, is_inverse: bool) -> Numbers:
-    """See `_native.swap_or_not`.
-
-    In each round, x and its partner (K - x) mod size change places, or not. K and an offset are
+    """In each round, x and its partner (K - x) mod size change places, or not. K and an offset are
     NumPy's own draws; the top bit of a hash of the larger of the two, SplitMix64's finalizer,
     decides.
     """
@@ -627,10 +542,7 @@ def fill_in_middle(
     pad_token: int | None,
     seed: int,
 ) -> tuple[Numbers, Numbers]:
-    """See `_native.fill_in_middle`.
-
-    The draws are NumPy's own: four words of Philox for each document.
-    """
+    """The draws are NumPy's own: four words of Philox for each document."""
 
     def permuted(document: list[tuple[int, int]], draw: list[int]) -> list[tuple[int, int]]:
         cuts = sorted(word * (len(document) + 1) >> 64 for word in draw[2:])
@@ -685,8 +597,7 @@ def _bounds(ends: Numbers, num_tokens: int) -> list[tuple[int, int]]:
 
 def mark_repeats(
     tokens: Numbers, ends: Numbers, max_period: int, min_repeats: int, is_whole: bool
-) -> NDArray[np.uint8]:
-    """See `_native.mark_repeats`."""
+) -> Bytes:
     marks = np.zeros(len(tokens), np.uint8)
     for start, end in _bounds(ends, len(tokens)):
         sample, row = tokens[start:end].tolist(), marks[start:end]
@@ -700,10 +611,7 @@ def mark_repeats(
     return marks
 
 
-def mark_ranges(
-    ranges: NDArray[np.int32], sequences: Numbers, offsets: Numbers, counts: Numbers
-) -> NDArray[np.uint8]:
-    """See `_native.mark_ranges`."""
+def mark_ranges(ranges: Lengths, sequences: Numbers, offsets: Numbers, counts: Numbers) -> Bytes:
     if np.any(offsets < 0) or np.any(counts < 0):
         raise ValueError("an offset or a count is negative")
     places = {
@@ -721,9 +629,8 @@ def mark_ranges(
 
 
 def mask_losses(
-    loss_masks: NDArray[np.float32], flags: NDArray[np.uint8], ends: Numbers
+    loss_masks: NDArray[np.float32], flags: Bytes, ends: Numbers
 ) -> NDArray[np.float32]:
-    """See `_native.mask_losses`."""
     out: NDArray[np.float32] = loss_masks.copy()
     for row, (start, end) in zip(out, _bounds(ends, len(flags)), strict=True):
         labels = flags[start + 1 : end]

@@ -90,14 +90,11 @@ def test_numbers_and_arguments_outside_their_limits_are_refused() -> None:
                     module.swap_or_not(np.array([bad]), size, 0, False)
     nothing = np.empty(0, np.int64)
     assert len(_native.swap_or_not(nothing, 0, 0, False)) == 0
-    for size in (-1, 2**63):
-        with pytest.raises(ConfigError, match="size is"):
-            _native.swap_or_not(nothing, size, 0, False)
-    for key in (-1, 2**64):
-        with pytest.raises(ConfigError, match="key is"):
-            _native.swap_or_not(nothing, 1, key, False)
+    for size, key in ((2**63, 0), (1, -1), (1, 2**64)):
+        with pytest.raises(TypeError, match="incompatible"):
+            _native.swap_or_not(nothing, size, key, False)
     for bad_array in (nothing.astype(np.int32), nothing.reshape(0, 1), np.arange(4)[::2]):
-        with pytest.raises(ConfigError, match="numbers has shape"):
+        with pytest.raises(TypeError, match="incompatible"):
             _native.swap_or_not(bad_array, 1, 0, False)
 
 

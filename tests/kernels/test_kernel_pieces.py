@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from tests.kernels import reference
 
 from millrace import _native
-from millrace.errors import ConfigError
 
 # Around the pieces of one call (1,024 entries), the gap that is read over (4,096 bytes) and powers
 # of two.
@@ -32,11 +31,25 @@ def int64(values: object) -> np.ndarray:
     return np.array(values, np.int64).reshape(-1)
 
 
+def read_into(
+    buffer: np.ndarray,
+    path: Path,
+    offsets: Any,
+    sizes: Any,
+    targets: Any,
+    module: Any = _native,
+    **options: Any,
+) -> int:
+    with open(path, "rb") as file:
+        columns = int64(offsets), int64(sizes), buffer, int64(targets)
+        bits: int = module.read_pieces(file.fileno(), *columns, **options)
+    return bits
+
+
 def read(module: Any, path: Path, offsets: Any, sizes: Any, targets: Any, size: int) -> np.ndarray:
     """The buffer of `size` bytes after a read into it; what is not written stays 7."""
     buffer = np.full(size, 7, np.uint8)
-    with open(path, "rb") as file:
-        module.read_pieces(file.fileno(), int64(offsets), int64(sizes), buffer, int64(targets))
+    read_into(buffer, path, offsets, sizes, targets, module)
     return buffer
 
 
@@ -129,16 +142,9 @@ def test_a_piece_outside_is_refused_before_anything_is_read(
 ) -> None:
     (tmp_path / "data").write_bytes(bytes(range(20)))
     buffer = np.full(10, 7, np.uint8)
-    with open(tmp_path / "data", "rb") as file:
-        for module in (_native, reference):
-            with pytest.raises(ValueError, match="outside"):
-                module.read_pieces(
-                    file.fileno(),
-                    int64([0, offset]),
-                    int64([1, size]),
-                    buffer,
-                    int64([0, target]),
-                )
+    for module in (_native, reference):
+        with pytest.raises(ValueError, match="outside"):
+            read_into(buffer, tmp_path / "data", [0, offset], [1, size], [0, target], module)
     assert buffer.tolist() == [7] * 10
 
 
@@ -156,44 +162,36 @@ def test_the_or_of_words_equals_its_twin(
     bounds = sorted(data.draw(st.lists(st.integers(0, len(words)), min_size=2, max_size=20)))
     pairs = data.draw(st.permutations(list(itertools.pairwise(bounds))[::2]))
     starts, stops = int64([pair[0] for pair in pairs]), int64([pair[1] for pair in pairs])
-    results = []
-    with open(path, "rb") as file:
-        for module in (_native, reference):
-            buffer = np.zeros(len(words) * 4, np.uint8)
-            columns = 4 * starts, 4 * (stops - starts), buffer, 4 * starts
-            results.append(module.read_pieces(file.fileno(), *columns, or_words=True))
-            assert module.read_pieces(file.fileno(), *columns) == 0
+    columns = path, 4 * starts, 4 * (stops - starts), 4 * starts
     expected = [int(np.bitwise_or.reduce(words[start:stop])) for start, stop in pairs]
-    assert results == [functools.reduce(operator.or_, expected, 0)] * 2
+    for module in (_native, reference):
+        buffer = np.zeros(len(words) * 4, np.uint8)
+        bits = read_into(buffer, *columns, module, or_words=True)
+        assert bits == functools.reduce(operator.or_, expected, 0)
+        assert read_into(buffer, *columns, module) == 0
 
 
 def test_pieces_that_are_not_of_words_are_refused(tmp_path: Path) -> None:
     (tmp_path / "data").write_bytes(bytes(20))
     buffer = np.full(10, 7, np.uint8)
-    with open(tmp_path / "data", "rb") as file:
-        for module in (_native, reference):
-            columns = int64([0, 4]), int64([4, 6]), buffer, int64([0, 4])
-            with pytest.raises(ValueError, match="not 32-bit words"):
-                module.read_pieces(file.fileno(), *columns, or_words=True)
+    for module in (_native, reference):
+        with pytest.raises(ValueError, match="not 32-bit words"):
+            read_into(buffer, tmp_path / "data", [0, 4], [4, 6], [0, 4], module, or_words=True)
     assert buffer.tolist() == [7] * 10
 
 
 def test_arrays_of_other_sizes_shapes_and_dtypes_are_refused() -> None:
     one, two, buffer = int64([0]), int64([0, 0]), np.zeros(4, np.uint8)
-    for columns in ((one, one, two), (one, two, one), (two, one, one)):
-        with pytest.raises(ConfigError, match="numbers; as many of each are needed"):
-            _native.read_pieces(0, columns[0], columns[1], buffer, columns[2])
-    for bad in (one.astype(np.int32), one.reshape(1, 1), np.zeros(4, np.int64)[::2]):
-        for place in range(3):
-            columns = (one,) * place + (bad,) + (one,) * (2 - place)
-            with pytest.raises(ConfigError, match=r"a contiguous \[n\] of int64 is needed"):
-                _native.read_pieces(0, columns[0], columns[1], buffer, columns[2])
-    for bad in (buffer.astype(np.int8), buffer.reshape(2, 2), buffer[::2]):
-        with pytest.raises(ConfigError, match=r"a contiguous \[n\] of uint8 is needed"):
-            _native.read_pieces(0, one, one, bad, one)
-    buffer.flags.writeable = False
-    with pytest.raises(ConfigError, match="buffer is read-only"):
-        _native.read_pieces(0, one, one, buffer, one)
+    for offsets, sizes, targets in ((one, one, two), (one, two, one), (two, one, one)):
+        with pytest.raises(ValueError, match="differ in size"):
+            _native.read_pieces(0, offsets, sizes, buffer, targets)
+    arguments = {"byte_offsets": one, "sizes": one, "buffer": buffer, "targets": one}
+    read_only = buffer.copy()
+    read_only.flags.writeable = False
+    for bad in (one.astype(np.int32), one.reshape(1, 1), np.zeros(4, np.int64)[::2], read_only):
+        for name in arguments:
+            with pytest.raises(TypeError, match="incompatible"):
+                _native.read_pieces(0, **(arguments | {name: bad}))
 
 
 @pytest.mark.parametrize(
@@ -202,13 +200,12 @@ def test_arrays_of_other_sizes_shapes_and_dtypes_are_refused() -> None:
 def test_a_file_that_ends_inside_a_piece_is_refused(tmp_path: Path, offset: int, size: int) -> None:
     (tmp_path / "data").write_bytes(b"12345")
     buffer = np.zeros(20, np.uint8)
-    columns = int64([0, offset, 2**50]), int64([2, size, 0]), int64([10, 0, 0])
-    with open(tmp_path / "data", "rb") as file:
-        for module in (_native, reference):
-            with pytest.raises(ValueError, match="the file ends at byte 5"):
-                module.read_pieces(file.fileno(), columns[0], columns[1], buffer, columns[2])
-        with pytest.raises(ValueError, match=f"piece 1 has {size} bytes from byte {offset} on"):
-            _native.read_pieces(file.fileno(), columns[0], columns[1], buffer, columns[2])
+    columns = tmp_path / "data", [0, offset, 2**50], [2, size, 0], [10, 0, 0]
+    for module in (_native, reference):
+        with pytest.raises(ValueError, match="the file ends at byte 5") as caught:
+            read_into(buffer, *columns, module)
+        if module is _native:
+            assert f"piece 1 has {size} bytes from byte {offset} on" in str(caught.value)
     assert read(_native, tmp_path / "data", [2**40], [0], [5], 5).tolist() == [7] * 5
 
 
@@ -217,11 +214,8 @@ def test_a_read_that_fails_is_an_os_error(tmp_path: Path) -> None:
     folder = os.open(tmp_path, os.O_RDONLY)
     reader, writer = os.pipe()
     try:
-        for descriptor, number in (
-            (-1, errno.EBADF),
-            (folder, errno.EISDIR),
-            (reader, errno.ESPIPE),
-        ):
+        numbers = {-1: errno.EBADF, folder: errno.EISDIR, reader: errno.ESPIPE}
+        for descriptor, number in numbers.items():
             with pytest.raises(OSError, match=os.strerror(number)) as caught:
                 _native.read_pieces(descriptor, one, one, buffer, one)
             assert caught.value.errno == number
@@ -233,24 +227,19 @@ def test_a_read_that_fails_is_an_os_error(tmp_path: Path) -> None:
 @pytest.mark.skipif(not os.path.exists("/proc/self/mem"), reason="needs Linux")
 def test_an_io_error_is_an_os_error_with_its_number() -> None:
     """Memory that is not mapped cannot be read: the kernel answers EIO."""
-    with open("/proc/self/mem", "rb") as file, pytest.raises(OSError, match="error") as caught:
-        _native.read_pieces(
-            file.fileno(), int64([0]), int64([1]), np.zeros(1, np.uint8), int64([0])
-        )
+    with pytest.raises(OSError, match="error") as caught:
+        read_into(np.zeros(1, np.uint8), Path("/proc/self/mem"), [0], [1], [0])
     assert caught.value.errno == errno.EIO
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="needs Linux")
 def test_reads_that_come_back_short_are_continued() -> None:
     """One read of /proc/self/smaps returns a few pages at most, and never half a line."""
-    with open("/proc/self/smaps", "rb") as file:
-        size = len(file.read()) // 2
-        offsets = np.arange(0, size - 16, 16)
-        targets = offsets[::-1].copy()
-        buffer = np.zeros(size, np.uint8)
-        _native.read_pieces(
-            file.fileno(), offsets, np.full(len(offsets), 16, np.int64), buffer, targets
-        )
+    path = Path("/proc/self/smaps")
+    size = len(path.read_bytes()) // 2
+    offsets = np.arange(0, size - 16, 16)
+    buffer = np.zeros(size, np.uint8)
+    read_into(buffer, path, offsets, np.full(len(offsets), 16), offsets[::-1].copy())
     lines = buffer[: 16 * len(offsets)].reshape(-1, 16)[::-1].tobytes().split(b"\n")[:-1]
     assert len(lines) > 100
     assert all(re.match(rb"[0-9a-f]+-[0-9a-f]+ |[A-Z][A-Za-z_]*:", line) for line in lines)
@@ -271,9 +260,8 @@ def test_signals_do_not_disturb_a_read(tmp_path: Path) -> None:
     signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
     try:
         buffer = np.zeros(len(content), np.uint8)
-        with open(tmp_path / "data", "rb") as file:
-            for _ in range(5):
-                _native.read_pieces(file.fileno(), offsets, sizes, buffer, targets)
+        for _ in range(5):
+            read_into(buffer, tmp_path / "data", offsets, sizes, targets)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -293,11 +281,9 @@ def test_the_gil_is_free_during_a_read() -> None:
     thread = threading.Thread(target=tick)
     thread.start()
     try:
-        with open("/dev/zero", "rb") as file:
-            size = 1 << 26
-            buffer = np.empty(size, np.uint8)
-            for _ in range(5):
-                _native.read_pieces(file.fileno(), int64([0]), int64([size]), buffer, int64([0]))
+        buffer = np.empty(1 << 26, np.uint8)
+        for _ in range(5):
+            read_into(buffer, Path("/dev/zero"), [0], [1 << 26], [0])
     finally:
         is_done.set()
         thread.join()
@@ -320,37 +306,3 @@ def test_a_cold_file_is_read_as_a_warm_one_is(tmp_path: Path, size: int) -> None
     actual = read(_native, tmp_path / "data", offsets, sizes, targets, int(sizes.sum()))
     expected = _native.copy_pieces(content, offsets, sizes)
     np.testing.assert_array_equal(actual, expected, strict=True)
-
-
-def test_shared_and_mapped_buffers_are_filled(tmp_path: Path) -> None:
-    from multiprocessing import shared_memory
-
-    (tmp_path / "data").write_bytes(b"abcdef")
-    memory = shared_memory.SharedMemory(create=True, size=8)
-    try:
-        buffer = np.frombuffer(memory.buf, np.uint8)
-        with open(tmp_path / "data", "rb") as file:
-            _native.read_pieces(file.fileno(), int64([0, 3]), int64([3, 3]), buffer, int64([4, 1]))
-        assert buffer[1:7].tobytes() == b"defabc"
-        del buffer
-    finally:
-        memory.close()
-        memory.unlink()
-
-
-def test_a_file_that_shrinks_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "data"
-    path.write_bytes(bytes(100))
-    with open(path, "rb") as file:
-        os.truncate(path, 60)
-        with pytest.raises(
-            ValueError,
-            match="the file ends at byte 60, before the end of a piece: piece 1 has 50",
-        ):
-            _native.read_pieces(
-                file.fileno(),
-                int64([0, 50]),
-                int64([50, 50]),
-                np.zeros(100, np.uint8),
-                int64([50, 0]),
-            )

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.kernels import reference
 
-from millrace import _native
+from millrace import _core, _native
 
 # Around the kernel's blocks of 512 targets, the generator's of 624 words, and powers of two.
 SIZES = sorted(
@@ -22,15 +22,23 @@ SIZES = sorted(
 SEEDS = [0, 1, -1, 12345, 2**31, 2**32 - 1, 2**32, 2**63, 2**64 - 1, -(2**63)]
 
 
+def assert_twin(size: int, seed: int, has_64_bit_draws: bool, dtype: Any = np.int64) -> None:
+    """With either kind of draws: those of 64 bits belong to sizes that take gigabytes."""
+    like = np.empty(0, dtype)
+    actual = _core.torch_randperm(size, seed % 2**32, has_64_bit_draws, like)
+    expected = reference.torch_randperm(size, seed, dtype=dtype, has_64_bit_draws=has_64_bit_draws)
+    np.testing.assert_array_equal(actual, expected, strict=True)
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", [np.uint32, np.int64])
 def test_torch_randperm_equals_its_twin(size: int, dtype: Any) -> None:
     for seed in SEEDS:
         for has_64_bit_draws in (False, True):
-            options = {"dtype": dtype, "has_64_bit_draws": has_64_bit_draws}
-            actual = _native.torch_randperm(size, seed, **options)
-            expected = reference.torch_randperm(size, seed, **options)
-            np.testing.assert_array_equal(actual, expected, strict=True)
+            assert_twin(size, seed, has_64_bit_draws, dtype)
+        actual = _native.torch_randperm(size, seed, dtype=dtype)
+        expected = reference.torch_randperm(size, seed, dtype=dtype)
+        np.testing.assert_array_equal(actual, expected, strict=True)
 
 
 @given(
@@ -40,9 +48,7 @@ def test_torch_randperm_equals_its_twin(size: int, dtype: Any) -> None:
 def test_torch_randperm_equals_its_twin_for_any_seed(
     size: int, seed: int, has_64_bit_draws: bool
 ) -> None:
-    actual = _native.torch_randperm(size, seed, has_64_bit_draws=has_64_bit_draws)
-    expected = reference.torch_randperm(size, seed, has_64_bit_draws=has_64_bit_draws)
-    np.testing.assert_array_equal(actual, expected, strict=True)
+    assert_twin(size, seed, has_64_bit_draws)
 
 
 def assert_equals_torch(size: int, seed: int) -> None:
@@ -82,24 +88,17 @@ def compare_at_the_limit() -> None:
         assert zlib.crc32(ends.tobytes()) == checksum, size
 
 
-@pytest.mark.parametrize("dtype", [np.int32, np.uint64, np.float64, ">i8"])
-def test_torch_randperm_refuses_other_dtypes(dtype: Any) -> None:
-    with pytest.raises(ValueError, match="uint32 or int64 is needed"):
-        _native.torch_randperm(3, 0, dtype=dtype)
-
-
-@pytest.mark.parametrize("seed", [-(2**63) - 1, 2**64])
-def test_torch_randperm_refuses_seeds_that_torch_refuses(seed: int) -> None:
-    with pytest.raises(ValueError, match=r"seed is .* is possible"):
-        _native.torch_randperm(3, seed)
-
-
-def test_torch_randperm_refuses_impossible_sizes() -> None:
-    with pytest.raises(ValueError, match=r"size is -1"):
-        _native.torch_randperm(-1, 0)
-    with pytest.raises(ValueError, match=r"size is \d+; 0 to 4294967296 is possible for uint32"):
-        _native.torch_randperm(2**32 + 1, 0, dtype=np.uint32)
-    with pytest.raises(ValueError, match=r"32-bit draws"):
-        _native.torch_randperm(2**32, 0, has_64_bit_draws=False)
-    with pytest.raises(ValueError, match=r"size is \d+; 0 to"):
-        _native.torch_randperm(2**62, 0)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        *(((3, 0, t), "uint32 or int64 is needed") for t in (np.int32, np.uint64, "f8", ">i8")),
+        *(((3, seed), "seed is .* is possible") for seed in (-(2**63) - 1, 2**64)),
+        ((-1, 0), "size is -1"),
+        ((2**32 + 1, 0, np.uint32), r"size is \d+; 0 to 4294967296 is possible for uint32"),
+        ((2**62, 0), r"size is \d+; 0 to"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: tuple[Any, ...], message: str) -> None:
+    size, seed, *dtype = arguments
+    with pytest.raises(ValueError, match=message):
+        _native.torch_randperm(size, seed, dtype=dtype[0] if dtype else np.int64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -94,13 +95,12 @@ def test_equals_its_twin_for_any_documents(data: st.DataObject) -> None:
         "dtype": data.draw(st.sampled_from([np.int32, np.int64])),
     }
     try:
-        expected = reference.sample_index(*arguments, **options)
+        reference.sample_index(*arguments, **options)
     except ValueError:
         with pytest.raises(ValueError, match="documents hold"):
             _native.sample_index(*arguments, **options)
     else:
-        actual = _native.sample_index(*arguments, **options)
-        np.testing.assert_array_equal(actual, expected, strict=True)
+        assert_twin(*arguments, **options)
 
 
 @pytest.mark.parametrize("extra", [False, True])
@@ -137,25 +137,19 @@ def test_a_last_sample_may_be_empty_only_where_its_end_has_a_name() -> None:
             function(lengths, documents, 2, 4, add_extra_token=False, allow_partial=True)
 
 
-@pytest.mark.parametrize("entry", [-1, 3, 2**31 - 1, -(2**31)])
-@pytest.mark.parametrize("place", [0, 1, 31, 32, 33, 99])
 @pytest.mark.parametrize("partial", [False, True])
-def test_refuses_entries_outside_the_sequences(entry: int, place: int, partial: bool) -> None:
+def test_refuses_entries_outside_the_sequences_and_negative_lengths(partial: bool) -> None:
     lengths, documents = int32([3, 4, 5]), int32([0, 1, 2, 1] * 25)
     num_samples = (int(lengths[documents].sum()) - 1) // 3
-    documents[place] = entry
     for function in (_native.sample_index, reference.sample_index):
-        with pytest.raises(ValueError, match="document_index"):
-            function(lengths, documents, 3, num_samples, allow_partial=partial)
-
-
-@pytest.mark.parametrize("length", [-1, -(2**31)])
-@pytest.mark.parametrize("partial", [False, True])
-def test_refuses_negative_lengths(length: int, partial: bool) -> None:
-    lengths, documents = int32([3, 4, length, 5]), int32([0, 1, 2, 3])
-    for function in (_native.sample_index, reference.sample_index):
-        with pytest.raises(ValueError, match="negative"):
-            function(lengths, documents, 3, 4, allow_partial=partial)
+        for place, entry in product((0, 1, 31, 32, 33, 99), (-1, 3, 2**31 - 1, -(2**31))):
+            wrong = documents.copy()
+            wrong[place] = entry
+            with pytest.raises(ValueError, match="document_index"):
+                function(lengths, wrong, 3, num_samples, allow_partial=partial)
+        for length in (-1, -(2**31)):
+            with pytest.raises(ValueError, match="negative"):
+                function(int32([3, 4, length]), documents, 3, 4, allow_partial=partial)
 
 
 @pytest.mark.parametrize(
@@ -218,5 +212,6 @@ def test_refuses_wrong_arguments(arguments: dict[str, Any]) -> None:
         "num_samples": 1,
     }
     _native.sample_index(**right)
-    with pytest.raises(ValueError, match=next(iter(arguments)).split("_")[0]):
+    name = next(iter(arguments)).split("_")[0]
+    with pytest.raises((ValueError, TypeError), match=f"{name}|incompatible"):
         _native.sample_index(**(right | arguments))

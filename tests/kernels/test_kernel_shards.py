@@ -27,7 +27,7 @@ def gather(module: Any, shards: Any, sizes: list[int], length: int, numbers: Any
     options = SampleOptions(sequence_length=length, add_extra_token=False)
     places = np.zeros(len(numbers), np.int64)
     rows = module.gather_samples((source,), (order,), places, numbers, options)
-    form = module.row_form(parts=True)
+    form = module.RowForm(parts=True)
     with_parts = module.gather_samples((source,), (order,), places, numbers, options, form)
     tokens = module.gather_tokens((source,), (order,), places, numbers)
     spans = module.spans(order, numbers)

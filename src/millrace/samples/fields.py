@@ -130,7 +130,7 @@ def row_form(form: BatchForm | None) -> _native.RowForm | None:
     """A form for the core; objects of the core cannot be pickled, so no form holds one."""
     if form is None:
         return None
-    return _native.row_form(
+    return _native.RowForm(
         **{name: name in form.fields for name in FIELDS},
         parts=needs_parts(form),
         token_dtype=form.token_dtype,

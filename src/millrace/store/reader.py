@@ -209,7 +209,7 @@ class IndexedDataset:
 
     def token_source(self) -> _native.TokenSource:
         """The tokens for the core."""
-        return _native.token_source(
+        return _native.TokenSource(
             np.empty(0, self.dtype) if self._bytes is None else self.tokens,
             self.sequence_pointers,
             self.sequence_lengths,
