@@ -7,7 +7,7 @@ import pytest
 
 from millrace import ConfigError, normalize
 from millrace.deferred import Deferred
-from millrace.order import BlendOrder, Mixture, build_blend_indices, mixtures
+from millrace.order import BlendOrder, Mixture, blends, build_blend_indices
 
 WEIGHTS = [5.0, 2.0, 0.1, 1.0]
 
@@ -22,7 +22,7 @@ def blend() -> Mixture:
 def test_find_is_the_reverse_of_draws(
     blend: Mixture, monkeypatch: pytest.MonkeyPatch, chunk_size: int
 ) -> None:
-    monkeypatch.setattr(mixtures, "_CHUNK_SIZE", chunk_size)
+    monkeypatch.setattr(blends, "_CHUNK_SIZE", chunk_size)
     every = np.arange(len(blend))
     sources, numbers = blend.draws(every)
     total = blend.counts(len(blend))

@@ -9,7 +9,7 @@ from millrace.errors import ConfigError
 from millrace.feed.streams import ExternalBatches, StreamDataset, StreamSampler
 from millrace.samples.tokens import TokenStream
 from millrace.sampling import SequentialSampler
-from millrace.sampling.protocols import RankSampler
+from millrace.sampling.samplers import RankSampler
 from millrace.store import IndexedDataset
 
 

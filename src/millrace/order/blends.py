@@ -1,30 +1,140 @@
-"""Which dataset each sample of a blend comes from."""
+"""From which dataset each sample is drawn: what a mixture is, and Megatron-LM's blend."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from millrace import _native
 from millrace.checks import real, reals, shown, whole, whole_numbers
+from millrace.deferred import Deferred
 from millrace.errors import ConfigError
+from millrace.order.spans import RULES_VERSION
 
 SURPLUS = 0.005
 """The part of its share that Megatron-LM builds of each dataset beyond the share."""
 
 _MOST_SURPLUS = 1_000_000  # keeps the number of samples to build countable
 
-_CHUNK_SIZE = 1 << 22  # entries to count at a time: np.bincount needs 8 bytes for each
+_CHUNK_SIZE = 1 << 22  # draws to count or search at a time: np.bincount needs 8 bytes for each
+
+
+class Mixture(Protocol):
+    """From which source each sample is drawn: a pure function of the sample number.
+
+    `BlendedDataset(datasets, order=...)` takes any mixture. A source is the number of a dataset;
+    each source gives its samples in order, so that the n-th draw from it is its sample n.
+    """
+
+    def __len__(self) -> int:
+        """The number of samples."""
+
+    def draws(self, sample_numbers: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """The sources, integers [batch], of samples in [0, len), and their numbers in them."""
+
+    def find(self, source: int, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The reverse of `draws`: the sample numbers of some samples of a source, int64 [numbers];
+        -1 for a sample that the mixture never draws."""
+
+    def counts(self, sample_number: int) -> NDArray[np.int64]:
+        """How many samples of each source are drawn before a sample number: int64 [sources]."""
+
+    def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
+        """What decides the draws: see `Order.fingerprint`."""
+
+
+class BlendIndices(NamedTuple):
+    """The dataset that each sample of a blend comes from, and the sample's number in it: [size]."""
+
+    dataset_index: NDArray[np.int16]
+    dataset_sample_index: NDArray[np.int64]
+
+
+class BlendOrder:
+    """Megatron-LM's mixture, by normalised weights; its indices are loaded at the first sample."""
+
+    def __init__(
+        self, weights: Sequence[float], size: int, indices: Deferred[BlendIndices]
+    ) -> None:
+        self.weights = list(weights)
+        self._size = size
+        self._indices = indices
+
+    def __len__(self) -> int:
+        return self._size
+
+    @property
+    def indices(self) -> BlendIndices:
+        return self._indices.value
+
+    def draws(
+        self, sample_numbers: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+        return _native.look_up_draws(*self.indices, sample_numbers)
+
+    def find(self, source: int, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """See `Mixture.find`; reads the index up to the last of the draws."""
+        whole("the source", source, 0, len(self.weights) - 1)
+        numbers = whole_numbers("numbers", numbers)
+        found = np.full(len(numbers), -1, np.int64)
+        index, num_passed = self.indices.dataset_index, 0
+        for start in range(0, len(index), _CHUNK_SIZE):
+            places = np.flatnonzero(index[start : start + _CHUNK_SIZE] == source)
+            is_here = (num_passed <= numbers) & (numbers < num_passed + len(places))
+            found[is_here] = start + places[numbers[is_here] - num_passed]
+            num_passed += len(places)
+            if np.all(numbers < num_passed):
+                break
+        return found
+
+    def counts(self, sample_number: int) -> NDArray[np.int64]:
+        sample_number = whole("sample_number", sample_number, 0, len(self))
+        return count_draws(self.indices.dataset_index[:sample_number], len(self.weights))
+
+    def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
+        """What decides the draws: all of them, since the weights decide them all."""
+        rules = {"kind": "blend", "rules": RULES_VERSION}
+        return {**rules, "size": len(self), "weights": self.weights}
+
+
+def build_blend_indices(
+    names: Sequence[str], lengths: Sequence[int], weights: Sequence[float] | None, size: int | None
+) -> BlendIndices:
+    """The indices of a blend; ConfigError if it draws more samples of a dataset than it has.
+
+    Args:
+        names: What to call each dataset in a message.
+        lengths: Number of samples of each dataset.
+        weights: Weight of each dataset; None: its length.
+        size: Number of samples; None: all samples of all datasets.
+    """
+    if size is None:
+        indices = blend_exhaustively(lengths)
+    else:
+        indices = blend(lengths if weights is None else weights, size)
+    counts = count_draws(indices.dataset_index, len(lengths)).tolist()
+    short = [
+        f"  dataset {number} ({name}): has {length}, {count} are drawn, {count - length} short"
+        for number, (name, length, count) in enumerate(zip(names, lengths, counts, strict=True))
+        if count > length
+    ]
+    if short:
+        table = "\n".join(short)
+        raise ConfigError(
+            f"the blend draws more samples than {len(short)} of its datasets have:\n{table}\n"
+            "Build these with a larger num_samples or surplus (see samples_per_dataset)"
+        )
+    return indices
 
 
 def normalize(weights: Sequence[float]) -> list[float]:
     """The weights divided by their sum, in float64 and in NumPy's order of addition.
 
-    Raises:
-        ConfigError: If a weight is not a number, negative or not finite, or if all are 0.
+    A weight that is not a number, negative or not finite is a ConfigError, as are zeros alone.
     """
     weights = reals("the weights", weights)
     total = sum(weights) if all(weight >= 0 for weight in weights) else math.nan
@@ -33,8 +143,7 @@ def normalize(weights: Sequence[float]) -> list[float]:
             f"the weights are {shown(weights)}; they must be finite, not below 0, and not all 0"
         )
     array = np.array(weights, dtype=np.float64)
-    normalized: list[float] = (array / np.sum(array)).tolist()
-    return normalized
+    return (array / np.sum(array)).tolist()  # type: ignore[no-any-return]
 
 
 def samples_per_dataset(
@@ -46,37 +155,26 @@ def samples_per_dataset(
     rule may draw a little more than its share from a dataset: hence the surplus.
 
     Args:
-        weights: Positive weights with the sum 1, as `normalize` returns them.
+        weights: Positive weights with the sum 1, as `normalize` returns them; others are a
+            ConfigError.
         num_samples: Smallest size of the blend.
-        surplus: Part of each share to build beyond it.
-
-    Raises:
-        ConfigError: If a weight is not positive, the weights have another sum, or another argument
-            is out of range.
+        surplus: Part of each share to build beyond it, 0 or more.
     """
     num_samples = whole("num_samples", num_samples, 0, _native.MAX_INT64)
-    surplus = check_surplus(surplus)
-    weights = _checked_weights(weights)
+    surplus, weights = check_surplus(surplus), _checked_weights(weights)
     if not math.isclose(sum(weights), 1.0, rel_tol=1e-5):
         raise ConfigError(f"the weights sum to {sum(weights)}; normalize() makes that 1")
     shares = [math.ceil(num_samples * weight) for weight in weights]
     return [(share, math.ceil(share * (1 + surplus))) for share in shares]
 
 
-def blend(
-    weights: Sequence[float], size: int, *, threads: int | None = None
-) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+def blend(weights: Sequence[float], size: int, *, threads: int | None = None) -> BlendIndices:
     """Mixes datasets by weight: each sample comes from the one that lags most behind its weight.
 
     Args:
         weights: Positive weights, one for each dataset; they are normalised.
         size: Number of samples.
-        threads: Number of worker threads, on which the result does not depend; None: one for each
-            core.
-
-    Returns:
-        dataset_index int16 [size], the dataset of each sample, and dataset_sample_index int64
-        [size], the sample's number in that dataset.
+        threads: Number of worker threads; the result does not depend on it. None: one per core.
 
     Raises:
         ConfigError: If a weight is not positive and finite, there are too many datasets, or another
@@ -86,38 +184,20 @@ def blend(
     size = whole("the blend's size", size, 0, _native.MAX_INT64 // 8)
     normalized = normalize(_checked_weights(weights))
     _checked_weights(normalized)  # a weight far below a larger one may have become 0
-    return _native.blend_by_weights(np.array(normalized), size, threads)
+    return BlendIndices(*_native.blend_by_weights(np.array(normalized), size, threads))
 
 
-def blend_exhaustively(
-    sizes: Sequence[int], *, threads: int | None = None
-) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
-    """Mixes datasets evenly until each has given all its samples.
-
-    Args:
-        sizes: Each dataset's number of samples, at least 0.
-        threads: Number of worker threads, on which the result does not depend; None: one for each
-            core.
-
-    Returns:
-        dataset_index int16 [sum of sizes] and dataset_sample_index int64 [sum of sizes].
-
-    Raises:
-        ConfigError: If a size is negative, there are too many datasets, or `threads` is below 1.
-    """
+def blend_exhaustively(sizes: Sequence[int], *, threads: int | None = None) -> BlendIndices:
+    """Mixes datasets of some sizes evenly until each has given all its samples; see `blend`."""
     threads = _checked_threads(threads)
     sizes = [whole("a dataset's size", size, 0) for size in sizes]
     _check_count(len(sizes))
     whole("the sum of the datasets' sizes", sum(sizes), most=_native.MAX_INT64 // 8)
-    return _native.blend_by_sizes(np.array(sizes, dtype=np.int64), threads)
+    return BlendIndices(*_native.blend_by_sizes(np.array(sizes, dtype=np.int64), threads))
 
 
 def count_draws(dataset_index: NDArray[np.int16], num_datasets: int) -> NDArray[np.int64]:
-    """How many samples a blend draws from each dataset: int64 [num_datasets].
-
-    Raises:
-        ConfigError: If an entry is not the number of a dataset.
-    """
+    """How many samples a blend draws from each dataset: int64 [num_datasets]."""
     counts = np.zeros(whole("num_datasets", num_datasets, 0), np.int64)
     for start in range(0, len(dataset_index), _CHUNK_SIZE):
         chunk = whole_numbers("the dataset numbers", dataset_index[start : start + _CHUNK_SIZE])
@@ -131,11 +211,7 @@ def count_draws(dataset_index: NDArray[np.int16], num_datasets: int) -> NDArray[
 
 
 def check_surplus(surplus: float) -> float:
-    """The surplus as a float.
-
-    Raises:
-        ConfigError: If it is not a number in the valid range.
-    """
+    """The surplus as a float; ConfigError for a number outside its range."""
     number = real("the surplus", surplus)
     if not 0 <= number <= _MOST_SURPLUS:
         raise ConfigError(f"the surplus is {number}; 0 to {_MOST_SURPLUS:,} is possible")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,33 +31,19 @@ MAX_SEED = 2**32 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class GPTPlan:
-    """Epochs and samples, known before any index is built: Megatron-LM's `OrderPlan`.
+    """Epochs and samples, known before any index is built: Megatron-LM's `OrderPlan`."""
 
-    Attributes:
-        num_tokens_per_epoch: Number of tokens in the range of sequences.
-        num_samples: Number of samples, at least as many as asked for.
-        num_epochs: The smallest number of epochs that holds the samples asked for.
-        num_samples_before_final_epoch: Where the shuffle is cut; None: all is one shuffle.
-        sequence_length: Tokens to train on in a sample.
-        add_extra_token: Whether a sample has one more token, for the last label.
-        allow_partial: Whether the last sample may be shorter.
-    """
-
-    num_tokens_per_epoch: int = field(metadata=NOT_IN_KEY)
-    num_samples: int
-    num_epochs: int
-    num_samples_before_final_epoch: int | None
+    num_tokens_per_epoch: int = field(metadata=NOT_IN_KEY)  # in the range of sequences
+    num_samples: int  # at least as many as asked for
+    num_epochs: int  # the fewest that hold the samples asked for
+    num_samples_before_final_epoch: int | None  # where the shuffle is cut; None: all is one
     sequence_length: int = field(metadata=NOT_IN_KEY)
     add_extra_token: bool = field(metadata=NOT_IN_KEY)
-    allow_partial: bool
+    allow_partial: bool  # the last sample may be shorter
 
     @classmethod
     def of(cls, inputs: OrderInputs) -> GPTPlan:
-        """See `OrderPlan.of` and `plan_gpt`.
-
-        Raises:
-            DataError: Lengths of more tokens than the token file holds.
-        """
+        """See `plan_gpt`; a DataError for lengths of more tokens than the token file holds."""
         start, stop = inputs.sequences
         num_tokens = int(np.sum(inputs.lengths[start:stop], dtype=np.int64))
         if num_tokens > inputs.num_tokens:
@@ -75,7 +60,6 @@ class GPTPlan:
         )
 
     def arrays(self, inputs: OrderInputs) -> Layout:
-        """The forms of `GPTIndices`."""
         start, stop = inputs.sequences
         num_entries, num_samples = (stop - start) * self.num_epochs, self.num_samples
         return {
@@ -85,75 +69,37 @@ class GPTPlan:
         }
 
     def build(self, inputs: OrderInputs) -> Arrays:
-        """See `build_gpt_indices`."""
         return build_gpt_indices(inputs.lengths, inputs.sequences, self, inputs.seed)._asdict()
 
     def load(self, inputs: OrderInputs, arrays: Deferred[Arrays]) -> GPTOrder:
-        """The order."""
-        return GPTOrder(
-            self,
-            sequences=inputs.sequences,
-            seed=inputs.seed,
-            lengths=Deferred(inputs.load_lengths),
-            indices=Deferred(partial(_indices_of, arrays)),
-        )
+        return GPTOrder(self, inputs, arrays)
 
 
 class GPTIndices(NamedTuple):
-    """The indices of one dataset and split.
+    """The indices of one dataset and split."""
 
-    Attributes:
-        document_index: int32 [epochs * sequences].
-        sample_index: int32 (int64 past 2**31 - 1 documents) [samples + 1, 2].
-        shuffle_index: uint32 (int64 from 2**32 - 2 samples on) [samples].
-    """
-
-    document_index: NDArray[np.int32]
-    sample_index: NDArray[Any]
-    shuffle_index: NDArray[Any]
-
-
-def _indices_of(arrays: Deferred[Arrays]) -> GPTIndices:
-    return GPTIndices(*(arrays.value[name] for name in GPTIndices._fields))
+    document_index: NDArray[np.int32]  # [epochs * sequences]
+    sample_index: NDArray[Any]  # int32 (int64 past 2**31 - 1 documents) [samples + 1, 2]
+    shuffle_index: NDArray[Any]  # uint32 (int64 from 2**32 - 2 samples on) [samples]
 
 
 class GPTOrder(CoreOrder):
-    """Megatron-LM's order of a range of sequences: samples of fixed length, shuffled.
+    """Megatron-LM's order: its arrays, those of `GPTIndices`, are loaded at the first sample."""
 
-    Args:
-        plan: Epochs and samples of the range.
-        sequences: (start, stop), the range of sequences.
-        seed: Seed of the shuffles.
-        lengths: Lengths of all sequences of the token file: int32 [sequences], in tokens.
-        indices: The three indices. Both are loaded at the first sample.
-    """
-
-    def __init__(
-        self,
-        plan: GPTPlan,
-        *,
-        sequences: tuple[int, int],
-        seed: int,
-        lengths: Deferred[NDArray[np.int32]],
-        indices: Deferred[GPTIndices],
-    ) -> None:
-        self.plan = plan
-        self.sequences = sequences
-        self.seed = seed
-        self._lengths = lengths
-        self._indices = indices
+    def __init__(self, plan: GPTPlan, inputs: OrderInputs, arrays: Deferred[Arrays]) -> None:
+        self.plan, self.sequences = plan, inputs.sequences
+        self._inputs, self._arrays = inputs, arrays
 
     def __len__(self) -> int:
         return self.plan.num_samples
 
     @property
     def indices(self) -> GPTIndices:
-        """The document index, sample index and shuffle index."""
-        return self._indices.value
+        return GPTIndices(**self._arrays.value)
 
     def _make_core(self) -> _native.Order:
         return _native.gpt_order(
-            self._lengths.value,
+            self._inputs.lengths,
             *self.indices,
             sequence_length=self.plan.sequence_length,
             add_extra_token=self.plan.add_extra_token,
@@ -169,7 +115,7 @@ class GPTOrder(CoreOrder):
             "num_samples": plan.num_samples,
             "num_epochs": plan.num_epochs,
             "samples_before_final_epoch": plan.num_samples_before_final_epoch,
-            "seed": self.seed,
+            "seed": self._inputs.seed,
             "sequence_length": plan.sequence_length,
             "add_extra_token": plan.add_extra_token,
         }
@@ -196,43 +142,39 @@ def plan_gpt(
     Raises:
         ConfigError: No tokens, too few for one sample, or a number outside its limits.
     """
-    add_extra_token = flag("add_extra_token", add_extra_token)
+    extra = int(flag("add_extra_token", add_extra_token))
     drops_partial = flag("drop_last_partial_sequence", drop_last_partial_sequence)
-    extra = 1 if add_extra_token else 0
     sequence_length = whole("sequence_length", sequence_length, 1)
     if num_samples is not None:
         num_samples = whole("num_samples", num_samples, 0)
-    num_tokens_per_epoch = whole("num_tokens_per_epoch", num_tokens_per_epoch)
-    if num_tokens_per_epoch <= 0:
+    per_epoch = whole("num_tokens_per_epoch", num_tokens_per_epoch)
+    if per_epoch <= 0:
         raise ConfigError(
-            f"the split holds {shown(num_tokens_per_epoch)} tokens; there is nothing to draw "
+            f"the split holds {shown(per_epoch)} tokens; there is nothing to draw "
             "samples from. Give it a larger share, more documents, or leave it out"
         )
     requested = 0 if num_samples is None else num_samples * sequence_length + extra
-    num_epochs = max(1, -(-requested // num_tokens_per_epoch))
-    tokens = num_epochs * num_tokens_per_epoch - extra
-    available = tokens // sequence_length
-    if not drops_partial:
-        available = -(-tokens // sequence_length)
+    num_epochs = max(1, -(-requested // per_epoch))
+    tokens = num_epochs * per_epoch - extra
+    available = tokens // sequence_length if drops_partial else -(-tokens // sequence_length)
     if available < 1:
         raise ConfigError(
             f"sequence_length {shown(sequence_length)} (and {extra} extra token) leaves no sample: "
-            f"the split holds {shown(num_tokens_per_epoch)} tokens. Choose a shorter "
+            f"the split holds {shown(per_epoch)} tokens. Choose a shorter "
             "sequence_length, or more documents"
         )
     cut = None
     if num_epochs > 1 and num_samples is not None:
-        before = ((num_epochs - 1) * num_tokens_per_epoch - extra) // sequence_length
-        per_epoch = (num_tokens_per_epoch - extra) // sequence_length
-        if num_samples - before < int(FINAL_EPOCH_THRESHOLD * per_epoch):
-            cut = before
+        before = (tokens - per_epoch) // sequence_length
+        threshold = int(FINAL_EPOCH_THRESHOLD * ((per_epoch - extra) // sequence_length))
+        cut = before if num_samples - before < threshold else None
     return GPTPlan(
-        num_tokens_per_epoch=num_tokens_per_epoch,
+        num_tokens_per_epoch=per_epoch,
         num_epochs=num_epochs,
         num_samples=available,
         num_samples_before_final_epoch=cut,
         sequence_length=sequence_length,
-        add_extra_token=add_extra_token,
+        add_extra_token=bool(extra),
         allow_partial=not drops_partial,
     )
 
@@ -243,10 +185,7 @@ def check_seed(seed: int) -> int:
 
 
 def build_gpt_indices(
-    sequence_lengths: NDArray[np.int32],
-    sequences: tuple[int, int],
-    plan: GPTPlan,
-    seed: int,
+    sequence_lengths: NDArray[np.int32], sequences: tuple[int, int], plan: GPTPlan, seed: int
 ) -> GPTIndices:
     """The document, sample and shuffle index, equal to Megatron-LM's for every seed.
 
@@ -254,8 +193,7 @@ def build_gpt_indices(
     no tokens: another thread draws it while the sample index is built.
 
     Args:
-        sequence_lengths: Lengths of all sequences of the file: int32 [sequences], in tokens. Other
-            integer types, byte orders and strides are converted first.
+        sequence_lengths: Lengths of all sequences of the file: integers [sequences], in tokens.
         sequences: (start, stop), the range to draw from.
         plan: Plan of the range, from `plan_gpt`.
         seed: Seed, 0 to 2**32 - 1.
@@ -268,19 +206,13 @@ def build_gpt_indices(
     random = np.random.RandomState(check_seed(seed))
     cut = plan.num_samples_before_final_epoch
     final_epochs = 0 if cut is None else 1
-    document_index = _native.shuffled_ranges(
-        [(start, stop, plan.num_epochs - final_epochs), (start, stop, final_epochs)],
-        np.int32,
-        random,
-    )
+    epochs = [(start, stop, plan.num_epochs - final_epochs), (start, stop, final_epochs)]
+    document_index = _native.shuffled_ranges(epochs, np.int32, random)
     num_first = plan.num_samples if cut is None else cut
+    samples = [(0, num_first, 1), (num_first, plan.num_samples, 1)]
+    dtype = shuffle_index_dtype(plan.num_samples)
     with ThreadPoolExecutor(1) as pool:
-        shuffle_index = pool.submit(
-            _native.shuffled_ranges,
-            [(0, num_first, 1), (num_first, plan.num_samples, 1)],
-            shuffle_index_dtype(plan.num_samples),
-            random,
-        )
+        shuffle_index = pool.submit(_native.shuffled_ranges, samples, dtype, random)
         sample_index = _native.sample_index(
             sequence_lengths,
             document_index,
@@ -290,21 +222,13 @@ def build_gpt_indices(
             allow_partial=plan.allow_partial,
             dtype=sample_index_dtype(len(document_index)),
         )
-        return GPTIndices(
-            document_index=document_index,
-            sample_index=sample_index,
-            shuffle_index=shuffle_index.result(),
-        )
+        return GPTIndices(document_index, sample_index, shuffle_index.result())
 
 
 def build_gpt_indices_of(
     sequence_lengths: NDArray[np.int32], numbers: NDArray[np.int32], plan: GPTPlan, seed: int
 ) -> GPTIndices:
-    """The same of any choice of sequences.
-
-    Args:
-        numbers: Numbers of the sequences: int32 [chosen].
-    """
+    """The same of any choice of sequences, by their `numbers`: int32 [chosen]."""
     start = int(numbers[0]) if len(numbers) > 0 else 0
     stop = start + len(numbers)
     if start >= 0 and np.array_equal(numbers, np.arange(start, stop)):
@@ -316,7 +240,7 @@ def build_gpt_indices_of(
 
 
 def _lengths(values: NDArray[Any]) -> NDArray[np.int32]:
-    """Contiguous int32. The lengths in a mapped index are (if unaligned), and may be large."""
+    """Contiguous int32, as the lengths in a mapped index are (if unaligned), which may be large."""
     if isinstance(values, np.ndarray) and values.dtype == np.int32 and values.flags.c_contiguous:
         return values
     lengths = whole_numbers("the sequence lengths", values)

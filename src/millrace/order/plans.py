@@ -7,7 +7,6 @@ cache folder. Later starts load both and read no sequence length before the firs
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
 import re
@@ -24,10 +23,7 @@ from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.order.spans import Order
 
 Arrays = Mapping[str, NDArray[Any]]
-"""Arrays by name."""
-
-Layout = Mapping[str, tuple[Any, tuple[int, ...]]]
-"""Each array's dtype and shape."""
+Layout = Mapping[str, tuple[Any, tuple[int, ...]]]  # each array's dtype and shape
 
 NOT_IN_KEY = {"in_key": False}
 """Metadata of a plan's field that follows from the inputs and the other fields: the names of
@@ -63,8 +59,7 @@ class OrderInputs:
 
     @property
     def lengths(self) -> NDArray[np.int32]:
-        """Lengths of all sequences of the token file, in tokens: int32 [num_sequences]. The file
-        is opened for them."""
+        """Lengths of all sequences, which opens the file: int32 [num_sequences], in tokens."""
         return self.load_lengths()
 
 
@@ -77,36 +72,21 @@ class OrderPlan(Protocol):
     @property
     def num_samples(self) -> int:
         """Number of samples, at least as many as the inputs ask for."""
-        ...
 
     @classmethod
     def of(cls, inputs: OrderInputs) -> OrderPlan:
-        """The plan of inputs.
-
-        Raises:
-            ConfigError: Data that cannot give what the inputs ask for.
-        """
-        ...
+        """The plan of inputs; ConfigError for data that cannot give what they ask for."""
 
     def arrays(self, inputs: OrderInputs) -> Layout:
-        """Dtypes and shapes of the arrays that the order needs; empty if it needs none.
-
-        Names consist of lower-case letters and _, end with `_index`, and do not start with
-        `dataset_`, as those of a blend's arrays do.
-        """
-        ...
+        """Dtypes and shapes of the arrays that the order needs, if any. Names consist of lower-case
+        letters and _, end with `_index` and do not start with `dataset_`, as those of blends do."""
 
     def build(self, inputs: OrderInputs) -> Arrays:
         """The arrays, a pure function of the inputs and the plan."""
-        ...
 
     def load(self, inputs: OrderInputs, arrays: Deferred[Arrays]) -> Order:
-        """The order, by its arrays.
-
-        A start calls this for each dataset: `arrays.value` and `inputs.lengths` are for the first
-        sample.
-        """
-        ...
+        """The order, by its arrays. A start calls this for each dataset: `arrays.value` and
+        `inputs.lengths` are for the first sample."""
 
 
 PlanOf = type[OrderPlan] | Callable[[OrderInputs], OrderPlan]
@@ -137,60 +117,41 @@ def check_token_dtype(dtype: np.dtype[Any], name: str) -> None:
 
 
 def plan_order(order: PlanOf, inputs: OrderInputs, name: str) -> OrderPlan:
-    """The plan of a dataset's order, checked.
-
-    Args:
-        order: Class or function that makes plans.
-        inputs: What the order is a function of.
-        name: What to call the dataset in a message.
-
-    Raises:
-        ConfigError, DataError: Inputs that cannot be planned, or a plan that does not keep to
-            `OrderPlan`.
-    """
+    """The plan of the order of a dataset of that name, which must keep to `OrderPlan`."""
     start, stop = check_range(inputs.sequences, inputs.num_sequences)
     if inputs.num_samples is not None:
         whole("num_samples", inputs.num_samples, 0, MAX_INT64)
-    place = f"{name}, sequences {start} to {stop}"
     try:
         make = order.of if isinstance(order, type) else order  # type: ignore[attr-defined]
         plan: OrderPlan = make(inputs)
         _check_plan(plan, inputs)
     except MillraceError as error:
-        raise type(error)(f"{place}: {error}") from None
+        raise type(error)(f"{name}, sequences {start} to {stop}: {error}") from None
     return plan
 
 
-def entries_of(plan: OrderPlan) -> dict[str, Any]:
+def entries_of(plan: Any) -> dict[str, Any]:
     """The fields of a plan: plain JSON values."""
-    return {name: getattr(plan, name) for name, _ in _fields(type(plan))}
+    return {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
 
 
-def key_of(plan: OrderPlan) -> list[Any]:
+def key_of(plan: Any) -> list[Any]:
     """The values of a plan that decide its arrays, together with the inputs."""
-    return [getattr(plan, name) for name, is_in_key in _fields(type(plan)) if is_in_key]
-
-
-@functools.cache
-def _fields(kind: type[Any]) -> list[tuple[str, bool]]:
-    return [(field.name, field.metadata.get("in_key", True)) for field in dataclasses.fields(kind)]
+    fields = dataclasses.fields(plan)
+    return [getattr(plan, one.name) for one in fields if one.metadata.get("in_key", True)]
 
 
 def build_arrays(plan: OrderPlan, inputs: OrderInputs, name: str) -> Arrays:
-    """The arrays of a plan, checked.
-
-    Args:
-        name: What to call the dataset in a message.
-
-    Raises:
-        ConfigError: Arrays that are not those of the plan.
-        DataError: Lengths that contradict each other: a damaged index.
-        MemoryError: The arrays do not fit; the message gives their size.
-    """
+    """The arrays of the plan of a dataset of that name; DataError if its index is damaged."""
     layout = plan.arrays(inputs)
     try:
         arrays = plan.build(inputs)
-        _check_arrays(plan, arrays, layout)
+        forms = {key: (np.dtype(dtype), shape) for key, (dtype, shape) in layout.items()}
+        built = {key: (array.dtype, array.shape) for key, array in arrays.items()}
+        if built != forms:
+            raise ConfigError(
+                f"{type(plan).__name__} has built the arrays {built}; its plan says {forms}"
+            )
     except ValueError as error:
         kind = ConfigError if isinstance(error, ConfigError) else DataError
         raise kind(f"{name}: {error}") from None
@@ -204,8 +165,7 @@ def build_arrays(plan: OrderPlan, inputs: OrderInputs, name: str) -> Arrays:
 
 
 def build_order(order: PlanOf, inputs: OrderInputs, name: str) -> Order:
-    """The order of a dataset, with its arrays in memory; for the errors, see `plan_order` and
-    `build_arrays`."""
+    """The order of a dataset of that name, with its arrays in memory."""
     plan = plan_order(order, inputs, name)
     return plan.load(inputs, Deferred.of(build_arrays(plan, inputs, name)))
 
@@ -233,15 +193,6 @@ def _check_plan(plan: OrderPlan, inputs: OrderInputs) -> None:
         raise ConfigError(
             f"{plan.num_samples:,} samples take {_num_bytes(layout):,} bytes of indices; "
             f"{_MAX_BYTES:,} is the limit. Ask for fewer samples, or give more data"
-        )
-
-
-def _check_arrays(plan: OrderPlan, arrays: Arrays, layout: Layout) -> None:
-    forms = {name: (np.dtype(dtype), shape) for name, (dtype, shape) in layout.items()}
-    built = {name: (array.dtype, array.shape) for name, array in arrays.items()}
-    if built != forms:
-        raise ConfigError(
-            f"{type(plan).__name__} has built the arrays {built}; its plan says {forms}"
         )
 
 

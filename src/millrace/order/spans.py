@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from millrace import _native
-from millrace.checks import whole_numbers
+from millrace.checks import flag, whole, whole_numbers
 from millrace.errors import ConfigError
 
 RULES_VERSION = 1
@@ -43,25 +43,16 @@ class Order(Protocol):
 
     def __len__(self) -> int:
         """The number of samples."""
-        ...
 
     def spans(self, sample_numbers: NDArray[np.int64]) -> Spans:
-        """The spans of some samples.
-
-        Args:
-            sample_numbers: int64 [batch], each in [0, len).
-        """
-        ...
+        """The spans of some samples: int64 [batch], each in [0, len)."""
 
     def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
         """What decides the spans, as plain values, for comparison with a saved state.
 
-        Args:
-            consumed_samples: Number of samples that were drawn; what decides only later samples
-                may be left out. None: all samples. An order whose samples all depend on the same
-                values may leave the argument out.
+        Of `consumed_samples`, the number of samples drawn, what decides only later ones may be left
+        out; None: all. An order whose samples all depend on the same values needs no argument.
         """
-        ...
 
 
 class CoreOrder:
@@ -80,42 +71,51 @@ class CoreOrder:
         return self._core
 
     def spans(self, sample_numbers: ArrayLike) -> Spans:
-        """The spans of some samples.
-
-        Args:
-            sample_numbers: Integers [batch], each in [0, len).
-
-        Raises:
-            ConfigError: Sample numbers that are not integers.
-            ValueError: No such sample, or an index that points outside its arrays.
-        """
+        """The spans of some samples; a ValueError for an index that points outside its arrays."""
         return Spans(*_native.spans(self.core, whole_numbers("sample numbers", sample_numbers)))
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_core": None}  # made again where it is needed
 
 
-def checked_spans(order: Order, sample_numbers: NDArray[np.int64]) -> Spans:
-    """The spans of some samples, with arrays that go together.
+class SequenceOrder(CoreOrder):
+    """Sequences of one length as samples: sample n is sequence n. It needs no index."""
 
-    Raises:
-        ConfigError: The order returned other ones.
-    """
+    def __init__(
+        self, num_samples: int, *, sequence_length: int, add_extra_token: bool = False
+    ) -> None:
+        self.num_samples = whole("num_samples", num_samples, 0)
+        self.sequence_length = whole("sequence_length", sequence_length, 1)
+        self.add_extra_token = flag("add_extra_token", add_extra_token)
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def _make_core(self) -> _native.Order:
+        return _native.sequence_order(self.num_samples, self.sequence_length + self.add_extra_token)
+
+    def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
+        names = ("num_samples", "sequence_length", "add_extra_token")
+        values = {name: getattr(self, name) for name in names}
+        return {"kind": "sequences", "rules": RULES_VERSION, **values}
+
+
+def checked_spans(order: Order, sample_numbers: NDArray[np.int64]) -> Spans:
+    """The spans of some samples; ConfigError if their arrays do not go together."""
     sequences, *others = order.spans(sample_numbers)
-    columns: list[Any] = [
+    offsets, counts, bounds = (
         whole_numbers(f"the {name} of spans", column)
         for name, column in zip(Spans._fields[1:], others, strict=True)
-    ]
+    )
     if sequences is not None:
         sequences = whole_numbers("the sequences of spans", sequences)
-    spans = Spans(sequences, *columns)
-    sizes = {len(column) for column in spans[:3] if column is not None}
-    bounds, last = spans.bounds, len(spans.counts)
-    is_whole = len(bounds) == len(sample_numbers) + 1 and (bounds[0], bounds[-1]) == (0, last)
+    sizes = {len(column) for column in (sequences, offsets, counts) if column is not None}
+    is_whole = len(bounds) == len(sample_numbers) + 1
+    is_whole = is_whole and (bounds[0], bounds[-1]) == (0, len(counts))
     if len(sizes) > 1 or not is_whole or np.any(bounds[1:] < bounds[:-1]):
         raise ConfigError(
             f"the order returned {' and '.join(map(str, sorted(sizes)))} spans, with bounds "
             f"{bounds}; {len(sample_numbers)} samples need {len(sample_numbers) + 1} bounds, from "
             "0 up to the number of spans"
         )
-    return spans
+    return Spans(sequences, offsets, counts, bounds)

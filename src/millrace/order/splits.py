@@ -23,19 +23,15 @@ _ONE = 1 + 1e-12  # the largest sum of shares in float64
 def parse_split(split: str) -> list[Bookends | None]:
     """The fractions at which each split starts and ends, from a string such as "969,30,1".
 
-    Shares may have any sum; a split that is left out has none. A split without a share is None.
-    The arithmetic is Megatron-LM's: float64 shares, added one by one from 0.
-
-    Raises:
-        ConfigError: No number, more than three numbers, or none above 0.
+    One to three shares may have any sum above 0; a split without a share is None. The arithmetic is
+    Megatron-LM's: float64 shares, added one by one from 0.
 
     Example:
         >>> parse_split("9,1,0")
         [(0, 0.9), (0.9, 1.0), None]
     """
-    parts = re.findall(r"[.0-9]+", split)
     try:
-        shares = [float(part) for part in parts]
+        shares = [float(part) for part in re.findall(r"[.0-9]+", split)]
     except ValueError:
         raise ConfigError(
             f'split "{split}" holds something that is not a number; write "969,30,1"'
@@ -47,9 +43,7 @@ def parse_split(split: str) -> list[Bookends | None]:
             'not all 0: write "969,30,1"'
         )
     shares = normalize(shares + [0.0] * (len(SPLITS) - len(shares)))
-    ends: list[float] = [0]
-    for share in shares:
-        ends.append(ends[-1] + share)
+    ends = itertools.accumulate(shares, initial=0)
     return [(low, high) if low < high else None for low, high in itertools.pairwise(ends)]
 
 
@@ -61,10 +55,7 @@ def split_ranges(num_sequences: int, split: str | Sequence[Bookends | None]) -> 
 
     Args:
         num_sequences: Number of sequences of the dataset.
-        split: String for `parse_split`, or fractions such as its result.
-
-    Raises:
-        ConfigError: See `parse_split`; fractions outside [0, 1], or splits that overlap.
+        split: String for `parse_split`, or fractions such as its result, which do not overlap.
     """
     size = float(whole("num_sequences", num_sequences, 0, MAX_INT64))
     bookends = parse_split(split) if isinstance(split, str) else _checked(split)
@@ -74,12 +65,8 @@ def split_ranges(num_sequences: int, split: str | Sequence[Bookends | None]) -> 
 def part_range(count: int, part: Bookends) -> Range:
     """A part of so many things as (start, stop), rounded as splits are.
 
-    Raises:
-        ConfigError: A part that is not (start, end) with 0 <= start < end <= 1.
-
-    Example:
-        >>> part_range(10, (0.6, 1.0))
-        (6, 10)
+    >>> part_range(10, (0.6, 1.0))
+    (6, 10)
     """
     ends = tuple(reals("the ends of the part", part))
     if len(ends) != 2 or not 0 <= ends[0] < ends[1] <= 1:
@@ -94,10 +81,10 @@ def _range(ends: Bookends, size: float) -> Range:
 
 
 def _checked(bookends: Sequence[Bookends | None]) -> list[Bookends | None]:
-    problem = None
-    checked: list[Any] = []
     try:
-        checked = [None if ends is None else tuple(reals("fractions", ends)) for ends in bookends]
+        checked: list[Any] = [
+            None if ends is None else tuple(reals("fractions", ends)) for ends in bookends
+        ]
         shares = sorted(ends for ends in checked if ends is not None)
         if len(checked) != len(SPLITS) or not shares:
             problem = "there must be three entries, and not all None"
@@ -105,11 +92,11 @@ def _checked(bookends: Sequence[Bookends | None]) -> list[Bookends | None]:
             problem = "each must be (start, end) with 0 <= start < end <= 1"
         elif any(low[1] > high[0] for low, high in itertools.pairwise(shares)):
             problem = "they overlap, so that one split would train on another's data"
+        else:
+            return checked
     except (TypeError, ConfigError):
         problem = "each must be a pair of numbers, or None"
-    if problem is not None:
-        raise ConfigError(
-            f"the fractions of the split are {shown(bookends)}: {problem}. Write "
-            "[(0, 0.9), (0.9, 1.0), None] for train, valid and test"
-        )
-    return checked
+    raise ConfigError(
+        f"the fractions of the split are {shown(bookends)}: {problem}. Write "
+        "[(0, 0.9), (0.9, 1.0), None] for train, valid and test"
+    )

@@ -1,128 +1,49 @@
-"""Which sample numbers a data-parallel rank takes at each step."""
+"""Samplers in the order of the sample numbers, and a cyclic one that shuffles each epoch anew."""
 
 from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace import _native
 from millrace.checks import MAX_INT64, flag, shown, whole
 from millrace.errors import ConfigError
-from millrace.sampling.protocols import RankSampler
+from millrace.forks import ForkLock
 from millrace.sampling.schedules import BatchSizeSchedule, as_schedule
 
 
-class GlobalBatchSampler(RankSampler):
-    """A rank's part of each whole global batch at once.
+@dataclass(eq=False, repr=False, kw_only=True)
+class RankSampler:
+    """A rank's share of a dataset; `block_size` is the samples of all ranks' micro batches."""
 
-    The step that starts at sample number c takes the global batch [c, c + global_batch_size). It
-    consists of blocks of micro_batch_size * data_parallel_size samples; of each block, rank r has
-    the r-th slice of micro_batch_size numbers. So the rank's numbers are those of its micro batches
-    under a `SequentialSampler`, one after the other, as in Megatron-LM's
-    `HybridCPMegatronPretrainingSampler`.
+    num_samples: int = field(kw_only=False)
+    micro_batch_size: int
+    data_parallel_rank: int = 0
+    data_parallel_size: int = 1
 
-    Args:
-        num_samples: Number of samples in the dataset.
-        global_batch_size: Number of samples for all ranks at one step, or a `RampUp` or another
-            `BatchSizeSchedule`. Each size must be a multiple of micro_batch_size *
-            data_parallel_size.
-        micro_batch_size: Number of samples in a slice.
-        data_parallel_rank: Number of this rank, 0 to data_parallel_size - 1.
-        data_parallel_size: Number of ranks.
-        drop_last: Whether to leave out an incomplete last global batch; else its slices are handed
-            out as they are (shorter or empty for the last ranks).
+    def __post_init__(self) -> None:
+        for name in ("num_samples", "micro_batch_size", "data_parallel_size"):
+            setattr(self, name, whole(name, getattr(self, name), 1, MAX_INT64))
+        last = self.data_parallel_size - 1
+        self.data_parallel_rank = whole("data_parallel_rank", self.data_parallel_rank, 0, last)
+        self.block_size = self.micro_batch_size * self.data_parallel_size
 
-    Raises:
-        ConfigError: A number outside its limits, or a global batch size that is not a multiple.
-
-    Example:
-        >>> sampler = GlobalBatchSampler(
-        ...     100,
-        ...     global_batch_size=8,
-        ...     micro_batch_size=2,
-        ...     data_parallel_rank=1,
-        ...     data_parallel_size=2,
-        ... )
-        >>> sampler.sample_numbers(16).tolist()
-        [18, 19, 22, 23]
-    """
-
-    def __init__(
-        self,
-        num_samples: int,
-        *,
-        global_batch_size: int | BatchSizeSchedule,
-        micro_batch_size: int,
-        data_parallel_rank: int = 0,
-        data_parallel_size: int = 1,
-        drop_last: bool = True,
-    ) -> None:
-        super().__init__(num_samples, micro_batch_size, data_parallel_rank, data_parallel_size)
-        self.drop_last = flag("drop_last", drop_last)
-        self.schedule = as_schedule("global_batch_size", global_batch_size)
-        self.schedule.check_micro_batches(
-            self.num_samples, self.micro_batch_size, self.data_parallel_size
-        )
-
-    def has_step(self, consumed_samples: int) -> bool:
-        consumed_samples = whole("consumed_samples", consumed_samples, 0)
-        need = self.schedule.batch_size(consumed_samples) if self.drop_last else 1
-        return consumed_samples + need <= self.num_samples
-
-    def sample_numbers(self, consumed_samples: int) -> NDArray[np.int64]:
-        consumed_samples = whole("consumed_samples", consumed_samples, 0)
-        first = consumed_samples + self.data_parallel_rank * self.micro_batch_size
-        size = self.schedule.batch_size(consumed_samples)
-        end = min(consumed_samples + size, self.num_samples)
-        if first >= end:
-            return np.empty(0, np.int64)
-        starts = np.arange(first, end, min(self.block_size, end), dtype=np.int64)
-        places = np.arange(min(self.micro_batch_size, end - first), dtype=np.int64)
-        numbers = (starts[:, None] + places).ravel()
-        return numbers[(numbers >= first) & (numbers < end)]  # a sum may overflow
-
-    def consumed_after(self, consumed_samples: int) -> int:
-        consumed_samples = whole("consumed_samples", consumed_samples, 0)
-        size = self.schedule.batch_size(consumed_samples)
-        return min(consumed_samples + size, self.num_samples)
-
-    def num_steps(self, consumed_samples: int = 0) -> int:
-        """Number of steps from a number of consumed samples to the end."""
-        return self.schedule.num_steps(self.num_samples, consumed_samples, drop_last=self.drop_last)
-
-    def check_position(self, consumed_samples: int) -> None:
-        """Raises ConfigError beyond the end; a step can start at any sample."""
-        consumed_samples = whole("consumed_samples", consumed_samples, 0)
-        if consumed_samples > self.num_samples:
+    def check_block(self, remedy: str = "") -> None:
+        """Raises ConfigError unless the dataset fills a step of all ranks."""
+        if self.block_size > self.num_samples:
             raise ConfigError(
-                f"consumed_samples is {shown(consumed_samples)}; the dataset has "
-                f"{self.num_samples} samples. Build it with a larger num_samples to train on"
+                f"micro_batch_size * data_parallel_size is {self.block_size}; the dataset has "
+                f"{self.num_samples} samples, so that no step is complete. Lower one of them"
+                f"{remedy}"
             )
 
-    def consumed_at(self, step: int) -> int:
-        """Number of samples consumed before a step; step 0 starts at sample 0.
 
-        Raises:
-            IndexError: A step beyond the end. The step after the last one gives the end.
-        """
-        consumed_samples = self.schedule.consumed_at(step)
-        num_steps = self.schedule.num_steps(self.num_samples, drop_last=self.drop_last)
-        if step > num_steps:
-            raise IndexError(f"there is no step {step}: the sampler has {num_steps} steps")
-        return min(consumed_samples, self.num_samples)
-
-    def step_at(self, consumed_samples: int) -> int:
-        """The number of the step that starts there; step 0 starts at sample 0.
-
-        Raises:
-            ConfigError: A number of samples inside a step, or beyond the end.
-        """
-        self.check_position(consumed_samples)
-        if consumed_samples == self.num_samples and not self.drop_last:
-            return self.num_steps()  # the last step may have been shorter
-        return self.schedule.step_at(consumed_samples)
-
-
-class SequentialSampler(GlobalBatchSampler):
+@dataclass(eq=False, repr=False, kw_only=True)
+class SequentialSampler(RankSampler):
     """Consecutive blocks of sample numbers, a slice to each rank (Megatron-LM's `single`).
 
     The step that starts at sample number c takes the block [c, c + micro_batch_size *
@@ -140,46 +61,105 @@ class SequentialSampler(GlobalBatchSampler):
         ConfigError: A number outside its limits.
     """
 
-    def __init__(
-        self,
-        num_samples: int,
-        *,
-        micro_batch_size: int,
-        data_parallel_rank: int = 0,
-        data_parallel_size: int = 1,
-        drop_last: bool = True,
-    ) -> None:
-        super().__init__(
-            num_samples,
-            global_batch_size=_block_size(micro_batch_size, data_parallel_size),
-            micro_batch_size=micro_batch_size,
-            data_parallel_rank=data_parallel_rank,
-            data_parallel_size=data_parallel_size,
-            drop_last=drop_last,
+    drop_last: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.drop_last = flag("drop_last", self.drop_last)
+        self.schedule = as_schedule("micro_batch_size * data_parallel_size", self.block_size)
+
+    def has_step(self, consumed_samples: int) -> bool:
+        start, end = self._bounds(consumed_samples)
+        return (end if self.drop_last else start + 1) <= self.num_samples
+
+    def sample_numbers(self, consumed_samples: int) -> NDArray[np.int64]:
+        start, end = self._bounds(consumed_samples)
+        first = start + self.data_parallel_rank * self.micro_batch_size
+        end = min(end, self.num_samples)
+        if first >= end:
+            return np.empty(0, np.int64)
+        starts = np.arange(first, end, min(self.block_size, end), dtype=np.int64)
+        places = np.arange(min(self.micro_batch_size, end - first), dtype=np.int64)
+        numbers = (starts[:, None] + places).ravel()
+        return numbers[(numbers >= first) & (numbers < end)]  # a sum may overflow
+
+    def consumed_after(self, consumed_samples: int) -> int:
+        return min(self._bounds(consumed_samples)[1], self.num_samples)
+
+    def _bounds(self, consumed_samples: int) -> tuple[int, int]:
+        """Where a step starts and ends, if the dataset does not end before."""
+        start = whole("consumed_samples", consumed_samples, 0)
+        return start, start + self.schedule.batch_size(start)
+
+    def num_steps(self, consumed_samples: int = 0) -> int:
+        return self.schedule.num_steps(self.num_samples, consumed_samples, drop_last=self.drop_last)
+
+    def check_position(self, consumed_samples: int) -> None:
+        consumed_samples = whole("consumed_samples", consumed_samples, 0)
+        if consumed_samples > self.num_samples:
+            raise ConfigError(
+                f"consumed_samples is {shown(consumed_samples)}; the dataset has "
+                f"{self.num_samples} samples. Build it with a larger num_samples to train on"
+            )
+
+    def consumed_at(self, step: int) -> int:
+        consumed_samples, num_steps = self.schedule.consumed_at(step), self.num_steps()
+        if step > num_steps:
+            raise IndexError(f"there is no step {step}: the sampler has {num_steps} steps")
+        return min(consumed_samples, self.num_samples)
+
+    def step_at(self, consumed_samples: int) -> int:
+        self.check_position(consumed_samples)
+        if consumed_samples == self.num_samples and not self.drop_last:
+            return self.num_steps()  # the last step may have been shorter
+        return self.schedule.step_at(consumed_samples)
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class GlobalBatchSampler(SequentialSampler):
+    """A rank's part of each whole global batch at once.
+
+    The step that starts at sample number c takes the global batch [c, c + global_batch_size). It
+    consists of the blocks of a `SequentialSampler`, and the rank takes its slice of each, as in
+    Megatron-LM's `HybridCPMegatronPretrainingSampler`.
+
+    Args:
+        global_batch_size: Number of samples for all ranks at one step, or a `RampUp` or another
+            `BatchSizeSchedule`. Each size must be a multiple of micro_batch_size *
+            data_parallel_size.
+
+    The other arguments, and errors, are those of a `SequentialSampler`; `drop_last` leaves out an
+    incomplete last global batch.
+
+    Example:
+        >>> share = {"micro_batch_size": 2, "data_parallel_rank": 1, "data_parallel_size": 2}
+        >>> GlobalBatchSampler(100, global_batch_size=8, **share).sample_numbers(16).tolist()
+        [18, 19, 22, 23]
+    """
+
+    global_batch_size: int | BatchSizeSchedule
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.schedule = as_schedule("global_batch_size", self.global_batch_size)
+        self.schedule.check_micro_batches(
+            self.num_samples, self.micro_batch_size, self.data_parallel_size
         )
 
 
-class FullValidationSampler(GlobalBatchSampler):
+@dataclass(eq=False, repr=False, kw_only=True)
+class FullValidationSampler(SequentialSampler):
     """Every sample once, with the same number of steps on every rank.
 
-    The step that starts at sample number c takes the block [c, c + micro_batch_size *
-    data_parallel_size), of which rank r has the r-th slice; the last block may be incomplete. With
-    one sample per rank and step, the sample numbers of each rank are Megatron-LM's
-    (`MegatronFullValidationSampler`).
-
-    At an incomplete last step, ranks without enough samples have shorter batches, down to an empty
-    one (int64 [0]), or with `pad` full batches: the missing places take the rank's samples of the
-    first step again, as Megatron-LM's evaluation does, and `is_padding` tells which they are.
+    Steps are those of a `SequentialSampler`. With one sample per rank and step, the sample numbers
+    of each rank are Megatron-LM's (`MegatronFullValidationSampler`). At an incomplete last step,
+    ranks without enough samples have shorter batches, down to an empty one (int64 [0]).
 
     Args:
-        num_samples: Number of samples in the dataset.
-        micro_batch_size: Number of samples for one rank at one step.
-        data_parallel_rank: Number of this rank, 0 to data_parallel_size - 1.
-        data_parallel_size: Number of ranks.
-        pad: Whether to fill up the last batches, so that all have micro_batch_size samples.
+        pad: Whether to fill up the last batches: the missing places take the rank's samples of the
+            first step again, as Megatron-LM's evaluation does; `is_padding` tells which they are.
 
-    Raises:
-        ConfigError: A number outside its limits.
+    The other arguments, and errors, are those of a `SequentialSampler`.
 
     Example:
         >>> sampler = FullValidationSampler(5, data_parallel_rank=1, data_parallel_size=2, pad=True)
@@ -189,24 +169,13 @@ class FullValidationSampler(GlobalBatchSampler):
         [[False], [False], [True]]
     """
 
-    def __init__(
-        self,
-        num_samples: int,
-        *,
-        micro_batch_size: int = 1,
-        data_parallel_rank: int = 0,
-        data_parallel_size: int = 1,
-        pad: bool = False,
-    ) -> None:
-        self.pad = flag("pad", pad)
-        super().__init__(
-            num_samples,
-            global_batch_size=_block_size(micro_batch_size, data_parallel_size),
-            micro_batch_size=micro_batch_size,
-            data_parallel_rank=data_parallel_rank,
-            data_parallel_size=data_parallel_size,
-            drop_last=False,
-        )
+    micro_batch_size: int = 1
+    pad: bool = False
+    drop_last: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.pad = flag("pad", self.pad)
 
     def sample_numbers(self, consumed_samples: int) -> NDArray[np.int64]:
         numbers = super().sample_numbers(consumed_samples)
@@ -219,11 +188,118 @@ class FullValidationSampler(GlobalBatchSampler):
     def is_padding(self, consumed_samples: int) -> NDArray[np.bool_]:
         """Which samples of the step that starts there are padding: bool [batch]."""
         num_samples = len(super().sample_numbers(consumed_samples))
-        size = self.micro_batch_size if self.pad else num_samples
-        is_padding: NDArray[np.bool_] = np.arange(size) >= num_samples
-        return is_padding
+        return np.arange(self.micro_batch_size if self.pad else num_samples) >= num_samples
 
 
-def _block_size(micro_batch_size: int, data_parallel_size: int) -> int:
-    micro_batch_size = whole("micro_batch_size", micro_batch_size, 1, MAX_INT64)
-    return micro_batch_size * whole("data_parallel_size", data_parallel_size, 1, MAX_INT64)
+@dataclass(eq=False, repr=False, kw_only=True)
+class CyclicSampler(RankSampler):
+    """Epoch after epoch without end, each shuffled anew (Megatron-LM's `cyclic`).
+
+    The permutation of an epoch is `torch.randperm` with the number of the epoch as its seed.
+    Samples that do not fill a step of all ranks are left out. `consumed_samples` counts on over all
+    epochs.
+
+    Sharded, each rank shuffles a contiguous part of the dataset, its shard, and takes
+    micro_batch_size samples of it at each step. Else all ranks shuffle the whole dataset, and a
+    step takes micro_batch_size * data_parallel_size samples of it, dealt out to the ranks in turn.
+    Two epochs stay in memory: 4 bytes for each sample that the rank shuffles, 8 from 2**32 on.
+
+    Other ranks or another micro batch resume a run if they are not sharded, and an epoch has the
+    same length and holds a whole number of steps from the saved position on.
+
+    Args:
+        data_sharding: Whether each rank has a shard of the dataset.
+
+    The other arguments, and errors, are those of a `SequentialSampler`.
+
+    Example:
+        >>> sampler = CyclicSampler(10, micro_batch_size=4, data_sharding=False)
+        >>> [sampler.sample_numbers(consumed).tolist() for consumed in (0, 4, 8)]
+        [[4, 0, 7, 3], [2, 5, 1, 6], [5, 4, 2, 6]]
+    """
+
+    data_sharding: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.data_sharding = flag("data_sharding", self.data_sharding)
+        self.check_block()
+        self.steps_per_epoch = self.num_samples // self.block_size
+        self.samples_per_epoch = self.steps_per_epoch * self.block_size
+        num_slices = self.num_samples // self.micro_batch_size
+        num_slices = self.steps_per_epoch if self.data_sharding else num_slices
+        self._num_shuffled = num_slices * self.micro_batch_size  # of a shard, or of the dataset
+        self._permutations: dict[int, NDArray[Any]] = {}
+
+    def has_step(self, consumed_samples: int) -> bool:
+        whole("consumed_samples", consumed_samples, 0, MAX_INT64)
+        return True
+
+    def sample_numbers(self, consumed_samples: int) -> NDArray[np.int64]:
+        epoch, position = divmod(self._step_start(consumed_samples), self.samples_per_epoch)
+        permutation = self._permutation(epoch)
+        if self.data_sharding:
+            start = position // self.data_parallel_size
+            numbers = permutation[start : start + self.micro_batch_size].astype(np.int64)
+            return numbers + self.data_parallel_rank * self._num_shuffled
+        first, end = position + self.data_parallel_rank, position + self.block_size
+        return permutation[first : end : self.data_parallel_size].astype(np.int64)
+
+    def consumed_after(self, consumed_samples: int) -> int:
+        return self._step_start(consumed_samples) + self.block_size
+
+    def check_position(self, consumed_samples: int) -> None:
+        self._step_start(consumed_samples)
+
+    def consumed_at(self, step: int) -> int:
+        return whole("step", step, 0, MAX_INT64) * self.block_size
+
+    def step_at(self, consumed_samples: int) -> int:
+        return self._step_start(consumed_samples) // self.block_size
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {
+            "kind": "cyclic",
+            "shards": self.data_parallel_size if self.data_sharding else 1,
+            "shuffled_samples": self._num_shuffled,  # of one shard
+            "samples_per_epoch": self.samples_per_epoch,
+        }
+
+    def explain_difference(self) -> str:
+        return (
+            "A cyclic order depends on the samples that fill an epoch and, with data_sharding, on "
+            "the number of ranks. Resume with the micro batch, ranks and data_sharding of the "
+            "saved run, or with others that give the same numbers."
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_permutations": {}}
+
+    def _step_start(self, consumed_samples: int) -> int:
+        """The number of consumed samples, if a step starts there."""
+        consumed_samples = whole("consumed_samples", consumed_samples, 0, MAX_INT64)
+        start = consumed_samples // self.block_size * self.block_size
+        if start < consumed_samples:
+            epoch, position = divmod(consumed_samples, self.samples_per_epoch)
+            common = math.gcd(position, self.samples_per_epoch)
+            raise ConfigError(
+                f"consumed_samples is {consumed_samples}, which is {position} samples into "
+                f"epoch {epoch}; a step takes micro_batch_size * data_parallel_size = "
+                f"{self.block_size} samples and starts at {start} or {start + self.block_size}. "
+                f"Resume with a micro batch and a number of ranks whose product divides {common}"
+            )
+        return start
+
+    def _permutation(self, epoch: int) -> NDArray[Any]:
+        """Keeps two: prefetching threads ask for the end of one epoch and the start of the next."""
+        if epoch not in (kept := self._permutations):
+            with _drawing:
+                if epoch not in (kept := self._permutations):
+                    dtype = np.uint32 if self._num_shuffled <= 2**32 else np.int64
+                    drawn = _native.torch_randperm(self._num_shuffled, epoch, dtype=dtype)
+                    # A new dict: other threads read the old one without the lock.
+                    kept = self._permutations = {**dict([*kept.items()][-1:]), epoch: drawn}
+        return kept[epoch]
+
+
+_drawing = ForkLock()  # so that threads do not draw the same permutation several times

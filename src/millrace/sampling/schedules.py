@@ -1,13 +1,10 @@
-"""Global batch sizes that change with the number of consumed samples.
-
-A schedule says how many samples a step takes, as a function of the samples consumed before it. So
-the first sample of a step and the number of the step follow from each other.
-"""
+"""Global batch sizes that change with the number of consumed samples."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 from millrace.checks import MAX_INT64, shown, whole
@@ -20,15 +17,12 @@ _MAX_INCREMENTS = 1_000_000
 class BatchSizeSchedule:
     """Global batch sizes, each from a number of consumed samples on.
 
-    A step takes the size that belongs to the samples consumed before it. A step that begins before
-    a change keeps its size, also where it ends after the change.
+    A step takes the size that belongs to the samples consumed before it, so the first sample of a
+    step and its number follow from each other. A step that begins before a change keeps its size.
 
     Args:
         changes: Pairs (consumed_samples, global_batch_size): the size of the steps that start
             there or later, up to the next pair. The first pair is for 0 consumed samples.
-
-    Attributes:
-        changes: The pairs.
 
     Raises:
         ConfigError: Pairs that are not in order, or a number outside its limits.
@@ -45,9 +39,16 @@ class BatchSizeSchedule:
 
     def __init__(self, changes: Sequence[tuple[int, int]]) -> None:
         self.changes = _checked_changes(changes)
-        self._starts = [start for start, _ in self.changes]
-        self._sizes = [size for _, size in self.changes]
-        self._set_runs()
+        # Runs of steps of one size, counted from sample 0: first step, first sample and size.
+        self._runs = [(0, 0, self.changes[0][1])]
+        for change, size in self.changes[1:]:
+            step, start, last_size = self._runs[-1]
+            # Number of steps of the run before the change; 0 if its first step begins after it.
+            steps = max(0, -(-(change - start) // last_size))
+            if steps == 0 or size == last_size:
+                self._runs[-1] = step, start, size
+            else:
+                self._runs.append((step + steps, start + steps * last_size, size))
 
     def __repr__(self) -> str:
         return f"BatchSizeSchedule({shown(list(self.changes))})"
@@ -55,35 +56,42 @@ class BatchSizeSchedule:
     def batch_size(self, consumed_samples: int) -> int:
         """Number of samples, on all ranks, of the step that starts after that many samples."""
         consumed_samples = whole("consumed_samples", consumed_samples, 0)
-        return self._sizes[bisect_right(self._starts, consumed_samples) - 1]
+        return self.changes[bisect_right(self.changes, consumed_samples, key=_first) - 1][1]
 
     def num_micro_batches(
         self, consumed_samples: int, micro_batch_size: int, data_parallel_size: int
     ) -> int:
-        """Number of micro batches of one rank in the step that starts after that many samples.
-
-        Raises:
-            ConfigError: A batch that the ranks cannot share out in whole micro batches.
-        """
-        micro_batch_size = whole("micro_batch_size", micro_batch_size, 1, MAX_INT64)
-        data_parallel_size = whole("data_parallel_size", data_parallel_size, 1, MAX_INT64)
+        """Number of micro batches of one rank in the step that starts after that many samples;
+        ConfigError for a batch that the ranks cannot share out in whole micro batches."""
+        micro = whole("micro_batch_size", micro_batch_size, 1, MAX_INT64)
+        ranks = whole("data_parallel_size", data_parallel_size, 1, MAX_INT64)
         size = self.batch_size(consumed_samples)
-        return _num_micro_batches(size, micro_batch_size, data_parallel_size, consumed_samples)
+        if size % (micro * ranks):
+            raise ConfigError(
+                f"the global batch size is {size} after {consumed_samples} samples; it must be a "
+                f"multiple of micro_batch_size * data_parallel_size = {micro} * {ranks} = "
+                f"{micro * ranks}"
+            )
+        return size // (micro * ranks)
+
+    def check_micro_batches(
+        self, num_samples: int, micro_batch_size: int, data_parallel_size: int
+    ) -> None:
+        """Raises ConfigError if a step up to `num_samples` cannot be shared out evenly."""
+        for _, start, _ in self._runs:
+            if start < num_samples:
+                self.num_micro_batches(start, micro_batch_size, data_parallel_size)
 
     def step_at(self, consumed_samples: int) -> int:
         """The number of the step that starts after that many samples; step 0 starts at sample 0.
-
-        Raises:
-            ConfigError: A number of samples inside a step; the message names the step's ends.
-        """
+        A number inside a step is a ConfigError, which names the step's ends."""
         consumed_samples = whole("consumed_samples", consumed_samples, 0, MAX_INT64)
-        run = bisect_right(self._run_starts, consumed_samples) - 1
-        size = self._run_sizes[run]
-        steps, samples_inside = divmod(consumed_samples - self._run_starts[run], size)
-        step = self._run_steps[run] + steps
+        run = bisect_right(self._runs, consumed_samples, key=itemgetter(1)) - 1
+        step, start, size = self._runs[run]
+        steps, samples_inside = divmod(consumed_samples - start, size)
+        step += steps
         if samples_inside:
-            start = consumed_samples - samples_inside
-            end = self.consumed_at(step + 1)
+            start, end = consumed_samples - samples_inside, self.consumed_at(step + 1)
             raise ConfigError(
                 f"consumed_samples is {consumed_samples}, inside step {step}, which takes samples "
                 f"{start} to {end - 1}; a step starts at {start} and at {end}"
@@ -93,68 +101,37 @@ class BatchSizeSchedule:
     def consumed_at(self, step: int) -> int:
         """Number of samples consumed before a step; step 0 starts at sample 0."""
         step = whole("step", step, 0, MAX_INT64)
-        run = bisect_right(self._run_steps, step) - 1
-        return self._run_starts[run] + (step - self._run_steps[run]) * self._run_sizes[run]
+        first, start, size = self._runs[bisect_right(self._runs, step, key=_first) - 1]
+        return start + (step - first) * size
 
     def num_steps(
         self, num_samples: int, consumed_samples: int = 0, *, drop_last: bool = True
     ) -> int:
-        """Number of steps from a number of consumed samples up to the end of the samples.
-
-        Args:
-            num_samples: Number of samples in the dataset.
-            consumed_samples: Number of samples consumed before the first step; any number.
-            drop_last: Whether a last step with too few samples does not count.
-        """
-        num_samples = whole("num_samples", num_samples, 0)
+        """Number of steps from any number of consumed samples up to the end of the dataset's
+        `num_samples`, without a last step of too few samples or, unless `drop_last`, with it."""
+        num_samples, steps = whole("num_samples", num_samples, 0), 0
         consumed = whole("consumed_samples", consumed_samples, 0)
-        steps = 0
         while consumed < num_samples:
-            change = bisect_right(self._starts, consumed)
-            size = self._sizes[change - 1]
-            end = min([num_samples, *self._starts[change : change + 1]])
+            place = bisect_right(self.changes, consumed, key=_first)
+            size = self.changes[place - 1][1]
+            end = min([num_samples, *map(_first, self.changes[place : place + 1])])
             count = -(-(end - consumed) // size)
             steps += count
             consumed += count * size
         return steps - 1 if drop_last and steps and consumed > num_samples else steps
 
-    def check_micro_batches(
-        self, num_samples: int, micro_batch_size: int, data_parallel_size: int
-    ) -> None:
-        """Raises ConfigError if a step up to `num_samples` cannot be shared out evenly."""
-        for start, size in zip(self._run_starts, self._run_sizes, strict=True):
-            if start < num_samples:
-                _num_micro_batches(size, micro_batch_size, data_parallel_size, start)
-
-    def _set_runs(self) -> None:
-        """Runs of steps of one size, counted from sample 0: first step, first sample and size."""
-        self._run_steps, self._run_starts, self._run_sizes = [0], [0], [self._sizes[0]]
-        for start, size in self.changes[1:]:
-            # Number of steps of the run before the change; 0 if its first step begins after it.
-            steps = max(0, -(-(start - self._run_starts[-1]) // self._run_sizes[-1]))
-            first = self._run_starts[-1] + steps * self._run_sizes[-1]
-            if steps == 0 or size == self._run_sizes[-1]:
-                self._run_sizes[-1] = size
-                continue
-            self._run_steps.append(self._run_steps[-1] + steps)
-            self._run_starts.append(first)
-            self._run_sizes.append(size)
-
 
 class RampUp(BatchSizeSchedule):
     """A global batch size that grows in equal increments, as by `--rampup-batch-size`.
 
-    The sizes are those of Megatron-LM's calculator for every number of consumed samples. It shares
-    the samples out in 64-bit floats, so a change can come one sample later than the exact quotient.
+    The sizes are those of Megatron-LM's calculator, which divides in 64-bit floats: a change can
+    come one sample later than the exact quotient.
 
     Args:
         start: Global batch size of the first step.
         increment: Difference between a size and the next.
         samples: Number of samples over which the size grows.
         global_batch_size: Global batch size afterwards: `start` plus a multiple of `increment`.
-
-    Attributes:
-        changes: Pairs (consumed_samples, global_batch_size), as of a `BatchSizeSchedule`.
 
     Raises:
         ConfigError: A number outside its limits, or a growth that is not a multiple of `increment`.
@@ -169,24 +146,36 @@ class RampUp(BatchSizeSchedule):
         self.increment = whole("increment", increment, 1, MAX_INT64)
         self.samples = whole("samples", samples, 1, _MAX_RAMP_SAMPLES)
         self.global_batch_size = whole("global_batch_size", global_batch_size, 1, MAX_INT64)
-        growth = self.global_batch_size - self.start
-        if growth < 0 or growth % self.increment:
+        num_increments, rest = divmod(self.global_batch_size - self.start, self.increment)
+        if num_increments < 0 or rest:
             raise ConfigError(
                 f"global_batch_size is {self.global_batch_size}; from start = {self.start} on, "
                 f"increments of {self.increment} do not reach it. Give start plus a multiple of "
                 "increment"
             )
-        if growth // self.increment > _MAX_INCREMENTS:
+        if num_increments > _MAX_INCREMENTS:
             raise ConfigError(
-                f"increment is {self.increment}: the batch size would grow "
-                f"{growth // self.increment} times; at most {_MAX_INCREMENTS} is possible"
+                f"increment is {self.increment}: the batch size would grow {num_increments} "
+                f"times; at most {_MAX_INCREMENTS} is possible"
             )
-        super().__init__(
-            [(0, self.start), *_increments(self.start, self.increment, self.samples, growth)]
-        )
+        # Up to `samples`, Megatron-LM's size is start + int(consumed / (samples / increments)) *
+        # increment, in float64; after that, the final size. Sizes of no number of samples fall out.
+        changes = {0: self.start}
+        for number in range(1, num_increments + 1):
+            samples_per_increment = self.samples / num_increments
+            change = int(number * samples_per_increment)
+            while change > 0 and int((change - 1) / samples_per_increment) >= number:
+                change -= 1
+            while int(change / samples_per_increment) < number:
+                change += 1
+            changes[min(change, self.samples + 1)] = self.start + number * self.increment
+        super().__init__([*changes.items()])
 
     def __repr__(self) -> str:
         return f"RampUp({self.start}, {self.increment}, {self.samples}, {self.global_batch_size})"
+
+
+_first = itemgetter(0)
 
 
 def as_schedule(name: str, value: int | BatchSizeSchedule) -> BatchSizeSchedule:
@@ -194,17 +183,6 @@ def as_schedule(name: str, value: int | BatchSizeSchedule) -> BatchSizeSchedule:
     if isinstance(value, BatchSizeSchedule):
         return value
     return BatchSizeSchedule([(0, whole(name, value, 1, MAX_INT64))])
-
-
-def _num_micro_batches(size: int, micro_batch_size: int, ranks: int, consumed_samples: int) -> int:
-    block = micro_batch_size * ranks
-    if size % block:
-        raise ConfigError(
-            f"the global batch size is {size} after {consumed_samples} samples; it must be a "
-            f"multiple of micro_batch_size * data_parallel_size = {micro_batch_size} * {ranks} = "
-            f"{block}"
-        )
-    return size // block
 
 
 def _checked_changes(changes: Any) -> tuple[tuple[int, int], ...]:
@@ -218,9 +196,9 @@ def _checked_changes(changes: Any) -> tuple[tuple[int, int], ...]:
     for place, (start, size) in enumerate(pairs):
         start = whole(f"consumed_samples of change {place}", start, 0, MAX_INT64)
         size = whole(f"global_batch_size of change {place}", size, 1, MAX_INT64)
-        if not checked and start != 0:
+        if place == 0 and start != 0:
             raise ConfigError(f"the first change is at {start} consumed samples; it must be at 0")
-        if checked and start <= checked[-1][0]:
+        if place > 0 and start <= checked[-1][0]:
             raise ConfigError(
                 f"change {place} is at {start} consumed samples; it must come after change "
                 f"{place - 1}, at {checked[-1][0]}"
@@ -229,22 +207,3 @@ def _checked_changes(changes: Any) -> tuple[tuple[int, int], ...]:
     if not checked:
         raise ConfigError("there are no changes; give at least (0, global_batch_size)")
     return tuple(checked)
-
-
-def _increments(start: int, increment: int, samples: int, growth: int) -> list[tuple[int, int]]:
-    """The changes of a ramp-up after the first size, without those that no number of samples has.
-
-    Up to `samples`, Megatron-LM's size is start + int(consumed / (samples / increments)) *
-    increment, in float64; after that, it is the final size.
-    """
-    num_increments = growth // increment
-    changes: dict[int, int] = {}
-    for number in range(1, num_increments + 1):
-        samples_per_increment = samples / num_increments
-        change = int(number * samples_per_increment)
-        while change > 0 and int((change - 1) / samples_per_increment) >= number:
-            change -= 1
-        while int(change / samples_per_increment) < number:
-            change += 1
-        changes[min(change, samples + 1)] = start + number * increment
-    return list(changes.items())
