@@ -295,7 +295,7 @@ def test_a_shard_of_another_size_gets_no_index(tmp_path: Path) -> None:
     build(tmp_path / "a", some_documents(3))
     items = document_items([(1, tmp_path / "a")], folder=tmp_path)
     (tmp_path / "shard.bin").write_bytes(b"1234" * 5)
-    with pytest.raises(DataError, match=r"3 documents and 24 bytes; .* 3, 3 and 20"):
+    with pytest.raises(DataError, match=r"3 documents and 24 bytes; the .bin has 20"):
         items.write_index(str(tmp_path / "shard"), lambda low, high: np.arange(low, high), 0, 3)
     assert {path.name for path in tmp_path.glob("shard*")} == {"shard.bin"}
 

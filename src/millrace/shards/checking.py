@@ -10,14 +10,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from millrace.checks import one_path, whole
-from millrace.cores import available_cores
+from millrace.checks import one_path
 from millrace.files import sum_of
 from millrace.names import SHUFFLE_RESULT
 from millrace.shards.metadata import (
@@ -32,10 +30,9 @@ from millrace.shards.metadata import (
     shard_problem,
 )
 from millrace.storage import LOCAL
-from millrace.store import layout
-from millrace.store.checking import CheckedIndex, Checks, Report
+from millrace.store.checking import CheckedIndex, Checks, Report, make_pool
+from millrace.store.layout import WRITE_AGAIN
 
-_ENTRIES = 1 << 20  # index entries that are compared at a time
 _SHARD_FILE = re.compile(r"shard_\d+\.(bin|idx)")
 
 
@@ -63,8 +60,7 @@ def verify_shards(
         ConfigError: If there is less than one thread, or a dtype that token files cannot have.
     """
     folder = one_path("folder", folder)
-    threads = available_cores() if threads is None else whole("threads", threads, least=1)
-    with ThreadPoolExecutor(threads) as pool:
+    with make_pool(threads) as pool:
         checks = Checks(folder, pool, on_bytes)
         metadata = None
         with checks.errors_of():
@@ -74,9 +70,9 @@ def verify_shards(
         checks.report.has_checksums = bool(metadata.checksums)
         with checks.errors_of():
             checks.add(metadata_problem(folder, metadata))
-        names = list(metadata.checksums.items())
+        sums = metadata.checksums.items()
         structure = checks.map(partial(_check_shard, folder, metadata), range(metadata.num_shards))
-        checks.report.num_bytes = checks.map(partial(_check_sum, folder), names) or structure
+        checks.report.num_bytes = checks.map(partial(_check_sum, folder), sums) or structure
     missing = sorted(set(bin_paths("", metadata)) - set(metadata.checksums))
     if metadata.checksums and missing:
         checks.add(
@@ -84,8 +80,7 @@ def verify_shards(
             "changed since it was written. Restore it, or shuffle again"
         )
     with checks.errors_of():
-        for sentence, is_problem in _strays(folder, metadata):
-            (checks.report.problems if is_problem else checks.report.notices).append(sentence)
+        _check_strays(folder, metadata, checks.report)
     return checks.report
 
 
@@ -102,59 +97,47 @@ def _check_shard(folder: str, metadata: ShardsMetadata, checks: Checks, number: 
                 checks.add(f"{prefix}.idx is missing: restore it, or shuffle again")
             return
         checks.report.num_bytes += index.header.size
+        size = LOCAL.stat(f"{prefix}.bin").size if metadata.has_documents else 0
+        checks.add(*_index_problems(index, metadata, metadata.shard_sizes[number]))
         if metadata.has_documents:
-            size = LOCAL.stat(f"{prefix}.bin").size
-            checks.add(*_document_problems(index, metadata, number))
             checks.add(*index.problems(f"{prefix}.bin", size))
-        else:
-            checks.add(*_index_problems(index, metadata, number))
 
 
-def _header_problems(index: CheckedIndex, metadata: ShardsMetadata) -> Iterator[str]:
-    expected = metadata.token_dtype
-    if index.header.dtype != expected:
+def _index_problems(index: CheckedIndex, metadata: ShardsMetadata, size: int) -> Iterator[str]:
+    """What the metadata contradict in the index of a shard with so many items."""
+    header, expected = index.header, metadata.token_dtype
+    if header.dtype != expected:
         suffix = "" if str(expected) == metadata.dtype else f", stored as {expected}"
         yield (
-            f"{index.path} says {index.header.dtype}; {METADATA} says {metadata.dtype}{suffix}. "
-            f"{layout.WRITE_AGAIN}"
+            f"{index.path} says {header.dtype}; {METADATA} says {metadata.dtype}{suffix}. "
+            f"{WRITE_AGAIN}"
         )
-
-
-def _document_problems(index: CheckedIndex, metadata: ShardsMetadata, number: int) -> Iterator[str]:
-    yield from _header_problems(index, metadata)
-    count, expected = index.header.num_document_entries - 1, metadata.shard_sizes[number]
-    if count != expected:
-        yield (
-            f"{index.path} has {count} documents; {METADATA} says {expected}. {layout.WRITE_AGAIN}"
-        )
-
-
-def _index_problems(index: CheckedIndex, metadata: ShardsMetadata, number: int) -> Iterator[str]:
-    """What differs from an index in which each sequence of the shard is a document."""
-    header, size = index.header, metadata.shard_sizes[number]
-    yield from _header_problems(index, metadata)
     counts = header.num_sequences, header.num_document_entries
+    if metadata.has_documents:
+        if counts[1] != size + 1:
+            yield (
+                f"{index.path} has {counts[1] - 1} documents; {METADATA} says {size}. {WRITE_AGAIN}"
+            )
+        return
     if counts != (size, size + 1) or header.has_modes:
         modes = " with modes" if header.has_modes else ""
         yield (
             f"{index.path} has {counts[0]} sequences{modes} and {counts[1]} document entries; the "
-            f"shard has {size} sequences, each a document. {layout.WRITE_AGAIN}"
+            f"shard has {size} sequences, each a document. {WRITE_AGAIN}"
         )
         return
-    for name, what, first, step, length in (
-        ("lengths", "the length of sequence", metadata.seq_len or 0, 0, size),
-        ("pointers", "the byte offset of sequence", 0, metadata.sequence_bytes, size),
-        ("documents", "document entry", 0, 1, size + 1),
+    for name, what, first, step in (
+        ("lengths", "the length of sequence", metadata.seq_len or 0, 0),
+        ("pointers", "the byte offset of sequence", 0, metadata.sequence_bytes),
+        ("documents", "document entry", 0, 1),
     ):
-        for start in range(0, length, _ENTRIES):
-            entries = index.read(name, start, _ENTRIES)
-            expected = first + step * np.arange(start, start + len(entries))
-            different = np.flatnonzero(entries != expected)
-            if different.size > 0:
+        for start, entries in index.pieces(name):
+            wanted = first + step * np.arange(start, start + len(entries))
+            if different := np.flatnonzero(entries != wanted).tolist():
                 place = different[0]
                 yield (
                     f"{index.path}: {what} {start + place} is {entries[place]}; it should be "
-                    f"{expected[place]}. The index is damaged: shuffle again, or restore it"
+                    f"{wanted[place]}. The index is damaged: shuffle again, or restore it"
                 )
                 break
 
@@ -181,24 +164,21 @@ def _check_sum(folder: str, checks: Checks, file: tuple[str, str]) -> None:
             )
 
 
-def _strays(folder: str, metadata: ShardsMetadata) -> Iterator[tuple[str, bool]]:
-    """Files that do not belong to the folder: a sentence, and whether they do harm."""
+def _check_strays(folder: str, metadata: ShardsMetadata, report: Report) -> None:
+    """Names the files that do not belong to the folder; another shuffle's shards do harm."""
     names = {METADATA, SHUFFLE_RESULT, *metadata.checksums}
-    for number in range(metadata.num_shards):
-        name = shard_prefix("", number)
-        names |= {f"{name}.bin", f"{name}.idx"}
+    for path in bin_paths("", metadata):
+        names |= {path, f"{path.removesuffix('.bin')}.idx"}
     for name in sorted(set(os.listdir(folder)) - names):
         path = os.path.join(folder, name)
         if _SHARD_FILE.fullmatch(name):
-            yield (
+            report.problems.append(
                 f"{path} is not one of the {metadata.num_shards} shards of this folder: another "
-                "shuffle has left it. Remove it",
-                True,
+                "shuffle has left it. Remove it"
             )
         elif name.startswith(JOURNAL):
-            yield (
-                f"{path} is the journal of a shuffle that has not ended: run its command again",
-                False,
+            report.notices.append(
+                f"{path} is the journal of a shuffle that has not ended: run its command again"
             )
         else:
-            yield f"{path} does not belong to the shuffle", False
+            report.notices.append(f"{path} does not belong to the shuffle")

@@ -23,7 +23,7 @@ from millrace.ragged import Numbers
 from millrace.shuffling.index_stream import open_index
 from millrace.shuffling.row_tables import Table, new_table
 from millrace.shuffling.token_files import TokenFile
-from millrace.store.index_writer import Entries
+from millrace.store.columns import Entries
 
 _MOST_SEQUENCES = 1 << 17  # sequences whose entries are written at a time
 
@@ -56,12 +56,6 @@ class DocumentTables:
         """The first token of each document, and the end of its tokens: int64 [n] each."""
         first, end = self._tokens.windows(documents, 2).T
         return first, end
-
-    def num_sequences(self, documents: Numbers) -> int:
-        """The number of sequences of all these documents."""
-        if self._sequences is None:
-            return len(documents)
-        return int(np.diff(self._sequences.windows(documents, 2)).sum())
 
     def entries(self, documents: Numbers) -> Iterator[Entries]:
         """The entries of an index with these documents, some at a time."""

@@ -22,8 +22,7 @@ from millrace.shuffling.domains import Input, Inputs, find_domains
 from millrace.shuffling.file_pieces import read_files
 from millrace.shuffling.shuffle_items import ItemsAt, contents_of
 from millrace.shuffling.weights import WeightedUnits
-from millrace.store.index_writer import Entries, write_index
-from millrace.store.layout import Header
+from millrace.store.columns import Entries, write_index
 from millrace.store.publish import idx_path
 
 _BLOCK = 1 << 20  # tokens that are read at a time
@@ -117,13 +116,8 @@ class SequenceItems:
 
         Megatron-LM has no uint32, so these tokens stand as int32: the ids are below 2**31.
         """
-        header = Header(
-            dtype=np.dtype("<i4") if self.dtype == np.uint32 else self.dtype,
-            num_sequences=stop - start,
-            num_document_entries=stop - start + 1,
-            has_modes=False,
-        )
-        write_index(prefix, header, self._entries(stop - start))
+        dtype = np.int32 if self.dtype == np.uint32 else self.dtype
+        write_index(prefix, dtype, self._entries(stop - start))
         return [idx_path(prefix)]
 
     def _entries(self, count: int) -> Iterator[Entries]:

@@ -149,7 +149,7 @@ def _open_indexed(prefix: str) -> TokenFile:
         # Before it is opened: if it is replaced meanwhile, reading it notices.
         data, index = os.stat(paths.bin), os.stat(paths.idx)
         sidecars = {}
-        for name, path in zip(("info", "origins"), paths.sidecars, strict=True):
+        for name, path in zip(("info", "origins"), paths[2:], strict=True):
             with contextlib.suppress(FileNotFoundError):
                 status = os.stat(path)
                 sidecars[name] = [status.st_size, status.st_mtime_ns]

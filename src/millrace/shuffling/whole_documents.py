@@ -22,9 +22,8 @@ from millrace.shuffling.domains import Input, Inputs, find_domains
 from millrace.shuffling.file_pieces import read_files
 from millrace.shuffling.shuffle_items import ItemsAt, contents_of
 from millrace.shuffling.weights import WeightedUnits
-from millrace.store.index_writer import write_index
+from millrace.store.columns import write_index
 from millrace.store.info import Info
-from millrace.store.layout import Header
 from millrace.store.publish import idx_path, info_path, origins_path
 
 _BLOCK = 1 << 13  # documents that are read, or whose entries are written, at a time
@@ -133,14 +132,8 @@ class DocumentItems:
             for first in range(start, stop, _BLOCK):
                 yield self._units.units(items_at(first, min(first + _BLOCK, stop)))
 
-        header = Header(
-            dtype=self.dtype,
-            num_sequences=sum(map(self._tables.num_sequences, documents())),
-            num_document_entries=stop - start + 1,
-            has_modes=self._tables.has_modes,
-        )
         entries = itertools.chain.from_iterable(map(self._tables.entries, documents()))
-        write_index(prefix, header, entries)
+        write_index(prefix, self.dtype, entries, has_modes=self._tables.has_modes)
         paths = [idx_path(prefix)]
         if self._origins is not None:
             self._origins.write(prefix, documents())

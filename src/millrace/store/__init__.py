@@ -2,10 +2,7 @@
 
 An indexed dataset lies at one *path prefix*: `PREFIX.bin` holds the tokens of all sequences, one
 after the other; `PREFIX.idx` says how long each sequence is, where it starts and which sequences
-make a document. `layout` describes the bytes of the index, `publish` how a pair appears whole or
-not at all, `info` the sidecar with checksums, `writer` the files while they are built, and
-`index_writer` the index of a `.bin` that is there already. The public names are in `reader`,
-`raw`, `builder` and `checking`; where the bytes are is a matter of `millrace.storage`.
+make a document (see `layout`). `publish` says how a pair appears whole or not at all.
 """
 
 import importlib
@@ -20,21 +17,16 @@ from millrace.store.layout import DTYPES
 from millrace.store.raw import RawTokens
 from millrace.store.reader import IndexedDataset
 
-# Public names of rooms above this one, which were here once: loaded when they are asked for.
-_ABOVE = {
-    "Origin": "provenance",
-    "Origins": "provenance",
-    "OriginsWriter": "provenance",
-    "ShardsMetadata": "shards",
-    "read_metadata": "shards",
-    "shard_prefix": "shards",
-    "verify_shards": "shards",
+_ABOVE = {  # public names that once were here: loaded from rooms above when they are asked for
+    **dict.fromkeys(("Origin", "Origins", "OriginsWriter"), "millrace.provenance"),
+    **dict.fromkeys(("ShardsMetadata", "read_metadata", "shard_prefix"), "millrace.shards"),
+    "verify_shards": "millrace.shards",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name in _ABOVE:
-        return getattr(importlib.import_module(f"millrace.{_ABOVE[name]}"), name)
+        return getattr(importlib.import_module(_ABOVE[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

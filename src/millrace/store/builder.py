@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from millrace.checks import flag, one_path, shown, whole
+from millrace.checks import MAX_INT32, flag, one_path, shown, whole_numbers
 from millrace.errors import ConfigError
 from millrace.files import naming, temporary_name
 from millrace.interrupts import interrupts_held
@@ -18,7 +19,6 @@ from millrace.storage import check_local
 from millrace.store.layout import dtype_code
 from millrace.store.publish import bin_path, files_of, origins_path, publish
 from millrace.store.reader import IndexedDataset
-from millrace.store.token_arguments import as_lengths, as_modes, as_tokens, plain_json
 from millrace.store.writer import CHUNK, NotIntegersError, PairWriter, blocks
 
 _ENTRIES = 1 << 16  # documents whose entries are made at a time: they stay in a core's cache
@@ -77,29 +77,7 @@ class IndexedDatasetBuilder:
         durable: bool = True,
     ) -> None:
         self.prefix = one_path("prefix", prefix)
-        check_local(self.prefix)
-        folder = os.path.dirname(self.prefix) or "."
-        if not os.path.isdir(folder):
-            raise ConfigError(f"{folder} is not a folder; create it, or give another prefix")
-        if self.prefix.endswith((".bin", ".idx")):
-            raise ConfigError(
-                f"the prefix is {self.prefix}; give it without {self.prefix[-4:]}, which is added"
-            )
-        # Before any work: a pair whose sidecar cannot be written would fail at its end.
-        name, longest = (
-            os.fsencode(os.path.basename(path))
-            for path in (self.prefix, temporary_name(origins_path(self.prefix)))
-        )
-        most = os.pathconf(folder, "PC_NAME_MAX")
-        if len(longest) > most:
-            raise ConfigError(
-                f"the name {shown(os.fsdecode(name), 80)} of the prefix has {len(name)} bytes; at "
-                f"most {most - len(longest) + len(name)} are possible, because names of files have "
-                f"up to {most} bytes in {folder}. Give a shorter prefix"
-            )
-        for path in files_of(self.prefix):
-            if os.path.isdir(path):
-                raise ConfigError(f"{path} is a folder; remove it, or give another prefix")
+        _check_prefix(self.prefix)
         dtype_code(dtype)
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self.multimodal = flag("multimodal", multimodal)
@@ -108,7 +86,7 @@ class IndexedDatasetBuilder:
             self.dtype,
             multimodal=self.multimodal,
             checksums=flag("checksums", checksums),
-            provenance=plain_json(provenance),
+            provenance=_plain_json(provenance),
             durable=flag("durable", durable),
         )
         self._buffer = self._writer.bin.buffer
@@ -168,8 +146,8 @@ class IndexedDatasetBuilder:
             lengths: Lengths of the documents in tokens: integers [documents]; their sum is the
                 number of tokens.
         """
-        values = as_tokens(tokens, self.dtype)
-        counts = as_lengths(lengths, len(values))
+        values = _as_tokens(tokens, self.dtype)
+        counts = _as_lengths(lengths, len(values))
         with self._writer.turn():
             self._writer.append(values)
             for start in range(0, len(counts), _ENTRIES):
@@ -178,12 +156,8 @@ class IndexedDatasetBuilder:
             self._writer.flush()
 
     def add_provenance(self, entries: Mapping[str, Any]) -> None:
-        """Adds to the origin of the tokens that the sidecar tells, before the end.
-
-        Args:
-            entries: Plain JSON values; an entry of the same name is replaced.
-        """
-        plain = plain_json(entries)
+        """Adds plain JSON values to the sidecar's provenance; they replace those of their names."""
+        plain = _plain_json(entries)
         with self._writer.turn():
             self._writer.provenance = {**(self._writer.provenance or {}), **(plain or {})}
 
@@ -212,12 +186,8 @@ class IndexedDatasetBuilder:
         """
         self._writer.turns.check_open()
         other = source if isinstance(source, IndexedDataset) else IndexedDataset(source)
-        start, stop = (0, other.num_documents) if documents is None else documents
-        start, stop = whole("documents", start), whole("documents", stop)
-        if not 0 <= start <= stop <= other.num_documents:
-            raise ConfigError(
-                f"documents are {start} to {stop}; {other.prefix} has {other.num_documents}"
-            )
+        span = (0, other.num_documents) if documents is None else documents
+        start, stop = other.document_range(*span)
         if other.dtype != self.dtype and not flag("change_dtype", change_dtype):
             raise ConfigError(
                 f"{other.prefix} holds {other.dtype}, the new file {self.dtype}; "
@@ -229,8 +199,8 @@ class IndexedDatasetBuilder:
                 f"{other.prefix} has {'' if has_modes else 'no '}modes, the new file has "
                 f"{'' if self.multimodal else 'no '}modes: both must have them, or neither"
             )
-        first, end = other.check_documents(start, stop)
-        first_byte, end_byte = other.check_sequences(first, end)
+        sequences = other.check_documents(start, stop)
+        byte_span = other.check_sequences(*sequences)
         writer = self._writer
         with writer.turn():
             if self._buffer.has_open_document:
@@ -241,20 +211,19 @@ class IndexedDatasetBuilder:
             try:
                 file = other.reopen_bin() if other.dtype == self.dtype else None
                 if file is not None:
-                    writer.bin.copy(other, file, first_byte, end_byte, durable=writer.durable)
+                    writer.bin.copy(other, file, *byte_span)
                 else:
-                    for data in blocks(other, first_byte, end_byte):
-                        writer.append(as_tokens(data.view(other.dtype), self.dtype))
+                    for data in blocks(other, *byte_span):
+                        writer.append(_as_tokens(data.view(other.dtype), self.dtype))
                         writer.flush()
-                num_before = self._buffer.num_sequences
-                writer.columns.copy(other, (first, end), (start, stop), num_before)
+                writer.columns.copy(other, sequences, (start, stop))
             except ConfigError as error:  # a token that does not fit, or `other` was closed
                 writer.turns.end(f"an addition failed: {error}")
                 raise
             self._buffer.count(
-                num_sequences=end - first,
+                num_sequences=sequences[1] - sequences[0],
                 num_documents=stop - start,
-                num_tokens=(end_byte - first_byte) // other.dtype.itemsize,
+                num_tokens=(byte_span[1] - byte_span[0]) // other.dtype.itemsize,
             )
 
     def finalize(self) -> None:
@@ -284,18 +253,16 @@ class IndexedDatasetBuilder:
         self._writer.turns.check_open()
         if type(tokens) is list and len(tokens) <= CHUNK and self.dtype.kind != "f":
             with contextlib.suppress(NotIntegersError):
-                self._add_values(tokens, lengths, modes, ends_document)
-                return
-        values = as_tokens(tokens, self.dtype)  # outside a turn: a token may be any object
-        self._add_values(values, lengths, modes, ends_document)
+                return self._add_values(tokens, lengths, modes, ends_document)
+        values = _as_tokens(tokens, self.dtype)  # outside a turn: a token may be any object
+        return self._add_values(values, lengths, modes, ends_document)
 
     def _add_values(
         self, values: list[int] | NDArray[Any], lengths: Any, modes: Any, ends_document: bool
     ) -> None:
-        counts = as_lengths([len(values)] if lengths is None else lengths, len(values))
-        mode_array = None
-        if self.multimodal and modes is not None:
-            mode_array = as_modes(modes, len(counts))
+        counts = _as_lengths([len(values)] if lengths is None else lengths, len(values))
+        has_modes = self.multimodal and modes is not None
+        mode_array = _as_modes(modes, len(counts)) if has_modes else None
         with self._writer.turn():
             self._writer.append(values)
             self._buffer.add_sequences(counts, mode_array, ends_document)
@@ -323,11 +290,89 @@ def finalize_together(builders: Sequence[IndexedDatasetBuilder]) -> None:
                 with naming(bin_path(writer.prefix)):
                     writer.write_files()
                 writer.turns.check_open()
+            pairs = [(writer.absolute_prefix, writer.temporaries) for writer in writers]
             with interrupts_held():
-                publish(
-                    [(writer.absolute_prefix, writer.temporaries) for writer in writers],
-                    durable=any(writer.durable for writer in writers),
-                )
+                publish(pairs, durable=any(writer.bin.durable for writer in writers))
         finally:
             for writer in writers:
                 writer.turns.end("it was finalised")
+
+
+# ---- arguments ----
+
+
+def _check_prefix(prefix: str) -> None:
+    """Raises ConfigError before any work for a pair whose files could not be published."""
+    check_local(prefix)
+    folder = os.path.dirname(prefix) or "."
+    if not os.path.isdir(folder):
+        raise ConfigError(f"{folder} is not a folder; create it, or give another prefix")
+    if prefix.endswith((".bin", ".idx")):
+        raise ConfigError(f"the prefix is {prefix}; give it without {prefix[-4:]}, which is added")
+    name = os.path.basename(prefix)
+    size, most = len(os.fsencode(name)), os.pathconf(folder, "PC_NAME_MAX")
+    added = len(os.fsencode(temporary_name(origins_path(name)))) - size
+    if size + added > most:
+        raise ConfigError(
+            f"the name {shown(name, 80)} of the prefix has {size} bytes; at most {most - added} "
+            f"are possible, because names of files have up to {most} bytes in {folder}. Give a "
+            "shorter prefix"
+        )
+    for path in files_of(prefix):
+        if os.path.isdir(path):
+            raise ConfigError(f"{path} is a folder; remove it, or give another prefix")
+
+
+def _plain_json(provenance: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if provenance is not None and not isinstance(provenance, Mapping):
+        raise ConfigError(f"provenance is {shown(provenance)}; a dict is needed")
+    try:
+        plain: dict[str, Any] | None = json.loads(json.dumps(provenance))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"the provenance cannot be written as JSON ({error}); give texts, numbers, lists and "
+            "dicts"
+        ) from None
+    return plain
+
+
+def _as_tokens(tokens: ArrayLike, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Tokens as an array that the core takes: contiguous, in native byte order."""
+    try:
+        values = np.asarray(tokens)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"tokens are not numbers in one dimension: {error}") from None
+    is_float = dtype.kind == "f"
+    if values.ndim == 1 and (values.dtype == object or values.size == 0) and not is_float:
+        return whole_numbers("tokens", values.tolist())
+    if values.ndim != 1 or values.dtype.kind not in ("iuf" if is_float else "iu"):
+        raise ConfigError(
+            f"tokens have shape {values.shape} and dtype {values.dtype}; "
+            f"{'numbers' if is_float else 'integers'} are needed, in one dimension"
+        )
+    target = dtype if is_float else values.dtype
+    return np.require(values, target.newbyteorder("="), ["C", "A"])
+
+
+def _as_lengths(lengths: ArrayLike, num_tokens: int) -> NDArray[np.int64]:
+    """The lengths of sequences, int64 [sequences], whose sum is the number of tokens."""
+    counts = whole_numbers("lengths", lengths)
+    least, most = int(counts.min(initial=0)), int(counts.max(initial=0))
+    if least < 0 or most > MAX_INT32:
+        raise ConfigError(
+            f"the lengths go from {least} to {most}; 0 to {MAX_INT32} is possible. Cut longer "
+            "sequences into several"
+        )
+    if counts.sum() != num_tokens:
+        raise ConfigError(
+            f"the lengths {shown(counts.tolist())} sum to {counts.sum()}; there are {num_tokens} "
+            "tokens"
+        )
+    return counts
+
+
+def _as_modes(modes: ArrayLike, count: int) -> NDArray[np.int8]:
+    values = whole_numbers("modes", modes)
+    if values.shape != (count,) or np.any(values != values.astype(np.int8)):
+        raise ConfigError(f"modes are {shown(modes)}; give {count} numbers from -128 to 127")
+    return values.astype(np.int8)

@@ -52,13 +52,7 @@ class Report:
 
 
 class Checks:
-    """The checks of a pair or folder, which fill a report, and the threads that read for them.
-
-    Args:
-        name: The pair or folder.
-        pool: Threads that read and hash.
-        on_bytes: Called with the number of bytes read since the last call, from any thread.
-    """
+    """The checks of a pair or folder, which fill a report, and the threads that read for them."""
 
     def __init__(
         self, name: str, pool: ThreadPoolExecutor, on_bytes: Callable[[int], Any] | None
@@ -87,15 +81,15 @@ class Checks:
             self.add(f"{name!a} cannot be the name of a file: {error}")
 
     def blocks(
-        self, path: str, file: StoredFile, sums: Checksums | None, describe: Callable[..., str]
+        self,
+        path: str,
+        file: StoredFile,
+        sums: Checksums | None,
+        describe: Callable[[int, int], str] | None = None,
     ) -> None:
         """Compares a file with the checksums of its blocks, if there are any.
 
-        Args:
-            path: Name of the file in messages.
-            file: The file.
-            sums: Its checksums, or None.
-            describe: Function of the first and last byte that says what they hold, or fails.
+        `describe` says what the bytes from a first one to an end hold, or fails.
         """
         if sums is None:
             return
@@ -118,15 +112,14 @@ class Checks:
             text = f"{path}: block {block} (bytes {start} to {stop - 1}) is damaged"
             # If the index is damaged too, the check of the structure reports it.
             with contextlib.suppress(DataError, OSError):
-                text += describe(start, stop)
+                text += f": {describe(start, stop)}" if describe is not None else ""
             self.add(text)
         self.report.num_bytes += file.size
 
     def map(self, check: Callable[[Checks, Any], None], items: Iterable[Any]) -> int:
-        """Runs a check of each item on the threads, and adds their problems in order.
+        """Runs a check of each item on the threads; adds their problems in order.
 
-        Returns:
-            Number of bytes that they have read.
+        Returns the number of bytes that they have read.
         """
 
         def one(item: Any) -> Report:
@@ -161,9 +154,13 @@ def verify(
         ConfigError: If there is less than one thread.
     """
     names = paths("prefixes", prefixes)
+    with make_pool(threads) as pool:
+        return [_verify(name, pool, on_bytes) for name in names]
+
+
+def make_pool(threads: int | None) -> ThreadPoolExecutor:
     threads = available_cores() if threads is None else whole("threads", threads, least=1)
-    with ThreadPoolExecutor(threads) as pool:
-        return [_verify(name, partial(Checks, name, pool, on_bytes)) for name in names]
+    return ThreadPoolExecutor(threads)
 
 
 def require_sound(dataset: IndexedDataset) -> None:
@@ -172,11 +169,11 @@ def require_sound(dataset: IndexedDataset) -> None:
     dataset.check_sequences(0, len(dataset))
 
 
-def _verify(prefix: str, make_checks: Callable[[], Checks]) -> Report:
+def _verify(prefix: str, pool: ThreadPoolExecutor, on_bytes: Any) -> Report:
     """Checks again if a new pair was published meanwhile: the old sidecar is not for its files."""
     for _ in range(_ATTEMPTS):
         before = _identity(prefix)
-        checks = make_checks()
+        checks = Checks(prefix, pool, on_bytes)
         _check_pair(prefix, checks)
         if not checks.report.problems or _identity(prefix) == before:
             break
@@ -205,20 +202,12 @@ def _check_pair(prefix: str, checks: Checks) -> None:
         storage = storage_of(prefix)
         data, index = open_pair(prefix, "file", storage=storage)
         assert data is not None
-        for path, file, sums, describe in (
-            (idx_path(prefix), index, info.idx, CheckedIndex.entries_in),
-            (bin_path(prefix), data, info.bin, CheckedIndex.sequences_in),
-        ):
-            checks.blocks(path, file, sums, partial(_describe, prefix, index, describe))
-        checks.add(*CheckedIndex(prefix, index).problems(bin_path(prefix), data.size))
+        checked = partial(CheckedIndex, prefix, index)  # an error if its header is damaged
+        checks.blocks(idx_path(prefix), index, info.idx, lambda a, b: checked().entries_in(a, b))
+        checks.blocks(bin_path(prefix), data, info.bin, lambda a, b: checked().sequences_in(a, b))
+        checks.add(*checked().problems(bin_path(prefix), data.size))
         _check_origins(prefix, storage, info, checks)
         checks.report.num_bytes = checks.report.num_bytes or index.size
-
-
-def _describe(
-    prefix: str, index: StoredFile, parts: Callable[..., str], start: int, stop: int
-) -> str:
-    return f": {parts(CheckedIndex(prefix, index), start, stop)}"
 
 
 def _check_origins(prefix: str, storage: Storage, info: Info, checks: Checks) -> None:
@@ -231,7 +220,7 @@ def _check_origins(prefix: str, storage: Storage, info: Info, checks: Checks) ->
         file = storage.open(path, "file")
     except FileNotFoundError:
         return
-    checks.blocks(path, file, info.origins, lambda start, stop: "")
+    checks.blocks(path, file, info.origins)
     if checks.report.problems:  # of a damaged pair, the fingerprint may have changed
         return
     with checks.errors_of(), contextlib.suppress(ConfigError):  # pyarrow is not installed
@@ -246,17 +235,17 @@ def _check_origins(prefix: str, storage: Storage, info: Info, checks: Checks) ->
 class CheckedIndex(layout.IndexFile):
     """An open index file, with what is wrong in it and where bytes belong."""
 
+    def pieces(self, name: str) -> Iterator[tuple[int, Any]]:
+        """The entries of a column, in pieces, and the number of the first one of each."""
+        for start in range(0, self.header.columns[name].length, _ENTRIES):
+            yield start, self.read(name, start, _ENTRIES)
+
     def problems(self, bin_path: str, bin_size: int) -> Iterator[str]:
         """The first thing that is wrong with the sequences, and with the documents."""
-        header, byte = self.header, 0
-        for start in range(0, header.num_sequences, _ENTRIES):
-            problem, byte = layout.sequence_problem(
-                self.read("lengths", start, _ENTRIES),
-                self.read("pointers", start, _ENTRIES),
-                header.dtype.itemsize,
-                byte,
-                start,
-            )
+        size, byte = self.header.dtype.itemsize, 0
+        for start, lengths in self.pieces("lengths"):
+            pointers = self.read("pointers", start, _ENTRIES)
+            problem, byte = layout.sequence_problem(lengths, pointers, size, byte, start)
             if problem:
                 yield f"{self.path}: {problem}"
                 break
@@ -264,24 +253,20 @@ class CheckedIndex(layout.IndexFile):
             if problem := layout.size_problem(bin_size, byte):
                 yield f"{bin_path} {problem}"
         last = np.zeros(1, np.int64)
-        for start in range(0, header.num_document_entries, _ENTRIES):
+        for start, entries in self.pieces("documents"):
             # The entries of a part go on from the last of the part before.
-            entries = np.concatenate((last, self.read("documents", start, _ENTRIES)))
-            if problem := layout.document_problem(entries, header.num_sequences, start - 1):
+            part, last = np.concatenate((last, entries)), entries[-1:]
+            if problem := layout.document_problem(part, self.header.num_sequences, start - 1):
                 yield f"{self.path}: {problem}"
                 return
-            last = entries[-1:]
         if problem := self.document_ends_problem():
             yield problem
 
     def sequences_in(self, start: int, stop: int) -> str:
         """The sequences and documents between two bytes of the `.bin`."""
-        sequences = [self._find("pointers", byte) for byte in (start, stop - 1)]
-        documents = [self._find("documents", number) for number in sequences]
-        return (
-            f"sequences {sequences[0]} to {sequences[1]}, documents {documents[0]} to "
-            f"{documents[1]}"
-        )
+        first, last = (self._find("pointers", byte) for byte in (start, stop - 1))
+        documents = [self._find("documents", number) for number in (first, last)]
+        return f"sequences {first} to {last}, documents {documents[0]} to {documents[1]}"
 
     def entries_in(self, start: int, stop: int) -> str:
         """The parts of the index between two of its bytes."""
@@ -289,9 +274,8 @@ class CheckedIndex(layout.IndexFile):
         for name, column in self.header.columns.items():
             first, end = max(start, column.offset), min(stop, column.end)
             if first < end:
-                low, high = (
-                    (byte - column.offset) // column.dtype.itemsize for byte in (first, end - 1)
-                )
+                size = column.dtype.itemsize
+                low, high = (first - column.offset) // size, (end - 1 - column.offset) // size
                 label = "document indices" if name == "documents" else f"{name} of sequences"
                 parts.append(f"{label} {low} to {high}")
         return ", ".join(parts)

@@ -24,12 +24,7 @@ _VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Checksums:
-    """The checksums of one file.
-
-    Attributes:
-        size: Size of the file in bytes.
-        blocks: Checksum of each block of BLOCK_SIZE bytes, 16 hex digits.
-    """
+    """The checksums of one file: of each block of BLOCK_SIZE bytes, 16 hex digits."""
 
     size: Count
     blocks: list[str]
@@ -37,8 +32,6 @@ class Checksums:
 
 @dataclass(frozen=True, kw_only=True)
 class _Sums:
-    """The entry "checksums" of a sidecar."""
-
     algorithm: str
     block_size: int
     bin: Checksums
@@ -62,7 +55,7 @@ class Info:
     Attributes:
         provenance: Where the files came from.
         bin, idx: Checksums of the file of that suffix; both or None.
-        origins: Checksums of the sidecar of origins, if there is one; see `origins`.
+        origins: Checksums of the sidecar of origins, if there is one.
     """
 
     provenance: dict[str, Any] = field(default_factory=dict)
@@ -74,11 +67,8 @@ class Info:
         document: dict[str, Any] = {"version": _VERSION, "provenance": self.provenance}
         if self.bin is not None and self.idx is not None:
             sums = {"bin": self.bin, "idx": self.idx, "origins": self.origins}
-            document["checksums"] = {
-                "algorithm": ALGORITHM,
-                "block_size": BLOCK_SIZE,
-                **{name: asdict(one) for name, one in sums.items() if one is not None},
-            }
+            stored = {name: asdict(one) for name, one in sums.items() if one is not None}
+            document["checksums"] = {"algorithm": ALGORITHM, "block_size": BLOCK_SIZE} | stored
         return json.dumps(document, indent=1) + "\n"
 
 
@@ -120,7 +110,7 @@ def write_info(prefix: str, info: Info, *, durable: bool = True) -> None:
 
 
 class BlockHasher:
-    """The checksums of a file that is written piece by piece."""
+    """Makes the checksums of a file that is written piece by piece."""
 
     def __init__(self) -> None:
         self._state = xxh3()

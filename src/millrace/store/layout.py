@@ -15,7 +15,7 @@ offset  size     content
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -32,16 +32,8 @@ MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 
-DTYPES: dict[int, np.dtype[Any]] = {
-    1: np.dtype("<u1"),
-    2: np.dtype("<i1"),
-    3: np.dtype("<i2"),
-    4: np.dtype("<i4"),
-    5: np.dtype("<i8"),
-    6: np.dtype("<f8"),
-    7: np.dtype("<f4"),
-    8: np.dtype("<u2"),
-}
+_STORED = ("<u1", "<i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2")
+DTYPES: dict[int, np.dtype[Any]] = {n: np.dtype(name) for n, name in enumerate(_STORED, 1)}
 """The dtype of each code in an index file."""
 
 WRITE_AGAIN = "The files do not belong together or are damaged: write them again"
@@ -71,7 +63,7 @@ class Column(NamedTuple):
         return self.offset + self.length * self.dtype.itemsize
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Header:
     """The content of an index file's first 34 bytes, and whether the file holds modes."""
 
@@ -89,10 +81,10 @@ class Header:
             ("lengths", DTYPES[4], self.num_sequences),
             ("pointers", DTYPES[5], self.num_sequences),
             ("documents", DTYPES[5], self.num_document_entries),
-            ("modes", DTYPES[2], self.num_sequences if self.has_modes else 0),
+            ("modes", DTYPES[2], self.num_sequences * self.has_modes),
         ):
             columns[name] = Column(dtype, end, count)
-            end += count * dtype.itemsize
+            end = columns[name].end
         return columns
 
     @property
@@ -101,18 +93,12 @@ class Header:
         return self.columns["modes"].end
 
     def pack(self) -> bytes:
-        return HEADER.pack(
-            MAGIC, VERSION, dtype_code(self.dtype), self.num_sequences, self.num_document_entries
-        )
+        counts = self.num_sequences, self.num_document_entries
+        return HEADER.pack(MAGIC, VERSION, dtype_code(self.dtype), *counts)
 
 
 class IndexFile:
-    """An open index file, whose entries are copied: a view of a map may be a bus error.
-
-    Args:
-        prefix: Path prefix of the pair.
-        file: The bytes of the index file.
-    """
+    """An open index file, whose entries are copied: a view of a map may be a bus error."""
 
     def __init__(self, prefix: str, file: BinReader) -> None:
         self.path = idx_path(prefix)
@@ -128,7 +114,6 @@ class IndexFile:
         return data.view(column.dtype)
 
     def entry(self, name: str, place: int) -> int:
-        """One entry of a column."""
         return int(self.read(name, place, 1)[0])
 
     def document_ends_problem(self) -> str | None:
@@ -141,6 +126,22 @@ class IndexFile:
             f"{self.path}: the document indices go from {first} to {last}, not from 0 to {count}, "
             "the number of sequences"
         )
+
+    def check_ends(self, bin_path: str, bin_size: int) -> None:
+        """Raises DataError if the first and last entries are wrong, or do not fit the `.bin`."""
+        problem, end = self.document_ends_problem(), 0
+        if problem is None and self.header.num_sequences > 0:
+            last = self.header.num_sequences - 1
+            start, length = self.entry("pointers", 0), self.entry("lengths", last)
+            end = self.entry("pointers", last) + length * self.header.dtype.itemsize
+            if start != 0:
+                problem = f"{self.path}: the first sequence starts at byte {start}, not at 0"
+            elif length < 0:
+                problem = f"{self.path}: the last sequence has the negative length {length}"
+        if problem:
+            raise DataError(f"{problem}. {WRITE_AGAIN}")
+        if problem := size_problem(bin_size, end):
+            raise DataError(f"{bin_path} {problem}")
 
 
 def _read_header(file: BinReader, path: str) -> Header:
@@ -164,20 +165,16 @@ def _read_header(file: BinReader, path: str) -> Header:
             f"{path} has dtype code {code}; the codes are {min(DTYPES)} to {max(DTYPES)}. "
             "The file is damaged: write it again from its source"
         )
-    header = Header(
-        dtype=DTYPES[code],
-        num_sequences=num_sequences,
-        num_document_entries=num_entries,
-        has_modes=False,
+    headers = [Header(DTYPES[code], num_sequences, num_entries, modes) for modes in (False, True)]
+    if num_entries > 0:
+        for header in headers:
+            if header.size == size:
+                return header
+    raise DataError(
+        f"{path} has {size} bytes, but its {num_sequences} sequences and {num_entries} "
+        f"document entries take {headers[0].size}, or {headers[1].size} with modes. "
+        "It is truncated or damaged: write it again from its source"
     )
-    size_with_modes = header.size + num_sequences  # int8 each
-    if num_entries == 0 or size not in (header.size, size_with_modes):
-        raise DataError(
-            f"{path} has {size} bytes, but its {num_sequences} sequences and {num_entries} "
-            f"document entries take {header.size}, or {size_with_modes} with modes. "
-            "It is truncated or damaged: write it again from its source"
-        )
-    return header if size == header.size else replace(header, has_modes=True)
 
 
 # ---- what is wrong with the entries: a phrase, or None ----

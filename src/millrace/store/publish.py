@@ -54,8 +54,27 @@ def info_path(prefix: str) -> str:
 
 
 def origins_path(prefix: str) -> str:
-    """The sidecar of its documents' origins, which a pair may have (see `origins`)."""
+    """The sidecar of its documents' origins, which a pair may have (see `provenance`)."""
     return prefix + ".origins.parquet"
+
+
+class Temporaries(NamedTuple):
+    """The paths of a pair's files, while they are written or where they are published."""
+
+    bin: str
+    idx: str
+    info: str
+    origins: str
+
+
+def _paths(prefix: str) -> Temporaries:
+    return Temporaries(bin_path(prefix), idx_path(prefix), info_path(prefix), origins_path(prefix))
+
+
+def files_of(prefix: str) -> tuple[str, ...]:
+    """The paths of a pair and its sidecars, the index first: without it the others are ignored."""
+    data, *others = _paths(prefix)
+    return (*others, data)
 
 
 class Pair(NamedTuple):
@@ -110,30 +129,6 @@ def open_pair(
     raise DataError(f"{' and '.join(missing)} not found. {hint}")
 
 
-class Temporaries(NamedTuple):
-    """The paths of a pair's files, while they are written or where they are published."""
-
-    bin: str
-    idx: str
-    info: str
-    origins: str
-
-    @property
-    def sidecars(self) -> tuple[str, str]:
-        """The paths of the files that a pair may lack."""
-        return self.info, self.origins
-
-
-def _paths(prefix: str) -> Temporaries:
-    return Temporaries(bin_path(prefix), idx_path(prefix), info_path(prefix), origins_path(prefix))
-
-
-def files_of(prefix: str) -> tuple[str, ...]:
-    """The paths of a pair and its sidecars, the index first: without it the others are ignored."""
-    paths = _paths(prefix)
-    return (paths.idx, *paths.sidecars, paths.bin)
-
-
 def paths_to_read(prefix: str, storage: Storage = LOCAL) -> Temporaries:
     """The files of the pair that counts; it may have no sidecars."""
     paths = _paths(prefix)
@@ -149,19 +144,19 @@ def paths_to_read(prefix: str, storage: Storage = LOCAL) -> Temporaries:
 
 def _is_half_published(prefix: str, storage: Storage = LOCAL) -> bool:
     """Whether a new pair counts whose files do not have their names yet."""
+
+    def written_at(path: str) -> int:
+        """The time of a file's last write; 0 if there is no file, or no access."""
+        try:
+            return storage.stat(path).time
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            return 0
+
     data, index = bin_path(prefix), idx_path(prefix)
-    written = _written_at(index + NEW, storage)
+    written = written_at(index + NEW)
     # A builder's index is not older than its tokens: a file later than it is another tool's.
     others = [index] if exists(storage, data + NEW) else [index, data]
-    return written > 0 and all(_written_at(path, storage) <= written for path in others)
-
-
-def _written_at(path: str, storage: Storage) -> int:
-    """The time of a file's last write in nanoseconds; 0 if there is no file, or no access."""
-    try:
-        return storage.stat(path).time
-    except (FileNotFoundError, NotADirectoryError, PermissionError):
-        return 0
+    return written > 0 and all(written_at(path) <= written for path in others)
 
 
 @contextlib.contextmanager
@@ -199,8 +194,7 @@ def building(prefix: str) -> Iterator[Temporaries]:
             yield temporaries
         finally:
             if os.getpid() == builder:  # the files are not a forked child's
-                for path in temporaries:
-                    _remove(path)
+                _remove(*temporaries)
 
 
 def remove_leftovers(prefix: str) -> None:
@@ -212,10 +206,8 @@ def remove_leftovers(prefix: str) -> None:
 def publish(pairs: Sequence[tuple[str, Temporaries]], *, durable: bool = True) -> None:
     """Publishes pairs: all, or (if it fails in the first two steps) none of them.
 
-    The temporaries are whole and flushed; a pair may have no sidecars.
-
-    Args:
-        durable: Whether to flush the folders between the steps.
+    The temporaries are whole and flushed; a pair may have no sidecars. Without `durable`, the
+    folders are not flushed between the steps.
     """
     flush_folders = _flush_folders if durable else (lambda prefixes: None)
     prefixes = [prefix for prefix, _ in pairs]
@@ -250,9 +242,7 @@ def _finish(prefixes: Sequence[str], flush_folders: Callable[[Sequence[str]], No
     # Once the tokens have their name, the old sidecars are gone, and the new ones may be there.
     waiting = [prefix for prefix in prefixes if os.path.exists(bin_path(prefix) + NEW)]
     for prefix in waiting:
-        _remove(idx_path(prefix))
-        for path in _paths(prefix).sidecars:
-            _remove(path)
+        _remove(idx_path(prefix), info_path(prefix), origins_path(prefix))
     flush_folders(waiting)
     for prefix in waiting:
         os.rename(bin_path(prefix) + NEW, bin_path(prefix))
@@ -268,13 +258,13 @@ def _finish(prefixes: Sequence[str], flush_folders: Callable[[Sequence[str]], No
 def _withdraw(prefixes: Sequence[str]) -> None:
     """Removes new files of pairs; the index first, as a pair counts by its index."""
     for prefix in prefixes:
-        for path in files_of(prefix):
-            _remove(path + NEW)
+        _remove(*(path + NEW for path in files_of(prefix)))
 
 
-def _remove(path: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
+def _remove(*paths: str) -> None:
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
 
 
 def _flush_folders(prefixes: Sequence[str]) -> None:

@@ -40,6 +40,7 @@ class RawTokens:
         dtype: Dtype of the tokens as they are read: int32 for uint32, else the file's.
         reader: The bytes of the tokens, without the header.
         num_tokens: Number of tokens.
+        is_mapped: Whether all tokens are in memory; else each read copies.
 
     Raises:
         ConfigError: A headerless file without a dtype, or a dtype other than the header's.
@@ -64,15 +65,13 @@ class RawTokens:
         self._identity = file.identity
         start, self.dtype = self._start_and_dtype(file, dtype)
         self.reader = _Part(file, start)
-        size = self.dtype.itemsize
-        if self.reader.size % size:
+        self.num_tokens, rest = divmod(self.reader.size, self.dtype.itemsize)
+        if rest:
             raise DataError(
                 f"{self.prefix} has {self.reader.size} bytes of tokens, which is not a multiple of "
-                f"{size} ({self.dtype}): it is truncated, or the dtype is wrong"
+                f"{self.dtype.itemsize} ({self.dtype}): it is truncated, or the dtype is wrong"
             )
-        self.num_tokens = self.reader.size // size
-        data = self.reader.bytes
-        self._tokens: NDArray[Any] | None = None if data is None else data.view(self.dtype)
+        self.is_mapped = self.reader.bytes is not None
 
     def _start_and_dtype(
         self, file: StoredFile, dtype: DTypeLike | None
@@ -86,11 +85,10 @@ class RawTokens:
             return 0, given
         stream = io.BytesIO(head)
         try:
-            version = np.lib.format.read_magic(stream)
-            read = np.lib.format.read_array_header_1_0
-            shape, _, found = (read if version == (1, 0) else np.lib.format.read_array_header_2_0)(
-                stream
-            )
+            is_first = np.lib.format.read_magic(stream) == (1, 0)
+            numpy = np.lib.format
+            read = numpy.read_array_header_1_0 if is_first else numpy.read_array_header_2_0
+            shape, _, found = read(stream)
         except ValueError as error:
             raise DataError(f"{self.prefix} has a damaged header of NumPy: {error}") from None
         start = stream.tell()
@@ -105,19 +103,12 @@ class RawTokens:
             )
         return start, _token_dtype(found)
 
-    @property
-    def is_mapped(self) -> bool:
-        """Whether all tokens are in memory; else each read copies."""
-        return self._tokens is not None
-
     def token_source(self) -> _native.TokenSource:
         """The tokens for the core, as one sequence: offsets in it are token positions."""
-        has_tokens = self.num_tokens > 0  # the core divides by a sequence's length
-        return _native.sharded_source(
-            [np.empty(0, self.dtype) if self._tokens is None else self._tokens],
-            [int(has_tokens)],
-            max(self.num_tokens, 1),
-        )
+        data = self.reader.bytes
+        tokens = np.empty(0, self.dtype) if data is None else data.view(self.dtype)
+        # The core divides by a sequence's length.
+        return _native.sharded_source([tokens], [int(self.num_tokens > 0)], max(self.num_tokens, 1))
 
     def documents_of(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
         """A ConfigError: the documents of a stream are not known."""
@@ -168,7 +159,6 @@ def _token_dtype(dtype: DTypeLike) -> np.dtype[Any]:
 
 
 def _open_same(path: str, options: dict[str, Any], identity: Any, fingerprint: str) -> RawTokens:
-    """Opens a pickled file, if its tokens are still there."""
     tokens = RawTokens(path, **options)
     if tokens._identity != identity and tokens.fingerprint != fingerprint:
         raise DataError(f"{path} holds other tokens than the file that was pickled")

@@ -83,11 +83,8 @@ class IndexedDataset:
         storage: Storage | None = None,
     ) -> None:
         self.prefix = one_path("prefix", prefix)
-        self._options: dict[str, Any] = {
-            "access": access,
-            "bin_reader": bin_reader,
-            "storage": storage,
-        }
+        options = {"access": access, "bin_reader": bin_reader, "storage": storage}
+        self._options: dict[str, Any] = options
         self._pair = open_pair(
             self.prefix,
             access if bin_reader is None else None,
@@ -101,40 +98,18 @@ class IndexedDataset:
         reader = self._pair.bin or bin_reader
         assert reader is not None
         self.reader: BinReader = reader
-        self._check_ends(index_file)
+        index_file.check_ends(bin_path(self.prefix), reader.size)
         mapped = bytes_in_memory(index)
         content = index.read(0, index.size) if mapped is None else mapped
-        columns = {
-            name: np.frombuffer(content, column.dtype, column.length, column.offset)
-            for name, column in self.header.columns.items()
-        }
-        self.sequence_lengths: NDArray[np.int32] = columns["lengths"]
-        self.sequence_pointers: NDArray[np.int64] = columns["pointers"]
-        self.document_indices: NDArray[np.int64] = columns["documents"]
-        self.sequence_modes: NDArray[np.int8] | None = (
-            columns["modes"] if self.header.has_modes else None
+        lengths, pointers, documents, modes = (
+            np.frombuffer(content, column.dtype, column.length, column.offset)
+            for column in self.header.columns.values()
         )
+        self.sequence_lengths: NDArray[np.int32] = lengths
+        self.sequence_pointers: NDArray[np.int64] = pointers
+        self.document_indices: NDArray[np.int64] = documents
+        self.sequence_modes: NDArray[np.int8] | None = modes if self.header.has_modes else None
         self._bytes = bytes_in_memory(reader)  # of the `.bin`
-
-    def _check_ends(self, index: layout.IndexFile) -> None:
-        """Checks the first and last entries."""
-        if problem := index.document_ends_problem():
-            raise DataError(f"{problem}. {layout.WRITE_AGAIN}")
-        end, last = 0, len(self) - 1
-        if last >= 0:
-            start, length = index.entry("pointers", 0), index.entry("lengths", last)
-            end = index.entry("pointers", last) + length * self.header.dtype.itemsize
-            problem = None
-            if start != 0:
-                problem = f"the first sequence starts at byte {start}, not at 0"
-            elif length < 0:
-                problem = f"the last sequence has the negative length {length}"
-            if problem:
-                raise DataError(f"{index.path}: {problem}. {layout.WRITE_AGAIN}")
-        if problem := layout.size_problem(self.reader.size, end):
-            raise DataError(f"{bin_path(self.prefix)} {problem}")
-
-    # ---- counts ----
 
     def __len__(self) -> int:
         """The number of sequences."""
@@ -142,7 +117,6 @@ class IndexedDataset:
 
     @property
     def storage(self) -> Storage:
-        """The storage that the files are in."""
         return storage_of(self.prefix, self._options["storage"])
 
     @property
@@ -164,6 +138,15 @@ class IndexedDataset:
         self.check_documents(0, self.num_documents)
         ends = np.concatenate(([0], np.cumsum(self.sequence_lengths, dtype=np.int64)))
         return np.diff(ends[self.document_indices])
+
+    def document_range(self, start: SupportsIndex, stop: SupportsIndex) -> tuple[int, int]:
+        """Two numbers of documents as ints; a ConfigError if they are not a range of documents."""
+        first, end = whole("start", start), whole("stop", stop)
+        if not 0 <= first <= end <= self.num_documents:
+            raise ConfigError(
+                f"documents are {first} to {end}; {self.prefix} has {self.num_documents}"
+            )
+        return first, end
 
     def check_documents(self, start: int, stop: int) -> tuple[int, int]:
         """Checks documents [start, stop), and returns their sequences: (first, end)."""
@@ -189,8 +172,6 @@ class IndexedDataset:
             raise layout.index_damage(self.prefix, problem)
         return first, end
 
-    # ---- tokens ----
-
     @property
     def is_mapped(self) -> bool:
         """Whether all tokens are one array in memory, `tokens`; else each read copies."""
@@ -208,7 +189,6 @@ class IndexedDataset:
         return self._bytes[: self.num_tokens * self.dtype.itemsize].view(self.dtype)
 
     def token_source(self) -> _native.TokenSource:
-        """The tokens for the core."""
         return _native.TokenSource(
             np.empty(0, self.dtype) if self._bytes is None else self.tokens,
             self.sequence_pointers,
@@ -237,16 +217,14 @@ class IndexedDataset:
         return self._read(number, 0, self.sequence_lengths.item(number))
 
     def _slice(self, numbers: NDArray[np.int64]) -> list[NDArray[Any]]:
-        size = self.dtype.itemsize
-        pointers, lengths = self.sequence_pointers[numbers], self.sequence_lengths[numbers]
-        first, rest = np.divmod(pointers, size)
         if self._bytes is None:
             return self[numbers]
-        tokens = self.tokens
-        is_bad = (lengths < 0) | (rest != 0) | (first < 0) | (first > len(tokens) - lengths)
+        lengths = self.sequence_lengths[numbers]
+        first, rest = np.divmod(self.sequence_pointers[numbers], self.dtype.itemsize)
+        is_bad = (lengths < 0) | (rest != 0) | (first < 0) | (first > self.num_tokens - lengths)
         if np.any(is_bad):  # one of them raises, or lies off the grid of tokens
             return [self[number] for number in numbers.tolist()]
-        return _cut(tokens, first, np.add(first, lengths))
+        return _cut(self.tokens, first, np.add(first, lengths))
 
     def __iter__(self) -> Iterator[NDArray[Any]]:
         for start in range(0, len(self), _CHUNK):
@@ -320,8 +298,6 @@ class IndexedDataset:
             return self._bytes[byte_offset : byte_offset + num_bytes].view(self.dtype)
         return self.reader.read(byte_offset, num_bytes).view(self.dtype)
 
-    # ---- identity ----
-
     @cached_property
     def fingerprint(self) -> str:
         """A hash of the content, wherever the files are (32 hex digits).
@@ -349,8 +325,7 @@ class IndexedDataset:
     def origins_file(self) -> Any:
         """The `provenance.OriginsFile` of the pair; None if it has no sidecar of origins."""
         # That room lies above this one; it is asked for what a user asks this class for.
-        provenance = importlib.import_module("millrace.provenance")
-        return provenance.origins_file(self)
+        return importlib.import_module("millrace.provenance").origins_file(self)
 
     def origin(self, document: SupportsIndex) -> Any:
         """Where a document came from, an `Origin`; None if the pair has no sidecar of origins.
@@ -368,13 +343,8 @@ class IndexedDataset:
 
         None if the pair has no sidecar; the errors are those of `origin`.
         """
-        first = whole("start", start)
-        end = self.num_documents if stop is None else whole("stop", stop)
-        if not 0 <= first <= end <= self.num_documents:
-            raise ConfigError(
-                f"documents are {first} to {end}; {self.prefix} has {self.num_documents}"
-            )
-        return None if self.origins_file is None else self.origins_file.read(first, end)
+        span = self.document_range(start, self.num_documents if stop is None else stop)
+        return None if self.origins_file is None else self.origins_file.read(*span)
 
     def reopen_bin(self) -> BinaryIO | None:
         """The `.bin` as a file of the system; None if it is not one, or was replaced."""
@@ -384,8 +354,6 @@ class IndexedDataset:
                 return file
             file.close()
         return None
-
-    # ---- closing, and other processes ----
 
     def close(self) -> None:
         """Lets go of the files. Arrays that were taken from the dataset stay valid.

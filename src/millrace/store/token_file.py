@@ -20,12 +20,9 @@ class TokenFileRecord:
     """What a run notes of a token file.
 
     Attributes:
-        prefix: Path prefix of the pair.
-        sizes: Bytes of the `.bin` and the `.idx`.
-        times: Modification times of the two, in nanoseconds.
+        sizes, times: Bytes, and modification times in nanoseconds, of the `.bin` and the `.idx`.
         content: Fingerprint of the content (see `IndexedDataset.fingerprint`).
         lengths: Checksum of all sequence lengths, which decide the indices.
-        num_sequences, num_documents, num_tokens: Numbers of what the file holds.
     """
 
     prefix: str
@@ -60,19 +57,13 @@ class TokenFile:
     Args:
         record: What is known of the file.
         access: How to read the `.bin`: "mmap" or "file".
-        dataset: The open file; None: it is opened, and compared with the record, when it is needed.
     """
 
-    def __init__(
-        self,
-        record: TokenFileRecord,
-        access: Access = "mmap",
-        dataset: IndexedDataset | None = None,
-    ) -> None:
+    def __init__(self, record: TokenFileRecord, access: Access = "mmap") -> None:
         self.record, self.prefix = record, record.prefix
         self.fingerprint, self.lengths_checksum = record.content, record.lengths
         self._access: Access = access
-        self._dataset = self._unopened() if dataset is None else Deferred.of(dataset)
+        self.close()
 
     @classmethod
     def open(cls, prefix: str, access: Access = "mmap") -> TokenFile:
@@ -91,7 +82,9 @@ class TokenFile:
             num_documents=dataset.num_documents,
             num_tokens=dataset.num_tokens,
         )
-        return cls(record, access, dataset)
+        file = cls(record, access)
+        file._dataset = Deferred.of(dataset)
+        return file
 
     @property
     def dataset(self) -> IndexedDataset:
@@ -100,13 +93,9 @@ class TokenFile:
 
     def close(self) -> None:
         """Closes the file; it is opened again at its next use."""
-        self._dataset = self._unopened()
-
-    def _unopened(self) -> Deferred[IndexedDataset]:
-        return Deferred(partial(_open_unchanged, self.record, self._access))
+        self._dataset = Deferred(partial(_open_unchanged, self.record, self._access))
 
     def sequence_lengths(self) -> NDArray[np.int32]:
-        """The lengths of all sequences in tokens: int32 [sequences]."""
         return self.dataset.sequence_lengths
 
 

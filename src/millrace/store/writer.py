@@ -1,11 +1,12 @@
-"""The files of a pair while a builder writes them, and the checks at the end."""
+"""The files of a pair while a builder writes them, who may write, and the checks at the end."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -22,7 +23,6 @@ from millrace.store.info import BlockHasher, Checksums, Info
 from millrace.store.layout import Header
 from millrace.store.publish import bin_path, building
 from millrace.store.reader import IndexedDataset
-from millrace.store.turns import Turns
 
 _BUFFER_SIZE = 1 << 20  # bytes of tokens that are gathered before they are written
 CHUNK = 1 << 19  # tokens of an array that are checked at a time
@@ -35,34 +35,103 @@ class NotIntegersError(ConfigError):
     """Tokens that only a conversion, which may run any code, can tell from integers."""
 
 
+class Turns:
+    """Gives one thread at a time the right to change something of several parts.
+
+    Args:
+        name: What is changed, for messages.
+        free: Function that discards it. It is called at least once after the last turn, and with
+            Ctrl-C held back.
+
+    Attributes:
+        closed_because: Why there are no more turns; None: there are.
+    """
+
+    def __init__(self, name: str, free: Callable[[], None]) -> None:
+        self._name, self._free = name, free
+        self.closed_because: str | None = None
+        self._lock = threading.Lock()
+        self._holder: int | None = None
+
+    @contextlib.contextmanager
+    def take(self) -> Iterator[None]:
+        """Holds the lock for work of several steps, which no other thread may see half-done.
+
+        An error in the block closes the turns, as the work may be half-done. A ConfigError does
+        not: it is raised before the first step.
+        """
+        if self._holder == threading.get_ident():
+            raise ConfigError(
+                f"{self._name} was called from within one of its own calls, perhaps by a signal "
+                "handler: let the call end first"
+            )
+        with self._lock:
+            try:
+                self._holder = threading.get_ident()
+                self.check_open()
+                yield
+            except BaseException as error:
+                if not isinstance(error, ConfigError):
+                    self.end(f"an addition failed: {error!r}")
+                raise
+            finally:
+                self._holder = None
+                if self.closed_because is not None:  # perhaps by `close` in a signal handler
+                    self.end(self.closed_because)
+
+    def check_open(self) -> None:
+        if self.closed_because is not None:
+            raise ConfigError(f"{self._name} is closed ({self.closed_because}); make another one")
+
+    def close(self, reason: str) -> None:
+        """Waits for the turn of another thread, and closes."""
+        if self._holder == threading.get_ident():  # in a signal handler: the call ends first
+            self.closed_because = self.closed_because or reason
+            return
+        with self._lock:
+            self.end(reason)
+
+    def end(self, reason: str) -> None:
+        """Closes inside a turn."""
+        self.closed_because = self.closed_because or reason
+        with interrupts_held():  # a second Ctrl-C leaves nothing behind
+            self._free()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: closes without freeing, and forgets the turns of other threads."""
+        self._lock, self._holder = threading.Lock(), None
+        self.closed_because = (
+            self.closed_because or "it belongs to the process that this one was forked from"
+        )
+
+    def end_at_exit(self, limit: float) -> None:
+        """Frees what is changed, if the turn of another thread ends within `limit` seconds.
+
+        The lock stays taken: a daemon thread that comes later waits for the end of the process.
+        """
+        if self._lock.acquire(timeout=limit):
+            with interrupts_held():
+                self._free()
+
+
 class BinWriter:
     """The `.bin` while it is written.
 
-    Args:
-        path: Path of the file.
-        dtype: Dtype of the tokens.
-        has_modes: Whether the sequences have modes.
-        checksums: Whether to make the checksums of the file.
-
     Attributes:
         buffer: The core's buffer of tokens and entries, and their numbers.
-        dtype, has_modes: As given.
+        durable: Whether to bring the files to the disk before they appear.
+        hasher: What makes the checksums of the file, or None.
     """
 
     def __init__(
-        self, path: str, dtype: np.dtype[Any], *, has_modes: bool, checksums: bool
+        self, path: str, dtype: np.dtype[Any], *, has_modes: bool, checksums: bool, durable: bool
     ) -> None:
-        self.dtype, self.has_modes = dtype, has_modes
-        self._hasher = BlockHasher() if checksums else None
+        self.dtype, self.durable = dtype, durable
+        self.hasher = BlockHasher() if checksums else None
         self._num_bytes = 0  # bytes of tokens that were written, without those in the buffer
-        self._file: Any = open(path, "wb", buffering=0)  # noqa: SIM115
-        try:
-            self.buffer = _native.TokenBuffer(
-                dtype.name, _BUFFER_SIZE, self._file.fileno(), has_modes
-            )
-        except BaseException:
-            self._file.close()
-            raise
+        self.file: Any = open(path, "wb", buffering=0)  # noqa: SIM115
+        descriptor = self.file.fileno()
+        self.buffer = _native.TokenBuffer(dtype.name, _BUFFER_SIZE, descriptor, has_modes)
 
     def append(self, tokens: list[int] | NDArray[Any]) -> None:
         """Buffers tokens; a ConfigError, and none are, if one of them does not fit the dtype.
@@ -79,57 +148,47 @@ class BinWriter:
 
     def flush(self) -> None:
         """Starts to write the buffer, while more can be added."""
-        if self._hasher is not None:
-            self._hasher.update(self.buffer.view())
+        if self.hasher is not None:
+            self.hasher.update(self.buffer.view())
         self._num_bytes += self.buffer.num_bytes
         self.buffer.flush()
 
-    def copy(
-        self, other: IndexedDataset, source: BinaryIO, start: int, stop: int, *, durable: bool
-    ) -> None:
+    def copy(self, other: IndexedDataset, source: BinaryIO, start: int, stop: int) -> None:
         """Appends bytes [start, stop) of another `.bin` of the same dtype, open as `source`."""
         self.buffer.wait()
         with source:
-            if self._hasher is not None:
+            if self.hasher is not None:
                 for data in blocks(other, start, stop):
-                    self._hasher.update(data)
-            _copy_file(source, self._file, start, stop)
-        if durable:  # the flush at the end then has less to wait for
-            _native.start_writeback(self._file.fileno(), self._num_bytes, stop - start)
+                    self.hasher.update(data)
+            _copy_file(source, self.file, start, stop)
+        if self.durable:  # the flush at the end then has less to wait for
+            _native.start_writeback(self.file.fileno(), self._num_bytes, stop - start)
         self._num_bytes += stop - start
 
-    def finish(self, num_tokens: int, *, durable: bool) -> tuple[Checksums | None, int]:
-        """Ends the file; returns its checksums, and the time of its last change.
-
-        Args:
-            num_tokens: Sum of the lengths of all sequences.
-            durable: Whether to bring the file to the disk.
+    def finish(self, num_tokens: int) -> int:
+        """Ends a file with the sequences of so many tokens; returns the time of its last change.
 
         Raises:
             DataError: The file does not hold what was added.
         """
         self.flush()
         self.buffer.wait()
-        if durable:
-            flush_to_disk(self._file)
-        status, width = os.fstat(self._file.fileno()), self.dtype.itemsize
+        if self.durable:
+            flush_to_disk(self.file)
+        status, width = os.fstat(self.file.fileno()), self.dtype.itemsize
         counted = self.buffer.num_tokens * width
         if not num_tokens * width == counted == self._num_bytes == status.st_size:
             raise DataError(
-                f"{self._file.name}: the lengths of the sequences make {num_tokens * width} bytes "
+                f"{self.file.name}: the lengths of the sequences make {num_tokens * width} bytes "
                 f"of tokens, {counted} were added, {self._num_bytes} were written, and the file "
                 f"has {status.st_size}. Another program writes to it, or an addition was cut off: "
                 "nothing is published"
             )
-        return None if self._hasher is None else self._hasher.finish(), status.st_mtime_ns
+        return status.st_mtime_ns
 
     def close(self) -> None:
         self.buffer.close()
-        self._file.close()
-
-    def leave_to_parent(self) -> None:
-        """In a forked child: lets go of the file without writing to it."""
-        self._file.close()
+        self.file.close()
 
 
 class PairWriter:
@@ -141,11 +200,9 @@ class PairWriter:
         prefix: The prefix as it was given.
         absolute_prefix: The absolute prefix: the files stay there if the working directory changes.
         temporaries: Paths of the files until they are published.
-        bin: The `.bin`.
-        columns: The columns of the `.idx`.
+        bin, columns: The `.bin`, and the columns of the `.idx`.
         turns: Who may write.
         provenance: Origin of the tokens, for the sidecar, or None.
-        durable: Whether to bring the files to the disk before they appear.
     """
 
     def __init__(
@@ -159,19 +216,17 @@ class PairWriter:
         durable: bool,
     ) -> None:
         folder = os.path.realpath(os.path.dirname(prefix) or ".")
-        self.prefix = prefix
+        self.prefix, self.provenance = prefix, provenance
         self.absolute_prefix = os.path.join(folder, os.path.basename(prefix))
-        self.provenance, self.durable, self._checksums = provenance, durable, checksums
         resources = contextlib.ExitStack()
         self.turns = Turns(f"the builder of {prefix}", resources.close)
         try:
             with interrupts_held():
-                self.columns = IndexColumns(folder, multimodal)
+                self.columns = IndexColumns(folder, has_modes=multimodal)
                 resources.callback(self.columns.close)
                 self.temporaries = resources.enter_context(building(self.absolute_prefix))
-                self.bin = BinWriter(
-                    self.temporaries.bin, dtype, has_modes=multimodal, checksums=checksums
-                )
+                options = {"has_modes": multimodal, "checksums": checksums, "durable": durable}
+                self.bin = BinWriter(self.temporaries.bin, dtype, **options)
                 resources.callback(self.bin.close)
                 self._drop = weakref.finalize(self, self.turns.end_at_exit, _LAST_WAIT)
         except BaseException:
@@ -190,7 +245,7 @@ class PairWriter:
         """In a forked process: the files and the lock are its parent's."""
         if self.turns.closed_because is None:
             self._drop.detach()
-            self.bin.leave_to_parent()
+            self.bin.file.close()
         self.turns.leave_to_parent()
 
     def append(self, values: list[int] | NDArray[Any]) -> None:
@@ -212,24 +267,22 @@ class PairWriter:
 
     def write_files(self) -> None:
         """Brings all files to the disk, and raises DataError if they are not what was added."""
-        buffer = self.bin.buffer
-        self.columns.take(buffer)
-        sums, written = self.bin.finish(self.columns.num_tokens(), durable=self.durable)
-        header = Header(
-            dtype=self.bin.dtype,
-            num_sequences=buffer.num_sequences,
-            num_document_entries=buffer.num_documents + 1,
-            has_modes=self.bin.has_modes,
-        )
-        index_sums = self._write_index(header, written)
-        if self._checksums or self.provenance is not None:
+        self.columns.take(self.bin.buffer)
+        written = self.bin.finish(self.columns.num_tokens())
+        index_sums = self._write_index(written)
+        if self.bin.hasher is not None or self.provenance is not None:
+            sums = None if self.bin.hasher is None else self.bin.hasher.finish()
             info = Info(provenance=dict(self.provenance or {}), bin=sums, idx=index_sums)
             with open(self.temporaries.info, "wb") as sidecar:
                 sidecar.write(info.to_json().encode())
-                self._flush_to_disk(sidecar)
+                if self.bin.durable:
+                    flush_to_disk(sidecar)
 
-    def _write_index(self, header: Header, written: int) -> Checksums | None:
-        hasher, size = BlockHasher() if self._checksums else None, 0
+    def _write_index(self, written: int) -> Checksums | None:
+        """Writes the index; `written` is the time of the last change of the `.bin`."""
+        hasher, size = None if self.bin.hasher is None else BlockHasher(), 0
+        counts = self.bin.buffer.num_sequences, self.bin.buffer.num_documents + 1
+        header = Header(self.bin.dtype, *counts, has_modes=self.columns.has_modes)
         with open(self.temporaries.idx, "wb", buffering=1 << 20) as index:
             for chunk in self.columns.chunks(header):
                 index.write(chunk)
@@ -241,17 +294,14 @@ class PairWriter:
             # On NFS a file's time is that of its flush, and clocks step back: see `publish`.
             written = max(written, os.fstat(index.fileno()).st_mtime_ns)
             os.utime(index.fileno(), ns=(written, written))
-            self._flush_to_disk(index)
+            if self.bin.durable:
+                flush_to_disk(index)
         if size != header.size:
             raise DataError(
                 f"{self.prefix}: {size} bytes of index were written for {header.num_sequences} "
                 f"sequences and {self.bin.buffer.num_documents} documents. Nothing is published"
             )
         return None if hasher is None else hasher.finish()
-
-    def _flush_to_disk(self, file: BinaryIO) -> None:
-        if self.durable:
-            flush_to_disk(file)
 
 
 def blocks(dataset: IndexedDataset, start: int, stop: int) -> Iterator[Bytes]:
@@ -265,19 +315,15 @@ def blocks(dataset: IndexedDataset, start: int, stop: int) -> Iterator[Bytes]:
 
 def _copy_file(source: BinaryIO, target: BinaryIO, start: int, stop: int) -> None:
     """Copies bytes [start, stop) of a file to the end of another, in the kernel if it can."""
-    at = start
+    reading, writing, at = source.fileno(), target.fileno(), start
     while at < stop:
-        count = _copy_piece(source.fileno(), target.fileno(), at, min(_COPY_SIZE, stop - at))
+        count = 0
+        # File systems and containers refuse it by many numbers, also for a full disk: `os.write`
+        # raises its true error.
+        with contextlib.suppress(OSError):
+            count = os.copy_file_range(reading, writing, min(_COPY_SIZE, stop - at), offset_src=at)
+        if count == 0:
+            count = os.write(writing, os.pread(reading, min(_READ_SIZE, stop - at), at))
         if count == 0:
             raise DataError(f"{source.name} ends at byte {at}, not {stop}: it was truncated")
         at += count
-
-
-def _copy_piece(source: int, target: int, start: int, size: int) -> int:
-    """Copies up to `size` bytes between two descriptors; the number of bytes, 0 at the end."""
-    # File systems and containers refuse the first by many numbers, also for a full disk: the second
-    # raises its true error.
-    with contextlib.suppress(OSError):
-        if count := os.copy_file_range(source, target, size, offset_src=start):
-            return count
-    return os.write(target, os.pread(source, min(size, _READ_SIZE), start))
