@@ -35,7 +35,7 @@ from millrace import (
 from millrace.options import SampleOptions
 from millrace.samples import TokenBatch
 from millrace.samples.fields import BatchForm
-from millrace.samples.transforms.protocol import MaskedTokens
+from millrace.samples.transforms import MaskedTokens
 from tests.conftest import write_documents
 from tests.kernels import reference
 

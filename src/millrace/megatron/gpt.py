@@ -232,8 +232,9 @@ class GPTDataset(CachedIndices, MegatronDataset):
             )
             self._source = parts, StoredTokens(token_file, order)
         source: StoredTokens = self._source[1]
-        batch = source.gather(numbers, options, None)
-        return rows(source.tokens(numbers), options) if batch is None else batch
+        if source.is_in_core:
+            return source.gather(numbers, options)
+        return rows(source.tokens(numbers), options)
 
     def _sample(self, arrays: tuple[Any, ...]) -> Sample:
         tokens, labels, loss_mask, position_ids = arrays

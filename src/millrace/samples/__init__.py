@@ -3,22 +3,17 @@
     numbers -> source.tokens -> TokenBatch -> transforms -> TokenBatch -> rows -> arrays
 
 `tokens` is the token batch, the seam: whatever makes samples by number is a `TokenSource`, and what
-has no numbers a `TokenStream`. `stored` is the source that reads stored tokens in an order, and
-`blended` the one that mixes others. `transforms` map a batch. `rows` makes arrays of a batch,
-`fields` says which, and `dataset` joins a source, options and transforms into one class.
+has no numbers a `TokenStream`.
 """
 
 from millrace.options import SampleOptions
 from millrace.samples.blended import BlendedDataset
 from millrace.samples.dataset import Dataset, TokenDataset, TransformedDataset
 from millrace.samples.fields import BatchForm
-from millrace.samples.gpt import GPTDataset
-from millrace.samples.sharded import ShardedDataset
+from millrace.samples.gpt import GPTDataset, ShardedDataset
+from millrace.samples.loss_ranges import LossRanges, write_loss_ranges
 from millrace.samples.tokens import TokenBatch, TokenSource, TokenStream
-from millrace.samples.transforms.fill_in_middle import FillInMiddle
-from millrace.samples.transforms.loss_ranges import LossRanges, write_loss_ranges
-from millrace.samples.transforms.protocol import Transform
-from millrace.samples.transforms.repeat_guard import RepeatGuard
+from millrace.samples.transforms import FillInMiddle, RepeatGuard, Transform
 
 __all__ = [
     "BatchForm",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any, Protocol, SupportsIndex
 
@@ -10,13 +10,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from millrace.checks import shown, whole, whole_numbers
-from millrace.errors import ConfigError, MillraceError
+from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.options import SampleOptions
-from millrace.samples.fields import Batch, BatchForm, check_form, select_fields
+from millrace.samples.fields import Batch, BatchForm, check_form
 from millrace.samples.rows import mask_losses, rows
+from millrace.samples.stored import StoredTokens, documents_of
 from millrace.samples.tokens import (
     Numbers,
-    StoredSource,
     TokenBatch,
     TokenSource,
     check_tokens,
@@ -24,7 +24,7 @@ from millrace.samples.tokens import (
     split_at_eod,
     without_parts,
 )
-from millrace.samples.transforms.protocol import check_transforms, transformed
+from millrace.samples.transforms import check_transforms, transformed
 
 
 class Dataset(Protocol):
@@ -54,7 +54,7 @@ class Dataset(Protocol):
         ...
 
 
-class TokenDataset(StoredSource):
+class TokenDataset:
     """Rows made of the tokens of any source.
 
     It is a source of tokens itself, those that its transforms return.
@@ -65,9 +65,8 @@ class TokenDataset(StoredSource):
         transforms: Functions of the token batch, applied in their order (see `Transform`).
 
     Attributes:
-        source: Where the tokens come from.
+        source, transforms: As given.
         options: What a sample looks like; None: the datasets of a blend differ in it.
-        transforms: The transforms.
 
     Raises:
         ConfigError: A source without tokens, or transforms that cannot work.
@@ -94,7 +93,7 @@ class TokenDataset(StoredSource):
         options: SampleOptions | None,
         transforms: Iterable[Any] = (),
     ) -> None:
-        if not isinstance(source, StoredSource | TokenSource):
+        if not isinstance(source, TokenSource):
             raise ConfigError(
                 f"a {type(source).__name__} has no method `tokens`, which returns the TokenBatch "
                 "of sample numbers"
@@ -102,8 +101,6 @@ class TokenDataset(StoredSource):
         self.source: Any = source
         self.options = options
         self.transforms = check_transforms(source, transforms)
-        self._moves_tokens = any(one.changes_tokens for one in self.transforms)
-        self._stored = source if isinstance(source, StoredSource) else StoredSource()
 
     @property
     def prefix(self) -> str:
@@ -144,7 +141,7 @@ class TokenDataset(StoredSource):
                 not fit the vocabulary or dtype of the form; the message names file and sample.
         """
         check_form(form)
-        batch: Batch = self._named("batch", sample_numbers, form)
+        batch: Batch = self._named(self._batch, sample_numbers, form)
         return batch
 
     def tokens(self, sample_numbers: ArrayLike) -> TokenBatch:
@@ -156,7 +153,7 @@ class TokenDataset(StoredSource):
         Raises:
             ConfigError, IndexError, DataError: As `batch`.
         """
-        batch: TokenBatch = self._named("tokens", sample_numbers, None)
+        batch: TokenBatch = self._named(self._tokens, sample_numbers)
         options = self.options
         eod = options.eod_token if options and options.boundaries == "eod" else None
         if batch.part_starts is None and eod is not None:
@@ -168,10 +165,10 @@ class TokenDataset(StoredSource):
         options = self.options
         if options is None:
             raise ConfigError("a dataset of tokens needs options: give SampleOptions")
-        if not self.transforms and options.boundaries == "eod":
-            batch: Batch | None = self._stored.gather(numbers, options, form)
-            if batch is not None:
-                return batch
+        source = self.source
+        is_plain = options.boundaries == "eod" and not self.transforms
+        if is_plain and isinstance(source, StoredTokens) and source.is_in_core:
+            return source.gather(numbers, options, form)
         return rows(self._tokens_for(numbers, form), options, form)
 
     def _tokens_for(self, numbers: Numbers, form: BatchForm | None) -> TokenBatch:
@@ -181,51 +178,53 @@ class TokenDataset(StoredSource):
             return batch
         if "sample_numbers" in form.fields:
             batch = batch.with_field("sample_numbers", "sample", numbers.copy())
-        if "document_numbers" in form.fields and batch.part_sequence is not None:
-            batch = batch.with_field("document_numbers", "part", self._documents_of(batch))
+        sequences, sources = batch.part_sequence, batch.part_source
+        if "document_numbers" in form.fields and sequences is not None:
+            sources = np.zeros(len(sequences), np.int32) if sources is None else sources
+            documents = documents_of(self.stores, sources, sequences)
+            batch = batch.with_field("document_numbers", "part", documents)
         if form.token_dtype == "file" and self.file_dtype is not None:
             batch = batch.with_arrays(tokens=_narrowed(batch.tokens, self.file_dtype))
         return batch
 
     def _tokens(self, numbers: Numbers) -> TokenBatch:
-        source, options = self.source, self.options
-        batch = check_tokens(
-            f"{type(source).__name__}.tokens", source.tokens(numbers), len(numbers)
-        )
-        is_by_eod = options is None or options.boundaries == "eod"
+        name, tokens = f"{type(self.source).__name__}.tokens", self.source.tokens(numbers)
+        batch = check_tokens(name, tokens, len(numbers))
+        is_by_eod = self.options is None or self.options.boundaries == "eod"
         for transform in self.transforms:
             if transform.changes_tokens and is_by_eod:
                 batch = without_parts(batch)  # EOD tells documents apart, where it is now
             batch = transformed(transform, batch, numbers)
         return batch
 
-    def _named(self, method: str, sample_numbers: ArrayLike, form: BatchForm | None) -> Any:
-        """What a method returns, whose error names the first sample that cannot be read."""
+    def _named(self, read: Callable[..., Any], sample_numbers: ArrayLike, *form: Any) -> Any:
+        """What a method reads; its error names the first sample that cannot be read."""
         numbers = check_numbers(sample_numbers, len(self))
         try:
-            return self._batch(numbers, form) if method == "batch" else self._tokens(numbers)
+            return read(numbers, *form)
+        except ConfigError:  # of the call, not of a sample
+            raise
         except (MillraceError, OSError) as error:
-            if isinstance(error, ConfigError):  # of the call, not of a sample
-                raise
             for number in numbers.tolist():
                 try:
-                    self._read_alone(method, np.array([number]), form)
+                    self._read_alone(read, np.array([number]), *form)
                 except (MillraceError, OSError) as its_error:
                     raise _placed(self._where(f"sample {number}"), its_error) from None
             raise _placed(self._where(f"samples {shown(numbers.tolist())}"), error) from None
 
-    def _read_alone(self, method: str, number: Numbers, form: BatchForm | None) -> None:
+    def _read_alone(self, read: Callable[..., Any], number: Numbers, *form: Any) -> None:
         """Reads one sample, for the error that names it."""
-        _ = self._batch(number, form) if method == "batch" else self._tokens(number)
+        read(number, *form)
 
     def _where(self, samples: str) -> str:
-        """What to call samples in a message."""
         return f"{self.prefix}, {samples}"
 
     @property
-    def stores(self) -> Sequence[Any]:  # type: ignore[override]
-        """The stored tokens that the samples are read from; None for a source of another kind."""
-        return self._stored.stores
+    def stores(self) -> Sequence[StoredTokens | None]:
+        """The stored tokens that `part_source` counts; None for a source of another kind."""
+        if isinstance(self.source, TokenDataset):
+            return self.source.stores
+        return (self.source if isinstance(self.source, StoredTokens) else None,)
 
     @cached_property
     def file_dtype(self) -> np.dtype[Any] | None:
@@ -234,7 +233,7 @@ class TokenDataset(StoredSource):
         Raises:
             ConfigError: Token files of several dtypes.
         """
-        names = {store.file_dtype: store.prefix for store in self.stores if store is not None}
+        names = {store.store.dtype: store.prefix for store in self.stores if store is not None}
         if len(names) > 1:
             some = ", ".join(f"{prefix} {dtype}" for dtype, prefix in names.items())
             raise ConfigError(
@@ -248,26 +247,15 @@ class TokenDataset(StoredSource):
         """Whether bytes come from elsewhere than local files, by readers that prefetch."""
         return any(store is not None and store.is_remote for store in self.stores)
 
-    def _documents_of(self, batch: TokenBatch) -> Numbers:
-        """The document in its token file of each part: int64 [parts], -1 if it is of none."""
-        sequences, sources = batch.part_sequence, batch.part_source
-        assert sequences is not None
-        if sources is None:
-            sources = np.zeros(len(sequences), np.int32)
-        documents = np.full(len(sequences), -1, np.int64)
-        for source in np.unique(sources).tolist():
-            if self.stores[source] is not None:
-                here = (sources == source) & (sequences >= 0)
-                documents[here] = self.stores[source].store.documents_of(sequences[here])
-        return documents
-
     def prefetch(self, sample_numbers: ArrayLike) -> None:
         """Tells the storage that these samples are read soon, and does not wait for it.
 
         Raises:
             ConfigError, IndexError, DataError: As `batch`.
         """
-        self._stored.prefetch(check_numbers(sample_numbers, len(self)))
+        numbers = check_numbers(sample_numbers, len(self))
+        if isinstance(self.source, StoredTokens | TokenDataset):
+            self.source.prefetch(numbers)
 
     def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
         """See `Dataset.fingerprint`.
@@ -307,8 +295,7 @@ class TransformedDataset(TokenDataset):
             `Transform`).
 
     Attributes:
-        dataset: The dataset.
-        transforms: The transforms.
+        dataset, transforms: As given.
 
     Raises:
         ConfigError: A dataset or a transform that lacks what is needed, or transforms in an order
@@ -320,6 +307,7 @@ class TransformedDataset(TokenDataset):
             raise ConfigError("the dataset is transformed already: give all transforms in one list")
         super().__init__(dataset, getattr(dataset, "options", None), transforms)
         self.dataset = dataset
+        self._moves_tokens = any(one.changes_tokens for one in self.transforms)
         if self._moves_tokens and self.options is None:
             raise ConfigError(
                 "a transform that changes tokens needs a dataset with `options`, the same for all "
@@ -366,11 +354,41 @@ def name_of(dataset: Any) -> str:
 
 
 def batch_of_form(dataset: Any, numbers: Numbers, form: BatchForm | None) -> Batch:
-    """A batch of a form, of a dataset that need not know forms."""
+    """A batch of a form, of a dataset that need not know forms.
+
+    Raises:
+        ConfigError: A field that the batch of another dataset does not have.
+        DataError: Its tokens are not integers, or one is outside the vocabulary or the dtype.
+    """
     if form is None or getattr(dataset, "takes_form", False):
         batch: Batch = dataset.batch(numbers) if form is None else dataset.batch(numbers, form)
         return batch
-    return select_fields(dataset.batch(numbers), form, name_of(dataset))
+    batch = dataset.batch(numbers)
+    if missing := [name for name in form.fields if name not in batch]:
+        raise ConfigError(
+            f"{name_of(dataset)} returns {', '.join(batch)}; it has no {', '.join(missing)}: leave "
+            "these fields out"
+        )
+    selected: Batch = {name: np.asarray(batch[name]) for name in form.fields}
+    for name in ("tokens", "labels"):
+        if name in selected:
+            place = f"{name_of(dataset)} returned {name}"
+            selected[name] = _converted(place, selected[name], form)
+    return selected
+
+
+def _converted(place: str, tokens: NDArray[Any], form: BatchForm) -> NDArray[Any]:
+    """Tokens in the dtype of a form, checked."""
+    if tokens.dtype.kind not in "iu":
+        raise DataError(f"{place} as {tokens.dtype}; integers are needed")
+    dtype = tokens.dtype if form.token_dtype == "file" else np.dtype(form.token_dtype)
+    least, limit = int(np.iinfo(dtype).min), int(np.iinfo(dtype).max) + 1
+    if form.vocab_size is not None:
+        least, limit = 0, min(form.vocab_size, limit)
+    bad = tokens[(tokens < least) | (tokens > limit - 1)]
+    if bad.size > 0:
+        raise DataError(f"{place} with token id {bad[0]}, which is outside [{least}, {limit})")
+    return tokens.astype(dtype, copy=False)
 
 
 def check_numbers(sample_numbers: ArrayLike, limit: int) -> Numbers:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from millrace import _native
 from millrace.checks import MAX_INT64, flag, shown, whole
-from millrace.errors import ConfigError, DataError
+from millrace.errors import ConfigError
 
 Batch = dict[str, NDArray[Any]]
 """Arrays by name, one row for each sample."""
@@ -104,11 +104,10 @@ def _check_fields(fields: Any) -> tuple[str, ...]:
         raise ConfigError(f"fields is {shown(fields)}; give a list of names, such as {FIELDS}")
     if len(fields) == 0:
         raise ConfigError(f"fields is empty; name at least one of {', '.join(ALL_FIELDS)}")
-    for name in fields:
-        if not isinstance(name, str):
-            raise ConfigError(f"fields must be names, not {shown(name)}")
     names = tuple(fields)
     for name in names:
+        if not isinstance(name, str):
+            raise ConfigError(f"fields must be names, not {shown(name)}")
         if names.count(name) > 1:
             raise ConfigError(f"the field {name!r} is named twice; name it once")
     if "document_numbers" in names and "document_bounds" not in names:
@@ -146,18 +145,11 @@ def needs_parts(form: BatchForm | None) -> bool:
     return form is not None and any(name in PART_FIELDS for name in form.fields)
 
 
-# ---- arrays that are the same for every sample ----
-
-
 @lru_cache(maxsize=64)
 def plain_array(name: str, num_rows: int, sequence_length: int, has_extra: bool) -> NDArray[Any]:
     """A loss mask, or position ids, without padding and EOD: read-only [rows, sequence_length].
 
-    Args:
-        name: "loss_mask" or "position_ids".
-        num_rows: Number of rows.
-        sequence_length: Length of a row.
-        has_extra: Whether samples have an extra token; without it, the last label is masked.
+    Without an extra token, the last label is masked.
     """
     # Batches of other sizes share the memory: a ramp-up, or a last batch, needs no other array.
     num_rows_in_memory = 1 << max(num_rows - 1, 0).bit_length()
@@ -171,71 +163,3 @@ def plain_array(name: str, num_rows: int, sequence_length: int, has_extra: bool)
         array = np.tile(np.arange(sequence_length), (num_rows, 1))
     array.flags.writeable = False
     return array
-
-
-# ---- finished rows ----
-
-
-def select_fields(batch: Mapping[str, Any], form: BatchForm, dataset_name: str) -> Batch:
-    """The fields of a form from the batch of a dataset that knows no forms.
-
-    Raises:
-        ConfigError: A field that the batch does not have.
-        DataError: Tokens that are not integers, or an id outside the vocabulary or the dtype.
-    """
-    if missing := [name for name in form.fields if name not in batch]:
-        raise ConfigError(
-            f"{dataset_name} returns {', '.join(batch)}; it has no {', '.join(missing)}: leave "
-            "these fields out"
-        )
-    selected: Batch = {name: np.asarray(batch[name]) for name in form.fields}
-    for name in ("tokens", "labels"):
-        if name in selected:
-            selected[name] = _converted(name, selected[name], form, dataset_name)
-    return selected
-
-
-def _converted(name: str, tokens: NDArray[Any], form: BatchForm, dataset_name: str) -> NDArray[Any]:
-    """Tokens in the dtype of a form, checked."""
-    if tokens.dtype.kind not in "iu":
-        raise DataError(f"{dataset_name} returned {name} as {tokens.dtype}; integers are needed")
-    dtype = tokens.dtype if form.token_dtype == "file" else np.dtype(form.token_dtype)
-    least, limit = int(np.iinfo(dtype).min), int(np.iinfo(dtype).max) + 1
-    if form.vocab_size is not None:
-        least, limit = 0, min(form.vocab_size, limit)
-    bad = tokens[(tokens < least) | (tokens > limit - 1)]
-    if bad.size > 0:
-        raise DataError(
-            f"{dataset_name} returned {name} with token id {bad[0]}, which is outside "
-            f"[{least}, {limit})"
-        )
-    return tokens.astype(dtype, copy=False)
-
-
-def merge_rows(batches: Sequence[tuple[str, NDArray[Any], Batch]], num_rows: int) -> Batch:
-    """The rows of several batches in one; all arrays have one row for each sample.
-
-    Args:
-        batches: Name of the dataset, for messages; places of the rows in the whole batch; arrays.
-        num_rows: Number of rows of the whole batch.
-
-    Raises:
-        DataError: Batches whose arrays differ in name, dtype or shape.
-    """
-    _, _, first = batches[0]
-    merged: Batch = {
-        name: np.empty((num_rows, *array.shape[1:]), array.dtype) for name, array in first.items()
-    }
-    for dataset_name, rows, batch in batches:
-        if batch.keys() != merged.keys():
-            raise DataError(f"{dataset_name} returned {[*batch]}; {[*merged]} are needed")
-        for name, array in batch.items():
-            column = merged[name]
-            shape = (len(rows), *column.shape[1:])
-            if array.shape != shape or array.dtype != column.dtype:
-                raise DataError(
-                    f"{dataset_name} returned {name} as {array.dtype} {list(array.shape)}; "
-                    f"{column.dtype} {list(shape)} is needed"
-                )
-            column[rows] = array
-    return merged

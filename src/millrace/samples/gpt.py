@@ -1,25 +1,25 @@
-"""Samples of fixed length from one token file."""
+"""Samples of fixed length: from one token file, or from the output folder of a global shuffle."""
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from typing import Any
 
 from numpy.typing import ArrayLike
 
-from millrace.errors import ConfigError
+from millrace.checks import flag
+from millrace.errors import ConfigError, DataError
 from millrace.options import SampleOptions, choose_options
-from millrace.order import GPTIndices, GPTPlan, Order, OrderInputs, Spans
+from millrace.order import GPTIndices, GPTPlan, Order, OrderInputs, SequenceOrder, Spans
 from millrace.order.gpt import check_seed
 from millrace.order.plans import build_order, check_range, check_token_dtype
 from millrace.samples.dataset import TokenDataset, check_numbers
 from millrace.samples.stored import StoredTokens, TokenStore
-from millrace.store import IndexedDataset
+from millrace.shards.metadata import ShardsMetadata
+from millrace.shards.reader import Shards
+from millrace.storage import Access
 from millrace.store.token_file import TokenFile
-
-_SINGLE = {"add_extra_token": True, "reset_position_ids": False, "eod_mask_loss": False} | {
-    "boundaries": "eod"
-}
 
 
 class GPTDataset(TokenDataset):
@@ -77,23 +77,26 @@ class GPTDataset(TokenDataset):
         order: Order | None = None,
         options: SampleOptions | None = None,
     ) -> None:
-        single = {
-            "sequence_length": sequence_length,
-            "add_extra_token": add_extra_token,
-            "eod_token": eod_token,
-            "pad_token": pad_token,
-            "reset_position_ids": reset_position_ids,
-            "eod_mask_loss": eod_mask_loss,
-            "boundaries": boundaries,
-        }
-        options = choose_options(options, single, _SINGLE)
+        single = (sequence_length, add_extra_token, eod_token, pad_token, reset_position_ids)
+        options = choose_options(options, (*single, eod_mask_loss, boundaries))
         if order is None:
             file: Any = dataset.dataset if isinstance(dataset, TokenFile) else dataset
-            order = _build_order(
-                file, options, seed, num_samples, sequences, drop_last_partial_sequence
+            check_token_dtype(file.dtype, file.prefix)
+            every = (0, len(file))
+            inputs = OrderInputs(
+                num_sequences=len(file),
+                num_tokens=file.num_tokens,
+                sequences=check_range(every if sequences is None else sequences, len(file)),
+                num_samples=num_samples,
+                sequence_length=options.sequence_length,
+                add_extra_token=options.add_extra_token,
+                drop_last_partial_sequence=drop_last_partial_sequence,
+                seed=check_seed(seed),
+                load_lengths=partial(getattr, file, "sequence_lengths"),
             )
-        elif (seed, num_samples) != (None, None) or not (
-            sequences is None and drop_last_partial_sequence is True
+            order = build_order(GPTPlan, inputs, file.prefix)
+        elif drop_last_partial_sequence is not True or any(
+            one is not None for one in (seed, num_samples, sequences)
         ):
             raise ConfigError(
                 "seed, num_samples, sequences and drop_last_partial_sequence belong to "
@@ -114,8 +117,7 @@ class GPTDataset(TokenDataset):
         Raises:
             AttributeError: Another order.
         """
-        indices: GPTIndices = self.order.indices  # type: ignore[attr-defined]
-        return indices
+        return self.order.indices  # type: ignore[attr-defined, no-any-return]
 
     def spans(self, sample_numbers: ArrayLike) -> Spans:
         """Which tokens of which sequences the samples of these numbers are made of.
@@ -126,25 +128,83 @@ class GPTDataset(TokenDataset):
         return self.source.spans(check_numbers(sample_numbers, len(self)))
 
 
-def _build_order(
-    dataset: IndexedDataset,
-    options: SampleOptions,
-    seed: Any,
-    num_samples: int | None,
-    sequences: tuple[int, int] | None,
-    drop_last_partial_sequence: bool,
-) -> Order:
-    check_token_dtype(dataset.dtype, dataset.prefix)
-    every = (0, len(dataset))
-    inputs = OrderInputs(
-        num_sequences=len(dataset),
-        num_tokens=dataset.num_tokens,
-        sequences=check_range(every if sequences is None else sequences, len(dataset)),
-        num_samples=num_samples,
-        sequence_length=options.sequence_length,
-        add_extra_token=options.add_extra_token,
-        drop_last_partial_sequence=drop_last_partial_sequence,
-        seed=check_seed(seed),
-        load_lengths=partial(getattr, dataset, "sequence_lengths"),
-    )
-    return build_order(GPTPlan, inputs, dataset.prefix)
+class ShardedDataset(GPTDataset):
+    """Fixed-length sequences from the output folder of `millrace shuffle`: sample n is sequence n.
+
+    The sequences are in random order already, so there is no index to build, to load or to keep in
+    memory, and a rank that takes consecutive samples reads consecutive bytes. It is a `GPTDataset`
+    in all other respects: samplers, blends, loaders and transforms take it. Folders of the common
+    shuffling script are read too: `shard_0000.bin`, ... and a `metadata.json` of version 2.
+
+    A sequence of the folder is a whole sample: by default its tokens are all of its tokens, and the
+    last label is missing and masked, as with Megatron-LM's `add_extra_token_to_sequence=False`.
+    With `add_extra_token`, its last token is only a label: shuffle with `--seq-len 4097` to train
+    on 4,096 tokens that all have a label.
+
+    uint32 tokens are read as int32. Ids from 2**31 on, which `millrace shuffle` refuses, would be
+    negative; `vocab_size` of a loader refuses them, too.
+
+    Args:
+        folder: The output folder.
+        options: The options of samples as one object, in place of the single ones below.
+        eod_token, reset_position_ids, eod_mask_loss, pad_token, boundaries: As of `GPTDataset`.
+        add_extra_token: Whether the last token of a sequence is only a label.
+        dtype: Dtype of the tokens ("uint16", "uint32", "int32"), for folders whose metadata do not
+            say it; None: uint32.
+        access: How the shards are read: "mmap", or "file" (positioned reads, for file systems where
+            mapping hurts).
+
+    Attributes:
+        prefix: The folder.
+        metadata: What `metadata.json` says.
+        order: The order of the samples, that of the folder.
+        options: What a sample looks like.
+
+    Raises:
+        ConfigError: A folder of documents, or options that do not fit the sequences.
+        DataError: Metadata or shards that are missing, damaged or do not agree.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        options: SampleOptions | None = None,
+        *,
+        eod_token: int | None = None,
+        reset_position_ids: bool = False,
+        eod_mask_loss: bool = False,
+        pad_token: int | None = None,
+        add_extra_token: bool = False,
+        boundaries: str = "eod",
+        dtype: str | None = None,
+        access: Access = "mmap",
+    ) -> None:
+        shards = Shards(folder, access=access, dtype=dtype)
+        if len(shards) == 0:
+            raise DataError(
+                f"{shards.prefix} has no sequences: there is nothing to draw samples from. Shuffle "
+                "longer files, or with a smaller --seq-len"
+            )
+        has_extra = flag("add_extra_token", add_extra_token)
+        length = shards.sequence_length - has_extra if options is None else None
+        single = (length, add_extra_token, eod_token, pad_token, reset_position_ids)
+        options = choose_options(options, (*single, eod_mask_loss, boundaries), has_extra=False)
+        if options.sequence_length + options.add_extra_token != shards.sequence_length:
+            raise ConfigError(
+                f"sequence_length is {options.sequence_length} and add_extra_token "
+                f"{options.add_extra_token}; the sequences of {shards.prefix} have "
+                f"{shards.sequence_length} tokens. Give sequence_length {shards.sequence_length} "
+                f"without the extra token, or {shards.sequence_length - 1} with it, or shuffle the "
+                "data again with another --seq-len"
+            )
+        order = SequenceOrder(
+            len(shards),
+            sequence_length=options.sequence_length,
+            add_extra_token=options.add_extra_token,
+        )
+        super().__init__(shards, order=order, options=options)
+
+    @property
+    def metadata(self) -> ShardsMetadata:
+        """What `metadata.json` says."""
+        return self.dataset.metadata  # type: ignore[no-any-return]

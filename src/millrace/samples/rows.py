@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 
 from millrace import _native
 from millrace.checks import MAX_INT32
-from millrace.errors import ConfigError, DataError
+from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.options import SampleOptions
 from millrace.ragged import spread
 from millrace.samples.fields import (
@@ -19,14 +20,11 @@ from millrace.samples.fields import (
     FIELDS,
     Batch,
     BatchForm,
-    merge_rows,
     needs_parts,
     plain_array,
     row_form,
 )
-from millrace.samples.tokens import Field, Numbers, TokenBatch, split_at_eod
-
-_EVERYTHING = BatchForm()
+from millrace.samples.tokens import Numbers, TokenBatch, split_at_eod
 
 
 def rows(
@@ -58,14 +56,22 @@ def rows(
         first, extras = options[0], np.array([one.add_extra_token for one in options], np.bool_)
     if form is None:
         return dict(zip(FIELDS, arrays, strict=True))
+    kinds = {name: kind for name, (kind, _) in tokens.fields.items() if name in form.fields}
     parts = None
-    if needs_parts(form) or any(_kind(tokens.fields.get(name)) == "part" for name in form.fields):
-        tokens = with_parts(tokens, first)
+    if needs_parts(form) or "part" in kinds.values():
+        tokens = _with_parts(tokens, first)
         parts = find_parts(tokens.part_counts, tokens.part_bounds, first, extras)
-    return finish(form, arrays, first, len(tokens), parts, _own_fields(tokens, form, first, parts))
+    own: Batch = {"dataset_numbers": np.zeros(len(tokens), np.int64)}
+    for name, (_, array) in tokens.fields.items():
+        own[name] = array
+        if kinds.get(name) == "token":
+            own[name] = _rows_of(tokens, array, first.sequence_length)
+        elif kinds.get(name) == "part" and parts is not None:
+            own[name] = of_parts(array, parts)
+    return finish(form, arrays, first, len(tokens), parts, own)
 
 
-def with_parts(tokens: TokenBatch, options: SampleOptions) -> TokenBatch:
+def _with_parts(tokens: TokenBatch, options: SampleOptions) -> TokenBatch:
     """The batch with its parts; if they are not known, EOD tells documents apart."""
     if tokens.part_starts is not None:
         return tokens
@@ -84,64 +90,66 @@ def with_parts(tokens: TokenBatch, options: SampleOptions) -> TokenBatch:
 def _core_fields(tokens: TokenBatch, options: SampleOptions, form: BatchForm | None) -> list[Any]:
     """FIELDS; None where an array is not asked for, or plain."""
     is_by_documents = options.boundaries == "documents"
-    core_form = row_form(_unshared(form) if is_by_documents and form is not None else form)
+    core_form = form
+    if form is not None and is_by_documents:
+        # A label behind a document's end is 0, and the token there is not: no view of the other.
+        core_form = replace(form, share_labels=False)
+    with core_errors():
+        arrays = list(_native.fill_rows(tokens.tokens, tokens.ends, options, row_form(core_form)))
+    names = FIELDS if form is None else form.fields
+    if is_by_documents:
+        _cut_at_parts(arrays, _with_parts(tokens, options), options, names)
+    if tokens.trained is not None and "loss_mask" in names:
+        arrays[2] = mask_losses(_filled("loss_mask", arrays[2], len(tokens), options), tokens)
+    return arrays
+
+
+@contextmanager
+def core_errors(message: str = "{}") -> Iterator[None]:
+    """Turns the core's ValueErrors, of what only reading shows, into DataErrors."""
     try:
-        arrays = list(_native.fill_rows(tokens.tokens, tokens.ends, options, core_form))
-    except DataError:
+        yield
+    except MillraceError:
         raise
     except ValueError as error:
-        raise DataError(str(error)) from None
-    if is_by_documents:
-        _cut_at_parts(arrays, with_parts(tokens, options), options, form or _EVERYTHING)
-    if tokens.trained is not None and (form is None or "loss_mask" in form.fields):
-        mask = _plain("loss_mask", len(tokens), options) if arrays[2] is None else arrays[2]
-        arrays[2] = mask_losses(mask, tokens)
-    return arrays
+        raise DataError(message.format(error)) from None
 
 
 def mask_losses(loss_mask: NDArray[np.float32], tokens: TokenBatch) -> NDArray[np.float32]:
     """A loss mask with 0 where the label is a token that is not trained on; [batch, length]."""
     if tokens.trained is None or tokens.trained.all():
         return loss_mask
-    try:
+    with core_errors():
         return _native.mask_losses(loss_mask, tokens.trained.view(np.uint8), tokens.ends)
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise DataError(str(error)) from None
-
-
-def _unshared(form: BatchForm) -> BatchForm:
-    """The form without views: a label behind a document's end is 0, and the token there is not."""
-    return replace(form, share_labels=False) if form.share_labels else form
 
 
 def _cut_at_parts(
-    arrays: list[Any], tokens: TokenBatch, options: SampleOptions, form: BatchForm
+    arrays: list[Any], tokens: TokenBatch, options: SampleOptions, names: Sequence[str]
 ) -> None:
     """Ends labels, losses and position ids of rows with the parts, in place."""
-    length = options.sequence_length
-    starts, sizes = tokens.part_starts, tokens.sizes
-    assert starts is not None
-    row_of_part = np.repeat(np.arange(len(tokens)), np.diff(tokens.part_bounds))
-    places = starts - (tokens.ends - sizes)[row_of_part]
+    num_rows, length = len(tokens), options.sequence_length
+    row_of_part, _ = spread(np.diff(tokens.part_bounds))
+    assert tokens.part_starts is not None
+    places = tokens.part_starts - (tokens.ends - tokens.sizes)[row_of_part]
     is_inner = places > 0
     last = row_of_part[is_inner], places[is_inner] - 1  # whose label is another document's
     if arrays[1] is not None:
         arrays[1][last] = 0
-    if "loss_mask" in form.fields:
-        mask = _plain("loss_mask", len(tokens), options) if arrays[2] is None else arrays[2]
-        arrays[2] = mask.copy()
+    if "loss_mask" in names:
+        arrays[2] = _filled("loss_mask", arrays[2], num_rows, options).copy()
         arrays[2][last] = 0
-    if "position_ids" in form.fields:
-        extras = np.broadcast_to(options.add_extra_token, len(tokens))
+    if "position_ids" in names:
+        extras = np.broadcast_to(options.add_extra_token, num_rows)
         parts = find_parts(tokens.part_counts, tokens.part_bounds, options, extras)
-        edges = np.append(parts.starts, len(tokens) * length)
-        ids = np.arange(len(tokens) * length) - np.repeat(parts.starts, np.diff(edges))
-        arrays[3] = ids.reshape(len(tokens), length)
+        _, ids = spread(np.diff(parts.starts, append=num_rows * length))
+        arrays[3] = ids.reshape(num_rows, length)
 
 
-def _plain(name: str, num_rows: int, options: SampleOptions) -> NDArray[Any]:
+def _filled(name: str, array: Any, num_rows: int, options: SampleOptions) -> NDArray[Any]:
+    """An array of the core, or the plain one that the core has left out."""
+    if array is not None:
+        filled: NDArray[Any] = array
+        return filled
     return plain_array(name, num_rows, options.sequence_length, options.add_extra_token)
 
 
@@ -149,22 +157,17 @@ def _of_several_views(
     tokens: TokenBatch, views: Sequence[SampleOptions], form: BatchForm | None
 ) -> list[Any]:
     """FIELDS of samples with several options."""
-    names = [name for name in FIELDS if form is None or name in form.fields]
-    places: dict[SampleOptions, list[int]] = {}
-    for place, view in enumerate(views):
-        places.setdefault(view, []).append(place)
-    batches = []
-    for view, some in places.items():
-        columns = dict(
-            zip(FIELDS, _core_fields(tokens.select(np.array(some)), view, form), strict=True)
-        )
-        filled = {
-            name: _plain(name, len(some), view) if columns[name] is None else columns[name]
-            for name in names
-        }
-        batches.append(("a view", np.array(some), filled))
-    merged = merge_rows(batches, len(tokens)) if batches else {}
-    return [merged.get(name) for name in FIELDS]
+    merged: list[Any] = [None] * len(FIELDS)
+    for view in dict.fromkeys(views):
+        here = np.array([place for place, one in enumerate(views) if one == view])
+        arrays = _core_fields(tokens.select(here), view, form)
+        for column, (name, array) in enumerate(zip(FIELDS, arrays, strict=True)):
+            if form is None or name in form.fields:
+                array = _filled(name, array, len(here), view)
+                if merged[column] is None:
+                    merged[column] = np.empty((len(views), *array.shape[1:]), array.dtype)
+                merged[column][here] = array
+    return merged
 
 
 # ---- other fields ----
@@ -196,9 +199,8 @@ def find_parts(
         extras: Whether each sample has an extra token, which is not part of a row: bool [batch].
     """
     num_rows, length = len(bounds) - 1, options.sequence_length
-    rows = np.repeat(np.arange(num_rows), np.diff(bounds))
     places = np.flatnonzero(counts > 0)
-    rows, counts = rows[places], counts[places]
+    rows, counts = spread(np.diff(bounds))[0][places], counts[places]
     sizes = np.bincount(rows, counts, num_rows).astype(np.int64)
     starts = np.cumsum(counts) - counts - (np.cumsum(sizes) - sizes)[rows]
     if options.boundaries == "documents":
@@ -224,7 +226,7 @@ def finish(
     options: SampleOptions,
     num_rows: int,
     parts: Parts | None,
-    own: Mapping[str, NDArray[Any]],
+    own: Batch,
 ) -> Batch:
     """The fields of a form, in their order.
 
@@ -239,52 +241,25 @@ def finish(
     Raises:
         ConfigError: A field that there is not.
     """
-    batch: Batch = {}
-    columns = dict(zip(FIELDS, arrays, strict=True))
+    batch = {
+        name: _filled(name, array, num_rows, options)
+        for name, array in zip(FIELDS, arrays, strict=True)
+        if name in form.fields
+    }
+    if len(batch) < len(form.fields):
+        batch |= own
+        if parts is not None:
+            batch |= _part_fields(form, parts, num_rows, options.sequence_length)
     for name in form.fields:
-        if name in columns:
-            array = columns[name]
-            batch[name] = _plain(name, num_rows, options) if array is None else array
-    if len(batch) == len(form.fields):
-        return batch
-    batch |= own
-    if parts is not None:
-        batch |= _part_fields(form, parts, num_rows, options.sequence_length)
-    for name in form.fields:
+        if name not in batch and name == "document_numbers":
+            raise ConfigError(
+                "document_numbers are not known: a transform has changed the tokens, or they come "
+                "from no token file. Leave out document_numbers and document_bounds"
+            )
         if name not in batch:
-            raise ConfigError(_missing(name, own))
+            names = ", ".join(dict.fromkeys((*ALL_FIELDS, *own)))
+            raise ConfigError(f"there is no field {name!r}; there are {names}")
     return {name: batch[name] for name in form.fields}
-
-
-def _missing(name: str, own: Mapping[str, NDArray[Any]]) -> str:
-    if name == "document_numbers":
-        return (
-            "document_numbers are not known: a transform has changed the tokens, or they come from "
-            "no token file. Leave out document_numbers and document_bounds"
-        )
-    names = ", ".join(dict.fromkeys((*ALL_FIELDS, *own)))
-    return f"there is no field {name!r}; there are {names}"
-
-
-def _kind(entry: Field | None) -> str:
-    return "" if entry is None else entry[0]
-
-
-def _own_fields(
-    tokens: TokenBatch, form: BatchForm, options: SampleOptions, parts: Parts | None
-) -> Batch:
-    """The source's own fields as arrays of the batch."""
-    own: Batch = {"dataset_numbers": np.zeros(len(tokens), np.int64)}
-    for name, (kind, array) in tokens.fields.items():
-        if name not in form.fields:
-            own[name] = array  # for the message about a field that there is not
-        elif kind == "token":
-            own[name] = _rows_of(tokens, array, options.sequence_length)
-        elif kind == "part" and parts is not None:
-            own[name] = of_parts(array, parts)
-        else:
-            own[name] = array
-    return own
 
 
 def _rows_of(tokens: TokenBatch, array: NDArray[Any], length: int) -> NDArray[Any]:
@@ -298,11 +273,8 @@ def _rows_of(tokens: TokenBatch, array: NDArray[Any], length: int) -> NDArray[An
 
 def of_parts(array: NDArray[Any], parts: Parts) -> NDArray[Any]:
     """An array by part; where a part is padding alone, -1, or 0 if that does not fit."""
-    out = np.full((len(parts.places), *array.shape[1:]), -1 if array.dtype.kind == "i" else 0)
-    out = out.astype(array.dtype)
-    is_padding = parts.places < 0
-    out[~is_padding] = array[parts.places[~is_padding]]
-    return out
+    padding = np.full((1, *array.shape[1:]), -1 if array.dtype.kind == "i" else 0)
+    return np.concatenate((array, padding.astype(array.dtype)))[parts.places]
 
 
 def _part_fields(form: BatchForm, parts: Parts, num_rows: int, sequence_length: int) -> Batch:
@@ -321,9 +293,8 @@ def _part_fields(form: BatchForm, parts: Parts, num_rows: int, sequence_length: 
         "document_bounds": bounds,
     }
     if "document_ids" in form.fields or "attention_mask" in form.fields:
-        numbers = np.arange(len(starts), dtype=np.int32)
-        numbers -= np.repeat(bounds[:-1], np.diff(bounds)).astype(np.int32)
-        ids = np.repeat(numbers, lengths).reshape(num_rows, sequence_length)
+        _, numbers = spread(np.diff(bounds))
+        ids = np.repeat(numbers.astype(np.int32), lengths).reshape(num_rows, sequence_length)
         batch["document_ids"] = ids
         if "attention_mask" in form.fields:
             places = np.arange(sequence_length)

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from millrace import _native
-from millrace.errors import DataError, MillraceError
 from millrace.options import SampleOptions
 from millrace.order import Order, Spans
 from millrace.order.spans import checked_spans
 from millrace.samples.fields import FIELDS, Batch, BatchForm, needs_parts, row_form
-from millrace.samples.rows import find_parts, finish, of_parts
-from millrace.samples.tokens import Numbers, StoredSource, TokenBatch, fingerprint_of
+from millrace.samples.rows import core_errors, find_parts, finish, of_parts
+from millrace.samples.tokens import Numbers, TokenBatch, fingerprint_of
 from millrace.store import BinReader
 from millrace.store.token_file import TokenFile
+
+_OUTSIDE = "an index points outside its data: {}. Write it again"
 
 
 class TokenStore(Protocol):
@@ -56,27 +56,18 @@ class TokenStore(Protocol):
         ...
 
 
-class StoredTokens(StoredSource):
+class StoredTokens:
     """The tokens of a store in an order, as a source of token batches.
 
     Args:
         store: The store, or a token file that is opened for the first sample at the latest.
         order: The order of its samples, or an order of the native core itself.
-
-    Attributes:
-        store_or_file: The store, or the file that is not opened yet.
-        order: The order.
     """
 
     def __init__(self, store: TokenStore | TokenFile, order: Order | _native.Order) -> None:
-        self.store_or_file = store
+        self._file = store
         self.order: Any = order
         self._core: tuple[_native.TokenSource, _native.Order | None, bool] | None = None
-
-    @property
-    def stores(self) -> Sequence[StoredTokens]:  # type: ignore[override]
-        """This one."""
-        return (self,)
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_core": None}  # made again where it is needed
@@ -87,26 +78,19 @@ class StoredTokens(StoredSource):
     @property
     def prefix(self) -> str:
         """The store's name in messages."""
-        return self.store_or_file.prefix
+        return self._file.prefix
 
     @property
     def store(self) -> TokenStore:
         """The store, opened."""
-        store = self.store_or_file
-        return store.dataset if isinstance(store, TokenFile) else store
-
-    @property
-    def file_dtype(self) -> np.dtype[Any]:
-        """Dtype of the stored tokens."""
-        return self.store.dtype
+        return self._file.dataset if isinstance(self._file, TokenFile) else self._file
 
     @property
     def core(self) -> tuple[_native.TokenSource, _native.Order | None, bool]:
         """The tokens and the order in the core (None: only Python knows it), and `is_in_core`."""
         if self._core is None:
             order = self.order
-            is_core = isinstance(order, _native.Order)
-            core_order = order if is_core else getattr(order, "core", None)
+            core_order = order if isinstance(order, _native.Order) else getattr(order, "core", None)
             is_in_core = core_order is not None and self.store.is_mapped
             self._core = self.store.token_source(), core_order, is_in_core
         return self._core
@@ -125,24 +109,20 @@ class StoredTokens(StoredSource):
         if self.is_in_core:
             return gather_tokens([self], np.zeros(len(sample_numbers), np.int64), sample_numbers)
         store, spans = self.store, self.spans(sample_numbers)
-        with _outside_is_damage():
+        with core_errors(_OUTSIDE):
             tokens = store.reader.gather(*self._bytes_of(spans)).view(store.dtype)
         ends = np.append(0, np.cumsum(spans.counts, dtype=np.int64))[spans.bounds[1:]]
-        return _token_batch(tokens, ends, spans.sequences, spans.offsets, spans.counts)
+        return _token_batch(tokens, ends, *spans[:3])
 
-    def gather(
-        self, sample_numbers: Numbers, options: SampleOptions, form: BatchForm | None
-    ) -> Batch | None:
-        """See `StoredSource.gather`."""
-        if not self.is_in_core:
-            return None
+    def gather(self, sample_numbers: Numbers, options: SampleOptions, form: Any = None) -> Batch:
+        """The arrays of a batch, of a source that `is_in_core`; see the function `gather`."""
         places = np.zeros(len(sample_numbers), np.int64)
         return gather([self], places, sample_numbers, options, form, sample_numbers=sample_numbers)
 
     def spans(self, sample_numbers: Numbers) -> Spans:
         """Which tokens of which sequences the samples are made of."""
         core = self.core[1]
-        with _outside_is_damage():
+        with core_errors(_OUTSIDE):
             if core is None:
                 return checked_spans(self.order, sample_numbers)
             return Spans(*_native.spans(core, sample_numbers))
@@ -170,22 +150,19 @@ class StoredTokens(StoredSource):
         return hasattr(reader, "prefetch") and not getattr(reader, "is_local", False)
 
     def prefetch(self, sample_numbers: Numbers) -> None:
-        """See `StoredSource.prefetch`."""
+        """Tells the storage that these samples are read soon, and does not wait for it."""
         prefetch = getattr(self.store.reader, "prefetch", None)
         if prefetch is not None:
-            with _outside_is_damage():
+            with core_errors(_OUTSIDE):
                 prefetch(*self._bytes_of(self.spans(sample_numbers)))
 
     def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
         """See `TokenSource.fingerprint`."""
-        file: Any = self.store_or_file
+        file: Any = self._file
         content = {"content": file.fingerprint}
         if hasattr(file, "lengths_checksum"):  # a store of sequences
             content["lengths"] = file.lengths_checksum
         return content | fingerprint_of(self.order, consumed_samples)
-
-
-# ---- by one call of the core ----
 
 
 def gather(
@@ -214,18 +191,18 @@ def gather(
     Raises:
         DataError: An index that points outside a store, or a token id that does not fit.
     """
-    core_form = row_form(form)
-    with _outside_is_damage():
+    with core_errors(_OUTSIDE):
         arrays = _native.gather_samples(
-            *_core_of(sources), source_numbers, numbers, options, core_form
+            *_core_of(sources), source_numbers, numbers, options, row_form(form)
         )
     if form is None:
         return dict(zip(FIELDS, arrays, strict=True))
-    own: Batch = {"sample_numbers": sample_numbers.copy()}
     if dataset_numbers is None:
-        own["dataset_numbers"] = np.zeros_like(sample_numbers)
-    else:
-        own["dataset_numbers"] = dataset_numbers.astype(np.int64)
+        dataset_numbers = np.zeros_like(sample_numbers)
+    own: Batch = {
+        "sample_numbers": sample_numbers.copy(),
+        "dataset_numbers": dataset_numbers.astype(np.int64),
+    }
     parts = None
     if needs_parts(form):
         sequences, counts, bounds = arrays[4:]
@@ -233,26 +210,34 @@ def gather(
         parts = find_parts(counts, bounds, options, extras)
         if "document_numbers" in form.fields:
             source_of_part = np.repeat(source_numbers, np.diff(bounds))
-            documents = np.empty_like(sequences)
-            for place, source in enumerate(sources):
-                is_here = source_of_part == place
-                documents[is_here] = source.store.documents_of(sequences[is_here])
-            own["document_numbers"] = of_parts(documents, parts)
+            own["document_numbers"] = of_parts(
+                documents_of(sources, source_of_part, sequences), parts
+            )
     return finish(form, arrays[:4], options, len(numbers), parts, own)
+
+
+def documents_of(stores: Sequence[Any], sources: NDArray[Any], sequences: Numbers) -> Numbers:
+    """The document in its token file of each part: int64 [parts], -1 if it is of none."""
+    documents = np.full(len(sequences), -1, np.int64)
+    for number in np.unique(sources).tolist():
+        if stores[number] is not None:
+            here = (sources == number) & (sequences >= 0)
+            documents[here] = stores[number].store.documents_of(sequences[here])
+    return documents
 
 
 def gather_tokens(
     sources: Sequence[StoredTokens], source_numbers: Numbers, numbers: Numbers
 ) -> TokenBatch:
     """The tokens of samples of several sources that are in the core; see `gather`."""
-    with _outside_is_damage():
+    with core_errors(_OUTSIDE):
         arrays = _native.gather_tokens(*_core_of(sources), source_numbers, numbers)
     return _token_batch(*arrays)
 
 
-def _core_of(sources: Sequence[StoredTokens]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    pairs = [source.core for source in sources]
-    return tuple([pair[0] for pair in pairs]), tuple([pair[1] for pair in pairs])
+def _core_of(sources: Sequence[StoredTokens]) -> Any:
+    token_sources, orders, _ = zip(*(source.core for source in sources), strict=True)
+    return token_sources, orders
 
 
 def _token_batch(
@@ -271,14 +256,3 @@ def _token_batch(
     return TokenBatch(tokens, ends).with_arrays(
         part_starts=starts, part_sequence=sequences, part_offset=offsets
     )
-
-
-@contextmanager
-def _outside_is_damage() -> Iterator[None]:
-    """Turns the core's ValueErrors, of what only reading shows, into DataErrors."""
-    try:
-        yield
-    except MillraceError:
-        raise
-    except ValueError as error:
-        raise DataError(f"an index points outside its data: {error}. Write it again") from None

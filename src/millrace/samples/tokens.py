@@ -1,9 +1,6 @@
 """The token batch, and where token batches come from.
 
-    source.tokens(sample_numbers)  ->  transforms  ->  rows(batch, options, form)
-
-A `TokenBatch` is the tokens of some samples and what is known of each token. A `TokenSource` gives
-the batch of any sample numbers, a `TokenStream` the one after a small state.
+source.tokens(sample_numbers)  ->  transforms  ->  rows(batch, options, form)
 """
 
 from __future__ import annotations
@@ -18,7 +15,6 @@ from numpy.typing import NDArray
 
 from millrace.checks import shown
 from millrace.errors import ConfigError
-from millrace.options import SampleOptions
 from millrace.ragged import spread
 
 Numbers = NDArray[np.int64]
@@ -71,7 +67,7 @@ class TokenBatch:
     def __post_init__(self) -> None:
         count = len(self._set("tokens", "iu"))
         bounds = np.append(0, self._set("ends", "iu", np.int64))
-        if bounds[-1] != count or np.any(bounds[1:] < bounds[:-1]):
+        if bounds[-1] != count or np.any(np.diff(bounds) < 0):
             raise ConfigError(
                 f"ends are {shown(self.ends.tolist())} for {count} tokens; they must not go "
                 "backwards, and the last one must be the number of tokens"
@@ -82,9 +78,9 @@ class TokenBatch:
         if self.part_starts is not None:
             starts = self._set("part_starts", "iu", np.int64)
             num_parts = len(starts)
-            edges = np.concatenate(([-1], starts, [count]))
-            firsts = bounds[:-1][bounds[1:] > bounds[:-1]]
-            if np.any(edges[1:] <= edges[:-1]) or not np.isin(firsts, starts).all():
+            firsts = bounds[:-1][np.diff(bounds) > 0]
+            is_ascending = np.all(np.diff(starts, prepend=-1, append=count) > 0)
+            if not is_ascending or not np.isin(firsts, starts).all():
                 raise ConfigError(
                     f"part_starts are {shown(starts.tolist())}; they must ascend below {count}, "
                     f"and a part must start with each sample: at {shown(firsts.tolist())}"
@@ -165,11 +161,7 @@ class TokenBatch:
         return self.with_arrays(trained=trained)
 
     def select(self, rows: NDArray[Any]) -> TokenBatch:
-        """The batch of some of the samples, in another order.
-
-        Args:
-            rows: Places of the samples in this batch: integers [samples].
-        """
+        """The batch of the samples at these places of it, integers [samples], in their order."""
         sizes = self.sizes
         picks = {"sample": rows, "token": _ranges((self.ends - sizes)[rows], sizes[rows])}
         starts = None
@@ -201,12 +193,10 @@ class TokenBatch:
         columns = new._columns()
         starts, parts = None, take
         if self.part_starts is not None:
-            part_of_token = np.repeat(np.arange(len(self.part_starts)), self.part_counts)
+            part_of_token, _ = spread(self.part_counts)
             of_place = np.append(part_of_token, 0)[take[_near_places(is_inserted, new)]]
-            sample_of_place = np.repeat(np.arange(len(new)), new.sizes)
-            is_start = np.diff(of_place, prepend=-1) != 0
-            is_start |= np.diff(sample_of_place, prepend=-1) != 0
-            starts = np.flatnonzero(is_start)
+            pairs = np.stack((of_place, spread(new.sizes)[0]))
+            starts = np.flatnonzero(np.any(np.diff(pairs, prepend=-1), axis=0))
             parts = of_place[starts]
         for name, (kind, array) in self._columns().items():
             if kind == "part":
@@ -240,9 +230,8 @@ def _from_columns(
     if starts is None:
         columns = {name: entry for name, entry in columns.items() if entry[0] != "part"}
     arrays = {name: columns.pop(name)[1] for name in ("trained", *_PART_ARRAYS) if name in columns}
-    nothing = dict.fromkeys(("trained", *_PART_ARRAYS))
     return _EMPTY.with_arrays(
-        **nothing | arrays, tokens=tokens, ends=ends, part_starts=starts, fields=columns
+        tokens=tokens, ends=ends, part_starts=starts, fields=columns, **arrays
     )
 
 
@@ -252,8 +241,13 @@ def _near_places(is_inserted: NDArray[np.bool_], batch: TokenBatch) -> Numbers:
     numbers = np.arange(len(is_inserted))
     following = np.minimum.accumulate(np.where(is_inserted, len(numbers), numbers)[::-1])[::-1]
     preceding = np.maximum.accumulate(np.where(is_inserted, 0, numbers))
-    sample_ends = np.repeat(batch.ends, batch.sizes)
-    return np.where(following < sample_ends, following, preceding)
+    return np.where(following < np.repeat(batch.ends, batch.sizes), following, preceding)
+
+
+def _ranges(starts: Numbers, counts: Numbers) -> Numbers:
+    """The numbers of some ranges, one range after the other."""
+    rows, places = spread(counts)
+    return starts[rows] + places
 
 
 def concatenate(batches: Sequence[TokenBatch]) -> TokenBatch:
@@ -268,25 +262,26 @@ def concatenate(batches: Sequence[TokenBatch]) -> TokenBatch:
     if all(batch.part_starts is not None for batch in batches):
         starts = np.concatenate([batch._starts + shift for batch, shift in pairs])
     known = [batch._columns() for batch in batches]
-    columns: dict[str, Field] = {}
-    for name in dict.fromkeys(name for one in known for name in one):
-        kind = next(one[name][0] for one in known if name in one)
-        is_own = name != "trained" and name not in _PART_ARRAYS
-        if is_own and any(one.get(name, ("",))[0] != kind for one in known):
-            continue
-        arrays = []
-        for batch, one in zip(batches, known, strict=True):
-            if name in one:
-                arrays.append(one[name][1])
-            elif name == "trained":
-                arrays.append(np.ones(len(batch.tokens), np.bool_))
-            else:
-                count = 0 if starts is None else len(batch._starts)
-                arrays.append(np.full(count, -1, _PART_ARRAYS[name]))
-        columns[name] = kind, np.concatenate(arrays)
+    names = dict.fromkeys(name for columns in known for name in columns)
+    for batch, columns in zip(batches, known, strict=True):
+        if "trained" in names:
+            columns.setdefault("trained", ("token", np.ones(len(batch.tokens), np.bool_)))
+        for name in _PART_ARRAYS.keys() & names:
+            count = 0 if starts is None else len(batch._starts)
+            columns.setdefault(name, ("part", np.full(count, -1, _PART_ARRAYS[name])))
+    merged = {
+        name: (known[0][name][0], np.concatenate([columns[name][1] for columns in known]))
+        for name in names
+        if len({columns.get(name, ("",))[0] for columns in known}) == 1
+    }
     tokens = np.concatenate([batch.tokens for batch in batches])
     ends = np.concatenate([batch.ends + shift for batch, shift in pairs])
-    return _from_columns(tokens, ends, starts, columns)
+    return _from_columns(tokens, ends, starts, merged)
+
+
+def without_parts(batch: TokenBatch) -> TokenBatch:
+    """The batch without what is known of its parts."""
+    return _from_columns(batch.tokens, batch.ends, None, batch._columns())
 
 
 def split_at_eod(batch: TokenBatch, eod_token: int) -> TokenBatch:
@@ -295,11 +290,6 @@ def split_at_eod(batch: TokenBatch, eod_token: int) -> TokenBatch:
     is_last[batch.ends[batch.sizes > 0] - 1] = True
     starts = np.append(0, np.flatnonzero(is_last) + 1)[: int(is_last.sum())]
     return without_parts(batch).with_arrays(part_starts=starts)
-
-
-def without_parts(batch: TokenBatch) -> TokenBatch:
-    """The batch without what is known of its parts."""
-    return _from_columns(batch.tokens, batch.ends, None, batch._columns())
 
 
 @runtime_checkable
@@ -311,10 +301,9 @@ class TokenSource(Protocol):
         ...
 
     def tokens(self, sample_numbers: Numbers) -> TokenBatch:
-        """The tokens of some samples; each sample depends on its number alone.
+        """The tokens of the samples of these numbers, int64 [batch], each in [0, len).
 
-        Args:
-            sample_numbers: int64 [batch], each in [0, len).
+        Each sample depends on its number alone.
         """
         ...
 
@@ -326,23 +315,6 @@ class TokenSource(Protocol):
                 decides later samples alone may be left out. None: all samples.
         """
         ...
-
-
-class StoredSource:
-    """Base of the sources that read stored tokens.
-
-    Attributes:
-        stores: The `StoredTokens` that `part_source` counts; None for a source of another kind.
-    """
-
-    stores: Sequence[Any] = (None,)
-
-    def gather(self, sample_numbers: Numbers, options: SampleOptions, form: Any) -> Any:
-        """The arrays of a batch by one call of the core; None where that cannot be."""
-        return None
-
-    def prefetch(self, sample_numbers: Numbers) -> None:
-        """Tells the storage that these samples are read soon, and does not wait for it."""
 
 
 @runtime_checkable
@@ -382,9 +354,3 @@ def check_tokens(name: str, batch: Any, num_samples: int) -> TokenBatch:
     if len(batch) != num_samples:
         raise ConfigError(f"{name} returned {len(batch)} samples; {num_samples} were asked for")
     return batch
-
-
-def _ranges(starts: Numbers, counts: Numbers) -> Numbers:
-    """The numbers of some ranges, one range after the other."""
-    rows, places = spread(counts)
-    return starts[rows] + places

@@ -9,7 +9,6 @@ without `stop`, sorted and without overlap.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,13 +19,12 @@ from millrace.cache import arrays
 from millrace.checks import flag, one_path, whole_numbers
 from millrace.errors import ConfigError, DataError
 from millrace.files import checksum
-from millrace.samples.dataset import Dataset
+from millrace.samples.dataset import Dataset, TokenDataset
 from millrace.samples.stored import StoredTokens
-from millrace.samples.tokens import Numbers, StoredSource, TokenBatch
+from millrace.samples.tokens import Numbers, TokenBatch
 from millrace.store import IndexedDataset
 
 _KIND = "loss_ranges"
-_SUFFIX = ".loss"
 _ARRAY = "ranges"
 
 
@@ -69,14 +67,10 @@ def write_loss_ranges(
     folder, name = _place(prefix if path is None else one_path("path", path))
     with IndexedDataset(prefix) as dataset:
         rows = _checked_ranges(ranges, dataset.sequence_lengths)
-        key = _key(dataset.fingerprint, dataset.lengths_checksum, rows)
-    arrays.load_or_build(
-        folder,
-        name,
-        key,
-        {_ARRAY: (rows.dtype, rows.shape)},
-        lambda writers: writers[_ARRAY].write(0, rows),
-    )
+        key = {"kind": _KIND, "content": dataset.fingerprint, "lengths": dataset.lengths_checksum}
+        key["ranges"] = _checksum(rows)
+    layout = {_ARRAY: (rows.dtype, rows.shape)}
+    arrays.load_or_build(folder, name, key, layout, lambda to: to[_ARRAY].write(0, rows))
     return os.path.join(folder, name + arrays.JSON)
 
 
@@ -114,7 +108,7 @@ class LossRanges:
         self.dataset = dataset
         self.only = flag("only", only)
         self._ranges: dict[str, _Ranges] = {}
-        stores: Sequence[Any] = dataset.stores if isinstance(dataset, StoredSource) else (None,)
+        stores: Any = dataset.stores if isinstance(dataset, TokenDataset) else (None,)
         if None in stores:
             raise ConfigError(
                 f"a {type(dataset).__name__} does not say which tokens of a token file its samples "
@@ -170,19 +164,12 @@ class _Ranges(NamedTuple):
     path: str = "the ranges in memory"
 
 
-def _ranges_of(stored: StoredTokens, ranges: str | os.PathLike[str] | ArrayLike | None) -> _Ranges:
-    if ranges is None:
-        return _read(stored.prefix, stored)
-    if isinstance(ranges, (str, bytes, os.PathLike)):
-        return _read(one_path("ranges", ranges), stored)
-    lengths = stored.store.sequence_lengths  # type: ignore[attr-defined]
-    rows = _checked_ranges(ranges, lengths)
-    return _Ranges({_ARRAY: rows}, _checksum(rows))
-
-
-def _read(prefix: str, stored: StoredTokens) -> _Ranges:
-    """The published ranges at a path prefix, which must be those of the dataset's token file."""
-    folder, name = _place(prefix)
+def _ranges_of(stored: StoredTokens, ranges: Any) -> _Ranges:
+    """Ranges in memory, or those published at a path prefix, which must be of the token file."""
+    if ranges is not None and not isinstance(ranges, (str, bytes, os.PathLike)):
+        rows = _checked_ranges(ranges, stored.store.sequence_lengths)  # type: ignore[attr-defined]
+        return _Ranges({_ARRAY: rows}, _checksum(rows))
+    folder, name = _place(stored.prefix if ranges is None else one_path("ranges", ranges))
     array_set = arrays.load(folder, name)
     path = os.path.join(folder, name + arrays.JSON)
     key = None if array_set is None else array_set.key
@@ -203,12 +190,8 @@ def _read(prefix: str, stored: StoredTokens) -> _Ranges:
 
 def _place(prefix: str) -> tuple[str, str]:
     """Folder and name of the set of arrays."""
-    folder, name = os.path.split(prefix + _SUFFIX)
+    folder, name = os.path.split(f"{prefix}.loss")
     return folder or ".", name
-
-
-def _key(content: str, lengths: str, rows: NDArray[np.int32]) -> dict[str, str]:
-    return {"kind": _KIND, "content": content, "lengths": lengths, "ranges": _checksum(rows)}
 
 
 def _checksum(rows: NDArray[np.int32]) -> str:
@@ -237,22 +220,17 @@ def _checked_ranges(ranges: ArrayLike, lengths: NDArray[np.int32]) -> NDArray[np
             values = tuple(rows[place].tolist())
             raise ConfigError(f"range {place}, (sequence, start, stop) = {values}, {problem}")
 
-    is_outside = (sequences < 0) | (sequences >= len(lengths))
-    refuse(
-        is_outside, f"names no sequence: the token file has {len(lengths)}, 0 to {len(lengths) - 1}"
-    )
+    count = len(lengths)
+    is_outside = (sequences < 0) | (sequences >= count)
+    refuse(is_outside, f"names no sequence: the token file has {count}, 0 to {count - 1}")
     refuse((starts < 0) | (starts >= stops), "is empty or negative; 0 <= start < stop is needed")
-    ends = lengths[sequences]
-    refuse(stops > ends, "ends outside its sequence; its stop can be at most the sequence's length")
+    is_long = stops > lengths[sequences]
+    refuse(is_long, "ends outside its sequence; its stop can be at most the sequence's length")
     later, sooner = rows[1:], rows[:-1]
     is_same = later[:, 0] == sooner[:, 0]
     is_unsorted = (later[:, 0] < sooner[:, 0]) | (is_same & (later[:, 1] < sooner[:, 1]))
-    refuse(
-        np.append(False, is_unsorted),
-        "comes after a later one. Sort them: ranges[np.lexsort((ranges[:, 1], ranges[:, 0]))]",
-    )
-    refuse(
-        np.append(False, is_same & (later[:, 1] < sooner[:, 2])),
-        "overlaps the one before it: merge the two",
-    )
+    remedy = "Sort them: ranges[np.lexsort((ranges[:, 1], ranges[:, 0]))]"
+    refuse(np.append(False, is_unsorted), f"comes after a later one. {remedy}")
+    is_overlap = np.append(False, is_same & (later[:, 1] < sooner[:, 2]))
+    refuse(is_overlap, "overlaps the one before it: merge the two")
     return rows.astype(np.int32)

@@ -1,0 +1,277 @@
+"""Transforms: functions of the token batch.
+
+A transform says for each token where it was, and whether the model is trained to predict it. It is
+a pure function of tokens and sample numbers, so a sample is the same whatever the batch, rank or
+thread that reads it, and after a resume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace import _native
+from millrace.checks import MAX_INT32, MAX_INT64, flag, real, shown, token, whole
+from millrace.errors import ConfigError
+from millrace.samples.tokens import Numbers, TokenBatch, check_tokens
+
+
+class Transform(Protocol):
+    """A function from token batches to token batches.
+
+    A transform may offer one attribute more: `dataset`, the only dataset that it works for, because
+    it looks up positions in its token files. It comes before transforms that change tokens.
+    """
+
+    changes_tokens: bool
+    """Whether it changes tokens, and not only which of them are trained on."""
+
+    def __call__(self, batch: TokenBatch, sample_numbers: Numbers) -> tuple[Numbers | None, Any]:
+        """The transformed tokens of some samples.
+
+        Each sample depends on its old tokens and its sample number alone.
+
+        Args:
+            batch: The tokens. Their arrays are not written to.
+            sample_numbers: Sample number of each sample: int64 [batch].
+
+        Returns:
+            The old place in the batch of each new token, int64 [n], -1 for an inserted one; None if
+            no token has moved. The new batch: what is known of a token follows it by itself (see
+            `TokenBatch.moved`), so that a batch of tokens and ends is enough.
+        """
+        ...
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What decides the result, as plain values, for comparison with a saved state."""
+        ...
+
+
+class MaskedTokens(NamedTuple):
+    """What a transform with a method `apply` gets and returns.
+
+    Attributes:
+        tokens: Tokens of all samples, one sample after the other, the last labels included: int64
+            [n].
+        ends: Where each sample ends among them: int64 [batch].
+        is_trained: Whether each token has a loss where it is the label: bool [n].
+    """
+
+    tokens: Numbers
+    ends: Numbers
+    is_trained: NDArray[np.bool_]
+
+
+def transformed(transform: Any, batch: TokenBatch, sample_numbers: Numbers) -> TokenBatch:
+    """The batch that a transform makes of a batch, with all that follows its tokens.
+
+    Raises:
+        ConfigError: Something else than a transform returns.
+    """
+    name = type(transform).__name__
+    if hasattr(transform, "apply"):
+        return _applied(name, transform, batch, sample_numbers)
+    answer = transform(batch, sample_numbers)
+    if not isinstance(answer, tuple) or len(answer) != 2:
+        raise ConfigError(f"{name} returned {shown(answer)}; (take, TokenBatch) is needed")
+    take, new = answer[0], check_tokens(name, answer[1], len(batch))
+    if not transform.changes_tokens:
+        _check_ends(name, batch, new)
+    if take is None:
+        _check_ends(f"{name} without `take`", batch, new)
+        return new
+    return batch.moved(np.asarray(take), new)
+
+
+def _applied(name: str, transform: Any, batch: TokenBatch, sample_numbers: Numbers) -> TokenBatch:
+    """The same for a transform of masked tokens, which does not say where its tokens were."""
+    trained = np.ones(len(batch.tokens), np.bool_) if batch.trained is None else batch.trained
+    old = MaskedTokens(batch.tokens.astype(np.int64, copy=False), batch.ends, trained)
+    answer = transform.apply(old, sample_numbers)
+    if not isinstance(answer, tuple) or len(answer) != 3:
+        raise ConfigError(f"{name} returned {shown(answer)}; (tokens, ends, is_trained) is needed")
+    try:
+        new = TokenBatch(*answer)
+    except ConfigError as error:
+        raise ConfigError(f"{name} returned other arrays: {error}") from None
+    check_tokens(name, new, len(batch))
+    if transform.changes_tokens:  # what was known of the old tokens is lost
+        own = {name: entry for name, entry in batch.fields.items() if entry[0] == "sample"}
+        return replace(new, fields=own)
+    _check_ends(name, batch, new)
+    return replace(batch, tokens=new.tokens, trained=new.trained)
+
+
+def _check_ends(name: str, old: TokenBatch, new: TokenBatch) -> None:
+    if not np.array_equal(old.ends, new.ends):
+        raise ConfigError(f"{name} changed where samples end: its changes_tokens must be True")
+
+
+def check_transforms(source: Any, transforms: Iterable[Any]) -> list[Any]:
+    """The transforms as a list; a ConfigError if they cannot work."""
+    try:
+        transforms = list(transforms)
+    except TypeError:
+        raise ConfigError(f"transforms is {shown(transforms)}; give a list of transforms") from None
+    has_moved = False
+    for place, transform in enumerate(transforms):
+        kind = type(transform).__name__
+        if isinstance(transform, type):
+            raise ConfigError(
+                f"transform {place} is the class {transform.__name__}; give an object of it"
+            )
+        for name in ("fingerprint", "changes_tokens"):
+            if not hasattr(transform, name):
+                raise ConfigError(
+                    f"transform {place} is {shown(transform)}, which has no {name!r}: see "
+                    "millrace.samples.Transform"
+                )
+        if not callable(transform) and not hasattr(transform, "apply"):
+            raise ConfigError(f"transform {place} is {shown(transform)}, which cannot be called")
+        own = getattr(transform, "dataset", None)
+        if own is not None and own is not source:
+            raise ConfigError(f"transform {place}, {kind}, was made for another dataset")
+        if own is not None and has_moved:
+            raise ConfigError(
+                f"transform {place}, {kind}, knows where tokens are in the token file: put it "
+                "before the transforms that change tokens"
+            )
+        has_moved = has_moved or transform.changes_tokens
+    return transforms
+
+
+@dataclass(frozen=True, kw_only=True)
+class FillInMiddle:
+    """Permutes documents so that the model learns to fill in their middle.
+
+    A sample is split into documents at each EOD, or is one document without `eod_token`. Each
+    document is permuted with probability `rate`: two cuts between its tokens split it into prefix,
+    middle and suffix, any of which may be empty, and they are written as one of
+
+        PSM:  prefix_token, prefix, suffix_token, suffix, middle_token, middle
+        SPM:  prefix_token, suffix_token, suffix, middle_token, prefix, middle
+
+    The sample keeps its length: the inserted tokens push out its last tokens. The document that
+    does not fit any more is cut first and permuted then, so that it has all of its three inserted
+    tokens. A document of which fewer than 3 tokens would remain is not permuted. An EOD stays
+    behind its document.
+
+    The draws of document d (0, 1, ...) of sample k are the four words of a counter-based generator,
+    `np.random.Philox(key=seed, counter=[d, k, 0, 0]).random_raw(4)`: whether it is permuted,
+    whether as SPM, and the two cuts, each uniform over all places.
+
+    Args:
+        rate: Probability that a document is permuted, 0 to 1.
+        spm_rate: Probability that a permuted document is written as SPM, 0 to 1.
+        prefix_token, middle_token, suffix_token: Token ids of the three inserted tokens.
+        eod_token: End-of-document token; None: a sample is one document.
+        pad_token: Padding token. Padding at the end of a sample makes room for inserted tokens, and
+            belongs to no document. None: the samples are not padded.
+        seed: Seed of the draws, 0 to 2**63 - 1.
+
+    Raises:
+        ConfigError: A rate outside [0, 1], or a token that is not a token id or equals another one.
+
+    Example:
+        >>> fill = FillInMiddle(
+        ...     rate=1, spm_rate=0, prefix_token=97, middle_token=98, suffix_token=99, seed=3
+        ... )
+        >>> take, batch = fill(TokenBatch(np.arange(12), np.array([12])), np.array([0]))
+        >>> batch.tokens.tolist()
+        [97, 0, 1, 2, 99, 7, 8, 98, 3, 4, 5, 6]
+        >>> take.tolist()
+        [-1, 0, 1, 2, -1, 7, 8, -1, 3, 4, 5, 6]
+    """
+
+    rate: float
+    spm_rate: float = 0.5
+    prefix_token: int
+    middle_token: int
+    suffix_token: int
+    eod_token: int | None = None
+    pad_token: int | None = None
+    seed: int
+
+    changes_tokens = True
+
+    def __post_init__(self) -> None:
+        plain: dict[str, Any] = {"seed": whole("seed", self.seed, 0, MAX_INT64)}
+        for name in ("rate", "spm_rate"):
+            plain[name] = real(name, getattr(self, name))
+            if not 0 <= plain[name] <= 1:  # NaN too
+                raise ConfigError(f"{name} is {plain[name]}; 0 to 1 is possible")
+        inserted = ("prefix_token", "middle_token", "suffix_token")
+        for name in inserted:
+            plain[name] = whole(name, getattr(self, name), 0, MAX_INT64)
+        for name in ("eod_token", "pad_token"):
+            plain[name] = token(name, getattr(self, name))
+        names: dict[int, str] = {}
+        for name in (*inserted, "eod_token", "pad_token"):
+            other = names.setdefault(plain[name], name)
+            if other in inserted and other != name:
+                raise ConfigError(
+                    f"{other} and {name} are both {plain[name]}: a model could not tell them "
+                    "apart. Give each a different token id"
+                )
+        for name, value in plain.items():
+            object.__setattr__(self, name, value)
+
+    def __call__(self, batch: TokenBatch, sample_numbers: Numbers) -> tuple[Numbers, TokenBatch]:
+        """See `Transform`."""
+        tokens, take = _native.fill_in_middle(
+            batch.tokens.astype(np.int64, copy=False), batch.ends, sample_numbers, **asdict(self)
+        )
+        return take, TokenBatch(tokens, batch.ends)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """See `Transform.fingerprint`."""
+        return {"kind": "fill_in_middle", **asdict(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepeatGuard:
+    """Takes the loss from runs in which the same few tokens repeat over and over.
+
+    A run of period p is a longest stretch of a sample in which each token equals the one p places
+    later, the last p tokens excepted. Where a run has at least p * min_repeats tokens, and p is at
+    most `max_period`, none of its tokens is trained on, the first repetition included.
+
+    Args:
+        max_period: Largest number of tokens that are repeated, 1 to 2**31 - 1.
+        min_repeats: Smallest number of times that they stand in a row, 2 to 2**31 - 1.
+        whole_sample: Whether a sample with such a run has no loss at all.
+
+    Raises:
+        ConfigError: A number outside its limits.
+    """
+
+    max_period: int = 13
+    min_repeats: int = 32
+    whole_sample: bool = False
+
+    changes_tokens = False
+
+    def __post_init__(self) -> None:
+        plain = {
+            "max_period": whole("max_period", self.max_period, 1, MAX_INT32),
+            "min_repeats": whole("min_repeats", self.min_repeats, 2, MAX_INT32),
+            "whole_sample": flag("whole_sample", self.whole_sample),
+        }
+        for name, value in plain.items():
+            object.__setattr__(self, name, value)
+
+    def __call__(self, batch: TokenBatch, sample_numbers: Numbers) -> tuple[None, TokenBatch]:
+        """See `Transform`."""
+        tokens = batch.tokens.astype(np.int64, copy=False)
+        marks = _native.mark_repeats(
+            tokens, batch.ends, self.max_period, self.min_repeats, self.whole_sample
+        )
+        return None, batch.untrained(marks.view(np.bool_))
+
+    def fingerprint(self) -> dict[str, Any]:
+        """See `Transform.fingerprint`."""
+        return {"kind": "repeat_guard", **asdict(self)}

@@ -1,1 +1,0 @@
-"""Functions of token batches."""
