@@ -416,7 +416,7 @@ def test_ranges_at_another_path(tmp_path: Path) -> None:
         ([(0, 3, 3)], "is empty or negative"),
         ([(0, -1, 3)], "is empty or negative"),
         ([(0, 0, 2**40)], "ends outside its sequence"),
-        ([(0, 0.0, 2.5)], "the ranges have dtype float64; integers"),
+        ([(0, 0.0, 2.5)], r"are float64 of shape \[1, 3\]; rows of three integers"),
         ([(0, 1)], r"shape \[1, 2\]; rows of three integers"),
         ([0, 1, 2], r"shape \[3\]; rows of three integers"),
         ([(0, 1), (2,)], "rows of three integers"),

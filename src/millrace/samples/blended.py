@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -31,41 +31,31 @@ _UNEVEN = ("cu_seqlens", "max_seqlen", "document_numbers", "document_bounds")
 
 
 class _Draws(NamedTuple):
-    """The datasets that samples of a blend come from.
+    """The datasets that samples of a blend come from, and where the samples are in them."""
 
-    Attributes:
-        dataset_numbers: Dataset of each sample: integers [batch].
-        in_dataset: Number of each sample in its dataset: int64 [batch].
-        used: Numbers of the datasets in use, ascending; 0 if the batch is empty.
-        datasets: These datasets.
-        places: Place of each sample's dataset among these: int64 [batch].
-    """
+    dataset_numbers: NDArray[Any]  # of each sample
+    in_dataset: Numbers  # the number of each sample in its dataset
+    used: list[int]  # the datasets' numbers, ascending; 0 if the batch is empty
+    datasets: list[Any]  # those in use
+    places: Numbers  # of each sample's dataset among these
 
-    dataset_numbers: NDArray[Any]
-    in_dataset: Numbers
-    used: list[int]
-    datasets: list[Any]
-    places: Numbers
+    def each(self) -> Iterator[tuple[int, Any, Numbers]]:
+        """Number of each dataset in use, the dataset, and its samples' numbers in it."""
+        for place, (number, dataset) in enumerate(zip(self.used, self.datasets, strict=True)):
+            yield number, dataset, self.in_dataset[self.places == place]
 
-    def rows_of(self, place: int) -> Numbers:
-        """Places in the batch of the samples of a dataset in use."""
-        return np.flatnonzero(self.places == place)
+    def order(self) -> Numbers:
+        """Where each sample is among those of `each`, one dataset after the other."""
+        return np.argsort(np.argsort(self.places, kind="stable"))
 
 
 class _Leaves(NamedTuple):
-    """The sources in the core that samples come from, also of blends in the blend.
-
-    Attributes:
-        sources: The sources in use.
-        places: Place of each sample's source among these: int64 [batch].
-        numbers: Number of each sample in its source: int64 [batch].
-        source_numbers: Number of its source among those of the blend: int32 [batch].
-    """
+    """The sources in the core that samples come from, also of blends in the blend."""
 
     sources: list[StoredTokens]
-    places: Numbers
-    numbers: Numbers
-    source_numbers: NDArray[np.int32]
+    places: Numbers  # of each sample's source among these
+    numbers: Numbers  # of each sample in its source
+    source_numbers: NDArray[np.int32]  # of each sample's source among all of the blend
 
 
 class BlendedDataset(TokenDataset):
@@ -165,7 +155,7 @@ class BlendedDataset(TokenDataset):
             if not is_ours(dataset) or dataset.transforms:
                 return None
             if isinstance(dataset, BlendedDataset):
-                here = draws.rows_of(place)
+                here = draws.places == place
                 inner = dataset._leaves(dataset._draws(draws.in_dataset[here]))
                 if inner is None:
                     return None
@@ -174,7 +164,7 @@ class BlendedDataset(TokenDataset):
                 sources += inner.sources
             elif isinstance(dataset.source, StoredTokens) and dataset.source.is_in_core:
                 if place != len(sources):
-                    places[draws.rows_of(place)] = len(sources)
+                    places[draws.places == place] = len(sources)
                 sources.append(dataset.source)
             else:
                 return None
@@ -194,7 +184,7 @@ class BlendedDataset(TokenDataset):
                     sample_numbers=numbers,
                     dataset_numbers=draws.dataset_numbers,
                 )
-        views = [one.options if is_ours(one) else None for one in draws.datasets]
+        views: list[Any] = [one.options if is_ours(one) else None for one in draws.datasets]
         if None in views:
             return _merge_finished(draws, numbers, form)
         tokens = self._tokens_for(numbers, form)
@@ -217,38 +207,32 @@ class BlendedDataset(TokenDataset):
     def _merged(self, draws: _Draws) -> TokenBatch:
         """The tokens of the datasets, each read by its own method."""
         batches: list[TokenBatch] = []
-        for place, dataset in enumerate(draws.datasets):
+        for number, dataset, in_dataset in draws.each():
             if not hasattr(dataset, "tokens"):
                 raise ConfigError(
                     f"{name_of(dataset)} has no method `tokens`, which returns the tokens of "
                     "samples: leave this dataset out of the blend, or what needs the tokens"
                 )
-            numbers = draws.in_dataset[draws.rows_of(place)]
-            batch = check_tokens(name_of(dataset), dataset.tokens(numbers), len(numbers))
+            batch = check_tokens(name_of(dataset), dataset.tokens(in_dataset), len(in_dataset))
             if batch.part_starts is not None:
                 inner = np.int32(0) if batch.part_source is None else batch.part_source
-                sources = np.full(len(batch.part_starts), self._first_stores[draws.used[place]])
+                sources = np.full(len(batch.part_starts), self._first_stores[number])
                 batch = batch.with_arrays(part_source=sources + inner)
             batches.append(batch)
-        if len(batches) == 1:
-            return batches[0]
-        order = np.argsort(draws.places, kind="stable")
-        return concatenate(batches).select(np.argsort(order))
+        return batches[0] if len(batches) == 1 else concatenate(batches).select(draws.order())
 
     def prefetch(self, sample_numbers: ArrayLike) -> None:
         """See `TokenDataset.prefetch`."""
-        draws = self._draws(check_numbers(sample_numbers, len(self)))
-        for place, dataset in enumerate(draws.datasets):
+        for _, dataset, numbers in self._draws(check_numbers(sample_numbers, len(self))).each():
             if isinstance(dataset, TokenDataset):
-                dataset.prefetch(draws.in_dataset[draws.rows_of(place)])
+                dataset.prefetch(numbers)
 
     def _read_alone(self, read: Callable[..., Any], number: Numbers, *form: Any) -> None:
-        draws = self._draws(number)
-        dataset = draws.datasets[0]  # which names its own sample
+        ((_, dataset, in_dataset),) = self._draws(number).each()  # which names its own sample
         if form:
-            batch_of_form(dataset, draws.in_dataset, _form_of_rows(*form))
+            batch_of_form(dataset, in_dataset, _form_of_rows(*form))
         else:
-            dataset.tokens(draws.in_dataset)
+            dataset.tokens(in_dataset)
 
     def _where(self, samples: str) -> str:
         return f"{samples} of the blend"
@@ -262,39 +246,28 @@ class BlendedDataset(TokenDataset):
 
 
 def _merge_finished(draws: _Draws, sample_numbers: Numbers, form: BatchForm | None) -> Batch:
-    """The rows of several datasets, each made by its own method.
-
-    Raises:
-        ConfigError: A field without a row for each sample.
-        DataError: Batches whose arrays differ in name, dtype or shape.
-    """
+    """The rows of several datasets, each made by its own method."""
     if form is not None and (uneven := [name for name in form.fields if name in _UNEVEN]):
         finished = next(one for one in draws.datasets if not is_ours(one))
         raise ConfigError(
             f"{name_of(finished)} returns finished rows, of which a blend cannot make "
             f"{', '.join(uneven)}: leave these fields out"
         )
-    merged: Batch = {}
-    for place, dataset in enumerate(draws.datasets):
-        here = draws.rows_of(place)
-        batch = batch_of_form(dataset, draws.in_dataset[here], _form_of_rows(form))
-        if place == 0:
-            size = len(sample_numbers)
-            merged = {
-                name: np.empty((size, *array.shape[1:]), array.dtype)
-                for name, array in batch.items()
-            }
-        if batch.keys() != merged.keys():
-            raise DataError(f"{name_of(dataset)} returned {[*batch]}; {[*merged]} are needed")
-        for name, array in batch.items():
-            column = merged[name]
-            shape = (len(here), *column.shape[1:])
-            if array.shape != shape or array.dtype != column.dtype:
-                raise DataError(
-                    f"{name_of(dataset)} returned {name} as {array.dtype} {list(array.shape)}; "
-                    f"{column.dtype} {list(shape)} is needed"
-                )
-            column[here] = array
+    batches: list[Batch] = []
+    for _, dataset, numbers in draws.each():
+        batch = batch_of_form(dataset, numbers, _form_of_rows(form))
+        batches.append(batch)
+        is_even = all(array.shape[:1] == numbers.shape for array in batch.values())
+        if not is_even or _layout(batch) != _layout(batches[0]):
+            shapes = {name: f"{array.dtype} {list(array.shape)}" for name, array in batch.items()}
+            raise DataError(
+                f"{name_of(dataset)} returned {shapes} for {len(numbers)} samples; rows of "
+                f"{_layout(batches[0])} are needed"
+            )
+    order = draws.order()
+    merged = {
+        name: np.concatenate([batch[name] for batch in batches])[order] for name in batches[0]
+    }
     if form is None:
         return merged
     merged["sample_numbers"] = sample_numbers.copy()
@@ -319,9 +292,7 @@ def _build_blend_order(
         if len(weights) != len(datasets):
             raise ConfigError(f"there are {len(weights)} weights for {len(datasets)} datasets")
         if size is None:
-            raise ConfigError(
-                "a blend with weights needs a size; without weights it may be left out"
-            )
+            raise ConfigError("a blend with weights needs a size; without weights it may lack one")
     lengths = [len(dataset) for dataset in datasets]
     indices = build_blend_indices([name_of(d) for d in datasets], lengths, weights, size)
     weights = normalize(lengths if weights is None else weights)
@@ -331,11 +302,9 @@ def _build_blend_order(
 def _check_forms(datasets: Sequence[Any], views: Sequence[Any]) -> None:
     """Checks that all samples have the same arrays; datasets that share their options do."""
     first = _form(datasets[0])
-    for number, dataset in enumerate(datasets):
-        if views[number] is not None and views[number] is views[0]:
-            continue
-        form = _form(dataset)
-        if form != first:
+    for number, (dataset, view) in enumerate(zip(datasets, views, strict=True)):
+        is_same = view is not None and view is views[0]
+        if not is_same and (form := _form(dataset)) != first:
             raise ConfigError(
                 f"dataset {number} ({name_of(dataset)}) has samples of {form}, dataset 0 of "
                 f"{first}: make them equal"
@@ -349,5 +318,9 @@ def _form(dataset: Any) -> dict[str, str]:
     if isinstance(dataset, TokenDataset) and dataset.options is not None:
         shape = [dataset.options.sequence_length]
         return {name: f"{'float32' if name == 'loss_mask' else 'int64'} {shape}" for name in FIELDS}
-    batch = dataset.batch(np.empty(0, np.int64))
+    return _layout(dataset.batch(np.empty(0, np.int64)))
+
+
+def _layout(batch: Batch) -> dict[str, str]:
+    """Dtype and shape of the rows of each array."""
     return {name: f"{array.dtype} {list(array.shape[1:])}" for name, array in batch.items()}

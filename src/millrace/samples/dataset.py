@@ -37,11 +37,9 @@ class Dataset(Protocol):
 
     def __len__(self) -> int:
         """The number of samples."""
-        ...
 
     def batch(self, sample_numbers: ArrayLike) -> Batch:
         """The samples of these numbers: arrays by name, one row for each sample."""
-        ...
 
     def fingerprint(self) -> dict[str, Any]:
         """What decides the samples, as plain values, for comparison with a saved state.
@@ -51,7 +49,6 @@ class Dataset(Protocol):
         alone: a loader warns if it has changed, and refuses all other changes. The method may take
         an argument `consumed_samples`: see `TokenSource.fingerprint`.
         """
-        ...
 
 
 class TokenDataset:
@@ -61,37 +58,20 @@ class TokenDataset:
 
     Args:
         source: Where the tokens come from.
-        options: What a sample looks like.
+        options: What a sample looks like. None: the datasets of a blend differ in it.
         transforms: Functions of the token batch, applied in their order (see `Transform`).
 
     Attributes:
-        source, transforms: As given.
-        options: What a sample looks like; None: the datasets of a blend differ in it.
+        source, options, transforms: As given.
 
     Raises:
         ConfigError: A source without tokens, or transforms that cannot work.
-
-    Example:
-        >>> class Counting:
-        ...     def __len__(self):
-        ...         return 9
-        ...     def tokens(self, sample_numbers):
-        ...         rows = 10 * sample_numbers[:, None] + np.arange(4)
-        ...         return TokenBatch(rows.reshape(-1), 4 * np.arange(1, len(rows) + 1))
-        ...     def fingerprint(self, consumed_samples=None):
-        ...         return {"kind": "counting"}
-        >>> dataset = TokenDataset(Counting(), SampleOptions(sequence_length=3))
-        >>> dataset[2]["labels"].tolist()
-        [21, 22, 23]
     """
 
     takes_form = True
 
     def __init__(
-        self,
-        source: TokenSource,
-        options: SampleOptions | None,
-        transforms: Iterable[Any] = (),
+        self, source: TokenSource, options: SampleOptions | None, transforms: Iterable[Any] = ()
     ) -> None:
         if not isinstance(source, TokenSource):
             raise ConfigError(
@@ -228,11 +208,7 @@ class TokenDataset:
 
     @cached_property
     def file_dtype(self) -> np.dtype[Any] | None:
-        """The dtype of the token files; None without token files.
-
-        Raises:
-            ConfigError: Token files of several dtypes.
-        """
+        """The dtype of the token files, a ConfigError for several; None without token files."""
         names = {store.store.dtype: store.prefix for store in self.stores if store is not None}
         if len(names) > 1:
             some = ", ".join(f"{prefix} {dtype}" for dtype, prefix in names.items())
@@ -248,21 +224,13 @@ class TokenDataset:
         return any(store is not None and store.is_remote for store in self.stores)
 
     def prefetch(self, sample_numbers: ArrayLike) -> None:
-        """Tells the storage that these samples are read soon, and does not wait for it.
-
-        Raises:
-            ConfigError, IndexError, DataError: As `batch`.
-        """
+        """Tells the storage that these samples are read soon, and does not wait for it."""
         numbers = check_numbers(sample_numbers, len(self))
         if isinstance(self.source, StoredTokens | TokenDataset):
             self.source.prefetch(numbers)
 
     def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
-        """See `Dataset.fingerprint`.
-
-        Transforms that change tokens belong to the order. Those that only mask belong to the view,
-        as do the options that the source does not name.
-        """
+        """See `Dataset`. The view is what only masks, and options that the source does not name."""
         fingerprint = self._source_fingerprint(consumed_samples)
         if not self.transforms:
             return fingerprint
@@ -284,15 +252,14 @@ class TokenDataset:
 class TransformedDataset(TokenDataset):
     """A dataset whose samples are transformed.
 
-    The transforms are applied in their order. Tokens and labels are made of the transformed tokens
-    by the options of the dataset; then the loss mask is set to 0 wherever the label is a token that
-    is not trained on.
+    Tokens and labels are made of the transformed tokens by the options of the dataset; then the
+    loss mask is set to 0 wherever the label is a token that is not trained on.
 
     Args:
         dataset: `GPTDataset`, `BlendedDataset`, or another dataset with a method `tokens` and, if a
             transform changes tokens, with `options`.
-        transforms: The transforms: `LossRanges`, `FillInMiddle`, `RepeatGuard` or others (see
-            `Transform`).
+        transforms: The transforms, applied in their order: `LossRanges`, `FillInMiddle`,
+            `RepeatGuard` or others (see `Transform`).
 
     Attributes:
         dataset, transforms: As given.
@@ -354,12 +321,7 @@ def name_of(dataset: Any) -> str:
 
 
 def batch_of_form(dataset: Any, numbers: Numbers, form: BatchForm | None) -> Batch:
-    """A batch of a form, of a dataset that need not know forms.
-
-    Raises:
-        ConfigError: A field that the batch of another dataset does not have.
-        DataError: Its tokens are not integers, or one is outside the vocabulary or the dtype.
-    """
+    """A batch of a form, of a dataset that need not know forms."""
     if form is None or getattr(dataset, "takes_form", False):
         batch: Batch = dataset.batch(numbers) if form is None else dataset.batch(numbers, form)
         return batch
@@ -412,13 +374,11 @@ def _placed(place: str, error: Exception) -> Exception:
 
 def _narrowed(tokens: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
     """Tokens in the dtype of the token file."""
-    if tokens.dtype == dtype:
-        return tokens
-    limits = np.iinfo(dtype)
-    least, most = (int(tokens.min()), int(tokens.max())) if tokens.size > 0 else (0, 0)
-    if least < limits.min or most > limits.max:
+    narrow = tokens.astype(dtype, copy=False)
+    if not np.array_equal(narrow, tokens):
+        limits = np.iinfo(dtype)
         raise ConfigError(
-            f"the transformed tokens go from {least} to {most}; the token file's dtype is {dtype}, "
-            f"{limits.min} to {limits.max}. Pass token_dtype='int32' or 'int64'"
+            f"the transformed tokens go from {tokens.min()} to {tokens.max()}; the token file's "
+            f"dtype is {dtype}, {limits.min} to {limits.max}. Pass token_dtype='int32' or 'int64'"
         )
-    return tokens.astype(dtype)
+    return narrow

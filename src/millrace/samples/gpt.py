@@ -33,23 +33,16 @@ class GPTDataset(TokenDataset):
             takes. None: the samples of one epoch.
         sequences: (start, stop), the range of sequences to draw from (see `split_ranges`); None:
             all.
-        eod_token: End-of-document token; the next two options need it.
-        reset_position_ids: Whether position ids start again after each EOD.
-        eod_mask_loss: Whether the loss mask is 0 where the input is EOD.
-        pad_token: Padding token, which is never trained on: where a label equals it, the loss mask
-            is 0. None: the token file holds no padding, and every token is trained on.
+        eod_token, reset_position_ids, eod_mask_loss, pad_token, add_extra_token, boundaries: What a
+            sample looks like (see `SampleOptions`).
         drop_last_partial_sequence: Whether to leave out a last sample that the tokens do not fill.
-        add_extra_token: Whether a sample has one more token, the last label. Without it the last
-            label is missing and masked.
         order: Another order than Megatron-LM's, in place of seed, num_samples, sequences and
             drop_last_partial_sequence.
-        boundaries: What tells documents apart: "eod", or "documents" (see `SampleOptions`).
         options: The options of samples as one object, in place of the single ones.
 
     Attributes:
         source: The tokens, in their order.
-        order: The order of the samples.
-        options: What a sample looks like.
+        order, options: The order of the samples, and what a sample looks like.
 
     Raises:
         ConfigError: No tokens, too few for a sample, or an option outside its limits.
@@ -91,7 +84,7 @@ class GPTDataset(TokenDataset):
                 sequence_length=options.sequence_length,
                 add_extra_token=options.add_extra_token,
                 drop_last_partial_sequence=drop_last_partial_sequence,
-                seed=check_seed(seed),
+                seed=check_seed(seed),  # type: ignore[arg-type]
                 load_lengths=partial(getattr, file, "sequence_lengths"),
             )
             order = build_order(GPTPlan, inputs, file.prefix)
@@ -112,29 +105,20 @@ class GPTDataset(TokenDataset):
 
     @property
     def indices(self) -> GPTIndices:
-        """The document index, sample index and shuffle index of Megatron-LM's order.
-
-        Raises:
-            AttributeError: Another order.
-        """
+        """The document, sample and shuffle index of Megatron-LM's order; other orders have none."""
         return self.order.indices  # type: ignore[attr-defined, no-any-return]
 
     def spans(self, sample_numbers: ArrayLike) -> Spans:
-        """Which tokens of which sequences the samples of these numbers are made of.
-
-        Raises:
-            ConfigError, IndexError, DataError: As `batch`.
-        """
+        """Which tokens of which sequences samples are made of; the errors are those of `batch`."""
         return self.source.spans(check_numbers(sample_numbers, len(self)))
 
 
 class ShardedDataset(GPTDataset):
     """Fixed-length sequences from the output folder of `millrace shuffle`: sample n is sequence n.
 
-    The sequences are in random order already, so there is no index to build, to load or to keep in
-    memory, and a rank that takes consecutive samples reads consecutive bytes. It is a `GPTDataset`
-    in all other respects: samplers, blends, loaders and transforms take it. Folders of the common
-    shuffling script are read too: `shard_0000.bin`, ... and a `metadata.json` of version 2.
+    The order is in the data, so there is no index, and a rank that takes consecutive samples reads
+    consecutive bytes. In all other respects it is a `GPTDataset`. Folders of the common shuffling
+    script are read too: `shard_0000.bin`, ... and a `metadata.json` of version 2.
 
     A sequence of the folder is a whole sample: by default its tokens are all of its tokens, and the
     last label is missing and masked, as with Megatron-LM's `add_extra_token_to_sequence=False`.
@@ -147,7 +131,7 @@ class ShardedDataset(GPTDataset):
     Args:
         folder: The output folder.
         options: The options of samples as one object, in place of the single ones below.
-        eod_token, reset_position_ids, eod_mask_loss, pad_token, boundaries: As of `GPTDataset`.
+        eod_token, reset_position_ids, eod_mask_loss, pad_token, boundaries: See `SampleOptions`.
         add_extra_token: Whether the last token of a sequence is only a label.
         dtype: Dtype of the tokens ("uint16", "uint32", "int32"), for folders whose metadata do not
             say it; None: uint32.
@@ -157,8 +141,7 @@ class ShardedDataset(GPTDataset):
     Attributes:
         prefix: The folder.
         metadata: What `metadata.json` says.
-        order: The order of the samples, that of the folder.
-        options: What a sample looks like.
+        order, options: The order of the samples, that of the folder, and what a sample looks like.
 
     Raises:
         ConfigError: A folder of documents, or options that do not fit the sequences.

@@ -34,9 +34,7 @@ def write_loss_ranges(
     *,
     path: str | os.PathLike[str] | None = None,
 ) -> str:
-    """Writes the ranges of a token file, in place of those that are there.
-
-    The files appear whole or not at all.
+    """Writes the ranges of a token file, whole or not at all, in place of those that are there.
 
     Args:
         prefix: Path prefix of the token file.
@@ -52,16 +50,6 @@ def write_loss_ranges(
         ConfigError: Ranges that are not sorted, overlap, or lie outside their sequence.
         DataError: A token file that is missing or damaged.
         OSError: A folder that cannot be written.
-
-    Example:
-        >>> import tempfile
-        >>> from millrace import IndexedDatasetBuilder
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     with IndexedDatasetBuilder(f"{folder}/chat", np.uint16) as builder:
-        ...         builder.add_document([1, 2, 3, 4, 5])
-        ...     path = write_loss_ranges(f"{folder}/chat", [(0, 0, 3)])
-        ...     sorted(os.listdir(folder))
-        ['chat.bin', 'chat.idx', 'chat.loss-ranges.npy', 'chat.loss.json']
     """
     prefix = one_path("prefix", prefix)
     folder, name = _place(prefix if path is None else one_path("path", path))
@@ -127,7 +115,6 @@ class LossRanges:
                 self._ranges[store.prefix] = _ranges_of(store, ranges)
 
     def __call__(self, batch: TokenBatch, sample_numbers: Numbers) -> tuple[None, TokenBatch]:
-        """See `Transform`."""
         starts, sequences, offsets = batch.part_starts, batch.part_sequence, batch.part_offset
         if starts is None or sequences is None or offsets is None or np.any(sequences < 0):
             raise ConfigError(
@@ -151,7 +138,6 @@ class LossRanges:
         return None, batch.untrained(~marks if self.only else marks)
 
     def fingerprint(self) -> dict[str, Any]:
-        """See `Transform.fingerprint`."""
         checksums = [self._ranges[prefix].checksum for prefix in self._prefixes]
         return {"kind": _KIND, "only": self.only, "ranges": checksums}
 
@@ -204,19 +190,16 @@ def _checked_ranges(ranges: ArrayLike, lengths: NDArray[np.int32]) -> NDArray[np
         table = np.asarray(ranges)
     except (TypeError, ValueError):  # rows of several lengths
         table = np.empty(1)
-    if table.size > 0 and (table.ndim != 2 or table.shape[1] != 3):
+    if table.size > 0 and (table.ndim != 2 or table.shape[1] != 3 or table.dtype.kind not in "iuO"):
         raise ConfigError(
-            f"the ranges have shape {list(table.shape)}; rows of three integers (sequence, start, "
-            "stop) are needed"
+            f"the ranges are {table.dtype} of shape {list(table.shape)}; rows of three integers "
+            "(sequence, start, stop) are needed"
         )
-    if table.size > 0 and table.dtype.kind not in "iuO":
-        raise ConfigError(f"the ranges have dtype {table.dtype}; integers are needed")
     rows = whole_numbers("the ranges", table.reshape(-1)).reshape(-1, 3)
     sequences, starts, stops = rows.T
 
     def refuse(is_bad: NDArray[np.bool_], problem: str) -> None:
-        if is_bad.any():
-            place = int(is_bad.argmax())
+        for place in np.flatnonzero(is_bad)[:1].tolist():
             values = tuple(rows[place].tolist())
             raise ConfigError(f"range {place}, (sequence, start, stop) = {values}, {problem}")
 

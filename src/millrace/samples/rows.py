@@ -42,15 +42,10 @@ def rows(
     Raises:
         ConfigError: A field that the token batch does not give.
         DataError: A sample that is longer than its row, or a token id that does not fit.
-
-    Example:
-        >>> batch = TokenBatch(np.array([5, 6, 7]), np.array([3]))
-        >>> rows(batch, SampleOptions(sequence_length=4))["labels"].tolist()
-        [[6, 7, 0, 0]]
     """
     if isinstance(options, SampleOptions):
         arrays = _core_fields(tokens, options, form)
-        first, extras = options, np.broadcast_to(options.add_extra_token, len(tokens))
+        first, extras = options, None
     else:
         arrays = _of_several_views(tokens, options, form)
         first, extras = options[0], np.array([one.add_extra_token for one in options], np.bool_)
@@ -139,8 +134,7 @@ def _cut_at_parts(
         arrays[2] = _filled("loss_mask", arrays[2], num_rows, options).copy()
         arrays[2][last] = 0
     if "position_ids" in names:
-        extras = np.broadcast_to(options.add_extra_token, num_rows)
-        parts = find_parts(tokens.part_counts, tokens.part_bounds, options, extras)
+        parts = find_parts(tokens.part_counts, tokens.part_bounds, options)
         _, ids = spread(np.diff(parts.starts, append=num_rows * length))
         arrays[3] = ids.reshape(num_rows, length)
 
@@ -174,31 +168,26 @@ def _of_several_views(
 
 
 class Parts(NamedTuple):
-    """The parts of the rows of a batch.
+    """The parts of the rows of a batch; sample i has the parts bounds[i] up to bounds[i + 1]."""
 
-    Attributes:
-        starts: Where each part starts in the flattened batch: int64 [parts].
-        bounds: Sample i has the parts bounds[i] up to bounds[i + 1]: int64 [batch + 1].
-        places: Place of each part among those of the token batch; -1: padding alone. int64 [parts].
-    """
-
-    starts: Numbers
+    starts: Numbers  # in the flattened batch
     bounds: Numbers
-    places: Numbers
+    places: Numbers  # among the parts of the token batch; -1: padding alone
 
 
 def find_parts(
-    counts: Numbers, bounds: Numbers, options: SampleOptions, extras: NDArray[np.bool_]
+    counts: Numbers, bounds: Numbers, options: SampleOptions, extras: Any = None
 ) -> Parts:
-    """The parts of rows.
+    """The parts of rows, of the parts of their tokens.
 
     Args:
         counts: Number of tokens of each part, the extra token included: int64 [parts].
         bounds: Where each sample's parts start and end: int64 [batch + 1].
         options: Options of the samples.
-        extras: Whether each sample has an extra token, which is not part of a row: bool [batch].
+        extras: Whether each sample has an extra token: bool [batch]. None: as the options say.
     """
     num_rows, length = len(bounds) - 1, options.sequence_length
+    extras = options.add_extra_token if extras is None else extras
     places = np.flatnonzero(counts > 0)
     rows, counts = spread(np.diff(bounds))[0][places], counts[places]
     sizes = np.bincount(rows, counts, num_rows).astype(np.int64)
@@ -228,19 +217,7 @@ def finish(
     parts: Parts | None,
     own: Batch,
 ) -> Batch:
-    """The fields of a form, in their order.
-
-    Args:
-        form: Which arrays the batch has.
-        arrays: FIELDS, as the core wrote them: None where an array is not asked for, or plain.
-        options: Options of the samples.
-        num_rows: Number of samples.
-        parts: The parts of the rows, if a field needs them.
-        own: Other arrays of the batch, by name.
-
-    Raises:
-        ConfigError: A field that there is not.
-    """
+    """The fields of a form, of FIELDS as the core wrote them and of other arrays by name."""
     batch = {
         name: _filled(name, array, num_rows, options)
         for name, array in zip(FIELDS, arrays, strict=True)

@@ -22,46 +22,34 @@ _OUTSIDE = "an index points outside its data: {}. Write it again"
 
 
 class TokenStore(Protocol):
-    """Stored tokens: an `IndexedDataset`, the `Shards` of a folder, or `RawTokens`.
+    """Stored tokens: an `IndexedDataset`, the `Shards` of a folder, or `RawTokens`."""
 
-    Attributes:
-        prefix: The store's name in messages.
-        dtype: Dtype of the tokens.
-    """
-
-    prefix: str
+    prefix: str  # the store's name in messages
     dtype: np.dtype[Any]
 
     @property
     def reader(self) -> BinReader:
         """The bytes of the token file, or of several as if they were one."""
-        ...
 
     @property
     def fingerprint(self) -> str:
         """A hash of the content."""
-        ...
 
     @property
     def is_mapped(self) -> bool:
         """Whether all tokens are in memory."""
-        ...
 
     def token_source(self) -> _native.TokenSource:
         """The tokens for the core."""
-        ...
 
     def documents_of(self, sequences: Numbers) -> Numbers:
         """The documents that sequences belong to: int64 [sequences]."""
-        ...
 
 
 class StoredTokens:
     """The tokens of a store in an order, as a source of token batches.
 
-    Args:
-        store: The store, or a token file that is opened for the first sample at the latest.
-        order: The order of its samples, or an order of the native core itself.
+    The store may be a token file, which is opened for the first sample at the latest.
     """
 
     def __init__(self, store: TokenStore | TokenFile, order: Order | _native.Order) -> None:
@@ -77,7 +65,6 @@ class StoredTokens:
 
     @property
     def prefix(self) -> str:
-        """The store's name in messages."""
         return self._file.prefix
 
     @property
@@ -101,11 +88,7 @@ class StoredTokens:
         return self.core[2]
 
     def tokens(self, sample_numbers: Numbers) -> TokenBatch:
-        """See `TokenSource.tokens`.
-
-        Raises:
-            DataError: An index, or an order, that points outside the store.
-        """
+        """See `TokenSource`; DataError where an index, or an order, points outside the store."""
         if self.is_in_core:
             return gather_tokens([self], np.zeros(len(sample_numbers), np.int64), sample_numbers)
         store, spans = self.store, self.spans(sample_numbers)
@@ -157,7 +140,6 @@ class StoredTokens:
                 prefetch(*self._bytes_of(self.spans(sample_numbers)))
 
     def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
-        """See `TokenSource.fingerprint`."""
         file: Any = self._file
         content = {"content": file.fingerprint}
         if hasattr(file, "lengths_checksum"):  # a store of sequences
@@ -177,16 +159,9 @@ def gather(
 ) -> Batch:
     """The arrays of a batch from sources that are in the core, in one call.
 
-    They equal `rows` of the sources' tokens, for options whose boundaries are "eod".
-
-    Args:
-        sources: The sources.
-        source_numbers: Source of each sample: int64 [batch].
-        numbers: Number of each sample in its source: int64 [batch].
-        options: What a sample looks like.
-        form: Which arrays the batch has; None: FIELDS.
-        sample_numbers: Number of each sample in the dataset: int64 [batch].
-        dataset_numbers: Dataset of each sample: integers [batch]; None: no blend.
+    Sample i is sample numbers[i] of source source_numbers[i], and has sample_numbers[i] in the
+    dataset. Without dataset_numbers, there is no blend. The result equals `rows` of the sources'
+    tokens, for options whose boundaries are "eod".
 
     Raises:
         DataError: An index that points outside a store, or a token id that does not fit.
@@ -206,8 +181,7 @@ def gather(
     parts = None
     if needs_parts(form):
         sequences, counts, bounds = arrays[4:]
-        extras = np.broadcast_to(options.add_extra_token, len(numbers))
-        parts = find_parts(counts, bounds, options, extras)
+        parts = find_parts(counts, bounds, options)
         if "document_numbers" in form.fields:
             source_of_part = np.repeat(source_numbers, np.diff(bounds))
             own["document_numbers"] = of_parts(
@@ -235,7 +209,7 @@ def gather_tokens(
     return _token_batch(*arrays)
 
 
-def _core_of(sources: Sequence[StoredTokens]) -> Any:
+def _core_of(sources: Sequence[StoredTokens]) -> tuple[Any, Any]:
     token_sources, orders, _ = zip(*(source.core for source in sources), strict=True)
     return token_sources, orders
 

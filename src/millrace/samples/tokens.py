@@ -298,14 +298,12 @@ class TokenSource(Protocol):
 
     def __len__(self) -> int:
         """The number of samples."""
-        ...
 
     def tokens(self, sample_numbers: Numbers) -> TokenBatch:
         """The tokens of the samples of these numbers, int64 [batch], each in [0, len).
 
         Each sample depends on its number alone.
         """
-        ...
 
     def fingerprint(self, consumed_samples: int | None = None) -> Mapping[str, Any]:
         """What decides the samples, as plain values, for comparison with a saved state.
@@ -314,7 +312,6 @@ class TokenSource(Protocol):
             consumed_samples: Number of samples that a run has drawn, which must not change; what
                 decides later samples alone may be left out. None: all samples.
         """
-        ...
 
 
 @runtime_checkable
@@ -328,11 +325,9 @@ class TokenStream(Protocol):
             state: A state that `read` has returned: small plain values. None: the beginning.
             count: Number of samples; fewer are returned where the stream ends.
         """
-        ...
 
     def fingerprint(self, consumed_samples: int | None = None) -> Mapping[str, Any]:
         """See `TokenSource.fingerprint`."""
-        ...
 
 
 def fingerprint_of(source: Any, consumed_samples: int | None) -> dict[str, Any]:

@@ -44,34 +44,21 @@ class Transform(Protocol):
             no token has moved. The new batch: what is known of a token follows it by itself (see
             `TokenBatch.moved`), so that a batch of tokens and ends is enough.
         """
-        ...
 
     def fingerprint(self) -> dict[str, Any]:
         """What decides the result, as plain values, for comparison with a saved state."""
-        ...
 
 
 class MaskedTokens(NamedTuple):
-    """What a transform with a method `apply` gets and returns.
+    """What a transform with a method `apply` gets and returns; see `TokenBatch`."""
 
-    Attributes:
-        tokens: Tokens of all samples, one sample after the other, the last labels included: int64
-            [n].
-        ends: Where each sample ends among them: int64 [batch].
-        is_trained: Whether each token has a loss where it is the label: bool [n].
-    """
-
-    tokens: Numbers
-    ends: Numbers
-    is_trained: NDArray[np.bool_]
+    tokens: Numbers  # int64 [n]
+    ends: Numbers  # int64 [batch]
+    is_trained: NDArray[np.bool_]  # [n]
 
 
 def transformed(transform: Any, batch: TokenBatch, sample_numbers: Numbers) -> TokenBatch:
-    """The batch that a transform makes of a batch, with all that follows its tokens.
-
-    Raises:
-        ConfigError: Something else than a transform returns.
-    """
+    """The batch that a transform makes of a batch, with all that follows its tokens."""
     name = type(transform).__name__
     if hasattr(transform, "apply"):
         return _applied(name, transform, batch, sample_numbers)
@@ -79,10 +66,9 @@ def transformed(transform: Any, batch: TokenBatch, sample_numbers: Numbers) -> T
     if not isinstance(answer, tuple) or len(answer) != 2:
         raise ConfigError(f"{name} returned {shown(answer)}; (take, TokenBatch) is needed")
     take, new = answer[0], check_tokens(name, answer[1], len(batch))
-    if not transform.changes_tokens:
-        _check_ends(name, batch, new)
+    if take is None or not transform.changes_tokens:
+        _check_ends(f"{name} without `take`" if transform.changes_tokens else name, batch, new)
     if take is None:
-        _check_ends(f"{name} without `take`", batch, new)
         return new
     return batch.moved(np.asarray(take), new)
 
@@ -221,14 +207,12 @@ class FillInMiddle:
             object.__setattr__(self, name, value)
 
     def __call__(self, batch: TokenBatch, sample_numbers: Numbers) -> tuple[Numbers, TokenBatch]:
-        """See `Transform`."""
         tokens, take = _native.fill_in_middle(
             batch.tokens.astype(np.int64, copy=False), batch.ends, sample_numbers, **asdict(self)
         )
         return take, TokenBatch(tokens, batch.ends)
 
     def fingerprint(self) -> dict[str, Any]:
-        """See `Transform.fingerprint`."""
         return {"kind": "fill_in_middle", **asdict(self)}
 
 
@@ -265,7 +249,6 @@ class RepeatGuard:
             object.__setattr__(self, name, value)
 
     def __call__(self, batch: TokenBatch, sample_numbers: Numbers) -> tuple[None, TokenBatch]:
-        """See `Transform`."""
         tokens = batch.tokens.astype(np.int64, copy=False)
         marks = _native.mark_repeats(
             tokens, batch.ends, self.max_period, self.min_repeats, self.whole_sample
@@ -273,5 +256,4 @@ class RepeatGuard:
         return None, batch.untrained(marks.view(np.bool_))
 
     def fingerprint(self) -> dict[str, Any]:
-        """See `Transform.fingerprint`."""
         return {"kind": "repeat_guard", **asdict(self)}
