@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import unicodedata
 from collections.abc import Iterator, Sequence
@@ -12,11 +13,7 @@ _MOST_TOKENS = 200  # more of them are put into a few texts
 
 
 def edge_cases(added_tokens: Sequence[str] = ()) -> list[str]:
-    """The texts.
-
-    Args:
-        added_tokens: Tokens that are matched as a whole; each is put into several surroundings.
-    """
+    """The texts; tokens that are matched as a whole are put into several surroundings."""
     return [
         *_whitespace(),
         *_contractions(),
@@ -29,15 +26,10 @@ def edge_cases(added_tokens: Sequence[str] = ()) -> list[str]:
     ]
 
 
-_SPACES = (
-    " \t\n\r\v\f\x1c\x1d\x1e\x1f\x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007"
-    "\u2008\u2009\u200a\u2028\u2029\u202f\u205f\u3000"
-)
-"""White space in any of the usual senses."""
-
+_SPACES = " \t\n\r\v\f\x1c\x1d\x1e\x1f\x85\xa0\u1680" + "".join(map(chr, range(0x2000, 0x200B)))
+_SPACES += "\u2028\u2029\u202f\u205f\u3000"
+# Characters that look like white space, or stand for it in vocabularies.
 _NOT_SPACES = "\u180e\u200b\u200c\u200d\u200e\u200f\u2060\ufeff\u00ad\u2581\u0120\u010a\u2800\u3164"
-"""Characters that look like white space, or stand for it in vocabularies."""
-
 _LETTERS = (
     "aZsſtK\u212aßẞİıσςΣǅǆæŒéñöü" "жЯїґђ" "αΩάϊ" "אבגש" "عربيةلا" "हिन्दीक्ष" "தமிழ்" "ไทยกำ\u0e33"
     "ກຂ\u0eb3" "ཀམ" "မြန်" "ქარԱբ" "አማ" "ᏣᎳꭰ" "漢字中文日本語のカタカナｶﾀ々〆ヶ" "한국어한ㅎ"
@@ -60,63 +52,41 @@ _RARE = (
     *"\ufffd\ufffe\uffff\ufdd0\ue000\uf8ff\U000f0000\U0010fffd\U0010ffff\U0001ffff\u0378\ud7ff",
     *"\u202e\u2066\u2069\u061c\U000e0041\u034f\ufff9\ufffc\u0344\u0340\u2126\u212a\u212b\u0958",
     *"ﬁﬃ㎏㍿ﷺﷻﹺ℡ĳŉǰΐⅧᄀ\ufb1d\U0001d15e",
-    *(
-        "ｆｕｌｌ",
-        "가",
-        "\u1100\u1161",
-        "각",
-        "\u1100\u1161\u11a8",
-        "q\u0307\u0323",
-        "q\u0323\u0307",
-    ),
+    *"ｆｕｌｌ 가 \u1100\u1161 각 \u1100\u1161\u11a8 q\u0307\u0323 q\u0323\u0307".split(),
 )
-
-
-# Characters of every block: libraries know different versions of Unicode.
+# Characters of every block, as (first, end, step): libraries know different versions of Unicode.
 _RANGES = (
-    (0x80, 0x3400, 7),
-    (0x3400, 0xA000, 997),
-    (0xA000, 0xAC00, 13),
-    (0xAC00, 0xD800, 997),
-    (0xE000, 0xF900, 997),
-    (0xF900, 0x10000, 11),
-    (0x10000, 0x14700, 23),
-    (0x14700, 0x1B000, 61),
-    (0x1B000, 0x1FC00, 17),
-    (0x1FC00, 0x32400, 1997),
-    (0x32400, 0x110000, 50021),
-)
+    (0x80, 0x3400, 7), (0x3400, 0xA000, 997), (0xA000, 0xAC00, 13), (0xAC00, 0xD800, 997),
+    (0xE000, 0xF900, 997), (0xF900, 0x10000, 11), (0x10000, 0x14700, 23), (0x14700, 0x1B000, 61),
+    (0x1B000, 0x1FC00, 17), (0x1FC00, 0x32400, 1997), (0x32400, 0x110000, 50021),
+)  # fmt: skip
 
 
 def _whitespace() -> Iterator[str]:
     """Runs of white space, which patterns end before the last one, and what counts as white."""
     yield ""
+    templates = (
+        "{0}", "{0}{0}", "a{0}", "{0}a", "a{0}b", "a{0}{0}b", "a{0}{0}{0}b",
+        "a {0} b", "{0}\n", "\n{0}", "a {0}", "{0} a", "a\n{0}b", "1{0}{0}2",
+        ".{0}{0}.", "{0}  \n\n {0}x", "a  {0}b", "  {0}b", "a{0}'s b", "a '{0}s",
+    )  # fmt: skip
     for space in _SPACES + _NOT_SPACES:
-        for text in ("{0}", "{0}{0}", "a{0}", "{0}a", "a{0}b", "a{0}{0}b", "a{0}{0}{0}b"):
-            yield text.format(space)
-        for text in ("a {0} b", "{0}\n", "\n{0}", "a {0}", "{0} a", "a\n{0}b", "1{0}{0}2"):
-            yield text.format(space)
-        for text in (".{0}{0}.", "{0}  \n\n {0}x", "a  {0}b", "  {0}b", "a{0}'s b", "a '{0}s"):
-            yield text.format(space)
+        yield from (template.format(space) for template in templates)
     for count in (*range(1, 20), 31, 32, 33, 63, 64, 65, 80, 81, 127, 128, 129, 130, 257, 600):
         for space in (" ", "\t", "\n", "\r\n", "\r", "\xa0", "\u3000"):
             run = space * count
             yield from (run, f"a{run}", f"{run}a", f"a{run}b", f"a.{run}1", f"{{{run}}}\n{run}x")
-    for first in " \t\n\r\xa0":
-        for second in " \t\n\r\xa0":
-            for third in ("", " ", "\n", "a", "1", "!", "'s"):
-                yield from (f"x{first}{second}{third}", f"{first * 2}{second * 2}{third}y")
+    spaces, ends = " \t\n\r\xa0", ("", " ", "\n", "a", "1", "!", "'s")
+    for first, second, end in itertools.product(spaces, spaces, ends):
+        yield from (f"x{first}{second}{end}", f"{first * 2}{second * 2}{end}y")
 
 
 def _contractions() -> Iterator[str]:
     """Apostrophes of every kind before endings, of which some patterns ignore the case."""
     endings = "s t re ve m ll d S T RE VE M LL D Ll rE ſ LLs dd st ve1 K \u212a x".split(" ")
-    for mark in "'\u2019\u2018\u02bc\uff07`\u00b4":
-        for ending in ["", *endings]:
-            for text in ("it{0}{1}", "IT{0}{1} is", "it {0}{1}", "{0}{1}x", " {0}{1}"):
-                yield text.format(mark, ending)
-            for text in ("é{0}{1}", "1{0}{1}!", "_{0}{1}"):
-                yield text.format(mark, ending)
+    templates = "it{0}{1}|IT{0}{1} is|it {0}{1}|{0}{1}x| {0}{1}|é{0}{1}|1{0}{1}!|_{0}{1}".split("|")
+    for mark, ending in itertools.product("'\u2019\u2018\u02bc\uff07`\u00b4", ["", *endings]):
+        yield from (template.format(mark, ending) for template in templates)
     yield from ("don''t", "'''quote'''", "rock'n'roll", "o'clock", "y'all'd've", "'tis 'twas")
     yield "Ö'REILLY'S"
 
@@ -127,58 +97,37 @@ def _numbers() -> Iterator[str]:
         digits = ("1234567890" * 3)[:count]
         yield from (digits, f"a{digits}b", f" {digits}.{digits}", f"-{digits},", f"x {digits}\n")
         yield from ("٣" * count, "一" * count, "½" * count, "０" * count)
-    yield from (
-        "1,234,567.89 3.14e-10 0xDEADBEEF 1_000_000 v2.0.1-rc.3 192.168.0.1 12:34:56".split()
-    )
-    yield from ("2024-02-29T23:59:60Z", "$1,000", "50%", "1st 2nd 3rd", "x²+y³=z¹", "H₂O", "Ⅻ XII")
+    yield from "1,234,567.89 3.14e-10 0xDEADBEEF 1_000_000 v2.0.1-rc.3 192.168.0.1".split()
+    yield from ("12:34:56", "2024-02-29T23:59:60Z", "$1,000", "50%", "1st 2nd 3rd", "x²+y³=z¹")
+    yield from ("H₂O", "Ⅻ XII")
 
 
 _PHRASES = r"""
 camelCaseAndPascalCase snake_case_name SCREAMING_CASE kebab-case XMLHttpRequest iPhone15ProMax
 mixedUPPERlower123Numbers ÀÉÎÕÜàéîõü ǅungla ǅ ŒUVRE œuvre STRASSE straße STRAẞE İstanbul ıssız
 ΣΊΣΥΦΟΣ σίσυφος Ἀθῆναι naïve café NAÏVE nai\u0308ve cafe\u0301 e\u0301\u0301\u0301 \u0301a 1\u0301
-a\u0301 b\u0308 Vie\u0323\u0302t ñandú Việt Nam
-Привет, мир! ПРИВЕТ
-שלום עולם שָׁלוֹם
+a\u0301 b\u0308 Vie\u0323\u0302t ñandú Việt Nam¦Привет, мир! ПРИВЕТ¦שלום עולם שָׁלוֹם
 مرحبا بالعالم مَرْحَبًا لا إله نمی‌خواهم ٣٫١٤
 हिन्दी में क्ष क्‍ष १२३ தமிழ் மொழி ภาษาไทยไม่มีวรรค ສະບາຍດີ བོད་སྐད་ မြန်မာဘာသာ ខ្មែរ አማርኛ፡ ქართული
-Հայերեն ᏣᎳᎩ
-中文没有空格，标点符号。
-日本語のテキスト「カギ」ﾊﾝｶｸｶﾅ 日本 語
+Հայերեն ᏣᎳᎩ¦中文没有空格，标点符号。¦日本語のテキスト「カギ」ﾊﾝｶｸｶﾅ 日本 語
 한국어 띄어쓰기 \u1112\u1161\u11ab\u1100\u116e\u11a8
 中a文1字! a中 中 文 ａｂｃ１２３！ ﬁnance oﬃce №5 ℃ Å ½ cup ⅷ 𠮷野家 𝕳𝖊𝖑𝖑𝖔 𝟙𝟚𝟛 𐐀𐐨 𞤀𞤢
 http://example.com/a/b?c=d&e=f#g https://user:pw@host:8080/~x/%20y mailto:a.b+c@d-e.co.uk
 C:\\Users\\name\\file.txt /usr/local/bin/../lib #hashtag @user s3://bucket/key a@b ...
-def f(x: int) -> str:\n    return f"{x!r}"\n\n\n
-if (a&&b||!c) { x++; y--; z<<=2; } a->b::c<d>>e
+def f(x: int) -> str:\n    return f"{x!r}"\n\n\n¦if (a&&b||!c) { x++; y--; z<<=2; } a->b::c<d>>e
 \tfor i in range(10):\n\t\tprint(i)\n\t\t\n
 #include <stdio.h>\r\nint main(void)\r\n{\r\n\treturn 0;\r\n}\r\n
-<div class="a">\n  <p>&nbsp;x</p>\n</div>
-SELECT * FROM t WHERE a='b' -- c
-\\begin{align} x^2 &= y_1 \\\\\\\\
-{"a": [1, 2.5, null, true], "b": {"c": "\\u00e9\\n"}}
-| a | b |\n|---|:-:|\n
-- [x] *a* **b** _c_ `d`
-====== ------ ///// !!!??? ....,,,, a/b/c (a) [a] {a} --flag=value
- (
-) 
-// comment\n//
-a/\n/b
-x/\r\n
-!\n\n
-! \n !
-a\n\n\nb
-a \n \n b
-?\r\n\r\n?
-中\n文
-\n\u0301
- \u0301a
-"""  # noqa: RUF100, W291
+<div class="a">\n  <p>&nbsp;x</p>\n</div>¦SELECT * FROM t WHERE a='b' -- c
+\\begin{align} x^2 &= y_1 \\\\\\\\¦{"a": [1, 2.5, null, true], "b": {"c": "\\u00e9\\n"}}
+| a | b |\n|---|:-:|\n¦- [x] *a* **b** _c_ `d`
+====== ------ ///// !!!??? ....,,,, a/b/c (a) [a] {a} --flag=value¦ (¦) ¦// comment\n//¦a/\n/b
+x/\r\n¦!\n\n¦! \n !¦a\n\n\nb¦a \n \n b¦?\r\n\r\n?¦中\n文¦\n\u0301¦ \u0301a
+"""
 
 
 def _phrases() -> Iterator[str]:
-    """Each line as a whole, and its words; backslashes are escapes."""
-    for line in _PHRASES.splitlines():
+    """Each phrase, and its words; phrases end with a line or ¦, and backslashes are escapes."""
+    for line in _PHRASES.replace("¦", "\n").splitlines():
         text = line.encode("latin-1", "backslashreplace").decode("unicode_escape")
         yield text
         yield from text.split(" ")
@@ -240,20 +189,12 @@ def _random_texts(tokens: Sequence[str]) -> Iterator[str]:
     draw = random.Random(_SEED)
     words = "the The mill 's 'LL don't été 中文 한국 123 12345 x=1; :// …".split()
     alphabets: list[Sequence[str]] = [
-        " \n\ta1.",
-        " \t\n\r\xa0\u2003\u3000\x0b\x85a",
-        "aAéſ'’sStTlLvVeE 1",
-        "aA1!/\n \r",
-        _LETTERS + "   ",
-        _SYMBOLS + "aA1  \n",
-        _MARKS + "aeé1 \n中",
-        _NUMBERS + "aA .,",
-        [*_EMOJI, " ", "a", "\u200d", "\ufe0f"],
-        [*_CONTROLS, *_RARE, " ", "a"],
-        _SPACES + _NOT_SPACES + "aA1!é中",
-        _LETTERS + _NUMBERS + _SYMBOLS + _SPACES + _MARKS,
+        " \n\ta1.", " \t\n\r\xa0\u2003\u3000\x0b\x85a", "aAéſ'’sStTlLvVeE 1", "aA1!/\n \r",
+        _LETTERS + "   ", _SYMBOLS + "aA1  \n", _MARKS + "aeé1 \n中", _NUMBERS + "aA .,",
+        [*_EMOJI, " ", "a", "\u200d", "\ufe0f"], [*_CONTROLS, *_RARE, " ", "a"],
+        _SPACES + _NOT_SPACES + "aA1!é中", _LETTERS + _NUMBERS + _SYMBOLS + _SPACES + _MARKS,
         [*words, "  ", "\r\n", " ", *tokens],
-    ]
+    ]  # fmt: skip
     for number in range(_NUM_RANDOM_TEXTS):
         alphabet = alphabets[number % len(alphabets)]
         yield "".join(draw.choice(alphabet) for _ in range(draw.randint(1, 30)))

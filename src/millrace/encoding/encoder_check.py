@@ -11,13 +11,7 @@ from numpy.typing import NDArray
 
 from millrace.checks import shown
 from millrace.encoding.edge_cases import edge_cases
-from millrace.encoding.vocabulary import (
-    EncodeBatch,
-    Vocabulary,
-    VocabularyOptions,
-    make_encoder,
-    must_pass,
-)
+from millrace.encoding.vocabulary import EncodeBatch, Vocabulary, VocabularyOptions, must_pass
 from millrace.errors import ConfigError, TextError
 
 _BATCH = 256  # texts that are compared at a time: the reference takes 20 kB of memory for each
@@ -37,8 +31,6 @@ def choose_encoder(
     """The encoder `name`, or with "auto" the fastest one, if it agrees with the reference.
 
     Args:
-        vocabulary: Vocabulary to encode with; its own library is the reference.
-        name: Name of an encoder, or "auto".
         texts: Texts of the data, which are compared after the built-in ones; a thread iterates
             over them.
 
@@ -60,7 +52,7 @@ def choose_encoder(
         ]
         other_thread.submit(lambda: vocabulary.fingerprint)
         try:
-            encode_batch = make_encoder(candidate, vocabulary)
+            encode_batch = vocabulary.encoder(candidate)
         except (TextError, ConfigError) as error:
             problem = f"{candidate} is not used: {error}"
         else:
@@ -74,35 +66,40 @@ def choose_encoder(
     return reference, vocabulary.encode_batch, f"{problem}; {reference} is used instead"
 
 
-def _built_in_batches(vocabulary: Vocabulary) -> list[list[str]]:
-    """The edge cases and the texts of tokens."""
-    cases = [*edge_cases(vocabulary.added_tokens()), *_token_texts(vocabulary)]
-    return [cases[start : start + _BATCH] for start in range(0, len(cases), _BATCH)]
-
-
-def _first_difference(
-    encode: EncodeBatch, expected: Iterable[Future[tuple[list[str], list[Result]]]]
-) -> str | None:
-    """How an encoder differs from the reference on the first text on which it does, or None."""
-    for future in expected:
-        texts, results = future.result()
-        difference = _difference(texts, _results(encode, texts), results)
-        if difference is not None:
-            return difference
-    return None
-
-
-def _texts_and_results(encode: EncodeBatch, batch: Iterable[str]) -> tuple[list[str], list[Result]]:
-    texts = list(batch)
-    return texts, _results(encode, texts)
-
-
 def difference_on(texts: list[str], encode: EncodeBatch, reference: EncodeBatch) -> str | None:
     """How an encoder and a reference differ on the first text on which they do, or None.
 
     A text that the reference cannot encode is left out.
     """
     return _difference(texts, _results(encode, texts), _results(reference, texts))
+
+
+def _built_in_batches(vocabulary: Vocabulary) -> list[list[str]]:
+    """The edge cases, and the texts of many tokens, alone and in a row."""
+    texts = []
+    for number in range(0, vocabulary.size, max(1, vocabulary.size // _NUM_TOKENS_AS_TEXTS)):
+        try:
+            texts.append(vocabulary.decode([number]))
+        except BaseException as error:  # ids may have gaps
+            if must_pass(error):
+                raise
+    rows = [texts[start : start + 20] for start in range(0, len(texts), 20)]
+    cases = [*edge_cases(vocabulary.added_tokens()), *texts]
+    cases += [*map("".join, rows), *map(" ".join, rows)]
+    return [cases[start : start + _BATCH] for start in range(0, len(cases), _BATCH)]
+
+
+def _first_difference(
+    encode: EncodeBatch, expected: Iterable[Future[tuple[list[str], list[Result]]]]
+) -> str | None:
+    pairs = (future.result() for future in expected)
+    differences = (_difference(texts, _results(encode, texts), ids) for texts, ids in pairs)
+    return next(filter(None, differences), None)
+
+
+def _texts_and_results(encode: EncodeBatch, batch: Iterable[str]) -> tuple[list[str], list[Result]]:
+    texts = list(batch)
+    return texts, _results(encode, texts)
 
 
 def _difference(
@@ -114,9 +111,9 @@ def _difference(
         if isinstance(ids, str):
             return f"it cannot encode the text {shown(text, 300)} ({ids})"
         if not np.array_equal(ids, reference_ids):
-            pairs = zip(ids, reference_ids, strict=False)
             length = min(len(ids), len(reference_ids))
-            place = next((i for i, (one, other) in enumerate(pairs) if one != other), length)
+            differs = np.append(ids[:length] != reference_ids[:length], True)
+            place = int(differs.argmax())
             window = slice(max(place - 3, 0), place + 5)
             return (
                 f"from token {place} the ids are {ids[window].tolist()} instead of "
@@ -139,17 +136,3 @@ def _results(encode: EncodeBatch, texts: list[str]) -> list[Result]:
         if len(texts) == 1:
             return [f"{error}" or type(error).__name__]
     return [result for text in texts for result in _results(encode, [text])]
-
-
-def _token_texts(vocabulary: Vocabulary) -> list[str]:
-    """The texts of many tokens, alone and in a row."""
-    step = max(1, vocabulary.size // _NUM_TOKENS_AS_TEXTS)
-    texts = []
-    for number in range(0, vocabulary.size, step):
-        try:
-            texts.append(vocabulary.decode([number]))
-        except BaseException as error:  # ids may have gaps
-            if must_pass(error):
-                raise
-    rows = [texts[start : start + 20] for start in range(0, len(texts), 20)]
-    return [*texts, *("".join(row) for row in rows), *(" ".join(row) for row in rows)]

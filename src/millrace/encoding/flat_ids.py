@@ -14,14 +14,12 @@ FlatIds = tuple[NDArray[np.uint32], NDArray[np.int64]]
 
 
 def flat_ids(lists: Sequence[Sequence[int]]) -> FlatIds:
-    """Lists of ids as flat arrays."""
     lengths = np.fromiter(map(len, lists), np.int64, len(lists))
     ids = itertools.chain.from_iterable(lists)
     return np.fromiter(ids, np.uint32, int(lengths.sum())), lengths
 
 
 def joined_ids(arrays: Sequence[NDArray[Any]]) -> FlatIds:
-    """Arrays of ids as one."""
     lengths = np.fromiter(map(len, arrays), np.int64, len(arrays))
     ids = np.concatenate(arrays) if len(arrays) else np.empty(0, np.uint32)
     return ids.astype(np.uint32, copy=False), lengths
@@ -41,19 +39,9 @@ def with_tokens(
     last_token: int | None,
     dtype: np.dtype[Any],
 ) -> NDArray[Any]:
-    """Flat ids in a dtype, with a token before each start and after each end.
-
-    Args:
-        ids: Flat ids, uint32 [ids].
-        starts, ends: Bounds of the runs of ids that get a token, in order: int64 [runs].
-        first_token, last_token: Token before and after each of these runs; None: no token.
-        dtype: Dtype of the result.
-    """
-    columns = [
-        (places, token)
-        for places, token in ((starts, first_token), (ends, last_token))
-        if token is not None
-    ]
+    """Flat ids in a dtype, with a token before each start and after each end: int64 [runs] each."""
+    pairs = [(starts, first_token), (ends, last_token)]
+    columns = [(places, token) for places, token in pairs if token is not None]
     ids = ids.astype(dtype, copy=False)
     if not columns:
         return ids

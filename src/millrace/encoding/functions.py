@@ -15,27 +15,24 @@ import numpy as np
 
 from millrace.checks import shown
 from millrace.encoding.flat_ids import FlatIds, joined_ids
-from millrace.encoding.vocabulary import EncodeBatch, VocabularyOptions, sha256
+from millrace.encoding.vocabulary import Vocabulary, sha256
 from millrace.errors import ConfigError, TextError
 
 _PLAIN = (type(None), type(...), bool, int, float, complex, str, bytes)
 
 
 @dataclass(frozen=True)
-class FunctionVocabulary:
+class FunctionVocabulary(Vocabulary):
     """A function from a text to ids."""
 
     function: Callable[[str], Any]
     name: str
-    size: int
-    eod: int | None
-    version: str | None
+    size: int = 0
+    eod: int | None = None
+    version: str | None = None
 
     reference_name = "function"
     encoder_names = ("function",)
-    option_names: tuple[str, ...] = ()
-    options = VocabularyOptions()
-    bos_token = None
 
     @property
     def largest_id(self) -> int:
@@ -49,18 +46,11 @@ class FunctionVocabulary:
     def fingerprint(self) -> str:
         return sha256(f"function {self.name} {self.size}".encode())
 
-    @property
-    def file_sha256(self) -> str:
-        return self.fingerprint
-
     def id_of(self, token: str) -> int | None:
         return self.eod if token == "eod" else None
 
     def special_tokens(self) -> dict[str, int]:
         return {} if self.eod is None else {"eod": self.eod}
-
-    def added_tokens(self) -> list[str]:
-        return []
 
     def decode(self, ids: list[int]) -> str:
         raise ConfigError(f"{self.name} is a function from texts to ids, and cannot decode ids")
@@ -83,9 +73,6 @@ class FunctionVocabulary:
                 )
             arrays.append(ids)
         return joined_ids(arrays)
-
-    def fast_encoder(self) -> EncodeBatch:
-        return self.encode_batch
 
 
 class _UnseenError(Exception):
@@ -174,15 +161,10 @@ def _package(value: Any) -> str:
 
 def _name_of(value: Any) -> str:
     """The name of a module, function or class of another package, and the package's version."""
-    name = getattr(value, "__qualname__", value.__name__)
-    return f"{_module(value)} {name} {_version(_package(value))}"
-
-
-def _version(package: str) -> str:
-    """A package and its version; Python's own need none."""
-    if package in sys.stdlib_module_names:
-        return package
+    name, package = getattr(value, "__qualname__", value.__name__), _package(value)
+    if package in sys.stdlib_module_names:  # these change with Python's version
+        return f"{_module(value)} {name} {package}"
     version = getattr(sys.modules.get(package), "__version__", None)
     if not isinstance(version, str):
         raise _UnseenError
-    return f"{package} {version}"
+    return f"{_module(value)} {name} {package} {version}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import itertools
 import json
@@ -15,10 +14,10 @@ from typing import Any
 from millrace.encoding.flat_ids import FlatIds, flat_ids
 from millrace.encoding.vocabulary import (
     EncodeBatch,
+    Vocabulary,
     VocabularyOptions,
-    content_of,
     fastokens_encoder,
-    import_tokenizers,
+    import_package,
     must_pass,
     read_file,
     sha256,
@@ -27,7 +26,7 @@ from millrace.errors import TextError
 
 
 @dataclass(frozen=True)
-class JsonVocabulary:
+class JsonVocabulary(Vocabulary):
     """A Hugging Face `tokenizer.json`, whose reference is the `tokenizers` library.
 
     Truncation and padding settings are ignored: documents stay whole.
@@ -36,7 +35,7 @@ class JsonVocabulary:
     path: str
     content: str
     options: VocabularyOptions
-    file_sha256: str
+    file_sha256: str = ""
     eod_token: str | None = None
     bos_token: str | None = None
 
@@ -50,18 +49,17 @@ class JsonVocabulary:
 
     @classmethod
     def load(
-        cls,
-        path: str,
-        content: bytes,
-        options: VocabularyOptions,
-        *,
-        eod_token: str | None = None,
-        bos_token: str | None = None,
+        cls, path: str, content: bytes, options: VocabularyOptions, **tokens: str | None
     ) -> JsonVocabulary:
+        """Reads a file; `tokens` are the `eod_token` and `bos_token` that others name."""
         try:
-            text = content.decode()
-            dropout = json.loads(text)["model"].get("dropout")
-        except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+            vocabulary = cls(path, content.decode(), options, sha256(content), **tokens)
+            dropout = json.loads(vocabulary.content)["model"].get("dropout")
+            if not dropout:
+                _ = vocabulary.library  # fails here if the file is damaged
+        except BaseException as error:  # such as panics of Rust
+            if must_pass(error) or isinstance(error, TextError):
+                raise
             raise TextError(
                 f"{path} is not a tokenizer file ({error}). Give a Hugging Face tokenizer.json"
             ) from None
@@ -70,24 +68,14 @@ class JsonVocabulary:
                 f"{path} has a BPE dropout of {dropout}, which gives other ids each time. Set "
                 '"dropout" to null in a copy of the file'
             )
-        vocabulary = cls(path, text, options, sha256(content), eod_token, bos_token)
-        _ = vocabulary.library  # fails here if the file is damaged
         return vocabulary
 
     @cached_property
     def library(self) -> Any:
         """The `tokenizers.Tokenizer`."""
-        from_buffer = import_tokenizers().Tokenizer.from_buffer  # from_str panics more often
-        try:
-            tokenizer = from_buffer(self.content.encode())
-        except BaseException as error:
-            if must_pass(error):
-                raise
-            raise TextError(
-                f"{self.path} is not a tokenizer file ({error}). Give a Hugging Face tokenizer.json"
-            ) from None
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
+        tokenizers = import_package("tokenizers", "tokenizing", "tokenizers")
+        # from_str panics more often.
+        tokenizer = _whole(tokenizers.Tokenizer.from_buffer(self.content.encode()))
         tokenizer.encode_special_tokens = not self.options.special_tokens_in_text
         return tokenizer
 
@@ -128,31 +116,24 @@ class JsonVocabulary:
         return flat_ids([encoding.ids for encoding in batch])
 
     def fast_encoder(self) -> EncodeBatch:
-        def load(tokenizer_class: Any) -> Any:
-            tokenizer = tokenizer_class.from_json_str(self.content)
-            tokenizer.no_truncation()
-            tokenizer.no_padding()
-            return tokenizer
-
         return fastokens_encoder(
-            load,
+            lambda tokenizers: _whole(tokenizers.from_json_str(self.content)),
             add_special_tokens=self.options.add_special_tokens,
-            split_special_tokens=not self.options.special_tokens_in_text,
+            has_special=self.options.special_tokens_in_text,
         )
 
-    def __getstate__(self) -> dict[str, Any]:
-        return content_of(self)
+
+def _whole(tokenizer: Any) -> Any:
+    """The tokenizer without the settings that its file has for models."""
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 _BPE_DEFAULTS = {
     "type": "BPE",
-    "dropout": None,
-    "unk_token": None,
-    "continuing_subword_prefix": None,
-    "end_of_word_suffix": None,
-    "fuse_unk": False,
-    "byte_fallback": False,
-    "ignore_merges": False,
+    **dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")),
+    **dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False),
 }
 
 
@@ -169,19 +150,11 @@ def _with_defaults(value: Any) -> Any:
     return {"use_regex": True, **parts} if value.get("type") == "ByteLevel" else parts
 
 
-# ---- folders of transformers ----
-
-
 def load_folder(folder: str, path: str, options: VocabularyOptions) -> JsonVocabulary:
     """The tokenizer of a folder of transformers, with its end and beginning of documents.
 
-    Args:
-        folder: Path of the folder.
-        path: Path of its tokenizer.json. If it lacks a token that another file of the folder
-            names, the `transformers` package makes the tokenizer.
-
-    Raises:
-        TextError: A damaged file, or a package that is needed and not installed.
+    If its tokenizer.json, at `path`, lacks a token that another file of the folder names, the
+    `transformers` package makes the tokenizer.
     """
     settings = _read_object(folder, "tokenizer_config.json")
     added = settings.get("added_tokens_decoder") or {}
@@ -193,20 +166,18 @@ def load_folder(folder: str, path: str, options: VocabularyOptions) -> JsonVocab
     lists = [value.values() if isinstance(value, dict) else value for value in (added, extra)]
     if not all(isinstance(values, Iterable) for values in lists):
         raise TextError(f"{folder} has a damaged list of tokens. Save the tokenizer again")
-    tokens = filter(None, map(_text_of_token, itertools.chain(*lists, named)))
-    load = functools.partial(
-        JsonVocabulary.load,
-        options=options,
-        eod_token=_text_of_token(settings.get("eos_token")),
-        bos_token=_text_of_token(settings.get("bos_token")),
-    )
-    vocabulary = load(path, read_file(path))
-    missing = [token for token in tokens if vocabulary.id_of(token) is None]
-    return load(path, _made_by_transformers(folder, missing[0])) if missing else vocabulary
+    ends = {
+        "eod_token": _text_of_token(settings.get("eos_token")),
+        "bos_token": _text_of_token(settings.get("bos_token")),
+    }
+    vocabulary = JsonVocabulary.load(path, read_file(path), options, **ends)
+    for token in filter(None, map(_text_of_token, itertools.chain(*lists, named))):
+        if vocabulary.id_of(token) is None:
+            return JsonVocabulary.load(path, _made_by_transformers(folder, token), options, **ends)
+    return vocabulary
 
 
 def _read_object(folder: str, name: str) -> dict[str, Any]:
-    """The JSON object in a file of a folder; empty if there is no such file."""
     path = os.path.join(folder, name)
     if not os.path.exists(path):
         return {}

@@ -1,8 +1,13 @@
-"""Sentencepiece models."""
+"""Sentencepiece models, also as a tokenizer.json for the encoder that reads only that."""
 
 from __future__ import annotations
 
+import base64
 import itertools
+import json
+import os
+import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,20 +15,24 @@ from typing import Any
 import numpy as np
 
 from millrace.encoding.flat_ids import FlatIds, joined_ids, starts_and_ends, with_tokens
-from millrace.encoding.sentencepiece_json import tokenizer_json, user_defined_symbols
 from millrace.encoding.vocabulary import (
     EncodeBatch,
+    Vocabulary,
     VocabularyOptions,
-    content_of,
     fastokens_encoder,
     import_package,
     sha256,
 )
 from millrace.errors import TextError
 
+_BPE = 2  # TrainerSpec.model_type
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6  # SentencePiece.type
+_UNMATCHED = (_UNKNOWN, _CONTROL, _USER_DEFINED)
+_SPACE = "\u2581"  # sentencepiece writes a space as this character
+
 
 @dataclass(frozen=True)
-class SentencePieceVocabulary:
+class SentencePieceVocabulary(Vocabulary):
     """A sentencepiece model. As in sentencepiece, control symbols are plain text in a text."""
 
     path: str
@@ -82,10 +91,6 @@ class SentencePieceVocabulary:
     def fingerprint(self) -> str:
         return sha256(self.content)
 
-    @property
-    def file_sha256(self) -> str:
-        return self.fingerprint
-
     def id_of(self, token: str) -> int | None:
         number = int(self.library.piece_to_id(token))
         is_other = number == self.library.unk_id() and self._piece(number) != token
@@ -99,23 +104,31 @@ class SentencePieceVocabulary:
         return [*user_defined_symbols(self.content), *self.special_tokens()]
 
     def decode(self, ids: list[int]) -> str:
-        parts = []
+        parts: list[str] = []
         for is_control, numbers in itertools.groupby(ids, self.library.is_control):
             run = list(numbers)
-            if is_control:
-                parts += [self.library.id_to_piece(number) for number in run]
-            else:
-                parts.append(self.library.decode(run))
+            parts += self.library.id_to_piece(run) if is_control else [self.library.decode(run)]
         return "".join(parts)
 
     def encode_batch(self, texts: list[str]) -> FlatIds:
-        has_ends = self.options.add_special_tokens
-        bos = has_ends and self.library.bos_id() >= 0
-        eos = has_ends and self.library.eos_id() >= 0
-        arrays = self.library.encode(
-            texts, add_bos=bos, add_eos=eos, num_threads=1, out_type="numpy"
+        first, last = self._ends()
+        return joined_ids(
+            self.library.encode(
+                texts,
+                add_bos=first is not None,
+                add_eos=last is not None,
+                num_threads=1,
+                out_type="numpy",
+            )
         )
-        return joined_ids(arrays)
+
+    def _ends(self) -> tuple[int | None, int | None]:
+        """The tokens to add before and after each text."""
+        has_ends = self.options.add_special_tokens
+        ids = self.library.bos_id(), self.library.eos_id()
+        # sentencepiece names a token that the model lacks -1.
+        first, last = (token if has_ends and token >= 0 else None for token in ids)
+        return first, last
 
     def fast_encoder(self) -> EncodeBatch:
         """The fast encoder, which knows neither BOS, EOS nor user-defined symbols.
@@ -124,12 +137,12 @@ class SentencePieceVocabulary:
         """
         content = tokenizer_json(self.content, self.path)
         encode_batch = fastokens_encoder(lambda tokenizers: tokenizers.from_json_str(content))
-        ends = (self.library.bos_id(), self.library.eos_id())
-        # sentencepiece names a token that the model lacks -1.
-        first, last = (
-            token if self.options.add_special_tokens and token >= 0 else None for token in ends
-        )
-        marks = _marks(self.content)
+        first, last = self._ends()
+        symbols = user_defined_symbols(self.content)
+        # One search for what all of them begin with takes less time than many.
+        prefix = os.path.commonprefix(symbols)  # noqa: RUF071
+        # fastokens takes "<0x0A>" for the byte if no merges form it.
+        marks = [*([prefix] if len(prefix) > 1 else symbols), "<0x"]
 
         def encode_plain(texts: list[str]) -> FlatIds:
             ids, lengths = encode_batch(texts)
@@ -151,18 +164,123 @@ class SentencePieceVocabulary:
 
         return encode
 
-    def __getstate__(self) -> dict[str, Any]:
-        return content_of(self)
+
+def user_defined_symbols(model: bytes) -> list[str]:
+    """The pieces that sentencepiece matches in texts as a whole."""
+    pieces = [_piece(value) for number, value in _fields(model) if number == 1]
+    return [piece for piece, _, kind in pieces if kind == _USER_DEFINED]
 
 
-def _marks(model: bytes) -> list[str]:
-    """Strings of which a text has one if it has a user-defined symbol, or the name of a byte."""
-    # fastokens takes "<0x0A>" for the byte if no merges form it.
-    symbols, byte_mark = user_defined_symbols(model), "<0x"
-    if not symbols:
-        return [byte_mark]
-    # One search for what all of them begin with takes less time than many.
-    pairs = zip(min(symbols), max(symbols), strict=False)
-    prefix = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
-    mark = "".join(character for character, _ in prefix)
-    return [*([mark] if len(mark) > 1 else symbols), byte_mark]
+def tokenizer_json(model: bytes, path: str) -> str:
+    """The tokenizer.json of a sentencepiece model, for texts without user-defined symbols.
+
+    It has no added tokens: sentencepiece does not match control symbols in texts, and
+    a tokenizer.json cannot express how user-defined ones are matched.
+
+    Raises:
+        TextError: A model that a tokenizer.json cannot express.
+    """
+    fields = list(_fields(model))
+    pieces = [_piece(value) for number, value in fields if number == 1]
+    last = dict(fields)  # of several fields of one number, the last counts
+    trainer, normalizer = dict(_fields(last.get(2, b""))), dict(_fields(last.get(3, b"")))
+    kinds = [kind for _, _, kind in pieces]
+    symbols = "".join(piece for piece, _, kind in pieces if kind == _USER_DEFINED)
+    scores = {piece: score for piece, score, kind in pieces if kind == _NORMAL}
+    lonely = next((piece for piece in scores if not scores.keys() >= set(piece)), None)
+    problem = ""
+    if trainer.get(3, 1) != _BPE:
+        problem = "is not a BPE model"
+    elif not kinds or not set(kinds) <= {_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE}:
+        problem = "has unused pieces"
+    elif symbols and (normalizer.get(2) or " " in symbols or _SPACE in symbols):
+        problem = "has user-defined symbols with spaces or with a normalization"
+    elif trainer.get(24, 0) or not normalizer.get(5, 1):
+        problem = "writes spaces in another way than before a word"
+    elif normalizer.get(6) or last.get(5):
+        problem = "has rules for the normalization of decoded text"
+    elif lonely is not None:
+        problem = f"has the piece {lonely!r}, but not all of its characters"
+    if problem:
+        raise TextError(f"{path} {problem}, which only sentencepiece itself can encode")
+    # A name with a space never matches: the normalizer replaces all spaces.
+    names = [f"{piece} " if kind in _UNMATCHED else piece for piece, _, kind in pieces]
+    return json.dumps(
+        {
+            "version": "1.0",
+            "added_tokens": [],
+            "normalizer": {"type": "Sequence", "normalizers": _normalizers(normalizer)},
+            "model": {
+                "type": "BPE",
+                "unk_token": names[kinds.index(_UNKNOWN)],
+                "fuse_unk": True,
+                "byte_fallback": bool(trainer.get(35, 0)),
+                "ignore_merges": False,
+                "vocab": {name: number for number, name in enumerate(names)},
+                "merges": _merges(scores),
+            },
+        }
+    )
+
+
+def _merges(scores: dict[str, float]) -> list[tuple[str, str]]:
+    """All pairs of pieces that form a piece, by its score; sentencepiece merges in this order.
+
+    Of the pairs that form one piece, the one with the longer left part comes first: in a run of one
+    character, sentencepiece merges from the left.
+    """
+    merges = [
+        (-score, -end, piece[:end], piece[end:])
+        for piece, score in scores.items()
+        for end in range(1, len(piece))
+        if piece[:end] in scores and piece[end:] in scores
+    ]
+    merges.sort(key=lambda merge: merge[:2])
+    return [(left, right) for _, _, left, right in merges]
+
+
+def _normalizers(spec: dict[int, Any]) -> list[dict[str, Any]]:
+    parts: list[dict[str, Any]] = []
+    if spec.get(2):
+        characters = base64.b64encode(spec[2]).decode()
+        parts.append({"type": "Precompiled", "precompiled_charsmap": characters})
+    if spec.get(4, 1):
+        parts.append({"type": "Strip", "strip_left": True, "strip_right": True})
+        parts.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
+    if spec.get(3, 1):
+        parts.append({"type": "Prepend", "prepend": _SPACE})
+    parts.append({"type": "Replace", "pattern": {"String": " "}, "content": _SPACE})
+    return parts
+
+
+def _piece(message: bytes) -> tuple[str, float, int]:
+    """The text, score and type of a piece."""
+    values = dict(_fields(message))
+    (score,) = struct.unpack("<f", values.get(2, bytes(4)))
+    return values.get(1, b"").decode(), score, values.get(3, _NORMAL)
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
+    """The fields of a protobuf message: whole numbers, or bytes for any other type."""
+    place = 0
+
+    def varint() -> int:
+        nonlocal place
+        value = shift = 0
+        while True:
+            byte = message[place]
+            place += 1
+            value |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                return value
+
+    while place < len(message):
+        key = varint()
+        wire_type = key & 7
+        if wire_type == 0:
+            yield key >> 3, varint()
+        else:
+            size = varint() if wire_type == 2 else {1: 8, 5: 4}[wire_type]
+            yield key >> 3, message[place : place + size]
+            place += size

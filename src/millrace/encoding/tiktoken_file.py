@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import itertools
 import json
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -17,8 +15,8 @@ from millrace.checks import shown
 from millrace.encoding.flat_ids import FlatIds, flat_ids, joined_ids
 from millrace.encoding.vocabulary import (
     EncodeBatch,
+    Vocabulary,
     VocabularyOptions,
-    content_of,
     fastokens_encoder,
     import_package,
     sha256,
@@ -49,19 +47,14 @@ _FASTOKENS_PATTERNS = {
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
 
+_CL100K_TOKENS = "endoftext fim_prefix fim_middle fim_suffix".split()
+
 TIKTOKEN_PATTERNS: dict[str, tuple[str, dict[str, int]]] = {
-    "gpt2": (_GPT2_PATTERN, {"<|endoftext|>": 50256}),
-    "r50k_base": (_GPT2_PATTERN, {"<|endoftext|>": 50256}),
-    "p50k_base": (_GPT2_PATTERN, {"<|endoftext|>": 50256}),
+    **dict.fromkeys(("gpt2", "r50k_base", "p50k_base"), (_GPT2_PATTERN, {"<|endoftext|>": 50256})),
     "cl100k_base": (
         _CL100K_PATTERN,
-        {
-            "<|endoftext|>": 100257,
-            "<|fim_prefix|>": 100258,
-            "<|fim_middle|>": 100259,
-            "<|fim_suffix|>": 100260,
-            "<|endofprompt|>": 100276,
-        },
+        {f"<|{name}|>": number for number, name in enumerate(_CL100K_TOKENS, start=100257)}
+        | {"<|endofprompt|>": 100276},
     ),
     "o200k_base": (_O200K_PATTERN, {"<|endoftext|>": 199999, "<|endofprompt|>": 200018}),
 }
@@ -73,7 +66,7 @@ _NUM_MEGATRON_SPECIAL = 1000
 
 
 @dataclass(frozen=True)
-class TiktokenVocabulary:
+class TiktokenVocabulary(Vocabulary):
     """Ranks of byte strings with a pattern and special tokens; the reference is `tiktoken`.
 
     Attributes:
@@ -86,13 +79,31 @@ class TiktokenVocabulary:
     pattern_name: str
     special_ids: dict[str, int]
     options: VocabularyOptions
-    file_sha256: str
+    file_sha256: str = ""
     eod_token: str | None = None
     bos_token: str | None = None
 
     reference_name = "tiktoken"
     encoder_names = ("fastokens", "tiktoken")
     option_names = ("special_tokens_in_text", "tiktoken_pattern")
+
+    def __post_init__(self) -> None:
+        missing = [byte for byte in range(256) if bytes([byte]) not in self.ranks]
+        if missing:
+            raise TextError(
+                f"{self.path} has no token for {len(missing)} of the 256 bytes (the first is "
+                f"{missing[0]}), so it cannot encode every text. Copy or train it again"
+            )
+        ids = set(self.ranks.values())
+        if len(ids) < len(self.ranks) or min(ids) < 0:
+            raise TextError(f"{self.path} has ranks that are negative or used twice. Copy it again")
+        for token, number in self.special_ids.items():
+            if number in ids:
+                raise ConfigError(
+                    f"{self.path} has a token of rank {number}, which {self.pattern_name} uses for "
+                    f"{token!r}; give the tiktoken_pattern (--tiktoken-pattern) of this file"
+                )
+        _ = self.library  # fails here if the pattern is not a regular expression
 
     @classmethod
     def matches(cls, path: str, content: bytes) -> bool:
@@ -122,10 +133,8 @@ class TiktokenVocabulary:
                     f"{path} is not a tiktoken file: line {number} is {shown(line)} ({error}). "
                     "Each line is a token in base64 and its rank"
                 ) from None
-        pattern, special_ids = TIKTOKEN_PATTERNS[name] if name else (pattern, {})
-        return _checked(
-            cls(path, ranks, pattern, name, dict(special_ids), options, sha256(content))
-        )
+        pattern, special_ids = TIKTOKEN_PATTERNS.get(name, (pattern, {}))
+        return cls(path, ranks, pattern, name, dict(special_ids), options, sha256(content))
 
     @cached_property
     def library(self) -> Any:
@@ -177,29 +186,28 @@ class TiktokenVocabulary:
         return flat_ids([self.library.encode(text, **options) for text in texts])
 
     def fast_encoder(self) -> EncodeBatch:
-        def load(tokenizer_class: Any) -> Any:
-            pattern = _FASTOKENS_PATTERNS.get(self.pattern_name, self.pattern)
-            with _rank_file(self.ranks) as path:
-                return tokenizer_class.from_tiktoken(
-                    path, pattern=pattern, special_tokens=self.special_ids
-                )
+        pattern = _FASTOKENS_PATTERNS.get(self.pattern_name, self.pattern)
+        number = os.memfd_create("ranks.tiktoken")  # fastokens reads only files
+        with os.fdopen(number, "wb") as file:
+            file.write(_rank_lines(self.ranks))
+            file.flush()
+            return fastokens_encoder(
+                lambda tokenizers: tokenizers.from_tiktoken(
+                    f"/proc/self/fd/{number}", pattern=pattern, special_tokens=self.special_ids
+                ),
+                has_special=self.options.special_tokens_in_text,
+            )
 
-        is_plain = not self.options.special_tokens_in_text
-        return fastokens_encoder(load, split_special_tokens=is_plain)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return content_of(self)
-
-
-class MegatronRanks:
+class MegatronRanks(TiktokenVocabulary):
     """Megatron-LM's own form of tiktoken ranks: a JSON list, and 1,000 special tokens before it."""
 
-    @staticmethod
-    def matches(path: str, content: bytes) -> bool:
+    @classmethod
+    def matches(cls, path: str, content: bytes) -> bool:
         return content[:4096].lstrip()[:1] == b"["
 
-    @staticmethod
-    def load(path: str, content: bytes, options: VocabularyOptions) -> TiktokenVocabulary:
+    @classmethod
+    def load(cls, path: str, content: bytes, options: VocabularyOptions) -> TiktokenVocabulary:
         name = options.tiktoken_pattern or "v2"
         if name not in _MEGATRON_PATTERNS:
             raise ConfigError(
@@ -219,54 +227,11 @@ class MegatronRanks:
                 "of rank, token_bytes and token_str"
             ) from None
         others = (f"<SPECIAL_{number}>" for number in range(len(_MEGATRON_SPECIAL), first))
-        special_ids = {token: number for number, token in enumerate((*_MEGATRON_SPECIAL, *others))}
-        vocabulary = TiktokenVocabulary(
-            path=path,
-            ranks=ranks,
-            pattern=_MEGATRON_PATTERNS[name],
-            pattern_name="",
-            special_ids=special_ids,
-            options=options,
-            file_sha256=sha256(content),
-            eod_token="</s>",
-            bos_token="<s>",
-        )
-        return _checked(vocabulary)
+        special = {token: number for number, token in enumerate((*_MEGATRON_SPECIAL, *others))}
+        pattern, digest = _MEGATRON_PATTERNS[name], sha256(content)
+        return cls(path, ranks, pattern, "", special, options, digest, "</s>", "<s>")
 
 
 def _rank_lines(ranks: dict[bytes, int]) -> bytes:
     """Ranks as the lines of a .tiktoken file."""
     return b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks.items())
-
-
-@contextlib.contextmanager
-def _rank_file(ranks: dict[bytes, int]) -> Iterator[str]:
-    """A file of the ranks in memory: fastokens reads only files."""
-    number = os.memfd_create("ranks.tiktoken")
-    try:
-        with os.fdopen(os.dup(number), "wb") as file:
-            file.write(_rank_lines(ranks))
-        yield f"/proc/self/fd/{number}"
-    finally:
-        os.close(number)
-
-
-def _checked(vocabulary: TiktokenVocabulary) -> TiktokenVocabulary:
-    path, ranks, special_ids = vocabulary.path, vocabulary.ranks, vocabulary.special_ids
-    missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
-    if missing:
-        raise TextError(
-            f"{path} has no token for {len(missing)} of the 256 bytes (the first is {missing[0]}), "
-            "so it cannot encode every text. Copy or train it again"
-        )
-    ids = set(ranks.values())
-    if len(ids) < len(ranks) or min(ids) < 0:
-        raise TextError(f"{path} has ranks that are negative or used twice. Copy it again")
-    for token, number in special_ids.items():
-        if number in ids:
-            raise ConfigError(
-                f"{path} has a token of rank {number}, which {vocabulary.pattern_name} uses for "
-                f"{token!r}; give the tiktoken_pattern (--tiktoken-pattern) of this file"
-            )
-    _ = vocabulary.library  # fails here if the pattern is not a regular expression
-    return vocabulary

@@ -18,13 +18,7 @@ from millrace.dtypes import optimal_dtype
 from millrace.encoding.encoder_check import choose_encoder, difference_on
 from millrace.encoding.functions import FunctionVocabulary, code_of
 from millrace.encoding.tokenizer_files import load_vocabulary
-from millrace.encoding.vocabulary import (
-    EncodeBatch,
-    Vocabulary,
-    VocabularyOptions,
-    make_encoder,
-    must_pass,
-)
+from millrace.encoding.vocabulary import EncodeBatch, Vocabulary, VocabularyOptions, must_pass
 from millrace.errors import ConfigError, TextError
 
 EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
@@ -76,25 +70,21 @@ class Tokenizer:
         special_tokens_in_text: bool = True,
     ) -> None:
         self.path = checks.one_path("path", path)
-        for name, value in (
-            ("eod_token", eod_token),
-            ("bos_token", bos_token),
-            ("tiktoken_pattern", tiktoken_pattern),
-        ):
-            if value is not None and not isinstance(value, str):
+        tokens = {"eod_token": eod_token, "bos_token": bos_token}
+        for name, value in {**tokens, "tiktoken_pattern": tiktoken_pattern}.items():
+            if not isinstance(value, str | None):
                 raise ConfigError(f"{name} must be a text, not {shown(value)}")
         options = VocabularyOptions(
             add_special_tokens=checks.flag("add_special_tokens", add_special_tokens),
             special_tokens_in_text=checks.flag("special_tokens_in_text", special_tokens_in_text),
             tiktoken_pattern=tiktoken_pattern,
         )
-        vocabulary = load_vocabulary(self.path, options)
-        for name, token in (("eod", eod_token), ("bos", bos_token)):
-            if token is not None and vocabulary.id_of(token) is None:
-                raise TextError(
-                    f"{self.path} has no token {token!r}; give --{name}-token one of its tokens"
-                )
-        self._set(vocabulary, eod_token, bos_token, encoder)
+        self._vocabulary: Vocabulary = load_vocabulary(self.path, options)
+        self._eod_token, self._bos_token = eod_token, bos_token
+        for name, token in tokens.items():
+            if token is not None:
+                self._id_of(token, name)  # fails here if there is no such token
+        self._use(encoder)
 
     @classmethod
     def from_function(
@@ -108,12 +98,11 @@ class Tokenizer:
     ) -> Tokenizer:
         """A tokenizer that calls a function.
 
-        An interrupted job continues only if the function is the same. Its code tells that: byte
-        code, constants and defaults, and those of functions of its own package that it names; plain
-        values and regular expressions in its closure and among the globals that it names; versions
-        of other packages. If it names anything else, such as an object with a state, or is no
-        function itself, the job does not continue, unless a version is given. Files that it reads
-        and modules that it imports while it runs are not looked at.
+        An interrupted job continues only if the function is the same, which its code tells: its
+        own, that of functions of its package that it names, and plain values among its globals. If
+        it names anything else, such as an object with a state, or is not a function itself, the job
+        does not continue, unless a version is given. Files that it reads and modules that it
+        imports while it runs are not looked at.
 
         Args:
             function: Function from a text to a list or array of ids. Worker processes need to
@@ -138,26 +127,19 @@ class Tokenizer:
             name = getattr(function, "__qualname__", type(function).__qualname__)
         self = cls.__new__(cls)
         self.path = name
-        self._set(FunctionVocabulary(function, name, size, eod, version), None, None, "auto")
+        self._vocabulary = FunctionVocabulary(function, name, size, eod, version)
+        self._eod_token = self._bos_token = None
+        self._use("auto")
         return self
 
-    def _set(
-        self, vocabulary: Vocabulary, eod_token: str | None, bos_token: str | None, encoder: str
-    ) -> None:
-        self._vocabulary = vocabulary
-        self._eod_token, self._bos_token = eod_token, bos_token
-        self._encoder = encoder
-        self._encode_batch: EncodeBatch | None = None
-        names = ("auto", *vocabulary.encoder_names)
-        if encoder not in names:
-            raise ConfigError(
-                f"encoder of {self.path} must be one of {', '.join(names)}, not {shown(encoder)}"
-            )
+    def _use(self, encoder: str, encode_batch: EncodeBatch | None = None) -> None:
+        choices = ("auto", *self._vocabulary.encoder_names)
+        self._encoder = checks.choice(f"encoder of {self.path}", encoder, choices)
+        self._encode_batch = encode_batch
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of what decides the ids: equal for a `tokenizer.json` with other line breaks, key
-        order, truncation or padding settings."""
+        """SHA-256 of what decides the ids; line breaks, truncation and padding do not."""
         return self.fingerprints[0]
 
     @cached_property
@@ -168,19 +150,13 @@ class Tokenizer:
     @property
     def options(self) -> dict[str, bool]:
         """The options that decide the ids together with the fingerprint, if the files have them."""
-        names, options = self._vocabulary.option_names, self._vocabulary.options
-        values = {
-            "add_special_tokens": options.add_special_tokens,
-            "special_tokens_in_text": options.special_tokens_in_text,
-        }
-        return {name: value for name, value in values.items() if name in names}
+        names = set(self._vocabulary.option_names) - {"tiktoken_pattern"}
+        return {name: getattr(self._vocabulary.options, name) for name in sorted(names)}
 
     @property
     def versions(self) -> dict[str, str]:
-        """What decides the ids beside the fingerprint: versions of the libraries, or of a function.
-
-        Of a function that has none and cannot be seen, it is another one at each call.
-        """
+        """What decides the ids beside the fingerprint: versions of the libraries, or of a function;
+        if that has none and cannot be seen, another one at each call."""
         if isinstance(self._vocabulary, FunctionVocabulary):
             code = self._vocabulary.version or code_of(self._vocabulary.function)
             return {"function": code or f"{UNSEEN} ({os.urandom(4).hex()})"}
@@ -219,22 +195,20 @@ class Tokenizer:
                     f"({', '.join(EOD_TOKENS)}). Name the token with --eod-token"
                 )
             token = self._eod_token = usual[0]
-        return self._named_id(token, "eod")
+        return self._id_of(token, "eod_token")
 
     @cached_property
     def bos(self) -> int | None:
         """The id of the beginning-of-document token, or None if there is none."""
         token = self._bos_token or self._vocabulary.bos_token
-        return None if token is None else self._named_id(token, "bos")
+        return None if token is None else self._id_of(token, "bos_token")
 
-    def _named_id(self, token: str, kind: str) -> int:
+    def _id_of(self, token: str, option: str) -> int:
         number = self._vocabulary.id_of(token)
         if number is None:
-            raise TextError(
-                f"{self.path} names the token {token!r}, but has no such token. "
-                f"Name another with --{kind}-token"
-            )
-        return int(number)
+            flag = option.replace("_", "-")
+            raise TextError(f"{self.path} has no token {token!r}; give --{flag} one of its tokens")
+        return number
 
     def special_tokens(self) -> dict[str, int]:
         """The ids of the special tokens, by name."""
@@ -248,21 +222,17 @@ class Tokenizer:
     @property
     def encoder_name(self) -> str:
         """Name of the library that encodes; with "auto", this checks the encoders."""
-        if self._encoder == "auto":
-            self._prepared()
+        if self.is_auto:
+            self.load()
         return self._encoder
 
-    def load(self) -> None:
-        """Loads the encoder, which otherwise the first call of `encode_batch` does."""
-        self._prepared()
-
-    def _prepared(self) -> EncodeBatch:
-        """The encoder, which is chosen or loaded at the first call."""
+    def load(self) -> EncodeBatch:
+        """Chooses and loads the encoder, which otherwise the first call of `encode_batch` does."""
         if self._encode_batch is None:
-            if self._encoder == "auto":
+            if self.is_auto:
                 self._encoder, self._encode_batch, _ = choose_encoder(self._vocabulary)
             else:
-                self._encode_batch = make_encoder(self._encoder, self._vocabulary)
+                self._encode_batch = self._vocabulary.encoder(self._encoder)
         return self._encode_batch
 
     @property
@@ -276,19 +246,14 @@ class Tokenizer:
         return self._vocabulary
 
     def with_encoder(self, name: str, encode_batch: EncodeBatch | None = None) -> Tokenizer:
-        """The same tokenizer with another encoder.
-
-        Args:
-            name: Name of the encoder, or "auto".
-            encode_batch: That encoder, if it is loaded already.
+        """The same tokenizer with another encoder, which may be loaded already.
 
         Raises:
             ConfigError: An encoder that cannot read the vocabulary.
         """
         other = type(self).__new__(type(self))
         other.__dict__.update(self.__dict__)
-        other._set(self._vocabulary, self._eod_token, self._bos_token, name)
-        other._encode_batch = encode_batch
+        other._use(name, encode_batch)
         return other
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
@@ -304,9 +269,10 @@ class Tokenizer:
             ConfigError: Texts that are not a list of strings.
             TextError: A text that is not valid Unicode, or that the library cannot encode.
         """
-        if isinstance(texts, str) or not _are_texts(texts):
+        is_list = isinstance(texts, Sequence) and not isinstance(texts, str)
+        if not is_list or not all(isinstance(text, str) for text in texts):
             raise ConfigError(f"texts are {shown(texts)}; give a list of texts")
-        encode = self._prepared()
+        encode = self.load()
         try:
             return encode(list(texts))
         except (TextError, ConfigError):
@@ -316,13 +282,10 @@ class Tokenizer:
                 raise
             for text in texts:
                 _check_unicode(text)
-            reason = str(error) or type(error).__name__
-            if len(texts) == 1:
-                raise TextError(f"{self.encoder_name} cannot encode the text: {reason}") from error
-            raise TextError(
-                f"{self.encoder_name} cannot encode one of {len(texts)} texts: {reason}. Encode "
-                "them one by one to find it"
-            ) from error
+            which = "the text" if len(texts) == 1 else f"one of {len(texts)} texts"
+            remedy = "" if len(texts) == 1 else ". Encode them one by one to find it"
+            reason = f"{str(error) or type(error).__name__}{remedy}"
+            raise TextError(f"{self.encoder_name} cannot encode {which}: {reason}") from error
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text, as lists; `encode_batch` is faster."""
@@ -379,17 +342,11 @@ def checked_tokenizer(tokenizer: Tokenizer, texts: Iterable[str] = ()) -> tuple[
         A tokenizer whose encoder agrees, and the reason if it is not the encoder that `tokenizer`
         asks for ("" otherwise).
     """
-    name = "auto" if tokenizer.is_auto else tokenizer.encoder_name
-    name, encode_batch, message = choose_encoder(tokenizer.vocabulary, name, texts)
-    return tokenizer.with_encoder(name, encode_batch), message
-
-
-def _are_texts(texts: Any) -> bool:
-    return isinstance(texts, Sequence) and all(isinstance(text, str) for text in texts)
+    name, encode, message = choose_encoder(tokenizer.vocabulary, tokenizer._encoder, texts)
+    return tokenizer.with_encoder(name, encode), message
 
 
 def _check_unicode(text: str) -> None:
-    """TextError if a text has no UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

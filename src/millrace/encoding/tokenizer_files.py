@@ -2,35 +2,65 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+from dataclasses import dataclass
 
-from millrace.encoding.byte_vocabulary import BYTES, ByteVocabulary
+import numpy as np
+
+from millrace.encoding.flat_ids import FlatIds
 from millrace.encoding.hugging_face import JsonVocabulary, load_folder
 from millrace.encoding.sentencepiece_file import SentencePieceVocabulary
 from millrace.encoding.tiktoken_file import MegatronRanks, TiktokenVocabulary
-from millrace.encoding.vocabulary import (
-    Vocabulary,
-    VocabularyFile,
-    VocabularyOptions,
-    read_file,
-)
+from millrace.encoding.vocabulary import Vocabulary, VocabularyOptions, read_file, sha256
 from millrace.errors import ConfigError, TextError
 
-KINDS: tuple[VocabularyFile, ...] = (
+KINDS: tuple[type[JsonVocabulary | TiktokenVocabulary | SentencePieceVocabulary], ...] = (
     MegatronRanks,
     JsonVocabulary,
     TiktokenVocabulary,
     SentencePieceVocabulary,
 )
-"""The kinds of files, of which the first that matches reads a file."""
+"""The kinds of files: the first that `matches`, by the content or else by the ending of the name,
+will `load` a file."""
+
+_EOD = "<|endoftext|>"
+
+
+@dataclass(frozen=True)
+class ByteVocabulary(Vocabulary):
+    """The bytes of UTF-8, ids 0 to 255, and an end-of-document token, 256."""
+
+    reference_name = "bytes"
+    encoder_names = ("bytes",)
+    size = 257
+    largest_id = 256
+    eod_token = _EOD
+    fingerprint = sha256(b"millrace bytes")
+
+    def id_of(self, token: str) -> int | None:
+        if token == _EOD:
+            return 256
+        return ord(token) if len(token) == 1 and ord(token) < 128 else None
+
+    def special_tokens(self) -> dict[str, int]:
+        return {_EOD: 256}
+
+    def decode(self, ids: list[int]) -> str:
+        runs = [(is_eod, [*run]) for is_eod, run in itertools.groupby(ids, lambda one: one == 256)]
+        return "".join(
+            _EOD * len(run) if is_eod else bytes(run).decode(errors="replace")
+            for is_eod, run in runs
+        )
+
+    def encode_batch(self, texts: list[str]) -> FlatIds:
+        encoded = [text.encode() for text in texts]
+        lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
+        return np.frombuffer(b"".join(encoded), np.uint8).astype(np.uint32), lengths
 
 
 def load_vocabulary(path: str, options: VocabularyOptions) -> Vocabulary:
-    """Reads a vocabulary; the content of the file, not its name, tells its kind.
-
-    Args:
-        path: Path of a file, or of a folder of transformers; or "bytes".
-        options: Options of the tokenizer.
+    """Reads a file, a folder of transformers, or "bytes"; content, not a name, tells its kind.
 
     Raises:
         TextError: A missing or damaged file, or one of another kind; a missing package.
@@ -51,10 +81,20 @@ def load_vocabulary(path: str, options: VocabularyOptions) -> Vocabulary:
 
 
 def _load(path: str, options: VocabularyOptions) -> Vocabulary:
-    if path == BYTES:
+    if path == "bytes":
         return ByteVocabulary()
     if os.path.isdir(path):
-        return _load_from_folder(path, options)
+        file = os.path.join(path, "tokenizer.json")
+        if os.path.isfile(file):
+            return load_folder(path, file, options)
+        file = os.path.join(path, "tokenizer.model")
+        if os.path.isfile(file):
+            return _load(file, options)
+        raise TextError(
+            f"{path} has neither a tokenizer.json nor a tokenizer.model. Save it with "
+            "`transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)`, "
+            "or give the path of a tokenizer file"
+        )
     content = read_file(path)
     for kind in KINDS:
         if kind.matches(path, content):
@@ -62,18 +102,4 @@ def _load(path: str, options: VocabularyOptions) -> Vocabulary:
     raise TextError(
         f"{path} is not a tokenizer file. Give a Hugging Face tokenizer.json, a transformers "
         "folder, a sentencepiece .model or a .tiktoken file"
-    )
-
-
-def _load_from_folder(folder: str, options: VocabularyOptions) -> Vocabulary:
-    path = os.path.join(folder, "tokenizer.json")
-    if os.path.isfile(path):
-        return load_folder(folder, path, options)
-    path = os.path.join(folder, "tokenizer.model")
-    if os.path.isfile(path):
-        return _load(path, options)
-    raise TextError(
-        f"{folder} has neither a tokenizer.json nor a tokenizer.model. Save it with "
-        "`transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)`, "
-        "or give the path of a tokenizer file"
     )

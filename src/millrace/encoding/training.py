@@ -11,7 +11,7 @@ from typing import Any
 
 from millrace import checks
 from millrace.encoding.tokenizer import Tokenizer
-from millrace.encoding.vocabulary import import_tokenizers
+from millrace.encoding.vocabulary import import_package
 from millrace.errors import ConfigError, TextError
 from millrace.files import atomic_file
 from millrace.text import (
@@ -31,14 +31,7 @@ _MOST_PARTS = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingResult:
-    """A trained tokenizer.
-
-    Attributes:
-        tokenizer: The tokenizer.
-        num_texts: Number of texts that it was trained on.
-        num_bytes: Bytes of UTF-8 text that it was trained on.
-        seconds: Duration of the training.
-    """
+    """A trained tokenizer, and how many texts and bytes of UTF-8 it was trained on."""
 
     tokenizer: Tokenizer
     num_texts: int
@@ -89,12 +82,21 @@ def train_tokenizer(
         raise ConfigError(f"{problem}: give output the path of a file in a folder that exists")
     start = time.monotonic()
     files = find_inputs(inputs, separator=separator)
-    total = sum(file.size or 0 for file in files)
-    part_size = max(_PART_SIZE, total // _MOST_PARTS)
+    part_size = max(_PART_SIZE, sum(file.size or 0 for file in files) // _MOST_PARTS)
     parts = [part for file in files for part in parts_of(file, part_size)]
     texts = _Texts(parts, keys, max_bytes)
 
-    model = _trained(texts, size, special, show_progress)
+    tokenizers = import_package("tokenizers", "tokenizing", "tokenizers")
+    model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=special,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=show_progress,
+    )
+    model.train_from_iterator(texts, trainer)
     if texts.num_bytes == 0:
         raise TextError("the inputs have no text to train on; give files with documents")
     with atomic_file(output) as file:
@@ -107,26 +109,9 @@ def train_tokenizer(
     )
 
 
-def _trained(texts: _Texts, size: int, special: list[str], show_progress: bool) -> Any:
-    """A byte-level BPE tokenizer of the `tokenizers` library."""
-    tokenizers = import_tokenizers()
-    model = tokenizers.Tokenizer(tokenizers.models.BPE())
-    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=size,
-        special_tokens=special,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=show_progress,
-    )
-    model.train_from_iterator(texts, trainer)
-    return model
-
-
 def _special_tokens(tokens: Any) -> list[str]:
-    names: list[Any] = (
-        list(tokens) if isinstance(tokens, Iterable) and not isinstance(tokens, str) else [None]
-    )
+    is_list = isinstance(tokens, Iterable) and not isinstance(tokens, str)
+    names: list[Any] = list(tokens) if is_list else [None]
     if not all(isinstance(name, str) and name for name in names) or len({*names}) < len(names):
         raise ConfigError(
             f"special_tokens are {checks.shown(tokens)}; give a list of texts, each once"
@@ -135,12 +120,7 @@ def _special_tokens(tokens: Any) -> list[str]:
 
 
 class _Texts:
-    """Batches of texts, of each part in proportion to its size.
-
-    Attributes:
-        num_texts: Number of texts so far.
-        num_bytes: Bytes of UTF-8 text so far.
-    """
+    """Batches of texts, of each part in proportion to its size; counts what it has given."""
 
     def __init__(self, parts: Sequence[Part], keys: tuple[str, ...], max_bytes: int | None) -> None:
         self._parts, self._keys, self._max_bytes = parts, keys, max_bytes
@@ -189,8 +169,7 @@ def _first_bytes(texts: Iterable[str], most: int) -> Iterator[str]:
     """Texts of `most` bytes in all; the last one is cut between characters."""
     for text in texts:
         data = text.encode()
-        if len(data) > most:
-            yield data[:most].decode(errors="ignore")
-            return
-        yield text
+        yield data[:most].decode(errors="ignore")
         most -= len(data)
+        if most < 0:
+            return

@@ -1,13 +1,10 @@
-"""What a tokenizer needs to know of its file, and what the kinds of files have in common.
-
-Each kind of file is a class in a module of its own, and a line in `tokenizer_files`.
-"""
+"""What a tokenizer needs to know of its file, and what the kinds of files have in common."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,13 +23,7 @@ threads that the environment of its library allows, which the workers of a job s
 
 @dataclass(frozen=True, kw_only=True)
 class VocabularyOptions:
-    """Options of a tokenizer that not all kinds of files have.
-
-    Attributes:
-        add_special_tokens: Whether the special tokens that the file names are added to each text.
-        special_tokens_in_text: Whether the text of a special token becomes that token.
-        tiktoken_pattern: Pattern of a tiktoken file: a name or a regular expression.
-    """
+    """Options of a `Tokenizer` that not all kinds of files have."""
 
     add_special_tokens: bool = False
     special_tokens_in_text: bool = True
@@ -40,44 +31,47 @@ class VocabularyOptions:
 
 
 class Vocabulary(Protocol):
-    """A tokenizer's file, read by the library that defines its ids.
+    """A tokenizer's file, read by the library that defines its ids; a class for each kind of file.
 
-    A vocabulary is pickled by its content; its library is loaded when it is needed.
+    A vocabulary is pickled by its content; its `library` is loaded when it is needed.
 
     Attributes:
         reference_name: Name of the library that defines the ids.
         encoder_names: Names of the encoders that can read the file; the first that agrees with
             the reference is used.
         option_names: Names of the `VocabularyOptions` that the file has.
-        options: The options.
-        size: Number of tokens.
-        largest_id: Largest id.
-        eod_token: End-of-document token that the file names, or None.
-        bos_token: Beginning-of-document token that the file names, or None.
-        fingerprint: SHA-256 of what decides the ids.
-        file_sha256: SHA-256 of the file's bytes.
     """
 
+    reference_name: str
+    encoder_names: tuple[str, ...]
+    option_names: tuple[str, ...] = ()
+    options: VocabularyOptions = VocabularyOptions()
+
     @property
-    def reference_name(self) -> str: ...
-    @property
-    def encoder_names(self) -> tuple[str, ...]: ...
-    @property
-    def option_names(self) -> tuple[str, ...]: ...
-    @property
-    def options(self) -> VocabularyOptions: ...
-    @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """Number of tokens."""
+
     @property
     def largest_id(self) -> int: ...
+
     @property
-    def eod_token(self) -> str | None: ...
+    def eod_token(self) -> str | None:
+        """The end-of-document token that the file names."""
+        return None
+
     @property
-    def bos_token(self) -> str | None: ...
+    def bos_token(self) -> str | None:
+        """The beginning-of-document token that the file names."""
+        return None
+
     @property
-    def fingerprint(self) -> str: ...
+    def fingerprint(self) -> str:
+        """SHA-256 of what decides the ids."""
+
     @property
-    def file_sha256(self) -> str: ...
+    def file_sha256(self) -> str:
+        """SHA-256 of the file's bytes."""
+        return self.fingerprint
 
     def id_of(self, token: str) -> int | None:
         """The id of a token, or None if there is no such token."""
@@ -87,6 +81,7 @@ class Vocabulary(Protocol):
 
     def added_tokens(self) -> list[str]:
         """All tokens that are matched in texts as a whole, special or not."""
+        return []
 
     def decode(self, ids: list[int]) -> str:
         """The text of some ids, including special tokens."""
@@ -95,36 +90,25 @@ class Vocabulary(Protocol):
         """The ids of some texts, by the reference library, to which others are compared."""
 
     def fast_encoder(self) -> EncodeBatch:
-        """The encoder of fastokens, if it is among `encoder_names`."""
+        """The encoder that is not the reference, if `encoder_names` has one."""
+        return self.encode_batch
 
+    def encoder(self, name: str) -> EncodeBatch:
+        """One of `encoder_names`; TextError without its package, or if it refuses the file."""
+        return self.encode_batch if name == self.reference_name else self.fast_encoder()
 
-class VocabularyFile(Protocol):
-    """A kind of tokenizer's file: a class of vocabularies."""
-
-    def matches(self, path: str, content: bytes) -> bool:
-        """Whether a file is of this kind: by its content, or else by the ending of its name."""
-
-    def load(self, path: str, content: bytes, options: VocabularyOptions) -> Vocabulary:
-        """Reads a file of this kind; TextError if it is damaged."""
-
-
-def make_encoder(name: str, vocabulary: Vocabulary) -> EncodeBatch:
-    """The encoder of a library, one of the vocabulary's `encoder_names`.
-
-    Raises:
-        TextError: A package that is not installed, or a vocabulary that the library refuses.
-    """
-    is_reference = name == vocabulary.reference_name
-    return vocabulary.encode_batch if is_reference else vocabulary.fast_encoder()
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "library"}
 
 
 def fastokens_encoder(
-    load: Callable[[Any], Any],
-    *,
-    add_special_tokens: bool = False,
-    split_special_tokens: bool = False,
+    load: Callable[[Any], Any], *, add_special_tokens: bool = False, has_special: bool = True
 ) -> EncodeBatch:
-    """The encoder of fastokens, for a function from its class of tokenizers to one of them."""
+    """The encoder of fastokens, for a function from its class of tokenizers to one of them.
+
+    Args:
+        has_special: Whether the text of a special token becomes that token.
+    """
     package = import_package("fastokens", "the encoder fastokens", "tokenizers")
     try:
         tokenizer = load(package.Tokenizer)
@@ -135,9 +119,7 @@ def fastokens_encoder(
 
     def encode_batch(texts: list[str]) -> FlatIds:
         ids, offsets = tokenizer.encode_batch_flat(
-            texts,
-            add_special_tokens=add_special_tokens,
-            split_special_tokens=split_special_tokens,
+            texts, add_special_tokens=add_special_tokens, split_special_tokens=not has_special
         )
         bounds = np.frombuffer(offsets, np.uint64).astype(np.int64)
         return np.frombuffer(ids, np.uint32), np.diff(bounds)
@@ -146,7 +128,6 @@ def fastokens_encoder(
 
 
 def read_file(path: str) -> bytes:
-    """The content of a file; TextError if it cannot be read."""
     try:
         with open(path, "rb") as file:
             return file.read()
@@ -164,13 +145,8 @@ def import_package(name: str, purpose: str, extra: str) -> Any:
         ) from None
 
 
-def import_tokenizers() -> Any:
-    """The tokenizers package, which is optional."""
-    return import_package("tokenizers", "tokenizing", "tokenizers")
-
-
 def must_pass(error: BaseException) -> bool:
-    """Whether an exception must pass through: Ctrl-C, exit, out of memory.
+    """Whether an exception is Ctrl-C, exit or out of memory.
 
     Panics of Rust are no Exceptions either, but errors of a library.
     """
@@ -179,8 +155,3 @@ def must_pass(error: BaseException) -> bool:
 
 def sha256(*parts: bytes) -> str:
     return hashlib.sha256(b"".join(parts)).hexdigest()
-
-
-def content_of(vocabulary: Any) -> dict[str, Any]:
-    """The state to pickle: the fields of a dataclass, without the library's objects."""
-    return {field.name: getattr(vocabulary, field.name) for field in fields(vocabulary)}
