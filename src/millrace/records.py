@@ -21,14 +21,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import types
 import typing
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union
 
-from millrace.checks import MAX_INT64, shown
+from millrace.checks import MAX_INT64, NOTHING, place_of, shown
 
 T = TypeVar("T")
+
+Read = Callable[[Any, tuple[Any, ...]], Any]
+"""A function of a value and its place that returns the value in a type, or raises ValueError."""
 
 
 class Limits(NamedTuple):
@@ -53,145 +57,88 @@ def record_from(kind: type[T], value: Any, name: str = "the record") -> T:
     Raises:
         ValueError: A missing entry, or a value of another type or outside its limits.
     """
-    try:
-        record: T = _reader(kind).read(value)  # type: ignore[arg-type]
-    except _MismatchError as error:
-        place = "".join(reversed(error.place))
-        raise ValueError(f"{name}{place} must be {error.needed}, not {error.shown}") from None
+    record: T = _reader(kind)(value, (name,))
     return record
-
-
-class _Reader(NamedTuple):
-    """How to read the values of a type.
-
-    Attributes:
-        type: The type in words, for messages.
-        read: Function that returns a value in the type, or raises _MismatchError.
-    """
-
-    type: str
-    read: Callable[[Any], Any]
-
-
-class _MismatchError(ValueError):
-    """A value that is not of its type; `place` is extended on the way up, innermost part first."""
-
-    def __init__(self, needed: str, shown: str) -> None:
-        self.needed, self.shown = needed, shown
-        self.place: list[str] = []
-
-    def within(self, part: str) -> _MismatchError:
-        self.place.append(part)
-        return self
 
 
 _PLAIN = {int: "a whole number", str: "a text", bool: "true or false", type(None): "null"}
 
 
 @functools.cache
-def _reader(kind: Any) -> _Reader:
+def _reader(kind: Any) -> Read:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
-        return _Reader("a value", lambda value: value)
+        return _plain("a value", lambda value: value is not NOTHING)
     if kind in _PLAIN:
-        return _plain_reader(_PLAIN[kind], lambda value: type(value) is kind)
+        return _plain(_PLAIN[kind], lambda value: type(value) is kind)
     if kind is float:
-        return _plain_reader("a number", lambda value: type(value) in (int, float))
+        return _plain("a number", lambda value: type(value) in (int, float))
     if dataclasses.is_dataclass(kind):
-        return _record_reader(kind)
+        return _record(kind)
     if origin is Annotated:
-        return _limited_reader(*arguments)
+        least, most = arguments[1]
+        needed = f"a whole number between {least} and {'2**63 - 1' if most == MAX_INT64 else most}"
+        return _plain(needed, lambda value: type(value) is int and least <= value <= most)
     if origin is Literal:
-        return _plain_reader(f"one of {arguments}", lambda value: value in arguments)
+        return _plain(f"one of {arguments}", lambda value: value in arguments)
     if origin in (Union, types.UnionType):
-        return _optional_reader(*(_reader(one) for one in arguments if one is not type(None)))
+        (read,) = (_reader(one) for one in arguments if one is not type(None))
+        return lambda value, place: None if value is None else read(value, place)
     if origin in (list, tuple):
-        return _list_reader(origin, [_reader(one) for one in arguments if one is not ...])
+        return _list(origin, [_reader(one) for one in arguments if one is not ...])
     if origin is dict:
-        return _dict_reader(_reader(arguments[1]))
+        entry, check = _reader(arguments[1]), _plain("an object", _is_object)
+        return lambda value, place: {
+            key: entry(one, (*place, key)) for key, one in check(value, place).items()
+        }
     raise TypeError(f"{kind} is not the type of a value of a record")
 
 
-def _plain_reader(needed: str, is_valid: Callable[[Any], bool]) -> _Reader:
-    def read(value: Any) -> Any:
+def _plain(needed: str, is_valid: Callable[[Any], bool]) -> Read:
+    def read(value: Any, place: tuple[Any, ...]) -> Any:
         if not is_valid(value):
-            raise _MismatchError(needed, shown(value, 80))
+            raise ValueError(f"{place_of(place)} must be {needed}, not {shown(value, 80)}")
         return value
 
-    return _Reader(needed, read)
+    return read
 
 
-def _limited_reader(kind: Any, limits: Limits) -> _Reader:
-    least, most = limits
-    end = "2**63 - 1" if most == MAX_INT64 else str(most)
-    return _plain_reader(
-        f"a whole number between {least} and {end}",
-        lambda value: type(value) is int and least <= value <= most,
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _list(kind: Callable[[Any], Any], entries: list[Read]) -> Read:
+    length = None if len(entries) == 1 else len(entries)
+    check = _plain(
+        "a list" if length is None else f"a list of {length}",
+        lambda value: isinstance(value, list) and length in (None, len(value)),
     )
 
+    def read(value: Any, place: tuple[Any, ...]) -> Any:
+        pairs = zip(itertools.cycle(entries), check(value, place), strict=False)
+        return kind([entry(one, (*place, i)) for i, (entry, one) in enumerate(pairs)])
 
-def _optional_reader(reader: _Reader) -> _Reader:
-    return _Reader(
-        f"{reader.type} or null", lambda value: None if value is None else reader.read(value)
-    )
-
-
-def _list_reader(kind: Callable[[Any], Any], entries: list[_Reader]) -> _Reader:
-    has_any_length = len(entries) == 1
-    needed = "a list" if has_any_length else f"a list of {len(entries)}"
-
-    def read(value: Any) -> Any:
-        if not isinstance(value, list) or not (has_any_length or len(value) == len(entries)):
-            raise _MismatchError(needed, shown(value, 80))
-        readers = entries * len(value) if has_any_length else entries
-        values: list[Any] = []
-        try:
-            for reader, one in zip(readers, value, strict=True):
-                values.append(reader.read(one))
-        except _MismatchError as error:
-            raise error.within(f"[{len(values)}]") from None
-        return kind(values)
-
-    return _Reader(needed, read)
+    return read
 
 
-def _dict_reader(entry: _Reader) -> _Reader:
-    def read(value: Any) -> Any:
-        if not isinstance(value, dict):
-            raise _MismatchError("an object", shown(value, 80))
-        return {key: _read_part(entry, one, f".{key}") for key, one in value.items()}
-
-    return _Reader("an object", read)
-
-
-def _record_reader(kind: Any) -> _Reader:
+def _record(kind: Any) -> Read:
     types_of_fields = typing.get_type_hints(kind, include_extras=True)
+    # A field without a default has MISSING in both places.
     fields = [
-        (field.name, f".{field.name}", _reader(types_of_fields[field.name]), _is_needed(field))
+        (field.name, _reader(types_of_fields[field.name]), field.default is field.default_factory)
         for field in dataclasses.fields(kind)
         if field.init
     ]
+    check = _plain("an object", _is_object)
 
-    def read(value: Any) -> Any:
-        if not isinstance(value, dict):
-            raise _MismatchError("an object", shown(value, 80))
-        entries = {}
-        for name, part, reader, is_needed in fields:
-            if name in value:
-                entries[name] = _read_part(reader, value[name], part)
-            elif is_needed:
-                raise _MismatchError(reader.type, "left out").within(part)
-        return kind(**entries)
+    def read(value: Any, place: tuple[Any, ...]) -> Any:
+        entries = check(value, place)
+        return kind(
+            **{
+                name: read_one(entries.get(name, NOTHING), (*place, name))
+                for name, read_one, is_needed in fields
+                if is_needed or name in entries
+            }
+        )
 
-    return _Reader("an object", read)
-
-
-def _read_part(reader: _Reader, value: Any, part: str) -> Any:
-    try:
-        return reader.read(value)
-    except _MismatchError as error:
-        raise error.within(part) from None
-
-
-def _is_needed(field: dataclasses.Field[Any]) -> bool:
-    return field.default is field.default_factory is dataclasses.MISSING
+    return read

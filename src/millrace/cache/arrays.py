@@ -2,11 +2,9 @@
 
 A set `NAME` is a file `NAME.json`, which describes the arrays and what they were built from, and a
 plain `NAME-ARRAY.npy` for each array. The JSON file is written last and removed first: a set
-without it is not used. `NAME.lock` is held while the set is built.
-
-On a file system without locks, several processes may build one set at once. Each writes its own
-temporary files and renames them, and the bytes are equal: a reader finds a whole set or none,
-whatever the order of the renames.
+without it is not used. `NAME.lock` is held while the set is built. Without locks, several processes
+may build one set at once, each in its own temporary files. The bytes are equal, so a reader finds
+a whole set or none, whatever the order of the renames.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -44,7 +43,7 @@ from millrace.records import record_from
 JSON = ".json"
 LOCK = ".lock"
 
-_END = 4096  # bytes at each end of an array's file that are compared whenever it is mapped
+_END = 4096  # bytes at each end of an array's file that are compared when it is mapped
 _SEAL_SIZE = len('{"xxh3": "0123456789abcdef", ')
 
 NO_RECORD = (OSError, ValueError, KeyError, TypeError, AttributeError)
@@ -59,25 +58,20 @@ def fingerprint(key: Any) -> str:
 
 def seal(record: Mapping[str, Any]) -> bytes:
     """A record as JSON that starts with a checksum of the rest."""
-    rest = json.dumps(record).encode()[1:]
-    return _seal_of(rest) + rest
+    return _sealed(json.dumps(record).encode()[1:])
 
 
 def unseal(text: bytes) -> dict[str, Any]:
-    """The record in a text that `seal` made.
-
-    Raises:
-        ValueError: A damaged text, or another one.
-    """
-    seal, rest = text[:_SEAL_SIZE], text[_SEAL_SIZE:]
-    if seal != _seal_of(rest):
+    """The record in a text that `seal` made; ValueError for a damaged text, or another one."""
+    rest = text[_SEAL_SIZE:]
+    if text != _sealed(rest):
         raise ValueError("not a record, or a damaged one")
     record: dict[str, Any] = json.loads(b"{" + rest)
     return record
 
 
-def _seal_of(rest: bytes) -> bytes:
-    return b'{"xxh3": "%s", ' % checksum([rest]).encode()
+def _sealed(rest: bytes) -> bytes:
+    return b'{"xxh3": "%s", ' % checksum([rest]).encode() + rest
 
 
 class ArrayWriter:
@@ -109,10 +103,9 @@ class ArrayRecord:
     """What a set records of an array.
 
     Attributes:
-        dtype, shape: Form of the array.
         xxh3: XXH3-64 of its file, as hexadecimal digits.
-        ends: XXH3-64 of the file's first and last 4 KiB, which is compared when the array is
-            mapped: it tells arrays of the same dtype and shape apart.
+        ends: XXH3-64 of the file's first and last 4 KiB, checked when the array is mapped. It
+            detects a file swapped with another of the same dtype and shape.
     """
 
     dtype: str
@@ -123,13 +116,7 @@ class ArrayRecord:
 
 @dataclass(frozen=True)
 class ArraySet:
-    """A published set. Each array is mapped at its first use.
-
-    Attributes:
-        folder, name: Place of the set.
-        key: What it was built from.
-        arrays: Its arrays by name.
-    """
+    """A published set, and what it was built from. Each array is mapped at its first use."""
 
     folder: str
     name: str
@@ -138,11 +125,7 @@ class ArraySet:
     _mapped: dict[str, NDArray[Any]] = field(default_factory=dict, repr=False, compare=False)
 
     def __getitem__(self, array: str) -> NDArray[Any]:
-        """An array, read-only.
-
-        Raises:
-            DataError: Its file is missing, truncated, or another array.
-        """
+        """An array, read-only; DataError if its file is missing, truncated, or another array."""
         if array not in self._mapped:
             self._mapped[array] = _map_array(self.path(array), self.arrays[array])
         return self._mapped[array]
@@ -152,19 +135,13 @@ class ArraySet:
 
     @property
     def layout(self) -> Layout:
-        """Dtype and shape of each array."""
         return {name: (np.dtype(one.dtype), one.shape) for name, one in self.arrays.items()}
 
     def path(self, array: str) -> str:
         return array_path(self.folder, self.name, array)
 
     def damage(self, *, contents: bool = False) -> list[str]:
-        """What is wrong with the files, a line each.
-
-        Args:
-            contents: Whether to read them and compare the checksums, not only sizes, headers and
-                ends.
-        """
+        """What is wrong with the sizes, headers and ends of the files, or all contents."""
         problems = []
         for array, record in self.arrays.items():
             try:
@@ -213,33 +190,25 @@ def load_or_build(
     *,
     limit: float | None = None,
 ) -> tuple[ArraySet, bool]:
-    """The set of that name; if it is missing or does not fit, it is built first.
+    """The set of that name, and whether it was built here as it was missing or did not fit.
 
     Of several processes that need it one builds it, and the others wait; if it dies, another does.
 
     Args:
-        folder, name: Place of the set.
         key: What the arrays are a function of: plain JSON values, compared with the record.
-        layout: Dtypes and shapes of the arrays.
-        build: Function that writes them.
         limit: Seconds to wait for another process that builds it; None: no limit.
-
-    Returns:
-        The set, and whether it was built here.
 
     Raises:
         BlockingIOError: Another process still builds it when the limit is over.
         OSError: It must be built, and the folder cannot be written.
     """
-    array_set = usable(folder, name, key)
-    if array_set is not None:
+    if (array_set := usable(folder, name, key)) is not None:
         return array_set, False
     os.makedirs(folder, exist_ok=True)
     place = os.path.join(folder, name)
     paths = [array_path(folder, name, array) for array in layout]
     with writers_lock(place + LOCK, place + JSON, *paths, limit=limit):
-        array_set = usable(folder, name, key)
-        if array_set is not None:
+        if (array_set := usable(folder, name, key)) is not None:
             return array_set, False
         return _publish(folder, name, key, layout, build), True
 
@@ -247,9 +216,8 @@ def load_or_build(
 def usable(folder: str, name: str, key: Any) -> ArraySet | None:
     """The set of that name, if it was built from that key and shows no damage."""
     array_set = load(folder, name)
-    if array_set is None or array_set.key != key or array_set.damage():
-        return None
-    return array_set
+    is_usable = array_set is not None and array_set.key == key and not array_set.damage()
+    return array_set if is_usable else None
 
 
 def _publish(
@@ -266,19 +234,20 @@ def _publish(
     with contextlib.ExitStack() as stack:
         files: dict[str, BinaryIO] = {}
         for array, path in temporaries.items():
-            stack.callback(_unlink, path)
-            files[array] = stack.enter_context(open(path, "xb", buffering=0))
+            stack.callback(Path(path).unlink, missing_ok=True)
+            files[array] = stack.enter_context(open(path, "x+b", buffering=0))
         build({array: ArrayWriter(files[array], *form) for array, form in layout.items()})
-        for array, file in files.items():
+        records = {}
+        for array, (dtype, shape) in layout.items():
             with naming(paths[array]):
-                flush_to_disk(file)
-        records = {
-            array: ArrayRecord(np.dtype(dtype).str, shape, *_checksums(temporaries[array]))
-            for array, (dtype, shape) in layout.items()
-        }
+                flush_to_disk(files[array])
+            sums = sum_of(temporaries[array])[1], checksum(_ends(files[array]))
+            records[array] = ArrayRecord(np.dtype(dtype).str, shape, *sums)
         present = load(folder, name)
         if present is not None and present.key != key:
-            _unlink(record_path)  # another set's record must not stand beside these arrays
+            Path(record_path).unlink(
+                missing_ok=True
+            )  # another set's record must not stand beside these arrays
             fsync_folder(record_path)
         for array, path in paths.items():
             os.rename(temporaries[array], path)
@@ -289,16 +258,10 @@ def _publish(
     return ArraySet(folder, name, key, records)
 
 
-def _unlink(path: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
-
-
 def _npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
     buffer = io.BytesIO()
-    descr = np.lib.format.dtype_to_descr(dtype)
-    description = {"descr": descr, "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(buffer, description)
+    description = {"descr": np.lib.format.dtype_to_descr(dtype), "shape": shape}
+    np.lib.format.write_array_header_1_0(buffer, {**description, "fortran_order": False})
     return buffer.getvalue()
 
 
@@ -310,10 +273,7 @@ def _map_array(path: str, record: ArrayRecord) -> NDArray[Any]:
         with open(path, "rb", buffering=0) as file:
             first, last = _ends(file)
             if os.fstat(file.fileno()).st_size != size or not first.startswith(header):
-                raise DataError(
-                    f"{path} is not the array {dtype} {list(shape)} that its set records, or is "
-                    "truncated"
-                )
+                raise DataError(f"{path} is not the array {dtype} {list(shape)}, or is truncated")
             if checksum([first, last]) != record.ends:
                 raise DataError(f"{path} is damaged, or another set's: its ends have changed")
             content = _native.map_file(file.fileno(), size)
@@ -327,9 +287,3 @@ def _map_array(path: str, record: ArrayRecord) -> NDArray[Any]:
 def _ends(file: BinaryIO) -> tuple[bytes, bytes]:
     size = os.fstat(file.fileno()).st_size
     return os.pread(file.fileno(), _END, 0), os.pread(file.fileno(), _END, max(size - _END, 0))
-
-
-def _checksums(path: str) -> tuple[str, str]:
-    """The checksum of a file, and that of its ends."""
-    with open(path, "rb", buffering=0) as file:
-        return sum_of(path)[1], checksum(_ends(file))

@@ -8,13 +8,12 @@ stem, `{md5}-{class}-{split}`:
     {stem}-sample_index.npy            int32 or int64      a GPT dataset
     {stem}-shuffle_index.npy           uint32 or int64
 
-    {stem}-description.txt
-    {stem}-dataset_index.npy           int16               a blend
+    {stem}-dataset_index.npy           int16               a blend, with a description, too
     {stem}-dataset_sample_index.npy    int64
 
-The bytes are Megatron-LM's. Here each file appears whole or not at all, the description last. A set
-is used only if it fits its dataset, because the MD5 does not cover everything that decides the
-indices (the extra token, a kept partial sample, the tokens themselves).
+The bytes are Megatron-LM's. Each file appears whole or not at all, the description last. A set is
+used only if it fits its dataset: the MD5 does not cover the extra token, a kept partial sample and
+the tokens, which decide the indices, too.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,9 +40,9 @@ from millrace.order import BlendIndices, GPTIndices, GPTPlan
 GPT_ARRAYS = GPTIndices._fields
 BLEND_ARRAYS = BlendIndices._fields
 
+Arrays = dict[str, NDArray[Any]]
+
 _UNUSABLE = (FileNotFoundError, NotADirectoryError, DataError)
-_DESCRIPTION = "description.txt"
-_LOCK = "lock"
 # NumPy reads a header by ast.literal_eval, which on Python 3.11 fails in two threads at once (with
 # "AST constructor recursion depth mismatch").
 _ONE_HEADER_AT_A_TIME = threading.Lock()
@@ -51,7 +50,7 @@ _HEADERS: dict[tuple[int, int], Callable[[Any], tuple[Any, bool, np.dtype[Any]]]
     (1, 0): np.lib.format.read_array_header_1_0,
     (2, 0): np.lib.format.read_array_header_2_0,
 }
-_CHECKED_ROWS = 4096  # of an index, at each end: a few pages, whatever its size
+_ENDS = slice(None, 4096), slice(-4096, None)  # of an index: a few pages, whatever its size
 
 
 def describe(identifiers: Mapping[str, Any]) -> tuple[str, str]:
@@ -70,14 +69,7 @@ def describe(identifiers: Mapping[str, Any]) -> tuple[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheSet:
-    """One set of files.
-
-    Attributes:
-        folder: Folder of the files; it need not exist.
-        stem: What the names of the files start with.
-        description: Text of the description.
-        arrays: Names of the arrays: GPT_ARRAYS or BLEND_ARRAYS.
-    """
+    """One set of files: GPT_ARRAYS or BLEND_ARRAYS, and their description. The folder may lack."""
 
     folder: str
     stem: str
@@ -93,27 +85,19 @@ class CacheSet:
         stem = f"{digest}-{identifiers['class']}-{split}"
         return cls(folder=folder, stem=stem, description=text, arrays=arrays)
 
-    def path(self, name: str) -> str:
-        """The path of an array, by its name."""
-        return os.path.join(self.folder, f"{self.stem}-{name}.npy")
+    def path(self, name: str, ending: str = ".npy") -> str:
+        return os.path.join(self.folder, f"{self.stem}-{name}{ending}")
 
     @property
     def description_path(self) -> str:
-        return os.path.join(self.folder, f"{self.stem}-{_DESCRIPTION}")
-
-
-Arrays = dict[str, NDArray[Any]]
+        return self.path("description", ".txt")
 
 
 def load(files: CacheSet, check: Callable[[Arrays], None]) -> Arrays:
     """The arrays of a set, mapped and read-only.
 
-    Args:
-        check: Function that raises DataError for arrays that do not fit.
-
-    Raises:
-        FileNotFoundError: A missing file.
-        DataError: A file that is truncated, not an array, or another dataset's.
+    FileNotFoundError if one is missing; DataError if one is truncated, not an array, or another
+    dataset's, which `check` finds.
     """
     with open(files.description_path, encoding="utf-8", errors="replace") as file:
         if file.read() != files.description:
@@ -124,17 +108,10 @@ def load(files: CacheSet, check: Callable[[Arrays], None]) -> Arrays:
 
 
 def load_array(path: str) -> NDArray[Any]:
-    """One array of a set, mapped and read-only.
-
-    Raises:
-        FileNotFoundError: A missing file.
-        DataError: A file that is truncated, too long or not an array.
-    """
+    """One array of a set, mapped and read-only; for the errors, see `load`."""
     try:
         with open(path, "rb") as file:
-            read_header = _HEADERS.get(np.lib.format.read_magic(file))
-            if read_header is None:
-                raise DataError(f"{path} is an array of a version that cannot be read here")
+            read_header = _HEADERS[np.lib.format.read_magic(file)]
             with _ONE_HEADER_AT_A_TIME:
                 shape, is_fortran, dtype = read_header(file)
             offset, size = file.tell(), os.fstat(file.fileno()).st_size
@@ -144,9 +121,9 @@ def load_array(path: str) -> NDArray[Any]:
             if expected != size:
                 raise DataError(f"{path} has {size} bytes; its header says {expected}")
             content = _native.map_file(file.fileno(), size)
-    except (ValueError, EOFError, AttributeError, SyntaxError) as error:
-        if isinstance(error, DataError):
-            raise
+    except DataError:
+        raise
+    except (ValueError, LookupError, EOFError, AttributeError, SyntaxError) as error:
         raise DataError(f"{path} is not an array of numbers, or is truncated: {error}") from None
     array = np.ndarray(shape, dtype, content, offset, order="F" if is_fortran else "C")
     # As `np.load` returns it, but without a descriptor that stays open.
@@ -156,11 +133,7 @@ def load_array(path: str) -> NDArray[Any]:
 
 
 def save(files: CacheSet, arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Writes a set, each file atomically and the description last: a set without it is not used.
-
-    Raises:
-        OSError: The folder cannot be made or written.
-    """
+    """Writes a set, each file atomically and the description last: a set without it is not used."""
     os.makedirs(files.folder, exist_ok=True)
     # An old description must not stand beside new arrays, not even after a power cut.
     with contextlib.suppress(FileNotFoundError):
@@ -180,26 +153,20 @@ def load_or_build(
     *,
     limit: float | None = None,
 ) -> tuple[Arrays, bool]:
-    """Loads a set; if it is missing or does not fit, builds and saves it first.
+    """The arrays of a set, and whether they were built here as it was missing or did not fit.
 
-    Of several processes one builds, and the others wait for it and load. On a file system without
-    locks, several build the same.
+    Of several processes one builds, and the others wait for it; on a file system without locks,
+    several build the same. For the errors, see `arrays.load_or_build`.
 
     Args:
         check: Function that raises DataError for arrays that do not fit.
         build: Function that makes the arrays; its argument says why a present set does not fit.
-        limit: Seconds to wait for another process that builds them; None: no limit.
-
-    Returns:
-        The arrays, mapped, and whether they were built here.
-
-    Raises:
-        BlockingIOError: Another process still builds them when the limit is over.
-        OSError: The set has to be built, and the folder cannot be written.
     """
     with contextlib.suppress(*_UNUSABLE):
         return load(files, check), False
-    with locked(files, limit=limit):
+    os.makedirs(files.folder, exist_ok=True)
+    paths = [files.description_path, *map(files.path, files.arrays)]
+    with writers_lock(files.path("lock", ""), *paths, limit=limit):
         try:
             return load(files, check), False
         except _UNUSABLE as error:
@@ -212,22 +179,8 @@ def load_or_build(
         return built, True
 
 
-@contextlib.contextmanager
-def locked(files: CacheSet, *, limit: float | None = None) -> Iterator[None]:
-    """Holds the lock of a set; see `writers_lock`."""
-    os.makedirs(files.folder, exist_ok=True)
-    lock = os.path.join(files.folder, f"{files.stem}-{_LOCK}")
-    paths = [files.path(name) for name in files.arrays]
-    with writers_lock(lock, files.description_path, *paths, limit=limit):
-        yield
-
-
 def check_gpt_forms(arrays: Arrays) -> None:
-    """Checks dtypes and shapes of a GPT dataset's arrays, where there is no plan to compare with.
-
-    Raises:
-        DataError: Dtypes or shapes that do not go together.
-    """
+    """Checks dtypes and shapes of a GPT dataset's arrays where there is no plan to compare with."""
     documents, samples, shuffle = (arrays[name] for name in GPT_ARRAYS)
     num_samples = max(len(samples) - 1, 0) if samples.ndim > 0 else 0
     row_dtype = np.int64 if samples.dtype == np.int64 else np.int32
@@ -242,48 +195,33 @@ def check_gpt_forms(arrays: Arrays) -> None:
 def check_gpt_arrays(
     arrays: Arrays, plan: GPTPlan, num_sequences: int, sequence_lengths: NDArray[np.int32]
 ) -> None:
-    """Checks arrays of a GPT dataset: dtypes, shapes, rows at both ends, and the very last row.
-
-    Args:
-        plan: Plan of the dataset.
-        num_sequences: Number of sequences in one epoch.
-        sequence_lengths: Lengths of all sequences of the file: int32 [sequences], in tokens.
-
-    Raises:
-        DataError: They belong to other data or options.
-    """
+    """Checks arrays of a GPT dataset with so many sequences in an epoch, by dtypes, shapes, rows at
+    both ends, and the very last row; DataError if they belong to other data or options."""
     documents, samples, shuffle = (arrays[name] for name in GPT_ARRAYS)
-    num_entries = plan.num_epochs * num_sequences
+    num_entries, size = plan.num_epochs * num_sequences, plan.num_samples
     _check_form("document_index", documents, np.int32, (num_entries,))
-    _check_form("sample_index", samples, sample_index_dtype(num_entries), (plan.num_samples + 1, 2))
-    _check_form(
-        "shuffle_index", shuffle, shuffle_index_dtype(plan.num_samples), (plan.num_samples,)
-    )
+    _check_form("sample_index", samples, sample_index_dtype(num_entries), (size + 1, 2))
+    _check_form("shuffle_index", shuffle, shuffle_index_dtype(size), (size,))
     if num_entries == 0:
         return
-    for part in (slice(None, _CHECKED_ROWS), slice(-_CHECKED_ROWS, None)):
-        _check_rows(
-            np.asarray(documents), np.asarray(samples[part]), sequence_lengths, plan.add_extra_token
-        )
-        _check_below("shuffle_index", shuffle[part], plan.num_samples)
-    expected = _last_row(np.asarray(documents), sequence_lengths, plan)
-    if tuple(samples[-1].tolist()) != expected:
+    documents = np.asarray(documents)
+    for part in _ENDS:
+        _check_rows(documents, np.asarray(samples[part]), sequence_lengths, plan.add_extra_token)
+        _check_below("shuffle_index", shuffle[part], size)
+    last, expected = tuple(samples[-1].tolist()), _last_row(documents, sequence_lengths, plan)
+    if last != expected:
         raise DataError(
-            f"the sample_index ends at {tuple(samples[-1].tolist())}, not {expected}: it belongs "
-            "to other data or options"
+            f"the sample_index ends at {last}, not {expected}: it belongs to other data or options"
         )
 
 
 def check_blend_arrays(arrays: Arrays, size: int, num_datasets: int) -> None:
-    """Checks arrays of a blend: dtypes, shapes, and entries at both ends.
-
-    Raises:
-        DataError: They belong to another blend.
-    """
+    """Checks arrays of a blend: dtypes, shapes, and entries at both ends; DataError if they belong
+    to another blend."""
     numbers, in_dataset = (arrays[name] for name in BLEND_ARRAYS)
     _check_form("dataset_index", numbers, np.int16, (size,))
     _check_form("dataset_sample_index", in_dataset, np.int64, (size,))
-    for part in (slice(None, _CHECKED_ROWS), slice(-_CHECKED_ROWS, None)):
+    for part in _ENDS:
         _check_below("dataset_index", numbers[part], num_datasets)
         _check_below("dataset_sample_index", in_dataset[part], size)
 
@@ -302,16 +240,13 @@ def _check_below(name: str, values: NDArray[Any], limit: int) -> None:
 
 
 def _check_rows(
-    documents: NDArray[np.int32],
-    rows: NDArray[Any],
-    sequence_lengths: NDArray[np.int32],
-    add_extra_token: bool,
+    documents: NDArray[Any], rows: NDArray[Any], lengths: NDArray[np.int32], add_extra_token: bool
 ) -> None:
     places, offsets = rows[:, 0], rows[:, 1]
     _check_below("sample_index", places, len(documents))
     sequences = documents[places]
-    _check_below("document_index", sequences, len(sequence_lengths))
-    limits = sequence_lengths[sequences] - (1 if add_extra_token else 0)
+    _check_below("document_index", sequences, len(lengths))
+    limits = lengths[sequences] - add_extra_token
     # Row 0 is (0, 0), also where the first sequence is empty.
     is_start = (places == 0) & (offsets == 0)
     if np.any((offsets < 0) | ((offsets > limits) & ~is_start)):
@@ -319,17 +254,17 @@ def _check_rows(
 
 
 def _last_row(
-    documents: NDArray[np.int32], sequence_lengths: NDArray[np.int32], plan: GPTPlan
+    documents: NDArray[Any], lengths: NDArray[np.int32], plan: GPTPlan
 ) -> tuple[int, int]:
     """Where the last sample ends, found by counting tokens from the end."""
     if plan.num_samples == 0:
         return 0, 0
-    extra = 1 if plan.add_extra_token else 0
+    extra = int(plan.add_extra_token)
     behind = plan.num_epochs * plan.num_tokens_per_epoch
     behind -= plan.num_samples * plan.sequence_length + extra
     passed = 0
     for place in range(len(documents) - 1, -1, -1):
-        length = int(sequence_lengths[documents[place]])
+        length = int(lengths[documents[place]])
         if behind < 0 and length >= extra:  # a partial sample, up to the last token there is
             return place, length - extra
         if 0 <= behind < passed + length:
