@@ -57,7 +57,7 @@ def record_from(kind: type[T], value: Any, name: str = "the record") -> T:
     Raises:
         ValueError: A missing entry, or a value of another type or outside its limits.
     """
-    record: T = _reader(kind)(value, (name,))
+    record: T = _reader(kind)(value, (name,))  # type: ignore[arg-type]
     return record
 
 

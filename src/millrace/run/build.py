@@ -4,17 +4,16 @@
            ──> indices: built in parallel, or found in the cache folder
            ──> train, valid, test
 
-A cache folder holds, for each split, one set of arrays (see `cache.arrays`) with the indices of all
-its datasets one after the other, named by what they are a function of; and, for each configuration,
-a manifest that says which token files it was made from, what they held, and which sets it needs. A
-start with a manifest and its sets opens no token file before the first sample.
+A cache folder holds a set of arrays for each split, and a manifest for each configuration: which
+token files it was made from, what they held, which sets it needs. A start with a manifest and its
+sets opens no token file before the first sample.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -25,7 +24,7 @@ from millrace.order import BlendOrder, normalize
 from millrace.run.config import DatasetConfig
 from millrace.run.manifest import Manifest, manifest_path
 from millrace.run.plan import RunPlan, SplitPlan, plan_run, warn_of_copies
-from millrace.run.sets import SplitArrays, SplitSet, build_in_memory, set_key
+from millrace.run.sets import SplitArrays, SplitSet, build_in_memory, sets_of
 
 SplitDataset = GPTDataset | BlendedDataset | list[GPTDataset]
 """What a split becomes; several validation sets apart from each other are a list."""
@@ -66,24 +65,19 @@ def build_datasets(
     return build_run(config, progress=progress, wait_limit=wait_limit)[1]
 
 
+Run = tuple[RunPlan, Mapping[str, SplitArrays]]
+"""The plan of a run, and the arrays of its splits by their names."""
+
+
 def build_run(
     config: DatasetConfig, *, progress: Progress | None = None, wait_limit: float | None = None
 ) -> tuple[RunPlan, Datasets]:
     """The same as `build_datasets`, and the plan of the run."""
     wait_limit = limit("wait_limit", wait_limit)
-    if config.cache is None:
-        run = _build_in_memory(plan_run(config), progress)
-    else:
-        folder = os.fspath(config.cache)
-        run = _find(config, folder) or _build_in_cache(config, folder, progress, wait_limit)
-    plan, arrays = run
+    plan, arrays = _find(config) or _build(config, progress, wait_limit)
     warn_of_copies(plan)
     datasets = [split and _dataset(plan, split, arrays[split.name]) for split in plan.splits]
     return plan, Datasets(*datasets)  # type: ignore[arg-type]
-
-
-Run = tuple[RunPlan, dict[str, SplitArrays]]
-"""The plan of a run, and the arrays of its splits by their names."""
 
 
 def _dataset(plan: RunPlan, split: SplitPlan, arrays: SplitArrays) -> SplitDataset:
@@ -95,74 +89,76 @@ def _dataset(plan: RunPlan, split: SplitPlan, arrays: SplitArrays) -> SplitDatas
     if arrays.blend is None:
         return datasets if split.kind == "apart" else datasets[0]
     weights = normalize(split.weights or split.lengths)
-    order = BlendOrder(weights, split.num_samples, arrays.blend)
-    return BlendedDataset(datasets, order=order)
+    return BlendedDataset(datasets, order=BlendOrder(weights, split.num_samples, arrays.blend))
 
 
-def _counter(plan: RunPlan, progress: Progress | None) -> Callable[[], None]:
-    """A function to call after each dataset that is built."""
-    numbers = itertools.count(1)
-    if progress is None:
-        return lambda: None
-    progress(0, plan.num_datasets)
-    return lambda: progress(next(numbers), plan.num_datasets)
-
-
-def _build_in_memory(plan: RunPlan, progress: Progress | None) -> Run:
-    count = _counter(plan, progress)
-    with ThreadPoolExecutor(plan.config.num_threads) as pool:
-        splits = plan.present_splits
-        return plan, {split.name: build_in_memory(split, pool, count) for split in splits}
-
-
-def _find(config: DatasetConfig, folder: str) -> Run | None:
+def _find(config: DatasetConfig) -> Run | None:
     """The run by its manifest, if there is one that fits the token files and its sets."""
-    key = config.order_key()
+    if config.cache is None:
+        return None
+    folder, key = os.fspath(config.cache), config.order_key()
     manifest = Manifest.read(manifest_path(folder, key))
     plan = manifest.plan(config) if manifest is not None and manifest.config == key else None
-    if manifest is None or plan is None:
+    arrays = None if plan is None else _find_sets(sets_of(plan), folder)
+    if plan is None or arrays is None:
         return None
-    arrays: dict[str, SplitArrays] = {}
-    for split, name in zip(plan.splits, manifest.sets, strict=True):
-        if split is not None:
-            in_folder = SplitSet(split, set_key(config, split), name).find(folder)
-            if in_folder is None:
-                return None
-            arrays[split.name] = in_folder
-    if not config.trust_cache and any(file.record.change() for file in plan.files):
-        return None
-    return plan, arrays
+    has_changed = not config.trust_cache and any(file.record.change() for file in plan.files)
+    return None if has_changed else (plan, arrays)
+
+
+def _find_sets(sets: Mapping[str, SplitSet], folder: str) -> dict[str, SplitArrays] | None:
+    arrays = {name: split_set.find(folder) for name, split_set in sets.items()}
+    present = {name: one for name, one in arrays.items() if one is not None}
+    return present if len(present) == len(sets) else None
+
+
+def _build(config: DatasetConfig, progress: Progress | None, wait_limit: float | None) -> Run:
+    if config.trust_cache:
+        raise ConfigError(
+            f"{config.cache} has no manifest for this configuration, or sets of arrays that it "
+            "needs are missing or damaged: build it ahead with `millrace index`, or leave "
+            "trust_cache out"
+        )
+    plan = plan_run(config)
+    numbers = itertools.count()
+
+    def count() -> None:
+        """Is called before the first dataset, and after each that is built."""
+        if progress is not None:
+            progress(next(numbers), plan.num_datasets)
+
+    count()
+    with ThreadPoolExecutor(config.num_threads) as pool:
+        if config.cache is not None:
+            return plan, _build_in_cache(plan, os.fspath(config.cache), pool, count, wait_limit)
+        return plan, {
+            split.name: build_in_memory(split, pool, count) for split in plan.present_splits
+        }
 
 
 def _build_in_cache(
-    config: DatasetConfig, folder: str, progress: Progress | None, wait_limit: float | None
-) -> Run:
-    if config.trust_cache:
-        raise ConfigError(
-            f"{folder} has no manifest for this configuration, or sets of arrays that it needs are "
-            "missing or damaged: build it ahead with `millrace index`, or leave trust_cache out"
-        )
-    plan = plan_run(config)
-    sets = {split.name: SplitSet(split, set_key(config, split)) for split in plan.present_splits}
-    names = [None if split is None else sets[split.name].name for split in plan.splits]
-    count = _counter(plan, progress)
+    plan: RunPlan,
+    folder: str,
+    pool: ThreadPoolExecutor,
+    count: Callable[[], None],
+    wait_limit: float | None,
+) -> Mapping[str, SplitArrays]:
+    sets = sets_of(plan)
     try:
         # First, so that `prune` in another process leaves this run what is built now.
-        Manifest.of(plan, names).write(folder, limit=wait_limit)
-        with ThreadPoolExecutor(config.num_threads) as pool:
-            arrays = {
-                name: split_set.load_or_build(folder, pool, count, wait_limit)
-                for name, split_set in sets.items()
-            }
+        Manifest.of(plan, sets).write(folder, limit=wait_limit)
+        arrays = {
+            name: split_set.load_or_build(folder, pool, count, wait_limit)
+            for name, split_set in sets.items()
+        }
     except OSError as error:
-        present = {name: split_set.find(folder) for name, split_set in sets.items()}
-        arrays = {name: found for name, found in present.items() if found is not None}
-        if len(arrays) < len(sets):
+        present = _find_sets(sets, folder)
+        if present is None:
             raise _cache_error(folder, error) from error
-        # Only the manifest could not be written: the next start takes the long way, too.
+        arrays = present  # the manifest could not be written: the next start takes the long way
     for file in plan.files:
         file.close()  # a sample opens it again
-    return plan, arrays
+    return arrays
 
 
 def _cache_error(folder: str, error: OSError) -> CacheError:

@@ -10,18 +10,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from millrace.cache import arrays
 from millrace.checks import absolute_path
 from millrace.files import atomic_file, writers_lock
-from millrace.order import RULES_VERSION, SPLITS, OrderInputs, OrderPlan
+from millrace.order import RULES_VERSION, SPLITS, OrderPlan
 from millrace.order.plans import entries_of
 from millrace.records import record_from
 from millrace.run.config import DatasetConfig
 from millrace.run.plan import DatasetPlan, RunPlan, SplitPlan, order_inputs
+from millrace.run.sets import SplitSet
 from millrace.store.token_file import TokenFile, TokenFileRecord
 
 MANIFEST = "run-"
@@ -35,8 +36,8 @@ class Manifest:
     Attributes:
         config: The options that decide the order (see `DatasetConfig.order_key`).
         files: The token files; their prefixes are as they were given.
-        splits: The plan of each split, with the numbers of its files; None for one without a share.
-        sets: The name of each split's array set; None for a split without a share.
+        splits, sets: The plan of each split, with the numbers of its files, and the name of its
+            array set; None for a split without a share.
         paths: The absolute path of each token file's prefix; None where it is not known.
     """
 
@@ -47,20 +48,12 @@ class Manifest:
     paths: list[str | None]
 
     @classmethod
-    def of(cls, plan: RunPlan, sets: Sequence[str | None]) -> Manifest:
-        """The manifest of a plan.
-
-        Args:
-            sets: The name of each split's array set.
-        """
-        numbers = {id(file): number for number, file in enumerate(plan.files)}
+    def of(cls, plan: RunPlan, sets: Mapping[str, SplitSet]) -> Manifest:
         return cls(
             config=plan.config.order_key(),
             files=[file.record for file in plan.files],
-            splits=[
-                None if split is None else _split_entry(split, numbers) for split in plan.splits
-            ],
-            sets=list(sets),
+            splits=[None if split is None else _split_entry(plan, split) for split in plan.splits],
+            sets=[None if split is None else sets[split.name].name for split in plan.splits],
             paths=[absolute_path(file.prefix) for file in plan.files],
         )
 
@@ -91,46 +84,35 @@ class Manifest:
         return RunPlan(config=config, files=files, splits=splits)
 
     def write(self, folder: str, *, limit: float | None = None) -> None:
-        """Writes the manifest, or makes an equal one in the folder as young as a new one.
-
-        Args:
-            limit: Seconds to wait for the folder's lock; None: no limit.
-        """
+        """Writes the manifest, or makes an equal one in the folder as young as a new one; waits as
+        many seconds for the folder's lock."""
         text = arrays.seal({"logic": RULES_VERSION, **dataclasses.asdict(self)})
         path = manifest_path(folder, self.config)
         os.makedirs(folder, exist_ok=True)
         with writers_lock(manifests_lock(folder), path, limit=limit):
-            if _holds(path, text):
-                with contextlib.suppress(PermissionError):  # another user's: its age stays
-                    os.utime(path)
-            else:
-                with atomic_file(path) as out:
-                    out.write(text)
+            with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+                if file.read() == text:
+                    with contextlib.suppress(PermissionError):  # another user's: its age stays
+                        os.utime(path)
+                    return
+            with atomic_file(path) as out:
+                out.write(text)
 
 
 def manifests_lock(folder: str) -> str:
-    """Path of the lock of all manifests of a folder."""
     return os.path.join(folder, "manifests.lock")
 
 
 def manifest_path(folder: str, key: dict[str, Any]) -> str:
-    """Where the manifest of a key is in a cache folder."""
     return os.path.join(folder, MANIFEST + arrays.fingerprint(key) + arrays.JSON)
-
-
-def _holds(path: str, text: bytes) -> bool:
-    try:
-        with open(path, "rb") as file:
-            return file.read() == text
-    except FileNotFoundError:
-        return False
 
 
 # The name of a plan's entry is from the time when Megatron-LM's order was the only one.
 _PLAN = "gpt"
 
 
-def _split_entry(split: SplitPlan, numbers: dict[int, int]) -> dict[str, Any]:
+def _split_entry(plan: RunPlan, split: SplitPlan) -> dict[str, Any]:
+    numbers = {id(file): number for number, file in enumerate(plan.files)}
     datasets = [
         {
             "file": numbers[id(dataset.file)],
@@ -146,25 +128,14 @@ def _split_entry(split: SplitPlan, numbers: dict[int, int]) -> dict[str, Any]:
 def _split_plan(
     config: DatasetConfig, entry: dict[str, Any], files: Sequence[TokenFile]
 ) -> SplitPlan:
+    """The plan of an entry; ValueError if a function makes another plan of its inputs now."""
     number, datasets = SPLITS.index(entry["name"]), []
     for part in entry["datasets"]:
-        file, sequences = files[part["file"]], tuple(part["sequences"])
+        file, sequences, entries = files[part["file"]], tuple(part["sequences"]), part[_PLAN]
         inputs = order_inputs(config, number, file, sequences, part["num_samples"])
-        plan = _order_plan(config, part[_PLAN], inputs)
+        make = config.plan_of
+        plan: OrderPlan = make(**entries) if isinstance(make, type) else make(inputs)
+        if not isinstance(make, type) and entries_of(plan) != entries:
+            raise ValueError(f"the plan was {entries}, and is {plan}")
         datasets.append(DatasetPlan(file=file, inputs=inputs, order=plan))
     return SplitPlan(**{**entry, "datasets": datasets})
-
-
-def _order_plan(config: DatasetConfig, entries: dict[str, Any], inputs: OrderInputs) -> OrderPlan:
-    """The plan that had these entries; a function makes it again.
-
-    Raises:
-        ValueError: The function makes another one now.
-    """
-    if isinstance(config.plan_of, type):
-        plan: OrderPlan = config.plan_of(**entries)
-        return plan
-    plan = config.plan_of(inputs)
-    if entries_of(plan) != entries:
-        raise ValueError(f"the plan was {entries}, and is {plan}")
-    return plan

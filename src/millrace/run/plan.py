@@ -34,13 +34,7 @@ Kind = Literal["one", "blend", "apart"]
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetPlan:
-    """One dataset: a range of sequences of a token file, in an order.
-
-    Attributes:
-        file: The token file.
-        inputs: What the order is a function of.
-        order: Plan of the order.
-    """
+    """One dataset: a range of sequences of a token file, in an order."""
 
     file: TokenFile
     inputs: OrderInputs
@@ -53,8 +47,6 @@ class SplitPlan:
 
     Attributes:
         name: "train", "valid" or "test".
-        datasets: The datasets that it draws from.
-        kind: How it draws from them.
         weights: Normalised weights of a blend; None: its datasets' lengths.
         size: Number of samples of a blend; None: all samples of all datasets.
     """
@@ -78,13 +70,7 @@ class SplitPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """What a run draws from, and how.
-
-    Attributes:
-        config: The configuration.
-        files: The token files.
-        splits: Train, valid and test; None for a split without a share.
-    """
+    """What a run draws from, and how; None for a split without a share."""
 
     config: DatasetConfig
     files: Sequence[TokenFile]
@@ -102,15 +88,11 @@ class RunPlan:
 
 
 def plan_run(config: DatasetConfig) -> RunPlan:
-    """Opens every token file and works out what to build.
-
-    Raises:
-        ConfigError, DataError: See `build_datasets`.
-    """
+    """Opens every token file and works out what to build; for the errors, see `build_datasets`."""
     blends = [config.blend_of(number) for number in range(len(SPLITS))]
     prefixes = dict.fromkeys(source_of(item)[0] for blend in blends if blend for item in blend[0])
     with ThreadPoolExecutor(config.num_threads) as pool:
-        files = list(pool.map(functools.partial(TokenFile.open, access=config.access), prefixes))
+        files = [*pool.map(functools.partial(TokenFile.open, access=config.access), prefixes)]
         if len(files) > 1 and not config.any_tokenizer:
             conflict = tokenizer_conflict(pool.map(read_tokenizer, prefixes))
             if conflict:
@@ -204,10 +186,8 @@ def _plan_dataset(
 def warn_of_copies(plan: RunPlan) -> None:
     """Warns of the same sequences, in whatever files, twice in a blend."""
     for split in plan.present_splits:
-        if split.kind != "blend":
-            continue
         drawn: dict[tuple[str, str], list[DatasetPlan]] = {}
-        for dataset in split.datasets:
+        for dataset in split.datasets if split.kind == "blend" else ():
             others = drawn.setdefault((dataset.file.fingerprint, dataset.file.lengths_checksum), [])
             start, stop = dataset.inputs.sequences
             for other in others:

@@ -1,13 +1,12 @@
-"""Sets of arrays in a cache folder: one for each split of a run.
+"""The arrays of a split: in memory, or in a cache folder as one set.
 
-The arrays of all datasets of a split lie one after the other in the set's files, and those of its
-blend beside them. A set is named by what its arrays are a function of.
+The arrays of all its datasets lie one after the other in the set's files, and those of its blend
+beside them. A set is named by what its arrays are a function of.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from millrace.errors import ConfigError, DataError
 from millrace.order import BlendIndices, build_blend_indices
 from millrace.order.plans import Arrays, Layout, build_arrays, key_of
 from millrace.run.config import DatasetConfig, name_of_order
-from millrace.run.plan import DatasetPlan, SplitPlan
+from millrace.run.plan import DatasetPlan, RunPlan, SplitPlan
 
 Places = Mapping[str, slice]
 """Where the arrays of a dataset lie in those of its split: rows by the array's name."""
@@ -29,23 +28,14 @@ _BLEND = {"dataset_index": np.dtype(np.int16), "dataset_sample_index": np.dtype(
 
 
 class SplitArrays(NamedTuple):
-    """The arrays of a split, loaded at the first sample.
-
-    Attributes:
-        datasets: Those of each dataset's order.
-        blend: The indices of the blend, if the split is one.
-    """
+    """The arrays of each dataset's order and of the blend, loaded at the first sample."""
 
     datasets: Sequence[Deferred[Arrays]]
     blend: Deferred[BlendIndices] | None
 
 
 def build_blend(split: SplitPlan) -> BlendIndices:
-    """The indices of a split that is a blend.
-
-    Raises:
-        ConfigError: It draws more samples of a dataset than there are.
-    """
+    """The indices of a blend; ConfigError if it draws more samples of a dataset than there are."""
     prefixes = [dataset.file.prefix for dataset in split.datasets]
     try:
         return build_blend_indices(prefixes, split.lengths, split.weights, split.size)
@@ -94,23 +84,17 @@ def set_key(config: DatasetConfig, split: SplitPlan) -> dict[str, Any]:
 
 
 class SplitSet:
-    """The set of a split.
+    """The set of a split."""
 
-    Args:
-        split: Plan of the split.
-        key: What its arrays are a function of; see `set_key`.
-        name: Name of the set; None: that of the key.
-    """
-
-    def __init__(self, split: SplitPlan, key: dict[str, Any], name: str | None = None) -> None:
-        self.split, self.key = split, key
-        self.name = arrays.fingerprint(key) if name is None else name
-        self._places, self.layout = _places_and_layout(split)
+    def __init__(self, config: DatasetConfig, split: SplitPlan) -> None:
+        self.split, self.key = split, set_key(config, split)
+        self.name = arrays.fingerprint(self.key)
+        self._places, self._layout = _places_and_layout(split)
 
     def find(self, folder: str) -> SplitArrays | None:
         """The arrays in a folder, if they are all there and show no damage."""
         array_set = arrays.usable(folder, self.name, self.key)
-        if array_set is None or array_set.layout != self.layout:
+        if array_set is None or array_set.layout != self._layout:
             return None
         return self._arrays(array_set)
 
@@ -118,35 +102,35 @@ class SplitSet:
         self, folder: str, pool: ThreadPoolExecutor, count: Callable[[], None], limit: float | None
     ) -> SplitArrays:
         """The arrays in a folder, which are built if need be; see `arrays.load_or_build`."""
-        build = partial(self._build, pool, count)
+
+        def build(writers: Mapping[str, arrays.ArrayWriter]) -> None:
+            if self.split.kind == "blend":
+                for name, index in build_blend(self.split)._asdict().items():
+                    writers[name].write(0, index)
+                del index
+
+            def build_dataset(dataset: DatasetPlan, places: Places) -> None:
+                built = build_arrays(dataset.order, dataset.inputs, dataset.file.prefix)
+                for name, array in built.items():
+                    writers[name].write(places[name].start, array)
+                count()
+
+            for _ in pool.map(build_dataset, self.split.datasets, self._places):
+                pass
+
         return self._arrays(
-            arrays.load_or_build(folder, self.name, self.key, self.layout, build, limit=limit)[0]
+            arrays.load_or_build(folder, self.name, self.key, self._layout, build, limit=limit)[0]
         )
-
-    def _build(
-        self,
-        pool: ThreadPoolExecutor,
-        count: Callable[[], None],
-        writers: Mapping[str, arrays.ArrayWriter],
-    ) -> None:
-        if self.split.kind == "blend":
-            for name, index in build_blend(self.split)._asdict().items():
-                writers[name].write(0, index)
-            del index
-
-        def build(dataset: DatasetPlan, places: Places) -> None:
-            built = build_arrays(dataset.order, dataset.inputs, dataset.file.prefix)
-            for name, array in built.items():
-                writers[name].write(places[name].start, array)
-            count()
-
-        for _ in pool.map(build, self.split.datasets, self._places):
-            pass
 
     def _arrays(self, array_set: arrays.ArraySet) -> SplitArrays:
         blend = Deferred(partial(_load_blend, array_set)) if self.split.kind == "blend" else None
         datasets = [Deferred(partial(_load, array_set, places)) for places in self._places]
         return SplitArrays(datasets, blend)
+
+
+def sets_of(plan: RunPlan) -> dict[str, SplitSet]:
+    """The sets of a run's splits by their names."""
+    return {split.name: SplitSet(plan.config, split) for split in plan.present_splits}
 
 
 def _places_and_layout(split: SplitPlan) -> tuple[list[Places], Layout]:
@@ -158,36 +142,27 @@ def _places_and_layout(split: SplitPlan) -> tuple[list[Places], Layout]:
         place = {}
         for name, (dtype, shape) in dataset.order.arrays(dataset.inputs).items():
             dtypes.setdefault(name, set()).add(dtype)
-            start = shapes[name][0] if name in shapes else 0
-            stop = start + shape[0]
-            place[name], shapes[name] = slice(start, stop), (stop, *shape[1:])
+            start = shapes.get(name, (0,))[0]
+            place[name] = slice(start, start + shape[0])
+            shapes[name] = (start + shape[0], *shape[1:])
         places.append(place)
     layout: dict[str, tuple[Any, tuple[int, ...]]] = {
         name: (np.result_type(*dtypes[name]), shape) for name, shape in shapes.items()
     }
     if split.kind == "blend":
-        for name, dtype in _BLEND.items():
-            layout[name] = (dtype, (split.num_samples,))
+        layout.update((name, (dtype, (split.num_samples,))) for name, dtype in _BLEND.items())
     return places, layout
 
 
 def _load(array_set: arrays.ArraySet, places: Places) -> Arrays:
-    with _remedy():
-        return {name: array_set[name][place] for name, place in places.items()}
-
-
-def _load_blend(array_set: arrays.ArraySet) -> BlendIndices:
-    with _remedy():
-        return BlendIndices(*(array_set[name] for name in BlendIndices._fields))
-
-
-@contextlib.contextmanager
-def _remedy() -> Iterator[None]:
-    """For a set that was removed or damaged between the start and its first sample."""
     try:
-        yield
-    except DataError as error:
+        return {name: array_set[name][place] for name, place in places.items()}
+    except DataError as error:  # it was removed or damaged between the start and the first sample
         raise DataError(
             f"{error}. It was whole when the run started: start it again, or run `millrace index`, "
             "and it is built anew"
         ) from None
+
+
+def _load_blend(array_set: arrays.ArraySet) -> BlendIndices:
+    return BlendIndices(**_load(array_set, dict.fromkeys(BlendIndices._fields, slice(None))))
