@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import functools
+import importlib
 import json
 import os
 import shlex
@@ -13,7 +16,6 @@ from typing import Any
 from millrace.checks import flag, one_path, shown, whole
 from millrace.errors import ConfigError
 from millrace.order import SPLITS
-from millrace.order.blends import SURPLUS
 from millrace.run.config import Blend, DatasetConfig
 from millrace.sampling import RampUp
 
@@ -39,16 +41,9 @@ def read_arguments(path: str | os.PathLike[str]) -> dict[str, Any]:
     text = _read_text(name)
     load: Callable[[str], Any]
     if name.endswith((".yaml", ".yml")):
-        import yaml
-
-        load, error_class = _load_yaml, yaml.YAMLError
+        load = _load_yaml
     elif name.endswith(".toml"):
-        if sys.version_info >= (3, 11):
-            import tomllib
-        else:
-            import tomli as tomllib
-
-        load, error_class = tomllib.loads, ValueError
+        load = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli").loads
     else:
         raise ConfigError(f"{name} is neither .yaml, .yml nor .toml: rename it")
     try:
@@ -62,7 +57,7 @@ def read_arguments(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ConfigError(f"{name}: {error}") from None
     except RecursionError:
         raise ConfigError(f"{name} cannot be read: it is nested too deeply") from None
-    except (error_class, ValueError) as error:  # YAML's dates raise ValueError
+    except ValueError as error:
         raise ConfigError(f"{name} cannot be read: {error}") from None
     return arguments
 
@@ -77,8 +72,11 @@ def _load_yaml(text: str) -> Any:
             for child in node.value:
                 check(child[1] if isinstance(child, tuple) else child)
 
-    check(yaml.compose(text, yaml.SafeLoader))
-    return yaml.safe_load(text)
+    try:
+        check(yaml.compose(text, yaml.SafeLoader))
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(error) from None
 
 
 def _load_json(text: str) -> Any:
@@ -111,34 +109,23 @@ Reader = Callable[[str, Any], Any]
 value in its own type; ConfigError for a value that the argument cannot have."""
 
 
-def _number(kind: type[int] | type[float], needed: str) -> Reader:
-    def read(name: str, value: Any) -> Any:
-        try:
-            return kind(str(value))
-        except ValueError:
-            raise ConfigError(f"{name} must be {needed}, not {shown(value)}") from None
-
-    return read
-
-
-_int, _float = _number(int, "a whole number"), _number(float, "a number")
-
-
-def _int_or_none(name: str, value: Any) -> Any:
-    return None if value is None or str(value).lower() in ("none", "null") else _int(name, value)
+def _number(name: str, value: Any, kind: type[int] | type[float] = int) -> Any:
+    try:
+        return kind(str(value))
+    except ValueError:
+        needed = "a whole number" if kind is int else "a number"
+        raise ConfigError(f"{name} must be {needed}, not {shown(value)}") from None
 
 
 def _at_least(least: int) -> Reader:
-    return lambda name, value: whole(name, _int(name, value), least)
+    return lambda name, value: whole(name, _number(name, value), least)
 
 
-def _three(read_one: Reader) -> Reader:
-    def read(name: str, value: Any) -> Any:
-        if not isinstance(value, list | tuple) or len(value) != 3:
-            raise ConfigError(f"{name} must be a list of three whole numbers, not {shown(value)}")
-        return tuple(read_one(name, number) for number in value)
-
-    return read
+def _three(name: str, value: Any) -> tuple[int | None, ...]:
+    if not isinstance(value, list | tuple) or len(value) != 3:
+        raise ConfigError(f"{name} must be a list of three whole numbers, not {shown(value)}")
+    nothing = ("none", "null") if name == "num_samples" else ()
+    return tuple(None if str(one).lower() in nothing else _number(name, one) for one in value)
 
 
 def _shares(name: str, value: Any) -> str:
@@ -159,11 +146,21 @@ _READERS: dict[str, Reader | None] = {
     **dict.fromkeys(("any_tokenizer", "dataloader_fast_cache_load"), flag),
     **dict.fromkeys(("mmap_bin_files", "no_mmap_bin_files"), flag),
     "split": _shares,
-    "num_samples": _three(_int_or_none),
-    "rampup_batch_size": _three(_int),
-    "mid_level_dataset_surplus": _float,
+    **dict.fromkeys(("num_samples", "rampup_batch_size"), _three),
+    "mid_level_dataset_surplus": functools.partial(_number, kind=float),
     **dict.fromkeys(("order", *_UNKNOWN_COUNTS), None),  # taken as they are
 }
+
+_FIELDS = {
+    "seq_length": "sequence_length",
+    "data_cache_path": "cache",
+    "dataloader_fast_cache_load": "trust_cache",
+    "num_dataset_builder_threads": "num_threads",
+    "mid_level_dataset_surplus": "surplus",
+    **{name: name for name in ("seed", "order", "any_tokenizer", "full_validation")},
+    "multiple_validation_sets": "multiple_validation_sets",
+}
+"""The fields of a configuration that have the value of an argument."""
 
 NAMES = tuple(_READERS)
 """The arguments that concern data. Three are millrace's own: `num_samples` (train, valid, test),
@@ -194,9 +191,6 @@ def config_from(arguments: Mapping[str, Any]) -> DatasetConfig:
     start_eval_at_iter; the test eval_iters batches. Batches of the last two have
     eval_global_batch_size samples.
 
-    Args:
-        arguments: Values by their names in NAMES.
-
     Raises:
         ConfigError: A missing argument, or arguments that do not go together.
     """
@@ -210,30 +204,21 @@ def config_from(arguments: Mapping[str, Any]) -> DatasetConfig:
             f"split {split!r} goes with data_path; here each split has its own data: leave it out"
         )
     is_mapped = arguments.get("mmap_bin_files", True) and not arguments.get("no_mmap_bin_files")
+    renamed = {field: arguments[name] for name, field in _FIELDS.items() if name in arguments}
     return DatasetConfig(
-        sequence_length=arguments["seq_length"],
-        seed=arguments.get("seed", DEFAULT_SEED),
+        **{"seed": DEFAULT_SEED, **renamed},
         num_samples=_num_samples(arguments, per_split),
         blend=blend,
         split=split,
         blend_per_split=per_split,
-        multiple_validation_sets=arguments.get("multiple_validation_sets", False),
-        full_validation=arguments.get("full_validation", False),
-        cache=arguments.get("data_cache_path"),
-        trust_cache=arguments.get("dataloader_fast_cache_load", False),
-        num_threads=arguments.get("num_dataset_builder_threads", 1),
         access="mmap" if is_mapped else "file",
-        any_tokenizer=arguments.get("any_tokenizer", False),
-        surplus=arguments.get("mid_level_dataset_surplus", SURPLUS),
-        order=arguments.get("order"),
     )
 
 
 def read_identifiers(text: str) -> Any:
     """A tokenizer's unique identifiers: JSON, a JSON file, or a description of Megatron-LM's."""
-    content = _read_text(text) if os.path.exists(text) else text
     try:
-        identifiers = _load_json(content)
+        identifiers = _load_json(_read_text(text) if os.path.exists(text) else text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"the tokenizer's identifiers {text!r} are neither a file nor JSON: {error}"
@@ -262,23 +247,18 @@ def parse_blend(items: Sequence[Any] | str, name: str = "the data") -> Blend:
             f"{name} must be a list of prefixes, or of weights and prefixes, not {shown(items)}"
         )
     parts = [part if isinstance(part, Mapping) else str(part).strip() for part in parts]
-    are_numbers = [_is_number(part) for part in parts[::2]]
-    if len(parts) % 2 or not any(are_numbers):
+    weights = []
+    for part in parts[::2]:
+        with contextlib.suppress(TypeError, ValueError):
+            weights.append(float(part))
+    if len(parts) % 2 or not weights:
         return parts, None
-    if not all(are_numbers):
+    if len(weights) < len(parts) // 2:
         raise ConfigError(
             f"the data {' '.join(map(str, parts[:8]))} ... give weights for some prefixes only: "
             "give one before each, or none"
         )
-    return parts[1::2], [float(part) for part in parts[::2]]
-
-
-def _is_number(part: Any) -> bool:
-    try:
-        float(part)
-    except (TypeError, ValueError):
-        return False
-    return True
+    return parts[1::2], weights
 
 
 def _blends(arguments: Mapping[str, Any]) -> tuple[Blend | None, list[Blend | None] | None]:
@@ -340,15 +320,14 @@ def _num_samples(
         raise ConfigError(
             "validation and test take eval_iters batches: give global_batch_size, or num_samples"
         )
+    test = eval_iters * arguments.get("eval_global_batch_size", batch)
+    if arguments.get("full_validation"):
+        return train, None, test
+    if arguments.get("skip_train"):
+        return train, test, test
     interval = arguments.get("eval_interval", DEFAULT_EVAL_INTERVAL)
     skipped = arguments.get("start_eval_at_iter", 0) // interval
-    rounds = [max(0, number // interval + 1 - skipped) for number in all_iterations]
-    if arguments.get("skip_train"):
-        rounds = [1]
-    test = eval_iters * arguments.get("eval_global_batch_size", batch)
-    valid: list[int | None] = [number * test for number in rounds]
-    if arguments.get("full_validation"):
-        valid = [None]
+    valid = [max(0, number // interval + 1 - skipped) * test for number in all_iterations]
     if valid[0] != valid[-1]:
         raise ConfigError(
             f"rampup_batch_size is {arguments['rampup_batch_size']}: Megatron-LM validates on "
@@ -359,28 +338,24 @@ def _num_samples(
 
 
 def _training(arguments: Mapping[str, Any], batch: int) -> tuple[int, list[int]]:
-    """The samples to train on, and the iterations that they take; see `_iterations`."""
+    """The samples to train on, and the iterations that they take: without a ramp-up, and with."""
     samples, iterations = arguments.get("train_samples"), arguments.get("train_iters")
     if samples is not None and iterations is not None:
         raise ConfigError(
             f"train_samples is {samples} and train_iters is {iterations}: Megatron-LM takes one of "
             "them, so leave the other out"
         )
-    if samples is not None:
-        return samples, _iterations(samples, batch, arguments.get("rampup_batch_size"))
-    if iterations is None or not batch:
+    if samples is None and iterations is not None and batch:
+        return iterations * batch, [iterations]
+    if samples is None:
         raise ConfigError(
             "the number of samples to train on is missing: give num_samples, train_samples, or "
             "train_iters and global_batch_size"
         )
-    return iterations * batch, [iterations]
-
-
-def _iterations(samples: int, batch: int, rampup: tuple[int, int, int] | None) -> list[int]:
-    """The iterations that so many samples take: without a ramp-up, and with one."""
-    iterations = [samples // batch if batch else 0]
+    all_iterations = [samples // batch if batch else 0]
+    rampup: tuple[int, int, int] | None = arguments.get("rampup_batch_size")
     if batch and rampup:
         ramp = RampUp(*rampup, batch)
         steps = ramp.num_steps(min(ramp.samples, samples) + 1, drop_last=False)
-        iterations.append(steps + max(0, samples - ramp.consumed_at(steps)) // batch)
-    return iterations
+        all_iterations.append(steps + max(0, samples - ramp.consumed_at(steps)) // batch)
+    return samples, all_iterations
