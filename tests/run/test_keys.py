@@ -13,9 +13,9 @@ import pytest
 from millrace import DatasetConfig, IndexedDatasetBuilder, build_datasets
 from millrace.options import SampleOptions
 from millrace.order import GPTPlan, OrderInputs
+from millrace.run.build import set_key
 from millrace.run.config import NOT_IN_KEY
 from millrace.run.plan import SplitPlan, plan_run
-from millrace.run.sets import set_key
 
 # A configuration, and another value for every field: a new field needs a line here.
 BASE: dict[str, Any] = {

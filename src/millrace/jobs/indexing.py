@@ -18,10 +18,9 @@ from millrace.option_class import option
 from millrace.order import SPLITS, GPTPlan, normalize, parse_split
 from millrace.order.plans import build_arrays
 from millrace.run import DatasetConfig, Datasets
-from millrace.run.build import SplitDataset, build_run
+from millrace.run.build import SplitDataset, build_blend, build_run
 from millrace.run.config import source_of
 from millrace.run.plan import DatasetPlan, RunPlan, SplitPlan, plan_run
-from millrace.run.sets import build_blend
 
 
 @dataclass(frozen=True, kw_only=True)

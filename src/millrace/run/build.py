@@ -6,28 +6,45 @@
 
 A cache folder holds a set of arrays for each split, and a manifest for each configuration: which
 token files it was made from, what they held, which sets it needs. A start with a manifest and its
-sets opens no token file before the first sample.
+sets opens no token file before the first sample. The arrays of all datasets of a split lie one
+after the other in its set's files, and those of its blend beside them.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from millrace.cache import arrays as array_sets
 from millrace.checks import limit
-from millrace.errors import CacheError, ConfigError
+from millrace.deferred import Deferred
+from millrace.errors import CacheError, ConfigError, DataError
 from millrace.feed import BlendedDataset, GPTDataset
-from millrace.order import BlendOrder, normalize
-from millrace.run.config import DatasetConfig
+from millrace.order import BlendIndices, BlendOrder, build_blend_indices, normalize
+from millrace.order.plans import Arrays, Layout, build_arrays, key_of
+from millrace.run.config import DatasetConfig, name_of_order
 from millrace.run.manifest import Manifest, manifest_path
-from millrace.run.plan import RunPlan, SplitPlan, plan_run, warn_of_copies
-from millrace.run.sets import SplitArrays, SplitSet, build_in_memory, sets_of
+from millrace.run.plan import DatasetPlan, RunPlan, SplitPlan, plan_run, warn_of_copies
 
 SplitDataset = GPTDataset | BlendedDataset | list[GPTDataset]
 """What a split becomes; several validation sets apart from each other are a list."""
+
+Progress = Callable[[int, int], None]
+"""Called with the number of datasets whose indices are built, and the number of all."""
+
+Places = Mapping[str, slice]
+"""Where the arrays of a dataset lie in those of its split: rows by the array's name."""
+
+ForEach = Callable[[SplitPlan, Callable[[int, Arrays], Any]], list[Any]]
+"""Builds the arrays of each dataset of a split, and calls a function with its number and them."""
+
+_BLEND = {"dataset_index": np.dtype(np.int16), "dataset_sample_index": np.dtype(np.int64)}
 
 
 class Datasets(NamedTuple):
@@ -38,8 +55,15 @@ class Datasets(NamedTuple):
     test: GPTDataset | BlendedDataset | None
 
 
-Progress = Callable[[int, int], None]
-"""Called with the number of datasets whose indices are built, and the number of all."""
+class SplitArrays(NamedTuple):
+    """The arrays of each dataset's order and of the blend, loaded at the first sample."""
+
+    datasets: Sequence[Deferred[Arrays]]
+    blend: Deferred[BlendIndices] | None
+
+
+Run = tuple[RunPlan, Mapping[str, SplitArrays]]
+"""The plan of a run, and the arrays of its splits by their names."""
 
 
 def build_datasets(
@@ -63,10 +87,6 @@ def build_datasets(
             process still builds them when the limit is over.
     """
     return build_run(config, progress=progress, wait_limit=wait_limit)[1]
-
-
-Run = tuple[RunPlan, Mapping[str, SplitArrays]]
-"""The plan of a run, and the arrays of its splits by their names."""
 
 
 def build_run(
@@ -99,17 +119,11 @@ def _find(config: DatasetConfig) -> Run | None:
     folder, key = os.fspath(config.cache), config.order_key()
     manifest = Manifest.read(manifest_path(folder, key))
     plan = manifest.plan(config) if manifest is not None and manifest.config == key else None
-    arrays = None if plan is None else _find_sets(sets_of(plan), folder)
+    arrays = None if plan is None else _find_sets(_sets_of(plan), folder)
     if plan is None or arrays is None:
         return None
     has_changed = not config.trust_cache and any(file.record.change() for file in plan.files)
     return None if has_changed else (plan, arrays)
-
-
-def _find_sets(sets: Mapping[str, SplitSet], folder: str) -> dict[str, SplitArrays] | None:
-    arrays = {name: split_set.find(folder) for name, split_set in sets.items()}
-    present = {name: one for name, one in arrays.items() if one is not None}
-    return present if len(present) == len(sets) else None
 
 
 def _build(config: DatasetConfig, progress: Progress | None, wait_limit: float | None) -> Run:
@@ -123,33 +137,39 @@ def _build(config: DatasetConfig, progress: Progress | None, wait_limit: float |
     numbers = itertools.count()
 
     def count() -> None:
-        """Is called before the first dataset, and after each that is built."""
         if progress is not None:
             progress(next(numbers), plan.num_datasets)
+
+    def for_each(split: SplitPlan, use: Callable[[int, Arrays], Any]) -> list[Any]:
+        def build(number: int, dataset: DatasetPlan) -> Any:
+            used = use(number, build_arrays(dataset.order, dataset.inputs, dataset.file.prefix))
+            count()
+            return used
+
+        return list(pool.map(build, itertools.count(), split.datasets))
 
     count()
     with ThreadPoolExecutor(config.num_threads) as pool:
         if config.cache is not None:
-            return plan, _build_in_cache(plan, os.fspath(config.cache), pool, count, wait_limit)
-        return plan, {
-            split.name: build_in_memory(split, pool, count) for split in plan.present_splits
-        }
+            return plan, _load_or_build(plan, os.fspath(config.cache), for_each, wait_limit)
+        return plan, {split.name: _in_memory(split, for_each) for split in plan.present_splits}
 
 
-def _build_in_cache(
-    plan: RunPlan,
-    folder: str,
-    pool: ThreadPoolExecutor,
-    count: Callable[[], None],
-    wait_limit: float | None,
+def _in_memory(split: SplitPlan, for_each: ForEach) -> SplitArrays:
+    blend = Deferred.of(build_blend(split)) if split.kind == "blend" else None
+    return SplitArrays(for_each(split, lambda _, arrays: Deferred.of(arrays)), blend)
+
+
+def _load_or_build(
+    plan: RunPlan, folder: str, for_each: ForEach, wait_limit: float | None
 ) -> Mapping[str, SplitArrays]:
-    sets = sets_of(plan)
+    sets = _sets_of(plan)
     try:
         # First, so that `prune` in another process leaves this run what is built now.
-        Manifest.of(plan, sets).write(folder, limit=wait_limit)
+        names = {name: one.name for name, one in sets.items()}
+        Manifest.of(plan, names).write(folder, limit=wait_limit)
         arrays = {
-            name: split_set.load_or_build(folder, pool, count, wait_limit)
-            for name, split_set in sets.items()
+            name: one.load_or_build(folder, for_each, wait_limit) for name, one in sets.items()
         }
     except OSError as error:
         present = _find_sets(sets, folder)
@@ -171,3 +191,110 @@ def _cache_error(folder: str, error: OSError) -> CacheError:
         f"{error.strerror or error}. Give a cache folder that can be written and has room, or "
         "build them ahead with `millrace index`"
     )
+
+
+def build_blend(split: SplitPlan) -> BlendIndices:
+    """The indices of a blend; ConfigError if it draws more samples of a dataset than there are."""
+    prefixes = [dataset.file.prefix for dataset in split.datasets]
+    try:
+        return build_blend_indices(prefixes, split.lengths, split.weights, split.size)
+    except ConfigError as error:
+        raise ConfigError(f"the {split.name} split: {error}") from None
+
+
+def set_key(config: DatasetConfig, split: SplitPlan) -> dict[str, Any]:
+    """What the arrays of a split are a function of: plain JSON values."""
+    inputs = [dataset.inputs for dataset in split.datasets]
+    key: dict[str, Any] = {
+        "kind": split.kind,
+        "seed": config.seed,
+        "sequence_length": config.sequence_length,
+        "add_extra_token": config.add_extra_token,
+        "datasets": [
+            [file.lengths, file.num_sequences, *one.inputs.sequences, *key_of(one.order)]
+            for one, file in ((one, one.file.record) for one in split.datasets)
+        ],
+        "weights": None if split.weights is None else list(split.weights),
+        "size": split.size,
+    }
+    if config.order is not None:
+        key["order"] = name_of_order(config.order)
+        key["inputs"] = [[one.num_samples, one.drop_last_partial_sequence] for one in inputs]
+    return key
+
+
+def _sets_of(plan: RunPlan) -> dict[str, SplitSet]:
+    return {split.name: SplitSet(plan.config, split) for split in plan.present_splits}
+
+
+def _find_sets(sets: Mapping[str, SplitSet], folder: str) -> dict[str, SplitArrays] | None:
+    arrays = {name: one.find(folder) for name, one in sets.items()}
+    present = {name: one for name, one in arrays.items() if one is not None}
+    return present if len(present) == len(sets) else None
+
+
+class SplitSet:
+    """The set of arrays of a split, named by what they are a function of."""
+
+    def __init__(self, config: DatasetConfig, split: SplitPlan) -> None:
+        self.split, self.key = split, set_key(config, split)
+        self.name = array_sets.fingerprint(self.key)
+        self._places: list[Places] = []
+        dtypes: dict[str, set[Any]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for dataset in split.datasets:
+            place = {}
+            for name, (dtype, shape) in dataset.order.arrays(dataset.inputs).items():
+                dtypes.setdefault(name, set()).add(dtype)
+                start = shapes.get(name, (0,))[0]
+                place[name] = slice(start, start + shape[0])
+                shapes[name] = (start + shape[0], *shape[1:])
+            self._places.append(place)
+        of_blend = _BLEND if split.kind == "blend" else {}
+        self._layout: Layout = {
+            **{name: (np.result_type(*dtypes[name]), shape) for name, shape in shapes.items()},
+            **{name: (dtype, (split.num_samples,)) for name, dtype in of_blend.items()},
+        }
+
+    def find(self, folder: str) -> SplitArrays | None:
+        """The arrays in a folder, if they are all there and show no damage."""
+        array_set = array_sets.usable(folder, self.name, self.key)
+        if array_set is None or array_set.layout != self._layout:
+            return None
+        return self._arrays(array_set)
+
+    def load_or_build(self, folder: str, for_each: ForEach, limit: float | None) -> SplitArrays:
+        """The arrays in a folder, which are built if need be; see `arrays.load_or_build`."""
+
+        def build(writers: Mapping[str, array_sets.ArrayWriter]) -> None:
+            def write(number: int, arrays: Arrays) -> None:
+                for name, array in arrays.items():
+                    writers[name].write(self._places[number][name].start, array)
+
+            if self.split.kind == "blend":
+                for name, index in build_blend(self.split)._asdict().items():
+                    writers[name].write(0, index)
+                del index  # the memory is needed below
+            for_each(self.split, write)
+
+        place = folder, self.name, self.key, self._layout
+        return self._arrays(array_sets.load_or_build(*place, build, limit=limit)[0])
+
+    def _arrays(self, array_set: array_sets.ArraySet) -> SplitArrays:
+        blend = Deferred(partial(_load_blend, array_set)) if self.split.kind == "blend" else None
+        datasets = [Deferred(partial(_load, array_set, places)) for places in self._places]
+        return SplitArrays(datasets, blend)
+
+
+def _load(array_set: array_sets.ArraySet, places: Places) -> Arrays:
+    try:
+        return {name: array_set[name][place] for name, place in places.items()}
+    except DataError as error:  # it was removed or damaged between the start and the first sample
+        raise DataError(
+            f"{error}. It was whole when the run started: start it again, or run `millrace index`, "
+            "and it is built anew"
+        ) from None
+
+
+def _load_blend(array_set: array_sets.ArraySet) -> BlendIndices:
+    return BlendIndices(**_load(array_set, dict.fromkeys(BlendIndices._fields, slice(None))))

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from millrace.checks import flag, one_path, reals, shown, whole
+from millrace.checks import choice, flag, one_path, reals, shown, whole
 from millrace.errors import ConfigError
 from millrace.options import SampleOptions
 from millrace.order import SPLITS, GPTPlan, normalize, part_range, split_ranges
@@ -37,9 +37,6 @@ NOT_IN_KEY = frozenset(
     }
 )
 """The fields of a configuration that do not decide the order; all others are in its key."""
-
-
-_PLAN_METHODS = ("of", "arrays", "build", "load")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,23 +103,25 @@ class DatasetConfig:
                 f"the split is {self.split}: a blend needs one, and with a blend_per_split there "
                 "is none"
             )
-        present = ["num_samples"] + ["blend_per_split"] * (per_split is not None)
-        for name, entries in [(name, getattr(self, name)) for name in present]:
+        for name in ["num_samples"] + ["blend_per_split"] * (per_split is not None):
+            entries = getattr(self, name)
             if not _is_list(entries) or len(entries) != len(SPLITS):
                 raise ConfigError(
                     f"{name} must have three entries, for {', '.join(SPLITS)}, not {shown(entries)}"
                 )
-        self._set_numbers()
         self._check_options()
         blends = [self._checked_blend(number) for number in range(len(SPLITS))]
         if all(blend is None for blend in blends):
             raise ConfigError("no split has a blend; give at least one")
-        if self.split is not None:
-            split_ranges(0, self.split)
+        split = self.split
+        if split is not None:
+            split_ranges(0, split)
+        if not isinstance(split, str | None):
+            split = [None if ends is None else (float(ends[0]), float(ends[1])) for ends in split]
         self._set(
             blend=blends[0] if per_split is None else None,
             blend_per_split=None if per_split is None else blends,
-            split=self.split if isinstance(self.split, str | None) else _floats(self.split),
+            split=split,
             order=_checked_order(self.order, is_cached=self.cache is not None),
         )
 
@@ -130,7 +129,7 @@ class DatasetConfig:
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
-    def _set_numbers(self) -> None:
+    def _check_options(self) -> None:
         """Numbers and flags of any type become Python's, whose sums are exact."""
         self._set(
             num_samples=tuple(
@@ -140,17 +139,12 @@ class DatasetConfig:
             seed=check_seed(self.seed),
             surplus=check_surplus(self.surplus),
             num_threads=whole("num_threads", self.num_threads, 1),
+            access=choice("access", self.access, get_args(Access)),
         )
         for field in dataclasses.fields(self):
             if field.type == "bool":
                 self._set(**{field.name: flag(field.name, getattr(self, field.name))})
         self._set(**dataclasses.asdict(self.sample_options))
-
-    def _check_options(self) -> None:
-        if self.access not in get_args(Access):
-            raise ConfigError(
-                f"access must be one of {', '.join(get_args(Access))}, not {shown(self.access)}"
-            )
         if not isinstance(self.cache, str | os.PathLike | None):
             raise ConfigError(f"cache must be a folder's path, or None, not {shown(self.cache)}")
         if self.trust_cache and self.cache is None:
@@ -219,7 +213,14 @@ class DatasetConfig:
 def _checked_order(order: Any, *, is_cached: bool) -> PlanOf | None:
     """The class or function that makes plans; None for Megatron-LM's."""
     if isinstance(order, str):
-        order = _imported(order)
+        module, _, attribute = order.partition(":")
+        try:
+            order = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(
+                f'order {shown(order)} cannot be imported: {error}. Give "package.module:name" of '
+                "a module on Python's path (PYTHONPATH)"
+            ) from None
     if order is None:
         return None
     if not callable(order) or "<" in getattr(order, "__qualname__", "<"):
@@ -227,9 +228,8 @@ def _checked_order(order: Any, *, is_cached: bool) -> PlanOf | None:
             f"order must be a class or function at the top of a module, or its name "
             f'"package.module:name", not {shown(order)}'
         )
-    missing = [
-        name for name in _PLAN_METHODS if isinstance(order, type) and not hasattr(order, name)
-    ]
+    needed = ("of", "arrays", "build", "load") if isinstance(order, type) else ()
+    missing = [name for name in needed if not hasattr(order, name)]
     if missing:
         raise ConfigError(f"order {name_of_order(order)} has no method {', '.join(missing)}")
     if is_cached and order.__module__ == "__main__":
@@ -245,17 +245,6 @@ def name_of_order(order: Any) -> str:
     return f"{order.__module__}:{order.__qualname__}"
 
 
-def _imported(name: str) -> Any:
-    module, _, attribute = name.partition(":")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f'order {shown(name)} cannot be imported: {error}. Give "package.module:name" of a '
-            "module on Python's path (PYTHONPATH)"
-        ) from None
-
-
 def source_of(source: Source) -> tuple[str, Bookends | None]:
     """The path prefix of a source, and its part; None: all of it."""
     if isinstance(source, Mapping):
@@ -264,10 +253,10 @@ def source_of(source: Source) -> tuple[str, Bookends | None]:
 
 
 def _checked_source(name: str, source: Any) -> Source:
-    if not isinstance(source, Mapping):
-        if not isinstance(source, (str, os.PathLike)):
-            raise ConfigError(f"a prefix of the {name} blend must be a path, not {source!r}")
+    if isinstance(source, str | os.PathLike):
         return os.fspath(source)
+    if not isinstance(source, Mapping):
+        raise ConfigError(f"a prefix of the {name} blend must be a path, not {source!r}")
     if source.keys() != {"prefix", "part"}:
         raise ConfigError(
             f'a part of a token file in the {name} blend must be {{"prefix": PREFIX, "part": '
@@ -282,11 +271,7 @@ def _json(value: Any) -> Any:
     return [_json(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
-def _floats(split: Sequence[Bookends | None]) -> list[Bookends | None]:
-    return [None if ends is None else (float(ends[0]), float(ends[1])) for ends in split]
-
-
 def _is_list(value: Any) -> bool:
-    """Whether a value has entries: a list, tuple or array, but not text or an array of shape ()."""
+    """Whether a value is a list, tuple or array, but not text or an array of shape ()."""
     is_text = isinstance(value, (str, bytes, os.PathLike))
     return isinstance(value, Collection) and not is_text and getattr(value, "shape", None) != ()

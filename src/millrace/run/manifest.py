@@ -22,7 +22,6 @@ from millrace.order.plans import entries_of
 from millrace.records import record_from
 from millrace.run.config import DatasetConfig
 from millrace.run.plan import DatasetPlan, RunPlan, SplitPlan, order_inputs
-from millrace.run.sets import SplitSet
 from millrace.store.token_file import TokenFile, TokenFileRecord
 
 MANIFEST = "run-"
@@ -48,12 +47,12 @@ class Manifest:
     paths: list[str | None]
 
     @classmethod
-    def of(cls, plan: RunPlan, sets: Mapping[str, SplitSet]) -> Manifest:
+    def of(cls, plan: RunPlan, sets: Mapping[str, str]) -> Manifest:
         return cls(
             config=plan.config.order_key(),
             files=[file.record for file in plan.files],
             splits=[None if split is None else _split_entry(plan, split) for split in plan.splits],
-            sets=[None if split is None else sets[split.name].name for split in plan.splits],
+            sets=[None if split is None else sets[split.name] for split in plan.splits],
             paths=[absolute_path(file.prefix) for file in plan.files],
         )
 
