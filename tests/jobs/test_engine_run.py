@@ -314,7 +314,7 @@ def test_what_dead_attempts_leave_is_removed(tmp_path: Path) -> None:
 
 def test_a_late_attempt_does_no_harm(tmp_path: Path) -> None:
     """Its machine was lost, another attempt has finished, and it goes on: it reaches no folder."""
-    from millrace.engine.attempt import run_attempt
+    from millrace.engine.tasks import run_attempt
 
     (path,) = interrupted(tmp_path, 0)
     files = str(path.parent.parent)

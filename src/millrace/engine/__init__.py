@@ -1,32 +1,16 @@
 """Runs the tasks of a long job, on this machine or on many, and keeps what is done across kills.
 
-    run.py       one run of a job: what is done already, its tasks in order, its publication
-    attempt.py   what a worker does with a task of a run
-    journal.py   the record of what is done, in a folder beside the output
-    tasks.py     what a task is, and what an executor does
-    local.py     an executor of worker processes on this machine
-    ray.py       an executor on a Ray cluster
-    progress.py  a bar on a terminal, lines in a log
-
 The engine knows nothing of what a job is about. A job draws its tasks, gives them to `Run.map`, and
 makes its output of their records and files.
 """
 
-from millrace.engine.local import run_local
-from millrace.engine.progress import Progress
-from millrace.engine.ray import run_ray
-from millrace.engine.run import ALREADY, ENGINES, Done, Run
-from millrace.engine.tasks import ENVIRONMENT, Executor, Task
-
-__all__ = [
-    "ALREADY",
-    "ENGINES",
-    "ENVIRONMENT",
-    "Done",
-    "Executor",
-    "Progress",
-    "Run",
-    "Task",
-    "run_local",
-    "run_ray",
-]
+from millrace.engine.local import run_local as run_local
+from millrace.engine.progress import Progress as Progress
+from millrace.engine.ray import run_ray as run_ray
+from millrace.engine.run import ALREADY as ALREADY
+from millrace.engine.run import ENGINES as ENGINES
+from millrace.engine.run import Done as Done
+from millrace.engine.run import Run as Run
+from millrace.engine.tasks import ENVIRONMENT as ENVIRONMENT
+from millrace.engine.tasks import Executor as Executor
+from millrace.engine.tasks import Task as Task

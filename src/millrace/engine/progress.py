@@ -35,8 +35,7 @@ class Progress:
         enabled: bool = True,
         stream: TextIO | None = None,
     ) -> None:
-        self._label = label
-        self._total = total
+        self._label, self._total = label, total
         # A process may have no stderr: then sys.stderr is None too.
         self._stream: TextIO | None = (stream or sys.stderr) if enabled else None
         self._is_terminal = self._stream is not None and self._stream.isatty()
@@ -48,9 +47,23 @@ class Progress:
     def update(self, done: int, detail: str = "") -> None:
         """Shows the amount of work done so far, if the last time was long enough ago."""
         now = time.monotonic()
-        if self._stream is not None and now - self._last >= self._interval:
-            self._last = now
-            self._show(done, detail, now)
+        if self._stream is None or now - self._last < self._interval:
+            return
+        self._last, elapsed = now, now - self._start
+        bar = ""
+        if self._total is None:
+            text = f"{detail}  {_duration(elapsed)}"
+        else:
+            share = min(done / max(self._total, 1), 1.0)
+            left = _duration(elapsed * (1 - share) / share) if share > 0 else "?"
+            text = f"{share:4.0%}  {detail}  {left} left"
+            bar = f"[{'#' * round(share * _BAR_WIDTH):.<{_BAR_WIDTH}}] "
+        if self._is_terminal:
+            line = f"{self._label} {bar}{text}"
+            self._write("\r" + line.ljust(self._width))
+            self._width = len(line)
+        else:
+            self._write(f"{self._label} {text}\n")
 
     def skip(self, amount: int) -> None:
         """Takes work that an earlier run has done from the total, for the time left."""
@@ -65,23 +78,6 @@ class Progress:
     def note(self, text: str) -> None:
         """Shows a line that stays."""
         self._write(f"{printable_lines(text)}\n")
-
-    def _show(self, done: int, detail: str, now: float) -> None:
-        elapsed = now - self._start
-        if self._total is None:
-            bar, text = "", f"{detail}  {_duration(elapsed)}"
-        else:
-            share = min(done / max(self._total, 1), 1.0)
-            left = _duration(elapsed * (1 - share) / share) if share > 0 else "?"
-            full = round(share * _BAR_WIDTH)
-            bar = f"[{'#' * full}{'.' * (_BAR_WIDTH - full)}] "
-            text = f"{share:4.0%}  {detail}  {left} left"
-        if self._is_terminal:
-            line = f"{self._label} {bar}{text}"
-            self._write("\r" + line.ljust(self._width))
-            self._width = len(line)
-        else:
-            self._write(f"{self._label} {text}\n")
 
     def _write(self, text: str) -> None:
         if self._stream is not None:

@@ -20,13 +20,12 @@ from millrace.cores import available_cores
 from millrace.engine.tasks import (
     ATTEMPTS,
     ENVIRONMENT,
+    PAUSE,
     Function,
     Task,
     answer_of,
-    error_answer,
     from_bytes,
-    interruptible_tasks,
-    result_of,
+    run_tasks,
     to_bytes,
 )
 from millrace.errors import ConfigError, MillraceError
@@ -34,7 +33,6 @@ from millrace.interrupts import interruptible
 
 _ANSWER_TIME = 10.0  # seconds until a cluster answers
 _CANCEL_TIME = 10.0  # seconds until cancelled tasks have ended
-_PAUSE = 0.2  # seconds after which a wait for results lets Ctrl-C in
 
 
 def run_ray(
@@ -45,7 +43,7 @@ def run_ray(
     workers: int | None = None,
     note: Callable[[str], None] = lambda text: None,
 ) -> Generator[tuple[Task, Any], None, None]:
-    """Runs a function on tasks on a Ray cluster; an `Executor`.
+    """Runs a function on tasks on a Ray cluster; an `Executor`, which tells the other arguments.
 
     Uses the Ray runtime of this process if there is one, and leaves it running. Otherwise joins the
     cluster that the environment variable RAY_ADDRESS names ("auto": one on this machine), and
@@ -56,42 +54,17 @@ def run_ray(
     `interrupts_held`, Ctrl-C is taken while this waits for tasks or results.
 
     Args:
-        function, context, tasks: As of any `Executor`; every machine can import the function.
         workers: Number of tasks that the cluster has at a time, at least 1; None: twice its CPUs,
             so that a free CPU finds its next task there.
         note: Called with a sentence that says which cluster runs the tasks.
 
     Raises:
-        ConfigError: If Ray is not installed, the cluster cannot be joined or started, it has no
-            CPUs, or a worker cannot load the function, the context or a task.
-        MillraceError: A task whose worker or machine was lost in every attempt.
-        Exception: The error of the function, or of drawing a task.
+        ConfigError: If Ray is not installed, the cluster cannot be joined or started, or it has no
+            CPUs.
     """
     if workers is not None:
         workers = checks.whole("workers", workers, 1)
     work = to_bytes("the function or its context", (function, context))
-    ray = _import_ray()
-    with _connected(ray, note):
-        limit = 2 * _num_cpus(ray) if workers is None else workers
-        # In a list, a reference is sent to the worker instead of the bytes.
-        key, work_references = os.urandom(8), [ray.put(work)]
-        remote = ray.remote(num_cpus=1, max_retries=ATTEMPTS - 1, retry_exceptions=False)(_run)
-        running: dict[Any, Task] = {}
-        try:
-            for task in interruptible_tasks(tasks):
-                data = to_bytes(str(task), task)
-                options = remote.options(name=str(task))
-                running[options.remote(key, work_references, data)] = task
-                while len(running) == limit:
-                    yield from _finished(ray, running, _PAUSE)
-                yield from _finished(ray, running, 0)
-            while running:
-                yield from _finished(ray, running, _PAUSE)
-        finally:
-            _cancel(ray, list(running))
-
-
-def _import_ray() -> Any:
     try:
         import ray
     except ImportError as error:
@@ -99,14 +72,34 @@ def _import_ray() -> Any:
             f"Ray cannot be loaded: {error}. Install it on every machine, "
             "`pip install 'millrace[ray]'`, or use the local engine"
         ) from None
-    return ray
+    with _connected(ray, note):
+        limit = 2 * _num_cpus(ray) if workers is None else workers
+        # In a list, a reference is sent to the worker instead of the bytes.
+        key, work_references = os.urandom(8), [ray.put(work)]
+        remote = ray.remote(num_cpus=1, max_retries=ATTEMPTS - 1, retry_exceptions=False)(_run)
+        running: dict[Any, Task] = {}
+
+        def submit(task: Task, data: bytes) -> None:
+            running[remote.options(name=str(task)).remote(key, work_references, data)] = task
+
+        def receive(seconds: float) -> Iterator[tuple[Task, bytes | Exception]]:
+            return _finished(ray, running, seconds)
+
+        try:
+            yield from run_tasks(tasks, limit, submit, receive)
+        finally:
+            _cancel(ray, list(running))
 
 
 @contextlib.contextmanager
 def _connected(ray: Any, note: Callable[[str], None]) -> Iterator[None]:
     """A block with a Ray runtime, which is ended afterwards if it was not there before."""
+
+    def say(where: str) -> None:
+        note(f"the tasks run on {where}, {ray.get_runtime_context().gcs_address}")
+
     if ray.is_initialized():
-        note(f"the tasks run on the Ray cluster of this process, {_address(ray)}")
+        say("the Ray cluster of this process")
         yield
         return
     previous = signal.getsignal(signal.SIGTERM)  # Ray sets its own
@@ -117,7 +110,7 @@ def _connected(ray: Any, note: Callable[[str], None]) -> Iterator[None]:
             if address := os.environ.get("RAY_ADDRESS"):
                 _check_address(address)
                 ray.init(address, **options)
-                note(f"the tasks run on the Ray cluster of RAY_ADDRESS, {_address(ray)}")
+                say("the Ray cluster of RAY_ADDRESS")
             else:
                 num_cpus = available_cores()
                 ray.init("local", num_cpus=num_cpus, include_dashboard=False, **options)
@@ -139,10 +132,6 @@ def _connected(ray: Any, note: Callable[[str], None]) -> Iterator[None]:
             signal.signal(signal.SIGTERM, previous)
 
 
-def _address(ray: Any) -> str:
-    return str(ray.get_runtime_context().gcs_address)
-
-
 def _check_address(address: str) -> None:
     """Raises a ConnectionError if nothing answers at the address HOST:PORT of a cluster.
 
@@ -158,18 +147,17 @@ def _check_address(address: str) -> None:
 
 
 def _num_cpus(ray: Any) -> int:
-    num_cpus = int(ray.cluster_resources().get("CPU", 0))
-    if num_cpus == 0:
-        raise ConfigError(
-            "the Ray cluster has no CPUs for tasks: add machines to it, or give the number of "
-            "workers if machines are added when tasks wait"
-        )
-    return num_cpus
+    if num_cpus := int(ray.cluster_resources().get("CPU", 0)):
+        return num_cpus
+    raise ConfigError(
+        "the Ray cluster has no CPUs for tasks: add machines to it, or give the number of "
+        "workers if machines are added when tasks wait"
+    )
 
 
 def _finished(
     ray: Any, running: dict[Any, Task], seconds: float
-) -> Generator[tuple[Task, Any], None, None]:
+) -> Iterator[tuple[Task, bytes | Exception]]:
     """Takes the tasks that have finished; waits up to some seconds for the first."""
     with interruptible():
         ready, _ = ray.wait(list(running), timeout=seconds)
@@ -181,8 +169,8 @@ def _finished(
             with interruptible():
                 answer = ray.get(reference)
         except ray.exceptions.RayError as error:
-            raise _failure(task, error) from None
-        yield task, result_of(answer)
+            answer = _failure(task, error)
+        yield task, answer
 
 
 def _cancel(ray: Any, references: list[Any]) -> None:
@@ -192,7 +180,7 @@ def _cancel(ray: Any, references: list[Any]) -> None:
         # Ray may lose a request for a task that is just being started.
         for reference in references:
             ray.cancel(reference, force=True)
-        _, references = ray.wait(references, num_returns=len(references), timeout=_PAUSE)
+        _, references = ray.wait(references, num_returns=len(references), timeout=PAUSE)
 
 
 def _failure(task: Task, error: Exception) -> MillraceError:
@@ -217,16 +205,16 @@ _loaded: tuple[bytes, Function, Any] | None = None  # the key, the function and 
 
 def _run(key: bytes, work_references: list[Any], data: bytes) -> bytes:
     """Runs a task; loads the function and the context if the last task had others."""
-    global _loaded
     os.environ.update(ENVIRONMENT)  # before a library of the function looks at it
-    loaded = _loaded
-    try:
-        if loaded is None or loaded[0] != key:
+
+    def call() -> Any:
+        global _loaded
+        if _loaded is None or _loaded[0] != key:
             import ray
 
-            _loaded = loaded = None  # the memory of the last context
-            _loaded = loaded = key, *from_bytes(ray.get(work_references[0]))
-    except Exception as error:
-        return error_answer(error)
-    _, function, context = loaded
-    return answer_of(function, context, data)
+            _loaded = None  # the memory of the last context
+            _loaded = key, *from_bytes(ray.get(work_references[0]))
+        _, function, context = _loaded
+        return function(context, from_bytes(data))
+
+    return answer_of(call)

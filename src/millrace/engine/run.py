@@ -35,16 +35,17 @@ import contextlib
 import functools
 import json
 import os
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from millrace.checks import one_path
-from millrace.engine.attempt import run_attempt
+from millrace.engine import ray
 from millrace.engine.journal import Journal, differences, plain_json
 from millrace.engine.local import run_local
 from millrace.engine.progress import Progress
-from millrace.engine.tasks import Executor, Function, Task
+from millrace.engine.tasks import Executor, Function, Task, run_attempt
 from millrace.errors import ConfigError, MillraceError
 from millrace.files import atomic_file, fsync_folder, temporaries_of
 from millrace.interrupts import interruptible, interrupts_held
@@ -121,7 +122,8 @@ class Run:
         show_progress: bool = False,
     ) -> None:
         self._prefix = one_path("prefix", prefix)
-        self._job, self._inputs = plain_json([dict(job), dict(inputs or {})])
+        self._job, details = plain_json([dict(job), dict(inputs or {})])
+        self._identity = {**self._job, **details}
         self._outputs = outputs
         self._engine, self._show_progress = engine, show_progress
         self._start = restart, on_restart
@@ -134,9 +136,9 @@ class Run:
             stack.enter_context(interrupts_held())
             journal = self._journal = Journal(self._prefix + JOURNAL)
             stack.callback(journal.close)
-            for left in temporaries_of(self._result_path):
+            for left in temporaries_of(self._prefix + RESULT):
                 os.unlink(left)
-            earlier = _read_result(self._result_path)
+            earlier = _read_result(self._prefix + RESULT)
             is_whole = earlier.get("outputs") == self._stats() != {}
             changes = differences(earlier.get("job"), self._identity)
             if is_whole and not changes and not restart:
@@ -164,11 +166,9 @@ class Run:
     def scratch(self) -> str:
         return os.path.join(self.folder, "scratch")
 
-    # ---- what is kept ----
-
     def once(self, name: str, make: Callable[[], Any]) -> Any:
         """Returns what `make` returned, in this run or an earlier one; plain JSON."""
-        value = self._journal.value(name)
+        value = self.stored(name)
         if value is None:
             with interruptible():
                 value = make()
@@ -182,8 +182,6 @@ class Run:
     def store(self, name: str, value: Any) -> None:
         """Stores a value, plain JSON, in the place of an earlier one."""
         self._journal.store(name, value)
-
-    # ---- work ----
 
     @contextlib.contextmanager
     def phase(self, label: str, total: int | None = None) -> Iterator[Progress]:
@@ -238,54 +236,43 @@ class Run:
 
         def work() -> Generator[Done, None, None]:
             amount = 0
-            with (
-                Progress(phase, total, enabled=self._show_progress) as progress,
-                contextlib.closing(
-                    self._answers(function, tasks, context, keep, workers, progress)
-                ) as answers,
-            ):
-                for done in answers:
-                    yield done
-                    size, text = (1, "") if report is None else report(done)
-                    if done.is_kept:
-                        progress.skip(size)
-                    else:
-                        amount += size
-                    progress.update(amount, text)
+            with Progress(phase, total, enabled=self._show_progress) as progress:
+                executor: Any = self._engine
+                if executor == "local":
+                    executor = run_local
+                elif executor == "ray":
+                    executor = functools.partial(ray.run_ray, note=progress.note)
+                line = _Line()
+                new = self._new_tasks(tasks, keep, line)
+                is_durable = self._engine != "local"
+                arguments = function, context, self._journal.folder_of(""), is_durable
+                results = executor(run_attempt, arguments, new, workers=workers)
+                # Closed at an error, too: the generators hold the input that is being read open.
+                with contextlib.closing(new), contextlib.closing(results):
+                    for done in self._in_order(results, line):
+                        yield done
+                        size, text = (1, "") if report is None else report(done)
+                        if done.is_kept:
+                            progress.skip(size)
+                        else:
+                            amount += size
+                        progress.update(amount, text)
 
         results = work()
         self._stack.callback(results.close)  # if an error in the job's own loop ends it
         return results
 
-    def _answers(
-        self,
-        function: Function,
-        tasks: Iterable[Task],
-        context: Any,
-        keep: Callable[[Task, Any], bool],
-        workers: int | None,
-        progress: Progress,
-    ) -> Generator[Done, None, None]:
-        """Runs the tasks; yields those that are finished without a gap."""
-        line = _Line()
-        work = function, context, os.path.join(self.folder, "files"), self._engine != "local"
-        # Closed at an error, too: the generators hold the input that is being read open.
-        with (
-            contextlib.closing(self._new_tasks(tasks, keep, line)) as new,
-            contextlib.closing(
-                self._executor(progress)(run_attempt, work, new, workers=workers)
-            ) as results,
-        ):
-            for task, answer in results:
-                if not isinstance(answer, MillraceError):
-                    attempt, record, sums = answer
-                    record = self._journal.add(task.id, attempt, record, sums)
-                    folder = os.path.join(self.folder, "files", attempt)
-                    answer = Done(task, record, folder, is_kept=False)
-                    self.num_done += 1
-                line.put(task.id, answer)
-                yield from line.ready()
+    def _in_order(self, results: Iterable[tuple[Task, Any]], line: _Line) -> Iterator[Done]:
+        """Puts results into the journal, and yields the tasks that are finished without a gap."""
+        for task, answer in results:
+            if not isinstance(answer, MillraceError):
+                attempt, record, sums = answer
+                record = self._journal.add(task.id, attempt, record, sums)
+                answer = Done(task, record, self._journal.folder_of(attempt), is_kept=False)
+                self.num_done += 1
+            line.put(task.id, answer)
             yield from line.ready()
+        yield from line.ready()
 
     def _new_tasks(
         self, tasks: Iterable[Task], keep: Callable[[Task, Any], bool], line: _Line
@@ -293,7 +280,7 @@ class Run:
         """The tasks that must run, until one fails."""
         try:
             for task in tasks:
-                line.expect(task.id)
+                line.put(task.id, None)
                 known = self._journal.record(task.id)
                 if known is not None and keep(task, known[0]):
                     line.put(task.id, Done(task, *known, is_kept=True))
@@ -303,22 +290,10 @@ class Run:
                 if line.has_failed:
                     return
         except MillraceError as error:  # of reading the input here, after what tasks have read
-            line.expect("")
             line.put("", error)
         finally:
             if isinstance(tasks, Generator):
                 tasks.close()  # it may hold the input open, and an error may hold it
-
-    def _executor(self, progress: Progress) -> Executor:
-        if self._engine == "local":
-            return run_local
-        if callable(self._engine):
-            return self._engine
-        from millrace.engine.ray import run_ray
-
-        return functools.partial(run_ray, note=progress.note)
-
-    # ---- the output ----
 
     def publish(self, make_public: Callable[[], None], result: Any) -> Any:
         """Publishes the output, stores the result beside it, and removes the journal.
@@ -332,11 +307,11 @@ class Run:
         Returns:
             The result.
         """
-        result = plain_json(result)
+        result, path = plain_json(result), self._prefix + RESULT
         self.check_interrupt()
         with contextlib.suppress(FileNotFoundError):  # it must not speak of other output
-            os.unlink(self._result_path)
-            fsync_folder(self._result_path)
+            os.unlink(path)
+            fsync_folder(path)
         make_public()
         content = {
             "format": _FORMAT,
@@ -345,60 +320,46 @@ class Run:
             "outputs": self._stats(),
             "result": result,
         }
-        with atomic_file(self._result_path) as file:
+        with atomic_file(path) as file:
             file.write(json.dumps(content).encode())
         self._journal.remove()
         return result
 
-    @property
-    def _result_path(self) -> str:
-        return self._prefix + RESULT
-
-    @property
-    def _identity(self) -> dict[str, Any]:
-        return {**self._job, **self._inputs}
-
     def _stats(self) -> dict[str, list[int]]:
         """Size and time of each file of the output; none if one is missing."""
-        try:
-            stats = {path: os.stat(path) for path in self._outputs}
-        except FileNotFoundError:
-            return {}
-        return {
-            os.path.basename(path): [status.st_size, status.st_mtime_ns]
-            for path, status in stats.items()
-        }
+        stats = {}
+        with contextlib.suppress(FileNotFoundError):
+            for path in self._outputs:
+                status = os.stat(path)
+                stats[os.path.basename(path)] = [status.st_size, status.st_mtime_ns]
+            return stats
+        return {}
 
     def _check_free(self, changes: str) -> None:
         """Raises a ConfigError if there is output that this run would replace."""
-        for path in self._outputs:
-            if os.path.exists(path):
-                reason = f", written by a command that differs: {changes}" if changes else ""
-                raise ConfigError(
-                    f"{path} is there already{reason}. Give --restart (restart=True) to replace "
-                    "it, or another output"
-                )
+        reason = f", written by a command that differs: {changes}" if changes else ""
+        for path in filter(os.path.exists, self._outputs):
+            raise ConfigError(
+                f"{path} is there already{reason}. Give --restart (restart=True) to replace it, or "
+                "another output"
+            )
 
 
 class _Line:
-    """Answers of tasks, in the order in which the tasks were drawn."""
+    """Answers of tasks, in the order in which the tasks were drawn; None: there is none yet."""
 
     def __init__(self) -> None:
-        self._order: deque[str] = deque()
-        self._answers: dict[str, Done | MillraceError] = {}
+        self._answers: OrderedDict[str, Done | MillraceError | None] = OrderedDict()
         self.has_failed = False
 
-    def expect(self, task: str) -> None:
-        self._order.append(task)
-
-    def put(self, task: str, answer: Done | MillraceError) -> None:
+    def put(self, task: str, answer: Done | MillraceError | None) -> None:
         self._answers[task] = answer
         self.has_failed |= isinstance(answer, MillraceError)
 
     def ready(self) -> Iterator[Done]:
         """Takes the answers that wait for none before them; raises an error among them."""
-        while self._order and self._order[0] in self._answers:
-            answer = self._answers.pop(self._order.popleft())
+        while self._answers and (answer := next(iter(self._answers.values()))) is not None:
+            self._answers.popitem(last=False)
             if isinstance(answer, MillraceError):
                 raise answer
             yield answer
@@ -407,8 +368,7 @@ class _Line:
 def _read_result(path: str) -> dict[str, Any]:
     """What `Run.publish` has stored; empty if there is nothing, or nothing that can be read."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        with open(path, "rb") as file:
-            content: dict[str, Any] = json.loads(file.read())
+        content: dict[str, Any] = json.loads(Path(path).read_bytes())
         if content["format"] == _FORMAT:
             return content
     return {}

@@ -1,13 +1,15 @@
-"""What a task is, and what an executor does with tasks."""
+"""What a task is, what an executor does with tasks, and what workers have in common."""
 
 from __future__ import annotations
 
+import os
 import pickle
 import traceback
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from millrace.errors import ConfigError, MillraceError
+from millrace.files import flush_to_disk, fsync_folder, naming, sum_of
 from millrace.interrupts import interruptible
 
 
@@ -73,16 +75,47 @@ ENVIRONMENT = {
 """Environment variables of workers: threads of a library would compete with other workers."""
 
 
+PAUSE = 0.2  # seconds after which a wait for results lets Ctrl-C in
+
+
 def interruptible_tasks(tasks: Iterable[Task]) -> Iterator[Task]:
     """The tasks; Ctrl-C is taken while the next one is drawn."""
     iterator = iter(tasks)
     while True:
         with interruptible():
-            try:
-                task = next(iterator)
-            except StopIteration:
-                return
+            task = next(iterator, None)
+        if task is None:
+            return
         yield task
+
+
+def run_tasks(
+    tasks: Iterable[Task],
+    limit: int,
+    submit: Callable[[Task, bytes], None],
+    receive: Callable[[float], Iterable[tuple[Task, bytes | Exception]]],
+) -> Generator[tuple[Task, Any], None, None]:
+    """The loop of an executor: yields each task and its result.
+
+    Args:
+        tasks: The tasks, of which at most `limit` are unfinished at a time.
+        limit: Number of tasks.
+        submit: Function that begins a task, which it gets pickled, too.
+        receive: Function that returns the answers that have come; it waits up to a number of
+            seconds for the first.
+    """
+    drawn, is_over, num_running = interruptible_tasks(tasks), False, 0
+    while num_running or not is_over:
+        if not is_over and num_running < limit:
+            task = next(drawn, None)
+            if task is None:
+                is_over = True
+                continue
+            submit(task, to_bytes(str(task), task))
+            num_running += 1
+        for task, answer in receive(PAUSE if is_over or num_running == limit else 0.0):
+            num_running -= 1
+            yield task, result_of(answer)
 
 
 # ---- between processes ----
@@ -111,28 +144,79 @@ def from_bytes(data: bytes) -> Any:
         ) from None
 
 
-def answer_of(function: Function, context: Any, task: bytes) -> bytes:
-    """Runs the function on a pickled task, in a worker; the answer is for `result_of`."""
+def answer_of(function: Callable[..., Any], *arguments: Any) -> bytes:
+    """Calls a function in a worker; its result or its error, for `result_of`."""
     try:
-        return to_bytes("the result of a task", (function(context, from_bytes(task)), None))
+        return to_bytes("the result of a task", (function(*arguments), None))
     except Exception as error:
-        return error_answer(error)
+        trace = "" if isinstance(error, MillraceError) else traceback.format_exc()
+        try:
+            data = pickle.dumps((error, trace))
+            pickle.loads(data)
+        except Exception:  # an error whose class cannot be pickled, or not restored
+            data = pickle.dumps((MillraceError(f"in a worker process: {error!r}"), trace))
+        return data
 
 
-def error_answer(error: Exception) -> bytes:
-    """An error as an answer, with its traceback unless it is a MillraceError."""
-    trace = "" if isinstance(error, MillraceError) else traceback.format_exc()
-    try:
-        data = pickle.dumps((error, trace))
-        pickle.loads(data)
-    except Exception:  # an error whose class cannot be pickled, or not restored
-        data = pickle.dumps((MillraceError(f"in a worker process: {error!r}"), trace))
-    return data
-
-
-def result_of(answer: bytes) -> Any:
+def result_of(answer: bytes | Exception) -> Any:
     """The result in a worker's answer; raises the error in it."""
+    if isinstance(answer, Exception):
+        raise answer
     value, trace = pickle.loads(answer)
     if trace is not None:
         raise value from (RuntimeError(trace) if trace else None)
     return value
+
+
+# ---- an attempt of a task, for a run ----
+
+
+def run_attempt(work: tuple[Function, Any, str, bool], task: Task) -> Any:
+    """Runs a task in a folder of its own, in a worker.
+
+    Args:
+        work: The function and its context, the folder of all attempts, and whether files must be on
+            the disk before the task is done: where the job goes on when it loses this machine.
+        task: The task.
+
+    Returns:
+        The name of the attempt's folder, the record, and size and checksum of each file; or a
+        MillraceError of the function.
+    """
+    function, context, folder, is_durable = work
+    attempt = f"{task.id}.{os.urandom(6).hex()}"
+    path = os.path.join(folder, attempt)
+    try:
+        os.mkdir(path)
+    except FileNotFoundError:
+        return MillraceError(
+            f"{folder} does not exist on {os.uname().nodename}. Either the job has ended or was "
+            "started again while this task was at work, or this machine does not share the file "
+            "system of the output: put the output on one that all machines share"
+        )
+    sums = {}
+    try:
+        record, files = function(context, task._replace(folder=path))
+        for file in files:
+            name = os.path.relpath(file, path)
+            if os.path.dirname(name):
+                return ConfigError(f"{name} is not in {path}, the folder of {task}")
+            sums[name] = _sum(file, files, is_durable)
+    except MillraceError as error:
+        return error
+    if is_durable:
+        fsync_folder(os.path.join(path, ""))
+    return attempt, record, sums
+
+
+def _sum(path: str, files: Any, is_durable: bool) -> tuple[int, str]:
+    size, digest = files[path] if isinstance(files, Mapping) else sum_of(path)
+    if os.path.getsize(path) != size:
+        raise MillraceError(
+            f"{path} has {os.path.getsize(path)} bytes, and {size} were written: another program "
+            "has changed it. Run again"
+        )
+    if is_durable:
+        with naming(path), open(path, "rb") as file:
+            flush_to_disk(file)
+    return size, digest
