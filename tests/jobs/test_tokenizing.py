@@ -32,7 +32,7 @@ from millrace.jobs import TokenizeResult, merge, tokenize
 from millrace.text import Documents, SentenceSplitter
 from millrace.tokenizing import TokenizeOptions, text_job
 from millrace.tokenizing.chunk import Comparison
-from millrace.tokenizing.workers import choose_workers
+from millrace.tokenizing.plan import choose_workers
 from tests.conftest import make_texts, write_jsonl
 from tests.jobs.kills import finished_tasks
 

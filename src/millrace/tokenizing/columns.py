@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from millrace.encoding.flat_ids import starts_and_ends, with_tokens
 from millrace.store import IndexedDatasetBuilder
-from millrace.text import SentenceSplitter
 from millrace.tokenizing.tokenize_options import TokenizeOptions
 
 
-@dataclass(frozen=True, kw_only=True)
-class Column:
+class Column(NamedTuple):
     """The tokens of one key of a batch of documents.
 
     Attributes:
@@ -29,18 +26,16 @@ class Column:
 
     tokens: NDArray[Any]
     lengths: NDArray[np.int64]
-    counts: NDArray[np.int64] | None
+    counts: NDArray[np.int64] | None = None
 
     def select(self, mask: NDArray[np.bool_]) -> Column:
         """The documents where `mask`, bool [documents], is True."""
         if mask.all():
             return self
         sequences = mask if self.counts is None else np.repeat(mask, self.counts)
-        return Column(
-            tokens=self.tokens[np.repeat(sequences, self.lengths)],
-            lengths=self.lengths[sequences],
-            counts=None if self.counts is None else self.counts[mask],
-        )
+        counts = None if self.counts is None else self.counts[mask]
+        tokens = self.tokens[np.repeat(sequences, self.lengths)]
+        return Column(tokens, self.lengths[sequences], counts)
 
     def add_to(self, builder: IndexedDatasetBuilder) -> None:
         """Appends the documents to an indexed dataset."""
@@ -63,42 +58,32 @@ def encode_column(texts: Sequence[str | list[str]], options: TokenizeOptions) ->
     for each. Sequences without tokens are dropped. The first and the last token of the options
     stand before the first, and after the last sequence of each document with at least one token, as
     part of that sequence.
-
-    Args:
-        texts: Text or list of texts of each document.
-        options: The tokenizer, the splitter, and the first and the last token of documents.
     """
     tokenizer, splitter = options.tokenizer, options.splitter
     first_token, last_token = options.first_token, options.last_token
+
+    def add_tokens(starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[Any]:
+        return with_tokens(ids, starts, ends, first_token, last_token, tokenizer.dtype)
+
     if splitter is None and all(type(text) is str for text in texts):
         ids, lengths = tokenizer.encode_batch(texts)  # type: ignore[arg-type]
         starts, ends = starts_and_ends(lengths)
         is_full = lengths > 0
         lengths = lengths + is_full * ((first_token is not None) + (last_token is not None))
-        tokens = with_tokens(
-            ids, starts[is_full], ends[is_full], first_token, last_token, tokenizer.dtype
-        )
-        return Column(tokens=tokens, lengths=lengths, counts=None)
-    parts = [_sentences(text, splitter) for text in texts]
+        return Column(add_tokens(starts[is_full], ends[is_full]), lengths)
+    parts = [
+        text if isinstance(text, list) else splitter.split(text) if splitter else [text]
+        for text in texts
+    ]
     ids, lengths = tokenizer.encode_batch(list(itertools.chain.from_iterable(parts)))
-    documents = _numbers(np.fromiter(map(len, parts), np.int64, len(parts)))[lengths > 0]
+    sizes = np.fromiter(map(len, parts), np.int64, len(parts))
+    documents = np.repeat(np.arange(len(parts)), sizes)[lengths > 0]
     lengths = lengths[lengths > 0]
     counts = np.bincount(documents, minlength=len(parts))
     starts, ends = starts_and_ends(lengths)
     last = np.cumsum(counts)[counts > 0] - 1  # the last sequence of each document
     first = last - counts[counts > 0] + 1
-    tokens = with_tokens(ids, starts[first], ends[last], first_token, last_token, tokenizer.dtype)
+    tokens = add_tokens(starts[first], ends[last])
     lengths[first] += first_token is not None
     lengths[last] += last_token is not None
-    return Column(tokens=tokens, lengths=lengths, counts=counts)
-
-
-def _sentences(text: str | list[str], splitter: SentenceSplitter | None) -> list[str]:
-    if isinstance(text, list):
-        return text
-    return [text] if splitter is None else splitter.split(text)
-
-
-def _numbers(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Number i, counts[i] times, for each i."""
-    return np.repeat(np.arange(len(counts)), counts)
+    return Column(tokens, lengths, counts)

@@ -10,8 +10,7 @@ import json
 import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -25,21 +24,16 @@ _SHOWN_REJECTS = 20
 _ORIGINS = 1 << 15  # documents whose origins are read at a time
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Task:
-    """A finished task.
-
-    Attributes:
-        folder: Folder of its files.
-        sources: Source of each part.
-        first_lines: Number of the first line of each part.
-        documents_before: Number of documents of all tasks before it.
-    """
+class _Task(NamedTuple):
+    """A finished task: its folder, source and first line of each part, and documents before it."""
 
     folder: str
     sources: list[str]
     first_lines: list[int]
     documents_before: int
+
+    def open(self, stack: contextlib.ExitStack, name: str) -> BinaryIO:
+        return stack.enter_context(open(os.path.join(self.folder, name), "rb"))
 
 
 class Output:
@@ -58,13 +52,11 @@ class Output:
     def __init__(
         self,
         builders: Sequence[IndexedDatasetBuilder],
-        *,
         num_partitions: int,
         has_origins: bool,
         quarantine: BinaryIO | None,
     ) -> None:
-        self._builders = builders
-        self._num_partitions = num_partitions
+        self._builders, self._num_partitions = builders, num_partitions
         self.origins = [OriginsWriter(one.prefix) for one in builders] if has_origins else []
         self._quarantine = quarantine
         self._next_line: tuple[str, int] | None = None  # and the source, of the last part
@@ -76,15 +68,9 @@ class Output:
     def append(self, done: Done) -> None:
         """Appends the next task."""
         record, parts = done.record, done.task.payload.parts
-        task = _Task(
-            folder=done.folder,
-            sources=[part.source for part in parts],
-            first_lines=[
-                self._first_line(part, num_lines)
-                for part, num_lines in zip(parts, record["lines"], strict=True)
-            ],
-            documents_before=self.num_documents,
-        )
+        first_lines = list(map(self._first_line, parts, record["lines"]))
+        sources = [part.source for part in parts]
+        task = _Task(done.folder, sources, first_lines, self.num_documents)
         self.num_documents += record["documents"]
         self.num_bytes += record["bytes"]
         self.num_tokens = list(map(operator.add, self.num_tokens, record["tokens"]))
@@ -118,19 +104,21 @@ class Output:
         if self.origins:
             for origins in _read_origins(task, group):
                 for writer in self.origins:
-                    writer.add(**origins)
+                    writer.add(*origins)
 
     def _append_rejects(self, task: _Task, counts: Sequence[int]) -> None:
         with contextlib.ExitStack() as stack:
-            files = [
-                [
-                    stack.enter_context(open(os.path.join(task.folder, name + ending), "rb"))
-                    for ending in (".rejects.jsonl", ".rejects.bin")
-                ]
+            rejects = [
+                zip(
+                    map(json.loads, task.open(stack, f"{name}.rejects.jsonl")),
+                    itertools.repeat(task.open(stack, f"{name}.rejects.bin")),
+                )
                 for name, count in zip(REJECTS, counts, strict=True)
                 if count > 0
             ]
-            for row, data in heapq.merge(*itertools.starmap(_rejects, files), key=_place):
+            for row, data in heapq.merge(
+                *rejects, key=lambda one: (one[0]["part"], one[0]["line"])
+            ):
                 self.num_rejects += 1
                 place = {
                     "file": task.sources[row["part"]],
@@ -146,24 +134,11 @@ class Output:
                     self._quarantine.write(b'"}\n')
 
 
-def _rejects(rows: BinaryIO, data: BinaryIO) -> Iterator[tuple[dict[str, Any], BinaryIO]]:
-    """Rejects of a task, and the file whose next bytes are those of the line."""
-    for row in rows:
-        yield json.loads(row), data
-
-
-def _place(reject: tuple[dict[str, Any], BinaryIO]) -> tuple[int, int]:
-    row, _ = reject
-    return row["part"], row["line"]
-
-
-def _read_origins(task: _Task, group: int) -> Iterator[dict[str, Any]]:
+def _read_origins(task: _Task, group: int) -> Iterator[tuple[Any, ...]]:
     """The arguments of `OriginsWriter.add` for a group of a task's documents."""
     first_lines = np.array(task.first_lines, np.int64)
-    with (
-        open(os.path.join(task.folder, "origins"), "rb") as rows_file,
-        open(os.path.join(task.folder, "ids"), "rb") as ids_file,
-    ):
+    with contextlib.ExitStack() as stack:
+        rows_file, ids_file = task.open(stack, "origins"), task.open(stack, "ids")
         while data := rows_file.read(_ORIGINS * ORIGIN.itemsize):
             rows = np.frombuffer(data, ORIGIN)
             ids = [
@@ -172,10 +147,6 @@ def _read_origins(task: _Task, group: int) -> Iterator[dict[str, Any]]:
             ]
             members = rows["partition"] == group
             rows = rows[members]
-            yield {
-                "sources": task.sources,
-                "source_numbers": rows["part"],
-                "lines": rows["line"] + first_lines[rows["part"]],
-                "byte_offsets": rows["byte_offset"],
-                "ids": list(itertools.compress(ids, members)),
-            }
+            lines = rows["line"] + first_lines[rows["part"]]
+            kept = list(itertools.compress(ids, members))
+            yield task.sources, rows["part"], lines, rows["byte_offset"], kept

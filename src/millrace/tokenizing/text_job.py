@@ -23,12 +23,17 @@ from millrace.provenance.origins import has_pyarrow
 from millrace.store import IndexedDatasetBuilder, finalize_together
 from millrace.store.publish import LOCK, files_of, idx_path, remove_leftovers
 from millrace.text import InputFile, Query, find_inputs, parts_of, read_documents
-from millrace.tokenizing import cuts
-from millrace.tokenizing.chunk import run_task
-from millrace.tokenizing.input_tasks import InputTasks, identity_of_file, plan_tasks
+from millrace.tokenizing.chunk import run_task, texts_of
 from millrace.tokenizing.output import Output
+from millrace.tokenizing.plan import (
+    MB,
+    InputTasks,
+    absolute,
+    choose_workers,
+    identity_of_file,
+    remove_piece,
+)
 from millrace.tokenizing.tokenize_options import TokenizeKeywords, TokenizeOptions
-from millrace.tokenizing.workers import MB, choose_workers
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -122,7 +127,7 @@ def tokenize(
     notices = [*filter(None, [notice, _notice_of(others), _unseen(tokenizer)])]
     with Run(
         checked.output_prefix,
-        identity(checked, files),
+        _identity(checked, files),
         inputs=_details(checked, files),
         outputs=list(map(idx_path, checked.prefixes.values())),
         engine=checked.engine,
@@ -131,17 +136,24 @@ def tokenize(
     ) as run:
         for notice in notices:
             run.note(notice)
-        if run.result is not None:
-            run.note(ALREADY)
-            # From another folder, the output has another path.
-            return _earlier(TokenizeResult(**{**run.result, "prefixes": checked.prefixes}))
-        result = _write(run, checked, files, workers)
+        if run.result is None:
+            result = _write(run, checked, files, workers)
+            notices += result.notices
+            return replace(result, seconds=time.monotonic() - start, notices=notices)
+        run.note(ALREADY)
+        # From another folder, the output has another path.
+        result = TokenizeResult(**{**run.result, "prefixes": checked.prefixes})
         return replace(
-            result, seconds=time.monotonic() - start, notices=[*notices, *result.notices]
+            result,
+            num_chunks_done=0,
+            num_chunks_kept=result.num_chunks_kept + result.num_chunks_done,
+            num_bytes_done=0,
+            seconds=0.0,
+            notices=[*result.notices, ALREADY],
         )
 
 
-def identity(options: TokenizeOptions, files: Sequence[InputFile]) -> dict[str, Any]:
+def _identity(options: TokenizeOptions, files: Sequence[InputFile]) -> dict[str, Any]:
     """What decides the tasks: another job cannot continue with this one's journal.
 
     Inputs may change, as what a task has read is compared with what it would read now.
@@ -160,7 +172,7 @@ def identity(options: TokenizeOptions, files: Sequence[InputFile]) -> dict[str, 
         "last_token": options.last_token,
         "partitions": options.num_partitions,
         "max_document_size": options.longest_document,
-        "inputs": [cuts.absolute(file.path) for file in files],
+        "inputs": [absolute(file.path) for file in files],
     }
     if options.format is not None:
         entries["format"] = f"{type(options.format).__module__} {options.format.name}"
@@ -183,21 +195,6 @@ def _details(options: TokenizeOptions, files: Sequence[InputFile]) -> dict[str, 
     return entries
 
 
-def _earlier(result: TokenizeResult) -> TokenizeResult:
-    """The result of an earlier run, for a run that did nothing."""
-    return replace(
-        result,
-        num_chunks_done=0,
-        num_chunks_kept=result.num_chunks_kept + result.num_chunks_done,
-        num_bytes_done=0,
-        seconds=0.0,
-        notices=[*result.notices, ALREADY],
-    )
-
-
-# ---- the work ----
-
-
 def _write(
     run: Run, options: TokenizeOptions, files: Sequence[InputFile], workers: int
 ) -> TokenizeResult:
@@ -206,28 +203,22 @@ def _write(
         prefix = glob.escape(os.fspath(options.output_prefix))
         for lock in glob.glob(f"{prefix}_*_*{LOCK}"):
             remove_leftovers(lock.removesuffix(LOCK))
+    dtype, has_origins = options.tokenizer.dtype, options.provenance != "none"
     with contextlib.ExitStack() as stack:
         builders = [
-            stack.enter_context(
-                IndexedDatasetBuilder(prefix, options.tokenizer.dtype, checksums=options.checksums)
-            )
+            stack.enter_context(IndexedDatasetBuilder(prefix, dtype, checksums=options.checksums))
             for prefix in options.prefixes.values()
         ]
-        if options.provenance != "none":
+        if has_origins:
             # Arrow takes 0.3 s to import: time that it has while the first chunk is encoded.
             threading.Thread(target=has_pyarrow, daemon=True).start()
         quarantine = None
         if options.on_error == "quarantine":
             path = os.path.join(run.scratch, "quarantine.jsonl")
             quarantine = stack.enter_context(open(path, "wb"))
-        output = Output(
-            builders,
-            num_partitions=options.num_partitions,
-            has_origins=options.provenance != "none",
-            quarantine=quarantine,
-        )
-        tasks = plan_tasks(run, options, files, workers)
-        num_bytes_done = _append_tasks(run, tasks, output, workers)
+        output = Output(builders, options.num_partitions, has_origins, quarantine)
+        tasks = InputTasks(run, options, files, workers)
+        num_bytes_done = _append_tasks(run, options, tasks, output, workers)
         output.finish(run.check_interrupt)
         result = TokenizeResult(
             prefixes=options.prefixes,
@@ -250,7 +241,9 @@ def _write(
     return result
 
 
-def _append_tasks(run: Run, tasks: InputTasks, output: Output, workers: int) -> int:
+def _append_tasks(
+    run: Run, options: TokenizeOptions, tasks: InputTasks, output: Output, workers: int
+) -> int:
     """Runs the tasks and appends what they made; returns the bytes of text that were read now."""
     start = time.monotonic()
     num_bytes = num_chunks = size = 0
@@ -259,9 +252,8 @@ def _append_tasks(run: Run, tasks: InputTasks, output: Output, workers: int) -> 
         rate = num_bytes / 1e6 / max(time.monotonic() - start, 1e-9)
         tokens = sum(output.num_tokens)
         text = f"{output.num_documents:,} documents  {tokens:,} tokens  {rate:.1f} MB/s"
-        return tasks.size_of(done.task), text
+        return done.task.payload.size, text
 
-    options = tasks.options
     try:
         for done in run.map(
             run_task,
@@ -274,9 +266,9 @@ def _append_tasks(run: Run, tasks: InputTasks, output: Output, workers: int) -> 
             keep=tasks.keep,
         ):
             output.append(done)
-            tasks.remove_piece(done.task)
+            remove_piece(done.task)
             num_chunks += 1
-            size += tasks.size_of(done.task)
+            size += done.task.payload.size
             num_bytes += 0 if done.is_kept else done.record["bytes"]
     except TextError as error:
         if num_chunks:
@@ -306,9 +298,6 @@ def _publish(
         writer.publish()
 
 
-# ---- what the job says ----
-
-
 def _quarantine_path(options: TokenizeOptions) -> str:
     return f"{options.output_prefix}.quarantine.jsonl"
 
@@ -317,7 +306,7 @@ def _provenance_of(
     options: TokenizeOptions, files: Sequence[InputFile], key: str, output: Output
 ) -> dict[str, Any]:
     """The origin of a key's tokens, for the sidecar."""
-    tokenizer = options.tokenizer
+    tokenizer, splitter = options.tokenizer, options.splitter
     entries: dict[str, Any] = {
         "tool": f"millrace {version('millrace')} tokenize",
         "tokenizer": {
@@ -337,9 +326,8 @@ def _provenance_of(
         entries["num_inputs"] = len(files)
     if options.first_token is not None:
         entries["bos_token"] = options.first_token
-    if options.splitter is not None:
-        entries["sentences"] = options.splitter.name
-        entries["keep_newlines"] = options.splitter.keep_newlines
+    if splitter is not None:
+        entries |= {"sentences": splitter.name, "keep_newlines": splitter.keep_newlines}
     if options.num_partitions > 1:
         entries["partitions"] = options.num_partitions
     if options.shard is not None:
@@ -370,18 +358,15 @@ def _unseen(tokenizer: Tokenizer) -> str:
 def _check_outputs(options: TokenizeOptions, files: Sequence[InputFile]) -> None:
     """Raises a ConfigError if an input would be overwritten."""
     quarantine = _quarantine_path(options)
-    outputs = {quarantine, *itertools.chain.from_iterable(map(files_of, options.prefixes.values()))}
-    outputs = set(map(os.path.realpath, outputs))
     if os.path.isdir(quarantine):
         raise ConfigError(f"{quarantine} is a folder; remove it, or give another prefix")
+    outputs = itertools.chain([quarantine], *map(files_of, options.prefixes.values()))
+    real_paths = set(map(os.path.realpath, outputs))
     for file in files:
-        if os.path.realpath(file.path) in outputs:
+        if os.path.realpath(file.path) in real_paths:
             raise ConfigError(
                 f"{file.path} is an input and would be overwritten; give another prefix"
             )
-
-
-# ---- the first documents ----
 
 
 class _TooManyLinesError(Exception):
@@ -399,18 +384,16 @@ def _first_texts(files: Sequence[InputFile], options: TokenizeOptions) -> Iterat
         if skipped > _MOST_SKIPPED:
             raise _TooManyLinesError
 
+    keys = tuple(options.json_keys)
+    query = Query(keys=keys, reject=skip, id_key=options.id_key, max_size=MB)
     for file in files[:_FIRST_FILES]:
-        part = next(iter(parts_of(file, MB)), None) if file.size is not None else None
-        if part is None:  # a pipe, or an Arrow file without batches
-            continue
-        keys = tuple(options.json_keys)
-        query = Query(keys=keys, reject=skip, id_key=options.id_key, max_size=MB)
-        batches = read_documents(part, query)
-        with contextlib.suppress(_TooManyLinesError):
-            for documents in itertools.islice(batches, _MOST_BATCHES):
-                for text in itertools.chain.from_iterable(documents.texts):
-                    for item in [text] if isinstance(text, str) else text:
-                        yield item[:_FIRST_SIZE]
-                        size += len(item)
-                        if size >= _FIRST_SIZE:
-                            return
+        # An Arrow file without batches has no part.
+        for part in [] if file.is_pipe else parts_of(file, MB)[:1]:
+            batches = itertools.islice(read_documents(part, query), _MOST_BATCHES)
+            columns = itertools.chain.from_iterable(documents.texts for documents in batches)
+            with contextlib.suppress(_TooManyLinesError):
+                for text in texts_of(itertools.chain.from_iterable(columns)):
+                    yield text[:_FIRST_SIZE]
+                    size += len(text)
+                    if size >= _FIRST_SIZE:
+                        return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypedDict
 
 from millrace import checks
@@ -13,8 +14,6 @@ from millrace.errors import ConfigError
 from millrace.option_class import StrPath, check_options, option, parse_escapes, parse_size
 from millrace.text import Format, SentenceSplitter, check_keys
 
-ON_ERROR = ("stop", "skip", "quarantine")
-PROVENANCE = ("parquet", "none")
 CHECK_RATE = 0.0002
 """Share of documents that are compared with the reference library, which is up to 80 times slower
 than a fast encoder: 1.6 % of the time."""
@@ -24,18 +23,17 @@ _MOST_PAIRS = 256  # that a task writes at once: each has open files
 
 
 def _tokenizer(name: str, value: Any) -> Tokenizer:
-    if not isinstance(value, Tokenizer):
-        text = checks.shown(value)
-        raise ConfigError(f"{name} must be a Tokenizer: write millrace.encoding.Tokenizer({text})")
-    return value
+    if isinstance(value, Tokenizer):
+        return value
+    text = checks.shown(value)
+    raise ConfigError(f"{name} must be a Tokenizer: write millrace.encoding.Tokenizer({text})")
 
 
 def _splitter(name: str, value: Any) -> SentenceSplitter:
-    if not isinstance(value, SentenceSplitter):
-        raise ConfigError(
-            f"{name} must be a millrace.text.SentenceSplitter, not {checks.shown(value)}"
-        )
-    return value
+    if isinstance(value, SentenceSplitter):
+        return value
+    text = checks.shown(value)
+    raise ConfigError(f"{name} must be a millrace.text.SentenceSplitter, not {text}")
 
 
 def _shard(name: str, value: Any) -> tuple[int, int]:
@@ -45,12 +43,18 @@ def _shard(name: str, value: Any) -> tuple[int, int]:
     return checks.whole(name, value[0], 0, count - 1), count
 
 
-def parse_shard(text: str) -> tuple[int, int]:
-    """A shard on the command line: "0/8"."""
+def _parse_shard(text: str) -> tuple[int, int]:
     number, slash, count = text.partition("/")
     if not (slash and number.isdecimal() and count.isdecimal()):
         raise ConfigError(f"{text!r} is not a shard: write 0/8 for the first of 8")
     return int(number), int(count)
+
+
+_input = partial(option, group="input")
+_encoding = partial(option, group="tokenizer")
+_documents = partial(option, group="documents", identity="never")
+_job = partial(option, group="job", identity="never")
+_size = partial(_job, default=None, least=1, parse=parse_size, metavar="SIZE")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,167 +65,65 @@ class TokenizeOptions:
         ConfigError: An option that cannot work.
     """
 
-    inputs: Sequence[StrPath] = option(
+    # fmt: off
+    inputs: Sequence[StrPath] = _input(
         "files, folders, patterns, or - for standard input",
-        flags="--input",
-        metavar="FILE",
-        required=False,
-        identity="never",
-        group="input",
-    )
-    json_keys: Sequence[str] = option(
-        "text keys or columns; dots reach into objects; each becomes a dataset",
-        ("text",),
-        metavar="KEY",
-        check=lambda name, value: check_keys(value),
-        group="input",
-    )
-    separator: str | None = option(
-        r"text between the documents of a plain text file: '\n\n'",
-        None,
-        default_text="a file is a document",
-        parse=parse_escapes,
-        group="input",
-    )
+        flags="--input", metavar="FILE", required=False, identity="never")
+    json_keys: Sequence[str] = _input(
+        "text keys or columns; dots reach into objects; each becomes a dataset", ("text",),
+        metavar="KEY", check=lambda name, value: check_keys(value))
+    separator: str | None = _input(
+        r"text between the documents of a plain text file: '\n\n'", None,
+        default_text="a file is a document", parse=parse_escapes)
     format: Format | None = option(
-        "format of all inputs; None: their names and first bytes tell it",
-        None,
-        check=lambda name, value: value,
-        flags=None,
-        identity="never",
-    )
-    id_key: str = option(
-        "key of a document's id, for the provenance", "id", metavar="KEY", group="input"
-    )
-    shard: tuple[int, int] | None = option(
-        "do part I (from 0) of N, with a prefix of its own; `merge` joins them",
-        None,
-        check=_shard,
-        parse=parse_shard,
-        metavar="I/N",
-        group="input",
-    )
+        "format of all inputs; None: their names and first bytes tell it", None,
+        check=lambda name, value: value, flags=None, identity="never")
+    id_key: str = _input("key of a document's id, for the provenance", "id", metavar="KEY")
+    shard: tuple[int, int] | None = _input(
+        "do part I (from 0) of N, with a prefix of its own; `merge` joins them", None,
+        check=_shard, parse=_parse_shard, metavar="I/N")
     tokenizer: Tokenizer = option(
         "tokenizer.json, transformers folder, sentencepiece .model, .tiktoken, or `bytes`",
-        check=_tokenizer,
-        parse=str,
-        metavar="FILE",
-        identity="never",
-        group="tokenizer",
-    )
-    append_eod: bool = option(
-        "end documents with the tokenizer's end-of-document token", False, group="tokenizer"
-    )
-    prepend_bos: bool = option(
-        "start documents with the tokenizer's BOS token", False, group="tokenizer"
-    )
-    check_rate: float = option(
-        "share of documents that are compared with the reference library",
-        CHECK_RATE,
-        least=0,
-        most=1,
-        flags="--check",
-        metavar="RATE",
-        identity="never",
-        group="tokenizer",
-    )
+        check=_tokenizer, parse=str, metavar="FILE", identity="never", group="tokenizer")
+    append_eod: bool = _encoding("end documents with the tokenizer's end-of-document token", False)
+    prepend_bos: bool = _encoding("start documents with the tokenizer's BOS token", False)
+    check_rate: float = _encoding(
+        "share of documents that are compared with the reference library", CHECK_RATE,
+        least=0, most=1, flags="--check", metavar="RATE", identity="never")
     splitter: SentenceSplitter | None = option(
-        "splitter of texts into sentences: each is a sequence, in PREFIX_KEY_sentence",
-        None,
-        check=_splitter,
-        flags=None,
-        identity="never",
-    )
-    partitions: int = option(
-        "deal documents round robin to N groups, and write one group after the other",
-        1,
-        least=1,
-        identity="never",
-        group="documents",
-    )
-    keep_sequential_samples: bool = option(
-        "divide documents into consecutive groups instead, so that their order is kept",
-        False,
-        identity="never",
-        group="documents",
-    )
-    on_error: str = option(
+        "splitter of texts into sentences: each is a sequence, in PREFIX_KEY_sentence", None,
+        check=_splitter, flags=None, identity="never")
+    partitions: int = _documents(
+        "deal documents round robin to N groups, and write one group after the other", 1, least=1)
+    keep_sequential_samples: bool = _documents(
+        "divide documents into consecutive groups instead, so that their order is kept", False)
+    on_error: str = _documents(
         "at lines that are not documents: stop; skip them; or also keep them in "
-        "PREFIX.quarantine.jsonl",
-        "stop",
-        choices=ON_ERROR,
-        identity="never",
-        group="documents",
-    )
-    max_document_size: int | None = option(
-        "longest line or text in bytes: a longer one is not a document",
-        None,
-        least=1,
-        default_text="100M",
-        parse=parse_size,
-        metavar="SIZE",
-        identity="never",
-        group="documents",
-    )
-    provenance: str = option(
-        "sidecar with the origin of each document",
-        "parquet",
-        choices=PROVENANCE,
-        identity="never",
-        group="documents",
-    )
+        "PREFIX.quarantine.jsonl", "stop", choices=("stop", "skip", "quarantine"))
+    max_document_size: int | None = _documents(
+        "longest line or text in bytes: a longer one is not a document", None,
+        least=1, default_text="100M", parse=parse_size, metavar="SIZE")
+    provenance: str = _documents(
+        "sidecar with the origin of each document", "parquet", choices=("parquet", "none"))
     output_prefix: StrPath = option(
         "first part of the output paths; the folder must exist",
-        metavar="PREFIX",
-        identity="never",
-        group="job",
-    )
-    checksums: bool = option(
-        "write no checksums of the output, for `verify`", True, identity="never", group="job"
-    )
-    engine: str = option(
+        metavar="PREFIX", identity="never", group="job")
+    checksums: bool = _job("write no checksums of the output, for `verify`", True)
+    engine: str = _job(
         "where the job runs: here, or on the Ray cluster of RAY_ADDRESS, or one of its own",
-        "local",
-        choices=ENGINES,
-        identity="never",
-        group="job",
-    )
-    workers: int | None = option(
-        "worker processes",
-        None,
-        least=1,
-        default_text="one per core, fewer for a small input",
-        identity="never",
-        group="job",
-    )
-    memory: int | None = option(
+        "local", choices=ENGINES)
+    workers: int | None = _job(
+        "worker processes", None, least=1, default_text="one per core, fewer for a small input")
+    memory: int | None = _size(
         "limit for all processes, which may mean fewer workers: 280 MB and 20 times "
-        "--max-document-size each",
-        None,
-        least=1,
-        default_text="that of the machine",
-        parse=parse_size,
-        metavar="SIZE",
-        identity="never",
-        group="job",
-    )
-    chunk_size: int | None = option(
+        "--max-document-size each", default_text="that of the machine")
+    chunk_size: int | None = _size(
         "input that a worker takes at a time, and that a kill may cost",
-        None,
-        least=1,
-        default_text="by the size of the input",
-        parse=parse_size,
-        metavar="SIZE",
-        identity="never",
-        group="job",
-    )
-    restart: bool = option(
-        "discard what a job with this prefix has done, and replace its output",
-        False,
-        identity="never",
-        group="job",
-    )
+        default_text="by the size of the input")
+    restart: bool = _job(
+        "discard what a job with this prefix has done, and replace its output", False)
     show_progress: bool = option("show progress on stderr", False, flags=None, identity="never")
+    # fmt: on
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -1,0 +1,343 @@
+"""The plan of a tokenise job: how many workers it has, and which task reads which input."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Container, Generator, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from millrace.checks import absolute_path
+from millrace.cores import available_cores, available_memory
+from millrace.engine import Run, Task
+from millrace.errors import ConfigError
+from millrace.files import xxh3
+from millrace.text import InputFile, Part, parts_of, pieces_of
+from millrace.text.streams import STDIN
+from millrace.tokenizing.chunk import Work, is_of
+from millrace.tokenizing.tokenize_options import TokenizeOptions
+
+MB = 1_000_000
+_UNPACKED = 4  # bytes of text in a byte of a compressed file, about
+
+# ---- workers ----
+
+_WORTH_A_WORKER = 32 * MB  # bytes of text that take as long as the start of a worker
+
+# Private memory in bytes, measured with GPT-2 and a vocabulary of 100 k and rounded up: the job's
+# process (NumPy, Arrow, the sidecar's rows), and a worker (two libraries with a tokenizer each, the
+# encoder's cache of words, three batches of text and their ids).
+_JOB_MEMORY = 120 * MB
+_WORKER_MEMORY = 280 * MB
+# Copies of a document while it is encoded, in bytes per byte of its line: the line, a str of up to
+# 4 bytes a character, its UTF-8, and up to one id of 4 bytes for each byte, in three copies.
+_BYTES_PER_BYTE = 20
+# Of the reference libraries, which keep more than ids, for the worst texts that were tried: many
+# tokens of one byte.
+_REFERENCE_BYTES_PER_BYTE = {"tokenizers": 330, "sentencepiece": 75, "tiktoken": 60}
+
+
+def choose_workers(options: TokenizeOptions, files: Sequence[InputFile]) -> int:
+    """Chooses the number of worker processes, so that the job fits into memory.
+
+    Without `options.workers` it is one per core, or fewer if memory is short or the input is small.
+
+    Raises:
+        ConfigError: Too little memory.
+    """
+    most = available_cores()
+    if options.memory is None:
+        most = max(min(most, (available_memory() - _JOB_MEMORY) // _WORKER_MEMORY), 1)
+    else:
+        most = min(most, _workers_in(options.memory, options, files))
+    if options.engine == "local" and not any(file.is_pipe for file in files):
+        size = sum((file.size or 0) * (_UNPACKED if file.compression else 1) for file in files)
+        most = min(most, max(size // _WORTH_A_WORKER, 1))
+    return options.workers or most
+
+
+def _workers_in(memory: int, options: TokenizeOptions, files: Sequence[InputFile]) -> int:
+    """The number of workers that fit into a number of bytes, with the job's own process."""
+    encoder, longest = options.tokenizer.encoder_name, options.longest_document
+    per_worker = _WORKER_MEMORY + longest * _REFERENCE_BYTES_PER_BYTE.get(encoder, _BYTES_PER_BYTE)
+    unpacking = max((file.format.unpacking_memory for file in files), default=0)
+    job_memory = _JOB_MEMORY + longest * unpacking
+    most, least = (memory - job_memory) // per_worker, options.workers or 1
+    if most < least:
+        raise ConfigError(
+            f"memory must be at least {(job_memory + least * per_worker) / MB:,.0f} MB for {least} "
+            f"worker{'s' * (least > 1)} with {encoder} and documents of up to "
+            f"{longest / MB:,.0f} MB, not {memory / MB:,.0f} MB. Give more memory, fewer workers, "
+            "or a lower limit of documents: --max-document-size (max_document_size=...)"
+        )
+    return most
+
+
+# ---- steps ----
+
+# Bytes of input. A kill costs at most one task per worker: half a second of a core's work.
+_DEFAULT_TASK = 64 * MB
+_SMALLEST_TASK = MB
+_TASKS_PER_WORKER = 8  # of a short job: the workers end within an eighth of each other
+_MOST_TASKS = 20_000  # of a long job: each is a few files in one folder
+_MOST_PARTS = 1_000  # of a task that reads many small files
+_UNPACKED_PER_WORKER = 4
+_PARTS_PER_SHARD = 64  # shards differ by at most one part, 2 % of their size
+_LARGEST_PIECE = 32 * MB  # of a file that is unpacked: two copies of it are in memory
+
+
+class _Cut(NamedTuple):
+    """A part of a file: the number of the file in the job, and fields of `Part`."""
+
+    file: int
+    start: int
+    stop: int | None
+    size: int
+    first_line: int | None
+
+
+class _Step(NamedTuple):
+    """A step of the plan: one task that reads `cuts`, or a file that is unpacked into tasks.
+
+    Attributes:
+        number: Number that no other step has; it does not tell the order.
+        file: Number of the file to unpack, or None.
+    """
+
+    number: int
+    cuts: list[_Cut]
+    file: int | None
+
+    def key(self) -> tuple[Any, ...]:
+        """What the step reads: two plans have a step in common if this is the same."""
+        return (self.file, *(cut[:3] for cut in self.cuts))
+
+
+def _plan_steps(
+    files: Sequence[InputFile],
+    task_size: int,
+    workers: int,
+    shard: tuple[int, int] | None,
+    earlier: Sequence[_Step] | None,
+) -> list[_Step]:
+    """The steps that read all files, or those of a shard, in their order.
+
+    A file that can be cut is cut into parts of about `task_size` bytes, and small parts share a
+    task. A file that cannot be cut (a pipe, compressed lines, CSV) is unpacked into tasks if there
+    are few of them, so that all workers read it; many are read by a task each.
+
+    Given the steps of an interrupted run, before some files changed, a task begins wherever one
+    began there, and steps that read the same keep their numbers.
+    """
+    if earlier is None:
+        to_unpack = {
+            number
+            for number, file in enumerate(files)
+            if file.has_pieces and _UNPACKED * (file.size or 0) > task_size
+        }
+        if len(to_unpack) > _UNPACKED_PER_WORKER * workers:
+            to_unpack.clear()
+    else:
+        numbers = {step.file for step in earlier if step.file is not None}
+        to_unpack = {number for number in numbers if files[number].has_pieces}
+    part_size = task_size
+    if shard is not None:
+        # Not by the size of its tasks, as the other shards may have another.
+        total = sum(file.size or 0 for file in files)
+        part_size = min(max(total // (_PARTS_PER_SHARD * shard[1]), 1), _DEFAULT_TASK)
+    sources: list[_Cut | int] = []  # an int: a file to unpack
+    for number, file in enumerate(files):
+        if file.is_pipe or number in to_unpack:
+            sources.append(number)
+        else:
+            sources += [
+                _Cut(number, part.start, part.stop, part.size, part.first_line)
+                for part in parts_of(file, part_size)
+            ]
+    if shard is not None:
+        sources = _sources_of_shard(sources, files, *shard)
+    earlier = earlier or ()
+    steps = _steps_of(sources, task_size, {step.cuts[0][:2] for step in earlier if step.cuts})
+    known = {step.key(): step.number for step in earlier}
+    unused = itertools.count(max(known.values(), default=-1) + 1)
+    return [
+        step._replace(number=known.pop(key) if (key := step.key()) in known else next(unused))
+        for step in steps
+    ]
+
+
+def _steps_of(
+    sources: Sequence[_Cut | int], task_size: int, begins: Container[tuple[int, int]]
+) -> list[_Step]:
+    """Steps of about `task_size` bytes that read the sources; a step ends where another begins."""
+    steps: list[_Step] = []
+    is_full = True  # the last step takes no more cuts
+    for source in sources:
+        if isinstance(source, int):
+            steps.append(_Step(0, [], source))
+            is_full = True
+            continue
+        if is_full or source[:2] in begins:
+            steps.append(_Step(0, [], None))
+        cuts = steps[-1].cuts
+        if cuts and cuts[-1].file == source.file and 0 < source.start == cuts[-1].stop:
+            last = cuts.pop()
+            source = last._replace(stop=source.stop, size=last.size + source.size)
+        cuts.append(source)
+        is_full = sum(cut.size for cut in cuts) >= task_size or len(cuts) >= _MOST_PARTS
+    return steps
+
+
+def _sources_of_shard(
+    sources: Sequence[_Cut | int], files: Sequence[InputFile], shard: int, num_shards: int
+) -> list[_Cut | int]:
+    """The parts of one of several independent jobs, whose outputs follow each other.
+
+    The bytes of all together are divided evenly; a part belongs to the shard in which it begins.
+    """
+    sizes = []
+    for source in sources:
+        if isinstance(source, int) and files[source].is_pipe:
+            raise ConfigError(
+                f"{files[source].path} is a pipe, which shards cannot share; give files"
+            )
+        sizes.append(files[source].size or 0 if isinstance(source, int) else source.size)
+    first, end = (number * sum(sizes) // num_shards for number in (shard, shard + 1))
+    begins = itertools.accumulate(sizes, initial=0)
+    # What has no bytes at the very end belongs to the last shard.
+    return [
+        source
+        for source, begin in zip(sources, begins, strict=False)
+        if first <= begin and (begin < end or shard == num_shards - 1)
+    ]
+
+
+# ---- tasks ----
+
+
+def absolute(path: str) -> str:
+    """A path that is the same file from any folder, and for the workers of a Ray cluster."""
+    return path if path == STDIN else absolute_path(path)
+
+
+def identity_of_file(file: InputFile) -> list[int | None]:
+    """What changes if the file does: size, and time of the last change."""
+    return [file.size, file.mtime_ns]
+
+
+class InputTasks:
+    """The tasks of a job, as an interrupted run has planned them as far as its files are the same.
+
+    Attributes:
+        size: Bytes of input, without pipes.
+        notices: What the user should know, after the last task was drawn.
+
+    Raises:
+        ConfigError: A size of chunks that gives too many, or a shard of a pipe.
+        TextError: A file that cannot be read.
+    """
+
+    def __init__(
+        self, run: Run, options: TokenizeOptions, files: Sequence[InputFile], workers: int
+    ) -> None:
+        self._run, self._options, self._files = run, options, files
+        self._changes, self._size_kept = "", 0
+        self.notices: list[str] = []
+        if options.shard is not None:  # all shards of a job have the same plan
+            workers = options.shard[1]
+        identities = [identity_of_file(file) for file in files]
+        plan = run.stored("plan")
+        if plan is None:
+            earlier, task_size = None, options.chunk_size
+        else:
+            earlier = [_Step(n, [_Cut(*c) for c in cuts], file) for n, cuts, file in plan["steps"]]
+            task_size = plan["task_size"]
+            pairs = zip(files, identities, plan["files"], strict=True)
+            if changed := [file.path for file, new, old in pairs if new != old]:
+                more = f" and {len(changed) - 1:,} more files" if len(changed) > 1 else ""
+                self._changes = f"{changed[0]}{more} changed after the interrupted run"
+        if task_size is None:  # many tasks for each worker, but not too many in all
+            total = sum(file.size or 0 for file in files)
+            task_size = min(
+                _DEFAULT_TASK, max(total // (_TASKS_PER_WORKER * workers), _SMALLEST_TASK)
+            )
+            task_size = max(task_size, total // _MOST_TASKS)
+        self._piece_size = min(task_size, _LARGEST_PIECE)
+        steps = earlier
+        if steps is None or self._changes:
+            with run.phase("plan"):
+                steps = _plan_steps(files, task_size, workers, options.shard, earlier)
+            run.store("plan", {"steps": steps, "files": identities, "task_size": task_size})
+        self._steps = steps
+        self.size = sum(
+            sum(cut.size for cut in step.cuts) if step.file is None else files[step.file].size or 0
+            for step in steps
+        )
+
+    def draw(self) -> Generator[Task, None, None]:
+        """The tasks, in the order of the output."""
+        for step in self._steps:
+            if step.file is None:
+                yield _task(step.number, 0, [self._part(cut) for cut in step.cuts], None)
+            else:
+                yield from self._pieces(step.number, self._files[step.file])
+        if self._changes:
+            notice = (
+                f"{self._changes}: {self._run.num_kept:,} chunks ({self._size_kept / 1e6:,.1f} MB "
+                "of input) that do not depend on the change are kept"
+            )
+            self.notices.append(notice)
+            self._run.note(notice)
+
+    def keep(self, task: Task, record: dict[str, Any]) -> bool:
+        """Whether a task has read this, and would not end otherwise with today's `on_error`.
+
+        So a job that stopped at a bad line can go on without such lines.
+        """
+        is_clean = not (any(record["rejects"]) or record["empty"])
+        if not (is_clean or record["on_error"] == self._options.on_error):
+            return False
+        if not is_of(record, task.payload):
+            return False
+        self._size_kept += task.payload.size
+        remove_piece(task)
+        return True
+
+    def _part(self, cut: _Cut) -> Part:
+        file = self._files[cut.file]
+        part = file.part(cut.start, cut.stop, size=cut.size, first_line=cut.first_line)
+        return replace(part, path=absolute(file.path))
+
+    def _pieces(self, number: int, file: InputFile) -> Iterator[Task]:
+        """The tasks of a file that cannot be cut: each piece is written to a file of its own."""
+        pieces = pieces_of(
+            replace(file, path=absolute(file.path)),
+            self._piece_size,
+            max_document_size=self._options.longest_document,
+        )
+        for count, piece in enumerate(pieces):
+            path = os.path.join(self._run.scratch, f"{number}-{count}.piece")
+            digest = xxh3()
+            with open(path, "wb") as target:
+                for data in piece.chunks:
+                    digest.update(data)
+                    target.write(data)
+            digest.update(str(piece.part.byte_offset).encode())
+            part = replace(piece.part, path=path, source=file.path)
+            yield _task(number, count, [part], digest.hexdigest())
+
+
+def _task(step: int, piece: int, parts: Sequence[Part], checksum: str | None) -> Task:
+    part = parts[0]
+    stop = "the end" if part.stop is None else f"{part.stop:,}"
+    more = f" and {len(parts) - 1:,} more" if len(parts) > 1 else ""
+    name = f"{part.source} from {part.start:,} to {stop}{more}"
+    return Task((step, piece), Work(tuple(parts), checksum), name)
+
+
+def remove_piece(task: Task) -> None:
+    """Removes what a task has read, if it was unpacked for it."""
+    work: Work = task.payload
+    if work.checksum is not None and os.path.exists(work.parts[0].path):
+        os.unlink(work.parts[0].path)
