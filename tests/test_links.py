@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from millrace import GPTDataset, IndexedDataset, ShardedDataset
+from millrace import GPTDataset, IndexedDataset, ShardedDataset, storage
 from millrace.checks import absolute_path
 from millrace.cli import main
 from millrace.jobs import split
-from millrace.storage import local
 from tests.conftest import make_texts, train_tokenizer, write_documents, write_jsonl
 
 
@@ -133,7 +132,7 @@ def test_a_cache_of_data_behind_a_link_stays(
 def test_readers_open_their_files_again(
     places: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "MAX_OPEN", 1)
+    monkeypatch.setattr(storage, "MAX_OPEN", 1)
     far, link = places[0], places[1] / "link" / ".."
     datasets = [IndexedDataset(link / name, access="file") for name in ("data", "many_00007")]
     for dataset in [*datasets, pickle.loads(pickle.dumps(datasets[0]))]:

@@ -13,16 +13,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import IO, TYPE_CHECKING, Any, BinaryIO
 
+import numpy as np
+
 if TYPE_CHECKING:
     import hashlib
 
-TMP = ".tmp"
-"""The ending of a file's name while it is written."""
-
+TMP = ".tmp"  # the ending of a file's name while it is written
 SAY_AFTER = 10.0  # seconds of waiting for a lock before a warning
 _PAUSES = 0.001, 0.25  # seconds between the attempts to take a lock: the first, and the longest
 _PIECE = 1 << 20  # bytes that are read and hashed at a time
-_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
 
 def temporary_name(path: str) -> str:
@@ -36,9 +35,9 @@ def temporaries_of(*paths: str) -> list[str]:
     temporaries = []
     for folder in {folder for folder, _ in names}:
         with contextlib.suppress(FileNotFoundError):
-            for file in os.listdir(folder or "."):
-                if (folder, written_name(file)) in names:
-                    temporaries.append(os.path.join(folder, file))
+            files = os.listdir(folder or ".")
+            of_paths = [file for file in files if (folder, written_name(file)) in names]
+            temporaries += [os.path.join(folder, file) for file in of_paths]
     return sorted(temporaries)
 
 
@@ -51,14 +50,9 @@ def written_name(temporary: str) -> str | None:
 def files_below(
     folder: str, is_skipped: Callable[[str], bool], parents: tuple[tuple[int, int], ...] = ()
 ) -> Iterator[str]:
-    """The files in a folder and in all folders below it, in any order.
+    """The files in a folder and in all folders below it, without those whose names are skipped.
 
-    Links are followed, but not to one of the folder's own parents.
-
-    Args:
-        folder: The folder.
-        is_skipped: Called with the name of each file and folder: whether to leave it out.
-        parents: Device and inode of the folders above, which this function fills in.
+    Links are followed, but not to one of the folder's own parents (device and inode of each).
     """
     status = os.stat(folder)
     identity = status.st_dev, status.st_ino
@@ -78,12 +72,7 @@ def atomic_file(path: str, *, durable: bool = True) -> Iterator[BinaryIO]:
     """A file that appears at `path` whole when the block ends, or not at all if it fails.
 
     Writers at the same time have their own temporaries; the last one to end counts. An OSError
-    names the file.
-
-    Args:
-        path: Path of the file.
-        durable: Whether the file survives a power cut. It takes two flushes, which the files of a
-            task can do without: they are written again.
+    names the file. Only a durable file survives a power cut, which takes two flushes.
     """
     temporary = temporary_name(path)
     with naming(path):
@@ -149,16 +138,10 @@ def file_lock(path: str, *, limit: float | None = None) -> Iterator[bool]:
 
     The kernel frees the lock when its holder dies, even if a forked child lives on: a child does
     not hold it. After ten seconds of waiting, the logger "millrace" warns and names the holder.
-
-    Args:
-        limit: Seconds to wait for another holder; None: no limit.
-
-    Yields:
-        Whether the lock is really held: False on a file system without locks, where several
-        processes may be at work at once.
+    Yields False on a file system without locks, where several processes may be at work at once.
 
     Raises:
-        BlockingIOError: If another process holds it, and the limit is over.
+        BlockingIOError: If another process holds it, and `limit` seconds are over (None: never).
         PermissionError: If the folder is not writable, or another user's lock cannot be opened.
     """
     descriptor, is_held = _take(path, limit)
@@ -203,19 +186,12 @@ os.register_at_fork(after_in_child=_forget_locks)
 def _take(path: str, limit: float | None) -> tuple[int, bool]:
     """An open lock file, and whether it is locked (False: there are no locks here)."""
     start, (pause, longest), has_warned = time.monotonic(), _PAUSES, False
-    while True:
-        lock = _try_to_take(path)
-        if not isinstance(lock, str):
-            return lock
+    while isinstance(lock := _try_to_take(path), str):
         waited = time.monotonic() - start
         if limit is not None and waited >= limit:
             after = f" for longer than {limit:g} s" if limit > 0 else ""
-            raise BlockingIOError(
-                errno.EWOULDBLOCK,
-                f"held by {lock}{after}; wait for that process, or end it: a lock ends with its "
-                "holder",
-                path,
-            )
+            remedy = "wait for that process, or end it: a lock ends with its holder"
+            raise BlockingIOError(errno.EWOULDBLOCK, f"held by {lock}{after}; {remedy}", path)
         if waited >= SAY_AFTER and not has_warned:
             logging.getLogger("millrace").warning("waiting for %s, held by %s", path, lock)
             has_warned = True
@@ -223,15 +199,15 @@ def _take(path: str, limit: float | None) -> tuple[int, bool]:
         jitter = 0.5 + os.urandom(1)[0] / 512
         time.sleep(min(pause * jitter, longest if limit is None else limit - waited))
         pause = min(2 * pause, longest)
+    return lock
 
 
 def _try_to_take(path: str) -> tuple[int, bool] | str:
     """As `_take`; a text that names the holder if the lock is held."""
     while True:
-        descriptor = _open_lock(path)
+        descriptor, is_held = _open_lock(path), True
         with contextlib.ExitStack() as stack:
             stack.callback(os.close, descriptor)
-            is_held = True
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
@@ -240,7 +216,7 @@ def _try_to_take(path: str) -> tuple[int, bool] | str:
                     return text if text.isprintable() and text else "another process"
                 if error.errno == errno.EBADF:  # NFS only locks writable files
                     raise _denied(path) from None
-                if error.errno not in _NO_LOCKS:
+                if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
                     raise OSError(error.errno, error.strerror, path) from None
                 is_held = False
             if not _is_at(descriptor, path):
@@ -323,19 +299,11 @@ def checksum(parts: Iterable[Any]) -> str:
 
 
 def sum_of(path: str, on_bytes: Callable[[int], Any] | None = None) -> tuple[int, str]:
-    """Size and XXH3-64 of a file.
-
-    Args:
-        path: Path of the file.
-        on_bytes: Called with the number of bytes of each piece that was read.
-    """
-    digest, size = xxh3(), 0
+    """Size and XXH3-64 of a file; `on_bytes` is called with the size of each piece."""
+    digest, size, buffer = xxh3(), 0, np.empty(_PIECE, np.uint8).data
     with naming(path), open(path, "rb", buffering=0) as file:
         with contextlib.suppress(OSError):  # a hint, which the kernel may refuse
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        # Small for a small file: the pages of a new buffer must be cleared.
-        num_bytes = os.fstat(file.fileno()).st_size
-        buffer = memoryview(bytearray(min(_PIECE, max(num_bytes, 1))))
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
             size += count

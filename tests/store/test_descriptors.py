@@ -16,9 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from millrace import DataError, IndexedDataset, IndexedDatasetBuilder
+from millrace import DataError, IndexedDataset, IndexedDatasetBuilder, storage
 from millrace.jobs.benchmark_limits import drop_from_page_cache, resident_pages
-from millrace.storage import local
 
 
 def write(prefix: Path, token: int, length: int = 100, count: int = 20) -> None:
@@ -48,7 +47,7 @@ def open_many(folder: Path, count: int) -> list[IndexedDataset]:
 @pytest.fixture
 def limit(monkeypatch: pytest.MonkeyPatch) -> int:
     gc.collect()  # files of other tests
-    monkeypatch.setattr(local, "MAX_OPEN", 4)
+    monkeypatch.setattr(storage, "MAX_OPEN", 4)
     return 4
 
 

@@ -25,8 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.errors import ConfigError, DataError
-from millrace.storage import LOCAL, Storage
-from millrace.storage.protocol import FileStream, exists
+from millrace.storage import LOCAL, FileStream, Storage, exists
 from millrace.store.publish import paths_to_read
 from millrace.store.reader import IndexedDataset
 

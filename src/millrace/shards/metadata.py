@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any
 
@@ -22,18 +22,14 @@ from millrace.checks import MAX_INT32, MAX_INT64, one_path, shown
 from millrace.errors import ConfigError, DataError
 from millrace.files import atomic_file, checksum
 from millrace.records import Count, Limits, record_from
-from millrace.storage import LOCAL, Storage, storage_of
-from millrace.storage.protocol import read_file
+from millrace.storage import LOCAL, Storage, read_file, storage_of
 from millrace.store.layout import DTYPES
 
 METADATA = names.SHUFFLE_METADATA
-JOURNAL = names.SHUFFLE_JOURNAL
-"""Folder, beside the shards, in which a shuffle keeps what it has done until it has ended."""
+JOURNAL = names.SHUFFLE_JOURNAL  # beside the shards: what a shuffle has done until it has ended
 VERSION = 2
-SEQUENCES = "global_permutation_fast"
-"""The shuffle type of sequences of one length."""
-DOCUMENTS = "global_permutation_documents"
-"""The shuffle type of whole documents."""
+SEQUENCES = "global_permutation_fast"  # the shuffle type of sequences of one length
+DOCUMENTS = "global_permutation_documents"  # the shuffle type of whole documents
 
 TOKEN_DTYPES = (*(str(dtype) for dtype in DTYPES.values() if dtype.kind in "iu"), "uint32")
 _DTYPE = "uint32"  # of metadata without a dtype, which other tools write
@@ -41,8 +37,6 @@ _DTYPE = "uint32"  # of metadata without a dtype, which other tools write
 
 @dataclass(frozen=True, kw_only=True)
 class _Input:
-    """What the metadata say of an input file."""
-
     domain: str
     path: str
     size: int
@@ -62,8 +56,7 @@ class ShardsMetadata:
         version: Version of the format, 2.
         shuffle_type: SEQUENCES or DOCUMENTS.
         seq_len: Number of tokens in a sequence; None for documents.
-        total_sequences: Number of sequences; None for documents.
-        total_documents: Number of documents; None for sequences.
+        total_sequences, total_documents: Number of items of the one kind; the other is None.
         num_shards: Number of shards.
         domain_stats: Number of items of each domain.
         shard_sizes: Number of items of each shard.
@@ -96,7 +89,6 @@ class ShardsMetadata:
 
     @property
     def has_documents(self) -> bool:
-        """Whether the items are documents, of different lengths."""
         return self.shuffle_type == DOCUMENTS
 
     @property
@@ -106,7 +98,6 @@ class ShardsMetadata:
 
     @property
     def num_items(self) -> int:
-        """The number of sequences or documents."""
         return sum(self.shard_sizes)
 
     @property
@@ -126,12 +117,10 @@ def shard_prefix(folder: str | os.PathLike[str], number: int) -> str:
 
 
 def bin_paths(folder: str | os.PathLike[str], metadata: ShardsMetadata) -> list[str]:
-    """The path of each shard's `.bin`."""
     return [f"{shard_prefix(folder, number)}.bin" for number in range(metadata.num_shards)]
 
 
 def metadata_path(folder: str | os.PathLike[str]) -> str:
-    """The path of a folder's metadata."""
     return os.path.join(one_path("folder", folder), METADATA)
 
 
@@ -254,12 +243,9 @@ def _damage(path: str, problem: str) -> DataError:
     )
 
 
-def _metadata(path: str, document: Mapping[str, Any], dtype: str | None) -> ShardsMetadata:
-    if document.get("version") != VERSION:
-        raise DataError(
-            f"{path} has version {shown(document.get('version'), 80)}; version {VERSION} can be "
-            "read"
-        )
+def _metadata(path: str, document: dict[str, Any], dtype: str | None) -> ShardsMetadata:
+    if (version := document.get("version")) != VERSION:
+        raise DataError(f"{path} has version {shown(version, 80)}; version {VERSION} can be read")
     entries = {name: value for name, value in document.items() if value is not None}
     if dtype is not None and dtype != entries.setdefault("dtype", dtype):
         raise ConfigError(

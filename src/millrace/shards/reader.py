@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -14,10 +14,17 @@ from millrace import _native
 from millrace.checks import one_path
 from millrace.errors import ConfigError, DataError
 from millrace.files import blake2b, checksum
-from millrace.ragged import equal_runs
+from millrace.ragged import Numbers, equal_runs, starts_of
 from millrace.shards.metadata import bin_paths, read_metadata, shard_prefix, shard_problem
-from millrace.storage import Access, BinReader, Bytes, Storage, StoredFile, storage_of
-from millrace.storage.protocol import bytes_in_memory
+from millrace.storage import (
+    Access,
+    BinReader,
+    Bytes,
+    Storage,
+    StoredFile,
+    bytes_in_memory,
+    storage_of,
+)
 
 _FINGERPRINT_SEQUENCES = 256
 _FINGERPRINT_BYTES = 4096  # of each of them, at most
@@ -89,7 +96,6 @@ class Shards:
 
     @property
     def sequence_length(self) -> int:
-        """The number of tokens in a sequence."""
         return self.metadata.seq_len or 0
 
     @property
@@ -104,10 +110,9 @@ class Shards:
                 f"there is no sequence {number}; {self.prefix} has 0 to {len(self) - 1}"
             )
         size = self.metadata.sequence_bytes
-        offsets, counts = np.array([number * size]), np.array([size])
-        return self._gather(offsets, counts).view(self.dtype)
+        return self._gather(np.array([number * size]), np.array([size])).view(self.dtype)
 
-    def _gather(self, byte_offsets: NDArray[np.int64], byte_counts: NDArray[np.int64]) -> Bytes:
+    def _gather(self, byte_offsets: Numbers, byte_counts: Numbers) -> Bytes:
         try:
             return self.reader.gather(byte_offsets, byte_counts)
         except DataError as error:  # of a map, which does not know its file
@@ -119,7 +124,6 @@ class Shards:
         return all(tokens is not None for tokens in self._tokens)
 
     def token_source(self) -> _native.TokenSource:
-        """The tokens for the core."""
         nothing = np.empty(0, self.dtype)
         return _native.sharded_source(
             [nothing if tokens is None else tokens.view(self.dtype) for tokens in self._tokens],
@@ -127,11 +131,9 @@ class Shards:
             self.sequence_length,
         )
 
-    def documents_of(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
+    def documents_of(self, sequences: Numbers) -> Numbers:
         """The documents that sequences belong to: each sequence is a document."""
         return sequences
-
-    # ---- identity ----
 
     @cached_property
     def fingerprint(self) -> str:
@@ -140,15 +142,13 @@ class Shards:
         It covers the number of sequences, their length, their dtype and the first 4 KiB of 256 of
         them, evenly spaced. The same sequences in another number of shards have the same one.
         """
-        digest = blake2b()
         size, last = self.metadata.sequence_bytes, len(self) - 1
-        digest.update(f"{len(self)} {self.sequence_length} {self.dtype}".encode())
-        count = _FINGERPRINT_SEQUENCES
-        numbers = [last * n // (count - 1) for n in range(count)] if last >= 0 else []
-        offsets = np.array(numbers, np.int64) * size
-        counts = np.full(len(numbers), min(size, _FINGERPRINT_BYTES))
-        self.reader.prefetch(offsets, counts)
-        digest.update(self._gather(offsets, counts).data)
+        digest = blake2b(f"{len(self)} {self.sequence_length} {self.dtype}".encode())
+        count = _FINGERPRINT_SEQUENCES if last >= 0 else 0
+        numbers = np.array([last * n // (count - 1) for n in range(count)], np.int64)
+        pieces = numbers * size, np.full(count, min(size, _FINGERPRINT_BYTES))
+        self.reader.prefetch(*pieces)
+        digest.update(self._gather(*pieces).data)
         return digest.hexdigest()
 
     @property
@@ -188,40 +188,34 @@ def _open_same(
 
 
 class ShardReader:
-    """The bytes of several files, one after the other, as a `BinReader`.
-
-    Args:
-        readers: A reader of each file.
-    """
+    """The bytes of several files, one after the other, as a `BinReader`."""
 
     is_local = True
 
     def __init__(self, readers: Sequence[BinReader]) -> None:
         self._readers = readers
-        self._ends = np.cumsum([reader.size for reader in readers], dtype=np.int64)
-        self._starts = self._ends - [reader.size for reader in readers]
-        self.size = int(self._ends[-1])
+        bounds = starts_of(reader.size for reader in readers)
+        self._starts, self.size = bounds[:-1], int(bounds[-1])
 
     def read(self, byte_offset: int, num_bytes: int) -> Bytes:
         return self.gather(np.array([byte_offset]), np.array([num_bytes]))
 
-    def gather(self, byte_offsets: NDArray[np.int64], byte_counts: NDArray[np.int64]) -> Bytes:
+    def gather(self, byte_offsets: Numbers, byte_counts: Numbers) -> Bytes:
         """The pieces, none of which may lie in two files."""
-        parts = [
-            self._readers[shard].gather(
-                byte_offsets[pieces] - self._starts[shard], byte_counts[pieces]
-            )
-            for shard, pieces in self._runs(byte_offsets)
-        ]
+        runs = self._runs(byte_offsets, byte_counts)
+        parts = [reader.gather(*pieces) for reader, *pieces in runs]
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint8), *parts])
 
-    def prefetch(self, byte_offsets: NDArray[np.int64], byte_counts: NDArray[np.int64]) -> None:
-        for shard, pieces in self._runs(byte_offsets):
-            prefetch = getattr(self._readers[shard], "prefetch", None)
-            if prefetch is not None:
-                prefetch(byte_offsets[pieces] - self._starts[shard], byte_counts[pieces])
+    def prefetch(self, byte_offsets: Numbers, byte_counts: Numbers) -> None:
+        for reader, *pieces in self._runs(byte_offsets, byte_counts):
+            if hasattr(reader, "prefetch"):
+                reader.prefetch(*pieces)
 
-    def _runs(self, byte_offsets: NDArray[np.int64]) -> list[tuple[int, slice]]:
-        """Runs of pieces that lie in one file: its number, and which pieces."""
-        shards = np.searchsorted(self._ends[:-1], byte_offsets, side="right")
-        return [(int(shards[run.start]), run) for run in equal_runs(shards)]
+    def _runs(
+        self, byte_offsets: Numbers, byte_counts: Numbers
+    ) -> Iterator[tuple[Any, Numbers, Numbers]]:
+        """Runs of pieces that lie in one file: its reader, their offsets in it, and their sizes."""
+        shards = np.searchsorted(self._starts[1:], byte_offsets, side="right")
+        for run in equal_runs(shards):
+            shard = int(shards[run.start])
+            yield self._readers[shard], byte_offsets[run] - self._starts[shard], byte_counts[run]

@@ -2,66 +2,363 @@
 
 A `Storage` tells the identity of a file (`stat`), opens it (`open`) and lists names (`list`); an
 open file is a `StoredFile`, which keeps showing what it was when it was opened. Token files, their
-sidecars and the metadata of shards are read through it; `protocol` has the protocols, `local` the
-file system. Files are written, locked and cached on a file system alone.
+sidecars and the metadata of shards are read through it. Files are written, locked and cached on a
+file system alone.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple, Protocol
 
-from millrace.errors import ConfigError
-from millrace.storage.local import LOCAL, LocalStorage
-from millrace.storage.protocol import (
-    Access,
-    BinReader,
-    Bytes,
-    Identity,
-    Storage,
-    StoredFile,
-    gather_in_turn,
-)
+import numpy as np
+from numpy.typing import NDArray
 
-_SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
+from millrace import _native
+from millrace.checks import absolute_path, shown
+from millrace.errors import ConfigError, DataError
+
+Bytes = NDArray[np.uint8]
+Access = Literal["mmap", "file"]
+
+MAX_OPEN = 64  # files of a process that keep a descriptor; each thread may use one more
+_NUM_BLOCKS, _BLOCK = 16, 4096  # of a file that a fingerprint covers
+
+
+class Identity(NamedTuple):
+    """What tells a file from others, and from itself before it was changed.
+
+    Attributes:
+        size: Size in bytes.
+        time: Time of the last change in nanoseconds since 1970; 0: unknown.
+        version: Plain values that no other file has had at this path: device and inode, an ETag.
+    """
+
+    size: int
+    time: int
+    version: Any
+
+
+class BinReader(Protocol):
+    """The bytes of one file.
+
+    A reader must not change once it is made, and may be used by several threads at once.
+    `gather_in_turn` is a `gather` for readers that have nothing better.
+
+    A reader with the whole file in memory (mapped, or local pages of an object store) may also
+    have an attribute `bytes`: uint8 [size], one contiguous array that starts at a multiple of 8.
+    Reads of sequences are then views of it, and samples are gathered straight from it.
+
+    A reader of slow storage may also have a method `prefetch(byte_offsets, byte_counts)`, with the
+    arguments of `gather`. It is a hint that these pieces will be read soon: it starts the transfers
+    and returns nothing, without waiting for them. One thread may call it while others read, and
+    announced pieces may never be read. Loaders announce everything that they will read, but for
+    readers with `is_local = True` only while reads go to the disk.
+    """
+
+    size: int  # bytes
+
+    def read(self, byte_offset: int, num_bytes: int) -> Bytes:
+        """Bytes [byte_offset, byte_offset + num_bytes): uint8 [num_bytes], perhaps read-only."""
+        ...
+
+    def gather(self, byte_offsets: NDArray[np.int64], byte_counts: NDArray[np.int64]) -> Bytes:
+        """Many pieces, one after the other: uint8 [sum of byte_counts]; the arrays are [pieces]."""
+        ...
+
+
+class StoredFile(BinReader, Protocol):
+    """A file of a storage, as it was when it was opened: a `BinReader` that knows its identity.
+
+    If another file takes the path, an open one gives its own bytes or raises DataError; it never
+    mixes the two. It is closed when the last reference to it is gone.
+    """
+
+    identity: Identity
+
+
+class Storage(Protocol):
+    """A place for files, read by path. This is where object stores plug in.
+
+    Paths are texts; what they mean is the storage's own affair, but the files of a pair are its
+    prefix and an ending, and the files of a folder are the folder, a slash and a name. A storage
+    must be picklable if datasets are, and may be used by several threads at once.
+    """
+
+    def stat(self, path: str) -> Identity:
+        """The identity of the file that is at a path now; FileNotFoundError: none is."""
+        ...
+
+    def open(self, path: str, access: Access) -> StoredFile:
+        """Opens a file; FileNotFoundError: there is none.
+
+        "mmap" asks for the whole file in memory (an attribute `bytes`), if the storage can map;
+        "file" asks for reads into new arrays.
+        """
+        ...
+
+    def list(self, prefix: str) -> Iterator[str]:
+        """The paths that begin with a prefix and have no slash after it, in any order."""
+        ...
 
 
 def storage_of(path: str, storage: Storage | None = None) -> Storage:
-    """The storage that a path or path prefix leads to.
-
-    Args:
-        path: The path.
-        storage: The user's choice; None: by the start of the path.
+    """The storage that a path or path prefix leads to: the user's, or the file system.
 
     Raises:
         ConfigError: A path such as `s3://bucket/name` without a storage.
     """
-    if storage is not None:
-        return storage
-    check_local(path)
-    return LOCAL
+    if storage is None:
+        check_local(path)
+        return LOCAL
+    return storage
 
 
 def check_local(path: str) -> None:
     """Raises ConfigError for a path that has the scheme of another storage."""
-    if _SCHEME.match(path):
-        scheme = path.partition("://")[0]
+    if scheme := re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", path):
         raise ConfigError(
-            f"{path} is in a storage of the kind {scheme}://, which millrace has no reader for: "
+            f"{path} is in a storage of the kind {scheme[0]}, which millrace has no reader for: "
             "copy it to a file system, or read it with IndexedDataset(prefix, storage=...) and "
             "your own storage"
         )
 
 
-__all__ = [
-    "LOCAL",
-    "Access",
-    "BinReader",
-    "Bytes",
-    "Identity",
-    "LocalStorage",
-    "Storage",
-    "StoredFile",
-    "check_local",
-    "gather_in_turn",
-    "storage_of",
-]
+def exists(storage: Storage, path: str) -> bool:
+    try:
+        storage.stat(path)
+    except (OSError, ValueError):  # ValueError: a name that no file can have
+        return False
+    return True
+
+
+def read_file(storage: Storage, path: str) -> bytes:
+    file = storage.open(path, "file")
+    return file.read(0, file.size).tobytes()
+
+
+class FileStream(io.RawIOBase):
+    """A reader as a file object, for libraries that take one."""
+
+    def __init__(self, reader: BinReader) -> None:
+        self._reader, self._place = reader, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._place = offset + (0, self._place, self._reader.size)[whence]
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        count = max(min(len(view), self._reader.size - self._place), 0)
+        view[:count] = self._reader.read(self._place, count).data
+        self._place += count
+        return count
+
+
+def bytes_in_memory(reader: BinReader) -> Bytes | None:
+    """The whole file, read-only, if the reader has it in memory."""
+    data: Any = getattr(reader, "bytes", None)
+    if data is None:
+        return None
+    if not (
+        isinstance(data, np.ndarray)
+        and (data.dtype, data.shape) == (np.uint8, (reader.size,))
+        and data.flags.c_contiguous
+        and data.__array_interface__["data"][0] % 8 == 0
+    ):
+        raise ConfigError(
+            f"the reader's bytes are {shown(data)}; a contiguous uint8 [{reader.size}] is needed, "
+            "at an address that is a multiple of 8"
+        )
+    if data.flags.writeable:
+        data = data.view()
+        data.flags.writeable = False
+    view: Bytes = data
+    return view
+
+
+def gather_in_turn(
+    read: Callable[[int, int], Bytes],
+    byte_offsets: NDArray[np.int64],
+    byte_counts: NDArray[np.int64],
+) -> Bytes:
+    """The pieces, read one by one: a `gather` for any reader."""
+    spans = zip(byte_offsets.tolist(), byte_counts.tolist(), strict=True)
+    pieces = [read(offset, count) for offset, count in spans]
+    return np.concatenate([np.empty(0, np.uint8), *pieces])
+
+
+def gather_range(reader: BinReader, start: int, stop: int) -> Bytes:
+    """Bytes [start, stop): of a map that was cut short an error, where a view is a bus error."""
+    return reader.gather(np.array([start]), np.array([stop - start]))
+
+
+def sample_of(reader: BinReader) -> Bytes:
+    """16 evenly spaced blocks of up to 4 KiB, for fingerprints."""
+    last = max(reader.size - _BLOCK, 0)
+    starts = np.array([last * piece // (_NUM_BLOCKS - 1) for piece in range(_NUM_BLOCKS)])
+    return reader.gather(starts, np.minimum(_BLOCK, reader.size - starts))
+
+
+def copied(column: NDArray[Any]) -> NDArray[Any]:
+    """A copy of a part of a mapped column: an error if the file was cut short, not a bus error."""
+    data = column.view(np.uint8)
+    return _native.copy_pieces(data, np.array([0]), np.array([len(data)])).view(column.dtype)
+
+
+# ---- the file system ----
+
+
+class LocalStorage:
+    """The files of this machine, and of the file systems that are mounted on it."""
+
+    def stat(self, path: str) -> Identity:
+        return identity_of(os.stat(path))
+
+    def open(self, path: str, access: Access) -> StoredFile:
+        if access == "mmap":
+            return MappedFile(path)
+        if access == "file":
+            return PositionedFile(path)
+        raise ConfigError(f"access is {access!r}; it is one of mmap, file")
+
+    def list(self, prefix: str) -> Iterator[str]:
+        folder, start = os.path.split(prefix)
+        for name in os.listdir(folder or "."):
+            if name.startswith(start):
+                yield os.path.join(folder, name)
+
+
+LOCAL = LocalStorage()
+
+
+class MappedFile:
+    """A file's pages in the page cache, mapped: reads are views. No descriptor stays open."""
+
+    is_local = True
+
+    def __init__(self, path: str) -> None:
+        with open(path, "rb", buffering=0) as file:
+            self.identity = identity_of(os.fstat(file.fileno()))
+            self.size = self.identity.size
+            self.bytes: Bytes = _native.map_file(file.fileno(), self.size)
+
+    def read(self, byte_offset: int, num_bytes: int) -> Bytes:
+        return self.bytes[byte_offset : byte_offset + num_bytes]
+
+    def gather(self, byte_offsets: NDArray[np.int64], byte_counts: NDArray[np.int64]) -> Bytes:
+        return _native.copy_pieces(self.bytes, byte_offsets, byte_counts)
+
+    def prefetch(self, byte_offsets: NDArray[np.int64], byte_counts: NDArray[np.int64]) -> None:
+        _native.prefetch_mapped(self.bytes, byte_offsets, byte_counts)
+
+
+class PositionedFile:
+    """Positioned reads into new arrays, for file systems where mapping hurts.
+
+    Of all such files of a process, those that were used last have an open descriptor, which threads
+    share without a lock; another one is opened again at its next use, if it is still the same file.
+    """
+
+    is_local = True
+
+    def __init__(self, path: str) -> None:
+        self._path, self._slot = absolute_path(path), _Slot()
+        descriptor, self.identity = _open(self._path)
+        self.size = self.identity.size
+        self._slot.fill(descriptor)
+
+    def read(self, byte_offset: int, num_bytes: int) -> Bytes:
+        data = np.empty(num_bytes, np.uint8)
+        view, count = memoryview(data.data), 0
+        descriptor = self._open()  # open as long as this name refers to it
+        while count < num_bytes:
+            step = os.preadv(descriptor, [view[count:]], byte_offset + count)
+            if step == 0:
+                raise self._cut_short(byte_offset + count)
+            count += step
+        return data
+
+    def gather(self, byte_offsets: NDArray[np.int64], byte_counts: NDArray[np.int64]) -> Bytes:
+        descriptor = self._open()
+        try:
+            return _native.read_packed(descriptor, self.size, byte_offsets, byte_counts)
+        except ValueError:
+            size = os.fstat(descriptor).st_size
+            if size < self.size:
+                raise self._cut_short(size) from None
+            raise
+
+    def prefetch(self, byte_offsets: NDArray[np.int64], byte_counts: NDArray[np.int64]) -> None:
+        _native.prefetch_file(self._open(), self.size, byte_offsets, byte_counts)
+
+    def _open(self) -> _Descriptor:
+        """An open descriptor, for as long as the caller holds it."""
+        descriptor, identity = self._slot.descriptor, self.identity
+        with contextlib.suppress(FileNotFoundError):
+            if descriptor is None:
+                descriptor, identity = _open(self._path)
+            if identity == self.identity:
+                self._slot.fill(descriptor)
+                return descriptor
+        raise DataError(
+            f"{self._path} was removed, replaced or changed after it was opened, and cannot be "
+            "opened again: of all files that are read with access='file', at most "
+            f"{MAX_OPEN} stay open. Restore the file or open the dataset again; files of a run "
+            "must not change"
+        )
+
+    def _cut_short(self, size: int) -> DataError:
+        return DataError(
+            f"{self._path} ends at byte {size}; it had {self.size} bytes when it was opened, and "
+            "was cut short since. Restore it: files in use are replaced by renames"
+        )
+
+    def __del__(self) -> None:
+        _recent.pop(self._slot, None)
+
+
+class _Descriptor(int):
+    """The number of an open file, which is closed when the last reference to it is gone."""
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        close(self)  # at the end of Python, `os` may be gone before the last dataset
+
+
+class _Slot:
+    """The place of a file's descriptor; None: it is closed."""
+
+    descriptor: _Descriptor | None = None
+
+    def fill(self, descriptor: _Descriptor) -> None:
+        """Keeps a descriptor, and closes those whose last use is the longest ago."""
+        self.descriptor = descriptor
+        _recent.pop(self, None)
+        _recent[self] = None
+        while len(_recent) > MAX_OPEN:
+            _recent.popitem(last=False)[0].descriptor = None
+
+
+# The slots that were used last. Each step is one operation of the dict, so that threads need no
+# lock, which a forked child could inherit locked.
+_recent: OrderedDict[_Slot, None] = OrderedDict()
+
+
+def _open(path: str) -> tuple[_Descriptor, Identity]:
+    with open(path, "rb", buffering=0) as file:  # which refuses folders
+        return _Descriptor(os.dup(file.fileno())), identity_of(os.fstat(file.fileno()))
+
+
+def identity_of(status: os.stat_result) -> Identity:
+    return Identity(status.st_size, status.st_mtime_ns, (status.st_dev, status.st_ino))

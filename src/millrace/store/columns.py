@@ -13,7 +13,7 @@ from numpy.typing import DTypeLike, NDArray
 from millrace import _native
 from millrace.errors import DataError
 from millrace.files import atomic_file
-from millrace.storage.protocol import copied
+from millrace.storage import copied
 from millrace.store.layout import Header
 from millrace.store.publish import bin_path, idx_path
 from millrace.store.reader import IndexedDataset

@@ -13,8 +13,7 @@ from typing import Any
 from millrace.errors import DataError
 from millrace.files import atomic_file, xxh3
 from millrace.records import Count, record_from
-from millrace.storage import LOCAL, Storage
-from millrace.storage.protocol import read_file
+from millrace.storage import LOCAL, Storage, read_file
 from millrace.store.publish import info_path, paths_to_read
 
 BLOCK_SIZE = 4 << 20

@@ -24,8 +24,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from millrace import _native
 from millrace.errors import ConfigError, DataError
-from millrace.storage import BinReader
-from millrace.storage.protocol import gather_range
+from millrace.storage import BinReader, gather_range
 from millrace.store.publish import idx_path
 
 MAGIC = b"MMIDIDX\x00\x00"

@@ -30,8 +30,7 @@ from typing import NamedTuple
 
 from millrace.errors import DataError, MillraceError
 from millrace.files import fsync_folder, temporary_name, writers_lock
-from millrace.storage import LOCAL, Access, Storage, StoredFile
-from millrace.storage.protocol import exists
+from millrace.storage import LOCAL, Access, Storage, StoredFile, exists
 
 NEW = ".new"
 LOCK = ".tmp.lock"

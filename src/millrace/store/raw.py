@@ -14,8 +14,16 @@ from millrace import _native
 from millrace.checks import one_path, shown
 from millrace.errors import ConfigError, DataError
 from millrace.files import blake2b
-from millrace.storage import Access, Bytes, Storage, StoredFile, storage_of
-from millrace.storage.protocol import bytes_in_memory, gather_range, sample_of
+from millrace.storage import (
+    Access,
+    Bytes,
+    Storage,
+    StoredFile,
+    bytes_in_memory,
+    gather_range,
+    sample_of,
+    storage_of,
+)
 
 _DTYPES = "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64"
 _NPY_MAGIC = b"\x93NUMPY"

@@ -17,9 +17,17 @@ from millrace import _native
 from millrace.checks import one_path, whole, whole_numbers
 from millrace.errors import ConfigError, DataError
 from millrace.files import blake2b, checksum
-from millrace.storage import Access, BinReader, Identity, Storage, storage_of
-from millrace.storage.local import identity_of
-from millrace.storage.protocol import bytes_in_memory, copied, sample_of
+from millrace.storage import (
+    Access,
+    BinReader,
+    Identity,
+    Storage,
+    bytes_in_memory,
+    copied,
+    identity_of,
+    sample_of,
+    storage_of,
+)
 from millrace.store import layout
 from millrace.store.info import Info, read_info
 from millrace.store.publish import bin_path, open_pair
@@ -350,7 +358,8 @@ class IndexedDataset:
         """The `.bin` as a file of the system; None if it is not one, or was replaced."""
         with contextlib.suppress(OSError):
             file = open(bin_path(self.prefix), "rb", buffering=0)  # noqa: SIM115
-            if self._pair.bin is not None and identity_of(file) == self._pair.bin.identity:
+            identity = identity_of(os.fstat(file.fileno()))
+            if self._pair.bin is not None and identity == self._pair.bin.identity:
                 return file
             file.close()
         return None

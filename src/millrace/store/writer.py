@@ -17,7 +17,7 @@ from millrace.errors import ConfigError, DataError
 from millrace.files import flush_to_disk, naming
 from millrace.forks import watch_forks
 from millrace.interrupts import interrupts_held
-from millrace.storage.protocol import Bytes, gather_range
+from millrace.storage import Bytes, gather_range
 from millrace.store.columns import IndexColumns
 from millrace.store.info import BlockHasher, Checksums, Info
 from millrace.store.layout import Header
