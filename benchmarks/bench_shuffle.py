@@ -278,9 +278,11 @@ def copy(source: Path, target: Path) -> None:
 
 
 def memcpy_row(setup: Setup, runs: int) -> Row:
-    from millrace.shuffling.fixed_sequences import sequence_items
+    from millrace.shuffling.domains import find_domains
+    from millrace.shuffling.fixed_sequences import SequenceItems
 
-    items = sequence_items(str(setup.source), seq_len=SEQ_LEN, dtype="uint32")
+    found = find_domains(str(setup.source), dtype="uint32")
+    items = SequenceItems(found, seq_len=SEQ_LEN, carry=False)
     places = np.random.default_rng(SEED).permutation(items.num_items)
     numbers = np.arange(items.num_items)
     buffer = np.ones(items.num_items * SEQ_LEN, np.uint32)  # its pages exist before the clock runs

@@ -32,8 +32,11 @@ from millrace.files import checksum
 from millrace.names import SHUFFLE_RESULT
 from millrace.order import KeyedPermutation
 from millrace.shuffling import shuffle
+from millrace.shuffling.domains import Inputs, find_domains
+from millrace.shuffling.fixed_sequences import SequenceItems
 from millrace.shuffling.memory_budget import ITEM_OVERHEAD, Budget, ItemSizes
 from millrace.shuffling.plans import PLANS, ShufflePlan
+from millrace.shuffling.whole_documents import DocumentItems
 
 MEMORY = 1_000_000_000
 
@@ -61,6 +64,20 @@ class Case:
 
 
 # ---- the input ----
+
+
+def sequence_items(
+    inputs: Inputs | Path, seq_len: int, dtype: str = "uint32", carry: bool = False
+) -> SequenceItems:
+    """The sequences of an input."""
+    inputs = str(inputs) if isinstance(inputs, Path) else inputs
+    return SequenceItems(find_domains(inputs, dtype=dtype), seq_len=seq_len, carry=carry)
+
+
+def document_items(inputs: Inputs | Path, folder: Path) -> DocumentItems:
+    """The documents of an input, with tables in a folder."""
+    inputs = str(inputs) if isinstance(inputs, Path) else inputs
+    return DocumentItems(find_domains(inputs, dtype="int32", has_documents=True), str(folder))
 
 
 def make_case(folder: Path, choices: random.Random) -> Case:
@@ -287,15 +304,15 @@ def small_buffers(choices: random.Random) -> Iterator[None]:
         return cls(sizes=sizes, workers=workers, buffer_size=buffer_size)
 
     with contextlib.ExitStack() as stack:
-        for plan in PLANS:
+        for plan in PLANS.values():
             stack.enter_context(mock.patch.object(plan, "fit", classmethod(fit)))
         yield
 
 
 def run_case(case: Case, folder: Path, choices: random.Random, workers: Sequence[int]) -> None:
     """Shuffles with each plan, and one of them with each number of workers."""
-    runs = [(plan.name, 1) for plan in PLANS]
-    runs += [(choices.choice(PLANS).name, count) for count in workers]
+    runs = [(plan, 1) for plan in PLANS]
+    runs += [(choices.choice([*PLANS]), count) for count in workers]
     outputs = []
     for number, (plan, count) in enumerate(runs):
         output = folder / f"output-{number}"

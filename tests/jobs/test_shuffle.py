@@ -25,7 +25,7 @@ from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.jobs import shuffle, tokenize
 from millrace.provenance import OriginsWriter
 from millrace.shards.metadata import read_metadata
-from millrace.shuffling import plan_choice
+from millrace.shuffling import plans
 from millrace.store import verify_shards
 from tests.conftest import make_texts, write_documents
 from tests.jobs import shuffle_cases as cases
@@ -207,7 +207,11 @@ def test_a_list_of_inputs(
         ({"seed": 2**63}, r"seed must .* 2\*\*63 - 1, not 9223372036854775808"),
         ({"num_shards": 301}, "num_shards must be at most 300"),
         ({"workers": 0}, "workers must be at least 1"),
+        ({"seq_len": 2**31}, r"seq_len must .* 2\*\*31 - 1, not 2147483648"),
+        ({"carry": 1}, "carry must be True or False"),
         ({"dtype": "int8"}, "dtype must be uint16, uint32 or int32, not 'int8'"),
+        ({"dtype": ">i4"}, "dtype must be"),
+        ({"dtype": "nothing"}, "dtype must be"),
         ({"plan": "memory"}, "plan must be one of auto, gather, scatter, not 'memory'"),
         ({"permutation": 1}, "permutation must be"),
         ({"engine": np.array(["ray"])}, "engine must be"),
@@ -303,7 +307,7 @@ def test_an_output_folder_that_is_not_empty(tmp_path: Path, sequences: NDArray[A
 def test_a_file_that_changes_while_the_job_runs(
     tmp_path: Path, sequences: NDArray[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    choose = plan_choice.choose_plan
+    choose = plans.choose_plan
 
     def change_a_file(*arguments: Any, **options: Any) -> Any:
         plan = choose(*arguments, **options)

@@ -22,12 +22,12 @@ from numpy.typing import NDArray
 from millrace.errors import ConfigError, DataError
 from millrace.jobs import shuffle
 from millrace.provenance import OriginsWriter
-from millrace.shuffling import document_tables, row_tables, whole_documents
-from millrace.shuffling.fixed_sequences import sequence_items
-from millrace.shuffling.row_tables import Table, new_table
-from millrace.shuffling.whole_documents import DocumentItems, document_items
+from millrace.shuffling import document_tables, whole_documents
+from millrace.shuffling.document_tables import Table
+from millrace.shuffling.domains import find_domains
+from millrace.shuffling.whole_documents import DocumentItems
 from millrace.store import IndexedDataset, IndexedDatasetBuilder, verify
-from tests.jobs.shuffle_cases import weighted
+from tests.jobs.shuffle_cases import document_items, sequence_items, weighted
 
 
 class Document(NamedTuple):
@@ -106,7 +106,6 @@ files_of = st.lists(
     has_origins=st.booleans(),
     dtype=st.sampled_from(["uint16", "int32"]),
     block=st.sampled_from([1, 3, 1000]),
-    few=st.sampled_from([0, 64]),
     data=st.data(),
 )
 def test_a_shard_is_what_the_builder_makes_of_its_documents(
@@ -115,19 +114,13 @@ def test_a_shard_is_what_the_builder_makes_of_its_documents(
     has_origins: bool,
     dtype: str,
     block: int,
-    few: int,
     data: st.DataObject,
 ) -> None:
     documents = [document for file in files for document in file]
-    options: dict[str, Any] = {
-        "multimodal": multimodal,
-        "has_origins": has_origins,
-        "dtype": dtype,
-    }
+    options: Any = {"multimodal": multimodal, "has_origins": has_origins, "dtype": dtype}
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         patch.setattr(whole_documents, "_BLOCK", block)
-        patch.setattr(row_tables, "_RANGES", block)
-        patch.setattr(row_tables, "_FEW", few)
+        patch.setattr(document_tables, "_ENTRIES", block)
         folder = Path(name)
         for number, file in enumerate(files):
             build(folder / "in" / f"domain{number // 2}" / f"{number}", file, **options)
@@ -162,21 +155,14 @@ def test_weights_take_documents_several_times(tmp_path: Path) -> None:
     build(tmp_path / "unused", some_documents(1))
     entries = [(2.5, tmp_path / "web"), (1, tmp_path / "rare"), (0.5, tmp_path / "unused")]
     items = document_items(entries, folder=tmp_path)
-    assert [(d.name, d.num_items) for d in items.contents.domains] == [
-        ("rare", 3),
-        ("unused", 0),
-        ("web", 10),
-    ]
-    assert (
-        "weight 0.5: too small to take a document, of which it has 1" in items.contents.notices[0]
-    )
+    counts = {domain.name: domain.num_items for domain in items.contents.domains}
+    assert counts == {"rare": 3, "unused": 0, "web": 10}
+    notice = items.contents.notices[0]
+    assert "weight 0.5: too small to take a document, of which it has 1" in notice
     sources = np.arange(13)
     write_shard(items, tmp_path / "shard", sources, 0, 13)
     tokens = [int(sequence[0]) for sequence in IndexedDataset(tmp_path / "shard")]
     assert tokens == [0, 1, 2, 0, 1, 2, 3, 0, 1, 2, 3, 0, 2]
-    assert items.contents.table("documents").splitlines()[0].split() == [
-        *("domain", "files", "documents", "tokens", "tokens", "left", "out")
-    ]
 
 
 def test_documents_far_apart_are_read_alone(tmp_path: Path) -> None:
@@ -275,20 +261,12 @@ def test_a_file_that_changes_is_an_error(tmp_path: Path) -> None:
         items.read(np.arange(3), np.empty(6, np.int32), np.array([0, 2, 4]))
 
 
-def test_an_index_that_changes_at_the_start_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_index_that_changes_at_the_start_is_an_error(tmp_path: Path) -> None:
     build(tmp_path / "a", some_documents(3))
-    find_domains = whole_documents.find_domains
-
-    def find_and_replace(*arguments: Any, **options: Any) -> Any:
-        domains = find_domains(*arguments, **options)
-        build(tmp_path / "a", some_documents(4))
-        return domains
-
-    monkeypatch.setattr(whole_documents, "find_domains", find_and_replace)
+    found = find_domains([(1, tmp_path / "a")], dtype="int32", has_documents=True)
+    build(tmp_path / "a", some_documents(4))
     with pytest.raises(DataError, match=r"a\.bin/\.idx changed while the job began"):
-        document_items([(1, tmp_path / "a")], folder=tmp_path)
+        DocumentItems(found, str(tmp_path))
 
 
 def test_a_shard_of_another_size_gets_no_index(tmp_path: Path) -> None:
@@ -315,25 +293,19 @@ def test_sequences_are_documents_of_their_shard(tmp_path: Path) -> None:
 @given(
     num_rows=st.integers(0, 300),
     ranges=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 9)), max_size=20),
-    few=st.sampled_from([0, 1, 64]),
 )
-def test_tables_give_rows_in_any_order(
-    num_rows: int, ranges: list[tuple[int, int]], few: int
-) -> None:
+def test_tables_give_rows_in_any_order(num_rows: int, ranges: list[tuple[int, int]]) -> None:
     values = np.random.default_rng(num_rows).integers(0, 2**60, num_rows)
-    spans = [(min(start, num_rows), min(start + count, num_rows)) for start, count in ranges]
-    starts = np.array([start for start, _ in spans], np.int64)
-    stops = np.array([stop for _, stop in spans], np.int64)
-    expected = [value for start, stop in spans for value in values[start:stop].tolist()]
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_tables, "_FEW", few)
-        patch.setattr(row_tables, "_RANGES", 7)
-        path = f"{folder}/table.npy"
-        with new_table(path, np.int64) as append:
+    bounds = np.array(ranges, np.int64).reshape(-1, 2)
+    starts, stops = np.minimum(bounds[:, 0], num_rows), np.minimum(bounds.sum(axis=1), num_rows)
+    with tempfile.TemporaryDirectory() as folder:
+        table = Table(f"{folder}/table", np.int64)
+        with table.writing() as append:
             for start in range(0, num_rows, 50):
                 append(values[start : start + 50])
-        assert np.array_equal(np.load(path), values)
-        assert Table(path).ranges(starts, stops - starts).tolist() == expected
+        numbers = np.concatenate([np.empty(0, np.int64), *map(np.arange, starts, stops)])
+        assert np.array_equal(table.ranges(starts, stops - starts), values[numbers])
+        assert np.array_equal(table.rows(numbers.reshape(-1, 1))[:, 0], values[numbers])
 
 
 @pytest.mark.parametrize("most", [1, 2, 7, 1000])
@@ -385,13 +357,7 @@ def test_documents_of_many_sequences_take_little_memory(tmp_path: Path) -> None:
 def test_no_message_has_less_than_no_memory(tmp_path: Path) -> None:
     """Copying origins takes more than the memory that is given."""
     build(tmp_path / "in" / "a", some_documents(3, "x"), has_origins=True)
+    options: Any = {"documents": True, "num_shards": 1, "permutation": "numpy"}
     with pytest.raises(ConfigError, match=r"and 0 bytes are free") as caught:
-        shuffle(
-            tmp_path / "in",
-            tmp_path / "out",
-            documents=True,
-            num_shards=1,
-            memory=60_000_000,
-            permutation="numpy",
-        )
+        shuffle(tmp_path / "in", tmp_path / "out", memory=60_000_000, **options)
     assert "-" not in str(caught.value)

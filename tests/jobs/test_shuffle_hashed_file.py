@@ -5,24 +5,24 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from millrace.files import checksum
-from millrace.shuffling import hashed_file
-from millrace.shuffling.hashed_file import HashedFile
+from millrace.shuffling.hashed_file import _BLOCK, HashedFile
 
-SIZES = [
+SIZES: list[list[int]] = [
     [],
     [0],
     [1],
     [4096],
     [4095, 2, 4096],
-    [hashed_file._BLOCK],
-    [hashed_file._BLOCK - 1, 1, 5],
-    [3 * hashed_file._BLOCK + 17],
-    [10, hashed_file._BLOCK, hashed_file._BLOCK + 4086],
+    [_BLOCK],
+    [_BLOCK - 1, 1, 5],
+    [3 * _BLOCK + 17],
+    [10, _BLOCK, _BLOCK + 4086],
 ]
 
 
@@ -33,30 +33,28 @@ def test_what_is_written_is_in_the_file(
 ) -> None:
     """Also on file systems that refuse direct writes, at once or later, or write less."""
     open_file, write_file = os.open, os.write
-    if case == "no direct files":
+    calls: list[int] = []
 
-        def refuse(path: str, flags: int, mode: int = 0o777) -> int:
-            if flags & os.O_DIRECT:
-                os.close(open_file(path, flags & ~os.O_DIRECT, mode))  # as some file systems do
-                raise OSError(errno.EINVAL, "Invalid argument", path)
-            return open_file(path, flags, mode)
+    def refuse(path: str, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_DIRECT:
+            os.close(open_file(path, flags & ~os.O_DIRECT, mode))  # as some file systems do
+            raise OSError(errno.EINVAL, "Invalid argument", path)
+        return open_file(path, flags, mode)
 
-        monkeypatch.setattr(os, "open", refuse)
-    elif case == "no direct writes":
-        calls = []
+    def refuse_first(descriptor: int, data: memoryview) -> int:
+        calls.append(len(data))
+        if len(calls) == 1 and len(data) % 4096 == 0:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return write_file(descriptor, data)
 
-        def refuse_first(descriptor: int, data: memoryview) -> int:
-            calls.append(len(data))
-            if len(calls) == 1 and len(data) % 4096 == 0:
-                raise OSError(errno.EINVAL, "Invalid argument")
-            return write_file(descriptor, data)
-
-        monkeypatch.setattr(os, "write", refuse_first)
-    elif case == "short writes":
+    def write_half(descriptor: int, data: memoryview) -> int:
         # Direct writes end at a multiple of the disk's block, others anywhere.
-        monkeypatch.setattr(
-            os, "write", lambda fd, data: write_file(fd, data[: max(len(data) // 2, 1)])
-        )
+        return write_file(descriptor, data[: max(len(data) // 2, 1)])
+
+    if case == "no direct files":
+        monkeypatch.setattr(os, "open", refuse)
+    elif case != "direct":
+        monkeypatch.setattr(os, "write", refuse_first if "direct" in case else write_half)
     generator = np.random.default_rng(sum(sizes))
     parts = [generator.integers(0, 256, size, np.uint8) for size in sizes]
     path = tmp_path / "file"
@@ -70,26 +68,16 @@ def test_what_is_written_is_in_the_file(
     assert os.listdir(tmp_path) == ["file"]
 
 
-def write(path: Path, num_bytes: int, error: Exception | None = None) -> None:
-    with HashedFile(str(path)) as file:
-        file.write(np.ones(num_bytes, np.uint8))
-        if error is not None:
-            raise error
-
-
-def test_a_file_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError):
-        write(tmp_path / "file", hashed_file._BLOCK + 1, ZeroDivisionError())
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(descriptor: int, data: memoryview) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_a_file_that_fails_is_named_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(*arguments: Any) -> int:
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "write", refuse)
     path = tmp_path / "file"
-    with pytest.raises(OSError, match="No space left on device") as raised:
-        write(path, 1)
+    with pytest.raises(OSError, match=os.strerror(number)) as raised, HashedFile(str(path)) as file:
+        file.write(np.ones(_BLOCK + 1 if number == errno.EIO else 1, np.uint8))
     assert raised.value.filename == str(path)
     assert os.listdir(tmp_path) == []

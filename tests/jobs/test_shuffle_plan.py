@@ -16,56 +16,34 @@ from millrace.errors import ConfigError, MillraceError
 from millrace.option_class import keywords_of
 from millrace.order import KeyedPermutation
 from millrace.ragged import even_sizes, starts_of
-from millrace.shuffling import buckets as groups
-from millrace.shuffling import disk_rates, plan_choice
-from millrace.shuffling.disk_rates import Rates, read_rates
-from millrace.shuffling.fixed_sequences import sequence_items
-from millrace.shuffling.memory_budget import ITEM_OVERHEAD, MB, budget_of, sizes_of
-from millrace.shuffling.plans import PLANS, Gather, Scatter, ShufflePlan, resume_plan
+from millrace.shuffling import memory_budget, plans
+from millrace.shuffling.memory_budget import ITEM_OVERHEAD, MB, budget_of, group_bounds, sizes_of
+from millrace.shuffling.permutations import KeyedRanges
+from millrace.shuffling.plans import PLANS, Gather, Rates, Scatter, ShufflePlan, resume_plan
 from millrace.shuffling.shuffle_options import ShuffleKeywords, ShuffleOptions
+from tests.jobs.shuffle_cases import sequence_items
 
 GB = 10**9
 
 
 class FakeItems:
-    """Items of given sizes that take no time to read."""
+    """Items that take no time to read: of given sizes, or any number of one size."""
 
-    def __init__(self, sizes: Any, *, has_origins: bool = False) -> None:
+    def __init__(
+        self, sizes: Any, item_size: int | None = None, *, has_origins: bool = False
+    ) -> None:
+        self.item_size = item_size
         self._sizes = np.asarray(sizes, np.int64)
-        self.num_items, self.item_size = len(self._sizes), None
+        self.num_items = sizes if item_size is not None else len(self._sizes)
         self.dtype, self.has_origins = np.dtype(np.uint16), has_origins
 
     def sizes(self, numbers: Any) -> Any:
+        if self.item_size is not None:
+            return np.full(len(numbers), self.item_size)
         return self._sizes[numbers]
 
     def read(self, *arguments: Any) -> None:
         pass
-
-
-class LargeItems:
-    """Any number of items of one size."""
-
-    def __init__(self, num_items: int, item_size: int) -> None:
-        self.num_items, self.item_size = num_items, item_size
-        self.dtype, self.has_origins = np.dtype(np.uint16), False
-
-    def sizes(self, numbers: Any) -> Any:
-        return np.full(len(numbers), self.item_size)
-
-    def read(self, *arguments: Any) -> None:
-        pass
-
-
-class Shuffled:
-    """A permutation."""
-
-    name = "keyed"
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def sources(self, start: int, stop: int) -> Any:
-        return KeyedPermutation(self.size, 0).sources(np.arange(start, stop))
 
 
 @given(st.lists(st.integers(0, 300), min_size=1), st.integers(0, 5000), st.integers(1, 9))
@@ -73,14 +51,15 @@ def test_groups_fit_their_buffer_and_lie_in_one_shard(
     sizes: list[int], more: int, num_shards: int
 ) -> None:
     with pytest.MonkeyPatch.context() as context:
-        context.setattr(groups, "_BLOCK", 7)
-        for items in (FakeItems(sizes), LargeItems(len(sizes), max(*sizes, 1, 1))):
+        context.setattr(memory_budget, "_BLOCK", 7)
+        kinds: list[Any] = [FakeItems(sizes), FakeItems(len(sizes), max(*sizes, 1, 1))]
+        for items in kinds:
             largest = int(items.sizes(np.arange(items.num_items)).max())
             buffer_size = 2 * largest + ITEM_OVERHEAD + more
-            shuffled: Any = Shuffled(items.num_items)
+            shuffled = KeyedRanges(KeyedPermutation(items.num_items, 0))
             starts = starts_of(even_sizes(items.num_items, min(num_shards, items.num_items)))
-            buckets = groups.bucket_bounds(items, shuffled, starts, buffer_size)
-            runs = groups.run_bounds(items, buffer_size)
+            buckets = group_bounds(items, shuffled.sources, starts, buffer_size)
+            runs = group_bounds(items, np.arange, starts[[0, -1]], buffer_size)
             assert set(starts.tolist()) <= set(buckets.tolist())
             for bounds, order in (
                 (runs, np.arange(items.num_items)),
@@ -94,7 +73,7 @@ def test_groups_fit_their_buffer_and_lie_in_one_shard(
 
 
 @given(
-    st.sampled_from(PLANS),
+    st.sampled_from([*PLANS.values()]),
     st.integers(8 * MB, 100 * GB),
     st.integers(1, 64),
     st.integers(1, 10**9),
@@ -102,7 +81,7 @@ def test_groups_fit_their_buffer_and_lie_in_one_shard(
 def test_workers_and_buffers_fit_the_memory(
     kind: type[ShufflePlan], memory: int, workers: int, num_items: int
 ) -> None:
-    items: Any = LargeItems(num_items, 4096)
+    items: Any = FakeItems(num_items, 4096)
     plan = kind.fit(sizes_of(items), budget_of(memory, items), workers)
     assert 1 <= plan.workers <= workers
     assert plan.buffer_size >= min(8192, 8192 * num_items) + ITEM_OVERHEAD
@@ -114,39 +93,44 @@ def test_workers_and_buffers_fit_the_memory(
 
 def choose(tmp_path: Path, items: Any, **options: Any) -> ShufflePlan:
     options = {"name": "auto", "memory": 4 * GB, "workers": 4, **options}
-    return plan_choice.choose_plan(items, output_dir=str(tmp_path), **options)
+    return plans.choose_plan(items, output_dir=str(tmp_path), **options)
 
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The free bytes of every disk, and its read rates."""
     disk = SimpleNamespace(free=10**15, random=1e9, sequential=1e9)
-    monkeypatch.setattr(plan_choice, "_free_bytes", lambda folder: disk.free)
+
+    def status(folder: str) -> Any:
+        return SimpleNamespace(f_bavail=disk.free, f_frsize=1)
+
+    monkeypatch.setattr(plans.os, "statvfs", status)
     monkeypatch.setattr(
-        plan_choice, "read_rates", lambda items, mean, size: Rates(disk.random, disk.sequential)
+        plans, "read_rates", lambda items, mean, size: Rates(disk.random, disk.sequential)
     )
     return disk
 
 
 def test_the_choice_of_a_plan(tmp_path: Path, disk: SimpleNamespace) -> None:
-    small, large = LargeItems(1000, 4096), LargeItems(10**6, 4096)  # 8 MB and 8 GB
+    small, large = FakeItems(1000, 4096), FakeItems(10**6, 4096)  # 8 MB and 8 GB
     plan = choose(tmp_path, small)
     assert (plan.name, plan.workers, plan.buffer_size) == ("gather", 1, 1000 * (8192 + 128))
-    plan = choose(tmp_path, large)
-    assert str(plan) == (
+    assert str(choose(tmp_path, large)) == (
         "gather, because the disk reads 1.0 GB of random items a second, and 1.0 GB of "
         "consecutive ones, reads 8.2 GB, writes 8.2 GB"
     )
-    assert choose(tmp_path, large, memory=20 * GB).workers == 4
-    disk.sequential, disk.random = 4e9, 1e9  # random reads, 4 at a time, keep up with the writes
-    assert choose(tmp_path, large).name == "gather"
-    disk.sequential, disk.random = 6e8, 2e8
-    assert choose(tmp_path, large).name == "gather"
-    plan = choose(tmp_path, large, memory=20 * GB)  # all data at once
-    assert (plan.name, plan.workers, plan.buffer_size) == ("gather", 1, 10**6 * (8192 + 128))
-    disk.sequential, disk.random = 1e9, 1e8
-    plan = choose(tmp_path, large)
-    assert (plan.name, plan.num_bytes) == ("scatter", 16_384 * 10**6)
+    for sequential, random, memory, name, workers in (
+        (1e9, 1e9, 20, "gather", 4),
+        (4e9, 1e9, 4, "gather", 4),  # random reads, 4 at a time, keep up with the writes
+        (6e8, 2e8, 4, "gather", 4),
+        (6e8, 2e8, 20, "gather", 1),  # all data at once
+        (1e9, 1e8, 4, "scatter", 4),
+    ):
+        disk.sequential, disk.random = sequential, random
+        plan = choose(tmp_path, large, memory=memory * GB)
+        assert (plan.name, plan.workers) == (name, workers)
+        assert (plan.buffer_size == 10**6 * (8192 + 128)) == (workers == 1)
+    assert plan.num_bytes == 16_384 * 10**6
     disk.free = 10 * GB
     plan = choose(tmp_path, large)
     assert plan.name == "gather"
@@ -157,11 +141,11 @@ def test_the_choice_of_a_plan(tmp_path: Path, disk: SimpleNamespace) -> None:
     with pytest.raises(MillraceError, match=r"No space left for the output: it has 8.2 GB"):
         choose(tmp_path, large)
     disk.free = 10**15
-    assert choose(tmp_path, LargeItems(10**4, 10**6)).name == "gather"  # of large items
+    assert choose(tmp_path, FakeItems(10**4, 10**6)).name == "gather"  # of large items
 
 
 def test_gather_may_be_three_times_slower_at_reading() -> None:
-    items: Any = LargeItems(10**6, 4096)
+    items: Any = FakeItems(10**6, 4096)
     gather, scatter = (
         plan.fit(sizes_of(items), budget_of(GB, items), 1) for plan in (Gather, Scatter)
     )
@@ -192,7 +176,7 @@ def test_origins_take_memory(tmp_path: Path, disk: SimpleNamespace) -> None:
 
 
 def test_a_smaller_memory_continues_with_fewer_workers() -> None:
-    items: Any = LargeItems(10**6, 4096)
+    items: Any = FakeItems(10**6, 4096)
     plan = Scatter(sizes=sizes_of(items), workers=4, buffer_size=100 * MB)
     content = plan.to_json()
     assert resume_plan(content, items, workers=4, memory=300 * MB).workers == 2
@@ -207,15 +191,15 @@ def test_a_smaller_memory_continues_with_fewer_workers() -> None:
 def test_an_interruption_does_not_change_the_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     now, calls = 0.0, 0
 
-    class Interrupted(LargeItems):
+    class Interrupted(FakeItems):
         def read(self, numbers: Any, *arguments: Any) -> None:
             nonlocal now, calls
             now += 1e-6 * len(numbers) + (1.0 if calls % 4 == 1 else 0.0)
             calls += 1
 
-    monkeypatch.setattr(disk_rates, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(plans, "time", SimpleNamespace(perf_counter=lambda: now))
     items: Any = Interrupted(100_000, 500)
-    assert read_rates(items, mean=1000, size=16_000_000).random == pytest.approx(1e9)
+    assert plans.read_rates(items, mean=1000, size=16_000_000).random == pytest.approx(1e9)
 
 
 def test_rates_of_tiny_sequences_take_little_memory(tmp_path: Path) -> None:
@@ -223,7 +207,7 @@ def test_rates_of_tiny_sequences_take_little_memory(tmp_path: Path) -> None:
     items = sequence_items([(1, str(tmp_path / "web.bin"))], seq_len=1, dtype="uint16")
     tracemalloc.start()
     try:
-        read_rates(items, mean=2, size=16_000_000)
+        plans.read_rates(items, mean=2, size=16_000_000)
         assert tracemalloc.get_traced_memory()[1] < 30_000_000
     finally:
         tracemalloc.stop()

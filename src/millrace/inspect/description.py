@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from millrace.store import IndexedDataset
 
 _EXCERPT = 256  # tokens of a document's head, and of its tail
 _BAR_WIDTH = 40
-_BINS = np.concatenate(([0, 1], 2 ** np.arange(1, 32, dtype=np.int64)))
+_BINS = [0, *(2**n for n in range(32))]  # of lengths: the start of each, and the end
 _QUANTILES = {"p1": 0.01, "p10": 0.1, "median": 0.5, "p90": 0.9, "p99": 0.99}
 _CHUNK = 4 << 20  # tokens that are counted at a time
 
@@ -42,8 +43,7 @@ class Description:
         provenance: Origin of the tokens, from the sidecar; None without one.
         has_checksums: Whether `verify` can check every byte.
         has_origins: Whether there is a sidecar of the documents' origins.
-        is_same_tokenizer: Whether the tokenizer wrote these tokens; None without a tokenizer, or if
-            the sidecar does not say.
+        is_same_tokenizer: Whether the tokenizer wrote these tokens; None: not known.
         tokenizer_warning: A sentence about a tokenizer that did not write them, else None.
     """
 
@@ -82,13 +82,13 @@ def describe(
         ConfigError: A document number out of range.
         DataError: A damaged sidecar.
     """
-    lengths = dataset.sequence_lengths
-    info = dataset.info()
-    written_by = None if tokenizer is None else read_tokenizer(dataset.prefix)
-    is_same, warning = None, None
-    if tokenizer is not None and written_by is not None:
-        is_same = written_by.is_same(tokenizer.fingerprints)
-        if not is_same:
+    lengths, info = dataset.sequence_lengths, dataset.info()
+    is_same = warning = special_tokens = None
+    if tokenizer is not None:
+        special_tokens = _count_special(dataset, tokenizer)
+        if (written_by := read_tokenizer(dataset.prefix)) is not None:
+            is_same = written_by.is_same(tokenizer.fingerprints)
+        if is_same is False:
             warning = (
                 f"another tokenizer wrote these tokens: {written_by}, not {tokenizer.path} "
                 f"({tokenizer.fingerprint[:12]}). Texts and special tokens below are wrong"
@@ -104,7 +104,7 @@ def describe(
         lengths=_spread(lengths),
         document_lengths=_spread(dataset.document_lengths),
         histogram=_histogram(lengths),
-        special_tokens=None if tokenizer is None else _count_special(dataset, tokenizer),
+        special_tokens=special_tokens,
         document=describe_document(dataset, tokenizer, document) if dataset.num_documents else None,
         provenance=None if info is None else info.provenance,
         has_checksums=info is not None and info.bin is not None,
@@ -129,7 +129,7 @@ def _spread(lengths: NDArray[Any]) -> dict[str, float]:
 def _histogram(lengths: NDArray[Any]) -> list[tuple[int, int, int]]:
     """The bins from the first to the last that is not empty."""
     counts, _ = np.histogram(lengths, bins=_BINS)
-    rows = list(zip(_BINS.tolist(), (_BINS[1:] - 1).tolist(), counts.tolist(), strict=False))
+    rows = [(low, end - 1, int(n)) for (low, end), n in zip(pairwise(_BINS), counts, strict=True)]
     occupied = np.flatnonzero(counts)
     return rows[occupied[0] : occupied[-1] + 1] if len(occupied) else []
 
@@ -147,14 +147,14 @@ def _count_special(dataset: IndexedDataset, tokenizer: Tokenizer) -> dict[str, i
 def describe_document(
     dataset: IndexedDataset, tokenizer: Tokenizer | None, number: int
 ) -> dict[str, Any]:
-    """One document, see `Description.document`."""
+    """One document; see `Description.document`."""
     if not 0 <= number < dataset.num_documents:
         raise ConfigError(
             f"there is no document {number}; {dataset.prefix} has 0 to {dataset.num_documents - 1}"
         )
     first, last = dataset.document_indices[number : number + 2].tolist()
     tokens = dataset.document(number)
-    origin, origin_error = None, None
+    origin = origin_error = None
     try:
         origin = dataset.origin(number)
     except (DataError, ConfigError) as error:  # damaged, or pyarrow is not installed
@@ -170,17 +170,14 @@ def describe_document(
 
 
 def excerpts_of(tokens: NDArray[Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Head and tail of a document, see `Description.document`."""
+    """Head and tail of a document; see `Description.document`."""
 
     def excerpt(part: NDArray[Any]) -> dict[str, Any]:
         text = None if tokenizer is None else tokenizer.decode(part)
         return {"tokens": part.tolist(), "text": text}
 
-    rest = tokens[_EXCERPT:]
-    return {
-        "head": excerpt(tokens[:_EXCERPT]),
-        "tail": excerpt(rest[-_EXCERPT:]) if len(rest) else None,
-    }
+    rest = tokens[_EXCERPT:][-_EXCERPT:]
+    return {"head": excerpt(tokens[:_EXCERPT]), "tail": excerpt(rest) if len(rest) else None}
 
 
 def format_description(description: Description) -> str:
@@ -208,10 +205,8 @@ def format_description(description: Description) -> str:
     if description.special_tokens:
         lines += ["", "  special tokens"]
         lines += [f"  {name:>20}  {n:,}" for name, n in description.special_tokens.items()]
-    document = description.document
-    if document:
-        head = f"  document {document['number']}, {document['num_tokens']:,} tokens:"
-        lines += ["", head, *document_lines(document)]
+    if description.document:
+        lines += document_lines(description.document)
     return "\n".join(lines)
 
 
@@ -230,17 +225,18 @@ def bar_lines(rows: Iterable[tuple[str, float, str]]) -> list[str]:
     ]
 
 
-def document_lines(document: dict[str, Any]) -> list[str]:
-    """Origin, head and tail of a document as lines of text."""
+def document_lines(document: dict[str, Any], name: str = "document", place: str = "") -> list[str]:
+    """Number, origin, head and tail of a document as lines of text."""
+    number, num_tokens = document["number"], document["num_tokens"]
     head, tail = document["head"], document["tail"]
-    lines = []
+    lines = ["", f"  {name} {number}{place}, {num_tokens:,} tokens:"]
     if document["origin_error"] is not None:
         lines.append(f"  its origin cannot be read: {document['origin_error']}")
     elif document["origin"] is not None:
         lines.append(f"  from {_origin_line(**document['origin'])}")
     lines += _excerpt_lines(head)
     if tail is not None:
-        omitted = document["num_tokens"] - len(head["tokens"]) - len(tail["tokens"])
+        omitted = num_tokens - len(head["tokens"]) - len(tail["tokens"])
         lines.append(f"  ... {omitted:,} tokens ..." if omitted else "  ...")
         lines += _excerpt_lines(tail)
     if head["text"] is None:

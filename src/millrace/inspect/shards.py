@@ -30,8 +30,6 @@ from millrace.shards.reader import Shards
 from millrace.shuffling.distribution import Parts, format_figures
 from millrace.store import IndexedDataset
 
-_PARTS = "head", "shards", "windows"
-
 
 @dataclass(frozen=True, kw_only=True)
 class ShardsDescription:
@@ -42,9 +40,8 @@ class ShardsDescription:
         shuffle_type: What was shuffled, as in the metadata.
         dtype: Dtype of the tokens.
         sequence_length: Number of tokens in a sequence; None for documents.
-        num_items, num_tokens: Counts.
+        num_items, num_tokens, num_shards: Counts.
         num_bytes: Size of all `.bin` files.
-        num_shards: Number of shards.
         shard_sizes: Number of items of the smallest and of the largest shard.
         seed, permutation, carry, eod: How the shuffle was made; None: unknown, or no EOD.
         num_inputs: Number of input files; 0: unknown.
@@ -96,9 +93,14 @@ def describe_shards(
         DataError: Metadata or shards that are missing, damaged or do not agree.
     """
     metadata = read_metadata(folder, dtype=dtype)
-    name = os.fspath(folder)
+    name, total = os.fspath(folder), metadata.num_items
     num_bytes = sum(map(os.path.getsize, bin_paths(name, metadata)))
-    total = metadata.num_items
+    distribution = item = None
+    if metadata.distribution:
+        keys = "head", "shards", "windows"
+        distribution = {key: parts_of(metadata, name, key).figures() for key in keys}
+    if total:
+        item = _item(name, metadata, dtype, tokenizer, document)
     return ShardsDescription(
         folder=name,
         shuffle_type=metadata.shuffle_type,
@@ -119,8 +121,8 @@ def describe_shards(
             domain: (count, count / max(total, 1))
             for domain, count in metadata.domain_stats.items()
         },
-        distribution=_figures(metadata, name) if metadata.distribution else None,
-        document=_item(name, metadata, dtype, tokenizer, document) if total else None,
+        distribution=distribution,
+        document=item,
     )
 
 
@@ -148,17 +150,10 @@ def _item(
         document = describe_document(dataset, tokenizer, place)
     else:
         tokens = Shards(folder, dtype=dtype)[number]
-        document = {
-            "origin": None,
-            "origin_error": None,
-            "num_sequences": 1,
-            "num_tokens": len(tokens),
-            **excerpts_of(tokens, tokenizer),
-        }
+        counts = {"num_sequences": 1, "num_tokens": len(tokens)}
+        origin = {"origin": None, "origin_error": None}
+        document = {**origin, **counts, **excerpts_of(tokens, tokenizer)}
     return {**document, "number": number, "shard": shard}
-
-
-# ---- the distribution ----
 
 
 def parts_of(metadata: ShardsMetadata, folder: str, key: str) -> Parts:
@@ -172,9 +167,10 @@ def parts_of(metadata: ShardsMetadata, folder: str, key: str) -> Parts:
     Raises:
         DataError: A distribution that does not fit the metadata.
     """
-    distribution, totals = metadata.distribution, np.array([*metadata.domain_stats.values()])
+    distribution, domains = metadata.distribution, metadata.domain_stats
+    totals = np.array([*domains.values()])
     try:
-        columns = [distribution["domains"].index(name) for name in metadata.domain_stats]
+        columns = [distribution["domains"].index(name) for name in domains]
         table = np.array(distribution[key]["counts"])
         if table.dtype.kind != "i" or table.ndim != 2 or table.shape[1] != len(columns):
             raise ValueError
@@ -191,15 +187,7 @@ def parts_of(metadata: ShardsMetadata, folder: str, key: str) -> Parts:
         ) from None
     is_grouped = key == "shards" and len(table) < metadata.num_shards
     name = "shard group" if is_grouped else key.removesuffix("s")
-    return Parts(name=name, counts=table, totals=totals)
-
-
-def _figures(metadata: ShardsMetadata, folder: str) -> dict[str, dict[str, Any]]:
-    names = [*metadata.domain_stats]
-    return {key: parts_of(metadata, folder, key).figures(names) for key in _PARTS}
-
-
-# ---- as text ----
+    return Parts(name=name, domains=tuple(domains), counts=table, totals=totals)
 
 
 def format_shards(description: ShardsDescription) -> str:
@@ -207,9 +195,9 @@ def format_shards(description: ShardsDescription) -> str:
     length = description.sequence_length
     item = "documents" if length is None else "sequences"
     least, most = description.shard_sizes
-    sizes = f"{least:,}" if least == most else f"{least:,} or {most:,}"
-    if most - least > 1:
-        sizes = f"{least:,} to {most:,}"
+    sizes = f"{least:,}"
+    if most > least:
+        sizes += f" or {most:,}" if most == least + 1 else f" to {most:,}"
     rows = {
         "shuffled": f"{item}{'' if length is None else f' of {length:,} tokens'}",
         item: f"{description.num_items:,}",
@@ -224,18 +212,14 @@ def format_shards(description: ShardsDescription) -> str:
         "inputs": f"{description.num_inputs:,} files" if description.num_inputs else None,
     }
     lines = [description.folder, *labelled_lines(rows), "", f"  {item} of each domain"]
-    shares = [(name, share, count) for name, (count, share) in description.domains.items()]
     lines += bar_lines(
-        (printable(name), share, f"{share:7.2%}  {count:,}") for name, share, count in shares
+        (printable(name), share, f"{share:7.2%}  {count:,}")
+        for name, (count, share) in description.domains.items()
     )
     if description.distribution is not None:
         lines += ["", "  domains along the output, against what chance allows"]
         lines += [f"  {format_figures(one)}" for one in description.distribution.values()]
     if description.document:
-        document = description.document
-        head = (
-            f"  {item.removesuffix('s')} {document['number']} (in shard {document['shard']}), "
-            f"{document['num_tokens']:,} tokens:"
-        )
-        lines += ["", head, *document_lines(document)]
+        shard = description.document["shard"]
+        lines += document_lines(description.document, item[:-1], f" (in shard {shard})")
     return "\n".join(lines)

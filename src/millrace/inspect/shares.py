@@ -1,38 +1,24 @@
-"""A picture of the domains' shares along the output of a global shuffle."""
+"""A picture of the domains' shares along the output of a global shuffle, as SVG."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from xml.sax.saxutils import escape, quoteattr
 
 import numpy as np
 from numpy.typing import NDArray
 
 from millrace.errors import ConfigError
-from millrace.inspect.pictures import COLOURS, INK, Picture
 from millrace.inspect.shards import parts_of
 from millrace.shards.metadata import ShardsMetadata, metadata_path
 from millrace.shuffling.distribution import Parts
 
 _WIDTH, _LEFT, _RIGHT = 900, 70, 670  # pixels: of the picture, and the ends of its plots
 _TITLE, _PLOT, _GAP, _FOOT = 64, 220, 64, 40
-_MOST_DOMAINS = 10  # with a colour of their own; the smaller ones are one band
-_OTHERS = "#b8b8b8"
+_INK, _GRID = "#222", "#ddd"
+_COLOURS = "#3b6fb5 #e08a2b #4f9d5b #c1483f #8363b0 #8c6248 #d681b6 #5f7f8f #b0aa37 #3aa7b5".split()
+_OTHERS = "#b8b8b8"  # of the domains that are too small for a colour of their own, as one band
 _LEAST_SCALE = 4  # standard deviations
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Bands:
-    """Domains, each with a colour; the smaller ones are one band."""
-
-    names: list[str]
-    colours: list[str]
-    parts: Parts
-
-    @property
-    def edges(self) -> NDArray[np.float64]:
-        """Where the windows begin and end in the picture."""
-        return np.linspace(_LEFT, _RIGHT, len(self.parts.counts) + 1)
 
 
 def shares_svg(metadata: ShardsMetadata, *, folder: str | os.PathLike[str] = "") -> str:
@@ -56,81 +42,107 @@ def shares_svg(metadata: ShardsMetadata, *, folder: str | os.PathLike[str] = "")
             f"{metadata_path(name)} has no distribution, from which the picture is drawn: "
             "`millrace shuffle` writes one"
         )
-    bands = _bands([*metadata.domain_stats], parts_of(metadata, name, "windows"))
-    item = "documents" if metadata.has_documents else "sequences"
+    bands = _bands(parts_of(metadata, name, "windows"))
     height = _TITLE + 2 * _PLOT + _GAP + _FOOT
-    picture = Picture(_WIDTH, height)
+    picture = _Picture(_WIDTH, height)
     picture.text(_LEFT, 24, "Shares of the domains along the output", size=17)
+    item = "documents" if metadata.has_documents else "sequences"
     title = f"{metadata.num_items:,} {item} in {metadata.num_shards:,} shards"
-    title = f"{name + ': ' if name else ''}{title}, {len(bands.parts.counts)} windows"
-    picture.text(_LEFT, 46, title)
-    _draw_shares(picture, bands, _TITLE)
+    picture.text(_LEFT, 46, f"{name + ': ' if name else ''}{title}, {len(bands.counts)} windows")
+    edges = np.linspace(_LEFT, _RIGHT, len(bands.counts) + 1)
+    _draw_shares(picture, bands, edges)
     _draw_legend(picture, bands)
-    _draw_deviations(picture, bands, _TITLE + _PLOT + _GAP)
+    _draw_deviations(picture, bands, edges)
     picture.text(_LEFT, height - 12, "first item")
     picture.text(_RIGHT, height - 12, "last item", anchor="end")
     return picture.svg()
 
 
-def _bands(names: list[str], parts: Parts) -> _Bands:
+class _Picture:
+    """An SVG picture on white; what is drawn later covers what was drawn before."""
+
+    def __init__(self, width: int, height: int) -> None:
+        self._lines = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+            f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="13" '
+            f'fill="{_INK}">'
+        ]
+        self.shape("rect", width=width, height=height, fill="#fff")
+
+    def shape(self, name: str, **attributes: float | str) -> None:
+        """Draws a shape of SVG: "path" or "rect"; `_` in a name stands for `-`."""
+        text = " ".join(
+            f"{key.replace('_', '-')}={quoteattr(str(value))}" for key, value in attributes.items()
+        )
+        self._lines.append(f"<{name} {text}/>")
+
+    def text(self, x: float, y: float, text: str, *, size: int = 13, anchor: str = "start") -> None:
+        """Writes a line of text; `anchor` says which end of it is at x."""
+        text = "".join(one if one.isprintable() else "?" for one in text)  # else it may not be XML
+        self._lines.append(
+            f'<text x="{x:.0f}" y="{y:.0f}" font-size="{size}" text-anchor="{anchor}">'
+            f"{escape(text)}</text>"
+        )
+
+    def svg(self) -> str:
+        return "\n".join([*self._lines, "</svg>"]) + "\n"
+
+
+def _bands(parts: Parts) -> Parts:
     """The largest domains in their order, and all others as one."""
-    counts, totals = parts.counts, parts.totals
-    occupied = np.flatnonzero(totals)
-    largest = np.sort(occupied[np.argsort(-totals[occupied], kind="stable")[:_MOST_DOMAINS]])
+    occupied = np.flatnonzero(parts.totals)
+    order = np.argsort(-parts.totals[occupied], kind="stable")
+    largest = np.sort(occupied[order[: len(_COLOURS)]])
     others = np.setdiff1d(occupied, largest)
-    table, labels = counts[:, largest], [names[n] for n in largest.tolist()]
-    colours = list(COLOURS[: len(labels)])
+    counts, names = parts.counts[:, largest], [parts.domains[n] for n in largest.tolist()]
     if others.size > 0:
-        labels.append(f"{others.size:,} smaller domains")
-        colours.append(_OTHERS)
-        table = np.column_stack([table, counts[:, others].sum(axis=1)])
-    parts = Parts(name=parts.name, counts=table, totals=table.sum(axis=0))
-    return _Bands(names=labels, colours=colours, parts=parts)
+        names.append(f"{others.size:,} smaller domains")
+        counts = np.column_stack([counts, parts.counts[:, others].sum(axis=1)])
+    return Parts(name=parts.name, domains=tuple(names), counts=counts, totals=counts.sum(axis=0))
 
 
-def _draw_shares(picture: Picture, bands: _Bands, top: int) -> None:
-    counts, edges = bands.parts.counts, bands.edges
+def _draw_shares(picture: _Picture, bands: Parts, edges: NDArray[np.float64]) -> None:
     # The upper edge of each band in each window: 0 is the bottom of the plot, 1 its top.
-    tops = np.cumsum(counts, axis=1) / counts.sum(axis=1, keepdims=True)
-    lower = np.zeros(len(counts))
-    for colour, upper in zip(bands.colours, tops.T, strict=True):
-        forth = _steps(edges, top + _PLOT * (1 - upper))
-        back = _steps(edges[::-1], top + _PLOT * (1 - lower[::-1]))
+    tops = np.cumsum(bands.counts, axis=1) / bands.sizes[:, None]
+    lower = np.zeros(len(edges) - 1)
+    for colour, upper in zip([*_COLOURS, _OTHERS], tops.T, strict=False):
+        forth = _steps(edges, _TITLE + _PLOT * (1 - upper))
+        back = _steps(edges[::-1], _TITLE + _PLOT * (1 - lower[::-1]))
         picture.shape("path", d=f"M{forth}L{back}Z", fill=colour, fill_opacity=0.85)
         lower = upper
     for share in (0, 0.25, 0.5, 0.75, 1):
-        y = top + _PLOT * (1 - share)
-        picture.shape("path", d=f"M{_LEFT - 4} {y:.1f}H{_LEFT}", stroke=INK)
+        y = _TITLE + _PLOT * (1 - share)
+        picture.shape("path", d=f"M{_LEFT - 4} {y:.1f}H{_LEFT}", stroke=_INK)
         picture.text(_LEFT - 8, y + 4, f"{share:.0%}", anchor="end")
-    expected = np.cumsum(bands.parts.totals)[:-1] / counts.sum()
-    for y in (top + _PLOT * (1 - expected)).tolist():
+    expected = np.cumsum(bands.totals)[:-1] / bands.totals.sum()
+    for y in (_TITLE + _PLOT * (1 - expected)).tolist():
         line = f"M{_LEFT} {y:.1f}H{_RIGHT}"
         picture.shape("path", d=line, stroke="#fff", stroke_dasharray="4 4")
 
 
-def _draw_deviations(picture: Picture, bands: _Bands, top: int) -> None:
-    scores = bands.parts.deviations
-    scale = max(_LEAST_SCALE, float(np.ceil(np.abs(scores).max(initial=0))))
+def _draw_deviations(picture: _Picture, bands: Parts, edges: NDArray[np.float64]) -> None:
+    scores, top = bands.deviations, _TITLE + _PLOT + _GAP
+    scale = max(_LEAST_SCALE, float(np.ceil(np.abs(scores).max())))
     middle, unit = top + _PLOT / 2, _PLOT / 2 / scale
-    title = "Deviation from the expected share, in standard deviations"
-    picture.text(_LEFT, top - 12, title)
+    picture.text(_LEFT, top - 12, "Deviation from the expected share, in standard deviations")
     band = {"y": middle - 3 * unit, "height": 6 * unit}
     picture.shape("rect", x=_LEFT, width=_RIGHT - _LEFT, fill="#eef3ee", **band)
     for score in (-scale, -3, 0, 3, scale):
-        picture.horizontal(_LEFT, _RIGHT, middle - unit * score, f"{score:+g}" if score else "0")
-    centres = (bands.edges[:-1] + bands.edges[1:]) / 2
-    for colour, column in zip(bands.colours, scores.T, strict=True):
-        points = zip(centres.tolist(), (middle - unit * column).tolist(), strict=True)
+        y = middle - unit * score
+        picture.shape("path", d=f"M{_LEFT} {y:.1f}H{_RIGHT}", stroke=_GRID)
+        picture.text(_LEFT - 8, y + 4, f"{score:+g}" if score else "0", anchor="end")
+    centres = ((edges[:-1] + edges[1:]) / 2).tolist()
+    for colour, column in zip([*_COLOURS, _OTHERS], scores.T, strict=False):
+        points = zip(centres, (middle - unit * column).tolist(), strict=True)
         dots = "".join(f"M{x:.1f} {y:.1f}h0" for x, y in points)  # round ends make dots of them
         picture.shape("path", d=dots, stroke=colour, stroke_width=5, stroke_linecap="round")
 
 
-def _draw_legend(picture: Picture, bands: _Bands) -> None:
-    shares = bands.parts.totals / bands.parts.totals.sum()
-    x, last = _RIGHT + 16, len(bands.names) - 1
-    rows = zip(bands.names, bands.colours, shares.tolist(), strict=True)
+def _draw_legend(picture: _Picture, bands: Parts) -> None:
+    shares = (bands.totals / bands.totals.sum()).tolist()
+    rows = zip(bands.domains, [*_COLOURS, _OTHERS], shares, strict=False)
     for row, (name, colour, share) in enumerate(rows):
-        y = _TITLE + 12 + 20 * (last - row)  # as in the plot: the first domain at the bottom
+        x, y = _RIGHT + 16, _TITLE + 12 + 20 * (len(shares) - 1 - row)  # as in the plot: upwards
         label = name if len(name) <= 20 else f"{name[:19]}…"
         picture.shape("rect", x=x, y=y - 10, width=12, height=12, fill=colour)
         picture.text(x + 18, y, f"{label} {share:.2%}")

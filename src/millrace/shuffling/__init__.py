@@ -1,11 +1,10 @@
 """The global shuffle: the sequences or documents of many domains, permuted and written as shards.
 
 1. `domains` and `token_files` find the input. `fixed_sequences` and `whole_documents` number its
-   items, with `weights`, and read them.
+   items and read them.
 2. `permutations` gives each item its place, and `distribution` checks the result.
-3. `plan_choice` chooses one of `plans` by the memory and the disk.
-4. `shard_work` is what a worker does, from runs or from `buckets` of the output.
-5. `shard_publication` gives the files their names. `shuffle_job` is the whole.
+3. `plans` are the ways to move the items, chosen by the memory and the disk.
+4. `shard_work` is what a worker does; `shard_publication` gives the files their names.
 """
 
 from millrace.shuffling.shuffle_job import ShuffleResult, shuffle

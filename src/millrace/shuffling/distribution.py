@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,15 +24,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.checks import printable, text_table
-from millrace.errors import ConfigError, MillraceError
+from millrace.errors import MillraceError
 from millrace.ragged import Numbers, even_sizes
 from millrace.shuffling.permutations import Permutation
 
-HEAD = 50_000
-"""Places of the head."""
-
+HEAD = 50_000  # places
 WINDOWS = 64
-"""Equal parts of the output that are called windows."""
 
 _BLOCK = 1 << 18  # places that are counted at a time: 2 MiB for each array
 _MOST_COUNTS = 1 << 19  # counts of domains in shards: with their figures they take 20 MB
@@ -48,24 +45,25 @@ class Parts:
 
     Attributes:
         name: What a part is called: "head", "shard", "shard group" or "window".
-        counts: Items of each domain in each part: int64 [parts, domains].
+        domains: Name of each domain.
+        counts: Items of each domain in each part: int64 [parts, domains]. No part is empty.
         totals: Items of each domain in the whole output: int64 [domains].
     """
 
     name: str
+    domains: tuple[str, ...]
     counts: Numbers
     totals: Numbers
 
-    @property
+    @cached_property
     def sizes(self) -> Numbers:
         """Places of each part: int64 [parts]."""
-        sizes: Numbers = self.counts.sum(axis=1)
-        return sizes
+        return np.asarray(self.counts.sum(axis=1))
 
     @cached_property
     def expected(self) -> NDArray[np.float64]:
         """Expected number of items: float64 [parts, domains]."""
-        return np.outer(self.sizes, self.totals / max(int(self.totals.sum()), 1))
+        return np.outer(self.sizes, self.totals / self.totals.sum())
 
     @cached_property
     def deviations(self) -> NDArray[np.float64]:
@@ -85,7 +83,7 @@ class Parts:
         rest = self.totals - counts.sum(axis=0)
         if rest.any():
             counts = np.vstack([counts, rest])
-        rarer = total - int(self.totals.max(initial=0))  # all domains but the largest
+        rarer = total - int(self.totals.max())  # all domains but the largest
         num_groups = min(len(counts), rarer // (2 * _LEAST_EXPECTED))
         if num_groups < 2:
             return 0.0, 0
@@ -107,30 +105,24 @@ class Parts:
         spread = 2 / (9 * max(degrees, 1))
         return ((value / degrees) ** (1 / 3) - 1 + spread) / math.sqrt(spread) if degrees else 0.0
 
-    def figures(self, names: Sequence[str]) -> dict[str, Any]:
-        """What a part is, the number of parts, the chi-square, and the largest deviation.
-
-        Args:
-            names: Name of each domain.
-        """
+    def figures(self) -> dict[str, Any]:
+        """What a part is, the number of parts, the chi-square, and the largest deviation."""
         value, degrees = self.chi_square
         part, domain = _place_of_largest(np.abs(self.deviations))
-        has_counts = self.counts.size > 0
         return {
             "part": self.name,
             "parts": len(self.counts),
             "chi_square": value if degrees else None,
             "degrees": degrees,
             "p_value": math.erfc(self.z / math.sqrt(2)) / 2 if degrees else None,
-            "largest_deviation": float(self.deviations[part, domain]) if has_counts else 0.0,
+            "largest_deviation": float(self.deviations[part, domain]),
             "largest_deviation_part": part,
-            "largest_deviation_domain": names[domain] if has_counts else "",
-            "largest_deviation_count": int(self.counts[part, domain]) if has_counts else 0,
-            "largest_deviation_expected": float(self.expected[part, domain]) if has_counts else 0.0,
+            "largest_deviation_domain": self.domains[domain],
+            "largest_deviation_count": int(self.counts[part, domain]),
+            "largest_deviation_expected": float(self.expected[part, domain]),
         }
 
     def to_json(self) -> dict[str, Any]:
-        """The counts and the test as plain values."""
         value, degrees = self.chi_square
         return {
             "sizes": self.sizes.tolist(),
@@ -139,134 +131,95 @@ class Parts:
             "degrees": degrees,
         }
 
-    def fault(self, names: Sequence[str]) -> str | None:
+    def fault(self) -> str | None:
         """Why no fair shuffle gives these parts; None if one may."""
         # The probability of a deviation of t or more is at most 2 exp(-t**2 / 2 (variance + t/3)).
         distances = np.abs(self.counts - self.expected)
         exponents = distances**2 / np.maximum(2 * (self._variances() + distances / 3), 1e-300)
         part, domain = _place_of_largest(exponents)
-        most = math.log(2 * 3 * max(exponents.size, 1) / _LEAST_P)  # in head, shards or windows
-        if exponents.size and exponents[part, domain] > most:
-            where = "the head" if self.name == "head" else f"{self.name} {part}"
+        most = math.log(2 * 3 * exponents.size / _LEAST_P)  # in head, shards or windows
+        is_head = self.name == "head"
+        if exponents[part, domain] > most:
             return (
-                f"{where} has {self.counts[part, domain]:,} of its {self.sizes[part]:,} items "
-                f"from domain {printable(names[domain])}, and a fair shuffle "
+                f"{'the head' if is_head else f'{self.name} {part}'} has "
+                f"{self.counts[part, domain]:,} of its {self.sizes[part]:,} items "
+                f"from domain {printable(self.domains[domain])}, and a fair shuffle "
                 f"{self.expected[part, domain]:,.1f}; that deviates by "
                 f"{self.deviations[part, domain]:+.1f} sigma"
             )
         value, degrees = self.chi_square
         if degrees >= _LEAST_DEGREES and abs(self.z) > _MOST_Z:
-            where = "in the head" if self.name == "head" else f"between {self.name}s"
             return (
-                f"the differences {where} are too {'large' if self.z > 0 else 'small'}: chi-square "
-                f"is {value:,.1f}, and about {degrees:,} for a fair shuffle"
+                f"the differences {'in the head' if is_head else f'between {self.name}s'} are too "
+                f"{'large' if self.z > 0 else 'small'}: chi-square is {value:,.1f}, and about "
+                f"{degrees:,} for a fair shuffle"
             )
         return None
 
     def _variances(self) -> NDArray[np.float64]:
         """Variance of each count in a fair shuffle: float64 [parts, domains]."""
         total, sizes = int(self.totals.sum()), self.sizes[:, None].astype(np.float64)
-        shares = self.totals / max(total, 1)
+        shares = self.totals / total
         return sizes * shares * (1 - shares) * ((total - sizes) / max(total - 1, 1))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Distribution:
-    """Where the items of each domain are in the output.
+Distribution = dict[str, Parts]
+"""Where the items of each domain are in the output.
 
-    Attributes:
-        names: Name of each domain.
-        head: The first 50,000 places, or all if there are fewer, as one part.
-        shards: The shards; groups of neighbours if there are more than 2**19 counts of domains in
-            shards, which would take too much memory.
-        windows: 64 equal parts of the output, or one for each place if there are fewer.
-    """
-
-    names: tuple[str, ...]
-    head: Parts
-    shards: Parts
-    windows: Parts
-
-    @property
-    def all_parts(self) -> tuple[Parts, Parts, Parts]:
-        return self.head, self.shards, self.windows
-
-    def to_json(self) -> dict[str, Any]:
-        """The distribution as plain values; counts are [parts, domains]."""
-        return {
-            "domains": list(self.names),
-            "domain_counts": self.head.totals.tolist(),
-            "head": self.head.to_json(),
-            "shards": self.shards.to_json(),
-            "windows": self.windows.to_json(),
-        }
-
-    def fault(self) -> str | None:
-        """Why no fair shuffle gives this distribution; None if one may."""
-        return next(filter(None, (parts.fault(self.names) for parts in self.all_parts)), None)
+"head" is the first 50,000 places, or all if there are fewer, as one part. "shards" are groups of
+neighbours if there are more than 2**19 counts of domains in shards, which would take too much
+memory. "windows" are 64 equal parts of the output, or one for each place if there are fewer.
+"""
 
 
 def measure_distribution(
-    permutation: Permutation,
-    names: Sequence[str],
-    domain_counts: Sequence[int],
-    shard_sizes: Sequence[int],
+    permutation: Permutation, domain_counts: Mapping[str, int], shard_sizes: Numbers
 ) -> Distribution:
     """Counts the items of each domain in the head, the shards and the windows of the output.
 
-    Reads the permutation once, in blocks.
-
-    Args:
-        permutation: Permutation of all items.
-        names: Name of each domain.
-        domain_counts: Items of each domain, whose numbers follow each other.
-        shard_sizes: Places of each shard, which follow each other.
-
-    Raises:
-        ConfigError: Domains or shards that do not have as many items as the permutation.
+    The items of each domain, and the places of each shard, follow those of the one before.
     """
-    total, counts = permutation.size, np.array(domain_counts, np.int64)
-    if len(names) != len(counts) or not total == counts.sum() == sum(shard_sizes):
-        raise ConfigError(
-            f"the permutation has {total} items, {len(names)} domains have {counts.sum()} and "
-            f"{len(shard_sizes)} shards {sum(shard_sizes)}; all must have the same number"
-        )
-    head = min(HEAD, total)
+    total, counts = permutation.size, np.array([*domain_counts.values()], np.int64)
     group = max(-(-len(shard_sizes) * len(counts) // _MOST_COUNTS), 1)  # shards in a group
-    starts = np.arange(0, len(shard_sizes), group)
-    all_ends = [
-        np.array([head, total]),
-        np.cumsum(np.add.reduceat(np.array(shard_sizes, np.int64), starts)),
-        np.cumsum(even_sizes(total, min(WINDOWS, total))),
-    ]
-    tables = [np.zeros((len(ends), len(counts)), np.int64) for ends in all_ends]
+    sizes = np.add.reduceat(shard_sizes, np.arange(0, len(shard_sizes), group))
+    all_ends = {
+        "head": np.array([min(HEAD, total), total]),
+        "shard" if group == 1 else "shard group": np.cumsum(sizes),
+        "window": np.cumsum(even_sizes(total, min(WINDOWS, total))),
+    }
+    tables = [np.zeros((len(ends), len(counts)), np.int64) for ends in all_ends.values()]
     domain_ends = np.cumsum(counts)
-    cuts = np.unique(np.concatenate([*all_ends, np.arange(0, total, _BLOCK), [0, total]]))
+    cuts = np.unique(np.concatenate([*all_ends.values(), np.arange(0, total, _BLOCK)]))
     for start, stop in itertools.pairwise(cuts.tolist()):
-        items = permutation.sources(start, stop)
-        domains = np.searchsorted(domain_ends, items, side="right")
+        domains = np.searchsorted(domain_ends, permutation.sources(start, stop), side="right")
         block = np.bincount(domains, minlength=len(counts))
-        for ends, table in zip(all_ends, tables, strict=True):
+        for ends, table in zip(all_ends.values(), tables, strict=True):
             table[np.searchsorted(ends, start, side="right")] += block
-    shard_name = "shard" if group == 1 else "shard group"
-    return Distribution(
-        names=tuple(names),
-        head=Parts(name="head", counts=tables[0][:1], totals=counts),
-        shards=Parts(name=shard_name, counts=tables[1], totals=counts),
-        windows=Parts(name="window", counts=tables[2], totals=counts),
-    )
+    tables[0] = tables[0][:1]  # without the places beyond the head
+    parts = [
+        Parts(name=name, domains=tuple(domain_counts), counts=table, totals=counts)
+        for name, table in zip(all_ends, tables, strict=True)
+    ]
+    return dict(zip(("head", "shards", "windows"), parts, strict=True))
+
+
+def distribution_json(distribution: Distribution) -> dict[str, Any]:
+    """The distribution as plain values; counts are [parts, domains]."""
+    head = distribution["head"]
+    return {
+        "domains": list(head.domains),
+        "domain_counts": head.totals.tolist(),
+        **{key: parts.to_json() for key, parts in distribution.items()},
+    }
 
 
 def check_distribution(distribution: Distribution) -> None:
-    """Refuses a distribution that no fair shuffle would give.
+    """Raises a MillraceError for a distribution that a fair shuffle gives once in a billion runs.
 
-    A fair shuffle is refused less than once in a billion runs.
-
-    Raises:
-        MillraceError: A domain that is far from its share in a part of the output, or shares whose
-            differences as a whole are too large, or too small, for chance.
+    That is a domain that is far from its share in a part of the output, or shares whose differences
+    as a whole are too large, or too small, for chance.
     """
-    if fault := distribution.fault():
+    if fault := _fault_of(distribution):
         raise MillraceError(
             f"the output is not shuffled evenly: {fault}. This is a fault of the shuffle, not of "
             "the data: nothing has been published. Please report it with the seed and the number "
@@ -276,25 +229,27 @@ def check_distribution(distribution: Distribution) -> None:
 
 def format_distribution(distribution: Distribution) -> str:
     """The distribution as a table for people: the head by domain, the shards and the windows."""
-    head = distribution.head
-    total, size = int(head.totals.sum()), int(head.sizes[0])
+    head = distribution["head"]
     rows = [["domain", "actual", "expected", "deviation", "sigma"]]
-    for name, actual, expected, sigma in zip(
-        map(printable, distribution.names),
-        head.counts[0].tolist(),
-        head.expected[0].tolist(),
-        head.deviations[0].tolist(),
-        strict=True,
-    ):
+    columns = head.counts[0].tolist(), head.expected[0].tolist(), head.deviations[0].tolist()
+    for name, actual, expected, sigma in zip(head.domains, *columns, strict=True):
         deviation = f"{(actual - expected) / expected:+.2%}" if expected > 0 else "-"
-        rows.append([name, f"{actual:,}", f"{expected:,.1f}", deviation, f"{sigma:+.1f}"])
-    lines = [f"distribution of {total:,} items, first {size:,} places:"]
-    lines += [f"  {line}" for line in text_table(rows)]
-    for parts in distribution.all_parts:
-        lines.append(format_figures(parts.figures(distribution.names)))
-    fault = distribution.fault()
-    lines.append(f"NOT uniform: {fault}" if fault else "uniform: chance explains all deviations")
-    return "\n".join(lines)
+        rows.append(
+            [printable(name), f"{actual:,}", f"{expected:,.1f}", deviation, f"{sigma:+.1f}"]
+        )
+    fault = _fault_of(distribution)
+    return "\n".join(
+        [
+            f"distribution of {head.totals.sum():,} items, first {head.sizes[0]:,} places:",
+            *(f"  {line}" for line in text_table(rows)),
+            *(format_figures(parts.figures()) for parts in distribution.values()),
+            f"NOT uniform: {fault}" if fault else "uniform: chance explains all deviations",
+        ]
+    )
+
+
+def _fault_of(distribution: Distribution) -> str | None:
+    return next(filter(None, (parts.fault() for parts in distribution.values())), None)
 
 
 def format_figures(figures: dict[str, Any]) -> str:
@@ -320,9 +275,8 @@ def format_figures(figures: dict[str, Any]) -> str:
 def _classes(totals: Numbers, share: float) -> tuple[list[int], Numbers]:
     """Classes of domains, each with enough items in a part of this share of the output.
 
-    Returns:
-        The first place of each class in the order of the domains, and that order: the largest
-        domains first.
+    Returns the first place of each class in an order of the domains, the largest first, and that
+    order.
     """
     order = np.argsort(-totals, kind="stable")
     starts: list[int] = []
@@ -338,7 +292,6 @@ def _classes(totals: Numbers, share: float) -> tuple[list[int], Numbers]:
 
 
 def _place_of_largest(values: NDArray[np.float64]) -> tuple[int, int]:
-    """The row and column of the largest value; (0, 0) of no values."""
-    place = int(np.argmax(values)) if values.size else 0
-    num_columns = max(int(values.shape[1]), 1)
-    return place // num_columns, place % num_columns
+    """The row and column of the largest value."""
+    row, column = divmod(int(np.argmax(values)), values.shape[1])
+    return row, column

@@ -1,42 +1,72 @@
-"""The documents of indexed datasets, with their sequences and modes, as tables in a folder.
-
-Documents, sequences and tokens are numbered over all files:
-
-    tokens.npy      first token of each document, and the end of the last one
-    sequences.npy   first sequence of each document, and the end of the last one; it and lengths.npy
-                    are left out if each document is one sequence
-    lengths.npy     length of each sequence
-    modes.npy       mode of each sequence, if the files have modes
-"""
+"""What belongs to documents, as tables in files: only the rows that are needed take memory."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
-from millrace.errors import ConfigError
+from millrace import _native
+from millrace.errors import ConfigError, DataError
+from millrace.files import naming
+from millrace.provenance import Origins, OriginsWriter
 from millrace.ragged import Numbers
-from millrace.shuffling.index_stream import open_index
-from millrace.shuffling.row_tables import Table, new_table
 from millrace.shuffling.token_files import TokenFile
+from millrace.store import IndexedDataset, layout
 from millrace.store.columns import Entries
+from millrace.store.publish import open_pair
 
-_MOST_SEQUENCES = 1 << 17  # sequences whose entries are written at a time
+_ENTRIES = 1 << 18  # entries of an index that are copied at a time
+_MOST_SEQUENCES = 1 << 17  # sequences whose entries are written at a time, about
+_DOCUMENTS = 1 << 16  # documents whose origins are copied at a time: a row group of the sidecar
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of one dtype in a file."""
+
+    path: str
+    dtype: DTypeLike
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[Callable[[NDArray[Any]], object]]:
+        """Writes the file; yields a function that appends rows."""
+        with naming(self.path), open(self.path, "wb") as file:
+            yield lambda rows: file.write(np.ascontiguousarray(rows, self.dtype).data)
+
+    def ranges(self, starts: Numbers, counts: Numbers) -> NDArray[Any]:
+        """Rows [starts[i], starts[i] + counts[i]) for each i, one after the other."""
+        ends = np.cumsum(counts)
+        rows = np.empty(int(counts.sum()), self.dtype)
+        size = rows.itemsize
+        with naming(self.path), open(self.path, "rb", buffering=0) as file:
+            _native.read_pieces(
+                file.fileno(), starts * size, counts * size, rows.view("u1"), (ends - counts) * size
+            )
+        return rows
+
+    def rows(self, numbers: Numbers) -> NDArray[Any]:
+        """The rows of these numbers, an array of any shape."""
+        # Ascending, and each once: then neighbours are read together.
+        unique, places = np.unique(numbers, return_inverse=True)
+        return self.ranges(unique, np.ones_like(unique))[places.reshape(numbers.shape)]
 
 
 class DocumentTables:
     """The documents of files, by number; a pickle holds the paths of the tables.
 
-    Args:
-        files: Indexed datasets.
-        folder: Folder for the tables.
+    Documents, sequences and tokens are numbered over all files:
 
-    Attributes:
-        has_modes: Whether the sequences have modes.
+        starts     first token of each sequence, and the end of the last one
+        documents  first sequence of each document, and the end of the last one; not read if each
+                   document is one sequence
+        modes      mode of each sequence, if the files have modes
 
     Raises:
         ConfigError: Files of which some have modes and others have not.
@@ -44,79 +74,53 @@ class DocumentTables:
     """
 
     def __init__(self, files: Sequence[TokenFile], folder: str) -> None:
-        self.has_modes = _have_modes(files)
-        self._tokens, self._sequences = _copy_documents(files, folder)
-        self._lengths = self._modes = None
-        if self._sequences is not None:
-            self._lengths = _copy_column("lengths", np.int32, files, folder)
-        if self.has_modes:
-            self._modes = _copy_column("modes", np.int8, files, folder)
+        self.has_modes, self._is_single = _have_modes(files), True
+        self._starts = Table(os.path.join(folder, "starts"), np.int64)
+        self._documents = Table(os.path.join(folder, "documents"), np.int64)
+        self._modes = Table(os.path.join(folder, "modes"), np.int8)
+        token = sequence = 0
+        with (
+            self._starts.writing() as add_starts,
+            self._documents.writing() as add_documents,
+            self._modes.writing() as add_modes,
+        ):
+            for file in files:
+                index = _open_index(file)
+                for start in range(0, file.num_sequences, _ENTRIES):
+                    add_starts(token + _first_tokens(index, start))
+                    if self.has_modes:
+                        add_modes(index.read("modes", start, _ENTRIES))
+                for start in range(0, file.num_documents, _ENTRIES):
+                    entries = index.read("documents", start, _ENTRIES + 1)
+                    if problem := layout.document_problem(entries, file.num_sequences, start):
+                        raise layout.index_damage(index.path[:-4], problem)
+                    add_documents(sequence + entries[:-1])
+                    self._is_single &= bool((np.diff(entries) == 1).all())
+                token, sequence = token + file.num_tokens, sequence + file.num_sequences
+            add_starts(np.array([token]))
+            add_documents(np.array([sequence]))
 
-    def token_ranges(self, documents: Numbers) -> tuple[Numbers, Numbers]:
-        """The first token of each document, and the end of its tokens: int64 [n] each."""
-        first, end = self._tokens.windows(documents, 2).T
-        return first, end
+    def token_ranges(self, documents: Numbers) -> Numbers:
+        """The first token of each document, and the end of its tokens: int64 [2, n]."""
+        ranges: Numbers = self._starts.rows(self._sequence_ranges(documents))
+        return ranges
 
     def entries(self, documents: Numbers) -> Iterator[Entries]:
         """The entries of an index with these documents, some at a time."""
-        if self._sequences is None or self._lengths is None:  # each document is one sequence
-            first, end = self.token_ranges(documents)
-            counts = np.ones(len(documents), np.int64)
-            yield Entries(end - first, counts, self._modes_of(documents, counts))
-            return
-        first, end = self._sequences.windows(documents, 2).T
-        ends = np.cumsum(end - first)
-        starts = ends - (end - first)
-        document = 0
-        for low in range(0, max(int(ends[-1]), 1), _MOST_SEQUENCES):
-            high = low + _MOST_SEQUENCES
-            skipped = np.maximum(low - starts, 0)
-            counts = np.maximum(np.minimum(ends, high) - starts - skipped, 0)
-            ranges = first[counts > 0] + skipped[counts > 0], counts[counts > 0]
-            stop = int(np.searchsorted(ends, high, side="right"))
-            yield Entries(
-                self._lengths.ranges(*ranges),
-                np.diff(ends[document:stop], prepend=low),
-                self._modes_of(*ranges),
-            )
-            document = stop
+        firsts, ends = self._sequence_ranges(documents)
+        totals = np.cumsum(ends - firsts)
+        cuts = np.searchsorted(totals, np.arange(_MOST_SEQUENCES, totals[-1], _MOST_SEQUENCES))
+        for low, high in itertools.pairwise([0, *np.unique(cuts).tolist(), len(documents)]):
+            first, counts = firsts[low:high], (ends - firsts)[low:high]
+            steps = np.diff(self._starts.ranges(first, counts + 1))
+            lengths = np.delete(steps, np.cumsum(counts + 1)[:-1] - 1)  # not those between ranges
+            modes = self._modes.ranges(first, counts) if self.has_modes else None
+            yield Entries(lengths, counts, modes)
 
-    def _modes_of(self, first: Numbers, counts: Numbers) -> NDArray[Any] | None:
-        return None if self._modes is None else self._modes.ranges(first, counts)
-
-
-def _copy_documents(files: Sequence[TokenFile], folder: str) -> tuple[Table, Table | None]:
-    """The tables of first tokens and first sequences; None if each document is one sequence."""
-    token_path, sequence_path = (os.path.join(folder, f"{n}.npy") for n in ("tokens", "sequences"))
-    is_single, token, sequence = True, 0, 0
-    with (
-        new_table(token_path, np.int64) as append_tokens,
-        new_table(sequence_path, np.int64) as append_sequences,
-    ):
-        for file in files:
-            with open_index(file) as index:
-                for documents in index.documents():
-                    append_tokens(token + documents.tokens[:-1])
-                    append_sequences(sequence + documents.sequences[:-1])
-                    is_single = is_single and bool(np.all(np.diff(documents.sequences) == 1))
-            token, sequence = token + file.num_tokens, sequence + file.num_sequences
-        append_tokens(np.array([token]))
-        append_sequences(np.array([sequence]))
-    if is_single:
-        os.unlink(sequence_path)
-        return Table(token_path), None
-    return Table(token_path), Table(sequence_path)
-
-
-def _copy_column(name: str, dtype: Any, files: Sequence[TokenFile], folder: str) -> Table:
-    """The table of a column of all indices."""
-    path = os.path.join(folder, f"{name}.npy")
-    with new_table(path, dtype) as append:
-        for file in files:
-            with open_index(file) as index:
-                for entries in index.column(name):
-                    append(entries)
-    return Table(path)
+    def _sequence_ranges(self, documents: Numbers) -> Numbers:
+        """The first sequence of each document, and the end of its sequences: int64 [2, n]."""
+        ranges = np.stack([documents, documents + 1])
+        return ranges if self._is_single else self._documents.rows(ranges)
 
 
 def _have_modes(files: Sequence[TokenFile]) -> bool:
@@ -129,3 +133,104 @@ def _have_modes(files: Sequence[TokenFile]) -> bool:
             "modes, or none. Shuffle them in two jobs"
         )
     return bool(with_modes)
+
+
+def _open_index(file: TokenFile) -> layout.IndexFile:
+    """Opens the index of a file; a DataError if it has changed since it was found."""
+    assert file.prefix is not None
+    data, index = open_pair(file.prefix)
+    assert data is not None
+    times = index.identity.time, data.identity.time
+    if times != (file.index_mtime_ns, file.mtime_ns) or data.size != file.size:
+        raise DataError(
+            f"{file.prefix}.bin/.idx changed while the job began; leave the input as it is until "
+            "the job has ended, and run the same command again"
+        )
+    return layout.IndexFile(file.prefix, index)
+
+
+def _first_tokens(index: layout.IndexFile, start: int) -> Numbers:
+    """The first token of each sequence from number `start` on; a DataError if one is misplaced."""
+    lengths = index.read("lengths", start, _ENTRIES)
+    pointers = index.read("pointers", start, _ENTRIES)
+    size = index.header.dtype.itemsize
+    byte = 0
+    if start > 0:
+        before = start - 1
+        byte = index.entry("pointers", before) + index.entry("lengths", before) * size
+    problem, _ = layout.sequence_problem(lengths, pointers, size, byte, start)
+    if problem:
+        raise layout.index_damage(index.path[:-4], problem)
+    return pointers // size
+
+
+# ---- origins ----
+
+_ORIGIN = np.dtype(
+    [
+        ("source", "<i4"),  # place in the list of sources
+        ("id_size", "<i4"),  # bytes; -1: no id
+        ("line", "<i8"),
+        ("byte_offset", "<i8"),
+        ("id_start", "<i8"),  # first byte in the table of ids
+    ]
+)
+
+
+class DocumentOrigins:
+    """The origins of the documents of indexed datasets, by number, as tables in a folder."""
+
+    def __init__(self, files: Sequence[TokenFile], folder: str) -> None:
+        self._table = Table(os.path.join(folder, "origins"), _ORIGIN)
+        self._ids = Table(os.path.join(folder, "ids"), np.uint8)
+        sources: dict[str, int] = {}
+        id_start = 0
+        with self._table.writing() as add_rows, self._ids.writing() as add_ids:
+            for origins in _origins_of(files):
+                numbers = [sources.setdefault(name, len(sources)) for name in origins.sources]
+                ids = [None if id_ is None else id_.encode() for id_ in origins.ids]
+                rows = np.empty(len(ids), _ORIGIN)
+                rows["source"] = np.array(numbers, np.int32)[origins.source_numbers]
+                rows["line"], rows["byte_offset"] = origins.lines, origins.byte_offsets
+                rows["id_size"] = [-1 if id_ is None else len(id_) for id_ in ids]
+                sizes = np.maximum(rows["id_size"], 0)
+                ends = id_start + np.cumsum(sizes, dtype=np.int64)
+                rows["id_start"] = ends - sizes
+                id_start = int(ends[-1])
+                add_rows(rows)
+                add_ids(np.frombuffer(b"".join(filter(None, ids)), np.uint8))
+        self._sources = list(sources)
+
+    def write(self, prefix: str, documents: Iterable[Numbers]) -> None:
+        """Writes the sidecar of a pair, which is there; `documents` are its own, some at a time."""
+        with OriginsWriter(prefix, durable=False) as writer:
+            for numbers in documents:
+                writer.add(*self._read(numbers))
+
+    def _read(self, documents: Numbers) -> Origins:
+        rows = self._table.rows(documents)
+        sizes = np.maximum(rows["id_size"], 0).astype(np.int64)
+        data = self._ids.ranges(rows["id_start"].astype(np.int64), sizes).tobytes()
+        ids = [
+            None if size < 0 else data[end - size : end].decode()
+            for size, end in zip(rows["id_size"].tolist(), np.cumsum(sizes).tolist(), strict=True)
+        ]
+        numbers, places = np.unique(rows["source"], return_inverse=True)
+        names = [self._sources[number] for number in numbers.tolist()]
+        return Origins(names, places.astype(np.int32), rows["line"], rows["byte_offset"], ids)
+
+
+def _origins_of(files: Sequence[TokenFile]) -> Iterator[Origins]:
+    """The origins of all documents, some at a time."""
+    for file in files:
+        if file.prefix is None or file.num_documents == 0:
+            continue
+        with IndexedDataset(file.prefix) as dataset:
+            for start in range(0, file.num_documents, _DOCUMENTS):
+                origins = dataset.origins(start, min(start + _DOCUMENTS, file.num_documents))
+                if origins is None:
+                    raise DataError(
+                        f"the origins of {file.path} were removed while the job began; leave the "
+                        "input as it is until the job has ended, and run the same command again"
+                    )
+                yield origins

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike
 
 from millrace.checks import absolute_path, one_path, real, shown
 from millrace.errors import ConfigError, DataError
 from millrace.files import files_below
 from millrace.names import BESIDE_TOKENS, JOURNAL
 from millrace.provenance import common_tokenizer, read_tokenizer, tokenizer_conflict
-from millrace.shuffling.token_files import DTYPES, TokenFile, open_token_file, read_errors_of
+from millrace.shuffling.token_files import TokenFile, open_token_file, read_errors_of
 from millrace.store.publish import bin_path, idx_path, paths_to_read
 from millrace.text import read_input_list as read_lines
 
-Inputs = str | os.PathLike[str] | Sequence[tuple[float, str | os.PathLike[str]]]
+Inputs = str | Sequence[tuple[float, str | os.PathLike[str]]]
 """A folder with a folder for each domain, or a list of domains: the weight and path of each."""
 
 _NAMES_IN_NOTICE = 3
@@ -30,12 +28,9 @@ _NAMES_IN_NOTICE = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Domain:
-    """A domain of the input.
+    """A domain of the input: its files, sorted by path, and how often each item is taken.
 
-    Attributes:
-        name: Name of the domain.
-        weight: How often each item is taken; with 5/2, twice, and every second one a third time.
-        files: Its files, sorted by path.
+    With the weight 5/2 an item is taken twice, and every second one a third time.
     """
 
     name: str
@@ -45,19 +40,13 @@ class Domain:
 
 @dataclass(frozen=True, kw_only=True)
 class Input:
-    """The input of a shuffle.
-
-    Attributes:
-        domains: The domains, sorted by name.
-        notices: Sentences about the input that a user should read.
-    """
+    """The domains of a shuffle, sorted by name, and what a user should read about them."""
 
     domains: tuple[Domain, ...]
     notices: tuple[str, ...]
 
     @property
     def files(self) -> list[TokenFile]:
-        """The files of all domains, in their order."""
         return [file for domain in self.domains for file in domain.files]
 
     def dtype(self) -> np.dtype[Any]:
@@ -79,8 +68,7 @@ class Input:
 
     def tokenizer(self) -> dict[str, Any] | None:
         """The tokenizer that all files name; a ConfigError if two files name different ones."""
-        prefixes = [file.prefix for file in self.files]
-        records = [None if prefix is None else read_tokenizer(prefix) for prefix in prefixes]
+        records = [None if f.prefix is None else read_tokenizer(f.prefix) for f in self.files]
         if conflict := tokenizer_conflict(records):
             raise ConfigError(
                 f"{conflict}. Tokenize one of them again. If they are in fact the same tokenizer, "
@@ -89,7 +77,7 @@ class Input:
         return common_tokenizer(records)
 
 
-def find_domains(inputs: Inputs, *, dtype: DTypeLike, has_documents: bool = False) -> Input:
+def find_domains(inputs: Inputs, *, dtype: str, has_documents: bool = False) -> Input:
     """Finds the token files of an input.
 
     In a folder, each folder is a domain, with all folders below it; the files of the folder are the
@@ -104,27 +92,30 @@ def find_domains(inputs: Inputs, *, dtype: DTypeLike, has_documents: bool = Fals
 
     Raises:
         ConfigError: A folder or path that is missing, a weight that is not positive, two domains of
-            one name, files of different dtypes or tokenizers, or a file without documents.
+            one name, or a file without documents.
         DataError: A file that is damaged, cannot be read, or has a dtype that is not possible.
     """
-    finder = _Finder(raw_dtype(dtype), has_documents)
-    if isinstance(inputs, (str, bytes, os.PathLike)):
-        domains = finder.domains_of_folder(one_path("input_dir", inputs))
-    else:
-        domains = finder.domains_of_list(inputs)
+    raw_dtype = np.dtype(dtype)
+    is_folder = isinstance(inputs, str)
+    domains: list[Domain] = []
+    notices: list[str] = []
+    for name, weight, paths in _domains_in(inputs) if is_folder else _domains_of(inputs):
+        files = [
+            open_token_file(path, raw_dtype=raw_dtype, has_documents=has_documents)
+            for path in _token_paths(paths)
+        ]
+        notices += _notices_of(name, files, paths, raw_dtype)
+        domains.append(Domain(name=name, weight=weight, files=tuple(files)))
+    notices += _duplicates([file.path for domain in domains for file in domain.files])
     domains.sort(key=lambda domain: domain.name)
-    return Input(domains=tuple(domains), notices=tuple(finder.all_notices()))
+    return Input(domains=tuple(domains), notices=tuple(notices))
 
 
 def read_input_list(path: str | os.PathLike[str]) -> list[tuple[float, str]]:
     """The domains that a file lists, one on each line: `WEIGHT PATH`.
 
     Blank lines and lines that begin with "#" are skipped. Relative paths count from the current
-    folder, as on the command line.
-
-    Raises:
-        ConfigError: A line without weight and path.
-        TextError: A list that cannot be read, or lists nothing.
+    folder, as on the command line. A list that cannot be read, or lists nothing, is a TextError.
     """
     entries = []
     for line in read_lines(path):
@@ -139,111 +130,44 @@ def read_input_list(path: str | os.PathLike[str]) -> list[tuple[float, str]]:
     return entries
 
 
-def raw_dtype(value: DTypeLike) -> np.dtype[Any]:
-    """The dtype of raw files; a ConfigError for one that cannot be shuffled."""
-    with contextlib.suppress(TypeError, ValueError):
-        dtype = np.dtype(value)
-        if dtype in DTYPES:
-            return dtype
-    raise ConfigError(f"dtype must be uint16, uint32 or int32, not {shown(value)}")
+# ---- name, weight and paths of each domain ----
 
 
-class _Finder:
-    """Finds domains, and gathers what a user should know about them."""
-
-    def __init__(self, dtype: np.dtype[Any], has_documents: bool) -> None:
-        self._notices: list[str] = []
-        self._dtype = dtype
-        self._has_documents = has_documents
-        self._paths: dict[tuple[int, int], str] = {}  # of the files by device and inode
-        self._duplicates: list[tuple[str, str]] = []  # paths of one file
-
-    def all_notices(self) -> list[str]:
-        if not self._duplicates:
-            return self._notices
-        path, other = self._duplicates[0]
-        count = len(self._duplicates)
-        more = f", and so are {count - 1:,} more" if count > 1 else ""
-        return [*self._notices, f"{path} is the same file as {other}{more}: both are read"]
-
-    def domains_of_folder(self, folder: str) -> list[Domain]:
-        if not os.path.isdir(folder):
-            raise ConfigError(
-                f"{shown(folder)} is not a folder; give one with a folder for each domain"
-            )
-        folder = absolute_path(folder)
-        domains, paths = [], []
-        with read_errors_of(folder):
-            names = sorted(name for name in os.listdir(folder) if not _is_skipped(name))
-        for name in names:
-            path = os.path.join(folder, name)
-            if os.path.isdir(path):
-                domains.append(self._domain(name, Fraction(1), _walk(path)))
-            else:
-                paths.append(path)
-        if any(path.endswith((".bin", ".npy", ".idx")) for path in paths):
-            domains.append(self._domain(".", Fraction(1), paths))
-        return domains
-
-    def domains_of_list(self, entries: Any) -> list[Domain]:
-        pairs = [_weight_and_path(entry) for entry in entries]
-        if not pairs:
-            raise ConfigError("the input list is empty; give a weight and a path for each domain")
-        paths: dict[str, str] = {}
-        domains = []
-        for weight, path in pairs:
-            absolute = absolute_path(path)
-            name = os.path.basename(absolute) or absolute
-            if name in paths:
-                raise ConfigError(
-                    f"{paths[name]} and {path} are both the domain {name}: the last part of a path "
-                    "is the domain's name. Rename one, or list a folder that holds both"
-                )
-            paths[name] = path
-            files = _walk(absolute) if os.path.isdir(absolute) else [_token_path(path, absolute)]
-            domains.append(self._domain(name, weight, files))
-        return domains
-
-    def _domain(self, name: str, weight: Fraction, paths: list[str]) -> Domain:
-        paths.sort()
-        indices = {path for path in paths if path.endswith(".idx")}
-        missing = indices.difference(path[:-4] + ".idx" for path in paths if path.endswith(".bin"))
-        if missing:
-            path = min(missing)
-            raise DataError(
-                f"{path} has no {os.path.basename(path)[:-4]}.bin beside it: restore that file, or "
-                "remove the .idx"
-            )
-        files = [self._open(path) for path in paths if path.endswith((".bin", ".npy"))]
-        self._notice_raw_files(files)
-        if not files:
-            others = [os.path.basename(p) for p in paths if not p.endswith(BESIDE_TOKENS)]
-            names = ", ".join(others[:_NAMES_IN_NOTICE])
-            more = ", ..." if len(others) > _NAMES_IN_NOTICE else ""
-            hint = f"; files with other endings are ignored ({names}{more})" if others else ""
-            self._notices.append(f"domain {name} has no .bin or .npy files{hint}")
-        return Domain(name=name, weight=weight, files=tuple(files))
-
-    def _notice_raw_files(self, files: Sequence[TokenFile]) -> None:
-        """Notices raw files beside indexed datasets: their `.idx` may be lost."""
-        folders = {os.path.dirname(file.path) for file in files if file.prefix is not None}
-        raw = [f.path for f in files if f.prefix is None and f.path.endswith(".bin")]
-        if alone := [path for path in raw if os.path.dirname(path) in folders]:
-            more = f" (and {len(alone) - 1:,} more)" if len(alone) > 1 else ""
-            self._notices.append(
-                f"{alone[0]}{more} is read as raw {self._dtype}: it has no .idx, and other files "
-                "of its folder have one. If its writer was killed, remove it and shuffle again"
-            )
-
-    def _open(self, path: str) -> TokenFile:
-        with read_errors_of(path):
-            status = os.stat(path)
-        other = self._paths.setdefault((status.st_dev, status.st_ino), path)
-        if other != path:
-            self._duplicates.append((path, other))
-        return open_token_file(
-            path, status, raw_dtype=self._dtype, has_documents=self._has_documents
+def _domains_in(folder: Any) -> Iterator[tuple[str, Fraction, list[str]]]:
+    if not os.path.isdir(folder):
+        raise ConfigError(
+            f"{shown(folder)} is not a folder; give one with a folder for each domain"
         )
+    folder = absolute_path(folder)
+    with read_errors_of(folder):
+        names = sorted(name for name in os.listdir(folder) if not _is_skipped(name))
+    files = []
+    for name in names:
+        path = os.path.join(folder, name)
+        if os.path.isdir(path):
+            yield name, Fraction(1), _walk(path)
+        else:
+            files.append(path)
+    if any(path.endswith((".bin", ".npy", ".idx")) for path in files):
+        yield ".", Fraction(1), files
+
+
+def _domains_of(entries: Any) -> Iterator[tuple[str, Fraction, list[str]]]:
+    pairs = [_weight_and_path(entry) for entry in entries]
+    if not pairs:
+        raise ConfigError("the input list is empty; give a weight and a path for each domain")
+    paths: dict[str, str] = {}
+    for weight, path in pairs:
+        absolute = absolute_path(path)
+        name = os.path.basename(absolute) or absolute
+        if name in paths:
+            raise ConfigError(
+                f"{paths[name]} and {path} are both the domain {name}: the last part of a path "
+                "is the domain's name. Rename one, or list a folder that holds both"
+            )
+        paths[name] = path
+        files = _walk(absolute) if os.path.isdir(absolute) else [_token_path(path, absolute)]
+        yield name, weight, files
 
 
 def _weight_and_path(entry: Any) -> tuple[Fraction, str]:
@@ -281,8 +205,56 @@ def _token_path(path: str, absolute: str) -> str:
 
 def _walk(folder: str) -> list[str]:
     with read_errors_of(folder):
-        return list(files_below(folder, _is_skipped))
+        return sorted(files_below(folder, _is_skipped))
 
 
 def _is_skipped(name: str) -> bool:
     return name.startswith(".") or name.endswith(JOURNAL)
+
+
+# ---- the files of a domain ----
+
+
+def _token_paths(paths: Sequence[str]) -> list[str]:
+    indices = {path for path in paths if path.endswith(".idx")}
+    if missing := indices.difference(path[:-4] + ".idx" for path in paths if path[-4:] == ".bin"):
+        path = min(missing)
+        raise DataError(
+            f"{path} has no {os.path.basename(path)[:-4]}.bin beside it: restore that file, or "
+            "remove the .idx"
+        )
+    return [path for path in paths if path.endswith((".bin", ".npy"))]
+
+
+def _notices_of(
+    name: str, files: Sequence[TokenFile], paths: Sequence[str], raw_dtype: np.dtype[Any]
+) -> Iterator[str]:
+    if not files:
+        others = [os.path.basename(p) for p in paths if not p.endswith(BESIDE_TOKENS)]
+        names = ", ".join(others[:_NAMES_IN_NOTICE])
+        more = ", ..." if len(others) > _NAMES_IN_NOTICE else ""
+        hint = f"; files with other endings are ignored ({names}{more})" if others else ""
+        yield f"domain {name} has no .bin or .npy files{hint}"
+    folders = {os.path.dirname(file.path) for file in files if file.prefix is not None}
+    raw = [f.path for f in files if f.prefix is None and f.path.endswith(".bin")]
+    if alone := [path for path in raw if os.path.dirname(path) in folders]:
+        more = f" (and {len(alone) - 1:,} more)" if len(alone) > 1 else ""
+        yield (
+            f"{alone[0]}{more} is read as raw {raw_dtype}: it has no .idx, and other files of its "
+            "folder have one. If its writer was killed, remove it and shuffle again"
+        )
+
+
+def _duplicates(paths: Sequence[str]) -> Iterator[str]:
+    """The notice about files that are there under two paths."""
+    firsts: dict[tuple[int, int], str] = {}
+    pairs = []
+    for path in paths:
+        with read_errors_of(path):
+            status = os.stat(path)
+        first = firsts.setdefault((status.st_dev, status.st_ino), path)
+        if first != path:
+            pairs.append((path, first))
+    if pairs:
+        more = f", and so are {len(pairs) - 1:,} more" if len(pairs) > 1 else ""
+        yield f"{pairs[0][0]} is the same file as {pairs[0][1]}{more}: both are read"

@@ -13,15 +13,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
-from millrace.checks import MAX_INT32, flag, whole
+from millrace.checks import MAX_INT32
 from millrace.errors import ConfigError, DataError
 from millrace.ragged import Numbers, spread, starts_of
-from millrace.shuffling.domains import Input, Inputs, find_domains
-from millrace.shuffling.file_pieces import read_files
-from millrace.shuffling.shuffle_items import ItemsAt, contents_of
-from millrace.shuffling.weights import WeightedUnits
+from millrace.shuffling.domains import Input
+from millrace.shuffling.shuffle_items import ItemsAt, WeightedUnits, contents_of
+from millrace.shuffling.token_files import read_files
 from millrace.store.columns import Entries, write_index
 from millrace.store.publish import idx_path
 
@@ -29,41 +28,16 @@ _BLOCK = 1 << 20  # tokens that are read at a time
 _ENTRIES = 1 << 16  # entries of an index that are written at a time
 
 
-def sequence_items(
-    inputs: Inputs, *, seq_len: int, dtype: DTypeLike = "uint32", carry: bool = False
-) -> SequenceItems:
-    """The sequences of an input.
+class SequenceItems:
+    """Sequences of a fixed length; see `Items`.
 
     Args:
-        inputs: Folder with a folder for each domain, or a list of weights and paths; see
-            `find_domains`.
+        found: The input.
         seq_len: Tokens of a sequence, 1 to 2**31 - 1.
-        dtype: Dtype of raw files.
         carry: Whether the remainder of a file is continued in the next file of its domain.
 
     Raises:
-        ConfigError: An input without a whole sequence, or an argument outside its limits; and see
-            `find_domains`.
-        DataError: See `find_domains`.
-
-    >>> import tempfile, pathlib
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     pathlib.Path(folder, "web").mkdir()
-    ...     np.save(f"{folder}/web/a.npy", np.arange(10, dtype=np.int32))
-    ...     items = sequence_items(folder, seq_len=3)
-    ...     buffer = np.zeros(6, np.int32)
-    ...     items.read(np.array([0, 2]), buffer, np.array([3, 0]))
-    >>> items.num_items, items.contents.domains[0].num_left, buffer.tolist()
-    (3, 1, [6, 7, 8, 0, 1, 2])
-    """
-    seq_len, carry = whole("seq_len", seq_len, 1, MAX_INT32), flag("carry", carry)
-    return SequenceItems(find_domains(inputs, dtype=dtype), seq_len=seq_len, carry=carry)
-
-
-class SequenceItems:
-    """Sequences of a fixed length, of domains that `find_domains` has found; see `Items`.
-
-    `sequence_items` describes the other arguments.
+        ConfigError: An input without a whole sequence, or of two dtypes or tokenizers.
     """
 
     has_origins = False
@@ -74,9 +48,7 @@ class SequenceItems:
         num_tokens = np.array([file.num_tokens for file in self._files], np.int64)
         bounds = starts_of(len(domain.files) for domain in found.domains).tolist()
         of_domains = [slice(*pair) for pair in itertools.pairwise(bounds)]
-        lengths = np.concatenate(
-            [np.empty(0, np.int64), *(_lengths(num_tokens[s], seq_len, carry) for s in of_domains)]
-        )
+        lengths = np.concatenate([_lengths(num_tokens[s], seq_len, carry) for s in of_domains])
         num_sequences = [int(lengths[s].sum()) // seq_len for s in of_domains]
         self._units = WeightedUnits(num_sequences, [domain.weight for domain in found.domains])
         self.num_items = sum(self._units.num_items)
@@ -92,7 +64,12 @@ class SequenceItems:
         )
         found.tokenizer()  # two tokenizers are refused
         if sum(num_sequences) == 0:
-            raise ConfigError(_no_sequence(seq_len, num_tokens, carry))
+            remedy = "" if carry else ", or join the files of each domain with --carry"
+            raise ConfigError(
+                f"the input has no whole sequence of {seq_len:,} tokens: its {len(num_tokens):,} "
+                f"files have {num_tokens.sum():,} tokens, the longest {num_tokens.max():,}. Give a "
+                f"smaller --seq-len{remedy}"
+            )
         if self.num_items == 0:
             raise ConfigError(
                 f"the weights take none of the {sum(num_sequences):,} sequences of the input; give "
@@ -100,11 +77,9 @@ class SequenceItems:
             )
 
     def sizes(self, numbers: Numbers) -> Numbers:
-        """Tokens of each item: int64 [n]."""
         return np.full(len(numbers), self.item_size, np.int64)
 
     def read(self, numbers: Numbers, buffer: NDArray[Any], targets: Numbers) -> None:
-        """Reads items to any places of a buffer; see `Items`."""
         sequences, targets = self._units.ascending_units(numbers, targets)
         step = max(_BLOCK // self.item_size, 1)
         for start in range(0, len(sequences), step):
@@ -112,7 +87,7 @@ class SequenceItems:
             self._read_block(sequences[block] * self.item_size, buffer, targets[block])
 
     def write_index(self, prefix: str, items_at: ItemsAt, start: int, stop: int) -> list[str]:
-        """Writes an index in which each sequence is a document; see `Items`.
+        """Writes an index in which each sequence is a document.
 
         Megatron-LM has no uint32, so these tokens stand as int32: the ids are below 2**31.
         """
@@ -165,14 +140,5 @@ def _lengths(num_tokens: Numbers, seq_len: int, carry: bool) -> Numbers:
     if not carry:
         return num_tokens // seq_len * seq_len
     ends = np.cumsum(num_tokens)
-    total = int(ends[-1]) // seq_len * seq_len if len(ends) else 0
+    total = int(num_tokens.sum()) // seq_len * seq_len
     return np.diff(np.minimum(ends, total), prepend=0)
-
-
-def _no_sequence(seq_len: int, num_tokens: Numbers, carry: bool) -> str:
-    remedy = "" if carry else ", or join the files of each domain with --carry"
-    return (
-        f"the input has no whole sequence of {seq_len:,} tokens: its {len(num_tokens):,} files "
-        f"have {int(num_tokens.sum()):,} tokens, the longest {int(num_tokens.max()):,}. Give a "
-        f"smaller --seq-len{remedy}"
-    )

@@ -11,7 +11,6 @@ import os
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace import _native
 from millrace.files import naming, temporary_name, xxh3
 
 _BLOCK = 4 << 20  # bytes that are hashed and written at a time
@@ -31,15 +30,22 @@ class HashedFile:
     """
 
     def __init__(self, path: str) -> None:
-        self.path = path
-        self.sum = (0, "")
+        self.path, self.sum = path, (0, "")
         self._temporary = temporary_name(path)
         self._digest, self._size = xxh3(), 0
         self._filled = 0  # bytes of the block
 
     def __enter__(self) -> HashedFile:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+        self._is_direct = True
         with naming(self.path):
-            self._descriptor, self._is_direct = _create(self._temporary)
+            try:
+                self._descriptor = os.open(self._temporary, flags | os.O_DIRECT, 0o666)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._is_direct = False  # a file system without direct writes
+                self._descriptor = os.open(self._temporary, flags, 0o666)
         # A map and not a NumPy array: it begins at a page.
         self._block = np.frombuffer(mmap.mmap(-1, _BLOCK, mmap.MAP_PRIVATE), np.uint8)
         return self
@@ -69,43 +75,20 @@ class HashedFile:
     def _write_block(self) -> None:
         block = self._block[: self._filled]
         self._digest.update(block)
+        self._size += self._filled
         self._filled = 0
-        start = 0
         with naming(self.path):
-            while start < len(block):
-                stop = len(block)
-                if self._is_direct:
-                    stop -= (stop - start) % _ALIGNMENT
-                    if stop == start:  # the end of the file
-                        self._leave_direct_mode()
-                        continue
+            while len(block):
+                if len(block) % _ALIGNMENT:  # the end of the file, or of a disk that is nearly full
+                    self._leave_direct_mode()
                 try:
-                    count = os.write(self._descriptor, block[start:stop].data)
+                    block = block[os.write(self._descriptor, block.data) :]
                 except OSError as error:
                     if not (self._is_direct and error.errno == errno.EINVAL):
                         raise
                     self._leave_direct_mode()  # a file system with rules of its own
-                    continue
-                if not self._is_direct:
-                    _native.start_writeback(self._descriptor, self._size, count)
-                elif count % _ALIGNMENT:  # a short write: a disk that is nearly full
-                    self._leave_direct_mode()
-                self._size += count
-                start += count
 
     def _leave_direct_mode(self) -> None:
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
         fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
         self._is_direct = False
-
-
-def _create(path: str) -> tuple[int, bool]:
-    """A descriptor of a new file, and whether it writes past the page cache."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    try:
-        return os.open(path, flags | os.O_DIRECT, 0o666), True
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-    # A file system without direct writes refuses them after it has created the file.
-    return os.open(path, flags & ~os.O_EXCL, 0o666), False

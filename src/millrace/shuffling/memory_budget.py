@@ -1,4 +1,4 @@
-"""How much memory a shuffle may take, and how its workers share it.
+"""How much memory a shuffle may take, how its workers share it, and which items fit a buffer.
 
 Memory is counted, not measured: `ITEM_OVERHEAD` for each item in a buffer, and a fixed number of
 bytes for each process.
@@ -6,14 +6,17 @@ bytes for each process.
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from millrace.cores import available_memory
 from millrace.errors import ConfigError
-from millrace.shuffling.shuffle_items import Items
+from millrace.ragged import Numbers
+from millrace.shuffling.shuffle_items import Items, ItemsAt
 
 MB = 1_000_000
 ITEM_OVERHEAD = 128
@@ -40,17 +43,11 @@ _SHARE = 2  # of the available memory, a half: the rest is for the page cache
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Memory for the workers of a shuffle and their buffers.
+    """Memory for the workers of a shuffle and their buffers, in bytes."""
 
-    Attributes:
-        total: Bytes for all processes of the job.
-        own: Bytes of the job's own process, if it copies the origins of documents.
-        worker: Bytes of a worker process beside its buffer.
-    """
-
-    total: int
-    own: int
-    worker: int
+    total: int  # for all processes of the job
+    own: int  # for the job's own process, if it copies the origins of documents
+    worker: int  # for a worker process beside its buffer
 
     @property
     def buffers(self) -> int:
@@ -77,13 +74,7 @@ def budget_of(memory: int | None, items: Items) -> Budget:
 
 @dataclass(frozen=True, kw_only=True)
 class ItemSizes:
-    """The sizes of items in bytes.
-
-    Attributes:
-        num_items: Number of items.
-        num_bytes: Size of all items.
-        largest: Size of the largest one.
-    """
+    """The number of items, the bytes of all of them, and of the largest one."""
 
     num_items: int
     num_bytes: int
@@ -104,26 +95,23 @@ class ItemSizes:
 
         With buffers of M bytes, pass 2 reads M * M / num_bytes of a run at a time.
         """
-        good, most = self.gather_buffers()
-        return (
-            max(good, math.isqrt(self.num_bytes * _GOOD_SECTION)),
-            max(most, math.isqrt(self.num_bytes * _LARGE_SECTION)),
-        )
+        sections = _GOOD_SECTION, _LARGE_SECTION
+        good, most = (math.isqrt(self.num_bytes * section) for section in sections)
+        least_good, least_most = self.gather_buffers()
+        return max(good, least_good), max(most, least_most)
 
 
 def sizes_of(items: Items) -> ItemSizes:
     """The sizes of all items; looks up each one if they differ."""
-    total = largest = 0
+    count, total, largest = items.num_items, 0, 0
     if items.item_size is not None:
-        total, largest = items.num_items * items.item_size, items.item_size
+        total, largest = count * items.item_size, items.item_size
     else:
-        for start in range(0, items.num_items, _BLOCK):
-            sizes = items.sizes(np.arange(start, min(start + _BLOCK, items.num_items)))
+        for start in range(0, count, _BLOCK):
+            sizes = items.sizes(np.arange(start, min(start + _BLOCK, count)))
             total, largest = total + int(sizes.sum()), max(largest, int(sizes.max()))
-    token_size = items.dtype.itemsize
-    return ItemSizes(
-        num_items=items.num_items, num_bytes=total * token_size, largest=largest * token_size
-    )
+    size = items.dtype.itemsize
+    return ItemSizes(num_items=count, num_bytes=total * size, largest=largest * size)
 
 
 def check_memory(budget: Budget, sizes: ItemSizes, items: Items) -> None:
@@ -150,3 +138,42 @@ def in_units(num_bytes: float) -> str:
         if num_bytes >= size:
             return f"{num_bytes / size:.1f} {unit}"
     return f"{num_bytes:.0f} bytes"
+
+
+def group_bounds(items: Items, items_at: ItemsAt, starts: Numbers, buffer_size: int) -> Numbers:
+    """Cuts places into groups whose items fit a buffer: buckets of the output, runs of the input.
+
+    Args:
+        items: The items.
+        items_at: The item at each place; `numpy.arange` in the order of the input.
+        starts: Places where a group must begin, and the end: those of the shards.
+        buffer_size: Bytes of the buffer.
+
+    Returns:
+        First place of each group, and the end: int64 [groups + 1].
+    """
+    bounds = [np.zeros(1, np.int64)]
+    for start, stop in itertools.pairwise(starts.tolist()):
+        if items.item_size is None:
+            ends = _ends_by_size(items, items_at, start, stop, buffer_size)
+            bounds.append(np.array([*ends, stop], np.int64))
+        else:  # groups of equal size
+            most = buffer_size // (items.item_size * items.dtype.itemsize + ITEM_OVERHEAD)
+            count = -(-(stop - start) // most)
+            bounds.append(start + np.arange(1, count + 1) * (stop - start) // count)
+    return np.concatenate(bounds)
+
+
+def _ends_by_size(
+    items: Items, items_at: ItemsAt, start: int, stop: int, buffer_size: int
+) -> Iterator[int]:
+    """Ends of consecutive groups, each as large as the buffer allows, without the last one."""
+    used = 0  # bytes of the group that is not ended
+    for block in range(start, stop, _BLOCK):
+        sizes = items.sizes(items_at(block, min(block + _BLOCK, stop)))
+        totals = np.cumsum(sizes * items.dtype.itemsize + ITEM_OVERHEAD)
+        before = -used  # the total before the first item of the group
+        while (index := np.searchsorted(totals, before + buffer_size, "right")) < len(totals):
+            yield block + int(index)
+            before = int(totals[index - 1]) if index > 0 else 0
+        used = int(totals[-1]) - before

@@ -6,21 +6,19 @@ bytes per item on the disk. `keyed` is a `KeyedPermutation`, which takes none.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from millrace.checks import MAX_INT64, absolute_path, whole
 from millrace.errors import ConfigError, DataError
 from millrace.order import KeyedPermutation
 from millrace.ragged import Numbers
-from millrace.shuffling.row_tables import Table, new_table
+from millrace.shuffling.memory_budget import in_units
 
-NUMPY_MEMORY = 16
-"""Bytes of memory per item while "numpy" is made: for the permutation and its inverse."""
-
+_MEMORY = 16  # bytes per item while "numpy" is made: for the permutation and its inverse
 _BLOCK = 1 << 20  # places that are worked on at a time
 
 
@@ -42,7 +40,7 @@ class Permutation(Protocol):
         """The input items at the places `start` to `stop` - 1: int64 [stop - start]."""
 
 
-def choose_permutation(name: str, size: int, memory: int) -> str:
+def choose_permutation(name: str, size: int, memory: int, unit: str) -> str:
     """The name of a permutation for `make_permutation`.
 
     Args:
@@ -50,69 +48,71 @@ def choose_permutation(name: str, size: int, memory: int) -> str:
             while it is made, otherwise "keyed".
         size: Number of items.
         memory: Bytes that the job may use.
+        unit: What the items are, for messages: "sequences".
+
+    Raises:
+        ConfigError: Too little memory for the permutation of that name.
     """
-    if name != "auto":
-        return name
-    return "numpy" if NUMPY_MEMORY * size <= memory // 2 else "keyed"
+    needed = _MEMORY * size
+    if name == "auto":
+        return "numpy" if needed <= memory // 2 else "keyed"
+    if name == "numpy" and needed > memory:
+        raise ConfigError(
+            f"permutation is 'numpy', which takes {in_units(needed)} of memory for {size:,} {unit},"
+            f" and {in_units(max(memory, 0))} are free for it; give more memory, or the permutation"
+            " keyed"
+        )
+    return name
 
 
 def make_permutation(name: str, size: int, seed: int, folder: str) -> Permutation:
-    """Makes a permutation.
-
-    "numpy" writes `permutation.npy` and `inverse.npy` into the folder. Meanwhile it takes 16 bytes
-    of memory per item, and afterwards none.
-
-    Args:
-        name: "numpy" or "keyed".
-        size: Number of items.
-        seed: Seed of the permutation, at least 0.
-        folder: Existing folder for the files of "numpy".
-
-    Raises:
-        ConfigError: A size or seed outside its limits.
-        OSError: A file that cannot be written.
-    """
-    size, seed = whole("size", size, 0, MAX_INT64), whole("seed", seed, 0)
-    if name == KeyedRanges.name:
+    """Makes a permutation; "numpy" writes two files into the folder, whose path is absolute."""
+    if name == "keyed":
         return KeyedRanges(KeyedPermutation(size, seed))
-    return NumpyPermutation(*_write_files(absolute_path(folder), size, seed))
+    places = np.random.default_rng(seed).permutation(size)  # int64
+    permutation = NumpyPermutation(folder, size)
+    permutation.write("places", places)
+    sources = np.empty(size, np.int64)
+    for start in range(0, size, _BLOCK):
+        part = places[start : start + _BLOCK]
+        sources[part] = np.arange(start, start + len(part))
+    del places
+    permutation.write("sources", sources)
+    return permutation
 
 
+@dataclass(frozen=True)
 class NumpyPermutation:
-    """A permutation in two tables; each call reads the range that it returns.
+    """A permutation in two files of int64; each call reads the range that it returns.
 
     Reads instead of maps: the pages of a map would count as memory of every process.
-
-    Args:
-        places: Place of each item.
-        sources: Item at each place.
     """
+
+    folder: str
+    size: int
 
     name = "numpy"
 
-    def __init__(self, places: Table, sources: Table) -> None:
-        self._places, self._sources, self.size = places, sources, places.num_rows
+    def write(self, name: str, values: Numbers) -> None:
+        with open(os.path.join(self.folder, name), "wb") as file:
+            file.write(values.data)
 
     def places(self, start: int, stop: int) -> Numbers:
-        """See `Permutation`; a DataError if a file is missing or has become shorter."""
-        return self._read(self._places, start, stop)
+        return self._read("places", start, stop)
 
     def sources(self, start: int, stop: int) -> Numbers:
-        """See `Permutation`; a DataError if a file is missing or has become shorter."""
-        return self._read(self._sources, start, stop)
+        return self._read("sources", start, stop)
 
-    def _read(self, table: Table, start: int, stop: int) -> Numbers:
-        _check_range(start, stop, self.size)
-        try:
-            rows = table.rows(start, stop)
-        except FileNotFoundError:
-            rows = np.empty(0, np.int64)
-        if len(rows) < stop - start:
+    def _read(self, name: str, start: int, stop: int) -> Numbers:
+        path, values = os.path.join(self.folder, name), np.empty(0, np.int64)
+        with contextlib.suppress(FileNotFoundError):
+            values = np.fromfile(path, np.int64, stop - start, offset=8 * start)
+        if len(values) < stop - start:
             raise DataError(
-                f"{table.path} is missing or has become shorter: places {start} to {stop} cannot "
-                "be read. Run the same command again, which makes the file again"
+                f"{path} is missing or has become shorter: places {start} to {stop} cannot be "
+                "read. Run the same command again, which makes the file again"
             )
-        return rows
+        return values
 
 
 @dataclass(frozen=True)
@@ -128,35 +128,7 @@ class KeyedRanges:
         return self.permutation.size
 
     def places(self, start: int, stop: int) -> Numbers:
-        """See `Permutation`."""
-        _check_range(start, stop, self.size)
         return self.permutation.places(np.arange(start, stop, dtype=np.int64))
 
     def sources(self, start: int, stop: int) -> Numbers:
-        """See `Permutation`."""
-        _check_range(start, stop, self.size)
         return self.permutation.sources(np.arange(start, stop, dtype=np.int64))
-
-
-def _check_range(start: int, stop: int, size: int) -> None:
-    if not 0 <= start <= stop <= size:
-        raise ConfigError(f"the range {start} to {stop} must lie in 0 to {size}")
-
-
-def _write_files(folder: str, size: int, seed: int) -> list[Table]:
-    """Writes the tables of places and of sources."""
-    places = np.random.default_rng(seed).permutation(size)  # int64
-    tables = [_write_table(os.path.join(folder, "permutation.npy"), places)]
-    sources = np.empty(size, np.int64)
-    for start in range(0, size, _BLOCK):
-        stop = min(start + _BLOCK, size)
-        sources[places[start:stop]] = np.arange(start, stop)
-    del places
-    return [*tables, _write_table(os.path.join(folder, "inverse.npy"), sources)]
-
-
-def _write_table(path: str, values: Numbers) -> Table:
-    with new_table(path, values.dtype) as append:
-        for start in range(0, len(values), _BLOCK):
-            append(values[start : start + _BLOCK])
-    return Table(path)

@@ -5,57 +5,71 @@
              every run; write it in order
 
 `gather` reads and writes the data once, at random places. If a bucket holds all items, it reads
-them from the start to the end. `scatter` reads and writes the data twice, in large pieces.
+them from the start to the end. `scatter` reads and writes the data twice, in large pieces. The
+rates of the disk, which are measured, decide between them.
 """
 
 from __future__ import annotations
 
+import os
+import statistics
+import time
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
-from millrace.errors import ConfigError
+import numpy as np
+
+from millrace.errors import ConfigError, MillraceError
 from millrace.ragged import Numbers
-from millrace.shuffling.buckets import bucket_bounds, run_bounds
-from millrace.shuffling.disk_rates import Rates
 from millrace.shuffling.memory_budget import (
     LARGEST_BUFFER,
+    MB,
     Budget,
     ItemSizes,
     budget_of,
+    check_memory,
+    group_bounds,
     in_units,
+    sizes_of,
 )
 from millrace.shuffling.permutations import Permutation
 from millrace.shuffling.shard_work import ScatterWork, Work
 from millrace.shuffling.shuffle_items import Items
 
 _GOOD_WRITE_RATE = 1e9  # bytes per second, of a good disk
+_BEST_WRITE_RATE = 2e9  # bytes per second of writing and hashing, at most
+_INDEX_ENTRY = 20  # bytes of an item in the index of a shard: a size, an offset, a document
+_LARGE_ITEM = 1 << 20  # bytes: a random read of this size is as fast as a sequential one
+
+
+class Rates(NamedTuple):
+    """Bytes per second of reading random items, and of reading consecutive ones."""
+
+    random: float
+    sequential: float
+
+    @property
+    def write(self) -> float:
+        """Bytes per second of writing, by the rate of sequential reads."""
+        return min(self.sequential, _BEST_WRITE_RATE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShufflePlan(ABC):
-    """How the items move.
-
-    Attributes:
-        name: Name of the plan.
-        num_passes: How often it reads and writes the data.
-        sizes: Sizes of the items.
-        workers: Number of worker processes.
-        buffer_size: Bytes of memory for a group of items in a worker, with `ITEM_OVERHEAD` each.
-        reason: Why it was chosen, for the user.
-    """
+    """How the items move."""
 
     name: ClassVar[str]
-    num_passes: ClassVar[int]
+    num_passes: ClassVar[int]  # how often it reads and writes the data
     sizes: ItemSizes
     workers: int
-    buffer_size: int
+    buffer_size: int  # bytes for a group of items in a worker, with `ITEM_OVERHEAD` each
     reason: str = "it was asked for"
 
     @classmethod
     @abstractmethod
     def fit(cls, sizes: ItemSizes, budget: Budget, workers: int) -> ShufflePlan:
-        """The plan with the number of workers and the buffers that fit the memory."""
+        """The plan with as many workers, and buffers as large, as the memory allows."""
 
     @abstractmethod
     def seconds_per_byte(self, rates: Rates) -> float:
@@ -71,7 +85,7 @@ class ShufflePlan(ABC):
         return self.num_passes * self.sizes.num_bytes
 
     def resumed(self, budget: Budget, workers: int) -> ShufflePlan:
-        """The plan of an interrupted job, with as many workers as the memory allows now."""
+        """The plan with as many workers as another budget allows."""
         return replace(self, workers=budget.num_workers(workers, self.buffer_size))
 
     def to_json(self) -> dict[str, Any]:
@@ -90,17 +104,14 @@ class Gather(ShufflePlan):
 
     @classmethod
     def fit(cls, sizes: ItemSizes, budget: Budget, workers: int) -> ShufflePlan:
-        """See `ShufflePlan`; a small shuffle takes one bucket in the job's own process."""
-        if sizes.in_buffer <= LARGEST_BUFFER and (whole := cls.in_one_bucket(sizes, budget)):
-            return whole
+        if sizes.in_buffer <= min(LARGEST_BUFFER, budget.buffers):
+            return cls.in_one_bucket(sizes)
         workers, size = budget.shared(workers, *sizes.gather_buffers())
         return cls(sizes=sizes, workers=workers, buffer_size=size)
 
     @classmethod
-    def in_one_bucket(cls, sizes: ItemSizes, budget: Budget) -> Gather | None:
-        """The plan that reads all items into one buffer, in their order; None: they do not fit."""
-        if sizes.in_buffer > budget.buffers:
-            return None
+    def in_one_bucket(cls, sizes: ItemSizes) -> Gather:
+        """The plan that reads all items into one buffer of the job's own process, in order."""
         return cls(sizes=sizes, workers=1, buffer_size=sizes.in_buffer)
 
     @property
@@ -108,7 +119,7 @@ class Gather(ShufflePlan):
         return self.sizes.in_buffer <= self.buffer_size
 
     def seconds_per_byte(self, rates: Rates) -> float:
-        """See `ShufflePlan`; buckets are read while others are written, unless there is one."""
+        """Buckets are read while others are written, unless there is one."""
         if self.has_one_bucket:
             return 1 / rates.sequential + 1 / rates.write
         if rates.random * self.workers >= _GOOD_WRITE_RATE:
@@ -116,17 +127,12 @@ class Gather(ShufflePlan):
         return 1 / rates.random
 
     def work(self, items: Items, permutation: Permutation, starts: Numbers) -> Work:
-        """See `ShufflePlan`; with one worker, a bucket may hold several shards."""
+        """With one worker, a bucket may hold several shards."""
         cuts = starts if self.workers > 1 else starts[[0, -1]]
-        return Work(
-            items=items,
-            permutation=permutation,
-            starts=starts,
-            buckets=bucket_bounds(items, permutation, cuts, self.buffer_size),
-        )
+        buckets = group_bounds(items, permutation.sources, cuts, self.buffer_size)
+        return Work(items=items, permutation=permutation, starts=starts, buckets=buckets)
 
     def resumed(self, budget: Budget, workers: int) -> ShufflePlan:
-        """See `ShufflePlan`."""
         return self if self.has_one_bucket else super().resumed(budget, workers)
 
 
@@ -138,50 +144,68 @@ class Scatter(ShufflePlan):
 
     @classmethod
     def fit(cls, sizes: ItemSizes, budget: Budget, workers: int) -> ShufflePlan:
-        """See `ShufflePlan`."""
         workers, size = budget.shared(workers, *sizes.scatter_buffers())
         return cls(sizes=sizes, workers=workers, buffer_size=size)
 
     def seconds_per_byte(self, rates: Rates) -> float:
-        """See `ShufflePlan`; one of the two passes writes while it reads."""
+        """One of the two passes writes while it reads."""
         return 2 / rates.sequential + 1 / rates.write
 
     def work(self, items: Items, permutation: Permutation, starts: Numbers) -> Work:
-        """See `ShufflePlan`; the buckets do not depend on the number of workers."""
+        """The buckets do not depend on the number of workers."""
         return ScatterWork(
             items=items,
             permutation=permutation,
             starts=starts,
-            buckets=bucket_bounds(items, permutation, starts, self.buffer_size),
-            runs=run_bounds(items, self.buffer_size),
+            buckets=group_bounds(items, permutation.sources, starts, self.buffer_size),
+            runs=group_bounds(items, np.arange, starts[[0, -1]], self.buffer_size),
         )
 
 
-PLANS: tuple[type[Gather], type[Scatter]] = Gather, Scatter
+PLANS: dict[str, type[Gather] | type[Scatter]] = {"gather": Gather, "scatter": Scatter}
 
 
-def plan_named(name: str) -> type[ShufflePlan]:
-    """The class of a plan."""
-    return next(plan for plan in PLANS if plan.name == name)
-
-
-def resume_plan(
-    content: dict[str, Any], items: Items, *, memory: int | None, workers: int
+def choose_plan(
+    items: Items, name: str, output_dir: str, memory: int | None, workers: int
 ) -> ShufflePlan:
-    """The plan of an interrupted job, with as many workers as the memory allows now.
+    """Chooses how the items move.
 
     Args:
-        content: The plan as `ShufflePlan.to_json` gave it.
         items: The items.
-        memory: Bytes of memory for the processes of the job; None: half of what is available, but
-            as much as the plan needs at least.
+        name: "auto", or the plan that the user wants.
+        output_dir: Folder of the output.
+        memory: Bytes of memory for the processes of the job; None: half of what is available.
         workers: The largest number of workers.
 
     Raises:
-        ConfigError: Less memory than one worker of the plan needs.
+        ConfigError: Too little memory.
+        MillraceError: Too little room on the disk.
+    """
+    sizes, budget = sizes_of(items), budget_of(memory, items)
+    check_memory(budget, sizes, items)
+    free = _room_beside_output(items, sizes.num_bytes, output_dir)
+    if name == "auto":
+        return _best_plan(items, sizes, budget, workers, free)
+    plan = PLANS[name].fit(sizes, budget, workers)
+    if free < plan.num_bytes:
+        raise MillraceError(
+            f"No space left for the plan {name}: it writes {in_units(plan.num_bytes)}, and the "
+            f"disk of {output_dir} has {in_units(free)} free. Make room, give the plan gather, or "
+            "write elsewhere"
+        )
+    return plan
+
+
+def resume_plan(
+    content: dict[str, Any], items: Items, memory: int | None, workers: int
+) -> ShufflePlan:
+    """The plan that `to_json` gave, with as many workers as the memory allows now.
+
+    Raises:
+        ConfigError: Less memory than one worker of the plan needs. Without a limit, one works.
     """
     fields = {**content, "sizes": ItemSizes(**content["sizes"])}
-    plan = plan_named(fields.pop("name"))(**fields)
+    plan = PLANS[fields.pop("name")](**fields)
     budget = budget_of(memory, items)
     if memory is not None and budget.buffers < plan.buffer_size:
         least = budget.own + plan.buffer_size
@@ -191,3 +215,80 @@ def resume_plan(
             "more, or start over: --restart"
         )
     return plan.resumed(budget, workers)
+
+
+def check_room(items: Items, output_dir: str) -> None:
+    """Raises a MillraceError if the disk has no room for the output, by the number of items alone.
+
+    With large weights, an output may be too large even for its permutation to be computed.
+    """
+    least = items.num_items * (items.item_size or 0) * items.dtype.itemsize
+    _room_beside_output(items, least, output_dir)
+
+
+def _best_plan(
+    items: Items, sizes: ItemSizes, budget: Budget, workers: int, free: int
+) -> ShufflePlan:
+    """The fastest plan for this disk, which has `free` bytes left."""
+    gather = Gather.fit(sizes, budget, workers)
+    mean = sizes.num_bytes // sizes.num_items
+    if sizes.in_buffer <= gather.buffer_size:
+        return replace(gather, reason="the data fit one buffer")
+    if mean >= _LARGE_ITEM:
+        return replace(gather, reason=f"items of {in_units(mean)} are read fast at any place")
+    rates = read_rates(items, mean=mean, size=min(16 * MB, budget.buffers // 4))
+    plans = [gather, Scatter.fit(sizes, budget, workers)]
+    if sizes.in_buffer <= budget.buffers:
+        plans.insert(1, Gather.in_one_bucket(sizes))
+    plan = min(plans, key=lambda plan: plan.seconds_per_byte(rates))
+    reason = (
+        f"the disk reads {in_units(rates.random)} of random items a second, and "
+        f"{in_units(rates.sequential)} of consecutive ones"
+    )
+    if free < plan.num_bytes:
+        needed = f"the plan {plan.name} needs {in_units(plan.num_bytes)} of disk"
+        plan, reason = gather, f"{needed}, and {in_units(free)} are free"
+    return replace(plan, reason=reason)
+
+
+def _room_beside_output(items: Items, num_bytes: int, output_dir: str) -> int:
+    """Free bytes of the disk beside an output of `num_bytes` and its indices; an error if none."""
+    status, index_size = os.statvfs(output_dir), _INDEX_ENTRY * items.num_items
+    free = status.f_bavail * status.f_frsize
+    if free < num_bytes + index_size:
+        raise MillraceError(
+            f"No space left for the output: it has {in_units(num_bytes + index_size)}, and the "
+            f"disk of {output_dir} has {in_units(free)} free. Make room, or write elsewhere"
+        )
+    return free - index_size
+
+
+# ---- the rates of the disk ----
+
+_NUM_ITEMS = 256  # random items
+_NUM_GROUPS = 8  # of random items: their median, as another process may interrupt one of them
+_MOST_ITEMS = 1 << 17  # consecutive items: the numbers of tiny ones take more memory than tokens
+
+
+def read_rates(items: Items, *, mean: int, size: int) -> Rates:
+    """Reads some items of `mean` bytes, about `size` bytes at a time, and measures the rates."""
+    random = np.random.default_rng()  # other items in each run: those of the last one are cached
+    scattered = np.unique(random.integers(0, items.num_items, _NUM_ITEMS))
+    count = min(size // max(mean, 1) + 1, items.num_items, _MOST_ITEMS)
+    first = int(random.integers(0, items.num_items - count + 1))
+    _rate(items, np.arange(first, first + 1), size)  # the first call opens files and loads code
+    # Once each: the disk reads ahead, so a second round would find part of its items in memory.
+    groups = np.array_split(scattered, min(_NUM_GROUPS, len(scattered)))
+    rate = statistics.median(_rate(items, group, size // _NUM_GROUPS) for group in groups)
+    return Rates(rate, _rate(items, np.arange(first, first + count), size))
+
+
+def _rate(items: Items, numbers: Numbers, size: int) -> float:
+    """Bytes per second of reading the first items that fit `size` bytes."""
+    sizes = items.sizes(numbers)
+    ends = np.cumsum(sizes)
+    count = max(int(np.searchsorted(ends, size // items.dtype.itemsize, side="right")), 1)
+    buffer = np.ones(int(ends[count - 1]), items.dtype)  # its pages exist before the clock starts
+    start = time.perf_counter()
+    items.read(numbers[:count], buffer, (ends - sizes)[:count])
+    return float(max(buffer.nbytes, 1) / max(time.perf_counter() - start, 1e-9))

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -37,8 +37,7 @@ from millrace.shards.metadata import (
 )
 from millrace.shuffling.shard_work import SHARD
 
-Report = Callable[[int, int], None]
-"""Called with the number of files that are done, and of all files."""
+Report = Callable[[int, int], None]  # of the number of files that are done, and of all
 
 JOB = SHUFFLE_JOURNAL.removesuffix(JOURNAL)
 """Name of the job's files in the output folder, without their endings."""
@@ -48,20 +47,17 @@ _SHARD = re.compile(r"shard_[0-9]{4,}\.(bin|idx|info\.json|origins\.parquet)")
 
 
 def check_folder(folder: str) -> None:
-    """Raises a ConfigError if the output folder holds anything but an output or a journal.
-
-    Shards may lie beside a journal or metadata: they may be of this job.
-    """
+    """Raises a ConfigError if the output folder holds anything but an output or a journal."""
     try:
         entries = sorted(os.listdir(folder))
     except FileNotFoundError:
         return
     except NotADirectoryError:
         file = folder
-        while not os.path.exists(file):
+        while not os.path.exists(file):  # a folder in a file
             file = os.path.dirname(file)
         raise ConfigError(f"{file} is a file; give a folder for the output") from None
-    may_have_shards = SHUFFLE_JOURNAL in entries or METADATA in entries
+    may_have_shards = SHUFFLE_JOURNAL in entries or METADATA in entries  # of this job
     for entry in entries:
         if not (entry.startswith(f"{JOB}.") or (_is_output(entry) and may_have_shards)):
             raise ConfigError(
@@ -91,21 +87,16 @@ def output_files(folder: str, num_shards: int) -> list[str]:
 
 
 def remove_output(folder: str) -> None:
-    """Removes the output of an earlier job: the shards first, and the metadata last.
-
-    So wherever this is interrupted, metadata or a journal say whose the other shards are.
-    """
+    """Removes the output of an earlier job: the shards first, and the metadata last."""
     for entry in sorted(filter(_is_output, os.listdir(folder)), reverse=True):
         os.unlink(os.path.join(folder, entry))
     fsync_folder(metadata_path(folder))
 
 
-def publication(done: Sequence[Done], metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """What steps 3 and 4 need, as plain JSON.
+def publication(done: Sequence[Done], metadata: dict[str, Any]) -> dict[str, Any]:
+    """What steps 3 and 4 need, as plain JSON, of the task of each shard.
 
-    Args:
-        done: The task of each shard.
-        metadata: Fields of `ShardsMetadata`, without the checksums.
+    `metadata` are the fields of `ShardsMetadata`, without the checksums.
     """
     files, checksums = [], {}
     for shard, task in enumerate(done):
@@ -117,12 +108,7 @@ def publication(done: Sequence[Done], metadata: Mapping[str, Any]) -> dict[str, 
 
 
 def flush_shards(done: Sequence[Done], report: Report) -> None:
-    """Flushes the files of all shards, and the folders on the way to them, several at a time.
-
-    Args:
-        done: The task of each shard.
-        report: Called after each file.
-    """
+    """Flushes the files of all shards, and the folders on the way to them, several at a time."""
 
     def flush(path: str) -> None:
         with naming(path), open(path, "rb") as file:
@@ -139,9 +125,7 @@ def flush_shards(done: Sequence[Done], report: Report) -> None:
         path = os.path.dirname(path)
 
 
-def publish(
-    source: str, folder: str, content: Mapping[str, Any], report: Report | None = None
-) -> None:
+def publish(source: str, folder: str, content: dict[str, Any], report: Report | None) -> None:
     """Renames the shards and writes the metadata; an earlier run may have done a part of it.
 
     Args:

@@ -23,8 +23,6 @@ from millrace.shuffling.shuffle_items import Items
 Sums = dict[str, tuple[int, str]]
 """Size and XXH3-64 of each file, by its path."""
 
-Function = Callable[[Any, Task], tuple[dict[str, Any], Sums]]
-
 SHARD = "shard"
 """Path prefix of a shard in the folder of its task."""
 
@@ -42,6 +40,10 @@ class Buffer:
     """
 
     def __init__(self) -> None:
+        self.drop()
+
+    def drop(self) -> None:
+        """Frees the memory."""
         self.bytes, self.ends = np.empty(0, np.uint8), np.empty(0, np.int64)
         self.bucket: int | None = None
 
@@ -52,11 +54,6 @@ class Buffer:
             self.drop()  # first: there is no room for both
             self.bytes = np.empty(size, np.uint8)
         return self.bytes[:size]
-
-    def drop(self) -> None:
-        """Frees the memory."""
-        self.bytes, self.ends = np.empty(0, np.uint8), np.empty(0, np.int64)
-        self.bucket = None
 
     def __reduce__(self) -> tuple[type[Buffer], tuple[()]]:
         return Buffer, ()  # the content is not for another process
@@ -80,17 +77,19 @@ class Work:
     buckets: Numbers
     buffer: Buffer = field(default_factory=Buffer)
 
-    @property
-    def num_shards(self) -> int:
-        return len(self.starts) - 1
-
     def write(self, run: Run, workers: int) -> list[Done]:
         """Writes the shards, by tasks of a run; returns what each task has done."""
-        count = self.num_shards
+        count = len(self.starts) - 1
         return self._map(run, "phase 4: write shards", write_shard, "shard", count, workers)
 
     def _map(
-        self, run: Run, label: str, function: Function, unit: str, count: int, workers: int
+        self,
+        run: Run,
+        label: str,
+        function: Callable[..., Any],
+        unit: str,
+        count: int,
+        workers: int,
     ) -> list[Done]:
         """Runs a function on the numbers of all runs or shards."""
         results: list[Done] = []
@@ -131,7 +130,7 @@ class Work:
         sizes = self.items.sizes(numbers)
         ends = np.cumsum(sizes)
         data = self.buffer.take(int(ends[-1]) * self.items.dtype.itemsize)
-        self.read_bucket(bucket, numbers, sizes, ends, data)
+        self.read_bucket(bucket, numbers, sizes, ends - sizes, data.view(self.items.dtype))
         self.buffer.bucket, self.buffer.ends = bucket, ends
 
     def read_bucket(
@@ -139,20 +138,19 @@ class Work:
         bucket: int,
         numbers: Numbers,
         sizes: Numbers,
-        ends: Numbers,
-        buffer: NDArray[np.uint8],
+        targets: Numbers,
+        buffer: NDArray[Any],
     ) -> None:
         """Reads the items of a bucket from all over the input.
 
         Args:
             bucket: Number of the bucket.
             numbers: Its items, in the order of their places: int64 [n].
-            sizes, ends: Tokens of each item, and its end in the buffer in tokens: int64 [n].
-            buffer: Memory for the items: uint8.
+            sizes, targets: Tokens of each item, and its place in the buffer: int64 [n].
+            buffer: Memory for the tokens.
         """
         order = np.argsort(numbers)
-        targets = (ends - sizes)[order]
-        self.items.read(numbers[order], buffer.view(self.items.dtype), targets)
+        self.items.read(numbers[order], buffer, targets[order])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,42 +177,35 @@ class ScatterWork(Work):
         bucket: int,
         numbers: Numbers,
         sizes: Numbers,
-        ends: Numbers,
-        buffer: NDArray[np.uint8],
+        targets: Numbers,
+        buffer: NDArray[Any],
     ) -> None:
         """Reads a bucket's section of every run; a section has its items in the order of places."""
-        token_size = self.items.dtype.itemsize
         runs = np.searchsorted(self.runs, numbers, side="right") - 1
         order = np.argsort(runs, kind="stable")
-        sizes = sizes[order] * token_size
-        targets = ends[order] * token_size - sizes
-        counts = np.bincount(runs, minlength=len(self.runs) - 1)
-        last = 0
-        for run in np.flatnonzero(counts).tolist():
-            first, last = last, last + int(counts[run])
-            self._read_section(run, bucket, sizes[first:last], buffer, targets[first:last])
+        sizes, targets = sizes[order] * buffer.itemsize, targets[order] * buffer.itemsize
+        bounds = np.searchsorted(runs[order], np.arange(len(self.runs)))
+        for run in np.flatnonzero(np.diff(bounds)).tolist():
+            part = slice(*bounds[run : run + 2])
+            self._read_section(run, bucket, sizes[part], targets[part], buffer.view(np.uint8))
 
     def _read_section(
-        self, run: int, bucket: int, sizes: Numbers, buffer: NDArray[np.uint8], targets: Numbers
+        self, run: int, bucket: int, sizes: Numbers, targets: Numbers, buffer: NDArray[np.uint8]
     ) -> None:
         ends = np.cumsum(sizes)
         path = os.path.join(self.run_folders[run], _SECTIONS)
         start, stop = np.fromfile(path, np.int64, 2, offset=8 * bucket).tolist()
         path = os.path.join(self.run_folders[run], _RUN)
-        if stop - start != ends[-1]:
-            raise _damaged(path)
         with naming(path), open(path, "rb", buffering=0) as file:
             try:
+                if stop - start != ends[-1]:
+                    raise ValueError
                 _native.read_pieces(file.fileno(), start + ends - sizes, sizes, buffer, targets)
             except ValueError:
-                raise _damaged(path) from None
-
-
-def _damaged(path: str) -> DataError:
-    return DataError(
-        f"{path} was cut short or changed while the job ran: run the same command again, and it "
-        "is written again"
-    )
+                raise DataError(
+                    f"{path} was cut short or changed while the job ran: run the same command "
+                    "again, and it is written again"
+                ) from None
 
 
 # ---- the tasks ----
@@ -225,8 +216,8 @@ def write_run(work: ScatterWork, task: Task) -> tuple[dict[str, Any], Sums]:
 
     `sections` has the byte at which each bucket begins in it, and the end: int64 [buckets + 1].
     """
-    items, run = work.items, task.payload
-    start, stop = int(work.runs[run]), int(work.runs[run + 1])
+    items = work.items
+    start, stop = work.runs[task.payload : task.payload + 2].tolist()
     places = work.permutation.places(start, stop)
     order = np.argsort(places)
     numbers = np.arange(start, stop)

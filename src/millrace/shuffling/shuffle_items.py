@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from fractions import Fraction
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checks import printable, text_table
-from millrace.ragged import Numbers
-from millrace.shuffling.domains import Input
-from millrace.shuffling.weights import WeightedUnits
+from millrace.checks import MAX_INT64, printable, text_table
+from millrace.errors import ConfigError
+from millrace.ragged import Numbers, starts_of
+from millrace.shuffling.domains import Domain, Input
 
 ItemsAt = Callable[[int, int], Numbers]
 """The item at each place [start, stop) of the output; see `Permutation.sources`."""
@@ -48,12 +49,7 @@ class Items(Protocol):
         ...
 
     def read(self, numbers: Numbers, buffer: NDArray[Any], targets: Numbers) -> None:
-        """Reads items to any places of a buffer.
-
-        Args:
-            numbers: Numbers of the items, ascending: int64 [n].
-            buffer: Array for the tokens: [m] of `dtype`, contiguous.
-            targets: Place of each item's first token in the buffer: int64 [n].
+        """Reads items, whose numbers ascend, to any places of a buffer.
 
         Raises:
             DataError: A file that changed since the items were counted or cannot be read, or a
@@ -62,15 +58,10 @@ class Items(Protocol):
         ...
 
     def write_index(self, prefix: str, items_at: ItemsAt, start: int, stop: int) -> list[str]:
-        """Writes the other files of a shard: the index, and sidecars if there are any.
+        """Writes the other files of a shard, whose `.bin` is there: the index, and sidecars.
 
-        Args:
-            prefix: Path prefix of the shard, whose `.bin` is there.
-            items_at: The item at each place of the output.
-            start, stop: First place of the shard, and its end.
-
-        Returns:
-            The paths of the files; each appears whole or not at all.
+        The shard has the places [start, stop). Returns the paths of the files; each appears whole
+        or not at all.
 
         Raises:
             DataError: A `.bin` that does not have the size of these items.
@@ -78,16 +69,70 @@ class Items(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class DomainCounts:
-    """The items of one domain. Their numbers follow those of the domain before.
+class WeightedUnits:
+    """Items, which are the units of domains (sequences or documents) as often as weights say.
 
-    Attributes:
-        name: Name of the domain.
-        num_files: Number of its files.
-        num_items: Number of its items; one that is taken twice, by a weight, counts twice.
-        num_tokens: Number of tokens of its files.
-        num_left: Number of tokens that are in no item: the remainders of its files.
+    A domain of n units and weight 5/2 has 5n/2 items, rounded down: each unit, each unit again, and
+    n/2 units at even distances. `num_items` are the items of each domain; a ConfigError if 64 bits
+    cannot count them.
+
+    >>> WeightedUnits([4], [Fraction(5, 2)]).units(np.arange(10)).tolist()
+    [0, 1, 2, 3, 0, 1, 2, 3, 0, 2]
+    """
+
+    def __init__(self, num_units: Sequence[int], weights: Sequence[Fraction]) -> None:
+        self.num_items = [int(count * w) for count, w in zip(num_units, weights, strict=True)]
+        if sum(self.num_items) > MAX_INT64:
+            raise ConfigError(
+                f"the weights make {sum(self.num_items)} items, which must be at most {MAX_INT64}: "
+                "give smaller weights"
+            )
+        self._is_identity = self.num_items == list(num_units)  # item i is unit i
+        self._num_units = np.array(num_units, np.int64)
+        self._first_units = starts_of(num_units)[:-1]
+        self._first_items = starts_of(self.num_items)[:-1]
+        num_items = np.array(self.num_items, np.int64)
+        self._num_rest = num_items % np.maximum(self._num_units, 1)  # items of the last pass
+        self._num_whole = num_items - self._num_rest  # items of passes over all units
+        is_large = max(num_units, default=0) ** 2 > MAX_INT64
+        self._product_type: Any = object if is_large else np.int64  # of exact, slow integers
+
+    def units(self, items: Numbers) -> Numbers:
+        """The unit of each item: int64 [n]."""
+        if self._is_identity:
+            return items
+        domains = np.searchsorted(self._first_items, items, side="right") - 1
+        places = items - self._first_items[domains]
+        counts = self._num_units[domains]
+        units = places % counts
+        in_rest = places - self._num_whole[domains]  # place in the last pass, or negative
+        last = np.flatnonzero(in_rest >= 0)
+        in_rest = in_rest[last].astype(self._product_type)
+        units[last] = in_rest * counts[last] // self._num_rest[domains[last]]
+        return units + self._first_units[domains]
+
+    def ascending_units(self, items: Numbers, targets: Numbers) -> tuple[Numbers, Numbers]:
+        """The units of ascending items, in ascending order, and the targets in the same order."""
+        units = self.units(items)
+        order = slice(None) if self._is_identity else np.argsort(units, kind="stable")
+        return units[order], targets[order]
+
+    def items_in(self, domain: int, start: int, stop: int) -> int:
+        """The number of items of units [start, stop), which are all of one domain."""
+        count, rest = int(self._num_units[domain]), int(self._num_rest[domain])
+        if count == 0:
+            return 0
+        start, stop = (number - int(self._first_units[domain]) for number in (start, stop))
+        # Unit j * count // rest is below `stop` exactly for j < stop * rest / count.
+        in_rest = -(-stop * rest // count) - -(-start * rest // count)
+        return int(self._num_whole[domain]) // count * (stop - start) + in_rest
+
+
+class DomainCounts(NamedTuple):
+    """The items of one domain, whose numbers follow those of the domain before.
+
+    An item that a weight takes twice counts twice. `num_left` tokens, the remainders of the files,
+    are in no item.
     """
 
     name: str
@@ -115,15 +160,10 @@ class Contents:
 
     def table(self, unit: str) -> str:
         """A table of the domains, for people; `unit` is "sequences" or "documents"."""
-        rows = [
-            [domain.num_files, domain.num_items, domain.num_tokens, domain.num_left]
-            for domain in self.domains
-        ]
-        rows.append([sum(column) for column in zip(*rows, strict=True)])
-        names = [*(printable(domain.name) for domain in self.domains), "total"]
+        totals = map(sum, zip(*(domain[1:] for domain in self.domains), strict=True))
+        rows: list[Any] = [*self.domains, ("total", *totals)]
         table = [["domain", "files", unit, "tokens", "tokens left out"]]
-        for name, row in zip(names, rows, strict=True):
-            table.append([name, *(f"{value:,}" for value in row)])
+        table += [[printable(name), *(f"{n:,}" for n in numbers)] for name, *numbers in rows]
         return "\n".join(text_table(table))
 
 
@@ -148,9 +188,8 @@ def contents_of(
     inputs: list[dict[str, Any]] = []
     notices = list(found.notices)
     for number, domain in enumerate(found.domains):
-        num_units = -int(first_units[len(inputs)])
-        for file in domain.files:
-            start, stop = first_units[len(inputs) : len(inputs) + 2].tolist()
+        bounds = first_units[len(inputs) : len(inputs) + len(domain.files) + 1].tolist()
+        for file, start, stop in zip(domain.files, bounds, bounds[1:], strict=False):
             inputs.append(
                 {
                     "domain": domain.name,
@@ -162,29 +201,27 @@ def contents_of(
                     "num_tokens": file.num_tokens,
                 }
             )
-        num_units += int(first_units[len(inputs)])
-        domains.append(
-            DomainCounts(
-                name=domain.name,
-                num_files=len(domain.files),
-                num_items=units.num_items[number],
-                num_tokens=sum(file.num_tokens for file in domain.files),
-                num_left=num_left[number],
-            )
+        counts = DomainCounts(
+            name=domain.name,
+            num_files=len(domain.files),
+            num_items=units.num_items[number],
+            num_tokens=sum(file.num_tokens for file in domain.files),
+            num_left=num_left[number],
         )
-        if domains[-1].num_items == 0 and domain.files:
-            notices.append(_shortage(domains[-1], float(domain.weight), num_units, unit_name))
+        domains.append(counts)
+        if counts.num_items == 0 and domain.files:
+            notices.append(_shortage(domain, counts.num_tokens, bounds[-1] - bounds[0], unit_name))
     return Contents(domains=tuple(domains), inputs=inputs, notices=tuple(notices))
 
 
-def _shortage(domain: DomainCounts, weight: float, num_units: int, unit_name: str) -> str:
+def _shortage(domain: Domain, num_tokens: int, num_units: int, unit_name: str) -> str:
     """The notice about a domain with files and without items."""
     if num_units > 0:
         return (
-            f"domain {domain.name} has the weight {weight:g}: too small to take a {unit_name}, of "
-            f"which it has {num_units:,}"
+            f"domain {domain.name} has the weight {float(domain.weight):g}: too small to take a "
+            f"{unit_name}, of which it has {num_units:,}"
         )
     return (
-        f"domain {domain.name} has no whole {unit_name}: its {domain.num_files:,} files have "
-        f"{domain.num_tokens:,} tokens"
+        f"domain {domain.name} has no whole {unit_name}: its {len(domain.files):,} files have "
+        f"{num_tokens:,} tokens"
     )

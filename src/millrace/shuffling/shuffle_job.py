@@ -12,25 +12,20 @@ from millrace.engine import ALREADY, Run
 from millrace.errors import ConfigError
 from millrace.option_class import StrPath
 from millrace.ragged import even_sizes, starts_of
-from millrace.shards.metadata import DOCUMENTS, SEQUENCES
+from millrace.shards.metadata import DOCUMENTS
 from millrace.shuffling import shard_publication as publication
 from millrace.shuffling.distribution import (
     Distribution,
     check_distribution,
+    distribution_json,
     format_distribution,
     measure_distribution,
 )
 from millrace.shuffling.domains import Input, find_domains
 from millrace.shuffling.fixed_sequences import SequenceItems
-from millrace.shuffling.memory_budget import budget_of, in_units
-from millrace.shuffling.permutations import (
-    NUMPY_MEMORY,
-    Permutation,
-    choose_permutation,
-    make_permutation,
-)
-from millrace.shuffling.plan_choice import check_room, choose_plan
-from millrace.shuffling.plans import ShufflePlan, resume_plan
+from millrace.shuffling.memory_budget import budget_of
+from millrace.shuffling.permutations import Permutation, choose_permutation, make_permutation
+from millrace.shuffling.plans import check_room, choose_plan, resume_plan
 from millrace.shuffling.shuffle_items import Items
 from millrace.shuffling.shuffle_options import (
     ShuffleKeywords,
@@ -192,7 +187,9 @@ def _write(run: Run, options: ShuffleOptions, items: Items) -> dict[str, Any]:
     if run.stored(_PLAN) is None:
         check_room(items, options.folder)
     permutation, distribution = _permute(run, options, items)
-    plan = _plan(run, options, items)
+    arguments = options.plan, options.folder, options.memory, options.workers
+    content = run.once(_PLAN, lambda: choose_plan(items, *arguments).to_json())
+    plan = resume_plan(content, items, options.memory, options.workers)
     with run.phase("phase 3: plan") as progress:
         starts = starts_of(even_sizes(items.num_items, options.num_shards))
         work = plan.work(items, permutation, starts)
@@ -221,7 +218,7 @@ def _write(run: Run, options: ShuffleOptions, items: Items) -> dict[str, Any]:
         seconds=0.0,
         notices=list(items.contents.notices),
     )
-    metadata["distribution"] = distribution.to_json()
+    metadata["distribution"] = distribution_json(distribution)
     content = {**publication.publication(done, metadata), "result": asdict(result)}
     run.store(_PUBLICATION, content)
     return content
@@ -229,58 +226,32 @@ def _write(run: Run, options: ShuffleOptions, items: Items) -> dict[str, Any]:
 
 def _permute(run: Run, options: ShuffleOptions, items: Items) -> tuple[Permutation, Distribution]:
     """The permutation, after a check that it spreads the domains evenly."""
-    label = "phase 2: permutation"
-    name = run.once(_PERMUTATION, lambda: _choose_permutation(options, items))
+    label, size = "phase 2: permutation", items.num_items
+
+    def choose() -> str:
+        memory = budget_of(options.memory, items).buffers
+        return choose_permutation(options.permutation, size, memory, options.unit)
+
+    name = run.once(_PERMUTATION, choose)
     with run.phase(label) as progress:
-        progress.note(f"{label} {name} of {items.num_items:,} {options.unit}, seed {options.seed}")
-        permutation = make_permutation(name, items.num_items, options.seed, run.scratch)
+        progress.note(f"{label} {name} of {size:,} {options.unit}, seed {options.seed}")
+        permutation = make_permutation(name, size, options.seed, run.scratch)
+        domains = {domain.name: domain.num_items for domain in items.contents.domains}
         distribution = measure_distribution(
-            permutation,
-            [domain.name for domain in items.contents.domains],
-            [domain.num_items for domain in items.contents.domains],
-            even_sizes(items.num_items, options.num_shards).tolist(),
+            permutation, domains, even_sizes(size, options.num_shards)
         )
         progress.note(format_distribution(distribution))
         check_distribution(distribution)
     return permutation, distribution
 
 
-def _choose_permutation(options: ShuffleOptions, items: Items) -> str:
-    memory = budget_of(options.memory, items).buffers
-    name = choose_permutation(options.permutation, items.num_items, memory)
-    needed = NUMPY_MEMORY * items.num_items
-    if name == "numpy" and needed > memory:
-        raise ConfigError(
-            f"permutation is 'numpy', which takes {in_units(needed)} of memory for "
-            f"{items.num_items:,} {options.unit}, and {in_units(max(memory, 0))} are free for "
-            "it; give more memory, or the permutation keyed"
-        )
-    return name
-
-
-def _plan(run: Run, options: ShuffleOptions, items: Items) -> ShufflePlan:
-    """The plan of an interrupted job, or a new one."""
-    content = run.once(
-        _PLAN,
-        lambda: choose_plan(
-            items,
-            name=options.plan,
-            memory=options.memory,
-            workers=options.workers,
-            output_dir=options.folder,
-        ).to_json(),
-    )
-    return resume_plan(content, items, workers=options.workers, memory=options.memory)
-
-
 def _metadata(options: ShuffleOptions, items: Items, permutation: str) -> dict[str, Any]:
     """The fields of `ShardsMetadata` that do not depend on the shards."""
-    is_documents = options.documents
+    counts: dict[str, Any] = {"shuffle_type": DOCUMENTS, "total_documents": items.num_items}
+    if not options.documents:
+        counts = {"seq_len": options.seq_len, "total_sequences": items.num_items}
     return {
-        "shuffle_type": DOCUMENTS if is_documents else SEQUENCES,
-        "seq_len": None if is_documents else options.seq_len,
-        "total_sequences": None if is_documents else items.num_items,
-        "total_documents": items.num_items if is_documents else None,
+        **counts,
         "num_shards": options.num_shards,
         "domain_stats": {domain.name: domain.num_items for domain in items.contents.domains},
         "shard_sizes": even_sizes(items.num_items, options.num_shards).tolist(),

@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypedDict
+
+import numpy as np
 
 from millrace.checks import MAX_INT32, MAX_INT64, shown
 from millrace.engine import ENGINES
 from millrace.errors import ConfigError
 from millrace.option_class import StrPath, check_options, identity_of, option, parse_size
-from millrace.shuffling.domains import Input, Inputs, raw_dtype, read_input_list
-from millrace.shuffling.permutations import KeyedRanges, NumpyPermutation
+from millrace.shuffling.domains import Input, Inputs, read_input_list
 from millrace.shuffling.plans import PLANS
 from millrace.shuffling.token_files import DTYPES
 
-_PLAN_NAMES = ("auto", *(plan.name for plan in PLANS))
-_PERMUTATIONS = ("auto", NumpyPermutation.name, KeyedRanges.name)
-
 
 def _entries(name: str, value: Any) -> Any:
-    if not isinstance(value, (tuple, list)):
-        raise ConfigError(f"{name} must be a list of pairs (weight, path), not {shown(value)}")
-    return tuple(value)
+    if value is None or isinstance(value, (tuple, list)):
+        return None if value is None else tuple(value)
+    raise ConfigError(f"{name} must be a list of pairs (weight, path), not {shown(value)}")
+
+
+def _raw_dtype(name: str, value: Any) -> str:
+    with contextlib.suppress(TypeError, ValueError):
+        if (dtype := np.dtype(value)) in DTYPES:
+            return str(dtype.name)
+    raise ConfigError(f"{name} must be uint16, uint32 or int32, not {shown(value)}")
+
+
+_input, _output = partial(option, group="input"), partial(option, group="output")
+_job = partial(option, group="job", identity="never")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +56,7 @@ class ShuffleOptions:
         "file with a weight and a path on each line: 2.5 data/web (instead of --input-dir)",
         None,
         metavar="FILE",
-        check=lambda name, value: None if value is None else _entries(name, value),
+        check=_entries,
         parse=read_input_list,
         identity="never",
         group="input",
@@ -53,17 +65,13 @@ class ShuffleOptions:
         "dtype of .bin files without .idx",
         "uint32",
         choices=tuple(dtype.name for dtype in DTYPES),
-        check=lambda name, value: raw_dtype(value).name,
+        check=_raw_dtype,
         group="input",
     )
-    seq_len: int = option(
-        "tokens of a sequence", 4096, least=1, most=MAX_INT32, identity="never", group="input"
-    )
-    carry: bool = option(
-        "continue the remainder of a file in the next file of its domain", False, group="input"
-    )
-    documents: bool = option(
-        "shuffle whole documents of indexed datasets instead of sequences", False, group="input"
+    seq_len: int = _input("tokens of a sequence", 4096, least=1, most=MAX_INT32, identity="never")
+    carry: bool = _input("continue the remainder of a file in the next file of its domain", False)
+    documents: bool = _input(
+        "shuffle whole documents of indexed datasets instead of sequences", False
     )
     output_dir: StrPath = option(
         "folder for the shards: a new one, or an empty one",
@@ -71,55 +79,37 @@ class ShuffleOptions:
         identity="never",
         group="output",
     )
-    num_shards: int = option(
-        "number of shards, at most that of the sequences", 64, least=1, group="output"
-    )
-    seed: int = option("seed of the permutation", 42, least=0, most=MAX_INT64, group="output")
-    permutation: str = option(
+    num_shards: int = _output("number of shards, at most that of the sequences", 64, least=1)
+    seed: int = _output("seed of the permutation", 42, least=0, most=MAX_INT64)
+    permutation: str = _output(
         "numpy: numpy.random.default_rng(SEED).permutation(n); keyed: any n without memory",
         "auto",
-        choices=_PERMUTATIONS,
+        choices=("auto", "numpy", "keyed"),
         default_text="numpy if it fits half of --memory",
-        group="output",
     )
-    plan: str = option(
+    plan: str = _job(
         "gather: read each shard's sequences wherever they are; scatter: sort runs of the "
         "input, then read each shard from them",
         "auto",
-        choices=_PLAN_NAMES,
+        choices=("auto", *PLANS),
         default_text="the faster one",
-        identity="never",
-        group="job",
     )
-    engine: str = option(
+    engine: str = _job(
         "where it runs: here, or on the Ray cluster of RAY_ADDRESS, or one of its own",
         "local",
         choices=ENGINES,
-        identity="never",
-        group="job",
     )
-    workers: int = option(
-        "largest number of worker processes",
-        4,
-        flags="--num-workers",
-        least=1,
-        identity="never",
-        group="job",
-    )
-    memory: int | None = option(
+    workers: int = _job("largest number of worker processes", 4, flags="--num-workers", least=1)
+    memory: int | None = _job(
         "limit for all processes, beside 100 MB: 300M, 4G",
         None,
         least=1,
         default_text="half of what is available",
         parse=parse_size,
         metavar="SIZE",
-        identity="never",
-        group="job",
     )
-    restart: bool = option(
-        "discard what a job has done in the output folder", False, identity="never", group="job"
-    )
-    show_progress: bool = option("show the phases on stderr", False, flags=None, identity="never")
+    restart: bool = _job("discard what a job has done in the output folder", False)
+    show_progress: bool = _job("show the phases on stderr", False, flags=None, group="")
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -140,8 +130,7 @@ class ShuffleOptions:
     @property
     def inputs(self) -> Inputs:
         """Folder of the domains, or weight and path of each."""
-        inputs: Inputs = self.input_list if self.input_dir is None else self.input_dir
-        return inputs
+        return self.input_list if self.input_dir is None else os.fspath(self.input_dir)
 
     @property
     def folder(self) -> str:
@@ -181,12 +170,11 @@ def identity(options: ShuffleOptions, found: Input) -> dict[str, Any]:
         "seq_len": None if options.documents else options.seq_len,
         "number of inputs": len(found.files),
     }
-    number = 0
+    numbers = itertools.count(1)
     for domain in found.domains:
         entries[f"domain {domain.name}"] = {"weight": str(domain.weight)}
         for file in domain.files:
-            number += 1
-            entries[f"input {number}, {file.path}"] = {
+            entries[f"input {next(numbers)}, {file.path}"] = {
                 "domain": domain.name,
                 "bytes": file.size,
                 "modified_ns": file.mtime_ns,
@@ -199,7 +187,7 @@ def identity(options: ShuffleOptions, found: Input) -> dict[str, Any]:
 def check_apart(options: ShuffleOptions) -> None:
     """Raises a ConfigError if the output would lie among the input, or the reverse."""
     inputs, folder = options.inputs, options.folder
-    paths = [inputs] if isinstance(inputs, (str, os.PathLike)) else [path for _, path in inputs]
+    paths = [inputs] if isinstance(inputs, str) else [path for _, path in inputs]
     for path in map(os.fsdecode, paths):
         source, target = os.path.realpath(path), os.path.realpath(folder)
         if source == target:

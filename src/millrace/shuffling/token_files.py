@@ -1,4 +1,4 @@
-"""The token files of the input: their dtype, counts, size and time, when they are found."""
+"""The token files of the input: opened and checked when they are found, then read by pieces."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import contextlib
 import os
 import stat
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from millrace import _native
 from millrace.errors import ConfigError, DataError
 from millrace.files import is_of_the_process
+from millrace.ragged import Numbers, equal_runs
 from millrace.store import IndexedDataset
 from millrace.store.publish import paths_to_read
 
@@ -23,44 +26,27 @@ DTYPES = np.dtype("<u2"), np.dtype("<u4"), np.dtype("<i4")
 
 @dataclass(frozen=True, kw_only=True)
 class TokenFile:
-    """A file that holds one array of tokens.
+    """A file that holds one array of tokens; counts and times are those when it was found."""
 
-    Attributes:
-        path: Absolute path; of an indexed dataset, of the `.bin`.
-        prefix: Path prefix of the indexed dataset; None: a raw or a NumPy file.
-        dtype: Dtype of the tokens.
-        byte_offset: Where the first token starts.
-        num_tokens: Number of tokens.
-        num_documents, num_sequences: Numbers of an indexed dataset; 0 for other files.
-        has_modes: Whether the sequences of an indexed dataset have modes.
-        size: Size of the file in bytes.
-        mtime_ns: Time of its last change, in nanoseconds.
-        index_mtime_ns: Time of the last change of the `.idx`; None: there is none.
-        sidecars: Size and time of the last change of each sidecar that there is: "info", "origins".
-    """
-
-    path: str
-    prefix: str | None = None
+    path: str  # of an indexed dataset, the `.bin`
+    prefix: str | None = None  # of an indexed dataset
     dtype: np.dtype[Any]
-    byte_offset: int = 0
+    byte_offset: int = 0  # of the first token
     num_tokens: int
-    num_documents: int = 0
+    num_documents: int = 0  # of an indexed dataset, as the next three
     num_sequences: int = 0
     has_modes: bool = False
-    size: int
-    mtime_ns: int
     index_mtime_ns: int | None = None
-    sidecars: dict[str, list[int]] = field(default_factory=dict)
+    size: int  # in bytes
+    mtime_ns: int
+    sidecars: dict[str, list[int]] = field(default_factory=dict)  # size and time by kind
 
 
-def open_token_file(
-    path: str, status: os.stat_result, *, raw_dtype: np.dtype[Any], has_documents: bool
-) -> TokenFile:
+def open_token_file(path: str, *, raw_dtype: np.dtype[Any], has_documents: bool) -> TokenFile:
     """Opens a `.bin` or `.npy` file, and checks it.
 
     Args:
         path: Absolute path of the file.
-        status: Its status.
         raw_dtype: Dtype of the tokens if it is a raw file.
         has_documents: Whether it must be an indexed dataset, whose documents are known.
 
@@ -68,6 +54,8 @@ def open_token_file(
         ConfigError: A file that is not an indexed dataset.
         DataError: A file that is damaged, cannot be read, or has a dtype outside `DTYPES`.
     """
+    with read_errors_of(path):
+        status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
         raise DataError(f"{path} is not a regular file; write it to one, or remove it")
     if path.endswith(".bin") and os.path.exists(paths_to_read(path[:-4]).idx):
@@ -77,9 +65,18 @@ def open_token_file(
             f"{path} has no .idx, so millrace cannot tell where its documents end. --documents "
             "needs that: give indexed datasets (.bin and .idx), or leave --documents out"
         )
-    if path.endswith(".npy"):
-        return _open_array(path, status)
-    return _open_raw(path, status, raw_dtype)
+    # A file that cannot be read is an error now, not in the middle of the job.
+    with read_errors_of(path), open(path, "rb"):
+        open_array = _open_array if path.endswith(".npy") else _open_raw
+        dtype, byte_offset, num_tokens = open_array(path, status.st_size, raw_dtype)
+    return TokenFile(
+        path=path,
+        dtype=dtype,
+        byte_offset=byte_offset,
+        num_tokens=num_tokens,
+        size=status.st_size,
+        mtime_ns=status.st_mtime_ns,
+    )
 
 
 @contextlib.contextmanager
@@ -93,33 +90,23 @@ def read_errors_of(path: str) -> Iterator[None]:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
-def _open_raw(path: str, status: os.stat_result, dtype: np.dtype[Any]) -> TokenFile:
-    with read_errors_of(path), open(path, "rb"):
-        pass  # a file that cannot be read is an error now, not in the middle of the job
-    if status.st_size % dtype.itemsize:
+def _open_raw(path: str, size: int, dtype: np.dtype[Any]) -> tuple[np.dtype[Any], int, int]:
+    if size % dtype.itemsize:
         raise DataError(
-            f"{path} has {status.st_size} bytes, which is not a multiple of {dtype.itemsize}, the "
-            f"size of {dtype}: it is truncated, or has another dtype. Write it again, or correct "
-            "--dtype"
+            f"{path} has {size} bytes, which is not a multiple of {dtype.itemsize}, the size of "
+            f"{dtype}: it is truncated, or has another dtype. Write it again, or correct --dtype"
         )
-    return TokenFile(
-        path=path,
-        dtype=dtype,
-        num_tokens=status.st_size // dtype.itemsize,
-        size=status.st_size,
-        mtime_ns=status.st_mtime_ns,
-    )
+    return dtype, 0, size // dtype.itemsize
 
 
-def _open_array(path: str, status: os.stat_result) -> TokenFile:
-    with read_errors_of(path):
-        try:
-            array: Any = np.lib.format.open_memmap(path, mode="r")
-        except (ValueError, TypeError, OverflowError, SyntaxError, tokenize.TokenError) as error:
-            raise DataError(
-                f"{path} is not an array that can be read: {error}. Give a file that `numpy.save` "
-                "wrote from integers; it may be truncated"
-            ) from None
+def _open_array(path: str, size: int, _: np.dtype[Any]) -> tuple[np.dtype[Any], int, int]:
+    try:
+        array: Any = np.lib.format.open_memmap(path, mode="r")
+    except (ValueError, TypeError, OverflowError, SyntaxError, tokenize.TokenError) as error:
+        raise DataError(
+            f"{path} is not an array that can be read: {error}. Give a file that `numpy.save` "
+            "wrote from integers; it may be truncated"
+        ) from None
     if array.ndim not in (1, 2) or not array.flags.c_contiguous:
         order = "" if array.flags.c_contiguous else ", in Fortran order"
         raise DataError(
@@ -128,19 +115,12 @@ def _open_array(path: str, status: os.stat_result) -> TokenFile:
         )
     _check_dtype(path, array.dtype)
     end = array.offset + array.nbytes
-    if status.st_size != end:
+    if size != end:
         raise DataError(
-            f"{path} has {status.st_size} bytes, but its array ends at byte {end}: other data "
-            "follow, or the file has just changed. Save each array in a file"
+            f"{path} has {size} bytes, but its array ends at byte {end}: other data follow, or the "
+            "file has just changed. Save each array in a file"
         )
-    return TokenFile(
-        path=path,
-        dtype=array.dtype,
-        byte_offset=array.offset,
-        num_tokens=array.size,
-        size=status.st_size,
-        mtime_ns=status.st_mtime_ns,
-    )
+    return array.dtype, array.offset, array.size
 
 
 def _open_indexed(prefix: str) -> TokenFile:
@@ -163,9 +143,9 @@ def _open_indexed(prefix: str) -> TokenFile:
                 num_documents=dataset.num_documents,
                 num_sequences=len(dataset),
                 has_modes=dataset.sequence_modes is not None,
+                index_mtime_ns=index.st_mtime_ns,
                 size=data.st_size,
                 mtime_ns=data.st_mtime_ns,
-                index_mtime_ns=index.st_mtime_ns,
                 sidecars=sidecars,
             )
 
@@ -183,3 +163,72 @@ def _check_dtype(path: str, dtype: np.dtype[Any]) -> None:
         f"{path} holds {dtype}; a shuffle takes uint16, uint32 and int32. Convert it, if its ids "
         f"fit: millrace convert {path} NEW{ending} --dtype int32"
     )
+
+
+# ---- reading ----
+
+
+def read_files(
+    files: Sequence[TokenFile],
+    file_numbers: Numbers,
+    byte_offsets: Numbers,
+    sizes: Numbers,
+    buffer: NDArray[np.uint8],
+    targets: Numbers,
+    *,
+    or_words: bool = False,
+) -> int:
+    """Reads pieces of files to any places of a buffer. At most one file is open at a time.
+
+    Args:
+        files: The files.
+        file_numbers: Number of each piece's file, ascending: int64 [n].
+        byte_offsets: Where each piece starts in its file: int64 [n].
+        sizes: Size of each piece in bytes: int64 [n].
+        buffer: uint8 [m].
+        targets: Where each piece starts in the buffer: int64 [n].
+        or_words: Whether to return the bitwise OR of all 32-bit words that were read, and not 0.
+
+    Raises:
+        DataError: A file that is gone, has changed, or cannot be read.
+    """
+    bits = 0
+    for run in equal_runs(file_numbers):
+        with _unchanged(files[file_numbers[run.start]]) as descriptor:
+            bits |= _native.read_pieces(
+                descriptor, byte_offsets[run], sizes[run], buffer, targets[run], or_words=or_words
+            )
+    return bits
+
+
+@contextlib.contextmanager
+def _unchanged(file: TokenFile) -> Iterator[int]:
+    """Opens a file; a DataError if it is not, before and after the block, as it was found."""
+    with read_errors_of(file.path):
+        try:
+            # A named pipe in place of the file would wait for a writer.
+            descriptor = os.open(file.path, os.O_RDONLY | os.O_NONBLOCK)
+        except FileNotFoundError:
+            raise DataError(
+                f"{file.path} was removed while the job ran. Restore it and run the same command "
+                "again"
+            ) from None
+        try:
+            _check_unchanged(file, descriptor)
+            try:
+                yield descriptor
+            finally:
+                _check_unchanged(file, descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _check_unchanged(file: TokenFile, descriptor: int) -> None:
+    status = os.fstat(descriptor)
+    if (status.st_size, status.st_mtime_ns) != (file.size, file.mtime_ns):
+        raise DataError(
+            f"{file.path} changed while the job ran: it has {status.st_size} bytes, last changed "
+            f"at {status.st_mtime_ns} ns; it had {file.size} bytes, last changed at "
+            f"{file.mtime_ns} ns. Leave the input as it is until the job has ended; begin anew "
+            "with --restart"
+        )

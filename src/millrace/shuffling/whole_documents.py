@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,17 +10,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checks import absolute_path, one_path
 from millrace.errors import ConfigError
 from millrace.files import atomic_file
 from millrace.provenance import has_origins
 from millrace.ragged import Numbers, starts_of
-from millrace.shuffling.document_origins import DocumentOrigins
-from millrace.shuffling.document_tables import DocumentTables
-from millrace.shuffling.domains import Input, Inputs, find_domains
-from millrace.shuffling.file_pieces import read_files
-from millrace.shuffling.shuffle_items import ItemsAt, contents_of
-from millrace.shuffling.weights import WeightedUnits
+from millrace.shuffling.document_tables import DocumentOrigins, DocumentTables
+from millrace.shuffling.domains import Input
+from millrace.shuffling.shuffle_items import ItemsAt, WeightedUnits, contents_of
+from millrace.shuffling.token_files import read_files
 from millrace.store.columns import write_index
 from millrace.store.info import Info
 from millrace.store.publish import idx_path, info_path, origins_path
@@ -29,35 +25,18 @@ from millrace.store.publish import idx_path, info_path, origins_path
 _BLOCK = 1 << 13  # documents that are read, or whose entries are written, at a time
 
 
-def document_items(inputs: Inputs, *, folder: str | os.PathLike[str]) -> DocumentItems:
-    """The documents of an input of indexed datasets.
+class DocumentItems:
+    """Whole documents; see `Items`.
 
     Args:
-        inputs: Folder with a folder for each domain, or a list of weights and paths; see
-            `find_domains`.
+        found: The input, of indexed datasets.
         folder: Folder for tables of the documents, which all workers can read.
 
     Raises:
-        ConfigError: An input without documents, files with and without modes, or origins where
-            pyarrow is not installed; and see `find_domains`.
-        DataError: See `find_domains`, and an index that is damaged.
-
-    >>> import tempfile, millrace
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     with millrace.IndexedDatasetBuilder(f"{folder}/web") as builder:
-    ...         builder.add_documents([1, 2, 3, 4, 5], [3, 2])
-    ...     items = document_items([(1.5, f"{folder}/web")], folder=folder)
-    ...     buffer = np.zeros(8, np.int32)
-    ...     items.read(np.array([0, 1, 2]), buffer, np.array([5, 3, 0]))
-    >>> items.num_items, buffer.tolist()
-    (3, [1, 2, 3, 4, 5, 1, 2, 3])
+        ConfigError: An input without documents, of two dtypes or tokenizers, files with and without
+            modes, or origins where pyarrow is not installed.
+        DataError: An index that is damaged.
     """
-    folder = absolute_path(one_path("folder", folder))
-    return DocumentItems(find_domains(inputs, dtype=np.int32, has_documents=True), folder)
-
-
-class DocumentItems:
-    """Whole documents, of domains that `find_domains` has found; see `Items`."""
 
     item_size = None
 
@@ -95,16 +74,13 @@ class DocumentItems:
 
     @property
     def has_origins(self) -> bool:
-        """Whether the shards get sidecars of their documents' origins."""
         return self._origins is not None
 
     def sizes(self, numbers: Numbers) -> Numbers:
-        """Tokens of each item: int64 [n]."""
         first, end = self._tables.token_ranges(self._units.units(numbers))
-        return end - first
+        return np.asarray(end - first)
 
     def read(self, numbers: Numbers, buffer: NDArray[Any], targets: Numbers) -> None:
-        """Reads items to any places of a buffer; see `Items`."""
         documents, targets = self._units.ascending_units(numbers, targets)
         size = self.dtype.itemsize
         for start in range(0, len(documents), _BLOCK):
@@ -122,7 +98,7 @@ class DocumentItems:
             )
 
     def write_index(self, prefix: str, items_at: ItemsAt, start: int, stop: int) -> list[str]:
-        """Writes the index, with the sequences and modes of the documents; see `Items`.
+        """Writes the index, with the sequences and modes of the documents.
 
         The sidecar of origins is written if all files have one; `.info.json` names the tokenizer,
         if all files name the same one.
