@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Forked(Protocol):
@@ -31,6 +31,29 @@ class ForkLock:
 
     def __exit__(self, *error: object) -> None:
         self._lock.release()
+
+
+class Renewed:
+    """An object whose copies, and whose twins in other processes, make some attributes anew.
+
+    `after_fork` makes those whose names are `_renewed`, and `__init__` calls `renew`.
+    """
+
+    _renewed: tuple[str, ...]
+
+    def after_fork(self) -> None:
+        raise NotImplementedError
+
+    def renew(self) -> None:
+        self.after_fork()
+        watch_forks(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in self._renewed}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.renew()
 
 
 def watch_forks(one: Forked) -> None:

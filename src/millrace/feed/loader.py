@@ -10,12 +10,10 @@ from typing import Any
 
 from millrace.checks import limit, shown, whole
 from millrace.errors import ConfigError
-from millrace.feed.sources import check_dataset, sampler_of
 from millrace.feed.state import STATE_VERSION, Fingerprint, Position, plain
-from millrace.feed.step_queue import StepQueue, WaitStats, stacks_printed_after
-from millrace.feed.steps import Step, StepMaker
-from millrace.feed.streams import IN_TURN, StreamDataset
-from millrace.forks import watch_forks
+from millrace.feed.steps import Step, StepMaker, StepQueue, WaitStats, stacks_printed_after
+from millrace.feed.streams import IN_TURN, StreamDataset, check_dataset, sampler_of
+from millrace.forks import Renewed
 from millrace.samples.dataset import Dataset
 from millrace.samples.fields import FIELDS, Batch, BatchForm
 from millrace.sampling import Sampler
@@ -25,21 +23,19 @@ _MAX_PREFETCH = 1 << 20
 _MAX_THREADS = 1024
 
 
-class Loader:
+class Loader(Renewed):
     """Iterates over the micro batches of one data-parallel rank.
 
-    All ranks together see the samples in one global order, whatever their number, their micro
-    batch and the places where they stopped: a state that was saved by one rank of a run resumes
-    every rank of another run at the very next sample.
+    All ranks together see the samples in one global order, whatever their number and their micro
+    batch: a state that one rank has saved resumes every rank of another run at the next sample.
 
-    Threads make the next batches while the trainer works; what is ready is not part of the state,
-    so that no step depends on them. They start with the first batch, or with `start`, and end with
-    `close`, at the end of a `with` block, or when the loader is no longer used.
+    Threads make the next batches while the trainer works; what is ready is not part of the state.
+    They start with the first batch, or with `start`, and end with `close`, at the end of a `with`
+    block, or when the loader is no longer used.
 
-    Several threads may draw from one loader: each step is handed out once, in any order among them,
-    and one at a time. After an error in a step, which `transform` may raise too, the position is
-    where it was before: the next call tries the same step again. If `transform` asks the loader for
-    a batch, it gets that of the next step.
+    Several threads may draw from one loader: each step is handed out once. After an error in a
+    step, which `transform` may raise too, the next call tries the same step again. If `transform`
+    asks the loader for a batch, it gets that of the next step.
 
     Args:
         dataset: Dataset to draw from: `GPTDataset`, `BlendedDataset`, `StreamDataset`,
@@ -49,29 +45,23 @@ class Loader:
         micro_batch_size: Number of samples in a batch.
         data_parallel_rank: Number of this rank, 0 to data_parallel_size - 1.
         data_parallel_size: Number of ranks.
-        drop_last: Whether to leave out a last block that does not fill every rank's micro batch;
-            else ranks may get shorter batches, and none, at the last step.
+        drop_last: Whether to leave out a last block that does not fill every rank's micro batch.
         consumed_samples: Number of samples that all ranks have consumed before the first batch.
-        transform: Function that is called with each batch, a dict of arrays [micro_batch_size,
-            sequence_length], when it is asked for; `millrace.torch.to_tensors` makes torch tensors
-            of them.
-        prepare: Function that is called with each batch ahead of its use, in the loader's threads:
-            for work that takes time, such as pinning memory or copying to a device.
+        transform: Function of each batch, a dict of arrays [micro_batch_size, sequence_length],
+            when it is asked for; `millrace.torch.to_tensors` makes torch tensors of them.
+        prepare: Function of each batch ahead of its use, in the loader's threads: for work that
+            takes time, such as pinning memory or copying to a device.
         fields: Names of a batch's arrays (see `millrace.feed.BatchForm`). With them, a loss mask
             and position ids that are the same for every sample are one read-only array for all
             batches. None: tokens, labels, loss_mask and position_ids, all of them the caller's own.
-        token_dtype: Dtype of tokens and labels: "int64", "int32", or "file" for the file's own.
-        share_labels: Whether labels may be a view of the tokens' memory, one token further on.
-        vocab_size: Size of the vocabulary: a token id outside it is an error. None: not checked.
+        token_dtype, share_labels, vocab_size: As of `millrace.feed.BatchForm`.
         prefetch: Number of batches that are ready or in work at most, ahead of the trainer. None:
-            2, or up to 32 if they are small (8 MiB in all). 0: each batch is made when it is asked
-            for.
+            2, or up to 32 if they are small (8 MiB in all). 0: each is made when it is asked for.
         threads: Number of threads that make batches; the result does not depend on it. Storage
             with a long latency needs several, and a `prefetch` of at least their number. With 1,
-            one thread at a time is in the dataset and in `prepare`, also after `load_state_dict`
-            and in `batch`.
-        watchdog: Seconds after which a batch that is not there yet prints what all threads are
-            doing to stderr. None: never.
+            one thread at a time is in the dataset and in `prepare`, whatever is called.
+        watchdog: Seconds after which what all threads do is printed to stderr, if a batch is not
+            there yet. None: never.
 
     Raises:
         ConfigError: A number outside its limits, something that is not a dataset or a sampler, or a
@@ -92,6 +82,7 @@ class Loader:
     """
 
     _queue: StepQueue | None
+    _renewed = ("_lock", "_queue", "_stats")
 
     def __init__(
         self,
@@ -127,19 +118,15 @@ class Loader:
         self.transform = transform
         self._prefetch = None if prefetch is None else whole("prefetch", prefetch, 0, _MAX_PREFETCH)
         threads = whole("threads", threads, 1, _MAX_THREADS)
-        if isinstance(dataset, IN_TURN):
-            threads = 1
+        threads = 1 if isinstance(dataset, IN_TURN) else threads
         self._maker = StepMaker(dataset, sampler, form, prepare, threads)
         self._watchdog = limit("watchdog", watchdog)
-        if self._watchdog is not None and self._watchdog > threading.TIMEOUT_MAX:
-            self._watchdog = None  # centuries
         self._is_closed = False
         self._fingerprint = Fingerprint(dataset, sampler)
         self._fingerprint.at(0)  # an error now, and not when the state is saved, or a run resumed
         # `_next` is where the next step starts: ahead of what was handed out, while one is made.
         self._next = self._position = Position(0)
-        self._renew()
-        watch_forks(self)
+        self.renew()
         self._seek(Position(consumed_samples))
 
     @property
@@ -165,7 +152,7 @@ class Loader:
         bounds: list[Position] = []  # of the step, for the handler below, wherever Ctrl-C comes
         try:
             with self._lock:
-                batch = self._hand_out(self._take(bounds), bounds)
+                batch = self._draw(bounds)
         except BaseException:
             if bounds:  # Ctrl-C, perhaps at the release of the lock
                 with self._lock:
@@ -174,8 +161,8 @@ class Loader:
             raise
         return batch  # without a call after the `try`: Ctrl-C comes at calls
 
-    def _take(self, bounds: list[Position]) -> Any:
-        """The next batch; the loader then stands after it, and has not handed it out."""
+    def _draw(self, bounds: list[Position]) -> Any:
+        """The next batch for the trainer. If `transform` fails, the step comes again."""
         self._check_handler()
         start = self._next
         try:
@@ -190,88 +177,61 @@ class Loader:
             self._next = step.after
         finally:
             self._is_taking = False
-        return step.batch
-
-    def _hand_out(self, batch: Any, bounds: list[Position]) -> Any:
-        """The batch for the trainer. If `transform` fails, the step comes again."""
-        try:
-            result = batch if self.transform is None else self.transform(batch)
-        except BaseException as error:
-            self._move(bounds[0])
-            if isinstance(error, StopIteration):  # it would end the trainer's loop
-                raise RuntimeError("`transform` raised StopIteration") from error
-            raise
+        batch = step.batch
+        if self.transform is not None:
+            try:
+                batch = self.transform(batch)
+            except BaseException as error:
+                self._move(start)
+                if isinstance(error, StopIteration):  # it would end the trainer's loop
+                    raise RuntimeError("`transform` raised StopIteration") from error
+                raise
         bounds[1] = self._next  # of a later step, if `transform` has asked for one
         self._stats.steps += 1
         self._position = self._next
-        return result
+        return batch
 
     def __len__(self) -> int:
-        """The number of steps from sample 0 to the end, wherever the loader stands.
-
-        Raises:
-            TypeError: A sampler without end.
-        """
+        """The number of steps from sample 0 to the end; a TypeError of a sampler without end."""
         return num_steps(self.sampler)
 
     def __bool__(self) -> bool:
         return True  # also without a number of steps
 
     def batch(self, step: int) -> Any:
-        """The batch of a step, counted from sample 0; the position stays where it is.
-
-        Raises:
-            IndexError: No such step.
-        """
-        step, sampler = whole("step", step, 0), self.sampler
-        if isinstance(sampler, IndexedSampler):
-            return self.batch_at(sampler.consumed_at(step))
-        return self.batch_at(self._walk(step))
+        """The batch of a step, counted from sample 0, or an IndexError; the position stays."""
+        step, start = whole("step", step, 0), 0
+        if isinstance(self.sampler, IndexedSampler):
+            return self.batch_at(self.sampler.consumed_at(step))
+        for _ in range(step):
+            if (end := self._maker.end_of(start)) is None:
+                raise IndexError(f"there is no step {shown(step)}")
+            start = end
+        return self.batch_at(start)
 
     def batch_at(self, consumed_samples: int) -> Any:
-        """The batch of the step that starts after so many samples; the position stays where it is.
-
-        Raises:
-            IndexError: No such step.
-        """
+        """The batch of the step that starts after so many samples; see `batch`."""
         step = self._maker.step(Position(whole("consumed_samples", consumed_samples, 0)))
         if step.is_end:
             raise IndexError(f"there is no step after {shown(consumed_samples)} samples")
-        batch = step.result()
-        return batch if self.transform is None else self.transform(batch)
-
-    def _walk(self, step: int) -> int:
-        """The start of a step, by all steps before it."""
-        start = 0
-        for _ in range(step):
-            end = self._maker.end_of(start)
-            if end is None:
-                raise IndexError(f"there is no step {shown(step)}")
-            start = end
-        return start
+        if step.error is not None:
+            raise step.error
+        return step.batch if self.transform is None else self.transform(step.batch)
 
     def wait_stats(self) -> WaitStats:
         """How long the trainer has waited since the loader was made, or copied, or forked."""
         return replace(self._stats, by_cause=dict(self._stats.by_cause))
 
-    # ---- the state ----
-
     def state_dict(self, consumed_samples: int | None = None) -> dict[str, Any]:
         """The state to save with a checkpoint: plain numbers, strings, lists and dicts.
 
-        Args:
-            consumed_samples: Position of the state; None: where the loader stands.
+        `consumed_samples` is its position; None: where the loader stands.
         """
         now, stream = self._position
-        if consumed_samples is None:
-            consumed_samples = now
-        consumed_samples = whole("consumed_samples", consumed_samples, 0)
-        state = {
-            "version": STATE_VERSION,
-            "consumed_samples": consumed_samples,
-            "fingerprint": self._fingerprint.at(consumed_samples),
-        }
-        if stream is not None and consumed_samples == now:
+        place = whole("consumed_samples", now if consumed_samples is None else consumed_samples, 0)
+        fingerprint = self._fingerprint.at(place)
+        state = {"version": STATE_VERSION, "consumed_samples": place, "fingerprint": fingerprint}
+        if stream is not None and place == now:
             state["stream"] = {"consumed_samples": now, "state": plain(stream)}
         return state
 
@@ -288,13 +248,11 @@ class Loader:
         self._seek(self._fingerprint.read_state(state))
 
     def _seek(self, position: Position) -> None:
-        position = position._replace(
-            consumed_samples=checked_position(self.sampler, position.consumed_samples)
-        )
+        start = checked_position(self.sampler, position.consumed_samples)
         self._maker.check_thread()
         with self._lock:
             self._check_handler()
-            self._move(position)
+            self._move(Position(start, position.stream))
 
     def _move(self, position: Position) -> None:
         """Goes to a position. The caller has the lock."""
@@ -308,8 +266,6 @@ class Loader:
                 "a signal handler moves or draws from the loader whose `next` it has interrupted: "
                 "let the handler set a flag, and do it after the step"
             )
-
-    # ---- batches ahead of their use ----
 
     def start(self) -> None:
         """Starts to make batches now, for example before the model is loaded."""
@@ -335,11 +291,12 @@ class Loader:
         """The step that starts there."""
         if self._is_closed:
             raise ConfigError("the loader is closed; make a new one, and load its state_dict")
-        if self._prefetch != 0:
-            return self._open_queue(start).take(self._stats, self._watchdog)
+        queue = None if self._prefetch == 0 else self._open_queue(start)
+        if queue is not None and queue.is_answered():
+            return queue.take()
         begin = time.perf_counter()
         with stacks_printed_after(self._watchdog):
-            step = self._maker.step(start)
+            step = self._maker.step(start) if queue is None else queue.take()
         if not step.is_end:
             self._stats.add_wait(time.perf_counter() - begin, step.cause)
         return step
@@ -358,23 +315,7 @@ class Loader:
         if self._queue is not None:  # it stays: `close` waits for its threads
             self._queue.close()
 
-    # ---- copies, and other processes ----
-
-    def __getstate__(self) -> dict[str, Any]:
-        hidden = ("_lock", "_queue", "_stats")
-        return {name: value for name, value in vars(self).items() if name not in hidden}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._renew()
-        watch_forks(self)
-
     def after_fork(self) -> None:
-        """Forgets the parent's threads, which the child does not have, and their locks."""
-        self._maker.renew()
-        self._renew()
-
-    def _renew(self) -> None:
         """Forgets the threads and waits of another process, and the step under way there."""
         self._lock = threading.RLock()
         self._queue = None

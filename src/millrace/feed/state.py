@@ -23,90 +23,57 @@ _VIEW_OPTIONS = ("eod_token", "pad_token", "reset_position_ids", "eod_mask_loss"
 
 
 class Position(NamedTuple):
-    """A place between two steps.
+    """A place between two steps."""
 
-    Attributes:
-        consumed_samples: Number of samples that all ranks have consumed before it.
-        stream: State of a stream there; None: the dataset has sample numbers, or the stream is read
-            from its beginning to get there.
-    """
-
-    consumed_samples: int
-    stream: Any = None
+    consumed_samples: int  # by all ranks
+    stream: Any = None  # state of a stream there; None: of no stream, or it is read from its start
 
 
-class Fingerprint:
-    """What decides the samples that a loader hands out, as plain values.
+class Fingerprint(NamedTuple):
+    """What decides the samples that a loader hands out, as plain values."""
 
-    Args:
-        dataset: The dataset, with a method `fingerprint`.
-        sampler: The sampler, with such a method or without.
-    """
-
-    def __init__(self, dataset: Any, sampler: Any) -> None:
-        self._dataset = dataset
-        self._sampler = sampler if isinstance(sampler, OrderedSampler) else None
-        self._explanation = explanation(sampler)
+    dataset: Any
+    sampler: Any
 
     def at(self, consumed_samples: int) -> dict[str, Any]:
-        """The fingerprint of the samples up to a number of consumed samples.
-
-        Raises:
-            ConfigError: A fingerprint that is not a dict, or holds what a state cannot hold.
-        """
-        fingerprint: dict[str, Any] = plain(fingerprint_of(self._dataset, consumed_samples))
-        if self._sampler is None:
+        """The fingerprint of the samples up to a number of consumed samples."""
+        fingerprint: dict[str, Any] = plain(fingerprint_of(self.dataset, consumed_samples))
+        if not isinstance(self.sampler, OrderedSampler):
             return fingerprint
-        sampler = plain(fingerprint_of(self._sampler, consumed_samples), "fingerprint.sampler")
+        sampler = plain(fingerprint_of(self.sampler, consumed_samples), "fingerprint.sampler")
         return {**fingerprint, "sampler": sampler} if sampler else fingerprint
 
     def read_state(self, state: Any, end: int | None = None) -> Position:
-        """Compares a saved state with the data and the order of today, and returns its position.
+        """The position of a saved state; for its errors, see `Loader.load_state_dict`.
 
-        A state with another view (masks, padding) is accepted with a ViewChangeWarning.
-
-        Args:
-            state: The saved state.
-            end: Number of samples whose fingerprint was saved; None: its consumed_samples.
-
-        Raises:
-            ResumeError: A state of other data, another order or another version.
-            ConfigError: A consumed_samples that is not a whole number of 0 or more.
+        `end` is the number of samples whose fingerprint was saved; None: its consumed_samples.
         """
         saved = _saved_fingerprint(state)
         consumed_samples = whole("consumed_samples", state["consumed_samples"], 0)
-        lines: dict[bool, list[str]] = {False: [], True: []}  # in the order, and in a view
-        for path, old, new in differences(
-            saved, self.at(consumed_samples if end is None else end), _is_equal
-        ):
-            lines["view" in path].append(_line(place_of(path), old, new))
-        if lines[False]:
-            is_sampler = any(line.startswith("sampler") for line in lines[False])
-            remark = f"{self._explanation}\n" if self._explanation and is_sampler else ""
-            raise ResumeError(
-                f"the state was saved with other data or another order:\n{_listed(lines[False])}\n"
-                f"{remark}Restore what differs, or start a new order with consumed_samples=0"
-            )
-        if lines[True]:
+        today = self.at(consumed_samples if end is None else end)
+        changes = list(differences(saved, today, _is_equal))
+        others = [change for change in changes if "view" not in change[0]]
+        if others:
+            is_sampler = any(path[:1] == ("sampler",) for path, _, _ in others)
+            remark = explanation(self.sampler) if is_sampler else ""
+            remedy = "Restore what differs, or start a new order with consumed_samples=0"
+            parts = ["the state was saved with other data or another order:", _listed(others)]
+            raise ResumeError("\n".join([*parts, *filter(None, [remark]), remedy]))
+        if changes:
             warnings.warn(
                 "the same tokens follow, but their masks or padding differ from those of the saved "
-                f"state:\n{_listed(lines[True])}",
+                f"state:\n{_listed(changes)}",
                 ViewChangeWarning,
                 stacklevel=3,
             )
         stream = state.get("stream")
-        is_there = (
-            isinstance(stream, Mapping) and stream.get("consumed_samples") == consumed_samples
-        )
-        return Position(consumed_samples, stream.get("state") if is_there else None)
+        if isinstance(stream, Mapping) and stream.get("consumed_samples") == consumed_samples:
+            return Position(consumed_samples, stream.get("state"))
+        return Position(consumed_samples)
 
 
 def plain(value: Any, place: str = "fingerprint") -> Any:
-    """A fingerprint that JSON and pickle return as it is; NumPy's numbers become Python's.
-
-    Raises:
-        ConfigError: A value that a saved state could not be compared with; the message says where.
-    """
+    """A fingerprint that JSON and pickle return as it is; NumPy's numbers become Python's."""
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
@@ -136,20 +103,18 @@ def _saved_fingerprint(state: Any) -> Any:
     if missing:
         raise ResumeError(f"the state has no {', '.join(sorted(missing))}: it is not a Loader's")
     version = state["version"]
-    is_number = isinstance(version, (int, np.integer))
-    if is_number and version == 1:
+    number = version if isinstance(version, (int, np.integer)) else None
+    if number == 1:
         raise ResumeError(
             "the state has version 1, of an earlier millrace, which noted less of the data: it "
             "cannot be compared. The order has stayed the same: if data and options have too, "
             f"go on with Loader(..., consumed_samples={shown(state['consumed_samples'])})"
         )
-    if is_number and version == 2:
-        return _from_version_2(state["fingerprint"])
-    if not is_number or version != STATE_VERSION:
+    if number not in (2, STATE_VERSION):
         raise ResumeError(
             f"the state has version {shown(version)}; this millrace reads {STATE_VERSION}"
         )
-    return state["fingerprint"]
+    return _from_version_2(state["fingerprint"]) if number == 2 else state["fingerprint"]
 
 
 def _from_version_2(fingerprint: Any) -> Any:
@@ -171,12 +136,14 @@ def _is_equal(saved: Any, present: Any) -> bool:
     return all(isinstance(value, _LEAVES) for value in pair) and bool(pair[0] == pair[1])
 
 
-def _line(place: str, saved: Any, present: Any) -> str:
-    if isinstance(saved, (list, tuple)) and isinstance(present, (list, tuple)):
-        return f"{place}: saved {len(saved)} entries, now {len(present)}"
-    return f"{place}: saved {shown(saved, _MOST_SHOWN)}, now {shown(present, _MOST_SHOWN)}"
-
-
-def _listed(lines: list[str]) -> str:
-    more = [f"  and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else []
-    return "\n".join([f"  {line}" for line in lines[:_MOST_LINES]] + more)
+def _listed(changes: list[Any]) -> str:
+    lines = []
+    for path, *pair in changes[:_MOST_LINES]:
+        if all(isinstance(value, (list, tuple)) for value in pair):
+            saved, today = f"{len(pair[0])} entries", str(len(pair[1]))
+        else:
+            saved, today = (shown(value, _MOST_SHOWN) for value in pair)
+        lines.append(f"  {place_of(path)}: saved {saved}, now {today}")
+    if len(changes) > _MOST_LINES:
+        lines.append(f"  and {len(changes) - _MOST_LINES} more")
+    return "\n".join(lines)

@@ -1,13 +1,23 @@
-"""One step: its place in the order of all samples, how its batch is made, and its error."""
+"""Steps: how one is made, and how threads make them ahead of their use."""
 
 from __future__ import annotations
 
-import contextlib
+import atexit
+import faulthandler
+import os
+import resource
+import sys
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple, cast
+from queue import SimpleQueue
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,79 +25,53 @@ from numpy.typing import NDArray
 from millrace.checks import shown, whole
 from millrace.errors import ConfigError, MillraceError
 from millrace.feed.state import Position
-from millrace.feed.streams import EndOfBatches, StreamDataset, StreamSampler
+from millrace.feed.streams import EndOfBatches, StreamDataset
+from millrace.forks import Renewed
 from millrace.samples.dataset import Dataset, batch_of_form
 from millrace.samples.fields import BatchForm
 from millrace.sampling import Sampler
 
 _PARTS = ("sampler", "dataset", "prepare")  # of the work for a step, in their order
+_MAX_AHEAD = 32  # steps; more would only fill memory
+_AHEAD_BYTES = 1 << 23  # how much is made ahead, where a step is small
+_EXIT_LIMIT = 10.0  # seconds that the end of Python waits for a read
+_PATIENCE = 64  # reads in a row from memory, by all threads, that end the hints to the storage
+_DISTANCE = 256  # samples to hint at: what a disk, or an object store, serves side by side
+
+_THREAD = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
 
 
 class Step(NamedTuple):
-    """A step that was made, or could not be made.
-
-    Attributes:
-        before: The position before it.
-        after: The position after it; None if it failed, or if there is no step left.
-        batch: The rank's batch.
-        error: Why it failed.
-        cause: The part of the work that took the longest: "sampler", "dataset" or "prepare".
-    """
+    """A step that was made, or could not be made."""
 
     before: Position
-    after: Position | None = None
+    after: Position | None = None  # None if it failed, or if there is no step left
     batch: Any = None
     error: BaseException | None = None
-    cause: str = _PARTS[0]
+    cause: str = _PARTS[0]  # the part of the work that took the longest
 
     @property
     def is_end(self) -> bool:
         """Whether no step is left."""
         return self.after is None and self.error is None
 
-    def result(self) -> Any:
-        """The batch; raises the step's error."""
-        if self.error is not None:
-            raise self.error
-        return self.batch
 
+@dataclass(eq=False, repr=False)
+class StepMaker(Renewed):
+    """Makes steps: with one thread under `lock`, as that of before a seek may still be reading."""
 
-class StepMaker:
-    """Makes steps: which samples, their arrays, and what the caller prepares.
+    dataset: Dataset | StreamDataset
+    sampler: Sampler
+    form: BatchForm | None
+    prepare: Callable[[Any], Any] | None
+    num_threads: int
+    _renewed = ("lock",)
 
-    Args:
-        dataset: The dataset.
-        sampler: The sampler.
-        form: Arrays of a batch; None: those that the dataset's `batch` returns.
-        prepare: Function of each batch, or None.
-        num_threads: Number of threads that may make steps at the same time. With 1, each step is
-            made under `lock`, also after a seek, while the thread of before is still reading.
-    """
-
-    lock: contextlib.AbstractContextManager[Any]
-
-    def __init__(
-        self,
-        dataset: Dataset | StreamDataset,
-        sampler: Sampler,
-        form: BatchForm | None,
-        prepare: Callable[[Any], Any] | None,
-        num_threads: int = 1,
-    ) -> None:
-        self.dataset, self.sampler, self.form, self.prepare = dataset, sampler, form, prepare
-        self.num_threads = num_threads
+    def __post_init__(self) -> None:
         self.renew()
 
-    def renew(self) -> None:
-        """Makes the lock anew, which a thread may hold that a fork has not taken along."""
-        self.lock = threading.RLock() if self.num_threads == 1 else contextlib.nullcontext()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "lock"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.renew()
+    def after_fork(self) -> None:
+        self.lock: Any = threading.RLock() if self.num_threads == 1 else nullcontext()
 
     def end_of(self, consumed_samples: int) -> int | None:
         """Number of samples consumed after the step that starts there; None at the end."""
@@ -106,14 +90,19 @@ class StepMaker:
 
     def make(self, before: Position, end: int) -> Step:
         """The step with these bounds."""
+        batch: Any
+        numbers: Any = None
         marks: list[float] = []
-        numbers = None
         try:
             with self.lock:
                 marks.append(time.perf_counter())
                 numbers = self.sampler.sample_numbers(before.consumed_samples)
                 marks.append(time.perf_counter())
-                batch, after = self._read(before, end, numbers)
+                if isinstance(self.dataset, StreamDataset):
+                    batch, after = self.dataset.read(before, self.sampler, self.form)
+                else:
+                    batch = batch_of_form(self.dataset, numbers, self.form)
+                    after = Position(end)
                 marks.append(time.perf_counter())
                 if self.prepare is not None:
                     batch = self.prepare(batch)
@@ -126,15 +115,9 @@ class StepMaker:
         longest = max(range(len(seconds)), key=seconds.__getitem__, default=0)
         return step._replace(cause=_PARTS[longest])
 
-    def _read(self, before: Position, end: int, numbers: NDArray[np.int64]) -> tuple[Any, Position]:
-        """The arrays of a step, and the position after it."""
-        if isinstance(self.dataset, StreamDataset):
-            return self.dataset.read(before, cast(StreamSampler, self.sampler), self.form)
-        return batch_of_form(self.dataset, numbers, self.form), Position(end)
-
     def is_making(self) -> bool:
         """Whether this thread is making a step."""
-        is_locked_here = self.num_threads == 1 and self.lock._is_owned()  # type: ignore[attr-defined]
+        is_locked_here: bool = self.num_threads == 1 and self.lock._is_owned()
         return is_locked_here or getattr(worker, "maker", None) is self
 
     def check_thread(self) -> None:
@@ -150,15 +133,13 @@ worker = threading.local()
 """Of a thread of a queue: `maker`, the `StepMaker` whose step it is making."""
 
 
-def failed_step(
-    before: Position, error: BaseException, numbers: NDArray[np.int64] | None = None
-) -> Step:
+def failed_step(before: Position, error: BaseException, numbers: Any = None) -> Step:
     """A step with an error, which names the step and the samples that it belongs to."""
     place = f"in the step that starts at consumed_samples={before.consumed_samples}"
     if isinstance(error, StopIteration):  # it would end the trainer's loop
         stop, error = error, RuntimeError(f"StopIteration was raised {place}")
         error.__cause__ = stop
-    with contextlib.suppress(Exception):  # an error that takes no more text stays as it is
+    with suppress(Exception):  # an error that takes no more text stays as it is
         if numbers is not None:
             place += f", sample numbers {shown(np.asarray(numbers).tolist(), 80)}"
         if isinstance(error, MillraceError) and len(error.args) == 1:
@@ -168,3 +149,265 @@ def failed_step(
         elif hasattr(error, "add_note") and place not in getattr(error, "__notes__", ()):
             error.add_note(place)  # not on Python 3.10
     return Step(before, error=error)
+
+
+@dataclass
+class WaitStats:
+    """How long the trainer has waited for batches.
+
+    `steps` were handed out, of which `waited_steps` were not ready when they were asked for. The
+    seconds of waiting are those in all, of the longest wait, of the first (None: no wait yet), and
+    by what took the longest in making the batch: "sampler", "dataset" or "prepare".
+    """
+
+    steps: int = 0
+    waited_steps: int = 0
+    seconds: float = 0.0
+    longest: float = 0.0
+    first: float | None = None
+    by_cause: dict[str, float] = field(default_factory=dict)
+
+    def add_wait(self, seconds: float, cause: str) -> None:
+        self.waited_steps += 1
+        self.seconds += seconds
+        self.longest = max(self.longest, seconds)
+        self.first = seconds if self.first is None else self.first
+        self.by_cause[cause] = self.by_cause.get(cause, 0.0) + seconds
+
+
+class StepQueue:
+    """Steps in their order, made by threads before they are asked for.
+
+    One thread at a time claims the next step; each makes its own. For each step it needs a permit;
+    there are `prefetch` of them (None: 2 for each thread, or more if steps are small), and `take`
+    gives one back. After a step that failed no other is made. A thread that waits for a permit does
+    not know its queue, so that a loader that is no longer used is collected, also if its own
+    dataset refers to it. `position` is where the next step to hand out starts; -1 after `close`.
+    """
+
+    def __init__(self, maker: StepMaker, start: Position, prefetch: int | None) -> None:
+        self._maker = maker
+        self.position = start.consumed_samples
+        self._next = start  # of the next step that a thread makes
+        self._is_automatic = prefetch is None  # until the first step shows its size
+        self._look_ahead = LookAhead(maker.dataset, maker.sampler)
+        self._claim_lock = threading.Lock()  # of the thread that asks the sampler for a step
+        self._lock = threading.RLock()  # `close` may be called by a signal handler under it
+        self._signal = threading.Lock()  # what `take` waits for: `_wake` releases it
+        self._signal.acquire()
+        # Its methods are safe in a garbage collection and at Ctrl-C. False ends the threads.
+        self._permits: SimpleQueue[Any] = SimpleQueue()
+        for _ in range(2 * maker.num_threads if prefetch is None else prefetch):
+            self._permits.put(True)
+        self._steps: dict[int, Step | None] = {}  # by consumed_samples before them; None: in work
+        self._is_over = False  # no other step is made
+        self._threads: list[threading.Thread] = []
+        _open.add(self)
+
+    def start(self) -> None:
+        """Starts the threads that do not run yet; ConfigError if the system refuses one."""
+        num_threads, permits = self._maker.num_threads, self._permits
+        while len(self._threads) < num_threads:
+            name = f"millrace-loader-{len(self._threads)}"
+            queue = weakref.ref(self, permits.put)  # a callback in C: Ctrl-C cannot stop it
+            thread = threading.Thread(target=_work, args=(queue, permits), name=name, daemon=True)
+            try:
+                thread.start()
+            except BaseException as error:  # at Ctrl-C the thread may run or not
+                self.close()
+                if isinstance(error.__context__, KeyboardInterrupt):  # Ctrl-C inside `start`
+                    raise error.__context__ from None
+                if not isinstance(error, RuntimeError):
+                    raise
+                raise ConfigError(
+                    f"thread {len(self._threads) + 1} of {num_threads} does not start: "
+                    f"{error}. Lower `threads`, raise the limit on processes (ulimit -u), or pass "
+                    "prefetch=0"
+                ) from None
+            self._threads.append(thread)
+
+    def is_answered(self) -> bool:
+        """Whether the next step is there, or will never be."""
+        with self._lock:
+            return self.position < 0 or self._steps.get(self.position) is not None
+
+    def take(self) -> Step:
+        """The next step. One that failed, or the end, stays the next one."""
+        while not self.is_answered():
+            # A plain lock: Ctrl-C in a Condition's `wait` can leave its lock in the wrong state.
+            self._signal.acquire()
+        with self._lock:
+            step = self._steps.get(self.position)
+            if step is None:
+                raise ConfigError("the loader was closed while a batch was asked for")
+            if step.after is not None:
+                self.position = step.after.consumed_samples  # first: Ctrl-C may come at any line
+                self._steps.pop(step.before.consumed_samples, None)
+                self._permits.put(True)
+            return step
+
+    def make_next(self) -> bool:
+        """Makes the next step, in a thread of the queue; False if no other is to be made."""
+        with self._claim_lock:  # not the lock: a sampler that hangs must not hold up `close`
+            if self._is_over:
+                return False
+            before = self._next
+            try:
+                end = self._maker.end_of(before.consumed_samples)
+            except BaseException as error:
+                return self._put(failed_step(before, error))
+            if end is None:
+                return self._put(Step(before))
+            self._steps[before.consumed_samples], self._next = None, Position(end)
+        worker.maker = self._maker
+        try:
+            with self._maker.lock:
+                if self.position < 0:  # while an earlier queue's thread was still reading
+                    return False
+                step = self._look_ahead.read(end, partial(self._maker.make, before, end))
+            self._measure(step.batch)
+        except BaseException as error:  # without it the trainer would wait for ever
+            step = Step(before, error=error)
+        finally:
+            worker.maker = None
+        return self._put(step)
+
+    def _put(self, step: Step) -> bool:
+        """Keeps a step for `take`; False if it is the last."""
+        with self._lock:
+            self._is_over = self._is_over or step.after is None
+            if self.position >= 0:
+                self._steps[step.before.consumed_samples] = step
+            if step.after is not None and step.after.stream is not None:
+                self._next = step.after  # one thread makes the steps of a stream
+            self._wake()
+            return step.after is not None
+
+    def _wake(self) -> None:
+        """Wakes the thread that waits in `take`."""
+        with suppress(RuntimeError):  # it is awake
+            self._signal.release()
+
+    def _measure(self, batch: Any) -> None:
+        """Chooses how much is made ahead, from the size of the first batch."""
+        with self._lock:
+            is_automatic, self._is_automatic = self._is_automatic, False
+        if is_automatic and type(batch) is dict:
+            arrays = [array for array in batch.values() if isinstance(array, np.ndarray)]
+            size = sum(array.nbytes for array in arrays if array.flags.writeable)  # not shared
+            num_steps = min(_AHEAD_BYTES // size, _MAX_AHEAD) if size > 0 else 0
+            for _ in range(num_steps - 2 * self._maker.num_threads):
+                self._permits.put(True)
+
+    def close(self, wait: float | None = 0.0) -> None:
+        """Ends the threads after the step that they have in hand; waits so many seconds, or without
+        limit, but not in a thread of the loader or a signal handler that interrupts the queue."""
+        with self._lock:
+            self._is_over, self.position = True, -1
+            self._steps.clear()
+            self._permits.put(False)
+            self._wake()
+        is_locked_here: bool = self._lock._is_owned()  # type: ignore[attr-defined]
+        if wait == 0.0 or self._maker.is_making() or is_locked_here:
+            return
+        end = None if wait is None else time.monotonic() + wait
+        for thread in self._threads:
+            thread.join(None if end is None else max(end - time.monotonic(), 0.0))
+
+
+def _work(queue_ref: weakref.ref[StepQueue], permits: SimpleQueue[Any]) -> None:
+    """What a thread does, which keeps the queue alive only while it makes a step."""
+    while permits.get() is True:  # a reference that has died ends it, too
+        queue = queue_ref()
+        if queue is None or not queue.make_next():
+            break
+        del queue
+    permits.put(False)  # for the next thread
+
+
+class LookAhead:
+    """Prefetches the samples of coming steps, if the dataset has `prefetch` and `is_remote`.
+
+    Cold samples that the storage knows of are brought in side by side. For samples in memory the
+    calls would cost more than reading them, so they are made only after a read that went to the
+    disk, and for remote storage always.
+    """
+
+    def __init__(self, dataset: Any, sampler: Sampler) -> None:
+        self._is_remote = getattr(dataset, "is_remote", None)
+        can_prefetch = self._is_remote is not None and hasattr(dataset, "prefetch")
+        self._dataset = dataset if can_prefetch else None
+        self._sampler = sampler
+        self._num_cold = 0  # reads that still prefetch
+        self._told: deque[tuple[int, int]] = deque()  # starts of steps, and their samples
+        self._end = 0  # of these steps
+        self._lock = threading.Lock()
+
+    def read(self, position: int, work: Callable[[], Any]) -> Any:
+        """Does work that reads samples; the samples from `position` on are read soon."""
+        if self._dataset is None:
+            return work()
+        before = resource.getrusage(_THREAD).ru_inblock
+        if self._is_remote or self._num_cold > 0:
+            with suppress(BaseException):  # the read itself will say what is wrong
+                for numbers in self._coming(position):
+                    self._dataset.prefetch(numbers)
+        result = work()
+        # A thread whose samples another thread has prefetched does not see the disk.
+        has_read_disk = resource.getrusage(_THREAD).ru_inblock > before
+        self._num_cold = _PATIENCE if has_read_disk else max(self._num_cold - 1, 0)
+        return result
+
+    def _coming(self, position: int) -> list[NDArray[np.int64]]:
+        """The sample numbers, step by step, that the storage is not told of yet."""
+        steps: list[NDArray[np.int64]] = []
+        with self._lock:
+            while self._told and self._told[0][0] < position:
+                self._told.popleft()
+            num_samples = sum(count for _, count in self._told)
+            self._end = max(self._end, position)
+            while num_samples < _DISTANCE and self._sampler.has_step(self._end):
+                steps.append(self._sampler.sample_numbers(self._end))
+                self._told.append((self._end, len(steps[-1])))
+                num_samples += max(len(steps[-1]), 1)  # a rank's last step may be empty
+                self._end = self._sampler.consumed_after(self._end)
+        return steps
+
+
+def _print_stacks(seconds: float) -> None:
+    stream = sys.__stderr__
+    if stream is not None:
+        with suppress(OSError, ValueError):  # it is closed
+            message = f"millrace: a batch takes more than {seconds:g} s; all threads:"
+            print(message, file=stream, flush=True)
+            faulthandler.dump_traceback(stream, all_threads=True)
+
+
+@contextmanager
+def stacks_printed_after(seconds: float | None) -> Iterator[None]:
+    """Prints what all threads are doing if the block takes longer; None: it may take any time."""
+    if seconds is None:
+        yield
+        return
+    timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), _print_stacks, [seconds])
+    timer.daemon = True
+    try:
+        timer.start()
+        yield
+    finally:
+        timer.cancel()
+
+
+_open: weakref.WeakSet[StepQueue] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_open.clear)  # the threads are not there
+
+
+@atexit.register
+def _close_all() -> None:
+    """A thread that is in the core when Python ends would end the process by a signal."""
+    end = time.monotonic() + _EXIT_LIMIT
+    queues = list(_open)
+    for queue in queues:
+        queue.close()
+    for queue in queues:
+        queue.close(max(end - time.monotonic(), 0.001))

@@ -1,4 +1,4 @@
-"""What has no sample numbers, and is read in turn: token streams, and batches of other programs."""
+"""What a loader draws from: its dataset, its sampler, and what is read in turn, without numbers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from numpy.typing import ArrayLike
 from millrace.checks import MAX_INT64, shown, whole
 from millrace.errors import ConfigError, ResumeError
 from millrace.feed.state import Position, plain
-from millrace.forks import watch_forks
+from millrace.forks import Renewed
 from millrace.options import SampleOptions
 from millrace.samples.fields import Batch, BatchForm
 from millrace.samples.rows import rows
 from millrace.samples.tokens import TokenBatch, TokenStream, fingerprint_of
 from millrace.sampling import SequentialSampler
-
-Batches = Iterable[Any] | Callable[[int], Iterable[Any]]
+from millrace.sampling.samplers import RankSampler
+from millrace.store import IndexedDataset
 
 
 class EndOfBatches(Exception):  # noqa: N818 - not an error
@@ -27,33 +27,15 @@ class EndOfBatches(Exception):  # noqa: N818 - not an error
 
 
 class StreamSampler(SequentialSampler):
-    """Consecutive samples of a stream: of each step, a slice for each rank.
+    """Consecutive samples of a stream, whose number may be unknown: of each step, a slice."""
 
-    Args:
-        num_samples: Number of samples; None: it is not known.
-    """
-
-    def __init__(
-        self,
-        micro_batch_size: int,
-        rank: int = 0,
-        data_parallel_size: int = 1,
-        drop_last: bool = True,
-        num_samples: int | None = None,
-    ) -> None:
+    def __init__(self, num_samples: int | None, **share: Any) -> None:
+        super().__init__(MAX_INT64, **share)
         self.has_end = num_samples is not None
-        super().__init__(
-            MAX_INT64,
-            micro_batch_size=micro_batch_size,
-            data_parallel_rank=rank,
-            data_parallel_size=data_parallel_size,
-            drop_last=drop_last,
-        )
         if num_samples is not None:
             self.num_samples = num_samples
 
     def num_steps(self, consumed_samples: int = 0) -> int:
-        """Number of steps from there to the end; a TypeError if it is not known."""
         if not self.has_end:
             raise TypeError("the number of steps is not known; of external batches, pass num_steps")
         return super().num_steps(consumed_samples)
@@ -62,37 +44,11 @@ class StreamSampler(SequentialSampler):
 class StreamDataset:
     """The samples of a `TokenStream` as a dataset of a `Loader`, which makes rows of their tokens.
 
-    A stream has no sample numbers: it is read in turn, in one thread. The loader keeps the stream's
-    state beside each batch that it makes ahead, and saves that of the last one handed out. Each
-    rank reads the samples of all ranks, and keeps a slice of each step: so all ranks together hold
-    the same global batch, and the state of each resumes any number of them.
-
-    A state at another place than where the loader stood (`loader.state_dict(consumed_samples)`) has
-    no state of the stream: the stream is then read from its beginning, up to there.
-
-    Args:
-        stream: The stream.
-        options: What a sample looks like.
-
-    Raises:
-        ConfigError: What is not a stream, or not options.
-
-    Example:
-        >>> import numpy as np
-        >>> from millrace import Loader
-        >>> from millrace.feed import SampleOptions, TokenBatch
-        >>> class Counting:
-        ...     def read(self, state, count):
-        ...         first = 0 if state is None else state["next"]
-        ...         tokens = np.arange(first, first + 4 * count)
-        ...         batch = TokenBatch(tokens, 4 * np.arange(1, count + 1))
-        ...         return batch, {"next": first + 4 * count}
-        ...     def fingerprint(self, consumed_samples=None):
-        ...         return {"kind": "counting"}
-        >>> stream = StreamDataset(Counting(), SampleOptions(sequence_length=3))
-        >>> loader = Loader(stream, micro_batch_size=2)
-        >>> next(loader)["labels"].tolist(), loader.state_dict()["stream"]
-        ([[1, 2, 3], [5, 6, 7]], {'consumed_samples': 2, 'state': {'next': 8}})
+    The loader keeps the stream's state beside each batch that it makes ahead, and saves that of the
+    last one handed out. Each rank reads the samples of all ranks, and keeps a slice of each step:
+    so the state of each resumes any number of them. A state at another place than where the loader
+    stood (`loader.state_dict(consumed_samples)`) has no state of the stream, which is then read
+    from its beginning, up to there. `options` say what a sample looks like.
     """
 
     def __init__(self, stream: TokenStream, options: SampleOptions) -> None:
@@ -104,13 +60,9 @@ class StreamDataset:
         self.stream, self.options = stream, options
 
     def read(
-        self, before: Position, sampler: StreamSampler, form: BatchForm | None
+        self, before: Position, sampler: Any, form: BatchForm | None
     ) -> tuple[Batch, Position]:
-        """The rank's rows of the step that starts there, and the position behind it.
-
-        Raises:
-            EndOfBatches: The stream has ended.
-        """
+        """The rank's rows of the step that starts there, and the position behind it."""
         start, state = before
         if state is None and start > 0:
             state = self._state_at(start, sampler.block_size)
@@ -147,26 +99,20 @@ class StreamDataset:
         return state
 
     def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
-        """See `Dataset.fingerprint`. The options belong to the view."""
-        fingerprint = fingerprint_of(self.stream, consumed_samples)
-        return {**fingerprint, "view": self.options.identity()}
+        """The stream's; the options belong to the view."""
+        return {**fingerprint_of(self.stream, consumed_samples), "view": self.options.identity()}
 
 
-class ExternalBatches(StreamSampler):
+class ExternalBatches(Renewed, StreamSampler):
     """Any iterable of batches as a dataset of a `Loader` (Megatron-LM's `external`).
 
-    It is its own sampler: `Loader(ExternalBatches(batches, samples_per_step=32))`. The loader reads
-    it ahead, in one thread, and its state is the number of samples. The iterable gives one rank's
-    batches, a step each; which samples they hold is its own affair.
-
-    To resume, a function gets the number of consumed samples and returns the batches from there.
-    Any other iterable is read from its beginning and its first batches are thrown away, which takes
-    as long as reading them; an iterator, which cannot begin again, resumes only if it has not been
-    read.
+    It is its own sampler: `Loader(ExternalBatches(batches, samples_per_step=32))`. The iterable
+    gives one rank's batches, a step each; which samples they hold is its own affair.
 
     Args:
-        batches: Iterable of batches from the first step on, or function of consumed_samples that
-            returns the batches from there on.
+        batches: Function of consumed_samples that returns the batches from there on, or an iterable
+            from the first step on, which a resume reads from its beginning again: an iterator that
+            has been read cannot resume.
         samples_per_step: Number of samples that all ranks together take at a step.
         fingerprint: Plain values that tell these batches from others, for the loader's state.
         num_steps: Number of steps, if it is known; with fewer batches the end is an error.
@@ -185,10 +131,11 @@ class ExternalBatches(StreamSampler):
     _iterator: Iterator[Any]
     _position: int  # of the iterator, or -1
     _failure: BaseException | None  # of the batches: the first one since a batch was read
+    _renewed = ("_lock", "_iterator", "_position", "_failure")
 
     def __init__(
         self,
-        batches: Batches,
+        batches: Iterable[Any] | Callable[[int], Iterable[Any]],
         *,
         samples_per_step: int,
         fingerprint: dict[str, Any] | None = None,
@@ -204,22 +151,15 @@ class ExternalBatches(StreamSampler):
         size = whole("samples_per_step", samples_per_step, 1, MAX_INT64)
         if num_steps is not None:
             num_steps = whole("num_steps", num_steps, 0, MAX_INT64 // size)
-        super().__init__(size, num_samples=None if num_steps is None else num_steps * size)
+        super().__init__(None if num_steps is None else num_steps * size, micro_batch_size=size)
         self._has_begun = False  # kept in copies, whose iterator stands where this one stood
-        self.after_fork()
-        watch_forks(self)
+        self.renew()
 
     def __len__(self) -> int:
         return self.num_steps() * self.block_size
 
     def batch(self, sample_numbers: ArrayLike) -> Any:
-        """The batch of the step that starts at the first of these numbers.
-
-        Raises:
-            EndOfBatches: The batches have ended before.
-            ResumeError: An iterator that has been read cannot begin again.
-            ConfigError: The batches end before the first of these numbers.
-        """
+        """The batch of the step that starts at the first of these numbers."""
         start = int(np.asarray(sample_numbers)[0])
         with self._lock:
             try:
@@ -244,11 +184,9 @@ class ExternalBatches(StreamSampler):
             return batch
 
     def fingerprint(self) -> dict[str, Any]:
-        """See `Dataset.fingerprint`."""
         return {"kind": "external", **self._fingerprint}
 
     def check_position(self, consumed_samples: int) -> None:
-        """Raises ConfigError where no step starts, and beyond the end if that is known."""
         super().check_position(consumed_samples)
         self.schedule.step_at(consumed_samples)
 
@@ -271,22 +209,67 @@ class ExternalBatches(StreamSampler):
                 )
         return iterator
 
-    def __getstate__(self) -> dict[str, Any]:
-        hidden = ("_lock", "_iterator", "_position", "_failure")
-        return {name: value for name, value in vars(self).items() if name not in hidden}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.after_fork()
-        watch_forks(self)
-
     def after_fork(self) -> None:
-        """Forgets the reading of another process, whose thread may hold the lock."""
         self._lock = threading.Lock()
-        self._iterator = iter(())
-        self._position = -1
-        self._failure = None
+        self._iterator, self._position, self._failure = iter(()), -1, None
 
 
 IN_TURN = (ExternalBatches, StreamDataset)
 """Datasets without sample numbers, which one thread reads in turn."""
+
+
+def check_dataset(dataset: Any) -> None:
+    """Raises ConfigError for what is not a dataset, with the remedy."""
+    missing = _missing(dataset, "__len__", "batch", "fingerprint")
+    if not missing or isinstance(dataset, StreamDataset):
+        return
+    if isinstance(dataset, IndexedDataset):
+        remedy = "GPTDataset(indexed_dataset, sequence_length=..., seed=...) makes samples of it"
+    elif isinstance(dataset, TokenStream):
+        remedy = "StreamDataset(stream, options) makes rows of its tokens"
+    elif hasattr(dataset, "dataset") and not hasattr(dataset, "__iter__"):
+        remedy = "give the dataset that it was made of, its attribute `dataset`"
+    else:
+        remedy = (
+            "give a GPTDataset, a BlendedDataset or an object with these methods, or "
+            "ExternalBatches(batches, samples_per_step=...) of an iterable of batches"
+        )
+    raise ConfigError(f"dataset is a {type(dataset).__name__}, which has no {missing}: {remedy}")
+
+
+def sampler_of(dataset: Any, sampler: Any, share: tuple[Any, ...]) -> Any:
+    """The sampler of a loader: the one that is given, the dataset's own, or a sequential one."""
+    names = ("micro_batch_size", "data_parallel_rank", "data_parallel_size", "drop_last")
+    options = dict(zip(names, share, strict=True))
+    if isinstance(dataset, StreamDataset):
+        if sampler is None:
+            return StreamSampler(None, **options)
+        raise ConfigError("a stream has no sample numbers: give micro_batch_size, and no sampler")
+    if sampler is None and not isinstance(dataset, ExternalBatches):
+        sampler = SequentialSampler(len(dataset), **options)
+        if sampler.drop_last:
+            sampler.check_block(", or pass drop_last=False")
+        return sampler
+    if share != (None, 0, 1, True):
+        raise ConfigError(
+            "micro_batch_size, data_parallel_rank, data_parallel_size and drop_last are the "
+            "sampler's: leave them out where a sampler is given"
+        )
+    if sampler is None:
+        return dataset
+    if missing := _missing(sampler, "has_step", "sample_numbers", "consumed_after"):
+        raise ConfigError(
+            f"sampler is {shown(sampler)}, which has no {missing}; give a sampler, such as "
+            "SequentialSampler"
+        )
+    if isinstance(sampler, RankSampler) and sampler.num_samples > len(dataset):
+        raise ConfigError(
+            f"the sampler draws from {sampler.num_samples} samples; the dataset has "
+            f"{len(dataset)}. Make it with num_samples=len(dataset)"
+        )
+    return sampler
+
+
+def _missing(value: Any, *names: str) -> str:
+    """The methods that a value lacks."""
+    return ", ".join(name for name in names if not callable(getattr(value, name, None)))

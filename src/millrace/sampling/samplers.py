@@ -103,7 +103,10 @@ class SequentialSampler(RankSampler):
             )
 
     def consumed_at(self, step: int) -> int:
-        consumed_samples, num_steps = self.schedule.consumed_at(step), self.num_steps()
+        consumed_samples, num_steps = (
+            self.schedule.consumed_at(step),
+            SequentialSampler.num_steps(self),
+        )
         if step > num_steps:
             raise IndexError(f"there is no step {step}: the sampler has {num_steps} steps")
         return min(consumed_samples, self.num_samples)
