@@ -16,6 +16,7 @@ from millrace import ConfigError, DataError, IndexedDataset, IndexedDatasetBuild
 from millrace.jobs import convert, converting, merge, split
 from millrace.provenance import OriginsWriter
 from millrace.store import verify
+from tests.conftest import write_documents
 
 
 def write(prefix: Path, seed: int = 0, *, dtype: Any = np.uint16, modes: bool = False) -> None:
@@ -123,8 +124,7 @@ def test_a_dtype_can_be_changed_and_changed_back(tmp_path: Path) -> None:
     assert np.array_equal(wide.tokens, IndexedDataset(tmp_path / "a").tokens)
     convert(str(tmp_path / "wide"), str(tmp_path / "back"), dtype=np.uint16)
     assert content(tmp_path / "back") == content(tmp_path / "a")
-    with IndexedDatasetBuilder(tmp_path / "big", np.int32) as builder:
-        builder.add_document([70_000])
+    write_documents(tmp_path / "big", [[70_000]], np.int32)
     with pytest.raises(ConfigError, match="70000 does not fit uint16"):
         convert(str(tmp_path / "big"), str(tmp_path / "small"), dtype=np.uint16)
     assert not list(tmp_path.glob("small*"))
@@ -182,12 +182,7 @@ def archive() -> bytes:
     [
         ("a.npy", b"", {}, "not an array of tokens|cannot be read"),
         ("a.npy", b"garbage" * 9, {}, "not an array of tokens"),
-        (
-            "a.npy",
-            archive(),
-            {},
-            r"not an array of tokens.*zip archive \(.npz\), save",
-        ),
+        ("a.npy", archive(), {}, r"not an array of tokens.*zip archive \(.npz\), save"),
         ("a.bin", b"1234", {"source_dtype": "S"}, "source_dtype is 'S'; give a dtype of numbers"),
         ("a.bin", b"1234", {"dtype": "token"}, "dtype is 'token'; give a dtype of numbers"),
         ("a.bin", b"123", {"source_dtype": "u2"}, "not a multiple of 2"),
@@ -209,8 +204,7 @@ def test_a_source_that_is_not_an_array_of_tokens_is_refused(
 
 def test_tokens_that_do_not_fit_an_array_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "a", 3)
-    with IndexedDatasetBuilder(tmp_path / "big", np.int32) as builder:
-        builder.add_document([1, 300])
+    write_documents(tmp_path / "big", [[1, 300]], np.int32)
     with pytest.raises(ConfigError, match="token 300 at position 1 does not fit uint8"):
         convert(str(tmp_path / "big"), str(tmp_path / "out.npy"), dtype=np.uint8)
     assert not list(tmp_path.glob("out*"))
@@ -221,10 +215,7 @@ def test_tokens_that_do_not_fit_an_array_are_refused(tmp_path: Path) -> None:
 
 def write_with_bad_entry(prefix: Path, entry: int, value: int) -> None:
     """A pair of 10 documents, one of whose document entries is damaged."""
-    write(prefix)
-    with IndexedDatasetBuilder(prefix, np.int32) as builder:
-        for number in range(10):
-            builder.add_document([number], lengths=[1])
+    write_documents(prefix, [[number] for number in range(10)], np.int32)
     index = bytearray(Path(f"{prefix}.idx").read_bytes())
     place = 34 + 12 * 10 + 8 * entry
     index[place : place + 8] = value.to_bytes(8, "little", signed=True)
@@ -247,9 +238,7 @@ def test_damaged_document_entries_are_not_copied(tmp_path: Path, entry: int, val
 
 
 def test_a_second_split_leaves_no_shard_of_the_first(tmp_path: Path) -> None:
-    with IndexedDatasetBuilder(tmp_path / "data", np.int32) as builder:
-        for number in range(10):
-            builder.add_document([number])
+    write_documents(tmp_path / "data", [[number] for number in range(10)], np.int32)
     split(tmp_path / "data", tmp_path / "shard", documents=1, checksums=True)
     others = ["shard_x.idx", "shard_000005.idx", "shard_00005_text.idx", "my_shard_00005.idx"]
     for name in others:
@@ -266,9 +255,7 @@ def test_a_second_split_leaves_no_shard_of_the_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize("step", range(8))
 def test_a_killed_split_leaves_no_tokens_without_an_index(tmp_path: Path, step: int) -> None:
     """Another tool would take them for raw tokens, and the next split would not know them."""
-    with IndexedDatasetBuilder(tmp_path / "data", np.int32) as builder:
-        for number in range(4):
-            builder.add_document([number])
+    write_documents(tmp_path / "data", [[number] for number in range(4)], np.int32)
     split(tmp_path / "data", tmp_path / "shard", documents=1, checksums=True)
     code = """
 import os, sys
@@ -295,8 +282,7 @@ split(data, shard, documents=2, checksums=False)
 
 
 def test_a_split_does_not_remove_its_source(tmp_path: Path) -> None:
-    with IndexedDatasetBuilder(tmp_path / "shard_00007", np.int32) as builder:
-        builder.add_document([1])
+    write_documents(tmp_path / "shard_00007", [[1]], np.int32)
     split(tmp_path / "shard_00007", tmp_path / "shard", documents=1)
     assert len(IndexedDataset(tmp_path / "shard_00007")) == 1
 
@@ -304,8 +290,7 @@ def test_a_split_does_not_remove_its_source(tmp_path: Path) -> None:
 def test_two_writers_of_one_array_leave_it_whole(tmp_path: Path) -> None:
     """Each has its own temporary file: at every instant readers see a whole array of one writer."""
     for number in range(2):
-        with IndexedDatasetBuilder(tmp_path / f"data{number}", np.int32) as builder:
-            builder.add_document(np.full(200_000, number))
+        write_documents(tmp_path / f"data{number}", [np.full(200_000, number)], np.int32)
     stop = threading.Event()
     errors: list[BaseException] = []
 
