@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from millrace import checks
-from millrace.errors import ConfigError
+from millrace.errors import ConfigError, TextError
 from millrace.text.documents import MAX_DOCUMENT_SIZE, Documents, Query
 from millrace.text.splitting import last_end
-from millrace.text.streams import BLOCK_SIZE, ByteStream, FileIdentity, open_stream
+from millrace.text.streams import (
+    BLOCK_SIZE,
+    NUM_MAGIC_BYTES,
+    STDIN,
+    ByteStream,
+    Decompressed,
+    LineRange,
+    RawFile,
+    compression_of,
+    is_of_a_process,
+    readable,
+)
 
 
 @runtime_checkable
@@ -39,6 +52,7 @@ class Format(Protocol):
     needs_file: bool = False
     is_cut_at_lines: bool = False
     unpacking_memory: int = 0
+    _separator: bytes = b""  # bytes after a document, between which `unpack` cuts
 
     def matches(self, first_bytes: bytes) -> bool:
         """Whether a file that begins with these bytes has the format, whatever its name."""
@@ -68,7 +82,7 @@ class Format(Protocol):
         """The decompressed bytes of a file in pieces of about `size` bytes; one as a whole."""
         if self.needs_file:
             raise ConfigError(f"{file.path} is a {self.name} file, which is read without unpacking")
-        return record_pieces(file, size, b"", block_size)
+        return record_pieces(file, size, self._separator, block_size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,27 +119,19 @@ class InputFile:
         """Whether `pieces_of` divides the file, which `parts_of` does not."""
         return self.format.has_pieces(self)
 
-    def part(
-        self,
-        start: int = 0,
-        stop: int | None = None,
-        *,
-        size: int | None = None,
-        first_line: int | None = -1,
-    ) -> Part:
-        """A part of the file; by default the whole file."""
-        return Part(
+    def part(self, start: int = 0, stop: int | None = None, **fields: Any) -> Part:
+        """A part of the file, with other fields of `Part` if given; by default the whole file."""
+        whole = Part(
             path=self.path,
             format=self.format,
             compression=self.compression,
-            start=start,
-            stop=stop,
-            size=(self.size or 0) if size is None else size,
+            size=self.size or 0,
             source=self.path,
-            first_line=self.format.first_line if first_line == -1 else first_line,
+            first_line=self.format.first_line,
             file_size=self.size,
             mtime_ns=self.mtime_ns,
         )
+        return replace(whole, start=start, stop=stop, **fields)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,9 +172,9 @@ class Part:
         return self.format.unit
 
     @property
-    def identity(self) -> FileIdentity:
+    def identity(self) -> tuple[int | None, int | None]:
         """Size and time that the file must have."""
-        return FileIdentity(self.file_size, self.mtime_ns)
+        return self.file_size, self.mtime_ns
 
     @property
     def is_range_of_lines(self) -> bool:
@@ -188,27 +194,6 @@ class Piece:
 
     part: Part
     chunks: Iterator[bytes]
-
-    @classmethod
-    def of(
-        cls,
-        file: InputFile,
-        chunks_of: Callable[[Piece], Iterator[bytes]],
-        *,
-        first_line: int,
-        byte_offset: int = 0,
-    ) -> Piece:
-        """A piece of a file, with a function that makes its bytes and sets the size of its part."""
-        part = Part(
-            path="",
-            format=file.format,
-            source=file.path,
-            byte_offset=byte_offset,
-            first_line=first_line,
-        )
-        piece = cls(part, iter(()))
-        piece.chunks = chunks_of(piece)
-        return piece
 
 
 def parts_of(file: InputFile, size: int) -> list[Part]:
@@ -243,7 +228,7 @@ def pieces_of(
         ConfigError: A file of a format that is not unpacked.
         TextError: A file that cannot be read, is damaged or truncated, or was changed.
     """
-    size = checks.whole("size", size, 1)
+    checks.whole("size", size, 1)
     return file.format.unpack(
         file, size, max_size=max_document_size, block_size=min(block_size, size)
     )
@@ -261,11 +246,11 @@ def read_documents(part: Part, query: Query) -> Iterator[Documents]:
         TextError: A file that cannot be read, is damaged or truncated, or was changed; a table
             without a column for a key.
     """
-    return filter(_has_content, part.format.read(part, query))
-
-
-def _has_content(documents: Documents) -> bool:
-    return bool(documents.ids or documents.num_lines or documents.num_bytes)
+    return (
+        documents
+        for documents in part.format.read(part, query)
+        if documents.ids or documents.num_lines or documents.num_bytes
+    )
 
 
 def first_line_of(part: Part) -> int:
@@ -273,16 +258,54 @@ def first_line_of(part: Part) -> int:
     return part.format.first_line_of(part) if part.first_line is None else part.first_line
 
 
-def open_part(part: Part) -> contextlib.AbstractContextManager[ByteStream]:
-    """The decompressed bytes of a part; TextError if the file is damaged or was changed."""
-    return open_stream(
-        part.path,
-        source=part.source,
-        compression=part.compression,
-        start=part.start,
-        stop=part.stop,
-        identity=part.identity,
-    )
+@contextlib.contextmanager
+def open_part(part: Part) -> Iterator[ByteStream]:
+    """The decompressed bytes of a part; TextError if the file is damaged or was changed.
+
+    A pipe is read once and never sought; its first bytes tell its compression.
+    """
+    path = part.path
+    with readable(part.source):
+        file = open(0 if path == STDIN else path, "rb", buffering=0, closefd=path != STDIN)  # noqa: SIM115
+    with file, unchanged(part, lambda: os.fstat(file.fileno())) as size:
+        raw = RawFile(file, part.source, size)
+        compression = part.compression
+        if size is None:
+            compression = compression_of(raw.peek(NUM_MAGIC_BYTES))
+        if compression:
+            yield Decompressed(raw, compression)
+        elif part.start or part.stop is not None:
+            yield LineRange(raw, part.start, part.stop)
+        else:
+            yield raw
+
+
+@contextlib.contextmanager
+def unchanged(part: Part, status_of: Callable[[], os.stat_result]) -> Iterator[int | None]:
+    """Checks that a part's file is as it was planned, and stays so until the block ends.
+
+    Yields:
+        The size of a regular file; None of others, whose size and time say nothing.
+    """
+
+    def check(size: int | None, mtime_ns: int | None) -> os.stat_result:
+        with readable(part.source):
+            status = status_of()
+        if size is not None and status.st_size != size:
+            change = f"has {status.st_size} bytes, and had {size} before: it was changed"
+        elif mtime_ns is not None and status.st_mtime_ns != mtime_ns:
+            change = "was written to"
+        else:
+            return status
+        raise TextError(
+            f"{part.source} {change} while the job was running. Run again when the file is complete"
+        )
+
+    status = check(*part.identity)
+    is_regular = stat.S_ISREG(status.st_mode) and not is_of_a_process(part.path)
+    yield status.st_size if is_regular else None
+    if is_regular:
+        check(status.st_size, status.st_mtime_ns)
 
 
 def record_pieces(file: InputFile, size: int, separator: bytes, block_size: int) -> Iterator[Piece]:
@@ -295,8 +318,8 @@ def record_pieces(file: InputFile, size: int, separator: bytes, block_size: int)
         data = stream.read(block_size)
         byte_offset, line, position = 0, file.format.first_line, 0
 
-        def chunks(piece: Piece) -> Iterator[bytes]:
-            nonlocal data, byte_offset, line, position
+        def chunks() -> Iterator[bytes]:
+            nonlocal data, byte_offset, line
             num_bytes, tail, is_last = 0, b"", False  # the tail may be the start of a separator
             while data and not is_last:
                 window = tail + data
@@ -309,10 +332,24 @@ def record_pieces(file: InputFile, size: int, separator: bytes, block_size: int)
                 line += chunk.count(b"\n")
                 yield chunk
             byte_offset += num_bytes
-            piece.part = replace(piece.part, size=stream.position - position)
-            position = stream.position
 
         is_first = True
         while data or (is_first and not separator):
             is_first = False
-            yield Piece.of(file, chunks, first_line=line, byte_offset=byte_offset)
+            place = {"first_line": line, "byte_offset": byte_offset}
+            yield new_piece(file, stream, position, chunks(), **place)
+            position = stream.position
+
+
+def new_piece(
+    file: InputFile, stream: ByteStream, position: int, chunks: Iterator[bytes], **place: int
+) -> Piece:
+    """A piece of what a file's stream gives from a position on."""
+    piece = Piece(Part(path="", format=file.format, source=file.path, **place), iter(()))
+
+    def measured() -> Iterator[bytes]:
+        yield from chunks
+        piece.part = replace(piece.part, size=stream.position - position)
+
+    piece.chunks = measured()
+    return piece

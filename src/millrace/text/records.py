@@ -1,10 +1,10 @@
-"""Texts and ids of JSON records: what Python's `json` reads, at the speed of `orjson`."""
+"""Texts and ids of JSON records and rows: what Python's `json` reads, at the speed of `orjson`."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from millrace import checks
@@ -12,55 +12,41 @@ from millrace import checks
 Text: TypeAlias = "str | list[str]"
 """What a document has under a key: a text, or the texts of its sequences."""
 
-_MISSING = object()
-
 NOT_UNICODE = "not valid Unicode: it has half of a surrogate pair"
+_MISSING = object()
+_TYPE_NAMES = {dict: "object", type(None): "null", bool: "boolean", list: "list", bytes: "bytes"}
 
 
 class BadDocumentError(Exception):
     """A document that cannot be used; the text of the exception is the reason."""
 
 
-def orjson_loads() -> Callable[[bytes], Any] | None:
-    """`orjson.loads`, or None if orjson is not installed."""
-    try:
-        import orjson
-    except ImportError:
-        return None
-    return orjson.loads
-
-
 def parse_json(line: bytes) -> Any:
-    """The value of a line, as Python's `json` reads it.
-
-    Raises:
-        BadDocumentError: A line that is not valid JSON in UTF-8.
+    """The value of a line, as Python's `json` reads it; BadDocumentError if it is not JSON.
 
     >>> parse_json(b'{"a": NaN, "a": 1}')
     {'a': 1}
     """
+    text = decode_text(line, "")
+    begin = repr(line[:60].decode(errors="replace") + "..." * (len(line) > 60))
     try:
-        return json.loads(line.decode())
-    except UnicodeDecodeError as error:
-        raise BadDocumentError(
-            f"byte {error.start + 1} is not UTF-8 ({error.reason}). Convert the file to UTF-8"
-        ) from None
+        return json.loads(text)
     except json.JSONDecodeError as error:
         raise BadDocumentError(
-            f"column {error.colno}: not valid JSON ({error.msg}): {excerpt(line)}. "
+            f"column {error.colno}: not valid JSON ({error.msg}): {begin}. "
             "Each line must be one JSON object; repair or remove the line"
         ) from None
     except (RecursionError, ValueError) as error:
-        raise BadDocumentError(f"the JSON cannot be read ({error}): {excerpt(line)}") from None
+        raise BadDocumentError(f"the JSON cannot be read ({error}): {begin}") from None
 
 
-def decode_text(data: bytes) -> str:
+def decode_text(data: bytes, place: str = " of the text") -> str:
     """The text of bytes; BadDocumentError if they are not UTF-8."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:
         raise BadDocumentError(
-            f"byte {error.start + 1} of the text is not UTF-8 ({error.reason}). "
+            f"byte {error.start + 1}{place} is not UTF-8 ({error.reason}). "
             "Convert the file to UTF-8"
         ) from None
 
@@ -85,24 +71,23 @@ def text_at(record: Any, key: str) -> Text:
         raise BadDocumentError(
             f'there is no key "{key}"; its keys are: {keys}. Name the text\'s key with --json-keys'
         )
-    return check_text(value, key)
+    return _check_text(value, key)
 
 
-def check_text(value: Any, key: str) -> Text:
-    """A text or a list of texts; BadDocumentError if it is something else."""
+def _check_text(value: Any, key: str) -> Text:
     if isinstance(value, str):
         return value
-    if isinstance(value, list):
-        for item in value:
-            if not isinstance(item, str):
-                raise BadDocumentError(
-                    f'the list under "{key}" has a {_type_name(item)}, not only strings'
-                )
-        return value
-    raise BadDocumentError(
-        f'the value of "{key}" is a {_type_name(value)}, not a string or a list of strings. '
-        "Name the text's key with --json-keys"
-    )
+    if not isinstance(value, list):
+        raise BadDocumentError(
+            f'the value of "{key}" is a {_type_name(value)}, not a string or a list of strings. '
+            "Name the text's key with --json-keys"
+        )
+    for item in value:
+        if not isinstance(item, str):
+            raise BadDocumentError(
+                f'the list under "{key}" has a {_type_name(item)}, not only strings'
+            )
+    return value
 
 
 def check_cell(value: Any, key: str) -> Text:
@@ -114,21 +99,27 @@ def check_cell(value: Any, key: str) -> Text:
         raise BadDocumentError(f'column "{key}" is not UTF-8: {checks.shown(value, 60)}')
     if None in items:
         raise BadDocumentError(f'the list in column "{key}" has a null')
-    return check_text(value, key)
+    return _check_text(value, key)
 
 
 def check_unicode(texts: Sequence[Text]) -> None:
     """BadDocumentError if a text has half of a surrogate pair, which UTF-8 cannot encode."""
     for text in texts:
-        try:
-            for item in [text] if isinstance(text, str) else text:
-                item.encode()
-        except UnicodeEncodeError:
-            raise BadDocumentError(f"the text is {NOT_UNICODE}: {checks.shown(text, 60)}") from None
+        if not all(map(is_unicode, [text] if isinstance(text, str) else text)):
+            raise BadDocumentError(f"the text is {NOT_UNICODE}: {checks.shown(text, 60)}")
+
+
+def is_unicode(text: str) -> bool:
+    """Whether UTF-8 can encode a text: it has no half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def id_of(record: dict[str, Any], key: str, line: bytes) -> str | None:
-    """The id of a record: a string as it is, a number as JSON text, and None for others.
+    """The id of a record as text.
 
     >>> id_of({"id": 7}, "id", b'{"id": 7}'), id_of({"id": None}, "id", b'{"id": null}')
     ('7', None)
@@ -144,15 +135,8 @@ def id_text(value: Any) -> str | None:
     """An id as text: a string as it is, a number as JSON text, and None for others."""
     if isinstance(value, str):
         return value if value.isascii() or is_unicode(value) else None
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return json.dumps(value)
-    return None
-
-
-def excerpt(line: bytes) -> str:
-    """The beginning of a line, for a message."""
-    text = line[:60].decode(errors="replace")
-    return repr(text + "..." if len(line) > 60 else text)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return json.dumps(value) if is_number else None
 
 
 def _value_at(record: dict[str, Any], key: str) -> Any:
@@ -166,15 +150,5 @@ def _value_at(record: dict[str, Any], key: str) -> Any:
     return value
 
 
-def is_unicode(text: str) -> bool:
-    """Whether UTF-8 can encode a text: it has no half of a surrogate pair."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _type_name(value: Any) -> str:
-    names = {dict: "object", type(None): "null", bool: "boolean", list: "list", bytes: "bytes"}
-    return f"JSON {names.get(type(value), 'number')}"
+    return f"JSON {_TYPE_NAMES.get(type(value), 'number')}"

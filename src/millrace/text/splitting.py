@@ -7,18 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from millrace.text.streams import BLOCK_SIZE, ByteStream
+from millrace.text.streams import ByteStream
 
 UTF8_BOM = b"\xef\xbb\xbf"
 
 
 class Records(NamedTuple):
-    """Whole records.
-
-    Attributes:
-        byte_offset: Position of the first byte in the decompressed data.
-        records: Records, each with the separator after it; only the last of a file may lack it.
-    """
+    """Whole records from a byte of the decompressed data on, each with the separator after it;
+    only the last of a file may lack it."""
 
     byte_offset: int
     records: list[bytes]
@@ -48,11 +44,7 @@ def last_end(data: bytes, separator: bytes) -> int:
 
 
 def records_of(
-    stream: ByteStream,
-    separator: bytes,
-    max_size: int,
-    block_size: int = BLOCK_SIZE,
-    byte_offset: int = 0,
+    stream: ByteStream, separator: bytes, max_size: int, block_size: int, byte_offset: int
 ) -> Iterator[Records | LongRecord]:
     """The records of a stream, in blocks of about `block_size` bytes.
 
@@ -65,37 +57,39 @@ def records_of(
         block_size: Number of bytes to read at a time.
         byte_offset: Position of the stream's first byte in the source.
     """
-    offset, data = _start(stream, block_size, byte_offset)
+    data, offset = b"", byte_offset
+    if byte_offset == 0:
+        while len(data) < len(UTF8_BOM) and (more := stream.read(block_size)):
+            data += more
+        offset = len(UTF8_BOM) * data.startswith(UTF8_BOM)
+        data = data[offset:]
+    long: LongRecord | None = None
     while True:
         records, rest = _split(data, separator)
+        end = offset + len(data) - len(rest)
+        if records and long is not None:
+            long.num_newlines += records[0].count(b"\n")
+            offset += len(records.pop(0))
+            long = None
         if records:
             yield Records(offset, records)
-            offset += len(data) - len(rest)
-        if _num_inside(rest, separator) > max_size:
-            record = LongRecord(offset)
-            yield record
-            size, record.num_newlines, data = _skip_record(stream, rest, separator, block_size)
-            offset += size
-            if data:
-                continue
-            rest = b""
+        offset = end
+        # The last bytes may be the start of a separator.
+        inside = max(len(rest) - max(len(separator) - 1, 0), 0)
+        if long is None and inside > max_size:
+            long = LongRecord(offset)
+            yield long
+        if long is not None:
+            long.num_newlines += rest.count(b"\n", 0, inside)
+            offset, rest = offset + inside, rest[inside:]
         more = stream.read(read_size(len(rest), max_size, block_size))
         if not more:
             break
         data = rest + more
-    if rest:
+    if long is not None:
+        long.num_newlines += rest.count(b"\n")
+    elif rest:
         yield Records(offset, [rest])
-
-
-def _start(stream: ByteStream, block_size: int, byte_offset: int) -> tuple[int, bytes]:
-    """The position of the first bytes, and these without a byte order mark."""
-    data = b""
-    if byte_offset == 0:
-        while len(data) < len(UTF8_BOM) and (more := stream.read(block_size)):
-            data += more
-        if data.startswith(UTF8_BOM):
-            return len(UTF8_BOM), data[len(UTF8_BOM) :]
-    return byte_offset, data
 
 
 def _split(data: bytes, separator: bytes) -> tuple[list[bytes], bytes]:
@@ -108,34 +102,6 @@ def _split(data: bytes, separator: bytes) -> tuple[list[bytes], bytes]:
         return records, rest
     *records, rest = data.split(separator)
     return [record + separator for record in records], rest
-
-
-def _skip_record(
-    stream: ByteStream, data: bytes, separator: bytes, block_size: int
-) -> tuple[int, int, bytes]:
-    """Reads to the end of a record that begins with `data`.
-
-    Returns:
-        The size of the record and its separator, the number of line breaks in them, and the bytes
-        that were read after them.
-    """
-    size = num_newlines = 0
-    while True:
-        found = data.find(separator) if separator else -1
-        more = b"" if found >= 0 else stream.read(block_size)
-        end = found + len(separator) if found >= 0 else len(data)
-        if more:
-            end = _num_inside(data, separator)
-        size += end
-        num_newlines += data.count(b"\n", 0, end)
-        data = data[end:] + more
-        if not more:
-            return size, num_newlines, data
-
-
-def _num_inside(data: bytes, separator: bytes) -> int:
-    """The number of bytes that are of a record for certain: the last may be of a separator."""
-    return max(len(data) - max(len(separator) - 1, 0), 0)
 
 
 def read_size(num_bytes: int, max_size: int, block_size: int) -> int:

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,24 +14,57 @@ import numpy as np
 
 from millrace.errors import TextError
 from millrace.text.documents import Batch, Documents, Query
-from millrace.text.formats.arrow_columns import Rows, TextColumns
-from millrace.text.parts import Format, InputFile, Part
+from millrace.text.parts import Format, InputFile, Part, unchanged
 from millrace.text.records import BadDocumentError, Text, check_cell, id_text
-from millrace.text.streams import FileIdentity, check_unchanged, readable
+from millrace.text.streams import readable
 
 _BATCH_SIZE = 1 << 20  # bytes of text
 _MOST_ROWS = 1 << 11  # in a batch: texts that are stored once may be repeated in each row
 _ARROW_FILE_MAGIC = b"ARROW1"
+_TEXT_TYPES = ("string", "large_string", "binary", "large_binary", "null")
 
 
-class Parquet(Format):
+class _Table(Format):
+    """Rows of tables; a part is a range of groups of rows, as the file holds them."""
+
+    unit = "row"
+    first_line = 0
+    needs_file = True
+
+    def read(self, part: Part, query: Query) -> Iterator[Documents]:
+        batch, row = Batch(query, part.size), 0
+        with unchanged(part, lambda: os.stat(part.path)):
+            for columns, ids, share in self._rows(part, query):
+                _add_rows(columns, ids, row, query, batch)
+                row += len(ids)
+                yield batch.take(row, int(share * (1 << 32)), 1 << 32)
+
+    def _rows(self, part: Part, query: Query) -> Iterator[tuple[list[list[Any]], list[Any], float]]:
+        """Values of each key, ids, and the share of the part that has been read."""
+        with _table_errors(part.source):
+            for group, before, after in self._groups(part, query):
+                # In slices of about 1 MB.
+                step = group.num_rows * _BATCH_SIZE // max(group.nbytes, 1)
+                step = min(max(step, 1), _MOST_ROWS)
+                for start in range(0, group.num_rows, step):
+                    rows = group.slice(start, step)
+                    columns = [_values(_column(rows, key)) for key in query.keys]
+                    ids = [None] * rows.num_rows
+                    if _type_of(rows.schema, query.id_key) is not None:
+                        ids = _id_values(_column(rows, query.id_key))
+                    share = (start + rows.num_rows) / group.num_rows
+                    yield columns, ids, before + (after - before) * share
+
+    def _groups(self, part: Part, query: Query) -> Iterator[tuple[Any, float, float]]:
+        """Record batches of a part, with what share of it is before and after each."""
+        raise NotImplementedError
+
+
+class Parquet(_Table):
     """Rows of Parquet files; a part is a range of row groups."""
 
     name = "parquet"
     endings = (".parquet", ".pq")
-    unit = "row"
-    first_line = 0
-    needs_file = True
 
     def matches(self, first_bytes: bytes) -> bool:
         return first_bytes.startswith(b"PAR1")
@@ -45,38 +79,31 @@ class Parquet(Format):
         rows = itertools.accumulate((int(group.num_rows) for group in groups), initial=0)
         return _ranges(file, size, weights, [*rows])
 
-    def read(self, part: Part, query: Query) -> Iterator[Documents]:
-        return _table_documents(part, query, self._rows(part, query))
-
-    def _rows(self, part: Part, query: Query) -> Iterator[Rows]:
-        with _table_errors(part.source), _parquet_file(part.path) as file:
-            columns = TextColumns(file.schema_arrow, query, part.source)
+    def _groups(self, part: Part, query: Query) -> Iterator[tuple[Any, float, float]]:
+        with _parquet_file(part.path) as file:
+            names = _text_columns(file.schema_arrow, query, part.source)
             metadata = file.metadata
-            groups = range(metadata.num_row_groups)[part.start : part.stop]
-            num_rows = sum(metadata.row_group(group).num_rows for group in groups)
-            num_bytes = sum(
-                _text_size(metadata.row_group(group), columns.names) for group in groups
-            )
+            numbers = range(metadata.num_row_groups)[part.start : part.stop]
+            groups = [metadata.row_group(number) for number in numbers]
+            num_rows = sum(group.num_rows for group in groups)
+            num_bytes = sum(_text_size(group, names) for group in groups)
             batch_size = num_rows * _BATCH_SIZE // max(num_bytes, 1)
             row = 0
             for batch in file.iter_batches(
                 batch_size=min(max(batch_size, 1), _MOST_ROWS),
-                row_groups=list(groups),
-                columns=columns.names,
+                row_groups=[*numbers],
+                columns=names,
                 use_threads=False,
             ):
                 before, row = row, row + batch.num_rows
-                yield from _slices(batch, columns, before / num_rows, row / num_rows)
+                yield batch, before / num_rows, row / num_rows
 
 
-class Arrow(Format):
+class Arrow(_Table):
     """Rows of Arrow files and streams; a part of a file is a range of record batches."""
 
     name = "arrow"
     endings = (".arrow", ".arrows", ".feather", ".ipc")
-    unit = "row"
-    first_line = 0
-    needs_file = True
 
     def matches(self, first_bytes: bytes) -> bool:
         return first_bytes.startswith(_ARROW_FILE_MAGIC)
@@ -102,33 +129,32 @@ class Arrow(Format):
         ):
             return sum(file.get_batch(number).num_rows for number in range(part.start))
 
-    def read(self, part: Part, query: Query) -> Iterator[Documents]:
-        return _table_documents(part, query, self._rows(part, query))
-
-    def _rows(self, part: Part, query: Query) -> Iterator[Rows]:
+    def _groups(self, part: Part, query: Query) -> Iterator[tuple[Any, float, float]]:
         import pyarrow
 
-        with _table_errors(part.source), pyarrow.OSFile(part.path) as file:
+        with pyarrow.OSFile(part.path) as file:
             size = max(file.size(), 1)
             is_file = _is_arrow_file(file)
             with _arrow_reader(file, is_file) as reader:
                 schema = reader.schema
-            columns = TextColumns(schema, query, part.source)
-            roots = {name if name in schema.names else name.split(".")[0] for name in columns.names}
+            names = _text_columns(schema, query, part.source)
+            roots = {name if name in schema.names else name.split(".")[0] for name in names}
             fields = [number for number, name in enumerate(schema.names) if name in roots]
             file.seek(0)
             with _arrow_reader(file, is_file, fields) as reader:
                 if is_file:
                     numbers = range(reader.num_record_batches)[part.start : part.stop]
-                    bounds = np.linspace(0, 1, len(numbers) + 1).tolist()
                     batches = map(reader.get_batch, numbers)
-                    for batch, before, after in zip(batches, bounds, bounds[1:], strict=False):
-                        yield from _slices(_checked(batch), columns, before, after)
-                    return
-                position = 0
-                for batch in reader:
-                    before, position = position, file.tell()
-                    yield from _slices(_checked(batch), columns, before / size, position / size)
+                    positions = np.linspace(0, 1, len(numbers) + 1)[1:].tolist()
+                else:
+                    batches = iter(reader)
+                    positions = (file.tell() / size for _ in itertools.count())
+                before = 0.0
+                for batch, after in zip(batches, positions, strict=False):
+                    for column in batch.columns:
+                        _check_offsets(column)
+                    yield batch, before, after
+                    before = after
 
 
 @contextlib.contextmanager
@@ -150,13 +176,11 @@ def _table_errors(source: str) -> Iterator[None]:
         ) from None
 
 
-@contextlib.contextmanager
-def _parquet_file(path: str) -> Iterator[Any]:
+def _parquet_file(path: str) -> Any:
     from pyarrow import parquet
 
     # A buffer: a column of a large row group is read bit by bit.
-    with parquet.ParquetFile(path, buffer_size=_BATCH_SIZE, pre_buffer=False) as file:
-        yield file
+    return parquet.ParquetFile(path, buffer_size=_BATCH_SIZE, pre_buffer=False)
 
 
 def _is_arrow_file(data: Any) -> bool:
@@ -207,54 +231,19 @@ def _text_size(group: Any, names: Sequence[str]) -> int:
     )
 
 
-def _checked(batch: Any) -> Any:
-    """The record batch, if its offsets are valid: others would lead to any place in memory."""
-    import pyarrow
-
-    for column in batch.columns:
-        try:
-            column.validate(full=True)
-        except pyarrow.ArrowInvalid as error:
-            if "UTF8" not in str(error):  # rows that are not UTF-8 are rejected one by one
-                raise
-    return batch
-
-
-def _slices(batch: Any, columns: TextColumns, before: float, after: float) -> Iterator[Rows]:
-    """The rows of a record batch, in slices of about 1 MB."""
-    count = batch.num_rows
-    step = min(max(count * _BATCH_SIZE // max(batch.nbytes, 1), 1), _MOST_ROWS)
-    for row in range(0, count, step):
-        part = batch.slice(row, step)
-        yield columns.rows(part, before + (after - before) * (row + part.num_rows) / count)
-
-
 # ---- documents of rows ----
 
 
-def _table_documents(part: Part, query: Query, slices: Iterator[Rows]) -> Iterator[Documents]:
-    with readable(part.source):
-        status = os.stat(part.path)
-    check_unchanged(part.source, status, part.identity)
-    batch, row = Batch(query, part.size), 0
-    for rows in slices:
-        _add_rows(rows, row, query, batch)
-        row += len(rows.columns[0])
-        yield batch.take(row, int(rows.share * (1 << 32)), 1 << 32)
-    with readable(part.source):
-        after = os.stat(part.path)
-    check_unchanged(part.source, after, FileIdentity(status.st_size, status.st_mtime_ns))
-
-
-def _add_rows(rows: Rows, first: int, query: Query, batch: Batch) -> None:
+def _add_rows(
+    columns: list[list[Any]], id_values: list[Any], first: int, query: Query, batch: Batch
+) -> None:
     """Adds the documents of some rows, of which the first is number `first` of the part."""
-    count = len(rows.columns[0])
-    ids: list[str | None] = [None] * count if rows.ids is None else [*map(id_text, rows.ids)]
-    if not query.skip_empty and _are_short_texts(rows.columns, query.max_size):
-        numbers = np.arange(first, first + count, dtype=np.int64)
-        batch.add_all(rows.columns, numbers, np.full(count, -1, np.int64), ids)
+    ids = [*map(id_text, id_values)]
+    if not query.skip_empty and _are_short_texts(columns, query.max_size):
+        numbers = np.arange(first, first + len(ids), dtype=np.int64)
+        batch.add_all(columns, numbers, np.full(len(ids), -1, np.int64), ids)
         return
-    for row, values in enumerate(zip(*rows.columns, strict=True)):
+    for row, values in enumerate(zip(*columns, strict=True)):
         try:
             texts = [check_cell(value, key) for value, key in zip(values, query.keys, strict=True)]
             if any(_is_too_long(text, query.max_size) for text in texts):
@@ -263,8 +252,8 @@ def _add_rows(rows: Rows, first: int, query: Query, batch: Batch) -> None:
                 batch.add(texts, first + row, id_=ids[row])
         except BadDocumentError as error:
             # Bytes that are not UTF-8 become halves of surrogate pairs.
-            row_as_json = json.dumps(dict(zip(query.keys, values, strict=True)), default=_as_text)
-            query.reject(first + row, -1, str(error), row_as_json.encode())
+            record = dict(zip(query.keys, values, strict=True))
+            query.reject(first + row, -1, str(error), json.dumps(record, default=_escaped).encode())
 
 
 def _are_short_texts(columns: list[list[Any]], max_size: int) -> bool:
@@ -283,5 +272,132 @@ def _is_too_long(text: Text, max_size: int) -> bool:
     return sum(len(text.encode()) for text in texts) > max_size
 
 
-def _as_text(value: Any) -> str:
+def _escaped(value: Any) -> str:
     return value.decode(errors="surrogateescape") if isinstance(value, bytes) else str(value)
+
+
+# ---- columns ----
+
+
+def _text_columns(schema: Any, query: Query, source: str) -> list[str]:
+    """The names and paths of the columns that hold the texts and the ids, each once.
+
+    Raises:
+        TextError: A table without a column for a key, or with one of another type.
+    """
+    for key in query.keys:
+        if schema.names.count(key) > 1:
+            raise TextError(f'{source} has {schema.names.count(key)} columns "{key}"')
+        type_ = _type_of(schema, key)
+        if type_ is None:
+            names = ", ".join(schema.names[:10]) or "none"
+            problem = f' has no column "{key}"; its columns are: {names}'
+        elif not _is_text(type_):
+            problem = f': column "{key}" is {type_}, not a text or a list of texts'
+        else:
+            continue
+        raise TextError(f"{source}{problem}. Name the text's column with --json-keys")
+    has_ids = _type_of(schema, query.id_key) is not None
+    return [*dict.fromkeys([*query.keys, *[query.id_key] * has_ids])]
+
+
+def _type_of(schema: Any, key: str) -> Any:
+    """The type of a column, or of what dots reach in a struct column; None if there is none."""
+    import pyarrow
+
+    if schema.names.count(key) == 1:
+        return schema.field(key).type
+    first, *rest = key.split(".")
+    if schema.names.count(first) != 1:
+        return None
+    type_ = schema.field(first).type
+    for name in rest:
+        if not pyarrow.types.is_struct(type_) or type_.get_field_index(name) < 0:
+            return None
+        type_ = type_.field(name).type
+    return type_
+
+
+def _is_text(type_: Any, is_list: bool = False) -> bool:
+    from pyarrow import types
+
+    type_ = getattr(type_, "storage_type", type_)  # of an extension type
+    if types.is_dictionary(type_):
+        type_ = type_.value_type
+    lists = types.is_list(type_) or types.is_large_list(type_) or types.is_fixed_size_list(type_)
+    if lists and not is_list:
+        return _is_text(type_.value_type, True)
+    return str(type_) in _TEXT_TYPES or "view" in str(type_)
+
+
+def _column(batch: Any, name: str) -> Any:
+    if name in batch.schema.names:
+        return batch.column(name)
+    first, *rest = name.split(".")
+    column = batch.column(first)
+    for part in rest:
+        # `flatten` gives the children null where their parent is null.
+        column = column.flatten()[column.type.get_field_index(part)]
+    return column
+
+
+def _id_values(column: Any) -> list[Any]:
+    """Values of an id column: times and decimals as Arrow's text for them, UUIDs in their usual
+    form, other bytes as text or in hexadecimal, None of lists and structs."""
+    import pyarrow
+    from pyarrow import types
+
+    column = _plain(column)
+    if types.is_nested(column.type) or types.is_interval(column.type):
+        return [None] * len(column)
+    if types.is_temporal(column.type) or types.is_decimal(column.type):
+        column = column.cast(pyarrow.string())  # Python's types have no nanoseconds
+    if types.is_fixed_size_binary(column.type) and column.type.byte_width == 16:
+        return [None if id_ is None else str(uuid.UUID(bytes=id_)) for id_ in column.to_pylist()]
+    return [id_.hex() if isinstance(id_, bytes) else id_ for id_ in _values(column)]
+
+
+def _values(column: Any) -> list[Any]:
+    """The values of a column as Python's: str, or bytes where they are not UTF-8."""
+    import pyarrow
+    from pyarrow import types
+
+    _check_offsets(getattr(column, "storage", column))
+    column = _plain(column)
+    with contextlib.suppress(pyarrow.ArrowException, UnicodeDecodeError):
+        if types.is_string(column.type) or types.is_large_string(column.type):
+            return column.to_numpy(zero_copy_only=False).tolist()  # type: ignore[no-any-return]
+        return [_as_text(value) for value in column.to_pylist()]
+    is_list = types.is_nested(column.type)
+    binary = pyarrow.large_list(pyarrow.large_binary()) if is_list else pyarrow.large_binary()
+    column = column.cast(binary)
+    column.validate(full=True)  # of nested columns, only the first problem is known so far
+    return [_as_text(value) for value in column.to_pylist()]
+
+
+def _check_offsets(column: Any) -> None:
+    """ArrowInvalid unless all offsets are valid: others would lead to any place in memory."""
+    import pyarrow
+
+    try:
+        column.validate(full=True)
+    except pyarrow.ArrowInvalid as error:
+        if "UTF8" not in str(error):  # rows that are not UTF-8 are rejected one by one
+            raise
+
+
+def _plain(column: Any) -> Any:
+    """The column without a dictionary or an extension type."""
+    column = getattr(column, "storage", column)
+    if hasattr(column, "dictionary_decode"):
+        column = column.dictionary_decode()
+    return getattr(column, "storage", column)
+
+
+def _as_text(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_as_text(item) for item in value]
+    if isinstance(value, bytes):
+        with contextlib.suppress(UnicodeDecodeError):
+            return value.decode()
+    return value

@@ -6,12 +6,11 @@ import csv
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 from millrace.errors import TextError
 from millrace.text.documents import Batch, Documents, Query
-from millrace.text.parts import Format, InputFile, Part, Piece, open_part
+from millrace.text.parts import Format, InputFile, Part, Piece, new_piece, open_part
 from millrace.text.records import BadDocumentError, decode_text
 from millrace.text.splitting import UTF8_BOM, read_size
 from millrace.text.streams import BLOCK_SIZE, ByteStream
@@ -24,11 +23,6 @@ class Csv(Format):
 
     A piece of a file begins with the header. A row that is too long has none of its bytes there,
     but as many others, so that it is too long there, too.
-
-    Args:
-        name: Name of the format.
-        delimiter: Character between two fields.
-        endings: Endings of file names that tell the format.
     """
 
     unit = "row"
@@ -44,7 +38,7 @@ class Csv(Format):
     def read(self, part: Part, query: Query) -> Iterator[Documents]:
         batch, size = Batch(query, part.size), 0
         with open_part(part) as stream:
-            rows = self._rows(stream, query.max_size, query.block_size)
+            rows = _rows(stream, self._delimiter, query.max_size, query.block_size)
             columns, number, _ = _read_header(rows, part.source)
             if columns:  # an empty file needs none
                 places = [_place_of(columns, key, part.source) for key in query.keys]
@@ -56,8 +50,7 @@ class Csv(Format):
                     elif row.is_document(len(columns)):
                         texts = [decode_text(row.field(place)) for place in places]
                         id_ = None if id_place is None else row.field(id_place)
-                        name = None if id_ is None else id_.decode(errors="replace")
-                        batch.add(texts, number, id_=name)
+                        batch.add(texts, number, id_=id_ and id_.decode(errors="replace"))
                 except BadDocumentError as error:
                     query.reject(number, -1, str(error), row.data)
                 number += 1
@@ -71,12 +64,12 @@ class Csv(Format):
         self, file: InputFile, size: int, *, max_size: int, block_size: int
     ) -> Iterator[Piece]:
         with open_part(file.part()) as stream:
-            rows = self._rows(stream, max_size, block_size)
+            rows = _rows(stream, self._delimiter, max_size, block_size)
             _, number, header = _read_header(rows, file.path)
             row, position = next(rows, None), 0
 
-            def chunks(piece: Piece) -> Iterator[bytes]:
-                nonlocal row, number, position
+            def chunks() -> Iterator[bytes]:
+                nonlocal row, number
                 # Of two byte order marks, the second is a part of the header.
                 yield UTF8_BOM + header
                 num_bytes = 0
@@ -88,40 +81,14 @@ class Csv(Format):
                     number += 1
                     num_bytes += max_size if row.is_long else len(row.data)
                     row = next(rows, None)
-                piece.part = replace(piece.part, size=stream.position - position)
-                position = stream.position
 
             while row is not None:
                 # The header is the row before the first.
-                yield Piece.of(file, chunks, first_line=number)
-
-    def _rows(self, stream: ByteStream, max_size: int, block_size: int) -> Iterator[CsvRow]:
-        """The rows of a stream, with blank ones.
-
-        Args:
-            stream: The bytes.
-            max_size: Size of the longest row in bytes. A longer one is read to its end, but is
-                never in memory.
-            block_size: Number of bytes to read at a time.
-        """
-        csv.field_size_limit(sys.maxsize)  # of the whole process: 128 kB by default
-        lines = _Lines(stream, max_size, block_size)
-        reader = csv.reader(lines, delimiter=self._delimiter)
-        while True:
-            lines.data, lines.size = bytearray(), 0
-            problem = ""
-            try:
-                fields = next(reader)
-            except StopIteration:
-                return
-            except csv.Error as error:  # before Python 3.11, of a zero byte
-                fields, problem = [], f"the row cannot be read ({error})"
-            if lines.has_ended:
-                problem = _NO_QUOTE
-            yield CsvRow(fields, bytes(lines.data), lines.size > max_size, problem)
+                yield new_piece(file, stream, position, chunks(), first_line=number)
+                position = stream.position
 
 
-class CsvRow(NamedTuple):
+class _Row(NamedTuple):
     """A row; without fields if it is blank.
 
     Attributes:
@@ -148,11 +115,10 @@ class CsvRow(NamedTuple):
         return bool(self.fields)
 
     def field(self, place: int) -> bytes:
-        """The bytes of a field."""
         return self.fields[place].encode("latin-1")
 
 
-def _read_header(rows: Iterator[CsvRow], source: str) -> tuple[tuple[str, ...], int, bytes]:
+def _read_header(rows: Iterator[_Row], source: str) -> tuple[list[str], int, bytes]:
     """The names of the columns, the number of rows that were read, and the bytes of the header.
 
     Raises:
@@ -164,18 +130,17 @@ def _read_header(rows: Iterator[CsvRow], source: str) -> tuple[tuple[str, ...], 
         if problem:
             raise TextError(f"{source}, row {number}, the header: {problem}")
         try:
-            columns = tuple(field.encode("latin-1").decode() for field in row.fields)
+            columns = [field.encode("latin-1").decode() for field in row.fields]
         except UnicodeDecodeError:
             raise TextError(
                 f"{source}, row {number}: the header is not UTF-8. Convert the file to UTF-8"
             ) from None
         if columns:
             return columns, number, row.data
-    return (), number, b""
+    return [], number, b""
 
 
-def _place_of(columns: tuple[str, ...], key: str, source: str) -> int:
-    """The place of a column; TextError unless there is one of that name."""
+def _place_of(columns: list[str], key: str, source: str) -> int:
     if columns.count(key) != 1:
         names = ", ".join(columns[:10]) or "none"
         raise TextError(
@@ -185,53 +150,51 @@ def _place_of(columns: tuple[str, ...], key: str, source: str) -> int:
     return columns.index(key)
 
 
-class _Lines:
-    """Lines for `csv.reader`, which asks for more of them while a quoted field is open.
+def _rows(stream: ByteStream, delimiter: str, max_size: int, block_size: int) -> Iterator[_Row]:
+    """The rows of a stream, with blank ones. A longer one than `max_size` bytes is read to its end,
+    but is never in memory."""
+    csv.field_size_limit(sys.maxsize)  # of the whole process: 128 kB by default
+    data, size, has_ended = bytearray(), 0, False  # of the row, as far as it is not too long
 
-    Attributes:
-        data, size: Lines of the row, as far as it is not too long, and their size in bytes. A list
-            of short lines would take 50 times their size.
-        has_ended: Whether the reader has asked for a line after the last.
-    """
+    def lines() -> Iterator[str]:
+        """Lines, of which `csv` asks for more while a quoted field is open."""
+        nonlocal size, has_ended
+        rest, mark = b"", UTF8_BOM
+        while block := stream.read(read_size(len(rest), max_size, block_size)):
+            pieces = (rest + block).splitlines(keepends=True)
+            # A CR at the end may be the first half of a CRLF.
+            rest = b"" if pieces[-1].endswith(b"\n") else pieces.pop()
+            if pieces:
+                pieces[0] = pieces[0].removeprefix(mark)
+                mark = b""
+                yield from map(taken, pieces)
+            if len(rest) > max_size:  # of the row that the reader is in
+                size += len(rest)
+                rest = _outline(rest)
+        if rest:
+            yield taken(rest.removeprefix(mark))
+        has_ended = True
 
-    def __init__(self, stream: ByteStream, max_size: int, block_size: int) -> None:
-        self._max_size = max_size
-        self._lines = self._split(stream, block_size)
-        self.data = bytearray()
-        self.size = 0
-        self.has_ended = False
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        line = next(self._lines, None)
-        if line is None:
-            self.has_ended = True
-            raise StopIteration
-        self.size += len(line)
-        if self.size <= self._max_size:
-            self.data += line
+    def taken(line: bytes) -> str:
+        nonlocal size, data
+        size += len(line)
+        if size <= max_size:
+            data += line
         else:
-            self.data.clear()
+            data.clear()
             line = _outline(line) if b'"' in line else b""
         return line.decode("latin-1")
 
-    def _split(self, stream: ByteStream, block_size: int) -> Iterator[bytes]:
-        rest, mark = b"", UTF8_BOM
-        while data := stream.read(read_size(len(rest), self._max_size, block_size)):
-            lines = (rest + data).splitlines(keepends=True)
-            # A CR at the end may be the first half of a CRLF.
-            rest = b"" if lines[-1].endswith(b"\n") else lines.pop()
-            if lines:
-                lines[0] = lines[0].removeprefix(mark)
-                mark = b""
-                yield from lines
-            if len(rest) > self._max_size:  # of the row that the reader is in
-                self.size += len(rest)
-                rest = _outline(rest)
-        if rest:
-            yield rest.removeprefix(mark)
+    reader = csv.reader(lines(), delimiter=delimiter)
+    while True:
+        data, size, problem = bytearray(), 0, ""
+        try:
+            fields = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:  # before Python 3.11, of a zero byte
+            fields, problem = [], f"the row cannot be read ({error})"
+        yield _Row(fields, bytes(data), size > max_size, _NO_QUOTE if has_ended else problem)
 
 
 def _outline(line: bytes) -> bytes:

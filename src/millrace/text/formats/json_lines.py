@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from millrace.text.documents import Batch, Documents, Query
-from millrace.text.parts import Format, InputFile, Part, Piece, open_part, record_pieces
-from millrace.text.records import (
-    BadDocumentError,
-    Text,
-    check_unicode,
-    id_of,
-    orjson_loads,
-    parse_json,
-    text_at,
-)
+from millrace.text.parts import Format, InputFile, Part, open_part
+from millrace.text.records import BadDocumentError, Text, check_unicode, id_of, parse_json, text_at
 from millrace.text.splitting import LongRecord, Records, records_of
 
-Loads = Callable[[bytes], Any]
+try:
+    from orjson import loads
+except ImportError:  # lines are parsed one by one
+
+    def loads(line: Any, /) -> Any:
+        raise ValueError
+
 
 _READ_SIZE = 1 << 20
 
@@ -31,6 +30,7 @@ class JsonLines(Format):
     name = "jsonl"
     endings = (".jsonl", ".ndjson", ".json")
     is_cut_at_lines = True
+    _separator = b"\n"
 
     def cut(self, file: InputFile, size: int) -> Iterator[Part]:
         end = file.size if file.is_plain else None
@@ -53,13 +53,7 @@ class JsonLines(Format):
     def has_pieces(self, file: InputFile) -> bool:
         return not file.is_plain
 
-    def unpack(
-        self, file: InputFile, size: int, *, max_size: int, block_size: int
-    ) -> Iterator[Piece]:
-        return record_pieces(file, size, b"\n", block_size)
-
     def read(self, part: Part, query: Query) -> Iterator[Documents]:
-        loads = orjson_loads()
         batch, line = Batch(query, part.size), 0
         with open_part(part) as stream:
             offset = part.byte_offset + stream.first_byte
@@ -68,62 +62,50 @@ class JsonLines(Format):
                     query.reject_long(line, block.byte_offset, "line")
                     line += 1
                     continue
-                _add_lines(block, line, query, batch, loads)
+                _add_lines(block, line, query, batch)
                 line += len(block.records)
                 yield batch.take(line, stream.position, stream.size)
             yield batch.take(line, stream.position, stream.size)
 
 
-def _add_lines(block: Records, first: int, query: Query, batch: Batch, loads: Loads | None) -> None:
+def _add_lines(block: Records, first: int, query: Query, batch: Batch) -> None:
     """Adds the documents of a block of lines, of which the first is number `first` of the part."""
     lines = block.records
     sizes = np.fromiter(map(len, lines), np.int64, len(lines))
     offsets = block.byte_offset + np.cumsum(sizes) - sizes
     records: list[Any] | None = None
-    try:
-        if loads is not None and sizes.max() <= query.max_size:
+    if sizes.max() <= query.max_size:
+        with contextlib.suppress(ValueError):
             records = list(map(loads, lines))
-    except ValueError:
-        pass
     if records is not None and not query.skip_empty:
         texts = _plain_texts(records, query.keys)
         if texts is not None:
             numbers = np.arange(first, first + len(lines), dtype=np.int64)
             batch.add_all(texts, numbers, offsets, _ids(records, lines, query.id_key))
             return
-    for place, (line, offset) in enumerate(zip(lines, offsets.tolist(), strict=True)):
+    for number, (line, offset) in enumerate(zip(lines, offsets.tolist(), strict=True)):
         content = line.removesuffix(b"\n")
         if len(content) > query.max_size:
-            query.reject_long(first + place, offset, "line")
+            query.reject_long(first + number, offset, "line")
             continue
         if not content.strip():
             continue
         try:
-            if records is None:
-                record, is_doubtful = _parse(content, loads)
-            else:
-                record, is_doubtful = records[place], False
+            record = _parse(content, query.keys) if records is None else records[number]
             texts_of_record = [text_at(record, key) for key in query.keys]
-            if is_doubtful:
-                check_unicode(texts_of_record)
-            id_ = id_of(record, query.id_key, line)
-            batch.add(texts_of_record, first + place, offset, id_)
+            batch.add(texts_of_record, first + number, offset, id_of(record, query.id_key, line))
         except BadDocumentError as error:
-            query.reject(first + place, offset, str(error), content)
+            query.reject(first + number, offset, str(error), content)
 
 
-def _parse(line: bytes, loads: Loads | None) -> tuple[Any, bool]:
-    """The value of a line, and whether it may hold halves of surrogate pairs, which orjson refuses.
-
-    Raises:
-        BadDocumentError: A line that is not valid JSON in UTF-8.
-    """
-    if loads is not None:
-        try:
-            return loads(line), False
-        except ValueError:
-            pass
-    return parse_json(line), True
+def _parse(line: bytes, keys: tuple[str, ...]) -> Any:
+    """The value of a line; BadDocumentError if it is not valid JSON with texts in UTF-8."""
+    try:
+        return loads(line)
+    except ValueError:
+        record = parse_json(line)
+        check_unicode([text_at(record, key) for key in keys])  # orjson takes no half of a pair
+        return record
 
 
 def _plain_texts(records: list[Any], keys: tuple[str, ...]) -> list[list[Text]] | None:
@@ -132,9 +114,7 @@ def _plain_texts(records: list[Any], keys: tuple[str, ...]) -> list[list[Text]] 
         columns = [[record[key] for record in records] for key in keys]
     except (KeyError, TypeError):
         return None
-    if not all({*map(type, column)} == {str} for column in columns):
-        return None
-    return columns
+    return columns if all({*map(type, column)} == {str} for column in columns) else None
 
 
 def _ids(records: list[Any], lines: list[bytes], key: str) -> list[str | None]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from millrace import checks
 from millrace.errors import ConfigError
 from millrace.text.documents import Batch, Documents, Query
-from millrace.text.parts import Format, InputFile, Part, Piece, open_part, record_pieces
+from millrace.text.parts import Format, InputFile, Part, open_part
 from millrace.text.records import NOT_UNICODE, BadDocumentError, decode_text, is_unicode
 from millrace.text.splitting import LongRecord, Records, records_of
 
@@ -37,11 +37,6 @@ class PlainText(Format):
     def has_pieces(self, file: InputFile) -> bool:
         return bool(self._separator)
 
-    def unpack(
-        self, file: InputFile, size: int, *, max_size: int, block_size: int
-    ) -> Iterator[Piece]:
-        return record_pieces(file, size, self._separator, block_size)
-
     def read(self, part: Part, query: Query) -> Iterator[Documents]:
         if query.keys != ("text",):
             raise ConfigError(
@@ -49,10 +44,9 @@ class PlainText(Format):
                 f"{', '.join(query.keys)}"
             )
         batch, line, block = Batch(query, part.size), 0, None
+        limits = query.max_size, query.block_size, part.byte_offset
         with open_part(part) as stream:
-            for following in records_of(
-                stream, self._separator, query.max_size, query.block_size, part.byte_offset
-            ):
+            for following in records_of(stream, self._separator, *limits):
                 line += block.num_newlines if isinstance(block, LongRecord) else 0
                 block = following
                 if isinstance(block, LongRecord):
