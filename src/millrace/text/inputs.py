@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import glob
 import os
 import re
@@ -59,7 +58,7 @@ def find_inputs(
             raise ConfigError(f"one of inputs is {checks.shown(path)}, which no file can have")
     if not paths:
         raise ConfigError("there are no inputs; give at least one file, folder or pattern")
-    formats = _Formats(known_formats(separator))
+    formats = known_formats(separator)
     if format is not None:
         if separator is not None:
             raise ConfigError("separator cannot be combined with format: give it to the format")
@@ -68,27 +67,9 @@ def find_inputs(
                 f"format must be an instance of a subclass of millrace.text.Format, not "
                 f"{checks.shown(format)}"
             )
-        formats = _Formats([format])
-    others = [] if others is None else others
-    files = [
-        formats.input_file(path) for entry in paths for path in _expand(entry, formats, others)
-    ]
-    _check_pipes(files)
-    return files
-
-
-def _check_pipes(files: Sequence[InputFile]) -> None:
-    pipes: dict[tuple[int, int], str] = {}
-    for file in files:
-        if file.is_pipe:
-            with readable(file.path):
-                status = os.fstat(0) if file.path == STDIN else os.stat(file.path)
-            identity = status.st_dev, status.st_ino
-            if identity in pipes:
-                other = pipes[identity]
-                problem = "is given twice" if other == file.path else f"is the same pipe as {other}"
-                raise ConfigError(f"{file.path} {problem}, but a pipe can be read only once")
-            pipes[identity] = file.path
+        formats = [format]
+    finder = _Finder(formats, [] if others is None else others)
+    return [finder.input_file(path) for entry in paths for path in finder.expand(entry)]
 
 
 def read_input_list(path: str | os.PathLike[str]) -> list[str]:
@@ -112,106 +93,105 @@ def read_input_list(path: str | os.PathLike[str]) -> list[str]:
     return inputs
 
 
-class _Formats:
-    """The formats that files may have; the first is that of files whose format nothing tells."""
+class _Finder:
+    """Finds files and their formats.
 
-    def __init__(self, formats: Sequence[Format]) -> None:
-        self._formats = formats
-        self.by_ending = {ending: format_ for format_ in formats for ending in format_.endings}
+    Args:
+        formats: Formats that files may have; the first is that of files whose format nothing tells.
+        others: List to which the files of folders are appended whose ending is not known.
+    """
 
-    def by_name(self, path: str) -> Format | None:
-        """The format that the endings of a name tell; None for an unknown ending."""
-        name, ending = os.path.splitext(os.path.basename(path).lower())
-        if ending in _COMPRESSED_ENDINGS:
-            ending = os.path.splitext(name)[1]
-        return self.by_ending.get(ending)
-
-    def format_of(self, path: str, first_bytes: bytes) -> Format:
-        for format_ in self._formats:
-            if format_.matches(first_bytes):
-                return format_
-        return self.by_name(path) or self._formats[0]
+    def __init__(self, formats: Sequence[Format], others: list[str]) -> None:
+        self._formats, self._others = formats, others
+        self._by_ending = {ending: format_ for format_ in formats for ending in format_.endings}
+        self._pipes: dict[tuple[int, int], str] = {}
 
     def input_file(self, path: str) -> InputFile:
-        """Format, compression and size of one file.
-
-        Raises:
-            TextError: A file that is missing, cannot be read or has no reader.
-        """
-        if path == STDIN:
-            return self._pipe(path)
+        """Format, compression and size of one file."""
+        first_bytes = b""
         with readable(path):
-            status = os.stat(path)
+            status = os.fstat(0) if path == STDIN else os.stat(path)
             if stat.S_ISDIR(status.st_mode):
                 raise TextError(f"{path} is a folder; name its files")
-            if not stat.S_ISREG(status.st_mode) or is_of_a_process(path):
-                if not os.access(path, os.R_OK):
-                    raise PermissionError(13, os.strerror(13))
-                return self._pipe(path)
-            with open(path, "rb", buffering=0) as file:
-                first_bytes = file.read(NUM_MAGIC_BYTES)
+            is_pipe = not stat.S_ISREG(status.st_mode) or is_of_a_process(path)
+            if is_pipe and path != STDIN and not os.access(path, os.R_OK):
+                raise PermissionError(13, os.strerror(13))
+            if not is_pipe:
+                with open(path, "rb", buffering=0) as file:
+                    first_bytes = file.read(NUM_MAGIC_BYTES)
         compression = compression_of(first_bytes)
-        format_ = self.format_of(path, first_bytes)
+        matching = (format_ for format_ in self._formats if format_.matches(first_bytes))
+        format_ = next(matching, None) or self._by_name(path) or self._formats[0]
         if compression and format_.needs_file:
             raise TextError(
                 f"{path} is a {compression}-compressed {format_.name} file. Decompress it: the "
                 "format has a compression inside"
             )
-        return InputFile(
-            path=path,
-            format=format_,
-            compression=compression,
-            size=status.st_size,
-            mtime_ns=status.st_mtime_ns,
-        )
-
-    def _pipe(self, path: str) -> InputFile:
-        format_ = self.format_of(path, b"")
-        if format_.needs_file:
+        if is_pipe and format_.needs_file:
             raise TextError(
                 f"{path} is not a regular file, and {format_.name} cannot be read from a pipe. "
                 "Write it to a file first"
             )
-        return InputFile(path=path, format=format_, size=None, mtime_ns=None)
-
-
-def _expand(entry: str, formats: _Formats, others: list[str]) -> Iterator[str]:
-    """The paths of one input: of a folder and of a pattern, sorted."""
-    if entry == STDIN:
-        yield entry
-    elif os.path.isdir(entry):
-        yield from _files_of(entry, formats, others)
-    elif os.path.lexists(entry) or not glob.has_magic(entry):
-        yield entry
-    else:
-        literal = entry.split(os.sep)
-        paths = sorted(
-            path
-            for path in glob.glob(entry, recursive=True)
-            if not _is_ours(path) and not any(map(_is_ours, {*path.split(os.sep)} - {*literal}))
+        if is_pipe:
+            self._note_pipe(path, status)
+            return InputFile(path=path, format=format_, size=None, mtime_ns=None)
+        size, mtime_ns = status.st_size, status.st_mtime_ns
+        return InputFile(
+            path=path, format=format_, compression=compression, size=size, mtime_ns=mtime_ns
         )
-        is_deep = "**" in literal
-        files = [path for path in paths if not os.path.isdir(path)]
-        if not (files if is_deep else paths):
-            raise TextError(f"no file matches the pattern {entry}. Check the path and the pattern")
-        for path in files if is_deep else paths:
-            yield from _files_of(path, formats, others) if os.path.isdir(path) else (path,)
 
+    def _note_pipe(self, path: str, status: os.stat_result) -> None:
+        identity = status.st_dev, status.st_ino
+        if identity in self._pipes:
+            other = self._pipes[identity]
+            problem = "is given twice" if other == path else f"is the same pipe as {other}"
+            raise ConfigError(f"{path} {problem}, but a pipe can be read only once")
+        self._pipes[identity] = path
 
-def _files_of(folder: str, formats: _Formats, others: list[str]) -> list[str]:
-    paths = sorted(_walk(folder, ()))
-    files = [path for path in paths if formats.by_name(path)]
-    others += [path for path in paths if not formats.by_name(path)]
-    texts = {path for path in files if isinstance(formats.by_name(path), PlainText)}
-    if texts != {*files}:
-        files = [path for path in files if path not in texts or not _is_note(path)]
-    if not files:
-        raise TextError(
-            f"{folder} has no documents: no file in it has a known ending "
-            f"({', '.join(formats.by_ending)}, or one of these compressed). Name its files, or a "
-            "pattern"
-        )
-    return files
+    def _by_name(self, path: str) -> Format | None:
+        """The format that the endings of a name tell; None for an unknown ending."""
+        name, ending = os.path.splitext(os.path.basename(path).lower())
+        if ending in _COMPRESSED_ENDINGS:
+            ending = os.path.splitext(name)[1]
+        return self._by_ending.get(ending)
+
+    def expand(self, entry: str) -> Iterator[str]:
+        """The paths of one input: of a folder and of a pattern, sorted."""
+        if entry != STDIN and os.path.isdir(entry):
+            yield from self._files_of(entry)
+        elif entry == STDIN or os.path.lexists(entry) or not glob.has_magic(entry):
+            yield entry
+        else:
+            literal = entry.split(os.sep)
+            paths = sorted(
+                path
+                for path in glob.glob(entry, recursive=True)
+                if not _is_ours(path) and not any(map(_is_ours, {*path.split(os.sep)} - {*literal}))
+            )
+            if "**" in literal:
+                paths = [path for path in paths if not os.path.isdir(path)]
+            if not paths:
+                raise TextError(
+                    f"no file matches the pattern {entry}. Check the path and the pattern"
+                )
+            for path in paths:
+                yield from self._files_of(path) if os.path.isdir(path) else (path,)
+
+    def _files_of(self, folder: str) -> list[str]:
+        formats = {path: self._by_name(path) for path in sorted(_walk(folder, ()))}
+        files = [path for path, format_ in formats.items() if format_]
+        self._others += [path for path, format_ in formats.items() if not format_]
+        texts = {path for path in files if isinstance(formats[path], PlainText)}
+        if texts != {*files}:
+            notes = {path for path in texts if _NOTES.fullmatch(os.path.basename(path))}
+            files = [path for path in files if path not in notes]
+        if not files:
+            raise TextError(
+                f"{folder} has no documents: no file in it has a known ending "
+                f"({', '.join(self._by_ending)}, or one of these compressed). Name its files, or a "
+                "pattern"
+            )
+        return files
 
 
 def _walk(folder: str, parents: tuple[tuple[int, int], ...]) -> Iterator[str]:
@@ -228,21 +208,11 @@ def _walk(folder: str, parents: tuple[tuple[int, int], ...]) -> Iterator[str]:
             continue
         if entry.is_dir():
             yield from _walk(entry.path, (*parents, identity))
-        elif not _is_special(entry):
+        # Not pipes, sockets and devices; a link to a missing file is an error when it is read.
+        elif entry.is_file() or not os.path.exists(entry.path):
             yield entry.path
-
-
-def _is_special(entry: os.DirEntry[str]) -> bool:
-    """Whether an entry is a pipe, socket or device. A link to a missing file is not."""
-    with contextlib.suppress(FileNotFoundError):
-        return not stat.S_ISREG(entry.stat().st_mode)
-    return False
 
 
 def _is_ours(path: str) -> bool:
     name = os.path.basename(path)
     return is_beside_documents(name) or name in _BESIDE_TABLES
-
-
-def _is_note(path: str) -> bool:
-    return bool(_NOTES.fullmatch(os.path.basename(path)))

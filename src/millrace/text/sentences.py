@@ -6,6 +6,7 @@ Megatron-LM's script splits with Punkt, whose data must be installed; nothing is
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from importlib.metadata import version
@@ -78,7 +79,6 @@ class SentenceSplitter:
         else:
             _import_sentencex()
             self.name = f"sentencex {version('sentencex')} {code}"
-        self._make_splitter()
 
     def split(self, text: str) -> list[str]:
         """The sentences of a text."""
@@ -91,7 +91,7 @@ class SentenceSplitter:
         ]
 
     def _split(self, text: str) -> list[str]:
-        if self._tokenizer is not None:
+        if self.library == "punkt":
             try:
                 sentences: list[str] = self._tokenizer.tokenize(text)
             except TimeoutError as error:  # later versions of NLTK stop a search that takes long
@@ -103,17 +103,22 @@ class SentenceSplitter:
         pieces = self._segments(text)
         if self.keep_newlines:
             return _with_whitespace(pieces)
-        stripped = map(str.strip, pieces)
-        return [sentence for sentence in stripped if sentence]
+        return [*filter(None, map(str.strip, pieces))]
+
+    @functools.cached_property
+    def _tokenizer(self) -> Any:
+        return _punkt_tokenizer(self._punkt, self.keep_newlines)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_tokenizer"}
 
     def _segments(self, text: str) -> list[str]:
         """The pieces of a text by sentencex."""
         # sentencex 1.0 panics at a wide space before a period: it is split as a plain space there.
         is_safe = text.isascii() or _UNSAFE.search(text) is None
         try:
-            pieces: list[str] = self._segment(
-                self._code, text if is_safe else _UNSAFE.sub(" .", text)
-            )
+            safe = text if is_safe else _UNSAFE.sub(" .", text)
+            pieces: list[str] = _import_sentencex().segment(self._code, safe)
         except UnicodeEncodeError as error:
             raise TextError(
                 f"character {error.start + 1} of a text is the lone surrogate "
@@ -131,33 +136,13 @@ class SentenceSplitter:
         ends = itertools.accumulate(map(len, pieces), initial=0)
         return [text[start:stop] for start, stop in itertools.pairwise(ends)]
 
-    def _make_splitter(self) -> None:
-        self._tokenizer: Any = None
-        self._segment: Any = None
-        if self._punkt is None:
-            self._segment = _import_sentencex().segment
-        else:
-            self._tokenizer = _punkt_tokenizer(self._punkt, self.keep_newlines)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_tokenizer": None, "_segment": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._make_splitter()
-
 
 def _language(lang: Any) -> tuple[str, str]:
     """NLTK's name and the ISO code of a language; a code that NLTK has no name for stands alone."""
     if isinstance(lang, str):
-        name = lang.lower()
-        if name in LANGUAGES:
-            return name, LANGUAGES[name]
-        for language, code in LANGUAGES.items():
-            if code == name:
-                return language, code
-        if name.isascii() and name.isalpha() and len(name) in (2, 3):
-            return name, name
+        code = LANGUAGES.get(lang.lower(), lang.lower())
+        if code.isascii() and code.isalpha() and len(code) in (2, 3):
+            return next((name for name in LANGUAGES if LANGUAGES[name] == code), code), code
     raise ConfigError(
         f"the language is {shown(lang)}; give an ISO code of two or three letters, or one of "
         f"{', '.join(LANGUAGES)}"
@@ -168,16 +153,12 @@ def _with_whitespace(pieces: list[str]) -> list[str]:
     """The pieces; those of whitespace alone are added to the piece before, or at the start to the
     piece after."""
     sentences: list[str] = []
-    lead = ""
     for piece in pieces:
-        if not piece.isspace():
-            sentences.append(lead + piece)
-            lead = ""
-        elif sentences:
+        if sentences and (piece.isspace() or sentences[-1].isspace()):
             sentences[-1] += piece
         else:
-            lead += piece
-    return [*sentences, lead] if lead else sentences
+            sentences.append(piece)
+    return sentences
 
 
 def _import_sentencex() -> Any:
