@@ -233,7 +233,7 @@ def test_a_panic_of_sentencex_is_an_error_of_the_text(monkeypatch: pytest.Monkey
         raise PanicException("out of bounds")
 
     splitter = SentenceSplitter("english", library="sentencex")
-    monkeypatch.setattr(splitter, "_segment", segment)
+    monkeypatch.setattr("sentencex.segment", segment)
     with pytest.raises(TextError, match=r"cannot split a text of 3 characters \(out of bounds\)"):
         splitter.split("Hi.")
 

@@ -7,6 +7,7 @@ part in batches; `sentences` splits texts. `millrace.encoding` turns texts into 
 
 import importlib
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 from millrace.text.documents import Batch, Documents, Query, Reject, check_keys
@@ -47,13 +48,17 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """`Tokenizer`, which has moved to `millrace.encoding`."""
-    if name != "Tokenizer":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(
-        "millrace.text.Tokenizer has moved: import it from millrace.encoding",
-        DeprecationWarning,
-        stacklevel=2,
-    )
-    return importlib.import_module("millrace.encoding").Tokenizer
+def moved(name: str, module: str, place: str) -> Callable[[str], Any]:
+    """The `__getattr__` of a module from which a name has moved to another."""
+
+    def __getattr__(attribute: str) -> Any:  # noqa: N807
+        if attribute != name:
+            raise AttributeError(f"module {module!r} has no attribute {attribute!r}")
+        message = f"{module}.{name} has moved: import it from {place}"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return getattr(importlib.import_module(place), name)
+
+    return __getattr__
+
+
+__getattr__ = moved("Tokenizer", __name__, "millrace.encoding")

@@ -1,9 +1,11 @@
-"""Documents in batches, and what a reader asks of a part of a file."""
+"""What a reader asks of a part of a file, the records of its bytes, and documents in batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import io
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +13,9 @@ from numpy.typing import NDArray
 from millrace import checks
 from millrace.errors import ConfigError
 from millrace.text.records import BadDocumentError, Text, is_unicode
-from millrace.text.streams import BLOCK_SIZE
+from millrace.text.streams import BLOCK_SIZE, ByteStream
+
+UTF8_BOM = b"\xef\xbb\xbf"
 
 MAX_DOCUMENT_SIZE = 1 << 28
 """Size of the longest line, record or text that is read by default, in bytes."""
@@ -83,9 +87,12 @@ class Batch:
     def __init__(self, query: Query, size: int) -> None:
         self._query, self._size = query, size
         self._num_lines = self._num_bytes = 0
-        self._texts: list[list[Text]] = [[] for _ in query.keys]
-        self._lines: Sequence[int] | NDArray[np.int64] = []
-        self._byte_offsets: Sequence[int] | NDArray[np.int64] = []
+        self._clear()
+
+    def _clear(self) -> None:
+        self._texts: list[list[Text]] = [[] for _ in self._query.keys]
+        self._lines: Any = []
+        self._byte_offsets: Any = []
         self._ids: list[str | None] = []
 
     def add(
@@ -102,20 +109,16 @@ class Batch:
             raise BadDocumentError("the document is empty")
         for column, text in zip(self._texts, texts, strict=True):
             column.append(text)
-        self._lines.append(line)  # type: ignore[union-attr]
-        self._byte_offsets.append(byte_offset)  # type: ignore[union-attr]
+        self._lines.append(line)
+        self._byte_offsets.append(byte_offset)
         self._ids.append(id_)
 
     def add_all(
-        self,
-        texts: list[list[Text]],
-        lines: NDArray[np.int64],
-        byte_offsets: NDArray[np.int64],
-        ids: list[str | None],
+        self, texts: list[list[Text]], first: int, byte_offsets: Any, ids: list[str | None]
     ) -> None:
-        """Adds all documents of a batch at once, unchecked; there must be no other."""
-        self._texts, self._ids = texts, ids
-        self._lines, self._byte_offsets = lines, byte_offsets
+        """Adds the documents of consecutive lines, unchecked; the batch has no others."""
+        self._texts, self._byte_offsets, self._ids = texts, byte_offsets, ids
+        self._lines = np.arange(first, first + len(ids), dtype=np.int64)
 
     def take(self, num_lines: int, position: int, total: int | None) -> Documents:
         """The documents since the last call.
@@ -136,8 +139,7 @@ class Batch:
             position - self._num_bytes,
         )
         self._num_lines, self._num_bytes = num_lines, position
-        self._texts = [[] for _ in self._query.keys]
-        self._lines, self._byte_offsets, self._ids = [], [], []
+        self._clear()
         return documents
 
 
@@ -154,3 +156,99 @@ def check_keys(keys: Sequence[str]) -> tuple[str, ...]:
         if "\0" in name or not is_unicode(name):
             raise ConfigError(f"the key {name!r} cannot be part of a file name; rename it")
     return names
+
+
+# ---- records of a stream ----
+
+
+class Records(NamedTuple):
+    """Whole records, each with the separator after it; only the last of a file may lack it.
+
+    Attributes:
+        records: The records; none at the end of the stream.
+        line, stop: Number of line breaks of the stream before the records, and before their end.
+        byte_offset: Position of the first byte in the decompressed data.
+    """
+
+    records: list[bytes]
+    line: int
+    stop: int
+    byte_offset: int
+
+
+def last_end(data: bytes, separator: bytes) -> int:
+    """The position after the last whole record of data that begin with a record; or 0."""
+    if not separator:
+        return 0
+    if len(separator) == 1:
+        return data.rfind(separator) + 1
+    # From left to right: separators such as "\n\n" may overlap themselves.
+    return len(data) - len(data.split(separator)[-1])
+
+
+def records_of(
+    stream: ByteStream, separator: bytes, query: Query, byte_offset: int, name: str
+) -> Iterator[Records]:
+    """The records of a stream, in blocks of about `query.block_size` bytes, and an empty block.
+
+    A byte order mark at the beginning of a source is left out, and counts in the offsets. A record
+    that is longer than the limit is rejected and then skipped, unless a block holds all of it.
+
+    Args:
+        stream: The bytes.
+        separator: Bytes after each record. Empty: all data are one record.
+        query: Its limits.
+        byte_offset: Position of the stream's first byte in the source.
+        name: What a record is called, "line" or "text".
+    """
+    data, line, offset, is_inside = b"", 0, byte_offset, False
+    if byte_offset == 0:
+        while len(data) < len(UTF8_BOM) and (more := stream.read(query.block_size)):
+            data += more
+        offset = len(UTF8_BOM) * data.startswith(UTF8_BOM)
+        data = data[offset:]
+    while True:
+        records, rest = _split(data, separator)
+        size = len(data) - len(rest)
+        stop, end = line + data.count(b"\n", 0, size), offset + size
+        if records and is_inside:  # the end of a long record
+            line += records[0].count(b"\n")
+            offset += len(records.pop(0))
+            is_inside = False
+        if records:
+            yield Records(records, line, stop, offset)
+        line, offset = stop, end
+        # The last bytes may be the start of a separator.
+        inside = max(len(rest) - max(len(separator) - 1, 0), 0)
+        if inside > query.max_size and not is_inside:
+            query.reject_long(line, offset, name)
+            is_inside = True
+        if is_inside:
+            line, offset = line + rest.count(b"\n", 0, inside), offset + inside
+            rest = rest[inside:]
+        more = stream.read(read_size(len(rest), query.max_size, query.block_size))
+        if not more:
+            break
+        data = rest + more
+    # A file that is one record may be empty; a last line has no line break.
+    stop = line + rest.count(b"\n") + (name == "line" and bool(rest or is_inside))
+    if (rest or not separator) and not is_inside:
+        yield Records([rest], line, stop, offset if rest else byte_offset)
+    yield Records([], stop, stop, offset)
+
+
+def _split(data: bytes, separator: bytes) -> tuple[list[bytes], bytes]:
+    """The whole records that data begin with, and the bytes after them."""
+    if not separator:
+        return [], data
+    if separator == b"\n":
+        records = io.BytesIO(data).readlines()  # three times as fast as `split`
+        rest = b"" if not records or records[-1].endswith(b"\n") else records.pop()
+        return records, rest
+    *records, rest = data.split(separator)
+    return [record + separator for record in records], rest
+
+
+def read_size(num_bytes: int, max_size: int, block_size: int) -> int:
+    """Reads grow with a long record, so that its bytes are copied and searched few times."""
+    return max(block_size, min(num_bytes, max_size - num_bytes + 1))

@@ -11,8 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from millrace import checks
 from millrace.errors import ConfigError, TextError
-from millrace.text.documents import MAX_DOCUMENT_SIZE, Documents, Query
-from millrace.text.splitting import last_end
+from millrace.text.documents import MAX_DOCUMENT_SIZE, Documents, Query, last_end
 from millrace.text.streams import (
     BLOCK_SIZE,
     NUM_MAGIC_BYTES,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import itertools
 import json
 import os
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,6 @@ from millrace.text.streams import readable
 
 _BATCH_SIZE = 1 << 20  # bytes of text
 _MOST_ROWS = 1 << 11  # in a batch: texts that are stored once may be repeated in each row
-_ARROW_FILE_MAGIC = b"ARROW1"
 _TEXT_TYPES = ("string", "large_string", "binary", "large_binary", "null")
 
 
@@ -30,6 +30,35 @@ class _Table(Format):
     unit = "row"
     first_line = 0
     needs_file = True
+    _magic: bytes
+
+    def matches(self, first_bytes: bytes) -> bool:
+        return first_bytes.startswith(self._magic)
+
+    def _sizes(self, path: str) -> tuple[list[int] | None, list[int]]:
+        """The share of each group of rows in the file's bytes (None if it is not to be cut), and
+        the number of rows before each, as far as it is known."""
+        raise NotImplementedError
+
+    def _groups(self, part: Part, query: Query) -> Iterator[tuple[Any, float, float]]:
+        """Record batches of a part, with what share of it is before and after each."""
+        raise NotImplementedError
+
+    def cut(self, file: InputFile, size: int) -> Iterator[Part]:
+        with _table_errors(file.path):
+            sizes, rows = self._sizes(file.path)
+            file_size = os.path.getsize(file.path)
+        if sizes is None:
+            yield file.part()
+            return
+        total = max(sum(sizes), 1)
+        ends = [file_size * end // total for end in itertools.accumulate(sizes)]
+        start = position = 0
+        while start < len(ends):
+            stop = max(bisect.bisect_right(ends, position + size), start + 1)
+            first_line = rows[start] if start < len(rows) else None
+            yield file.part(start, stop, size=ends[stop - 1] - position, first_line=first_line)
+            start, position = stop, ends[stop - 1]
 
     def read(self, part: Part, query: Query) -> Iterator[Documents]:
         batch, row = Batch(query, part.size), 0
@@ -55,38 +84,32 @@ class _Table(Format):
                     share = (start + rows.num_rows) / group.num_rows
                     yield columns, ids, before + (after - before) * share
 
-    def _groups(self, part: Part, query: Query) -> Iterator[tuple[Any, float, float]]:
-        """Record batches of a part, with what share of it is before and after each."""
-        raise NotImplementedError
-
 
 class Parquet(_Table):
     """Rows of Parquet files; a part is a range of row groups."""
 
     name = "parquet"
     endings = (".parquet", ".pq")
+    _magic = b"PAR1"
 
-    def matches(self, first_bytes: bytes) -> bool:
-        return first_bytes.startswith(b"PAR1")
-
-    def cut(self, file: InputFile, size: int) -> Iterator[Part]:
-        with _table_errors(file.path), _parquet_file(file.path) as table:
-            metadata = table.metadata
-            groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-        if len(groups) < 2:
-            return iter([file.part()])
-        weights = [int(group.total_byte_size) for group in groups]
+    def _sizes(self, path: str) -> tuple[list[int] | None, list[int]]:
+        with _parquet_file(path) as file:
+            groups = _row_groups(file)
         rows = itertools.accumulate((int(group.num_rows) for group in groups), initial=0)
-        return _ranges(file, size, weights, [*rows])
+        return [int(group.total_byte_size) for group in groups] if groups[1:] else None, [*rows]
 
     def _groups(self, part: Part, query: Query) -> Iterator[tuple[Any, float, float]]:
         with _parquet_file(part.path) as file:
             names = _text_columns(file.schema_arrow, query, part.source)
-            metadata = file.metadata
-            numbers = range(metadata.num_row_groups)[part.start : part.stop]
-            groups = [metadata.row_group(number) for number in numbers]
+            numbers = range(file.metadata.num_row_groups)[part.start : part.stop]
+            groups = _row_groups(file)[part.start : part.stop]
             num_rows = sum(group.num_rows for group in groups)
-            num_bytes = sum(_text_size(group, names) for group in groups)
+            num_bytes = sum(
+                column.total_uncompressed_size
+                for group in groups
+                for column in map(group.column, range(group.num_columns))
+                if any(f"{column.path_in_schema}.".startswith(f"{name}.") for name in names)
+            )
             batch_size = num_rows * _BATCH_SIZE // max(num_bytes, 1)
             row = 0
             for batch in file.iter_batches(
@@ -104,20 +127,7 @@ class Arrow(_Table):
 
     name = "arrow"
     endings = (".arrow", ".arrows", ".feather", ".ipc")
-
-    def matches(self, first_bytes: bytes) -> bool:
-        return first_bytes.startswith(_ARROW_FILE_MAGIC)
-
-    def cut(self, file: InputFile, size: int) -> Iterator[Part]:
-        with _table_errors(file.path):
-            import pyarrow
-
-            with pyarrow.OSFile(file.path) as data:
-                if not _is_arrow_file(data):
-                    return iter([file.part()])
-                with _arrow_reader(data, True) as reader:
-                    weights = [1] * reader.num_record_batches  # their sizes are not known
-        return _ranges(file, size, weights, [0])
+    _magic = b"ARROW1"  # of a file with an index of its batches, which a stream lacks
 
     def first_line_of(self, part: Part) -> int:
         import pyarrow
@@ -129,32 +139,32 @@ class Arrow(_Table):
         ):
             return sum(file.get_batch(number).num_rows for number in range(part.start))
 
-    def _groups(self, part: Part, query: Query) -> Iterator[tuple[Any, float, float]]:
-        import pyarrow
+    def _sizes(self, path: str) -> tuple[list[int] | None, list[int]]:
+        with _arrow_reader(path) as (_, reader, is_file):
+            # The sizes of record batches are not known.
+            return [1] * reader.num_record_batches if is_file else None, [0]
 
-        with pyarrow.OSFile(part.path) as file:
-            size = max(file.size(), 1)
-            is_file = _is_arrow_file(file)
-            with _arrow_reader(file, is_file) as reader:
-                schema = reader.schema
-            names = _text_columns(schema, query, part.source)
-            roots = {name if name in schema.names else name.split(".")[0] for name in names}
-            fields = [number for number, name in enumerate(schema.names) if name in roots]
-            file.seek(0)
-            with _arrow_reader(file, is_file, fields) as reader:
-                if is_file:
-                    numbers = range(reader.num_record_batches)[part.start : part.stop]
-                    batches = map(reader.get_batch, numbers)
-                    positions = np.linspace(0, 1, len(numbers) + 1)[1:].tolist()
-                else:
-                    batches = iter(reader)
-                    positions = (file.tell() / size for _ in itertools.count())
-                before = 0.0
-                for batch, after in zip(batches, positions, strict=False):
-                    for column in batch.columns:
-                        _check_offsets(column)
-                    yield batch, before, after
-                    before = after
+    def _groups(self, part: Part, query: Query) -> Iterator[tuple[Any, float, float]]:
+        with _arrow_reader(part.path) as (_, reader, _):
+            schema = reader.schema
+        names = _text_columns(schema, query, part.source)
+        roots = {name if name in schema.names else name.split(".")[0] for name in names}
+        fields = [number for number, name in enumerate(schema.names) if name in roots]
+        with _arrow_reader(part.path, fields) as (file, reader, is_file):
+            if is_file:
+                numbers = range(reader.num_record_batches)[part.start : part.stop]
+                batches = map(reader.get_batch, numbers)
+                shares = iter(np.linspace(0, 1, len(numbers) + 1)[1:].tolist())
+            else:
+                batches, size = iter(reader), max(file.size(), 1)
+                shares = (file.tell() / size for _ in itertools.count())
+            before = 0.0
+            for batch in batches:
+                for column in batch.columns:
+                    _check_offsets(column)
+                after = next(shares)
+                yield batch, before, after
+                before = after
 
 
 @contextlib.contextmanager
@@ -183,52 +193,22 @@ def _parquet_file(path: str) -> Any:
     return parquet.ParquetFile(path, buffer_size=_BATCH_SIZE, pre_buffer=False)
 
 
-def _is_arrow_file(data: Any) -> bool:
-    """Whether data, which are at their start, are a file: a stream has no index of its batches."""
-    first_bytes = data.read(len(_ARROW_FILE_MAGIC))
-    data.seek(0)
-    return bool(first_bytes == _ARROW_FILE_MAGIC)
+def _row_groups(file: Any) -> list[Any]:
+    return [*map(file.metadata.row_group, range(file.metadata.num_row_groups))]
 
 
-def _arrow_reader(source: Any, is_file: bool, fields: Sequence[int] | None = None) -> Any:
-    """A reader of the file or stream, or of some of its columns."""
+@contextlib.contextmanager
+def _arrow_reader(path: str, fields: list[int] | None = None) -> Iterator[tuple[Any, Any, bool]]:
+    """A file, a reader of it or of some of its columns, and whether it is not a stream."""
     import pyarrow
 
     options = pyarrow.ipc.IpcReadOptions(use_threads=False, included_fields=fields)
-    return (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(source, options=options)
-
-
-def _ranges(
-    file: InputFile, size: int, weights: Sequence[int], rows: Sequence[int]
-) -> Iterator[Part]:
-    """Parts of about `size` bytes, made of consecutive groups of rows.
-
-    Args:
-        weights: Share of each group in the file's bytes; what else is in it is shared out.
-        rows: Number of rows before each group, as far as it is known.
-    """
-    with readable(file.path):
-        file_size = os.path.getsize(file.path)
-    total = max(sum(weights), 1)
-    ends = [file_size * weight // total for weight in itertools.accumulate(weights)]
-    start = position = 0
-    while start < len(ends):
-        stop = start + 1
-        while stop < len(ends) and ends[stop] - position <= size:
-            stop += 1
-        first_line = rows[start] if start < len(rows) else None
-        yield file.part(start, stop, size=ends[stop - 1] - position, first_line=first_line)
-        start, position = stop, ends[stop - 1]
-
-
-def _text_size(group: Any, names: Sequence[str]) -> int:
-    """Bytes of some columns in a row group of Parquet."""
-    columns = [group.column(number) for number in range(group.num_columns)]
-    return sum(
-        int(column.total_uncompressed_size)
-        for column in columns
-        if any(f"{column.path_in_schema}.".startswith(f"{name}.") for name in names)
-    )
+    with pyarrow.OSFile(path) as file:
+        is_file = file.read(len(Arrow._magic)) == Arrow._magic
+        file.seek(0)
+        open_ = pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream
+        with open_(file, options=options) as reader:
+            yield file, reader, is_file
 
 
 # ---- documents of rows ----
@@ -240,13 +220,12 @@ def _add_rows(
     """Adds the documents of some rows, of which the first is number `first` of the part."""
     ids = [*map(id_text, id_values)]
     if not query.skip_empty and _are_short_texts(columns, query.max_size):
-        numbers = np.arange(first, first + len(ids), dtype=np.int64)
-        batch.add_all(columns, numbers, np.full(len(ids), -1, np.int64), ids)
+        batch.add_all(columns, first, np.full(len(ids), -1, np.int64), ids)
         return
     for row, values in enumerate(zip(*columns, strict=True)):
         try:
             texts = [check_cell(value, key) for value, key in zip(values, query.keys, strict=True)]
-            if any(_is_too_long(text, query.max_size) for text in texts):
+            if max(map(_size, texts)) > query.max_size:
                 query.reject_long(first + row, -1, "text")
             else:
                 batch.add(texts, first + row, id_=ids[row])
@@ -263,13 +242,8 @@ def _are_short_texts(columns: list[list[Any]], max_size: int) -> bool:
     )
 
 
-def _is_too_long(text: Text, max_size: int) -> bool:
-    """Whether texts have more bytes of UTF-8; a character has 1 to 4."""
-    texts = [text] if isinstance(text, str) else text
-    num_characters = sum(map(len, texts))
-    if num_characters > max_size or 4 * num_characters <= max_size:
-        return num_characters > max_size
-    return sum(len(text.encode()) for text in texts) > max_size
+def _size(text: Text) -> int:
+    return len(text.encode()) if isinstance(text, str) else sum(map(_size, text))
 
 
 def _escaped(value: Any) -> str:
@@ -331,14 +305,12 @@ def _is_text(type_: Any, is_list: bool = False) -> bool:
 
 
 def _column(batch: Any, name: str) -> Any:
+    import pyarrow.compute
+
     if name in batch.schema.names:
         return batch.column(name)
     first, *rest = name.split(".")
-    column = batch.column(first)
-    for part in rest:
-        # `flatten` gives the children null where their parent is null.
-        column = column.flatten()[column.type.get_field_index(part)]
-    return column
+    return pyarrow.compute.struct_field(batch.column(first), rest)  # null where a parent is null
 
 
 def _id_values(column: Any) -> list[Any]:

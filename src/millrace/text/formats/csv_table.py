@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from millrace.errors import TextError
-from millrace.text.documents import Batch, Documents, Query
+from millrace.text.documents import UTF8_BOM, Batch, Documents, Query, read_size
 from millrace.text.parts import Format, InputFile, Part, Piece, new_piece, open_part
 from millrace.text.records import BadDocumentError, decode_text
-from millrace.text.splitting import UTF8_BOM, read_size
 from millrace.text.streams import BLOCK_SIZE, ByteStream
 
 _NO_QUOTE = "a quoted field has no closing quote. Close it, or double a quote that is text"
@@ -47,10 +46,18 @@ class Csv(Format):
                 try:
                     if row.is_long:
                         query.reject_long(number, -1, "row")
-                    elif row.is_document(len(columns)):
+                    elif row.problem or len(row.fields) not in (0, len(columns)):
+                        raise BadDocumentError(
+                            row.problem
+                            or f"the row has {len(row.fields)} fields, and the header has "
+                            f"{len(columns)}. Quote fields with separators or line breaks in them"
+                        )
+                    elif row.fields:
                         texts = [decode_text(row.field(place)) for place in places]
-                        id_ = None if id_place is None else row.field(id_place)
-                        batch.add(texts, number, id_=id_ and id_.decode(errors="replace"))
+                        id_ = None
+                        if id_place is not None:
+                            id_ = row.field(id_place).decode(errors="replace")
+                        batch.add(texts, number, id_=id_)
                 except BadDocumentError as error:
                     query.reject(number, -1, str(error), row.data)
                 number += 1
@@ -102,17 +109,6 @@ class _Row(NamedTuple):
     data: bytes
     is_long: bool
     problem: str
-
-    def is_document(self, num_columns: int) -> bool:
-        """False for a blank line; BadDocumentError for a row that cannot be used."""
-        if self.problem:
-            raise BadDocumentError(self.problem)
-        if self.fields and len(self.fields) != num_columns:
-            raise BadDocumentError(
-                f"the row has {len(self.fields)} fields, and the header has {num_columns}. "
-                "Quote fields with separators or line breaks in them"
-            )
-        return bool(self.fields)
 
     def field(self, place: int) -> bytes:
         return self.fields[place].encode("latin-1")

@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from millrace.text.documents import Batch, Documents, Query
+from millrace.text.documents import Batch, Documents, Query, records_of
 from millrace.text.parts import Format, InputFile, Part, open_part
 from millrace.text.records import BadDocumentError, Text, check_unicode, id_of, parse_json, text_at
-from millrace.text.splitting import LongRecord, Records, records_of
 
 try:
     from orjson import loads
@@ -54,25 +53,21 @@ class JsonLines(Format):
         return not file.is_plain
 
     def read(self, part: Part, query: Query) -> Iterator[Documents]:
-        batch, line = Batch(query, part.size), 0
+        batch = Batch(query, part.size)
         with open_part(part) as stream:
             offset = part.byte_offset + stream.first_byte
-            for block in records_of(stream, b"\n", query.max_size, query.block_size, offset):
-                if isinstance(block, LongRecord):
-                    query.reject_long(line, block.byte_offset, "line")
-                    line += 1
-                    continue
-                _add_lines(block, line, query, batch)
-                line += len(block.records)
-                yield batch.take(line, stream.position, stream.size)
-            yield batch.take(line, stream.position, stream.size)
+            for block in records_of(stream, b"\n", query, offset, "line"):
+                if block.records:
+                    _add_lines(block.records, block.line, block.byte_offset, query, batch)
+                yield batch.take(block.stop, stream.position, stream.size)
 
 
-def _add_lines(block: Records, first: int, query: Query, batch: Batch) -> None:
-    """Adds the documents of a block of lines, of which the first is number `first` of the part."""
-    lines = block.records
+def _add_lines(
+    lines: list[bytes], first: int, byte_offset: int, query: Query, batch: Batch
+) -> None:
+    """Adds the documents of lines, of which the first is number `first` of the part."""
     sizes = np.fromiter(map(len, lines), np.int64, len(lines))
-    offsets = block.byte_offset + np.cumsum(sizes) - sizes
+    offsets = byte_offset + np.cumsum(sizes) - sizes
     records: list[Any] | None = None
     if sizes.max() <= query.max_size:
         with contextlib.suppress(ValueError):
@@ -80,8 +75,7 @@ def _add_lines(block: Records, first: int, query: Query, batch: Batch) -> None:
     if records is not None and not query.skip_empty:
         texts = _plain_texts(records, query.keys)
         if texts is not None:
-            numbers = np.arange(first, first + len(lines), dtype=np.int64)
-            batch.add_all(texts, numbers, offsets, _ids(records, lines, query.id_key))
+            batch.add_all(texts, first, offsets, _ids(records, lines, query.id_key))
             return
     for number, (line, offset) in enumerate(zip(lines, offsets.tolist(), strict=True)):
         content = line.removesuffix(b"\n")
