@@ -68,9 +68,6 @@ class Origins(NamedTuple):
     ids: list[str | None]
 
 
-# ---- reading ----
-
-
 def has_origins(prefix: str, storage: Storage = LOCAL) -> bool:
     """Whether a pair has a sidecar."""
     return exists(storage, paths_to_read(prefix, storage).origins)
@@ -84,9 +81,6 @@ def origins_file(dataset: IndexedDataset) -> OriginsFile | None:
 
 class OriginsFile:
     """The sidecar of a pair.
-
-    Args:
-        dataset: The pair.
 
     Raises:
         FileNotFoundError: A pair without a sidecar.
@@ -115,19 +109,16 @@ class OriginsFile:
     def tables(self, start: int, stop: int) -> Iterator[Any]:
         """The rows of documents [start, stop) as pyarrow tables, one for each row group."""
         parquet = self._parquet()
-        groups = range(
-            int(np.searchsorted(self._ends, start, side="right")) - 1,
-            int(np.searchsorted(self._ends, stop)) if start < stop else 0,
-        )
-        for group in groups:
-            first = int(self._ends[group])
+        group = int(np.searchsorted(self._ends, start, side="right")) - 1
+        while start < stop:
+            first, end = self._ends[group : group + 2].tolist()
             with self._as_data_error():
                 table = parquet.read_row_group(group, use_threads=False)
                 table.validate(full=True)
-            if len(table) != self._ends[group + 1] - first:
+            if len(table) != end - first:
                 raise DataError(f"{self.path} is damaged in row group {group}. {_REMEDY}")
-            low, high = max(start - first, 0), min(stop - first, len(table))
-            yield table.slice(low, high - low)
+            yield table.slice(start - first, min(stop, end) - start)
+            start, group = end, group + 1
 
     def origin(self, document: int) -> Origin:
         """The origin of one document."""
@@ -136,18 +127,15 @@ class OriginsFile:
 
     def read(self, start: int, stop: int) -> Origins:
         """The origins of documents [start, stop)."""
-        pa = import_pyarrow()
-        table = pa.concat_tables([schema().empty_table(), *self.tables(start, stop)])
-        table = with_own_sources(table)
-        source, ids = table.column("source"), table.column("id").to_pylist()
-        columns = (table.column(name).to_numpy() for name in ("line", "byte_offset"))
-        lines, byte_offsets = columns
+        tables = [schema().empty_table(), *self.tables(start, stop)]
+        table = with_own_sources(import_pyarrow().concat_tables(tables))
+        source = table.column("source").combine_chunks()
         return Origins(
-            source.chunk(0).dictionary.to_pylist() if len(table) else [],
-            source.chunk(0).indices.to_numpy() if len(table) else np.empty(0, np.int32),
-            lines,
-            byte_offsets,
-            ids,
+            source.dictionary.to_pylist(),
+            source.indices.to_numpy(),
+            table.column("line").to_numpy(),
+            table.column("byte_offset").to_numpy(),
+            table.column("id").to_pylist(),
         )
 
     def _parquet(self) -> Any:
@@ -191,8 +179,7 @@ def _check_format(parquet: Any, path: str) -> bytes:
             f"{path} has the columns {', '.join(parquet.schema_arrow.names)}, or they have other "
             f"types than a sidecar's. {_REMEDY}"
         )
-    pair: bytes = metadata[PAIR_KEY]
-    return pair
+    return bytes(metadata[PAIR_KEY])
 
 
 def import_pyarrow() -> Any:
@@ -208,15 +195,14 @@ def import_pyarrow() -> Any:
 
 
 def has_pyarrow() -> bool:
-    try:
-        import_pyarrow()
-    except ConfigError:
-        return False
-    return True
+    with contextlib.suppress(ConfigError):
+        return import_pyarrow() is not None
+    return False
 
 
 @functools.cache
 def schema() -> Any:
+    """The columns of a sidecar."""
     pa = import_pyarrow()
     return pa.schema(
         [
@@ -232,15 +218,9 @@ def with_own_sources(table: Any) -> Any:
     """The table, with a dictionary of exactly its sources, in the order of their appearance."""
     if len(table) == 0:
         return table
-    pa = import_pyarrow()
-    table = table.unify_dictionaries().combine_chunks()
-    column = table.column("source").chunk(0)
-    numbers, first, inverse = np.unique(
-        column.indices.to_numpy(), return_index=True, return_inverse=True
+    column = table.unify_dictionaries().combine_chunks().column("source").chunk(0)
+    numbers = column.indices.dictionary_encode()
+    sources = import_pyarrow().DictionaryArray.from_arrays(
+        numbers.indices, column.dictionary.take(numbers.dictionary)
     )
-    order = np.argsort(first)
-    places = np.empty(len(order), np.int32)
-    places[order] = np.arange(len(order), dtype=np.int32)
-    sources = column.dictionary.take(pa.array(numbers[order]))
-    compact = pa.DictionaryArray.from_arrays(places[inverse], sources)
-    return table.set_column(0, table.schema.field(0), compact)
+    return table.set_column(0, table.schema.field(0), sources)

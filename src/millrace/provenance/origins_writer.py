@@ -1,14 +1,11 @@
-"""Writing the sidecar of origins, when its pair is there.
-
-Row groups are cut after a fixed number of rows (or bytes of ids): the bytes do not depend on how
-the rows were added.
-"""
+"""Writing the sidecar of origins, when its pair is there."""
 
 from __future__ import annotations
 
 import functools
+import io
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -109,16 +106,36 @@ class OriginsWriter:
         Raises:
             ConfigError: If the numbers do not agree with each other.
         """
-        self.add_table(_make_table(sources, source_numbers, lines, byte_offsets, ids))
+        pa = import_pyarrow()
+        if isinstance(sources, str) or not all(isinstance(source, str) for source in sources):
+            raise ConfigError(f"sources are {shown(sources)}; give a list of texts")
+        if isinstance(ids, str):
+            raise ConfigError(f"ids are {shown(ids)}; give a list of texts")
+        numbers = whole_numbers("source_numbers", source_numbers)
+        columns = {
+            "lines": pa.array(whole_numbers("lines", lines)),
+            "byte_offsets": pa.array(whole_numbers("byte_offsets", byte_offsets)),
+            "ids": pa.nulls(len(numbers), pa.string()) if ids is None else _texts("ids", ids),
+        }
+        for name, column in columns.items():
+            if len(column) != len(numbers):
+                raise ConfigError(
+                    f"there are {len(column)} {name} for {len(numbers)} source_numbers; give one "
+                    "of each for every document"
+                )
+        low, high = int(numbers.min(initial=0)), int(numbers.max(initial=-1))
+        if low < 0 or high >= len(sources):
+            raise ConfigError(
+                f"source_numbers go from {low} to {high}; there are {len(sources)} sources"
+            )
+        names = _texts("sources", sources)
+        source = pa.DictionaryArray.from_arrays(numbers.astype(np.int32), names)
+        self.add_table(pa.Table.from_arrays([source, *columns.values()], schema=schema()))
 
     def add_table(self, table: Any) -> None:
         """Appends the rows of a pyarrow table with the columns of the sidecar."""
-        if len(table) == 0:
-            return
         self.num_rows += len(table)
-        self._pending.append(table)
-        self._num_pending += len(table)
-        self._pending_id_bytes += _num_id_bytes(table)
+        self._keep(table)
         if self._num_pending >= _GROUP_ROWS or self._pending_id_bytes >= _GROUP_ID_BYTES:
             self._write_groups()
 
@@ -139,9 +156,10 @@ class OriginsWriter:
             pair = {VERSION_KEY: VERSION, PAIR_KEY: dataset.fingerprint}
             self._writer.add_key_value_metadata(pair)
             self._writer.close()
-            hasher = BlockHasher()
+            hasher, written = BlockHasher(), self._sink.file
+            written.seek(0)
             with atomic_file(origins_path(self._prefix), durable=self._durable) as file:
-                for data in self._sink.pieces():
+                while data := written.read(_COPY_SIZE):
                     hasher.update(data)
                     file.write(data)
             info = read_info(self._prefix)
@@ -163,74 +181,55 @@ class OriginsWriter:
             self.publish()
         self.close()
 
+    def _keep(self, table: Any) -> None:
+        self._pending.append(table)
+        self._num_pending += len(table)
+        self._pending_id_bytes += int(_id_lengths(table).sum())
+
     def _write_groups(self, *, is_last: bool = False) -> None:
         """Writes the row groups that are full, and with `is_last` the rest."""
-        if not self._pending:
-            return
-        pa = import_pyarrow()
-        rows = pa.concat_tables(self._pending).unify_dictionaries().combine_chunks()
-        self._pending.clear()
+        tables = self._pending or [schema().empty_table()]
+        rows = import_pyarrow().concat_tables(tables).unify_dictionaries().combine_chunks()
+        self._pending, self._num_pending, self._pending_id_bytes = [], 0, 0
         while len(rows):
-            count, is_full = _group_size(rows)
+            id_ends = np.cumsum(_id_lengths(rows.slice(0, _GROUP_ROWS)))
+            count = min(int(np.searchsorted(id_ends, _GROUP_ID_BYTES)) + 1, len(id_ends))
+            is_full = count == _GROUP_ROWS or id_ends[-1] >= _GROUP_ID_BYTES
             if not is_full and not is_last:
+                # Only the sources of these rows, or the list would grow with the number of files.
+                self._keep(with_own_sources(rows))
                 break
-            group = with_own_sources(rows.slice(0, count))
-            self._writer.write_table(group, row_group_size=count)
+            self._writer.write_table(with_own_sources(rows.slice(0, count)), row_group_size=count)
             rows = rows.slice(count)
-        self._num_pending = self._pending_id_bytes = 0
-        if len(rows):
-            # Only the sources of these rows, or the list would grow with the number of files.
-            self._pending.append(with_own_sources(rows))
-            self._num_pending = len(rows)
-            self._pending_id_bytes = _num_id_bytes(rows)
 
 
-class _Sink:
+class _Sink(io.RawIOBase):
     """A nameless file for a ParquetWriter, which writes the end of its file when it is dropped:
     nothing is written then, nor in a forked child."""
-
-    closed = False
 
     def __init__(self, folder: str) -> None:
         import tempfile  # 3 ms that `import millrace` does without
 
         self.file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
-        self._owner, self._size = os.getpid(), 0
+        self._owner = os.getpid()
+
+    def __del__(self) -> None:
+        if hasattr(self, "file"):  # else the folder is not there
+            self.file.close()
+
+    def writable(self) -> bool:
+        return True
 
     def write(self, data: Any) -> int:
         if os.getpid() == self._owner and not self.file.closed:
             view = memoryview(data)
             while len(view):
                 view = view[self.file.write(view) :]
-        self._size += len(data)
         return len(data)
-
-    def __del__(self) -> None:
-        if hasattr(self, "file"):  # else the folder is not there
-            self.file.close()
-
-    def pieces(self) -> Iterator[bytes]:
-        """What was written, some at a time."""
-        self.file.seek(0)
-        while data := self.file.read(_COPY_SIZE):
-            yield data
-
-    def tell(self) -> int:
-        return self._size
-
-    def flush(self) -> None:
-        pass
-
-    def writable(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        pass  # `OriginsWriter.close` does it
 
 
 def copied_origins(
-    prefix: str,
-    parts: Iterable[tuple[IndexedDataset, tuple[int, int] | None]],
+    prefix: str, parts: Iterable[tuple[IndexedDataset, tuple[int, int] | None]]
 ) -> OriginsWriter | None:
     """The origins of documents of other pairs, one after the other, ready to be published.
 
@@ -242,7 +241,7 @@ def copied_origins(
         The writer; None if documents without an origin are among them, as half a sidecar would
         invite wrong conclusions, or if there are no documents.
     """
-    spans = [(data, (0, data.num_documents) if span is None else span) for data, span in parts]
+    spans = [(data, span or (0, data.num_documents)) for data, span in parts]
     files = [(data.origins_file, start, stop) for data, (start, stop) in spans if start < stop]
     if not files or any(file is None for file, _, _ in files):
         return None
@@ -251,49 +250,6 @@ def copied_origins(
         for table in file.tables(start, stop):
             writer.add_table(table)
     return writer
-
-
-def _make_table(
-    sources: Sequence[str],
-    source_numbers: ArrayLike,
-    lines: ArrayLike,
-    byte_offsets: ArrayLike,
-    ids: Sequence[str | None] | None,
-) -> Any:
-    """The rows of origins as a pyarrow table; see `OriginsWriter.add`."""
-    pa = import_pyarrow()
-    if isinstance(sources, str) or not all(isinstance(source, str) for source in sources):
-        raise ConfigError(f"sources are {shown(sources)}; give a list of texts")
-    numbers = whole_numbers("source_numbers", source_numbers)
-    columns = {
-        "lines": whole_numbers("lines", lines),
-        "byte_offsets": whole_numbers("byte_offsets", byte_offsets),
-    }
-    counts = {name: len(column) for name, column in columns.items()}
-    if isinstance(ids, str):
-        raise ConfigError(f"ids are {shown(ids)}; give a list of texts")
-    if ids is not None:
-        counts["ids"] = len(ids)
-    for name, count in counts.items():
-        if count != len(numbers):
-            raise ConfigError(
-                f"there are {count} {name} for {len(numbers)} source_numbers; give one of each for "
-                "every document"
-            )
-    low, high = int(numbers.min(initial=0)), int(numbers.max(initial=-1))
-    if low < 0 or high >= len(sources):
-        raise ConfigError(
-            f"source_numbers go from {low} to {high}; there are {len(sources)} sources"
-        )
-    return pa.Table.from_arrays(
-        [
-            pa.DictionaryArray.from_arrays(numbers.astype(np.int32), _texts("sources", sources)),
-            pa.array(columns["lines"]),
-            pa.array(columns["byte_offsets"]),
-            pa.nulls(len(numbers), pa.string()) if ids is None else _texts("ids", ids),
-        ],
-        schema=schema(),
-    )
 
 
 def _texts(name: str, values: Sequence[str | None]) -> Any:
@@ -316,20 +272,4 @@ def _id_lengths(table: Any) -> NDArray[np.int64]:
     import pyarrow.compute
 
     lengths = pyarrow.compute.fill_null(pyarrow.compute.binary_length(table.column("id")), 0)
-    array: NDArray[np.int64] = lengths.to_numpy().astype(np.int64)
-    return array
-
-
-def _num_id_bytes(table: Any) -> int:
-    if table.column("id").null_count == len(table):
-        return 0
-    return int(_id_lengths(table).sum())
-
-
-def _group_size(table: Any) -> tuple[int, bool]:
-    """The number of rows of the next row group, and whether it is full."""
-    head = table.slice(0, _GROUP_ROWS)
-    if _num_id_bytes(head) >= _GROUP_ID_BYTES:
-        ends = np.cumsum(_id_lengths(head))
-        return int(np.searchsorted(ends, _GROUP_ID_BYTES)) + 1, True
-    return len(head), len(head) == _GROUP_ROWS
+    return lengths.to_numpy().astype(np.int64)  # type: ignore[no-any-return]

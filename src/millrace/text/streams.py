@@ -126,8 +126,10 @@ class LineRange(ByteStream):
         while raw.position < self._stop and (data := raw.read(BLOCK_SIZE)):
             if end := data.find(b"\n") + 1:
                 self._ahead = data[end:]
-                self.first_byte = raw.position - len(self._ahead)
-                self._has_ended = self.first_byte >= self._stop
+                first_byte = raw.position - len(self._ahead)
+                if first_byte <= self._stop:
+                    self.first_byte = first_byte
+                    self._has_ended = first_byte == self._stop
                 return
 
     def read(self, size: int, /) -> bytes:

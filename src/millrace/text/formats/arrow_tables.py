@@ -140,9 +140,11 @@ class Arrow(_Table):
             return sum(file.get_batch(number).num_rows for number in range(part.start))
 
     def _sizes(self, path: str) -> tuple[list[int] | None, list[int]]:
-        with _arrow_reader(path) as (_, reader, is_file):
-            # The sizes of record batches are not known.
-            return [1] * reader.num_record_batches if is_file else None, [0]
+        with open(path, "rb") as file:
+            if not self.matches(file.read(len(self._magic))):
+                return None, []
+        with _arrow_reader(path) as (_, reader, _):
+            return [1] * reader.num_record_batches, [0]  # their sizes are not known
 
     def _groups(self, part: Part, query: Query) -> Iterator[tuple[Any, float, float]]:
         with _arrow_reader(part.path) as (_, reader, _):
