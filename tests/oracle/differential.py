@@ -24,9 +24,10 @@ import threading
 import time
 import traceback
 import warnings
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -36,13 +37,9 @@ import torch
 # torch and megatron-core warn of their own deprecations, and of optional packages, on import.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from megatron.core.datasets import (
-        blended_dataset,
-        blended_megatron_dataset_builder,
-        gpt_dataset,
-        helpers,
-        indexed_dataset,
-    )
+    from megatron.core.datasets import gpt_dataset, helpers, indexed_dataset
+
+from tests.oracle import oracle_megatron as oracle
 
 import millrace
 import millrace.megatron as ours
@@ -55,28 +52,14 @@ BLEND_ARRAYS = ("dataset_index", "dataset_sample_index")
 SPLIT_NAMES = ("train", "valid", "test")
 
 
-class Theirs:
-    """Megatron-LM's classes."""
-
-    Builder = blended_megatron_dataset_builder.BlendedMegatronDatasetBuilder
-    BlendedDataset = blended_dataset.BlendedDataset
-    GPTDataset = gpt_dataset.GPTDataset
-    GPTDatasetConfig = gpt_dataset.GPTDatasetConfig
-    MockGPTDataset = gpt_dataset.MockGPTDataset
-    MockGPTLowLevelDataset = gpt_dataset.MockGPTLowLevelDataset
-    log = "megatron.core.datasets"
-
-
-class Ours:
-    """The same classes of `millrace.megatron`."""
-
-    Builder = ours.BlendedMegatronDatasetBuilder
-    BlendedDataset = ours.BlendedDataset
-    GPTDataset = ours.GPTDataset
-    GPTDatasetConfig = ours.GPTDatasetConfig
-    MockGPTDataset = ours.MockGPTDataset
-    MockGPTLowLevelDataset = ours.MockGPTLowLevelDataset
-    log = "millrace.megatron"
+NAMES = ("GPTDataset", "GPTDatasetConfig", "MockGPTDataset", "MockGPTLowLevelDataset")
+Ours, Theirs = (
+    SimpleNamespace(Builder=builder, log=log, **{name: vars(module)[name] for name in NAMES})
+    for module, builder, log in (
+        (ours, ours.BlendedMegatronDatasetBuilder, "millrace.megatron"),
+        (gpt_dataset, oracle.BlendedMegatronDatasetBuilder, "megatron.core.datasets"),
+    )
+)
 
 
 class Known(Exception):  # noqa: N818
@@ -91,29 +74,14 @@ class LooksForeverError(Exception):
 
 
 @dataclasses.dataclass
-class Tokenizer:
-    """The attributes of a tokenizer that the datasets use."""
-
-    eod: int
-    vocab_size: int
-    pad_id: int | None = None
+class Tokenizer(oracle.Tokenizer):
     has_special_tokens: bool = True
-
-    @property
-    def pad(self) -> int:
-        if self.pad_id is None:
-            raise NotImplementedError("no pad token")
-        return self.pad_id
 
     @property
     def special_tokens_dict(self) -> dict[str, int]:
         if not self.has_special_tokens:
             raise AttributeError("no special_tokens_dict")
-        return {"eod_token": self.eod} | ({} if self.pad_id is None else {"pad_token": self.pad_id})
-
-    @property
-    def unique_identifiers(self) -> OrderedDict[str, Any]:
-        return OrderedDict(dataclasses.asdict(self))
+        return super().special_tokens_dict
 
 
 @dataclasses.dataclass
@@ -167,16 +135,13 @@ class Generator:
         lengths = {} if is_mock else {f"data/{i}": self.lengths(count) for i in range(count)}
         dtype = self.pick(["uint16", "int32", "uint8", "int8", "int16", "int64", "float32"],
                           [10, 10, 1, 1, 1, 1, 0.3])  # fmt: skip
-        vocabulary = (
-            -2 if dtype.startswith("int") and self.chance(0.3) else 0,
-            self.integer(3, 30),
-        )
+        lowest = -2 if dtype.startswith("int") and self.chance(0.3) else 0
+        vocabulary = lowest, self.integer(3, 30)
         totals = [sum(values) for values in lengths.values()] or [100_000]
         longest = min(totals) / 25 if self.is_careful else max(totals)
         sequence_length = max(1, int(np.exp(self.random.uniform(0, np.log(longest + 1)))))
-        sequence_length = (
-            min(sequence_length, 300) if is_mock or self.chance(0.9) else sequence_length
-        )
+        if is_mock or self.chance(0.9):
+            sequence_length = min(sequence_length, 300)
         sequence_length = max(sequence_length, 100) if is_mock else sequence_length
         options = self.options(sequence_length, vocabulary, dtype)
         if not is_mock:
@@ -269,18 +234,15 @@ class Generator:
         if self.chance(0.45):
             return chosen, None
         count = len(chosen) + (1 if self.chance(0.01) else 0)
-        weights = self.pick(
-            [
-                (self.random.random(count) + 0.01).tolist(),
-                [float(weight) for weight in self.random.integers(1, 5, count)],
-                (10.0 ** self.random.uniform(-3, 3, count)).tolist(),
-                [1.0] * count,
-                [int(weight) for weight in self.random.integers(1, 99, count)],
-                [float(weight) for weight in self.random.integers(-1, 3, count)],
-            ],
-            [3, 3, 2, 2, 1, 0.3],
-        )
-        return chosen, weights
+        kinds = [
+            (self.random.random(count) + 0.01).tolist(),
+            self.random.integers(1, 5, count).astype(float).tolist(),
+            (10.0 ** self.random.uniform(-3, 3, count)).tolist(),
+            [1.0] * count,
+            self.random.integers(1, 99, count).tolist(),
+            self.random.integers(-1, 3, count).astype(float).tolist(),
+        ]
+        return chosen, self.pick(kinds, [3, 3, 2, 2, 1, 0.3])
 
     def split(self) -> str:
         if self.is_careful and self.chance(0.7):
@@ -368,12 +330,8 @@ def arguments_of(case: Case, folder: Path, counts: dict[str, Any]) -> dict[str, 
 @contextlib.contextmanager
 def captured(name: str) -> Iterator[list[str]]:
     lines: list[str] = []
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    logger, handler = logging.getLogger(name), Handler()
+    logger, handler = logging.getLogger(name), logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     level, propagate = logger.level, logger.propagate
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
@@ -622,7 +580,7 @@ def run_case(seed: int, number: int, folder: Path) -> str:
                 change = mock.patch.object(side.MockGPTLowLevelDataset, "size", case.mock_size)
                 stack.enter_context(change)
         if case.group:
-            stack.enter_context(process_group())
+            stack.enter_context(oracle.process_group())
         try:
             return compare(case, generator, folder)
         except BaseException:
@@ -630,17 +588,6 @@ def run_case(seed: int, number: int, folder: Path) -> str:
             print(f"again: python -m tests.oracle.differential --seed {seed} --case {number}",
                   file=sys.stderr)  # fmt: skip
             raise
-
-
-@contextlib.contextmanager
-def process_group() -> Iterator[None]:
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
-    try:
-        yield
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def compare(case: Case, generator: Generator, folder: Path) -> str:
@@ -688,10 +635,8 @@ def compare(case: Case, generator: Generator, folder: Path) -> str:
     same_error(None, their.error, "Megatron-LM on our cache")
     same_tree(mine.datasets, their.datasets, "datasets")
     check_reused(their, before, folder, case, "Megatron-LM on our cache")
-    for name, pair in zip(
-        SPLIT_NAMES, zip(mine.datasets, their.datasets, strict=True), strict=True
-    ):  # type: ignore[arg-type]
-        same_samples(*pair, generator, name)
+    for name, left, right in zip(SPLIT_NAMES, mine.datasets, their.datasets, strict=True):  # type: ignore[arg-type]
+        same_samples(left, right, generator, name)
     for how in case.reopen:
         reopen(case, arguments, generator, how)
     return "same"
@@ -718,11 +663,8 @@ def check_reused(built: Built, before: Any, folder: Path, case: Case, where: str
 
 def reopen(case: Case, arguments: dict[str, Any], generator: Generator, how: str) -> None:
     """Compares the datasets again, opened by the options that trust the cache."""
-    more = {}
-    if "fast" in how:
-        more["fast_cache_load"] = True
-    if "defer" in how:
-        more["defer_npy_index_mmap"] = True
+    words = {"fast": "fast_cache_load", "defer": "defer_npy_index_mmap"}
+    more = {option: True for word, option in words.items() if word in how}
     their = build(Theirs, case, arguments, **more)
     if isinstance(their.error, ValueError) and "__len__() should return >= 0" in str(their.error):
         return  # a deferred length below 0, of a dataset without tokens
@@ -762,9 +704,8 @@ def main(words: list[str] | None = None) -> int:
                 return 1
         finally:
             shutil.rmtree(folder)
-    print(
-        f"seed {options.seed}: {sum(outcomes.values())} cases in {time.monotonic() - start:.0f} s"
-    )
+    seconds = time.monotonic() - start
+    print(f"seed {options.seed}: {sum(outcomes.values())} cases in {seconds:.0f} s")
     for name, count in outcomes.most_common():
         print(f"  {count:6} {name}")
     return 1 if outcomes["DIFFERENT"] else 0

@@ -5,15 +5,17 @@ Importing it imports torch, which takes some seconds.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import warnings
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 import millrace
@@ -21,52 +23,15 @@ import millrace
 # torch and megatron-core warn of their own deprecations, and of optional packages, on import.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from megatron.core.datasets import helpers
-    from megatron.core.datasets.blended_dataset import BlendedDataset
-    from megatron.core.datasets.blended_megatron_dataset_builder import (
-        BlendedMegatronDatasetBuilder,
-        _get_size_per_split_per_dataset,
-    )
-    from megatron.core.datasets.blended_megatron_dataset_config import (
-        convert_split_vector_to_split_matrix,
-        parse_and_normalize_split,
-    )
+    from megatron.core.datasets import helpers as helpers
+    from megatron.core.datasets import indexed_dataset
+    from megatron.core.datasets.blended_dataset import BlendedDataset as BlendedDataset
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-    from megatron.core.datasets.indexed_dataset import (
-        DType,
-        IndexedDataset,
-        IndexedDatasetBuilder,
-    )
-    from megatron.core.datasets.utils import Split, normalize
+    from megatron.core.datasets.utils import Split
 
-__all__ = [
-    "MODULES",
-    "SAMPLE_KEYS",
-    "BlendedDataset",
-    "BlendedMegatronDatasetBuilder",
-    "DType",
-    "GPTDataset",
-    "GPTDatasetConfig",
-    "IndexedDataset",
-    "IndexedDatasetBuilder",
-    "Split",
-    "Tokenizer",
-    "_get_size_per_split_per_dataset",
-    "assert_same_indices",
-    "assert_same_samples",
-    "config_of",
-    "convert_split_vector_to_split_matrix",
-    "fresh_sample",
-    "gpt_dataset",
-    "helpers",
-    "module_of_megatron",
-    "name_of_megatron",
-    "normalize",
-    "parse_and_normalize_split",
-    "random_lengths",
-    "random_split",
-    "write_sequences",
-]
+DType = indexed_dataset.DType
+IndexedDataset = indexed_dataset.IndexedDataset
+IndexedDatasetBuilder = indexed_dataset.IndexedDatasetBuilder
 
 MODULES = (
     "blended_dataset",
@@ -83,15 +48,13 @@ MODULES = (
 
 SAMPLE_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 
-NO_PAD = None
-
 
 @dataclasses.dataclass
 class Tokenizer:
     """The attributes of a tokenizer that the datasets use."""
 
     eod: int = 0
-    pad_id: int | None = NO_PAD
+    pad_id: int | None = None
     vocab_size: int = 1000
 
     @property
@@ -118,6 +81,29 @@ def name_of_megatron(name: str) -> Any:
     """The value of a name in the first of `MODULES` that has it."""
     modules = map(module_of_megatron, MODULES)
     return next(vars(module)[name] for module in modules if name in vars(module))
+
+
+BlendedMegatronDatasetBuilder = name_of_megatron("BlendedMegatronDatasetBuilder")
+normalize = name_of_megatron("normalize")
+parse_and_normalize_split = name_of_megatron("parse_and_normalize_split")
+convert_split_vector_to_split_matrix = name_of_megatron("convert_split_vector_to_split_matrix")
+sizes_per_split_and_dataset = name_of_megatron("_get_size_per_split_per_dataset")
+
+
+def build(config: GPTDatasetConfig, sizes: Sequence[int | None]) -> list[Any]:
+    """The datasets of the three splits."""
+    return BlendedMegatronDatasetBuilder(GPTDataset, list(sizes), lambda: True, config).build()
+
+
+@contextlib.contextmanager
+def process_group() -> Iterator[None]:
+    """Megatron-LM needs one to build a missing cache: rank 0 does it alone."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def config_of(cache: Path | None, **options: Any) -> GPTDatasetConfig:
@@ -197,9 +183,8 @@ def write_sequences(
 def assert_same_indices(ours: millrace.GPTDataset, theirs: GPTDataset) -> None:
     assert len(ours) == len(theirs)
     for name in ("document_index", "sample_index", "shuffle_index"):
-        np.testing.assert_array_equal(
-            getattr(ours.indices, name), getattr(theirs, name), err_msg=name, strict=True
-        )
+        mine, their = getattr(ours.indices, name), getattr(theirs, name)
+        np.testing.assert_array_equal(mine, their, err_msg=name, strict=True)
 
 
 def fresh_sample(dataset: GPTDataset, number: int) -> dict[str, NDArray[Any]]:
@@ -212,14 +197,16 @@ def fresh_sample(dataset: GPTDataset, number: int) -> dict[str, NDArray[Any]]:
     return {key: tensor.numpy() for key, tensor in dataset[number].items()}
 
 
-def assert_same_samples(
-    ours: millrace.GPTDataset, theirs: GPTDataset, numbers: Sequence[int]
-) -> None:
+def assert_same_samples(ours: Any, theirs: Any, numbers: Sequence[int], place: str = "") -> None:
+    """Of datasets or of blends."""
     batch = ours.batch(numbers)
     for row, number in enumerate(numbers):
-        sample = fresh_sample(theirs, number)
-        single = ours[number]
+        part, single = (theirs, number), ours[number]
+        if isinstance(theirs, BlendedDataset):
+            place_in_part = theirs.dataset_sample_index[number]
+            part = theirs.datasets[theirs.dataset_index[number]], place_in_part
+        sample = fresh_sample(*part)
         for key in SAMPLE_KEYS:
-            message = f"{key} of sample {number}"
+            message = f"{place}: {key} of sample {number}"
             np.testing.assert_array_equal(batch[key][row], sample[key], message, strict=True)
             np.testing.assert_array_equal(single[key], sample[key], message, strict=True)

@@ -37,8 +37,7 @@ def assert_equal(actual: Any, expected: Any) -> None:
 
 def theirs_by_weights(weights: list[float], size: int) -> tuple[np.ndarray, np.ndarray]:
     out = np.zeros(size, np.int16), np.zeros(size, np.int64)
-    normalized = megatron.normalize(weights)
-    megatron.helpers.build_blending_indices(*out, normalized, len(weights), size, False)
+    megatron.helpers.build_blending_indices(*out, weights, len(weights), size, False)
     return out
 
 
@@ -51,8 +50,11 @@ def theirs_by_sizes(sizes: list[int]) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("seed", range(100))
 def test_random_blends_by_weight_are_equal(seed: int) -> None:
     random = np.random.default_rng([20, seed])
-    weights, size = random_weights(random), int(random.integers(0, 20_000))
-    assert_equal(blend(weights, size), theirs_by_weights(weights, size))
+    assert_by_weights(random_weights(random), int(random.integers(0, 20_000)))
+
+
+def assert_by_weights(weights: list[float], size: int) -> None:
+    assert_equal(blend(weights, size), theirs_by_weights(megatron.normalize(weights), size))
 
 
 def many_weights(kind: str, count: int, random: np.random.Generator) -> np.ndarray:
@@ -87,7 +89,7 @@ def test_blends_of_many_datasets_by_weight_are_equal(count: int, kind: str) -> N
     """Long enough for the set of candidates to change many times over."""
     random = np.random.default_rng([29, count])
     weights = many_weights(kind, count, random).tolist()
-    assert_equal(blend(weights, 200_000), theirs_by_weights(weights, 200_000))
+    assert_by_weights(weights, 200_000)
 
 
 @pytest.mark.parametrize("scale", [1e-9, 0.9, 1.1, 1e9])
@@ -97,9 +99,8 @@ def test_blends_by_weights_that_are_not_normalised_are_equal(scale: float) -> No
     for count in (5, 70, 1000):
         weights = random.random(count)
         weights *= scale / weights.sum()
-        out = np.zeros(30_000, np.int16), np.zeros(30_000, np.int64)
-        megatron.helpers.build_blending_indices(*out, weights, count, 30_000, False)
-        assert_equal(_native.blend_by_weights(weights, 30_000), out)
+        ours = _native.blend_by_weights(weights, 30_000)
+        assert_equal(ours, theirs_by_weights(weights, 30_000))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -129,7 +130,7 @@ def test_exhaustive_blends_of_many_datasets_are_equal(count: int, kind: str) -> 
     ],
 )
 def test_extreme_blends_by_weight_are_equal(weights: list[float]) -> None:
-    assert_equal(blend(weights, 30_000), theirs_by_weights(weights, 30_000))
+    assert_by_weights(weights, 30_000)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -148,8 +149,8 @@ def test_the_samples_of_each_dataset_are_equal_in_number(seed: int) -> None:
     assert millrace.normalize(weights) == megatron.normalize(weights)
     sizes = [int(size) for size in random.integers(0, 10**9, 3)]
     for surplus in (0.0, 0.005, 0.5):
-        targets = megatron._get_size_per_split_per_dataset(weights, sizes)
-        buffers = megatron._get_size_per_split_per_dataset(weights, sizes, surplus)
+        targets = megatron.sizes_per_split_and_dataset(weights, sizes)
+        buffers = megatron.sizes_per_split_and_dataset(weights, sizes, surplus)
         for split, size in enumerate(sizes):
             assert millrace.samples_per_dataset(weights, size, surplus) == [
                 (target[split], buffer[split])
@@ -190,9 +191,9 @@ def our_datasets(
     return datasets
 
 
-def their_splits(sizes: list[int | None], **options: Any) -> list[Any]:
+def config_of(**options: Any) -> Any:
     """Indices are cached below each prefix: a cached blend would need torch.distributed."""
-    config = megatron.config_of(
+    return megatron.config_of(
         None,
         sequence_length=S,
         random_seed=SEED,
@@ -201,29 +202,35 @@ def their_splits(sizes: list[int | None], **options: Any) -> list[Any]:
         eod_mask_loss=True,
         **options,
     )
-    builder = megatron.BlendedMegatronDatasetBuilder(
-        megatron.GPTDataset, sizes, lambda: True, config
-    )
-    splits: list[Any] = builder.build()
-    return splits
+
+
+def our_blend(
+    prefixes: list[Path],
+    weights: list[float] | None,
+    size: int | None,
+    split: str = "1",
+    place: int = 0,
+) -> millrace.BlendedDataset:
+    """The blend that the builder makes of a split."""
+    if weights is None:
+        datasets = our_datasets(prefixes, split, place, [None] * len(prefixes))
+        limit = sum(len(dataset) for dataset in datasets)
+        return millrace.BlendedDataset(datasets, None, None if size is None else min(size, limit))
+    assert size is not None
+    normalized = millrace.normalize(weights)  # which a BlendedDataset does again
+    counts = millrace.samples_per_dataset(normalized, size)
+    datasets = our_datasets(prefixes, split, place, [buffer for _, buffer in counts])
+    return millrace.BlendedDataset(datasets, normalized, sum(target for target, _ in counts))
 
 
 def assert_same_blend(ours: millrace.BlendedDataset, theirs: megatron.BlendedDataset) -> None:
     assert len(ours) == len(theirs)
     for left, right in zip(ours.datasets, theirs.datasets, strict=True):
         megatron.assert_same_indices(left, right)
-    assert_equal(
-        (ours.dataset_index, ours.dataset_sample_index),
-        (theirs.dataset_index, theirs.dataset_sample_index),
-    )
+    for name in ("dataset_index", "dataset_sample_index"):
+        assert_equal([getattr(ours, name)], [getattr(theirs, name)])
     numbers = np.random.default_rng(0).integers(0, len(ours), 25)
-    batch = ours.batch(numbers)
-    for row, number in enumerate(numbers.tolist()):
-        sample, single = theirs[number], ours[number]
-        for key in megatron.SAMPLE_KEYS:
-            expected = sample[key].numpy()
-            np.testing.assert_array_equal(batch[key][row], expected, key, strict=True)
-            np.testing.assert_array_equal(single[key], expected, key, strict=True)
+    megatron.assert_same_samples(ours, theirs, numbers.tolist())
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -234,19 +241,12 @@ def test_a_blend_by_weight_is_the_builders(seed: int, tmp_path: Path) -> None:
     weights = (random.random(count) ** 3 + 0.01).tolist()
     sizes: list[int | None] = [int(size) for size in random.integers(100, 1500, 3)]
     split = "5,3,2" if seed % 2 else "0.6,0.4"
-    names = [str(prefix) for prefix in prefixes]
-    splits = their_splits(sizes, blend=(names, weights), split=split)
-    # Both the builder and a BlendedDataset normalise the weights.
-    normalized = millrace.normalize(weights)
-    for place, (theirs, size) in enumerate(zip(splits, sizes, strict=True)):
+    config = config_of(blend=(list(map(str, prefixes)), weights), split=split)
+    for place, theirs in enumerate(megatron.build(config, sizes)):
         if theirs is None:
             assert split == "0.6,0.4"
-            continue
-        assert size is not None
-        counts = millrace.samples_per_dataset(normalized, size)
-        datasets = our_datasets(prefixes, split, place, [buffer for _, buffer in counts])
-        total = sum(target for target, _ in counts)
-        assert_same_blend(millrace.BlendedDataset(datasets, normalized, total), theirs)
+        else:
+            assert_same_blend(our_blend(prefixes, weights, sizes[place], split, place), theirs)
 
 
 def test_the_builders_weights_are_normalised_twice(tmp_path: Path) -> None:
@@ -256,12 +256,9 @@ def test_the_builders_weights_are_normalised_twice(tmp_path: Path) -> None:
     once = millrace.normalize(weights)
     assert millrace.normalize(once) != once
     assert blend(once, size)[0].tolist() != blend(weights, size)[0].tolist()
-    names = [str(prefix) for prefix in prefixes]
-    theirs = their_splits([size, 1, 1], blend=(names, weights), split="1")[0]
-    counts = millrace.samples_per_dataset(once, size)
-    datasets = our_datasets(prefixes, "1", 0, [buffer for _, buffer in counts])
-    total = sum(target for target, _ in counts)
-    assert_same_blend(millrace.BlendedDataset(datasets, once, total), theirs)
+    config = config_of(blend=(list(map(str, prefixes)), weights), split="1")
+    theirs = megatron.build(config, [size, 1, 1])[0]
+    assert_same_blend(our_blend(prefixes, weights, size), theirs)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -270,14 +267,12 @@ def test_a_blend_without_weights_is_the_builders(sized: bool, seed: int, tmp_pat
     random = np.random.default_rng([24, seed])
     prefixes = write_datasets(random, tmp_path, int(random.integers(2, 9)))
     sizes = [[40, 10**6, 7][(seed + place) % 3] if sized else None for place in range(3)]
-    names = [str(prefix) for prefix in prefixes]
-    splits = their_splits(sizes, blend=(names, None), split="5,4")
+    config = config_of(blend=(list(map(str, prefixes)), None), split="5,4")
+    splits = megatron.build(config, sizes)
     assert splits[2] is None
-    for place, (theirs, size) in enumerate(zip(splits[:2], sizes[:2], strict=True)):
-        datasets = our_datasets(prefixes, "5,4", place, [None] * len(prefixes))
-        limit = sum(len(dataset) for dataset in datasets)
-        ours = millrace.BlendedDataset(datasets, None, None if size is None else min(size, limit))
-        assert_same_blend(ours, theirs)
+    for place in (0, 1):
+        ours = our_blend(prefixes, None, sizes[place], "5,4", place)
+        assert_same_blend(ours, splits[place])
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -286,17 +281,10 @@ def test_a_separate_blend_for_each_split_is_the_builders(seed: int, tmp_path: Pa
     prefixes = write_datasets(random, tmp_path, 6)
     names = [str(prefix) for prefix in prefixes]
     weights = (random.random(3) + 0.1).tolist()
-    train, valid, test = their_splits(
-        [500, None, 50],
-        blend_per_split=[(names[:3], weights), (names[2:5], None), (names[5:], None)],
-    )
-    counts = millrace.samples_per_dataset(millrace.normalize(weights), 500)
-    datasets = our_datasets(prefixes[:3], "1", 0, [buffer for _, buffer in counts])
-    total = sum(target for target, _ in counts)
-    ours = millrace.BlendedDataset(datasets, millrace.normalize(weights), total)
-    assert_same_blend(ours, train)
-    datasets = our_datasets(prefixes[2:5], "1", 0, [None] * 3)
-    assert_same_blend(millrace.BlendedDataset(datasets), valid)
+    blends = [(names[:3], weights), (names[2:5], None), (names[5:], None)]
+    train, valid, test = megatron.build(config_of(blend_per_split=blends), [500, None, 50])
+    assert_same_blend(our_blend(prefixes[:3], weights, 500), train)
+    assert_same_blend(our_blend(prefixes[2:5], None, None), valid)
     (single,) = our_datasets(prefixes[5:], "1", 0, [50])  # one prefix is not blended
     megatron.assert_same_indices(single, test)
     megatron.assert_same_samples(single, test, range(len(single)))
@@ -308,18 +296,9 @@ def test_a_blend_of_datasets_built_one_by_one_is_equal(seed: int, tmp_path: Path
     count = int(random.integers(1, 6))
     prefixes = write_datasets(random, tmp_path, count)
     weights, size = (10.0 ** random.uniform(-3, 3, count)).tolist(), 300
-    config = megatron.config_of(
-        None,
-        sequence_length=S,
-        random_seed=SEED,
-        tokenizer=megatron.Tokenizer(eod=3, pad_id=4),
-        reset_position_ids=True,
-        eod_mask_loss=True,
-    )
+    config = config_of()
     theirs = [
-        megatron.gpt_dataset(
-            prefix, config, (0, len(millrace.IndexedDataset(prefix))), size, megatron.Split.train
-        )
+        megatron.gpt_dataset(prefix, config, (0, len(millrace.IndexedDataset(prefix))), size)
         for prefix in prefixes
     ]
     ours = our_datasets(prefixes, "1", 0, [size] * count)
@@ -332,9 +311,7 @@ def test_a_blend_of_datasets_built_one_by_one_is_equal(seed: int, tmp_path: Path
 def test_a_blend_that_draws_too_much_of_a_dataset_is_refused_by_both(tmp_path: Path) -> None:
     random = np.random.default_rng(27)
     prefixes = write_datasets(random, tmp_path, 2)
-    config = megatron.config_of(
-        None, sequence_length=S, random_seed=SEED, tokenizer=megatron.Tokenizer(eod=3, pad_id=4)
-    )
+    config = config_of()
     ours = our_datasets(prefixes, "1", 0, [None, None])
     theirs = [
         megatron.gpt_dataset(prefix, config, dataset.order.sequences, None)

@@ -183,11 +183,7 @@ def build_theirs(case: Case) -> list[Any]:
     config = megatron.config_of(None, **case.theirs)
     if case.bookends is not None:
         config.split_matrix = case.bookends
-    builder = megatron.BlendedMegatronDatasetBuilder(
-        megatron.GPTDataset, list(case.sizes), lambda: True, config
-    )
-    built: list[Any] = builder.build()
-    return built
+    return megatron.build(config, case.sizes)
 
 
 def ways_to_build(case: Case, cache: Path) -> Iterator[tuple[str, millrace.DatasetConfig]]:
@@ -245,32 +241,15 @@ def assert_same(ours: Any, theirs: Any, place: str) -> None:
         for name in ("dataset_index", "dataset_sample_index"):
             left, right = getattr(ours, name), getattr(theirs, name)
             np.testing.assert_array_equal(left, right, f"{place} {name}", strict=True)
-    pairs = list(zip(parts_of(ours), parts_of(theirs), strict=True))
-    for left, right in pairs:
+    for left, right in zip(parts_of(ours), parts_of(theirs), strict=True):
         megatron.assert_same_indices(left, right)
-    assert_same_samples(ours, theirs, place)
+    draw = np.random.default_rng(len(ours))
+    numbers = [0, len(ours) - 1, *draw.integers(0, len(ours), 6).tolist()]
+    megatron.assert_same_samples(ours, theirs, numbers, place)
 
 
 def parts_of(dataset: Any) -> list[Any]:
     return getattr(dataset, "datasets", None) or [dataset]
-
-
-def assert_same_samples(ours: Any, theirs: Any, place: str) -> None:
-    draw = np.random.default_rng(len(ours))
-    numbers = [0, len(ours) - 1, *draw.integers(0, len(ours), 6).tolist()]
-    batch = ours.batch(numbers)
-    for row, number in enumerate(numbers):
-        sample = their_sample(theirs, number)
-        for key in megatron.SAMPLE_KEYS:
-            message = f"{place}: {key} of sample {number}"
-            np.testing.assert_array_equal(batch[key][row], sample[key], message, strict=True)
-
-
-def their_sample(theirs: Any, number: int) -> dict[str, Any]:
-    if isinstance(theirs, megatron.BlendedDataset):
-        part = theirs.datasets[theirs.dataset_index[number]]
-        return megatron.fresh_sample(part, theirs.dataset_sample_index[number])
-    return megatron.fresh_sample(theirs, number)
 
 
 @pytest.mark.parametrize("number", range(NUM_CASES))
@@ -285,10 +264,7 @@ def test_too_few_tokens_are_an_error_here_and_an_empty_dataset_there(tmp_path: P
     """A split with tokens, but too few for a sample (see docs/differences.md)."""
     prefix = megatron.write_sequences(tmp_path / "data", [100, 5], np.random.default_rng(41))
     options = {"blend": ([str(prefix)], None), "split": "1,1", "sequence_length": 8}
-    builder = megatron.BlendedMegatronDatasetBuilder(
-        megatron.GPTDataset, [None] * 3, lambda: True, megatron.config_of(None, **options)
-    )
-    train, valid, test = builder.build()
+    train, valid, test = megatron.build(megatron.config_of(None, **options), [None] * 3)
     assert (len(train), len(valid), test) == (12, 0, None)
     config = millrace.DatasetConfig(seed=1234, num_samples=(None, None, None), **options)
     with pytest.raises(millrace.ConfigError, match=r"the valid split: .* leaves no sample"):
@@ -300,14 +276,10 @@ def test_the_same_prefix_twice_is_drawn_as_megatron_does(tmp_path: Path) -> None
     for weights in (None, [0.3, 0.7]):
         options = {"blend": ([prefix, prefix], weights), "split": "8,1,1", "sequence_length": 8}
         sizes: Any = (200, 20, 20)
-        builder = megatron.BlendedMegatronDatasetBuilder(
-            megatron.GPTDataset, list(sizes), lambda: True, megatron.config_of(None, **options)
-        )
-        theirs = builder.build()
+        theirs = megatron.build(megatron.config_of(None, **options), sizes)
+        config = millrace.DatasetConfig(seed=1234, num_samples=sizes, **options)
         with pytest.warns(millrace.DuplicateDataWarning, match="twice"):
-            ours = millrace.build_datasets(
-                millrace.DatasetConfig(seed=1234, num_samples=sizes, **options)
-            )
+            ours = millrace.build_datasets(config)
         for name, left, right in zip(SPLITS, ours, theirs, strict=True):
             assert_same(left, right, name)
 

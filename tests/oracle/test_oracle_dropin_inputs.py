@@ -167,9 +167,8 @@ def test_lengths_and_modes_of_any_kind(lengths: Any, multimodal: bool) -> None:
     def add_plain(builder: Any) -> None:
         builder.add_document(np.arange(5), [2, 0, 3], [2, 0, 3])
 
-    assert files_of(ours, np.int32, add, multimodal) == files_of(
-        oracle, np.int32, add_plain, multimodal
-    )
+    mine = files_of(ours, np.int32, add, multimodal)
+    assert mine == files_of(oracle, np.int32, add_plain, multimodal)
 
 
 @pytest.mark.parametrize("lengths", [[2.5, 2.5], [2.0, 3.0], ["2", "3"], [[2], [3]], 5])
@@ -181,9 +180,7 @@ def test_lengths_that_are_not_whole_numbers_are_refused(lengths: Any) -> None:
 def test_a_builder_shows_its_index(tmp_path: Path) -> None:
     for multimodal in (False, True):
         mine, theirs = (
-            side.IndexedDatasetBuilder(
-                str(tmp_path / f"{name}.bin"), dtype=np.int32, multimodal=multimodal
-            )
+            side.IndexedDatasetBuilder(f"{tmp_path}/{name}.bin", np.int32, multimodal)
             for name, side in (("mine", ours), ("theirs", oracle))
         )
         with contextlib.closing(theirs.data_file):
@@ -247,9 +244,8 @@ def test_blends_of_numbers_and_words_are_read_as_by_megatron(blend: Any) -> None
     theirs = outcome(lambda: their_get_blend_from_list(blend))
     if isinstance(mine, Exception):
         assert isinstance(mine, ConfigError), mine
-        if not isinstance(
-            theirs, Exception
-        ):  # only some of the weights are numbers, the first among them
+        # Only some of the weights are numbers, the first among them.
+        if not isinstance(theirs, Exception):
             assert theirs[1] is None
             with pytest.raises(ValueError, match="float"):
                 [float(word) for word in blend[::2]]

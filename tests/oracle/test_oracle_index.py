@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import oracle_megatron as megatron
 import pytest
-import torch
 from tests.test_cli import millrace as run_millrace
 
 import millrace
@@ -22,6 +19,7 @@ from millrace import DatasetConfig
 from millrace.jobs import index
 
 TOKENIZER = megatron.Tokenizer()
+IDENTIFIERS = dict(TOKENIZER.unique_identifiers)
 DATASETS = 5
 
 
@@ -69,10 +67,7 @@ def ours_of(case: dict[str, Any], **options: Any) -> DatasetConfig:
 def build_theirs(case: dict[str, Any], cache: Path) -> list[Any]:
     given = {name: value for name, value in case.items() if name != "sizes"}
     config = megatron.config_of(cache, random_seed=99, tokenizer=TOKENIZER, **given)
-    builder = megatron.BlendedMegatronDatasetBuilder(
-        megatron.GPTDataset, list(case["sizes"]), lambda: True, config
-    )
-    return list(builder.build())
+    return megatron.build(config, case["sizes"])
 
 
 def state_of(folder: Path) -> dict[str, tuple[int, int]]:
@@ -81,30 +76,17 @@ def state_of(folder: Path) -> dict[str, tuple[int, int]]:
     }
 
 
-@contextlib.contextmanager
-def process_group(folder: Path) -> Iterator[None]:
-    """Megatron-LM needs a process group: it builds a missing cache on rank 0 alone."""
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder / 'meeting'}", rank=0, world_size=1
-    )
-    try:
-        yield
-    finally:
-        torch.distributed.destroy_process_group()
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_megatron_starts_on_what_we_wrote_and_builds_none(
     data: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     case, cache = cases(data)[name], tmp_path / "cache"
-    identifiers = json.loads(json.dumps(TOKENIZER.unique_identifiers))
-    result = index(ours_of(case), megatron_cache_folder=cache, tokenizer=identifiers)
+    result = index(ours_of(case), megatron_cache_folder=cache, tokenizer=IDENTIFIERS)
     assert result.num_found == 0
     written = state_of(cache)
     assert len([file for file in written if file.endswith("description.txt")]) == result.num_built
     caplog.set_level(logging.INFO)
-    with process_group(tmp_path):
+    with megatron.process_group():
         theirs = build_theirs(case, cache)
     messages = [record.getMessage() for record in caplog.records]
     assert not [message for message in messages if "Build and save" in message]
@@ -122,8 +104,7 @@ def test_both_caches_take_one_build(
 ) -> None:
     """The second is written from the first."""
     case = cases(data)[name]
-    identifiers = json.loads(json.dumps(TOKENIZER.unique_identifiers))
-    index(ours_of(case), megatron_cache_folder=tmp_path / "alone", tokenizer=identifiers)
+    index(ours_of(case), megatron_cache_folder=tmp_path / "alone", tokenizer=IDENTIFIERS)
 
     def refuse(*_: Any) -> None:
         raise AssertionError("built again")
@@ -132,7 +113,7 @@ def test_both_caches_take_one_build(
     monkeypatch.setattr(module, "build_arrays", refuse)
     monkeypatch.setattr(module, "build_blend", refuse)
     config = ours_of(case, cache=tmp_path / "ours")
-    index(config, megatron_cache_folder=tmp_path / "both", tokenizer=identifiers)
+    index(config, megatron_cache_folder=tmp_path / "both", tokenizer=IDENTIFIERS)
     alone, both = (
         {path.name: path.read_bytes() for path in (tmp_path / folder).iterdir()}
         for folder in ("alone", "both")
@@ -145,11 +126,10 @@ def test_we_start_on_what_megatron_wrote_and_build_none(
     data: list[str], tmp_path: Path, name: str
 ) -> None:
     case, cache = cases(data)[name], tmp_path / "cache"
-    with process_group(tmp_path):
+    with megatron.process_group():
         build_theirs(case, cache)
     written = state_of(cache)
-    identifiers = json.loads(json.dumps(TOKENIZER.unique_identifiers))
-    result = index(ours_of(case), megatron_cache_folder=cache, tokenizer=identifiers)
+    result = index(ours_of(case), megatron_cache_folder=cache, tokenizer=IDENTIFIERS)
     assert result.num_built == 0
     assert state_of(cache) == written
 
@@ -177,11 +157,8 @@ def test_the_command_line_writes_the_same_files(data: list[str], tmp_path: Path)
         f"data-path: [0.1, {data[0]}, 3.0, {data[1]}, 0.7, {data[2]}]\nsplit: 8, 1, 1\n"
         "seq-length: 16\nseed: 99\nnum-samples: [900, 10, 0]\nhidden-size: 8\n"
     )
-    identifiers = json.dumps(TOKENIZER.unique_identifiers)
-    arguments = [
-        "index", config, "--megatron-cache", tmp_path / "theirs", "--cache", tmp_path / "ours",
-        "--tokenizer_identifiers", identifiers,
-    ]  # fmt: skip
+    folders = "--megatron-cache", tmp_path / "theirs", "--cache", tmp_path / "ours"
+    arguments = "index", config, *folders, "--tokenizer_identifiers", json.dumps(IDENTIFIERS)
     first, second = run_millrace(*arguments), run_millrace(*arguments, "--json")
     assert first.returncode == 0, first.stderr
     assert "train" in first.stdout
@@ -189,7 +166,7 @@ def test_the_command_line_writes_the_same_files(data: list[str], tmp_path: Path)
     assert "left out: hidden_size" in first.stdout
     assert json.loads(second.stdout)["num_built"] == 0
     case = cases(data)["weights"]
-    index(ours_of(case), megatron_cache_folder=tmp_path / "api", tokenizer=json.loads(identifiers))
+    index(ours_of(case), megatron_cache_folder=tmp_path / "api", tokenizer=IDENTIFIERS)
     names = sorted(os.listdir(tmp_path / "api"))
     assert names == sorted(os.listdir(tmp_path / "theirs"))
     for file in names:

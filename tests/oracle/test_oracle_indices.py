@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,12 @@ class Case:
 
     prefix: Path
     sequences: tuple[int, int]
-    split: Split
+    split: Split = Split.train
     num_samples: int | None
     sequence_length: int
     seed: int
     add_extra_token: bool
-    drop_last: bool
+    drop_last: bool = True
 
     def ours(self) -> millrace.GPTDataset:
         return millrace.GPTDataset(
@@ -51,9 +52,8 @@ class Case:
             add_extra_token_to_sequence=self.add_extra_token,
             drop_last_partial_validation_sequence=self.drop_last,
         )
-        return megatron.gpt_dataset(
-            self.prefix, config, self.sequences, self.num_samples, self.split
-        )
+        what = self.sequences, self.num_samples, self.split
+        return megatron.gpt_dataset(self.prefix, config, *what)
 
 
 def check(case: Case, cache: Path) -> str:
@@ -76,13 +76,8 @@ def check(case: Case, cache: Path) -> str:
         ours = case.ours()
         last = ours.indices.document_index[-1]
         assert lengths[last] == 0
-        expected = reference.sample_index(
-            lengths,
-            ours.indices.document_index,
-            case.sequence_length,
-            len(ours),
-            allow_partial=True,
-        )
+        walk = lengths, ours.indices.document_index, case.sequence_length, len(ours)
+        expected = reference.sample_index(*walk, allow_partial=True)
         np.testing.assert_array_equal(ours.indices.sample_index, expected, strict=True)
         assert ours.indices.sample_index.min() >= 0
         return "no name for the end"
@@ -155,18 +150,15 @@ def test_the_final_epoch_is_cut_off_at_the_same_count(
     num_tokens, sequence_length = 64, 4
     first = ((num_epochs - 1) * num_tokens - extra) // sequence_length
     cuts = set()
-    for num_samples in range(
-        max(first, 1), (num_epochs * num_tokens - extra) // sequence_length + 1
-    ):
+    last = (num_epochs * num_tokens - extra) // sequence_length
+    for num_samples in range(max(first, 1), last + 1):
         case = Case(
             prefix=prefix,
             sequences=(0, 7),
-            split=Split.train,
             num_samples=num_samples,
             sequence_length=sequence_length,
             seed=num_samples,
             add_extra_token=extra,
-            drop_last=True,
         )
         assert check(case, tmp_path / f"cache-{num_samples}") == "same"
         cuts.add(case.ours().order.plan.num_samples_before_final_epoch is None)
@@ -178,12 +170,9 @@ def test_every_sequence_length_of_a_small_file(sequence_length: int, tmp_path: P
     """Documents that end where samples end, and every kind of partial last sample."""
     random = np.random.default_rng(6)
     prefix = megatron.write_sequences(tmp_path / "data", [3, 0, 4, 1, 0, 5, 0], random)
+    flags = (False, True)
     for number, (extra, drop_last, num_samples, seed) in enumerate(
-        (extra, drop_last, num_samples, seed)
-        for extra in (False, True)
-        for drop_last in (False, True)
-        for num_samples in (None, 1, 2, 5)
-        for seed in range(2)
+        product(flags, flags, (None, 1, 2, 5), (0, 1))
     ):
         case = Case(
             prefix=prefix,
@@ -219,7 +208,6 @@ def test_more_than_2_to_the_31_tokens(extra: bool, tmp_path: Path) -> None:
             sequence_length=65_536,
             seed=99,
             add_extra_token=extra,
-            drop_last=True,
         )
         theirs, ours = case.theirs(tmp_path / "cache"), case.ours()
         megatron.assert_same_indices(ours, theirs)
@@ -238,9 +226,8 @@ def write_hole(prefix: Path, lengths: np.ndarray) -> None:
     path.write_bytes(header)
     with open(f"{prefix}.bin", "r+b") as file:
         os.truncate(file.fileno(), int(lengths.sum(dtype=np.int64)) * 2)
-        for number, (pointer, length) in enumerate(
-            zip(pointers.tolist(), lengths.tolist(), strict=True)
-        ):
+        pairs = zip(pointers.tolist(), lengths.tolist(), strict=True)
+        for number, (pointer, length) in enumerate(pairs):
             for token in {0, length // 2, length - 1} - {-1}:
                 file.seek(pointer + 2 * token)
                 file.write((number + 1).to_bytes(2, "little") if length else b"")
@@ -263,21 +250,13 @@ def test_2_to_the_32_tokens_of_two_epochs_in_lengths_alone(tmp_path: Path) -> No
             random_seed=seed,
             add_extra_token_to_sequence=extra,
         )
-        theirs = megatron.GPTDataset(
-            LowLevelDataset(),
-            "unused",
-            np.arange(6, dtype=np.int32),
-            num_samples,
-            Split.train,
-            config,
-        )
+        what = LowLevelDataset(), "unused", np.arange(6, dtype=np.int32), num_samples
+        theirs = megatron.GPTDataset(*what, Split.train, config)
         plan = plan_gpt(num_tokens, num_samples, sequence_length, add_extra_token=extra)
         assert plan.num_epochs == 2
-        ours = build_gpt_indices(lengths, (0, 6), plan, seed)
-        for name in ("document_index", "sample_index", "shuffle_index"):
-            np.testing.assert_array_equal(
-                getattr(ours, name), getattr(theirs, name), name, strict=True
-            )
+        ours = build_gpt_indices(lengths, (0, 6), plan, seed)._asdict()
+        for name, array in ours.items():
+            np.testing.assert_array_equal(array, getattr(theirs, name), name, strict=True)
 
 
 def sample_index_of_one_document(num_tokens: int, sequence_length: int, drop_last: bool) -> Any:
@@ -316,10 +295,9 @@ def test_a_split_without_tokens_is_refused(tmp_path: Path) -> None:
     prefix = megatron.write_sequences(tmp_path / "data", [4, 5, 0, 0], random)
     dataset = millrace.IndexedDataset(prefix)
     for sequences in ((2, 4), (1, 1), (4, 4)):
+        options = {"sequence_length": 2, "seed": 0, "num_samples": 1, "sequences": sequences}
         with pytest.raises(millrace.ConfigError, match="0 tokens"):
-            millrace.GPTDataset(
-                dataset, sequence_length=2, seed=0, num_samples=1, sequences=sequences
-            )
+            millrace.GPTDataset(dataset, **options)
 
 
 def test_the_end_of_a_partial_sample_is_named_before_trailing_empty_documents() -> None:

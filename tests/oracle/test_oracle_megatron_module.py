@@ -8,7 +8,7 @@ import logging
 import multiprocessing
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -124,6 +124,42 @@ def test_every_name_is_there() -> None:
         assert (mine.default, mine.init) == (field.default, field.init), field.name
 
 
+def samples_of(dataset: Any) -> list[Any]:
+    return [dataset[number] for number in range(len(dataset))]
+
+
+def build(side: Any, sizes: Any, made: Any, kind: Any = None) -> Any:
+    kind = kind or side.GPTDataset
+    return side.BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, made).build()
+
+
+def log_lines() -> list[str]:
+    """What `millrace.megatron` logs from now on."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("millrace.megatron")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    return lines
+
+
+def run_processes(count: int, context: Any, target: Callable[..., None], *arguments: Any) -> Any:
+    """The answers of processes, each of which gets its number, the arguments and a queue."""
+    results = context.Queue()
+    processes = [
+        context.Process(target=target, args=(number, *arguments, results))
+        for number in range(count)
+    ]
+    for process in processes:
+        process.start()
+    answers = [results.get(timeout=180) for _ in processes]
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    return sorted(answers, key=lambda answer: answer[0])
+
+
 # ---- code written for Megatron-LM ----
 
 SUBCLASSES = '''
@@ -195,13 +231,10 @@ def subclasses(side: Any) -> dict[str, Any]:
 def test_a_subclass_written_for_megatron_runs(prefix: Path, tmp_path: Path, mapped: bool) -> None:
     def work(side: Any) -> Any:
         options = {"blend": ([str(prefix)], None), "split": "3,2,1", "mmap_bin_files": mapped}
-        builder = side.BlendedMegatronDatasetBuilder(
-            subclasses(side)["Windows"], [None] * 3, lambda: True, config(side, **options)
-        )
+        splits = build(side, [None] * 3, config(side, **options), subclasses(side)["Windows"])
         return [
-            [len(split), split.unique_description_hash, split.indices]
-            + [split[number] for number in range(len(split))]
-            for split in builder.build()
+            [len(split), split.unique_description_hash, split.indices, *samples_of(split)]
+            for split in splits
             if split is not None
         ]
 
@@ -224,7 +257,7 @@ def test_a_gpt_subclass_written_for_megatron_runs(
             eod_mask_loss=True,
             add_extra_token_to_sequence=extra,
         )
-        return [dataset[number] for number in [*range(len(dataset)), None]]
+        return [*samples_of(dataset), dataset[None]]
 
     assert_alike(*on_both(work))
 
@@ -245,7 +278,7 @@ def test_any_choice_of_sequences(prefix: Path, tmp_path: Path, num_samples: int 
         )
         for name in ("document_index", "sample_index", "shuffle_index"):
             assert_alike(*(getattr(dataset, name) for dataset in made))
-        assert_alike(*([dataset[i] for i in range(len(dataset))] for dataset in made))
+        assert_alike(*map(samples_of, made))
 
 
 def test_samples_are_the_same_by_the_core_and_by_the_hook(prefix: Path, tmp_path: Path) -> None:
@@ -373,39 +406,35 @@ def copied(*values: Any) -> Any:
 def test_expected_counts_are_checked(prefix: Path) -> None:
     entries = len(millrace.IndexedDataset(prefix).document_indices)
     for side in SIDES:
-        dataset = side.IndexedDataset(
-            str(prefix), sequences_per_dataset=(60, entries), dtype_code=4
-        )
-        assert len(dataset) == 60
-    # The code that a vocabulary of 65,500 to 65,536 gives is uint16's, though the file is int32.
-    assert ours.IndexedDataset(
-        str(prefix), sequences_per_dataset=(60, entries), dtype_code=8
-    ).index.dtype is np.int32  # fmt: skip
-    for side in SIDES:
+        counts = {"sequences_per_dataset": (60, entries)}
+        assert len(side.IndexedDataset(str(prefix), dtype_code=4, **counts)) == 60
         with pytest.raises((AssertionError, ValueError)):
             side.IndexedDataset(str(prefix), sequences_per_dataset=(59, entries), dtype_code=4)
+    # The code that a vocabulary of 65,500 to 65,536 gives is uint16's, though the file is int32.
+    assert ours.IndexedDataset(str(prefix), dtype_code=8, **counts).index.dtype is np.int32
 
 
 # ---- errors ----
 
 
-def bad_configs() -> Iterator[Any]:
-    one: Any = (["a", "b"], [1.0, 2.0])
-    yield {"tokenizer": None}
-    yield {"reset_position_ids": None}
-    yield {"reset_attention_mask": None}
-    yield {"eod_mask_loss": None}
-    yield {"split": None}
-    yield {"blend": (["a", "b"], [1.0])}
-    yield {"split": "1,2,3,4"}
-    yield {"blend_per_split": [one, None, None]}
-    yield {"blend": None, "blend_per_split": [one, None, None]}
-    yield {"blend": None, "split": None, "blend_per_split": [one, None]}
-    yield {"blend": None, "split": None, "blend_per_split": [(["a"], [1.0, 2.0]), None, None]}
-    yield {"fast_cache_load": True}
-    yield {"defer_npy_index_mmap": True}
-    yield {"fast_cache_load": True, "path_to_cache": "cache"}
-    yield {"sequences_per_dataset": {}, "tokenizer": oracle.Tokenizer(vocab_size=None)}  # type: ignore[arg-type]
+ONE: Any = (["a", "b"], [1.0, 2.0])
+BAD_CONFIGS: list[dict[str, Any]] = [
+    {"tokenizer": None},
+    {"reset_position_ids": None},
+    {"reset_attention_mask": None},
+    {"eod_mask_loss": None},
+    {"split": None},
+    {"blend": (["a", "b"], [1.0])},
+    {"split": "1,2,3,4"},
+    {"blend_per_split": [ONE, None, None]},
+    {"blend": None, "blend_per_split": [ONE, None, None]},
+    {"blend": None, "split": None, "blend_per_split": [ONE, None]},
+    {"blend": None, "split": None, "blend_per_split": [(["a"], [1.0, 2.0]), None, None]},
+    {"fast_cache_load": True},
+    {"defer_npy_index_mmap": True},
+    {"fast_cache_load": True, "path_to_cache": "cache"},
+    {"sequences_per_dataset": {}, "tokenizer": oracle.Tokenizer(vocab_size=None)},  # type: ignore[arg-type]
+]
 
 
 def raised(work: Callable[[], Any]) -> BaseException:
@@ -415,18 +444,18 @@ def raised(work: Callable[[], Any]) -> BaseException:
 
 
 def assert_raises_alike(work: Callable[[Any], Any]) -> BaseException:
-    """Checks that our error is of Megatron-LM's class too, and has a message."""
+    """Our error, which is of Megatron-LM's class too."""
     mine, their = on_both(lambda side: raised(lambda: work(side)))
     assert isinstance(mine, type(their)), (mine, their)
-    assert len(str(mine)) > 10
     return mine
 
 
-@pytest.mark.parametrize("options", list(bad_configs()), ids=str)
+@pytest.mark.parametrize("options", BAD_CONFIGS, ids=str)
 def test_bad_configurations_are_assertions(options: dict[str, Any]) -> None:
     error = assert_raises_alike(lambda side: config(side, **options))
     assert isinstance(error, ConfigError)
     assert isinstance(error, AssertionError)
+    assert len(str(error)) > 10
 
 
 @pytest.mark.parametrize(
@@ -457,12 +486,7 @@ def test_bad_blends_raise_alike(
         }
         side.BlendedDataset([made[name]() for name in datasets], weights, size, config(side))
 
-    assert_raises_alike_without_message(work)
-
-
-def assert_raises_alike_without_message(work: Callable[[Any], Any]) -> None:
-    mine, their = on_both(lambda side: raised(lambda: work(side)))
-    assert isinstance(mine, type(their)), (mine, their)
+    assert_raises_alike(work)
 
 
 @pytest.mark.parametrize(
@@ -487,10 +511,9 @@ def test_bad_builders_raise_alike(
         options: dict[str, Any] = {"blend": (names, blend[1]), "split": "1,1,1"}
         if per_split:
             options = {"blend": None, "split": None, "blend_per_split": [(names, blend[1])] * 3}
-        made = config(side, **options)
-        side.BlendedMegatronDatasetBuilder(side.GPTDataset, sizes, lambda: True, made).build()
+        build(side, sizes, config(side, **options))
 
-    assert_raises_alike_without_message(work)
+    assert_raises_alike(work)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
@@ -525,7 +548,7 @@ def test_other_errors_are_alike(prefix: Path, tmp_path: Path) -> None:
         lambda side: gpt(side, prefix, tmp_path)[10_000],
         lambda side: gpt(side, prefix, tmp_path)[-10_000],
     ):
-        assert_raises_alike_without_message(work)
+        assert_raises_alike(work)
 
 
 def merge_of_another_dtype(side: Any, folder: Path, prefix: Path) -> None:
@@ -558,16 +581,8 @@ def test_errors_are_ours_too() -> None:
 
 
 def test_blends_from_lists_are_alike() -> None:
-    for words in (
-        None,
-        ["a"],
-        ["a", " b "],
-        ["0.3", " a ", "7e-1", "b"],
-        ["1", "2"],
-        ["a", "b", "c"],
-        ["1", "2", "3"],
-        ["a", "1", "b", "2"],
-    ):
+    for text in ("a", "a, b ", "0.3, a ,7e-1,b", "1,2", "a,b,c", "1,2,3", "a,1,b,2", None):
+        words = text and text.split(",")
         assert_alike(*on_both(lambda side, words=words: side.get_blend_from_list(words)))
     # Megatron-LM takes 0.5 for a path.
     with pytest.raises(AssertionError, match="1 of 2"):
@@ -588,7 +603,7 @@ def test_functions_of_numbers_are_alike(seed: int) -> None:
     sequence_length, extra = int(random.integers(1, 30)), bool(random.integers(2))
     if lengths[documents[-1]] == 0:
         lengths[documents[-1]] = 1
-    num_tokens = int(lengths.sum())
+    walk = lengths, documents, sequence_length, 1, int(lengths.sum())
 
     def work(side: Any) -> Any:
         blend = np.zeros(total, np.int16), np.zeros(total, np.int64)
@@ -601,21 +616,12 @@ def test_functions_of_numbers_are_alike(seed: int) -> None:
             side.normalize(vector),
             side.parse_and_normalize_split(split),
             side.convert_split_vector_to_split_matrix(side.normalize(vector)),
-            side.convert_split_vector_to_split_matrix(
-                side.normalize(vector), side.normalize(other)
-            ),
+            side.convert_split_vector_to_split_matrix(*map(side.normalize, (vector, other))),
             side._get_size_per_split_per_dataset(normalized, [0, 7, 1000], 0.005),
             blend,
             exhaustive,
-            [
-                side.build_sample_idx(
-                    lengths, documents, sequence_length, 1, num_tokens, drop, extra
-                )
-                for drop in (True, False)
-            ],
-            side.helpers.build_sample_idx_int64(
-                lengths, documents, sequence_length, 1, num_tokens, True, int(extra)
-            ),
+            [side.build_sample_idx(*walk, drop, extra) for drop in (True, False)],
+            side.helpers.build_sample_idx_int64(*walk, True, int(extra)),
         ]
 
     assert_alike(*on_both(work))
@@ -627,11 +633,8 @@ def test_separate_masks_are_alike(seed: int) -> None:
     data = torch.from_numpy(random.integers(0, 4, int(random.integers(1, 40))))
     for number in range(16):
         options = [bool(number & bit) for bit in (1, 2, 4, 8)]
-        assert_alike(
-            *on_both(
-                lambda side, o=options: list(side._get_ltor_masks_and_position_ids(data, 2, *o))
-            )
-        )
+        made = on_both(lambda s, o=options: list(s._get_ltor_masks_and_position_ids(data, 2, *o)))
+        assert_alike(*made)
 
 
 def test_arrays_that_cannot_be_written_to_are_refused() -> None:
@@ -653,27 +656,19 @@ def test_document_bounds_follow_from_the_parts(seed: int, tmp_path: Path) -> Non
     lengths[random.random(60) < 0.3] = 0
     prefix = oracle.write_sequences(tmp_path / "data", lengths, random, np.uint16, (0, 9))
     extra, length = bool(seed % 2), int(random.integers(1, 40))
-    dataset = gpt(
-        SIDES[0],
-        prefix,
-        tmp_path / "cache",
-        index_split="valid",
-        num_samples=None,
-        sequence_length=length,
-        add_extra_token_to_sequence=extra,
-        drop_last_partial_validation_sequence=False,
-        inter_document_masking=True,
-        create_attention_mask=True,
-    )
-    plain = gpt(
-        SIDES[0],
-        prefix,
-        tmp_path / "cache",
-        index_split="valid",
-        num_samples=None,
-        sequence_length=length,
-        add_extra_token_to_sequence=extra,
-        drop_last_partial_validation_sequence=False,
+    dataset, plain = (
+        gpt(
+            SIDES[0],
+            prefix,
+            tmp_path / "cache",
+            index_split="valid",
+            num_samples=None,
+            sequence_length=length,
+            add_extra_token_to_sequence=extra,
+            drop_last_partial_validation_sequence=False,
+            **more,
+        )
+        for more in ({"inter_document_masking": True, "create_attention_mask": True}, {})
     )
     for number in [*range(len(dataset)), None]:
         sample = dataset[number]
@@ -695,13 +690,10 @@ def test_document_bounds_follow_from_the_parts(seed: int, tmp_path: Path) -> Non
         assert list(sample) == [
             "tokens", "labels", "loss_mask", "position_ids", "cu_seqlens", "max_seqlen",
         ]  # fmt: skip
-        np.testing.assert_array_equal(sample["cu_seqlens"], expected.astype(np.int32), strict=True)
-        assert sample["max_seqlen"].dtype == torch.int32
-        assert sample["max_seqlen"].item() == max(parts)
+        assert_alike(sample["cu_seqlens"], torch.from_numpy(expected.astype(np.int32)))
+        assert_alike(sample["max_seqlen"], torch.tensor(max(parts), dtype=torch.int32))
         positions = [place for part in parts for place in range(part)]
-        np.testing.assert_array_equal(
-            sample["position_ids"], np.array(positions, np.int64), strict=True
-        )
+        assert_alike(sample["position_ids"], torch.tensor(positions, dtype=torch.int64))
         for name in ("tokens", "labels", "loss_mask"):
             assert_alike(sample[name], plain[number][name])
 
@@ -749,7 +741,7 @@ def test_a_cache_of_other_options_under_the_same_name_is_built_again(
     ):
         shared = gpt(SIDES[0], prefix, tmp_path / "shared", **(options | kind))
         alone = gpt(SIDES[1], prefix, tmp_path / str(kind), **(options | kind))
-        assert_alike([shared[i] for i in range(len(shared))], [alone[i] for i in range(len(alone))])
+        assert_alike(samples_of(shared), samples_of(alone))
 
 
 def test_options_that_trust_the_cache_name_missing_or_damaged_files(
@@ -763,28 +755,27 @@ def test_options_that_trust_the_cache_name_missing_or_damaged_files(
         "path_to_cache": str(cache),
     }
 
-    def build(side: Any, **more: Any) -> Any:
-        made = config(side, **(options | more))
-        return side.BlendedMegatronDatasetBuilder(
-            side.GPTDataset, [20, 0, 0], lambda: True, made
-        ).build()[0]
+    def train(side: Any, **more: Any) -> Any:
+        return build(side, [20, 0, 0], config(side, **(options | more)))[0]
 
-    mine, their = on_both(lambda side: raised(lambda: build(side, fast_cache_load=True)))
-    assert isinstance(mine, type(their))
-    assert isinstance(mine, FileNotFoundError)
-    assert "fast_cache_load" in str(mine)
-    mine, their = on_both(lambda side: raised(lambda: build(side, defer_npy_index_mmap=True)[0]))
-    assert isinstance(mine, type(their))
-    whole = build(SIDES[0])
-    for more in ({"fast_cache_load": True}, {"defer_npy_index_mmap": True}):
+    error = assert_raises_alike(lambda side: train(side, fast_cache_load=True))
+    assert isinstance(error, FileNotFoundError)
+    assert "fast_cache_load" in str(error)
+    assert_raises_alike(lambda side: train(side, defer_npy_index_mmap=True)[0])
+    whole = train(SIDES[0])
+    trusting: tuple[dict[str, Any], ...] = (
+        {"fast_cache_load": True},
+        {"defer_npy_index_mmap": True},
+    )
+    for more in trusting:
         for side in SIDES:
-            assert_alike(build(side, **more)[3], whole[3])
+            assert_alike(train(side, **more)[3], whole[3])
     for path in sorted(cache.glob("*.npy")):
         content = path.read_bytes()
         path.write_bytes(content[:-1])
-        for more in ({"fast_cache_load": True}, {"defer_npy_index_mmap": True}):
+        for more in trusting:
             with pytest.raises(DataError, match="do not fit"):
-                build(SIDES[0], **more)[0]
+                train(SIDES[0], **more)[0]
         path.write_bytes(content)
 
 
@@ -817,23 +808,15 @@ def test_a_pad_token_of_none_masks_no_token(prefix: Path, tmp_path: Path, pad: A
             side, prefix, tmp_path / str(side is SIDES[0]), tokenizer=Tokenizer(pad_id=pad)
         )
     )
-    samples = [
-        [oracle.fresh_sample(made[1], number) for number in range(len(made[1]))],
-        [{k: v.numpy() for k, v in made[0][n].items()} for n in range(len(made[0]))],
-    ]
-    assert_alike(samples[1], samples[0])
+    mine = [{key: value.numpy() for key, value in s.items()} for s in samples_of(made[0])]
+    assert_alike(mine, [oracle.fresh_sample(made[1], number) for number in range(len(made[1]))])
 
 
 # ---- processes ----
 
 
 def race(number: int, prefix: Path, cache: Path, barrier: Any, results: Any) -> None:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("millrace.megatron")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    lines = log_lines()
     barrier.wait(60)
     dataset = gpt(SIDES[0], prefix, cache, num_samples=20_000)
     built = sum(line.startswith("Build and save") for line in lines)
@@ -843,17 +826,7 @@ def race(number: int, prefix: Path, cache: Path, barrier: Any, results: Any) -> 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_of_eight_processes_one_builds(prefix: Path, tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
-    barrier, results = context.Barrier(8), context.Queue()
-    processes = [
-        context.Process(target=race, args=(n, prefix, tmp_path / "cache", barrier, results))
-        for n in range(8)
-    ]
-    for process in processes:
-        process.start()
-    found = [results.get(timeout=120) for _ in processes]
-    for process in processes:
-        process.join()
-        assert process.exitcode == 0
+    found = run_processes(8, context, race, prefix, tmp_path / "cache", context.Barrier(8))
     assert sum(built for _, built, _ in found) == 1
     assert all(tokens == found[0][2] for _, _, tokens in found)
     assert len(list((tmp_path / "cache").iterdir())) == 4
@@ -868,12 +841,7 @@ def run_rank(rank: int, prefix: Path, folder: Path, results: Any) -> None:
     torch.set_num_threads(1)
     store = torch.distributed.FileStore(str(folder / "store"), 2)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("millrace.megatron")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    lines = log_lines()
     found = {}
     for on_all in (True, False):
         for mine, side in zip((True, False), SIDES, strict=True):
@@ -897,8 +865,7 @@ def fail_to_cache(prefix: Path, folder: Path) -> tuple[str, str]:
     """The error on this rank if rank 0 cannot write the cache, and its cause."""
     (folder / "file").touch()
     made = config(SIDES[0], folder / "file", blend=([str(prefix)], None))
-    builder = ours.BlendedMegatronDatasetBuilder(ours.GPTDataset, [5, 0, 0], lambda: True, made)
-    error = raised(builder.build)
+    error = raised(lambda: build(ours, [5, 0, 0], made))
     return type(error).__name__, type(error.__cause__).__name__
 
 
@@ -906,17 +873,7 @@ def test_two_ranks_build_one_after_the_other(prefix: Path, tmp_path: Path) -> No
     random = np.random.default_rng(9)
     oracle.write_sequences(Path(f"{prefix}2"), random.integers(5, 40, 30), random, np.int32, (0, 9))
     context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    processes = [
-        context.Process(target=run_rank, args=(rank, prefix, tmp_path, results))
-        for rank in range(2)
-    ]
-    for process in processes:
-        process.start()
-    answers = {answer[0]: answer[1:] for answer in (results.get(timeout=180) for _ in processes)}
-    for process in processes:
-        process.join()
-        assert process.exitcode == 0
+    answers = [answer[1:] for answer in run_processes(2, context, run_rank, prefix, tmp_path)]
     for on_all in (True, False):
         for rank in (0, 1):
             found = answers[rank][0][on_all, True]
@@ -952,9 +909,7 @@ def test_workers_of_a_data_loader_read_it(
         # A class of this module would make the workers import Megatron-LM.
         tokenizer=SimpleNamespace(eod=0, vocab_size=1000, unique_identifiers={"name": "none"}),
     )
-    dataset = ours.BlendedMegatronDatasetBuilder(
-        ours.GPTDataset, [20, 0, 0], lambda: True, made
-    ).build()[0]
+    dataset = build(ours, [20, 0, 0], made)[0]
     dataset[0]  # the core's objects are not pickled
     if cached:
         assert len(pickle.dumps(dataset)) < 20_000
@@ -962,8 +917,7 @@ def test_workers_of_a_data_loader_read_it(
         dataset, batch_size=4, num_workers=1, multiprocessing_context=context
     )
     rows = [row for batch in loader for row in batch["tokens"]]
-    expected = [dataset[number]["tokens"] for number in range(len(dataset))]
-    assert_alike(rows, expected)
+    assert_alike(rows, [sample["tokens"] for sample in samples_of(dataset)])
 
 
 # ---- where Megatron-LM fails ----
@@ -1085,14 +1039,6 @@ def test_weights_without_a_sum_are_refused_at_once() -> None:
         with pytest.raises(AssertionError, match="no shares"):
             ours.normalize(weights)
     assert ours.normalize([]) == []
-
-
-def test_paths_in_object_stores_are_refused() -> None:
-    for path in ("s3://bucket/data", "msc://profile/data"):
-        with pytest.raises(AssertionError, match="object store"):
-            ours.IndexedDataset(path)
-        with pytest.raises(AssertionError, match="object store"):
-            ours.GPTDataset.build_low_level_dataset(path, config(SIDES[0]))
 
 
 def test_a_builder_keeps_to_its_prefix(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ import numpy as np
 import oracle_megatron as oracle
 import pytest
 import torch
-from torch import distributed
 
 import millrace.megatron as ours
 from millrace import ConfigError, MillraceError, RampUp
@@ -302,16 +301,11 @@ def test_workers_enter_the_signal_handler(arguments: SimpleNamespace) -> None:
 
 
 @pytest.fixture
-def one_process(tmp_path: Path) -> Iterator[None]:
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
-    )
-    try:
+def one_process() -> Iterator[None]:
+    with oracle.process_group():
         parallel_state.initialize_model_parallel()
         yield
-    finally:
         parallel_state.destroy_model_parallel()
-        distributed.destroy_process_group()
 
 
 @pin_memory_warning

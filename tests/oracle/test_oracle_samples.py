@@ -27,44 +27,39 @@ def both(
     cache: Path,
     *,
     sequences: tuple[int, int],
-    sequence_length: int,
     seed: int = 0,
     num_samples: int | None = None,
     split: Split = Split.train,
     eod: int = 0,
     pad: int | None = None,
-    reset_position_ids: bool = False,
-    eod_mask_loss: bool = False,
     add_extra_token: bool = True,
     drop_last: bool = True,
     has_attention_mask: bool = False,
+    **same: Any,
 ) -> tuple[millrace.GPTDataset, megatron.GPTDataset]:
+    """A dataset of each side; `same` are options that both sides call alike."""
     config = megatron.config_of(
         cache,
-        sequence_length=sequence_length,
         random_seed=seed,
         tokenizer=megatron.Tokenizer(eod=eod, pad_id=pad),
-        reset_position_ids=reset_position_ids,
-        eod_mask_loss=eod_mask_loss,
         add_extra_token_to_sequence=add_extra_token,
         drop_last_partial_validation_sequence=drop_last,
         reset_attention_mask=has_attention_mask,
         create_attention_mask=has_attention_mask,
+        **same,
     )
     theirs = megatron.gpt_dataset(prefix, config, sequences, num_samples, split)
     ours = millrace.GPTDataset(
         millrace.IndexedDataset(prefix),
-        sequence_length=sequence_length,
         seed=seed,
         num_samples=num_samples,
         sequences=sequences,
         eod_token=eod,
         # By Megatron-LM's rule, a pad that equals another special token becomes -1.
         pad_token=-1 if pad in (None, eod) else pad,
-        reset_position_ids=reset_position_ids,
-        eod_mask_loss=eod_mask_loss,
         drop_last_partial_sequence=drop_last or split is not Split.valid,
         add_extra_token=add_extra_token,
+        **same,
     )
     return ours, theirs
 
@@ -209,21 +204,13 @@ def test_loss_masks_do_not_depend_on_which_sample_was_first(tmp_path: Path) -> N
     ours, theirs = both(
         tmp_path / "data", tmp_path / "cache", sequences=(0, 1), sequence_length=6, pad=9
     )
-    padded, other = ours.indices.shuffle_index.tolist().index(0), None
-    other = 1 - padded
-    expected = [1.0] * 6
-    assert ours[padded]["loss_mask"].tolist() == [1.0, 1.0, 0.0, 0.0, 0.0, 1.0]
-    assert ours[other]["loss_mask"].tolist() == expected
-    assert theirs[padded]["loss_mask"].tolist() == [1.0, 1.0, 0.0, 0.0, 0.0, 1.0]
-    assert theirs[other]["loss_mask"].tolist() == [
-        1.0,
-        1.0,
-        0.0,
-        0.0,
-        0.0,
-        1.0,
-    ]  # the mask of the first sample
-    assert megatron.fresh_sample(theirs, other)["loss_mask"].tolist() == expected
+    padded = ours.indices.shuffle_index.tolist().index(0)
+    other, masked = 1 - padded, [1.0, 1.0, 0.0, 0.0, 0.0, 1.0]
+    assert ours[padded]["loss_mask"].tolist() == masked
+    assert ours[other]["loss_mask"].tolist() == [1.0] * 6
+    assert theirs[padded]["loss_mask"].tolist() == masked
+    assert theirs[other]["loss_mask"].tolist() == masked  # of the first sample
+    assert megatron.fresh_sample(theirs, other)["loss_mask"].tolist() == [1.0] * 6
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -62,10 +62,7 @@ def test_the_builder_cuts_a_dataset_at_the_same_sequences(seed: int, tmp_path: P
         tmp_path / "cache", blend=([str(prefix)], None), split=split, sequence_length=4
     )
     sizes = random.integers(1, 100, 3).tolist()
-    builder = megatron.BlendedMegatronDatasetBuilder(
-        megatron.GPTDataset, sizes, lambda: True, config
-    )
-    for theirs, span, size in zip(builder.build(), ranges, sizes, strict=True):
+    for theirs, span, size in zip(megatron.build(config, sizes), ranges, sizes, strict=True):
         assert (theirs is None) == (span is None)
         if theirs is not None and span is not None:
             np.testing.assert_array_equal(theirs.indices, np.arange(*span))

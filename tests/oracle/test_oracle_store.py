@@ -1,4 +1,4 @@
-"""The format law in hundreds of random cases: both sides write, merge and read the same."""
+"""The format law: both sides write the same bytes, merge alike, and read each other's files."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import oracle_megatron as megatron
 import pytest
+import torch
 from numpy.typing import NDArray
-from test_oracle_files import DTYPES, random_documents, tokens_of, write_ours, write_theirs
 
 import millrace
 
@@ -25,6 +25,64 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 CASES = 320
+DTYPES = ("u1", "i1", "i2", "i4", "i8", "f8", "f4", "u2")
+
+Document = tuple[np.ndarray, list[int], list[int]]  # tokens, lengths and modes of its sequences
+
+
+def random_documents(random: np.random.Generator, dtype: Any, count: int) -> list[Document]:
+    """Documents of zero, one or several sequences, some of them empty."""
+    documents = []
+    for _ in range(count):
+        lengths = random.geometric(0.15, size=random.choice([0, 1, 1, 1, 3, 9])) - 1
+        lengths[random.random(len(lengths)) < 0.1] = 0
+        size = int(lengths.sum())
+        if np.dtype(dtype).kind == "f":
+            tokens = random.standard_normal(size).astype(dtype)
+        else:
+            limits = np.iinfo(dtype)
+            tokens = random.integers(limits.min, limits.max, size, dtype=dtype, endpoint=True)
+        modes = random.integers(-128, 128, len(lengths)).tolist()
+        documents.append((tokens, lengths.tolist(), modes))
+    return documents
+
+
+def write_ours(
+    prefix: Path, documents: list[Document], dtype: Any, *, multimodal: bool, whole: bool
+) -> None:
+    with millrace.IndexedDatasetBuilder(prefix, dtype, multimodal=multimodal) as builder:
+        for tokens, lengths, modes in documents:
+            if whole:
+                builder.add_document(tokens, lengths, modes if multimodal else None)
+            else:
+                for part, mode in zip(parts_of(tokens, lengths), modes, strict=True):
+                    builder.add_sequence(part, mode)
+                builder.end_document()
+
+
+def write_theirs(
+    prefix: Path, documents: list[Document], dtype: Any, *, multimodal: bool, whole: bool
+) -> None:
+    builder = megatron.IndexedDatasetBuilder(f"{prefix}.bin", dtype, multimodal)
+    for tokens, lengths, modes in documents:
+        if whole:
+            builder.add_document(torch.from_numpy(tokens), lengths, modes if multimodal else None)
+        else:
+            for part, mode in zip(parts_of(tokens, lengths), modes, strict=True):
+                builder.add_item(torch.from_numpy(part), mode)
+            builder.end_document()
+    builder.finalize(f"{prefix}.idx")
+
+
+def parts_of(tokens: np.ndarray, lengths: list[int]) -> list[np.ndarray]:
+    return np.split(tokens, np.cumsum(lengths)[:-1]) if lengths else []
+
+
+def tokens_of(result: Any) -> Any:
+    """Megatron-LM gives (tokens, mode) in a multimodal dataset."""
+    return result[0] if isinstance(result, tuple) else result
+
+
 WRITERS = (write_ours, write_theirs)
 
 
@@ -191,7 +249,7 @@ def test_written_merged_and_read_alike(
 ) -> None:
     """Each side writes, each merges, and both read in every way."""
     random = np.random.default_rng([30, seed])
-    dtype = DTYPES[seed % len(DTYPES)]
+    dtype = np.dtype(DTYPES[seed % len(DTYPES)]).type
     multimodal = seed // len(DTYPES) % 3 == 2
     parts = []
     for number in range(int(random.integers(1, 4))):
@@ -199,23 +257,17 @@ def test_written_merged_and_read_alike(
         if number == 0:  # Megatron-LM cannot map an empty .bin, or merge an index without sequences
             documents.append((np.ones(2, dtype), [0, 2], [5, 1]))
         whole = bool(random.integers(2))
-        written = []
-        for side, write in zip("ot", WRITERS, strict=True):
-            prefix = tmp_path / f"part-{number}-{side}"
-            write(prefix, documents, dtype, multimodal=multimodal, whole=whole)
-            written.append(prefix)
-        assert bytes_of(written[0]) == bytes_of(written[1])
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        written = write_both(folder, documents, dtype, multimodal=multimodal, whole=whole)
         parts.append(written[int(random.integers(2))])
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     merge_ours(ours, parts, dtype, multimodal=multimodal)
     merge_theirs(theirs, parts, dtype, multimodal=multimodal)
     assert bytes_of(ours) == bytes_of(theirs)
 
-    opened = [
-        # Each reader on the other's file.
-        partial(millrace.IndexedDataset, theirs, access="mmap"),
-        partial(millrace.IndexedDataset, theirs, access="file"),
-    ]
+    # Each reader on the other's file.
+    opened = [partial(millrace.IndexedDataset, theirs, access=way) for way in ("mmap", "file")]
     if seed % 20 == 0:
         server = request.getfixturevalue("server")
         reader = HttpReader(server.server_port, "theirs.bin")
@@ -236,13 +288,58 @@ def test_a_dataset_without_its_bin_is_read_from_a_server(
     with millrace.IndexedDatasetBuilder(tmp_path / "data", np.uint16) as builder:
         for length in (40, 7, 0, 90):
             builder.add_document(np.arange(length))
-    local = millrace.GPTDataset(
-        millrace.IndexedDataset(tmp_path / "data"), sequence_length=8, seed=3
-    ).batch(np.arange(16))
+    dataset = millrace.IndexedDataset(tmp_path / "data")
+    local = millrace.GPTDataset(dataset, sequence_length=8, seed=3).batch(np.arange(16))
     (tmp_path / "data.bin").rename(tmp_path / "far.bin")
-    dataset = millrace.IndexedDataset(
-        tmp_path / "data", bin_reader=HttpReader(server.server_port, "far.bin")
-    )
+    reader = HttpReader(server.server_port, "far.bin")
+    dataset = millrace.IndexedDataset(tmp_path / "data", bin_reader=reader)
     far = millrace.GPTDataset(dataset, sequence_length=8, seed=3).batch(np.arange(16))
     for name, array in local.items():
         assert_equal(far[name], array, name)
+
+
+def write_both(folder: Path, documents: list[Document], dtype: Any, **how: bool) -> list[Path]:
+    """The pairs that the two sides write, which are equal in every byte."""
+    prefixes = [folder / "ours", folder / "theirs"]
+    for write, prefix in zip(WRITERS, prefixes, strict=True):
+        write(prefix, documents, dtype, **how)
+    assert bytes_of(prefixes[0]) == bytes_of(prefixes[1])
+    return prefixes
+
+
+@pytest.mark.parametrize("count", [400, 3000, 10_000])
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.float32])
+def test_files_of_many_documents_are_byte_equal(dtype: Any, count: int, tmp_path: Path) -> None:
+    random = np.random.default_rng(count)
+    multimodal, whole = count == 400, count != 3000
+    documents = random_documents(random, dtype, count)
+    documents.append((np.ones(3, dtype), [3], [1]))
+    ours, theirs = write_both(tmp_path, documents, dtype, multimodal=multimodal, whole=whole)
+    if count == 400:  # it looks at every sequence in every way
+        reference = megatron.IndexedDataset(str(ours), multimodal=multimodal)
+        assert_reads_alike(millrace.IndexedDataset(theirs), reference, random)
+
+
+@pytest.mark.parametrize(
+    "documents",
+    [[], [[]], [[0]], [[0, 0], []]],
+    ids=["no document", "no sequence", "an empty sequence", "several empty ones"],
+)
+@pytest.mark.parametrize("multimodal", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
+def test_files_without_tokens_are_byte_equal(
+    documents: list[list[int]], multimodal: bool, whole: bool, tmp_path: Path
+) -> None:
+    nothing = np.zeros(0, np.int32)
+    written = [(nothing, lengths, [7, 1][: len(lengths)]) for lengths in documents]
+    _, theirs = write_both(tmp_path, written, np.int32, multimodal=multimodal, whole=whole)
+    dataset = millrace.IndexedDataset(theirs)  # Megatron-LM cannot open it
+    assert (len(dataset), dataset.num_documents) == (sum(map(len, documents)), len(documents))
+    assert dataset.num_tokens == 0
+
+
+@pytest.mark.parametrize(
+    "vocabulary", [None, 1, 255, 256, 50_257, 65_499, 65_500, 65_501, 65_535, 65_536, 10**6]
+)
+def test_the_dtype_of_a_vocabulary_is_megatrons(vocabulary: int | None) -> None:
+    assert millrace.optimal_dtype(vocabulary) == megatron.DType.optimal_dtype(vocabulary)

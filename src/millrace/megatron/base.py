@@ -1,22 +1,25 @@
-"""`MegatronDataset`, the base of all datasets over one token file."""
+"""What datasets share: `MegatronDataset`, and indices that are loaded from a cache or built."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from millrace.cache import megatron as cache
-from millrace.megatron.config import BlendedMegatronDatasetConfig
+from millrace.errors import DataError
+from millrace.megatron.errors import DataAssertionError, MissingFileError
 from millrace.megatron.indexed import IndexedDataset
-from millrace.megatron.utils import Split
+from millrace.megatron.utils import BlendedMegatronDatasetConfig, Split, log_on_first_rank
 
 LowLevelDataset = IndexedDataset | Iterable[Any]
 """The source of a `MegatronDataset`."""
@@ -24,7 +27,10 @@ LowLevelDataset = IndexedDataset | Iterable[Any]
 _PAD_TOKEN_ID = -1
 """The pad id if the tokenizer has none, or its pad token is another special token too."""
 
+_PATHS = "_paths_of_mapped_indices"  # in a pickle
 
+
+@dataclass(eq=False, repr=False)
 class MegatronDataset(ABC, torch.utils.data.Dataset):  # type: ignore[misc]
     """The base of datasets over one low-level dataset; a subclass makes the samples.
 
@@ -42,31 +48,22 @@ class MegatronDataset(ABC, torch.utils.data.Dataset):  # type: ignore[misc]
         unique_description_hash: MD5 of that text, which names the cached indices.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        dataset_path: str | None,
-        indices: NDArray[np.int32],
-        num_samples: int | None,
-        index_split: Split,
-        config: BlendedMegatronDatasetConfig,
-    ) -> None:
-        self.dataset = dataset
-        self.dataset_path = dataset_path
-        self.indices = indices
-        self.num_samples = num_samples
-        self.index_split = index_split
-        self.config = config
-        self.unique_identifiers: OrderedDict[str, Any] = OrderedDict()
-        self.unique_identifiers["class"] = type(self).__name__
-        self.unique_identifiers["dataset_path"] = dataset_path
-        self.unique_identifiers["num_samples"] = num_samples
-        self.unique_identifiers["index_split"] = index_split.name
-        for name in self._key_config_attributes():
-            self.unique_identifiers[name] = getattr(config, name)
-        self.unique_description, self.unique_description_hash = cache.describe(
-            self.unique_identifiers
-        )
+    dataset: Any
+    dataset_path: str | None
+    indices: NDArray[np.int32]
+    num_samples: int | None
+    index_split: Split
+    config: BlendedMegatronDatasetConfig
+
+    def __post_init__(self) -> None:
+        config, names = self.config, self._key_config_attributes()
+        identifiers = self.unique_identifiers = OrderedDict[str, Any]()
+        identifiers["class"] = type(self).__name__
+        identifiers["dataset_path"] = self.dataset_path
+        identifiers["num_samples"] = self.num_samples
+        identifiers["index_split"] = self.index_split.name
+        identifiers.update((name, getattr(config, name)) for name in names)
+        self.unique_description, self.unique_description_hash = cache.describe(identifiers)
         self._pad_token_id = _pad_token_id(config.tokenizer, config.allow_ambiguous_pad_tokens)
 
     @staticmethod
@@ -85,12 +82,10 @@ class MegatronDataset(ABC, torch.utils.data.Dataset):  # type: ignore[misc]
         return ["random_seed", "sequence_length", "split", "split_matrix", "tokenizer"]
 
     @abstractmethod
-    def __len__(self) -> int:
-        """The number of samples."""
+    def __len__(self) -> int: ...
 
     @abstractmethod
-    def __getitem__(self, idx: Any) -> Mapping[str, Any]:
-        """A sample."""
+    def __getitem__(self, idx: Any) -> Mapping[str, Any]: ...
 
 
 def _pad_token_id(tokenizer: Any, allow_ambiguous: bool | None) -> Any:
@@ -99,17 +94,16 @@ def _pad_token_id(tokenizer: Any, allow_ambiguous: bool | None) -> Any:
     A pad token that is another special token too would mask documents: then it warns, and gives an
     id that no token has unless `allow_ambiguous`.
     """
-    try:
+    pad = _PAD_TOKEN_ID
+    with contextlib.suppress(Exception):  # A tokenizer without a pad token chooses its error.
         pad = tokenizer.pad
-    except Exception:  # The error of a tokenizer without a pad token is its own choice.
-        pad = _PAD_TOKEN_ID
     if pad not in _other_special_tokens(tokenizer):
         return pad
     effect = "is masked wherever it occurs" if allow_ambiguous else "is not taken for padding"
     warnings.warn(
         f"The pad token id in the tokenizer collides with another special token id ({pad}): it "
         f"{effect}. Give the tokenizer a separate pad token, or see allow_ambiguous_pad_tokens",
-        stacklevel=4,
+        stacklevel=5,
     )
     return pad if allow_ambiguous else _PAD_TOKEN_ID
 
@@ -124,3 +118,98 @@ def _other_special_tokens(tokenizer: Any) -> list[Any]:
             with contextlib.suppress(AttributeError, NotImplementedError):
                 tokens.append(getattr(tokenizer, name))
     return tokens
+
+
+class CachedIndices(ABC):
+    """A dataset with indices as attributes; in a pickle, mapped ones are paths."""
+
+    _INDICES: ClassVar[tuple[str, ...]]
+    config: BlendedMegatronDatasetConfig
+    unique_description: str
+    unique_description_hash: str
+
+    @abstractmethod
+    def _check(self, arrays: cache.Arrays) -> None:
+        """Raises DataError if the arrays are not this dataset's."""
+
+    @abstractmethod
+    def _build(self) -> cache.Arrays: ...
+
+    def _prepare_indices(
+        self, folder: str | None, split: Split, description: str, *, is_trusted: bool
+    ) -> tuple[Any, ...]:
+        """The indices in the order of their names; None for each if they are deferred.
+
+        Without a folder there is no cache. Indices of a trusted cache are never built.
+        """
+        self._description = description
+        self._files = cache.CacheSet(
+            folder=os.fspath(folder or ""),
+            stem=f"{self.unique_description_hash}-{type(self).__name__}-{split.name}",
+            description=self.unique_description,
+            arrays=self._INDICES,
+        )
+        if self.config.defer_npy_index_mmap:
+            for name in self._INDICES:
+                setattr(self, f"path_to_{name}", self._files.path(name))
+            return (None,) * len(self._INDICES)
+        arrays = self._load_trusted() if is_trusted else self._load_or_build()
+        return tuple(arrays[name] for name in self._INDICES)
+
+    def _open_deferred(self) -> None:
+        self.__dict__.update(self._load_trusted())
+
+    def _load_trusted(self) -> cache.Arrays:
+        """The indices of the cache, whatever its description says."""
+        files = self._files
+        try:
+            arrays = {name: cache.load_array(files.path(name)) for name in self._INDICES}
+            self._check(arrays)
+        except FileNotFoundError as error:
+            raise MissingFileError(
+                f"{error.filename} is missing, and fast_cache_load or defer_npy_index_mmap builds "
+                "nothing: build the cache without them first"
+            ) from None
+        except DataError as error:
+            raise DataAssertionError(
+                f"the cached {self._description} in {files.folder} do not fit: {error}. Remove "
+                f"{files.stem}-*, and build them without fast_cache_load and defer_npy_index_mmap"
+            ) from None
+        self._log_load()
+        return arrays
+
+    def _load_or_build(self) -> cache.Arrays:
+        if not self._files.folder:
+            problem = f"The {self._description} are not saved: path_to_cache is empty"
+            log_on_first_rank(problem, is_warning=True)
+            return self._log_and_build("")
+        arrays, is_built = cache.load_or_build(self._files, self._check, self._log_and_build)
+        if not is_built:
+            self._log_load()
+        return arrays
+
+    def _log_and_build(self, problem: str) -> cache.Arrays:
+        if problem:
+            problem = f"The cached {self._description} do not fit, and are replaced: {problem}"
+            log_on_first_rank(problem, is_warning=True)
+        log_on_first_rank(f"Build and save the {self._description}")
+        return self._build()
+
+    def _log_load(self) -> None:
+        log_on_first_rank(f"Load the {self._description}")
+        for name in self._INDICES:
+            log_on_first_rank(f"\tLoad the {name.replace('_', ' ')} from {self._files.path(name)}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        paths = {
+            name: str(array.filename)
+            for name in self._INDICES
+            if isinstance(array := getattr(self, name), np.memmap) and array.filename is not None
+        }
+        return self.__dict__ | dict.fromkeys(paths) | {_PATHS: paths}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        paths = state.pop(_PATHS)
+        self.__dict__.update(state)
+        for name, path in paths.items():
+            setattr(self, name, cache.load_array(path))

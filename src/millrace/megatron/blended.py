@@ -1,8 +1,12 @@
-"""`BlendedDataset`: a mixture of datasets."""
+"""`BlendedDataset`, a mixture of datasets, and the builder of all splits from a configuration."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,13 +14,24 @@ import torch
 
 from millrace import _native
 from millrace.cache import megatron as cache
-from millrace.megatron.caching import CachedIndices
-from millrace.megatron.config import BlendedMegatronDatasetConfig
-from millrace.megatron.errors import ConfigAssertionError, OversampledError, require
-from millrace.megatron.utils import log_on_first_rank, normalize
-from millrace.order import count_draws
+from millrace.megatron.base import CachedIndices, LowLevelDataset, MegatronDataset
+from millrace.megatron.errors import BuildError, ConfigAssertionError, OversampledError, require
+from millrace.megatron.utils import (
+    Blend,
+    BlendedMegatronDatasetConfig,
+    Split,
+    SplitMatrix,
+    log_on_first_rank,
+    normalize,
+)
+from millrace.order import count_draws, split_ranges
+from millrace.provenance import read_tokenizer, tokenizer_conflict
+from millrace.torch import distributed_rank, first_then_rest
+
+Sizes = Sequence[int | None]
 
 
+@dataclass(eq=False, repr=False)
 class BlendedDataset(CachedIndices, torch.utils.data.Dataset):  # type: ignore[misc]
     """Samples of several datasets of one class and split.
 
@@ -31,45 +46,37 @@ class BlendedDataset(CachedIndices, torch.utils.data.Dataset):  # type: ignore[m
         dataset_index: int16 [size], the dataset of each sample.
         dataset_sample_index: int64 [size], the sample's number in that dataset. With
             `defer_npy_index_mmap` both are None until the first sample.
-        unique_description, unique_description_hash: As in `MegatronDataset`.
 
     Raises:
-        ConfigAssertionError: If the datasets or weights do not go together.
         OversampledError: If the blend draws more samples of a dataset than it has (an IndexError).
     """
 
     _INDICES = cache.BLEND_ARRAYS
 
-    def __init__(
-        self,
-        datasets: Sequence[Any],
-        weights: Sequence[float],
-        size: int | None,
-        config: BlendedMegatronDatasetConfig,
-    ) -> None:
-        _check_blend(datasets, weights, size)
-        if len(datasets) == 1:
+    datasets: Sequence[Any]
+    weights: Sequence[float]
+    size: int | None
+    config: BlendedMegatronDatasetConfig
+
+    def __post_init__(self) -> None:
+        _check_blend(self.datasets, self.weights, self.size)
+        if len(self.datasets) == 1:
             log_on_first_rank("A BlendedDataset of one dataset mixes nothing", is_warning=True)
-        self.datasets = datasets
-        self.split = datasets[0].index_split
-        self.weights = weights if size is None else normalize(weights)
-        self.size = size
-        self.config = config
+        self.split = self.datasets[0].index_split
+        self.weights = self.weights if self.size is None else normalize(self.weights)
         self.unique_description, self.unique_description_hash = cache.describe(
             {
                 "class": type(self).__name__,
-                "datasets": [dataset.unique_identifiers for dataset in datasets],
+                "datasets": [dataset.unique_identifiers for dataset in self.datasets],
                 "split": self.split.name,
                 "weights": list(self.weights),
-                "size": size,
+                "size": self.size,
             }
         )
         self.dataset_index, self.dataset_sample_index = self._build_indices()
 
     def __len__(self) -> int:
-        if self.config.defer_npy_index_mmap:
-            return self._num_samples()
-        return int(self.dataset_index.shape[0])
+        return self._num_samples() if self.config.defer_npy_index_mmap else len(self.dataset_index)
 
     def __getitem__(self, idx: Any) -> dict[str, Any]:
         """A sample of one of the datasets, and the dataset's number as `dataset_id` (int16)."""
@@ -81,11 +88,9 @@ class BlendedDataset(CachedIndices, torch.utils.data.Dataset):  # type: ignore[m
 
     def _build_indices(self) -> tuple[Any, ...]:
         """The two indices, loaded or built; (None, None) if deferred."""
-        config, description = self.config, f"{type(self).__name__} indices"
-        is_trusted = bool(config.path_to_cache and config.fast_cache_load)
-        return self._prepare_indices(
-            config.path_to_cache, self.split, description, is_trusted=is_trusted
-        )
+        folder, description = self.config.path_to_cache, f"{type(self).__name__} indices"
+        is_trusted = bool(folder and self.config.fast_cache_load)
+        return self._prepare_indices(folder, self.split, description, is_trusted=is_trusted)
 
     def _num_samples(self) -> int:
         return int(sum(self.weights)) if self.size is None else self.size
@@ -132,11 +137,230 @@ def _check_blend(datasets: Sequence[Any], weights: Sequence[float], size: int | 
             f"{weight}; it must be above 0. Leave the dataset out (without weights, the weight is "
             "its number of samples)",
         )
-        require(
-            type(weight) is type(weights[0]),
-            f"weight {number} is a {type(weight).__name__}, weight 0 a {type(weights[0]).__name__}",
-        )
+        kind, first = type(weight).__name__, type(weights[0]).__name__
+        require(kind == first, f"weight {number} is a {kind}, weight 0 a {first}")
         require(
             size is not None or not isinstance(weight, float) or weight == int(weight),
             f"without a size, weights are numbers of samples: weight {number} is {weight}",
         )
+
+
+MidLevelDataset = MegatronDataset
+TopLevelDataset = BlendedDataset | MidLevelDataset
+DistributedDataset = TopLevelDataset | LowLevelDataset | torch.utils.data.Dataset
+
+
+@dataclass(eq=False, repr=False)
+class BlendedMegatronDatasetBuilder:
+    """Builds the datasets of train, valid and test.
+
+    With torch.distributed every rank must call `build`: rank 0 builds and caches first, the others
+    load after it.
+
+    Args:
+        cls: Class of the datasets below the blend, such as `GPTDataset`.
+        sizes: Least number of samples of each split; None: one epoch (only without weights).
+        is_built_on_rank: Whether this rank needs the datasets; rank 0 must. It is only called with
+            torch.distributed.
+    """
+
+    cls: Any
+    sizes: Sizes
+    is_built_on_rank: Callable[[], bool]
+    config: BlendedMegatronDatasetConfig
+
+    def __post_init__(self) -> None:
+        config, sizes = self.config, self.sizes
+        log_on_first_rank(f"Building {self.cls.__name__} splits with {sizes=} and {config=}")
+        for split in () if config.mock else Split:
+            blends = config.blend_per_split
+            blend = config.blend if blends is None else blends[split.value]
+            require(
+                sizes[split.value] is not None or blend is None or blend[1] is None,
+                f"the {split.name} split has weights and no size: give the number of samples, or "
+                "None for the weights (several validation sets need none)",
+            )
+
+    def build(self) -> list[Any]:
+        """The datasets of train, valid and test.
+
+        A split without a share or blend is None. One prefix (without weights, if all splits share a
+        blend) gives a dataset of `cls`; several give a `BlendedDataset`, or for validation a list
+        with `multiple_validation_sets`. The size of a blend is, with a size and weights, the sum of
+        the datasets' shares, each rounded up; with a size alone, at most what the datasets have;
+        with neither, all that they have.
+        """
+        self._warn_of_tokenizers()
+        datasets = self._build_blended_dataset_splits()
+        for dataset in datasets:
+            if isinstance(dataset, (BlendedDataset, MegatronDataset)):
+                is_blend = isinstance(dataset, BlendedDataset)
+                size = dataset.size if is_blend else dataset.num_samples
+                require(
+                    size is None or len(dataset) == 0 or size <= len(dataset),
+                    f"{size} samples were requested, and {len(dataset)} built",
+                )
+        return datasets
+
+    def _warn_of_tokenizers(self) -> None:
+        """Warns on rank 0 of data of different tokenizers, which Megatron-LM mixes silently."""
+        if self.config.mock or self.config.fast_cache_load or distributed_rank() not in (None, 0):
+            return
+        blends = [self.config.blend, *(self.config.blend_per_split or ())]
+        prefixes = dict.fromkeys(str(prefix) for blend in blends if blend for prefix in blend[0])
+        conflict = tokenizer_conflict(map(read_tokenizer, prefixes)) if len(prefixes) > 1 else ""
+        if conflict:
+            log_on_first_rank(f"{conflict}. Tokenize one of them again", is_warning=True)
+
+    def _build_blended_dataset_splits(self) -> list[Any]:
+        config: Any = self.config
+        if config.mock:
+            try:
+                return self._build_megatron_dataset_splits(None, config.split_matrix, self.sizes)
+            except Exception as error:
+                raise BuildError(f"{self.cls.__name__} could not be built as a mock") from error
+        if config.blend:
+            prefixes, weights = config.blend
+            return self._build_blends(prefixes, weights, config.split_matrix, self.sizes)
+        return [
+            None if blend is None else self._build_split(split, blend)
+            for split, blend in zip(Split, config.blend_per_split, strict=True)
+        ]
+
+    def _build_split(self, split: Split, blend: Blend) -> Any:
+        """One split from its own blend: a list of datasets for several validation sets."""
+        prefixes, weights = blend
+        place, size = split.value, self.sizes[split.value]
+        matrix: SplitMatrix = [(0.0, 1.0) if other is split else None for other in Split]
+        sizes = [size if other is split else 0 for other in Split]
+        if len(prefixes) == 1:
+            weights = None
+        elif self.config.multiple_validation_sets and split is Split.valid:
+            require(
+                not self.config.full_validation or size is None,
+                f"full_validation takes one epoch of each set; the size is {size}, not None",
+            )
+            build = self._build_megatron_dataset_splits
+            return [build(prefix, matrix, sizes)[place] for prefix in prefixes]
+        return self._build_blends(prefixes, weights, matrix, sizes)[place]
+
+    def _build_blends(
+        self, prefixes: list[str], weights: list[float] | None, matrix: SplitMatrix, sizes: Sizes
+    ) -> list[Any]:
+        """The dataset or blend of each split; None for a split without a share."""
+        if len(prefixes) == 1 and weights is None:
+            return self._build_megatron_dataset_splits(prefixes[0], matrix, sizes)
+        shares = None if weights is None else normalize(weights)
+        sizes_per_dataset: Sequence[Sizes] = [[None] * len(Split)] * len(prefixes)  # one epoch
+        if shares is not None:
+            surplus = self.config.mid_level_dataset_surplus
+            sizes_per_dataset = _get_size_per_split_per_dataset(shares, sizes, surplus)
+        datasets = self._build_megatron_datasets_parallel(prefixes, matrix, sizes_per_dataset)
+        return [
+            None if ends is None else self._build_blend(parts, shares, size)
+            for ends, parts, size in zip(matrix, datasets, sizes, strict=False)
+        ]
+
+    def _build_blend(
+        self, datasets: list[Any], shares: list[float] | None, size: int | None
+    ) -> Any:
+        weights: list[Any]
+        if shares is not None:
+            weights = shares
+            size = sum(row[0] for row in _get_size_per_split_per_dataset(shares, [size]))
+        else:
+            # On a rank that builds nothing, the datasets are None.
+            weights = [0 if dataset is None else len(dataset) for dataset in datasets]
+            size = None if size is None else min(size, sum(weights))
+        built_first = self.is_built_on_rank, not self.config.fast_cache_load
+        blend = datasets, weights, size, self.config
+        return self.build_generic_dataset(BlendedDataset, *built_first, *blend)
+
+    def _build_megatron_datasets_parallel(
+        self, prefixes: list[str], split: SplitMatrix, sizes_per_dataset: Sequence[Sizes]
+    ) -> list[list[Any]]:
+        """For each split, the datasets of all prefixes; rank 0 builds them first."""
+
+        def build_all() -> list[list[Any]]:
+            with ThreadPoolExecutor(self.config.num_dataset_builder_threads) as pool:
+                futures = [
+                    pool.submit(self._build_megatron_dataset_splits, prefix, split, sizes, False)
+                    for prefix, sizes in zip(prefixes, sizes_per_dataset, strict=True)
+                ]
+                splits = [future.result() for future in futures]
+            return [[datasets[place] for datasets in splits] for place in range(len(Split))]
+
+        return build_all() if self.config.fast_cache_load else _rank_0_first(build_all)
+
+    def _build_megatron_dataset_splits(
+        self,
+        dataset_path: str | None,
+        split: SplitMatrix,
+        sizes: Sizes,
+        synchronize_ranks: bool = True,
+    ) -> list[Any]:
+        """One token file's dataset for each split; None for a split without a share."""
+
+        def build() -> list[Any]:
+            if distributed_rank() is not None and not self.is_built_on_rank():
+                return [None] * len(Split)
+            dataset = self.cls.build_low_level_dataset(dataset_path, self.config)
+            ranges: Sequence[Any] = [None] * len(Split)
+            if not self.config.fast_cache_load:
+                ranges = split_ranges(self.cls.numel_low_level_dataset(dataset), split)
+            parts = []
+            for kind, ends, elements, size in zip(Split, split, ranges, sizes, strict=True):
+                indices = None if elements is None else np.arange(*elements, dtype=np.int32)
+                part = dataset, dataset_path, indices, size, kind, self.config
+                make = partial(self.build_generic_dataset, self.cls, self.is_built_on_rank, False)
+                parts.append(None if ends is None else make(*part))
+            return parts
+
+        return _rank_0_first(build) if synchronize_ranks else build()
+
+    @staticmethod
+    def build_generic_dataset(
+        cls: Any, is_built_on_rank: Callable[[], bool], synchronize_ranks: bool, *args: Any
+    ) -> Any:
+        """A dataset, `cls(*args)`, built on rank 0 first; None on a rank that does not build.
+
+        An error on one rank is raised on every rank. (Megatron-LM leaves the others waiting.) With
+        torch.distributed, an OSError on rank 0 is a BuildError.
+        """
+        rank = distributed_rank()
+        if rank is None:
+            return cls(*args)
+
+        def build() -> Any:
+            if not is_built_on_rank():
+                return None
+            try:
+                return cls(*args)
+            except OSError as error:
+                if rank != 0:
+                    raise
+                raise BuildError(
+                    f"the indices could not be read or cached: {error}. Give a path_to_cache that "
+                    "can be written"
+                ) from error
+
+        return _rank_0_first(build) if synchronize_ranks else build()
+
+
+def _rank_0_first(work: Callable[[], Any]) -> Any:
+    return first_then_rest(work, distributed_rank() == 0)
+
+
+def _get_size_per_split_per_dataset(
+    normalized_weights: Sequence[float], target_size_per_split: Sizes, surplus: float = 0.0
+) -> list[list[int]]:
+    """Each dataset's number of samples in each split: its share rounded up, plus the surplus."""
+    require(
+        np.isclose(sum(normalized_weights), 1.0),
+        f"the weights sum to {sum(normalized_weights)}, not 1: normalize() makes that so",
+    )
+    sizes: Sequence[Any] = target_size_per_split
+    return [
+        [math.ceil(math.ceil(size * weight) * (1 + surplus)) for size in sizes]
+        for weight in normalized_weights
+    ]

@@ -13,35 +13,27 @@ from numpy.typing import NDArray
 
 from millrace import _native
 from millrace.cache import megatron as cache
+from millrace.dtypes import shuffle_index_dtype
 from millrace.errors import ConfigError
-from millrace.megatron import rules
-from millrace.megatron.base import MegatronDataset
-from millrace.megatron.caching import CachedIndices
-from millrace.megatron.config import GPTDatasetConfig
+from millrace.megatron.base import CachedIndices, MegatronDataset
 from millrace.megatron.errors import ConfigAssertionError, DataAssertionError, require
 from millrace.megatron.indexed import IndexedDataset, _LocalBinReader
-from millrace.megatron.utils import Split, log_on_first_rank
+from millrace.megatron.utils import GPTDatasetConfig, Split, log_on_first_rank
 from millrace.options import SampleOptions
 from millrace.order import GPTPlan, build_gpt_indices_of, plan_gpt
 from millrace.order.gpt import check_seed
-from millrace.samples.fields import Batch
-from millrace.samples.rows import rows
 from millrace.samples.stored import StoredTokens
 
-_sample_options = lru_cache(maxsize=64)(SampleOptions)  # a configuration may change
-_causal_mask = lru_cache(maxsize=1)(rules.causal_mask)
-
 Sample = dict[str, torch.Tensor]
+Mask = NDArray[np.bool_]
+
+_sample_options = lru_cache(maxsize=64)(SampleOptions)  # a configuration may change
 
 
 class GPTDataset(CachedIndices, MegatronDataset):
     """Samples of fixed length from the sequences of a token file, in shuffled order.
 
-    Args:
-        indexed_dataset, dataset_path: Token file and its path prefix.
-        indexed_indices: int32 [sequences], the sequences to draw from; None (with
-            `fast_cache_load`): those of the cached indices.
-        num_samples, index_split, config: As in `MegatronDataset`.
+    The arguments are those of `MegatronDataset`: a token file, and the sequences to draw from.
 
     Attributes:
         document_index: int32 [epochs * sequences].
@@ -69,9 +61,8 @@ class GPTDataset(CachedIndices, MegatronDataset):
         index_split: Split,
         config: GPTDatasetConfig,
     ) -> None:
-        super().__init__(
-            indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config
-        )
+        what = indexed_dataset, dataset_path, indexed_indices, num_samples
+        super().__init__(*what, index_split, config)
         self._source: tuple[tuple[Any, ...], StoredTokens] | None = None
         self.document_index, self.sample_index, self.shuffle_index = (
             self._build_document_sample_shuffle_indices()
@@ -88,7 +79,6 @@ class GPTDataset(CachedIndices, MegatronDataset):
         counts = config.sequences_per_dataset
         return IndexedDataset(
             dataset_path,
-            multimodal=False,
             mmap=config.mmap_bin_files,
             fast_cache_load=config.fast_cache_load,
             sequences_per_dataset=counts[dataset_path] if counts else None,
@@ -96,7 +86,6 @@ class GPTDataset(CachedIndices, MegatronDataset):
         )
 
     def __len__(self) -> int:
-        """The number of samples; with `defer_npy_index_mmap`, from the plan."""
         if self.config.defer_npy_index_mmap:
             return self._plan.num_samples
         return int(self.sample_index.shape[0]) - 1
@@ -104,11 +93,7 @@ class GPTDataset(CachedIndices, MegatronDataset):
     # ---- samples ----
 
     def __getitem__(self, idx: Any) -> Sample:
-        """A sample.
-
-        Args:
-            idx: Sample number; negative ones count from the end. None: sample 0 with a loss mask
-                of zeros, to fill a batch.
+        """A sample; negative numbers count from the end, None is one with a loss mask of zeros.
 
         Returns:
             `tokens`, `labels` and `position_ids` int64 and `loss_mask` float32, each
@@ -123,30 +108,38 @@ class GPTDataset(CachedIndices, MegatronDataset):
             IndexError: If there is no such sample.
             DataAssertionError: If an index points outside the token file.
         """
-        number = 0 if idx is None else idx
+        config, number = self.config, 0 if idx is None else idx
         if self.shuffle_index is None:
             self._open_deferred()
         if self._is_plain():
-            arrays = self._gather(number)
+            tokens, labels, loss_mask, position_ids = self._gather(number)
         else:
             text, *_ = self._query_document_sample_shuffle_indices(number)
-            tokens = np.asarray(text).astype(np.int64, copy=False)
-            extra = bool(self.config.add_extra_token_to_sequence)
-            arrays = rules.fill_sample(tokens, self._row_options(len(tokens) - extra))
+            row = np.asarray(text).astype(np.int64, copy=False)
+            length = len(row) - bool(config.add_extra_token_to_sequence)
+            tokens, labels, loss_mask, position_ids = _fill(row, self._row_options(length))
         if idx is None:
-            arrays[2][:] = 0.0
-        sample = self._sample(arrays)
-        if self.config.inter_document_masking:
-            self._add_document_bounds(sample, number)
-        return sample
+            loss_mask[:] = 0.0
+        sample = {"tokens": tokens, "labels": labels}
+        masks_documents = config.reset_attention_mask and config.create_attention_mask
+        if config.create_attention_mask and not config.inter_document_masking:
+            mask = _causal_mask(len(tokens))
+            sample["attention_mask"] = (
+                _mask_across_documents(mask, position_ids) if masks_documents else mask
+            )
+        if masks_documents and not config.reset_position_ids:
+            position_ids = np.arange(len(tokens))
+        sample |= {"loss_mask": loss_mask, "position_ids": position_ids}
+        if config.inter_document_masking:
+            sample |= self._document_bounds(number)
+        return {name: torch.from_numpy(array) for name, array in sample.items()}
 
     def _query_document_sample_shuffle_indices(
         self, idx: Any
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """A sample's tokens with the extra one, padded if short, and their sequences (both int64).
 
-        Subclasses that make their own tokens override this hook; without an override, one call of
-        the core gathers the sample instead.
+        Subclasses that make their own tokens override this hook; else the core gathers the sample.
         """
         if self.shuffle_index is None:
             self._open_deferred()
@@ -184,74 +177,48 @@ class GPTDataset(CachedIndices, MegatronDataset):
         )
 
     def _row_options(self, sequence_length: int) -> SampleOptions:
-        config = self.config
-        looks_for_eod = (
-            config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss
-        )
-        pad = self._pad_token_id
+        config, pad = self.config, self._pad_token_id
+        resets = config.reset_position_ids or config.reset_attention_mask
         return _sample_options(
             sequence_length=sequence_length,
             add_extra_token=bool(config.add_extra_token_to_sequence),
             pad_token=None if pad is None else int(pad),
-            eod_token=int(config.tokenizer.eod) if looks_for_eod else None,
+            eod_token=int(config.tokenizer.eod) if resets or config.eod_mask_loss else None,
             # The attention mask follows from the position ids.
-            reset_position_ids=bool(config.reset_position_ids or self._masks_documents()),
+            reset_position_ids=bool(
+                config.reset_position_ids
+                or (config.reset_attention_mask and config.create_attention_mask)
+            ),
             eod_mask_loss=bool(config.eod_mask_loss),
         )
 
-    def _masks_documents(self) -> bool:
-        config = self.config
-        return bool(config.reset_attention_mask and config.create_attention_mask)
-
     def _gather(self, idx: Any) -> tuple[Any, ...]:
-        number = operator.index(idx)
-        count = len(self.shuffle_index)
+        """Tokens, labels, loss mask and position ids; of a new source if any part was replaced."""
+        number, count = operator.index(idx), len(self.shuffle_index)
         if not -count <= number < count:
             raise IndexError(f"there is no sample {number}; the dataset has 0 to {count - 1}")
+        options = self._row_options(self.config.sequence_length)
+        token_file = self.dataset.token_file
+        indices = self.document_index, self.sample_index, self.shuffle_index
+        parts = (options, token_file, *indices)
         try:
-            batch = self._batch(np.array([number % count]))
+            if self._source is None or any(map(operator.is_not, parts, self._source[0])):
+                order = _native.gpt_order(
+                    token_file.sequence_lengths,
+                    *map(np.asarray, indices),
+                    sequence_length=options.sequence_length,
+                    add_extra_token=options.add_extra_token,
+                )
+                self._source = parts, StoredTokens(token_file, order)
+            return _fill(self._source[1].tokens(np.array([number % count])).tokens, options)
         except ValueError as error:
             raise DataAssertionError(
                 f"{self.dataset_path}, sample {number}: {error}. Remove the cached indices, and "
                 "see `millrace verify`"
             ) from None
-        return tuple(array[0] for array in batch.values())
 
-    def _batch(self, numbers: NDArray[np.int64]) -> Batch:
-        """Samples of the token file and the indices; of a new source if any was replaced."""
-        options = self._row_options(self.config.sequence_length)
-        token_file = self.dataset.token_file
-        indices = self.document_index, self.sample_index, self.shuffle_index
-        parts = (options, token_file, *indices)
-        if self._source is None or any(map(operator.is_not, parts, self._source[0])):
-            order = _native.gpt_order(
-                token_file.sequence_lengths,
-                *map(np.asarray, indices),
-                sequence_length=options.sequence_length,
-                add_extra_token=options.add_extra_token,
-            )
-            self._source = parts, StoredTokens(token_file, order)
-        source: StoredTokens = self._source[1]
-        if source.is_in_core:
-            return source.gather(numbers, options)
-        return rows(source.tokens(numbers), options)
-
-    def _sample(self, arrays: tuple[Any, ...]) -> Sample:
-        tokens, labels, loss_mask, position_ids = arrays
-        sample = {"tokens": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
-        if self.config.create_attention_mask and not self.config.inter_document_masking:
-            mask = _causal_mask(len(tokens))
-            if self._masks_documents():
-                mask = rules.mask_across_documents(mask, position_ids)
-            sample["attention_mask"] = torch.from_numpy(mask)
-        if self._masks_documents() and not self.config.reset_position_ids:
-            position_ids = np.arange(len(tokens))
-        sample["loss_mask"] = torch.from_numpy(loss_mask)
-        sample["position_ids"] = torch.from_numpy(position_ids)
-        return sample
-
-    def _add_document_bounds(self, sample: Sample, idx: Any) -> None:
-        """Adds where the sample's documents start, and restarts the position ids there."""
+    def _document_bounds(self, idx: Any) -> dict[str, NDArray[Any]]:
+        """Where the sample's documents start, and position ids that restart there."""
         length = self.config.sequence_length
         sequences, start, stop = self._span(idx)
         lengths = self.dataset.sequence_lengths[sequences].astype(np.int64)
@@ -265,10 +232,11 @@ class GPTDataset(CachedIndices, MegatronDataset):
         bounds = np.concatenate(([0], np.cumsum(lengths)))
         cu_seqlens = np.full(length + 1, length, np.int32)
         cu_seqlens[: len(bounds)] = bounds
-        starts = np.repeat(bounds[:-1], lengths)
-        sample["position_ids"] = torch.from_numpy(np.arange(length) - starts)
-        sample["cu_seqlens"] = torch.from_numpy(cu_seqlens)
-        sample["max_seqlen"] = torch.tensor(int(lengths.max()), dtype=torch.int32)
+        return {
+            "position_ids": np.arange(length) - np.repeat(bounds[:-1], lengths),
+            "cu_seqlens": cu_seqlens,
+            "max_seqlen": np.array(lengths.max(), np.int32),
+        }
 
     # ---- indices ----
 
@@ -282,9 +250,9 @@ class GPTDataset(CachedIndices, MegatronDataset):
         folder, name = config.path_to_cache, type(self).__name__
         if folder is None and not config.mock:
             folder = os.path.join(self.dataset.path_prefix, "cache", f"{name}_indices")
-        split, is_trusted = self.index_split, config.fast_cache_load
+        description = f"{name} {self.index_split.name} indices"
         documents, samples, shuffle = self._prepare_indices(
-            folder, split, f"{name} {split.name} indices", is_trusted=is_trusted
+            folder, self.index_split, description, is_trusted=config.fast_cache_load
         )
         if samples is not None:
             log_on_first_rank(f"> total number of samples: {samples.shape[0] - 1}")
@@ -302,9 +270,8 @@ class GPTDataset(CachedIndices, MegatronDataset):
         plan, lengths, seed = self._plan, self.dataset.sequence_lengths, self.config.random_seed
         indices = np.arange(len(lengths)) if self.indices is None else self.indices
         log_on_first_rank(f"> total number of epochs: {plan.num_epochs}")
-        require(
-            lengths.dtype == np.int32, f"the sequence lengths are {lengths.dtype}; int32 is needed"
-        )
+        dtype = lengths.dtype
+        require(dtype == np.int32, f"the sequence lengths are {dtype}; int32 is needed")
         try:
             return build_gpt_indices_of(lengths, indices, plan, seed)._asdict()
         except ConfigError as error:
@@ -314,47 +281,40 @@ class GPTDataset(CachedIndices, MegatronDataset):
 
     @cached_property
     def _plan(self) -> GPTPlan:
-        """Epochs and samples; no samples if one epoch suffices and holds none.
-
-        Samples of no tokens are an error. (Megatron-LM would look for enough epochs for ever.)
-        """
+        """Epochs and samples; no samples if one epoch suffices and holds none."""
         config, split, num_samples = self.config, self.index_split.name, self.num_samples
-        length, extra = config.sequence_length, 1 if config.add_extra_token_to_sequence else 0
-        drops_partial = bool(
-            split != Split.valid.name or config.drop_last_partial_validation_sequence
-        )
+        length, has_extra = config.sequence_length, bool(config.add_extra_token_to_sequence)
+        keeps_partial = split == "valid" and not config.drop_last_partial_validation_sequence
         num_tokens = self._get_num_tokens_per_epoch()
-        requested = 0 if num_samples is None else num_samples * length + extra
-        is_empty = num_tokens - extra < (length if drops_partial else 1)
+        requested = 0 if num_samples is None else num_samples * length + has_extra
+        is_empty = num_tokens - has_extra < (1 if keeps_partial else length)
         if is_empty and requested <= num_tokens and length >= 1:
             return GPTPlan(
                 num_tokens_per_epoch=num_tokens,
-                num_epochs=1,
                 num_samples=0,
+                num_epochs=1,
                 num_samples_before_final_epoch=None,
                 sequence_length=length,
-                add_extra_token=bool(extra),
-                allow_partial=not drops_partial,
+                add_extra_token=has_extra,
+                allow_partial=keeps_partial,
             )
         try:
             return plan_gpt(
                 num_tokens,
                 None if num_samples is None else max(num_samples, 0),
                 length,
-                add_extra_token=bool(extra),
-                drop_last_partial_sequence=drops_partial,
+                add_extra_token=has_extra,
+                drop_last_partial_sequence=not keeps_partial,
             )
         except ValueError as error:
             raise ConfigAssertionError(f"{self.dataset_path}, {split} split: {error}") from error
 
     def _get_num_tokens_per_epoch(self) -> int:
         lengths = self.dataset.sequence_lengths
-        return int(
-            np.sum(lengths if self.indices is None else lengths[self.indices], dtype=np.int64)
-        )
+        used = lengths if self.indices is None else lengths[self.indices]
+        return int(np.sum(used, dtype=np.int64))
 
     def _get_num_epochs(self, num_tokens_per_epoch: int) -> int:
-        """The least number of epochs that holds the samples."""
         return self._plan.num_epochs
 
     def __getstate__(self) -> dict[str, Any]:
@@ -362,11 +322,7 @@ class GPTDataset(CachedIndices, MegatronDataset):
 
 
 class MockGPTLowLevelDataset:
-    """Sequences of random lengths: the tokens 1, 2, 3, ... and an EOD token at the end.
-
-    Args:
-        tokenizer: Tokenizer, for the size of the vocabulary and the EOD token.
-    """
+    """Sequences of random lengths: the tokens 1, 2, 3, ... and an EOD token at the end."""
 
     seed: int = 0
     size: int = 100000
@@ -384,7 +340,6 @@ class MockGPTLowLevelDataset:
         return self.size
 
     def __getitem__(self, idx: Any) -> NDArray[np.int64]:
-        """A sequence's tokens, int64 [length]."""
         tokens: NDArray[np.int64] = np.arange(1, self.sequence_lengths[idx] + 1, dtype=np.int64)
         tokens %= self.vocab_size
         tokens[-1] = self.eod_token
@@ -414,5 +369,81 @@ class MockGPTDataset(GPTDataset):
     def build_low_level_dataset(  # type: ignore[override]
         dataset_path: str | None, config: GPTDatasetConfig
     ) -> MockGPTLowLevelDataset:
-        """The made-up sequences; the path is not used."""
         return MockGPTLowLevelDataset(config.tokenizer)
+
+
+# ---- for subclasses, by Megatron-LM's names ----
+
+
+def _build_document_index(
+    documents: NDArray[np.int32],
+    num_epochs: int,
+    numpy_random_state: np.random.RandomState,
+    separate_final_epoch: bool,
+) -> NDArray[np.int32]:
+    """A shuffled document index, int32 [num_epochs * documents]."""
+    final_epochs = 1 if separate_final_epoch and num_epochs > 1 else 0
+    ranges = [(0, len(documents), count) for count in (num_epochs - final_epochs, final_epochs)]
+    places = _native.shuffled_ranges(ranges, np.int32, numpy_random_state)
+    index: NDArray[np.int32] = np.asarray(documents, np.int32)[places]
+    return index
+
+
+def _build_shuffle_index(
+    num_samples: int, total_size: int, numpy_random_state: np.random.RandomState
+) -> NDArray[np.uint32] | NDArray[np.int64]:
+    """A shuffle index [total_size]; its two parts are shuffled separately."""
+    ranges = [(0, num_samples, 1), (num_samples, total_size, 1)]
+    return _native.shuffled_ranges(ranges, shuffle_index_dtype(total_size), numpy_random_state)
+
+
+def _get_ltor_masks_and_position_ids(
+    data: torch.Tensor,
+    eod_token: int,
+    reset_position_ids: bool,
+    reset_attention_mask: bool,
+    eod_mask_loss: bool,
+    create_attention_mask: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """The attention mask (or None), loss mask and position ids of tokens."""
+    tokens = np.ascontiguousarray(data.numpy(), np.int64)
+    options = SampleOptions(
+        sequence_length=len(tokens),
+        add_extra_token=False,
+        eod_token=eod_token,
+        reset_position_ids=bool(reset_position_ids or reset_attention_mask),
+        eod_mask_loss=bool(eod_mask_loss),
+    )
+    _, _, loss_mask, position_ids = _fill(tokens, options)
+    loss_mask[-1] = 1.0 - (bool(eod_mask_loss) and tokens[-1] == eod_token)
+    mask = None
+    if create_attention_mask:
+        causal = ~np.tri(len(tokens), dtype=np.bool_)[None]
+        masked = _mask_across_documents(causal, position_ids) if reset_attention_mask else causal
+        mask = torch.from_numpy(masked)
+    if not reset_position_ids:
+        position_ids = np.arange(len(tokens))
+    return mask, torch.from_numpy(loss_mask), torch.from_numpy(position_ids)
+
+
+def _fill(tokens: NDArray[Any], options: SampleOptions) -> tuple[Any, ...]:
+    """Tokens, labels, loss mask and position ids of one sample, from its tokens."""
+    return tuple(a[0] for a in _native.fill_rows(tokens, np.array([len(tokens)]), options))
+
+
+# NumPy makes the masks: torch would use threads, and then hangs in a forked process if its parent
+# has used them.
+
+
+@lru_cache(maxsize=1)
+def _causal_mask(length: int) -> Mask:
+    """The mask of all later tokens: bool [1, length, length], True where masked."""
+    mask: Mask = ~np.tri(length, dtype=np.bool_)[None]
+    return mask
+
+
+def _mask_across_documents(mask: Mask, position_ids: NDArray[np.int64]) -> Mask:
+    """A mask of other documents' tokens too; a document starts where its position id is 0."""
+    documents = np.cumsum(position_ids == 0, dtype=np.int32)
+    masked: Mask = mask | (documents[:, None] != documents[None, :])
+    return masked

@@ -36,32 +36,29 @@ def build_sample_idx(
 
     Returns:
         [samples + 1, 2] of the dtype.
-
-    Raises:
-        ValueError: If there are too few tokens, or entries outside their arrays.
     """
     require(sequence_length >= 1, f"sequence_length is {sequence_length}; at least 1 is needed")
-    extra = 1 if add_extra_token_to_sequence else 0
-    num_tokens = max(num_epochs * tokens_per_epoch - extra, 0)
+    has_extra = bool(add_extra_token_to_sequence)
+    num_tokens = max(num_epochs * tokens_per_epoch - has_extra, 0)
     partial = 0 if drop_last_partial_sequence else sequence_length - 1
     return _native.sample_index(
         np.ascontiguousarray(sizes, np.int32),
         np.ascontiguousarray(document_indices, np.int32),
         sequence_length,
         (num_tokens + partial) // sequence_length,
-        add_extra_token=bool(extra),
+        add_extra_token=has_extra,
         allow_partial=not drop_last_partial_sequence,
         dtype=sample_index_dtype(len(document_indices)) if dtype is None else dtype,
     )
 
 
 def build_sample_idx_int32(*args: Any, **kwargs: Any) -> NDArray[np.int32]:
-    """`build_sample_idx` with int32 rows."""
+    """See `build_sample_idx`."""
     return build_sample_idx(*args, **kwargs, dtype=np.int32)
 
 
 def build_sample_idx_int64(*args: Any, **kwargs: Any) -> NDArray[np.int64]:
-    """`build_sample_idx` with int64 rows."""
+    """See `build_sample_idx`."""
     return build_sample_idx(*args, **kwargs, dtype=np.int64)
 
 
@@ -78,12 +75,8 @@ def build_blending_indices(
     Args:
         dataset_index: int16 [size or more], output: the dataset of each sample.
         dataset_sample_index: int64 [size or more], output: the sample's number in that dataset.
-        weights: [num_datasets or more], positive; they are not normalised.
+        weights: [num_datasets or more], positive and finite; they are not normalised.
         verbose: Ignored; nothing is printed.
-
-    Raises:
-        ConfigAssertionError: If an output has another dtype or fewer than `size` elements.
-        ValueError: If a weight is not positive and finite.
     """
     _check_outputs(dataset_index, dataset_sample_index, size)
     weights = np.array(weights, dtype=np.float64)[:num_datasets]
@@ -98,14 +91,7 @@ def build_exhaustive_blending_indices(
 ) -> None:
     """Writes a blend of exactly sizes[d] samples of each dataset d into two arrays.
 
-    Args:
-        dataset_index, dataset_sample_index: Outputs as in `build_blending_indices`, with at least
-            as many elements as the sum of the sizes.
-        sizes: Integers [num_datasets or more].
-
-    Raises:
-        ConfigAssertionError: If an output has another dtype or too few elements.
-        ValueError: If a size is negative.
+    They are those of `build_blending_indices`, for the sum of the sizes.
     """
     sizes = np.array(sizes, dtype=np.int64)[:num_datasets]
     total = int(sizes.sum())

@@ -1,10 +1,8 @@
-"""Token files under Megatron-LM's names: `IndexedDataset`, its builder, and the dtypes."""
+"""Token files under Megatron-LM's names: `IndexedDataset`, its readers and its builder."""
 
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
-from enum import Enum
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,52 +19,14 @@ from millrace.megatron.errors import (
     as_assertions,
     require,
 )
-from millrace.megatron.object_storage import ObjectStorageConfig, is_object_storage_path
+from millrace.megatron.utils import ObjectStorageConfig, is_object_storage_path
 from millrace.storage import LOCAL, Access
-
-
-class DType(Enum):
-    """The codes of token dtypes in an index file."""
-
-    uint8 = 1
-    int8 = 2
-    int16 = 3
-    int32 = 4
-    int64 = 5
-    float64 = 6
-    float32 = 7
-    uint16 = 8
-
-    @classmethod
-    def code_from_dtype(cls, value: Any) -> int:
-        """The code of a NumPy type such as `numpy.uint16`; KeyError if it has none."""
-        return int(cls[np.dtype(value).name].value)
-
-    @classmethod
-    def dtype_from_code(cls, value: int) -> Any:
-        """The NumPy type of a code; ValueError for an unknown code."""
-        return getattr(np, cls(value).name)
-
-    @staticmethod
-    def size(key: Any) -> int:
-        """Bytes of a token, by its code or its NumPy type; ValueError for anything else."""
-        if isinstance(key, int):
-            key = DType.dtype_from_code(key)
-        if not (isinstance(key, type) and issubclass(key, np.number)):
-            raise ConfigError(f"{key!r} is neither the code of a dtype nor a NumPy number type")
-        return np.dtype(key).itemsize
-
-    @staticmethod
-    def optimal_dtype(cardinality: int | None) -> Any:
-        """The NumPy type for a vocabulary: uint16 below 65,500 tokens, else int32."""
-        return store.optimal_dtype(cardinality).type
 
 
 class _IndexReader:
     """The index of a token file, for code that reaches for `IndexedDataset.index`.
 
-    The arguments are as in `IndexedDataset`; `token_file` is the pair, if it is open already. There
-    is one more of document entries than of documents.
+    `token_file` is the pair, if it is open already.
     """
 
     def __init__(
@@ -105,27 +65,22 @@ class _IndexReader:
         return self.sequence_pointers[idx], self.sequence_lengths[idx], mode
 
 
-class _BinReader(ABC):
+class _BinReader:
     """The tokens of a token file, for code that reaches for `IndexedDataset.bin_reader`."""
 
-    @abstractmethod
     def read(self, dtype: Any, count: int, offset: int) -> NDArray[Any]:
         """`count` numbers of a dtype from byte `offset` on; DataAssertionError beyond the file."""
+        raise NotImplementedError
 
 
 class _LocalBinReader(_BinReader):
-    """A `.bin` in a file system.
-
-    `reader` reads the `.bin` if it is open already.
-    """
+    """A `.bin` in a file system; `reader` reads it if it is open already."""
 
     _ACCESS: ClassVar[Access]
 
     def __init__(self, bin_path: str, reader: store.BinReader | None = None) -> None:
         self._bin_path = bin_path
-        if reader is None:
-            reader = LOCAL.open(bin_path, self._ACCESS)
-        self.reader = reader
+        self.reader = LOCAL.open(bin_path, self._ACCESS) if reader is None else reader
 
     def read(self, dtype: Any, count: int, offset: int) -> NDArray[Any]:
         num_bytes = int(count) * np.dtype(dtype).itemsize
@@ -169,9 +124,6 @@ class _ObjectStoreBinReader(_BinReader):
             "millrace.IndexedDataset and your own bin_reader"
         )
 
-    def read(self, dtype: Any, count: int, offset: int) -> NDArray[Any]:
-        raise NotImplementedError
-
 
 class _S3BinReader(_ObjectStoreBinReader):
     """A `.bin` in S3."""
@@ -182,7 +134,6 @@ class _MultiStorageClientBinReader(_ObjectStoreBinReader):
 
 
 OBJECT_STORAGE_BIN_READERS = {"s3": _S3BinReader, "msc": _MultiStorageClientBinReader}
-"""The reader of each kind of object store."""
 
 
 class IndexedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
@@ -193,15 +144,13 @@ class IndexedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
         multimodal: Whether to give the sequences' modes too; the file must hold them.
         mmap: Whether to map the `.bin`, or use positioned reads.
         object_storage_config, s3_config: Refused; see `millrace.store.BinReader`.
-        fast_cache_load: Ignored; opening reads only a few bytes.
         sequences_per_dataset: Expected numbers of sequences and of document entries.
-        dtype_code: Ignored; the index says the dtype. (Megatron-LM trusts this code if
-            sequences_per_dataset is given.)
+        fast_cache_load, dtype_code: Ignored; the index is opened at once, and says the dtype.
 
     Raises:
         MissingFileError: If one of the files is missing.
-        DataAssertionError: If a file is damaged or foreign, or has other counts than expected; if a
-            pickle is opened, and its token file has changed.
+        DataAssertionError: If a file is damaged or foreign, has other counts than expected, or has
+            changed since it was pickled.
         ConfigAssertionError: If the path is in an object store.
     """
 
@@ -217,9 +166,8 @@ class IndexedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
         dtype_code: int | None = None,
     ) -> None:
         super().__init__()
-        config = object_storage_config or s3_config
-        expected = (fast_cache_load, sequences_per_dataset, dtype_code)
-        self.initialize(path_prefix, multimodal, mmap, config, *expected)
+        files = path_prefix, multimodal, mmap, object_storage_config or s3_config
+        self.initialize(*files, fast_cache_load, sequences_per_dataset, dtype_code)
 
     def initialize(
         self,
@@ -239,12 +187,9 @@ class IndexedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
             object_storage_config is None,
             f"{path_prefix} is in a file system, and object_storage_config is given: leave it out",
         )
-        self.multimodal = multimodal
-        self.mmap = mmap
-        self.object_storage_config = None
-        self.fast_cache_load = fast_cache_load
+        self.multimodal, self.mmap, self.object_storage_config = multimodal, mmap, None
+        self.fast_cache_load, self.dtype_code = fast_cache_load, dtype_code
         self.sequences_per_dataset = sequences_per_dataset
-        self.dtype_code = dtype_code
         self.token_file = _open(self.path_prefix, mmap)
         idx_path, bin_path = get_idx_path(self.path_prefix), get_bin_path(self.path_prefix)
         self.index = _IndexReader(
@@ -273,11 +218,6 @@ class IndexedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
 
         For a multimodal file, a pair: tokens and mode, or a list and an int8 array of modes. An
         empty slice gives a list of one empty array, as in Megatron-LM.
-
-        Raises:
-            IndexError: If there is no such sequence.
-            ConfigError: If a slice has steps (a ValueError).
-            TypeError: If it is neither an integer nor a slice.
         """
         if isinstance(idx, (int, np.integer)):
             pointer, length, mode = self.index[idx]
@@ -297,11 +237,8 @@ class IndexedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
     def get(self, idx: Any, offset: int = 0, length: Any = None) -> Any:
         """Tokens [offset, offset + length) of a sequence; without a length, all from `offset` on.
 
-        For a multimodal file, a pair: tokens and mode.
-
-        Raises:
-            IndexError: If there is no such sequence.
-            ConfigAssertionError: If the span lies outside the sequence. (Megatron-LM reads on.)
+        For a multimodal file, a pair: tokens and mode. A span outside the sequence is a
+        ConfigAssertionError. (Megatron-LM reads on.)
         """
         pointer, available, mode = self.index[idx]
         count = available - offset if length is None else length
@@ -327,7 +264,7 @@ class IndexedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
         return self.index.document_indices
 
     def get_document_indices(self) -> NDArray[np.int64]:
-        """The property `document_indices`."""
+        """See `document_indices`."""
         return self.index.document_indices
 
     def set_document_indices(self, document_indices: NDArray[np.int64]) -> None:
@@ -337,37 +274,26 @@ class IndexedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
     @property
     def sequence_modes(self) -> NDArray[np.int8]:
         """int8 [sequences]; a ConfigAssertionError if the file was not opened as multimodal."""
-        modes = self.index.sequence_modes
-        if modes is None:
+        if self.index.sequence_modes is None:
             raise ConfigAssertionError(f"{self.path_prefix} was opened without multimodal=True")
-        return modes
+        return self.index.sequence_modes
 
     @staticmethod
     def exists(path_prefix: str) -> bool:
         """Whether both files exist."""
-        return os.path.exists(get_idx_path(path_prefix)) and os.path.exists(
-            get_bin_path(path_prefix)
-        )
+        return all(os.path.exists(path_prefix + ending) for ending in (".idx", ".bin"))
 
 
 class IndexedDatasetBuilder:
     """Writes a `.bin`/`.idx` pair, which `finalize` publishes.
 
+    Until then, each use of `sequence_lengths`, `document_indices` and `sequence_modes` (None
+    without modes) reads these lists back from disk.
+
     Args:
-        bin_path: PREFIX.bin.
+        bin_path: PREFIX.bin, in a folder that exists.
         dtype: NumPy type of the tokens in the file.
         multimodal: Whether to store a mode for each sequence.
-
-    Attributes:
-        sequence_lengths: List [sequences], in tokens. Until the pair is finalised, each use of this
-            and the next two reads them back from disk.
-        document_indices: List [documents + 1], the first sequence of each document.
-        sequence_modes: List [sequences], or None.
-
-    Raises:
-        MissingFileError: If the folder does not exist.
-        ConfigAssertionError: If the path does not end in `.bin`, or the format does not have the
-            dtype.
     """
 
     def __init__(self, bin_path: str, dtype: Any = np.int32, multimodal: bool = False) -> None:
@@ -382,13 +308,11 @@ class IndexedDatasetBuilder:
 
     @property
     def sequence_lengths(self) -> list[int]:
-        values: list[int] = self._builder.columns()[0].tolist()
-        return values
+        return list(self._builder.columns()[0].tolist())
 
     @property
     def document_indices(self) -> list[int]:
-        values: list[int] = self._builder.columns()[1].tolist()
-        return values
+        return list(self._builder.columns()[1].tolist())
 
     @property
     def sequence_modes(self) -> list[int] | None:
@@ -399,11 +323,9 @@ class IndexedDatasetBuilder:
 
         Args:
             tensor: Tokens of any shape: anything that `numpy.array(tensor, dtype)` takes without a
-                change, such as tensors, nested lists, strings of digits and whole floats.
+                change, such as tensors, nested lists, strings of digits and whole floats; a token
+                that the dtype cannot hold is a ConfigAssertionError.
             mode: Mode of the sequence, in a multimodal file.
-
-        Raises:
-            ConfigAssertionError: If the dtype cannot hold a token.
         """
         with as_assertions():
             self._builder.add_sequence(_as_tokens(tensor, self.dtype), mode)
@@ -419,8 +341,7 @@ class IndexedDatasetBuilder:
             modes: Integers [sequences], in a multimodal file; None: 0. (Megatron-LM fails on None.)
 
         Raises:
-            ConfigAssertionError: If the dtype cannot hold a token, or the lengths do not sum to the
-                number of tokens.
+            ConfigAssertionError: If the lengths do not sum to the number of tokens.
         """
         with as_assertions():
             self._builder.add_document(_as_tokens(tensor, self.dtype), lengths, modes)
@@ -430,23 +351,14 @@ class IndexedDatasetBuilder:
         self._builder.end_document()
 
     def add_index(self, path_prefix: str) -> None:
-        """Appends all documents of another pair of the same dtype.
-
-        Raises:
-            MissingFileError: If the pair does not exist.
-            ConfigAssertionError: If it has another dtype, or only one of the two has modes.
-        """
+        """Appends all documents of another pair of the same dtype."""
         if not IndexedDataset.exists(path_prefix):
             raise MissingFileError(f"{path_prefix}.idx or .bin does not exist")
         with as_assertions():
             self._builder.add_index(path_prefix)
 
     def finalize(self, idx_path: str) -> None:
-        """Writes the index and publishes the pair.
-
-        Args:
-            idx_path: PREFIX.idx, with the prefix of `bin_path`.
-        """
+        """Publishes the pair; `idx_path` is PREFIX.idx, with the prefix of `bin_path`."""
         require(
             os.fspath(idx_path) == get_idx_path(self._prefix),
             f"the index of {self._prefix}.bin is {self._prefix}.idx, not {idx_path}",

@@ -1,22 +1,31 @@
-"""Splits, weights and blends as Megatron-LM's arguments spell them."""
+"""Megatron-LM's arguments: configurations, splits, weights and blends, dtypes and paths."""
+
+# ruff: noqa: N803 - the arguments of `S3Client` are named by boto3
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from millrace.megatron.errors import require
+from millrace import store
+from millrace.errors import ConfigError
+from millrace.megatron.errors import ConfigAssertionError, require
 from millrace.torch import distributed_rank
 
 logger = logging.getLogger(__name__)
 
 Blend = tuple[list[str], list[float] | None]
 """Path prefixes, and their weights (None: their numbers of samples)."""
+
+SplitMatrix = list[tuple[float, float] | None]
 
 
 class Split(Enum):
@@ -27,11 +36,221 @@ class Split(Enum):
     test = 2
 
 
+class DType(Enum):
+    """The codes of token dtypes in an index file."""
+
+    uint8 = 1
+    int8 = 2
+    int16 = 3
+    int32 = 4
+    int64 = 5
+    float64 = 6
+    float32 = 7
+    uint16 = 8
+
+    @classmethod
+    def code_from_dtype(cls, value: Any) -> int:
+        """The code of a NumPy type such as `numpy.uint16`; KeyError if it has none."""
+        return int(cls[np.dtype(value).name].value)
+
+    @classmethod
+    def dtype_from_code(cls, value: int) -> Any:
+        """The NumPy type of a code; ValueError for an unknown code."""
+        return getattr(np, cls(value).name)
+
+    @staticmethod
+    def size(key: Any) -> int:
+        """Bytes of a token, by its code or its NumPy type; ValueError for anything else."""
+        if isinstance(key, int):
+            key = DType.dtype_from_code(key)
+        if not (isinstance(key, type) and issubclass(key, np.number)):
+            raise ConfigError(f"{key!r} is neither the code of a dtype nor a NumPy number type")
+        return np.dtype(key).itemsize
+
+    @staticmethod
+    def optimal_dtype(cardinality: int | None) -> Any:
+        """The NumPy type for a vocabulary: uint16 below 65,500 tokens, else int32."""
+        return store.optimal_dtype(cardinality).type
+
+
+@dataclass
+class BlendedMegatronDatasetConfig:
+    """Options of all datasets: the fields, defaults and order are Megatron-LM's.
+
+    Attributes:
+        blend: One blend for all splits, which `split` cuts.
+        blend_per_split: A blend (or None) for each of train, valid and test; excludes `split`.
+            Without any blend, mock data is made.
+        multiple_validation_sets: Whether to give a list of validation datasets instead of their
+            blend; for `blend_per_split`.
+        full_validation: Whether each validation set is one epoch; its size must be None.
+        split: Shares such as "969,30,1".
+        num_dataset_builder_threads: Number of datasets of a blend to build at a time.
+        path_to_cache: Folder of cached indices; None: beside each token file; "": no cache.
+        mmap_bin_files: Whether to map the token files, or use positioned reads.
+        tokenizer: Tokenizer, with `eod`, `pad`, `vocab_size`, `unique_identifiers`, ...
+        mid_level_dataset_surplus: Share of extra samples to build of each dataset in a blend.
+        allow_ambiguous_pad_tokens: Whether the pad token is padding even if it is another special
+            token too.
+        fast_cache_load: Whether to trust that the cache holds everything, and build nothing.
+        defer_npy_index_mmap: Whether to open the cached indices at the first sample.
+    """
+
+    random_seed: int
+    sequence_length: int
+    blend: Blend | None = None
+    blend_per_split: list[Blend | None] | None = None
+    multiple_validation_sets: bool | None = None
+    full_validation: bool | None = None
+    split: str | None = None
+    split_matrix: SplitMatrix | None = field(init=False, default=None)
+    num_dataset_builder_threads: int = 1
+    path_to_cache: str | None = None
+    mmap_bin_files: bool = True
+    mock: bool = field(init=False, default=False)
+    tokenizer: Any = None
+    mid_level_dataset_surplus: float = 0.005
+    allow_ambiguous_pad_tokens: bool | None = False
+    fast_cache_load: bool = False
+    defer_npy_index_mmap: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("fast_cache_load", "defer_npy_index_mmap"):
+            require(
+                not getattr(self, name) or self.path_to_cache is not None,
+                f"{name} reads cached indices, and path_to_cache is None: give the folder",
+            )
+        require(
+            not self.fast_cache_load or self.blend is None,
+            "fast_cache_load and blend exclude each other: give blend_per_split",
+        )
+        if self.blend_per_split is not None and any(self.blend_per_split):
+            self._check_blend_per_split(self.blend_per_split)
+            return
+        if self.blend is None:
+            self.mock, self.split = True, "1,1,1"
+            log_on_first_rank("Let mock = True: there is no blend")
+        else:
+            _check_weights("blend", self.blend)
+            require(self.split is not None, 'a blend needs a split: give split="969,30,1"')
+        assert self.split is not None
+        vector = parse_and_normalize_split(self.split)
+        self.split_matrix = convert_split_vector_to_split_matrix(vector)
+        log_on_first_rank(f"Let split_matrix = {self.split_matrix}")
+
+    def _check_blend_per_split(self, blends: list[Blend | None]) -> None:
+        require(self.blend is None, "blend and blend_per_split exclude each other: give one")
+        require(self.split is None, "split and blend_per_split exclude each other: give one")
+        require(
+            len(blends) == len(Split),
+            f"blend_per_split has {len(blends)} entries; it needs {len(Split)}: for train, valid "
+            "and test, a blend or None",
+        )
+        for split, blend in zip(Split, blends, strict=True):
+            if blend is None:
+                log_on_first_rank(f"no blend for the {split.name} split")
+            else:
+                _check_weights(f"blend_per_split[{split.value}]", blend)
+
+
+def _check_weights(name: str, blend: Blend) -> None:
+    prefixes, weights = blend[0], blend[1]
+    require(
+        weights is None or len(prefixes) == len(weights),
+        f"{name} has {len(prefixes)} prefixes and {len(weights or [])} weights: give one weight "
+        "for each prefix, or None for all",
+    )
+
+
+@dataclass
+class GPTDatasetConfig(BlendedMegatronDatasetConfig):
+    """Options of GPT datasets, beyond those of all datasets.
+
+    Attributes:
+        reset_position_ids: Whether position ids restart after each EOD.
+        reset_attention_mask: Whether to mask attention across an EOD.
+        eod_mask_loss: Whether to mask the loss where the input is EOD.
+        create_attention_mask: Whether samples hold an attention mask.
+        drop_last_partial_validation_sequence: Whether to leave out a last validation sample that
+            the tokens do not fill.
+        add_extra_token_to_sequence: Whether a sample draws one more token, for the last label.
+        object_storage_cache_path, data_parallel_size, sequence_parallel_size,
+            hybrid_context_parallel, context_parallel_size: Unused here; kept for other code.
+        sequences_per_dataset: Numbers of sequences and of document entries, by prefix.
+        inter_document_masking: Whether samples hold `cu_seqlens` and `max_seqlen` instead of an
+            attention mask. (An option of Megatron-LM's main, not of megatron-core 0.16.1.)
+    """
+
+    reset_position_ids: bool | None = None
+    reset_attention_mask: bool | None = None
+    eod_mask_loss: bool | None = None
+    create_attention_mask: bool = True
+    drop_last_partial_validation_sequence: bool = True
+    add_extra_token_to_sequence: bool = True
+    object_storage_cache_path: str | None = None
+    data_parallel_size: int = 1
+    sequence_parallel_size: int = 0
+    hybrid_context_parallel: bool = False
+    sequences_per_dataset: dict[str, tuple[int, int]] | None = None
+    token_dtype_code: int | None = field(init=False, default=None)
+    context_parallel_size: int | None = None
+    inter_document_masking: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("tokenizer", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
+            require(getattr(self, name) is not None, f"{name} is None: give it")
+        vocabulary_size = self.tokenizer.vocab_size
+        if vocabulary_size is not None:
+            dtype = DType.int32 if vocabulary_size > 2**16 else DType.uint16
+            self.token_dtype_code = dtype.value
+        require(
+            self.sequences_per_dataset is None or self.token_dtype_code is not None,
+            "sequences_per_dataset needs the tokenizer's vocab_size, which is None",
+        )
+
+
+def parse_and_normalize_split(split: str) -> list[float]:
+    """The shares of train, valid and test in a string such as "969,30,1"; their sum is 1.
+
+    All characters but digits and dots separate numbers (a sign too); missing shares are 0.
+    """
+    try:
+        shares = [float(number) for number in re.findall(r"[.0-9]+", split)]
+    except ValueError as error:
+        raise ConfigAssertionError(f'split "{split}": {error}; write "969,30,1"') from None
+    require(
+        len(shares) <= len(Split) and any(shares),
+        f'split "{split}" has the shares {shares}; one to three are needed, not all 0: write '
+        '"969,30,1"',
+    )
+    return normalize(shares + [0.0] * (len(Split) - len(shares)))
+
+
+def convert_split_vector_to_split_matrix(
+    vector_a: list[float], vector_b: list[float] | None = None
+) -> SplitMatrix:
+    """Start and end of each split as fractions of the data; None for a split without a share.
+
+    With the shares of `vector_b` too, each split is the data that it has by both.
+
+    Example:
+        >>> convert_split_vector_to_split_matrix([0.9, 0.1, 0.0])
+        [(0, 0.9), (0.9, 1.0), None]
+    """
+    intervals_a, intervals_b = (
+        itertools.pairwise(itertools.accumulate(vector, initial=0))
+        for vector in (vector_a, vector_a if vector_b is None else vector_b)
+    )
+    pairs = zip(intervals_a, intervals_b, strict=False)
+    common = [(max(a[0], b[0]), min(a[1], b[1])) for a, b in pairs]
+    return [(low, high) if low < high else None for low, high in common]
+
+
 def normalize(weights: Sequence[float]) -> list[float]:
     """The weights divided by their sum, in float64 and in NumPy's order of addition.
 
-    Raises:
-        ConfigAssertionError: If the sum is 0 or not finite. (Megatron-LM goes on with NaN.)
+    A sum that is 0 or not finite is a ConfigAssertionError. (Megatron-LM goes on with NaN.)
     """
     array = np.array(weights, dtype=np.float64)
     total = np.sum(array)
@@ -50,13 +269,6 @@ def get_blend_from_list(blend: Sequence[Any] | None) -> Blend | None:
         blend: Path prefixes, or weights and path prefixes by turns (weights as words or numbers);
             None: no blend. An odd number of words, or no number in any weight's place, means
             prefixes alone.
-
-    Returns:
-        The prefixes and the weights (None without weights), or None.
-
-    Raises:
-        ConfigAssertionError: If there are no words, a prefix is a number, or only some of the
-            weights are numbers.
     """
     if blend is None:
         return None
@@ -94,7 +306,38 @@ def compile_helpers() -> None:
 
 
 def log_on_first_rank(message: str, *, is_warning: bool = False) -> None:
-    """Logs on rank 0 alone."""
     level = logging.WARNING if is_warning else logging.INFO
     if logger.isEnabledFor(level) and distributed_rank() in (None, 0):
         logger.log(level, message)
+
+
+# Of object stores there are only the names, for code that imports them.
+
+S3_PREFIX = "s3://"
+MSC_PREFIX = "msc://"
+
+
+@dataclass
+class ObjectStorageConfig:
+    """Megatron-LM's options for token files in an object store, which are refused."""
+
+    path_to_idx_cache: str
+    bin_chunk_nbytes: int = 256 * 1024 * 1024
+
+
+S3Config = ObjectStorageConfig
+
+
+class S3Client(Protocol):
+    """The methods of boto3's client that Megatron-LM calls."""
+
+    def download_file(self, Bucket: str, Key: str, Filename: str) -> None: ...
+    def upload_file(self, Filename: str, Bucket: str, Key: str) -> None: ...
+    def head_object(self, Bucket: str, Key: str) -> dict[str, Any]: ...
+    def get_object(self, Bucket: str, Key: str, Range: str) -> dict[str, Any]: ...
+    def close(self) -> None: ...
+
+
+def is_object_storage_path(path: str | None) -> bool:
+    """Whether a path starts as one of an object store."""
+    return path is not None and path.startswith((S3_PREFIX, MSC_PREFIX))
