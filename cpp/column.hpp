@@ -2,11 +2,12 @@
 // of callers may start anywhere. Each is loaded by memcpy, which compiles to a plain load.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <ranges>
 #include <span>
-#include <stdexcept>
 
 #include "errors.hpp"
 
@@ -34,6 +35,12 @@ class Column {
   const unsigned char* bytes_ = nullptr;
   std::size_t size_ = 0;
 };
+
+// The first of `size` places that `is_before` does not hold for; it holds for all before that one.
+template <class IsBefore>
+std::size_t first_not(std::size_t size, IsBefore is_before) {
+  return *std::ranges::partition_point(std::views::iota(std::size_t{0}, size), is_before);
+}
 
 // Copies the numbers at some places. Throws std::out_of_range for a place that there is not.
 template <class T>

@@ -1,7 +1,6 @@
 #include "gather.hpp"
 
 #include <algorithm>
-#include <stdexcept>
 
 #include "errors.hpp"
 #include "prefetch.hpp"
@@ -91,15 +90,10 @@ std::string describe(const LocatedSamples& located, const BadToken& bad) {
 void find_documents(Column<std::int64_t> document_indices, Column<std::int64_t> sequences,
                     std::span<std::int64_t> documents) {
   for (std::size_t i = 0; i < sequences.size(); ++i) {
-    // The number of entries that are not above the sequence, by halves.
-    std::size_t first = 0;
-    for (std::size_t count = document_indices.size(); count > 0;) {
-      const std::size_t half = count / 2;
-      const bool is_above = document_indices[first + half] > sequences[i];
-      first += is_above ? 0 : half + 1;
-      count = is_above ? half : count - half - 1;
-    }
-    documents[i] = static_cast<std::int64_t>(first) - 1;
+    const std::size_t above = first_not(document_indices.size(), [&](std::size_t place) {
+      return document_indices[place] <= sequences[i];
+    });
+    documents[i] = static_cast<std::int64_t>(above) - 1;
   }
 }
 

@@ -1,8 +1,6 @@
 #include "gpt_order.hpp"
 
 #include <algorithm>
-#include <stdexcept>
-#include <string>
 
 #include "errors.hpp"
 #include "prefetch.hpp"

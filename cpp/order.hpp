@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "column.hpp"
+#include "errors.hpp"
 #include "tokens.hpp"
 
 namespace millrace {
@@ -31,6 +32,26 @@ class Order {
   Order() = default;
   Order(const Order&) = default;
   Order& operator=(const Order&) = default;
+};
+
+// The order of sequences of one length as they are stored: sample n is sequence n, with all tokens.
+class SequenceOrder : public Order {
+ public:
+  SequenceOrder(std::int64_t num_sequences, std::int64_t sequence_length) noexcept
+      : num_sequences_(num_sequences), sequence_length_(sequence_length) {}
+
+  std::int64_t num_samples() const noexcept override { return num_sequences_; }
+
+  void append_spans(std::int64_t sample_number, std::vector<Span>& spans) const override {
+    spans.push_back(
+        {checked(sample_number, num_sequences_, "the sample number"), 0, sequence_length_});
+  }
+
+  void prefetch(int /* stage */, std::int64_t /* sample_number */) const noexcept override {}
+
+ private:
+  std::int64_t num_sequences_;
+  std::int64_t sequence_length_;
 };
 
 // The spans of some samples: sample i has spans bounds[i] up to bounds[i + 1].

@@ -4,8 +4,6 @@
 #include <cstring>
 #include <limits>
 #include <numeric>
-#include <stdexcept>
-#include <string>
 #include <type_traits>
 #include <utility>
 

@@ -1,8 +1,5 @@
 #include "sample_index.hpp"
 
-#include <stdexcept>
-#include <string>
-
 #include "errors.hpp"
 #include "prefetch.hpp"
 

@@ -1,4 +1,5 @@
-// An exact twin of NumPy's legacy RandomState.shuffle for one-dimensional arrays.
+// Exact twins of NumPy's legacy RandomState.shuffle for one-dimensional arrays, and of torch.randperm
+// on the CPU.
 #pragma once
 
 #include <cstdint>
@@ -25,5 +26,14 @@ void draw_targets(std::int64_t first, std::span<std::int64_t> targets, Mt19937& 
 // The caller has checked that the numbers fit T and that `values` has the ranges' total size.
 template <class T>
 void shuffle_ranges(std::span<const Range> ranges, std::span<T> values, Mt19937& random);
+
+// Writes a permutation of 0 ... values.size() - 1; every number must fit T.
+//
+// torch has two rules. Below 2^32 / 20 numbers, one 32-bit word is drawn for each step: for
+// i = 0, 1, ..., n - 2, swap values[i] with values[i + word % (n - i)]. From there on, two words
+// are: for i = 0, 1, ..., n - 1, number i takes the place j = words % (i + 1), and the number that
+// was there moves to place i.
+template <class T>
+void randperm(std::span<T> values, bool has_64_bit_draws, Mt19937& random);
 
 }  // namespace millrace

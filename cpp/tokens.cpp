@@ -2,8 +2,6 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <stdexcept>
-#include <string>
 
 #include "errors.hpp"
 #include "prefetch.hpp"

@@ -216,15 +216,10 @@ void mark_ranges(Column<std::int32_t> ranges, std::span<const std::int64_t> sequ
     }
     const std::int64_t end = begin + counts[i];
     // The first range that ends behind the start of the span.
-    std::size_t low = 0;
-    std::size_t high = num_ranges;
-    while (low < high) {
-      const std::size_t half = low + (high - low) / 2;
-      const bool is_before =
-          std::pair{sequence_of(half), std::int64_t{ranges[3 * half + 2]}} <=
-          std::pair{sequences[i], begin};
-      (is_before ? low : high) = is_before ? half + 1 : half;
-    }
+    std::size_t low = first_not(num_ranges, [&](std::size_t range) {
+      const std::int64_t stop = ranges[3 * range + 2];
+      return std::pair{sequence_of(range), stop} <= std::pair{sequences[i], begin};
+    });
     for (; low < num_ranges && sequence_of(low) == sequences[i]; ++low) {
       const std::int64_t start = std::max(std::int64_t{ranges[3 * low + 1]}, begin);
       const std::int64_t stop = std::min(std::int64_t{ranges[3 * low + 2]}, end);

@@ -3,7 +3,6 @@
 #include "blend.hpp"
 #include "mapping.hpp"
 #include "mt19937.hpp"
-#include "randperm.hpp"
 #include "sample_index.hpp"
 #include "shuffle.hpp"
 #include "swap_or_not.hpp"

@@ -8,7 +8,6 @@
 #include "mapping.hpp"
 #include "order.hpp"
 #include "rows.hpp"
-#include "sequence_order.hpp"
 #include "tokens.hpp"
 
 namespace millrace {
@@ -61,11 +60,6 @@ void make_sharded_source(TokenSource* self, const nb::tuple& shards,
     }
   }
   new (self) TokenSource(tokens, span_of(shard_sizes), sequence_length, is_mapped);
-}
-
-void make_sequence_order(SequenceOrder* self, std::int64_t num_sequences,
-                         std::int64_t sequence_length) {
-  new (self) SequenceOrder(num_sequences, sequence_length);
 }
 
 void make_gpt_order(GPTOrder* self, const In<std::int32_t>& sequence_lengths,
@@ -417,7 +411,7 @@ void add_samples(nb::module_& module) {
            nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
            nb::keep_alive<1, 5>());
   nb::class_<SequenceOrder, Order>(module, "SequenceOrder")
-      .def("__init__", &make_sequence_order, "num_sequences"_a, "sequence_length"_a);
+      .def(nb::init<std::int64_t, std::int64_t>(), "num_sequences"_a, "sequence_length"_a);
   module.def("spans", &py_spans, "order"_a, "sample_numbers"_array);
   module.def("locate_spans", &py_locate_spans, "token_source"_a, "sequences"_array,
              "offsets"_array, "counts"_array);

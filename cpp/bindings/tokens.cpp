@@ -2,7 +2,6 @@
 #include <memory>
 
 #include "arrays.hpp"
-#include "check_index.hpp"
 #include "mapping.hpp"
 #include "ragged.hpp"
 #include "read_pieces.hpp"
