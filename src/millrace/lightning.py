@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 try:
@@ -22,8 +21,7 @@ class DataModule(LightningDataModule):  # type: ignore[misc]
     The position is part of each of Lightning's checkpoints, as the state of the data module, and
     `Trainer.fit(..., ckpt_path=...)` restores it, also with another number of ranks. It is the
     position after the last batch that was trained on: a batch that was fetched but not finished, as
-    in a checkpoint that is saved on an exception, comes again. Each loader takes its data-parallel
-    rank when it is made, so it is made by a function, after Lightning has started its processes.
+    in a checkpoint that is saved on an exception, comes again.
 
     Lightning saves the same position as the state of the training dataloader, too, but restores
     that only in the middle of an epoch. So the data module's state counts, and the dataloader's
@@ -31,7 +29,8 @@ class DataModule(LightningDataModule):  # type: ignore[misc]
 
     Args:
         train: Function of the data-parallel rank and the number of ranks that makes the loader of
-            the training samples, with `transform=millrace.torch.to_tensors`.
+            the training samples, with `transform=millrace.torch.to_tensors`, once Lightning has
+            started its processes.
         validation: The same for the validation samples. They start anew at each validation. None:
             no validation.
 
@@ -46,8 +45,7 @@ class DataModule(LightningDataModule):  # type: ignore[misc]
         validation: Callable[[int, int], Loader] | None = None,
     ) -> None:
         super().__init__()
-        self._train = train
-        self._validation = validation
+        self._train, self._validation = train, validation
         if validation is not None:  # Lightning warns where the method is there without need
             self.val_dataloader = self._val_dataloader
         self.train_loader: Loader | None = None
@@ -67,12 +65,10 @@ class DataModule(LightningDataModule):  # type: ignore[misc]
             self.train_loader = self._train(*self._rank_and_size())
         if state is not None:
             self.train_loader.load_state_dict(state)
-        finished_batches = partial(_finished_batches, self.trainer)
-        self._batches = TrainerBatches(self.train_loader, finished_batches, is_restored)
+        self._batches = TrainerBatches(self.train_loader, self.trainer, is_restored)
         return self._batches
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the training loader, for Lightning's checkpoint."""
         if self._state is not None:
             return self._state
         return {} if self._batches is None else self._batches.state_dict()
@@ -95,27 +91,15 @@ class DataModule(LightningDataModule):  # type: ignore[misc]
         return ranks.get("rank", 0), ranks.get("num_replicas", 1)
 
 
-def _finished_batches(trainer: Trainer) -> int:
-    return int(trainer.fit_loop.epoch_loop.batch_progress.total.processed)
-
-
 class TrainerBatches:
     """The batches of a loader, with the state after the last batch that the trainer has finished.
 
-    Args:
-        loader: The loader.
-        finished_batches: Function that returns how many batches the trainer has finished. Only the
-            change of this number matters.
-        is_restored: Whether the loader stands where the checkpoint says already, so that the state
-            that Lightning loads is left alone.
+    If the loader stands where the checkpoint says already, the state that Lightning loads is left
+    alone.
     """
 
-    def __init__(
-        self, loader: Loader, finished_batches: Callable[[], int], is_restored: bool = False
-    ) -> None:
-        self.loader = loader
-        self._finished_batches = finished_batches
-        self._is_restored = is_restored
+    def __init__(self, loader: Loader, trainer: Trainer, is_restored: bool) -> None:
+        self.loader, self._trainer, self._is_restored = loader, trainer, is_restored
         self._starts: deque[int] = deque()  # of the batches that are not finished
         self._finished: int | None = None  # number of batches when it was last asked for
 
@@ -138,14 +122,12 @@ class TrainerBatches:
             )
 
     def __len__(self) -> int:
-        """The number of steps from sample 0, as Lightning counts them.
-
-        Without it, Lightning reads one batch ahead.
-        """
+        """The number of steps from sample 0. Without it, Lightning reads one batch ahead."""
         return len(self.loader)
 
     def _drop_finished(self) -> None:
-        finished = self._finished_batches()
+        # Only the change of this number matters.
+        finished = int(self._trainer.fit_loop.epoch_loop.batch_progress.total.processed)
         if self._finished is not None:
             for _ in range(min(finished - self._finished, len(self._starts))):
                 self._starts.popleft()
@@ -157,7 +139,6 @@ class TrainerBatches:
         return self.loader.state_dict(self._starts[0] if self._starts else None)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from a saved state; see `Loader.load_state_dict`."""
         if not self._is_restored:
             self.loader.load_state_dict(state)
             self._starts.clear()

@@ -38,8 +38,7 @@ def assert_resumes(
     - copies of the state by JSON, pickle and `copy.deepcopy` work as well as the state itself;
     - the state does not change while its loader goes on, and taking it changes no batch;
     - no batch changes after it was returned, as one in a buffer that is used again would;
-    - a run that stops after every single step, so that each state comes from a loader that was
-      itself resumed, returns the same batches;
+    - a run that stops and resumes after every step returns the same batches;
     - `loader.batch(k)`, if the loader has such a method and starts at sample 0, returns the batch
       of step k and leaves the position where it is.
 
@@ -62,19 +61,6 @@ def assert_resumes(
             0, and the first difference.
         ConfigError: `make_loader` does not return a new loader at each call, or the loader returns
             no batch.
-
-    Example:
-        >>> import numpy as np
-        >>> from millrace import Loader
-        >>> class Squares:
-        ...     def __len__(self):
-        ...         return 12
-        ...     def batch(self, sample_numbers):
-        ...         return {"squares": np.asarray(sample_numbers) ** 2}
-        ...     def fingerprint(self):
-        ...         return {"kind": "squares"}
-        >>> assert_resumes(lambda: Loader(Squares(), micro_batch_size=3))
-        4
     """
     max_steps = None if max_steps is None else whole("max_steps", max_steps, 1)
     if steps_after_resume is not None:
@@ -99,8 +85,7 @@ class _Runs:
     """Runs of new loaders, each compared with the first one."""
 
     def __init__(self, make_loader: Callable[[], Any], through_json: bool) -> None:
-        self._make_loader = make_loader
-        self._through_json = through_json
+        self._make_loader, self._through_json = make_loader, through_json
         self._last: Any = None
 
     def first(self, max_steps: int | None) -> tuple[list[Any], list[Any]]:
@@ -118,42 +103,35 @@ class _Runs:
         if not batches:
             raise ConfigError("the loader returns no batch: nothing can be checked")
         for step, (batch, original) in enumerate(zip(batches, originals, strict=True)):
-            if problem := _difference(batch, _frozen(original), "batch"):
-                raise AssertionError(
-                    f"the batch of step {step} has changed while its loader went on: {problem}. A "
-                    "dataset must return new arrays each time, and leave them as they are"
-                )
+            what = f"the batch of step {step} has changed while its loader went on"
+            remedy = "A dataset must return new arrays each time, and leave them as they are"
+            _assert_equal(batch, original, "batch", what, f". {remedy}")
         for step, (state, snapshot) in enumerate(zip(states, copies, strict=True)):
-            for one, other, cause in (
-                (snapshot, state, "has changed while its loader went on"),
-                (state, pickle.loads(pickle.dumps(state)), "is changed by pickle"),
-                (state, copy.deepcopy(state), "is changed by deepcopy"),
-            ):
-                if problem := _difference(_frozen(one), _frozen(other), "state"):
-                    raise AssertionError(f"the state after {step} steps {cause}: {problem}")
+            what = f"the state after {step} steps"
+            _assert_equal(snapshot, state, "state", f"{what} has changed while its loader went on")
+            pickled = pickle.loads(pickle.dumps(state))
+            _assert_equal(state, pickled, "state", f"{what} is changed by pickle")
+            _assert_equal(state, copy.deepcopy(state), "state", f"{what} is changed by deepcopy")
         return batches, [self._copy(state, step) for step, state in enumerate(states)]
 
     def check(
         self, state: Any, batches: list[Any], reaches_end: bool, name: str, first_step: int = 0
     ) -> None:
         """Checks that a new loader, with a state if there is one, returns these batches."""
-        with self._new() as loader:
-            self._load(loader, state, name)
+        with self._new(state, name) as loader:
             iterator = iter(loader)
             for step, expected in enumerate(batches, first_step):
-                self._check_next(iterator, expected, step, name)
-            end = object()
-            if reaches_end and next(iterator, end) is not end:
-                steps = first_step + len(batches)
-                raise AssertionError(f"{name} goes on after step {steps - 1}, the last of the run")
+                _check_next(iterator, expected, step, name)
+            if reaches_end and next(iterator, _END) is not _END:
+                last = first_step + len(batches) - 1
+                raise AssertionError(f"{name} goes on after step {last}, the last of the run")
 
     def check_chain(self, batches: list[Any], state: Any) -> None:
         """Checks a run that stops and resumes after every step."""
         name = "a run that stops and resumes after every step"
         for step, expected in enumerate(batches):
-            with self._new() as loader:
-                self._load(loader, state, name)
-                self._check_next(iter(loader), expected, step, name)
+            with self._new(state, name) as loader:
+                _check_next(iter(loader), expected, step, name)
                 state = self._copy(loader.state_dict(), step + 1)
 
     def check_batch_method(self, batches: list[Any], state: Any) -> None:
@@ -164,30 +142,17 @@ class _Runs:
                 if not has_method or getattr(loader, "consumed_samples", None) != 0:
                     return
                 batch = _frozen(loader.batch(step))
-                now = _frozen(self._copy(loader.state_dict(), 0))
-            if problem := _difference(expected, batch, "batch"):
-                raise AssertionError(f"loader.batch({step}) differs from step {step}: {problem}")
-            if problem := _difference(_frozen(state), now, "state"):
-                raise AssertionError(f"loader.batch({step}) has changed the state: {problem}")
+                now = self._copy(loader.state_dict(), 0)
+            name = f"loader.batch({step})"
+            _assert_equal(expected, batch, "batch", f"{name} differs from step {step}")
+            _assert_equal(state, now, "state", f"{name} has changed the state")
 
-    def _check_next(self, iterator: Iterator[Any], expected: Any, step: int, name: str) -> None:
-        try:
-            batch = next(iterator)
-        except StopIteration:
-            raise AssertionError(f"{name} has no step {step}; without a stop it has one") from None
-        except Exception as error:
-            raise AssertionError(f"{name} fails in step {step}: {error}") from error
-        if problem := _difference(expected, _frozen(batch), "batch"):
-            raise AssertionError(f"{name} differs in step {step}: {problem}")
-
-    def _new(self) -> contextlib.AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def _new(self, state: Any = None, name: str = "") -> Iterator[Any]:
+        """A new loader, with a state if there is one, which is closed if it can be."""
         loader = self._make_loader()
-        missing = [
-            name
-            for name in ("__iter__", "state_dict", "load_state_dict")
-            if not callable(getattr(loader, name, None))
-        ]
-        if missing:
+        methods = ("__iter__", "state_dict", "load_state_dict")
+        if missing := [one for one in methods if not callable(getattr(loader, one, None))]:
             raise ConfigError(
                 f"make_loader returned a {type(loader).__name__}, which has no "
                 f"{', '.join(missing)}: it is not a loader with a state"
@@ -197,16 +162,16 @@ class _Runs:
                 "make_loader returned the same loader twice; it must make a new one at each call"
             )
         self._last = loader
-        return _closing(loader)
-
-    @staticmethod
-    def _load(loader: Any, state: Any, name: str) -> None:
-        if state is None:
-            return
-        try:
-            loader.load_state_dict(copy.deepcopy(state))  # it may keep it and change it
-        except Exception as error:
-            raise AssertionError(f"{name} refuses its state {shown(state)}: {error}") from error
+        with contextlib.ExitStack() as stack:
+            if callable(close := getattr(loader, "close", None)):
+                stack.callback(close)
+            if state is not None:
+                try:
+                    loader.load_state_dict(copy.deepcopy(state))  # it may keep it and change it
+                except Exception as error:
+                    text = f"{name} refuses its state {shown(state)}: {error}"
+                    raise AssertionError(text) from error
+            yield loader
 
     def _copy(self, state: Any, step: int) -> Any:
         """The state as a checkpoint would return it."""
@@ -221,15 +186,17 @@ class _Runs:
             ) from error
 
 
-@contextlib.contextmanager
-def _closing(loader: Any) -> Iterator[Any]:
-    """A loader that is closed at the end of its block, if it can be."""
+_END = object()
+
+
+def _check_next(iterator: Iterator[Any], expected: Any, step: int, name: str) -> None:
     try:
-        yield loader
-    finally:
-        close = getattr(loader, "close", None)
-        if callable(close):
-            close()
+        batch = next(iterator)
+    except StopIteration:
+        raise AssertionError(f"{name} has no step {step}; without a stop it has one") from None
+    except Exception as error:
+        raise AssertionError(f"{name} fails in step {step}: {error}") from error
+    _assert_equal(expected, batch, "batch", f"{name} differs in step {step}")
 
 
 # ---- batches and states as plain values ----
@@ -251,17 +218,19 @@ class _Array:
 
     def other_values(self, other: _Array) -> NDArray[np.bool_]:
         """Where two arrays of one dtype and shape differ; NaN equals NaN, and 0.0 is not -0.0."""
-        one, two = self.values, other.values
+        one, two = (np.ascontiguousarray(array.values).reshape(-1) for array in (self, other))
         if one.dtype.hasobject:
-            pairs = zip(one.flat, two.flat, strict=True)
+            pairs = zip(one, two, strict=True)
             is_other = np.array([not _is_equal(*pair) for pair in pairs], bool)
         else:
-            is_other = _bits(one) != _bits(two)
-        return is_other.reshape(one.shape)
+            is_other = one.view(f"V{one.itemsize}") != two.view(f"V{one.itemsize}")
+        return is_other.reshape(self.values.shape)
 
 
 def _frozen(value: Any) -> Any:
     """A deep copy of dicts, lists and arrays, which the loader cannot change any more."""
+    if isinstance(value, _Array):
+        return value
     if isinstance(value, Mapping):
         return {key: _frozen(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
@@ -271,21 +240,24 @@ def _frozen(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-def _difference(expected: Any, actual: Any, place: str) -> str:
-    """The first difference of two frozen values; empty if there is none."""
-    for path, one, other in differences(expected, actual, _is_equal, (place,)):
-        if isinstance(one, list) and isinstance(other, list):
-            return f"{place_of(path)} has {len(one)} entries in the first run, {len(other)} now"
+def _assert_equal(expected: Any, actual: Any, place: str, what: str, remedy: str = "") -> None:
+    """An AssertionError of the first difference of two values, if there is one."""
+    frozen = _frozen(expected), _frozen(actual)
+    for path, one, other in differences(*frozen, _is_equal, (place,)):
         where, number = place_of(path), ""
+        if isinstance(one, list) and isinstance(other, list):
+            text = f"{where} has {len(one)} entries in the first run, {len(other)} now"
+            raise AssertionError(f"{what}: {text}{remedy}")
         if isinstance(one, _Array) and repr(one) == repr(other):
             is_other = one.other_values(other)
             at = tuple(np.argwhere(is_other)[0].tolist())
             where += str(list(at)) if at else ""
             number = f" ({np.count_nonzero(is_other)} of {is_other.size} values differ)"
             one, other = one.values[at].tolist(), other.values[at].tolist()
-        shown_pair = [shown(value, _MAX_SHOWN) for value in (one, other)]
-        return f"{where} is {shown_pair[0]} in the first run, {shown_pair[1]} now{number}"
-    return ""
+        first, now = (shown(value, _MAX_SHOWN) for value in (one, other))
+        raise AssertionError(
+            f"{what}: {where} is {first} in the first run, {now} now{number}{remedy}"
+        )
 
 
 def _is_equal(one: Any, other: Any) -> bool:
@@ -294,8 +266,3 @@ def _is_equal(one: Any, other: Any) -> bool:
         return repr(one) == repr(other) and not one.other_values(other).any()
     is_nan = one != one and other != other
     return type(one) is type(other) and bool(is_nan or one == other)
-
-
-def _bits(array: NDArray[Any]) -> NDArray[Any]:
-    """Each value as its bytes."""
-    return np.ascontiguousarray(array).reshape(-1).view(f"V{array.itemsize}")

@@ -1,10 +1,4 @@
-"""torch at the edge: tensors, DataLoaders, and the ranks of torch.distributed.
-
-- Tensors of a loader's batches, as its `transform`: `to_tensors`, `to_device`.
-- What a torch DataLoader takes: `MapDataset`, `BatchSampler`, `IterableDataset`, `collate`.
-- One entry of a torch.distributed.checkpoint: `CheckpointState`.
-- All ranks together: `build_datasets`, `check_consistency`.
-"""
+"""torch at the edge: tensors, DataLoaders, and the ranks of torch.distributed."""
 
 from millrace.torch.consistency import check_consistency
 from millrace.torch.data import BatchSampler, CheckpointState, IterableDataset, MapDataset, collate

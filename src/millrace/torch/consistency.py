@@ -23,6 +23,7 @@ from millrace.errors import ConfigError, MillraceError
 from millrace.feed import FullValidationSampler, Loader
 from millrace.feed.streams import IN_TURN
 from millrace.sampling.protocols import IndexedSampler, SizedSampler
+from millrace.torch.ranks import distributed_rank
 
 _TIMEOUT = 120.0  # seconds
 _MOST_LISTED = 8  # ranks in a message
@@ -31,21 +32,9 @@ _MOST_SHOWN = 200  # characters of a value in a message
 # are compared over all ranks, the others over those with one data-parallel rank.
 _EQUAL = (
     ("position", "consumed_samples is", "load the same checkpoint on every rank"),
-    (
-        "fingerprint",
-        "the checksum of loader.state_dict()['fingerprint'] is",
-        "give every rank the same files and options",
-    ),
-    (
-        "samples",
-        "the next samples are",
-        "they have one data-parallel rank and must take the same samples",
-    ),
-    (
-        "checksums",
-        "the checksums of the last batches are",
-        "their token files differ: run `millrace verify` on them",
-    ),
+    ("fingerprint", "the checksum of the fingerprint is", "give all the same files and options"),
+    ("samples", "the next samples are", "with one data-parallel rank, take the same samples"),
+    ("checksums", "the checksums of the last batches are", "run `millrace verify` on their files"),
 )
 # Calls of this process by group: every rank of a group makes the same, so the numbers agree.
 _num_calls: Counter[str] = Counter()
@@ -86,32 +75,23 @@ def check_consistency(
         MillraceError: The ranks differ, one of them failed, or one did not answer in time.
         ConfigError: An argument outside its limits, or a group without this process.
     """
-    is_alone = not (distributed.is_available() and distributed.is_initialized())
-    rank = 0 if is_alone else distributed.get_rank(group)
-    if rank < 0:
+    rank = distributed_rank(group)
+    if rank == -1:
         raise ConfigError("this process is not in the group: call check_consistency on its ranks")
-    report: Report = {}
-    error, seconds = None, _TIMEOUT
+    error: BaseException | None = None
+    seconds, report = _TIMEOUT, Report()
     try:
         checksum_batches = whole("checksum_batches", checksum_batches, 0)
-        number = rank if data_parallel_rank is None else data_parallel_rank
-        report["data_parallel_rank"] = whole("data_parallel_rank", number, 0)
+        number = (rank or 0) if data_parallel_rank is None else data_parallel_rank
+        number = whole("data_parallel_rank", number, 0)
         if not 0 < real("timeout", timeout) <= 10**6:
             raise ConfigError(f"timeout must be above 0, up to 1,000,000 seconds, not {timeout}")
         seconds = float(timeout)
-        if not is_alone:
-            report |= _report(loader, checksum_batches)
+        if rank is not None:
+            report = {"data_parallel_rank": number, **_report(loader, checksum_batches)}
     except BaseException as caught:  # raised below: the other ranks wait for this rank's report
         error, report = caught, {"error": f"{type(caught).__name__}: {caught}"}
-    message = ""
-    if not is_alone:
-        try:
-            message = _exchange(report, group, seconds)
-        except distributed.DistNetworkError as lost:
-            message = (
-                "the store of the process group is lost: the process that holds it, often rank 0, "
-                f"has ended or died, perhaps with an error of this check: {lost}"
-            )
+    message = "" if rank is None else _exchange(report, group, seconds)
     if error is not None:
         raise error
     if message:
@@ -139,24 +119,29 @@ def _exchange(report: Report, group: distributed.ProcessGroup | None, timeout: f
             pause = min(0.5, 1.5 * pause)
         return True
 
-    store.set(keys[rank], json.dumps(report))
-    store.add("count", 1)
-    if not all_have_counted(1):
-        missing = [number for number, key in enumerate(keys) if not store.check([key])]
+    try:
+        store.set(keys[rank], json.dumps(report))
+        store.add("count", 1)
+        if not all_have_counted(1):
+            missing = [number for number, key in enumerate(keys) if not store.check([key])]
+            return (
+                f"{_ranks(missing)} did not answer within {timeout:.4g} s: died, hangs, or has not "
+                "called check_consistency at this step"
+            )
+        message = _problem([json.loads(text) for text in store.multi_get(keys)])
+        store.add("count", 1)
+        if rank == 0:  # the store may end with this process: first let the others read
+            all_have_counted(2)
+        return message
+    except distributed.DistNetworkError as lost:
         return (
-            f"{_ranks(missing)} did not answer within {timeout:.4g} s: died, hangs, or has not "
-            "called check_consistency at this step"
+            "the store of the process group is lost: the process that holds it, often rank 0, "
+            f"has ended or died, perhaps with an error of this check: {lost}"
         )
-    message = _problem([json.loads(text) for text in store.multi_get(keys)])
-    store.add("count", 1)
-    if rank == 0:  # the store may end with this process: first let the others read
-        all_have_counted(2)
-    return message
 
 
 def _report(loader: Loader, checksum_batches: int) -> Report:
-    sampler, position = loader.sampler, loader.consumed_samples
-    samples: list[int] = []
+    sampler, position, samples = loader.sampler, loader.consumed_samples, []
     if not isinstance(loader.dataset, IN_TURN) and sampler.has_step(position):
         numbers = sampler.sample_numbers(position)
         if isinstance(sampler, FullValidationSampler):  # padding is taken twice
@@ -173,17 +158,13 @@ def _report(loader: Loader, checksum_batches: int) -> Report:
 
 def _checksums(loader: Loader, num_batches: int) -> Iterator[str]:
     """The checksum of each of the last batches, with its first position."""
+    sampler: Any = loader.sampler
     if num_batches == 0:
         return
-    if isinstance(loader.dataset, IN_TURN):
-        raise ConfigError(
-            "what has no sample numbers cannot be read again: leave out checksum_batches"
-        )
-    sampler: Any = loader.sampler
-    if not isinstance(sampler, IndexedSampler):
+    if isinstance(loader.dataset, IN_TURN) or not isinstance(sampler, IndexedSampler):
         raise ConfigError(
             f"a {type(sampler).__name__} cannot tell where earlier steps started (it has no "
-            "consumed_at): leave out checksum_batches"
+            "consumed_at, or no sample numbers): leave out checksum_batches"
         )
     position = loader.consumed_samples
     limit = sampler.num_steps() if isinstance(sampler, SizedSampler) else position
@@ -192,8 +173,8 @@ def _checksums(loader: Loader, num_batches: int) -> Iterator[str]:
         with loader._maker.lock:  # a thread of the loader may be in the dataset
             batch = loader.dataset.batch(sampler.sample_numbers(start))
         checksum = xxhash.xxh3_64()
-        for name in sorted(batch):
-            array = np.ascontiguousarray(batch[name])
+        for name, array in sorted(batch.items()):
+            array = np.ascontiguousarray(array)
             checksum.update(f"{name} {array.dtype} {array.shape}".encode())
             checksum.update(array.data)
         yield f"{checksum.hexdigest()} at sample {start}"
@@ -204,41 +185,39 @@ def _problem(reports: Sequence[Report]) -> str:
     errors = [f"rank {rank}: {r['error']}" for rank, r in enumerate(reports) if "error" in r]
     if errors:
         return "\n".join(_cut(errors))
+    numbers = [report["data_parallel_rank"] for report in reports]
     replicas = defaultdict(list)
-    for rank, report in enumerate(reports):
-        replicas[report["data_parallel_rank"]].append(rank)
+    for rank, number in enumerate(numbers):
+        replicas[number].append(rank)
     for entry, name, remedy in _EQUAL:
         together = entry in ("position", "fingerprint")
         for ranks in [range(len(reports))] if together else replicas.values():
             values = {rank: repr(reports[rank][entry]) for rank in ranks}
-            most, number = Counter(values.values()).most_common(1)[0]
-            if number < len(values):
-                odd = [rank for rank in ranks if values[rank] != most]
-                lines = [f"on rank {rank} {name} {values[rank][:_MOST_SHOWN]}" for rank in odd]
+            most, count = Counter(values.values()).most_common(1)[0]
+            if count < len(values):
+                lines = [
+                    f"on rank {rank} {name} {value[:_MOST_SHOWN]}"
+                    for rank, value in values.items()
+                    if value != most
+                ]
                 rest = _ranks([rank for rank in ranks if values[rank] == most])
                 return "\n".join([*_cut(lines), f"on {rest} {name} {most[:_MOST_SHOWN]}: {remedy}"])
-    return _overlap(reports)
-
-
-def _overlap(reports: Sequence[Report]) -> str:
-    """Which ranks take the same sample and are not replicas; "" if none do."""
     owners: dict[int, int] = {}
     for rank, report in enumerate(reports):
         for sample in report["samples"]:
             owner = owners.setdefault(sample, rank)
-            numbers = [reports[r]["data_parallel_rank"] for r in (owner, rank)]
-            if numbers[0] != numbers[1]:
+            if numbers[owner] != numbers[rank]:
                 return (
                     f"rank {rank} takes sample {sample} at the next step, and so does rank {owner}:"
-                    f" they are data-parallel ranks {numbers[1]} and {numbers[0]} and must take "
-                    "different samples. Check the data-parallel ranks and sizes of their samplers"
+                    f" they are data-parallel ranks {numbers[rank]} and {numbers[owner]} and must "
+                    "take different samples. Check the data-parallel ranks and sizes of their "
+                    "samplers"
                 )
     return ""
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    listed = ", ".join(_cut([str(rank) for rank in ranks]))
-    return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"
+    return f"rank{'s' * (len(ranks) > 1)} " + ", ".join(_cut([str(rank) for rank in ranks]))
 
 
 def _cut(lines: list[str]) -> list[str]:

@@ -49,25 +49,10 @@ class MapDataset(data.Dataset):  # type: ignore[misc]
 
     Raises:
         ConfigError: A dtype that does not exist.
-
-    Example:
-        >>> import tempfile, millrace
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     with millrace.IndexedDatasetBuilder(f"{folder}/text") as builder:
-        ...         builder.add_document(np.arange(20))
-        ...     token_file = millrace.IndexedDataset(f"{folder}/text")
-        ...     dataset = MapDataset(millrace.GPTDataset(token_file, sequence_length=4, seed=1))
-        ...     loader = data.DataLoader(dataset, batch_size=2, collate_fn=collate)
-        ...     len(dataset), next(iter(loader))["tokens"].shape
-        (4, torch.Size([2, 4]))
     """
 
     def __init__(
-        self,
-        dataset: Dataset,
-        *,
-        fields: tuple[str, ...] | None = None,
-        token_dtype: str = "int64",
+        self, dataset: Dataset, *, fields: tuple[str, ...] | None = None, token_dtype: str = "int64"
     ) -> None:
         _check_kind("dataset", dataset, "batch", "a dataset, for example a millrace.GPTDataset")
         self.dataset = dataset
@@ -83,12 +68,14 @@ class MapDataset(data.Dataset):  # type: ignore[misc]
 
     def __getitem__(self, sample_number: int) -> Tensors:
         """One sample: tensors without a batch dimension."""
-        sample: Tensors = _Rows(self._batch([sample_number]), 1)[0]
+        sample: Tensors = self.__getitems__([sample_number])[0]
         return sample
 
     def __getitems__(self, sample_numbers: Sequence[int]) -> Sequence[Tensors]:
         """The samples of a batch; `collate` takes the whole batch out of it."""
-        return _Rows(self._batch(sample_numbers), len(sample_numbers))
+        numbers = np.asarray(sample_numbers, None if len(sample_numbers) else np.int64)
+        batch = to_tensors(batch_of_form(self.dataset, numbers, self._form))
+        return _Rows(batch, len(sample_numbers))
 
     def state_dict(self) -> dict[str, str]:
         """The fingerprint of the data and their order."""
@@ -104,10 +91,6 @@ class MapDataset(data.Dataset):  # type: ignore[misc]
             ResumeError: A state of other data or another order, or not a `MapDataset`'s.
         """
         self._fingerprint.read_state(_of_text(state), len(self))
-
-    def _batch(self, sample_numbers: Sequence[int]) -> Tensors:
-        numbers = np.asarray(sample_numbers, None if len(sample_numbers) else np.int64)
-        return to_tensors(batch_of_form(self.dataset, numbers, self._form))
 
 
 class _Rows(Sequence[Tensors]):
@@ -180,11 +163,7 @@ class BatchSampler(data.Sampler):  # type: ignore[misc]
             yield numbers
 
     def __len__(self) -> int:
-        """The number of steps from `consumed_samples` to the end.
-
-        Raises:
-            TypeError: A sampler without an end, or one that cannot tell.
-        """
+        """The number of steps from `consumed_samples` to the end; a TypeError if not known."""
         return num_steps(self.sampler, self.consumed_samples)
 
     def state_dict(self) -> dict[str, Any]:
@@ -201,7 +180,7 @@ class BatchSampler(data.Sampler):  # type: ignore[misc]
         if not isinstance(state, Mapping) or "consumed_samples" not in state:
             raise ResumeError(f"the state is {shown(state)}; it has no consumed_samples")
         position = whole("consumed_samples", state["consumed_samples"], 0)
-        saved, now = state.get("sampler", {}), self._fingerprint(position)
+        saved, now = (one.get("sampler", {}) for one in (state, self._state(position)))
         if saved != now:
             raise ResumeError(
                 f"the state was saved by a sampler with another order: {shown(saved)}, now "
@@ -213,27 +192,24 @@ class BatchSampler(data.Sampler):  # type: ignore[misc]
         """The state after so many batches of an iteration that starts at `consumed_samples`."""
         return self._state(_position_after(self.sampler, self.consumed_samples, num_batches))
 
-    def _fingerprint(self, consumed_samples: int) -> dict[str, Any]:
-        is_ordered = isinstance(self.sampler, OrderedSampler)
-        return fingerprint_of(self.sampler, consumed_samples) if is_ordered else {}
-
     def _state(self, consumed_samples: int) -> dict[str, Any]:
-        fingerprint = self._fingerprint(consumed_samples)
-        sampler = {"sampler": fingerprint} if fingerprint else {}
-        return {"consumed_samples": consumed_samples, **sampler}
+        state: dict[str, Any] = {"consumed_samples": consumed_samples}
+        if isinstance(self.sampler, OrderedSampler):
+            fingerprint = fingerprint_of(self.sampler, consumed_samples)
+            state |= {"sampler": fingerprint} if fingerprint else {}
+        return state
 
 
 class IterableDataset(data.IterableDataset):  # type: ignore[misc]
     """The batches of a loader, for `DataLoader(dataset, batch_size=None)`.
 
     Each of n workers makes every n-th batch, so the DataLoader hands them over in the loader's
-    order. Workers start at the loader's position at the time they start, and hold copies of it:
-    the loader itself stays where it is. So save the state of torchdata's StatefulDataLoader, or,
-    with torch's DataLoader, `state_after(num_batches)`. Without workers the loader itself advances,
-    and its own `state_dict()` is the state. An iteration after the end has the same batches once
-    more, with workers and without: it starts where the loader stood before the first one. After a
-    resume that is the saved position, so move the loader to consumed_samples=0 before the next
-    epoch; a StatefulDataLoader does so itself.
+    order. Workers hold copies of the loader as it stands when they start; the loader itself stays
+    where it is. So save the state of torchdata's StatefulDataLoader, or, with torch's DataLoader,
+    `state_after(num_batches)`. Without workers the loader itself advances, and its own
+    `state_dict()` is the state. An iteration after the end has the same batches once more: it
+    starts where the loader stood before the first one. After a resume that is the saved position,
+    so move the loader to consumed_samples=0 before the next epoch; a StatefulDataLoader does so.
 
     Args:
         loader: The loader of this rank. With `fields`, it needs `transform=to_tensors`: torch's own
@@ -258,18 +234,11 @@ class IterableDataset(data.IterableDataset):  # type: ignore[misc]
         worker = data.get_worker_info()
         if worker is None:
             self._rewind()
-            self._check_start()
-            return _Steps(self)
-        if isinstance(self.loader.dataset, IN_TURN):
+        elif isinstance(self.loader.dataset, IN_TURN):
             raise ConfigError(
                 "external batches and streams are read in turn, so workers cannot share them: use "
                 "num_workers=0"
             )
-        self._check_start()
-        return _WorkerSteps(self.loader, worker.id, worker.num_workers)
-
-    def _check_start(self) -> None:
-        """Refuses an epoch that would be empty without a word."""
         start = self.loader.consumed_samples
         if start > 0 and not self.loader.sampler.has_step(start):
             raise ConfigError(
@@ -277,6 +246,9 @@ class IterableDataset(data.IterableDataset):  # type: ignore[misc]
                 "have no batches. For another epoch: "
                 "loader.load_state_dict(loader.state_dict(0))"
             )
+        if worker is None:
+            return _Steps(self)
+        return _WorkerSteps(self.loader, worker.id, worker.num_workers)
 
     def _rewind(self) -> None:
         """Moves the loader back to the start, if iterations have brought it to its end."""
@@ -301,20 +273,17 @@ class IterableDataset(data.IterableDataset):  # type: ignore[misc]
                 "state_after counts from the loader's position, which has advanced in this "
                 "process: save loader.state_dict()"
             )
-        start = self.loader.consumed_samples
-        position = _position_after(self.loader.sampler, start, num_batches)
-        return self.loader.state_dict(position)
+        loader = self.loader
+        return loader.state_dict(
+            _position_after(loader.sampler, loader.consumed_samples, num_batches)
+        )
 
 
-class _Steps:
+class _Steps(Iterator[Any]):
     """The loader of a dataset as an iterator whose state a StatefulDataLoader saves."""
 
     def __init__(self, dataset: IterableDataset) -> None:
-        self._dataset = dataset
-        self._loader = dataset.loader
-
-    def __iter__(self) -> _Steps:
-        return self
+        self._dataset, self._loader = dataset, dataset.loader
 
     def __next__(self) -> Any:
         try:
@@ -333,20 +302,14 @@ class _Steps:
         self._dataset._position = self._loader.consumed_samples
 
 
-class _WorkerSteps:
-    """Every n-th step of a loader, in a worker process.
-
-    Its state is the loader's, at the worker's next step.
-    """
+class _WorkerSteps(Iterator[Any]):
+    """Every n-th step of a loader, in a worker process; its state is at its next step."""
 
     def __init__(self, loader: Loader, worker: int, num_workers: int) -> None:
         self._loader = copy.copy(loader)  # persistent workers start again from the original
         self._num_workers = num_workers
         self._position = loader.consumed_samples
         self._advance(worker)
-
-    def __iter__(self) -> _WorkerSteps:
-        return self
 
     def __next__(self) -> Any:
         if not self._loader.sampler.has_step(self._position):
@@ -358,9 +321,8 @@ class _WorkerSteps:
     def _advance(self, num_steps: int) -> None:
         sampler = self._loader.sampler
         for _ in range(num_steps):
-            if not sampler.has_step(self._position):
-                break
-            self._position = sampler.consumed_after(self._position)
+            if sampler.has_step(self._position):
+                self._position = sampler.consumed_after(self._position)
 
     def state_dict(self) -> dict[str, Any]:
         return self._loader.state_dict(self._position)
@@ -390,11 +352,7 @@ class CheckpointState:
         return _as_text(self._loader.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from a saved state.
-
-        Raises:
-            ResumeError: A state of other data or another order, or not a `CheckpointState`.
-        """
+        """Continues from a saved state; a ResumeError for one of other data or another order."""
         self._loader.load_state_dict(_of_text(state))
 
 

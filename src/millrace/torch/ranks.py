@@ -39,8 +39,8 @@ def build_datasets(
         wait_limit: Seconds to wait for other processes that build the same; None: no limit.
 
     Raises:
-        An error of `millrace.build_datasets` on any rank is raised on every rank, so that none
-        waits for ever. If Ctrl-C or `sys.exit` ends one rank, the others raise a MillraceError.
+        An error of `millrace.build_datasets` on any rank, on every rank. If Ctrl-C or `sys.exit`
+        ends one rank, the others raise a MillraceError.
     """
     if builders not in ("one", "one per node"):
         raise ConfigError(f"builders is {builders!r}; 'one' or 'one per node' is possible")
@@ -54,8 +54,7 @@ def distributed_rank(group: distributed.ProcessGroup | None = None) -> int | Non
     """The rank of this process; None without an initialised torch.distributed."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return None
-    rank: int = distributed.get_rank(group)
-    return rank
+    return distributed.get_rank(group)  # type: ignore[no-any-return]
 
 
 def first_then_rest(
@@ -63,12 +62,12 @@ def first_then_rest(
 ) -> T:
     """Does work on the first ranks, then on all others; all exchange errors after each turn.
 
-    An error on one rank is raised on every rank. Ctrl-C or `sys.exit` on one rank is a
-    MillraceError on the others. Without an initialised torch.distributed, just does the work.
+    An error on one rank is raised on every rank; Ctrl-C or `sys.exit`, as a MillraceError on the
+    others. Without an initialised torch.distributed, just does the work.
     """
     if distributed_rank() is None:
         return work()
-    result: T | None = None
+    result: Any = None
     interrupt: BaseException | None = None
     for is_ours in (is_first, not is_first):
         error = interrupt  # The other ranks learn of it in the next exchange.
@@ -87,16 +86,14 @@ def first_then_rest(
                 raise other
     if interrupt is not None:
         raise interrupt
-    return result  # type: ignore[return-value]
+    return result  # type: ignore[no-any-return]
 
 
 def _exchange(
     error: BaseException | None, group: distributed.ProcessGroup | None
 ) -> tuple[list[Exception | None], BaseException | None]:
-    """The errors of all ranks, and what a Ctrl-C during the exchange raised.
-
-    Ctrl-C waits for the end of the exchange: a rank that left early would block the others.
-    """
+    """The errors of all ranks, and what a Ctrl-C raised, which waits for the end of the exchange:
+    a rank that left early would block the others."""
     errors: list[Any] = [None] * distributed.get_world_size(group)
     signals: list[int] = []
     handler = signal.getsignal(signal.SIGINT)
@@ -116,9 +113,7 @@ def _exchange(
     return errors, None
 
 
-def _portable(
-    error: BaseException | None, group: distributed.ProcessGroup | None
-) -> Exception | None:
+def _portable(error: Any, group: distributed.ProcessGroup | None) -> Exception | None:
     """The error in a form that pickle can send to other processes."""
     if error is not None and not isinstance(error, Exception):
         rank = distributed.get_rank(group)

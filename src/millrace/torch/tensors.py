@@ -33,10 +33,6 @@ def to_tensors(batch: Mapping[str, NDArray[Any]], *, pin: bool = False) -> dict[
 
     Raises:
         ConfigError: An array of a dtype that torch does not have, such as strings or objects.
-
-    Example:
-        >>> to_tensors({"tokens": np.array([[1, 2]])})
-        {'tokens': tensor([[1, 2]])}
     """
     tensors = {name: _tensor(name, array) for name, array in batch.items()}
     if flag("pin", pin) and torch.cuda.is_available():
@@ -68,8 +64,6 @@ def to_device(
             torch.empty(0, device=target)  # Devices such as "mps" are known, but not always there.
     except (RuntimeError, TypeError) as error:
         raise ConfigError(f"device is {device!r}: {error}") from None
-    if target.type == "cpu":
-        return to_tensors
     if target.type != "cuda":
         return partial(_copy, device=target)
     if not torch.cuda.is_available():
