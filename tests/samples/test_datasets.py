@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +19,7 @@ from millrace import (
     DataError,
     GPTDataset,
     IndexedDataset,
-    IndexedDatasetBuilder,
     samples_per_dataset,
-    split_ranges,
 )
 from millrace.samples import TokenBatch
 from millrace.store import gather_in_turn
@@ -31,46 +28,36 @@ from tests.conftest import write_documents
 Make = Callable[..., IndexedDataset]
 
 
-def test_eod_options(tmp_path: Path) -> None:
-    with IndexedDatasetBuilder(tmp_path / "data", np.uint16) as builder:
-        builder.add_document([5, 6, 0, 7, 8, 9, 0, 4, 3])
-    sample = GPTDataset(
-        IndexedDataset(tmp_path / "data"),
-        sequence_length=8,
-        seed=0,
-        eod_token=0,
-        reset_position_ids=True,
-        eod_mask_loss=True,
-    )[0]
-    assert sample["tokens"].tolist() == [5, 6, 0, 7, 8, 9, 0, 4]
-    assert sample["labels"].tolist() == [6, 0, 7, 8, 9, 0, 4, 3]
-    assert sample["position_ids"].tolist() == [0, 1, 2, 0, 1, 2, 3, 0]
-    assert sample["loss_mask"].tolist() == [1, 1, 0, 1, 1, 1, 0, 1]
-
-
-def test_a_partial_sample_is_padded_and_masked(tmp_path: Path) -> None:
-    with IndexedDatasetBuilder(tmp_path / "data", np.uint16) as builder:
-        builder.add_document([5, 6, 7, 8])
-    dataset = GPTDataset(
-        IndexedDataset(tmp_path / "data"),
-        sequence_length=6,
-        seed=0,
-        pad_token=2,
-        drop_last_partial_sequence=False,
-    )
+@pytest.mark.parametrize(
+    ("tokens", "options", "labels", "loss_mask", "position_ids"),
+    [
+        (
+            [5, 6, 0, 7, 8, 9, 0, 4, 3],
+            {"eod_token": 0, "reset_position_ids": True, "eod_mask_loss": True},
+            [6, 0, 7, 8, 9, 0, 4, 3],
+            [1, 1, 0, 1, 1, 1, 0, 1],
+            [0, 1, 2, 0, 1, 2, 3, 0],
+        ),
+        (  # a partial sample is padded and masked
+            [5, 6, 7, 8],
+            {"pad_token": 2, "drop_last_partial_sequence": False},
+            [6, 7, 8, 0, 0, 0, 0, 0],
+            [1, 1, 1, 0, 0, 0, 0, 0],
+            [0, 1, 2, 3, 4, 5, 6, 7],
+        ),
+    ],
+)
+def test_options_of_a_sample(
+    tmp_path: Path, tokens: Any, options: Any, labels: Any, loss_mask: Any, position_ids: Any
+) -> None:
+    write_documents(tmp_path / "data", [tokens])
+    dataset = GPTDataset(IndexedDataset(tmp_path / "data"), sequence_length=8, seed=0, **options)
     sample = dataset[0]
     assert len(dataset) == 1
-    assert sample["tokens"].tolist() == [5, 6, 7, 8, 0, 0]
-    assert sample["labels"].tolist() == [6, 7, 8, 0, 0, 0]
-    assert sample["loss_mask"].tolist() == [1, 1, 1, 0, 0, 0]
-
-
-def test_the_count_of_the_partial_sample_is_exact() -> None:
-    """Megatron-LM counts in 32-bit floats and gets 11,886."""
-    from millrace.order import plan_gpt
-
-    plan = plan_gpt(24_342_530, None, 2048, drop_last_partial_sequence=False)
-    assert plan.num_samples == 11_887
+    assert sample["tokens"].tolist() == (tokens + [0] * 4)[:8]
+    assert sample["labels"].tolist() == labels
+    assert sample["loss_mask"].tolist() == loss_mask
+    assert sample["position_ids"].tolist() == position_ids
 
 
 def test_negative_and_out_of_range_numbers(make_dataset: Make) -> None:
@@ -92,7 +79,8 @@ def test_negative_and_out_of_range_numbers(make_dataset: Make) -> None:
         ([], {}, "the split holds 0 tokens"),
         ([0, 0], {}, "the split holds 0 tokens"),
         ([8], {}, "leaves no sample"),
-        ([50], {"sequences": (1, 1)}, "the split holds 0 tokens"),
+        # Megatron-LM adds epochs of zero tokens for ever.
+        ([50], {"sequences": (1, 1), "num_samples": 5}, "sequences 1 to 1: the split holds 0 tok"),
         ([50], {"sequences": (0, 2)}, "the file has 1"),
         ([50], {"sequence_length": 0}, r"sequence_length must be .*, not 0"),
         ([50], {"num_samples": -1}, r"num_samples must be .*, not -1"),
@@ -108,34 +96,18 @@ def test_options_without_an_order_are_refused(
         GPTDataset(make_dataset(lengths), **{"sequence_length": 8, "seed": 0, **options})
 
 
-def test_a_split_without_documents_is_refused(make_dataset: Make) -> None:
-    """Megatron-LM adds epochs of zero tokens for ever."""
-    data = make_dataset([20, 20])
-    train, _, test = split_ranges(len(data), "99,0,1")
-    assert (train, test) == ((0, 2), (2, 2))
-    with pytest.raises(ConfigError, match="sequences 2 to 2: the split holds 0 tokens"):
-        GPTDataset(data, sequence_length=8, seed=0, num_samples=5, sequences=test)
-
-
 def test_float_tokens_are_refused(make_dataset: Make) -> None:
     with pytest.raises(DataError, match="float32; token ids are integers"):
         GPTDataset(make_dataset([50], dtype=np.float32), sequence_length=8, seed=0)
 
 
-def test_a_damaged_index_is_detected_when_it_is_used(make_dataset: Make, tmp_path: Path) -> None:
-    make_dataset([50, 60, 70])
-    path = tmp_path / "data.idx"
-    with open(path, "r+b") as file:  # the pointer of sequence 1
-        file.seek(34 + 3 * 4 + 8)
-        file.write(b"\xff\xff\xff\x00")
-    dataset = GPTDataset(IndexedDataset(tmp_path / "data"), sequence_length=8, seed=0)
-    with pytest.raises(DataError, match="sequence 1 starts at byte"):
-        dataset.batch(np.arange(len(dataset)))
-    with open(path, "r+b") as file:  # the length of sequence 1
+def test_a_damaged_length_is_detected_when_the_order_is_made(make_dataset: Make) -> None:
+    prefix = make_dataset([50, 60, 70]).prefix
+    with open(f"{prefix}.idx", "r+b") as file:  # the length of sequence 1
         file.seek(34 + 4)
         file.write(b"\xff\xff\xff\xff")
     with pytest.raises(DataError, match="sequence 1 has the length -1"):
-        GPTDataset(IndexedDataset(tmp_path / "data"), sequence_length=8, seed=0)
+        GPTDataset(IndexedDataset(prefix), sequence_length=8, seed=0)
 
 
 # ---- blends ----
@@ -158,36 +130,42 @@ def test_a_blend_draws_each_dataset_by_its_weight(make_dataset: Make) -> None:
             assert np.array_equal(batch[name][row], array)
 
 
-def test_an_exhaustive_blend_draws_every_sample_once(make_dataset: Make) -> None:
-    parts = [
+@pytest.fixture
+def parts(make_dataset: Make) -> list[GPTDataset]:
+    lengths = [300, 20, 90]
+    return [
         GPTDataset(make_dataset([length], name=f"part{i}"), sequence_length=8, seed=i)
-        for i, length in enumerate([300, 20, 90])
+        for i, length in enumerate(lengths)
     ]
+
+
+def test_an_exhaustive_blend_draws_every_sample_once(parts: list[GPTDataset]) -> None:
     blend = BlendedDataset(parts)
     assert len(blend) == sum(len(part) for part in parts)
     for i, part in enumerate(parts):
-        assert blend.dataset_sample_index[blend.dataset_index == i].tolist() == list(
-            range(len(part))
-        )
+        drawn = blend.dataset_sample_index[blend.dataset_index == i]
+        assert drawn.tolist() == list(range(len(part)))
 
 
-def test_invalid_blends_are_refused(make_dataset: Make) -> None:
-    parts = [
-        GPTDataset(make_dataset([length], name=f"part{i}"), sequence_length=8, seed=i)
-        for i, length in enumerate([300, 20])
-    ]
-    with pytest.raises(ConfigError, match=r"(?s)dataset 1 .*has 2, 50 are drawn, 48 short"):
-        BlendedDataset(parts, [1, 1], 100)
-    for weights, message in [
-        ([1.0, 0.0], "weight of dataset 1 is 0.0"),
-        ([1.0, -1.0], "weight of dataset 1 is -1.0"),
-        ([float("nan"), 1.0], "weight of dataset 0 is nan"),
-        ([1.0], "1 weights for 2 datasets"),
-    ]:
-        with pytest.raises(ConfigError, match=message):
-            BlendedDataset(parts, weights, 10)
-    with pytest.raises(ConfigError, match="needs a size"):
-        BlendedDataset(parts, [1, 1])
+@pytest.mark.parametrize(
+    ("weights", "size", "message"),
+    [
+        ([1, 1], 100, r"(?s)dataset 1 .*has 2, 50 are drawn, 48 short"),
+        ([1.0, 0.0], 10, "weight of dataset 1 is 0.0"),
+        ([1.0, -1.0], 10, "weight of dataset 1 is -1.0"),
+        ([float("nan"), 1.0], 10, "weight of dataset 0 is nan"),
+        ([1.0], 10, "1 weights for 2 datasets"),
+        ([1, 1], None, "needs a size"),
+    ],
+)
+def test_invalid_weights_are_refused(
+    parts: list[GPTDataset], weights: Any, size: int | None, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        BlendedDataset(parts[:2], weights, size)
+
+
+def test_invalid_blends_are_refused(parts: list[GPTDataset], make_dataset: Make) -> None:
     with pytest.raises(ConfigError, match="at least one dataset"):
         BlendedDataset([])
     other = GPTDataset(make_dataset([300], name="other"), sequence_length=9, seed=0)
@@ -214,36 +192,18 @@ class SlowStore:
 
 
 def test_every_reader_gives_the_same_samples(make_dataset: Make, tmp_path: Path) -> None:
-    make_dataset([100, 0, 30, 250])
-    prefix = tmp_path / "data"
-    readers = [
-        IndexedDataset(prefix),
-        IndexedDataset(prefix, access="file"),
-        IndexedDataset(prefix, bin_reader=SlowStore(tmp_path / "data.bin")),
-    ]
+    data = make_dataset([100, 0, 30, 250])
+    slow = IndexedDataset(data.prefix, bin_reader=SlowStore(tmp_path / "data.bin"))
+    files = IndexedDataset(data.prefix, access="file")
     options = {"sequence_length": 16, "seed": 5, "drop_last_partial_sequence": False}
-    parts = [GPTDataset(reader, **options) for reader in readers]
-    numbers = np.arange(len(parts[0]))
-    for part in parts[1:]:
-        assert part.fingerprint() == parts[0].fingerprint()
-        for name, array in part.batch(numbers).items():
-            assert np.array_equal(array, parts[0].batch(numbers)[name])
+    parts = [GPTDataset(reader, **options) for reader in (data, files, slow)]
+    assert parts[0].fingerprint() == parts[1].fingerprint() == parts[2].fingerprint()
     mixed, mapped = BlendedDataset(parts), BlendedDataset([parts[0]] * 3)
-    numbers = np.arange(len(mixed))
-    for name, array in mixed.batch(numbers).items():
-        assert np.array_equal(array, mapped.batch(numbers)[name])
+    for dataset, expected in ((parts[1], parts[0]), (parts[2], parts[0]), (mixed, mapped)):
+        batch = dataset.batch(np.arange(len(expected)))
+        for name, array in expected.batch(np.arange(len(expected))).items():
+            assert np.array_equal(batch[name], array)
     assert mixed.batch([])["tokens"].shape == (0, 16)
-
-
-def test_unmapped_readers_detect_damage(make_dataset: Make, tmp_path: Path) -> None:
-    make_dataset([50, 60, 70])
-    with open(tmp_path / "data.idx", "r+b") as file:  # the pointer of sequence 1
-        file.seek(34 + 3 * 4 + 8)
-        file.write(b"\xff\xff\xff\x00")
-    data = IndexedDataset(tmp_path / "data", access="file")
-    dataset = GPTDataset(data, sequence_length=8, seed=0)
-    with pytest.raises(DataError, match="sequence 1 starts at byte"):
-        dataset.batch(np.arange(len(dataset)))
 
 
 # ---- descriptors, and truncated files ----
@@ -275,17 +235,6 @@ def test_a_blend_of_600_needs_no_more_than_1024_descriptors(tmp_path: Path, acce
         text=True,
     )
     assert result.stdout == "3000 True\n" * 2, result.stderr
-
-
-def test_a_replaced_pair_does_not_affect_an_open_dataset(
-    make_dataset: Callable[..., IndexedDataset],
-) -> None:
-    dataset = make_dataset([1000])
-    samples = GPTDataset(dataset, sequence_length=10, seed=1)
-    before = samples.batch(np.arange(50))["tokens"]
-    make_dataset([20])  # a smaller pair under the same name
-    time.sleep(0.05)
-    assert np.array_equal(samples.batch(np.arange(50))["tokens"], before)
 
 
 def test_a_blend_asks_other_classes_and_objects_for_their_own_batches(make_dataset: Make) -> None:

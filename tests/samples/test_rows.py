@@ -54,13 +54,9 @@ def forms(draw: Any) -> BatchForm:
 
 
 def dataset_of(prefixes: list[str], kind: str, options: SampleOptions, access: Any) -> Any:
+    order: Any = {"seed": 1, "drop_last_partial_sequence": False}
     parts = [
-        GPTDataset(
-            IndexedDataset(prefix, access=access),
-            seed=1,
-            options=options,
-            drop_last_partial_sequence=False,
-        )
+        GPTDataset(IndexedDataset(prefix, access=access), options=options, **order)
         for prefix in prefixes
     ]
     if kind == "file":
@@ -93,10 +89,8 @@ def test_the_core_equals_the_rows_of_the_tokens(
 ) -> None:
     dataset = dataset_of(prefixes, kind, options, "mmap")
     numbers = np.random.default_rng(seed).integers(0, len(dataset), seed % 9)
-    actual, expected = (
-        dataset.batch(numbers, form),
-        rows(with_documents(dataset, numbers), options, form),
-    )
+    actual = dataset.batch(numbers, form)
+    expected = rows(with_documents(dataset, numbers), options, form)
     by_file = dataset_of(prefixes, kind, options, "file").batch(numbers, form)
     assert list(actual) == list(expected)
     for name, array in actual.items():

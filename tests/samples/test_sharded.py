@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import multiprocessing
 import os
 import pickle
 import shutil
@@ -22,7 +21,6 @@ from numpy.typing import NDArray
 from millrace import (
     BlendedDataset,
     ConfigError,
-    CyclicSampler,
     DataError,
     GPTDataset,
     IndexedDataset,
@@ -36,9 +34,10 @@ from millrace import (
 )
 from millrace.feed import BatchForm
 from millrace.options import SampleOptions
-from millrace.samples.fields import ALL_FIELDS
+from millrace.samples.fields import ALL_FIELDS, FIELDS
 from millrace.testing import assert_resumes
 from tests.conftest import write_documents as write_pair
+from tests.kernels import reference
 from tests.shard_folders import (
     make_sequences,
     write_documents,
@@ -62,26 +61,12 @@ def folder(tmp_path: Path, sequences: NDArray[Any]) -> Path:
 
 
 def rows_of(tokens: NDArray[Any], **options: Any) -> dict[str, NDArray[Any]]:
-    """Batches of sequences, by the plain rule: labels shifted by one, the last one masked."""
-    eod = options.get("eod_token")
-    tokens = tokens.astype(np.int64)
-    labels = np.roll(tokens, -1, axis=1)
-    labels[:, -1] = 0
-    loss_mask = np.ones(tokens.shape, np.float32)
-    position_ids = np.tile(np.arange(tokens.shape[1]), (len(tokens), 1))
-    if options.get("eod_mask_loss"):
-        loss_mask[tokens == eod] = 0
-    loss_mask[:, -1] = 0
-    if options.get("reset_position_ids"):
-        for row, ids in zip(tokens, position_ids, strict=True):
-            for place in np.flatnonzero(row[:-1] == eod):
-                ids[place + 1 :] = np.arange(len(row) - place - 1)
-    return {
-        "tokens": tokens,
-        "labels": labels,
-        "loss_mask": loss_mask,
-        "position_ids": position_ids,
-    }
+    """Batches of sequences by the slow model: labels shifted by one, the last one masked."""
+    count, length = tokens.shape
+    options = {"sequence_length": length, "add_extra_token": False, **options}
+    ends = length * np.arange(1, count + 1)
+    arrays = reference.fill_rows(tokens.astype(np.int64).ravel(), ends, SampleOptions(**options))
+    return dict(zip(FIELDS, arrays, strict=True))
 
 
 def assert_equal(actual: Any, expected: Any) -> None:
@@ -95,8 +80,15 @@ def assert_equal(actual: Any, expected: Any) -> None:
 def test_sample_n_is_sequence_n(tmp_path: Path, access: Any, dtype: Any) -> None:
     sequences = make_sequences(23, 8, dtype)
     write_sequences(tmp_path / "out", sequences, num_shards=4)
+    for path in (tmp_path / "out").glob("*.idx"):
+        path.unlink()  # they are not read
     dataset = ShardedDataset(tmp_path / "out", access=access)
     assert len(dataset) == 23
+    assert dataset.prefix == str(tmp_path / "out")
+    dtype_name = np.dtype(dtype).name
+    assert repr(dataset.dataset) == (
+        f"Shards('{dataset.prefix}': 4 shards, 23 sequences of 8 tokens, {dtype_name})"
+    )
     assert dataset.file_dtype == (np.int32 if dtype == np.uint32 else dtype)
     assert dataset.metadata.shard_sizes == [6, 6, 6, 5]
     assert_equal(dataset.batch(np.arange(23)), rows_of(sequences))
@@ -149,6 +141,7 @@ def test_random_folders(
 
 def test_the_extra_token_is_the_last_label(folder: Path, sequences: NDArray[Any]) -> None:
     batch = ShardedDataset(folder, add_extra_token=True).batch([0, 22])
+    assert_equal(ShardedDataset(folder, SampleOptions(sequence_length=7)).batch([0, 22]), batch)
     assert batch["tokens"].tolist() == sequences[[0, 22], :-1].tolist()
     assert batch["labels"].tolist() == sequences[[0, 22], 1:].tolist()
     assert batch["loss_mask"].tolist() == [[1.0] * 7] * 2
@@ -164,44 +157,29 @@ def test_a_folder_of_the_common_script(tmp_path: Path, sequences: NDArray[Any]) 
     assert_equal(dataset.batch(np.arange(23)), rows_of(sequences))
 
 
-def test_no_index_is_read(folder: Path, sequences: NDArray[Any]) -> None:
-    for path in folder.glob("*.idx"):
-        path.unlink()
-    assert_equal(ShardedDataset(folder).batch([1, 9]), rows_of(sequences[[1, 9]]))
-
-
 # ---- what is refused ----
 
 
-def test_numbers_outside_are_refused(folder: Path) -> None:
-    dataset = ShardedDataset(folder)
-    for numbers in ([-1], [23], [0, 2**40]):
-        with pytest.raises(IndexError, match="the dataset has 0 to 22"):
-            dataset.batch(numbers)
-        with pytest.raises(IndexError, match="the dataset has 0 to 22"):
-            dataset.tokens(numbers)
-    with pytest.raises(IndexError, match="there is no sample 23"):
-        dataset[23]
-    with pytest.raises(ConfigError, match="a whole number"):
-        dataset.batch([0.5])
-
-
-def test_options_that_do_not_fit_are_refused(folder: Path) -> None:
-    for options in (
-        SampleOptions(sequence_length=8),
-        SampleOptions(sequence_length=7, add_extra_token=False),
-    ):
-        with pytest.raises(ConfigError, match=r"have 8 tokens\. Give sequence_length 8 without"):
-            ShardedDataset(folder, options)
-    ShardedDataset(folder, SampleOptions(sequence_length=7))
-    with pytest.raises(ConfigError, match="one of the two"):
-        ShardedDataset(folder, SampleOptions(sequence_length=7), eod_token=3)
-    with pytest.raises(ConfigError, match="must be SampleOptions"):
-        ShardedDataset(folder, {"sequence_length": 8})  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="give eod_token"):
-        ShardedDataset(folder, reset_position_ids=True)
-    with pytest.raises(ConfigError, match="access is 'ram'"):
-        ShardedDataset(folder, access="ram")  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"options": SampleOptions(sequence_length=8)},
+            r"have 8 tokens\. Give sequence_length 8",
+        ),
+        (
+            {"options": SampleOptions(sequence_length=7, add_extra_token=False)},
+            r"have 8 tokens\. Give sequence_length 8 without",
+        ),
+        ({"options": SampleOptions(sequence_length=7), "eod_token": 3}, "one of the two"),
+        ({"options": {"sequence_length": 8}}, "must be SampleOptions"),
+        ({"reset_position_ids": True}, "give eod_token"),
+        ({"access": "ram"}, "access is 'ram'"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(folder: Path, options: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ShardedDataset(folder, **options)
 
 
 def test_a_folder_of_documents_is_refused(tmp_path: Path) -> None:
@@ -213,20 +191,16 @@ def test_a_folder_of_documents_is_refused(tmp_path: Path) -> None:
     assert IndexedDataset(tmp_path / "out/shard_0001")[0].tolist() == [5, 6]
 
 
-def test_missing_folders_and_shards_are_refused(folder: Path) -> None:
+def test_missing_folders_shards_and_sequences_are_refused(folder: Path) -> None:
     with pytest.raises(DataError, match="the folder does not exist"):
         ShardedDataset(folder / "nothing")
     (folder / "shard_0002.bin").unlink()
-    with pytest.raises(
-        DataError, match=r"shard_0002\.bin is missing: restore it, or shuffle again"
-    ):
+    message = r"shard_0002\.bin is missing: restore it, or shuffle again"
+    with pytest.raises(DataError, match=message):
         ShardedDataset(folder)
-
-
-def test_a_folder_without_sequences_is_refused(tmp_path: Path) -> None:
-    write_sequences(tmp_path / "out", make_sequences(0, 8))
+    write_sequences(folder / "empty", make_sequences(0, 8))
     with pytest.raises(DataError, match="has no sequences"):
-        ShardedDataset(tmp_path / "out")
+        ShardedDataset(folder / "empty")
 
 
 # ---- files that change ----
@@ -299,23 +273,6 @@ def test_many_shards_are_read_with_few_descriptors(tmp_path: Path, access: str) 
 
 
 # ---- a full citizen ----
-
-
-def read_in_child(dataset: ShardedDataset, queue: Any) -> None:
-    queue.put(dataset.batch([0, 22])["tokens"].tolist())
-
-
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-def test_other_processes_read_it(folder: Path, sequences: NDArray[Any], method: str) -> None:
-    dataset = ShardedDataset(folder)
-    dataset.batch([3])
-    context = multiprocessing.get_context(method)
-    queue = context.Queue()
-    child = context.Process(target=read_in_child, args=(dataset, queue))
-    child.start()
-    assert queue.get(timeout=60) == sequences[[0, 22]].tolist()
-    child.join()
 
 
 @pytest.mark.parametrize("access", ACCESS)
@@ -395,43 +352,9 @@ def test_it_blends_with_datasets_of_other_options(
     assert np.all(batch["loss_mask"][blend.dataset_index == 1] == 1)
 
 
-def test_ranks_and_the_cyclic_sampler_draw_each_sequence_once(
-    folder: Path, sequences: NDArray[Any]
-) -> None:
-    dataset = ShardedDataset(folder)
-    tokens = []
-    for rank in range(2):
-        sampler = CyclicSampler(
-            len(dataset), micro_batch_size=1, data_parallel_rank=rank, data_parallel_size=2
-        )
-        with Loader(dataset, sampler=sampler) as loader:
-            tokens += [next(loader)["tokens"][0].tolist() for _ in range(11)]
-    assert len({tuple(row) for row in tokens}) == 22
-    assert {tuple(row) for row in tokens} <= {tuple(row) for row in sequences.tolist()}
-
-
-def test_ids_outside_the_vocabulary_are_named(folder: Path, sequences: NDArray[Any]) -> None:
-    bad = sequences.copy()
-    bad[13, 5] = 77
-    write_sequences(folder, bad, num_shards=4)
-    form = BatchForm(vocab_size=60)
-    for access in ACCESS:
-        dataset = ShardedDataset(folder, access=access)
-        dataset.batch([12, 14], form)
-        with pytest.raises(DataError, match=r"sample 13: .*token id 77 is outside"):
-            dataset.batch([12, 13], form)
-
-
 def test_transforms_take_it(folder: Path, sequences: NDArray[Any]) -> None:
     dataset = ShardedDataset(folder)
     masked = TransformedDataset(dataset, [LossRanges(dataset, [(4, 2, 5)])])
     batch = masked.batch([3, 4])
     assert batch["tokens"].tolist() == sequences[[3, 4]].tolist()
     assert batch["loss_mask"].tolist() == [[1] * 7 + [0], [1, 0, 0, 0, 1, 1, 1, 0]]
-
-
-def test_it_is_named_by_its_folder(folder: Path) -> None:
-    assert ShardedDataset(folder).prefix == str(folder)
-    assert repr(ShardedDataset(folder).dataset) == (
-        f"Shards('{folder}': 4 shards, 23 sequences of 8 tokens, uint32)"
-    )

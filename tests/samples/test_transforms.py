@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -161,32 +163,6 @@ def test_a_sample_does_not_depend_on_its_batch(
             rows_equal(batch, {name: array[group] for name, array in whole.items()})
 
 
-def test_ranks_and_resumes_see_one_order(two_files: list[str]) -> None:
-    dataset = blend_of(two_files)
-    transformed = TransformedDataset(dataset, [FillInMiddle(**FIM, eod_token=EOD), RepeatGuard()])
-    whole = transformed.batch(np.arange(40))["tokens"]
-    ranks = [
-        Loader(transformed, micro_batch_size=2, data_parallel_rank=rank, data_parallel_size=2)
-        for rank in range(2)
-    ]
-    rows = [next(rank)["tokens"] for _ in range(3) for rank in ranks]
-    resumed = Loader(pickle.loads(pickle.dumps(transformed)), micro_batch_size=7)
-    resumed.load_state_dict(ranks[1].state_dict())
-    rows += [batch["tokens"] for batch in resumed]
-    assert np.array_equal(np.concatenate(rows), whole[:40])
-
-
-def test_other_seeds_and_epochs_draw_anew(two_files: list[str]) -> None:
-    dataset = gpt(two_files[0], num_samples=60)
-    first, second = (
-        TransformedDataset(dataset, [FillInMiddle(**(FIM | {"seed": seed}))]).batch(range(60))
-        for seed in (1, 2)
-    )
-    permuted = [np.isin(batch["tokens"], [MIDDLE]).any(1) for batch in (first, second)]
-    assert np.any(permuted[0] != permuted[1])
-    assert 0.4 < np.mean(permuted) < 0.95
-
-
 def test_rate_0_changes_nothing(two_files: list[str]) -> None:
     dataset = blend_of(two_files, reset_position_ids=True)
     transformed = TransformedDataset(dataset, [FillInMiddle(**(FIM | {"rate": 0}))])
@@ -196,32 +172,37 @@ def test_rate_0_changes_nothing(two_files: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("kind", "options", "message"),
     [
-        ({"rate": 1.5}, r"rate is 1.5; 0 to 1 is possible"),
-        ({"rate": float("nan")}, r"rate is nan; 0 to 1 is possible"),
-        ({"rate": "often"}, r"rate must be a number, not 'often'"),
-        ({"spm_rate": -0.1}, r"spm_rate is -0.1; 0 to 1 is possible"),
-        ({"middle_token": PREFIX}, "prefix_token and middle_token are both 90001"),
-        ({"suffix_token": EOD, "eod_token": EOD}, "suffix_token and eod_token are both 0"),
-        ({"pad_token": MIDDLE}, "middle_token and pad_token are both 90002"),
-        ({"prefix_token": -1}, "prefix_token must be between 0 and .* not -1"),
-        ({"prefix_token": 2**63}, "prefix_token must be between 0 and .* not 9223372036854775808"),
-        ({"prefix_token": None}, "prefix_token must be a whole number, not None"),
-        ({"seed": -1}, "seed must be .* not -1"),
-        ({"seed": 0.5}, "seed must be a whole number, not 0.5"),
+        (FillInMiddle, {"rate": 1.5}, r"rate is 1.5; 0 to 1 is possible"),
+        (FillInMiddle, {"rate": float("nan")}, r"rate is nan; 0 to 1 is possible"),
+        (FillInMiddle, {"rate": "often"}, r"rate must be a number, not 'often'"),
+        (FillInMiddle, {"spm_rate": -0.1}, r"spm_rate is -0.1; 0 to 1 is possible"),
+        (FillInMiddle, {"middle_token": PREFIX}, "prefix_token and middle_token are both"),
+        (
+            FillInMiddle,
+            {"suffix_token": 0, "eod_token": 0},
+            "suffix_token and eod_token are both 0",
+        ),
+        (FillInMiddle, {"pad_token": MIDDLE}, "middle_token and pad_token are both 90002"),
+        (FillInMiddle, {"prefix_token": -1}, "prefix_token must be between 0 and .* not -1"),
+        (FillInMiddle, {"prefix_token": 2**63}, "prefix_token .* 0 and .* not 9223372036854775808"),
+        (FillInMiddle, {"prefix_token": None}, "prefix_token must be a whole number, not None"),
+        (FillInMiddle, {"seed": -1}, "seed must be .* not -1"),
+        (FillInMiddle, {"seed": 0.5}, "seed must be a whole number, not 0.5"),
+        (RepeatGuard, {"max_period": 0}, "max_period must be between 1 and .* not 0"),
+        (RepeatGuard, {"min_repeats": 1}, "min_repeats must be between 2 and .* not 1"),
+        (RepeatGuard, {"min_repeats": 2.5}, "min_repeats must be a whole number, not 2.5"),
+        (RepeatGuard, {"whole_sample": 1}, "whole_sample must be True or False, not 1"),
     ],
 )
-def test_wrong_options_of_fill_in_middle(options: dict, message: str) -> None:
+def test_wrong_options_are_refused(kind: Any, options: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        FillInMiddle(**(FIM | options))
-
-
-def test_pad_and_eod_may_be_one_token() -> None:
-    assert FillInMiddle(**FIM, eod_token=0, pad_token=0).pad_token == 0
+        kind(**(FIM if kind is FillInMiddle else {}) | options)
 
 
 def test_padding_makes_room() -> None:
+    assert FillInMiddle(**FIM, eod_token=0, pad_token=0).pad_token == 0  # may be one token
     fill = FillInMiddle(**(FIM | {"rate": 1}), eod_token=EOD, pad_token=1)
     tokens = np.array([11, 12, 13, 14, EOD, 1, 1, 1, 1])
     take, batch = fill(TokenBatch(tokens, np.array([9])), np.array([4]))
@@ -386,7 +367,7 @@ def test_datasets_of_a_blend_may_be_transformed_alone(two_files: list[str]) -> N
     batch, expected = blend.batch(range(40)), plain.batch(range(40))
     assert np.array_equal(batch["tokens"], expected["tokens"])
     assert (batch["loss_mask"].mean(), expected["loss_mask"].mean()) != (1, 1)
-    both = TransformedDataset(blend, [OddTokensOnly()]).batch(range(40))["loss_mask"]
+    both = TransformedDataset(blend, [ODD_TOKENS_ONLY]).batch(range(40))["loss_mask"]
     assert np.array_equal(both, batch["loss_mask"] * (batch["labels"] % 2))
 
 
@@ -431,18 +412,6 @@ def test_wrong_ranges_are_refused(tmp_path: Path, ranges: Any, message: str) -> 
         with pytest.raises(ConfigError, match=message):
             use()
     assert sorted(os.listdir(tmp_path)) == ["data.bin", "data.idx"]
-
-
-def test_ranges_cut_short_in_use_are_named(tmp_path: Path) -> None:
-    prefix, path = str(tmp_path / "data"), tmp_path / "data.loss-ranges.npy"
-    write_documents(prefix, [np.arange(20)] * 3000)
-    write_loss_ranges(prefix, [(document, 0, 5) for document in range(3000)])
-    dataset = gpt(prefix)
-    ranges = LossRanges(dataset)
-    batch = dataset.tokens([1])
-    os.truncate(path, 100)
-    with pytest.raises(DataError, match=str(path)):
-        ranges(batch, np.array([1]))
 
 
 def test_ranges_of_other_data_are_refused(tmp_path: Path) -> None:
@@ -491,8 +460,7 @@ except DataError as error:
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert "refused:" in result.stdout
-    assert "shorter" in result.stdout or "cut short" in result.stdout
+    assert re.search(r"refused:.*data\.loss-ranges\.npy.*(shorter|cut short)", result.stdout)
 
 
 def test_a_pickle_maps_its_ranges_again(two_files: list[str]) -> None:
@@ -500,12 +468,9 @@ def test_a_pickle_maps_its_ranges_again(two_files: list[str]) -> None:
     transformed = TransformedDataset(dataset, [LossRanges(dataset)])
     pickled = pickle.dumps(transformed)
     rows_equal(pickle.loads(pickled).batch(range(40)), transformed.batch(range(40)))
-    code = (
-        "import pickle, sys\n"
-        "source = pickle.load(sys.stdin.buffer)\n"
-        "print(source.batch(range(40))['loss_mask'].sum())"
-    )
-    result = subprocess.run([sys.executable, "-c", code], input=pickled, capture_output=True)
+    code = "print(pickle.load(sys.stdin.buffer).batch(range(40))['loss_mask'].sum())"
+    command = [sys.executable, "-c", f"import pickle, sys\n{code}"]
+    result = subprocess.run(command, input=pickled, capture_output=True)
     assert result.returncode == 0, result.stderr
     assert float(result.stdout) == transformed.batch(range(40))["loss_mask"].sum()
 
@@ -529,21 +494,26 @@ def test_repeats_have_no_loss(tmp_path: Path) -> None:
         assert batch["tokens"][0].tolist() == document[:-1]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_period": 0}, "max_period must be between 1 and .* not 0"),
-        ({"min_repeats": 1}, "min_repeats must be between 2 and .* not 1"),
-        ({"min_repeats": 2.5}, "min_repeats must be a whole number, not 2.5"),
-        ({"whole_sample": 1}, "whole_sample must be True or False, not 1"),
-    ],
-)
-def test_wrong_options_of_the_guard(options: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        RepeatGuard(**options)
-
-
 # ---- together ----
+
+
+@dataclass
+class Applying:
+    """A user's transform with a method `apply`."""
+
+    function: Callable[[MaskedTokens], Any]
+    changes_tokens: bool = False
+
+    def apply(self, texts: MaskedTokens, sample_numbers: np.ndarray) -> Any:
+        return self.function(texts)
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"kind": "applying"}
+
+
+ODD_TOKENS_ONLY = Applying(
+    lambda texts: texts._replace(is_trained=texts.is_trained & (texts.tokens % 2 == 1))
+)
 
 
 class Counting:
@@ -568,17 +538,17 @@ class Counting:
 
 def test_a_dataset_of_ones_own() -> None:
     numbers = np.array([3, 1])
-    odd = TransformedDataset(Counting(), [OddTokensOnly()]).batch(numbers)
+    odd = TransformedDataset(Counting(), [ODD_TOKENS_ONLY]).batch(numbers)
     assert odd["tokens"].tolist() == [[*range(30, 38)], [*range(10, 18)]]
     assert odd["loss_mask"].tolist() == [[1, 0] * 4] * 2
-    transforms = [OddTokensOnly(), FillInMiddle(**(FIM | {"rate": 1}))]
+    transforms = [ODD_TOKENS_ONLY, FillInMiddle(**(FIM | {"rate": 1}))]
     filled = TransformedDataset(Counting(), transforms)
     batch = filled.batch(numbers, BatchForm(fields=("labels", "loss_mask"), token_dtype="file"))
     is_known = batch["labels"] < PREFIX
     assert np.array_equal(batch["loss_mask"][is_known], batch["labels"][is_known] % 2)
     assert filled.fingerprint()["transforms"][0]["kind"] == "fill_in_middle"
     with pytest.raises(ConfigError, match=r"Counting returns tokens, loss_mask; it has no labels"):
-        TransformedDataset(Counting(), [OddTokensOnly()]).batch(numbers, BatchForm())
+        TransformedDataset(Counting(), [ODD_TOKENS_ONLY]).batch(numbers, BatchForm())
 
 
 def test_a_dataset_may_keep_the_batches_that_it_returns() -> None:
@@ -589,62 +559,33 @@ def test_a_dataset_may_keep_the_batches_that_it_returns() -> None:
         def batch(self, sample_numbers: Any) -> dict[str, np.ndarray]:
             return self.kept
 
-    class NothingTrained:
-        changes_tokens = False
-
-        def apply(self, texts: MaskedTokens, sample_numbers: np.ndarray) -> MaskedTokens:
-            return texts._replace(is_trained=np.zeros(len(texts.tokens), bool))
-
-        def fingerprint(self) -> dict[str, Any]:
-            return {}
-
     dataset = Keeping()
-    assert not TransformedDataset(dataset, [NothingTrained()]).batch([3, 1])["loss_mask"].any()
+    nothing = Applying(lambda texts: texts._replace(is_trained=np.zeros(len(texts.tokens), bool)))
+    assert not TransformedDataset(dataset, [nothing]).batch([3, 1])["loss_mask"].any()
     assert dataset.batch([3, 1])["loss_mask"].all()
 
 
-class Longer:
-    """A transform that adds a token to each text."""
-
-    changes_tokens = True
-
-    def apply(self, texts: MaskedTokens, sample_numbers: np.ndarray) -> MaskedTokens:
+def test_a_text_may_not_outgrow_its_sample(two_files: list[str]) -> None:
+    def add_a_token(texts: MaskedTokens) -> MaskedTokens:
         tokens = np.insert(texts.tokens, texts.ends, 5)
         ends = texts.ends + np.arange(1, len(texts.ends) + 1)
         return MaskedTokens(tokens, ends, np.ones(len(tokens), bool))
 
-    def fingerprint(self) -> dict[str, Any]:
-        return {"kind": "longer"}
-
-
-def test_a_text_may_not_outgrow_its_sample(two_files: list[str]) -> None:
-    dataset = gpt(two_files[0])
+    longer = TransformedDataset(gpt(two_files[0]), [Applying(add_a_token, changes_tokens=True)])
     with pytest.raises(DataError, match=r"a, transformed sample 7: .* does not fit"):
-        TransformedDataset(dataset, [Longer()]).batch([7, 3])
-
-
-class OddTokensOnly:
-    """A user's transform: no loss on even tokens."""
-
-    changes_tokens = False
-
-    def apply(self, texts: MaskedTokens, sample_numbers: np.ndarray) -> MaskedTokens:
-        return texts._replace(is_trained=texts.is_trained & (texts.tokens % 2 == 1))
-
-    def fingerprint(self) -> dict[str, Any]:
-        return {"kind": "odd tokens only"}
+        longer.batch([7, 3])
 
 
 def test_a_transform_of_ones_own(two_files: list[str]) -> None:
     dataset = blend_of(two_files)
-    batch = TransformedDataset(dataset, [OddTokensOnly()]).batch(range(40))
+    batch = TransformedDataset(dataset, [ODD_TOKENS_ONLY]).batch(range(40))
     assert np.array_equal(batch["loss_mask"], batch["labels"] % 2)
 
 
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        (lambda texts: None, r"Returning returned None; \(tokens, ends, is_trained\)"),
+        (lambda texts: None, r"Applying returned None; \(tokens, ends, is_trained\)"),
         (lambda texts: texts[:2], r"\(tokens, ends, is_trained\) is needed"),
         (
             lambda texts: texts._replace(is_trained=texts.is_trained.astype(int)),
@@ -654,10 +595,7 @@ def test_a_transform_of_ones_own(two_files: list[str]) -> None:
             lambda texts: texts._replace(is_trained=texts.is_trained[1:]),
             r"trained must be bools \[50\], not bool \[49\]",
         ),
-        (
-            lambda texts: texts._replace(tokens=texts.tokens / 2),
-            r"tokens must be integers .* float64 \[50\]",
-        ),
+        (lambda texts: texts._replace(tokens=texts.tokens / 2), r"tokens must .* float64 \[50\]"),
         (lambda texts: texts._replace(ends=texts.ends[1:]), "1 samples; 2 were asked for"),
         (lambda texts: texts._replace(ends=texts.ends - np.array([1, 0])), "must be True"),
         (lambda texts: texts._replace(ends=texts.ends[::-1]), r"ends are \[50, 25\] for 50 tokens"),
@@ -667,28 +605,16 @@ def test_a_transform_of_ones_own(two_files: list[str]) -> None:
 def test_what_a_transform_returns_is_checked(
     two_files: list[str], result: Callable[[MaskedTokens], Any], message: str
 ) -> None:
-    class Returning(OddTokensOnly):
-        def apply(self, texts: MaskedTokens, sample_numbers: np.ndarray) -> Any:
-            return result(texts)
-
     with pytest.raises(ConfigError, match=message):
-        TransformedDataset(gpt(two_files[0]), [Returning()]).batch([0, 1])
+        TransformedDataset(gpt(two_files[0]), [Applying(result)]).batch([0, 1])
 
 
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
         (lambda: TokenBatch(np.ones(2), np.arange(1, 3)), ConfigError, r"tokens .* float64 \[2\]"),
-        (
-            lambda: TokenBatch(np.arange(2), np.array([2])),
-            ConfigError,
-            "returned 1 samples; 2 were",
-        ),
-        (
-            lambda: TokenBatch(np.arange(2), np.array([1, 3])),
-            ConfigError,
-            r"ends are \[1, 3\] for 2",
-        ),
+        (lambda: TokenBatch(np.arange(2), np.array([2])), ConfigError, "1 samples; 2 were"),
+        (lambda: TokenBatch(np.arange(2), np.array([1, 3])), ConfigError, r"ends are \[1, 3\] for"),
         (lambda: (np.arange(2), np.arange(2)), ConfigError, "a TokenBatch is needed"),
         (
             lambda: TokenBatch(np.ones(9, np.int64), np.array([5, 9])),
@@ -700,55 +626,66 @@ def test_what_a_transform_returns_is_checked(
 def test_what_a_source_returns_is_checked(
     make: Callable[[], Any], error: type[Exception], message: str
 ) -> None:
-    class Wrong:
-        def __len__(self) -> int:
-            return 2
+    class Wrong(Counting):
+        options: Any = None
 
         def batch(self, sample_numbers: Any) -> dict[str, np.ndarray]:
             return {"loss_mask": np.ones((len(sample_numbers), 3), np.float32)}
 
         def tokens(self, sample_numbers: Any) -> Any:
-            if len(sample_numbers) == 2:
-                return make()
-            return TokenBatch(np.ones(2, np.int64), np.array([2]))
-
-        def fingerprint(self) -> dict[str, Any]:
-            return {}
+            one = TokenBatch(np.ones(2, np.int64), np.array([2]))
+            return make() if len(sample_numbers) == 2 else one
 
     guard = RepeatGuard(max_period=1, min_repeats=2)
     with pytest.raises(error, match=message):
         TransformedDataset(Wrong(), [guard]).batch([0, 1])
 
 
-def test_wrong_transforms_are_refused(two_files: list[str]) -> None:
-    dataset, other = gpt(two_files[0]), gpt(two_files[1])
-    fill = FillInMiddle(**FIM)
-    ranges = LossRanges(dataset, [])
-    with pytest.raises(ConfigError, match=r"transform 1 is .*, which has no 'fingerprint'"):
-        TransformedDataset(dataset, [fill, lambda texts: texts])  # type: ignore[list-item]
-    for not_a_list in (fill, None):
-        with pytest.raises(ConfigError, match=r"transforms is .*; give a list of transforms"):
-            TransformedDataset(dataset, not_a_list)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="transform 0 is the class RepeatGuard; give an object"):
-        TransformedDataset(dataset, [RepeatGuard])  # type: ignore[list-item]
-    with pytest.raises(ConfigError, match="form is 'tokens'; give a BatchForm"):
-        TransformedDataset(dataset, [fill]).batch([0], "tokens")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="transform 0, LossRanges, was made for another dataset"):
-        TransformedDataset(other, [ranges])
-    with pytest.raises(ConfigError, match=r"transform 1, LossRanges, .* put it before"):
-        TransformedDataset(dataset, [fill, ranges])
-    with pytest.raises(ConfigError, match="give all transforms in one list"):
-        TransformedDataset(TransformedDataset(dataset, [fill]), [RepeatGuard()])
-    with pytest.raises(ConfigError, match="a list has no method `tokens`"):
-        TransformedDataset([], [fill])  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="a list does not say which tokens"):
-        LossRanges([])  # type: ignore[arg-type]
-    mixed = BlendedDataset([dataset, gpt(two_files[1], reset_position_ids=True)], [1, 1], 40)
-    with pytest.raises(ConfigError, match="the same for all samples"):
-        TransformedDataset(mixed, [fill])
-    assert TransformedDataset(mixed, [RepeatGuard()]).batch([0, 1])["tokens"].shape == (2, 24)
+FILL = FillInMiddle(**FIM)
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (lambda of, _: transform(of, FILL, len), r"transform 1 is .*, which has no 'fingerprint'"),
+        (
+            lambda of, _: TransformedDataset(of, FILL),
+            "transforms is .*; give a list",
+        ),
+        (
+            lambda of, _: TransformedDataset(of, None),
+            "transforms is .*; give a list",
+        ),
+        (lambda of, _: transform(of, RepeatGuard), "0 is the class RepeatGuard; give an object"),
+        (lambda of, _: transform(of, FILL).batch([0], "tokens"), "'tokens'; give a BatchForm"),
+        (lambda of, other: transform(other, LossRanges(of, [])), "0, LossRanges, was made for"),
+        (lambda of, _: transform(of, FILL, LossRanges(of, [])), r"1, LossRanges, .* put it before"),
+        (lambda of, _: transform(transform(of, FILL), RepeatGuard()), "all transforms in one list"),
+        (lambda of, _: transform([], FILL), "a list has no method `tokens`"),
+        (lambda of, _: LossRanges([]), "a list does not say which tokens"),
+        (
+            lambda of, other: transform(BlendedDataset([of, other]), FILL),
+            "same for all samples",
+        ),
+    ],
+)
+def test_wrong_transforms_are_refused(
+    two_files: list[str], use: Callable[[Any, Any], Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        use(gpt(two_files[0]), gpt(two_files[1], reset_position_ids=True))
+
+
+def transform(dataset: Any, *transforms: Any) -> Any:
+    return TransformedDataset(dataset, transforms)
+
+
+def test_datasets_of_other_options_may_be_masked(two_files: list[str]) -> None:
+    datasets = gpt(two_files[0]), gpt(two_files[1], reset_position_ids=True)
+    mixed = BlendedDataset(datasets, [1, 1], 40)
+    assert transform(mixed, RepeatGuard()).batch([0, 1])["tokens"].shape == (2, 24)
     with pytest.raises(IndexError):
-        TransformedDataset(dataset, [fill]).batch([len(dataset)])
+        transform(datasets[0], FILL).batch([len(datasets[0])])
 
 
 @pytest.mark.parametrize("kind", ["gpt", "blend"])
