@@ -180,284 +180,221 @@ def read_and_unlink(path: str) -> bytes | None:
     return data
 
 
-# ---- mutations: each changes a pair in place, and returns its own name ----
+# ---- mutations of the bytes of a file ----
 
+Draw = random.Random
 COUNTS = (0, 1, 2, 3, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**61, 2**63 - 1, 2**63)
 INT32 = (-1, 0, 1, 2, -(2**31), 2**31 - 1, -2, 7, 1000, 10**6, -1000)
 INT64 = (-1, 0, 1, 2, 3, 4, 8, 2**31, 2**32, 2**40, 2**62, -(2**63), 2**63 - 1, -8, 10**6)
+ODD = (None, True, -1, 0, 2**70, 1e308, float("nan"), "", "x", "é" * 20, [], {}, [[]], 4194304)
+NOT_JSON = (b"", b"\xff\xfe", b"{", b"[" * 100_000, b"nul", b'{"version": 1}', b"9" * 5000)
+
+
+def place_in(draw: Draw, data: bytearray) -> int:
+    return draw.randrange(len(data)) if data else 0
+
+
+def flip(draw: Draw, data: bytearray) -> bytearray:
+    for _ in range(draw.choice((1, 1, 2, 8)) if data else 0):
+        data[place_in(draw, data)] ^= 1 << draw.randrange(8)
+    return data
+
+
+def truncate(draw: Draw, data: bytearray) -> bytearray:
+    few = max(0, len(data) - draw.choice((1, 2, 4, 8)))
+    return data[: place_in(draw, data) if draw.random() < 0.6 else few]
+
+
+def extend(draw: Draw, data: bytearray) -> bytearray:
+    size = draw.choice((1, 2, 3, 4, 8, 12, 100, 5000))
+    return data + draw.choice((bytes(size), draw.randbytes(size), data[:size]))
+
+
+def garbage(draw: Draw, data: bytearray) -> bytearray:
+    keep = draw.choice((0, 0, 9, 17, 18, 34, place_in(draw, data)))
+    size = draw.choice((len(data), len(data), draw.randrange(300)))
+    return data[:keep] + draw.randbytes(max(0, size - keep))
+
+
+def zero(draw: Draw, data: bytearray) -> bytearray:
+    start = place_in(draw, data)
+    stop = min(len(data), start + draw.choice((1, 4, 8, 16, 100, 4096)))
+    data[start:stop] = bytes(stop - start)
+    return data
+
+
+def move(draw: Draw, data: bytearray) -> bytearray:
+    """A piece of a file is lost, duplicated or moved."""
+    start, size = place_in(draw, data), draw.choice((1, 2, 4, 8, 12, 64))
+    piece, kind = data[start : start + size], draw.randrange(3)
+    if kind != 1:
+        del data[start : start + size]
+    if kind != 0:
+        at = place_in(draw, data)
+        data[at:at] = piece
+    return data
+
+
+# ---- mutations of an index: of one whose header does not fit it, none ----
+
+
+def counts_of(data: bytearray) -> tuple[int, int]:
+    """The header's counts; zeros if they do not fit the file."""
+    if len(data) < HEADER.size:
+        return 0, 0
+    count, entries = HEADER.unpack_from(data)[3:]
+    return (count, entries) if HEADER.size + 12 * count + 8 * entries <= len(data) else (0, 0)
+
+
+def counts(draw: Draw, data: bytearray) -> bytearray:
+    count, entries = counts_of(data)
+    if entries == 0:
+        return data
+    kind, step = draw.randrange(4), draw.choice((-2, -1, 1, 2))
+    count, entries = (
+        (draw.choice(COUNTS), entries),
+        (count, draw.choice(COUNTS)),
+        (count + draw.randint(-3, 3), entries),
+        # The file's size stays right: two sequences take what three entries take.
+        (count + 2 * step, entries - 3 * step),
+    )[kind]
+    struct.pack_into("<QQ", data, 18, max(0, count), max(0, entries))
+    return data
+
+
+def dtype_code(draw: Draw, data: bytearray) -> bytearray:
+    if len(data) > 17:
+        data[17] = draw.randrange(12)
+    return data
+
+
+def modes(draw: Draw, data: bytearray) -> bytearray:
+    """Modes are dropped, or added."""
+    count, entries = counts_of(data)
+    end = HEADER.size + 12 * count + 8 * entries
+    return data[:end] + (b"" if len(data) > end else bytes(count))
+
+
+def change(draw: Draw, data: bytearray, code: str, place: int, count: int, extremes: Any) -> None:
+    """Changes one or two of the `count` entries from byte `place` on."""
+    if count == 0:
+        return
+    width = struct.calcsize(code)
+    at = [place + width * draw.randrange(count) for _ in range(2)]
+    first, second = (struct.unpack_from(code, data, place)[0] for place in at)
+    step = draw.choice((1, 2, 5, 2**30, -(2**30)))
+    values = draw.choice(
+        (
+            (draw.choice(extremes), second),
+            (first + draw.choice((-8, -4, -2, -1, 1, 2, 4, 8)), second),
+            (second, first),  # out of order
+            (first + step, second - step),  # the sum stays right
+        )
+    )
+    half = 2 ** (8 * width - 1)
+    for place, value in zip(at, values, strict=True):
+        struct.pack_into(code, data, place, (value + half) % (2 * half) - half)
+
+
+def length(draw: Draw, data: bytearray) -> bytearray:
+    change(draw, data, "<i", HEADER.size, counts_of(data)[0], INT32)
+    return data
+
+
+def pointer(draw: Draw, data: bytearray) -> bytearray:
+    count = counts_of(data)[0]
+    change(draw, data, "<q", HEADER.size + 4 * count, count, (*INT64, *range(12, 500, 12)))
+    return data
+
+
+def document(draw: Draw, data: bytearray) -> bytearray:
+    count, entries = counts_of(data)
+    change(draw, data, "<q", HEADER.size + 12 * count, entries, INT64)
+    return data
+
+
+# ---- mutations of a pair, of which there is another ----
+
+
+def nothing(draw: Draw, pair: Pair, other: Pair) -> None:
+    pass
+
+
+def swap(draw: Draw, pair: Pair, other: Pair) -> None:
+    for name in draw.choice((("bin",), ("idx",), ("bin", "idx"), ("info",))):
+        setattr(pair, name, getattr(other, name))
+
+
+def remove(draw: Draw, pair: Pair, other: Pair) -> None:
+    setattr(pair, some_file(draw), None)
+
+
+def last_pointer_and_size(draw: Draw, pair: Pair, other: Pair) -> None:
+    """The end of the last sequence fits the `.bin`, but not what lies before it."""
+    data, tokens = bytearray(pair.idx or b""), pair.bin or b""
+    count, step = counts_of(data)[0], draw.choice((-9, -4, -3, -2, -1, 1, 2, 3, 4, 8))
+    if count > 0 and len(tokens) + step >= 0:
+        place = HEADER.size + 4 * count + 8 * (count - 1)
+        last = struct.unpack_from("<q", data, place)[0] % 2**62
+        struct.pack_into("<q", data, place, last + step)
+        pair.idx = bytes(data)
+        pair.bin = tokens[:step] if step < 0 else tokens + bytes(step)
+
+
+def sidecar(draw: Draw, pair: Pair, other: Pair) -> None:
+    """Another value anywhere in the JSON, or text that is not JSON."""
+    try:
+        content = json.loads(pair.info or b"{}")
+    except (ValueError, RecursionError):
+        content = {}
+    kind = draw.randrange(8)
+    if kind == 0:
+        pair.info = draw.choice(NOT_JSON)
+        return
+    node, parent, key = content, None, None
+    for _ in range(draw.choice((1, 2, 3, 3, 4))):
+        if isinstance(node, (dict, list)) and node:
+            parent = node
+            key = draw.choice(list(node) if isinstance(node, dict) else range(len(node)))
+            node = parent[key]
+    if kind == 1 or parent is None:
+        content = draw.choice(ODD)
+    elif kind == 2:
+        del parent[key]
+    else:
+        parent[key] = draw.choice(ODD)
+    pair.info = json.dumps(content).encode()
+
+
+def some_file(draw: Draw) -> str:
+    return draw.choices(("bin", "idx", "info"), (2, 6, 1))[0]
+
+
+OF_FILE = {flip: 10, truncate: 5, extend: 4, garbage: 4, zero: 4, move: 4}
+OF_INDEX = {counts: 8, dtype_code: 3, modes: 2, length: 9, pointer: 9, document: 9}
+OF_PAIR = {nothing: 2, swap: 6, remove: 1, last_pointer_and_size: 4, sidecar: 8}
+WEIGHTS: dict[Any, int] = {**OF_FILE, **OF_INDEX, **OF_PAIR}
 
 
 class Mutator:
     """Mutations of one pair, drawn from one generator."""
 
-    def __init__(self, draw: random.Random, pair: Pair, other: Pair) -> None:
+    def __init__(self, draw: Draw, pair: Pair, other: Pair) -> None:
         self.draw, self.pair, self.other = draw, pair, other
         self.names: list[str] = []
 
     def mutate(self) -> None:
-        kinds = (
-            (self.flip, 10),
-            (self.truncate, 5),
-            (self.extend, 4),
-            (self.swap, 6),
-            (self.count, 8),
-            (self.dtype_code, 3),
-            (self.length, 9),
-            (self.pointer, 9),
-            (self.last_pointer_and_size, 4),
-            (self.document, 9),
-            (self.garbage, 4),
-            (self.zero, 4),
-            (self.move, 4),
-            (self.drop_or_add_modes, 2),
-            (self.sidecar, 8),
-            (self.remove, 1),
-            (self.nothing, 2),
-        )
-        functions, weights = zip(*kinds, strict=True)
         for _ in range(self.draw.choice((1, 1, 1, 1, 2, 2, 3))):
-            function: Callable[[], str] = self.draw.choices(functions, weights)[0]
-            self.names.append(f"{function.__name__}: {function()}")
-
-    def _file(self) -> str:
-        return self.draw.choices(("bin", "idx", "info"), (2, 6, 1))[0]
-
-    def _get(self, name: str) -> bytearray:
-        return bytearray(getattr(self.pair, name) or b"")
-
-    def _set(self, name: str, data: bytes | bytearray) -> None:
-        if getattr(self.pair, name) is not None:
-            setattr(self.pair, name, bytes(data))
-
-    def _place(self, data: Sequence[Any] | bytearray) -> int:
-        return self.draw.randrange(len(data)) if len(data) else 0
-
-    def nothing(self) -> str:
-        return ""
-
-    def flip(self) -> str:
-        name = self._file()
-        data = self._get(name)
-        places = [self._place(data) for _ in range(self.draw.choice((1, 1, 2, 8)))]
-        for place in places:
-            if data:
-                data[place] ^= 1 << self.draw.randrange(8)
-        self._set(name, data)
-        return f"{name} {places}"
-
-    def truncate(self) -> str:
-        name = self._file()
-        data = self._get(name)
-        size = (
-            self._place(data)
-            if self.draw.random() < 0.6
-            else max(0, len(data) - self.draw.choice((1, 2, 4, 8)))
-        )
-        self._set(name, data[:size])
-        return f"{name} to {size}"
-
-    def extend(self) -> str:
-        name = self._file()
-        data = self._get(name)
-        size = self.draw.choice((1, 2, 3, 4, 8, 12, 100, 5000))
-        more = (bytes(size), self.draw.randbytes(size), bytes(data[:size]))[self.draw.randrange(3)]
-        self._set(name, data + more)
-        return f"{name} by {len(more)}"
-
-    def swap(self) -> str:
-        names = self.draw.choice((("bin",), ("idx",), ("bin", "idx"), ("info",)))
-        for name in names:
-            setattr(self.pair, name, getattr(self.other, name))
-        return " ".join(names)
-
-    def _counts(self) -> tuple[int, int] | None:
-        """The header's counts, if they fit the file."""
-        data = self._get("idx")
-        if len(data) < HEADER.size:
-            return None
-        count, entries = HEADER.unpack_from(data)[3:]
-        if HEADER.size + 12 * count + 8 * entries > len(data):
-            return None
-        return count, entries
-
-    def count(self) -> str:
-        data, counts = self._get("idx"), self._counts()
-        if counts is None:
-            return "no header"
-        kind = self.draw.randrange(4)
-        count, entries = counts
-        if kind == 0:
-            count = self.draw.choice(COUNTS)
-        elif kind == 1:
-            entries = self.draw.choice(COUNTS)
-        elif kind == 2:
-            count, entries = max(0, count + self.draw.randint(-3, 3)), entries
-        else:  # the file's size stays right: two sequences take what three entries take
-            step = self.draw.choice((-2, -1, 1, 2))
-            count, entries = max(0, count + 2 * step), max(0, entries - 3 * step)
-        struct.pack_into("<QQ", data, 18, count % 2**64, entries % 2**64)
-        self._set("idx", data)
-        return f"{count} sequences, {entries} entries"
-
-    def dtype_code(self) -> str:
-        data = self._get("idx")
-        code = self.draw.randrange(12)
-        if len(data) > 17:
-            data[17] = code
-        self._set("idx", data)
-        return str(code)
-
-    def _column(self, name: str) -> tuple[bytearray, str, int, int]:
-        """The index, a column's type, its first byte and its number of entries."""
-        count, entries = self._counts() or (0, 0)
-        return {
-            "lengths": (self._get("idx"), "<i", HEADER.size, count),
-            "pointers": (self._get("idx"), "<q", HEADER.size + 4 * count, count),
-            "documents": (self._get("idx"), "<q", HEADER.size + 12 * count, entries),
-        }[name]
-
-    def _change(self, name: str, extremes: tuple[int, ...]) -> str:
-        data, code, start, count = self._column(name)
-        if count == 0:
-            return "no entry"
-        width, bits = struct.calcsize(code), 8 * struct.calcsize(code)
-        at = [start + width * self.draw.randrange(count) for _ in range(2)]
-        values = [struct.unpack_from(code, data, place)[0] for place in at]
-        kind = self.draw.randrange(4)
-        if kind == 0:
-            values[0] = self.draw.choice(extremes)
-        elif kind == 1:
-            values[0] += self.draw.choice((-8, -4, -2, -1, 1, 2, 4, 8))
-        elif kind == 2:  # out of order
-            values.reverse()
-        else:  # the sum stays right
-            step = self.draw.choice((1, 2, 5, 2**30, -(2**30)))
-            values = [values[0] + step, values[1] - step]
-        for place, value in zip(at, values, strict=True):
-            wrapped = (value + 2 ** (bits - 1)) % 2**bits - 2 ** (bits - 1)
-            struct.pack_into(code, data, place, wrapped)
-        self._set("idx", data)
-        return f"{name} at {at}: {values}"
-
-    def length(self) -> str:
-        return self._change("lengths", INT32)
-
-    def pointer(self) -> str:
-        return self._change("pointers", (*INT64, len(self._get("bin")), len(self._get("bin")) - 1))
-
-    def document(self) -> str:
-        return self._change("documents", INT64)
-
-    def last_pointer_and_size(self) -> str:
-        """The end of the last sequence fits the `.bin`, but not what lies before it."""
-        data, code, start, count = self._column("pointers")
-        if count == 0:
-            return "no entry"
-        step = self.draw.choice((-9, -4, -3, -2, -1, 1, 2, 3, 4, 8))
-        tokens = self._get("bin")
-        if len(tokens) + step < 0:
-            return "too small"
-        place = start + 8 * (count - 1)
-        struct.pack_into(code, data, place, struct.unpack_from(code, data, place)[0] % 2**62 + step)
-        self._set("idx", data)
-        self._set("bin", tokens[:step] if step < 0 else tokens + bytes(step))
-        return str(step)
-
-    def garbage(self) -> str:
-        name = self._file()
-        data = self._get(name)
-        keep = self.draw.choice((0, 0, 9, 17, 18, 34, self._place(data)))
-        size = self.draw.choice((len(data), len(data), self.draw.randrange(300)))
-        self._set(name, data[:keep] + self.draw.randbytes(max(0, size - keep)))
-        return f"{name}, {keep} of {size} bytes kept"
-
-    def zero(self) -> str:
-        name = self._file()
-        data = self._get(name)
-        start = self._place(data)
-        stop = min(len(data), start + self.draw.choice((1, 4, 8, 16, 100, 4096)))
-        data[start:stop] = bytes(stop - start)
-        self._set(name, data)
-        return f"{name} {start} to {stop}"
-
-    def move(self) -> str:
-        """A piece of a file is lost, duplicated or moved."""
-        name = self._file()
-        data = self._get(name)
-        start, size = self._place(data), self.draw.choice((1, 2, 4, 8, 12, 64))
-        piece = data[start : start + size]
-        kind = self.draw.randrange(3)
-        if kind != 1:
-            del data[start : start + size]
-        if kind != 0:
-            at = self._place(data)
-            data[at:at] = piece
-        self._set(name, data)
-        return f"{name} {start}, {size} bytes, kind {kind}"
-
-    def drop_or_add_modes(self) -> str:
-        data, counts = self._get("idx"), self._counts()
-        if counts is None:
-            return "no header"
-        end = HEADER.size + 12 * counts[0] + 8 * counts[1]
-        self._set("idx", data[:end] + (b"" if len(data) > end else bytes(counts[0])))
-        return f"from byte {end}"
-
-    def sidecar(self) -> str:
-        """Another value anywhere in the JSON, or text that is not JSON."""
-        try:
-            document = json.loads(self.pair.info or b"{}")
-        except (ValueError, RecursionError):
-            document = {}
-        odd: tuple[Any, ...] = (
-            *(
-                None,
-                True,
-                -1,
-                0,
-                2**70,
-                1e308,
-                "",
-                "x",
-                [],
-                {},
-                [[]],
-                {"size": 1},
-                "é" * 20,
-                4194304,
-            ),
-            float("nan"),
-        )
-        kind = self.draw.randrange(8)
-        if kind == 0:
-            raw = self.draw.choice(
-                (b"", b"\xff\xfe", b"{", b"[" * 100_000, b"nul", b'{"version": 1}', b"9" * 5000)
-            )
-            self.pair.info = raw
-            return repr(raw[:20])
-        if kind == 1:
-            document = self.draw.choice(odd)
-        else:
-            node, key = document, None
-            for _ in range(self.draw.choice((1, 2, 3, 3, 4))):
-                if not isinstance(node, (dict, list)) or not node:
-                    break
-                keys = list(node) if isinstance(node, dict) else range(len(node))
-                parent, key = node, self.draw.choice(keys)
-                node = parent[key]
-            if key is None:
-                return "nothing to change"
-            if kind == 2:
-                del parent[key]
+            (function,) = self.draw.choices(list(WEIGHTS), list(WEIGHTS.values()))
+            name = "pair"
+            if function in OF_PAIR:
+                function(self.draw, self.pair, self.other)
             else:
-                parent[key] = self.draw.choice(odd)
-        self.pair.info = json.dumps(document).encode()
-        return self.pair.info[:60].decode()
-
-    def remove(self) -> str:
-        name = self._file()
-        setattr(self.pair, name, None)
-        return name
+                name = some_file(self.draw) if function in OF_FILE else "idx"
+                data = getattr(self.pair, name)
+                if data is not None:
+                    setattr(self.pair, name, bytes(function(self.draw, bytearray(data))))
+            self.names.append(f"{function.__name__}: {name}")
 
 
 # ---- one case ----
@@ -633,23 +570,14 @@ def check_reads(
 def check_header(dataset: millrace.IndexedDataset, content: Content) -> None:
     modes = dataset.sequence_modes
     actual = (
-        dataset.dtype,
-        len(dataset),
-        dataset.num_documents,
+        (dataset.dtype, len(dataset), dataset.num_tokens, dataset.num_documents),
         dataset.document_indices.tolist(),
         None if modes is None else modes.tolist(),
-        dataset.num_tokens,
     )
-    expected = (
-        content.dtype,
-        len(content.sequences),
-        len(content.document_indices) - 1,
-        content.document_indices,
-        content.modes,
-        sum(map(len, content.sequences)),
-    )
-    if actual != expected:
-        raise FindingError(f"the header: {actual}, expected {expected}")
+    documents, num_tokens = content.document_indices, sum(map(len, content.sequences))
+    numbers = (content.dtype, len(content.sequences), num_tokens, len(documents) - 1)
+    if actual != (numbers, documents, content.modes):
+        raise FindingError(f"the header: {actual}, expected {numbers}, {content}")
 
 
 def whole(parts: list[Any]) -> list[Any] | None:

@@ -1,25 +1,17 @@
-"""Writing indexed datasets: the bytes, the refusals, and the files after a kill."""
+"""Writing indexed datasets: the bytes, the refusals, and the old pair."""
 
 from __future__ import annotations
 
 import itertools
-import os
-import signal
 import struct
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from millrace import ConfigError, DataError, IndexedDataset, IndexedDatasetBuilder, MillraceError
-from millrace.store import columns, publish
-
-
-def files(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+from millrace import ConfigError, IndexedDataset, IndexedDatasetBuilder, MillraceError
+from millrace.store import columns
+from tests.store.pairs import names
 
 
 def test_the_bytes_of_a_small_pair(tmp_path: Path) -> None:
@@ -37,6 +29,11 @@ def test_the_bytes_of_a_small_pair(tmp_path: Path) -> None:
     )
 
 
+def assert_same_files(folder: Path) -> None:
+    for suffix in (".bin", ".idx"):
+        assert (folder / f"a{suffix}").read_bytes() == (folder / f"b{suffix}").read_bytes()
+
+
 def test_sequences_one_by_one_and_whole_documents_give_the_same_bytes(tmp_path: Path) -> None:
     documents = [[[1, 2], [3]], [], [[4, 5, 6]], [[7]]]
     with IndexedDatasetBuilder(tmp_path / "a", np.uint16) as one_by_one:
@@ -47,8 +44,7 @@ def test_sequences_one_by_one_and_whole_documents_give_the_same_bytes(tmp_path: 
     with IndexedDatasetBuilder(tmp_path / "b", np.uint16) as whole:
         for sequences in documents:
             whole.add_document(list(itertools.chain(*sequences)), [len(s) for s in sequences])
-    for suffix in (".bin", ".idx"):
-        assert (tmp_path / f"a{suffix}").read_bytes() == (tmp_path / f"b{suffix}").read_bytes()
+    assert_same_files(tmp_path)
 
 
 def test_many_documents_at_once_give_the_same_bytes(tmp_path: Path) -> None:
@@ -63,8 +59,7 @@ def test_many_documents_at_once_give_the_same_bytes(tmp_path: Path) -> None:
         many.add_documents(tokens[:half], lengths[:50])
         many.add_documents(tokens[half:], lengths[50:])
     assert (many.num_documents, many.num_sequences) == (100, np.count_nonzero(lengths))
-    for suffix in (".bin", ".idx"):
-        assert (tmp_path / f"a{suffix}").read_bytes() == (tmp_path / f"b{suffix}").read_bytes()
+    assert_same_files(tmp_path)
 
 
 def test_index_entries_that_spill_to_disk_give_the_same_bytes(
@@ -125,12 +120,9 @@ def test_lengths_that_do_not_add_up_are_refused(tmp_path: Path, lengths: list[in
     builder.abort()
 
 
-def test_a_dtype_without_a_code_is_refused(tmp_path: Path) -> None:
+def test_a_dtype_without_a_code_and_a_missing_folder_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="uint32 cannot be stored"):
         IndexedDatasetBuilder(tmp_path / "data", np.uint32)
-
-
-def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a folder"):
         IndexedDatasetBuilder(tmp_path / "none" / "data")
 
@@ -159,7 +151,7 @@ def test_the_old_pair_stays_until_the_new_one_is_finalised(tmp_path: Path) -> No
     builder.finalize()
     assert IndexedDataset(tmp_path / "data")[0].tolist() == [2]
     assert reader[0].tolist() == [1]  # an open dataset goes on showing what it opened
-    assert files(tmp_path) == ["data.bin", "data.idx"]
+    assert names(tmp_path) == ["data.bin", "data.idx"]
 
 
 def test_an_error_in_the_block_leaves_nothing(tmp_path: Path) -> None:
@@ -168,7 +160,7 @@ def test_an_error_in_the_block_leaves_nothing(tmp_path: Path) -> None:
         IndexedDatasetBuilder(tmp_path / "data", np.uint16) as builder,
     ):
         builder.add_documents([1, 2, 100_000], [2, 1])
-    assert files(tmp_path) == []
+    assert names(tmp_path) == []
 
 
 def test_two_builders_of_one_prefix_are_refused(tmp_path: Path) -> None:
@@ -177,106 +169,3 @@ def test_two_builders_of_one_prefix_are_refused(tmp_path: Path) -> None:
         IndexedDatasetBuilder(tmp_path / "data")
     first.abort()
     IndexedDatasetBuilder(tmp_path / "data").finalize()
-
-
-class DiedError(Exception):
-    """Simulates the death of the process: nothing runs after it, no clean-up either."""
-
-
-@pytest.mark.parametrize("has_old_pair", [False, True])
-def test_dying_between_any_two_steps_leaves_the_old_or_the_new_pair(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_old_pair: bool
-) -> None:
-    """Cuts the publication off before its k-th rename or unlink, for every k."""
-    seen = set()
-    for steps in range(20):
-        folder = tmp_path / f"{has_old_pair}-{steps}"
-        folder.mkdir()
-        if has_old_pair:
-            with IndexedDatasetBuilder(folder / "data") as old:
-                old.add_document([1])
-        temporaries = publish.Temporaries(
-            *(str(folder / f"data.{x}.tmp") for x in ("bin", "idx", "info.json", "origins.parquet"))
-        )
-        Path(temporaries.bin).write_bytes(b"\x02\0\0\0\x03\0\0\0")
-        Path(temporaries.idx).write_bytes(_index_of_two_tokens())
-        left = [steps]
-        with monkeypatch.context() as patch:
-            for name in ("rename", "unlink"):
-                patch.setattr(os, name, _dying(getattr(os, name), left))
-            try:
-                publish.publish([(str(folder / "data"), temporaries)])
-                finished = True
-            except DiedError:
-                finished = False
-        try:
-            tokens = IndexedDataset(folder / "data")[0].tolist()
-        except DataError:
-            assert not has_old_pair  # without an old pair, "nothing there" is the old state
-            tokens = None
-        assert tokens in ([2, 3], [1] if has_old_pair else None)
-        seen.add(str(tokens))
-        # The next run succeeds, and leaves nothing but its own pair.
-        with IndexedDatasetBuilder(folder / "data") as builder:
-            builder.add_document([9])
-        assert IndexedDataset(folder / "data")[0].tolist() == [9]
-        assert files(folder) == ["data.bin", "data.idx"]
-        if finished:
-            break
-    assert finished
-    assert len(seen) == 2  # both outcomes occurred
-
-
-def _index_of_two_tokens() -> bytes:
-    return b"MMIDIDX\0\0" + struct.pack("<QBQQiqqq", 1, 4, 1, 2, 2, 0, 0, 1)
-
-
-def _dying(function, left):
-    def wrapped(*arguments, **options):
-        if left[0] == 0:
-            raise DiedError
-        left[0] -= 1
-        return function(*arguments, **options)
-
-    return wrapped
-
-
-_BUILD_FOREVER = """
-import sys, numpy as np
-from millrace import IndexedDatasetBuilder
-number = 0
-while True:
-    number += 1
-    with IndexedDatasetBuilder(sys.argv[1], np.int32) as builder:
-        for _ in range(50):
-            builder.add_document(np.full(100 + number % 3, number, np.int32))
-    print(number, flush=True)
-"""
-
-
-def test_kill_9_at_random_moments_leaves_a_whole_pair(tmp_path: Path) -> None:
-    prefix = tmp_path / "data"
-    with IndexedDatasetBuilder(prefix) as builder:
-        builder.add_document(np.zeros(10, np.int32))
-    random = np.random.default_rng()
-    for _ in range(6):
-        process = subprocess.Popen(
-            [sys.executable, "-c", _BUILD_FOREVER, str(prefix)], stdout=subprocess.PIPE
-        )
-        assert process.stdout is not None
-        process.stdout.readline()  # it is at work now
-        deadline = time.monotonic() + random.uniform(0, 0.05)
-        while time.monotonic() < deadline:
-            assert _is_whole(prefix)  # also while it works
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        assert _is_whole(prefix)
-    with IndexedDatasetBuilder(prefix) as builder:
-        builder.add_document([7])
-    assert files(tmp_path) == ["data.bin", "data.idx"]
-
-
-def _is_whole(prefix: Path) -> bool:
-    """Whether the pair is of one build: documents of one length, of one number."""
-    dataset = IndexedDataset(prefix)
-    return len(np.unique(dataset.tokens)) == 1 and len(np.unique(dataset.sequence_lengths)) == 1

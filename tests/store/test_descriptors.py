@@ -7,8 +7,6 @@ import gc
 import mmap
 import os
 import re
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -16,14 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from millrace import DataError, IndexedDataset, IndexedDatasetBuilder, storage
+from millrace import DataError, IndexedDataset, storage
 from millrace.jobs.benchmark_limits import drop_from_page_cache, resident_pages
-
-
-def write(prefix: Path, token: int, length: int = 100, count: int = 20) -> None:
-    with IndexedDatasetBuilder(prefix, np.int32) as builder:
-        for _ in range(count):
-            builder.add_document(np.full(length, token))
+from tests.store.pairs import link_pairs, output_of, write
 
 
 def open_in(folder: Path) -> set[str]:
@@ -93,12 +86,8 @@ print(most <= 100, private_bytes() - memory < 100_000_000, problems)
 def test_a_blend_of_5000_datasets_holds_100_descriptors(tmp_path: Path, access: str) -> None:
     """And less than 100 MB of private memory, mapped pages aside."""
     write(tmp_path / "data-0", 3, length=9, count=2)
-    for number in range(1, 5000):
-        for suffix in (".bin", ".idx"):
-            os.link(tmp_path / f"data-0{suffix}", tmp_path / f"data-{number}{suffix}")
-    command = [sys.executable, "-c", _BLEND, str(tmp_path / "data"), access, "5000"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert (result.returncode, result.stdout) == (0, "True True []\n"), result.stderr
+    link_pairs(tmp_path / "data", 5000)
+    assert output_of(_BLEND, tmp_path / "data", access, 5000) == "True True []\n"
 
 
 # ---- the pool ----
@@ -156,9 +145,7 @@ class Holder: pass
 sys.holder = Holder()
 sys.holder.cycle, sys.holder.data = sys.holder, millrace.IndexedDataset(sys.argv[1], access="file")
 """
-    command = [sys.executable, "-c", code, str(tmp_path / "data")]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (result.returncode, result.stderr) == (0, "")
+    assert output_of(code, tmp_path / "data") == ""
 
 
 # ---- files that change ----

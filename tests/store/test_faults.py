@@ -8,8 +8,6 @@ import os
 import random
 import resource
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,8 +18,8 @@ import pytest
 import millrace
 from millrace.store import columns, verify
 from tests.store import kill
+from tests.store.pairs import names, output_of
 
-ROOT = Path(__file__).parent.parent.parent
 PAGE = 4096  # bytes; a tmpfs gives out pages
 NUM_DOCUMENTS = 3000
 SOURCE = "source"  # the pair that a merge takes
@@ -104,24 +102,6 @@ def sweep_file_sizes(folder: Path, write: Callable[[Path], None]) -> tuple[int, 
 # ---- a full disk ----
 
 
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    result = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)],
-        capture_output=True,
-        text=True,
-    )
-    if result.returncode != 0:
-        pytest.skip(f"a tmpfs cannot be mounted here: {result.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
 def fill(folder: Path, left: int) -> None:
     """Fills the disk except for `left` bytes."""
     with open(folder / "ballast", "wb", buffering=0) as file:
@@ -200,15 +180,7 @@ def test_a_limit_on_file_sizes_leaves_the_old_pair(kind: str, tmp_path: Path) ->
         "import sys, pathlib; from tests.store import test_faults as t; "
         "print(*t.sweep_file_sizes(pathlib.Path(sys.argv[1]), getattr(t, sys.argv[2])))"
     )
-    result = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code, str(tmp_path), kind],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stderr == ""
-    refusals, successes = map(int, result.stdout.split())
+    refusals, successes = map(int, output_of(code, tmp_path, kind).split())
     assert refusals >= 3
     assert successes >= 1
 
@@ -219,7 +191,7 @@ def test_a_limit_on_file_sizes_leaves_the_old_pair(kind: str, tmp_path: Path) ->
 @pytest.mark.parametrize("kind", kill.KINDS)
 def test_kill_9_at_random_moments(kind: str, tmp_path: Path) -> None:
     """In another process, as it forks and this one has threads."""
-    assert_runs(
+    output_of(
         "import sys, pathlib, random; from tests.store import kill; "
         "print(kill.kill_at_random_moments(pathlib.Path(sys.argv[1]), sys.argv[2], 6, "
         f"random.Random({random.getrandbits(32)})))",
@@ -234,7 +206,7 @@ def test_kill_9_at_random_moments(kind: str, tmp_path: Path) -> None:
 )
 def test_kill_9_before_every_step(kind: str, old: int, new: int, tmp_path: Path) -> None:
     """Old and new pairs with and without a sidecar."""
-    assert_runs(
+    output_of(
         "import sys, pathlib, xxhash; from tests.store import kill; "
         f"print(kill.kill_before_every_step(pathlib.Path(sys.argv[1]), sys.argv[2], {old}, {new}, "
         "successors=1))",
@@ -245,7 +217,7 @@ def test_kill_9_before_every_step(kind: str, old: int, new: int, tmp_path: Path)
 
 def test_kill_9_where_files_get_their_times_when_they_are_flushed(tmp_path: Path) -> None:
     """As on NFS, whose server sets the time of a file when its data arrive."""
-    assert_runs(
+    output_of(
         """
 import os, pathlib, sys, time, xxhash
 from tests.store import kill
@@ -262,7 +234,7 @@ print(kill.kill_before_every_step(pathlib.Path(sys.argv[1]), "build", 1, 2, succ
 
 def test_a_kill_in_a_first_publication_leaves_no_tokens_without_an_index(tmp_path: Path) -> None:
     """Another tool would take them for a file of raw tokens."""
-    assert_runs(
+    output_of(
         """
 import pathlib, sys, xxhash
 from tests.store import kill
@@ -277,16 +249,6 @@ assert step > 10
 """,
         tmp_path,
     )
-
-
-def assert_runs(code: str, *arguments: object) -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, f"{code}\n{result.stderr}"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
@@ -311,17 +273,9 @@ except PermissionError as error:
     print(error.filename)
 """
     try:
-        result = subprocess.run(
-            [sys.executable, "-c", code, folder], capture_output=True, text=True, timeout=60
-        )
-        assert (result.stderr, result.stdout) == ("", f"{folder}/old.idx\n")
-        assert sorted(path.name for path in folder.iterdir()) == [
-            "new.bin",
-            "new.bin.0123456789ab.tmp",
-            "new.idx",
-            "old.bin",
-            "old.idx",
-        ]
+        assert output_of(code, folder) == f"{folder}/old.idx\n"
+        left = "new.bin.0123456789ab.tmp"
+        assert names(folder) == ["new.bin", left, "new.idx", "old.bin", "old.idx"]
         assert millrace.IndexedDataset(folder / "old")[0].tolist() == [1, 2, 3]
     finally:
         shutil.rmtree(folder)

@@ -6,8 +6,6 @@ import contextlib
 import errno
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from hypothesis import strategies as st
 from millrace import ConfigError, DataError, IndexedDataset, IndexedDatasetBuilder, MillraceError
 from millrace.provenance import Origin, Origins, OriginsWriter, copied_origins, origins_writer
 from millrace.store import verify
+from tests.store.pairs import names, output_of
 
 Row = tuple[str, int, int, "str | None"]
 
@@ -84,10 +83,6 @@ def rows_in(dataset: IndexedDataset, *span: int) -> list[Row] | None:
 
 def some_rows(count: int, source: str = "a.jsonl") -> list[Row]:
     return [(source, number, 100 * number, f"id-{number}") for number in range(count)]
-
-
-def files(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 @pytest.fixture
@@ -199,7 +194,7 @@ def test_a_pair_without_origins_has_no_sidecar(tmp_path: Path) -> None:
     dataset = write_pair(tmp_path / "data", 1)
     assert dataset.origins() is None
     assert dataset.origin(0) is None
-    assert files(tmp_path) == ["data.bin", "data.idx"]
+    assert names(tmp_path) == ["data.bin", "data.idx"]
     with pytest.raises(IndexError, match="no document 1"):
         dataset.origin(1)
     with pytest.raises(ConfigError, match="documents are 0 to 2"):
@@ -213,7 +208,7 @@ def test_origins_of_some_documents_are_refused(tmp_path: Path, count: int) -> No
     add(writer, some_rows(count))
     with pytest.raises(ConfigError, match=f"has 2 documents, and the origins of {count} were"):
         writer.publish()
-    assert files(tmp_path) == ["data.bin", "data.idx"]
+    assert names(tmp_path) == ["data.bin", "data.idx"]
 
 
 def test_a_writer_goes_on_after_bad_origins(tmp_path: Path) -> None:
@@ -265,7 +260,7 @@ def test_a_source_may_be_at_the_prefix(tmp_path: Path) -> None:
 def test_a_pair_without_origins_removes_the_sidecar(tmp_path: Path) -> None:
     old = write(tmp_path / "data", some_rows(1))
     write_pair(tmp_path / "data", 1)
-    assert files(tmp_path) == ["data.bin", "data.idx"]
+    assert names(tmp_path) == ["data.bin", "data.idx"]
     assert old.origins() is None  # of a pair that was replaced before its sidecar was read
 
 
@@ -384,13 +379,8 @@ assert verify([prefix, output])[0].problems == []
 
 def test_without_pyarrow_origins_are_a_clear_error(tmp_path: Path) -> None:
     write(tmp_path / "data", some_rows(3), checksums=True)
-    result = subprocess.run(
-        [sys.executable, "-c", _WITHOUT_PYARROW, str(tmp_path / "data"), str(tmp_path / "out")],
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("need the pyarrow package: pip install 'millrace[tokenizers]'") == 3
+    output = output_of(_WITHOUT_PYARROW, tmp_path / "data", tmp_path / "out")
+    assert output.count("need the pyarrow package: pip install 'millrace[tokenizers]'") == 3
 
 
 # ---- files: publication, faults, forks ----
@@ -401,7 +391,7 @@ def test_an_error_leaves_no_sidecar(tmp_path: Path, small_groups: None) -> None:
     with contextlib.suppress(ZeroDivisionError), OriginsWriter(tmp_path / "data") as writer:
         add(writer, some_rows(50))
         raise ZeroDivisionError
-    assert files(tmp_path) == ["data.bin", "data.idx"]
+    assert names(tmp_path) == ["data.bin", "data.idx"]
 
 
 def test_a_full_disk_leaves_no_sidecar(
@@ -415,7 +405,7 @@ def test_a_full_disk_leaves_no_sidecar(
     monkeypatch.setattr("millrace.files.flush_to_disk", fail)
     with pytest.raises(OSError, match="No space left"), OriginsWriter(tmp_path / "data") as writer:
         add(writer, some_rows(3))
-    assert files(tmp_path) == ["data.bin", "data.idx", "data.info.json"]
+    assert names(tmp_path) == ["data.bin", "data.idx", "data.info.json"]
     assert verify([tmp_path / "data"])[0].problems == []
 
 
@@ -456,7 +446,7 @@ def test_a_pair_that_can_be_made_again_needs_no_fsync(
     for _ in range(2):  # the second replaces the first
         write(tmp_path / "data", some_rows(5), checksums=True, durable=durable)
     assert bool(calls) == durable
-    assert files(tmp_path) == [
+    assert names(tmp_path) == [
         f"data.{suffix}" for suffix in ("bin", "idx", "info.json", "origins.parquet")
     ]
     assert verify([tmp_path / "data"])[0].problems == []

@@ -22,22 +22,7 @@ import millrace
 from millrace import ConfigError, DataError, IndexedDataset, IndexedDatasetBuilder
 from millrace.jobs import merge, split
 from millrace.store import publish, verify
-
-
-def write(prefix: Path, token: int, length: int = 100, count: int = 20) -> None:
-    with IndexedDatasetBuilder(prefix, np.int32) as builder:
-        for _ in range(count):
-            builder.add_document(np.full(length, token))
-
-
-def run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
+from tests.store.pairs import link_pairs, output_of, run, write
 
 # ---- readers while a pair is replaced ----
 
@@ -169,9 +154,8 @@ def test_a_mapped_file_that_is_cut_short_is_an_error(
 ) -> None:
     """Not a bus error, which would end the process."""
     write(tmp_path / "data", 7, length=1000, count=2000)
-    result = run(_CUT_SHORT, tmp_path / "data", kind, suffix)
-    assert (result.returncode, result.stderr) == (0, "")
-    assert re.search("become shorter|cut short|outside", result.stdout)
+    output = output_of(_CUT_SHORT, tmp_path / "data", kind, suffix)
+    assert re.search("become shorter|cut short|outside", output)
 
 
 def test_a_bus_error_outside_millrace_is_passed_on(tmp_path: Path) -> None:
@@ -210,9 +194,10 @@ def test_a_pair_that_is_written_in_place_is_opened_or_an_error(tmp_path: Path) -
     """Like Megatron-LM's builder: the files are empty for a moment."""
     write(tmp_path / "data", 7, length=10, count=5000)
     with subprocess.Popen([sys.executable, "-c", _REWRITE, tmp_path / "data"]) as writer:
-        result = run(_OPEN, tmp_path / "data")
-        writer.kill()
-    assert (result.returncode, result.stderr) == (0, "")
+        try:
+            output_of(_OPEN, tmp_path / "data")
+        finally:
+            writer.kill()
 
 
 _HANDLERS = """
@@ -286,11 +271,8 @@ print(merged.num_documents, len(merged.tokens))
 
 def test_merging_5000_pairs_needs_few_descriptors(tmp_path: Path) -> None:
     write(tmp_path / "data-0", 3, length=5, count=2)
-    for number in range(1, 5000):
-        for suffix in (".bin", ".idx"):
-            os.link(tmp_path / f"data-0{suffix}", tmp_path / f"data-{number}{suffix}")
-    result = run(_AT_1024, tmp_path / "data", 5000)
-    assert (result.returncode, result.stdout) == (0, "10000 50000\n"), result.stderr
+    link_pairs(tmp_path / "data", 5000)
+    assert output_of(_AT_1024, tmp_path / "data", 5000) == "10000 50000\n"
 
 
 def test_no_descriptor_stays_open_behind_a_map(tmp_path: Path) -> None:
@@ -512,6 +494,4 @@ with IndexedDatasetBuilder(prefix + "-merged", np.int32) as builder:
 
 def test_an_index_that_is_cut_short_while_it_is_merged_is_an_error(tmp_path: Path) -> None:
     write(tmp_path / "data", 7, length=10, count=5000)
-    result = run(_CUT_WHILE_MERGED, tmp_path / "data")
-    assert (result.returncode, result.stderr) == (0, "")
-    assert "become shorter" in result.stdout
+    assert "become shorter" in output_of(_CUT_WHILE_MERGED, tmp_path / "data")

@@ -18,19 +18,7 @@ from tests.shard_folders import (
     write_like_the_script,
     write_sequences,
 )
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Ten sequences of 8 tokens in three shards."""
-    write_sequences(tmp_path / "out", make_sequences(10, 8))
-    return tmp_path / "out"
-
-
-def flip(path: Path, place: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[place] ^= 0x10
-    path.write_bytes(data)
+from tests.store.pairs import flip
 
 
 def remove_checksums(folder: Path) -> None:
@@ -100,12 +88,10 @@ def test_damage_in_an_index_is_found_without_checksums(
     remove_checksums(folder)
     assert not verify_shards(folder).has_checksums
     path = folder / "shard_0001.idx"
+    flip(path, place)
     if place == 17:
-        data = bytearray(path.read_bytes())
-        data[17] = 5
-        path.write_bytes(data)
-    else:
-        flip(path, place)
+        data = path.read_bytes()
+        path.write_bytes(data[:17] + b"\5" + data[18:])
     problems = verify_shards(folder).problems
     assert len(problems) == 1
     assert message in problems[0]

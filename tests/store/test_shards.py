@@ -28,13 +28,6 @@ from tests.shard_folders import (
 )
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Ten sequences of 8 tokens in three shards."""
-    write_sequences(tmp_path / "out", make_sequences(10, 8))
-    return tmp_path / "out"
-
-
 def change(folder: Path, **values: Any) -> None:
     """Changes fields of the metadata; None removes one."""
     path = folder / "metadata.json"

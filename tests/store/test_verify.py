@@ -11,6 +11,7 @@ import pytest
 from millrace import ConfigError, DataError, IndexedDataset, IndexedDatasetBuilder
 from millrace.store import info, verify
 from millrace.store.info import BlockHasher
+from tests.store.pairs import flip
 
 
 @pytest.fixture
@@ -24,12 +25,6 @@ def prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         for number in range(10):
             builder.add_document(np.full(100, number), lengths=[60, 40])
     return tmp_path / "data"
-
-
-def flip(path: Path, place: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[place] ^= 0x10
-    path.write_bytes(data)
 
 
 def test_a_whole_pair_has_no_problems(prefix: Path) -> None:
@@ -68,12 +63,10 @@ def test_damage_in_the_index_is_located_by_column(prefix: Path) -> None:
     assert any("sequence 3 has the length 40 and starts at byte" in text for text in problems)
 
 
-def test_structure_is_checked_without_checksums(tmp_path: Path) -> None:
-    with IndexedDatasetBuilder(tmp_path / "data", np.uint16) as builder:
-        for number in range(10):
-            builder.add_document(np.full(100, number), lengths=[60, 40])
-    assert not verify([tmp_path / "data"])[0].has_checksums
-    path = tmp_path / "data.idx"
+def test_structure_is_checked_without_checksums(prefix: Path) -> None:
+    Path(f"{prefix}.info.json").unlink()
+    assert not verify([prefix])[0].has_checksums
+    path = Path(f"{prefix}.idx")
     whole = path.read_bytes()
     for place, message in [
         (34 + 4 * 3, "sequence 4 has the length"),
@@ -81,10 +74,10 @@ def test_structure_is_checked_without_checksums(tmp_path: Path) -> None:
         (34 + 240 + 8 * 4, "document entry"),
     ]:
         flip(path, place)
-        assert any(message in text for text in verify([tmp_path / "data"])[0].problems)
+        assert any(message in text for text in verify([prefix])[0].problems)
         path.write_bytes(whole)
     path.write_bytes(whole[:-1])
-    assert "truncated" in verify([tmp_path / "data"])[0].problems[0]
+    assert "truncated" in verify([prefix])[0].problems[0]
 
 
 def test_files_of_another_size_are_reported(prefix: Path) -> None:
