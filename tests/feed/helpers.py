@@ -1,9 +1,10 @@
-"""What tests of the loader share: a dataset of numbers, and its threads."""
+"""What tests of the loader share: a dataset of numbers, its threads, forks and alarms."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import signal
 import threading
 import time
@@ -11,6 +12,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import pytest
+
+AHEAD = pytest.mark.parametrize("prefetch", [0, 8])
+FORKS = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 
 
 class Numbers:
@@ -46,6 +51,25 @@ def wait_for(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.001)
+
+
+def run_together(*functions: Callable[[], Any]) -> None:
+    """Runs each function in a thread of its own, to its end."""
+    threads = [threading.Thread(target=function) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def is_true_in_child(check: Callable[[], bool], before_wait: Callable[[], None] = int) -> bool:
+    """Whether a check holds in a forked child, which may not wait for ever."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        os._exit(0 if check() else 1)
+    before_wait()
+    return os.waitpid(child, 0)[1] == 0
 
 
 @contextlib.contextmanager

@@ -24,9 +24,8 @@ import os
 import random
 import sys
 import tempfile
-import threading
 import time
-from dataclasses import dataclass, field
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +37,11 @@ from millrace import (
     DatasetConfig,
     GPTDataset,
     IndexedDataset,
-    IndexedDatasetBuilder,
     Loader,
     build_datasets,
 )
+from millrace.storage import gather_in_turn
+from tests.conftest import write_documents
 
 NUM_FILES = 100
 SEQUENCE_LENGTH = 16
@@ -54,73 +54,43 @@ MAX_GROWTH = 8_000_000  # bytes from the first quarter to the last
 class FlakyReader:
     """A `.bin` whose reads fail now and then, as those of a network file system may."""
 
-    def __init__(self, path: Path, failures: Failures) -> None:
+    random = random.Random(0)
+    failing_share = 0.0
+    num_failures = 0  # by all readers
+
+    def __init__(self, path: str) -> None:
         self._data = np.fromfile(path, np.uint8)
         self.size = len(self._data)
-        self._failures = failures
 
     def read(self, byte_offset: int, num_bytes: int) -> NDArray[np.uint8]:
-        self._failures.perhaps()
+        if self.random.random() < self.failing_share:
+            FlakyReader.num_failures += 1
+            raise OSError(5, "the storage does not answer")
         return self._data[byte_offset : byte_offset + num_bytes]
 
     def gather(
         self, byte_offsets: NDArray[np.int64], byte_counts: NDArray[np.int64]
     ) -> NDArray[np.uint8]:
-        pieces = zip(byte_offsets.tolist(), byte_counts.tolist(), strict=True)
-        return np.concatenate([self.read(offset, count) for offset, count in pieces])
-
-
-class Failures:
-    """Raises an OSError at random; threads share it."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
-        self._lock = threading.Lock()
-        self.share = 0.0
-        self.count = 0
-
-    def perhaps(self) -> None:
-        with self._lock:
-            if self._random.random() >= self.share:
-                return
-            self.count += 1
-        raise OSError(5, "the storage does not answer")
-
-
-@dataclass
-class Result:
-    """What a soak has seen."""
-
-    num_samples: int = 0
-    sessions: int = 0
-    steps: int = 0
-    errors: int = 0
-    restarts: int = 0
-    checked: int = 0
-    memory: list[int] = field(default_factory=list)  # private bytes at each quarter
-    descriptors: int = 0  # the largest number
+        return gather_in_turn(self.read, byte_offsets, byte_counts)
 
 
 def write_files(folder: Path) -> list[str]:
     """Token files of some thousand tokens, of lengths that all differ."""
-    prefixes = []
-    for number in range(NUM_FILES):
+    prefixes = [str(folder / f"data-{number}") for number in range(NUM_FILES)]
+    for number, prefix in enumerate(prefixes):
         generator = np.random.default_rng(number)
-        with IndexedDatasetBuilder(folder / f"data-{number}", np.uint16) as builder:
-            for length in generator.integers(1, 60, 100 + number):
-                builder.add_document(generator.integers(0, 60000, length).astype(np.uint16))
-        prefixes.append(str(folder / f"data-{number}"))
+        lengths = generator.integers(1, 60, 100 + number)
+        write_documents(Path(prefix), [generator.integers(0, 60000, size) for size in lengths])
     return prefixes
 
 
-def build(folder: Path, prefixes: list[str], num_samples: int) -> BlendedDataset:
+def build(folder: Path, num_samples: int) -> BlendedDataset:
     """The blend, with its indices in a cache folder, as a run has them."""
-    weights = [1.0 + number % 7 for number in range(NUM_FILES)]
     config = DatasetConfig(
         sequence_length=SEQUENCE_LENGTH,
         seed=1,
         num_samples=(num_samples, 0, 0),
-        blend=(prefixes, weights),
+        blend=(write_files(folder), [1.0 + number % 7 for number in range(NUM_FILES)]),
         split="1,0,0",
         cache=folder / "cache",
     )
@@ -130,125 +100,127 @@ def build(folder: Path, prefixes: list[str], num_samples: int) -> BlendedDataset
     return blend
 
 
-def variants(blend: BlendedDataset, failures: Failures) -> dict[str, BlendedDataset]:
+def variants(blend: BlendedDataset) -> dict[str, BlendedDataset]:
     """The same blend over other readers: mapped, by descriptors, and by readers that may fail."""
     datasets: dict[str, list[Any]] = {"mapped": list(blend.datasets), "file": [], "flaky": []}
     for number, dataset in enumerate(blend.datasets):
         by_file = IndexedDataset(dataset.prefix, access="file")
-        reader = FlakyReader(Path(f"{dataset.prefix}.bin"), failures)
+        reader = FlakyReader(f"{dataset.prefix}.bin")
         flaky = IndexedDataset(dataset.prefix, bin_reader=reader) if number % 10 == 0 else by_file
         for name, data in (("file", by_file), ("flaky", flaky)):
             datasets[name].append(GPTDataset(data, order=dataset.order, options=dataset.options))
     return {name: BlendedDataset(parts, order=blend.order) for name, parts in datasets.items()}
 
 
-def soak(num_samples: int, seed: int, folder: Path, *, num_sessions: int) -> Result:
-    """Runs sessions up to the end of the samples; AssertionError if a sample is lost or doubled."""
-    random_ = random.Random(seed)
-    failures = Failures(seed)
-    blend = build(folder, write_files(folder), num_samples)
-    blends = variants(blend, failures)
-    num_samples = len(blend)
-    seen = np.full(num_samples, 255, np.uint8)  # all pages are written now, not as the run goes on
-    seen[:] = 0
-    quarters = [num_samples * quarter // QUARTERS for quarter in range(1, QUARTERS + 1)]
-    result = Result(num_samples)
-    state: Any = None
-    consumed = 0
-    while consumed < num_samples:
-        name = random_.choices([*blends], [8, 1, 1])[0]  # the last two are slower
-        failures.share = 0.001 if name == "flaky" else 0.0
-        ranks = random_.randint(1, 8)
+class Soak:
+    """Sessions up to the end of the samples.
+
+    `counts` are of sessions, steps, restarts and batches that were compared; `memory` is the
+    private bytes at each quarter, `descriptors` the largest number of descriptors.
+    """
+
+    def __init__(self, num_samples: int, seed: int, folder: Path, num_sessions: int) -> None:
+        self.random = FlakyReader.random = random.Random(seed)
+        self.blend = build(folder, num_samples)
+        self.num_samples = len(self.blend)
+        self.longest = 2 * self.num_samples // num_sessions
+        self.seen = np.full(self.num_samples, 255, np.uint8)  # all pages are written now
+        self.seen[:] = 0
+        self.counts: Counter[str] = Counter()
+        self.memory: list[int] = []
+        self.descriptors = 0
+
+    def run(self) -> None:
+        """AssertionError if a sample is lost or doubled."""
+        blends = variants(self.blend)
+        quarters = [self.num_samples * quarter // QUARTERS for quarter in range(1, QUARTERS + 1)]
+        state: Any = None
+        consumed = 0
+        while consumed < self.num_samples:
+            name = self.random.choices([*blends], [8, 1, 1])[0]  # the last two are slower
+            FlakyReader.failing_share = 0.001 if name == "flaky" else 0.0
+            state = self.session(blends[name], state, MAX_BATCH if name == "mapped" else 256)
+            consumed = state["consumed_samples"]
+            if consumed >= quarters[0]:
+                quarters.pop(0)
+                self.memory.append(private_bytes())
+        assert np.all(self.seen == 1), f"{np.sum(self.seen != 1)} samples are lost or doubled"
+        end = Loader(self.blend, micro_batch_size=1, prefetch=0)
+        end.load_state_dict(state)
+        assert next(end, None) is None
+
+    def session(self, blend: BlendedDataset, state: Any, max_batch: int) -> Any:
+        """Draws up to some position, by some number of ranks; returns the state there."""
         options = {
-            "micro_batch_size": random_.randint(1, MAX_BATCH if name == "mapped" else 256),
-            "data_parallel_size": ranks,
+            "micro_batch_size": self.random.randint(1, max_batch),
+            "data_parallel_size": self.random.randint(1, 8),
             "drop_last": False,
-            "threads": random_.randint(1, 4),
-            "prefetch": random_.choice([None, 0, 1, 2, 3, 4]),
+            "threads": self.random.randint(1, 4),
+            "prefetch": self.random.choice([None, 0, 1, 2, 3, 4]),
             "fields": ("tokens", "sample_numbers"),
         }
-        stop = consumed + random_.randint(1, 2 * num_samples // num_sessions)
-        result.sessions += 1
-        loaders = open_loaders(blends[name], ranks, options, state)
-        while consumed < min(stop, num_samples):
-            before = loaders[0].state_dict()
-            batches = draw_step(loaders, random_, result)
+        consumed = 0 if state is None else state["consumed_samples"]
+        stop = min(consumed + self.random.randint(1, self.longest), self.num_samples)
+        self.counts["sessions"] += 1
+        loaders = open_loaders(blend, options, state)
+        while consumed < stop:
+            state = loaders[0].state_dict()
+            batches = self.draw_step(loaders)
             if batches is None:  # start again from the state before the step
                 close(loaders)
-                loaders = open_loaders(blends[name], ranks, options, before)
-                result.restarts += 1
-                continue
-            consumed = take(batches, loaders, consumed, seen, blend, random_, result)
-        state = json.loads(json.dumps(random_.choice(loaders).state_dict()))
+                loaders = open_loaders(blend, options, state)
+                self.counts["restarts"] += 1
+            else:
+                consumed = self.take(batches, loaders, consumed)
+        state = json.loads(json.dumps(self.random.choice(loaders).state_dict()))
         assert state["consumed_samples"] == consumed
-        result.descriptors = max(result.descriptors, len(os.listdir("/proc/self/fd")))
+        self.descriptors = max(self.descriptors, len(os.listdir("/proc/self/fd")))
         close(loaders)
-        del loaders, batches
-        if consumed >= quarters[0]:
-            quarters.pop(0)
-            result.memory.append(private_bytes())
-    assert np.all(seen == 1), f"{np.count_nonzero(seen != 1)} samples are lost or doubled"
-    assert [next(loader, None) for loader in loaders_at_end(blend, state)] == [None]
-    result.errors = failures.count
-    return result
+        return state
+
+    def draw_step(self, loaders: list[Loader]) -> list[Any] | None:
+        """The batches of all ranks; None if one failed and all of them are to start again."""
+        batches = []
+        for loader in loaders:
+            while True:
+                position = loader.consumed_samples
+                try:
+                    batches.append(next(loader))
+                    break
+                except OSError:
+                    assert loader.consumed_samples == position
+                    if self.random.random() < 0.3:
+                        return None
+        return batches
+
+    def take(self, batches: list[Any], loaders: list[Loader], consumed: int) -> int:
+        """Counts the samples of a step; returns the position after it."""
+        self.counts["steps"] += 1
+        end, *others = {loader.consumed_samples for loader in loaders}
+        assert not others, f"the ranks are at {[end, *others]}"
+        is_checked = self.random.random() < CHECKED_SHARE
+        for batch in batches:
+            numbers = batch["sample_numbers"]
+            self.seen[numbers] += 1
+            if is_checked:
+                assert np.array_equal(batch["tokens"], self.blend.batch(numbers)["tokens"])
+                self.counts["checked"] += 1
+        assert np.all(self.seen[consumed:end] == 1), f"step at {consumed}: not its samples"
+        return end
 
 
-def open_loaders(blend: BlendedDataset, ranks: int, options: Any, state: Any) -> list[Loader]:
-    loaders = [Loader(blend, data_parallel_rank=rank, **options) for rank in range(ranks)]
+def open_loaders(blend: BlendedDataset, options: Any, state: Any) -> list[Loader]:
+    ranks = range(options["data_parallel_size"])
+    loaders = [Loader(blend, data_parallel_rank=rank, **options) for rank in ranks]
     for loader in loaders:
         if state is not None:
             loader.load_state_dict(state)
     return loaders
 
 
-def loaders_at_end(blend: BlendedDataset, state: Any) -> list[Loader]:
-    return open_loaders(blend, 1, {"micro_batch_size": 1, "prefetch": 0}, state)
-
-
 def close(loaders: list[Loader]) -> None:
     for loader in loaders:
         loader.close()
-
-
-def draw_step(loaders: list[Loader], random_: random.Random, result: Result) -> list[Any] | None:
-    """The batches of all ranks; None if one failed and all of them are to start again."""
-    batches = []
-    for loader in loaders:
-        while True:
-            position = loader.consumed_samples
-            try:
-                batches.append(next(loader))
-                break
-            except OSError:
-                assert loader.consumed_samples == position
-                if random_.random() < 0.3:
-                    return None
-    result.steps += 1
-    return batches
-
-
-def take(
-    batches: list[Any],
-    loaders: list[Loader],
-    consumed: int,
-    seen: NDArray[np.uint8],
-    blend: BlendedDataset,
-    random_: random.Random,
-    result: Result,
-) -> int:
-    """Counts the samples of a step; returns the position after it."""
-    positions = {loader.consumed_samples for loader in loaders}
-    assert len(positions) == 1, f"the ranks are at {positions}"
-    is_checked = random_.random() < CHECKED_SHARE
-    for batch in batches:
-        numbers = batch["sample_numbers"]
-        seen[numbers] += 1
-        if is_checked:
-            assert np.array_equal(batch["tokens"], blend.batch(numbers)["tokens"])
-            result.checked += 1
-    end = positions.pop()
-    assert np.all(seen[consumed:end] == 1), f"step at {consumed}: not its samples"
-    return end
 
 
 def private_bytes() -> int:
@@ -267,11 +239,8 @@ def use_one_arena() -> None:
     """
     arena_max, mmap_threshold, trim_threshold = -8, -3, -1  # as <malloc.h> numbers them
     libc = ctypes.CDLL(None)
-    for option, value in (
-        (arena_max, 1),
-        (mmap_threshold, 1 << 17),  # a threshold that is set does not grow
-        (trim_threshold, 1 << 17),
-    ):
+    # A threshold that is set does not grow.
+    for option, value in ((arena_max, 1), (mmap_threshold, 1 << 17), (trim_threshold, 1 << 17)):
         libc.mallopt(option, value)
 
 
@@ -284,15 +253,14 @@ def main() -> None:
     use_one_arena()
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        result = soak(options.samples, options.seed, Path(folder), num_sessions=options.sessions)
-    memory = ", ".join(f"{size / 1e6:.1f}" for size in result.memory)
+        soak = Soak(options.samples, options.seed, Path(folder), options.sessions)
+        soak.run()
     print(
-        f"{result.num_samples:,} samples, each exactly once, in {time.monotonic() - start:.0f} s: "
-        f"{result.sessions} sessions, {result.steps:,} steps, {result.errors:,} failed reads, "
-        f"{result.restarts} restarts, {result.checked:,} batches compared; private memory at the "
-        f"quarters {memory} MB; at most {result.descriptors} descriptors"
+        f"{soak.num_samples:,} samples, each exactly once, in {time.monotonic() - start:.0f} s: "
+        f"{dict(soak.counts)}, {FlakyReader.num_failures:,} failed reads; private memory at the "
+        f"quarters {soak.memory}; at most {soak.descriptors} descriptors"
     )
-    growth = max(result.memory) - result.memory[0]
+    growth = max(soak.memory) - soak.memory[0]
     if growth > MAX_GROWTH:
         sys.exit(f"memory has grown by {growth / 1e6:.1f} MB; {MAX_GROWTH / 1e6:.0f} is the limit")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from millrace import (
     DatasetConfig,
     GPTDataset,
     IndexedDataset,
-    IndexedDatasetBuilder,
     Loader,
     ResumeError,
     SequentialSampler,
@@ -27,18 +27,25 @@ from millrace import (
     samples_per_dataset,
     split_ranges,
 )
-from millrace.order import (
-    blend,
-    blend_exhaustively,
-    build_gpt_indices,
-    count_draws,
-    plan_gpt,
-)
+from millrace.order import blend, blend_exhaustively, build_gpt_indices, count_draws, plan_gpt
 
 Make = Callable[..., IndexedDataset]
 INTEGERS = [np.dtype(code) for code in "bBhHiIlLqQ"]
 INVALID_COUNTS = (2.0, 10 / 4, np.float64(3), True, np.True_, "3", None, [3], 1j)
 INVALID_FLAGS = (0, 1, None, "no", np.int64(1))
+
+
+CONFIG: dict[str, Any] = {
+    "sequence_length": 8,
+    "seed": 1,
+    "num_samples": (10, 1, 1),
+    "blend": (["a"], None),
+    "split": "1",
+}
+
+
+def gpt(data: IndexedDataset, **options: Any) -> GPTDataset:
+    return GPTDataset(data, **{"sequence_length": 8, "seed": 3, **options})
 
 
 @pytest.fixture
@@ -48,7 +55,7 @@ def data(make_dataset: Make) -> IndexedDataset:
 
 @pytest.fixture
 def dataset(data: IndexedDataset) -> GPTDataset:
-    return GPTDataset(data, sequence_length=8, seed=3, num_samples=50)
+    return gpt(data, num_samples=50)
 
 
 # ---- the same result for all integer types ----
@@ -57,8 +64,7 @@ def dataset(data: IndexedDataset) -> GPTDataset:
 def test_many_samples_do_not_overflow_32_bits(make_dataset: Make) -> None:
     data = make_dataset([100_000])
     counts = [
-        len(GPTDataset(data, sequence_length=n(1024), seed=n(1), num_samples=n(3_000_000)))
-        for n in (int, np.int32)
+        len(gpt(data, sequence_length=n(1024), num_samples=n(3_000_000))) for n in (int, np.int32)
     ]
     assert counts[0] == counts[1] >= 3_000_000
 
@@ -103,87 +109,61 @@ def test_integer_types_do_not_change_a_run(data: IndexedDataset, draw: st.DataOb
 
 
 @pytest.mark.parametrize("value", INVALID_COUNTS)
-@pytest.mark.parametrize(
-    "name", ["sequence_length", "seed", "num_samples", "eod_token", "pad_token", "sequences"]
-)
-def test_a_dataset_refuses_invalid_counts(data: IndexedDataset, name: str, value: Any) -> None:
-    if value is None and name in ("num_samples", "eod_token", "pad_token", "sequences"):
-        return
-    options = {"sequence_length": 8, "seed": 3, name: value}
-    if name == "sequences":
-        options[name] = (0, value)
-    place = "seed|an end of the range of sequences" if name in ("seed", "sequences") else name
-    with pytest.raises(ConfigError, match=f"({place}).*a whole number"):
-        GPTDataset(data, **options)
+def test_invalid_counts_are_refused(data: IndexedDataset, dataset: GPTDataset, value: Any) -> None:
+    def loader(_: Any, **options: Any) -> Loader:
+        return Loader(dataset, **{"micro_batch_size": 2, **options})
 
-
-@pytest.mark.parametrize("value", INVALID_COUNTS)
-@pytest.mark.parametrize(
-    "name",
-    [
-        "micro_batch_size",
-        "data_parallel_rank",
-        "data_parallel_size",
-        "consumed_samples",
-        "prefetch",
-        "threads",
-        "vocab_size",
-    ],
-)
-def test_a_loader_refuses_invalid_counts(dataset: GPTDataset, name: str, value: Any) -> None:
-    if value is None and name in ("prefetch", "vocab_size"):
-        return
-    with pytest.raises(ConfigError, match=f"{name} must be a whole number, not .*"):
-        Loader(dataset, **{"micro_batch_size": 2, name: value})
-
-
-@pytest.mark.parametrize("value", INVALID_COUNTS)
-def test_other_functions_refuse_invalid_counts(dataset: GPTDataset, value: Any) -> None:
     sampler = SequentialSampler(50, micro_batch_size=2)
-    calls: list[Callable[[], Any]] = [
-        lambda: sampler.has_step(value),
-        lambda: sampler.sample_numbers(value),
-        lambda: sampler.consumed_after(value),
-        lambda: SequentialSampler(value, micro_batch_size=2),
-        lambda: dataset[value],
-        lambda: blend([1.0], value),
-        lambda: blend([1.0], 5, threads=value if value is not None else 0.5),
-        lambda: blend_exhaustively([5, value]),
-        lambda: samples_per_dataset([1.0], value),
-        lambda: split_ranges(value, "1,1"),
-        lambda: plan_gpt(value, 5, 8),
-        lambda: plan_gpt(100, 5, value),
-        lambda: count_draws(np.zeros(3, np.int16), value),
+    optional = ("num_samples", "eod_token", "pad_token", "prefetch", "vocab_size", "threads ")
+    gpt_counts = "sequence_length seed num_samples eod_token pad_token"
+    ranks = "micro_batch_size data_parallel_rank data_parallel_size consumed_samples"
+    calls: list[tuple[str, Callable[[], Any]]] = [
+        (name, partial(make, data, **{name: value}))
+        for make, names in ((gpt, gpt_counts), (loader, f"{ranks} prefetch threads vocab_size"))
+        for name in names.split()
     ]
-    for number, call in enumerate(calls):
-        with pytest.raises(ConfigError, match="a whole number"):
-            raise AssertionError(f"call {number} gave {call()}")
+    calls += [
+        ("an end of the range of sequences", lambda: gpt(data, sequences=(0, value))),
+        ("consumed_samples", lambda: sampler.has_step(value)),
+        ("consumed_samples", lambda: sampler.sample_numbers(value)),
+        ("consumed_samples", lambda: sampler.consumed_after(value)),
+        ("samples", lambda: SequentialSampler(value, micro_batch_size=2)),
+        ("the sample number", lambda: dataset[value]),
+        ("size", lambda: blend([1.0], value)),
+        ("threads ", lambda: blend([1.0], 5, threads=value)),
+        ("size", lambda: blend_exhaustively([5, value])),
+        ("samples", lambda: samples_per_dataset([1.0], value)),
+        ("num_sequences", lambda: split_ranges(value, "1,1")),
+        ("num_tokens_per_epoch", lambda: plan_gpt(value, 5, 8)),
+        ("sequence_length", lambda: plan_gpt(100, 5, value)),
+        ("num_datasets", lambda: count_draws(np.zeros(3, np.int16), value)),
+    ]
+    for name, call in calls:
+        if value is not None or name not in optional:
+            with pytest.raises(ConfigError, match=f"{name.strip()} must be a whole number, not "):
+                raise AssertionError(f"{name} gave {call()}")
 
 
 @pytest.mark.parametrize("value", INVALID_FLAGS)
 def test_flags_must_be_bools(data: IndexedDataset, dataset: GPTDataset, value: Any) -> None:
-    for name in (
-        "add_extra_token",
-        "reset_position_ids",
-        "eod_mask_loss",
-        "drop_last_partial_sequence",
+    loader = partial(Loader, dataset, micro_batch_size=1)
+    gpt_flags = "add_extra_token reset_position_ids eod_mask_loss drop_last_partial_sequence"
+    config_flags = "multiple_validation_sets full_validation trust_cache"
+    for make, flags in (
+        (partial(gpt, data, eod_token=1), gpt_flags),
+        (loader, "drop_last"),
+        (partial(DatasetConfig, **CONFIG), config_flags),
     ):
-        options = {"sequence_length": 8, "seed": 3, "eod_token": 1, name: value}
-        with pytest.raises(ConfigError, match=f"{name} must be True or False, not .*"):
-            GPTDataset(data, **options)
-    with pytest.raises(ConfigError, match="drop_last must be"):
-        Loader(dataset, micro_batch_size=1, drop_last=value)
-    for name in ("multiple_validation_sets", "full_validation", "trust_cache"):
-        options = {"sequence_length": 8, "seed": 3, "num_samples": (1, 1, 1), name: value}
-        with pytest.raises(ConfigError, match=f"{name} must be True or False, not .*"):
-            DatasetConfig(blend=(["a"], None), split="1", **options)
+        for name in flags.split():
+            with pytest.raises(ConfigError, match=f"{name} must be True or False, not .*"):
+                make(**{name: value})
 
 
 @pytest.mark.parametrize("token", [2**63, -(2**63) - 1, 1.0])
 def test_tokens_beyond_64_bits_are_refused(data: IndexedDataset, token: Any) -> None:
     for name in ("eod_token", "pad_token"):
         with pytest.raises(ConfigError, match=f"{name} must be"):
-            GPTDataset(data, **{"sequence_length": 8, "seed": 3, name: token})
+            gpt(data, **{name: token})
 
 
 @pytest.mark.parametrize(
@@ -192,7 +172,7 @@ def test_tokens_beyond_64_bits_are_refused(data: IndexedDataset, token: Any) -> 
 )
 def test_invalid_ranges_are_refused(data: IndexedDataset, sequences: Any) -> None:
     with pytest.raises(ConfigError, match="the range of sequences ") as caught:
-        GPTDataset(data, sequence_length=8, seed=3, sequences=sequences)
+        gpt(data, sequences=sequences)
     assert len(str(caught.value)) < 1000
 
 
@@ -203,9 +183,9 @@ def test_numbers_beyond_all_limits_are_refused(
     data: IndexedDataset, dataset: GPTDataset, number: int
 ) -> None:
     calls: list[Callable[[], Any]] = [
-        lambda: GPTDataset(data, sequence_length=number, seed=3),
-        lambda: GPTDataset(data, sequence_length=8, seed=number if number != 2**31 else -1),
-        lambda: GPTDataset(data, sequence_length=8, seed=3, num_samples=max(number, -1) * 10**6),
+        lambda: gpt(data, sequence_length=number),
+        lambda: gpt(data, seed=number if number != 2**31 else -1),
+        lambda: gpt(data, num_samples=max(number, -1) * 10**6),
         lambda: Loader(dataset, micro_batch_size=number),
         lambda: Loader(dataset, micro_batch_size=1, data_parallel_rank=number),
         lambda: Loader(dataset, micro_batch_size=1, consumed_samples=number),
@@ -226,13 +206,7 @@ def test_invalid_weights_are_refused(dataset: GPTDataset) -> None:
         with pytest.raises(ConfigError, match="weight"):
             BlendedDataset([dataset], weights, 5)  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="weight"):
-            DatasetConfig(
-                sequence_length=8,
-                seed=1,
-                num_samples=(1, 1, 1),
-                blend=(["a"], weights),  # type: ignore[arg-type]
-                split="1",
-            )
+            DatasetConfig(**CONFIG | {"blend": (["a"], weights)})
 
 
 # ---- arrays in any layout ----
@@ -279,9 +253,8 @@ def test_an_order_takes_lengths_in_any_form(form: str) -> None:
     for name in expected._fields:
         assert np.array_equal(getattr(indices, name), getattr(expected, name))
     sizes = lengths.astype(np.int64)
-    assert all(
-        map(np.array_equal, blend_exhaustively(forms(sizes)[form]), blend_exhaustively(sizes))
-    )
+    pairs = zip(blend_exhaustively(forms(sizes)[form]), blend_exhaustively(sizes), strict=True)
+    assert all(np.array_equal(*pair) for pair in pairs)
     assert count_draws(forms(np.array([1, 0, 1], np.int16))[form], 2).tolist() == [1, 2]
 
 
@@ -294,68 +267,6 @@ def test_invalid_sample_numbers_are_not_reported_as_damage(dataset: GPTDataset) 
                 source.batch(numbers)
 
 
-# ---- any number can be a token ----
-
-
-@pytest.mark.parametrize("access", ["mmap", "file"])
-@pytest.mark.parametrize("dtype", [np.int8, np.int32, np.int64])
-def test_without_a_pad_token_every_token_is_trained_on(
-    tmp_path: Path, dtype: Any, access: Any
-) -> None:
-    limits = np.iinfo(dtype)
-    document = [-1, 5, 0, -1, int(limits.min), int(limits.max), -1, 3]
-    if limits.min <= -(2**62):
-        document += [-(2**62), 2**62]
-    with IndexedDatasetBuilder(tmp_path / "data", dtype) as builder:
-        builder.add_document(document)
-    sample = GPTDataset(
-        IndexedDataset(tmp_path / "data", access=access),
-        sequence_length=len(document) - 1,
-        seed=0,
-    )[0]
-    assert sample["tokens"].tolist() == document[:-1]
-    assert sample["labels"].tolist() == document[1:]
-    assert sample["loss_mask"].tolist() == [1] * (len(document) - 1)
-
-
-@pytest.mark.parametrize("access", ["mmap", "file"])
-@pytest.mark.parametrize("eod_token", [-1, 0, 5])
-def test_padding_is_not_a_token(tmp_path: Path, eod_token: int, access: Any) -> None:
-    """Padding zeros are masked and end no document; the sample's own zeros are trained on."""
-    document = [7, eod_token, 0, -1, 8]
-    with IndexedDatasetBuilder(tmp_path / "data", np.int32) as builder:
-        builder.add_document(document)
-    sample = GPTDataset(
-        IndexedDataset(tmp_path / "data", access=access),
-        sequence_length=8,
-        seed=0,
-        eod_token=eod_token,
-        reset_position_ids=True,
-        eod_mask_loss=True,
-        drop_last_partial_sequence=False,
-    )[0]
-    ends = [token == eod_token for token in document]
-    position, positions = 0, []
-    for place in range(8):
-        positions.append(position)
-        position = 0 if place < 5 and ends[place] else position + 1
-    assert sample["tokens"].tolist() == [*document, 0, 0, 0]
-    assert sample["labels"].tolist() == [*document[1:], 0, 0, 0, 0]
-    assert sample["loss_mask"].tolist() == [0.0 if end else 1.0 for end in ends[:4]] + [0.0] * 4
-    assert sample["position_ids"].tolist() == positions
-
-
-def test_minus_one_can_be_the_pad_token(tmp_path: Path) -> None:
-    with IndexedDatasetBuilder(tmp_path / "data", np.int32) as builder:
-        builder.add_document([4, -1, 5, 6, -1])
-    sample = GPTDataset(IndexedDataset(tmp_path / "data"), sequence_length=4, seed=0, pad_token=-1)[
-        0
-    ]
-    assert sample["tokens"].tolist() == [4, 0, 5, 6]
-    assert sample["labels"].tolist() == [0, 5, 6, 0]
-    assert sample["loss_mask"].tolist() == [0, 1, 1, 0]
-
-
 # ---- refusals before first use ----
 
 
@@ -363,14 +274,7 @@ def test_minus_one_can_be_the_pad_token(tmp_path: Path) -> None:
     "value", [5, 1.5, True, "ab", b"ab", np.float32(2), np.array(1.0), object()]
 )
 def test_options_of_other_types_are_refused(value: Any) -> None:
-    valid: dict[str, Any] = {
-        "sequence_length": 8,
-        "seed": 1,
-        "num_samples": (10, 1, 1),
-        "blend": (["p"], None),
-        "split": "8,1,1",
-    }
-    DatasetConfig(**valid)
+    DatasetConfig(**CONFIG)
     no_blend = {"blend": None, "split": None}
     wrong: list[dict[str, Any]] = [
         {"num_samples": value},
@@ -384,21 +288,15 @@ def test_options_of_other_types_are_refused(value: Any) -> None:
         wrong.append({"cache": value})
     for options in wrong:
         with pytest.raises(ConfigError):
-            DatasetConfig(**(valid | options))
+            DatasetConfig(**CONFIG | options)
 
 
 @pytest.mark.parametrize("limit", ["1", True, -1, float("nan"), [1], 1j])
 def test_the_wait_limit_is_a_number_of_seconds(
     data: IndexedDataset, tmp_path: Path, limit: Any
 ) -> None:
-    config = DatasetConfig(
-        sequence_length=8,
-        seed=1,
-        num_samples=(10, 1, 1),
-        blend=([data.prefix], None),
-        split="1",
-        cache=tmp_path / "cache",
-    )
+    options = {"blend": ([data.prefix], None), "cache": tmp_path / "cache"}
+    config = DatasetConfig(**CONFIG | options)
     with pytest.raises(ConfigError, match="wait_limit must be"):
         build_datasets(config, wait_limit=limit)
     assert build_datasets(config, wait_limit=np.float32(5)).train is not None

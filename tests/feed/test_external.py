@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import pickle
-import signal
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,10 +23,9 @@ from millrace import (
     SequentialSampler,
 )
 from millrace.feed import SampleOptions, StreamDataset, TokenBatch
+from tests.feed.helpers import AHEAD, FORKS, is_true_in_child
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
-
-AHEAD = pytest.mark.parametrize("prefetch", [0, 8])
 
 
 def test_external_batches_resume_by_a_function_and_by_reading() -> None:
@@ -60,20 +58,7 @@ def test_an_iterator_is_read_once() -> None:
         next(loader)
 
 
-def test_an_error_of_an_iterator_is_not_its_end() -> None:
-    def batches() -> Iterator[int]:
-        yield 0
-        raise OSError("lost")
-
-    loader = Loader(ExternalBatches(batches(), samples_per_step=1))
-    assert next(loader) == 0
-    with pytest.raises(OSError, match="lost"):
-        next(loader)
-    with pytest.raises(ResumeError, match="iterator"):
-        next(loader)
-
-
-@pytest.mark.parametrize("prefetch", [0, 2])
+@AHEAD
 @pytest.mark.parametrize("consumed", [0, 2])
 def test_every_error_after_a_failed_iterator_names_the_failure(
     prefetch: int, consumed: int
@@ -94,7 +79,7 @@ def test_every_error_after_a_failed_iterator_names_the_failure(
         assert isinstance(caught.value.__cause__, OSError)
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
+@AHEAD
 def test_a_state_beyond_the_end_of_external_batches_is_refused(prefetch: int) -> None:
     state = Loader(ExternalBatches([], samples_per_step=2), consumed_samples=8).state_dict()
     known = ExternalBatches([1, 2, 3], samples_per_step=2, num_steps=3)
@@ -131,7 +116,7 @@ def test_wrong_external_batches_are_refused() -> None:
         Loader(endless).load_state_dict(state)
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@FORKS
 def test_a_fork_while_external_batches_are_read() -> None:
     is_reading = threading.Event()
 
@@ -145,12 +130,7 @@ def test_a_fork_while_external_batches_are_read() -> None:
     loader = Loader(ExternalBatches(batches, samples_per_step=1), prefetch=3)
     assert [next(loader), next(loader)] == [0, 1]
     is_reading.wait(20)
-    child = os.fork()
-    if child == 0:
-        signal.alarm(20)
-        is_next = [next(loader), next(loader)] == [2, 3]
-        os._exit(0 if is_next else 1)
-    assert os.waitpid(child, 0)[1] == 0
+    assert is_true_in_child(lambda: [next(loader), next(loader)] == [2, 3])
     assert [next(loader), next(loader)] == [2, 3]
     loader.close()
 
@@ -227,9 +207,8 @@ def test_the_last_step_of_a_stream_is_dropped_or_short(prefetch: int) -> None:
         assert [len(batch["tokens"]) for batch in loader] == sizes
         assert loader.consumed_samples == sum(sizes)
         assert next(loader, None) is None
-    loader = Loader(dataset, micro_batch_size=6, data_parallel_rank=3, data_parallel_size=4)
-    assert next(loader, None) is None
-    loader = Loader(
-        dataset, micro_batch_size=6, data_parallel_rank=3, data_parallel_size=4, drop_last=False
+    last_rank = partial(
+        Loader, dataset, micro_batch_size=6, data_parallel_rank=3, data_parallel_size=4
     )
-    assert [len(batch["tokens"]) for batch in loader] == [2]
+    assert next(last_rank(), None) is None
+    assert [len(batch["tokens"]) for batch in last_rank(drop_last=False)] == [2]

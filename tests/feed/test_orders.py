@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,9 @@ from millrace import (
     ViewChangeWarning,
 )
 from millrace.order import Spans
+
+Make = Callable[..., IndexedDataset]
+ACCESS = pytest.mark.parametrize("access", ["mmap", "file"])
 
 
 @dataclass(frozen=True)
@@ -42,10 +46,8 @@ class ConstantOffset:
         return {"kind": "constant offset", "offset": self.offset}
 
 
-@pytest.mark.parametrize("access", ["mmap", "file"])
-def test_another_order_blends_with_megatrons(
-    make_dataset: Callable[..., IndexedDataset], access: Any
-) -> None:
+@ACCESS
+def test_another_order_blends_with_megatrons(make_dataset: Make, access: Any) -> None:
     data = IndexedDataset(make_dataset([30] * 8).prefix, access=access)
     toy = GPTDataset(data, sequence_length=8, order=ConstantOffset(8, 5, 9))
     gpt = GPTDataset(data, sequence_length=8, seed=1)
@@ -56,6 +58,11 @@ def test_another_order_blends_with_megatrons(
         assert np.array_equal(batch["tokens"][row], sample["tokens"])
     assert np.array_equal(toy[2]["labels"], data[2][6:14])
     state = Loader(blend, micro_batch_size=2, consumed_samples=4).state_dict()
+    longer = GPTDataset(data, sequence_length=16, order=toy.order)
+    with pytest.warns(ViewChangeWarning, match=r"view\.sequence_length: saved 8, now 16"):
+        Loader(longer, micro_batch_size=2).load_state_dict(
+            Loader(toy, micro_batch_size=2).state_dict()
+        )
     moved = GPTDataset(data, sequence_length=8, order=ConstantOffset(8, 6, 9))
     with pytest.raises(ResumeError, match=r"datasets\[0\].offset: saved 5, now 6"):
         Loader(BlendedDataset([moved, gpt], [1, 3], 24), micro_batch_size=2).load_state_dict(state)
@@ -81,9 +88,7 @@ class Zeros:
         return {"kind": "zeros"}
 
 
-def test_a_blend_mixes_any_datasets_of_equal_shape(
-    make_dataset: Callable[..., IndexedDataset],
-) -> None:
+def test_a_blend_mixes_any_datasets_of_equal_shape(make_dataset: Make) -> None:
     data = make_dataset([300])
     gpt = GPTDataset(data, sequence_length=8, seed=1)
     masked = GPTDataset(data, sequence_length=8, seed=1, eod_token=3, eod_mask_loss=True)
@@ -98,6 +103,23 @@ def test_a_blend_mixes_any_datasets_of_equal_shape(
             BlendedDataset([gpt, other])
 
 
+@dataclass(frozen=True)
+class Changed(ConstantOffset):
+    """Spans that are changed by a function."""
+
+    change: Callable[[Spans], Spans]
+
+    def spans(self, sample_numbers: np.ndarray) -> Spans:
+        return self.change(super().spans(sample_numbers))
+
+
+def changed(
+    make_dataset: Make, change: Callable[[Spans], Spans], access: Any = "mmap"
+) -> GPTDataset:
+    data = IndexedDataset(make_dataset([30] * 8).prefix, access=access)
+    return GPTDataset(data, sequence_length=8, order=Changed(8, 0, 9, change))
+
+
 @pytest.mark.parametrize(
     ("sequence", "offset", "count", "message"),
     [
@@ -110,30 +132,36 @@ def test_a_blend_mixes_any_datasets_of_equal_shape(
     ],
 )
 def test_spans_outside_the_data_are_refused(
-    make_dataset: Callable[..., IndexedDataset],
-    sequence: int,
-    offset: int,
-    count: int,
-    message: str,
+    make_dataset: Make, sequence: int, offset: int, count: int, message: str
 ) -> None:
-    class Wrong(ConstantOffset):
-        def spans(self, sample_numbers: np.ndarray) -> Spans:
-            one = np.ones_like(sample_numbers)
-            bounds = np.arange(len(one) + 1)
-            return Spans(sequence * one, offset * one, count * one, bounds)
+    def change(spans: Spans) -> Spans:
+        columns = (np.full_like(spans.offsets, value) for value in (sequence, offset, count))
+        return Spans(*columns, spans.bounds)
 
-    dataset = GPTDataset(make_dataset([30] * 8), sequence_length=8, order=Wrong(8, 0, 9))
     with pytest.raises(ValueError, match=message):
-        dataset.batch([0])
-    with pytest.raises(ConfigError, match="belong to Megatron-LM's order"):
-        GPTDataset(make_dataset([30]), sequence_length=8, seed=1, order=Wrong(8, 0, 9))
-    with pytest.raises(ConfigError, match=r"the seed must be .*, not None"):
-        GPTDataset(make_dataset([30]), sequence_length=8)
+        changed(make_dataset, change).batch([0])
 
 
-def test_spans_say_where_the_tokens_of_a_sample_are(
-    make_dataset: Callable[..., IndexedDataset],
+@ACCESS
+@pytest.mark.parametrize(
+    "bounds", [[1, 2, 3], [-1, 1, 2], [0, 1], [0, 1, 2, 2], [0, 1, 1], [0, -1, 2], [0.0, 1.0, 2.0]]
+)
+def test_bounds_of_other_spans_are_refused(
+    make_dataset: Make, access: Any, bounds: list[Any]
 ) -> None:
+    dataset = changed(make_dataset, lambda spans: spans._replace(bounds=np.array(bounds)), access)
+    for read in (dataset.batch, dataset.spans):
+        with pytest.raises(ConfigError, match="bounds"):
+            read([2, 3])
+
+
+def test_spans_may_be_lists_of_any_integers(make_dataset: Make) -> None:
+    lists = changed(make_dataset, lambda spans: Spans(*(column.tolist() for column in spans)))
+    arrays = changed(make_dataset, lambda spans: spans)
+    assert np.array_equal(lists.batch([2, 3])["labels"], arrays.batch([2, 3])["labels"])
+
+
+def test_spans_say_where_the_tokens_of_a_sample_are(make_dataset: Make) -> None:
     data = make_dataset([5, 0, 40, 13, 1, 100])
     dataset = GPTDataset(data, sequence_length=16, seed=2, num_samples=30)
     numbers = np.arange(len(dataset))
@@ -147,57 +175,18 @@ def test_spans_say_where_the_tokens_of_a_sample_are(
         dataset.spans([len(dataset)])
 
 
-@pytest.mark.parametrize("access", ["mmap", "file"])
-@pytest.mark.parametrize(
-    "bounds", [[1, 2, 3], [-1, 1, 2], [0, 1], [0, 1, 2, 2], [0, 1, 1], [0, -1, 2], [0.0, 1.0, 2.0]]
-)
-def test_bounds_of_other_spans_are_refused(
-    make_dataset: Callable[..., IndexedDataset], access: Any, bounds: list[Any]
-) -> None:
-    class Wrong(ConstantOffset):
-        def spans(self, sample_numbers: np.ndarray) -> Spans:
-            return super().spans(sample_numbers)._replace(bounds=np.array(bounds))
-
-    data = IndexedDataset(make_dataset([30] * 8).prefix, access=access)
-    dataset = GPTDataset(data, sequence_length=8, order=Wrong(8, 0, 9))
-    for read in (dataset.batch, dataset.spans):
-        with pytest.raises(ConfigError, match="bounds"):
-            read([2, 3])
-
-
-def test_spans_may_be_lists_of_any_integers(make_dataset: Callable[..., IndexedDataset]) -> None:
-    class Lists(ConstantOffset):
-        def spans(self, sample_numbers: np.ndarray) -> Spans:
-            return Spans(*(column.tolist() for column in super().spans(sample_numbers)))
-
-    data = make_dataset([30] * 8)
-    first, second = (
-        GPTDataset(data, sequence_length=8, order=order(8, 0, 9))
-        for order in (Lists, ConstantOffset)
+def test_options_of_the_order_that_is_not_given_are_refused(make_dataset: Make) -> None:
+    gpt = partial(GPTDataset, make_dataset([30]), sequence_length=8)
+    options: tuple[dict[str, Any], ...] = (
+        {"seed": 1},
+        {"sequences": np.array([0, 5])},
+        {"drop_last_partial_sequence": False},
     )
-    assert np.array_equal(first.batch([2, 3])["labels"], second.batch([2, 3])["labels"])
-
-
-def test_another_row_length_in_the_same_order_is_another_view(
-    make_dataset: Callable[..., IndexedDataset],
-) -> None:
-    data, order = make_dataset([30] * 8), ConstantOffset(8, 0, 9)
-    state = Loader(
-        GPTDataset(data, sequence_length=8, order=order), micro_batch_size=2
-    ).state_dict()
-    longer = GPTDataset(data, sequence_length=16, order=order)
-    with pytest.warns(ViewChangeWarning, match=r"view\.sequence_length: saved 8, now 16"):
-        Loader(longer, micro_batch_size=2).load_state_dict(state)
-
-
-def test_megatrons_options_with_another_order_are_refused(
-    make_dataset: Callable[..., IndexedDataset],
-) -> None:
-    for option in ({"sequences": np.array([0, 5])}, {"drop_last_partial_sequence": False}):
+    for option in options:
         with pytest.raises(ConfigError, match="belong to Megatron-LM's order"):
-            GPTDataset(
-                make_dataset([30]), sequence_length=8, order=ConstantOffset(1, 0, 9), **option
-            )
+            gpt(order=ConstantOffset(1, 0, 9), **option)
+    with pytest.raises(ConfigError, match=r"the seed must be .*, not None"):
+        gpt()
 
 
 @pytest.mark.parametrize(
@@ -224,9 +213,7 @@ def test_a_blend_refuses_a_batch_of_another_form(make: Callable[[int], Any]) -> 
         BlendedDataset([Tokens(), Changing()]).batch(np.arange(20))
 
 
-def test_a_source_without_options_keeps_its_own_view(
-    make_dataset: Callable[..., IndexedDataset],
-) -> None:
+def test_a_source_without_options_keeps_its_own_view(make_dataset: Make) -> None:
     class Wrapped:
         def __init__(self, dataset: GPTDataset) -> None:
             self.source, self.batch = dataset.source, dataset.batch

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import pickle
 import re
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace import (
+    BatchSizeSchedule,
     ConfigError,
     CyclicSampler,
     FullValidationSampler,
     GlobalBatchSampler,
     Loader,
+    RampUp,
     ResumeError,
     SequentialSampler,
 )
+from tests.feed.helpers import Numbers, is_true_in_child, run_together
 from tests.feed.laws import permutation
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_samplers.json").read_text())
 """Batches of Megatron-LM's own samplers (main of August 2026, not on PyPI), each to its end."""
+
+
+def named(ranks: list[int], micro: int = 1) -> dict[str, int]:
+    rank, size = ranks
+    return {"micro_batch_size": micro, "data_parallel_rank": rank, "data_parallel_size": size}
 
 
 @pytest.mark.parametrize("case", GOLDEN, ids=lambda case: f"{case['sampler']}{case['arguments']}")
@@ -37,41 +45,21 @@ def test_batches_are_megatrons(case: dict[str, Any]) -> None:
     numbers = case["arguments"]
     batches, consumed = case["batches"], 0
     if case["sampler"] == "MegatronFullValidationSampler":
-        total, rank, size = numbers
-        sampler: Any = FullValidationSampler(
-            total, data_parallel_rank=rank, data_parallel_size=size
-        )
+        total, *ranks = numbers
+        sampler: Any = FullValidationSampler(total, **named(ranks))
         num_steps = sampler.num_steps()
         assert num_steps - len(batches) in (0, 1)
         batches = batches + [[]] * (num_steps - len(batches))  # they are silent, ours is empty
     elif case["sampler"] == "MegatronPretrainingSampler":
-        total, consumed, micro, rank, size, drop_last = numbers
-        sampler = SequentialSampler(
-            total,
-            micro_batch_size=micro,
-            data_parallel_rank=rank,
-            data_parallel_size=size,
-            drop_last=drop_last,
-        )
+        total, consumed, micro, *ranks, drop_last = numbers
+        sampler = SequentialSampler(total, **named(ranks, micro), drop_last=drop_last)
     elif case["sampler"] == "HybridCPMegatronPretrainingSampler":
-        total, consumed, micro, global_batch_size, rank, size, drop_last = numbers
-        sampler = GlobalBatchSampler(
-            total,
-            global_batch_size=global_batch_size,
-            micro_batch_size=micro,
-            data_parallel_rank=rank,
-            data_parallel_size=size,
-            drop_last=drop_last,
-        )
+        total, consumed, micro, size, *ranks, drop_last = numbers
+        share = named(ranks, micro)
+        sampler = GlobalBatchSampler(total, global_batch_size=size, **share, drop_last=drop_last)
     else:
-        _, total, consumed, micro, rank, size, data_sharding = numbers
-        sampler = CyclicSampler(
-            total,
-            micro_batch_size=micro,
-            data_parallel_rank=rank,
-            data_parallel_size=size,
-            data_sharding=data_sharding,
-        )
+        _, total, consumed, micro, *ranks, data_sharding = numbers
+        sampler = CyclicSampler(total, **named(ranks, micro), data_sharding=data_sharding)
         # Not sharded, Megatron-LM gives some ranks one batch more.
         left = sampler.steps_per_epoch - sampler.step_at(consumed) % sampler.steps_per_epoch
         assert 0 <= len(batches) - left <= (not data_sharding)
@@ -93,60 +81,6 @@ def test_the_pages_examples_run() -> None:
 
 
 # ---- resuming on other ranks ----
-
-
-def global_order(make: Callable[..., Any], size: int, start: int, stop: int) -> list[int]:
-    """The samples of all ranks from one position to another, each step's in rising order."""
-    samplers = [make(data_parallel_rank=rank, data_parallel_size=size) for rank in range(size)]
-    numbers: list[int] = []
-    while start < stop:
-        step = np.concatenate([sampler.sample_numbers(start) for sampler in samplers])
-        numbers += sorted(step.tolist())
-        start = samplers[0].consumed_after(start)
-    assert start == stop
-    return numbers
-
-
-@given(
-    num_samples=st.integers(1, 200),
-    first=st.tuples(st.integers(1, 4), st.integers(1, 6), st.booleans()),
-    second=st.tuples(st.integers(1, 4), st.integers(1, 6), st.booleans()),
-    num_steps=st.integers(0, 60),
-)
-@settings(deadline=None, derandomize=True, max_examples=300)
-def test_equal_fingerprints_are_equal_orders(
-    num_samples: int,
-    first: tuple[int, int, bool],
-    second: tuple[int, int, bool],
-    num_steps: int,
-) -> None:
-    """Two cyclic samplers with one fingerprint see the same samples between any two positions."""
-
-    def make(micro: int, data_sharding: bool) -> Callable[..., Any]:
-        return lambda **ranks: CyclicSampler(
-            num_samples, micro_batch_size=micro, data_sharding=data_sharding, **ranks
-        )
-
-    if any(micro * size > num_samples for micro, size, _ in (first, second)):
-        return
-    makers = [make(micro, sharded) for micro, _, sharded in (first, second)]
-    sizes = [first[1], second[1]]
-    ours, theirs = (
-        maker(data_parallel_rank=0, data_parallel_size=size)
-        for maker, size in zip(makers, sizes, strict=True)
-    )
-    common = int(np.lcm(ours.block_size, theirs.block_size))
-    orders = [
-        [
-            sorted(global_order(maker, size, position, position + common))
-            for position in range(0, 3 * num_samples, common)
-        ]
-        for maker, size in zip(makers, sizes, strict=True)
-    ]
-    if ours.fingerprint() == theirs.fingerprint():
-        assert orders[0] == orders[1]
-    elif ours.fingerprint()["samples_per_epoch"] > 20:  # equal by chance below
-        assert orders[0] != orders[1]
 
 
 def test_the_fingerprint_of_a_cyclic_order() -> None:
@@ -191,21 +125,11 @@ def test_a_cyclic_step_must_start_where_a_step_of_its_ranks_does() -> None:
 
 
 def test_a_loader_refuses_other_cyclic_orders() -> None:
-    class Numbers:
-        def __len__(self) -> int:
-            return 50
-
-        def batch(self, sample_numbers: Any) -> dict[str, Any]:
-            return {"numbers": np.asarray(sample_numbers)}
-
-        def fingerprint(self) -> dict[str, Any]:
-            return {"kind": "numbers"}
-
     def loader(micro: int, size: int, data_sharding: bool) -> Loader:
         sampler = CyclicSampler(
             50, micro_batch_size=micro, data_parallel_size=size, data_sharding=data_sharding
         )
-        return Loader(Numbers(), sampler=sampler, prefetch=0)
+        return Loader(Numbers(50), sampler=sampler, prefetch=0)
 
     first = loader(2, 3, False)
     for _ in range(12):
@@ -214,7 +138,7 @@ def test_a_loader_refuses_other_cyclic_orders() -> None:
     for micro, size in ((2, 3), (2, 4), (1, 12)):  # 48 of 50 shuffled samples fill an epoch
         other = loader(micro, size, False)
         other.load_state_dict(state)
-        assert next(other)["numbers"][0] == first.batch(12)["numbers"][0]
+        assert next(other)["tokens"][0] == first.batch(12)["tokens"][0]
         with pytest.raises(TypeError, match="has no number of steps"):
             len(other)
     reason = r"(?s)sampler\.\w+: saved .*\nA cyclic order depends on .* the saved run, or"
@@ -329,11 +253,7 @@ def test_threads_share_the_permutations_of_neighbouring_epochs() -> None:
             if sampler.sample_numbers(consumed).tolist() != expected[consumed : consumed + 5]:
                 failures.append(f"step at {consumed}")
 
-    threads = [threading.Thread(target=read, args=(100 * number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_together(*(partial(read, 100 * number) for number in range(8)))
     assert failures == []
     assert len(sampler._permutations) == 2
 
@@ -350,11 +270,8 @@ def test_a_fork_beside_a_thread_that_draws_is_not_blocked() -> None:
     thread = threading.Thread(target=draw)
     thread.start()
     is_drawing.wait()
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if len(sampler.sample_numbers(5 * sampler.samples_per_epoch)) == 8 else 1)
-    thread.join()
-    assert os.waitpid(child, 0)[1] == 0
+    start = 5 * sampler.samples_per_epoch
+    assert is_true_in_child(lambda: len(sampler.sample_numbers(start)) == 8, thread.join)
 
 
 def test_copies_draw_for_themselves() -> None:
@@ -367,3 +284,149 @@ def test_copies_draw_for_themselves() -> None:
     numbers_again = sampler.sample_numbers(20)
     numbers_again[:] = 0  # the caller's own
     assert sampler.sample_numbers(20).tolist() == numbers
+
+
+# ---- batch sizes that change ----
+
+
+def ramp_up(start: int, increment: int, samples: int, final: int, consumed: int) -> int:
+    """The batch size by Megatron-LM's calculator, in float64."""
+    if consumed > samples or start == final:
+        return final
+    samples_per_increment = samples / ((final - start) // increment)
+    return start + int(consumed / samples_per_increment) * increment
+
+
+gaps_and_sizes = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 40)), min_size=1, max_size=6)
+
+
+@given(
+    start=st.integers(1, 100),
+    increment=st.integers(1, 40),
+    num_increments=st.integers(0, 30),
+    samples=st.one_of(st.integers(1, 40), st.integers(1, 10**6), st.integers(1, 2**53)),
+    numbers=st.lists(st.floats(0, 1.5), max_size=20),
+)
+@settings(deadline=None, derandomize=True, max_examples=300)
+def test_a_ramp_up_has_the_sizes_of_the_calculator(
+    start: int, increment: int, num_increments: int, samples: int, numbers: list[float]
+) -> None:
+    final = start + num_increments * increment
+    schedule = RampUp(start, increment, samples, final)
+    places = {int(number * samples) for number in numbers} | {0, samples - 1, samples, samples + 1}
+    for change, _ in schedule.changes:
+        places |= {max(change - 1, 0), change, change + 1}
+    for place in places:
+        expected = ramp_up(start, increment, samples, final, place)
+        assert schedule.batch_size(place) == expected
+
+
+@given(gaps_and_sizes=gaps_and_sizes, num_samples=st.integers(0, 500), drop_last=st.booleans())
+@settings(deadline=None, derandomize=True, max_examples=200)
+def test_steps_and_consumed_samples_follow_from_each_other(
+    gaps_and_sizes: list[tuple[int, int]], num_samples: int, drop_last: bool
+) -> None:
+    starts = np.cumsum([0] + [gap for gap, _ in gaps_and_sizes[1:]]).tolist()
+    changes = list(zip(starts, [size for _, size in gaps_and_sizes], strict=True))
+    schedule = BatchSizeSchedule(changes)
+    consumed = 0
+    for step in range(40):
+        assert schedule.consumed_at(step) == consumed
+        assert schedule.step_at(consumed) == step
+        size = schedule.batch_size(consumed)
+        assert size == [size for start, size in changes if start <= consumed][-1]
+        for inside in {consumed + 1, consumed + size - 1} - {consumed, consumed + size}:
+            ends = rf"at {consumed} and at {consumed + size}$"
+            with pytest.raises(ConfigError, match=rf"inside step {step}, .* {ends}"):
+                schedule.step_at(inside)
+        consumed += size
+    for start in (0, num_samples // 3, num_samples, num_samples + 3):
+        end, steps = start, 0
+        while end < num_samples:
+            end += schedule.batch_size(end)
+            steps += 1
+        expected = max(steps - (drop_last and end > num_samples), 0)
+        assert schedule.num_steps(num_samples, start, drop_last=drop_last) == expected
+
+
+def test_large_numbers_take_no_time() -> None:
+    schedule = BatchSizeSchedule([(0, 256), (1_000_000, 512), (10**15, 3)])
+    step = 10**17
+    assert schedule.step_at(schedule.consumed_at(step)) == step
+    steps = schedule.num_steps(10**18)
+    assert schedule.num_steps(7, 99) == schedule.num_steps(7, 7) == 0  # beyond the end
+    assert schedule.consumed_at(steps) <= 10**18 < schedule.consumed_at(steps + 1)
+
+
+def test_a_change_inside_a_step_waits_for_its_end() -> None:
+    schedule = BatchSizeSchedule([(0, 10), (15, 100), (17, 4), (20, 5)])
+    assert [schedule.consumed_at(step) for step in range(4)] == [0, 10, 20, 25]
+    assert [schedule.batch_size(consumed) for consumed in (14, 15, 17, 20)] == [10, 100, 4, 5]
+
+
+def test_micro_batches_are_counted_and_must_be_whole() -> None:
+    schedule = RampUp(16, 8, 1000, 32)
+    assert schedule.num_micro_batches(0, 2, 4) == 2
+    assert schedule.num_micro_batches(1000, np.int64(2), np.int32(4)) == 4
+    message = r"size is 24 after 500 samples; it must be a multiple of .* = 4 \* 4 = 16"
+    with pytest.raises(ConfigError, match=message):
+        schedule.num_micro_batches(500, 4, 4)
+    with pytest.raises(ConfigError, match=r"size is 24 after 512 samples"):
+        GlobalBatchSampler(
+            600, global_batch_size=schedule, micro_batch_size=4, data_parallel_size=4
+        )
+    # A size that no step reaches need not fit.
+    GlobalBatchSampler(500, global_batch_size=schedule, micro_batch_size=4, data_parallel_size=4)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.0, float("nan"), True, "5", None])
+def test_invalid_numbers_of_schedules_are_refused(value: Any) -> None:
+    numbers = {"start": 16, "increment": 8, "samples": 1000, "global_batch_size": 32}
+    for name in numbers:
+        with pytest.raises(ConfigError, match=f"{name} must be (a whole number|between 1 and)"):
+            RampUp(**{**numbers, name: value})
+    with pytest.raises(ConfigError, match=r"global_batch_size of change 1 "):
+        BatchSizeSchedule([(0, 4), (8, value)])
+    schedule = RampUp(**numbers)
+    for arguments in ((0, value, 1), (0, 1, value)):
+        with pytest.raises(ConfigError, match=r"_size must be"):
+            schedule.num_micro_batches(*arguments)
+    if value != 0 or isinstance(value, float):
+        for method in (schedule.batch_size, schedule.step_at, schedule.consumed_at):
+            with pytest.raises(ConfigError, match=r"(consumed_samples|step) must be"):
+                method(value)
+        with pytest.raises(ConfigError, match="consumed_samples must be"):
+            schedule.num_steps(100, value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ([], "there are no changes"),
+        ([(5, 4)], "the first change is at 5 consumed samples; it must be at 0"),
+        ([(0, 4), (10, 8), (10, 16)], "change 2 is at 10 .* after change 1, at 10"),
+        ([(0, 4), (-10, 8)], r"consumed_samples of change 1 must be .*, not -10"),
+        ([(0, 4, 1)], "give pairs"),
+        (7, "give pairs"),
+        ("ab", "give pairs"),
+    ],
+)
+def test_invalid_changes_are_refused(changes: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        BatchSizeSchedule(changes)
+
+
+def test_ramp_ups_that_miss_their_end_are_refused() -> None:
+    for numbers, message in (
+        ((16, 8, 1000, 30), r"global_batch_size is 30; .* increments of 8"),
+        ((16, 8, 1000, 8), "global_batch_size is 8; "),
+        ((1, 1, 1000, 10**7), "would grow 9999999 times"),
+        ((16, 8, 2**53 + 1, 32), r"samples must be between 1 and 2\*\*53, not \d+"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            RampUp(*numbers)
+
+
+def test_schedules_print_as_they_are_made() -> None:
+    for schedule in (RampUp(16, 8, 1000, 32), BatchSizeSchedule([(0, 4), (10, 8)])):
+        assert eval(repr(schedule)).changes == schedule.changes
