@@ -102,25 +102,6 @@ def test_a_file_that_vanishes_is_read_on(tmp_path: Path, kind: str, access: str)
         assert sum(1 for _ in loader) == len(loader) - 1
 
 
-@pytest.mark.parametrize("prefetch", [0, 3])
-@pytest.mark.parametrize("kind", ["dataset", "blend"])
-def test_a_token_beyond_the_vocabulary_is_named(tmp_path: Path, prefetch: int, kind: str) -> None:
-    write_data(tmp_path)
-    source = open_source(tmp_path, kind, "mmap")
-    numbers = np.flatnonzero(source.batch(np.arange(len(source)))["tokens"].max(axis=1) >= 390)
-    step = int(numbers[0]) // 4
-    with Loader(source, micro_batch_size=4, vocab_size=390, prefetch=prefetch) as loader:
-        for _ in range(step):
-            assert next(loader)["tokens"].max() < 390
-        for _ in range(2):
-            message = rf"text.*sample.*token id 39.*outside \[0, 390\).*consumed_samples={4 * step}"
-            with pytest.raises(DataError, match=message):
-                next(loader)
-        assert loader.state_dict()["consumed_samples"] == loader.consumed_samples == 4 * step
-    with Loader(source, micro_batch_size=4, vocab_size=400) as loader:
-        assert sum(1 for _ in loader) == len(loader)
-
-
 # ---- pickles ----
 
 

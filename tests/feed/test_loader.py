@@ -245,23 +245,6 @@ def test_a_loader_goes_on_after_it_has_refused_a_state(dataset: GPTDataset, pref
 # ---- several threads, errors, copies ----
 
 
-def test_an_error_of_transform_does_not_move_the_position() -> None:
-    failures = [ValueError, KeyboardInterrupt]
-
-    def fail_twice(batch: Any) -> Any:
-        if failures:
-            raise failures.pop(0)
-        return batch["tokens"].tolist()
-
-    loader = Loader(Numbers(), micro_batch_size=2, consumed_samples=4, transform=fail_twice)
-    for error in tuple(failures):
-        with pytest.raises(error):
-            next(loader)
-        assert loader.consumed_samples == 4
-    assert (next(loader), loader.consumed_samples) == ([4, 5], 6)
-    loader.close()
-
-
 def test_a_transform_may_use_its_loader(dataset: GPTDataset) -> None:
     """The state does not count the current batch; `next` in the transform gives the next one."""
     states = []

@@ -21,6 +21,7 @@ from millrace import (
     ViewChangeWarning,
 )
 from millrace.order import Spans
+from tests.feed.helpers import Numbers
 
 Make = Callable[..., IndexedDataset]
 ACCESS = pytest.mark.parametrize("access", ["mmap", "file"])
@@ -66,41 +67,6 @@ def test_another_order_blends_with_megatrons(make_dataset: Make, access: Any) ->
     moved = GPTDataset(data, sequence_length=8, order=ConstantOffset(8, 6, 9))
     with pytest.raises(ResumeError, match=r"datasets\[0\].offset: saved 5, now 6"):
         Loader(BlendedDataset([moved, gpt], [1, 3], 24), micro_batch_size=2).load_state_dict(state)
-
-
-@dataclass(frozen=True)
-class Zeros:
-    """A dataset that has no token file."""
-
-    dtype: Any = np.int64
-
-    def __len__(self) -> int:
-        return 50
-
-    def batch(self, sample_numbers: Any) -> dict[str, np.ndarray]:
-        shape = (len(sample_numbers), 8)
-        names = {"tokens": self.dtype, "labels": np.int64, "loss_mask": np.float32}
-        return {name: np.zeros(shape, dtype) for name, dtype in names.items()} | {
-            "position_ids": np.tile(np.arange(8), (len(sample_numbers), 1))
-        }
-
-    def fingerprint(self) -> dict[str, Any]:
-        return {"kind": "zeros"}
-
-
-def test_a_blend_mixes_any_datasets_of_equal_shape(make_dataset: Make) -> None:
-    data = make_dataset([300])
-    gpt = GPTDataset(data, sequence_length=8, seed=1)
-    masked = GPTDataset(data, sequence_length=8, seed=1, eod_token=3, eod_mask_loss=True)
-    blend = BlendedDataset([gpt, Zeros(), masked, BlendedDataset([gpt, Zeros()])])
-    batch = blend.batch(np.arange(len(blend)))
-    for row, number in enumerate(blend.dataset_index.tolist()):
-        sample = blend.datasets[number].batch([blend.dataset_sample_index[row]])
-        for name, array in sample.items():
-            assert np.array_equal(array[0], batch[name][row])
-    for other in (Zeros(np.int32), GPTDataset(data, sequence_length=9, seed=1)):
-        with pytest.raises(ConfigError, match=r"dataset 1 .* samples of .*make them equal"):
-            BlendedDataset([gpt, other])
 
 
 @dataclass(frozen=True)
@@ -200,7 +166,7 @@ def test_options_of_the_order_that_is_not_given_are_refused(make_dataset: Make) 
     ],
 )
 def test_a_blend_refuses_a_batch_of_another_form(make: Callable[[int], Any]) -> None:
-    class Tokens(Zeros):
+    class Tokens(Numbers):
         def batch(self, sample_numbers: Any) -> dict[str, np.ndarray]:
             return {"tokens": np.zeros((len(sample_numbers), 8), np.int64)}
 

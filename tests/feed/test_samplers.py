@@ -289,36 +289,7 @@ def test_copies_draw_for_themselves() -> None:
 # ---- batch sizes that change ----
 
 
-def ramp_up(start: int, increment: int, samples: int, final: int, consumed: int) -> int:
-    """The batch size by Megatron-LM's calculator, in float64."""
-    if consumed > samples or start == final:
-        return final
-    samples_per_increment = samples / ((final - start) // increment)
-    return start + int(consumed / samples_per_increment) * increment
-
-
 gaps_and_sizes = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 40)), min_size=1, max_size=6)
-
-
-@given(
-    start=st.integers(1, 100),
-    increment=st.integers(1, 40),
-    num_increments=st.integers(0, 30),
-    samples=st.one_of(st.integers(1, 40), st.integers(1, 10**6), st.integers(1, 2**53)),
-    numbers=st.lists(st.floats(0, 1.5), max_size=20),
-)
-@settings(deadline=None, derandomize=True, max_examples=300)
-def test_a_ramp_up_has_the_sizes_of_the_calculator(
-    start: int, increment: int, num_increments: int, samples: int, numbers: list[float]
-) -> None:
-    final = start + num_increments * increment
-    schedule = RampUp(start, increment, samples, final)
-    places = {int(number * samples) for number in numbers} | {0, samples - 1, samples, samples + 1}
-    for change, _ in schedule.changes:
-        places |= {max(change - 1, 0), change, change + 1}
-    for place in places:
-        expected = ramp_up(start, increment, samples, final, place)
-        assert schedule.batch_size(place) == expected
 
 
 @given(gaps_and_sizes=gaps_and_sizes, num_samples=st.integers(0, 500), drop_last=st.booleans())
@@ -356,12 +327,6 @@ def test_large_numbers_take_no_time() -> None:
     steps = schedule.num_steps(10**18)
     assert schedule.num_steps(7, 99) == schedule.num_steps(7, 7) == 0  # beyond the end
     assert schedule.consumed_at(steps) <= 10**18 < schedule.consumed_at(steps + 1)
-
-
-def test_a_change_inside_a_step_waits_for_its_end() -> None:
-    schedule = BatchSizeSchedule([(0, 10), (15, 100), (17, 4), (20, 5)])
-    assert [schedule.consumed_at(step) for step in range(4)] == [0, 10, 20, 25]
-    assert [schedule.batch_size(consumed) for consumed in (14, 15, 17, 20)] == [10, 100, 4, 5]
 
 
 def test_micro_batches_are_counted_and_must_be_whole() -> None:

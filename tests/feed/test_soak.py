@@ -8,7 +8,7 @@ from tests.feed.soak import FlakyReader, Soak
 
 
 def test_every_sample_comes_exactly_once(tmp_path: Path) -> None:
-    soak = Soak(40_000, 3, tmp_path, num_sessions=15)
+    soak = Soak(40_000, 5, tmp_path, num_sessions=15)
     soak.run()
     assert soak.counts["sessions"] > 5
     assert soak.counts["checked"] > 0

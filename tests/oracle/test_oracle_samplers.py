@@ -137,7 +137,10 @@ def test_a_ramp_up_is_that_of_megatrons_calculator() -> None:
     draw = random.Random(0)
     for _ in range(100):
         increment, start = draw.randint(1, 40), draw.randint(1, 100)
-        number, samples = draw.randint(1, 30), draw.choice([draw.randint(1, 3000), 10**12 + 7])
+        number, samples = (
+            draw.randint(1, 30),
+            draw.choice([draw.randint(1, 3000), 10**12 + 7, 2**53 - 1]),
+        )
         final = start + number * increment
         theirs = RampupBatchsizeNumMicroBatchesCalculator(
             final, 1, 1, False, 1, start, increment, samples

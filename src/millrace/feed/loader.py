@@ -241,8 +241,7 @@ class Loader(Renewed):
         A state with another view (masks, padding) is accepted with a ViewChangeWarning.
 
         Raises:
-            ResumeError: A state of other data, another order or another version; the message says
-                what differs.
+            ResumeError: A state of other data, another order or another version, and what differs.
             ConfigError: A consumed_samples that is not a whole number, or where no step can start.
         """
         self._seek(self._fingerprint.read_state(state))
@@ -255,7 +254,6 @@ class Loader(Renewed):
             self._move(Position(start, position.stream))
 
     def _move(self, position: Position) -> None:
-        """Goes to a position. The caller has the lock."""
         self._next = self._position = position
         self._drop_queue()
 
@@ -288,7 +286,6 @@ class Loader(Renewed):
         self.close()
 
     def _step(self, start: Position) -> Step:
-        """The step that starts there."""
         if self._is_closed:
             raise ConfigError("the loader is closed; make a new one, and load its state_dict")
         queue = None if self._prefetch == 0 else self._open_queue(start)
@@ -302,7 +299,6 @@ class Loader(Renewed):
         return step
 
     def _open_queue(self, start: Position) -> StepQueue:
-        """The queue whose next step starts there."""
         if self._queue is None or self._queue.position != start.consumed_samples:
             self._drop_queue()
             self._queue = StepQueue(self._maker, start, self._prefetch)

@@ -81,7 +81,6 @@ class StepMaker(Renewed):
         return whole("consumed_after", end, consumed_samples + 1)
 
     def step(self, before: Position) -> Step:
-        """The step that starts there."""
         try:
             end = self.end_of(before.consumed_samples)
         except BaseException as error:
@@ -89,7 +88,6 @@ class StepMaker(Renewed):
         return Step(before) if end is None else self.make(before, end)
 
     def make(self, before: Position, end: int) -> Step:
-        """The step with these bounds."""
         batch: Any
         numbers: Any = None
         marks: list[float] = []
@@ -121,7 +119,6 @@ class StepMaker(Renewed):
         return is_locked_here or getattr(worker, "maker", None) is self
 
     def check_thread(self) -> None:
-        """Raises ConfigError in a thread that is making a step: it would wait for itself."""
         if self.is_making():
             raise ConfigError(
                 "the dataset, sampler or `prepare` of a loader uses the same loader, whose thread "
@@ -129,8 +126,7 @@ class StepMaker(Renewed):
             )
 
 
-worker = threading.local()
-"""Of a thread of a queue: `maker`, the `StepMaker` whose step it is making."""
+worker = threading.local()  # of a thread of a queue: `maker`, whose step it is making
 
 
 def failed_step(before: Position, error: BaseException, numbers: Any = None) -> Step:
@@ -284,7 +280,6 @@ class StepQueue:
             return step.after is not None
 
     def _wake(self) -> None:
-        """Wakes the thread that waits in `take`."""
         with suppress(RuntimeError):  # it is awake
             self._signal.release()
 

@@ -117,9 +117,6 @@ class ExternalBatches(Renewed, StreamSampler):
         fingerprint: Plain values that tell these batches from others, for the loader's state.
         num_steps: Number of steps, if it is known; with fewer batches the end is an error.
 
-    Raises:
-        ConfigError: A number outside its limits, or batches that cannot be iterated.
-
     Example:
         >>> from millrace import Loader
         >>> batches = ExternalBatches(lambda consumed: range(consumed, 12, 4), samples_per_step=4)

@@ -189,17 +189,10 @@ def build_gpt_indices(
 ) -> GPTIndices:
     """The document, sample and shuffle index, equal to Megatron-LM's for every seed.
 
-    One `RandomState(seed)` draws both shuffles, first the document index. The shuffle index needs
-    no tokens: another thread draws it while the sample index is built.
-
-    Args:
-        sequence_lengths: Lengths of all sequences of the file: integers [sequences], in tokens.
-        sequences: (start, stop), the range to draw from.
-        plan: Plan of the range, from `plan_gpt`.
-        seed: Seed, 0 to 2**32 - 1.
-
-    Raises:
-        ConfigError: A seed or range outside its limits.
+    `sequence_lengths` are those of all sequences of the file, integers [sequences], in tokens, and
+    `sequences` is (start, stop), the range to draw from. One `RandomState(seed)` draws both
+    shuffles, first the document index. The shuffle index needs no tokens: another thread draws it
+    while the sample index is built.
     """
     start, stop = check_range(sequences, len(sequence_lengths))
     sequence_lengths = _lengths(sequence_lengths)

@@ -47,7 +47,7 @@ class SequentialSampler(RankSampler):
     """Consecutive blocks of sample numbers, a slice to each rank (Megatron-LM's `single`).
 
     The step that starts at sample number c takes the block [c, c + micro_batch_size *
-    data_parallel_size); rank r has the r-th slice of micro_batch_size numbers.
+    data_parallel_size); rank r has the r-th slice. A number outside its limits is a ConfigError.
 
     Args:
         num_samples: Number of samples in the dataset.
@@ -56,9 +56,6 @@ class SequentialSampler(RankSampler):
         data_parallel_size: Number of ranks.
         drop_last: Whether to leave out an incomplete last block; else its slices are handed out as
             they are (shorter or empty for the last ranks).
-
-    Raises:
-        ConfigError: A number outside its limits.
     """
 
     drop_last: bool = True
@@ -103,13 +100,10 @@ class SequentialSampler(RankSampler):
             )
 
     def consumed_at(self, step: int) -> int:
-        consumed_samples, num_steps = (
-            self.schedule.consumed_at(step),
-            SequentialSampler.num_steps(self),
-        )
+        start, num_steps = self.schedule.consumed_at(step), SequentialSampler.num_steps(self)
         if step > num_steps:
             raise IndexError(f"there is no step {step}: the sampler has {num_steps} steps")
-        return min(consumed_samples, self.num_samples)
+        return min(start, self.num_samples)
 
     def step_at(self, consumed_samples: int) -> int:
         self.check_position(consumed_samples)

@@ -22,10 +22,7 @@ class BatchSizeSchedule:
 
     Args:
         changes: Pairs (consumed_samples, global_batch_size): the size of the steps that start
-            there or later, up to the next pair. The first pair is for 0 consumed samples.
-
-    Raises:
-        ConfigError: Pairs that are not in order, or a number outside its limits.
+            there or later, up to the next pair. They are in order, from 0 consumed samples on.
 
     Example:
         >>> schedule = BatchSizeSchedule([(0, 4), (10, 8)])
@@ -132,9 +129,6 @@ class RampUp(BatchSizeSchedule):
         increment: Difference between a size and the next.
         samples: Number of samples over which the size grows.
         global_batch_size: Global batch size afterwards: `start` plus a multiple of `increment`.
-
-    Raises:
-        ConfigError: A number outside its limits, or a growth that is not a multiple of `increment`.
 
     Example:
         >>> RampUp(16, 8, 1000, 32).changes
