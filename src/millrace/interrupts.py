@@ -13,11 +13,10 @@ from typing import Any
 
 @contextlib.contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Inside the block Ctrl-C is raised only once, and only in `interruptible` blocks.
+    """Inside the block Ctrl-C is raised only once, in an `interruptible` block or at the end.
 
     Python raises KeyboardInterrupt between any two instructions: also just after a file or process
-    was made and before it is recorded, and again during the clean-up. Here it waits for the next
-    `interruptible` block, or the end of this block.
+    was made and before it is recorded, and again during the clean-up.
 
     Does nothing outside the main thread, where Python raises none, and if the program has chosen
     that Ctrl-C is ignored or ends the process.
@@ -61,28 +60,25 @@ def interrupt_once() -> None:
 
     Does nothing if the program has chosen another answer to Ctrl-C than Python's.
     """
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        handler = _Once()
-        signal.signal(signal.SIGINT, handler)
-        sys.unraisablehook = handler.on_unraisable
+    is_over = False
 
-
-class _Once:
-    """A signal handler that raises KeyboardInterrupt once."""
-
-    _is_over = False
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        if not self._is_over:
-            self._is_over = True
+    def raise_once(number: int, frame: FrameType | None) -> None:
+        nonlocal is_over
+        if not is_over:
+            is_over = True
             raise KeyboardInterrupt
 
-    def on_unraisable(self, dropped: sys.UnraisableHookArgs) -> None:
+    def on_unraisable(dropped: sys.UnraisableHookArgs) -> None:
         """Python drops what is raised while it runs a finalizer: then the next Ctrl-C counts."""
+        nonlocal is_over
         if issubclass(dropped.exc_type, KeyboardInterrupt):
-            self._is_over = False
+            is_over = False
         else:
             sys.__unraisablehook__(dropped)
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, raise_once)
+        sys.unraisablehook = on_unraisable
 
 
 class _Held:

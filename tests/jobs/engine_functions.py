@@ -2,16 +2,63 @@
 
 from __future__ import annotations
 
-import glob
 import os
 import signal
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from millrace.engine import Task
-from millrace.engine.tasks import Function
-from millrace.errors import TextError
+from millrace.errors import ConfigError, MillraceError, TextError
+
+
+def tasks_of(*payloads: Any) -> list[Task]:
+    return [Task(number, payload, f"part {number}") for number, payload in enumerate(payloads)]
+
+
+PRELUDE = (
+    "import os, sys; from millrace.engine import *; from tests.jobs.engine_functions import *\n"
+)
+HANG = 60.0  # seconds
+
+
+def assert_drawn_as_they_finish(executor: Any, workers: int, most: int) -> None:
+    """At most that many tasks are drawn and not finished."""
+    num_drawn = num_finished = 0
+
+    def tasks() -> Iterator[Task]:
+        nonlocal num_drawn
+        for number in range(30):
+            num_drawn += 1
+            assert num_drawn - num_finished <= most
+            yield Task(number, 0)
+
+    for _ in executor(sleep, None, tasks(), workers=workers):
+        num_finished += 1
+    assert (num_drawn, num_finished) == (30, 30)
+
+
+def assert_interruptible(code: str, **environment: str) -> int:
+    """Sends Ctrl-C to a script when it has printed a line; returns the process's id."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", PRELUDE + code],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline()
+    time.sleep(0.3)
+    os.killpg(process.pid, signal.SIGINT)
+    _, stderr = process.communicate(timeout=HANG)
+    assert process.returncode == -signal.SIGINT
+    assert stderr.splitlines()[-1] == "KeyboardInterrupt"
+    assert stderr.count("Traceback") == 1
+    return process.pid
 
 
 def multiply(factor: int, task: Task) -> int:
@@ -29,27 +76,6 @@ def sleep(_: None, task: Task) -> int:
 
 def environment(name: str, task: Task) -> str | None:
     return os.environ.get(name)
-
-
-def note_unflushed(files: str, log: str, function: Function, context: Any, task: Task) -> Any:
-    """Runs a task, and notes its id and the names of files in its folder without an fsync."""
-    flushed = set()
-    flush = os.fsync
-
-    def fsync(descriptor: int) -> None:
-        flush(descriptor)
-        flushed.add(os.readlink(f"/proc/self/fd/{descriptor}"))
-
-    os.fsync = fsync
-    try:
-        result = function(context, task)
-    finally:
-        os.fsync = flush
-    (folder,) = glob.glob(f"{files}/{task.id}*")
-    names = [name for name in os.listdir(folder) if os.path.join(folder, name) not in flushed]
-    with open(log, "a") as file:
-        file.write(f"{task.id}: {sorted(names)}\n")
-    return result
 
 
 def write_everywhere(_: None, task: Task) -> str:
@@ -88,6 +114,15 @@ def fork_and_die(folder: str, task: Task) -> str:
         time.sleep(15)
         os._exit(0)
     os._exit(1)
+
+
+FAILURES: list[tuple[Any, type[Exception], str]] = [
+    (0, ZeroDivisionError, "division by zero"),
+    ("text", TextError, "line 3 is bad"),
+    ("unpicklable", MillraceError, "in a worker process: UnpicklableError"),
+    ("result", ConfigError, "the result of a task cannot be sent"),
+]
+"""Payloads of `fail`, and the errors that they give."""
 
 
 def fail(_: None, task: Task) -> float:

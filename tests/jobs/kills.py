@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 DEADLINE = 120.0  # seconds that a run, or the end of an orphan, may take
 KILLED = 9  # status of a process that `run_and_die` has ended
@@ -27,16 +27,6 @@ KILLED = 9  # status of a process that `run_and_die` has ended
 
 class KillError(AssertionError):
     """Something was lost, done twice, or left behind."""
-
-
-class Named(Protocol):
-    """A job of `run_jobs`."""
-
-    @property
-    def name(self) -> str: ...
-
-
-# ---- what a journal holds ----
 
 
 def finished_tasks(folder: Path) -> dict[str, str]:
@@ -52,9 +42,6 @@ def finished_tasks(folder: Path) -> dict[str, str]:
     return attempts
 
 
-# ---- processes ----
-
-
 def descendants(pid: int) -> list[int]:
     """The living processes that a process has started, and theirs."""
     processes = []
@@ -67,7 +54,12 @@ def descendants(pid: int) -> list[int]:
 
 def workers_of(pid: int) -> list[int]:
     """The worker processes of a process."""
-    return [child for child in descendants(pid) if b"engine.local" in _command_of(child)]
+    workers = []
+    for child in descendants(pid):
+        with contextlib.suppress(OSError):
+            if b"engine.local" in Path(f"/proc/{child}/cmdline").read_bytes():
+                workers.append(child)
+    return workers
 
 
 def members_of(session: int) -> list[int]:
@@ -108,12 +100,6 @@ def kill(pid: int) -> bool:
     return False
 
 
-def _command_of(pid: int) -> bytes:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    return b""
-
-
 def run_and_die(job: Callable[[], object], num_calls: int) -> None:
     """Runs a job in a forked child, but ends the process after a number of calls of the kernel."""
 
@@ -147,9 +133,6 @@ def deaths_of(job: Callable[[], object], step: int = 1) -> Iterator[None]:
     assert status == 0
 
 
-# ---- any number of kills ----
-
-
 def run_jobs(
     make_jobs: Callable[[Path], Sequence[Any]],
     run_job: Callable[[Any, Path, random.Random, Counter[str]], None],
@@ -158,22 +141,18 @@ def run_jobs(
 ) -> Counter[str]:
     """Runs jobs in random order, until there were that many kills; returns what was counted.
 
-    Args:
-        make_jobs: Function that writes the inputs into a folder and returns the jobs, which have
-            names.
-        run_job: Function that runs a job with kills. It counts them as "parent" and "worker".
-        num_kills: Number of kills, at least.
-        seed: Seed of jobs and moments.
+    `make_jobs` writes the inputs into a folder and returns the jobs, which have names. `run_job`
+    runs a job with kills, which it counts as "parent" and "worker".
     """
     choices = random.Random(seed)
     counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         jobs = make_jobs(folder)
-        order: list[Named] = []
+        order: list[Any] = []
         while counts["parent"] + counts["worker"] < num_kills:
             order = order or choices.sample(jobs, len(jobs))
-            job = order.pop()
+            job: Any = order.pop()
             output = folder / "output"
             try:
                 run_job(job, output, choices, counts)
@@ -187,13 +166,9 @@ def run_jobs(
 def run_command(
     description: str, run: Callable[[int, int, int], Counter[str]], unit: str, default: int
 ) -> None:
-    """The command line of a script that kills jobs.
+    """The command line of a script that kills jobs; `run` gets kills, seed and size of the input.
 
-    Args:
-        description: Text of the script; its first line is shown.
-        run: Function of the number of kills, the seed and the size of the input.
-        unit: What the input's size counts.
-        default: Size of the input.
+    `unit` is what the size counts, `default` the usual one.
     """
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--kills", type=int, default=100)

@@ -18,19 +18,14 @@ import pytest
 from millrace.engine import Task, run_local
 from millrace.errors import ConfigError, MillraceError, TextError
 from tests.jobs import engine_functions as functions
-from tests.jobs.engine_kills import run_kills
+from tests.jobs.engine_functions import HANG, PRELUDE, tasks_of
+from tests.jobs.engine_kills import run
 from tests.jobs.kills import workers_of
-
-HANG = 60.0  # seconds
-
-
-def tasks_of(payloads: Any) -> list[Task]:
-    return [Task(number, payload, f"part {number}") for number, payload in enumerate(payloads)]
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_every_task_has_its_result(workers: int) -> None:
-    tasks = tasks_of(range(50))
+    tasks = tasks_of(*range(50))
     results = dict(run_local(functions.multiply, 3, iter(tasks), workers=workers))
     assert results == {task: 3 * task.payload for task in tasks}
     assert list(run_local(functions.multiply, 3, [], workers=workers)) == []
@@ -39,38 +34,21 @@ def test_every_task_has_its_result(workers: int) -> None:
 
 def test_large_contexts_payloads_and_many_small_tasks() -> None:
     sizes = [5_000_000, 1, 40_000, 3_000_000, 1 << 15, *range(100)]
-    tasks = tasks_of(bytes(size) for size in sizes)
+    tasks = tasks_of(*map(bytes, sizes))
     context = bytes(20_000_000)
     results = dict(run_local(functions.size_of, context, tasks, workers=2))
     assert sorted(results.values()) == sorted(size + len(context) for size in sizes)
 
 
 def test_tasks_are_drawn_at_most_two_per_worker_ahead() -> None:
-    num_drawn = 0
-
-    def tasks() -> Iterator[Task]:
-        nonlocal num_drawn
-        for number in range(100):
-            num_drawn += 1
-            assert num_drawn - num_finished <= 2 * 2 + 1
-            yield Task(number, 0)
-
-    num_finished = 0
-    for _ in run_local(functions.sleep, None, tasks(), workers=2):
-        num_finished += 1
-    assert (num_drawn, num_finished) == (100, 100)
+    functions.assert_drawn_as_they_finish(run_local, 2, 2 * 2 + 1)
 
 
 def test_tasks_run_at_the_same_time_and_come_back_as_they_finish() -> None:
-    results = run_local(functions.sleep, None, tasks_of([1.5, 0, 0, 0]), workers=2)
-    numbers, pids = zip(*((task.number, pid) for task, pid in results), strict=True)
-    assert numbers[-1] == 0 or numbers[-2] == 0
-    assert len(set(pids)) == 2
-
-
-def test_close_ends_the_workers_at_once() -> None:
-    results = run_local(functions.sleep, None, tasks_of([0, 1000, 1000, 1000]), workers=3)
-    next(results)
+    """Closing the iterator ends the workers at once."""
+    results = run_local(functions.sleep, None, tasks_of(1000, 0, 0, 1000, 1000), workers=3)
+    done = [next(results) for _ in range(2)]
+    assert [task.number for task, _ in done] in ([1, 2], [2, 1])
     assert len(workers_of(os.getpid())) == 3
     results.close()
     assert workers_of(os.getpid()) == []
@@ -80,7 +58,7 @@ def test_close_ends_the_workers_at_once() -> None:
 
 
 def test_a_task_is_tried_again_when_its_worker_dies(tmp_path: Path) -> None:
-    results = run_local(functions.die_at_first, str(tmp_path), tasks_of(range(3)), workers=2)
+    results = run_local(functions.die_at_first, str(tmp_path), tasks_of(*range(3)), workers=2)
     attempts = {task.number: count for task, (count, _) in results}
     assert attempts == {number: 3 if number % 3 == 0 else 1 for number in range(3)}
 
@@ -98,39 +76,31 @@ def test_a_task_whose_worker_always_dies_is_an_error(how: Any, attempts: int, me
     times = "3 times" if attempts == 3 else "once"
     text = re.escape(f"the worker process of task 0 (part 0) died {times}: it {message}")
     with pytest.raises(MillraceError, match=text):
-        list(run_local(functions.die, how, tasks_of([0]), workers=2, attempts=attempts))
+        list(run_local(functions.die, how, tasks_of(0), workers=2, attempts=attempts))
     assert workers_of(os.getpid()) == []
 
 
 def test_a_worker_that_leaves_a_process_behind_is_missed(tmp_path: Path) -> None:
     """The process holds the worker's socket, which therefore does not close."""
     start = time.monotonic()
-    results = run_local(functions.fork_and_die, str(tmp_path), tasks_of([0]), workers=2)
+    results = run_local(functions.fork_and_die, str(tmp_path), tasks_of(0), workers=2)
     assert [result for _, result in results] == ["second attempt"]
     assert time.monotonic() - start < HANG
 
 
-def test_kills_of_jobs_and_workers(tmp_path: Path) -> None:
-    run_kills(tmp_path, num_kills=3, seed=int.from_bytes(os.urandom(4), "little"))
+def test_kills_of_jobs_and_workers() -> None:
+    run(num_kills=3, seed=int.from_bytes(os.urandom(4), "little"))
 
 
 # ---- errors ----
 
 
-@pytest.mark.parametrize(
-    ("payload", "kind", "message"),
-    [
-        (0, ZeroDivisionError, "division by zero"),
-        ("text", TextError, "line 3 is bad"),
-        ("unpicklable", MillraceError, "in a worker process: UnpicklableError"),
-        ("result", ConfigError, "the result of a task cannot be sent"),
-    ],
-)
+@pytest.mark.parametrize(("payload", "kind", "message"), functions.FAILURES)
 def test_an_error_of_the_function_ends_the_job(
     payload: Any, kind: type[Exception], message: str
 ) -> None:
     with pytest.raises(kind, match=message) as caught:
-        list(run_local(functions.fail, None, tasks_of(["wait", payload]), workers=2))
+        list(run_local(functions.fail, None, tasks_of("wait", payload), workers=2))
     if not isinstance(caught.value, (TextError, ConfigError)):
         assert "in fail" in str(caught.value.__cause__)  # the worker's traceback
     assert workers_of(os.getpid()) == []
@@ -151,9 +121,9 @@ def test_what_workers_cannot_load_is_refused() -> None:
         with pytest.raises(ConfigError, match="workers must be"):
             list(run_local(functions.multiply, 2, [], workers=workers))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="the function or its context cannot be sent"):
-        list(run_local(lambda *_: 0, None, tasks_of([1]), workers=2))
+        list(run_local(lambda *_: 0, None, tasks_of(1), workers=2))
     with pytest.raises(ConfigError, match=r"task 0 \(part 0\) cannot be sent"):
-        list(run_local(functions.multiply, 2, tasks_of([lambda: 0]), workers=2))
+        list(run_local(functions.multiply, 2, tasks_of(lambda: 0), workers=2))
 
 
 # ---- what workers inherit ----
@@ -162,22 +132,14 @@ def test_what_workers_cannot_load_is_refused() -> None:
 def test_libraries_in_workers_use_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("RAYON_NUM_THREADS", "1"), ("TOKENIZERS_PARALLELISM", "false")):
         monkeypatch.delenv(name, raising=False)  # the command line sets it in its own process
-        ((_, result),) = run_local(functions.environment, name, tasks_of([0]), workers=2)
+        ((_, result),) = run_local(functions.environment, name, tasks_of(0), workers=2)
         assert result == value
         assert os.environ.get(name) != value
 
 
 def run_script(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    prelude = (
-        "import os, sys; from millrace.engine import *; from tests.jobs.engine_functions import *\n"
-    )
-    return subprocess.run(
-        [sys.executable, "-c", prelude + code],
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-        **options,
-    )
+    options |= {"capture_output": True, "text": True, "timeout": HANG}
+    return subprocess.run([sys.executable, "-c", PRELUDE + code], **options)
 
 
 def test_output_of_workers_goes_to_stderr() -> None:
@@ -214,8 +176,9 @@ def test_a_script_needs_no_main_guard(tmp_path: Path) -> None:
     assert "into a module" in last
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # from Python 3.12 on
 def test_a_forked_child_leaves_the_workers_alone() -> None:
-    results = run_local(functions.sleep, None, tasks_of([0, 0.5, 0.5]), workers=2)
+    results = run_local(functions.sleep, None, tasks_of(0, 0.5, 0.5), workers=2)
     next(results)
     if (child := os.fork()) == 0:
         results.close()
@@ -225,31 +188,12 @@ def test_a_forked_child_leaves_the_workers_alone() -> None:
     assert len(list(results)) == 2
 
 
-def test_ctrl_c_ends_the_job_and_its_workers() -> None:
-    for workers in (1, 2):
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                "from millrace.engine import *\n"
-                "from millrace.interrupts import interrupts_held\n"
-                "from tests.jobs.engine_functions import *\n"
-                "print('starts', flush=True)\n"
-                "tasks = [Task(n, 9) for n in range(9)]\n"
-                "with interrupts_held():\n"
-                f"    list(run_local(sleep, None, tasks, workers={workers}))",
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        assert process.stdout is not None
-        assert process.stdout.readline() == "starts\n"
-        time.sleep(0.3)
-        os.killpg(process.pid, signal.SIGINT)
-        _, stderr = process.communicate(timeout=HANG)
-        assert process.returncode == -signal.SIGINT
-        assert stderr.splitlines()[-1] == "KeyboardInterrupt"
-        assert stderr.count("Traceback") == 1
-        assert workers_of(process.pid) == []
+@pytest.mark.parametrize("workers", [1, 2])
+def test_ctrl_c_ends_the_job_and_its_workers(workers: int) -> None:
+    pid = functions.assert_interruptible(
+        "print('starts', flush=True)\n"
+        "from millrace.interrupts import interrupts_held\n"
+        "with interrupts_held():\n"
+        f"    list(run_local(sleep, None, [Task(n, 9) for n in range(9)], workers={workers}))"
+    )
+    assert workers_of(pid) == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import random
 import shutil
@@ -20,14 +19,14 @@ import numpy as np
 import pytest
 
 from millrace.encoding import Tokenizer
-from millrace.engine import Task, run_ray
+from millrace.engine import Task, run_local, run_ray
 from millrace.errors import ConfigError, MillraceError, TextError
 from millrace.jobs import shuffle, tokenize
+from millrace.names import SHUFFLE_RESULT
 from tests.jobs import engine_functions as functions
+from tests.jobs.engine_functions import HANG, PRELUDE, tasks_of
 from tests.jobs.engine_job import expected_output, run_job
 from tests.jobs.shuffle_cases import small_buffers
-
-HANG = 60.0  # seconds
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +62,6 @@ def runtime(cluster: Any) -> Iterator[None]:
     ray.shutdown()
 
 
-def tasks_of(*payloads: Any) -> list[Task]:
-    return [Task(number, payload, f"part {number}") for number, payload in enumerate(payloads)]
-
-
 def test_no_cluster_and_no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:  # a port without a listener
         port = server.getsockname()[1]
@@ -99,9 +94,7 @@ def test_a_job_connects_by_the_environment_and_disconnects(
 def test_a_job_joins_a_cluster_only_if_it_is_told_to(cluster: Any, address: str | None) -> None:
     """One runs here, and its address is where Ray looks for it."""
     assert Path(os.environ["RAY_TMPDIR"], "ray", "ray_current_cluster").read_text()
-    code = (
-        "from millrace.engine import *\n"
-        "from tests.jobs.engine_functions import *\n"
+    code = PRELUDE + (
         "import ray\n"
         "for task, result in run_ray(multiply, 3, [Task(0, 7)], note=print):\n"
         "    print(result, ray.get_runtime_context().gcs_address)\n"
@@ -117,36 +110,19 @@ def test_a_job_joins_a_cluster_only_if_it_is_told_to(cluster: Any, address: str 
     notice, answer = result.stdout.splitlines()
     number, joined = answer.split()
     assert number == "21"
-    if address == "auto":
-        assert joined == cluster.address
-        assert notice.endswith(f"RAY_ADDRESS, {cluster.address}")
-    else:
-        assert joined != cluster.address
-        assert "a Ray cluster of this job" in notice
+    text = f"RAY_ADDRESS, {cluster.address}" if address else "a Ray cluster of this job"
+    assert text in notice
+    assert (joined == cluster.address) == (address == "auto")
 
 
 def test_ctrl_c_ends_a_job_on_ray(cluster: Any) -> None:
-    code = (
-        "from millrace.engine import *\n"
+    functions.assert_interruptible(
         "from millrace.interrupts import interrupts_held\n"
-        "from tests.jobs.engine_functions import *\n"
         "tasks = [Task(0, 0), Task(1, 1000), Task(2, 1000)]\n"
         "with interrupts_held():\n"
-        "    for _ in run_ray(sleep, None, tasks): print('runs', flush=True)\n"
+        "    for _ in run_ray(sleep, None, tasks): print('runs', flush=True)\n",
+        RAY_ADDRESS=cluster.address,
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        env={**os.environ, "RAY_ADDRESS": cluster.address},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "runs\n"
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=HANG)
-    assert stderr.splitlines()[-1] == "KeyboardInterrupt"
-    assert stderr.count("Traceback") == 1
 
 
 def test_large_contexts_and_payloads(runtime: None) -> None:
@@ -159,29 +135,10 @@ def test_large_contexts_and_payloads(runtime: None) -> None:
 
 
 def test_tasks_are_drawn_only_as_they_finish(runtime: None) -> None:
-    num_drawn = num_finished = 0
-
-    def tasks() -> Iterator[Task]:
-        nonlocal num_drawn
-        for number in range(20):
-            num_drawn += 1
-            assert num_drawn - num_finished <= 4
-            yield Task(number, 0)
-
-    for _ in run_ray(functions.sleep, None, tasks(), workers=3):
-        num_finished += 1
-    assert (num_drawn, num_finished) == (20, 20)
+    functions.assert_drawn_as_they_finish(run_ray, 3, 4)
 
 
-@pytest.mark.parametrize(
-    ("payload", "kind", "message"),
-    [
-        (0, ZeroDivisionError, "division by zero"),
-        ("text", TextError, "line 3 is bad"),
-        ("unpicklable", MillraceError, "in a worker process: UnpicklableError"),
-        ("result", ConfigError, "the result of a task cannot be sent"),
-    ],
-)
+@pytest.mark.parametrize(("payload", "kind", "message"), functions.FAILURES)
 def test_an_error_of_the_function_is_raised(
     runtime: None, payload: Any, kind: type[Exception], message: str
 ) -> None:
@@ -208,14 +165,23 @@ def test_close_ends_what_runs(runtime: None, tmp_path: Path) -> None:
         time.sleep(0.5)
 
 
+def shuffle_on(folder: Path, engine: str, workers: int, num_shards: int = 12) -> dict[str, bytes]:
+    """The files of a shuffle in two passes, but for its result, which says how long it took."""
+    (folder / "input").mkdir(exist_ok=True)
+    tokens = np.random.default_rng(0).integers(0, 1000, 40_000, np.uint32)
+    tokens.tofile(folder / "input" / "a.bin")
+    options: Any = {"engine": engine, "workers": workers, "num_shards": num_shards}
+    output = folder / engine
+    with small_buffers(random.Random(2)):
+        result = shuffle(folder / "input", output, seq_len=4, plan="scatter", **options)
+    assert result.num_tasks_done > num_shards
+    return {p.name: p.read_bytes() for p in output.iterdir() if p.name != SHUFFLE_RESULT}
+
+
 def test_a_shuffle_loses_a_node(
     cluster: Any, runtime: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both passes run on the cluster; a node dies in the first; the output is the local one's."""
-    choices = random.Random(2)
-    (tmp_path / "input").mkdir()
-    tokens = np.random.default_rng(0).integers(0, 1000, 40_000, np.uint32)
-    tokens.tofile(tmp_path / "input" / "a.bin")
     node = cluster.add_node(num_cpus=1)
     lost = []
 
@@ -227,69 +193,40 @@ def test_a_shuffle_loses_a_node(
                 lost.append(task)
 
     monkeypatch.setattr("millrace.engine.ray.run_ray", lossy)
-    outputs = []
-    with small_buffers(choices):
-        for engine, workers in (("local", 1), ("ray", 6)):
-            output = tmp_path / engine
-            result = shuffle(
-                tmp_path / "input",
-                output,
-                seq_len=4,
-                num_shards=12,
-                plan="scatter",
-                engine=engine,
-                workers=workers,
-            )
-            outputs.append({path.name: path.read_bytes() for path in output.iterdir()})
-            del outputs[-1]["shuffle.job.info.json"]  # which says how long it took
-            assert result.num_tasks_done > 12
+    assert shuffle_on(tmp_path, "ray", 6) == shuffle_on(tmp_path, "local", 1)
     assert len(lost) == 1
-    assert outputs[0] == outputs[1]
 
 
 @pytest.mark.parametrize("job", ["shuffle", "tokenize"])
 def test_tasks_that_are_done_are_on_the_disk(
-    runtime: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: str
 ) -> None:
     """Their machine may be lost while the job goes on, with what it has not written yet."""
+    flush, flushed, num_files = os.fsync, set(), 0
 
-    def noting(function: Any, *arguments: Any, **options: Any) -> Any:
-        place = "output/shuffle.journal" if job == "shuffle" else "data.journal"
-        files = tmp_path.resolve() / place / "*" / "files"
-        noting_function = functools.partial(
-            functions.note_unflushed, str(files), str(tmp_path / "log"), function
-        )
-        return run_ray(noting_function, *arguments, **options)
+    def fsync(descriptor: int) -> None:
+        flush(descriptor)
+        flushed.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+
+    def noting(*arguments: Any, note: Any, workers: Any) -> Iterator[tuple[Task, Any]]:
+        nonlocal num_files
+        for task, answer in run_local(*arguments, workers=1):
+            (folder,) = tmp_path.resolve().glob(f"**/{answer[0]}")
+            files = set(map(str, folder.iterdir()))
+            assert files <= flushed
+            num_files += len(files)
+            yield task, answer
 
     monkeypatch.setattr("millrace.engine.ray.run_ray", noting)
-    (tmp_path / "input").mkdir()
+    monkeypatch.setattr(os, "fsync", fsync)
     if job == "shuffle":
-        tokens = np.random.default_rng(0).integers(0, 1000, 40_000, np.uint32)
-        tokens.tofile(tmp_path / "input" / "a.bin")
-        with small_buffers(random.Random(2)):
-            shuffle(
-                tmp_path / "input",
-                tmp_path / "output",
-                seq_len=4,
-                num_shards=3,
-                plan="scatter",
-                engine="ray",
-                workers=2,
-            )
+        shuffle_on(tmp_path, "ray", 2, num_shards=3)
     else:
-        (tmp_path / "input" / "a.jsonl").write_text('{"text": "a b"}\n{}\n' * 10)
-        tokenize(
-            [tmp_path / "input" / "a.jsonl"],
-            tmp_path / "data",
-            Tokenizer("bytes"),
-            engine="ray",
-            workers=2,
-            provenance="parquet",
-            on_error="quarantine",
-        )
-    lines = (tmp_path / "log").read_text().splitlines()
-    assert lines
-    assert [line for line in lines if not line.endswith(": []")] == []
+        path = tmp_path / "a.jsonl"
+        path.write_text('{"text": "a b"}\n{}\n' * 10)
+        options: Any = {"engine": "ray", "on_error": "quarantine"}
+        tokenize([path], tmp_path / "data", Tokenizer("bytes"), **options)
+    assert num_files > 3
 
 
 def test_a_node_is_lost(cluster: Any, runtime: None, tmp_path: Path) -> None:

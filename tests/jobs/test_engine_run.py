@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import io
 import json
 import os
@@ -18,7 +19,8 @@ from typing import Any
 
 import pytest
 
-from millrace.engine import Done, Run, Task, progress
+from millrace.engine import Done, Run, Task, progress, run_local
+from millrace.engine.tasks import run_attempt
 from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.files import checksum
 from tests.jobs.engine_job import command, content_of, expected_output, run_job
@@ -44,6 +46,8 @@ def write_data(context: Any, task: Task) -> tuple[dict[str, Any], Any]:
         raise DataError(f"task {task.number} fails")
     if task.payload == "hashed":
         return {"number": task.number}, {path: (len(content), checksum([content]))}
+    if task.payload == "elsewhere":
+        return {}, shutil.copy(path, task.folder + ".x").split()
     if task.payload == "wrong size":
         return {"number": task.number}, {path: (7, checksum([content]))}
     return {"number": task.payload or task.number}, [path]
@@ -58,6 +62,19 @@ def start(folder: Path, job: Any = JOB, **options: Any) -> Run:
     return Run(folder / "out", job, **options)
 
 
+def refuse(message: str, folder: Path, job: Any = JOB, error: Any = ConfigError, **o: Any) -> str:
+    """Checks that a job is refused with a message, which is returned as a whole."""
+    with pytest.raises(error, match=message) as caught:
+        start(folder, job, **o).__enter__()
+    return str(caught.value)
+
+
+def kept(folder: Path, *numbers: int, **options: Any) -> list[bool]:
+    """Runs tasks; returns whether each was done already."""
+    with start(folder, **options) as run:
+        return [one.is_kept for one in do_tasks(run, *numbers)]
+
+
 def interrupted(folder: Path, *numbers: int) -> list[Path]:
     """The files of the tasks of a job that does not finish."""
     with start(folder) as run:
@@ -66,6 +83,11 @@ def interrupted(folder: Path, *numbers: int) -> list[Path]:
 
 
 def test_a_run_continues_its_job(tmp_path: Path) -> None:
+    with start(tmp_path) as run:  # without a finished task, it leaves nothing
+        run.store("plan", [])
+        with pytest.raises(DataError, match="task 0 fails"):
+            do_tasks(run, 0, payload="fail")
+    assert names_in(tmp_path) == []
     with start(tmp_path) as run:
         assert run.once("plan", lambda: {"tasks": (1, 2)}) == {"tasks": [1, 2]}
         assert [one.record for one in do_tasks(run, 1)] == [{"number": 1}]
@@ -82,22 +104,15 @@ def test_a_run_continues_its_job(tmp_path: Path) -> None:
         assert (run.num_done, run.num_kept) == (1, 1)
 
 
-def test_a_run_without_a_finished_task_leaves_nothing(tmp_path: Path) -> None:
-    with start(tmp_path) as run:
-        run.store("plan", [])
-        with pytest.raises(DataError, match="task 0 fails"):
-            do_tasks(run, 0, payload="fail")
-    assert names_in(tmp_path) == []
-
-
-def test_a_task_that_hashed_its_files_passes_their_sums(tmp_path: Path) -> None:
+def test_a_task_says_which_files_it_wrote(tmp_path: Path) -> None:
     with start(tmp_path) as run:
         (done,) = do_tasks(run, 0, payload="hashed")
         with pytest.raises(MillraceError, match="has 64 bytes, and 7 were written"):
             do_tasks(run, 1, payload="wrong size")
+        with pytest.raises(ConfigError, match="the folder of task 1"):
+            do_tasks(run, 1, payload="elsewhere")
     Path(done.folder, "data").write_bytes(b"x")
-    with start(tmp_path) as run:
-        assert not do_tasks(run, 0)[0].is_kept
+    assert kept(tmp_path, 0) == [False]
 
 
 def test_errors_are_raised_in_the_order_of_tasks(tmp_path: Path) -> None:
@@ -131,15 +146,13 @@ def test_a_task_that_is_not_kept_runs_again(tmp_path: Path) -> None:
 def test_tasks_of_other_machines_are_flushed_before_they_are_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
-    from millrace.engine import run_local
-
     flush, flushed = os.fsync, []
 
     def fsync(descriptor: int) -> None:
         flush(descriptor)
         flushed.append((os.readlink(f"/proc/self/fd/{descriptor}"), finished_tasks(tmp_path)))
 
-    executor = "local" if engine == "local" else lambda *a, **k: run_local(*a, **k)
+    executor: Any = "local" if engine == "local" else functools.partial(run_local)
     with start(tmp_path, engine=executor) as run:
         monkeypatch.setattr(os, "fsync", fsync)
         (done,) = do_tasks(run, 0)
@@ -163,28 +176,23 @@ def test_another_job_is_refused_by_what_differs(tmp_path: Path) -> None:
         "now; keys was ['text'], and is ['text', 'title'] now; dtype is 'int32' now, and was not "
         "there"
     )
-    with pytest.raises(ConfigError, match=re.escape(message)), start(tmp_path, other):
-        pass
+    refuse(re.escape(message), tmp_path, other)
     many = {**JOB, **{str(number): "x" * 1000 for number in range(100)}}
-    with pytest.raises(ConfigError, match=r"; 95 more\. Run") as caught, start(tmp_path, many):
-        pass
-    assert len(str(caught.value)) < 1500
+    assert len(refuse(r"; 95 more\. Run", tmp_path, many)) < 1500
     calls: list[int] = []
     with start(tmp_path, other, restart=True, on_restart=lambda: calls.append(1)) as run:
         assert calls == [1]
         assert run.stored("plan") is None
         assert not do_tasks(run, 0)[0].is_kept
         assert len(names_in(tmp_path / "out.journal")) == 2  # job.json and the new run
-    with pytest.raises(ConfigError, match=r"keys was .*title"), start(tmp_path):
-        pass
+    refuse("keys was .*title", tmp_path)
 
 
 @pytest.mark.parametrize("value", [1.0, True, None, "1", [1], {"a": 1}])
 def test_equal_numbers_of_other_types_differ(tmp_path: Path, value: Any) -> None:
     with start(tmp_path, {"seed": 1}) as run:
         do_tasks(run, 0)
-    with pytest.raises(ConfigError, match="seed"), start(tmp_path, {"seed": value}):
-        pass
+    refuse("seed", tmp_path, {"seed": value})
 
 
 def test_jobs_and_records_are_plain_json(tmp_path: Path) -> None:
@@ -234,12 +242,9 @@ def test_a_finished_job_returns_its_result(tmp_path: Path) -> None:
 
 
 def test_a_job_that_was_killed_while_it_removed_its_journal_is_done(tmp_path: Path) -> None:
-    def kill() -> None:
+    if (child := os.fork()) == 0:
         shutil.rmtree = lambda path: os._exit(KILLED)  # type: ignore[assignment]
         publish(tmp_path, "a")
-
-    if (child := os.fork()) == 0:
-        kill()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == KILLED
     assert publish(tmp_path, "b") == ({"is": "a"}, True)
     assert names_in(tmp_path) == ["out.job.info.json", "out.txt"]
@@ -248,32 +253,27 @@ def test_a_job_that_was_killed_while_it_removed_its_journal_is_done(tmp_path: Pa
 # ---- damage ----
 
 
-def _cut(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 1)
-
-
-def _change(path: Path) -> None:
-    content = path.read_bytes()
-    path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
-
-
-def _zero(path: Path) -> None:
-    path.write_bytes(bytes(path.stat().st_size))
-
-
 def _make_folder(path: Path) -> None:
     path.unlink()
     path.mkdir()
 
 
-@pytest.mark.parametrize("damage", [_cut, _change, _zero, os.unlink, _make_folder])
+DAMAGES: list[Callable[[Path], Any]] = [
+    lambda path: os.truncate(path, path.stat().st_size - 1),
+    lambda path: path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:]),
+    lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    os.unlink,
+    _make_folder,
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_task_is_not_done(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     """Whatever a power cut does to a file of a task."""
     _, path = interrupted(tmp_path, 0, 1)
     damage(path)
-    for is_kept in (False, True):
-        with start(tmp_path) as run:
-            assert [one.is_kept for one in do_tasks(run, 0, 1)] == [True, is_kept]
+    assert kept(tmp_path, 0, 1) == [True, False]
+    assert kept(tmp_path, 0, 1) == [True, True]
 
 
 @pytest.mark.parametrize("line", [b"", b"{}\n", b"[]\n", b"null\n", b'{"entry": 3}\n', b"\0\n"])
@@ -283,16 +283,12 @@ def test_a_damaged_line_does_not_count(tmp_path: Path, line: bytes) -> None:
     (path,) = tmp_path.glob("out.journal/*/done.jsonl")
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(lines[0] + line + lines[1].replace(b'"number": 1', b'"number": 3') + lines[2])
+    assert kept(tmp_path, 0, 1, 2) == [True, False, True]
     with start(tmp_path) as run:
-        done = do_tasks(run, 0, 1, 2)
-        assert [(one.record["number"], one.is_kept) for one in done] == [
-            (0, True), (1, False), (2, True),
-        ]  # fmt: skip
+        assert [one.record["number"] for one in do_tasks(run, 0, 1, 2)] == [0, 1, 2]
     path.write_bytes(path.read_bytes()[:-1])
-    with start(tmp_path) as run:  # and what follows the torn line counts
-        assert [one.is_kept for one in do_tasks(run, 0, 1, 2, 3)] == [True, False, True, False]
-    with start(tmp_path) as run:
-        assert [one.is_kept for one in do_tasks(run, 0, 1, 2, 3)] == [True] * 4
+    assert kept(tmp_path, 0, 1, 2, 3) == [True, False, True, False]
+    assert kept(tmp_path, 0, 1, 2, 3) == [True] * 4  # what follows the torn line counts
 
 
 def test_what_dead_attempts_leave_is_removed(tmp_path: Path) -> None:
@@ -314,8 +310,6 @@ def test_what_dead_attempts_leave_is_removed(tmp_path: Path) -> None:
 
 def test_a_late_attempt_does_no_harm(tmp_path: Path) -> None:
     """Its machine was lost, another attempt has finished, and it goes on: it reaches no folder."""
-    from millrace.engine.tasks import run_attempt
-
     (path,) = interrupted(tmp_path, 0)
     files = str(path.parent.parent)
     run_attempt((write_data, None, files, False), Task(0, 4))
@@ -329,18 +323,6 @@ def test_a_late_attempt_does_no_harm(tmp_path: Path) -> None:
         assert not do_tasks(run, 0)[0].is_kept
 
 
-def write_elsewhere(path: str, task: Task) -> tuple[None, list[str]]:
-    Path(path).touch()
-    return None, [path]
-
-
-def test_files_of_another_folder_are_refused(tmp_path: Path) -> None:
-    with start(tmp_path) as run:
-        tasks = run.map(write_elsewhere, [Task(0, 0)], str(tmp_path / "x"), phase="", workers=1)
-        with pytest.raises(ConfigError, match="the folder of task 0"):
-            list(tasks)
-
-
 def test_a_forked_child_leaves_the_run_alone(tmp_path: Path) -> None:
     with start(tmp_path) as run:
         if (child := os.fork()) == 0:
@@ -348,8 +330,7 @@ def test_a_forked_child_leaves_the_run_alone(tmp_path: Path) -> None:
             os._exit(0)
         os.waitpid(child, 0)
         assert names_in(tmp_path) == ["out.journal", "out.journal.lock"]
-        with pytest.raises(MillraceError, match="another process is at work"), start(tmp_path):
-            pass
+        refuse("another process is at work", tmp_path, error=MillraceError)
         do_tasks(run, 0)
 
 
@@ -362,27 +343,18 @@ def test_without_locks_the_owner_keeps_others_out(
         raise OSError(errno.ENOLCK, "no locks")
 
     monkeypatch.setattr("fcntl.flock", flock)
-    owner = tmp_path / "out.journal" / "owner"
+    owner, host = tmp_path / "out.journal" / "owner", os.uname().nodename
     interrupted(tmp_path, 0)
     assert not owner.exists()
-    with pytest.raises(ConfigError, match="append_eod"), start(tmp_path, {}):
-        pass
+    refuse("append_eod", tmp_path, {})
     assert not owner.exists()
-    host = os.uname().nodename
-    for text, is_refused in (
-        (f"{host} 1", True),
-        ("elsewhere 77", True),
-        (f"{host} 4194999", False),
-    ):
+    for text, process in ((f"{host} 1", 1), ("elsewhere 77", 77)):
         owner.write_text(text)
-        if is_refused:
-            with pytest.raises(MillraceError, match=f"process {text.split()[1]}.*remove {owner}"):
-                start(tmp_path).__enter__()
-            owner.unlink()
-        else:
-            with start(tmp_path) as run:
-                assert owner.read_text() == f"{host} {os.getpid()}"
-                assert do_tasks(run, 0)[0].is_kept
+        refuse(f"process {process}.*remove {owner}", tmp_path, error=MillraceError)
+    owner.write_text(f"{host} 4194999")
+    with start(tmp_path) as run:
+        assert owner.read_text() == f"{host} {os.getpid()}"
+        assert do_tasks(run, 0)[0].is_kept
 
 
 # ---- folders that cannot be used ----
@@ -391,22 +363,19 @@ def test_without_locks_the_owner_keeps_others_out(
 def test_a_file_or_a_foreign_folder_at_the_place_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "out.journal"
     path.write_text("mine")
-    with pytest.raises(ConfigError, match=r"out.journal is a file"), start(tmp_path, restart=True):
-        pass
+    refuse("out.journal is a file", tmp_path, restart=True)
     assert path.read_text() == "mine"
     path.unlink()
     path.mkdir()
     (path / "diary.txt").touch()
-    with pytest.raises(ConfigError, match=r"'diary.txt'"), start(tmp_path, restart=True):
-        pass
+    refuse("'diary.txt'", tmp_path, restart=True)
     assert names_in(path) == ["diary.txt"]
-    with pytest.raises(ConfigError, match="nowhere is not a folder"), start(tmp_path / "nowhere"):
-        pass
-    path = tmp_path / "linked" / "out.journal"
-    path.parent.mkdir()
-    path.symlink_to(tmp_path)
-    with pytest.raises(ConfigError, match=r"out.journal is a link"), start(path.parent):
-        pass
+    refuse("nowhere is not a folder", tmp_path / "nowhere")
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "out.journal").symlink_to(tmp_path)
+    refuse("out.journal is a link", tmp_path / "linked")
+    # Root may write to every folder of a disk, so this is one of the kernel.
+    refuse("/proc/sys/out.journal cannot be written", Path("/proc/sys"), error=MillraceError)
 
 
 @pytest.mark.parametrize("content", ["", "{}", "3", '{"format": 2, "run": "0", "job": {}}', None])
@@ -420,88 +389,61 @@ def test_a_journal_of_another_version_is_refused_until_restart(
         path.mkdir()
     else:
         path.write_text(content)
-    with pytest.raises(ConfigError, match=r"another version of millrace.*--restart"):
-        start(tmp_path).__enter__()
-    with start(tmp_path, restart=True) as run:
-        assert not do_tasks(run, 0)[0].is_kept
-
-
-def test_a_folder_that_cannot_be_written() -> None:
-    """Root may write to every folder of a disk, so this is one of the kernel."""
-    with pytest.raises(MillraceError, match=r"/proc/sys/out.journal cannot be written"):
-        start(Path("/proc/sys")).__enter__()
+    refuse(r"another version of millrace.*--restart", tmp_path)
+    assert kept(tmp_path, 0, restart=True) == [False]
 
 
 # ---- two processes, and no locks ----
 
 
-def test_a_second_process_is_refused_at_once(tmp_path: Path) -> None:
-    first = subprocess.Popen(
-        command(tmp_path / "out", "--workers", 1, "--seconds", 1, "--tasks", 100)
-    )
-    while not (tmp_path / "out.log").exists():
-        assert first.poll() is None
-        time.sleep(0.01)
+def started(prefix: Path, *options: object, environment: Any = None) -> subprocess.Popen[bytes]:
+    """A job that has finished two tasks."""
+    process = subprocess.Popen(command(prefix, "--workers", 1, *options), env=environment)
+    log = prefix.with_name("out.log")
+    while not log.exists() or log.read_bytes().count(b"\n") < 3:
+        assert process.poll() is None
+        time.sleep(0.001)
+    return process
+
+
+def test_a_second_process_is_refused_until_the_first_ends(tmp_path: Path) -> None:
+    prefix = tmp_path / "out"
+    first = started(prefix, "--seconds", 0.3, "--tasks", 100)
     for restart in ([], ["--restart"]):
         second = subprocess.run(
-            command(tmp_path / "out", "--tasks", 100, *restart), capture_output=True, text=True
+            command(prefix, "--tasks", 100, *restart), capture_output=True, text=True
         )
         last = second.stderr.splitlines()[-1]
         assert last.startswith(
             "millrace.errors.MillraceError: another process is at work on this job: "
-            f"{tmp_path}/out.journal is held by process {first.pid} on "
+            f"{prefix}.journal is held by process {first.pid} on "
         )
     first.kill()
     first.wait()
-    assert sum(run_job(str(tmp_path / "out"), 100, workers=1)) == 100
+    num_now, num_before = run_job(str(prefix), 100, workers=1)
+    assert num_before > 0
+    assert num_now + num_before == 100
     assert (tmp_path / "out.out").read_bytes() == expected_output(100)
     assert names_in(tmp_path) == LEFT
 
 
-def test_the_lock_ends_with_its_holder(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        command(tmp_path / "out", "--workers", 1, "--seconds", 0.02), stdout=subprocess.DEVNULL
-    )
-    log = tmp_path / "out.log"
-    while not log.exists() or log.read_bytes().count(b"\n") < 3:
-        time.sleep(0.01)
-    process.kill()
-    process.wait()
-    assert (tmp_path / "out.journal").exists()
-    num_now, num_before = run_job(str(tmp_path / "out"), 40, workers=1)
-    assert num_before > 0
-    assert num_now + num_before == 40
-    assert (tmp_path / "out.out").read_bytes() == expected_output(40)
-
-
 def test_a_file_system_without_locks(tmp_path: Path) -> None:
     """A killed job continues; two jobs at once end with the right output, or an error."""
-    environment = no_flock(tmp_path)
-    folder = tmp_path / "files"
+    environment, folder = no_flock(tmp_path), tmp_path / "files"
     folder.mkdir()
-    log, output = folder / "out.log", folder / "out.out"
-    arguments = command(folder / "out", "--workers", 1, "--seconds", 0.01)
-    first = subprocess.Popen(arguments, env=environment)
-    while not log.exists() or log.read_bytes().count(b"\n") < 3:
-        assert first.poll() is None
-        time.sleep(0.001)
+    first = started(folder / "out", "--seconds", 0.01, environment=environment)
     first.kill()
     first.wait()
-    processes = [
-        subprocess.Popen(arguments, env=environment, stderr=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    for process in processes:
+    options: Any = {"env": environment, "stderr": subprocess.PIPE, "text": True}
+    arguments = command(folder / "out", "--workers", 1, "--seconds", 0.01)
+    for process in [subprocess.Popen(arguments, **options) for _ in range(2)]:
         _, stderr = process.communicate(timeout=HANG)
         assert process.returncode == 0 or "Error" in stderr
-    last = subprocess.run(arguments, env=environment, capture_output=True, text=True)
+    last = subprocess.run(arguments, **options)
     assert last.returncode == 0, last.stderr
-    assert output.read_bytes() == expected_output(40)
+    assert (folder / "out.out").read_bytes() == expected_output(40)
     run_job(str(folder / "out"), 40, workers=1)  # with locks: this one can tell what is left over
     assert names_in(folder) == LEFT
-
-
-# ---- folders that cannot be used ----
 
 
 def test_a_full_disk_is_one_error_and_the_next_run_continues(tmp_path: Path) -> None:
@@ -523,18 +465,18 @@ def test_a_full_disk_is_one_error_and_the_next_run_continues(tmp_path: Path) -> 
 
 def test_a_kill_while_the_journal_is_created_restarted_or_removed(tmp_path: Path) -> None:
     """A process dies before each of its renames, unlinks, flushes and new or removed folders."""
+
+    def run_twice() -> None:
+        for restart in (False, True):
+            run_job(str(tmp_path / "out"), 2, workers=1, restart=restart)
+
     num_deaths = 0
-    for _ in deaths_of(lambda: run_twice(str(tmp_path / "out")), step=3):
+    for _ in deaths_of(run_twice, step=3):
         num_deaths += 1
         run_job(str(tmp_path / "out"), 2, workers=1)
         assert (tmp_path / "out.out").read_bytes() == expected_output(2)
         assert names_in(tmp_path) == LEFT
     assert num_deaths > 7
-
-
-def run_twice(prefix: str) -> None:
-    run_job(prefix, 2, workers=1)
-    run_job(prefix, 2, workers=1, restart=True)
 
 
 def test_the_folder_is_as_documented(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -14,11 +15,7 @@ from typing import Any, get_type_hints
 import numpy as np
 import pytest
 
-from millrace import (
-    ConfigError,
-    IndexedDataset,
-    TextError,
-)
+from millrace import ConfigError, IndexedDataset, TextError
 from millrace.encoding import Tokenizer
 from millrace.jobs import tokenize
 from millrace.option_class import keywords_of
@@ -53,8 +50,7 @@ def test_the_ids_equal_the_tokenizers_ids(tmp_path: Path, tokenizer: Tokenizer) 
 
 
 def test_plain_gzip_and_zstd_in_order(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    texts = make_texts(90)
-    names = ["c.jsonl", "b.jsonl.gz", "a.jsonl.zst"]
+    texts, names = make_texts(90), ["c.jsonl", "b.jsonl.gz", "a.jsonl.zst"]
     inputs = [
         write_jsonl(tmp_path / name, texts[30 * i : 30 * i + 30]) for i, name in enumerate(names)
     ]
@@ -62,6 +58,8 @@ def test_plain_gzip_and_zstd_in_order(tmp_path: Path, tokenizer: Tokenizer) -> N
     expected = run(tmp_path, [write_jsonl(tmp_path / "all.jsonl", texts)], tokenizer)
     assert np.array_equal(data.tokens, expected.tokens)
     assert np.array_equal(data.sequence_lengths, expected.sequence_lengths)
+    for name in names:
+        assert run(tmp_path, [write_jsonl(tmp_path / name, [])], tokenizer).num_documents == 0
 
 
 def test_each_key_becomes_a_pair(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -74,24 +72,12 @@ def test_each_key_becomes_a_pair(tmp_path: Path, tokenizer: Tokenizer) -> None:
     assert [tokenizer.decode(sequence) for sequence in body] == ["water", "wheel"]
 
 
-def test_blank_lines_and_a_byte_order_mark_are_skipped(
-    tmp_path: Path, tokenizer: Tokenizer
-) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\n  \n{"text": "b"}')
-    data = run(tmp_path, [path], tokenizer)
-    assert [tokenizer.decode(sequence) for sequence in data] == ["a", "b"]
-
-
 def test_ids_beyond_the_vocabularys_size_widen_the_dtype(tmp_path: Path) -> None:
     """A vocabulary with a gap: 300 tokens, one of them with the id 70,000."""
     settings = json.loads(train_tokenizer(tmp_path / "tokenizer.json").read_text())
     settings["model"]["vocab"]["水"] = 70_000
     (tmp_path / "tokenizer.json").write_text(json.dumps(settings))
     assert Tokenizer(tmp_path / "tokenizer.json").dtype == np.int32
-
-
-# ---- end-of-document tokens ----
 
 
 @pytest.mark.parametrize(
@@ -133,8 +119,7 @@ def test_named_pipes(tmp_path: Path, tokenizer: Tokenizer, name: str, workers: i
             for place in range(5):
                 file.write(data[place : place + 1])
                 time.sleep(0.01)
-            for place in range(5, len(data), 1000):
-                file.write(data[place : place + 1000])
+            file.write(data[5:])
 
     writer = threading.Thread(target=write)
     writer.start()
@@ -170,21 +155,6 @@ def test_shell_pipes(tmp_path: Path, tokenizer: Tokenizer, line: str) -> None:
     assert np.array_equal(IndexedDataset(tmp_path / "shell_text_document").tokens, expected)
 
 
-def test_an_empty_file_has_no_documents(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    for name in ("a.jsonl", "a.jsonl.gz", "a.jsonl.zst"):
-        assert run(tmp_path, [write_jsonl(tmp_path / name, [])], tokenizer).num_documents == 0
-
-
-def test_missing_inputs_and_options_are_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    with pytest.raises(TextError, match=r"none.jsonl cannot be read: No such file"):
-        run(tmp_path, [tmp_path / "none.jsonl"], tokenizer)
-    with pytest.raises(TextError, match="has no documents"):
-        run(tmp_path, [tmp_path], tokenizer)
-    source = write_jsonl(tmp_path / "a.jsonl", ["a"])
-    with pytest.raises(ConfigError, match="is not a folder"):
-        run(tmp_path / "none", [source], tokenizer)
-
-
 def test_paths_of_any_kind_and_numpys_numbers(tmp_path: Path, tokenizer: Tokenizer) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", make_texts(5))
     plain = run(tmp_path, [source], tokenizer).tokens.copy()
@@ -208,21 +178,16 @@ def test_paths_of_any_kind_and_numpys_numbers(tmp_path: Path, tokenizer: Tokeniz
     ("arguments", "message"),
     [
         ({"inputs": "a.jsonl"}, r"inputs .*\['a.jsonl'\]"),
-        ({"inputs": Path("a.jsonl")}, r"inputs .*\[PosixPath"),
-        ({"inputs": b"a.jsonl"}, r"inputs .*\[b'a.jsonl'\]"),
         ({"inputs": []}, "no inputs"),
-        ({"inputs": [3]}, r"inputs .*\[3\]"),
         ({"inputs": None}, "inputs .*None"),
-        ({"json_keys": "text"}, r"json_keys .*'text'.*\['text'\]"),
         ({"json_keys": []}, r"json_keys .*\[\]"),
-        ({"json_keys": 3}, "json_keys .*3"),
         ({"json_keys": ["text", 1]}, r"json_keys .*\['text', 1\]"),
         ({"json_keys": ["text", "text"]}, r"json_keys .*\['text', 'text'\]"),
-        ({"workers": 2.0}, "workers .*2.0"),
+        ({"json_keys": ["a\0"]}, "cannot be part of a file name"),
+        ({"json_keys": ["\ud800"]}, "cannot be part of a file name"),
         ({"workers": True}, "workers .*True"),
         ({"workers": -1}, "workers .*1.*-1"),
         ({"append_eod": 1}, "append_eod .*1"),
-        ({"checksums": "no"}, "checksums .*'no'"),
         ({"tokenizer": "t.json"}, r"tokenizer .*millrace.encoding.Tokenizer\('t.json'\)"),
         ({"on_error": "ignore"}, "on_error .*stop, skip, quarantine.*'ignore'"),
         ({"provenance": "csv"}, "provenance .*'csv'"),
@@ -230,15 +195,11 @@ def test_paths_of_any_kind_and_numpys_numbers(tmp_path: Path, tokenizer: Tokeniz
         ({"shard": (2, 2)}, "shard .*0 .*1.*2"),
         ({"shard": 1}, r"shard .*\(number, count\)"),
         ({"partitions": 0}, "partitions .*0"),
+        ({"partitions": 300}, "partitions .*300.*256"),
+        ({"partitions": 2, "shard": (0, 2)}, "partitions .*shards"),
         ({"chunk_size": 0}, "chunk_size .*0"),
         ({"memory": 1.5}, "memory .*1.5"),
         ({"check_rate": 2}, "check_rate .*1.*2.0"),
-        ({"restart": 1}, "restart .*1"),
-        ({"partitions": 300}, "partitions .*300.*256"),
-        ({"partitions": 2, "shard": (0, 2)}, "partitions .*shards"),
-        ({"id_key": None}, "id_key .*None"),
-        ({"json_keys": ["a\0"]}, "cannot be part of a file name"),
-        ({"json_keys": ["\ud800"]}, "cannot be part of a file name"),
         ({"separator": "\udcff"}, "separator is .* not valid Unicode"),
         ({"splitter": "english"}, "splitter .*SentenceSplitter.*'english'"),
     ],
@@ -263,24 +224,21 @@ def test_inputs_that_would_be_overwritten_or_read_twice_are_refused(
     with pytest.raises(ConfigError, match="is an input and would be overwritten"):
         run(tmp_path, [source], tokenizer)
     assert source.read_bytes() == content
+    with pytest.raises(ConfigError, match="is not a folder"):
+        run(tmp_path / "none", [source], tokenizer)
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ConfigError, match="is given twice, but a pipe can be read only once"):
         run(tmp_path / "other", [tmp_path / "pipe", source, tmp_path / "pipe"], tokenizer)
 
 
-SCRIPT = """
+OWN_TOKENIZER = """
 import sys
 from millrace.jobs import tokenize
 from millrace.encoding import Tokenizer
-from millrace.option_class import keywords_of
-from millrace.tokenizing import TokenizeKeywords, TokenizeOptions
-print("runs")
+class Own(Tokenizer): pass
 source, output, tokenizer = sys.argv[1:]
-print(tokenize([source], output, Tokenizer(tokenizer), workers=2).num_documents)
+tokenize([source], output, Own(tokenizer), workers=2)
 """
-
-
-OWN_TOKENIZER = SCRIPT.replace("print(", "class Own(Tokenizer): pass\nTokenizer = Own\nprint(", 1)
 
 
 def test_a_class_that_only_the_script_defines_is_refused_by_name(
@@ -304,37 +262,32 @@ def test_a_class_that_only_the_script_defines_is_refused_by_name(
 def test_the_pairs_of_several_keys_are_published_together(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = tmp_path / "a.jsonl"
-    keys = ("title", "text")
+    source, keys = tmp_path / "a.jsonl", ("title", "text")
 
-    def job(word: str) -> None:
+    def texts_after(word: str) -> list[str]:
         source.write_text(json.dumps(dict.fromkeys(keys, f"the {word}")) + "\n")
         options: dict[str, Any] = {"workers": 1, "restart": True, "provenance": "none"}
-        tokenize([source], tmp_path / "out", tokenizer, json_keys=keys, checksums=False, **options)
-
-    def texts() -> list[str]:
+        options |= {"json_keys": keys, "checksums": False}
+        with contextlib.suppress(IsADirectoryError):
+            tokenize([source], tmp_path / "out", tokenizer, **options)
         datasets = [IndexedDataset(tmp_path / f"out_{key}_document") for key in keys]
         return [tokenizer.decode(dataset[0]) for dataset in datasets]
 
-    job("mill")
-    assert texts() == ["the mill"] * 2
-    for place in range(2):
-        write_files = PairWriter.write_files
+    assert texts_after("mill") == ["the mill"] * 2
+    write_files = PairWriter.write_files
+    for key in keys:
 
-        def write_or_fail(self: Any, place: int = place, write: Any = write_files) -> None:
-            if keys[place] in os.path.basename(self.prefix):
+        def write_or_fail(self: Any, key: str = key) -> None:
+            if key in os.path.basename(self.prefix):
                 os.mkdir(self.temporaries.idx)  # so that the index cannot be written
-            write(self)
+            write_files(self)
 
         with monkeypatch.context() as patch:
             patch.setattr(PairWriter, "write_files", write_or_fail)
-            with pytest.raises(IsADirectoryError):
-                job("wheel")
+            assert texts_after("wheel") == ["the mill"] * 2
         for folder in tmp_path.glob("*.tmp"):
             folder.rmdir()
-        assert texts() == ["the mill"] * 2
-    job("race")
-    assert texts() == ["the race"] * 2
+    assert texts_after("race") == ["the race"] * 2
 
 
 def test_the_keywords_of_tokenize_are_its_options() -> None:

@@ -6,8 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
+from typing import Any
 
 from tests.no_flock import no_flock
 
@@ -22,25 +21,24 @@ COMMANDS = (
 )
 
 
+def _millrace(folder: Path, command: str, environment: Any = None) -> tuple[int, str]:
+    arguments = [sys.executable, "-m", "millrace", *command.split()]
+    options: Any = {"capture_output": True, "text": True, "timeout": 300}
+    result = subprocess.run(arguments, cwd=folder, env=environment, **options)
+    return result.returncode, command + result.stderr
+
+
 def _run(folder: Path, environment: dict[str, str] | None) -> dict[str, bytes]:
     """The files that all verbs leave."""
-    folder.mkdir()
     output = folder / "out"
-    output.mkdir()
+    output.mkdir(parents=True)
     text = folder / "a.jsonl"
     text.write_text("".join(json.dumps({"text": f"{n} " * 20}) + "\n" for n in range(200)))
     (folder / "list").write_text("1 out/merged\n")
     for command in COMMANDS:
         words = command.replace("OUT", "out").replace("IN", "a.jsonl").replace("LIST", "list")
-        result = subprocess.run(
-            [sys.executable, "-m", "millrace", *words.split()],
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert result.returncode == 0, command + result.stderr
+        status, text_of_error = _millrace(folder, words, environment)
+        assert status == 0, text_of_error
     paths = [path for path in output.rglob("*") if path.is_file()]
     return {str(path.relative_to(output)): path.read_bytes() for path in paths}
 
@@ -54,21 +52,12 @@ def test_all_verbs_leave_the_same_files(tmp_path: Path) -> None:
     assert {name: weak[name] for name in same} == {name: usual[name] for name in same}
 
 
-@pytest.mark.parametrize("verb", ["tokenize --json-keys nothing", "shuffle --seq-len 99999"])
-def test_a_job_that_fails_at_its_start_leaves_no_journal(verb: str, tmp_path: Path) -> None:
-    _run(tmp_path / "usual", None)
-    name, *options = verb.split()
-    command = {
-        "tokenize": "--input a.jsonl --output-prefix new --tokenizer bytes",
-        "shuffle": "--input-list list --output-dir new",
-    }[name]
-    result = subprocess.run(
-        [sys.executable, "-m", "millrace", name, *command.split(), *options],
-        cwd=tmp_path / "usual",
-        env=no_flock(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 1, result.stderr
-    assert not list((tmp_path / "usual").glob("new*"))
+def test_a_job_that_fails_at_its_start_leaves_no_journal(tmp_path: Path) -> None:
+    folder = tmp_path / "usual"
+    _run(folder, None)
+    for command in (
+        "tokenize --json-keys nothing --input a.jsonl --output-prefix new --tokenizer bytes",
+        "shuffle --seq-len 99999 --input-list list --output-dir new",
+    ):
+        assert _millrace(folder, command, no_flock(tmp_path))[0] == 1
+        assert not list(folder.glob("new*"))

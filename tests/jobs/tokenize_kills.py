@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.conftest import make_texts, train_tokenizer
+from tests.conftest import make_texts, train_tokenizer, write_jsonl
 from tests.jobs.kills import (
     DEADLINE,
     KillError,
@@ -41,21 +41,11 @@ from tests.jobs.preprocess_cases import compress
 
 CHUNK_SIZE = 4000  # bytes
 MOST_WORKER_KILLS = 2  # in one run; a task whose worker dies three times is an error
-# Files that tell of the run, not of the data.
-VARYING = (".info.json",)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A command, and what it writes.
-
-    Attributes:
-        name: Name in reports.
-        options: Options of the command, without the output.
-        files: Name and content of each file of an undisturbed run.
-        num_tasks: Number of tasks (chunks).
-        seconds: Duration of an undisturbed run.
-    """
+    """A command without its output, and what an undisturbed run writes, in how many seconds."""
 
     name: str
     options: Sequence[str]
@@ -64,26 +54,16 @@ class Job:
     seconds: float
 
 
-# ---- the jobs ----
-
-
 def make_jobs(folder: Path, num_documents: int, names: Sequence[str] = ()) -> list[Job]:
-    """Writes the inputs, and runs each job undisturbed.
-
-    Args:
-        folder: Folder of the inputs.
-        num_documents: Number of documents in each input.
-        names: Names of the jobs; empty: all.
-    """
+    """Writes inputs of that many documents, and runs each job (of these names) undisturbed."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     tokenizer = train_tokenizer(folder / "tokenizer.json")
     texts, titles = make_texts(num_documents, 1), make_texts(num_documents, 2)
-    pairs = list(zip(texts, titles, strict=True))
     lines = [
         json.dumps({"id": f"document {i}", "text": text, "title": title[:40]}).encode() + b"\n"
-        for i, (text, title) in enumerate(pairs)
+        for i, (text, title) in enumerate(zip(texts, titles, strict=True))
     ]
     plain = b"".join(lines)
     (folder / "plain.jsonl").write_bytes(plain)
@@ -95,47 +75,35 @@ def make_jobs(folder: Path, num_documents: int, names: Sequence[str] = ()) -> li
     for place in range(0, len(lines), 37):
         lines.insert(place, poison[place % len(poison)])
     (folder / "poisoned.jsonl").write_bytes(b"".join(lines))
-    small = folder / "small"
-    small.mkdir()
+    (folder / "small").mkdir()
     for number in range(30):
-        lines = [json.dumps({"text": text}).encode() + b"\n" for text in texts[number : number + 9]]
-        (small / f"{number:02}.jsonl.gz").write_bytes(compress(b"".join(lines), "gzip"))
-    commands: dict[str, list[Any]] = {
-        "plain": ["plain.jsonl", "--append-eod"],
-        "keys": ["plain.jsonl", "--json-keys", "text", "title"],
-        "gzip": ["compressed.jsonl.gz", "--append-eod"],
-        "Parquet": ["table.parquet", "--json-keys", "title", "text"],
-        "mixed": ["compressed.jsonl.zst", "table.parquet", "plain.jsonl", "small"],
-        "poisoned": ["poisoned.jsonl", "--on-error", "quarantine"],
-        "partitions": ["plain.jsonl", "--partitions", "3", "--append-eod"],
-        "sentences": ["plain.jsonl", "--split-sentences", "sentencex", "--append-eod"],
+        write_jsonl(folder / "small" / f"{number:02}.jsonl.gz", texts[number : number + 9])
+    commands = {
+        "plain": "plain.jsonl --append-eod",
+        "keys": "plain.jsonl --json-keys text title",
+        "gzip": "compressed.jsonl.gz --append-eod",
+        "Parquet": "table.parquet --json-keys title text",
+        "mixed": "compressed.jsonl.zst table.parquet plain.jsonl small",
+        "poisoned": "poisoned.jsonl --on-error quarantine",
+        "partitions": "plain.jsonl --partitions 3 --append-eod",
+        "sentences": "plain.jsonl --split-sentences sentencex --append-eod",
     }
     jobs = []
     for number, (name, command) in enumerate(commands.items()):
         if names and name not in names:
             continue
-        inputs = [
-            str(folder / word) if "." in word or word == "small" else word for word in command
-        ]
-        options = ["--input", *inputs, "--tokenizer", str(tokenizer), "--json"]
+        words = [str(folder / w) if "." in w or w == "small" else w for w in command.split()]
+        options = ["--input", *words, "--tokenizer", str(tokenizer), "--json"]
         options += ["--chunk-size", str(CHUNK_SIZE), "--workers", str(1 if number % 4 == 0 else 2)]
-        jobs.append(undisturbed(name, options, folder))
+        output, start = folder / "undisturbed", time.monotonic()
+        output.mkdir()
+        done, kept = chunks_of(finish(launch(options, output)))
+        seconds, files = time.monotonic() - start, read_files(output)
+        shutil.rmtree(output)
+        if kept != 0:
+            raise KillError(f"{name}: the first run kept {kept} chunks")
+        jobs.append(Job(name=name, options=options, files=files, num_tasks=done, seconds=seconds))
     return jobs
-
-
-def undisturbed(name: str, options: Sequence[str], folder: Path) -> Job:
-    output = folder / "undisturbed"
-    output.mkdir()
-    start = time.monotonic()
-    process = launch(options, output)
-    summary = finish(process)
-    seconds = time.monotonic() - start
-    files = read_files(output)
-    shutil.rmtree(output)
-    done, kept = chunks_of(summary)
-    if kept != 0:
-        raise KillError(f"{name}: the first run kept {kept} chunks")
-    return Job(name=name, options=options, files=files, num_tasks=done, seconds=seconds)
 
 
 def launch(
@@ -164,13 +132,11 @@ def chunks_of(summary: dict[str, Any]) -> tuple[int, int]:
 
 
 def read_files(output: Path) -> dict[str, bytes]:
+    """The files of an output; empty what tells of the run, not of the data."""
     return {
-        path.name: b"" if path.is_dir() or path.name.endswith(VARYING) else path.read_bytes()
+        path.name: b"" if path.is_dir() or path.suffix == ".json" else path.read_bytes()
         for path in output.iterdir()
     }
-
-
-# ---- kills ----
 
 
 def run_job(job: Job, output: Path, choices: random.Random, counts: Counter[str]) -> None:
@@ -239,23 +205,11 @@ def wait_for_moment(
     return False
 
 
-# ---- any number of kills ----
-
-
 def run(
     num_kills: int, seed: int, num_documents: int = 6000, names: Sequence[str] = ()
 ) -> Counter[str]:
-    """Kills jobs that many times; returns how often what was killed.
-
-    Args:
-        num_kills: Number of kills, at least; the last job ends undisturbed by the limit.
-        seed: Seed of jobs and moments.
-        num_documents: Number of documents in each input; 6,000 are about 400 chunks.
-        names: Names of the jobs; empty: all.
-    """
-    return run_jobs(
-        lambda folder: make_jobs(folder, num_documents, names), run_job, num_kills, seed
-    )
+    """Kills jobs (of these names) that many times, of about 400 chunks; says what was killed."""
+    return run_jobs(lambda path: make_jobs(path, num_documents, names), run_job, num_kills, seed)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from millrace import checks
 from millrace.checks import NOTHING, absolute_path, place_of, shown
@@ -64,7 +64,7 @@ class Journal:
         self.path, self.run, self.folder = path, "", ""
         self._process = os.getpid()
         self._is_ours = False
-        self._file: BinaryIO | None = None
+        self._file: Any = None
         self._flushed_at = 0.0
         # Place and size of the last line of each value and task: the lines may be large.
         self._places: dict[str, dict[str, tuple[int, int]]] = {"name": {}, "task": {}}
@@ -115,8 +115,6 @@ class Journal:
     def close(self) -> None:
         """Lets other processes have the journal, and removes it if no task is finished."""
         with self._stack, contextlib.suppress(OSError, MillraceError):  # what stays does no harm
-            if self._file is not None:
-                self._file.close()
             # A forked child leaves it to its parent.
             if self._is_ours and not self._places["task"] and os.getpid() == self._process:
                 self.remove()
@@ -130,68 +128,58 @@ class Journal:
             os.rename(self.path, doomed)
             _remove_tree(doomed)
 
-    # ---- lines ----
-
     def value(self, name: str) -> Any:
         """The value that was last stored under a name, or None."""
         entry = self._entry("name", name)
-        return None if entry is None else entry["value"]
+        return entry and entry["value"]
 
     def store(self, name: str, value: Any) -> Any:
         """Stores a value, plain JSON, and flushes it to the disk; returns it as `value` does."""
         value = plain_json(value)
+        self._flushed_at = float("-inf")
         self._append("name", {"name": name, "value": value})
-        self._flush()
         return value
 
     def add(self, task: str, attempt: str, record: Any, sums: Mapping[str, Any]) -> Any:
         """Adds a finished task, with size and XXH3-64 of its files; returns its record, plain."""
         record = plain_json(record)
         self._append("task", {"task": task, "attempt": attempt, "files": sums, "record": record})
-        if time.monotonic() - self._flushed_at > _FLUSH_INTERVAL:
-            self._flush()
         return record
 
     def record(self, task: str) -> tuple[Any, str] | None:
         """The record of a finished task, and the folder of its files, which it reads; or None."""
-        entry = self._entry("task", task)
-        if entry is None:
-            return None
-        folder = self.folder_of(entry["attempt"])
-        return (entry["record"], folder) if _are_whole(folder, entry["files"]) else None
+        if entry := self._entry("task", task):
+            folder = self.folder_of(entry["attempt"])
+            if _are_whole(folder, entry["files"]):
+                return entry["record"], folder
+        return None
 
     def folder_of(self, attempt: str) -> str:
         """The folder of the files of an attempt."""
         return os.path.join(self.folder, _FILES, attempt)
 
     def _append(self, kind: str, entry: Any) -> None:
-        assert self._file is not None
         line = json.dumps({"xxh3": _sum_of_json(entry), "entry": entry}).encode() + b"\n"
         with _explained(self.path):
             place = self._file.seek(0, os.SEEK_END)
             self._file.write(line)
             self._file.flush()
+            if time.monotonic() - self._flushed_at > _FLUSH_INTERVAL:
+                flush_to_disk(self._file)
+                self._flushed_at = time.monotonic()
         self._places[kind][entry[kind]] = place, len(line)
-
-    def _flush(self) -> None:
-        assert self._file is not None
-        with _explained(self.path):
-            flush_to_disk(self._file)
-        self._flushed_at = time.monotonic()
 
     def _entry(self, kind: str, key: str) -> Any:
         if key not in self._places[kind]:
             return None
-        assert self._file is not None
         place, size = self._places[kind][key]
-        self._file.seek(place)
-        return _entry_of(self._file.read(size))
+        return _entry_of(os.pread(self._file.fileno(), size, place))
 
     def _read_lines(self) -> None:
         """Opens the file of lines, and notes where the last one of each value and task is."""
         path = os.path.join(self.folder, _DONE)
         is_new = not os.path.exists(path)
-        file = self._file = open(path, "a+b")  # noqa: SIM115
+        file = self._file = self._stack.enter_context(open(path, "a+b"))  # noqa: SIM115
         if is_new:
             flush_to_disk(file)
             fsync_folder(path)
@@ -204,8 +192,6 @@ class Journal:
                 kind = "task" if "task" in entry else "name"
                 self._places[kind][entry[kind]] = place, len(line)
             place += len(line)
-
-    # ---- the folder ----
 
     def _earlier_run(self, job: Any, published: str) -> str | None:
         """The run to continue, or None to begin a new one."""
@@ -227,13 +213,15 @@ class Journal:
         text = differences(other, job)
         if not text:
             return run
-        if not _has_tasks(os.path.join(self.path, run, _DONE)):
-            return None
-        raise ConfigError(
-            f"{self.path} is the journal of an unfinished job, and this job differs from it: "
-            f"{text}. Run the same command again to continue that job, give --restart "
-            "(restart=True) to discard it, or give another output"
-        )
+        path = os.path.join(self.path, run, _DONE)
+        with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+            if any("task" in (_entry_of(line) or ()) for line in file):
+                raise ConfigError(
+                    f"{self.path} is the journal of an unfinished job, and this job differs from "
+                    f"it: {text}. Run the same command again to continue that job, give --restart "
+                    "(restart=True) to discard it, or give another output"
+                )
+        return None
 
     def _remove_leftovers(self) -> None:
         """Removes earlier runs, and what attempts without a line in the journal have left."""
@@ -303,7 +291,7 @@ def _is_held(path: str, text: str) -> MillraceError:
 
 @contextlib.contextmanager
 def _explained(path: str) -> Iterator[None]:
-    """Turns an OSError into one that says what the journal is and what can be done."""
+    """Turns an OSError into one that says what can be done."""
     try:
         yield
     except OSError as error:
@@ -311,9 +299,6 @@ def _explained(path: str) -> Iterator[None]:
             f"the journal {path} cannot be written: {error}. The job keeps what it has done there: "
             "make room and grant access, or write to another folder"
         ) from error
-
-
-# ---- lines and files ----
 
 
 def plain_json(value: Any) -> Any:
@@ -354,13 +339,6 @@ def _entry_of(line: bytes) -> Any:
         return entry if content["xxh3"] == _sum_of_json(entry) else None
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-
-
-def _has_tasks(path: str) -> bool:
-    """Whether a file of lines has a finished task."""
-    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
-        return any("task" in (_entry_of(line) or ()) for line in file)
-    return False
 
 
 def _are_whole(folder: str, sums: Mapping[str, Any]) -> bool:

@@ -73,7 +73,12 @@ def run_ray(
             "`pip install 'millrace[ray]'`, or use the local engine"
         ) from None
     with _connected(ray, note):
-        limit = 2 * _num_cpus(ray) if workers is None else workers
+        limit = workers or 2 * int(ray.cluster_resources().get("CPU", 0))
+        if limit == 0:
+            raise ConfigError(
+                "the Ray cluster has no CPUs for tasks: add machines to it, or give the number of "
+                "workers if machines are added when tasks wait"
+            )
         # In a list, a reference is sent to the worker instead of the bytes.
         key, work_references = os.urandom(8), [ray.put(work)]
         remote = ray.remote(num_cpus=1, max_retries=ATTEMPTS - 1, retry_exceptions=False)(_run)
@@ -144,15 +149,6 @@ def _check_address(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), _ANSWER_TIME).close()
     except OSError as error:
         raise ConnectionError(f"nothing answers at {address}: {error}") from None
-
-
-def _num_cpus(ray: Any) -> int:
-    if num_cpus := int(ray.cluster_resources().get("CPU", 0)):
-        return num_cpus
-    raise ConfigError(
-        "the Ray cluster has no CPUs for tasks: add machines to it, or give the number of "
-        "workers if machines are added when tasks wait"
-    )
 
 
 def _finished(

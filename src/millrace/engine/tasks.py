@@ -95,14 +95,10 @@ def run_tasks(
     submit: Callable[[Task, bytes], None],
     receive: Callable[[float], Iterable[tuple[Task, bytes | Exception]]],
 ) -> Generator[tuple[Task, Any], None, None]:
-    """The loop of an executor: yields each task and its result.
+    """The loop of an executor: yields each task and its result; at most `limit` are unfinished.
 
-    Args:
-        tasks: The tasks, of which at most `limit` are unfinished at a time.
-        limit: Number of tasks.
-        submit: Function that begins a task, which it gets pickled, too.
-        receive: Function that returns the answers that have come; it waits up to a number of
-            seconds for the first.
+    `submit` begins a task, which it gets pickled, too. `receive` returns the answers that have
+    come, and waits up to a number of seconds for the first.
     """
     drawn, is_over, num_running = interruptible_tasks(tasks), False, 0
     while num_running or not is_over:
@@ -116,9 +112,6 @@ def run_tasks(
         for task, answer in receive(PAUSE if is_over or num_running == limit else 0.0):
             num_running -= 1
             yield task, result_of(answer)
-
-
-# ---- between processes ----
 
 
 def to_bytes(name: str, value: Any) -> bytes:
@@ -168,20 +161,13 @@ def result_of(answer: bytes | Exception) -> Any:
     return value
 
 
-# ---- an attempt of a task, for a run ----
-
-
 def run_attempt(work: tuple[Function, Any, str, bool], task: Task) -> Any:
     """Runs a task in a folder of its own, in a worker.
 
-    Args:
-        work: The function and its context, the folder of all attempts, and whether files must be on
-            the disk before the task is done: where the job goes on when it loses this machine.
-        task: The task.
-
-    Returns:
-        The name of the attempt's folder, the record, and size and checksum of each file; or a
-        MillraceError of the function.
+    `work` is the function and its context, the folder of all attempts, and whether files must be on
+    the disk before the task is done: where the job goes on when it loses this machine. Returns the
+    name of the attempt's folder, the record, and size and checksum of each file; or a MillraceError
+    of the function.
     """
     function, context, folder, is_durable = work
     attempt = f"{task.id}.{os.urandom(6).hex()}"

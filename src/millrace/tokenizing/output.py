@@ -9,16 +9,20 @@ import itertools
 import json
 import operator
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from millrace.engine import Done
+from millrace.files import flush_to_disk
 from millrace.provenance import OriginsWriter
-from millrace.store import IndexedDatasetBuilder
+from millrace.provenance.origins import has_pyarrow
+from millrace.store import IndexedDatasetBuilder, finalize_together
 from millrace.text import Part, first_line_of
 from millrace.tokenizing.chunk import ORIGIN, REJECTS, prefix_of
+from millrace.tokenizing.tokenize_options import TokenizeOptions
 
 _SHOWN_REJECTS = 20
 _ORIGINS = 1 << 15  # documents whose origins are read at a time
@@ -45,24 +49,29 @@ class Output:
     Attributes:
         num_documents, num_bytes, num_rejects: Counts of what was appended.
         num_tokens: Number of tokens of each key.
-        origins: Writers of the sidecars of origins, one for each key, or none.
+        builders: The builders of the pairs.
         rejects: The first rejected lines: file, line and reason.
     """
 
-    def __init__(
-        self,
-        builders: Sequence[IndexedDatasetBuilder],
-        num_partitions: int,
-        has_origins: bool,
-        quarantine: BinaryIO | None,
-    ) -> None:
-        self._builders, self._num_partitions = builders, num_partitions
-        self.origins = [OriginsWriter(one.prefix) for one in builders] if has_origins else []
-        self._quarantine = quarantine
+    def __init__(self, options: TokenizeOptions, stack: contextlib.ExitStack, scratch: str) -> None:
+        self._options, dtype = options, options.tokenizer.dtype
+        self.builders = [
+            stack.enter_context(IndexedDatasetBuilder(prefix, dtype, checksums=options.checksums))
+            for prefix in options.prefixes.values()
+        ]
+        self._origins: list[OriginsWriter] = []
+        if options.provenance != "none":
+            # Arrow takes 0.3 s to import: time that it has while the first chunk is encoded.
+            threading.Thread(target=has_pyarrow, daemon=True).start()
+            self._origins = [OriginsWriter(builder.prefix) for builder in self.builders]
+        self._quarantine: Any = None
+        if options.on_error == "quarantine":
+            path = os.path.join(scratch, "quarantine.jsonl")
+            self._quarantine = stack.enter_context(open(path, "wb"))  # noqa: SIM115
         self._next_line: tuple[str, int] | None = None  # and the source, of the last part
         self._tasks: list[_Task] = []
         self.num_documents = self.num_bytes = self.num_rejects = 0
-        self.num_tokens = [0] * len(builders)
+        self.num_tokens = [0] * len(self.builders)
         self.rejects: list[dict[str, Any]] = []
 
     def append(self, done: Done) -> None:
@@ -75,17 +84,30 @@ class Output:
         self.num_bytes += record["bytes"]
         self.num_tokens = list(map(operator.add, self.num_tokens, record["tokens"]))
         self._append_rejects(task, record["rejects"])
-        if self._num_partitions == 1:
+        if self._options.num_partitions == 1:
             self._copy(task, 0)
         else:
             self._tasks.append(task)
 
     def finish(self, check_interrupt: Callable[[], None]) -> None:
         """Appends what waited for the last task; of terabytes, this takes hours."""
-        for partition in range(self._num_partitions):
+        count = self._options.num_partitions
+        for partition in range(count):
             for task in self._tasks:
                 check_interrupt()
-                self._copy(task, (partition - task.documents_before) % self._num_partitions)
+                self._copy(task, (partition - task.documents_before) % count)
+
+    def publish(self) -> None:
+        """Gives all files their names, and removes the quarantine of an earlier job."""
+        if self._quarantine is not None and self.num_rejects:
+            flush_to_disk(self._quarantine)
+            os.replace(self._quarantine.name, quarantine_path(self._options))
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(quarantine_path(self._options))
+        finalize_together(self.builders)
+        for writer in self._origins:
+            writer.publish()
 
     def _first_line(self, part: Part, num_lines: int) -> int:
         """The number of the first line of the next part, which has that many lines."""
@@ -99,11 +121,11 @@ class Output:
 
     def _copy(self, task: _Task, group: int) -> None:
         """Appends the documents whose number in the task is `group` modulo the partitions."""
-        for key, builder in enumerate(self._builders):
+        for key, builder in enumerate(self.builders):
             builder.add_index(prefix_of(task.folder, key, group))
-        if self.origins:
+        if self._origins:
             for origins in _read_origins(task, group):
-                for writer in self.origins:
+                for writer in self._origins:
                     writer.add(*origins)
 
     def _append_rejects(self, task: _Task, counts: Sequence[int]) -> None:
@@ -132,6 +154,10 @@ class Output:
                     self._quarantine.write(json.dumps(place).encode()[:-1] + b', "bytes": "')
                     self._quarantine.write(base64.b64encode(data.read(row["size"])))
                     self._quarantine.write(b'"}\n')
+
+
+def quarantine_path(options: TokenizeOptions) -> str:
+    return f"{options.output_prefix}.quarantine.jsonl"
 
 
 def _read_origins(task: _Task, group: int) -> Iterator[tuple[Any, ...]]:

@@ -7,24 +7,21 @@ import glob
 import itertools
 import json
 import os
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from millrace.encoding import UNSEEN, Tokenizer, checked_tokenizer
 from millrace.engine import ALREADY, Done, Run
 from millrace.errors import ConfigError, TextError
-from millrace.files import checksum, flush_to_disk
+from millrace.files import checksum
 from millrace.option_class import StrPath, identity_of
-from millrace.provenance.origins import has_pyarrow
-from millrace.store import IndexedDatasetBuilder, finalize_together
 from millrace.store.publish import LOCK, files_of, idx_path, remove_leftovers
 from millrace.text import InputFile, Query, find_inputs, parts_of, read_documents
 from millrace.tokenizing.chunk import run_task, texts_of
-from millrace.tokenizing.output import Output
+from millrace.tokenizing.output import Output, quarantine_path
 from millrace.tokenizing.plan import (
     MB,
     InputTasks,
@@ -203,20 +200,8 @@ def _write(
         prefix = glob.escape(os.fspath(options.output_prefix))
         for lock in glob.glob(f"{prefix}_*_*{LOCK}"):
             remove_leftovers(lock.removesuffix(LOCK))
-    dtype, has_origins = options.tokenizer.dtype, options.provenance != "none"
     with contextlib.ExitStack() as stack:
-        builders = [
-            stack.enter_context(IndexedDatasetBuilder(prefix, dtype, checksums=options.checksums))
-            for prefix in options.prefixes.values()
-        ]
-        if has_origins:
-            # Arrow takes 0.3 s to import: time that it has while the first chunk is encoded.
-            threading.Thread(target=has_pyarrow, daemon=True).start()
-        quarantine = None
-        if options.on_error == "quarantine":
-            path = os.path.join(run.scratch, "quarantine.jsonl")
-            quarantine = stack.enter_context(open(path, "wb"))
-        output = Output(builders, options.num_partitions, has_origins, quarantine)
+        output = Output(options, stack, run.scratch)
         tasks = InputTasks(run, options, files, workers)
         num_bytes_done = _append_tasks(run, options, tasks, output, workers)
         output.finish(run.check_interrupt)
@@ -235,9 +220,9 @@ def _write(
             notices=tasks.notices,
         )
         if options.checksums:
-            for builder, key in zip(builders, options.json_keys, strict=True):
+            for builder, key in zip(output.builders, options.json_keys, strict=True):
                 builder.add_provenance(_provenance_of(options, files, key, output))
-        run.publish(lambda: _publish(options, builders, output, quarantine), asdict(result))
+        run.publish(output.publish, asdict(result))
     return result
 
 
@@ -278,28 +263,6 @@ def _append_tasks(
             )
         raise
     return num_bytes
-
-
-def _publish(
-    options: TokenizeOptions,
-    builders: Sequence[IndexedDatasetBuilder],
-    output: Output,
-    quarantine: BinaryIO | None,
-) -> None:
-    """Gives all files their names, and removes the quarantine of an earlier job."""
-    if quarantine is not None and output.num_rejects:
-        flush_to_disk(quarantine)
-        os.replace(quarantine.name, _quarantine_path(options))
-    else:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(_quarantine_path(options))
-    finalize_together(builders)
-    for writer in output.origins:
-        writer.publish()
-
-
-def _quarantine_path(options: TokenizeOptions) -> str:
-    return f"{options.output_prefix}.quarantine.jsonl"
 
 
 def _provenance_of(
@@ -357,7 +320,7 @@ def _unseen(tokenizer: Tokenizer) -> str:
 
 def _check_outputs(options: TokenizeOptions, files: Sequence[InputFile]) -> None:
     """Raises a ConfigError if an input would be overwritten."""
-    quarantine = _quarantine_path(options)
+    quarantine = quarantine_path(options)
     if os.path.isdir(quarantine):
         raise ConfigError(f"{quarantine} is a folder; remove it, or give another prefix")
     outputs = itertools.chain([quarantine], *map(files_of, options.prefixes.values()))
