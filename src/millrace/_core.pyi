@@ -14,6 +14,7 @@ _Key = NDArray[np.uint32]
 _State = tuple[_Key, int]
 _Blend = tuple[NDArray[np.int16], _Numbers]
 _Bytes = NDArray[np.uint8]
+_Spans = tuple[_Numbers, _Numbers, _Numbers, _Numbers]
 
 def shuffled_ranges(
     ranges: _Numbers, like: NDArray[_T], key: _Key, position: int
@@ -130,9 +131,7 @@ class GPTOrder(Order):
 class SequenceOrder(Order):
     def __init__(self, num_sequences: int, sequence_length: int) -> None: ...
 
-def spans(
-    order: Order, sample_numbers: _Numbers
-) -> tuple[_Numbers, _Numbers, _Numbers, _Numbers]: ...
+def spans(order: Order, sample_numbers: _Numbers) -> _Spans: ...
 def locate_spans(
     token_source: TokenSource, sequences: _Numbers, offsets: _Numbers, counts: _Numbers
 ) -> tuple[_Numbers, _Numbers]: ...

@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import dataclasses
 import logging
+import operator
 import os
 import shutil
 import sys
@@ -47,7 +48,9 @@ import millrace.megatron as ours
 # After a failed opening it raises at some later time.
 indexed_dataset.IndexedDataset.__del__ = lambda self: None
 
-GPT_ARRAYS = ("document_index", "sample_index", "shuffle_index")
+GPT_VALUES = ("num_samples", "dataset_path", "_pad_token_id", "index_split.name")
+GPT_ARRAYS = ("indices", "document_index", "sample_index", "shuffle_index")
+BLEND_VALUES = ("weights", "size", "split.name")
 BLEND_ARRAYS = ("dataset_index", "dataset_sample_index")
 SPLIT_NAMES = ("train", "valid", "test")
 
@@ -100,11 +103,7 @@ class Case:
     reopen: list[str]
 
     def __str__(self) -> str:
-        lines = []
-        for field in dataclasses.fields(self):
-            text = repr(getattr(self, field.name))
-            lines.append(f"  {field.name} = {text[:2000]}{'...' if len(text) > 2000 else ''}")
-        return "\n".join(lines)
+        return "\n".join(f"  {name} = {value!r:.2000}" for name, value in vars(self).items())
 
 
 class Generator:
@@ -441,23 +440,15 @@ def same_tree(mine: Any, their: Any, where: str) -> None:
         return
     require(type(mine).__name__ == type(their).__name__, f"{where}: {mine} and {their}")
     require(len(mine) == len(their), f"{where}: lengths {len(mine)} and {len(their)}")
-    for name in ("unique_description", "unique_description_hash"):
-        one, other = getattr(mine, name), getattr(their, name)
-        require(one == other, f"{where}.{name}:\n{one}\n{other}")
-    if type(their).__name__ == "BlendedDataset":
-        require(mine.weights == their.weights, f"{where}: {mine.weights} and {their.weights}")
-        require(mine.size == their.size, f"{where}: sizes {mine.size} and {their.size}")
-        require(mine.split.name == their.split.name, f"{where}: splits")
-        for name in BLEND_ARRAYS:
-            same_array(getattr(mine, name), getattr(their, name), f"{where}.{name}")
-        same_tree(mine.datasets, their.datasets, f"{where}.datasets")
-        return
-    for name in ("num_samples", "dataset_path", "_pad_token_id"):
-        one, other = getattr(mine, name), getattr(their, name)
-        require(one == other, f"{where}.{name}: {one!r} and {other!r}")
-    require(mine.index_split.name == their.index_split.name, f"{where}: splits")
-    for name in ("indices", *GPT_ARRAYS):
+    is_blend = type(their).__name__ == "BlendedDataset"
+    values, arrays = (BLEND_VALUES, BLEND_ARRAYS) if is_blend else (GPT_VALUES, GPT_ARRAYS)
+    for name in ("unique_description", "unique_description_hash", *values):
+        one, other = operator.attrgetter(name)(mine), operator.attrgetter(name)(their)
+        require(one == other, f"{where}.{name}:\n{one!r}\n{other!r}")
+    for name in arrays:
         same_array(getattr(mine, name), getattr(their, name), f"{where}.{name}")
+    if is_blend:
+        same_tree(mine.datasets, their.datasets, f"{where}.datasets")
 
 
 def parts_of(dataset: Any) -> list[Any]:

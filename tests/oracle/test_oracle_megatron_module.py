@@ -133,33 +133,6 @@ def build(side: Any, sizes: Any, made: Any, kind: Any = None) -> Any:
     return side.BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, made).build()
 
 
-def log_lines() -> list[str]:
-    """What `millrace.megatron` logs from now on."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("millrace.megatron")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    return lines
-
-
-def run_processes(count: int, context: Any, target: Callable[..., None], *arguments: Any) -> Any:
-    """The answers of processes, each of which gets its number, the arguments and a queue."""
-    results = context.Queue()
-    processes = [
-        context.Process(target=target, args=(number, *arguments, results))
-        for number in range(count)
-    ]
-    for process in processes:
-        process.start()
-    answers = [results.get(timeout=180) for _ in processes]
-    for process in processes:
-        process.join()
-        assert process.exitcode == 0
-    return sorted(answers, key=lambda answer: answer[0])
-
-
 # ---- code written for Megatron-LM ----
 
 SUBCLASSES = '''
@@ -247,16 +220,10 @@ def test_a_gpt_subclass_written_for_megatron_runs(
     prefix: Path, tmp_path: Path, name: str, extra: bool
 ) -> None:
     def work(side: Any) -> Any:
-        dataset = gpt(
-            side,
-            prefix,
-            tmp_path / f"cache-{side is SIDES[0]}",
-            subclasses(side)[name],
-            reset_position_ids=True,
-            reset_attention_mask=True,
-            eod_mask_loss=True,
-            add_extra_token_to_sequence=extra,
-        )
+        flags = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+        options = dict.fromkeys(flags, True) | {"add_extra_token_to_sequence": extra}
+        folder = tmp_path / f"cache-{side is SIDES[0]}"
+        dataset = gpt(side, prefix, folder, subclasses(side)[name], **options)
         return [*samples_of(dataset), dataset[None]]
 
     assert_alike(*on_both(work))
@@ -267,15 +234,11 @@ def test_any_choice_of_sequences(prefix: Path, tmp_path: Path, num_samples: int 
     """Indices that are not a range, as a subclass or a tool may give them."""
     random = np.random.default_rng(5)
     for indices in (random.permutation(60)[:40], np.array([7, 7, 3, 5]), np.array([9, 8, 7])):
-        made = on_both(
-            lambda side, indices=indices: gpt(
-                side,
-                prefix,
-                tmp_path / f"{side is SIDES[0]}-{len(indices)}",
-                indices=indices.astype(np.int32),
-                num_samples=num_samples,
-            )
-        )
+        options = {"indices": indices.astype(np.int32), "num_samples": num_samples}
+        made = [
+            gpt(side, prefix, tmp_path / f"{number}-{len(indices)}", **options)
+            for number, side in enumerate(SIDES)
+        ]
         for name in ("document_index", "sample_index", "shuffle_index"):
             assert_alike(*(getattr(dataset, name) for dataset in made))
         assert_alike(*map(samples_of, made))
@@ -704,24 +667,20 @@ def test_document_bounds_follow_from_the_parts(seed: int, tmp_path: Path) -> Non
 def test_a_damaged_cache_is_built_again(
     prefix: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Every kind of damage: tests/cache/test_megatron.py."""
     cache = tmp_path / "cache"
     first = gpt(SIDES[0], prefix, cache)
     whole = {path: path.read_bytes() for path in sorted(cache.iterdir())}
     assert len(whole) == 4
     logging.getLogger("millrace.megatron").setLevel(logging.INFO)
     for path in whole:
-        for content in (b"", whole[path][:-3], b"\x93NUMPY" + b"\0" * 200, None):
-            if content is None:
-                path.unlink()
-            else:
-                path.write_bytes(content)
-            caplog.clear()
-            again = gpt(SIDES[0], prefix, cache)
-            assert_alike(again.shuffle_index, np.asarray(first.shuffle_index))
-            assert_alike(again.sample_index, np.asarray(first.sample_index))
-            assert {path: path.read_bytes() for path in sorted(cache.iterdir())} == whole
-            assert "Build and save the GPTDataset train indices" in caplog.text
-            assert ("do not fit" in caplog.text) == (content is not None)
+        path.write_bytes(whole[path][:-3])
+        caplog.clear()
+        again = gpt(SIDES[0], prefix, cache)
+        assert_alike(again.shuffle_index, np.asarray(first.shuffle_index))
+        assert {path: path.read_bytes() for path in sorted(cache.iterdir())} == whole
+        assert "do not fit" in caplog.text
+        assert "Build and save the GPTDataset train indices" in caplog.text
     caplog.clear()
     gpt(SIDES[0], prefix, cache)
     assert "Load the GPTDataset train indices" in caplog.text
@@ -803,33 +762,15 @@ def test_a_pad_token_of_none_masks_no_token(prefix: Path, tmp_path: Path, pad: A
         def pad(self) -> Any:
             return pad
 
-    made = on_both(
-        lambda side: gpt(
-            side, prefix, tmp_path / str(side is SIDES[0]), tokenizer=Tokenizer(pad_id=pad)
-        )
-    )
+    made = [
+        gpt(side, prefix, tmp_path / str(number), tokenizer=Tokenizer(pad_id=pad))
+        for number, side in enumerate(SIDES)
+    ]
     mine = [{key: value.numpy() for key, value in s.items()} for s in samples_of(made[0])]
     assert_alike(mine, [oracle.fresh_sample(made[1], number) for number in range(len(made[1]))])
 
 
 # ---- processes ----
-
-
-def race(number: int, prefix: Path, cache: Path, barrier: Any, results: Any) -> None:
-    lines = log_lines()
-    barrier.wait(60)
-    dataset = gpt(SIDES[0], prefix, cache, num_samples=20_000)
-    built = sum(line.startswith("Build and save") for line in lines)
-    results.put((number, built, dataset[123]["tokens"].tolist()))
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_of_eight_processes_one_builds(prefix: Path, tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    found = run_processes(8, context, race, prefix, tmp_path / "cache", context.Barrier(8))
-    assert sum(built for _, built, _ in found) == 1
-    assert all(tokens == found[0][2] for _, _, tokens in found)
-    assert len(list((tmp_path / "cache").iterdir())) == 4
 
 
 def first_tokens(dataset: Any) -> Any:
@@ -841,19 +782,22 @@ def run_rank(rank: int, prefix: Path, folder: Path, results: Any) -> None:
     torch.set_num_threads(1)
     store = torch.distributed.FileStore(str(folder / "store"), 2)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    lines = log_lines()
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("millrace.megatron")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
     found = {}
     for on_all in (True, False):
         for mine, side in zip((True, False), SIDES, strict=True):
             found[on_all, mine] = []
             for blend in (([str(prefix), f"{prefix}2"], [3.0, 1.0]), ([str(prefix)], None)):
                 cache = folder / f"cache-{on_all}-{mine}"
-                made = config(
-                    side, cache, blend=blend, split="2,1,0", num_dataset_builder_threads=2
-                )
-                datasets = side.BlendedMegatronDatasetBuilder(
-                    side.GPTDataset, [30, 9, 0], lambda on_all=on_all: rank == 0 or on_all, made
-                ).build()
+                options = {"blend": blend, "split": "2,1,0", "num_dataset_builder_threads": 2}
+                needs_it = lambda on_all=on_all: rank == 0 or on_all  # noqa: E731
+                what = side.GPTDataset, [30, 9, 0], needs_it, config(side, cache, **options)
+                datasets = side.BlendedMegatronDatasetBuilder(*what).build()
                 found[on_all, mine].append([first_tokens(dataset) for dataset in datasets])
     failure = fail_to_cache(prefix, folder)
     results.put((rank, found, [line for line in lines if line.startswith("Build and")], failure))
@@ -873,7 +817,17 @@ def test_two_ranks_build_one_after_the_other(prefix: Path, tmp_path: Path) -> No
     random = np.random.default_rng(9)
     oracle.write_sequences(Path(f"{prefix}2"), random.integers(5, 40, 30), random, np.int32, (0, 9))
     context = multiprocessing.get_context("spawn")
-    answers = [answer[1:] for answer in run_processes(2, context, run_rank, prefix, tmp_path)]
+    results = context.Queue()
+    processes = [
+        context.Process(target=run_rank, args=(rank, prefix, tmp_path, results))
+        for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    answers = {answer[0]: answer[1:] for answer in (results.get(timeout=180) for _ in processes)}
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
     for on_all in (True, False):
         for rank in (0, 1):
             found = answers[rank][0][on_all, True]
@@ -882,11 +836,11 @@ def test_two_ranks_build_one_after_the_other(prefix: Path, tmp_path: Path) -> No
                 assert [len(split or ()) for blend in found for split in blend] == [9, 9, 0] * 2
             else:
                 assert found == [[None] * 3] * 2
-        names = [
+        mine, their = (
             {path.name: path.read_bytes() for path in (tmp_path / f"cache-{on_all}-{m}").iterdir()}
             for m in (True, False)
-        ]
-        assert names[0] == names[1]
+        )
+        assert mine == their
     # Rank 0 builds all, twice: four datasets, two blends, and two datasets without a blend.
     assert len(answers[0][1]) == 2 * 8
     assert answers[1][1] == []
@@ -913,9 +867,8 @@ def test_workers_of_a_data_loader_read_it(
     dataset[0]  # the core's objects are not pickled
     if cached:
         assert len(pickle.dumps(dataset)) < 20_000
-    loader = torch.utils.data.DataLoader(
-        dataset, batch_size=4, num_workers=1, multiprocessing_context=context
-    )
+    how = {"batch_size": 4, "num_workers": 1, "multiprocessing_context": context}
+    loader = torch.utils.data.DataLoader(dataset, **how)
     rows = [row for batch in loader for row in batch["tokens"]]
     assert_alike(rows, [sample["tokens"] for sample in samples_of(dataset)])
 
@@ -938,10 +891,8 @@ def test_a_pickle_refuses_other_data_than_were_pickled(
     write(1, (30, 20))
     made: Any = ours.IndexedDataset(str(tmp_path / "data"), mmap=kind != "file")
     if kind == "samples":
-        made = gpt(
-            SIDES[0], tmp_path / "data", tmp_path / "cache", sequence_length=8,
-            indices=np.arange(2, dtype=np.int32),
-        )  # fmt: skip
+        options = {"sequence_length": 8, "indices": np.arange(2, dtype=np.int32)}
+        made = gpt(SIDES[0], tmp_path / "data", tmp_path / "cache", **options)
     pickled = pickle.dumps(made)
     write(1, (30, 20))
     assert_alike(pickle.loads(pickled)[1], made[1])  # the same content in other files
@@ -952,20 +903,15 @@ def test_a_pickle_refuses_other_data_than_were_pickled(
 
 def test_a_split_without_tokens_is_empty_at_any_length(prefix: Path, tmp_path: Path) -> None:
     """At length 1, with the extra token, Megatron-LM writes before the start of an array."""
-    nothing = np.arange(0, dtype=np.int32)
+    options: dict[str, Any] = {"indices": np.arange(0, dtype=np.int32), "num_samples": None}
+    deferred = options | {"defer_npy_index_mmap": True}
     for length in (1, 2):
-        for more in ({}, {"defer_npy_index_mmap": True}):
-            dataset = gpt(
-                SIDES[0], prefix, tmp_path, indices=nothing, num_samples=None,
-                sequence_length=length, **more,
-            )  # fmt: skip
+        for more in (options, deferred):
+            dataset = gpt(SIDES[0], prefix, tmp_path, sequence_length=length, **more)
             assert len(dataset) == 0
             with pytest.raises(IndexError):
                 dataset[0]
-    # Its deferred length is below 0.
-    their = gpt(
-        SIDES[1], prefix, tmp_path, indices=nothing, num_samples=None, defer_npy_index_mmap=True
-    )
+    their = gpt(SIDES[1], prefix, tmp_path, **deferred)  # its deferred length is below 0
     with pytest.raises(ValueError, match="should return >= 0"):
         len(their)
 
@@ -996,7 +942,7 @@ def test_weights_that_are_whole_floats_are_sizes(prefix: Path, tmp_path: Path) -
 
 
 def test_an_empty_file_is_opened(tmp_path: Path) -> None:
-    """Megatron-LM cannot map it: see test_oracle_files."""
+    """Megatron-LM cannot map it."""
     with millrace.IndexedDatasetBuilder(tmp_path / "empty", np.uint16) as builder:
         builder.add_document([], [])
     for mapped in (True, False):

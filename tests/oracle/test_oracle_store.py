@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import gc
-import http.client
-import threading
 from collections.abc import Iterator
-from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -86,69 +82,21 @@ def tokens_of(result: Any) -> Any:
 WRITERS = (write_ours, write_theirs)
 
 
-class RangeServer(ThreadingHTTPServer):
-    """Serves byte ranges of the files in one folder, and counts the requests."""
+class RemoteBytes:
+    """A `.bin` that is not a file, as the reader of an object store would be; counts its reads."""
 
-    daemon_threads = True
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(("127.0.0.1", 0), RangeHandler)
-        self.folder = folder
-        self.num_requests = 0
-
-
-class RangeHandler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: RangeServer
-
-    def do_HEAD(self) -> None:
-        self._answer(200, b"", (self.server.folder / self.path[1:]).stat().st_size)
-
-    def do_GET(self) -> None:
-        self.server.num_requests += 1
-        first, last = self.headers["Range"].removeprefix("bytes=").split("-")
-        with open(self.server.folder / self.path[1:], "rb") as file:
-            file.seek(int(first))
-            data = file.read(int(last) + 1 - int(first))
-        self._answer(206, data, len(data))
-
-    def _answer(self, status: int, data: bytes, size: int) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(size))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, format: str, *arguments: Any) -> None:  # noqa: A002
-        """Logs nothing."""
-
-
-class HttpReader:
-    """A `.bin` on a server, as the reader of an object store would be."""
-
-    def __init__(self, port: int, name: str) -> None:
-        self._port, self._name = port, name
-        self.size = int(self._request("HEAD", {})[1])
+    def __init__(self, path: Path) -> None:
+        self._content = path.read_bytes()
+        self.size, self.num_reads = len(self._content), 0
 
     def read(self, byte_offset: int, num_bytes: int) -> NDArray[np.uint8]:
-        if num_bytes == 0:  # HTTP has no empty ranges
-            return np.empty(0, np.uint8)
-        span = f"bytes={byte_offset}-{byte_offset + num_bytes - 1}"
-        return np.frombuffer(self._request("GET", {"Range": span})[0], np.uint8)
+        self.num_reads += 1
+        return np.frombuffer(self._content[byte_offset : byte_offset + num_bytes], np.uint8)
 
     def gather(
         self, byte_offsets: NDArray[np.int64], byte_counts: NDArray[np.int64]
     ) -> NDArray[np.uint8]:
         return millrace.store.gather_in_turn(self.read, byte_offsets, byte_counts)
-
-    def _request(self, method: str, headers: dict[str, str]) -> tuple[bytes, str]:
-        # A connection for each request: a reader may be used by several threads at once.
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=30)
-        try:
-            connection.request(method, f"/{self._name}", headers=headers)
-            response = connection.getresponse()
-            return response.read(), response.headers["Content-Length"]
-        finally:
-            connection.close()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -157,16 +105,6 @@ def _quick_collections() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[RangeServer]:
-    with RangeServer(tmp_path) as running:
-        thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield running
-        running.shutdown()
-        thread.join()
 
 
 def merge_ours(prefix: Path, parts: list[Path], dtype: Any, *, multimodal: bool) -> None:
@@ -244,9 +182,7 @@ def assert_reads_alike(
 
 
 @pytest.mark.parametrize("seed", range(CASES))
-def test_written_merged_and_read_alike(
-    seed: int, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_written_merged_and_read_alike(seed: int, tmp_path: Path) -> None:
     """Each side writes, each merges, and both read in every way."""
     random = np.random.default_rng([30, seed])
     dtype = np.dtype(DTYPES[seed % len(DTYPES)]).type
@@ -267,32 +203,26 @@ def test_written_merged_and_read_alike(
     assert bytes_of(ours) == bytes_of(theirs)
 
     # Each reader on the other's file.
-    opened = [partial(millrace.IndexedDataset, theirs, access=way) for way in ("mmap", "file")]
-    if seed % 20 == 0:
-        server = request.getfixturevalue("server")
-        reader = HttpReader(server.server_port, "theirs.bin")
-        opened.append(partial(millrace.IndexedDataset, theirs, bin_reader=reader))
+    remote = RemoteBytes(Path(f"{theirs}.bin"))
+    ways: list[Any] = [{"access": "mmap"}, {"access": "file"}, {"bin_reader": remote}]
     for mapped in (True, False):
         reference = megatron.IndexedDataset(str(ours), multimodal=multimodal, mmap=mapped)
-        for open_ours in opened:
-            assert_reads_alike(open_ours(), reference, random)
-    if seed % 20 == 0:
-        assert server.num_requests > 0
+        for way in ways:
+            assert_reads_alike(millrace.IndexedDataset(theirs, **way), reference, random)
+    assert remote.num_reads > 0
     assert millrace.store.verify([theirs])[0].problems == []
 
 
-def test_a_dataset_without_its_bin_is_read_from_a_server(
-    tmp_path: Path, server: RangeServer
-) -> None:
-    """Only the index is a local file; samples from the server equal those from a file."""
+def test_a_dataset_without_its_bin_is_read_by_its_reader(tmp_path: Path) -> None:
+    """Only the index is a local file; samples from elsewhere equal those from a file."""
     with millrace.IndexedDatasetBuilder(tmp_path / "data", np.uint16) as builder:
         for length in (40, 7, 0, 90):
             builder.add_document(np.arange(length))
     dataset = millrace.IndexedDataset(tmp_path / "data")
     local = millrace.GPTDataset(dataset, sequence_length=8, seed=3).batch(np.arange(16))
-    (tmp_path / "data.bin").rename(tmp_path / "far.bin")
-    reader = HttpReader(server.server_port, "far.bin")
-    dataset = millrace.IndexedDataset(tmp_path / "data", bin_reader=reader)
+    remote = RemoteBytes(tmp_path / "data.bin")
+    (tmp_path / "data.bin").unlink()
+    dataset = millrace.IndexedDataset(tmp_path / "data", bin_reader=remote)
     far = millrace.GPTDataset(dataset, sequence_length=8, seed=3).batch(np.arange(16))
     for name, array in local.items():
         assert_equal(far[name], array, name)

@@ -293,11 +293,7 @@ class BlendedMegatronDatasetBuilder:
         return build_all() if self.config.fast_cache_load else _rank_0_first(build_all)
 
     def _build_megatron_dataset_splits(
-        self,
-        dataset_path: str | None,
-        split: SplitMatrix,
-        sizes: Sizes,
-        synchronize_ranks: bool = True,
+        self, dataset_path: Any, split: SplitMatrix, sizes: Sizes, synchronize_ranks: bool = True
     ) -> list[Any]:
         """One token file's dataset for each split; None for a split without a share."""
 
@@ -308,11 +304,11 @@ class BlendedMegatronDatasetBuilder:
             ranges: Sequence[Any] = [None] * len(Split)
             if not self.config.fast_cache_load:
                 ranges = split_ranges(self.cls.numel_low_level_dataset(dataset), split)
+            make = partial(self.build_generic_dataset, self.cls, self.is_built_on_rank, False)
             parts = []
             for kind, ends, elements, size in zip(Split, split, ranges, sizes, strict=True):
                 indices = None if elements is None else np.arange(*elements, dtype=np.int32)
                 part = dataset, dataset_path, indices, size, kind, self.config
-                make = partial(self.build_generic_dataset, self.cls, self.is_built_on_rank, False)
                 parts.append(None if ends is None else make(*part))
             return parts
 

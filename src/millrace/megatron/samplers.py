@@ -265,7 +265,7 @@ def build_pretraining_data_loader(dataset: Any, consumed_samples: int) -> Any:
         pin_memory=True,
         persistent_workers=has_workers,
         worker_init_fn=partial(_start_worker, exit_signal=exit_signal) if has_workers else None,
-        **({"collate_fn": _as_list} if is_hybrid else {}),
+        **({"collate_fn": list} if is_hybrid else {}),  # the samples as they are
     )
 
 
@@ -306,10 +306,6 @@ def _check_numbers(sampler: Any) -> None:
 def _permutation(size: int, epoch: int) -> Any:
     size, epoch = operator.index(size), operator.index(epoch)
     return _native.torch_randperm(size, epoch, dtype=np.uint32 if size <= 2**32 else np.int64)
-
-
-def _as_list(samples: list[Any]) -> list[Any]:
-    return samples
 
 
 def _start_worker(_: int, exit_signal: Any) -> None:
