@@ -106,14 +106,20 @@ def gather(
     sample_numbers: ArrayLike,
     **options: Any,
 ) -> tuple[np.ndarray, ...]:
-    result: tuple[np.ndarray, ...] = module.gather_samples(
+    numbers = np.array(source_numbers, np.int64), np.array(sample_numbers, np.int64)
+    everything = options_of(**options)
+    rows: tuple[np.ndarray, ...] = module.gather_samples(
+        *parts_of(module, arrays, **options), *numbers, everything
+    )
+    return rows
+
+
+def parts_of(module: Any, arrays: list[Arrays], **options: Any) -> tuple[Any, Any]:
+    """Sources and orders, over each dataset's arrays."""
+    return (
         tuple(token_source(module, source) for source in arrays),
         tuple(gpt_order(module, source, **options) for source in arrays),
-        np.array(source_numbers, dtype=np.int64),
-        np.array(sample_numbers, dtype=np.int64),
-        options_of(**options),
     )
-    return result
 
 
 def assert_twin(
@@ -506,9 +512,8 @@ def test_refuses_impossible_sequence_lengths(sequence_length: int, batch: int) -
     with pytest.raises(ValueError, match="sequence_length"):
         SampleOptions(sequence_length=sequence_length)
     options = options_of(sequence_length=sequence_length)
-    sources, orders = (token_source(_native, arrays),), (gpt_order(_native, arrays),)
     with pytest.raises(ValueError, match="sequence_length"):
-        _native.gather_samples(sources, orders, numbers, numbers, options)
+        _native.gather_samples(*parts_of(_native, [arrays]), numbers, numbers, options)
     with pytest.raises(ValueError, match="sequence_length"):
         _native.fill_rows(arrays["tokens"], numbers, options)
     if not 1 <= sequence_length < 2**59:  # of one row
@@ -562,7 +567,7 @@ def test_samples_that_are_longer_than_their_rows_are_refused(wrong: dict[str, An
     numbers = np.zeros(1, np.int64)
     options = SampleOptions(**(DEFAULTS | wrong))
     for module in MODULES:
-        parts = (token_source(module, arrays),), (gpt_order(module, arrays),)
+        parts = parts_of(module, [arrays])
         with pytest.raises(ValueError, match="not fit"):
             module.gather_samples(*parts, numbers, numbers, options)
 
@@ -628,11 +633,7 @@ def test_any_form_equals_its_twin(data: st.DataObject) -> None:
     }
     results = []
     for module in MODULES:
-        parts = (
-            tuple(token_source(module, source) for source in arrays),
-            tuple(gpt_order(module, source, **options) for source in arrays),
-            *batch,
-        )
+        parts = *parts_of(module, arrays, **options), *batch
         plain_form = form | ({"share_plain": False} if module is reference else {})
         shape = options_of(**options)
         gathered = module.gather_tokens(*parts)
@@ -761,7 +762,7 @@ def test_a_bad_token_is_found_in_its_sequence() -> None:
         tokens = arrays["tokens"].copy()
         tokens.view(np.uint8)[byte_offset : byte_offset + 2] = (0x12, 0x34)
         damaged = arrays | {"tokens": tokens}
-        parts = (token_source(_native, damaged),), (gpt_order(_native, damaged),)
+        parts = parts_of(_native, [damaged])
         form = _native.RowForm(vocab_size=3000)
         # The same token may be in the sample twice, in two epochs.
         with pytest.raises(DataError, match=r"token id 13330 is outside \[0, 3000\)") as caught:
@@ -774,10 +775,7 @@ def test_a_bad_token_is_found_in_its_sequence() -> None:
 def test_the_dtype_of_several_files_is_refused() -> None:
     arrays = [make_arrays(0, 8, extra=True, dtype=dtype) for dtype in (np.uint16, np.int32)]
     for module in MODULES:
-        parts = (
-            tuple(token_source(module, source) for source in arrays),
-            tuple(gpt_order(module, source) for source in arrays),
-        )
+        parts = parts_of(module, arrays)
         form = module.RowForm(token_dtype="file")
         one = np.array([1, 1])
         assert module.gather_samples(*parts, one, one, OPTIONS, form)[0].dtype == np.int32

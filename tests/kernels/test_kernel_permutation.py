@@ -44,12 +44,10 @@ def test_swap_or_not_equals_its_twin(data: st.DataObject, key: int, is_inverse: 
 
 @pytest.mark.parametrize("count", [0, 1, 511, 512, 513, 1023, 1024, 1025, 5000])
 def test_any_number_of_numbers_equals_the_twin(count: int) -> None:
-    for size in (count + 1, 2**40):
-        numbers = np.random.default_rng(count).integers(0, size, count)
-        for is_inverse in (False, True):
-            actual = _native.swap_or_not(numbers, size, 3, is_inverse)
-            expected = reference.swap_or_not(numbers, size, 3, is_inverse)
-            np.testing.assert_array_equal(actual, expected, strict=True)
+    for size, is_inverse in itertools.product((count + 1, 2**40), (False, True)):
+        arguments = np.random.default_rng(count).integers(0, size, count), size, 3, is_inverse
+        actual, expected = (m.swap_or_not(*arguments) for m in (_native, reference))
+        np.testing.assert_array_equal(actual, expected, strict=True)
 
 
 def test_every_size_is_permuted() -> None:

@@ -166,17 +166,6 @@ def test_draw_targets_are_numpys_bounded_draws(first: int) -> None:
     assert_same_state(ours, numpys)
 
 
-@pytest.mark.parametrize("size", [2, 513, 5000])
-def test_draw_targets_are_the_swaps_of_a_shuffle(size: int) -> None:
-    values = np.arange(size)
-    targets = draw_targets(size - 1, size - 1, RandomState(4))
-    for step, target in zip(range(size - 1, 0, -1), targets, strict=True):
-        values[[step, target]] = values[[target, step]]
-    expected = np.arange(size)
-    RandomState(4).shuffle(expected)
-    np.testing.assert_array_equal(values, expected)
-
-
 # ---- what is refused ----
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -41,11 +40,8 @@ def assert_twin(name: str, *arguments: Any, **options: Any) -> Any:
     actual = getattr(_native, name)(*arguments, **options)
     expected = getattr(reference, name)(*arguments, **options)
     np.testing.assert_equal(actual, expected)
-    pairs = (
-        zip(actual, expected, strict=True) if isinstance(actual, tuple) else [(actual, expected)]
-    )
-    for left, right in pairs:
-        assert left.dtype == right.dtype
+    left, right = (x if isinstance(x, tuple) else (x,) for x in (actual, expected))
+    assert [array.dtype for array in left] == [array.dtype for array in right]
     return actual
 
 
@@ -54,37 +50,25 @@ def assert_twin(name: str, *arguments: Any, **options: Any) -> Any:
     lengths=LENGTHS,
     seed=st.integers(0, 2**32 - 1),
     num_values=st.sampled_from([1, 2, 4, 30]),
-    rates=st.tuples(RATES, RATES),
-    eod_token=st.sampled_from([None, 0, 1]),
-    pad_token=st.sampled_from([None, 0, 1]),
-    draw_seed=st.sampled_from([0, 1, 2**63 - 1]) | st.integers(0, 2**63 - 1),
+    drawn=st.fixed_dictionaries(
+        {
+            "rate": RATES,
+            "spm_rate": RATES,
+            "eod_token": st.sampled_from([None, 0, 1]),
+            "pad_token": st.sampled_from([None, 0, 1]),
+            "seed": st.sampled_from([0, 1, 2**63 - 1]) | st.integers(0, 2**63 - 1),
+        }
+    ),
     first_number=st.sampled_from([0, 2**31, 2**32, 2**62]),
 )
 def test_fill_in_middle_equals_its_twin(
-    lengths: list[int],
-    seed: int,
-    num_values: int,
-    rates: tuple[float, float],
-    eod_token: int | None,
-    pad_token: int | None,
-    draw_seed: int,
-    first_number: int,
+    lengths: list[int], seed: int, num_values: int, drawn: dict[str, Any], first_number: int
 ) -> None:
+    """Its draws are NumPy's Philox, which the twin calls."""
     tokens, ends = tokens_of(lengths, seed, num_values)
-    assert_twin(
-        "fill_in_middle",
-        tokens,
-        ends,
-        first_number + np.arange(len(lengths)),
-        rate=rates[0],
-        spm_rate=rates[1],
-        prefix_token=2**62,
-        middle_token=102,
-        suffix_token=103,
-        eod_token=eod_token,
-        pad_token=pad_token,
-        seed=draw_seed,
-    )
+    numbers = first_number + np.arange(len(lengths))
+    options = FIM | {"prefix_token": 2**62} | drawn
+    assert_twin("fill_in_middle", tokens, ends, numbers, **options)
 
 
 def unpermuted(document: list[int]) -> list[int]:
@@ -120,40 +104,12 @@ def test_a_permuted_text_holds_its_first_tokens(lengths: list[int], number: int)
         assert (101 in part) == (min(len(document), room - 3) >= reference.MIN_FIM_TOKENS)
 
 
-def test_the_draws_are_numpys() -> None:
-    """Four words of NumPy's Philox decide a document, wherever it stands in its batch."""
-    tokens = np.arange(1000, 1050)
-    number, seed = 12345, 99
-    words = np.random.Philox(key=seed, counter=[0, number, 0, 0]).random_raw(4).tolist()
-    cuts = sorted(word * 48 >> 64 for word in words[2:])
-    is_spm = words[1] / 2**64 < 0.5
-    out, _ = _native.fill_in_middle(
-        np.concatenate([tokens, tokens]),
-        np.array([50, 100]),
-        np.array([3, number]),
-        **(FIM | {"seed": seed}),
-    )
-    kept = tokens[:47]
-    prefix, middle, suffix = (
-        kept[start:stop].tolist() for start, stop in pairwise([0, *cuts, len(kept)])
-    )
-    expected = (
-        [101, 103, *suffix, 102, *prefix, *middle]
-        if is_spm
-        else [101, *prefix, 103, *suffix, 102, *middle]
-    )
-    assert out[50:].tolist() == expected
-
-
 def test_the_rates_are_met() -> None:
     count, length = 4000, 40
     tokens = np.tile(np.arange(1000, 1000 + length), count)
-    out, _ = _native.fill_in_middle(
-        tokens,
-        np.arange(1, count + 1) * length,
-        np.arange(count),
-        **(FIM | {"rate": 0.25, "spm_rate": 0.75}),
-    )
+    samples = np.arange(1, count + 1) * length, np.arange(count)
+    rates = {"rate": 0.25, "spm_rate": 0.75}
+    out, _ = _native.fill_in_middle(tokens, *samples, **(FIM | rates))
     rows = out.reshape(count, length)
     permuted = rows[rows[:, 0] == 101]
     assert abs(len(permuted) / count - 0.25) < 0.03
@@ -166,20 +122,16 @@ def test_the_rates_are_met() -> None:
     lengths=LENGTHS,
     seed=st.integers(0, 2**32 - 1),
     num_values=st.sampled_from([1, 2, 3]),
-    max_period=st.integers(1, 6) | st.just(2**31 - 1),
-    min_repeats=st.integers(2, 6) | st.just(2**31 - 1),
+    limits=st.tuples(
+        st.integers(1, 6) | st.just(2**31 - 1), st.integers(2, 6) | st.just(2**31 - 1)
+    ),
     is_whole=st.booleans(),
 )
 def test_mark_repeats_equals_its_twin(
-    lengths: list[int],
-    seed: int,
-    num_values: int,
-    max_period: int,
-    min_repeats: int,
-    is_whole: bool,
+    lengths: list[int], seed: int, num_values: int, limits: tuple[int, int], is_whole: bool
 ) -> None:
     tokens, ends = tokens_of(lengths, seed, num_values)
-    assert_twin("mark_repeats", tokens * 2**60, ends, max_period, min_repeats, is_whole)
+    assert_twin("mark_repeats", tokens * 2**60, ends, *limits, is_whole)
 
 
 def test_runs_that_start_and_end_anywhere_are_marked() -> None:
