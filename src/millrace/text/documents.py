@@ -77,12 +77,7 @@ class Documents:
 
 
 class Batch:
-    """Collects the documents of a part, and counts its lines and bytes between two batches.
-
-    Args:
-        query: What is asked of the part.
-        size: Bytes of the part on disk, `Part.size`.
-    """
+    """Collects the documents of a part of `size` bytes on disk, and counts its lines and bytes."""
 
     def __init__(self, query: Query, size: int) -> None:
         self._query, self._size = query, size
@@ -98,14 +93,9 @@ class Batch:
     def add(
         self, texts: Sequence[Text], line: int, byte_offset: int = -1, id_: str | None = None
     ) -> None:
-        """Adds a document, with its text under each key.
-
-        Raises:
-            BadDocumentError: An empty document, if such are rejected.
-        """
-        if self._query.skip_empty and not any(
-            text if isinstance(text, str) else any(text) for text in texts
-        ):
+        """Adds a document with its text under each key, unless it may not be empty."""
+        has_text = (text if isinstance(text, str) else any(text) for text in texts)
+        if self._query.skip_empty and not any(has_text):
             raise BadDocumentError("the document is empty")
         for column, text in zip(self._texts, texts, strict=True):
             column.append(text)
@@ -162,17 +152,11 @@ def check_keys(keys: Sequence[str]) -> tuple[str, ...]:
 
 
 class Records(NamedTuple):
-    """Whole records, each with the separator after it; only the last of a file may lack it.
-
-    Attributes:
-        records: The records; none at the end of the stream.
-        line, stop: Number of line breaks of the stream before the records, and before their end.
-        byte_offset: Position of the first byte in the decompressed data.
-    """
+    """Whole records, each with the separator after it, which only the last of a file may lack."""
 
     records: list[bytes]
-    line: int
-    stop: int
+    line: int  # line breaks before the records
+    stop: int  # and before their end
     byte_offset: int
 
 
@@ -193,11 +177,9 @@ def records_of(
 
     A byte order mark at the beginning of a source is left out, and counts in the offsets. A record
     that is longer than the limit is rejected and then skipped, unless a block holds all of it.
+    Without a separator, all data are one record.
 
     Args:
-        stream: The bytes.
-        separator: Bytes after each record. Empty: all data are one record.
-        query: Its limits.
         byte_offset: Position of the stream's first byte in the source.
         name: What a record is called, "line" or "text".
     """

@@ -13,7 +13,14 @@ from millrace.errors import ConfigError, TextError
 from millrace.names import is_beside_documents
 from millrace.text.formats import PlainText, known_formats
 from millrace.text.parts import Format, InputFile
-from millrace.text.streams import NUM_MAGIC_BYTES, STDIN, compression_of, is_of_a_process, readable
+from millrace.text.streams import (
+    NUM_MAGIC_BYTES,
+    STDIN,
+    compression_of,
+    is_of_a_process,
+    open_path,
+    readable,
+)
 
 _COMPRESSED_ENDINGS = (".gz", ".gzip", ".zst", ".zstd", ".bz2", ".xz")
 
@@ -82,7 +89,7 @@ def read_input_list(path: str | os.PathLike[str]) -> list[str]:
         TextError: A list that cannot be read, is not UTF-8, or names nothing.
     """
     path = checks.one_path("path", path)
-    with readable(path), open(0 if path == STDIN else path, "rb", closefd=path != STDIN) as file:
+    with readable(path), open_path(path) as file:
         data = file.read()
     if compression_of(data[:NUM_MAGIC_BYTES]) or b"\0" in data:
         raise TextError(f"{path} is not a list of files; give a text file with a path a line")
@@ -94,12 +101,7 @@ def read_input_list(path: str | os.PathLike[str]) -> list[str]:
 
 
 class _Finder:
-    """Finds files and their formats.
-
-    Args:
-        formats: Formats that files may have; the first is that of files whose format nothing tells.
-        others: List to which the files of folders are appended whose ending is not known.
-    """
+    """Finds files of some formats; the first is that of files whose format nothing tells."""
 
     def __init__(self, formats: Sequence[Format], others: list[str]) -> None:
         self._formats, self._others = formats, others
@@ -117,7 +119,7 @@ class _Finder:
             if is_pipe and path != STDIN and not os.access(path, os.R_OK):
                 raise PermissionError(13, os.strerror(13))
             if not is_pipe:
-                with open(path, "rb", buffering=0) as file:
+                with open_path(path) as file:
                     first_bytes = file.read(NUM_MAGIC_BYTES)
         compression = compression_of(first_bytes)
         matching = (format_ for format_ in self._formats if format_.matches(first_bytes))
@@ -135,10 +137,8 @@ class _Finder:
         if is_pipe:
             self._note_pipe(path, status)
             return InputFile(path=path, format=format_, size=None, mtime_ns=None)
-        size, mtime_ns = status.st_size, status.st_mtime_ns
-        return InputFile(
-            path=path, format=format_, compression=compression, size=size, mtime_ns=mtime_ns
-        )
+        identity = {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
+        return InputFile(path=path, format=format_, compression=compression, **identity)
 
     def _note_pipe(self, path: str, status: os.stat_result) -> None:
         identity = status.st_dev, status.st_ino
@@ -171,9 +171,8 @@ class _Finder:
             if "**" in literal:
                 paths = [path for path in paths if not os.path.isdir(path)]
             if not paths:
-                raise TextError(
-                    f"no file matches the pattern {entry}. Check the path and the pattern"
-                )
+                problem = f"no file matches the pattern {entry}"
+                raise TextError(f"{problem}. Check the path and the pattern")
             for path in paths:
                 yield from self._files_of(path) if os.path.isdir(path) else (path,)
 

@@ -14,15 +14,11 @@ from millrace.errors import ConfigError, TextError
 from millrace.text.documents import MAX_DOCUMENT_SIZE, Documents, Query, last_end
 from millrace.text.streams import (
     BLOCK_SIZE,
-    NUM_MAGIC_BYTES,
-    STDIN,
     ByteStream,
-    Decompressed,
-    LineRange,
-    RawFile,
-    compression_of,
     is_of_a_process,
+    open_path,
     readable,
+    stream_of,
 )
 
 
@@ -105,7 +101,7 @@ class InputFile:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the file can be read by position, without decompressing it."""
+        """Whether any byte of the documents can be read without those before."""
         return not self.is_pipe and not self.compression
 
     @property
@@ -177,8 +173,7 @@ class Piece:
     """Decompressed documents of a file that cannot be cut, to be written to a file.
 
     Attributes:
-        part: How to read them: a part without a path. Its `size`, the bytes that were read of the
-            source, is known when `chunks` are exhausted.
+        part: How to read them: a part without a path. Its size on disk is known after `chunks`.
         chunks: Bytes of the piece, which must be read before the next piece.
     """
 
@@ -187,12 +182,7 @@ class Piece:
 
 
 def parts_of(file: InputFile, size: int) -> list[Part]:
-    """Consecutive parts of about `size` bytes on disk; one part of a file that cannot be cut.
-
-    Raises:
-        ConfigError: A size that is not a whole number above 0.
-        TextError: A file that cannot be read or is damaged.
-    """
+    """Consecutive parts of about `size` bytes on disk; one part of a file that cannot be cut."""
     return list(file.format.cut(file, checks.whole("size", size, 1)))
 
 
@@ -216,7 +206,6 @@ def pieces_of(
 
     Raises:
         ConfigError: A file of a format that is not unpacked.
-        TextError: A file that cannot be read, is damaged or truncated, or was changed.
     """
     checks.whole("size", size, 1)
     return file.format.unpack(
@@ -232,50 +221,30 @@ def read_documents(part: Part, query: Query) -> Iterator[Documents]:
 
     Raises:
         ConfigError: A key that the format does not have.
-        TextError: A file that cannot be read, is damaged or truncated, or was changed; a table
-            without a column for a key.
+        TextError: A file that cannot be read, is damaged, was changed, or lacks a key's column.
     """
-    return (
-        documents
-        for documents in part.format.read(part, query)
-        if documents.ids or documents.num_lines or documents.num_bytes
-    )
+    batches = part.format.read(part, query)
+    return (batch for batch in batches if batch.ids or batch.num_lines or batch.num_bytes)
 
 
 def first_line_of(part: Part) -> int:
-    """The number of a part's first line or row; counts those before it if it is not known."""
+    """The number of a part's first line or row; those before it are counted if need be."""
     return part.format.first_line_of(part) if part.first_line is None else part.first_line
 
 
 @contextlib.contextmanager
 def open_part(part: Part) -> Iterator[ByteStream]:
-    """The decompressed bytes of a part; TextError if the file is damaged or was changed.
-
-    A pipe is read once and never sought; its first bytes tell its compression.
-    """
-    path = part.path
+    """The decompressed bytes of a part; TextError if the file is damaged or was changed."""
     with readable(part.source):
-        file = open(0 if path == STDIN else path, "rb", buffering=0, closefd=path != STDIN)  # noqa: SIM115
+        file = open_path(part.path)
     with file, unchanged(part, lambda: os.fstat(file.fileno())) as size:
-        raw = RawFile(file, part.source, size)
-        compression = part.compression
-        if size is None:
-            compression = compression_of(raw.peek(NUM_MAGIC_BYTES))
-        if compression:
-            yield Decompressed(raw, compression)
-        elif part.start or part.stop is not None:
-            yield LineRange(raw, part.start, part.stop)
-        else:
-            yield raw
+        yield stream_of(file, part.source, size, part.compression, part.start, part.stop)
 
 
 @contextlib.contextmanager
 def unchanged(part: Part, status_of: Callable[[], os.stat_result]) -> Iterator[int | None]:
-    """Checks that a part's file is as it was planned, and stays so until the block ends.
-
-    Yields:
-        The size of a regular file; None of others, whose size and time say nothing.
-    """
+    """Checks that a part's file is as it was planned, and stays so until the block ends. Gives the
+    size of a regular file; None of others, whose size and time say nothing."""
 
     def check(size: int | None, mtime_ns: int | None) -> os.stat_result:
         with readable(part.source):
@@ -298,11 +267,8 @@ def unchanged(part: Part, status_of: Callable[[], os.stat_result]) -> Iterator[i
 
 
 def record_pieces(file: InputFile, size: int, separator: bytes, block_size: int) -> Iterator[Piece]:
-    """The decompressed bytes of a file in pieces of about `size` bytes that end at a separator.
-
-    Records pass through in blocks, so one may be longer than memory. An empty separator makes one
-    piece of the file.
-    """
+    """The decompressed bytes of a file in pieces of about `size` bytes that end at a separator, of
+    any length; as one piece if the separator is empty."""
     with open_part(file.part()) as stream:
         data = stream.read(block_size)
         byte_offset, line, position = 0, file.format.first_line, 0
@@ -338,6 +304,5 @@ def new_piece(
         yield from chunks
         piece.part = replace(piece.part, size=stream.position - position)
 
-    part = Part(path="", format=file.format, source=file.path, **place)
-    piece = Piece(part, measured())
+    piece = Piece(Part(path="", format=file.format, source=file.path, **place), measured())
     return piece

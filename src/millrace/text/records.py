@@ -52,10 +52,7 @@ def decode_text(data: bytes, place: str = " of the text") -> str:
 
 
 def text_at(record: Any, key: str) -> Text:
-    """The text, or list of texts, of a record under a key.
-
-    Raises:
-        BadDocumentError: A record that is not an object, a missing key or a value of another type.
+    """The text, or list of texts, of a record under a key; BadDocumentError if it has none.
 
     >>> text_at({"doc": {"text": "a"}}, "doc.text"), text_at({"doc.text": ["a", "b"]}, "doc.text")
     ('a', ['a', 'b'])

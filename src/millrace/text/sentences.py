@@ -56,8 +56,7 @@ class SentenceSplitter:
 
     Raises:
         ConfigError: An unknown language or library.
-        TextError: The library or its data is not installed; in `split`, a text that is not valid
-            Unicode, or one at which the library fails.
+        TextError: The library or its data is not installed; in `split`, a text at which it fails.
 
     Example:
         >>> SentenceSplitter("english", library="sentencex").split("It rains.  Does it? Yes.")
@@ -82,13 +81,9 @@ class SentenceSplitter:
 
     def split(self, text: str) -> list[str]:
         """The sentences of a text."""
-        if len(text) <= MAX_CHARACTERS:
-            return self._split(text)
-        return [
-            sentence
-            for start in range(0, len(text), MAX_CHARACTERS)
-            for sentence in self._split(text[start : start + MAX_CHARACTERS])
-        ]
+        starts = range(0, max(len(text), 1), MAX_CHARACTERS)
+        pieces = (text[start : start + MAX_CHARACTERS] for start in starts)
+        return [sentence for piece in pieces for sentence in self._split(piece)]
 
     def _split(self, text: str) -> list[str]:
         if self.library == "punkt":
@@ -175,10 +170,7 @@ def _import_sentencex() -> Any:
 
 
 def _load_punkt(language: str) -> Any:
-    """Punkt's parameters for a language.
-
-    NLTK looks in its own folders, and those that NLTK_DATA names.
-    """
+    """Punkt's parameters for a language, which NLTK finds in its folders or those of NLTK_DATA."""
     try:
         from nltk import data
         from nltk.tokenize import punkt

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import re
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 from millrace.errors import TextError
 
@@ -73,10 +74,31 @@ def is_of_a_process(path: str) -> bool:
     return _OF_A_PROCESS.match(path) is not None
 
 
-class RawFile(ByteStream):
+def open_path(path: str) -> io.FileIO:
+    """A file, or standard input, which stays open when this is closed."""
+    is_stdin = path == STDIN
+    return open(0 if is_stdin else path, "rb", buffering=0, closefd=not is_stdin)
+
+
+def stream_of(
+    file: io.FileIO, source: str, size: int | None, compression: str, start: int, stop: int | None
+) -> ByteStream:
+    """The decompressed bytes of a file, or the lines of a plain file that begin in a range.
+
+    A pipe, which has no size, is never sought; its first bytes tell its compression.
+    """
+    raw = _RawFile(file, source, size)
+    if size is None:
+        compression = compression_of(raw.peek(NUM_MAGIC_BYTES))
+    if compression:
+        return _Decompressed(raw, compression)
+    return _LineRange(raw, start, stop) if start or stop is not None else raw
+
+
+class _RawFile(ByteStream):
     """Bytes of a file or pipe as they are."""
 
-    def __init__(self, file: BinaryIO, source: str, size: int | None) -> None:
+    def __init__(self, file: io.FileIO, source: str, size: int | None) -> None:
         self._file, self.source, self.size = file, source, size
         self._ahead = b""
 
@@ -105,10 +127,10 @@ class RawFile(ByteStream):
         return data
 
 
-class LineRange(ByteStream):
+class _LineRange(ByteStream):
     """The lines of a plain file that begin in [start, stop)."""
 
-    def __init__(self, raw: RawFile, start: int, stop: int | None) -> None:
+    def __init__(self, raw: _RawFile, start: int, stop: int | None) -> None:
         self._raw, self._start = raw, start
         self._stop = sys.maxsize if stop is None else stop
         self._ahead = b""
@@ -119,7 +141,7 @@ class LineRange(ByteStream):
             self._skip_to_line(raw)
             self.position = min(raw.position, self._stop) - start
 
-    def _skip_to_line(self, raw: RawFile) -> None:
+    def _skip_to_line(self, raw: _RawFile) -> None:
         """Skips the line that began before the range; a line break before it is its end."""
         self._has_ended = True
         raw.seek(self._start - 1)
@@ -144,14 +166,14 @@ class LineRange(ByteStream):
         return data[: end or None]
 
 
-class Decompressed(ByteStream):
+class _Decompressed(ByteStream):
     """Bytes of a compressed file, which may be several streams one after the other.
 
     The file classes of Python's modules are not used: they take a damaged beginning of a second
     stream for the end of the file.
     """
 
-    def __init__(self, raw: RawFile, compression: str) -> None:
+    def __init__(self, raw: _RawFile, compression: str) -> None:
         self._raw, self.size = raw, raw.size
         self._new, self._errors = _decompressors(compression, raw.source)
         self._padding = b"\0" if compression in ("gzip", "xz") else b""  # after a stream

@@ -13,11 +13,7 @@ __all__ = ["Arrow", "Csv", "JsonLines", "Parquet", "PlainText", "known_formats"]
 
 
 def known_formats(separator: str | None = None) -> list[Format]:
-    """The formats that the names and first bytes of files tell; other files have the first.
-
-    Args:
-        separator: Text between the documents of plain text files; None: a file is a document.
-    """
+    """The formats that the names and first bytes of files tell; other files have the first."""
     return [
         JsonLines(),
         Parquet(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import importlib
 import itertools
 import json
 import os
@@ -22,6 +23,20 @@ from millrace.text.streams import readable
 _BATCH_SIZE = 1 << 20  # bytes of text
 _MOST_ROWS = 1 << 11  # in a batch: texts that are stored once may be repeated in each row
 _TEXT_TYPES = ("string", "large_string", "binary", "large_binary", "null")
+
+
+class _Library:
+    """A module that is imported at its first use."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(importlib.import_module(self._name), attribute)
+
+
+_ARROW, _PARQUET = _Library("pyarrow"), _Library("pyarrow.parquet")
+_COMPUTE, _TYPES = _Library("pyarrow.compute"), _Library("pyarrow.types")
 
 
 class _Table(Format):
@@ -130,12 +145,10 @@ class Arrow(_Table):
     _magic = b"ARROW1"  # of a file with an index of its batches, which a stream lacks
 
     def first_line_of(self, part: Part) -> int:
-        import pyarrow
-
         with (
             _table_errors(part.path),
-            pyarrow.memory_map(part.path) as source,
-            pyarrow.ipc.open_file(source) as file,
+            _ARROW.memory_map(part.path) as source,
+            _ARROW.ipc.open_file(source) as file,
         ):
             return sum(file.get_batch(number).num_rows for number in range(part.start))
 
@@ -189,10 +202,8 @@ def _table_errors(source: str) -> Iterator[None]:
 
 
 def _parquet_file(path: str) -> Any:
-    from pyarrow import parquet
-
     # A buffer: a column of a large row group is read bit by bit.
-    return parquet.ParquetFile(path, buffer_size=_BATCH_SIZE, pre_buffer=False)
+    return _PARQUET.ParquetFile(path, buffer_size=_BATCH_SIZE, pre_buffer=False)
 
 
 def _row_groups(file: Any) -> list[Any]:
@@ -202,13 +213,11 @@ def _row_groups(file: Any) -> list[Any]:
 @contextlib.contextmanager
 def _arrow_reader(path: str, fields: list[int] | None = None) -> Iterator[tuple[Any, Any, bool]]:
     """A file, a reader of it or of some of its columns, and whether it is not a stream."""
-    import pyarrow
-
-    options = pyarrow.ipc.IpcReadOptions(use_threads=False, included_fields=fields)
-    with pyarrow.OSFile(path) as file:
+    options = _ARROW.ipc.IpcReadOptions(use_threads=False, included_fields=fields)
+    with _ARROW.OSFile(path) as file:
         is_file = file.read(len(Arrow._magic)) == Arrow._magic
         file.seek(0)
-        open_ = pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream
+        open_ = _ARROW.ipc.open_file if is_file else _ARROW.ipc.open_stream
         with open_(file, options=options) as reader:
             yield file, reader, is_file
 
@@ -256,11 +265,7 @@ def _escaped(value: Any) -> str:
 
 
 def _text_columns(schema: Any, query: Query, source: str) -> list[str]:
-    """The names and paths of the columns that hold the texts and the ids, each once.
-
-    Raises:
-        TextError: A table without a column for a key, or with one of another type.
-    """
+    """The names and paths of the columns that hold the texts and the ids, each once."""
     for key in query.keys:
         if schema.names.count(key) > 1:
             raise TextError(f'{source} has {schema.names.count(key)} columns "{key}"')
@@ -279,8 +284,6 @@ def _text_columns(schema: Any, query: Query, source: str) -> list[str]:
 
 def _type_of(schema: Any, key: str) -> Any:
     """The type of a column, or of what dots reach in a struct column; None if there is none."""
-    import pyarrow
-
     if schema.names.count(key) == 1:
         return schema.field(key).type
     first, *rest = key.split(".")
@@ -288,74 +291,59 @@ def _type_of(schema: Any, key: str) -> Any:
         return None
     type_ = schema.field(first).type
     for name in rest:
-        if not pyarrow.types.is_struct(type_) or type_.get_field_index(name) < 0:
+        if not _TYPES.is_struct(type_) or type_.get_field_index(name) < 0:
             return None
         type_ = type_.field(name).type
     return type_
 
 
 def _is_text(type_: Any, is_list: bool = False) -> bool:
-    from pyarrow import types
-
     type_ = getattr(type_, "storage_type", type_)  # of an extension type
-    if types.is_dictionary(type_):
+    if _TYPES.is_dictionary(type_):
         type_ = type_.value_type
-    lists = types.is_list(type_) or types.is_large_list(type_) or types.is_fixed_size_list(type_)
+    lists = _TYPES.is_list(type_) or _TYPES.is_large_list(type_) or _TYPES.is_fixed_size_list(type_)
     if lists and not is_list:
         return _is_text(type_.value_type, True)
     return str(type_) in _TEXT_TYPES or "view" in str(type_)
 
 
 def _column(batch: Any, name: str) -> Any:
-    import pyarrow.compute
-
     if name in batch.schema.names:
         return batch.column(name)
     first, *rest = name.split(".")
-    return pyarrow.compute.struct_field(batch.column(first), rest)  # null where a parent is null
+    return _COMPUTE.struct_field(batch.column(first), rest)  # null where a parent is null
 
 
 def _id_values(column: Any) -> list[Any]:
     """Values of an id column: times and decimals as Arrow's text for them, UUIDs in their usual
     form, other bytes as text or in hexadecimal, None of lists and structs."""
-    import pyarrow
-    from pyarrow import types
-
     column = _plain(column)
-    if types.is_nested(column.type) or types.is_interval(column.type):
+    if _TYPES.is_nested(column.type) or _TYPES.is_interval(column.type):
         return [None] * len(column)
-    if types.is_temporal(column.type) or types.is_decimal(column.type):
-        column = column.cast(pyarrow.string())  # Python's types have no nanoseconds
-    if types.is_fixed_size_binary(column.type) and column.type.byte_width == 16:
+    if _TYPES.is_temporal(column.type) or _TYPES.is_decimal(column.type):
+        column = column.cast(_ARROW.string())  # Python's types have no nanoseconds
+    if _TYPES.is_fixed_size_binary(column.type) and column.type.byte_width == 16:
         return [None if id_ is None else str(uuid.UUID(bytes=id_)) for id_ in column.to_pylist()]
     return [id_.hex() if isinstance(id_, bytes) else id_ for id_ in _values(column)]
 
 
 def _values(column: Any) -> list[Any]:
     """The values of a column as Python's: str, or bytes where they are not UTF-8."""
-    import pyarrow
-    from pyarrow import types
-
     _check_offsets(getattr(column, "storage", column))
     column = _plain(column)
-    with contextlib.suppress(pyarrow.ArrowException, UnicodeDecodeError):
-        if types.is_string(column.type) or types.is_large_string(column.type):
-            return column.to_numpy(zero_copy_only=False).tolist()  # type: ignore[no-any-return]
+    with contextlib.suppress(_ARROW.ArrowException, UnicodeDecodeError):
         return [_as_text(value) for value in column.to_pylist()]
-    is_list = types.is_nested(column.type)
-    binary = pyarrow.large_list(pyarrow.large_binary()) if is_list else pyarrow.large_binary()
-    column = column.cast(binary)
+    binary = _ARROW.large_binary()
+    column = column.cast(_ARROW.large_list(binary) if _TYPES.is_nested(column.type) else binary)
     column.validate(full=True)  # of nested columns, only the first problem is known so far
     return [_as_text(value) for value in column.to_pylist()]
 
 
 def _check_offsets(column: Any) -> None:
     """ArrowInvalid unless all offsets are valid: others would lead to any place in memory."""
-    import pyarrow
-
     try:
         column.validate(full=True)
-    except pyarrow.ArrowInvalid as error:
+    except _ARROW.ArrowInvalid as error:
         if "UTF8" not in str(error):  # rows that are not UTF-8 are rejected one by one
             raise
 
