@@ -61,7 +61,7 @@ Documents = Sequence[dict[str, Value]]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Documents and options; the attributes after `keep_sequential_samples` must not change the output."""
+    """Documents and options; those after `keep_sequential_samples` must not change the output."""
 
     documents: list[dict[str, Value]]
     keys: tuple[str, ...]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -67,9 +68,16 @@ def tokenizer_of(prefix: str | Path) -> Any:
     return info.provenance.get("tokenizer")
 
 
-def run(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+def entry_of(prefix: str | Path) -> Any:
+    record = read_tokenizer(str(prefix))
+    return record and record.entry
+
+
+def run(*arguments: object, status: int = 0, **options: Any) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "millrace", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
+    assert result.returncode == status, result.stderr
+    return result
 
 
 # ---- reshaping ----
@@ -100,28 +108,19 @@ def test_reshaping_carries_origins_and_the_tokenizer(tmp_path: Path, checksums: 
 
 
 def test_origins_can_be_left_out(tmp_path: Path) -> None:
-    prefixes = [write(tmp_path / name) for name in "ab"]
-    merge(prefixes, tmp_path / "all", origins=False)
-    shards = split(prefixes[0], tmp_path / "shard", documents=5, origins=False)
-    convert(prefixes[0], tmp_path / "wide", dtype=np.int32, origins=False)
-    for output in [tmp_path / "all", tmp_path / "wide", *shards]:
-        assert ids_of(output) is None
-
-
-def test_a_second_split_removes_the_sidecars_of_the_first(tmp_path: Path) -> None:
-    source = write(tmp_path / "data")
+    """A second split removes the sidecars of the first."""
+    source = write(tmp_path / "a")
+    merge([source, write(tmp_path / "b")], tmp_path / "all", origins=False)
     split(source, tmp_path / "shard", documents=1, checksums=True)
     assert len(list(tmp_path.glob("shard*"))) == 40
-    split(source, tmp_path / "shard", documents=5, origins=False, checksums=False)
+    shards = split(source, tmp_path / "shard", documents=5, origins=False, checksums=False)
     assert len(list(tmp_path.glob("shard*"))) == 4
-
-
-def test_a_merge_with_a_pair_without_origins_has_none(tmp_path: Path) -> None:
-    prefixes = [write(tmp_path / "a"), write(tmp_path / "b", origins=False)]
-    merge(prefixes, tmp_path / "all")
+    convert(source, tmp_path / "wide", dtype=np.int32, origins=False)
+    assert {ids_of(output) for output in [tmp_path / "all", tmp_path / "wide", *shards]} == {None}
+    merge([source, write(tmp_path / "c", origins=False)], tmp_path / "all")
     assert ids_of(tmp_path / "all") is None
-    merge(prefixes[:1], tmp_path / "all")
-    assert ids_of(tmp_path / "all") == ids_of(tmp_path / "a")
+    merge([source], tmp_path / "all")
+    assert ids_of(tmp_path / "all") == ids_of(source)
 
 
 def test_damaged_origins_stop_a_merge(tmp_path: Path) -> None:
@@ -150,13 +149,10 @@ def test_data_of_different_tokenizers_are_not_merged(tmp_path: Path) -> None:
     assert tokenizer_of(tmp_path / "all") is None
     merge(prefixes[:2], tmp_path / "all", checksums=True)  # of one it is not known
     assert tokenizer_of(tmp_path / "all") is None
-    result = run("merge", *prefixes, "--output-prefix", tmp_path / "all")
-    assert result.returncode == 1
-    assert "the same ids mean different texts. Tokenize one of them again" in result.stderr
-    result = run(
-        "merge", *prefixes, "--output-prefix", tmp_path / "all", "--any-tokenizer", "--no-origins"
-    )
-    assert result.returncode == 0, result.stderr
+    command = ["merge", *prefixes, "--output-prefix", tmp_path / "all"]
+    message = "the same ids mean different texts. Tokenize one of them again"
+    assert message in run(*command, status=1).stderr
+    run(*command, "--any-tokenizer", "--no-origins")
     assert ids_of(tmp_path / "all") is None
     with pytest.raises(ConfigError, match=r"any_tokenizer must be .* not 1"):
         merge(prefixes, tmp_path / "all", any_tokenizer=1)  # type: ignore[arg-type]
@@ -188,12 +184,8 @@ def test_sentences_of_different_splitters_are_not_mixed(tmp_path: Path) -> None:
             merge([*prefixes[:2], tmp_path / other], merged, checksums=True)
         for part in (str(prefixes[0]), punkt, str(tmp_path / other), name, "any_tokenizer"):
             assert part in str(error.value)
-        blend = DatasetConfig(
-            sequence_length=8, seed=1, num_samples=(4, 0, 0), split="1,0,0",
-            blend=([prefixes[0], str(tmp_path / other)], None),
-        )  # fmt: skip
         with pytest.raises(ConfigError, match=name):
-            build_datasets(blend)
+            build_datasets(config([prefixes[0], str(tmp_path / other)]))
     # What is made of others is compared, too.
     merge([prefixes[0]] * 2, merged, checksums=True)
     with pytest.raises(ConfigError, match=sentencex):
@@ -218,19 +210,15 @@ def test_sentences_of_several_languages_come_together(tmp_path: Path) -> None:
 
 def test_the_library_of_sentences_is_named_and_recorded(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "It rains. Does it?"}')
-    options = ("--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "out")
-    options = (*options, "--tokenizer", "bytes", "--split-sentences")
+    command = ["tokenize", "--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "out"]
+    command += ["--tokenizer", "bytes", "--split-sentences"]
     environment = {"NLTK_DATA": str(tmp_path), "HOME": str(tmp_path), "PATH": "/usr/bin"}
-    result = run("tokenize", *options, env=environment)  # not whichever is installed
-    assert result.returncode == 1
-    assert "punkt_tab" in result.stderr
-    assert "--split-sentences sentencex" in result.stderr
-    result = run("tokenize", *options, "sentencex", env=environment)
-    assert result.returncode == 0, result.stderr
+    error = run(*command, env=environment, status=1).stderr  # not whichever is installed
+    assert "punkt_tab" in error
+    assert "--split-sentences sentencex" in error
+    run(*command, "sentencex", env=environment)
     record = read_tokenizer(str(tmp_path / "out_text_sentence"))
-    assert record is not None
-    assert record.sentences.startswith("sentencex 1.")
-    assert record.sentences.endswith(" en")
+    assert re.fullmatch(r"sentencex 1\..* en", record.sentences if record else "")
 
 
 @pytest.mark.parametrize(
@@ -261,28 +249,20 @@ def test_a_sidecar_that_does_not_name_a_tokenizer_is_not_compared(
 
 def test_a_long_provenance_is_read_whole(tmp_path: Path) -> None:
     prefix = write(tmp_path / "a", GPT2, inputs=[f"file-{number}.jsonl" for number in range(5000)])
-    record = read_tokenizer(prefix)
-    assert record is not None
-    assert record.entry == GPT2
+    assert entry_of(prefix) == GPT2
     # Of a sidecar with a short provenance only the start is read: the rest may be damaged.
     path = Path(f"{write(tmp_path / 'b', GPT2)}.info.json")
     path.write_bytes(path.read_bytes()[:-10])
-    record = read_tokenizer(str(tmp_path / "b"))
-    assert record is not None
-    assert record.entry == GPT2
+    assert entry_of(tmp_path / "b") == GPT2
 
 
 # ---- blends ----
 
 
 def config(prefixes: list[str], **options: Any) -> DatasetConfig:
+    blend = {"blend": (prefixes, [1.0] * len(prefixes)), "split": "1,0,0"}
     return DatasetConfig(
-        sequence_length=8,
-        seed=1,
-        num_samples=(10, 0, 0),
-        blend=(prefixes, [1.0] * len(prefixes)),
-        split="1,0,0",
-        **options,
+        **{"sequence_length": 8, "seed": 1, "num_samples": (10, 0, 0), **blend, **options}
     )
 
 
@@ -290,16 +270,11 @@ def test_a_blend_of_different_tokenizers_is_refused(tmp_path: Path) -> None:
     prefixes = [write(tmp_path / "a", GPT2), write(tmp_path / "b"), write(tmp_path / "c", LLAMA)]
     with pytest.raises(ConfigError, match="take them as they are with any_tokenizer"):
         build_datasets(config(prefixes))
-    with pytest.raises(ConfigError, match="different texts"):
-        build_datasets(config(prefixes, cache=tmp_path / "cache"))
-    apart = DatasetConfig(
-        sequence_length=8,
-        seed=1,
-        num_samples=(10, 5, 0),
-        blend_per_split=[([prefixes[0]], None), ([prefixes[2]], None), None],
-    )
-    with pytest.raises(ConfigError, match="different texts"):
-        build_datasets(apart)
+    per_split = [([prefixes[0]], None), ([prefixes[2]], None), None]
+    apart = {"blend": None, "split": None, "blend_per_split": per_split, "num_samples": (10, 5, 0)}
+    for options in ({"cache": tmp_path / "cache"}, apart):
+        with pytest.raises(ConfigError, match="different texts"):
+            build_datasets(config(prefixes, **options))
     datasets = build_datasets(config(prefixes, any_tokenizer=True, cache=tmp_path / "cache"))
     assert datasets.train is not None
     assert len(datasets.train) == 12
@@ -311,15 +286,10 @@ def test_the_escape_is_an_argument_of_a_run(tmp_path: Path) -> None:
     arguments = {"data_path": prefixes, "seq_length": 8, "num_samples": [10, 0, 0]}
     assert not config_from(arguments).any_tokenizer
     assert config_from({**arguments, "any_tokenizer": True}).any_tokenizer
-    command = [
-        *("index", "--data-path", *prefixes, "--seq-length", 8, "--num-samples", 10, 0, 0),
-        *("--split", "1,0,0", "--cache", tmp_path / "cache"),
-    ]
-    result = run(*command)
-    assert result.returncode == 1
-    assert "the same ids mean different texts" in result.stderr
-    result = run(*command, "--any-tokenizer")
-    assert result.returncode == 0, result.stderr
+    command = ["index", "--data-path", *prefixes, "--seq-length", 8, "--num-samples", 10, 0, 0]
+    command += ["--split", "1,0,0", "--cache", tmp_path / "cache"]
+    assert "the same ids mean different texts" in run(*command, status=1).stderr
+    run(*command, "--any-tokenizer")
 
 
 def test_under_megatrons_names_a_blend_of_different_tokenizers_is_a_warning(
@@ -331,24 +301,24 @@ def test_under_megatrons_names_a_blend_of_different_tokenizers_is_a_warning(
 
     prefixes = [write(tmp_path / "a", GPT2), write(tmp_path / "b", LLAMA)]
 
+    tokenizer = SimpleNamespace(eod=0, pad=1, vocab_size=999, unique_identifiers={})
+    names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+
     def build(prefixes: list[str]) -> str:
-        options: Any = {
-            "random_seed": 1,
-            "sequence_length": 8,
-            "blend": (prefixes, [1.0] * len(prefixes)),
-            "split": "1,0,0",
-            "reset_position_ids": False,
-            "reset_attention_mask": False,
-            "eod_mask_loss": False,
-            "mid_level_dataset_surplus": 0.005,
-            "tokenizer": SimpleNamespace(eod=0, pad=1, vocab_size=999, unique_identifiers={}),
-        }
+        options = megatron.GPTDatasetConfig(
+            random_seed=1,
+            sequence_length=8,
+            blend=(prefixes, [1.0] * len(prefixes)),
+            split="1,0,0",
+            tokenizer=tokenizer,
+            **dict.fromkeys(names, False),
+        )
         caplog.clear()
         with caplog.at_level(logging.WARNING):
-            train = megatron.BlendedMegatronDatasetBuilder(
-                megatron.GPTDataset, [10, 0, 0], lambda: True, megatron.GPTDatasetConfig(**options)
-            ).build()[0]
-        assert len(train) >= 10
+            builder = megatron.BlendedMegatronDatasetBuilder(
+                megatron.GPTDataset, [10, 0, 0], lambda: True, options
+            )
+            assert len(builder.build()[0]) >= 10
         return caplog.text
 
     assert "the same ids mean different texts" in build(prefixes)
@@ -363,9 +333,8 @@ def test_inspect_decodes_with_tiktoken_ranks(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "the mill race"}\n')
     tokenizer = Tokenizer(path, tiktoken_pattern=r"\w+|\W+")
     tokenize([tmp_path / "a.jsonl"], tmp_path / "out", tokenizer, checksums=True, workers=1)
-    arguments = ["inspect", tmp_path / "out_text_document", "--tokenizer", path]
-    result = run(*arguments, "--tiktoken-pattern", r"\w+|\W+", "--json")
-    report = json.loads(result.stdout)
+    command = ["inspect", tmp_path / "out_text_document", "--tokenizer", path, "--json"]
+    report = json.loads(run(*command, "--tiktoken-pattern", r"\w+|\W+").stdout)
     assert report["document"]["head"]["text"] == "the mill race"
     assert report["is_same_tokenizer"]
 
@@ -375,12 +344,8 @@ def test_inspect_shows_where_a_document_came_from(tmp_path: Path) -> None:
     description = describe(IndexedDataset(prefix), document=3)
     assert description.has_origins
     assert description.document is not None
-    assert description.document["origin"] == {
-        "source": "a.jsonl",
-        "line": 4,
-        "byte_offset": 3,
-        "id": "a-3",
-    }
+    origin = {"source": "a.jsonl", "line": 4, "byte_offset": 3, "id": "a-3"}
+    assert description.document["origin"] == origin
     assert "  from a.jsonl, line 4, byte 3, id a-3\n" in format_description(description)
     with IndexedDatasetBuilder(tmp_path / "b") as builder:
         builder.add_document([1])
@@ -419,11 +384,10 @@ def test_inspect_says_that_another_tokenizer_wrote_the_tokens(
     assert description.tokenizer_warning is None
     assert describe(IndexedDataset(prefix)).is_same_tokenizer is None
     assert "WARNING" not in format_description(description)
-    result = run("inspect", prefix, "--tokenizer", other)
-    assert result.returncode == 0
     warning = f"another tokenizer wrote these tokens: {tokenizer_file} ({own['sha256'][:12]}), not"
-    assert f"  WARNING    {warning} {other} (" in result.stdout
-    report = json.loads(run("inspect", prefix, "--tokenizer", other, "--json").stdout)
+    command = ["inspect", prefix, "--tokenizer", other]
+    assert f"  WARNING    {warning} {other} (" in run(*command).stdout
+    report = json.loads(run(*command, "--json").stdout)
     assert report["is_same_tokenizer"] is False
     assert report["tokenizer_warning"].startswith(warning)
     unknown = describe(IndexedDataset(write(tmp_path / "b")), tokenizer=tokenizer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from millrace.text import (
 class Reading:
     """Documents with their lines, offsets and ids, and what was rejected."""
 
-    texts: list[list[Any]] = field(default_factory=list)
+    texts: list[list[Any]]
     lines: list[int] = field(default_factory=list)
     byte_offsets: list[int] = field(default_factory=list)
     ids: list[str | None] = field(default_factory=list)
@@ -35,9 +35,20 @@ class Reading:
     def reasons(self) -> list[str]:
         return [reason for _, _, reason, _ in self.rejected]
 
+    def add(self, other: Reading, first: int) -> None:
+        """Appends what comes after it, whose lines count from `first`."""
+        for column, texts in zip(self.texts, other.texts, strict=True):
+            column += texts
+        self.lines += [first + line for line in other.lines]
+        self.byte_offsets += other.byte_offsets
+        self.ids += other.ids
+        self.rejected += [(first + line, *others) for line, *others in other.rejected]
+        self.num_lines += other.num_lines
+        self.num_bytes += other.num_bytes
+
 
 def read_part(part: Part, keys: Sequence[str] = ("text",), **options: Any) -> Reading:
-    reading = Reading(texts=[[] for _ in keys])
+    reading = Reading([[] for _ in keys])
 
     def reject(line: int, byte_offset: int, reason: str, data: bytes) -> None:
         reading.rejected.append((line, byte_offset, reason, data))
@@ -57,21 +68,6 @@ def read_part(part: Part, keys: Sequence[str] = ("text",), **options: Any) -> Re
     return reading
 
 
-def joined(readings: Iterable[Reading], keys: Sequence[str] = ("text",)) -> Reading:
-    """Readings of consecutive parts as one, with lines that count from the first part's."""
-    whole = Reading(texts=[[] for _ in keys])
-    for reading in readings:
-        for column, texts in zip(whole.texts, reading.texts, strict=True):
-            column += texts
-        whole.lines += [whole.num_lines + line for line in reading.lines]
-        whole.byte_offsets += reading.byte_offsets
-        whole.ids += reading.ids
-        whole.rejected += [(whole.num_lines + line, *others) for line, *others in reading.rejected]
-        whole.num_lines += reading.num_lines
-        whole.num_bytes += reading.num_bytes
-    return whole
-
-
 def read_file(path: Path | str, keys: Sequence[str] = ("text",), **options: Any) -> Reading:
     """All documents of a file."""
     [file] = find_inputs([path], separator=options.pop("separator", None))
@@ -83,7 +79,10 @@ def read_in_parts(
     path: Path | str, size: int, keys: Sequence[str] = ("text",), **options: Any
 ) -> Reading:
     [file] = find_inputs([path])
-    return joined([read_part(part, keys, **options) for part in parts_of(file, size)], keys)
+    whole = Reading([[] for _ in keys])
+    for part in parts_of(file, size):
+        whole.add(read_part(part, keys, **options), whole.num_lines)
+    return whole
 
 
 def unpack(file: InputFile, folder: Path, size: int, **options: Any) -> list[Part]:
@@ -108,28 +107,14 @@ def read_in_pieces(
     """The documents of a file's pieces; checks the first line of each."""
     [file] = find_inputs([path], separator=separator)
     folder.mkdir(exist_ok=True)
-    readings = []
-    line = None
+    whole, line = Reading([[] for _ in keys]), None
     limit = {name: options[name] for name in ("max_document_size",) if name in options}
     for part in unpack(file, folder, size, **limit):
         reading = read_part(part, keys, **options)
         assert part.first_line is not None
-        assert line is None or part.first_line == line
-        has_header = part.format.name == "csv"  # which every piece repeats
-        line = part.first_line + reading.num_lines - has_header
-        shift = part.first_line - 1
-        reading.lines = [shift + each for each in reading.lines]
-        reading.rejected = [(shift + each, *others) for each, *others in reading.rejected]
-        readings.append(reading)
-    whole = Reading(texts=[[] for _ in keys])
-    for reading in readings:
-        for column, texts in zip(whole.texts, reading.texts, strict=True):
-            column += texts
-        whole.lines += reading.lines
-        whole.byte_offsets += reading.byte_offsets
-        whole.ids += reading.ids
-        whole.rejected += reading.rejected
-        whole.num_bytes += reading.num_bytes
-    if line is not None:
+        assert line in (None, part.first_line)
+        # Every piece of a CSV file repeats the header.
+        line = part.first_line + reading.num_lines - (part.format.name == "csv")
+        whole.add(reading, part.first_line - 1)
         whole.num_lines = line - 1
     return whole

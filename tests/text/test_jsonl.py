@@ -10,10 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from millrace import ConfigError, TextError
-from millrace.text import Part
-from millrace.text.formats import JsonLines
-from tests.text.reading import joined, read_file, read_in_parts, read_part
+from millrace import ConfigError
+from tests.text.reading import read_file, read_in_parts
 
 BOM = b"\xef\xbb\xbf"
 
@@ -70,31 +68,6 @@ def test_parts_share_out_the_lines(
         found[line] = offset, contents[line]
     assert [(line, *found[line]) for line in sorted(found)] == expected
     assert reading.num_bytes == path.stat().st_size
-
-
-def test_a_line_that_covers_many_parts(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    line = json.dumps({"text": "x" * 1000}).encode()
-    path.write_bytes(line + b"\n" + line + b"\n{}\n")
-    for size in (1, 7, len(line), len(line) + 1, 500):
-        reading = read_in_parts(path, size, block_size=16)
-        assert reading.texts == [["x" * 1000] * 2]
-        assert reading.byte_offsets == [0, len(line) + 1]
-        assert reading.num_lines == 3
-
-
-def test_any_cuts_partition_the_lines(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    data = b'{"text": "a"}\n\n\r\n{"text": "bb"}\r\n\n{"text": "c"}'
-    path.write_bytes(data)
-    whole = read_file(path)
-    for cut in range(len(data) + 1):
-        parts = [
-            Part(path=str(path), format=JsonLines(), start=a, stop=b, source="s", first_line=None)
-            for a, b in [(0, cut), (cut, None)]
-        ]
-        reading = joined(read_part(part) for part in parts)
-        assert (reading.texts, reading.lines) == (whole.texts, whole.lines), cut
 
 
 values = st.recursive(
@@ -240,17 +213,6 @@ def test_a_line_beyond_the_limit_is_rejected_without_its_bytes(
         (3, 541, b""),
     ]
     assert all("100 bytes" in reason for reason in reading.reasons)
-
-
-def test_what_reject_raises_ends_the_reading(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "a"}\nx\n')
-
-    def reject(*_: Any) -> None:
-        raise TextError("stop")
-
-    with pytest.raises(TextError, match="stop"):
-        read_file(path, reject=reject)
 
 
 def test_wrong_keys_are_refused(tmp_path: Path) -> None:

@@ -84,16 +84,9 @@ def test_punkt_gives_the_sentences_of_nltk(punkt_data: Any, lang: str) -> None:
 
 def test_newlines_stay_with_the_sentence_before(punkt_data: Any) -> None:
     text = "\nDr. Smith met him.\n\nThey talked. \n Is it?\n"
-    assert SentenceSplitter("english", keep_newlines=True).split(text) == [
-        "\nDr. Smith met him.\n\n",
-        "They talked. \n ",
-        "Is it?",
-    ]
-    assert SentenceSplitter("english").split(text) == [
-        "\nDr. Smith met him.",
-        "They talked.",
-        "Is it?",
-    ]
+    kept = ["\nDr. Smith met him.\n\n", "They talked. \n ", "Is it?"]
+    assert SentenceSplitter("english", keep_newlines=True).split(text) == kept
+    assert SentenceSplitter("english").split(text) == [sentence.rstrip() for sentence in kept]
 
 
 def test_a_splitter_works_without_the_data_once_it_is_pickled(
@@ -177,14 +170,9 @@ def test_sentencex_splits_many_languages() -> None:
         assert splitter.name.endswith(f" {lang}")
         assert len(splitter.split(text)) > 1, lang
         assert pickle.loads(pickle.dumps(splitter)).split(text) == splitter.split(text)
-    english = SentenceSplitter("English", library="sentencex")
-    assert english.split(SAMPLES["en"]) == [
-        "Dr. Smith is here.",
-        "Is he?",
-        "Yes!",
-        "A new paragraph (e.g. this one).",
-        "End",
-    ]
+    english = SentenceSplitter("English", library="sentencex").split(SAMPLES["en"])
+    expected = "Dr. Smith is here.|Is he?|Yes!|A new paragraph (e.g. this one).|End"
+    assert english == expected.split("|")
 
 
 # ---- both ----
@@ -205,13 +193,15 @@ def test_long_texts_are_cut_first(
 
 
 def test_bad_arguments_are_refused() -> None:
-    for lang in ("klingon", "", "e", "../en", None, 3):
-        with pytest.raises(ConfigError, match="the language is"):
-            SentenceSplitter(lang)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="library is 'spacy'; it is one of punkt, sent"):
-        SentenceSplitter("english", library="spacy")
-    with pytest.raises(ConfigError, match=r"keep_newlines must be .* not 'yes'"):
-        SentenceSplitter("english", keep_newlines="yes")  # type: ignore[arg-type]
+    languages: Any = ("klingon", "", "e", "../en", None, 3)
+    options: Any
+    for options, message in [
+        *(({"lang": lang}, "the language is") for lang in languages),
+        ({"library": "spacy"}, "library is 'spacy'; it is one of punkt, sent"),
+        ({"keep_newlines": "yes"}, r"keep_newlines must be .* not 'yes'"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            SentenceSplitter(**options)
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
