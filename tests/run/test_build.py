@@ -62,6 +62,12 @@ def prefixes(tmp_path: Path) -> list[str]:
     ]
 
 
+@pytest.fixture
+def options(prefixes: list[str], tmp_path: Path) -> dict[str, Any]:
+    """A blend of all three files, with a cache folder."""
+    return {"blend": (prefixes, None), "cache": tmp_path / "cache"}
+
+
 def config_of(**options: Any) -> DatasetConfig:
     everything = {"sequence_length": S, "seed": 11, "num_samples": (200, 20, 20)}
     if "blend_per_split" not in options:
@@ -76,24 +82,17 @@ def build(**options: Any) -> Datasets:
 # ---- the same data twice ----
 
 
-@pytest.mark.parametrize("cache", [False, True])
-def test_the_same_prefix_twice_in_a_blend_warns(
-    prefixes: list[str], cache: bool, tmp_path: Path
-) -> None:
+def test_the_same_data_twice_in_a_blend_warns(prefixes: list[str], tmp_path: Path) -> None:
     a, b, _ = prefixes
-    options = {"cache": tmp_path / "cache"} if cache else {}
-    for _ in range(2):  # with a cache: also when nothing has to be built
-        with pytest.warns(DuplicateDataWarning, match=f"blend has the data of {a} twice"):
-            build(blend=([a, b, a], [1, 2, 1]), **options)
-
-
-def test_a_copy_of_the_data_at_another_path_warns(prefixes: list[str], tmp_path: Path) -> None:
     for suffix in (".bin", ".idx"):
-        shutil.copy(prefixes[0] + suffix, tmp_path / f"copy{suffix}")
+        shutil.copy(a + suffix, tmp_path / f"copy{suffix}")
     copy = str(tmp_path / "copy")
-    with pytest.warns(DuplicateDataWarning, match=f"{copy} twice \\(also as {prefixes[0]}\\)") as w:
-        build(blend=([prefixes[0], prefixes[1], copy], None), num_samples=(None,) * 3)
-    assert {warning.filename for warning in w} == {__file__}
+    for cache in (None, tmp_path / "cache", tmp_path / "cache"):  # also when nothing is built
+        with pytest.warns(DuplicateDataWarning, match=f"blend has the data of {a} twice"):
+            build(blend=([a, b, a], [1, 2, 1]), cache=cache)
+        with pytest.warns(DuplicateDataWarning, match=rf"{copy} twice \(also as {a}\)") as w:
+            build(blend=([a, b, copy], None), num_samples=(None,) * 3, cache=cache)
+        assert {warning.filename for warning in w} == {__file__}
 
 
 def test_the_same_data_in_two_splits_or_validation_sets_does_not_warn(prefixes: list[str]) -> None:
@@ -153,10 +152,7 @@ NAN, INF = float("nan"), float("inf")
         ({"blend": ("AB", ["1", "2"])}, "a number"),
         ({"blend": ("AB", None), "num_samples": (1, 2)}, r"num_samples must .*\(1, 2\)"),
         ({"blend": ("AB", None), "num_samples": 7}, "num_samples must .* 7"),
-        (
-            {"blend": ("AB", None), "num_samples": (-1, 2, 3)},
-            "num_samples of train must be at least 0, not -1",
-        ),
+        ({"blend": ("AB", None), "num_samples": (-1, 2, 3)}, "num_samples of train must be at"),
         ({"blend": ("AB", None), "num_samples": (1.5, 2, 3)}, "a whole number, not 1.5"),
         ({"blend": ("AB", [1, 2]), "num_samples": (9, None, 9)}, "valid blend has weights, and"),
         ({"blend": ("", None)}, "train blend must"),
@@ -196,30 +192,21 @@ NAN, INF = float("nan"), float("inf")
         ),
     ],
 )
-@pytest.mark.parametrize("cache", [False, True])
 def test_invalid_configurations_are_refused(
-    prefixes: list[str], options: dict[str, Any], message: str, cache: bool, tmp_path: Path
+    prefixes: list[str], options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     names = dict(zip("ABC", prefixes, strict=True))
-
-    def with_prefixes(blend: Any) -> Any:
-        return blend and ([names[letter] for letter in blend[0]], *blend[1:])
-
     arguments = dict(options)
-    if "blend" in arguments:
-        arguments["blend"] = with_prefixes(arguments["blend"])
-    if "blend_per_split" in arguments:
-        arguments["blend_per_split"] = [
-            with_prefixes(blend) for blend in arguments["blend_per_split"]
-        ]
-    if cache:
-        arguments["cache"] = tmp_path / "cache"
-        if "trust_cache" in arguments:
-            message = "no manifest"
+    if arguments.get("blend"):
+        letters, *weights = arguments["blend"]
+        arguments["blend"] = ([names[letter] for letter in letters], *weights)
     with pytest.raises(ConfigError, match=message):
         build(**arguments)
-    files = list((tmp_path / "cache").glob("*")) if cache else []
-    assert files == []  # no partial file and no lock
+    if "trust_cache" in options:
+        message = "no manifest"
+    with pytest.raises(ConfigError, match=message):
+        build(**arguments, cache=tmp_path / "cache")
+    assert list((tmp_path / "cache").glob("*")) == []  # no partial file and no lock
 
 
 def test_oversampling_is_refused_with_a_table(tmp_path: Path) -> None:
@@ -340,11 +327,12 @@ def num_built(**options: Any) -> int:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_cache_gives_the_datasets_built_in_memory(
+def test_caches_and_threads_give_the_datasets_built_in_memory(
     form: str, prefixes: list[str], tmp_path: Path
 ) -> None:
     options, cache = options_of(form, prefixes), tmp_path / "cache"
     memory = build(**options)
+    assert_equal(build(**options, num_threads=4), memory)
     assert_equal(build(**options, cache=cache), memory)
     before = stamps(cache)
     assert not [name for name in before if name.endswith((".tmp", ".lock"))]
@@ -353,17 +341,8 @@ def test_a_cache_gives_the_datasets_built_in_memory(
     assert_equal(build(**options, cache=cache, access="file"), memory)
     assert num_built(**options, cache=cache, num_threads=4) == 0
     assert stamps(cache) == before
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_the_number_of_threads_does_not_matter(
-    form: str, prefixes: list[str], tmp_path: Path
-) -> None:
-    options, one = options_of(form, prefixes), build(**options_of(form, prefixes))
-    assert_equal(build(**options, num_threads=4), one)
-    assert_equal(build(**options, num_threads=4, cache=tmp_path / "four"), one)
-    build(**options, cache=tmp_path / "one")
-    for path in (tmp_path / "one").glob("*"):
+    assert_equal(build(**options, num_threads=4, cache=tmp_path / "four"), memory)
+    for path in cache.iterdir():
         assert (tmp_path / "four" / path.name).read_bytes() == path.read_bytes()
 
 
@@ -378,16 +357,10 @@ def test_progress_counts_the_datasets(prefixes: list[str], tmp_path: Path) -> No
 # ---- starts without token files ----
 
 
-def move_data_away(prefixes: list[str]) -> None:
+def rename_data(prefixes: list[str], old: str, new: str) -> None:
     for prefix in prefixes:
         for suffix in (".bin", ".idx"):
-            os.rename(prefix + suffix, prefix + suffix + ".away")
-
-
-def move_data_back(prefixes: list[str]) -> None:
-    for prefix in prefixes:
-        for suffix in (".bin", ".idx"):
-            os.rename(prefix + suffix + ".away", prefix + suffix)
+            os.rename(prefix + old + suffix, prefix + new + suffix)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -397,7 +370,7 @@ def test_a_trusted_cache_needs_no_token_file_before_the_first_sample(
     options = options_of(form, prefixes)
     memory = build(**options)
     build(**options, cache=tmp_path / "cache")
-    move_data_away(prefixes)
+    rename_data(prefixes, "", "-away")
     trusted = build(**options, cache=tmp_path / "cache", trust_cache=True)
     for left, right in zip(trusted, memory, strict=True):
         assert [len(part) for part in parts_of(left)] == [len(part) for part in parts_of(right)]
@@ -406,7 +379,7 @@ def test_a_trusted_cache_needs_no_token_file_before_the_first_sample(
     state = loader.state_dict()
     with pytest.raises(DataError, match="not found"):
         next(loader)
-    move_data_back(prefixes)
+    rename_data(prefixes, "-away", "")
     loader.load_state_dict(state)
     next(loader)
     assert_equal(trusted, memory)
@@ -439,7 +412,6 @@ def test_other_lengths_in_files_of_the_same_size_are_built_again(
     build(**options, cache=cache)
     before, times = build(**options), times_of(prefixes[0])
     write(Path(prefixes[0]), other_lengths(prefixes[0]), seed=1)
-    assert {suffix: os.stat(prefixes[0] + suffix).st_size for suffix in times}
     set_times(prefixes[0], times, later=1)  # a nanosecond
     after = build(**options)
     with pytest.raises(AssertionError):
@@ -450,38 +422,31 @@ def test_other_lengths_in_files_of_the_same_size_are_built_again(
 
 @pytest.mark.parametrize("lengths", [[12] * 31, [12] * 30 + [13]])
 def test_other_counts_are_built_again_even_at_the_same_times(
-    prefixes: list[str], lengths: list[int], tmp_path: Path
+    prefixes: list[str], lengths: list[int], options: dict[str, Any]
 ) -> None:
-    options: dict[str, Any] = {"blend": (prefixes, None)}
-    build(**options, cache=tmp_path / "cache")
+    build(**options)
     times = times_of(prefixes[0])
     write(Path(prefixes[0]), lengths)
     set_times(prefixes[0], times)
-    assert_equal(build(**options, cache=tmp_path / "cache"), build(**options))
+    assert_equal(build(**options), build(blend=(prefixes, None)))
 
 
 @pytest.mark.parametrize("changed", ["lengths", "counts"])
 @pytest.mark.parametrize("trust", [False, True])
 @pytest.mark.parametrize("later", [0, 10**9])  # nanoseconds
 def test_data_that_changes_after_the_start_is_refused_at_the_first_sample(
-    prefixes: list[str], changed: str, trust: bool, later: int, tmp_path: Path
+    prefixes: list[str], changed: str, trust: bool, later: int, options: dict[str, Any]
 ) -> None:
-    options: dict[str, Any] = {"blend": (prefixes, None), "cache": tmp_path / "cache"}
     build(**options)
-    times = times_of(prefixes[0])
-    train = build(**options, trust_cache=trust).train
-    assert train is not None
-    write(
-        Path(prefixes[0]), other_lengths(prefixes[0]) if changed == "lengths" else [12] * 30, seed=1
-    )
+    times, lengths = times_of(prefixes[0]), other_lengths(prefixes[0])
+    before = build(**options, trust_cache=trust).train
+    write(Path(prefixes[0]), lengths if changed == "lengths" else [12] * 30, seed=1)
     set_times(prefixes[0], times, later=later)
-    with pytest.raises(DataError, match=r"data-1 has .* its indices were built for .* again"):
-        train.batch(np.arange(len(train)))
-    if trust:  # a second start refuses the data, too
-        again = build(**options, trust_cache=True).train
-        assert again is not None
+    # A second start refuses the data, too.
+    for train in (before, build(**options, trust_cache=True).train) if trust else (before,):
+        assert train is not None
         with pytest.raises(DataError, match=r"data-1 has .* its indices were built for .* again"):
-            again.batch(np.arange(len(again)))
+            train.batch(np.arange(len(train)))
 
 
 def swap_two_lengths(prefix: str) -> None:
@@ -532,9 +497,8 @@ def memory_of(prefix: str) -> Any:
     return build(blend=([prefix], None)).train
 
 
-def test_indices_do_not_depend_on_tokens(prefixes: list[str], tmp_path: Path) -> None:
+def test_indices_do_not_depend_on_tokens(prefixes: list[str], options: dict[str, Any]) -> None:
     """The order depends on lengths only: other tokens use the same indices, at any file time."""
-    options: dict[str, Any] = {"blend": (prefixes, None), "cache": tmp_path / "cache"}
     build(**options)
     times = times_of(prefixes[0])
     for later, seed in ((0, 5), (1, 6)):
@@ -545,25 +509,25 @@ def test_indices_do_not_depend_on_tokens(prefixes: list[str], tmp_path: Path) ->
     assert_equal(build(**options), build(blend=(prefixes, None)))
 
 
-def test_touched_and_moved_data_use_their_indices(prefixes: list[str], tmp_path: Path) -> None:
-    options: dict[str, Any] = {"blend": (prefixes, None), "cache": tmp_path / "cache"}
+def test_touched_and_moved_data_use_their_indices(
+    prefixes: list[str], options: dict[str, Any]
+) -> None:
     build(**options)
-    before = stamps(tmp_path / "cache")
+    before = stamps(options["cache"])
     for prefix in prefixes:
         set_times(prefix, times_of(prefix), later=10**10)
     assert num_built(**options) == 0
-    assert stamps(tmp_path / "cache") == before
-    new_prefixes = [prefix.replace("data-", "moved-") for prefix in prefixes]
-    for prefix, other in zip(prefixes, new_prefixes, strict=True):
-        for suffix in (".bin", ".idx"):
-            os.rename(prefix + suffix, other + suffix)
-    assert num_built(**{**options, "blend": (new_prefixes, None)}) == 0  # with a new manifest
+    assert stamps(options["cache"]) == before
+    rename_data(prefixes, "", "-moved")
+    moved = ([f"{prefix}-moved" for prefix in prefixes], None)
+    assert num_built(**{**options, "blend": moved}) == 0  # with a new manifest
     with pytest.raises(DataError, match="not found"):
         build(**options)
 
 
-def test_data_that_is_missing_or_damaged_is_refused(prefixes: list[str], tmp_path: Path) -> None:
-    options: dict[str, Any] = {"blend": (prefixes, None), "cache": tmp_path / "cache"}
+def test_data_that_is_missing_or_damaged_is_refused(
+    prefixes: list[str], options: dict[str, Any]
+) -> None:
     build(**options)
     with open(prefixes[1] + ".bin", "ab") as file:
         file.write(b"\0\0")
@@ -574,16 +538,15 @@ def test_data_that_is_missing_or_damaged_is_refused(prefixes: list[str], tmp_pat
         build(**options)
 
 
-def test_a_half_published_pair_is_used(prefixes: list[str], tmp_path: Path) -> None:
+def test_a_half_published_pair_is_used(prefixes: list[str], options: dict[str, Any]) -> None:
     """A builder that dies between its last renames leaves the new index under another name."""
-    options: dict[str, Any] = {"blend": (prefixes, None)}
-    memory = build(**options)
+    memory = build(blend=options["blend"])
     os.rename(prefixes[0] + ".idx", prefixes[0] + ".idx.new")
+    assert_equal(build(blend=options["blend"]), memory)
     assert_equal(build(**options), memory)
-    assert_equal(build(**options, cache=tmp_path / "cache"), memory)
-    assert num_built(**options, cache=tmp_path / "cache") == 0
+    assert num_built(**options) == 0
     os.rename(prefixes[0] + ".idx.new", prefixes[0] + ".idx")
-    assert_equal(build(**options, cache=tmp_path / "cache"), memory)
+    assert_equal(build(**options), memory)
 
 
 # ---- damaged manifests ----
@@ -594,39 +557,25 @@ def manifest_of(cache: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    "text", ["", "null", "{}", "[]", "17", '"run"', "[" * 50_000, '{"logic": 1, "xxh3": "0"}', "é"]
-)
-def test_foreign_manifests_are_replaced(prefixes: list[str], text: str, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"blend": (prefixes, None)}
-    build(**options, cache=tmp_path / "cache")
-    path = manifest_of(tmp_path / "cache")
-    data = path.read_bytes()
-    path.write_text(text, encoding="latin-1")
-    assert_equal(build(**options, cache=tmp_path / "cache"), build(**options))
-    assert path.read_bytes() == data
+FOREIGN = (b"null", b"{}", b"[]", b"17", b'"run"', b"[" * 50_000, b'{"logic": 1, "xxh3": "0"}')
 
 
-def test_another_configurations_manifest_is_not_used(prefixes: list[str], tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    build(blend=(prefixes, None), cache=cache)
-    one = manifest_of(cache)
+def test_another_configurations_manifest_is_not_used(options: dict[str, Any]) -> None:
+    build(**options)
+    one = manifest_of(options["cache"])
     saved = one.read_bytes()
     one.unlink()
-    build(blend=(prefixes, None), cache=cache, seed=5)
-    other = manifest_of(cache)
-    other.write_bytes(saved)
+    options["seed"] = 5
+    build(**options)
+    manifest_of(options["cache"]).write_bytes(saved)
     with pytest.raises(ConfigError, match="no manifest"):
-        build(blend=(prefixes, None), cache=cache, seed=5, trust_cache=True)
-    assert_equal(
-        build(blend=(prefixes, None), cache=cache, seed=5), build(blend=(prefixes, None), seed=5)
-    )
+        build(**options, trust_cache=True)
+    assert_equal(build(**options), build(blend=options["blend"], seed=5))
 
 
 def test_a_manifest_of_another_logic_version_is_not_used(
-    prefixes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options: dict[str, Any] = {"blend": (prefixes, None), "cache": tmp_path / "cache"}
     build(**options)
     monkeypatch.setattr("millrace.cache.arrays.RULES_VERSION", 2)
     with pytest.raises(ConfigError, match="no manifest"):
@@ -645,7 +594,8 @@ def test_any_damaged_file_is_built_again(prefixes: list[str], tmp_path: Path) ->
     memory = build(**options, cache=cache)
     contents = {path: path.read_bytes() for path in sorted(cache.iterdir())}
     for path, data in contents.items():
-        for damaged in (data[:-1], data[:-1] + b"?", b"", None, data + b" ", b"another's file"):
+        damages = (data[:-1], data[:-1] + b"?", b"", None, data + b" ", b"another's \xe9 file")
+        for damaged in (*damages, *(FOREIGN if path.suffix == ".json" else ())):
             path.unlink()
             if damaged is not None:
                 path.write_bytes(damaged)
