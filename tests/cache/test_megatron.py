@@ -46,24 +46,13 @@ def make(
     return files, arrays, lambda loaded: cache.check_gpt_arrays(loaded, plan, len(lengths), lengths)
 
 
-def damage_cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def damage_empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-def damage_start(path: Path) -> None:
-    path.write_bytes(b"x" * 40 + path.read_bytes()[40:])
-
-
-def damage_longer(path: Path) -> None:
-    path.write_bytes(path.read_bytes() + b"\0")
-
-
-def damage_gone(path: Path) -> None:
-    path.unlink()
+DAMAGES: dict[str, Callable[[bytes], bytes | None]] = {
+    "cut": lambda data: data[:-1],
+    "empty": lambda data: b"",
+    "another start": lambda data: b"x" * 40 + data[40:],
+    "longer": lambda data: data + b"\0",
+    "gone": lambda data: None,
+}
 
 
 def test_the_description_is_json_and_describes_the_set(tmp_path: Path) -> None:
@@ -81,17 +70,16 @@ def test_the_description_is_json_and_describes_the_set(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["description", *cache.GPT_ARRAYS])
-@pytest.mark.parametrize(
-    "damage", [damage_cut, damage_empty, damage_start, damage_longer, damage_gone]
-)
-def test_a_damaged_set_is_built_again(
-    name: str, damage: Callable[[Path], None], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_set_is_built_again(name: str, damage: str, tmp_path: Path) -> None:
     files, arrays, check = make(tmp_path)
     cache.save(files, arrays)
     whole = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     path = Path(files.description_path if name == "description" else files.path(name))
-    damage(path)
+    damaged = DAMAGES[damage](path.read_bytes())
+    path.unlink()
+    if damaged is not None:
+        path.write_bytes(damaged)
     with pytest.raises((DataError, FileNotFoundError)):
         cache.load(files, check)
     problems = []
@@ -103,7 +91,7 @@ def test_a_damaged_set_is_built_again(
     cache.load_or_build(files, check, build)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == whole
     cache.load_or_build(files, check, build)
-    assert [bool(problem) for problem in problems] == [damage is not damage_gone]
+    assert [bool(problem) for problem in problems] == [damage != "gone"]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -155,26 +143,19 @@ def test_a_new_set_passes_its_check(seed: int, tmp_path: Path) -> None:
 
 
 def test_a_blend_is_checked(tmp_path: Path) -> None:
-    identifiers = {
-        "class": "BlendedDataset",
-        "datasets": [{"a": 1}, {"b": 2}],
-        "split": "train",
-        "weights": [0.5, 0.5],
-        "size": 4,
-    }
+    identifiers = {"class": "BlendedDataset", "weights": [0.5, 0.5]}
     files = cache.CacheSet.of(str(tmp_path), identifiers, "train", cache.BLEND_ARRAYS)
     numbers, places = np.array([0, 1, 0, 1], np.int16), np.array([0, 0, 1, 1], np.int64)
+    good = {"dataset_index": numbers, "dataset_sample_index": places}
 
     def check(arrays: dict[str, Any]) -> None:
         cache.check_blend_arrays(arrays, 4, 2)
 
-    cache.save(files, {"dataset_index": numbers, "dataset_sample_index": places})
+    cache.save(files, good)
     cache.load(files, check)
-    for bad in ({"dataset_index": numbers + np.int16(1)}, {"dataset_sample_index": places[:3]}):
-        bad = {
-            k: v.astype(numbers.dtype if k == "dataset_index" else np.int64) for k, v in bad.items()
-        }
-        cache.save(files, {"dataset_index": numbers, "dataset_sample_index": places} | bad)
+    one_more = numbers + np.int16(1)
+    for bad in ({"dataset_index": one_more}, {"dataset_sample_index": places[:3]}):
+        cache.save(files, good | bad)
         with pytest.raises(DataError):
             cache.load(files, check)
 
@@ -213,13 +194,9 @@ for seed in range(8):
 @pytest.mark.parametrize("has_locks", [True, False])
 def test_processes_that_build_the_same_set_all_load_it(has_locks: bool, tmp_path: Path) -> None:
     environment = dict(os.environ) if has_locks else no_flock(tmp_path)
+    command = [sys.executable, "-c", BUILD, tmp_path / "cache"]
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", BUILD, tmp_path / "cache"],
-            env=environment,
-            cwd=ROOT,
-            stderr=subprocess.PIPE,
-        )
+        subprocess.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.PIPE)
         for _ in range(4)
     ]
     try:

@@ -63,12 +63,8 @@ def split(pattern: dict[str, str], behavior: str = "Isolated", invert: bool = Fa
 
 
 def byte_level(add_prefix_space: bool = False, use_regex: bool = False) -> Any:
-    return {
-        "type": "ByteLevel",
-        "add_prefix_space": add_prefix_space,
-        "trim_offsets": True,
-        "use_regex": use_regex,
-    }
+    flags = {"add_prefix_space": add_prefix_space, "use_regex": use_regex, "trim_offsets": True}
+    return {"type": "ByteLevel", **flags}
 
 
 def sequence(*parts: Any) -> Any:
@@ -80,9 +76,7 @@ def normalizers(*parts: Any) -> Any:
 
 
 SPLITTERS = [
-    {"type": "Whitespace"},
-    {"type": "WhitespaceSplit"},
-    {"type": "BertPreTokenizer"},
+    *({"type": name} for name in "Whitespace WhitespaceSplit BertPreTokenizer".split()),
     *({"type": "Punctuation", "behavior": behavior} for behavior in BEHAVIORS),
     *({"type": "Digits", "individual_digits": flag} for flag in (True, False)),
     {"type": "UnicodeScripts"},
@@ -96,6 +90,7 @@ SPLITTERS = [
 ]
 _PREPEND = {"type": "Prepend", "prepend": "▁"}
 _SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+_BERT = ("clean_text", "handle_chinese_chars", "lowercase")
 NORMALIZERS = [
     *({"type": name} for name in "NFC NFD NFKC NFKD Lowercase StripAccents Nmt ByteLevel".split()),
     *(
@@ -110,13 +105,7 @@ NORMALIZERS = [
         for pattern, content in ((" {2,}", " "), (r"\s+", " "), (r"\d", "0"), (r"\p{P}", ""))
     ),
     *(
-        {
-            "type": "BertNormalizer",
-            "clean_text": clean,
-            "handle_chinese_chars": clean,
-            "strip_accents": accents,
-            "lowercase": clean,
-        }
+        {"type": "BertNormalizer", **dict.fromkeys(_BERT, clean), "strip_accents": accents}
         for clean, accents in ((True, None), (False, True), (True, False))
     ),
     normalizers({"type": "NFD"}, {"type": "Lowercase"}, {"type": "StripAccents"}),
@@ -135,42 +124,27 @@ def models() -> dict[str, dict[str, Any]]:
     parts = (built_in._phrases(), built_in._contractions(), built_in._whitespace())
     texts = [text for part in parts for text in part]
 
-    def trained(model: Any, splitter: Any, trainer: Any) -> dict[str, Any]:
+    def trained(model: Any, splitter: Any, trainer: Any, size: int, **options: Any) -> Any:
         tokenizer = hf.Tokenizer(model)
         tokenizer.pre_tokenizer = splitter
-        tokenizer.train_from_iterator(texts, trainer)
-        config: dict[str, Any] = json.loads(tokenizer.to_str())
-        return config
+        unknown = options.get("unk_token") or getattr(model, "unk_token", None)
+        special = [unknown or "<|endoftext|>"]
+        options |= {"vocab_size": size, "special_tokens": special, "show_progress": False}
+        tokenizer.train_from_iterator(texts, trainer(**options))
+        return json.loads(tokenizer.to_str())
 
-    def options(size: int, *special: str) -> dict[str, Any]:
-        return {"vocab_size": size, "special_tokens": list(special), "show_progress": False}
-
+    m, t = hf.models, trainers
     alphabet = pre.ByteLevel.alphabet()
+    byte_level = pre.ByteLevel(add_prefix_space=False)
     result = {
-        "byte_level": trained(
-            hf.models.BPE(),
-            pre.ByteLevel(add_prefix_space=False),
-            trainers.BpeTrainer(initial_alphabet=alphabet, **options(900, "<|endoftext|>")),
-        ),
-        "bpe": trained(
-            hf.models.BPE(unk_token="<unk>"),
-            pre.Metaspace(),
-            trainers.BpeTrainer(**options(1800, "<unk>")),
-        ),
-        "unigram": trained(
-            hf.models.Unigram(),
-            pre.Metaspace(),
-            trainers.UnigramTrainer(unk_token="<unk>", **options(1800, "<unk>")),
-        ),
+        "byte_level": trained(m.BPE(), byte_level, t.BpeTrainer, 900, initial_alphabet=alphabet),
+        "bpe": trained(m.BPE(unk_token="<unk>"), pre.Metaspace(), t.BpeTrainer, 1800),
+        "unigram": trained(m.Unigram(), pre.Metaspace(), t.UnigramTrainer, 1800, unk_token="<unk>"),
         "wordpiece": trained(
-            hf.models.WordPiece(unk_token="[UNK]"),
-            pre.BertPreTokenizer(),
-            trainers.WordPieceTrainer(**options(1500, "[UNK]")),
+            m.WordPiece(unk_token="[UNK]"), pre.BertPreTokenizer(), t.WordPieceTrainer, 1500
         ),
         "wordlevel": trained(
-            hf.models.WordLevel(unk_token="[UNK]"),
-            pre.Whitespace(),
-            trainers.WordLevelTrainer(**options(800, "[UNK]")),
+            m.WordLevel(unk_token="[UNK]"), pre.Whitespace(), t.WordLevelTrainer, 800
         ),
     }
 
@@ -201,14 +175,12 @@ def variants(cases: int, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
         is_byte_level = name in ("byte_level", "ignore_merges")
         kind = draw.randrange(6)
         if is_byte_level and kind < 4:
-            key = draw.choice(list(PATTERNS))
-            pattern = {"Regex": PATTERNS[key]}
+            pattern = {"Regex": PATTERNS[draw.choice(list(PATTERNS))]}
             if kind == 3 and draw.random() < 0.3:
                 pattern = {"String": draw.choice([" ", "a", "\n", "ab", "'", "  "])}
-            splitter = split(pattern)
+            parts = [split(pattern)]
             if draw.random() < 0.4:
-                splitter = split(pattern, draw.choice(BEHAVIORS), draw.random() < 0.4)
-            parts = [splitter]
+                parts = [split(pattern, draw.choice(BEHAVIORS), draw.random() < 0.4)]
             if draw.random() < 0.2:
                 parts.insert(draw.randrange(2), draw.choice(SPLITTERS))
             config["pre_tokenizer"] = sequence(*parts, byte_level(use_regex=draw.random() < 0.1))
@@ -244,14 +216,14 @@ def random_texts(tokens: list[str], count: int, seed: int) -> list[str]:
     """Other texts than the built-in ones."""
     draw = random.Random(seed)
     texts = []
-    ranges = [
+    ranges = (
         (32, 127),
         (9, 14),
         (160, 0x600),
         (0x900, 0xD000),
         (0xE000, 0x11000),
         (0x1F000, 0x1FB00),
-    ]
+    )
     for _ in range(count // 2):
         numbers = [draw.randrange(*draw.choice(ranges)) for _ in range(draw.randint(1, 12))]
         texts.append("".join(map(chr, numbers)))
@@ -266,26 +238,23 @@ def run(cases: int, seed: int, encoder: str = "fastokens", texts: int = 4000) ->
     """Counts how the encoder fared: refused, caught, equal, missed."""
     counts: Counter[str] = Counter()
     for name, config in variants(cases, seed):
-        label = json.dumps(
-            [name, config["pre_tokenizer"], config["normalizer"], config["added_tokens"]]
-        )
+        parts = [config[key] for key in ("pre_tokenizer", "normalizer", "added_tokens")]
         try:
             content = json.dumps(config).encode()
             vocabulary = JsonVocabulary.load("variant", content, VocabularyOptions())
         except TextError:
             counts["invalid"] += 1
             continue
-        name, encode, problem = choose_encoder(vocabulary, encoder)
-        if name != encoder:
-            outcome = "refused" if "is not used" in problem else "caught"
-            print(f"{outcome}: {label}\n   {problem}", flush=True)
-        else:
+        chosen, encode, problem = choose_encoder(vocabulary, encoder)
+        if chosen == encoder:
             more = random_texts(vocabulary.added_tokens(), texts, seed)
-            difference = difference_on(more, encode, vocabulary.encode_batch)
-            outcome = "equal" if difference is None else "missed"
-            if difference:
-                print(f"missed: {label}\n   {difference}", flush=True)
+            problem = difference_on(more, encode, vocabulary.encode_batch) or ""
+            outcome = "missed" if problem else "equal"
+        else:
+            outcome = "refused" if "is not used" in problem else "caught"
         counts[outcome] += 1
+        if problem:
+            print(f"{outcome}: {json.dumps([name, *parts])}\n   {problem}", flush=True)
     return counts
 
 

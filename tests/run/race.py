@@ -38,7 +38,13 @@ from unittest import mock
 
 import numpy as np
 
-from millrace import DatasetConfig, Datasets, IndexedDatasetBuilder, build_datasets
+from millrace import (
+    BlendedDataset,
+    DatasetConfig,
+    Datasets,
+    IndexedDatasetBuilder,
+    build_datasets,
+)
 from millrace.cache import arrays
 from millrace.files import TMP, file_lock
 from tests.no_flock import no_flock
@@ -53,15 +59,8 @@ class RaceError(AssertionError):
 
 @dataclasses.dataclass
 class Report:
-    """The outcome of a race.
-
-    Attributes:
-        kills: Number of builders that were killed, each while it held a lock.
-        finished: Number of processes that survived.
-        sets: Number of array sets in the folder.
-        builds: Number of complete builds of sets; without locks, more than `sets`.
-        stages: Stage at which each builder was killed; see `STAGES`.
-    """
+    """The outcome of a race: builders killed with a lock, and their stages; processes that
+    survived; array sets in the folder, and complete builds of them (without locks, more)."""
 
     kills: int
     finished: int
@@ -96,14 +95,10 @@ def digest_of(datasets: Datasets) -> str:
     """A digest of all arrays and of the first samples."""
     digest = hashlib.sha256()
     for blend in datasets:
-        assert blend is not None
-        assert not isinstance(blend, list)
-        for array in (blend.dataset_index, blend.dataset_sample_index):
-            digest.update(array.tobytes())
-        for part in blend.datasets:
-            for name in part.indices._fields:
-                digest.update(getattr(part.indices, name).tobytes())
-        for array in blend.batch(np.arange(16)).values():
+        assert isinstance(blend, BlendedDataset)
+        indices = (array for part in blend.datasets for array in part.indices)
+        rows = blend.batch(np.arange(16)).values()
+        for array in (blend.dataset_index, blend.dataset_sample_index, *indices, *rows):
             digest.update(array.tobytes())
     return digest.hexdigest()
 
@@ -119,12 +114,7 @@ PUBLISHED = STAGES[-1]
 class Builder:
     """A process that builds when the gate opens, and reports what it does.
 
-    Args:
-        number: Number of the process.
-        gate: Event that starts all processes.
-        pipe: Sending end of the process's pipe.
-        stages: Stage of each death.
-        deaths: Shared counter of the deaths already assigned to processes.
+    `stages` are those of all deaths; `deaths` counts the deaths already assigned to processes.
     """
 
     def __init__(self, number: int, gate: Any, pipe: Any, stages: list[int], deaths: Any) -> None:
@@ -194,8 +184,7 @@ def start_processes(
 ) -> Iterator[tuple[dict[int, Any], dict[int, Any]]]:
     """Starts the processes together: (processes by number, receiving ends of their pipes)."""
     gate = FORK.Event()
-    children: dict[int, Any] = {}
-    pipes: dict[int, Any] = {}
+    children, pipes = dict[int, Any](), dict[int, Any]()
     try:
         for number in range(count):
             pipes[number], sender = FORK.Pipe(duplex=False)
@@ -216,15 +205,8 @@ def start_processes(
 
 @dataclasses.dataclass
 class Referee:
-    """Collects the reports of the processes and checks them.
-
-    Attributes:
-        has_locks: Whether the file system has locks, so that only one process builds a set.
-        begun: Process and set of each build that was begun.
-        built: Number of complete builds of each set.
-        digests: Digest that each surviving process reported.
-        dead: Processes that were killed.
-    """
+    """Collects the reports of the processes and checks them: which process began which set, how
+    often each set was built, the digests of those that survive, and who was killed."""
 
     has_locks: bool
     begun: list[tuple[int, str]] = dataclasses.field(default_factory=list)
@@ -318,9 +300,7 @@ def check_folder(cache: Path, referee: Referee, stages: list[int]) -> int:
     for name in names:
         array_set = arrays.load(str(cache), name)
         if array_set is None or array_set.damage(contents=True):
-            raise RaceError(
-                f"the set {name} is damaged: {array_set and array_set.damage(contents=True)}"
-            )
+            raise RaceError(f"the set {name} is damaged")
     # A builder killed after the last rename leaves a lock file that no process may need again.
     known = {".json", ".npy"} | ({".lock"} if PUBLISHED in stages else set())
     if stages and not referee.has_locks:
@@ -333,18 +313,11 @@ def check_folder(cache: Path, referee: Referee, stages: list[int]) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--processes", type=int, default=64)
-    parser.add_argument("--kills", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
-        "--documents", type=int, default=2000, help="documents in each of the three files"
-    )
-    parser.add_argument(
-        "--folder", help="working folder, which selects the file system (default: /tmp)"
-    )
-    parser.add_argument(
-        "--no-flock", action="store_true", help="behave as on a file system without locks"
-    )
+    numbers = {"processes": 64, "kills": 3, "seed": 1, "documents": 2000}  # documents in each file
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--folder", help="working folder, which selects the file system")
+    parser.add_argument("--no-flock", action="store_true", help="behave as if there were no locks")
     options = parser.parse_args()
     if options.no_flock:
         with tempfile.TemporaryDirectory() as name:

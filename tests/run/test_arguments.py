@@ -20,7 +20,8 @@ from millrace.run.arguments import (
     unknown_arguments,
 )
 
-ARGUMENTS: dict[str, Any] = {"data_path": ["a"], "seq_length": 8, "num_samples": [10, 5, 5]}
+REST: dict[str, Any] = {"seq_length": 8, "num_samples": [10, 5, 5]}
+ARGUMENTS: dict[str, Any] = {**REST, "data_path": ["a"]}
 
 
 def test_yaml_and_toml_give_the_same_configuration(tmp_path: Path) -> None:
@@ -40,6 +41,7 @@ def test_yaml_and_toml_give_the_same_configuration(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
+        ("nothing.yaml", None, r"nothing\.yaml: No such file"),
         ("a.yaml", "a: [", "cannot be read"),
         ("a.toml", "a = ", "cannot be read"),
         ("a.yaml", "- 1", "holds a list"),
@@ -53,9 +55,10 @@ def test_yaml_and_toml_give_the_same_configuration(tmp_path: Path) -> None:
     ],
 )
 def test_files_without_arguments_are_refused(
-    tmp_path: Path, name: str, text: str, message: str
+    tmp_path: Path, name: str, text: str | None, message: str
 ) -> None:
-    (tmp_path / name).write_bytes(text.encode("utf-8", "surrogateescape"))
+    if text is not None:
+        (tmp_path / name).write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(ConfigError, match=message):
         read_arguments(tmp_path / name)
 
@@ -91,7 +94,6 @@ def test_identifiers_in_a_file_are_not_a_section(tmp_path: Path) -> None:
 
 def test_wrong_types_in_a_file_of_data(tmp_path: Path) -> None:
     path = tmp_path / "splits"
-    rest = {name: value for name, value in ARGUMENTS.items() if name != "data_path"}
     for text, place in {
         '{"train": 5}': "train must be .* not 5",
         '{"valid": [true]}': "valid must be ",
@@ -100,15 +102,10 @@ def test_wrong_types_in_a_file_of_data(tmp_path: Path) -> None:
     }.items():
         path.write_text(text)
         with pytest.raises(ConfigError, match=rf"{path}.*{place}"):
-            config_from({**rest, "per_split_data_args_path": str(path)})
+            config_from({**REST, "per_split_data_args_path": str(path)})
     path.write_text("a 'b")
     with pytest.raises(ConfigError, match=str(path)):
-        config_from({**rest, "data_args_path": str(path)})
-
-
-def test_the_error_names_a_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nothing\.yaml: No such file"):
-        read_arguments(tmp_path / "nothing.yaml")
+        config_from({**REST, "data_args_path": str(path)})
 
 
 def test_model_arguments_are_listed_and_misspelt_names_are_refused() -> None:
@@ -130,6 +127,8 @@ def test_model_arguments_are_listed_and_misspelt_names_are_refused() -> None:
 )
 def test_a_list_is_prefixes_or_weights_and_prefixes(items: Any, expected: Any) -> None:
     assert parse_blend(items) == expected
+    with pytest.raises(ConfigError, match="weights for some prefixes only"):
+        parse_blend("1 a b c")
 
 
 def test_a_part_may_stand_for_a_prefix(tmp_path: Path) -> None:
@@ -143,35 +142,34 @@ def test_a_part_may_stand_for_a_prefix(tmp_path: Path) -> None:
     assert config.order is GPTPlan
 
 
-def test_weights_for_only_some_prefixes_are_refused() -> None:
-    with pytest.raises(ConfigError, match="weights for some prefixes only"):
-        parse_blend("1 a b c")
+ITERATIONS = {"data_path": "a", "seq_length": 8, "train_iters": 1000, "global_batch_size": 16}
+SAMPLES = {"data_path": "a", "seq_length": 8, "train_samples": 16007, "global_batch_size": 16}
+INTERVALS = {**ITERATIONS, "eval_interval": 300, "eval_iters": 7}
+OWN = {**INTERVALS, "eval_global_batch_size": 5}
 
 
-def test_numbers_of_samples_follow_from_iterations() -> None:
-    """Megatron-LM counts one evaluation per interval, and one more."""
-    arguments = {"data_path": "a", "seq_length": 8, "train_iters": 1000, "global_batch_size": 16}
-    config = config_from({**arguments, "eval_interval": 300, "eval_iters": 7})
-    assert config.num_samples == (16000, 4 * 7 * 16, 7 * 16)
-    assert config.split == LEGACY_SPLIT
-    assert config_from({**arguments, "skip_train": True}).num_samples[1] == 100 * 16
-    assert config_from({**arguments, "full_validation": True}).num_samples[1] is None
-    by_samples = config_from(
-        {"data_path": "a", "seq_length": 8, "train_samples": 16007, "global_batch_size": 16}
-    )
-    assert by_samples.num_samples == (16007, 2 * 100 * 16, 100 * 16)
-
-
-def test_evaluation_may_have_its_own_batches_and_start() -> None:
-    """From core 0.18 on, Megatron-LM's `get_train_valid_test_num_samples` takes both."""
-    arguments = {"data_path": "a", "seq_length": 8, "train_iters": 1000, "global_batch_size": 16}
-    arguments.update(eval_interval=300, eval_iters=7, eval_global_batch_size=5)
-    assert config_from(arguments).num_samples == (16000, 4 * 7 * 5, 7 * 5)
-    for start, rounds in {0: 4, 299: 4, 300: 3, 899: 2, 1200: 0, 9999: 0}.items():
-        config = config_from({**arguments, "start_eval_at_iter": start})
-        assert config.num_samples == (16000, rounds * 7 * 5, 7 * 5)
-    config = config_from({**arguments, "start_eval_at_iter": 900, "skip_train": True})
-    assert config.num_samples[1] == 7 * 5
+@pytest.mark.parametrize(
+    ("arguments", "counts"),
+    [
+        # One evaluation per interval, and one more.
+        (INTERVALS, (16000, 4 * 7 * 16, 7 * 16)),
+        ({**ITERATIONS, "skip_train": True}, (16000, 100 * 16, 100 * 16)),
+        ({**ITERATIONS, "full_validation": True}, (16000, None, 100 * 16)),
+        (SAMPLES, (16007, 2 * 100 * 16, 100 * 16)),
+        # From core 0.18 on, Megatron-LM's `get_train_valid_test_num_samples` takes both of these.
+        (OWN, (16000, 4 * 7 * 5, 7 * 5)),
+        ({**OWN, "start_eval_at_iter": 0}, (16000, 4 * 7 * 5, 7 * 5)),
+        ({**OWN, "start_eval_at_iter": 299}, (16000, 4 * 7 * 5, 7 * 5)),
+        ({**OWN, "start_eval_at_iter": 300}, (16000, 3 * 7 * 5, 7 * 5)),
+        ({**OWN, "start_eval_at_iter": 899}, (16000, 2 * 7 * 5, 7 * 5)),
+        ({**OWN, "start_eval_at_iter": 1200}, (16000, 0, 7 * 5)),
+        ({**OWN, "start_eval_at_iter": 9999}, (16000, 0, 7 * 5)),
+        ({**OWN, "start_eval_at_iter": 900, "skip_train": True}, (16000, 7 * 5, 7 * 5)),
+    ],
+)
+def test_numbers_of_samples_follow_from_iterations(arguments: dict[str, Any], counts: Any) -> None:
+    config = config_from(arguments)
+    assert (config.num_samples, config.split) == (counts, LEGACY_SPLIT)
 
 
 @pytest.mark.parametrize(
@@ -200,14 +198,11 @@ def test_schedules_that_decide_the_counts_are_refused_without_num_samples(
 def test_every_way_to_give_data(tmp_path: Path) -> None:
     (tmp_path / "list").write_text("0.5 a\n0.5 b\n")
     (tmp_path / "splits").write_text(json.dumps({"train": ["1", "a", "2", "b"], "valid": ["c"]}))
-    rest = {name: value for name, value in ARGUMENTS.items() if name != "data_path"}
-    assert config_from({**rest, "data_args_path": str(tmp_path / "list")}).blend == (
-        ["a", "b"],
-        [0.5, 0.5],
-    )
-    config = config_from({**rest, "per_split_data_args_path": str(tmp_path / "splits")})
+    config = config_from({**REST, "data_args_path": str(tmp_path / "list")})
+    assert config.blend == (["a", "b"], [0.5, 0.5])
+    config = config_from({**REST, "per_split_data_args_path": str(tmp_path / "splits")})
     assert config.blend_per_split == [(["a", "b"], [1.0, 2.0]), (["c"], None), None]
-    config = config_from({**rest, "train_data_path": ["a"], "test_data_path": ["b", "c"]})
+    config = config_from({**REST, "train_data_path": ["a"], "test_data_path": ["b", "c"]})
     assert config.blend_per_split == [(["a"], None), None, (["b", "c"], None)]
 
 
@@ -222,10 +217,7 @@ def test_every_way_to_give_data(tmp_path: Path) -> None:
         ({"num_samples": [1, 2]}, r"num_samples must be .* not \[1, 2\]"),
         ({"num_samples": [1, 2, "x"]}, "num_samples must be .*'x'"),
         ({"num_samples": None, "train_samples": 5}, "give global_batch_size"),
-        (
-            {"num_samples": None, "train_samples": 5, "global_batch_size": 1, "eval_interval": 0},
-            "eval_interval must be at least 1, not 0",
-        ),
+        ({"eval_interval": 0}, "eval_interval must be at least 1, not 0"),
         ({"data_path": None, "train_data_path": ["a"], "split": "1,1,1"}, "goes with data_path"),
         ({"data_path": None, "data_args_path": "/nowhere"}, "/nowhere: No such file"),
         ({"data_path": None, "per_split_data_args_path": __file__}, "is not a JSON object"),

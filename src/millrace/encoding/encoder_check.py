@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,9 +90,7 @@ def _built_in_batches(vocabulary: Vocabulary) -> list[list[str]]:
     return [cases[start : start + _BATCH] for start in range(0, len(cases), _BATCH)]
 
 
-def _first_difference(
-    encode: EncodeBatch, expected: Iterable[Future[tuple[list[str], list[Result]]]]
-) -> str | None:
+def _first_difference(encode: EncodeBatch, expected: Iterable[Future[Any]]) -> str | None:
     pairs = (future.result() for future in expected)
     differences = (_difference(texts, _results(encode, texts), ids) for texts, ids in pairs)
     return next(filter(None, differences), None)

@@ -61,15 +61,16 @@ class FunctionVocabulary(Vocabulary):
             ids = np.asarray(self.function(text))
             if ids.size == 0:
                 ids = np.empty(0, np.uint32)
+            problem = ""
             if ids.ndim != 1 or ids.dtype.kind not in "iu":
+                problem = f"an array of shape {list(ids.shape)} and dtype {ids.dtype}"
+                remedy = "it must return a list of ids"
+            elif ids.size and not 0 <= ids.min() <= ids.max() < self.size:
+                problem = f"ids from {ids.min()} to {ids.max()}"
+                remedy = f"its vocabulary_size is {self.size}"
+            if problem:
                 raise TextError(
-                    f"{self.name} returned an array of shape {list(ids.shape)} and dtype "
-                    f"{ids.dtype} for the text {shown(text)}; it must return a list of ids"
-                )
-            if ids.size and not 0 <= ids.min() <= ids.max() < self.size:
-                raise TextError(
-                    f"{self.name} returned ids from {ids.min()} to {ids.max()} for the text "
-                    f"{shown(text)}; its vocabulary_size is {self.size}"
+                    f"{self.name} returned {problem} for the text {shown(text)}; {remedy}"
                 )
             arrays.append(ids)
         return joined_ids(arrays)
@@ -82,12 +83,11 @@ class _UnseenError(Exception):
 def code_of(function: Callable[..., Any]) -> str | None:
     """A hash of a function's code and of what it refers to; None if it cannot be seen.
 
-    Seen are the function's byte code, constants, defaults and attributes; plain values, containers
-    of them and regular expressions in its closure and among the globals that it names; functions of
-    its own package that it names, in the same way; and the versions of Python and of other packages
-    whose modules, functions and classes it names. If it names another object (a callable instance,
-    a module or class of its own package), the answer is None. Not looked at: what is imported while
-    it runs, globals that it names in texts, and files that it reads.
+    Seen are its byte code, constants, defaults and attributes; plain values, containers of them and
+    regular expressions in its closure and among the globals that it names; functions of its own
+    package, in the same way; versions of Python and of other packages that it names. It cannot be
+    seen if it names another object, such as a callable instance or a class of its own package. Not
+    looked at: what is imported while it runs, globals named in texts, and files.
     """
     package = _package(function)
     try:

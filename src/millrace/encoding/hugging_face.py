@@ -119,7 +119,7 @@ class JsonVocabulary(Vocabulary):
         return fastokens_encoder(
             lambda tokenizers: _whole(tokenizers.from_json_str(self.content)),
             add_special_tokens=self.options.add_special_tokens,
-            has_special=self.options.special_tokens_in_text,
+            special_tokens_in_text=self.options.special_tokens_in_text,
         )
 
 

@@ -67,11 +67,8 @@ _NUM_MEGATRON_SPECIAL = 1000
 
 @dataclass(frozen=True)
 class TiktokenVocabulary(Vocabulary):
-    """Ranks of byte strings with a pattern and special tokens; the reference is `tiktoken`.
-
-    Attributes:
-        pattern_name: Name of the pattern in `TIKTOKEN_PATTERNS`, or "" for any other.
-    """
+    """Ranks of byte strings with special tokens and a pattern, of `TIKTOKEN_PATTERNS` or of no name
+    (""). The reference is `tiktoken`."""
 
     path: str
     ranks: dict[bytes, int]
@@ -195,7 +192,7 @@ class TiktokenVocabulary(Vocabulary):
                 lambda tokenizers: tokenizers.from_tiktoken(
                     f"/proc/self/fd/{number}", pattern=pattern, special_tokens=self.special_ids
                 ),
-                has_special=self.options.special_tokens_in_text,
+                special_tokens_in_text=self.options.special_tokens_in_text,
             )
 
 

@@ -30,8 +30,8 @@ UNSEEN = "not seen: give from_function a version"
 class Tokenizer:
     """Ids from texts, equal to those of the library that defines the vocabulary.
 
-    No text is truncated or padded. A tokenizer is pickled by its content, so worker processes have
-    the same one even if the file changes meanwhile.
+    No text is truncated or padded. A tokenizer is pickled by its content: workers have the same one
+    even if the file changes meanwhile.
 
     Args:
         path: Path of a Hugging Face `tokenizer.json`, a transformers folder, a sentencepiece
@@ -51,6 +51,7 @@ class Tokenizer:
 
     Attributes:
         path: Path of the file or folder.
+        vocabulary: The vocabulary, with its reference library.
 
     Raises:
         TextError: A file that is not a tokenizer, or has no such token; a package that is not
@@ -79,7 +80,7 @@ class Tokenizer:
             special_tokens_in_text=checks.flag("special_tokens_in_text", special_tokens_in_text),
             tiktoken_pattern=tiktoken_pattern,
         )
-        self._vocabulary: Vocabulary = load_vocabulary(self.path, options)
+        self.vocabulary: Vocabulary = load_vocabulary(self.path, options)
         self._eod_token, self._bos_token = eod_token, bos_token
         for name, token in tokens.items():
             if token is not None:
@@ -123,17 +124,15 @@ class Tokenizer:
         eod = None if eod is None else checks.whole("eod", eod, 0, size - 1)
         if version is not None and not (isinstance(version, str) and version):
             raise ConfigError(f"version is {shown(version)}; give a text, or None")
-        if name is None:
-            name = getattr(function, "__qualname__", type(function).__qualname__)
         self = cls.__new__(cls)
-        self.path = name
-        self._vocabulary = FunctionVocabulary(function, name, size, eod, version)
+        self.path = name or getattr(function, "__qualname__", type(function).__qualname__)
+        self.vocabulary = FunctionVocabulary(function, self.path, size, eod, version)
         self._eod_token = self._bos_token = None
         self._use("auto")
         return self
 
     def _use(self, encoder: str, encode_batch: EncodeBatch | None = None) -> None:
-        choices = ("auto", *self._vocabulary.encoder_names)
+        choices = ("auto", *self.vocabulary.encoder_names)
         self._encoder = checks.choice(f"encoder of {self.path}", encoder, choices)
         self._encode_batch = encode_batch
 
@@ -145,20 +144,20 @@ class Tokenizer:
     @cached_property
     def fingerprints(self) -> tuple[str, str]:
         """The fingerprint, and the SHA-256 of the file's bytes, which older sidecars hold."""
-        return self._vocabulary.fingerprint, self._vocabulary.file_sha256
+        return self.vocabulary.fingerprint, self.vocabulary.file_sha256
 
     @property
     def options(self) -> dict[str, bool]:
         """The options that decide the ids together with the fingerprint, if the files have them."""
-        names = set(self._vocabulary.option_names) - {"tiktoken_pattern"}
-        return {name: getattr(self._vocabulary.options, name) for name in sorted(names)}
+        names = set(self.vocabulary.option_names) - {"tiktoken_pattern"}
+        return {name: getattr(self.vocabulary.options, name) for name in sorted(names)}
 
     @property
     def versions(self) -> dict[str, str]:
         """What decides the ids beside the fingerprint: versions of the libraries, or of a function;
         if that has none and cannot be seen, another one at each call."""
-        if isinstance(self._vocabulary, FunctionVocabulary):
-            code = self._vocabulary.version or code_of(self._vocabulary.function)
+        if isinstance(self.vocabulary, FunctionVocabulary):
+            code = self.vocabulary.version or code_of(self.vocabulary.function)
             return {"function": code or f"{UNSEEN} ({os.urandom(4).hex()})"}
         names = sorted({self.encoder_name, self.reference_name} - {"bytes"})
         return {name: version_of(name) for name in names}
@@ -166,17 +165,17 @@ class Tokenizer:
     @cached_property
     def vocabulary_size(self) -> int:
         """Number of tokens, including added ones."""
-        return self._vocabulary.size
+        return self.vocabulary.size
 
     @cached_property
     def dtype(self) -> np.dtype[Any]:
         """Dtype of stored ids: by the vocabulary's size, or by the largest id if ids have gaps."""
-        return optimal_dtype(max(self.vocabulary_size, self._vocabulary.largest_id + 1))
+        return optimal_dtype(max(self.vocabulary_size, self.vocabulary.largest_id + 1))
 
     @property
     def eod_token(self) -> str | None:
         """Text of the end-of-document token; None if it is not known yet (see `eod`)."""
-        return self._eod_token or self._vocabulary.eod_token
+        return self._eod_token or self.vocabulary.eod_token
 
     @cached_property
     def eod(self) -> int:
@@ -187,7 +186,7 @@ class Tokenizer:
         """
         token = self.eod_token
         if token is None:
-            usual = [text for text in EOD_TOKENS if self._vocabulary.id_of(text) is not None]
+            usual = [text for text in EOD_TOKENS if self.vocabulary.id_of(text) is not None]
             if len(usual) != 1:
                 what = f"several ({', '.join(usual)})" if usual else "none"
                 raise TextError(
@@ -200,11 +199,11 @@ class Tokenizer:
     @cached_property
     def bos(self) -> int | None:
         """The id of the beginning-of-document token, or None if there is none."""
-        token = self._bos_token or self._vocabulary.bos_token
+        token = self._bos_token or self.vocabulary.bos_token
         return None if token is None else self._id_of(token, "bos_token")
 
     def _id_of(self, token: str, option: str) -> int:
-        number = self._vocabulary.id_of(token)
+        number = self.vocabulary.id_of(token)
         if number is None:
             flag = option.replace("_", "-")
             raise TextError(f"{self.path} has no token {token!r}; give --{flag} one of its tokens")
@@ -212,12 +211,12 @@ class Tokenizer:
 
     def special_tokens(self) -> dict[str, int]:
         """The ids of the special tokens, by name."""
-        return self._vocabulary.special_tokens()
+        return self.vocabulary.special_tokens()
 
     @property
     def reference_name(self) -> str:
         """Name of the library that defines the vocabulary's ids."""
-        return self._vocabulary.reference_name
+        return self.vocabulary.reference_name
 
     @property
     def encoder_name(self) -> str:
@@ -230,9 +229,9 @@ class Tokenizer:
         """Chooses and loads the encoder, which otherwise the first call of `encode_batch` does."""
         if self._encode_batch is None:
             if self.is_auto:
-                self._encoder, self._encode_batch, _ = choose_encoder(self._vocabulary)
+                self._encoder, self._encode_batch, _ = choose_encoder(self.vocabulary)
             else:
-                self._encode_batch = self._vocabulary.encoder(self._encoder)
+                self._encode_batch = self.vocabulary.encoder(self._encoder)
         return self._encode_batch
 
     @property
@@ -240,27 +239,16 @@ class Tokenizer:
         """Whether the encoder is still to be chosen."""
         return self._encoder == "auto"
 
-    @property
-    def vocabulary(self) -> Vocabulary:
-        """The vocabulary, with its reference library."""
-        return self._vocabulary
-
     def with_encoder(self, name: str, encode_batch: EncodeBatch | None = None) -> Tokenizer:
-        """The same tokenizer with another encoder, which may be loaded already.
-
-        Raises:
-            ConfigError: An encoder that cannot read the vocabulary.
-        """
+        """The same tokenizer with another encoder, which may be loaded already; ConfigError for one
+        that cannot read the vocabulary."""
         other = type(self).__new__(type(self))
         other.__dict__.update(self.__dict__)
         other._use(name, encode_batch)
         return other
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-        """The ids of some texts.
-
-        Args:
-            texts: Texts, such as those of about 1 MB of documents.
+        """The ids of some texts, such as 1 MB of documents.
 
         Returns:
             The ids of all texts in one array (uint32), and the number of ids of each (int64).
@@ -294,20 +282,16 @@ class Tokenizer:
         return [part.tolist() for part in parts]
 
     def decode(self, ids: ArrayLike) -> str:
-        """The text of some ids, including special tokens.
-
-        Raises:
-            ConfigError: Ids that the vocabulary cannot decode.
-        """
+        """The text of some ids, including special tokens; ConfigError for ids that it lacks."""
         numbers = np.asarray(ids).tolist()
         try:
-            return self._vocabulary.decode(numbers)
+            return self.vocabulary.decode(numbers)
         except BaseException as error:
             if must_pass(error) or isinstance(error, ConfigError):
                 raise
             raise ConfigError(
                 f"ids are {shown(numbers)}, which {self.path} cannot decode ({error}); its ids go "
-                f"from 0 to {self._vocabulary.largest_id}"
+                f"from 0 to {self.vocabulary.largest_id}"
             ) from None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -332,11 +316,9 @@ def compare_encoders(
 def checked_tokenizer(tokenizer: Tokenizer, texts: Iterable[str] = ()) -> tuple[Tokenizer, str]:
     """The tokenizer to use: the given one if its encoder agrees with the reference library.
 
-    Both encode a built-in set of edge cases and `texts`.
-
     Args:
-        tokenizer: Tokenizer to check.
-        texts: Texts of the data, such as its first documents; a thread iterates over them.
+        texts: Texts of the data, such as its first documents, which both encode after a built-in
+            set of edge cases; a thread iterates over them.
 
     Returns:
         A tokenizer whose encoder agrees, and the reason if it is not the encoder that `tokenizer`

@@ -31,15 +31,11 @@ class VocabularyOptions:
 
 
 class Vocabulary(Protocol):
-    """A tokenizer's file, read by the library that defines its ids; a class for each kind of file.
+    """A tokenizer's file, read by the library that defines its ids, the reference.
 
-    A vocabulary is pickled by its content; its `library` is loaded when it is needed.
-
-    Attributes:
-        reference_name: Name of the library that defines the ids.
-        encoder_names: Names of the encoders that can read the file; the first that agrees with
-            the reference is used.
-        option_names: Names of the `VocabularyOptions` that the file has.
+    It is pickled by its content; its `library` is loaded when it is needed. Of the encoders in
+    `encoder_names`, the first that agrees with the reference is used. The file has those
+    `VocabularyOptions` that `option_names` names.
     """
 
     reference_name: str
@@ -102,13 +98,12 @@ class Vocabulary(Protocol):
 
 
 def fastokens_encoder(
-    load: Callable[[Any], Any], *, add_special_tokens: bool = False, has_special: bool = True
+    load: Callable[[Any], Any],
+    *,
+    add_special_tokens: bool = False,
+    special_tokens_in_text: bool = True,
 ) -> EncodeBatch:
-    """The encoder of fastokens, for a function from its class of tokenizers to one of them.
-
-    Args:
-        has_special: Whether the text of a special token becomes that token.
-    """
+    """The encoder of fastokens, for a function from its class of tokenizers to one of them."""
     package = import_package("fastokens", "the encoder fastokens", "tokenizers")
     try:
         tokenizer = load(package.Tokenizer)
@@ -119,7 +114,9 @@ def fastokens_encoder(
 
     def encode_batch(texts: list[str]) -> FlatIds:
         ids, offsets = tokenizer.encode_batch_flat(
-            texts, add_special_tokens=add_special_tokens, split_special_tokens=not has_special
+            texts,
+            add_special_tokens=add_special_tokens,
+            split_special_tokens=not special_tokens_in_text,
         )
         bounds = np.frombuffer(offsets, np.uint64).astype(np.int64)
         return np.frombuffer(ids, np.uint32), np.diff(bounds)
