@@ -53,22 +53,6 @@ FORK = multiprocessing.get_context("fork")
 PATIENCE = 300.0  # seconds of silence after which a process counts as hanging
 
 
-class RaceError(AssertionError):
-    """Processes disagree, a set was built twice, or a process hangs."""
-
-
-@dataclasses.dataclass
-class Report:
-    """The outcome of a race: builders killed with a lock, and their stages; processes that
-    survived; array sets in the folder, and complete builds of them (without locks, more)."""
-
-    kills: int
-    finished: int
-    sets: int
-    builds: int
-    stages: list[int]
-
-
 # ---- data ----
 
 
@@ -120,9 +104,7 @@ class Builder:
     def __init__(self, number: int, gate: Any, pipe: Any, stages: list[int], deaths: Any) -> None:
         self.number, self.gate, self.pipe = number, gate, pipe
         self.stages, self.deaths = stages, deaths
-        self.place = 0
-        self.is_doomed = False
-        self.is_publishing = False
+        self.place, self.is_publishing = 0, False
         self.publish = arrays._publish
 
     def run(self, config: DatasetConfig) -> None:
@@ -144,12 +126,12 @@ class Builder:
         def build_and_wait(writers: Mapping[str, arrays.ArrayWriter]) -> None:
             self.report("begins", name)
             self.place = 0
-            self.is_doomed = self.takes_death()
-            if self.is_doomed:
+            is_doomed = self.takes_death()
+            if is_doomed:
                 self.report("doomed", name)
             build(writers)
             self.is_publishing = True
-            self.wait_if(self.is_doomed)
+            self.wait_if(is_doomed)
 
         result = self.publish(folder, name, key, layout, build_and_wait)
         self.is_publishing = False
@@ -215,28 +197,58 @@ class Referee:
     dead: set[int] = dataclasses.field(default_factory=set)
 
     def take(self, kind: str, number: int, value: str) -> None:
+        assert kind != "failed", f"process {number} failed: {value}"
         if kind == "begins":
             others = [n for n, name in self.begun if name == value and n not in self.dead]
-            if self.has_locks and (self.built[value] > 0 or others):
-                raise RaceError(
-                    f"process {number} begins the set {value}, which is built "
-                    f"{self.built[value]} times, and is being built by {others}"
-                )
+            assert not self.has_locks or (self.built[value] == 0 and not others), (
+                f"process {number} begins the set {value}, which is built {self.built[value]} "
+                f"times, and is being built by {others}"
+            )
             self.begun.append((number, value))
         elif kind == "built":
             self.built[value] += 1
         elif kind == "done":
             self.digests[number] = value
-        elif kind == "failed":
-            raise RaceError(f"process {number} failed: {value}")
+
+    def check_end(self, processes: int, expected: str) -> None:
+        missing = set(range(processes)) - self.dead - set(self.digests)
+        assert not missing, f"the processes {sorted(missing)} ended without a report"
+        wrong = [number for number, digest in self.digests.items() if digest != expected]
+        assert not wrong, f"the processes {wrong} have other arrays or samples than in memory"
+
+    def check_folder(self, cache: Path, stages: list[int]) -> None:
+        """Checks for three complete sets, each built once, and a manifest."""
+        names = {path.stem for path in cache.glob("*.json") if not path.name.startswith("run-")}
+        assert len(names) == 3, names
+        assert set(self.built) == names, f"the sets are {names}, and the builds {self.built}"
+        in_vain = sum(stage != PUBLISHED for stage in stages)
+        assert len(self.dead) == len(stages)
+        if self.has_locks:
+            assert set(self.built.values()) == {1}, self.built
+            assert len(self.begun) == len(names) + in_vain, f"{self.begun}, deaths at {stages}"
+        for name in names:
+            array_set = arrays.load(str(cache), name)
+            assert array_set is not None, name
+            assert array_set.damage(contents=True) == []
+        # A builder killed after the last rename leaves a lock file that no process may need again.
+        known = {".json", ".npy"} | ({".lock"} if PUBLISHED in stages else set())
+        if stages and not self.has_locks:
+            known |= {TMP, ".lock"}
+        assert [path for path in cache.iterdir() if path.suffix not in known] == []
+        assert len(list(cache.glob("run-*.json"))) == 1
 
 
-def race(folder: Path, processes: int, kills: int, seed: int, documents: int = 2000) -> Report:
-    """Runs a race and checks what the top of this module promises."""
+def race(
+    folder: Path, processes: int, kills: int, seed: int, documents: int = 2000
+) -> tuple[list[int], Referee]:
+    """Runs a race and checks what the top of this module promises; the stages of the kills."""
     config = write_data(folder, seed, num_files=3, num_documents=documents)
     expected = digest_of(build_datasets(dataclasses.replace(config, cache=None)))
     draw = random.Random(seed)
-    stages = draw_stages(draw, kills)
+    stages: list[int] = []
+    for stage in (draw.choice(STAGES) for _ in range(kills)):
+        # Killed builders publish at most two of the three sets.
+        stages.append(0 if stage == PUBLISHED and stages.count(PUBLISHED) == 2 else stage)
     deaths = FORK.Value("i", 0)
     with file_lock(str(folder / "lock")) as has_locks:
         referee = Referee(has_locks)
@@ -249,19 +261,9 @@ def race(folder: Path, processes: int, kills: int, seed: int, documents: int = 2
                 referee.dead.add(number)
                 children[number].kill()
                 children[number].join()
-    check_end(processes, referee, expected)
-    sets = check_folder(Path(str(config.cache)), referee, stages)
-    builds = sum(referee.built.values())
-    return Report(len(referee.dead), len(referee.digests), sets, builds, stages)
-
-
-def draw_stages(draw: random.Random, kills: int) -> list[int]:
-    """The stage of each death. Killed builders publish at most two of the three sets."""
-    stages: list[int] = []
-    for _ in range(kills):
-        stage = draw.choice(STAGES)
-        stages.append(0 if stage == PUBLISHED and stages.count(PUBLISHED) == 2 else stage)
-    return stages
+    referee.check_end(processes, expected)
+    referee.check_folder(Path(str(config.cache)), stages)
+    return stages, referee
 
 
 def listen(pipes: Mapping[int, Any]) -> Iterator[tuple[str, int, str]]:
@@ -269,46 +271,12 @@ def listen(pipes: Mapping[int, Any]) -> Iterator[tuple[str, int, str]]:
     open_pipes = dict(pipes)
     while open_pipes:
         ready = multiprocessing.connection.wait(list(open_pipes.values()), PATIENCE)
-        if not ready:
-            raise RaceError(f"a hang: {sorted(open_pipes)} were silent for {PATIENCE} s")
+        assert ready, f"a hang: {sorted(open_pipes)} were silent for {PATIENCE} s"
         for number in [number for number, pipe in open_pipes.items() if pipe in ready]:
             try:
                 yield open_pipes[number].recv()
             except EOFError:
                 open_pipes.pop(number).close()
-
-
-def check_end(processes: int, referee: Referee, expected: str) -> None:
-    missing = set(range(processes)) - referee.dead - set(referee.digests)
-    if missing:
-        raise RaceError(f"the processes {sorted(missing)} ended without a report")
-    wrong = [number for number, digest in referee.digests.items() if digest != expected]
-    if wrong:
-        raise RaceError(f"the processes {wrong} have other arrays or samples than in memory")
-
-
-def check_folder(cache: Path, referee: Referee, stages: list[int]) -> int:
-    """Checks for complete sets, each built once, and a manifest; returns the number of sets."""
-    names = {path.stem for path in cache.glob("*.json") if not path.name.startswith("run-")}
-    is_once = dict(referee.built) == dict.fromkeys(names, 1) or not referee.has_locks
-    if set(referee.built) != names or not is_once or len(names) != 3:
-        raise RaceError(f"the folder has the sets {sorted(names)}; builds: {dict(referee.built)}")
-    in_vain = sum(stage != PUBLISHED for stage in stages)
-    is_once = len(referee.begun) == len(names) + in_vain or not referee.has_locks
-    if len(referee.dead) != len(stages) or not is_once:
-        raise RaceError(f"builds {referee.begun} for {len(names)} sets and deaths at {stages}")
-    for name in names:
-        array_set = arrays.load(str(cache), name)
-        if array_set is None or array_set.damage(contents=True):
-            raise RaceError(f"the set {name} is damaged")
-    # A builder killed after the last rename leaves a lock file that no process may need again.
-    known = {".json", ".npy"} | ({".lock"} if PUBLISHED in stages else set())
-    if stages and not referee.has_locks:
-        known |= {TMP, ".lock"}
-    leftovers = sorted(path.name for path in cache.iterdir() if path.suffix not in known)
-    if leftovers or len(list(cache.glob("run-*.json"))) != 1:
-        raise RaceError(f"leftovers {leftovers}, or not exactly one manifest")
-    return len(names)
 
 
 def main() -> int:
@@ -326,11 +294,12 @@ def main() -> int:
             return subprocess.run(again, env=no_flock(Path(name))).returncode
     began = time.monotonic()
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
-        report = race(Path(name), options.processes, options.kills, options.seed, options.documents)
+        numbers = {key: getattr(options, key) for key in numbers}
+        stages, referee = race(Path(name), **numbers)
     print(
-        f"{report.finished} of {options.processes} processes agree on {report.sets} sets, built "
-        f"{report.builds} times; {report.kills} builders were killed, at the stages "
-        f"{report.stages}; {time.monotonic() - began:.0f} s"
+        f"{len(referee.digests)} of {options.processes} processes agree on 3 sets, built "
+        f"{sum(referee.built.values())} times; builders were killed at the stages {stages}; "
+        f"{time.monotonic() - began:.0f} s"
     )
     return 0
 

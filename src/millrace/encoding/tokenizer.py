@@ -125,7 +125,7 @@ class Tokenizer:
         if version is not None and not (isinstance(version, str) and version):
             raise ConfigError(f"version is {shown(version)}; give a text, or None")
         self = cls.__new__(cls)
-        self.path = name or getattr(function, "__qualname__", type(function).__qualname__)
+        self.path = str(name or getattr(function, "__qualname__", type(function).__qualname__))
         self.vocabulary = FunctionVocabulary(function, self.path, size, eod, version)
         self._eod_token = self._bos_token = None
         self._use("auto")

@@ -18,7 +18,7 @@ from millrace.jobs.benchmark_ranks import BenchOptions, Pass, RankReport, measur
 from millrace.option_class import option
 from millrace.run import DatasetConfig, arguments
 from millrace.run.config import source_of
-from millrace.run.manifest import Manifest, manifest_path
+from millrace.run.plan import Manifest, manifest_path
 from millrace.store.publish import bin_path, idx_path
 
 _BUSY = 0.7  # share of the cores' time above which a measurement is bound by them

@@ -16,7 +16,7 @@ from millrace.errors import CacheError, ConfigError
 from millrace.files import file_lock, written_name
 from millrace.option_class import StrPath, check_options, option
 from millrace.order import RULES_VERSION
-from millrace.run.manifest import MANIFEST, Manifest, manifests_lock
+from millrace.run.plan import MANIFEST, Manifest, manifests_lock
 from millrace.store.publish import bin_path, idx_path
 
 _DAY = 24 * 60 * 60.0

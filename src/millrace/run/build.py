@@ -29,8 +29,15 @@ from millrace.feed import BlendedDataset, GPTDataset
 from millrace.order import BlendIndices, BlendOrder, build_blend_indices, normalize
 from millrace.order.plans import Arrays, Layout, build_arrays, key_of
 from millrace.run.config import DatasetConfig, name_of_order
-from millrace.run.manifest import Manifest, manifest_path
-from millrace.run.plan import DatasetPlan, RunPlan, SplitPlan, plan_run, warn_of_copies
+from millrace.run.plan import (
+    DatasetPlan,
+    Manifest,
+    RunPlan,
+    SplitPlan,
+    manifest_path,
+    plan_run,
+    warn_of_copies,
+)
 
 SplitDataset = GPTDataset | BlendedDataset | list[GPTDataset]
 """What a split becomes; several validation sets apart from each other are a list."""

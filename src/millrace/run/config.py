@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import json
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -196,18 +197,16 @@ class DatasetConfig:
 
     @property
     def plan_of(self) -> PlanOf:
-        """What makes the plans of the datasets' orders."""
         return GPTPlan if self.order is None else self.order  # type: ignore[return-value]
 
     def order_key(self) -> dict[str, Any]:
         """All fields that decide the order, as plain JSON values; the token files add the rest."""
-        key = {
-            field.name: _json(getattr(self, field.name))
-            for field in dataclasses.fields(self)
-            if field.name not in NOT_IN_KEY
-        }
-        order = key.pop("order")
-        return key if order is None else {**key, "order": name_of_order(order)}
+        names = [field.name for field in dataclasses.fields(self) if field.name not in NOT_IN_KEY]
+        if self.order is None:  # as in keys of the time before there were others
+            names.remove("order")
+        values = {name: getattr(self, name) for name in names}
+        key: dict[str, Any] = json.loads(json.dumps(values, default=name_of_order))
+        return key
 
 
 def _checked_order(order: Any, *, is_cached: bool) -> PlanOf | None:
@@ -225,8 +224,8 @@ def _checked_order(order: Any, *, is_cached: bool) -> PlanOf | None:
         return None
     if not callable(order) or "<" in getattr(order, "__qualname__", "<"):
         raise ConfigError(
-            f"order must be a class or function at the top of a module, or its name "
-            f'"package.module:name", not {shown(order)}'
+            'order must be a class or function at the top of a module, or its name "package.module:'
+            f'name", not {shown(order)}'
         )
     needed = ("of", "arrays", "build", "load") if isinstance(order, type) else ()
     missing = [name for name in needed if not hasattr(order, name)]
@@ -265,10 +264,6 @@ def _checked_source(name: str, source: Any) -> Source:
     part_range(0, source["part"])
     prefix = one_path(f"a prefix of the {name} blend", source["prefix"])
     return {"prefix": prefix, "part": reals("the part", source["part"])}
-
-
-def _json(value: Any) -> Any:
-    return [_json(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
 def _is_list(value: Any) -> bool:

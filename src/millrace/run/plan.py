@@ -1,19 +1,28 @@
 """From a configuration and token files to what must be built: counts alone, no index yet.
 
-The configuration ends here: whatever comes later takes what it needs from the plan.
+The manifest of a run is its plan in a cache folder. It is written before the first set is built, so
+that `prune` in another process leaves the sets to the run; a manifest whose sets are missing is not
+used. A process that writes or removes one holds the folder's lock.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from millrace.cache import arrays
+from millrace.checks import absolute_path
 from millrace.errors import ConfigError, DuplicateDataWarning
+from millrace.files import atomic_file, writers_lock
 from millrace.order import (
+    RULES_VERSION,
     SPLITS,
     OrderInputs,
     OrderPlan,
@@ -22,14 +31,18 @@ from millrace.order import (
     samples_per_dataset,
     split_ranges,
 )
-from millrace.order.plans import check_token_dtype, plan_order
+from millrace.order.plans import check_token_dtype, entries_of, plan_order
 from millrace.order.splits import VALID, Bookends, Range
 from millrace.provenance import read_tokenizer, tokenizer_conflict
+from millrace.records import record_from
 from millrace.run.config import Blend, DatasetConfig, source_of
-from millrace.store.token_file import TokenFile
+from millrace.store.token_file import TokenFile, TokenFileRecord
 
 Kind = Literal["one", "blend", "apart"]
 """A split is one dataset, a blend, or several datasets apart from each other."""
+
+MANIFEST = "run-"
+"""What the names of manifests start with; a fingerprint and .json follow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,36 +106,17 @@ def plan_run(config: DatasetConfig) -> RunPlan:
     prefixes = dict.fromkeys(source_of(item)[0] for blend in blends if blend for item in blend[0])
     with ThreadPoolExecutor(config.num_threads) as pool:
         files = [*pool.map(functools.partial(TokenFile.open, access=config.access), prefixes)]
-        if len(files) > 1 and not config.any_tokenizer:
-            conflict = tokenizer_conflict(pool.map(read_tokenizer, prefixes))
-            if conflict:
-                raise ConfigError(
-                    f"{conflict}. Tokenize one of them again, or take them as they are with "
-                    "any_tokenizer"
-                )
+        compares = len(files) > 1 and not config.any_tokenizer
+        if compares and (conflict := tokenizer_conflict(pool.map(read_tokenizer, prefixes))):
+            raise ConfigError(
+                f"{conflict}. Tokenize one of them again, or take them all with any_tokenizer"
+            )
     by_prefix = dict(zip(prefixes, files, strict=True))
     splits = [
         None if blend is None else _plan_split(config, number, blend, by_prefix)
         for number, blend in enumerate(blends)
     ]
     return RunPlan(config=config, files=files, splits=splits)
-
-
-def order_inputs(
-    config: DatasetConfig, split: int, file: TokenFile, sequences: Range, num_samples: int | None
-) -> OrderInputs:
-    """What the order of a dataset is a function of; `split` is the split's number in SPLITS."""
-    return OrderInputs(
-        num_sequences=file.record.num_sequences,
-        num_tokens=file.record.num_tokens,
-        sequences=sequences,
-        num_samples=num_samples,
-        sequence_length=config.sequence_length,
-        add_extra_token=config.add_extra_token,
-        drop_last_partial_sequence=(split != VALID or config.drop_last_partial_validation_sequence),
-        seed=config.seed,
-        load_lengths=file.sequence_lengths,
-    )
 
 
 def _plan_split(
@@ -175,12 +169,35 @@ def _range(
 
 
 def _plan_dataset(
-    config: DatasetConfig, split: int, file: TokenFile, sequences: Range, num_samples: int | None
+    config: DatasetConfig,
+    split: int,
+    file: TokenFile,
+    sequences: Range,
+    num_samples: int | None,
+    entries: dict[str, Any] | None = None,
 ) -> DatasetPlan:
-    check_token_dtype(file.dataset.dtype, file.prefix)
-    inputs = order_inputs(config, split, file, sequences, num_samples)
-    plan = plan_order(config.plan_of, inputs, file.prefix)
-    return DatasetPlan(file=file, inputs=inputs, order=plan)
+    """The plan of a dataset; with its entries in a manifest, ValueError if a function makes another
+    plan of the inputs now."""
+    inputs = OrderInputs(
+        num_sequences=file.record.num_sequences,
+        num_tokens=file.record.num_tokens,
+        sequences=sequences,
+        num_samples=num_samples,
+        sequence_length=config.sequence_length,
+        add_extra_token=config.add_extra_token,
+        drop_last_partial_sequence=(split != VALID or config.drop_last_partial_validation_sequence),
+        seed=config.seed,
+        load_lengths=file.sequence_lengths,
+    )
+    make = config.plan_of
+    if entries is None:
+        check_token_dtype(file.dataset.dtype, file.prefix)
+        order = plan_order(make, inputs, file.prefix)
+    else:
+        order = make(**entries) if isinstance(make, type) else make(inputs)
+        if not isinstance(make, type) and entries_of(order) != entries:
+            raise ValueError(f"the plan was {entries}, and is {order}")
+    return DatasetPlan(file=file, inputs=inputs, order=order)
 
 
 def warn_of_copies(plan: RunPlan) -> None:
@@ -201,3 +218,104 @@ def warn_of_copies(plan: RunPlan) -> None:
                     )
                     break
             others.append(dataset)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a cache folder knows of a run: the key of its configuration, its token files (with their
+    prefixes as they were given, and absolute `paths` where they are known), and each split's plan,
+    with the numbers of its files, and name of its array set."""
+
+    config: dict[str, Any]
+    files: list[TokenFileRecord]
+    splits: list[dict[str, Any] | None]
+    sets: list[str | None]
+    paths: list[str | None]
+
+    @classmethod
+    def of(cls, plan: RunPlan, sets: Mapping[str, str]) -> Manifest:
+        return cls(
+            config=plan.config.order_key(),
+            files=[file.record for file in plan.files],
+            splits=[None if split is None else _split_entry(plan, split) for split in plan.splits],
+            sets=[None if split is None else sets[split.name] for split in plan.splits],
+            paths=[absolute_path(file.prefix) for file in plan.files],
+        )
+
+    @classmethod
+    def read(cls, path: str) -> Manifest | None:
+        """The manifest in a file; None where there is none, or none of this version."""
+        record = arrays.read_record(path)
+        try:
+            if record is None or record["logic"] != RULES_VERSION:
+                return None
+            if "paths" not in record:  # as of earlier versions
+                prefixes = [file["prefix"] for file in record["files"]]
+                record["paths"] = [one if os.path.isabs(one) else None for one in prefixes]
+            return record_from(Manifest, record)
+        except arrays.NO_RECORD:
+            return None  # damaged, or another program's: it is made again
+
+    def plan(self, config: DatasetConfig) -> RunPlan | None:
+        """The plan of a configuration with this key; None if the record is not understood."""
+        files = [TokenFile(record, config.access) for record in self.files]
+        try:
+            splits = [
+                None if entry is None else _split_plan(config, entry, files)
+                for entry in self.splits
+            ]
+        except arrays.NO_RECORD:
+            return None
+        return RunPlan(config=config, files=files, splits=splits)
+
+    def write(self, folder: str, *, limit: float | None = None) -> None:
+        """Writes the manifest, or makes an equal one in the folder as young as a new one; waits as
+        many seconds for the folder's lock."""
+        text = arrays.seal({"logic": RULES_VERSION, **dataclasses.asdict(self)})
+        path = manifest_path(folder, self.config)
+        os.makedirs(folder, exist_ok=True)
+        with writers_lock(manifests_lock(folder), path, limit=limit):
+            with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+                if file.read() == text:
+                    with contextlib.suppress(PermissionError):  # another user's: its age stays
+                        os.utime(path)
+                    return
+            with atomic_file(path) as out:
+                out.write(text)
+
+
+def manifests_lock(folder: str) -> str:
+    return os.path.join(folder, "manifests.lock")
+
+
+def manifest_path(folder: str, key: dict[str, Any]) -> str:
+    return os.path.join(folder, MANIFEST + arrays.fingerprint(key) + arrays.JSON)
+
+
+# The name of a plan's entry is from the time when Megatron-LM's order was the only one.
+_PLAN = "gpt"
+
+
+def _split_entry(plan: RunPlan, split: SplitPlan) -> dict[str, Any]:
+    numbers = {id(file): number for number, file in enumerate(plan.files)}
+    datasets = [
+        {
+            "file": numbers[id(dataset.file)],
+            "sequences": dataset.inputs.sequences,
+            "num_samples": dataset.inputs.num_samples,
+            _PLAN: entries_of(dataset.order),
+        }
+        for dataset in split.datasets
+    ]
+    return {**vars(split), "datasets": datasets}
+
+
+def _split_plan(
+    config: DatasetConfig, entry: dict[str, Any], files: Sequence[TokenFile]
+) -> SplitPlan:
+    number, datasets = SPLITS.index(entry["name"]), []
+    for part in entry["datasets"]:
+        file, sequences = files[part["file"]], tuple(part["sequences"])
+        place = config, number, file, sequences, part["num_samples"]
+        datasets.append(_plan_dataset(*place, entries=part[_PLAN]))
+    return SplitPlan(**{**entry, "datasets": datasets})
