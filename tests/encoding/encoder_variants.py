@@ -21,26 +21,25 @@ from typing import Any
 from millrace.encoding import edge_cases as built_in
 from millrace.encoding.encoder_check import choose_encoder, difference_on
 from millrace.encoding.hugging_face import JsonVocabulary
+from millrace.encoding.tiktoken_file import (
+    _FASTOKENS_PATTERNS,
+    _MEGATRON_PATTERNS,
+    TIKTOKEN_PATTERNS,
+)
 from millrace.encoding.vocabulary import VocabularyOptions
 from millrace.errors import TextError
 
-LETTERS = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
-SMALL = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CL100K = _FASTOKENS_PATTERNS["cl100k_base"]
 PATTERNS = {
     "gpt2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-    "cl100k": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    "cl100k possessive": r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
-    r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s",
-    "qwen2": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    "qwen3.5": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
-    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    "o200k": rf"[^\r\n\p{{L}}\p{{N}}]?{LETTERS}*{SMALL}+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    rf"|[^\r\n\p{{L}}\p{{N}}]?{LETTERS}+{SMALL}*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    "tekken": rf"[^\r\n\p{{L}}\p{{N}}]?{LETTERS}*{SMALL}+|[^\r\n\p{{L}}\p{{N}}]?{LETTERS}+{SMALL}*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "cl100k": _CL100K,
+    "cl100k possessive": TIKTOKEN_PATTERNS["cl100k_base"][0],
+    "qwen2": _CL100K.replace("{1,3}", ""),
+    "qwen3.5": _CL100K.replace("{1,3}", "")
+    .replace(r"?\p{L}+", r"?[\p{L}\p{M}]+")
+    .replace(r"\s\p{L}\p{N}", r"\s\p{L}\p{M}\p{N}"),
+    "o200k": TIKTOKEN_PATTERNS["o200k_base"][0],
+    "tekken": _MEGATRON_PATTERNS["v2"],
     "deepseek": r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?"
     r"[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     "bloom": r" ?[^(\s|[.,!?…。，、।۔،])]+",

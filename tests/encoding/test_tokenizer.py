@@ -25,6 +25,8 @@ from tests.conftest import WORDS, make_texts, train_tokenizer
 
 TEXT = "the water, don't 123  été\n"
 
+Edit = Callable[..., Path]
+
 
 @pytest.fixture(scope="module")
 def tokenizer(tokenizer_file: Path) -> Tokenizer:
@@ -67,7 +69,7 @@ def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 @pytest.fixture
-def edited(tmp_path: Path, tokenizer_file: Path) -> Callable[..., Path]:
+def edited(tmp_path: Path, tokenizer_file: Path) -> Edit:
     """A function that writes the tokenizer.json with other settings."""
 
     def edit(**changes: Any) -> Path:
@@ -117,7 +119,7 @@ POST_PROCESSOR = {
 
 
 @pytest.mark.parametrize("encoder", ["fastokens", "tokenizers"])
-def test_special_tokens_around_and_in_a_text(edited: Callable[..., Path], encoder: str) -> None:
+def test_special_tokens_around_and_in_a_text(edited: Edit, encoder: str) -> None:
     path, text = edited(post_processor=POST_PROCESSOR), "a<|endoftext|>b"
     tokenizer = Tokenizer(path, encoder=encoder)
     added = Tokenizer(path, encoder=encoder, add_special_tokens=True)
@@ -139,9 +141,7 @@ def test_auto_takes_the_fast_encoder(tokenizer: Tokenizer, sentencepiece_file: P
         assert each.with_encoder("auto").is_auto
 
 
-def test_truncation_and_padding_settings_are_ignored(
-    edited: Callable[..., Path], tokenizer: Tokenizer
-) -> None:
+def test_truncation_and_padding_settings_are_ignored(edited: Edit, tokenizer: Tokenizer) -> None:
     truncation = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
     padding = {
         "strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None,
@@ -153,9 +153,7 @@ def test_truncation_and_padding_settings_are_ignored(
     assert other.fingerprint == tokenizer.fingerprint
 
 
-def test_a_model_that_cannot_be_used_is_refused(
-    edited: Callable[..., Path], tokenizer_file: Path
-) -> None:
+def test_a_model_that_cannot_be_used_is_refused(edited: Edit, tokenizer_file: Path) -> None:
     model = json.loads(tokenizer_file.read_text())["model"]
     with pytest.raises(TextError, match=r'dropout of 0\.1.*Set "dropout" to null'):
         Tokenizer(edited(model={**model, "dropout": 0.1}))
@@ -163,9 +161,7 @@ def test_a_model_that_cannot_be_used_is_refused(
         Tokenizer(edited(model={**model, "continuing_subword_prefix": "##"}))
 
 
-def test_the_fingerprint_is_of_what_decides_the_ids(
-    edited: Callable[..., Path], tokenizer_file: Path
-) -> None:
+def test_the_fingerprint_is_of_what_decides_the_ids(edited: Edit, tokenizer_file: Path) -> None:
     tokenizer, path = Tokenizer(tokenizer_file), edited()
     content = json.loads(path.read_text())
     path.write_text(json.dumps(dict(reversed(content.items())), indent=7))
@@ -177,7 +173,7 @@ def test_the_fingerprint_is_of_what_decides_the_ids(
 
 
 def test_an_older_file_has_the_fingerprint_of_the_one_that_the_library_writes(
-    edited: Callable[..., Path], tokenizer: Tokenizer
+    edited: Edit, tokenizer: Tokenizer
 ) -> None:
     content = json.loads(edited().read_text())
     model = content["model"]
@@ -192,7 +188,7 @@ def test_an_older_file_has_the_fingerprint_of_the_one_that_the_library_writes(
     assert Tokenizer(edited(**content)).fingerprint != tokenizer.fingerprint
 
 
-def test_the_dtype_holds_the_tokens_of_the_post_processor(edited: Callable[..., Path]) -> None:
+def test_the_dtype_holds_the_tokens_of_the_post_processor(edited: Edit) -> None:
     special = {_EOD: {"id": _EOD, "ids": [70_000], "tokens": [_EOD]}}
     path = edited(post_processor={**POST_PROCESSOR, "special_tokens": special})
     assert Tokenizer(path).dtype == np.uint16
@@ -201,7 +197,7 @@ def test_the_dtype_holds_the_tokens_of_the_post_processor(edited: Callable[..., 
     assert ids_of(tokenizer, "the")[0] == 70_000
 
 
-def test_a_pickled_tokenizer_needs_no_file(edited: Callable[..., Path]) -> None:
+def test_a_pickled_tokenizer_needs_no_file(edited: Edit) -> None:
     path = edited()
     tokenizer = Tokenizer(path)
     data = pickle.dumps(tokenizer)
@@ -270,7 +266,7 @@ def test_older_files_of_a_folder_count_as_in_transformers(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("content", ["[", "[1]", '{"added_tokens_decoder": 1}'])
-def test_a_damaged_list_of_tokens_is_an_error(edited: Callable[..., Path], content: str) -> None:
+def test_a_damaged_list_of_tokens_is_an_error(edited: Edit, content: str) -> None:
     folder = make_folder(edited().parent / "f", edited())
     (folder / "tokenizer_config.json").write_text(content)
     with pytest.raises(TextError, match=r"Save the tokenizer again"):

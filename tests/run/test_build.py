@@ -42,6 +42,9 @@ from millrace.run.build import build_run
 
 S = 8  # the sequence length
 
+Options = dict[str, Any]
+Prefixes = list[str]
+
 
 def write(prefix: Path, lengths: Sequence[int], seed: int = 0) -> str:
     """Writes a token file with random documents of these lengths; returns its prefix."""
@@ -62,16 +65,15 @@ def prefixes(tmp_path: Path) -> list[str]:
 
 
 @pytest.fixture
-def options(prefixes: list[str], tmp_path: Path) -> dict[str, Any]:
+def options(prefixes: Prefixes, tmp_path: Path) -> Options:
     """A blend of all three files, with a cache folder."""
     return {"blend": (prefixes, None), "cache": tmp_path / "cache"}
 
 
 def config_of(**options: Any) -> DatasetConfig:
-    everything = {"sequence_length": S, "seed": 11, "num_samples": (200, 20, 20)}
-    if "blend_per_split" not in options:
-        everything["split"] = "8,1,1"
-    return DatasetConfig(**{**everything, **options})
+    defaults = {"sequence_length": S, "seed": 11, "num_samples": (200, 20, 20)}
+    split = {} if "blend_per_split" in options else {"split": "8,1,1"}
+    return DatasetConfig(**{**defaults, **split, **options})
 
 
 def build(**options: Any) -> Any:
@@ -81,7 +83,7 @@ def build(**options: Any) -> Any:
 # ---- the same data twice ----
 
 
-def test_the_same_data_twice_in_a_blend_warns(prefixes: list[str], tmp_path: Path) -> None:
+def test_the_same_data_twice_in_a_blend_warns(prefixes: Prefixes, tmp_path: Path) -> None:
     a, b, _ = prefixes
     for suffix in (".bin", ".idx"):
         shutil.copy(a + suffix, tmp_path / f"copy{suffix}")
@@ -92,10 +94,7 @@ def test_the_same_data_twice_in_a_blend_warns(prefixes: list[str], tmp_path: Pat
         with pytest.warns(DuplicateDataWarning, match=rf"{copy} twice \(also as {a}\)") as w:
             build(blend=([a, b, copy], None), num_samples=(None,) * 3, cache=cache)
         assert {warning.filename for warning in w} == {__file__}
-
-
-def test_the_same_data_in_two_splits_or_validation_sets_does_not_warn(prefixes: list[str]) -> None:
-    a = prefixes[0]
+    # The same data in two splits or validation sets do not warn.
     build(blend_per_split=[([a], None), ([a, a], None), ([a], None)], multiple_validation_sets=True)
 
 
@@ -189,7 +188,7 @@ NAN, INF = float("nan"), float("inf")
     ],
 )
 def test_invalid_configurations_are_refused(
-    prefixes: list[str], options: dict[str, Any], message: str, tmp_path: Path
+    prefixes: Prefixes, options: Options, message: str, tmp_path: Path
 ) -> None:
     names = dict(zip("ABC", prefixes, strict=True))
     arguments = {"blend": ("A", None), **options}
@@ -209,7 +208,7 @@ def test_oversampling_is_refused_with_a_table(tmp_path: Path) -> None:
     """The greedy rule may draw one sample more than a dataset's share: here 22, not 21."""
     prefixes = [write(tmp_path / f"part-{n}", [S * n + 1]) for n in (21, 4, 2)]
     blend = (prefixes, [0.8243101435519362, 0.12519108493695014, 0.05049877151111362])
-    options: dict[str, Any] = {"blend": blend, "split": "1", "num_samples": (25, 1, 1)}
+    options: Options = {"blend": blend, "split": "1", "num_samples": (25, 1, 1)}
     table = (
         r"(?s)train split: .* 1 of its datasets have:\n"
         r"  dataset 0 \(.*part-21\): has 21, 22 are drawn, 1 short\n.* surplus"
@@ -222,7 +221,7 @@ def test_oversampling_is_refused_with_a_table(tmp_path: Path) -> None:
     assert len(train) == 27
 
 
-def test_numpy_numbers_are_accepted(prefixes: list[str], tmp_path: Path) -> None:
+def test_numpy_numbers_are_accepted(prefixes: Prefixes, tmp_path: Path) -> None:
     plain = {"blend": (prefixes[:2], [1.0, 3.0]), "num_samples": (50, 5, 5)}
     numpys = {
         "blend": (prefixes[:2], np.array([1, 3], np.float32)),
@@ -235,9 +234,7 @@ def test_numpy_numbers_are_accepted(prefixes: list[str], tmp_path: Path) -> None
     assert config_of(**plain).order_key() == config_of(**{**numpys, "surplus": 0.005}).order_key()
 
 
-def test_indices_that_exceed_memory_are_a_clear_error(
-    prefixes: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_indices_that_exceed_memory(prefixes: Prefixes, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error is simulated: a machine may grant memory that it does not have."""
 
     def run_out_of_memory(*_: Any) -> None:
@@ -253,7 +250,7 @@ def test_indices_that_exceed_memory_are_a_clear_error(
 FORMS = ("one", "blend", "lengths", "exhaustive", "per split", "apart")
 
 
-def options_of(form: str, prefixes: list[str]) -> dict[str, Any]:
+def options_of(form: str, prefixes: Prefixes) -> Options:
     """The options of a configuration of this form."""
     a, b, c = prefixes
     return {
@@ -320,58 +317,35 @@ def num_built(**options: Any) -> int:
     return max(counts)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_caches_and_threads_give_the_datasets_built_in_memory(
-    form: str, prefixes: list[str], tmp_path: Path
-) -> None:
-    options, cache = options_of(form, prefixes), tmp_path / "cache"
-    memory = build(**options)
-    assert_equal(build(**options, num_threads=4), memory)
-    assert_equal(build(**options, cache=cache), memory)
-    before = stamps(cache)
-    assert not [name for name in before if name.endswith((".tmp", ".lock"))]
-    assert_equal(build(**options, cache=cache), memory)
-    assert_equal(build(**options, cache=cache, trust_cache=True), memory)
-    cached = build(**options, cache=cache, access="file")
-    for each in (cached, memory):  # the comparison opens token files and maps arrays
-        assert_equal(each, memory)
-        assert_equal(pickle.loads(pickle.dumps(each)), memory)
-    assert num_built(**options, cache=cache, num_threads=4) == 0
-    assert stamps(cache) == before
-    assert_equal(build(**options, num_threads=4, cache=tmp_path / "four"), memory)
-    for path in cache.iterdir():
-        assert (tmp_path / "four" / path.name).read_bytes() == path.read_bytes()
-
-
-def test_progress_counts_the_datasets(prefixes: list[str], tmp_path: Path) -> None:
-    for cache in (None, tmp_path / "cache"):
-        reports: list[tuple[int, int]] = []
-        config = config_of(blend=(prefixes, None), num_threads=3, cache=cache)
-        build_datasets(config, progress=lambda *counts: reports.append(counts))  # noqa: B023
-        assert sorted(reports) == [(done, 9) for done in range(10)]
-
-
-# ---- starts without token files ----
-
-
-def rename_data(prefixes: list[str], old: str, new: str) -> None:
+def rename_data(prefixes: Prefixes, old: str, new: str) -> None:
     for prefix in prefixes:
         for suffix in (".bin", ".idx"):
             os.rename(prefix + old + suffix, prefix + new + suffix)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_trusted_cache_needs_no_token_file_before_the_first_sample(
-    form: str, prefixes: list[str], tmp_path: Path
-) -> None:
-    options = options_of(form, prefixes)
+def test_caches_and_threads_change_nothing(form: str, prefixes: Prefixes, tmp_path: Path) -> None:
+    options, cache = options_of(form, prefixes), tmp_path / "cache"
     memory = build(**options)
-    build(**options, cache=tmp_path / "cache")
+    assert_equal(build(**options, num_threads=4), memory)
+    assert_equal(build(**options, num_threads=4, cache=tmp_path / "four"), memory)
+    options["cache"] = cache
+    assert_equal(build(**options), memory)
+    before = stamps(cache)
+    assert not [name for name in before if name.endswith((".tmp", ".lock"))]
+    cached = build(**options, access="file")
+    for each in (cached, memory, build(**options), build(**options, trust_cache=True)):
+        assert_equal(each, memory)  # opens the token files and maps the arrays
+        assert_equal(pickle.loads(pickle.dumps(each)), memory)
+    assert num_built(**options, num_threads=4) == 0
+    assert stamps(cache) == before
+    for path in cache.iterdir():
+        assert (tmp_path / "four" / path.name).read_bytes() == path.read_bytes()
+    # A trusted cache needs no token file before the first sample.
     rename_data(prefixes, "", "-away")
-    trusted = build(**options, cache=tmp_path / "cache", trust_cache=True)
+    trusted = build(**options, trust_cache=True)
     for left, right in zip(trusted, memory, strict=True):
         assert [len(part) for part in parts_of(left)] == [len(part) for part in parts_of(right)]
-    assert trusted.train is not None
     loader = Loader(trusted.train, micro_batch_size=4)
     state = loader.state_dict()
     with pytest.raises(DataError, match="not found"):
@@ -380,6 +354,14 @@ def test_a_trusted_cache_needs_no_token_file_before_the_first_sample(
     loader.load_state_dict(state)
     next(loader)
     assert_equal(trusted, memory)
+
+
+def test_progress_counts_the_datasets(prefixes: Prefixes, tmp_path: Path) -> None:
+    for cache in (None, tmp_path / "cache"):
+        reports: list[tuple[int, int]] = []
+        config = config_of(blend=(prefixes, None), num_threads=3, cache=cache)
+        build_datasets(config, progress=lambda *counts: reports.append(counts))  # noqa: B023
+        assert sorted(reports) == [(done, 9) for done in range(10)]
 
 
 # ---- changes of the data ----
@@ -402,9 +384,7 @@ def set_times(prefix: str, times: dict[str, tuple[int, int]], later: int = 0) ->
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_other_lengths_in_files_of_the_same_size_are_built_again(
-    form: str, prefixes: list[str], tmp_path: Path
-) -> None:
+def test_other_lengths_are_built_again(form: str, prefixes: Prefixes, tmp_path: Path) -> None:
     options, cache = options_of(form, prefixes), tmp_path / "cache"
     build(**options, cache=cache)
     before, times = build(**options), times_of(prefixes[0])
@@ -418,13 +398,11 @@ def test_other_lengths_in_files_of_the_same_size_are_built_again(
 
 
 @pytest.mark.parametrize("lengths", [[12] * 31, [12] * 30 + [13]])
-def test_other_counts_are_built_again_even_at_the_same_times(
-    prefixes: list[str], lengths: list[int], options: dict[str, Any]
-) -> None:
+def test_other_counts_are_rebuilt(prefixes: Prefixes, lengths: list[int], options: Options) -> None:
     build(**options)
     times = times_of(prefixes[0])
     write(Path(prefixes[0]), lengths)
-    set_times(prefixes[0], times)
+    set_times(prefixes[0], times)  # the same
     assert_equal(build(**options), build(blend=(prefixes, None)))
 
 
@@ -432,7 +410,7 @@ def test_other_counts_are_built_again_even_at_the_same_times(
 @pytest.mark.parametrize("trust", [False, True])
 @pytest.mark.parametrize("later", [0, 10**9])  # nanoseconds
 def test_data_that_changes_after_the_start_is_refused_at_the_first_sample(
-    prefixes: list[str], changed: str, trust: bool, later: int, options: dict[str, Any]
+    prefixes: Prefixes, changed: str, trust: bool, later: int, options: Options
 ) -> None:
     build(**options)
     times, lengths = times_of(prefixes[0]), other_lengths(prefixes[0])
@@ -462,7 +440,7 @@ def swap_two_lengths(prefix: str) -> None:
     raise AssertionError("the fingerprint samples every place")
 
 
-def test_a_build_closes_its_token_files(prefixes: list[str], tmp_path: Path) -> None:
+def test_a_build_closes_its_token_files(prefixes: Prefixes, tmp_path: Path) -> None:
     """A start after a build is the same as any other: files are opened by the first sample."""
     before = len(os.listdir("/proc/self/fd"))
     config = config_of(blend=(prefixes, None), split="1,0,0", cache=tmp_path / "c", access="file")
@@ -475,7 +453,7 @@ def test_a_build_closes_its_token_files(prefixes: list[str], tmp_path: Path) -> 
 
 def test_a_change_of_the_lengths_only_is_detected(tmp_path: Path) -> None:
     prefix = write(tmp_path / "data", [3 + place % 2 for place in range(40_000)])
-    options: dict[str, Any] = {"blend": ([prefix], None), "cache": tmp_path / "cache"}
+    options: Options = {"blend": ([prefix], None), "cache": tmp_path / "cache"}
     both = (build(**options).train, memory_of(prefix))
     states = [Loader(dataset, micro_batch_size=4).state_dict() for dataset in both]
     assert states[0] == states[1]
@@ -491,7 +469,7 @@ def memory_of(prefix: str) -> Any:
     return build(blend=([prefix], None)).train
 
 
-def test_indices_do_not_depend_on_tokens(prefixes: list[str], options: dict[str, Any]) -> None:
+def test_indices_do_not_depend_on_tokens(prefixes: Prefixes, options: Options) -> None:
     """The order depends on lengths only: other tokens use the same indices, at any file time."""
     build(**options)
     times = times_of(prefixes[0])
@@ -503,9 +481,7 @@ def test_indices_do_not_depend_on_tokens(prefixes: list[str], options: dict[str,
     assert_equal(build(**options), build(blend=(prefixes, None)))
 
 
-def test_touched_and_moved_data_use_their_indices(
-    prefixes: list[str], options: dict[str, Any]
-) -> None:
+def test_touched_and_moved_data_use_their_indices(prefixes: Prefixes, options: Options) -> None:
     build(**options)
     before = stamps(options["cache"])
     for prefix in prefixes:
@@ -519,9 +495,7 @@ def test_touched_and_moved_data_use_their_indices(
         build(**options)
 
 
-def test_data_that_is_missing_or_damaged_is_refused(
-    prefixes: list[str], options: dict[str, Any]
-) -> None:
+def test_data_that_is_missing_or_damaged_is_refused(prefixes: Prefixes, options: Options) -> None:
     build(**options)
     with open(prefixes[1] + ".bin", "ab") as file:
         file.write(b"\0\0")
@@ -532,7 +506,7 @@ def test_data_that_is_missing_or_damaged_is_refused(
         build(**options)
 
 
-def test_a_half_published_pair_is_used(prefixes: list[str], options: dict[str, Any]) -> None:
+def test_a_half_published_pair_is_used(prefixes: Prefixes, options: Options) -> None:
     """A builder that dies between its last renames leaves the new index under another name."""
     memory = build(blend=options["blend"])
     os.rename(prefixes[0] + ".idx", prefixes[0] + ".idx.new")
@@ -554,7 +528,7 @@ def manifest_of(cache: Path) -> Path:
 FOREIGN = (b"null", b"{}", b"[]", b"17", b'"run"', b"[" * 50_000, b'{"logic": 1, "xxh3": "0"}')
 
 
-def test_another_configurations_manifest_is_not_used(options: dict[str, Any]) -> None:
+def test_another_configurations_manifest_is_not_used(options: Options) -> None:
     build(**options)
     one = manifest_of(options["cache"])
     saved = one.read_bytes()
@@ -567,9 +541,7 @@ def test_another_configurations_manifest_is_not_used(options: dict[str, Any]) ->
     assert_equal(build(**options), build(blend=options["blend"], seed=5))
 
 
-def test_a_manifest_of_another_logic_version_is_not_used(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_manifest_of_another_version(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
     build(**options)
     monkeypatch.setattr("millrace.cache.arrays.RULES_VERSION", 2)
     with pytest.raises(ConfigError, match="no manifest"):
@@ -578,10 +550,10 @@ def test_a_manifest_of_another_logic_version_is_not_used(
     assert num_built(**options) == 0
 
 
-def test_any_damaged_file_is_built_again(prefixes: list[str], tmp_path: Path) -> None:
+def test_any_damaged_file_is_built_again(prefixes: Prefixes, tmp_path: Path) -> None:
     """Each start restores the file and changes no other one; `trust_cache` refuses the folder."""
     cache = tmp_path / "cache"
-    options: dict[str, Any] = {"blend": (prefixes[:2], [1, 2]), "split": "1"}
+    options: Options = {"blend": (prefixes[:2], [1, 2]), "split": "1"}
     with pytest.raises(ConfigError, match="no manifest"):
         build(**options, cache=cache, trust_cache=True)
     assert not cache.exists()
@@ -623,9 +595,7 @@ def mounted(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def test_a_file_in_place_of_the_folder_is_a_clear_error(
-    options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_file_in_place_of_the_folder(options: Options, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("a file")
     for cache in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(CacheError, match=r"file.* cannot be written: .* Give a cache folder"):
@@ -633,11 +603,9 @@ def test_a_file_in_place_of_the_folder_is_a_clear_error(
     assert (tmp_path / "file").read_text() == "a file"
 
 
-def test_a_folder_in_place_of_a_cached_file_is_a_clear_error(
-    prefixes: list[str], tmp_path: Path
-) -> None:
+def test_a_folder_in_place_of_a_file(prefixes: Prefixes, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    options: dict[str, Any] = {"blend": (prefixes[:2], None), "split": "1"}
+    options: Options = {"blend": (prefixes[:2], None), "split": "1"}
     build(**options, cache=cache)
     for path in sorted(cache.iterdir()):
         data = path.read_bytes()
@@ -654,7 +622,7 @@ def test_a_folder_in_place_of_a_cached_file_is_a_clear_error(
 
 
 def test_a_read_only_folder(
-    options: dict[str, Any], mounted: Callable[[str], Path], prefixes: list[str]
+    options: Options, mounted: Callable[[str], Path], prefixes: Prefixes
 ) -> None:
     disk = mounted("size=4m")
     options["cache"] = disk / "cache"
@@ -670,7 +638,7 @@ def test_a_read_only_folder(
         build(**options, trust_cache=True)
 
 
-def test_waiting_for_another_builder_has_a_limit(options: dict[str, Any]) -> None:
+def test_waiting_for_another_builder_has_a_limit(options: Options) -> None:
     build(**options)
     names = [path.stem for path in options["cache"].glob("*.json")]
     a_set = next(name for name in names if not name.startswith("run-"))
@@ -711,7 +679,7 @@ def outcomes_of_processes(config: DatasetConfig, *, as_nobody: bool = False) -> 
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become nobody")
-def test_another_users_folder_is_a_clear_error_on_every_process(prefixes: list[str]) -> None:
+def test_another_users_folder_is_a_clear_error_on_every_process(prefixes: Prefixes) -> None:
     with tempfile.TemporaryDirectory() as name:  # a folder that the user "nobody" can reach
         os.chmod(name, 0o755)
         data = []
@@ -719,34 +687,29 @@ def test_another_users_folder_is_a_clear_error_on_every_process(prefixes: list[s
             data.append(shutil.copy(prefix + ".bin", name).removesuffix(".bin"))
             shutil.copy(prefix + ".idx", name)
         os.mkdir(f"{name}/cache", 0o755)
-        outcomes = outcomes_of_processes(
-            config_of(blend=(data, None), cache=f"{name}/cache"), as_nobody=True
-        )
+        config = config_of(blend=(data, None), cache=f"{name}/cache")
+        outcomes = outcomes_of_processes(config, as_nobody=True)
         assert os.listdir(f"{name}/cache") == []
-    for line in outcomes:
-        assert line.startswith("CacheError: the indices must be built, and ")
-        assert "cannot be written: Permission denied. Give a cache folder" in line
+    denied = (
+        "CacheError: the indices must be built, and .* cannot be written: Permission denied. Give"
+    )
+    assert [line for line in outcomes if not re.match(denied, line)] == []
 
 
-def test_a_refusal_is_the_same_on_every_process(prefixes: list[str], tmp_path: Path) -> None:
+def test_a_refusal_is_the_same_on_every_process(prefixes: Prefixes, tmp_path: Path) -> None:
     """This includes errors of the process that holds the lock: no process waits for ever."""
     write(tmp_path / "damaged", [50, 60, 70])
     with open(tmp_path / "damaged.idx", "r+b") as file:  # the length of sequence 1
         file.seek(34 + 4)
         file.write(np.int32(-60).tobytes())
-    options: dict[str, Any] = {"split": "1", "cache": tmp_path / "cache"}
-    outcomes = outcomes_of_processes(
-        config_of(blend=([str(tmp_path / "damaged")], None), **options)
-    )
+    blend, cache = ([str(tmp_path / "damaged")], None), tmp_path / "cache"
+    outcomes = outcomes_of_processes(config_of(blend=blend, split="1", cache=cache))
     assert set(outcomes) == {outcomes[0]}
-    assert outcomes[0].startswith("DataError: ")
-    assert "sequence 1 has the length -60" in outcomes[0]
-    assert list((tmp_path / "cache").glob("*")) == [manifest_of(tmp_path / "cache")]
+    assert re.match("DataError: .*sequence 1 has the length -60", outcomes[0])
+    assert list(cache.glob("*")) == [manifest_of(cache)]
 
 
-def test_a_full_disk_is_a_clear_error(
-    options: dict[str, Any], mounted: Callable[[str], Path]
-) -> None:
+def test_a_full_disk_is_a_clear_error(options: Options, mounted: Callable[[str], Path]) -> None:
     """The free space grows page by page, so that every array and record meets the full disk."""
     disk = mounted("size=1m")
     memory = build(blend=options["blend"])
@@ -774,11 +737,9 @@ def test_a_full_disk_is_a_clear_error(
 
 
 @pytest.mark.parametrize("form", ["one", "blend", "exhaustive"])
-def test_a_state_resumes_with_or_without_a_cache(
-    form: str, prefixes: list[str], tmp_path: Path
-) -> None:
+def test_a_state_resumes_with_any_cache(form: str, prefixes: Prefixes, tmp_path: Path) -> None:
     options = options_of(form, prefixes)
-    ways: list[dict[str, Any]] = [
+    ways: list[Options] = [
         {},
         {"cache": tmp_path / "cache"},
         {"cache": tmp_path / "cache", "access": "file"},
@@ -796,7 +757,7 @@ def test_a_state_resumes_with_or_without_a_cache(
         following.load_state_dict(state)
 
 
-def test_a_state_of_other_data_is_refused(prefixes: list[str], options: dict[str, Any]) -> None:
+def test_a_state_of_other_data_is_refused(prefixes: Prefixes, options: Options) -> None:
     options["blend"] = (prefixes[:1], None)
     state = Loader(build(**options).train, micro_batch_size=4).state_dict()
     write(Path(prefixes[0]), IndexedDataset(prefixes[0]).document_lengths.tolist(), seed=77)
@@ -808,7 +769,7 @@ def test_a_state_of_other_data_is_refused(prefixes: list[str], options: dict[str
 
 
 @st.composite
-def configurations(draw: st.DrawFn) -> tuple[list[list[int]], dict[str, Any]]:
+def configurations(draw: st.DrawFn) -> tuple[list[list[int]], Options]:
     """The document lengths of some token files, and options."""
     files = draw(st.lists(st.lists(st.integers(0, 20), min_size=1, max_size=12), max_size=3))
     files = [[*lengths, 5] for lengths in files] or [[7]]
@@ -827,7 +788,7 @@ def configurations(draw: st.DrawFn) -> tuple[list[list[int]], dict[str, Any]]:
 
 @settings(deadline=None, max_examples=40)
 @given(configurations())
-def test_the_order_law(case: tuple[list[list[int]], dict[str, Any]]) -> None:
+def test_the_order_law(case: tuple[list[list[int]], Options]) -> None:
     """In memory, with a new cache and from a cache: the same order, or the same refusal.
 
     Each dataset also equals one that its class makes from the same arguments.
@@ -835,11 +796,9 @@ def test_the_order_law(case: tuple[list[list[int]], dict[str, Any]]) -> None:
     files, options = case
     with tempfile.TemporaryDirectory() as name, warnings.catch_warnings():
         warnings.simplefilter("ignore", DuplicateDataWarning)
-        prefixes = [
-            write(Path(name) / f"data-{number}", lengths) for number, lengths in enumerate(files)
-        ]
-        arguments = {k: v for k, v in options.items() if k != "weights"}
-        arguments["blend"] = (prefixes, options["weights"])
+        prefixes = [write(Path(name) / f"{place}", lengths) for place, lengths in enumerate(files)]
+        arguments = {**options, "blend": (prefixes, options["weights"])}
+        del arguments["weights"]
         try:
             config = DatasetConfig(**arguments)
             plan, memory = build_run(config)
@@ -851,9 +810,8 @@ def test_the_order_law(case: tuple[list[list[int]], dict[str, Any]]) -> None:
             cached = dataclasses.replace(config, cache=f"{name}/cache", trust_cache=trust)
             assert_equal(build_datasets(cached), memory)
         for dataset, split in zip(memory, plan.splits, strict=True):
-            for part, planned in zip(
-                parts_of(dataset), split.datasets if split else (), strict=True
-            ):
+            plans = split.datasets if split else ()
+            for part, planned in zip(parts_of(dataset), plans, strict=True):
                 assert_same_indices(part, single_dataset(planned.file.prefix, planned.inputs))
 
 
@@ -902,15 +860,13 @@ def test_large_counts_have_64_bit_arrays(
     }
 
 
-def test_more_datasets_than_int16_can_number_are_refused(prefixes: list[str]) -> None:
+def test_more_datasets_than_int16_can_number_are_refused(prefixes: Prefixes) -> None:
     names = prefixes[:1] * 32767
     with pytest.raises(ConfigError, match="a blend has 32767 datasets; 1 to 32766"):
         build(blend=(names, [1.0] * len(names)))
 
 
-def test_an_index_whose_lengths_exceed_its_tokens_is_refused(
-    prefixes: list[str], tmp_path: Path
-) -> None:
+def test_lengths_that_exceed_the_tokens(prefixes: Prefixes, tmp_path: Path) -> None:
     with open(prefixes[0] + ".idx", "r+b") as file:  # the length of sequence 1
         file.seek(34 + 4)
         file.write(np.int32(2**31 - 1).tobytes())

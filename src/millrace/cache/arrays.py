@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,8 @@ from millrace.files import (
 from millrace.order import RULES_VERSION
 from millrace.order.plans import Layout
 from millrace.records import record_from
+
+T = TypeVar("T")
 
 JSON = ".json"
 LOCK = ".lock"
@@ -78,12 +80,10 @@ class ArrayWriter:
     """Writes the rows of one array into its file, in any order and from any thread."""
 
     def __init__(self, file: BinaryIO, dtype: Any, shape: tuple[int, ...]) -> None:
-        self.dtype, self.shape = np.dtype(dtype), shape
-        header = _npy_header(self.dtype, shape)
-        self._file, self._offset = file, len(header)
+        self.dtype, self.shape, self._file = np.dtype(dtype), shape, file
         self._row_size = self.dtype.itemsize * math.prod(shape[1:])
-        file.write(header)
-        file.truncate(len(header) + self._row_size * shape[0])
+        self._offset = file.write(_npy_header(self.dtype, shape))
+        file.truncate(self._offset + self._row_size * shape[0])
 
     def write(self, first_row: int, rows: NDArray[Any]) -> None:
         """Writes rows from `first_row` on; their dtype is converted to the array's."""
@@ -168,27 +168,31 @@ def read_record(path: str) -> dict[str, Any] | None:
         return None
 
 
-def load(folder: str, name: str) -> ArraySet | None:
-    """The set of that name; None if there is none, or it has another version."""
-    record = read_record(os.path.join(folder, name + JSON))
+def read_as(path: str, parse: Callable[[dict[str, Any]], T]) -> T | None:
+    """What `parse` makes of a record of this version; None where there is none that it takes."""
+    record = read_record(path)
     try:
-        if record is None or record["logic"] != RULES_VERSION:
-            return None
-        entries = record["arrays"].items()
-        records = {array: record_from(ArrayRecord, entry) for array, entry in entries}
-        return ArraySet(folder, name, record["key"], records)
+        return None if record is None or record["logic"] != RULES_VERSION else parse(record)
     except NO_RECORD:
         return None  # damaged, or another program's
 
 
+def load(folder: str, name: str) -> ArraySet | None:
+    """The set of that name; None if there is none, or it has another version."""
+
+    def parse(record: dict[str, Any]) -> ArraySet:
+        entries = record["arrays"].items()
+        records = {array: record_from(ArrayRecord, entry) for array, entry in entries}
+        return ArraySet(folder, name, record["key"], records)
+
+    return read_as(os.path.join(folder, name + JSON), parse)
+
+
+Build = Callable[[Mapping[str, ArrayWriter]], None]
+
+
 def load_or_build(
-    folder: str,
-    name: str,
-    key: Any,
-    layout: Layout,
-    build: Callable[[Mapping[str, ArrayWriter]], None],
-    *,
-    limit: float | None = None,
+    folder: str, name: str, key: Any, layout: Layout, build: Build, *, limit: float | None = None
 ) -> tuple[ArraySet, bool]:
     """The set of that name, and whether it was built here as it was missing or did not fit.
 
@@ -220,13 +224,7 @@ def usable(folder: str, name: str, key: Any) -> ArraySet | None:
     return array_set if is_usable else None
 
 
-def _publish(
-    folder: str,
-    name: str,
-    key: Any,
-    layout: Layout,
-    build: Callable[[Mapping[str, ArrayWriter]], None],
-) -> ArraySet:
+def _publish(folder: str, name: str, key: Any, layout: Layout, build: Build) -> ArraySet:
     """Writes all arrays, then renames them, then writes the record."""
     record_path = os.path.join(folder, name + JSON)
     paths = {array: array_path(folder, name, array) for array in layout}
@@ -245,9 +243,8 @@ def _publish(
             records[array] = ArrayRecord(np.dtype(dtype).str, shape, *sums)
         present = load(folder, name)
         if present is not None and present.key != key:
-            Path(record_path).unlink(
-                missing_ok=True
-            )  # another set's record must not stand beside these arrays
+            # Another set's record must not stand beside these arrays.
+            Path(record_path).unlink(missing_ok=True)
             fsync_folder(record_path)
         for array, path in paths.items():
             os.rename(temporaries[array], path)

@@ -41,6 +41,8 @@ GPT_ARRAYS = GPTIndices._fields
 BLEND_ARRAYS = BlendIndices._fields
 
 Arrays = dict[str, NDArray[Any]]
+Check = Callable[[Arrays], None]
+"""Raises DataError for arrays that do not fit."""
 
 _UNUSABLE = (FileNotFoundError, NotADirectoryError, DataError)
 # NumPy reads a header by ast.literal_eval, which on Python 3.11 fails in two threads at once (with
@@ -93,7 +95,7 @@ class CacheSet:
         return self.path("description", ".txt")
 
 
-def load(files: CacheSet, check: Callable[[Arrays], None]) -> Arrays:
+def load(files: CacheSet, check: Check) -> Arrays:
     """The arrays of a set, mapped and read-only.
 
     FileNotFoundError if one is missing; DataError if one is truncated, not an array, or another
@@ -148,7 +150,7 @@ def save(files: CacheSet, arrays: Mapping[str, NDArray[Any]]) -> None:
 
 def load_or_build(
     files: CacheSet,
-    check: Callable[[Arrays], None],
+    check: Check,
     build: Callable[[str], Mapping[str, Any]],
     *,
     limit: float | None = None,
@@ -156,11 +158,8 @@ def load_or_build(
     """The arrays of a set, and whether they were built here as it was missing or did not fit.
 
     Of several processes one builds, and the others wait for it; on a file system without locks,
-    several build the same. For the errors, see `arrays.load_or_build`.
-
-    Args:
-        check: Function that raises DataError for arrays that do not fit.
-        build: Function that makes the arrays; its argument says why a present set does not fit.
+    several build the same. The argument of `build` says why a present set does not fit. For the
+    errors, see `arrays.load_or_build`.
     """
     with contextlib.suppress(*_UNUSABLE):
         return load(files, check), False

@@ -245,16 +245,14 @@ class Manifest:
     @classmethod
     def read(cls, path: str) -> Manifest | None:
         """The manifest in a file; None where there is none, or none of this version."""
-        record = arrays.read_record(path)
-        try:
-            if record is None or record["logic"] != RULES_VERSION:
-                return None
+
+        def parse(record: dict[str, Any]) -> Manifest:
             if "paths" not in record:  # as of earlier versions
                 prefixes = [file["prefix"] for file in record["files"]]
                 record["paths"] = [one if os.path.isabs(one) else None for one in prefixes]
             return record_from(Manifest, record)
-        except arrays.NO_RECORD:
-            return None  # damaged, or another program's: it is made again
+
+        return arrays.read_as(path, parse)
 
     def plan(self, config: DatasetConfig) -> RunPlan | None:
         """The plan of a configuration with this key; None if the record is not understood."""
