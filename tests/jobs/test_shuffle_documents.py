@@ -22,10 +22,9 @@ from numpy.typing import NDArray
 from millrace.errors import ConfigError, DataError
 from millrace.jobs import shuffle
 from millrace.provenance import OriginsWriter
-from millrace.shuffling import document_tables, whole_documents
-from millrace.shuffling.document_tables import Table
+from millrace.shuffling import whole_documents
 from millrace.shuffling.domains import find_domains
-from millrace.shuffling.whole_documents import DocumentItems
+from millrace.shuffling.whole_documents import DocumentItems, Table
 from millrace.store import IndexedDataset, IndexedDatasetBuilder, verify
 from tests.jobs.shuffle_cases import document_items, sequence_items, weighted
 
@@ -120,7 +119,7 @@ def test_a_shard_is_what_the_builder_makes_of_its_documents(
     options: Any = {"multimodal": multimodal, "has_origins": has_origins, "dtype": dtype}
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         patch.setattr(whole_documents, "_BLOCK", block)
-        patch.setattr(document_tables, "_ENTRIES", block)
+        patch.setattr(whole_documents, "_ENTRIES", block)
         folder = Path(name)
         for number, file in enumerate(files):
             build(folder / "in" / f"domain{number // 2}" / f"{number}", file, **options)
@@ -196,7 +195,7 @@ def test_origins_can_be_read_from_the_shard(tmp_path: Path) -> None:
     build(tmp_path / "in" / "a", some_documents(3, "x"), has_origins=True)
     build(tmp_path / "in" / "b", some_documents(3, "y"), has_origins=True)
     items = document_items(tmp_path / "in", folder=tmp_path)
-    assert items.contents.notices == ()
+    assert items.contents.notices == []
     write_shard(items, tmp_path / "shard", np.array([5, 0, 4, 2, 1, 3]), 1, 5)
     shard = IndexedDataset(tmp_path / "shard")
     origins = [shard.origin(number) for number in range(4)]
@@ -312,7 +311,7 @@ def test_tables_give_rows_in_any_order(num_rows: int, ranges: list[tuple[int, in
 def test_indices_are_written_in_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
-    monkeypatch.setattr(document_tables, "_MOST_SEQUENCES", most)
+    monkeypatch.setattr(whole_documents, "_MOST_SEQUENCES", most)
     random = np.random.default_rng(most)
     with IndexedDatasetBuilder(tmp_path / "web", multimodal=True) as builder:
         for count in [0, 0, *random.choice([0, 1, 2, 20], 40).tolist(), 0]:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from millrace.files import checksum
-from millrace.shuffling.hashed_file import _BLOCK, HashedFile
+from millrace.shuffling.shard_work import _BLOCK, HashedFile
 
 SIZES: list[list[int]] = [
     [],

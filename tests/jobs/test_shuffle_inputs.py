@@ -220,7 +220,7 @@ def test_domains_are_folders_and_are_sorted_by_path(tmp_path: Path) -> None:
         ("b", "b/x.bin"),
     ]
     assert read_all(items) == [[n, n] for n in (3, 2, 4, 1, 0)]
-    assert items.contents.notices == ()
+    assert items.contents.notices == []
 
 
 def test_links_to_folders_are_followed_but_not_in_circles(tmp_path: Path) -> None:
@@ -237,9 +237,8 @@ def test_a_file_that_is_there_twice_is_noticed(tmp_path: Path) -> None:
     (tmp_path / "b").symlink_to(tmp_path / "a")
     items = sequence_items(tmp_path, seq_len=1, dtype="int32")
     assert items.num_items == 4
-    assert items.contents.notices == (
-        f"{tmp_path}/b/x.bin is the same file as {tmp_path}/a/x.bin: both are read",
-    )
+    notice = f"{tmp_path}/b/x.bin is the same file as {tmp_path}/a/x.bin: both are read"
+    assert items.contents.notices == [notice]
 
 
 def test_domains_without_sequences_count_nothing_and_are_noticed(tmp_path: Path) -> None:
@@ -266,7 +265,7 @@ def test_raw_tokens_beside_indexed_ones_are_noticed(tmp_path: Path) -> None:
     write_indexed(tmp_path / "a" / "x", [[[1, 2]]])
     write_indexed(tmp_path / "a" / "y", [[[3, 4]]])
     write_raw(tmp_path / "a" / "raw" / "z.bin", [5, 6])
-    assert sequence_items(tmp_path, seq_len=2, dtype="int32").contents.notices == ()
+    assert sequence_items(tmp_path, seq_len=2, dtype="int32").contents.notices == []
     (tmp_path / "a" / "y.idx").unlink()
     (notice,) = sequence_items(tmp_path, seq_len=2, dtype="int32").contents.notices
     assert notice.startswith(f"{tmp_path}/a/y.bin is read as raw int32")

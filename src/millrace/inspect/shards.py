@@ -187,7 +187,7 @@ def parts_of(metadata: ShardsMetadata, folder: str, key: str) -> Parts:
         ) from None
     is_grouped = key == "shards" and len(table) < metadata.num_shards
     name = "shard group" if is_grouped else key.removesuffix("s")
-    return Parts(name=name, domains=tuple(domains), counts=table, totals=totals)
+    return Parts(name, tuple(domains), table, totals)
 
 
 def format_shards(description: ShardsDescription) -> str:

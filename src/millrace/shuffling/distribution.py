@@ -30,7 +30,6 @@ from millrace.shuffling.permutations import Permutation
 
 HEAD = 50_000  # places
 WINDOWS = 64
-
 _BLOCK = 1 << 18  # places that are counted at a time: 2 MiB for each array
 _MOST_COUNTS = 1 << 19  # counts of domains in shards: with their figures they take 20 MB
 _LEAST_EXPECTED = 5  # items of a class in a part: with fewer, chi-square is not exact enough
@@ -39,21 +38,17 @@ _LEAST_P = 1e-9  # a deviation that is less probable in any part is a fault
 _MOST_Z = 7.0  # normal deviate of chi-square: p = 1e-12, as its tail may be 100 times heavier
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Parts:
     """Equal, or nearly equal, parts of the output.
 
-    Attributes:
-        name: What a part is called: "head", "shard", "shard group" or "window".
-        domains: Name of each domain.
-        counts: Items of each domain in each part: int64 [parts, domains]. No part is empty.
-        totals: Items of each domain in the whole output: int64 [domains].
+    No part is empty.
     """
 
-    name: str
+    name: str  # of a part: "head", "shard", "shard group" or "window"
     domains: tuple[str, ...]
-    counts: Numbers
-    totals: Numbers
+    counts: Numbers  # items of each domain in each part: int64 [parts, domains]
+    totals: Numbers  # items of each domain in the whole output: int64 [domains]
 
     @cached_property
     def sizes(self) -> Numbers:
@@ -122,15 +117,6 @@ class Parts:
             "largest_deviation_expected": float(self.expected[part, domain]),
         }
 
-    def to_json(self) -> dict[str, Any]:
-        value, degrees = self.chi_square
-        return {
-            "sizes": self.sizes.tolist(),
-            "counts": self.counts.tolist(),
-            "chi_square": value,
-            "degrees": degrees,
-        }
-
     def fault(self) -> str | None:
         """Why no fair shuffle gives these parts; None if one may."""
         # The probability of a deviation of t or more is at most 2 exp(-t**2 / 2 (variance + t/3)).
@@ -164,11 +150,11 @@ class Parts:
 
 
 Distribution = dict[str, Parts]
-"""Where the items of each domain are in the output.
+"""Where the items of each domain are in the output, by "head", "shards" and "windows".
 
-"head" is the first 50,000 places, or all if there are fewer, as one part. "shards" are groups of
-neighbours if there are more than 2**19 counts of domains in shards, which would take too much
-memory. "windows" are 64 equal parts of the output, or one for each place if there are fewer.
+The head is the first 50,000 places, as one part. If there are more than 2**19 counts of domains in
+shards, which would take too much memory, groups of neighbours stand for shards. Windows are 64
+equal parts of the output.
 """
 
 
@@ -196,29 +182,25 @@ def measure_distribution(
         for ends, table in zip(all_ends.values(), tables, strict=True):
             table[np.searchsorted(ends, start, side="right")] += block
     tables[0] = tables[0][:1]  # without the places beyond the head
-    parts = [
-        Parts(name=name, domains=tuple(domain_counts), counts=table, totals=counts)
-        for name, table in zip(all_ends, tables, strict=True)
-    ]
-    return dict(zip(("head", "shards", "windows"), parts, strict=True))
+    return {
+        key: Parts(name, tuple(domain_counts), table, counts)
+        for key, name, table in zip(("head", "shards", "windows"), all_ends, tables, strict=True)
+    }
 
 
 def distribution_json(distribution: Distribution) -> dict[str, Any]:
     """The distribution as plain values; counts are [parts, domains]."""
     head = distribution["head"]
-    return {
-        "domains": list(head.domains),
-        "domain_counts": head.totals.tolist(),
-        **{key: parts.to_json() for key, parts in distribution.items()},
-    }
+    figures = {"domains": list(head.domains), "domain_counts": head.totals.tolist()}
+    for key, parts in distribution.items():
+        counts = {"sizes": parts.sizes.tolist(), "counts": parts.counts.tolist()}
+        test = dict(zip(("chi_square", "degrees"), parts.chi_square, strict=True))
+        figures[key] = {**counts, **test}
+    return figures
 
 
 def check_distribution(distribution: Distribution) -> None:
-    """Raises a MillraceError for a distribution that a fair shuffle gives once in a billion runs.
-
-    That is a domain that is far from its share in a part of the output, or shares whose differences
-    as a whole are too large, or too small, for chance.
-    """
+    """A MillraceError for a distribution that a fair shuffle gives once in a billion runs."""
     if fault := _fault_of(distribution):
         raise MillraceError(
             f"the output is not shuffled evenly: {fault}. This is a fault of the shuffle, not of "
@@ -233,10 +215,8 @@ def format_distribution(distribution: Distribution) -> str:
     rows = [["domain", "actual", "expected", "deviation", "sigma"]]
     columns = head.counts[0].tolist(), head.expected[0].tolist(), head.deviations[0].tolist()
     for name, actual, expected, sigma in zip(head.domains, *columns, strict=True):
-        deviation = f"{(actual - expected) / expected:+.2%}" if expected > 0 else "-"
-        rows.append(
-            [printable(name), f"{actual:,}", f"{expected:,.1f}", deviation, f"{sigma:+.1f}"]
-        )
+        share = f"{(actual - expected) / expected:+.2%}" if expected > 0 else "-"
+        rows.append([printable(name), f"{actual:,}", f"{expected:,.1f}", share, f"{sigma:+.1f}"])
     fault = _fault_of(distribution)
     return "\n".join(
         [
@@ -275,8 +255,7 @@ def format_figures(figures: dict[str, Any]) -> str:
 def _classes(totals: Numbers, share: float) -> tuple[list[int], Numbers]:
     """Classes of domains, each with enough items in a part of this share of the output.
 
-    Returns the first place of each class in an order of the domains, the largest first, and that
-    order.
+    That is the first place of each in an order of the domains, the largest first, and that order.
     """
     order = np.argsort(-totals, kind="stable")
     starts: list[int] = []
@@ -292,6 +271,5 @@ def _classes(totals: Numbers, share: float) -> tuple[list[int], Numbers]:
 
 
 def _place_of_largest(values: NDArray[np.float64]) -> tuple[int, int]:
-    """The row and column of the largest value."""
-    row, column = divmod(int(np.argmax(values)), values.shape[1])
-    return row, column
+    row, column = np.unravel_index(np.argmax(values), values.shape)
+    return int(row), int(column)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,27 +23,21 @@ from millrace.text import read_input_list as read_lines
 Inputs = str | Sequence[tuple[float, str | os.PathLike[str]]]
 """A folder with a folder for each domain, or a list of domains: the weight and path of each."""
 
-_NAMES_IN_NOTICE = 3
 
-
-@dataclass(frozen=True, kw_only=True)
-class Domain:
-    """A domain of the input: its files, sorted by path, and how often each item is taken.
-
-    With the weight 5/2 an item is taken twice, and every second one a third time.
-    """
+class Domain(NamedTuple):
+    """A domain of the input: its files, sorted by path, and how often each item is taken."""
 
     name: str
     weight: Fraction
-    files: tuple[TokenFile, ...]
+    files: Sequence[TokenFile]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Input:
     """The domains of a shuffle, sorted by name, and what a user should read about them."""
 
-    domains: tuple[Domain, ...]
-    notices: tuple[str, ...]
+    domains: Sequence[Domain]
+    notices: Sequence[str]
 
     @property
     def files(self) -> list[TokenFile]:
@@ -85,30 +79,23 @@ def find_domains(inputs: Inputs, *, dtype: str, has_documents: bool = False) -> 
     dataset, whose last part is the domain's name. Token files are `.npy` arrays, indexed datasets,
     and raw `.bin` files without an `.idx`. Hidden files and other endings are ignored.
 
-    Args:
-        inputs: A folder, or a list of weights and paths.
-        dtype: Dtype of raw files: uint16, uint32 or int32.
-        has_documents: Whether all files must be indexed datasets, whose documents are known.
+    `dtype` is that of raw files. With `has_documents`, all files must be indexed datasets.
 
     Raises:
-        ConfigError: A folder or path that is missing, a weight that is not positive, two domains of
-            one name, or a file without documents.
+        ConfigError: A path that is missing, a weight that is not positive, two domains of one name,
+            or a file without documents.
         DataError: A file that is damaged, cannot be read, or has a dtype that is not possible.
     """
     raw_dtype = np.dtype(dtype)
-    is_folder = isinstance(inputs, str)
     domains: list[Domain] = []
     notices: list[str] = []
+    is_folder = isinstance(inputs, str)
     for name, weight, paths in _domains_in(inputs) if is_folder else _domains_of(inputs):
-        files = [
-            open_token_file(path, raw_dtype=raw_dtype, has_documents=has_documents)
-            for path in _token_paths(paths)
-        ]
+        files = [open_token_file(p, raw_dtype, has_documents) for p in _token_paths(paths)]
         notices += _notices_of(name, files, paths, raw_dtype)
-        domains.append(Domain(name=name, weight=weight, files=tuple(files)))
+        domains.append(Domain(name, weight, files))
     notices += _duplicates([file.path for domain in domains for file in domain.files])
-    domains.sort(key=lambda domain: domain.name)
-    return Input(domains=tuple(domains), notices=tuple(notices))
+    return Input(sorted(domains, key=lambda domain: domain.name), notices)
 
 
 def read_input_list(path: str | os.PathLike[str]) -> list[tuple[float, str]]:
@@ -130,10 +117,8 @@ def read_input_list(path: str | os.PathLike[str]) -> list[tuple[float, str]]:
     return entries
 
 
-# ---- name, weight and paths of each domain ----
-
-
 def _domains_in(folder: Any) -> Iterator[tuple[str, Fraction, list[str]]]:
+    """Name, weight and paths of each domain of a folder."""
     if not os.path.isdir(folder):
         raise ConfigError(
             f"{shown(folder)} is not a folder; give one with a folder for each domain"
@@ -174,12 +159,12 @@ def _weight_and_path(entry: Any) -> tuple[Fraction, str]:
     try:
         weight, path = entry
     except (TypeError, ValueError):
-        raise ConfigError(
-            f"an entry of the input list must be a weight and a path, not {shown(entry)}"
-        ) from None
+        path = ""
     path = one_path("a path of the input list", path)
     if not path:
-        raise ConfigError("a path of the input list is empty; give a weight and a path")
+        raise ConfigError(
+            f"an entry of the input list must be a weight and a path, not {shown(entry)}"
+        )
     value = real(f"the weight of {path}", weight)
     if not (math.isfinite(value) and value > 0):
         raise ConfigError(
@@ -212,9 +197,6 @@ def _is_skipped(name: str) -> bool:
     return name.startswith(".") or name.endswith(JOURNAL)
 
 
-# ---- the files of a domain ----
-
-
 def _token_paths(paths: Sequence[str]) -> list[str]:
     indices = {path for path in paths if path.endswith(".idx")}
     if missing := indices.difference(path[:-4] + ".idx" for path in paths if path[-4:] == ".bin"):
@@ -231,9 +213,8 @@ def _notices_of(
 ) -> Iterator[str]:
     if not files:
         others = [os.path.basename(p) for p in paths if not p.endswith(BESIDE_TOKENS)]
-        names = ", ".join(others[:_NAMES_IN_NOTICE])
-        more = ", ..." if len(others) > _NAMES_IN_NOTICE else ""
-        hint = f"; files with other endings are ignored ({names}{more})" if others else ""
+        names = ", ".join(others[:3] + (["..."] if len(others) > 3 else []))
+        hint = f"; files with other endings are ignored ({names})" if others else ""
         yield f"domain {name} has no .bin or .npy files{hint}"
     folders = {os.path.dirname(file.path) for file in files if file.prefix is not None}
     raw = [f.path for f in files if f.prefix is None and f.path.endswith(".bin")]

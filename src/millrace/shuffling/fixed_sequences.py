@@ -31,18 +31,13 @@ _ENTRIES = 1 << 16  # entries of an index that are written at a time
 class SequenceItems:
     """Sequences of a fixed length; see `Items`.
 
-    Args:
-        found: The input.
-        seq_len: Tokens of a sequence, 1 to 2**31 - 1.
-        carry: Whether the remainder of a file is continued in the next file of its domain.
-
     Raises:
         ConfigError: An input without a whole sequence, or of two dtypes or tokenizers.
     """
 
     has_origins = False
 
-    def __init__(self, found: Input, *, seq_len: int, carry: bool) -> None:
+    def __init__(self, found: Input, seq_len: int, carry: bool) -> None:
         self.dtype, self.item_size = found.dtype(), seq_len
         self._files = found.files
         num_tokens = np.array([file.num_tokens for file in self._files], np.int64)
@@ -139,6 +134,5 @@ def _lengths(num_tokens: Numbers, seq_len: int, carry: bool) -> Numbers:
     """The tokens of each file of a domain that are in sequences: int64 [files]."""
     if not carry:
         return num_tokens // seq_len * seq_len
-    ends = np.cumsum(num_tokens)
     total = int(num_tokens.sum()) // seq_len * seq_len
-    return np.diff(np.minimum(ends, total), prepend=0)
+    return np.diff(np.minimum(np.cumsum(num_tokens), total), prepend=0)

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,15 +20,13 @@ from millrace.ragged import Numbers
 from millrace.shuffling.shuffle_items import Items, ItemsAt
 
 MB = 1_000_000
+LARGEST_BUFFER = 256 * MB  # of a worker; more makes nothing faster
+
 ITEM_OVERHEAD = 128
 """Bytes of memory per item in a buffer: its number, place, size and offsets, and copies of them.
 
-It decides where runs and buckets end. A job of another version must not continue with these files:
-change the version in `shuffle_options.identity` with it.
+It decides where runs and buckets end: change the version in `shuffle_options.identity` with it.
 """
-
-LARGEST_BUFFER = 256 * MB
-"""Bytes of the largest buffer of a worker; more makes nothing faster."""
 
 # Private memory of processes, measured and rounded up. The job's own process has 100 MB beside the
 # budget, which is enough without Arrow.
@@ -41,8 +40,7 @@ _BLOCK = 1 << 16  # items whose sizes are looked up at a time
 _SHARE = 2  # of the available memory, a half: the rest is for the page cache
 
 
-@dataclass(frozen=True, kw_only=True)
-class Budget:
+class Budget(NamedTuple):
     """Memory for the workers of a shuffle and their buffers, in bytes."""
 
     total: int  # for all processes of the job
@@ -69,10 +67,10 @@ def budget_of(memory: int | None, items: Items) -> Budget:
     """The budget of a job; without a limit half of the memory that is available."""
     arrow = _ARROW_MEMORY if items.has_origins else 0
     total = available_memory() // _SHARE if memory is None else memory
-    return Budget(total=total, own=arrow, worker=_WORKER_MEMORY + arrow)
+    return Budget(total, arrow, _WORKER_MEMORY + arrow)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ItemSizes:
     """The number of items, the bytes of all of them, and of the largest one."""
 
@@ -91,27 +89,23 @@ class ItemSizes:
         return max(_GOOD_BUFFER, least), max(LARGEST_BUFFER, least)
 
     def scatter_buffers(self) -> tuple[int, int]:
-        """Sizes of a good buffer of `scatter`, and of the largest one.
-
-        With buffers of M bytes, pass 2 reads M * M / num_bytes of a run at a time.
-        """
-        sections = _GOOD_SECTION, _LARGE_SECTION
-        good, most = (math.isqrt(self.num_bytes * section) for section in sections)
+        """Sizes of a good buffer of `scatter`, and of the largest one."""
+        # With buffers of M bytes, pass 2 reads M * M / num_bytes of a run at a time.
+        good, most = (math.isqrt(self.num_bytes * n) for n in (_GOOD_SECTION, _LARGE_SECTION))
         least_good, least_most = self.gather_buffers()
         return max(good, least_good), max(most, least_most)
 
 
 def sizes_of(items: Items) -> ItemSizes:
     """The sizes of all items; looks up each one if they differ."""
-    count, total, largest = items.num_items, 0, 0
+    count, size = items.num_items, items.dtype.itemsize
     if items.item_size is not None:
-        total, largest = count * items.item_size, items.item_size
-    else:
-        for start in range(0, count, _BLOCK):
-            sizes = items.sizes(np.arange(start, min(start + _BLOCK, count)))
-            total, largest = total + int(sizes.sum()), max(largest, int(sizes.max()))
-    size = items.dtype.itemsize
-    return ItemSizes(num_items=count, num_bytes=total * size, largest=largest * size)
+        return ItemSizes(count, count * items.item_size * size, items.item_size * size)
+    total = largest = 0
+    for start in range(0, count, _BLOCK):
+        sizes = items.sizes(np.arange(start, min(start + _BLOCK, count))) * size
+        total, largest = total + int(sizes.sum()), max(largest, int(sizes.max()))
+    return ItemSizes(count, total, largest)
 
 
 def check_memory(budget: Budget, sizes: ItemSizes, items: Items) -> None:
@@ -143,14 +137,8 @@ def in_units(num_bytes: float) -> str:
 def group_bounds(items: Items, items_at: ItemsAt, starts: Numbers, buffer_size: int) -> Numbers:
     """Cuts places into groups whose items fit a buffer: buckets of the output, runs of the input.
 
-    Args:
-        items: The items.
-        items_at: The item at each place; `numpy.arange` in the order of the input.
-        starts: Places where a group must begin, and the end: those of the shards.
-        buffer_size: Bytes of the buffer.
-
-    Returns:
-        First place of each group, and the end: int64 [groups + 1].
+    A group begins at each of the starts, of which the last is the end. Returns the first place of
+    each group, and the end: int64 [groups + 1].
     """
     bounds = [np.zeros(1, np.int64)]
     for start, stop in itertools.pairwise(starts.tolist()):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -22,36 +21,65 @@ _MEMORY = 16  # bytes per item while "numpy" is made: for the permutation and it
 _BLOCK = 1 << 20  # places that are worked on at a time
 
 
-class Permutation(Protocol):
-    """A permutation of 0 to size - 1. It pickles to a few bytes, so every task can carry it."""
+@dataclass(frozen=True)
+class NumpyPermutation:
+    """A permutation in two files of int64; each call reads the range that it returns.
 
-    @property
-    def name(self) -> str:
-        """How it is made: "numpy" or "keyed"."""
+    Reads instead of maps: the pages of a map would count as memory of every process.
+    """
 
-    @property
-    def size(self) -> int:
-        """Number of items."""
+    folder: str
+    size: int
+
+    name = "numpy"
 
     def places(self, start: int, stop: int) -> Numbers:
         """The places of the input items `start` to `stop` - 1: int64 [stop - start]."""
+        return self._read("places", start, stop)
 
     def sources(self, start: int, stop: int) -> Numbers:
         """The input items at the places `start` to `stop` - 1: int64 [stop - start]."""
+        return self._read("sources", start, stop)
+
+    def _read(self, name: str, start: int, stop: int) -> Numbers:
+        path, values = os.path.join(self.folder, name), np.empty(0, np.int64)
+        with contextlib.suppress(FileNotFoundError):
+            values = np.fromfile(path, np.int64, stop - start, offset=8 * start)
+        if len(values) < stop - start:
+            raise DataError(
+                f"{path} is missing or has become shorter: places {start} to {stop} cannot be "
+                "read. Run the same command again, which makes the file again"
+            )
+        return values
+
+
+@dataclass(frozen=True)
+class KeyedRanges:
+    """As `NumpyPermutation`, but computed when a range is needed."""
+
+    permutation: KeyedPermutation
+
+    name = "keyed"
+
+    @property
+    def size(self) -> int:
+        return self.permutation.size
+
+    def places(self, start: int, stop: int) -> Numbers:
+        return self.permutation.places(np.arange(start, stop, dtype=np.int64))
+
+    def sources(self, start: int, stop: int) -> Numbers:
+        return self.permutation.sources(np.arange(start, stop, dtype=np.int64))
+
+
+Permutation = NumpyPermutation | KeyedRanges
+"""A permutation of 0 to size - 1. It pickles to a few bytes, so every task can carry it."""
 
 
 def choose_permutation(name: str, size: int, memory: int, unit: str) -> str:
-    """The name of a permutation for `make_permutation`.
+    """The name of a permutation for `make_permutation`; a ConfigError if it takes too much memory.
 
-    Args:
-        name: "numpy", "keyed" or "auto": "numpy" as long as it takes at most half of the memory
-            while it is made, otherwise "keyed".
-        size: Number of items.
-        memory: Bytes that the job may use.
-        unit: What the items are, for messages: "sequences".
-
-    Raises:
-        ConfigError: Too little memory for the permutation of that name.
+    "auto" is "numpy" as long as it takes at most half of the memory while it is made.
     """
     needed = _MEMORY * size
     if name == "auto":
@@ -70,65 +98,11 @@ def make_permutation(name: str, size: int, seed: int, folder: str) -> Permutatio
     if name == "keyed":
         return KeyedRanges(KeyedPermutation(size, seed))
     places = np.random.default_rng(seed).permutation(size)  # int64
-    permutation = NumpyPermutation(folder, size)
-    permutation.write("places", places)
     sources = np.empty(size, np.int64)
     for start in range(0, size, _BLOCK):
         part = places[start : start + _BLOCK]
         sources[part] = np.arange(start, start + len(part))
-    del places
-    permutation.write("sources", sources)
-    return permutation
-
-
-@dataclass(frozen=True)
-class NumpyPermutation:
-    """A permutation in two files of int64; each call reads the range that it returns.
-
-    Reads instead of maps: the pages of a map would count as memory of every process.
-    """
-
-    folder: str
-    size: int
-
-    name = "numpy"
-
-    def write(self, name: str, values: Numbers) -> None:
-        with open(os.path.join(self.folder, name), "wb") as file:
+    for file_name, values in (("places", places), ("sources", sources)):
+        with open(os.path.join(folder, file_name), "wb") as file:
             file.write(values.data)
-
-    def places(self, start: int, stop: int) -> Numbers:
-        return self._read("places", start, stop)
-
-    def sources(self, start: int, stop: int) -> Numbers:
-        return self._read("sources", start, stop)
-
-    def _read(self, name: str, start: int, stop: int) -> Numbers:
-        path, values = os.path.join(self.folder, name), np.empty(0, np.int64)
-        with contextlib.suppress(FileNotFoundError):
-            values = np.fromfile(path, np.int64, stop - start, offset=8 * start)
-        if len(values) < stop - start:
-            raise DataError(
-                f"{path} is missing or has become shorter: places {start} to {stop} cannot be "
-                "read. Run the same command again, which makes the file again"
-            )
-        return values
-
-
-@dataclass(frozen=True)
-class KeyedRanges:
-    """Ranges of a `KeyedPermutation`, computed when they are needed."""
-
-    permutation: KeyedPermutation
-
-    name = "keyed"
-
-    @property
-    def size(self) -> int:
-        return self.permutation.size
-
-    def places(self, start: int, stop: int) -> Numbers:
-        return self.permutation.places(np.arange(start, stop, dtype=np.int64))
-
-    def sources(self, start: int, stop: int) -> Numbers:
-        return self.permutation.sources(np.arange(start, stop, dtype=np.int64))
+    return NumpyPermutation(folder, size)

@@ -34,7 +34,7 @@ from millrace.shuffling.memory_budget import (
     sizes_of,
 )
 from millrace.shuffling.permutations import Permutation
-from millrace.shuffling.shard_work import ScatterWork, Work
+from millrace.shuffling.shard_work import Work
 from millrace.shuffling.shuffle_items import Items
 
 _GOOD_WRITE_RATE = 1e9  # bytes per second, of a good disk
@@ -44,14 +44,13 @@ _LARGE_ITEM = 1 << 20  # bytes: a random read of this size is as fast as a seque
 
 
 class Rates(NamedTuple):
-    """Bytes per second of reading random items, and of reading consecutive ones."""
+    """Bytes per second of reading random items, of reading consecutive ones, and of writing."""
 
     random: float
     sequential: float
 
     @property
     def write(self) -> float:
-        """Bytes per second of writing, by the rate of sequential reads."""
         return min(self.sequential, _BEST_WRITE_RATE)
 
 
@@ -77,16 +76,12 @@ class ShufflePlan(ABC):
 
     @abstractmethod
     def work(self, items: Items, permutation: Permutation, starts: Numbers) -> Work:
-        """What the tasks need to know; see `Work`."""
+        """What the tasks need to know; `starts` are those of the shards."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes that the plan reads, and bytes that it writes."""
         return self.num_passes * self.sizes.num_bytes
-
-    def resumed(self, budget: Budget, workers: int) -> ShufflePlan:
-        """The plan with as many workers as another budget allows."""
-        return replace(self, workers=budget.num_workers(workers, self.buffer_size))
 
     def to_json(self) -> dict[str, Any]:
         return {"name": self.name, **asdict(self)}
@@ -105,35 +100,26 @@ class Gather(ShufflePlan):
     @classmethod
     def fit(cls, sizes: ItemSizes, budget: Budget, workers: int) -> ShufflePlan:
         if sizes.in_buffer <= min(LARGEST_BUFFER, budget.buffers):
-            return cls.in_one_bucket(sizes)
+            return cls(sizes=sizes, workers=1, buffer_size=sizes.in_buffer)
         workers, size = budget.shared(workers, *sizes.gather_buffers())
         return cls(sizes=sizes, workers=workers, buffer_size=size)
-
-    @classmethod
-    def in_one_bucket(cls, sizes: ItemSizes) -> Gather:
-        """The plan that reads all items into one buffer of the job's own process, in order."""
-        return cls(sizes=sizes, workers=1, buffer_size=sizes.in_buffer)
 
     @property
     def has_one_bucket(self) -> bool:
         return self.sizes.in_buffer <= self.buffer_size
 
     def seconds_per_byte(self, rates: Rates) -> float:
-        """Buckets are read while others are written, unless there is one."""
-        if self.has_one_bucket:
+        if self.has_one_bucket:  # else buckets are read while others are written
             return 1 / rates.sequential + 1 / rates.write
         if rates.random * self.workers >= _GOOD_WRITE_RATE:
             return 0.0  # reading keeps up with writing: nothing is faster
         return 1 / rates.random
 
     def work(self, items: Items, permutation: Permutation, starts: Numbers) -> Work:
-        """With one worker, a bucket may hold several shards."""
+        # With one worker, a bucket may hold several shards.
         cuts = starts if self.workers > 1 else starts[[0, -1]]
         buckets = group_bounds(items, permutation.sources, cuts, self.buffer_size)
-        return Work(items=items, permutation=permutation, starts=starts, buckets=buckets)
-
-    def resumed(self, budget: Budget, workers: int) -> ShufflePlan:
-        return self if self.has_one_bucket else super().resumed(budget, workers)
+        return Work(items, permutation, starts, buckets)
 
 
 class Scatter(ShufflePlan):
@@ -148,18 +134,12 @@ class Scatter(ShufflePlan):
         return cls(sizes=sizes, workers=workers, buffer_size=size)
 
     def seconds_per_byte(self, rates: Rates) -> float:
-        """One of the two passes writes while it reads."""
-        return 2 / rates.sequential + 1 / rates.write
+        return 2 / rates.sequential + 1 / rates.write  # one of two passes writes while it reads
 
     def work(self, items: Items, permutation: Permutation, starts: Numbers) -> Work:
-        """The buckets do not depend on the number of workers."""
-        return ScatterWork(
-            items=items,
-            permutation=permutation,
-            starts=starts,
-            buckets=group_bounds(items, permutation.sources, starts, self.buffer_size),
-            runs=group_bounds(items, np.arange, starts[[0, -1]], self.buffer_size),
-        )
+        buckets = group_bounds(items, permutation.sources, starts, self.buffer_size)
+        runs = group_bounds(items, np.arange, starts[[0, -1]], self.buffer_size)
+        return Work(items, permutation, starts, buckets, runs)
 
 
 PLANS: dict[str, type[Gather] | type[Scatter]] = {"gather": Gather, "scatter": Scatter}
@@ -168,22 +148,13 @@ PLANS: dict[str, type[Gather] | type[Scatter]] = {"gather": Gather, "scatter": S
 def choose_plan(
     items: Items, name: str, output_dir: str, memory: int | None, workers: int
 ) -> ShufflePlan:
-    """Chooses how the items move.
+    """The plan of that name, or the fastest one for "auto", with at most so many workers.
 
-    Args:
-        items: The items.
-        name: "auto", or the plan that the user wants.
-        output_dir: Folder of the output.
-        memory: Bytes of memory for the processes of the job; None: half of what is available.
-        workers: The largest number of workers.
-
-    Raises:
-        ConfigError: Too little memory.
-        MillraceError: Too little room on the disk.
+    An error if there is too little memory, or room on the disk.
     """
     sizes, budget = sizes_of(items), budget_of(memory, items)
     check_memory(budget, sizes, items)
-    free = _room_beside_output(items, sizes.num_bytes, output_dir)
+    free = check_room(items, sizes.num_bytes, output_dir)
     if name == "auto":
         return _best_plan(items, sizes, budget, workers, free)
     plan = PLANS[name].fit(sizes, budget, workers)
@@ -201,8 +172,7 @@ def resume_plan(
 ) -> ShufflePlan:
     """The plan that `to_json` gave, with as many workers as the memory allows now.
 
-    Raises:
-        ConfigError: Less memory than one worker of the plan needs. Without a limit, one works.
+    A ConfigError if a limit is less than one worker of the plan needs. Without a limit, one works.
     """
     fields = {**content, "sizes": ItemSizes(**content["sizes"])}
     plan = PLANS[fields.pop("name")](**fields)
@@ -214,16 +184,9 @@ def resume_plan(
             f"job was planned with buffers of {in_units(plan.buffer_size)}. Give memory={least} or "
             "more, or start over: --restart"
         )
-    return plan.resumed(budget, workers)
-
-
-def check_room(items: Items, output_dir: str) -> None:
-    """Raises a MillraceError if the disk has no room for the output, by the number of items alone.
-
-    With large weights, an output may be too large even for its permutation to be computed.
-    """
-    least = items.num_items * (items.item_size or 0) * items.dtype.itemsize
-    _room_beside_output(items, least, output_dir)
+    if isinstance(plan, Gather) and plan.has_one_bucket:
+        return plan
+    return replace(plan, workers=budget.num_workers(workers, plan.buffer_size))
 
 
 def _best_plan(
@@ -239,7 +202,7 @@ def _best_plan(
     rates = read_rates(items, mean=mean, size=min(16 * MB, budget.buffers // 4))
     plans = [gather, Scatter.fit(sizes, budget, workers)]
     if sizes.in_buffer <= budget.buffers:
-        plans.insert(1, Gather.in_one_bucket(sizes))
+        plans.insert(1, Gather(sizes=sizes, workers=1, buffer_size=sizes.in_buffer))
     plan = min(plans, key=lambda plan: plan.seconds_per_byte(rates))
     reason = (
         f"the disk reads {in_units(rates.random)} of random items a second, and "
@@ -251,8 +214,8 @@ def _best_plan(
     return replace(plan, reason=reason)
 
 
-def _room_beside_output(items: Items, num_bytes: int, output_dir: str) -> int:
-    """Free bytes of the disk beside an output of `num_bytes` and its indices; an error if none."""
+def check_room(items: Items, num_bytes: int, output_dir: str) -> int:
+    """Free bytes of the disk beside the indices of an output; a MillraceError without room."""
     status, index_size = os.statvfs(output_dir), _INDEX_ENTRY * items.num_items
     free = status.f_bavail * status.f_frsize
     if free < num_bytes + index_size:
@@ -262,8 +225,6 @@ def _room_beside_output(items: Items, num_bytes: int, output_dir: str) -> int:
         )
     return free - index_size
 
-
-# ---- the rates of the disk ----
 
 _NUM_ITEMS = 256  # random items
 _NUM_GROUPS = 8  # of random items: their median, as another process may interrupt one of them

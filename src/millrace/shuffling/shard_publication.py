@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -38,38 +38,46 @@ from millrace.shards.metadata import (
 from millrace.shuffling.shard_work import SHARD
 
 Report = Callable[[int, int], None]  # of the number of files that are done, and of all
-
-JOB = SHUFFLE_JOURNAL.removesuffix(JOURNAL)
-"""Name of the job's files in the output folder, without their endings."""
-
+JOB = SHUFFLE_JOURNAL.removesuffix(JOURNAL)  # first part of the names of the job's files
 _FLUSHES = 8  # files that are flushed at a time
-_SHARD = re.compile(r"shard_[0-9]{4,}\.(bin|idx|info\.json|origins\.parquet)")
+_OUTPUT = re.compile(
+    r"shard_[0-9]{4,}\.(bin|idx|info\.json|origins\.parquet)|metadata\.json(\.(.*\.)?tmp)?"
+)
 
 
-def check_folder(folder: str) -> None:
-    """Raises a ConfigError if the output folder holds anything but an output or a journal."""
+@contextlib.contextmanager
+def output_folder(folder: str) -> Iterator[None]:
+    """Makes the output folder, or checks that it holds nothing but an output or a journal.
+
+    A new one is removed again if the job leaves nothing in it.
+    """
     try:
         entries = sorted(os.listdir(folder))
     except FileNotFoundError:
+        _make_folder(folder)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)
         return
-    except NotADirectoryError:
-        file = folder
-        while not os.path.exists(file):  # a folder in a file
-            file = os.path.dirname(file)
-        raise ConfigError(f"{file} is a file; give a folder for the output") from None
+    except NotADirectoryError:  # it is a file, or lies in one
+        while not os.path.exists(folder):
+            folder = os.path.dirname(folder)
+        raise ConfigError(f"{folder} is a file; give a folder for the output") from None
     may_have_shards = SHUFFLE_JOURNAL in entries or METADATA in entries  # of this job
     for entry in entries:
-        if not (entry.startswith(f"{JOB}.") or (_is_output(entry) and may_have_shards)):
+        if not (entry.startswith(f"{JOB}.") or (_OUTPUT.fullmatch(entry) and may_have_shards)):
             raise ConfigError(
                 f"{folder} is not empty: it holds {entry}. Give an empty folder, or remove what is "
                 "in it"
             )
+    yield
 
 
-def make_folder(folder: str) -> None:
-    """Makes the output folder, and its parents; another process may do the same."""
+def _make_folder(folder: str) -> None:
     try:
-        os.makedirs(folder, exist_ok=True)
+        os.makedirs(folder, exist_ok=True)  # another process may do the same
         fsync_folder(absolute_path(folder))
     except OSError as error:
         reason = error.strerror or str(error)
@@ -88,16 +96,13 @@ def output_files(folder: str, num_shards: int) -> list[str]:
 
 def remove_output(folder: str) -> None:
     """Removes the output of an earlier job: the shards first, and the metadata last."""
-    for entry in sorted(filter(_is_output, os.listdir(folder)), reverse=True):
+    for entry in sorted(filter(_OUTPUT.fullmatch, os.listdir(folder)), reverse=True):
         os.unlink(os.path.join(folder, entry))
     fsync_folder(metadata_path(folder))
 
 
 def publication(done: Sequence[Done], metadata: dict[str, Any]) -> dict[str, Any]:
-    """What steps 3 and 4 need, as plain JSON, of the task of each shard.
-
-    `metadata` are the fields of `ShardsMetadata`, without the checksums.
-    """
+    """What steps 3 and 4 need, as plain JSON; `metadata` lacks only the checksums."""
     files, checksums = [], {}
     for shard, task in enumerate(done):
         for name, (size, digest) in task.record["files"].items():
@@ -128,12 +133,8 @@ def flush_shards(done: Sequence[Done], report: Report) -> None:
 def publish(source: str, folder: str, content: dict[str, Any], report: Report | None) -> None:
     """Renames the shards and writes the metadata; an earlier run may have done a part of it.
 
-    Args:
-        source: The journal's folder of the run.
-        folder: The output folder.
-        content: What `publication` has returned.
-        report: Called after each file that was compared with its checksum; None: the files are as
-            this process has written them.
+    `source` is the journal's folder of the run, and `content` what `publication` has returned. With
+    `report`, files are compared with their checksums; else this process has written them.
     """
     files, checksums = content["files"], content["metadata"]["checksums"]
     for count, (attempt, name, target, size) in enumerate(files, 1):
@@ -155,8 +156,3 @@ def publish(source: str, folder: str, content: dict[str, Any], report: Report | 
         os.unlink(left)
     fsync_folder(path)
     write_metadata(folder, ShardsMetadata(**content["metadata"]))
-
-
-def _is_output(entry: str) -> bool:
-    is_temporary = entry.startswith(f"{METADATA}.") and entry.endswith(".tmp")
-    return entry == METADATA or is_temporary or _SHARD.fullmatch(entry) is not None

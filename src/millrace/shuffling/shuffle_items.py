@@ -25,12 +25,8 @@ class Items(Protocol):
     Items can be pickled: they hold paths and tables of the domains and files. Tables that grow with
     the number of documents are in files of the job's folder.
 
-    Attributes:
-        contents: What the items are of.
-        dtype: Dtype of the tokens: uint16, uint32 or int32, little-endian.
-        num_items: Number of items.
-        item_size: Number of tokens of each item; None: they differ.
-        has_origins: Whether the shards get sidecars of their documents' origins, which takes Arrow.
+    `item_size` is the number of tokens of each item; None: they differ. With `has_origins`, the
+    shards get sidecars of their documents' origins, which takes Arrow.
     """
 
     @property
@@ -98,7 +94,6 @@ class WeightedUnits:
         self._product_type: Any = object if is_large else np.int64  # of exact, slow integers
 
     def units(self, items: Numbers) -> Numbers:
-        """The unit of each item: int64 [n]."""
         if self._is_identity:
             return items
         domains = np.searchsorted(self._first_items, items, side="right") - 1
@@ -129,34 +124,30 @@ class WeightedUnits:
 
 
 class DomainCounts(NamedTuple):
-    """The items of one domain, whose numbers follow those of the domain before.
-
-    An item that a weight takes twice counts twice. `num_left` tokens, the remainders of the files,
-    are in no item.
-    """
+    """The items of one domain, whose numbers follow those of the domain before."""
 
     name: str
     num_files: int
-    num_items: int
+    num_items: int  # one that a weight takes twice counts twice
     num_tokens: int
-    num_left: int
+    num_left: int  # tokens that are in no item: the remainders of the files
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Contents:
     """The domains and files that items are of, for people and for the metadata.
 
-    Attributes:
-        domains: The domains, sorted by name.
-        inputs: The files, sorted by domain and path, as `metadata.json` lists them: `domain`,
-            `path`, `size`, `mtime_ns`, `index_mtime_ns`, `num_items` (which begin in the file) and
-            `num_tokens` of each.
-        notices: Sentences about the input that a user should read.
+    The inputs are the files, sorted by domain and path, as `metadata.json` lists them; its
+    `num_items` begin in the file.
     """
 
-    domains: tuple[DomainCounts, ...]
+    domains: list[DomainCounts]
     inputs: list[dict[str, Any]]
-    notices: tuple[str, ...]
+    notices: list[str]
+
+    @property
+    def domain_stats(self) -> dict[str, int]:
+        return {domain.name: domain.num_items for domain in self.domains}
 
     def table(self, unit: str) -> str:
         """A table of the domains, for people; `unit` is "sequences" or "documents"."""
@@ -177,12 +168,8 @@ def contents_of(
 ) -> Contents:
     """The contents of items.
 
-    Args:
-        found: The input.
-        units: How often its units are taken.
-        unit_name: What a unit is, for notices: "document".
-        first_units: First unit of each file, and the end: int64 [files + 1].
-        num_left: Number of tokens of each domain that are in no unit.
+    `first_units` are the first unit of each file, and the end: int64 [files + 1]. `num_left` tokens
+    of each domain are in no unit.
     """
     domains: list[DomainCounts] = []
     inputs: list[dict[str, Any]] = []
@@ -201,17 +188,12 @@ def contents_of(
                     "num_tokens": file.num_tokens,
                 }
             )
-        counts = DomainCounts(
-            name=domain.name,
-            num_files=len(domain.files),
-            num_items=units.num_items[number],
-            num_tokens=sum(file.num_tokens for file in domain.files),
-            num_left=num_left[number],
-        )
-        domains.append(counts)
-        if counts.num_items == 0 and domain.files:
-            notices.append(_shortage(domain, counts.num_tokens, bounds[-1] - bounds[0], unit_name))
-    return Contents(domains=tuple(domains), inputs=inputs, notices=tuple(notices))
+        num_items, num_tokens = units.num_items[number], sum(f.num_tokens for f in domain.files)
+        counts = len(domain.files), num_items, num_tokens, num_left[number]
+        domains.append(DomainCounts(domain.name, *counts))
+        if num_items == 0 and domain.files:
+            notices.append(_shortage(domain, num_tokens, bounds[-1] - bounds[0], unit_name))
+    return Contents(domains, inputs, notices)
 
 
 def _shortage(domain: Domain, num_tokens: int, num_units: int, unit_name: str) -> str:

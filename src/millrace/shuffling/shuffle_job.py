@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from dataclasses import asdict, dataclass, replace
@@ -38,8 +37,6 @@ from millrace.shuffling.whole_documents import DocumentItems
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_PUBLICATION, _PERMUTATION, _PLAN = "publication", "permutation", "plan"
-
 
 @dataclass(frozen=True, kw_only=True)
 class ShuffleResult:
@@ -53,8 +50,7 @@ class ShuffleResult:
         shard_sizes: Number of items in each shard.
         domain_stats: Number of items of each domain.
         permutation: "numpy" or "keyed".
-        plan: "gather" or "scatter".
-        reason: Reason for the plan.
+        plan, reason: "gather" or "scatter", and why.
         workers: Number of workers.
         bytes_read, bytes_written: Bytes of items that the plan reads and writes.
         num_tasks_done, num_tasks_kept: Number of tasks of this run, and of earlier runs that were
@@ -115,27 +111,21 @@ def shuffle(
     found = find_domains(checked.inputs, dtype=checked.dtype, has_documents=checked.documents)
     check_apart(checked)
     folder = checked.folder
-    with contextlib.ExitStack() as stack:
-        publication.check_folder(folder)
-        if not os.path.isdir(folder):
-            publication.make_folder(folder)
-            stack.callback(_remove_empty, folder)  # of a job that fails at its start
-        run = stack.enter_context(
-            Run(
-                os.path.join(folder, publication.JOB),
-                identity(checked, found),
-                outputs=publication.output_files(folder, checked.num_shards),
-                engine=checked.engine,
-                restart=checked.restart,
-                on_restart=lambda: publication.remove_output(folder),
-                show_progress=checked.show_progress,
-            )
-        )
+    job = Run(
+        os.path.join(folder, publication.JOB),
+        identity(checked, found),
+        outputs=publication.output_files(folder, checked.num_shards),
+        engine=checked.engine,
+        restart=checked.restart,
+        on_restart=lambda: publication.remove_output(folder),
+        show_progress=checked.show_progress,
+    )
+    with publication.output_folder(folder), job as run:
         if run.result is not None:
             run.note(ALREADY)
             result = _earlier(ShuffleResult(**run.result))
             return replace(result, seconds=0.0, notices=[*result.notices, ALREADY])
-        content = run.stored(_PUBLICATION)
+        content = run.stored("publication")
         is_new = content is None
         if is_new:
             content = _write(run, checked, _make_items(run, checked, found))
@@ -151,11 +141,6 @@ def shuffle(
     return result
 
 
-def _remove_empty(folder: str) -> None:
-    with contextlib.suppress(OSError):
-        os.rmdir(folder)
-
-
 def _earlier(result: ShuffleResult) -> ShuffleResult:
     """The result of an earlier run, whose tasks this run keeps."""
     return replace(
@@ -164,12 +149,12 @@ def _earlier(result: ShuffleResult) -> ShuffleResult:
 
 
 def _make_items(run: Run, options: ShuffleOptions, found: Input) -> Items:
+    items: Items
     with run.phase("phase 1: files") as progress:
-        items: Items
         if options.documents:
             items = DocumentItems(found, run.scratch)
         else:
-            items = SequenceItems(found, seq_len=options.seq_len, carry=options.carry)
+            items = SequenceItems(found, options.seq_len, options.carry)
         contents = items.contents
         for notice in contents.notices:
             progress.note(f"millrace: {notice}")
@@ -184,11 +169,13 @@ def _make_items(run: Run, options: ShuffleOptions, found: Input) -> Items:
 
 def _write(run: Run, options: ShuffleOptions, items: Items) -> dict[str, Any]:
     """Writes all shards into the journal, and stores there how they are published."""
-    if run.stored(_PLAN) is None:
-        check_room(items, options.folder)
+    if run.stored("plan") is None:
+        # With large weights, it may be too large even for its permutation to be computed.
+        num_tokens = items.num_items * (items.item_size or 0)
+        check_room(items, num_tokens * items.dtype.itemsize, options.folder)
     permutation, distribution = _permute(run, options, items)
     arguments = options.plan, options.folder, options.memory, options.workers
-    content = run.once(_PLAN, lambda: choose_plan(items, *arguments).to_json())
+    content = run.once("plan", lambda: choose_plan(items, *arguments).to_json())
     plan = resume_plan(content, items, options.memory, options.workers)
     with run.phase("phase 3: plan") as progress:
         starts = starts_of(even_sizes(items.num_items, options.num_shards))
@@ -205,9 +192,7 @@ def _write(run: Run, options: ShuffleOptions, items: Items) -> dict[str, Any]:
         num_items=items.num_items,
         num_tokens=num_bytes // items.dtype.itemsize,
         num_bytes=num_bytes,
-        shard_sizes=metadata["shard_sizes"],
-        domain_stats=metadata["domain_stats"],
-        permutation=permutation.name,
+        **{name: metadata[name] for name in ("shard_sizes", "domain_stats", "permutation")},
         plan=plan.name,
         reason=plan.reason,
         workers=plan.workers,
@@ -216,11 +201,11 @@ def _write(run: Run, options: ShuffleOptions, items: Items) -> dict[str, Any]:
         num_tasks_done=run.num_done,
         num_tasks_kept=run.num_kept,
         seconds=0.0,
-        notices=list(items.contents.notices),
+        notices=items.contents.notices,
     )
     metadata["distribution"] = distribution_json(distribution)
     content = {**publication.publication(done, metadata), "result": asdict(result)}
-    run.store(_PUBLICATION, content)
+    run.store("publication", content)
     return content
 
 
@@ -232,14 +217,12 @@ def _permute(run: Run, options: ShuffleOptions, items: Items) -> tuple[Permutati
         memory = budget_of(options.memory, items).buffers
         return choose_permutation(options.permutation, size, memory, options.unit)
 
-    name = run.once(_PERMUTATION, choose)
+    name = run.once("permutation", choose)
     with run.phase(label) as progress:
         progress.note(f"{label} {name} of {size:,} {options.unit}, seed {options.seed}")
         permutation = make_permutation(name, size, options.seed, run.scratch)
-        domains = {domain.name: domain.num_items for domain in items.contents.domains}
-        distribution = measure_distribution(
-            permutation, domains, even_sizes(size, options.num_shards)
-        )
+        shard_sizes = even_sizes(size, options.num_shards)
+        distribution = measure_distribution(permutation, items.contents.domain_stats, shard_sizes)
         progress.note(format_distribution(distribution))
         check_distribution(distribution)
     return permutation, distribution
@@ -253,7 +236,7 @@ def _metadata(options: ShuffleOptions, items: Items, permutation: str) -> dict[s
     return {
         **counts,
         "num_shards": options.num_shards,
-        "domain_stats": {domain.name: domain.num_items for domain in items.contents.domains},
+        "domain_stats": items.contents.domain_stats,
         "shard_sizes": even_sizes(items.num_items, options.num_shards).tolist(),
         "dtype": items.dtype.name,
         "seed": options.seed,

@@ -39,11 +39,7 @@ _job = partial(option, group="job", identity="never")
 
 @dataclass(frozen=True, kw_only=True)
 class ShuffleOptions:
-    """The options of a shuffle, checked; each field says what it is.
-
-    Raises:
-        ConfigError: An option that cannot work.
-    """
+    """The options of a shuffle; a ConfigError for one that cannot work."""
 
     input_dir: StrPath | None = option(
         "folder with a folder for each domain: .bin, .npy, or .bin with .idx",
@@ -114,10 +110,10 @@ class ShuffleOptions:
     def __post_init__(self) -> None:
         check_options(self)
         if (self.input_dir is None) == (self.input_list is None):
+            is_missing = self.input_dir is None
+            both = "input_dir and input_list are both given; leave one of them out"
             raise ConfigError(
-                "there is no input; give input_dir or input_list"
-                if self.input_dir is None
-                else "input_dir and input_list are both given; leave one of them out"
+                "there is no input; give input_dir or input_list" if is_missing else both
             )
         if self.documents and self.carry:
             raise ConfigError(
@@ -129,12 +125,10 @@ class ShuffleOptions:
 
     @property
     def inputs(self) -> Inputs:
-        """Folder of the domains, or weight and path of each."""
         return self.input_list if self.input_dir is None else os.fspath(self.input_dir)
 
     @property
     def folder(self) -> str:
-        """Folder of the shards."""
         return os.fspath(self.output_dir)
 
     @property
@@ -164,12 +158,9 @@ class ShuffleKeywords(TypedDict, total=False):
 
 def identity(options: ShuffleOptions, found: Input) -> dict[str, Any]:
     """All that decides the output, for the journal: a job that differs cannot continue with it."""
-    entries: dict[str, Any] = {
-        "job": "shuffle 3",
-        **identity_of(options),
-        "seq_len": None if options.documents else options.seq_len,
-        "number of inputs": len(found.files),
-    }
+    seq_len = None if options.documents else options.seq_len
+    entries: dict[str, Any] = {"job": "shuffle 3", **identity_of(options), "seq_len": seq_len}
+    entries["number of inputs"] = len(found.files)
     numbers = itertools.count(1)
     for domain in found.domains:
         entries[f"domain {domain.name}"] = {"weight": str(domain.weight)}
@@ -194,9 +185,8 @@ def check_apart(options: ShuffleOptions) -> None:
             raise ConfigError(f"{folder} is both input and output; give another output folder")
         common = os.path.commonpath([source, target])
         if common == source:
-            raise ConfigError(
-                f"{folder} lies inside the input {path}; give an output folder outside it"
-            )
+            problem = f"{folder} lies inside the input {path}; give an output folder outside it"
+            raise ConfigError(problem)
         if common == target:
             raise ConfigError(
                 f"the input {path} lies inside {folder}; give an output folder that does not hold "

@@ -42,18 +42,8 @@ class TokenFile:
     sidecars: dict[str, list[int]] = field(default_factory=dict)  # size and time by kind
 
 
-def open_token_file(path: str, *, raw_dtype: np.dtype[Any], has_documents: bool) -> TokenFile:
-    """Opens a `.bin` or `.npy` file, and checks it.
-
-    Args:
-        path: Absolute path of the file.
-        raw_dtype: Dtype of the tokens if it is a raw file.
-        has_documents: Whether it must be an indexed dataset, whose documents are known.
-
-    Raises:
-        ConfigError: A file that is not an indexed dataset.
-        DataError: A file that is damaged, cannot be read, or has a dtype outside `DTYPES`.
-    """
+def open_token_file(path: str, raw_dtype: np.dtype[Any], has_documents: bool) -> TokenFile:
+    """Opens a `.bin` or `.npy` file, and checks it; see `find_domains`."""
     with read_errors_of(path):
         status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
@@ -67,16 +57,8 @@ def open_token_file(path: str, *, raw_dtype: np.dtype[Any], has_documents: bool)
         )
     # A file that cannot be read is an error now, not in the middle of the job.
     with read_errors_of(path), open(path, "rb"):
-        open_array = _open_array if path.endswith(".npy") else _open_raw
-        dtype, byte_offset, num_tokens = open_array(path, status.st_size, raw_dtype)
-    return TokenFile(
-        path=path,
-        dtype=dtype,
-        byte_offset=byte_offset,
-        num_tokens=num_tokens,
-        size=status.st_size,
-        mtime_ns=status.st_mtime_ns,
-    )
+        place = _place(path, status.st_size, raw_dtype)
+    return TokenFile(path=path, size=status.st_size, mtime_ns=status.st_mtime_ns, **place)
 
 
 @contextlib.contextmanager
@@ -90,16 +72,16 @@ def read_errors_of(path: str) -> Iterator[None]:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
-def _open_raw(path: str, size: int, dtype: np.dtype[Any]) -> tuple[np.dtype[Any], int, int]:
-    if size % dtype.itemsize:
+def _place(path: str, size: int, raw_dtype: np.dtype[Any]) -> dict[str, Any]:
+    """The place and the dtype of the tokens in a raw or a NumPy file."""
+    if not path.endswith(".npy"):
+        if size % raw_dtype.itemsize == 0:
+            return {"dtype": raw_dtype, "num_tokens": size // raw_dtype.itemsize}
         raise DataError(
-            f"{path} has {size} bytes, which is not a multiple of {dtype.itemsize}, the size of "
-            f"{dtype}: it is truncated, or has another dtype. Write it again, or correct --dtype"
+            f"{path} has {size} bytes, which is not a multiple of {raw_dtype.itemsize}, the size "
+            f"of {raw_dtype}: it is truncated, or has another dtype. Write it again, or correct "
+            "--dtype"
         )
-    return dtype, 0, size // dtype.itemsize
-
-
-def _open_array(path: str, size: int, _: np.dtype[Any]) -> tuple[np.dtype[Any], int, int]:
     try:
         array: Any = np.lib.format.open_memmap(path, mode="r")
     except (ValueError, TypeError, OverflowError, SyntaxError, tokenize.TokenError) as error:
@@ -120,7 +102,7 @@ def _open_array(path: str, size: int, _: np.dtype[Any]) -> tuple[np.dtype[Any], 
             f"{path} has {size} bytes, but its array ends at byte {end}: other data follow, or the "
             "file has just changed. Save each array in a file"
         )
-    return array.dtype, array.offset, array.size
+    return {"dtype": array.dtype, "num_tokens": array.size, "byte_offset": array.offset}
 
 
 def _open_indexed(prefix: str) -> TokenFile:
@@ -165,9 +147,6 @@ def _check_dtype(path: str, dtype: np.dtype[Any]) -> None:
     )
 
 
-# ---- reading ----
-
-
 def read_files(
     files: Sequence[TokenFile],
     file_numbers: Numbers,
@@ -178,16 +157,9 @@ def read_files(
     *,
     or_words: bool = False,
 ) -> int:
-    """Reads pieces of files to any places of a buffer. At most one file is open at a time.
+    """Reads pieces of files, whose numbers ascend, to any places of a buffer.
 
-    Args:
-        files: The files.
-        file_numbers: Number of each piece's file, ascending: int64 [n].
-        byte_offsets: Where each piece starts in its file: int64 [n].
-        sizes: Size of each piece in bytes: int64 [n].
-        buffer: uint8 [m].
-        targets: Where each piece starts in the buffer: int64 [n].
-        or_words: Whether to return the bitwise OR of all 32-bit words that were read, and not 0.
+    At most one file is open at a time. See `_native.read_pieces` for the other arguments.
 
     Raises:
         DataError: A file that is gone, has changed, or cannot be read.

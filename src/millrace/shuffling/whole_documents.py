@@ -1,36 +1,42 @@
-"""Items that are whole documents of indexed datasets, with their sequences, modes and origins."""
+"""Items that are whole documents of indexed datasets, with their sequences, modes and origins.
+
+What belongs to a document is looked up in tables, which are files: only the rows that are needed
+take memory.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterator
-from dataclasses import replace
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
-from millrace.errors import ConfigError
-from millrace.files import atomic_file
-from millrace.provenance import has_origins
+from millrace import _native
+from millrace.errors import ConfigError, DataError
+from millrace.files import atomic_file, naming
+from millrace.provenance import Origins, OriginsWriter, has_origins
 from millrace.ragged import Numbers, starts_of
-from millrace.shuffling.document_tables import DocumentOrigins, DocumentTables
 from millrace.shuffling.domains import Input
 from millrace.shuffling.shuffle_items import ItemsAt, WeightedUnits, contents_of
-from millrace.shuffling.token_files import read_files
-from millrace.store.columns import write_index
+from millrace.shuffling.token_files import TokenFile, read_files
+from millrace.store import IndexedDataset, layout
+from millrace.store.columns import Entries, write_index
 from millrace.store.info import Info
-from millrace.store.publish import idx_path, info_path, origins_path
+from millrace.store.publish import idx_path, info_path, open_pair, origins_path
 
 _BLOCK = 1 << 13  # documents that are read, or whose entries are written, at a time
+_ENTRIES = 1 << 18  # entries of an index that are copied at a time
+_MOST_SEQUENCES = 1 << 17  # sequences whose entries are written at a time, about
+_DOCUMENTS = 1 << 16  # documents whose origins are copied at a time: a row group of the sidecar
 
 
 class DocumentItems:
-    """Whole documents; see `Items`.
-
-    Args:
-        found: The input, of indexed datasets.
-        folder: Folder for tables of the documents, which all workers can read.
+    """Whole documents of indexed datasets; see `Items`. All workers can read the folder.
 
     Raises:
         ConfigError: An input without documents, of two dtypes or tokenizers, files with and without
@@ -63,7 +69,7 @@ class DocumentItems:
                 f"{len(missing)} of {len(files)} files have no origins of their documents "
                 f"({missing[0]} is the first), so the shards have none"
             )
-            found = replace(found, notices=(*found.notices, notice))
+            found = replace(found, notices=[*found.notices, notice])
         self.contents = contents_of(
             found,
             self._units,
@@ -77,8 +83,12 @@ class DocumentItems:
         return self._origins is not None
 
     def sizes(self, numbers: Numbers) -> Numbers:
-        first, end = self._tables.token_ranges(self._units.units(numbers))
-        return np.asarray(end - first)
+        sizes = np.empty_like(numbers)
+        for start in range(0, len(numbers), _BLOCK):
+            part = slice(start, start + _BLOCK)
+            ranges = self._tables.token_ranges(self._units.units(numbers[part]))
+            sizes[part] = np.diff(ranges, axis=0)
+        return sizes
 
     def read(self, numbers: Numbers, buffer: NDArray[Any], targets: Numbers) -> None:
         documents, targets = self._units.ascending_units(numbers, targets)
@@ -120,3 +130,204 @@ class DocumentItems:
                 file.write(info.to_json().encode())
             paths.append(info_path(prefix))
         return paths
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of one dtype in a file."""
+
+    path: str
+    dtype: DTypeLike
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[Callable[[NDArray[Any]], object]]:
+        """Writes the file; yields a function that appends rows."""
+        with naming(self.path), open(self.path, "wb") as file:
+            yield lambda rows: file.write(np.ascontiguousarray(rows, self.dtype).data)
+
+    def ranges(self, starts: Numbers, counts: Numbers) -> NDArray[Any]:
+        """Rows [starts[i], starts[i] + counts[i]) for each i, one after the other."""
+        ends = np.cumsum(counts)
+        rows = np.empty(int(counts.sum()), self.dtype)
+        size = rows.itemsize
+        with naming(self.path), open(self.path, "rb", buffering=0) as file:
+            _native.read_pieces(
+                file.fileno(), starts * size, counts * size, rows.view("u1"), (ends - counts) * size
+            )
+        return rows
+
+    def rows(self, numbers: Numbers) -> NDArray[Any]:
+        """The rows of these numbers, an array of any shape."""
+        # Ascending, and each once: then neighbours are read together.
+        unique, places = np.unique(numbers, return_inverse=True)
+        return self.ranges(unique, np.ones_like(unique))[places.reshape(numbers.shape)]
+
+
+class DocumentTables:
+    """The documents of files, by number. Documents, sequences and tokens are numbered over all.
+
+    starts     first token of each sequence, and the end of the last one
+    documents  first sequence of each document, and the end of the last one; not read if each
+               document is one sequence
+    modes      mode of each sequence, if the files have modes
+    """
+
+    def __init__(self, files: Sequence[TokenFile], folder: str) -> None:
+        self.has_modes, self._is_single = _have_modes(files), True
+        self._starts = Table(os.path.join(folder, "starts"), np.int64)
+        self._documents = Table(os.path.join(folder, "documents"), np.int64)
+        self._modes = Table(os.path.join(folder, "modes"), np.int8)
+        token = sequence = 0
+        with (
+            self._starts.writing() as add_starts,
+            self._documents.writing() as add_documents,
+            self._modes.writing() as add_modes,
+        ):
+            for file in files:
+                index = _open_index(file)
+                for start in range(0, file.num_sequences, _ENTRIES):
+                    add_starts(token + _first_tokens(index, start))
+                    if self.has_modes:
+                        add_modes(index.read("modes", start, _ENTRIES))
+                for start in range(0, file.num_documents, _ENTRIES):
+                    entries = index.read("documents", start, _ENTRIES + 1)
+                    if problem := layout.document_problem(entries, file.num_sequences, start):
+                        raise layout.index_damage(index.path[:-4], problem)
+                    add_documents(sequence + entries[:-1])
+                    self._is_single &= bool((np.diff(entries) == 1).all())
+                token, sequence = token + file.num_tokens, sequence + file.num_sequences
+            add_starts(np.array([token]))
+            add_documents(np.array([sequence]))
+
+    def token_ranges(self, documents: Numbers) -> Numbers:
+        """The first token of each document, and the end of its tokens: int64 [2, n]."""
+        ranges: Numbers = self._starts.rows(self._sequence_ranges(documents))
+        return ranges
+
+    def entries(self, documents: Numbers) -> Iterator[Entries]:
+        """The entries of an index with these documents, some at a time."""
+        firsts, ends = self._sequence_ranges(documents)
+        totals = np.cumsum(ends - firsts)
+        cuts = np.searchsorted(totals, np.arange(_MOST_SEQUENCES, totals[-1], _MOST_SEQUENCES))
+        for low, high in itertools.pairwise([0, *np.unique(cuts).tolist(), len(documents)]):
+            first, counts = firsts[low:high], (ends - firsts)[low:high]
+            steps = np.diff(self._starts.ranges(first, counts + 1))
+            lengths = np.delete(steps, np.cumsum(counts + 1)[:-1] - 1)  # not those between ranges
+            modes = self._modes.ranges(first, counts) if self.has_modes else None
+            yield Entries(lengths, counts, modes)
+
+    def _sequence_ranges(self, documents: Numbers) -> Numbers:
+        """The first sequence of each document, and the end of its sequences: int64 [2, n]."""
+        ranges = np.stack([documents, documents + 1])
+        return ranges if self._is_single else self._documents.rows(ranges)
+
+
+def _have_modes(files: Sequence[TokenFile]) -> bool:
+    """Whether the files have modes; a ConfigError if some have them and others do not."""
+    with_modes = [file for file in files if file.has_modes]
+    without = [file for file in files if file.num_sequences > 0 and not file.has_modes]
+    if with_modes and without:
+        raise ConfigError(
+            f"{with_modes[0].path} has modes, and {without[0].path} has none: all files must have "
+            "modes, or none. Shuffle them in two jobs"
+        )
+    return bool(with_modes)
+
+
+def _open_index(file: TokenFile) -> layout.IndexFile:
+    """Opens the index of a file; a DataError if it has changed since it was found."""
+    assert file.prefix is not None
+    data, index = open_pair(file.prefix)
+    assert data is not None
+    times = index.identity.time, data.identity.time
+    if times != (file.index_mtime_ns, file.mtime_ns) or data.size != file.size:
+        raise DataError(
+            f"{file.prefix}.bin/.idx changed while the job began; leave the input as it is until "
+            "the job has ended, and run the same command again"
+        )
+    return layout.IndexFile(file.prefix, index)
+
+
+def _first_tokens(index: layout.IndexFile, start: int) -> Numbers:
+    """The first token of each sequence from number `start` on; a DataError if one is misplaced."""
+    lengths = index.read("lengths", start, _ENTRIES)
+    pointers = index.read("pointers", start, _ENTRIES)
+    size = index.header.dtype.itemsize
+    byte = 0
+    if start > 0:
+        before = start - 1
+        byte = index.entry("pointers", before) + index.entry("lengths", before) * size
+    problem, _ = layout.sequence_problem(lengths, pointers, size, byte, start)
+    if problem:
+        raise layout.index_damage(index.path[:-4], problem)
+    return pointers // size
+
+
+_ORIGIN = np.dtype(
+    [
+        ("source", "<i4"),  # place in the list of sources
+        ("id_size", "<i4"),  # bytes; -1: no id
+        ("line", "<i8"),
+        ("byte_offset", "<i8"),
+        ("id_start", "<i8"),  # first byte in the table of ids
+    ]
+)
+
+
+class DocumentOrigins:
+    """The origins of the documents of indexed datasets, by number, as tables in a folder."""
+
+    def __init__(self, files: Sequence[TokenFile], folder: str) -> None:
+        self._table = Table(os.path.join(folder, "origins"), _ORIGIN)
+        self._ids = Table(os.path.join(folder, "ids"), np.uint8)
+        sources: dict[str, int] = {}
+        id_start = 0
+        with self._table.writing() as add_rows, self._ids.writing() as add_ids:
+            for origins in _origins_of(files):
+                numbers = [sources.setdefault(name, len(sources)) for name in origins.sources]
+                ids = [None if id_ is None else id_.encode() for id_ in origins.ids]
+                rows = np.empty(len(ids), _ORIGIN)
+                rows["source"] = np.array(numbers, np.int32)[origins.source_numbers]
+                rows["line"], rows["byte_offset"] = origins.lines, origins.byte_offsets
+                rows["id_size"] = [-1 if id_ is None else len(id_) for id_ in ids]
+                sizes = np.maximum(rows["id_size"], 0)
+                ends = id_start + np.cumsum(sizes, dtype=np.int64)
+                rows["id_start"] = ends - sizes
+                id_start = int(ends[-1])
+                add_rows(rows)
+                add_ids(np.frombuffer(b"".join(filter(None, ids)), np.uint8))
+        self._sources = list(sources)
+
+    def write(self, prefix: str, documents: Iterable[Numbers]) -> None:
+        """Writes the sidecar of a pair, which is there; `documents` are its own, some at a time."""
+        with OriginsWriter(prefix, durable=False) as writer:
+            for numbers in documents:
+                writer.add(*self._read(numbers))
+
+    def _read(self, documents: Numbers) -> Origins:
+        rows = self._table.rows(documents)
+        sizes = np.maximum(rows["id_size"], 0).astype(np.int64)
+        data = self._ids.ranges(rows["id_start"].astype(np.int64), sizes).tobytes()
+        ids = [
+            None if size < 0 else data[end - size : end].decode()
+            for size, end in zip(rows["id_size"].tolist(), np.cumsum(sizes).tolist(), strict=True)
+        ]
+        numbers, places = np.unique(rows["source"], return_inverse=True)
+        names = [self._sources[number] for number in numbers.tolist()]
+        return Origins(names, places.astype(np.int32), rows["line"], rows["byte_offset"], ids)
+
+
+def _origins_of(files: Sequence[TokenFile]) -> Iterator[Origins]:
+    """The origins of all documents, some at a time."""
+    for file in files:
+        if file.prefix is None or file.num_documents == 0:
+            continue
+        with IndexedDataset(file.prefix) as dataset:
+            for start in range(0, file.num_documents, _DOCUMENTS):
+                origins = dataset.origins(start, min(start + _DOCUMENTS, file.num_documents))
+                if origins is None:
+                    raise DataError(
+                        f"the origins of {file.path} were removed while the job began; leave the "
+                        "input as it is until the job has ended, and run the same command again"
+                    )
+                yield origins
