@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from millrace import ConfigError, DataError
 from millrace.inspect import describe_shards, format_shards, shares_svg
-from millrace.inspect.shards import parts_of
+from millrace.inspect.description import parts_of
 from millrace.store import ShardsMetadata, read_metadata
 from tests.shard_folders import (
     make_sequences,

@@ -1,7 +1,13 @@
 """Descriptions of files, for people and for programs."""
 
-from millrace.inspect.description import Description, describe, format_description
-from millrace.inspect.shards import ShardsDescription, describe_shards, format_shards
+from millrace.inspect.description import (
+    Description,
+    ShardsDescription,
+    describe,
+    describe_shards,
+    format_description,
+    format_shards,
+)
 from millrace.inspect.shares import shares_svg
 
 __all__ = [

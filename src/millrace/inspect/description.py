@@ -1,7 +1,8 @@
-"""Describes an indexed dataset: counts, dtype, lengths, special tokens, a document."""
+"""Describes indexed datasets and folders of shards: counts, lengths, domains, a document."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -10,9 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace.checks import printable
 from millrace.encoding import Tokenizer
 from millrace.errors import ConfigError, DataError
 from millrace.provenance import has_origins, read_tokenizer
+from millrace.shards import metadata as shards
+from millrace.shards.reader import Shards
+from millrace.shuffling.distribution import Parts, format_figures
 from millrace.store import IndexedDataset
 
 _EXCERPT = 256  # tokens of a document's head, and of its tail
@@ -21,30 +26,19 @@ _BINS = [0, *(2**n for n in range(32))]  # of lengths: the start of each, and th
 _QUANTILES = {"p1": 0.01, "p10": 0.1, "median": 0.5, "p90": 0.9, "p99": 0.99}
 _CHUNK = 4 << 20  # tokens that are counted at a time
 
+# Fields of descriptions that have the same name there.
+_OF_DATASET = "prefix", "num_documents", "num_tokens", "num_bytes"
+_OF_METADATA = "dtype shuffle_type num_items num_shards seed permutation carry eod".split()
+
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
     """An indexed dataset in numbers.
 
-    Attributes:
-        prefix: Path prefix of the pair.
-        dtype: Dtype of the tokens.
-        num_documents, num_sequences, num_tokens: Counts.
-        num_bytes: Size of both files.
-        has_modes: Whether the dataset is multimodal.
-        lengths: Sequence lengths in tokens: min, quantiles, mean, max; empty without sequences.
-        document_lengths: Document lengths, likewise.
-        histogram: (from, to, count): number of sequences with a length in [from, to].
-        special_tokens: Occurrences of each special token of the tokenizer; None without tokenizer.
-        document: Number, counts, head and tail of one document; None without documents. `head` and
-            `tail` have `tokens` and, with a tokenizer, `text`; `tail` is None if the head is the
-            whole document. `origin` has `source`, `line`, `byte_offset` and `id`, or is None if the
-            pair has no sidecar of origins; `origin_error` says why it cannot be read, or is None.
-        provenance: Origin of the tokens, from the sidecar; None without one.
-        has_checksums: Whether `verify` can check every byte.
-        has_origins: Whether there is a sidecar of the documents' origins.
-        is_same_tokenizer: Whether the tokenizer wrote these tokens; None: not known.
-        tokenizer_warning: A sentence about a tokenizer that did not write them, else None.
+    `document` has number, counts, head and tail of one document. `head` and `tail` have `tokens`
+    and, with a tokenizer, `text`; `tail` is None if the head is the whole document. `origin` has
+    `source`, `line`, `byte_offset` and `id`, or is None if the pair has no sidecar of origins;
+    `origin_error` says why it cannot be read, or is None.
     """
 
     prefix: str
@@ -52,17 +46,17 @@ class Description:
     num_documents: int
     num_sequences: int
     num_tokens: int
-    num_bytes: int
+    num_bytes: int  # of both files
     has_modes: bool
-    lengths: dict[str, float]
+    lengths: dict[str, float]  # of sequences, in tokens: min, quantiles, mean, max; may be empty
     document_lengths: dict[str, float]
-    histogram: list[tuple[int, int, int]]
-    special_tokens: dict[str, int] | None
-    document: dict[str, Any] | None
-    provenance: dict[str, Any] | None
-    has_checksums: bool
+    histogram: list[tuple[int, int, int]]  # (from, to, number of sequences of such a length)
+    special_tokens: dict[str, int] | None  # occurrences of each; None without a tokenizer
+    document: dict[str, Any] | None  # None: there are none
+    provenance: dict[str, Any] | None  # from the sidecar
+    has_checksums: bool  # whether `verify` can check every byte
     has_origins: bool
-    is_same_tokenizer: bool | None
+    is_same_tokenizer: bool | None  # whether the tokenizer wrote these tokens; None: not known
     tokenizer_warning: str | None
 
 
@@ -71,12 +65,8 @@ def describe(
 ) -> Description:
     """Counts, dtype, lengths and one document of an indexed dataset.
 
-    With a tokenizer, all tokens are read to count the special ones; without, only the index.
-
-    Args:
-        dataset: The token file.
-        tokenizer: Tokenizer that decodes the document.
-        document: Number of the document.
+    With a tokenizer, which decodes the document, all tokens are read to count the special ones;
+    without, only the index.
 
     Raises:
         ConfigError: A document number out of range.
@@ -93,24 +83,22 @@ def describe(
                 f"another tokenizer wrote these tokens: {written_by}, not {tokenizer.path} "
                 f"({tokenizer.fingerprint[:12]}). Texts and special tokens below are wrong"
             )
+    one = _describe_document(dataset, tokenizer, document) if dataset.num_documents else None
     return Description(
-        prefix=dataset.prefix,
         dtype=str(dataset.dtype),
-        num_documents=dataset.num_documents,
         num_sequences=len(dataset),
-        num_tokens=dataset.num_tokens,
-        num_bytes=dataset.num_bytes,
         has_modes=dataset.sequence_modes is not None,
         lengths=_spread(lengths),
         document_lengths=_spread(dataset.document_lengths),
         histogram=_histogram(lengths),
         special_tokens=special_tokens,
-        document=describe_document(dataset, tokenizer, document) if dataset.num_documents else None,
+        document=one,
         provenance=None if info is None else info.provenance,
         has_checksums=info is not None and info.bin is not None,
         has_origins=has_origins(dataset.prefix),
         is_same_tokenizer=is_same,
         tokenizer_warning=warning,
+        **{name: getattr(dataset, name) for name in _OF_DATASET},
     )
 
 
@@ -144,14 +132,8 @@ def _count_special(dataset: IndexedDataset, tokenizer: Tokenizer) -> dict[str, i
     return counts
 
 
-def describe_document(
-    dataset: IndexedDataset, tokenizer: Tokenizer | None, number: int
-) -> dict[str, Any]:
-    """One document; see `Description.document`."""
-    if not 0 <= number < dataset.num_documents:
-        raise ConfigError(
-            f"there is no document {number}; {dataset.prefix} has 0 to {dataset.num_documents - 1}"
-        )
+def _describe_document(dataset: IndexedDataset, tokenizer: Any, number: int) -> dict[str, Any]:
+    _check_number(number, dataset.prefix, dataset.num_documents)
     first, last = dataset.document_indices[number : number + 2].tolist()
     tokens = dataset.document(number)
     origin = origin_error = None
@@ -164,20 +146,23 @@ def describe_document(
         "origin": None if origin is None else origin._asdict(),
         "origin_error": origin_error,
         "num_sequences": last - first,
-        "num_tokens": len(tokens),
-        **excerpts_of(tokens, tokenizer),
+        **_excerpts_of(tokens, tokenizer),
     }
 
 
-def excerpts_of(tokens: NDArray[Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Head and tail of a document; see `Description.document`."""
+def _check_number(number: int, name: str, count: int) -> None:
+    if not 0 <= number < count:
+        raise ConfigError(f"there is no document {number}; {name} has 0 to {count - 1}")
 
+
+def _excerpts_of(tokens: NDArray[Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
     def excerpt(part: NDArray[Any]) -> dict[str, Any]:
         text = None if tokenizer is None else tokenizer.decode(part)
         return {"tokens": part.tolist(), "text": text}
 
     rest = tokens[_EXCERPT:][-_EXCERPT:]
-    return {"head": excerpt(tokens[:_EXCERPT]), "tail": excerpt(rest) if len(rest) else None}
+    tail = excerpt(rest) if len(rest) else None
+    return {"num_tokens": len(tokens), "head": excerpt(tokens[:_EXCERPT]), "tail": tail}
 
 
 def format_description(description: Description) -> str:
@@ -191,31 +176,35 @@ def format_description(description: Description) -> str:
         "origins": "yes" if description.has_origins else "none",
         "WARNING": description.tokenizer_warning,
     }
-    lines = [f"{description.prefix}.bin/.idx", *labelled_lines(rows)]
-    lines += labelled_lines({name: str(v) for name, v in (description.provenance or {}).items()})
+    lines = [f"{description.prefix}.bin/.idx", *_labelled_lines(rows)]
+    lines += _labelled_lines({name: str(v) for name, v in (description.provenance or {}).items()})
     if description.lengths:
-        lines += ["", "  tokens in a sequence", f"  {_one_line(description.lengths)}"]
+        lines += _spread_lines("tokens in a sequence", description.lengths)
         most = max(count for _, _, count in description.histogram)
-        lines += bar_lines(
+        lines += _bar_lines(
             (f"{low:,}" if low == high else f"{low:,} to {high:,}", count / most, f"{count:,}")
             for low, high, count in description.histogram
         )
     if description.document_lengths and description.document_lengths != description.lengths:
-        lines += ["", "  tokens in a document", f"  {_one_line(description.document_lengths)}"]
+        lines += _spread_lines("tokens in a document", description.document_lengths)
     if description.special_tokens:
         lines += ["", "  special tokens"]
         lines += [f"  {name:>20}  {n:,}" for name, n in description.special_tokens.items()]
     if description.document:
-        lines += document_lines(description.document)
+        lines += _document_lines(description.document)
     return "\n".join(lines)
 
 
-def labelled_lines(rows: Mapping[str, Any]) -> list[str]:
-    """Lines of labels and values; values that are None are left out."""
+def _spread_lines(title: str, spread: dict[str, float]) -> list[str]:
+    values = "   ".join(f"{name} {value:,.10g}" for name, value in spread.items())
+    return ["", f"  {title}", f"  {values}"]
+
+
+def _labelled_lines(rows: Mapping[str, Any]) -> list[str]:
     return [f"  {name:<10} {value}" for name, value in rows.items() if value is not None]
 
 
-def bar_lines(rows: Iterable[tuple[str, float, str]]) -> list[str]:
+def _bar_lines(rows: Iterable[tuple[str, float, str]]) -> list[str]:
     """Lines of labels, bars (a share of 1 is the longest) and values."""
     rows = list(rows)
     width = max((len(label) for label, _, _ in rows), default=0)
@@ -225,15 +214,18 @@ def bar_lines(rows: Iterable[tuple[str, float, str]]) -> list[str]:
     ]
 
 
-def document_lines(document: dict[str, Any], name: str = "document", place: str = "") -> list[str]:
+def _document_lines(document: dict[str, Any], name: str = "document", place: str = "") -> list[str]:
     """Number, origin, head and tail of a document as lines of text."""
     number, num_tokens = document["number"], document["num_tokens"]
     head, tail = document["head"], document["tail"]
     lines = ["", f"  {name} {number}{place}, {num_tokens:,} tokens:"]
     if document["origin_error"] is not None:
         lines.append(f"  its origin cannot be read: {document['origin_error']}")
-    elif document["origin"] is not None:
-        lines.append(f"  from {_origin_line(**document['origin'])}")
+    elif (origin := document["origin"]) is not None:
+        line, byte, id_ = origin["line"], origin["byte_offset"], origin["id"]
+        place = f"row {line}" if byte < 0 else f"line {line}, byte {byte}"
+        suffix = "" if id_ is None else f", id {id_}"
+        lines.append(f"  from {origin['source']}, {place}{suffix}")
     lines += _excerpt_lines(head)
     if tail is not None:
         omitted = num_tokens - len(head["tokens"]) - len(tail["tokens"])
@@ -244,16 +236,164 @@ def document_lines(document: dict[str, Any], name: str = "document", place: str 
     return lines
 
 
-def _origin_line(source: str, line: int, byte_offset: int, id: str | None) -> str:  # noqa: A002
-    place = f"row {line}" if byte_offset < 0 else f"line {line}, byte {byte_offset}"
-    return f"{source}, {place}" + ("" if id is None else f", id {id}")
-
-
-def _one_line(spread: dict[str, float]) -> str:
-    return "   ".join(f"{name} {value:,.10g}" for name, value in spread.items())
-
-
 def _excerpt_lines(excerpt: dict[str, Any]) -> list[str]:
     if excerpt["text"] is None:
         return [f"  {excerpt['tokens']}"]
     return [f"  | {line}" for line in excerpt["text"].splitlines()]
+
+
+# ---- folders of shards ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardsDescription:
+    """A folder of shards in numbers. An *item* is a sequence, or a document.
+
+    `distribution` has the figures of `millrace.shuffling.distribution.Parts` for the "head", the
+    "shards" (or groups of them, if there are very many) and the "windows" of the output.
+    `document` has number, shard, counts, head and tail of one item, as in `Description.document`.
+    """
+
+    folder: str
+    shuffle_type: str  # as in the metadata
+    dtype: str
+    sequence_length: int | None  # in tokens; None: documents
+    num_items: int
+    num_tokens: int
+    num_bytes: int  # of all `.bin` files
+    num_shards: int
+    shard_sizes: tuple[int, int]  # number of items of the smallest and of the largest shard
+    seed: int | None  # None: unknown, as in the next
+    permutation: str | None
+    carry: bool
+    eod: int | None
+    num_inputs: int  # 0: unknown
+    has_checksums: bool  # whether `verify_shards` can check every byte
+    domains: dict[str, tuple[int, float]]  # items of each domain, and its share of all items
+    distribution: dict[str, dict[str, Any]] | None  # None: unknown
+    document: dict[str, Any] | None
+
+
+def describe_shards(
+    folder: str | os.PathLike[str],
+    *,
+    dtype: str | None = None,
+    tokenizer: Tokenizer | None = None,
+    document: int = 0,
+) -> ShardsDescription:
+    """What a folder of shards holds, and one of its sequences or documents.
+
+    Args:
+        folder: Folder of the shards.
+        dtype: Dtype of the tokens, for metadata that do not say it; None: uint32.
+        tokenizer: Tokenizer that decodes the item.
+        document: Number of the sequence or document.
+
+    Raises:
+        ConfigError: A number out of range, or a dtype that token files cannot have.
+        DataError: Metadata or shards that are missing, damaged or do not agree.
+    """
+    metadata = shards.read_metadata(folder, dtype=dtype)
+    name, total = os.fspath(folder), metadata.num_items
+    num_bytes = sum(map(os.path.getsize, shards.bin_paths(name, metadata)))
+    keys = ("head", "shards", "windows") if metadata.distribution else ()
+    distribution = {key: parts_of(metadata, name, key).figures() for key in keys}
+    item = _item(name, metadata, dtype, tokenizer, document) if total else None
+    return ShardsDescription(
+        folder=name,
+        sequence_length=metadata.seq_len,
+        num_tokens=num_bytes // metadata.token_dtype.itemsize,
+        num_bytes=num_bytes,
+        shard_sizes=(min(metadata.shard_sizes), max(metadata.shard_sizes)),
+        num_inputs=len(metadata.inputs),
+        has_checksums=bool(metadata.checksums),
+        domains={key: (n, n / max(total, 1)) for key, n in metadata.domain_stats.items()},
+        distribution=distribution or None,
+        document=item,
+        **{name: getattr(metadata, name) for name in _OF_METADATA},
+    )
+
+
+def _item(
+    folder: str, metadata: shards.ShardsMetadata, dtype: str | None, tokenizer: Any, number: int
+) -> dict[str, Any]:
+    _check_number(number, folder, metadata.num_items)
+    ends = np.cumsum(metadata.shard_sizes)
+    shard = int(np.searchsorted(ends, number, side="right"))
+    place = number - int(ends[shard]) + metadata.shard_sizes[shard]
+    if metadata.has_documents:
+        dataset = IndexedDataset(shards.shard_prefix(folder, shard))
+        if place >= dataset.num_documents:
+            raise DataError(
+                f"{dataset.prefix}.idx has {dataset.num_documents} documents; metadata.json says "
+                f"{metadata.shard_sizes[shard]}: `millrace verify` names the damage"
+            )
+        document = _describe_document(dataset, tokenizer, place)
+    else:
+        tokens = Shards(folder, dtype=dtype)[number]
+        document = {"origin": None, "origin_error": None, "num_sequences": 1}
+        document |= _excerpts_of(tokens, tokenizer)
+    return {**document, "number": number, "shard": shard}
+
+
+def parts_of(metadata: shards.ShardsMetadata, folder: str, key: str) -> Parts:
+    """The "head", "shards" or "windows" of the output; a DataError if they do not fit the rest.
+
+    The domains are in the order of `domain_stats`.
+    """
+    distribution, domains = metadata.distribution, metadata.domain_stats
+    totals = np.array([*domains.values()])
+    try:
+        columns = [distribution["domains"].index(name) for name in domains]
+        table = np.array(distribution[key]["counts"])
+        if table.dtype.kind != "i" or table.ndim != 2 or table.shape[1] != len(columns):
+            raise ValueError
+        table = table[: 1 if key == "head" else None, columns].astype(np.int64)
+        if (table < 0).any() or (table > totals).any() or not table.sum(axis=1).all():
+            raise ValueError
+        if key != "head" and (table.sum(axis=0) != totals).any():
+            raise ValueError
+    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError):
+        raise DataError(
+            f"{shards.metadata_path(folder)}: the {key} of the distribution do not fit "
+            "domain_stats. The metadata are damaged, the shards may be whole: `millrace verify` "
+            "says so. Shuffle again to have a distribution"
+        ) from None
+    is_grouped = key == "shards" and len(table) < metadata.num_shards
+    name = "shard group" if is_grouped else key.removesuffix("s")
+    return Parts(name, tuple(domains), table, totals)
+
+
+def format_shards(description: ShardsDescription) -> str:
+    """A description as text for people."""
+    length = description.sequence_length
+    item = "documents" if length is None else "sequences"
+    least, most = description.shard_sizes
+    sizes = f"{least:,}"
+    if most > least:
+        sizes += f" or {most:,}" if most == least + 1 else f" to {most:,}"
+    rows = {
+        "shuffled": f"{item}{'' if length is None else f' of {length:,} tokens'}",
+        item: f"{description.num_items:,}",
+        "tokens": f"{description.num_tokens:,} ({description.dtype})",
+        "size": f"{description.num_bytes / 1e6:,.1f} MB",
+        "shards": f"{description.num_shards:,} of {sizes} {item}",
+        "checksums": "yes" if description.has_checksums else "none",
+        "seed": description.seed,
+        "permutation": description.permutation,
+        "carry": "yes" if description.carry else None,
+        "eod": description.eod,
+        "inputs": f"{description.num_inputs:,} files" if description.num_inputs else None,
+    }
+    lines = [description.folder, *_labelled_lines(rows), "", f"  {item} of each domain"]
+    lines += _bar_lines(
+        (printable(name), share, f"{share:7.2%}  {count:,}")
+        for name, (count, share) in description.domains.items()
+    )
+    if description.distribution is not None:
+        lines += ["", "  domains along the output, against what chance allows"]
+        lines += [f"  {format_figures(one)}" for one in description.distribution.values()]
+    if description.document:
+        shard = description.document["shard"]
+        lines += _document_lines(description.document, item[:-1], f" (in shard {shard})")
+    return "\n".join(lines)

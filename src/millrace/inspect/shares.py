@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.errors import ConfigError
-from millrace.inspect.shards import parts_of
+from millrace.inspect.description import parts_of
 from millrace.shards.metadata import ShardsMetadata, metadata_path
 from millrace.shuffling.distribution import Parts
 
@@ -22,15 +22,11 @@ _LEAST_SCALE = 4  # standard deviations
 
 
 def shares_svg(metadata: ShardsMetadata, *, folder: str | os.PathLike[str] = "") -> str:
-    """An SVG of the domains along the output, in 64 windows.
+    """An SVG of the domains along the output, in 64 windows; its title names the folder.
 
     The upper plot has the share of each domain in each window, one on top of the other. The lower
     one has the deviations from the expected shares, in standard deviations of a fair shuffle, which
     leaves 99.7 % of them between -3 and 3.
-
-    Args:
-        metadata: Metadata of a folder of shards, with a distribution.
-        folder: The folder, for the title and for messages.
 
     Raises:
         ConfigError: Metadata without a distribution.
