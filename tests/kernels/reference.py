@@ -415,11 +415,7 @@ def prefetch_file(
 
 
 def copy_sequences(
-    data: Bytes,
-    pointers: Numbers,
-    lengths: Lengths,
-    ids: Numbers,
-    token_size: int,
+    data: Bytes, pointers: Numbers, lengths: Lengths, ids: Numbers, token_size: int
 ) -> tuple[Bytes, Numbers]:
     counts = lengths[ids].astype(np.int64)
     if np.any(counts < 0):
@@ -429,10 +425,7 @@ def copy_sequences(
 
 
 def read_packed(
-    descriptor: int,
-    num_bytes: int,
-    byte_offsets: Numbers,
-    byte_counts: Numbers,
+    descriptor: int, num_bytes: int, byte_offsets: Numbers, byte_counts: Numbers
 ) -> Bytes:
     data = np.frombuffer(os.pread(descriptor, num_bytes, 0), np.uint8)
     return copy_pieces(data, byte_offsets, byte_counts)

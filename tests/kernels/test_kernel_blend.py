@@ -235,8 +235,7 @@ def test_datasets_without_samples_are_never_drawn() -> None:
 
 
 @pytest.mark.parametrize(
-    "weights",
-    [[], np.full(32_767, 1.0), [0.5, 0.0], [0.5, -0.1], [0.5, np.nan], [np.inf, 0.5]],
+    "weights", [[], np.full(32_767, 1.0), [0.5, 0.0], [0.5, -0.1], [0.5, np.nan], [np.inf, 0.5]]
 )
 def test_by_weights_refuses_wrong_weights(weights: Any) -> None:
     with pytest.raises(ConfigError, match=r"weights|datasets"):
