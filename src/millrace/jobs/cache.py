@@ -7,7 +7,7 @@ import dataclasses
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,6 @@ from millrace.files import file_lock, written_name
 from millrace.option_class import StrPath, check_options, option
 from millrace.order import RULES_VERSION
 from millrace.run.plan import MANIFEST, Manifest, manifests_lock
-from millrace.store.publish import bin_path, idx_path
 
 _DAY = 24 * 60 * 60.0
 _FILE = re.compile(
@@ -217,78 +216,60 @@ def _entry(folder: str, name: str, paths: list[str], check_contents: bool) -> Ca
 
 def _findings(folder: str, name: str, paths: list[str], check_contents: bool) -> dict[str, Any]:
     """The fields of an entry that its content decides."""
+    if written_name(paths[0]) is not None:
+        return {"kind": "leftover"}
     path = os.path.join(folder, name + arrays.JSON)
-    is_temporary = written_name(paths[0]) is not None
-    unreadable = [] if is_temporary else list(_unreadable(paths))
-    if unreadable:
-        return {"doubts": unreadable}
-    record = None if is_temporary else arrays.read_record(path)
+    unreadable = [*filter(None, map(_unreadable, paths))]
+    record = arrays.read_record(path) if not unreadable else {}
     if record is None:
         return {"kind": "leftover"}
     sets = record.get("sets")
-    needed = {"sets": [one for one in sets if isinstance(one, str)]} if type(sets) is list else {}
+    findings: dict[str, Any] = {"sets": [], "doubts": unreadable}
+    if isinstance(sets, list):
+        findings["sets"] = [one for one in sets if isinstance(one, str)]
+    if unreadable:
+        return findings
     if record.get("logic") != RULES_VERSION:
         doubt = f"another version of millrace wrote it (its rules are {record.get('logic')!r})"
-        return needed | {"doubts": [doubt]}
+        return findings | {"doubts": [doubt]}
     if name.startswith(MANIFEST):
         manifest = Manifest.read(path)
         if manifest is None:  # removed meanwhile, or with other entries than ours
-            return needed | {"doubts": ["it cannot be understood"]}
-        return needed | _judge(manifest, folder)
+            return findings | {"doubts": ["it cannot be understood"]}
+        return findings | _judge(manifest)
     array_set = arrays.load(folder, name)
     if array_set is None:
         return {"kind": "leftover"}
     return {"problems": array_set.damage(contents=check_contents)}
 
 
-def _unreadable(paths: Iterable[str]) -> Iterator[str]:
-    for path in paths:
-        try:
-            with open(path, "rb"):
-                pass
-        except FileNotFoundError:
-            pass  # it is gone, or a temporary that was renamed
-        except OSError as error:
-            yield f"{path} cannot be read: {error.strerror}"
-
-
-def _judge(manifest: Manifest, folder: str) -> dict[str, Any]:
-    """What a manifest's token files and sets say about it."""
-    problems, doubts = [], []
-    for file, path in zip(manifest.files, manifest.paths, strict=True):
-        if path is None:
-            doubts.append(
-                f"{file.prefix} is a relative path, and the folder that it starts from is not known"
-            )
-            continue
-        file = dataclasses.replace(file, prefix=path)
-        problem: str | None = None
-        try:
-            pair = () if file.has_same_times() else (bin_path(path), idx_path(path))
-            unreadable = list(_unreadable(pair))
-            problem = None if unreadable else file.change()
-        except OSError as error:
-            unreadable = [f"{path} cannot be read: {error.strerror}"]
-        doubts += unreadable
-        if problem and not _has_files(os.path.dirname(path)):
-            doubts.append(
-                f"{path} is missing, and so is all else in its folder: its disk is not mounted?"
-            )
-        elif problem:
-            problems.append(problem)
-    for needed in (os.path.join(folder, f"{name}{arrays.JSON}") for name in manifest.sets if name):
-        if not os.path.exists(needed):
-            doubts.append(f"{needed} is missing: a process builds it, or died before it was built")
-    pairs = zip(manifest.files, manifest.paths, strict=True)
-    prefixes = [path or file.prefix for file, path in pairs]
-    return {"prefixes": prefixes, "problems": problems, "doubts": doubts}
-
-
-def _has_files(folder: str) -> bool:
+def _unreadable(path: str) -> str:
     try:
-        return bool(os.listdir(folder))
-    except OSError:
-        return False
+        with contextlib.suppress(FileNotFoundError):  # gone, or a temporary that was renamed
+            open(path, "rb").close()
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror}"
+    return ""
+
+
+def _judge(manifest: Manifest) -> dict[str, Any]:
+    """What a manifest's token files say about it."""
+    prefixes, problems, doubts = [], [], []
+    for file, path in zip(manifest.files, manifest.paths, strict=True):
+        prefixes.append(path or file.prefix)
+        if path is None:
+            doubts.append(f"{file.prefix} is a relative path, and its folder is not known")
+            continue
+        folder = os.path.dirname(path)
+        try:
+            problem = dataclasses.replace(file, prefix=path).change()
+            if problem and not (os.path.isdir(folder) and os.listdir(folder)):
+                doubts.append(f"{path} and all else in its folder is missing: not mounted?")
+            elif problem:
+                problems.append(problem)
+        except OSError as error:
+            doubts.append(f"{path} cannot be read: {error.strerror}")
+    return {"prefixes": prefixes, "problems": problems, "doubts": doubts}
 
 
 def _remove(entry: CacheEntry) -> None:

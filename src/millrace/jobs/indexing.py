@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
-from millrace.cache import megatron as megatron_cache
+from millrace.cache.megatron import (
+    BLEND_ARRAYS,
+    GPT_ARRAYS,
+    Arrays,
+    CacheSet,
+    check_blend_arrays,
+    check_gpt_arrays,
+    load_or_build,
+)
 from millrace.checks import limit, text_table
 from millrace.engine.progress import Progress
 from millrace.errors import ConfigError
@@ -220,11 +228,26 @@ def _write_megatron_cache(
     for split, built in zip(plan.splits, datasets or [None] * len(plan.splits), strict=True):
         if split is None:
             continue
-        identifiers = [_identifiers(plan, split, part, tokenizer) for part in split.datasets]
+        identifiers = [_identifiers(plan.config, split, one, tokenizer) for one in split.datasets]
         parts: Sequence[Any] = [None] * len(split.datasets)
         if built is not None:
             parts = built if isinstance(built, list) else getattr(built, "datasets", [built])
-        write = partial(_write_dataset, split, folder, wait_limit)
+
+        def write(dataset: DatasetPlan, part: GPTDataset | None, names: dict[str, Any]) -> bool:
+            order, inputs = cast(GPTPlan, dataset.order), dataset.inputs
+            start, stop = inputs.sequences
+            files = CacheSet.of(folder, names, names["index_split"], GPT_ARRAYS)
+
+            def check(arrays: Arrays) -> None:
+                check_gpt_arrays(arrays, order, stop - start, inputs.lengths)
+
+            def build(_: str) -> Mapping[str, Any]:
+                if part is not None:
+                    return part.indices._asdict()
+                return build_arrays(order, inputs, dataset.file.prefix)
+
+            return load_or_build(files, check, build, limit=wait_limit)[1]
+
         with ThreadPoolExecutor(plan.config.num_threads) as pool:
             yield from pool.map(write, split.datasets, parts, identifiers)
         if split.kind == "blend":
@@ -232,43 +255,20 @@ def _write_megatron_cache(
 
 
 def _identifiers(
-    plan: RunPlan, split: SplitPlan, dataset: DatasetPlan, tokenizer: Any
+    config: DatasetConfig, split: SplitPlan, dataset: DatasetPlan, tokenizer: Any
 ) -> dict[str, Any]:
-    shares = plan.config.split
+    shares = config.split
     return {
         "class": "GPTDataset",
         "dataset_path": dataset.file.prefix,
         "num_samples": dataset.inputs.num_samples,
         "index_split": split.name,
-        "random_seed": plan.config.seed,
-        "sequence_length": plan.config.sequence_length,
+        "random_seed": config.seed,
+        "sequence_length": config.sequence_length,
         "split": shares,
         "split_matrix": None if shares is None else parse_split(shares),  # type: ignore[arg-type]
         "tokenizer": tokenizer,
     }
-
-
-def _write_dataset(
-    split: SplitPlan,
-    folder: str,
-    wait_limit: float | None,
-    dataset: DatasetPlan,
-    built: GPTDataset | None,
-    identifiers: Mapping[str, Any],
-) -> bool:
-    files = megatron_cache.CacheSet.of(folder, identifiers, split.name, megatron_cache.GPT_ARRAYS)
-    plan, inputs = cast(GPTPlan, dataset.order), dataset.inputs
-    start, stop = inputs.sequences
-
-    def check(arrays: megatron_cache.Arrays) -> None:
-        megatron_cache.check_gpt_arrays(arrays, plan, stop - start, inputs.lengths)
-
-    def build(_: str) -> Mapping[str, Any]:
-        if built is not None:
-            return built.indices._asdict()
-        return build_arrays(plan, inputs, dataset.file.prefix)
-
-    return megatron_cache.load_or_build(files, check, build, limit=wait_limit)[1]
 
 
 def _write_blend(
@@ -276,28 +276,23 @@ def _write_blend(
     built: SplitDataset | None,
     folder: str,
     wait_limit: float | None,
-    datasets: Sequence[Mapping[str, Any]],
+    datasets: list[dict[str, Any]],
 ) -> bool:
     lengths = split.lengths
     # With a size, Megatron-LM's blend normalises what its builder has normalised before.
     weights = lengths if split.size is None else normalize(split.weights or lengths)
-    identifiers = {
-        "class": "BlendedDataset",
-        "datasets": list(datasets),
-        "split": split.name,
-        "weights": weights,
-        "size": split.size,
-    }
-    files = megatron_cache.CacheSet.of(folder, identifiers, split.name, megatron_cache.BLEND_ARRAYS)
+    identifiers: dict[str, Any] = {"class": "BlendedDataset", "datasets": datasets}
+    identifiers |= {"split": split.name, "weights": weights, "size": split.size}
+    files = CacheSet.of(folder, identifiers, split.name, BLEND_ARRAYS)
 
-    def check(arrays: megatron_cache.Arrays) -> None:
-        megatron_cache.check_blend_arrays(arrays, split.num_samples, len(lengths))
+    def check(arrays: Arrays) -> None:
+        check_blend_arrays(arrays, split.num_samples, len(lengths))
 
-    def build(_: str) -> megatron_cache.Arrays:
+    def build(_: str) -> Arrays:
         indices = built.order.indices if isinstance(built, BlendedDataset) else build_blend(split)
         return dict(indices._asdict())
 
-    return megatron_cache.load_or_build(files, check, build, limit=wait_limit)[1]
+    return load_or_build(files, check, build, limit=wait_limit)[1]
 
 
 def _rows(split: SplitPlan) -> Iterator[IndexRow]:
