@@ -113,11 +113,7 @@ def variants(blend: BlendedDataset) -> dict[str, BlendedDataset]:
 
 
 class Soak:
-    """Sessions up to the end of the samples.
-
-    `counts` are of sessions, steps, restarts and batches that were compared; `memory` is the
-    private bytes at each quarter, `descriptors` the largest number of descriptors.
-    """
+    """Sessions up to the end of the samples."""
 
     def __init__(self, num_samples: int, seed: int, folder: Path, num_sessions: int) -> None:
         self.random, FlakyReader.random = random.Random(seed), random.Random(seed)
@@ -127,9 +123,9 @@ class Soak:
         self.longest = 2 * self.num_samples // num_sessions
         self.seen = np.full(self.num_samples, 255, np.uint8)  # all pages are written now
         self.seen[:] = 0
-        self.counts: Counter[str] = Counter()
-        self.memory: list[int] = []
-        self.descriptors = 0
+        self.counts: Counter[str] = Counter()  # of sessions, steps, restarts, compared batches
+        self.memory: list[int] = []  # private bytes at each quarter
+        self.descriptors = 0  # at most
 
     def run(self) -> None:
         """AssertionError if a sample is lost or doubled."""

@@ -124,30 +124,23 @@ def test_a_cyclic_step_must_start_where_a_step_of_its_ranks_does() -> None:
     assert not hasattr(sampler, "num_steps")
 
 
-def test_a_loader_refuses_other_cyclic_orders() -> None:
-    def loader(micro: int, size: int, data_sharding: bool) -> Loader:
-        sampler = CyclicSampler(
-            50, micro_batch_size=micro, data_parallel_size=size, data_sharding=data_sharding
-        )
+def test_a_loader_says_why_it_refuses_another_cyclic_order() -> None:
+    def loader(micro: int, size: int, data_sharding: bool = False) -> Loader:
+        share = {"micro_batch_size": micro, "data_parallel_size": size}
+        sampler = CyclicSampler(50, **share, data_sharding=data_sharding)
         return Loader(Numbers(50), sampler=sampler, prefetch=0)
 
-    first = loader(2, 3, False)
-    for _ in range(12):
-        next(first)
-    state = json.loads(json.dumps(first.state_dict()))
+    state = loader(2, 3).state_dict(72)
     for micro, size in ((2, 3), (2, 4), (1, 12)):  # 48 of 50 shuffled samples fill an epoch
-        other = loader(micro, size, False)
+        other = loader(micro, size)
         other.load_state_dict(state)
-        assert next(other)["tokens"][0] == first.batch(12)["tokens"][0]
-        with pytest.raises(TypeError, match="has no number of steps"):
-            len(other)
+        assert next(other)["tokens"][0] == loader(2, 3).batch(12)["tokens"][0]
     reason = r"(?s)sampler\.\w+: saved .*\nA cyclic order depends on .* the saved run, or"
     for micro, size, data_sharding in ((2, 5, False), (3, 2, False), (2, 3, True)):
         with pytest.raises(ResumeError, match=reason):
             loader(micro, size, data_sharding).load_state_dict(state)
-    state["consumed_samples"] = 66
     with pytest.raises(ConfigError, match=r"starts at 64 or 72\. .* divides 6$"):
-        loader(2, 4, False).load_state_dict(state)
+        loader(2, 4).load_state_dict(state | {"consumed_samples": 66})
 
 
 def test_positions_beyond_the_end_are_refused() -> None:

@@ -29,13 +29,10 @@ class Loader(Renewed):
     All ranks together see the samples in one global order, whatever their number and their micro
     batch: a state that one rank has saved resumes every rank of another run at the next sample.
 
-    Threads make the next batches while the trainer works; what is ready is not part of the state.
-    They start with the first batch, or with `start`, and end with `close`, at the end of a `with`
-    block, or when the loader is no longer used.
-
-    Several threads may draw from one loader: each step is handed out once. After an error in a
-    step, which `transform` may raise too, the next call tries the same step again. If `transform`
-    asks the loader for a batch, it gets that of the next step.
+    Threads make the next batches while the trainer works, from the first batch or `start` up to
+    `close`, the end of a `with` block, or when the loader is no longer used. Several threads may
+    draw from one loader: each step is handed out once. After an error in a step, which `transform`
+    may raise too, the next call tries the same step again.
 
     Args:
         dataset: Dataset to draw from: `GPTDataset`, `BlendedDataset`, `StreamDataset`,
@@ -66,19 +63,6 @@ class Loader(Renewed):
     Raises:
         ConfigError: A number outside its limits, something that is not a dataset or a sampler, or a
             fingerprint that a saved state cannot hold.
-
-    Example:
-        >>> class Numbers:
-        ...     def __len__(self):
-        ...         return 6
-        ...     def batch(self, sample_numbers):
-        ...         return {"tokens": np.asarray(sample_numbers) * 10}
-        ...     def fingerprint(self):
-        ...         return {"kind": "numbers"}
-        >>> import numpy as np
-        >>> loader = Loader(Numbers(), micro_batch_size=3)
-        >>> next(loader)["tokens"], loader.consumed_samples, len(loader)
-        (array([ 0, 10, 20]), 3, 2)
     """
 
     _queue: StepQueue | None

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -109,9 +108,9 @@ class StepMaker(Renewed):
             return Step(before)
         except BaseException as error:
             step = failed_step(before, error, numbers)
-        seconds = [end - start for start, end in pairwise([*marks, time.perf_counter()])]
-        longest = max(range(len(seconds)), key=seconds.__getitem__, default=0)
-        return step._replace(cause=_PARTS[longest])
+        seconds = np.diff([*marks, time.perf_counter()]).tolist()
+        _, cause = max(zip(seconds, _PARTS, strict=False), default=(0.0, _PARTS[0]))
+        return step._replace(cause=cause)
 
     def is_making(self) -> bool:
         """Whether this thread is making a step."""

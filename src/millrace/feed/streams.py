@@ -44,11 +44,10 @@ class StreamSampler(SequentialSampler):
 class StreamDataset:
     """The samples of a `TokenStream` as a dataset of a `Loader`, which makes rows of their tokens.
 
-    The loader keeps the stream's state beside each batch that it makes ahead, and saves that of the
-    last one handed out. Each rank reads the samples of all ranks, and keeps a slice of each step:
-    so the state of each resumes any number of them. A state at another place than where the loader
-    stood (`loader.state_dict(consumed_samples)`) has no state of the stream, which is then read
-    from its beginning, up to there. `options` say what a sample looks like.
+    The loader saves the stream's state behind the last batch handed out. Each rank reads the
+    samples of all ranks, and keeps a slice of each step: so the state of each resumes any number of
+    them. A state at another place (`loader.state_dict(consumed_samples)`) has no state of the
+    stream, which is then read from its beginning. `options` say what a sample looks like.
     """
 
     def __init__(self, stream: TokenStream, options: SampleOptions) -> None:
@@ -115,7 +114,8 @@ class ExternalBatches(Renewed, StreamSampler):
             has been read cannot resume.
         samples_per_step: Number of samples that all ranks together take at a step.
         fingerprint: Plain values that tell these batches from others, for the loader's state.
-        num_steps: Number of steps, if it is known; with fewer batches the end is an error.
+        num_steps: Number of steps, if it is known; with fewer batches the end is a ConfigError, as
+            is a number outside its limits.
 
     Example:
         >>> from millrace import Loader
@@ -211,8 +211,7 @@ class ExternalBatches(Renewed, StreamSampler):
         self._iterator, self._position, self._failure = iter(()), -1, None
 
 
-IN_TURN = (ExternalBatches, StreamDataset)
-"""Datasets without sample numbers, which one thread reads in turn."""
+IN_TURN = (ExternalBatches, StreamDataset)  # without sample numbers: one thread reads them
 
 
 def check_dataset(dataset: Any) -> None:

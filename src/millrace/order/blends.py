@@ -172,13 +172,9 @@ def blend(weights: Sequence[float], size: int, *, threads: int | None = None) ->
     """Mixes datasets by weight: each sample comes from the one that lags most behind its weight.
 
     Args:
-        weights: Positive weights, one for each dataset; they are normalised.
+        weights: Positive finite weights, one for each dataset; they are normalised.
         size: Number of samples.
         threads: Number of worker threads; the result does not depend on it. None: one per core.
-
-    Raises:
-        ConfigError: If a weight is not positive and finite, there are too many datasets, or another
-            argument is out of range.
     """
     threads = _checked_threads(threads)
     size = whole("the blend's size", size, 0, _native.MAX_INT64 // 8)

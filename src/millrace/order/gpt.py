@@ -87,7 +87,7 @@ class GPTOrder(CoreOrder):
     """Megatron-LM's order: its arrays, those of `GPTIndices`, are loaded at the first sample."""
 
     def __init__(self, plan: GPTPlan, inputs: OrderInputs, arrays: Deferred[Arrays]) -> None:
-        self.plan, self.sequences = plan, inputs.sequences
+        self.plan, self.sequences, self.seed = plan, inputs.sequences, inputs.seed
         self._inputs, self._arrays = inputs, arrays
 
     def __len__(self) -> int:
@@ -115,7 +115,7 @@ class GPTOrder(CoreOrder):
             "num_samples": plan.num_samples,
             "num_epochs": plan.num_epochs,
             "samples_before_final_epoch": plan.num_samples_before_final_epoch,
-            "seed": self._inputs.seed,
+            "seed": self.seed,
             "sequence_length": plan.sequence_length,
             "add_extra_token": plan.add_extra_token,
         }
@@ -138,9 +138,6 @@ def plan_gpt(
         add_extra_token: Whether a sample has one more token, so that the last one has a label.
         drop_last_partial_sequence: Whether to leave out a last sample that the tokens do not fill.
             (Megatron-LM counts it in 32-bit floats, and miscounts from 2**24 tokens on.)
-
-    Raises:
-        ConfigError: No tokens, too few for one sample, or a number outside its limits.
     """
     extra = int(flag("add_extra_token", add_extra_token))
     drops_partial = flag("drop_last_partial_sequence", drop_last_partial_sequence)

@@ -24,7 +24,7 @@ def parse_split(split: str) -> list[Bookends | None]:
     """The fractions at which each split starts and ends, from a string such as "969,30,1".
 
     One to three shares may have any sum above 0; a split without a share is None. The arithmetic is
-    Megatron-LM's: float64 shares, added one by one from 0.
+    Megatron-LM's: float64 shares, added one by one from 0. Other texts are a ConfigError.
 
     Example:
         >>> parse_split("9,1,0")
@@ -55,7 +55,8 @@ def split_ranges(num_sequences: int, split: str | Sequence[Bookends | None]) -> 
 
     Args:
         num_sequences: Number of sequences of the dataset.
-        split: String for `parse_split`, or fractions such as its result, which do not overlap.
+        split: String for `parse_split`, or fractions such as its result; those that overlap, or lie
+            outside [0, 1], are a ConfigError.
     """
     size = float(whole("num_sequences", num_sequences, 0, MAX_INT64))
     bookends = parse_split(split) if isinstance(split, str) else _checked(split)

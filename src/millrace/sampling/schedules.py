@@ -22,7 +22,8 @@ class BatchSizeSchedule:
 
     Args:
         changes: Pairs (consumed_samples, global_batch_size): the size of the steps that start
-            there or later, up to the next pair. They are in order, from 0 consumed samples on.
+            there or later, up to the next pair. They are in order, from 0 consumed samples on;
+            others are a ConfigError.
 
     Example:
         >>> schedule = BatchSizeSchedule([(0, 4), (10, 8)])
@@ -30,8 +31,6 @@ class BatchSizeSchedule:
         [0, 4, 8, 12, 20]
         >>> schedule.batch_size(12), schedule.step_at(12)
         (8, 3)
-        >>> schedule.num_micro_batches(12, micro_batch_size=2, data_parallel_size=2)
-        2
     """
 
     def __init__(self, changes: Sequence[tuple[int, int]]) -> None:
@@ -121,14 +120,14 @@ class BatchSizeSchedule:
 class RampUp(BatchSizeSchedule):
     """A global batch size that grows in equal increments, as by `--rampup-batch-size`.
 
-    The sizes are those of Megatron-LM's calculator, which divides in 64-bit floats: a change can
-    come one sample later than the exact quotient.
+    The sizes are those of Megatron-LM's calculator, which divides in 64-bit floats.
 
     Args:
         start: Global batch size of the first step.
         increment: Difference between a size and the next.
         samples: Number of samples over which the size grows.
-        global_batch_size: Global batch size afterwards: `start` plus a multiple of `increment`.
+        global_batch_size: Global batch size afterwards: `start` plus a multiple of `increment`, or
+            it is a ConfigError.
 
     Example:
         >>> RampUp(16, 8, 1000, 32).changes
