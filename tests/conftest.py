@@ -26,7 +26,7 @@ LONG = (
     "tests/oracle/test_oracle_differential.py",
     "tests/jobs/test_tokenize_kills.py",
     "tests/store/test_fuzz.py",
-    "tests/feed/test_soak.py",
+    "tests/feed/test_laws.py::test_every_sample_comes_exactly_once",
 )
 """Files, or single tests, that take long."""
 

@@ -527,6 +527,10 @@ def check_samplers(case: Case, num_samples: int) -> None:
     for step, start in enumerate([*starts, consumed]):
         sampler.check_position(start)
         assert (sampler.consumed_at(step), sampler.step_at(start)) == (start, step)
+        last = starts[max(step - 1, 0)] if starts else start
+        if last + 1 < start and (is_endless or start < num_samples):
+            with pytest.raises(ConfigError, match=rf"starts at {last}\b.* {start}\b"):
+                sampler.step_at(start - 1)
         assert is_endless or sampler.num_steps(start) == len(starts) - step
 
 

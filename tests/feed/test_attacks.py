@@ -93,23 +93,6 @@ def test_a_closed_loader_says_so_and_keeps_its_state() -> None:
     assert loader.state_dict()["consumed_samples"] == 2
 
 
-def test_close_wakes_a_thread_that_waits() -> None:
-    may_end = threading.Event()
-    loader = Loader(Numbers(work=lambda numbers: may_end.wait(20)), micro_batch_size=2)
-
-    def draw() -> None:
-        with pytest.raises(ConfigError, match="closed"):
-            next(loader)
-        may_end.set()
-
-    def close() -> None:
-        wait_for(lambda: bool(workers()))
-        loader.close()
-
-    run_together(draw, close)
-    assert may_end.is_set()
-
-
 @pytest.mark.parametrize("place", ["dataset", "prepare"])
 def test_a_loader_that_refers_to_itself_is_collected(place: str) -> None:
     batches: list[weakref.ref[np.ndarray]] = []

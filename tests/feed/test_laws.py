@@ -1,11 +1,17 @@
-"""The one-order law and the resume law on random cases; `tests.feed.laws` runs any number."""
+"""The one-order law and the resume law on random cases, and a small soak.
+
+`tests.feed.laws` and `tests.feed.soak` run any number of cases and samples.
+"""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from tests.feed import laws
+from tests.feed.soak import FlakyReader, Soak
 
 SAMPLERS = ("sequential", "global", "schedule", "ramp-up", "cyclic", "full")
 quiet = {"deadline": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}
@@ -22,3 +28,12 @@ def test_the_laws_hold(case: laws.Case) -> None:
 def test_samplers_take_the_steps_of_the_slow_model(case: laws.Case, num_samples: int) -> None:
     assume(case.sampler != "cyclic" or case.legs[0].block <= num_samples)
     laws.check_samplers(case, num_samples)
+
+
+def test_every_sample_comes_exactly_once(tmp_path: Path) -> None:
+    soak = Soak(40_000, 5, tmp_path, num_sessions=15)
+    soak.run()
+    assert soak.counts["sessions"] > 5
+    assert soak.counts["checked"] > 0
+    assert FlakyReader.num_failures > 0
+    assert soak.descriptors < 200

@@ -21,12 +21,12 @@ from millrace import (
     CyclicSampler,
     GPTDataset,
     IndexedDataset,
-    IndexedDatasetBuilder,
     Loader,
     ResumeError,
     SequentialSampler,
     ViewChangeWarning,
 )
+from tests.conftest import write_documents
 from tests.feed.helpers import FORKS, Numbers, is_true_in_child
 
 Make = Callable[..., IndexedDataset]
@@ -144,9 +144,7 @@ def test_a_state_of_version_2_is_read(tmp_path: Path) -> None:
     def loader(seed: int = 3, pad_token: int = 7) -> Loader:
         parts = []
         for name, lengths in (("a", [100, 200]), ("b", [300])):
-            with IndexedDatasetBuilder(tmp_path / name, np.uint16) as builder:
-                for length in lengths:
-                    builder.add_document(np.arange(length))
+            write_documents(tmp_path / name, [np.arange(length) for length in lengths])
             data = IndexedDataset(tmp_path / name)
             parts.append(GPTDataset(data, sequence_length=8, seed=seed, pad_token=pad_token))
         return Loader(BlendedDataset(parts, [1, 3], 20), micro_batch_size=2)

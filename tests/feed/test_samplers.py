@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from millrace import (
     BatchSizeSchedule,
@@ -280,37 +278,6 @@ def test_copies_draw_for_themselves() -> None:
 
 
 # ---- batch sizes that change ----
-
-
-gaps_and_sizes = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 40)), min_size=1, max_size=6)
-
-
-@given(gaps_and_sizes=gaps_and_sizes, num_samples=st.integers(0, 500), drop_last=st.booleans())
-@settings(deadline=None, derandomize=True, max_examples=200)
-def test_steps_and_consumed_samples_follow_from_each_other(
-    gaps_and_sizes: list[tuple[int, int]], num_samples: int, drop_last: bool
-) -> None:
-    starts = np.cumsum([0] + [gap for gap, _ in gaps_and_sizes[1:]]).tolist()
-    changes = list(zip(starts, [size for _, size in gaps_and_sizes], strict=True))
-    schedule = BatchSizeSchedule(changes)
-    consumed = 0
-    for step in range(40):
-        assert schedule.consumed_at(step) == consumed
-        assert schedule.step_at(consumed) == step
-        size = schedule.batch_size(consumed)
-        assert size == [size for start, size in changes if start <= consumed][-1]
-        for inside in {consumed + 1, consumed + size - 1} - {consumed, consumed + size}:
-            ends = rf"at {consumed} and at {consumed + size}$"
-            with pytest.raises(ConfigError, match=rf"inside step {step}, .* {ends}"):
-                schedule.step_at(inside)
-        consumed += size
-    for start in (0, num_samples // 3, num_samples, num_samples + 3):
-        end, steps = start, 0
-        while end < num_samples:
-            end += schedule.batch_size(end)
-            steps += 1
-        expected = max(steps - (drop_last and end > num_samples), 0)
-        assert schedule.num_steps(num_samples, start, drop_last=drop_last) == expected
 
 
 def test_large_numbers_take_no_time() -> None:

@@ -37,9 +37,10 @@ def test_ranges_cover_the_sequences_without_overlap() -> None:
     assert split_ranges(1000, "969,30,1") == [(0, 969), (969, 999), (999, 1000)]
     assert split_ranges(3, "1,1") == [(0, 2), (2, 3), None]  # 1.5 is rounded to the even 2
     assert split_ranges(0, "1,1,1") == [(0, 0), (0, 0), (0, 0)]
-
-
-def test_fractions_may_leave_gaps_and_come_in_any_order() -> None:
+    for count in range(12):
+        first, second, _ = split_ranges(count, [(0, 0.625), (0.625, 1), None])
+        assert (part_range(count, (0, 0.625)), part_range(count, (0.625, 1))) == (first, second)
+    # Fractions may leave gaps and come in any order.
     assert split_ranges(100, [(0.5, 1), (0, 0.25), None]) == [(50, 100), (0, 25), None]
     assert split_ranges(100, [None, (np.float32(0.5), 1), None]) == [None, (50, 100), None]
 
@@ -67,12 +68,6 @@ def test_fractions_may_leave_gaps_and_come_in_any_order() -> None:
 def test_invalid_fractions_are_refused(fractions: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=f"fractions of the split are .*{message}"):
         split_ranges(100, fractions)
-
-
-def test_parts_are_rounded_as_splits_are() -> None:
-    for count in range(12):
-        first, second, _ = split_ranges(count, [(0, 0.625), (0.625, 1), None])
-        assert (part_range(count, (0, 0.625)), part_range(count, (0.625, 1))) == (first, second)
 
 
 @pytest.mark.parametrize("part", [(0.5, 0.5), (0.5, 1.1), (-0.1, 1), (0.5,), 0.5, "a", (0, NAN)])
