@@ -35,26 +35,22 @@ import pytest
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from millrace import (
-    BlendedDataset,
-    ConfigError,
-    GPTDataset,
-    IndexedDataset,
-    Loader,
-    ResumeError,
-    ShardedDataset,
-)
+from millrace import ConfigError, IndexedDataset, ResumeError
 from millrace.feed import (
     BatchForm,
     BatchSizeSchedule,
+    BlendedDataset,
     CyclicSampler,
     ExternalBatches,
     FillInMiddle,
     FullValidationSampler,
     GlobalBatchSampler,
+    GPTDataset,
+    Loader,
     RampUp,
     RepeatGuard,
     SequentialSampler,
+    ShardedDataset,
     TransformedDataset,
 )
 from millrace.order import Spans

@@ -32,14 +32,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace import (
-    BlendedDataset,
-    DatasetConfig,
-    GPTDataset,
-    IndexedDataset,
-    Loader,
-    build_datasets,
-)
+from millrace import DatasetConfig, IndexedDataset, build_datasets
+from millrace.feed import BlendedDataset, GPTDataset, Loader
 from millrace.storage import gather_in_turn
 from tests.conftest import write_documents
 

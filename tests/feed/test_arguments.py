@@ -15,16 +15,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from millrace import (
-    BlendedDataset,
     ConfigError,
     DatasetConfig,
-    GPTDataset,
     IndexedDataset,
-    Loader,
     build_datasets,
     samples_per_dataset,
     split_ranges,
 )
+from millrace.feed import BlendedDataset, GPTDataset, Loader
 from millrace.order import blend, blend_exhaustively, build_gpt_indices, count_draws, plan_gpt
 
 Make = Callable[..., IndexedDataset]

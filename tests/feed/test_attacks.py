@@ -21,16 +21,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace import (
-    BlendedDataset,
-    ConfigError,
-    DataError,
-    GPTDataset,
-    IndexedDataset,
-    Loader,
-    SequentialSampler,
-    TransformedDataset,
-)
+from millrace import ConfigError, DataError, IndexedDataset
+from millrace.feed import BlendedDataset, GPTDataset, Loader, SequentialSampler, TransformedDataset
 from millrace.storage import gather_in_turn
 from tests.feed.helpers import (
     AHEAD,

@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace import (
-    ConfigError,
+from millrace import ConfigError, MillraceError, ResumeError
+from millrace.feed import (
     ExternalBatches,
     Loader,
-    MillraceError,
-    ResumeError,
+    SampleOptions,
     SequentialSampler,
+    StreamDataset,
+    TokenBatch,
 )
-from millrace.feed import SampleOptions, StreamDataset, TokenBatch
 from tests.feed.helpers import AHEAD, FORKS, is_true_in_child
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")

@@ -15,16 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace import (
-    BlendedDataset,
-    DataError,
-    DatasetConfig,
-    GPTDataset,
-    IndexedDataset,
-    Loader,
-    ShardedDataset,
-    build_datasets,
-)
+from millrace import DataError, DatasetConfig, IndexedDataset, build_datasets
+from millrace.feed import BlendedDataset, GPTDataset, Loader, ShardedDataset
 from tests.conftest import write_documents
 from tests.shard_folders import make_sequences, write_sequences
 

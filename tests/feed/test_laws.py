@@ -1,7 +1,4 @@
-"""The one-order law and the resume law on random cases, and a small soak.
-
-`tests.feed.laws` and `tests.feed.soak` run any number of cases and samples.
-"""
+"""Random cases of the laws, and a small soak; `tests.feed.laws` and `soak` run any number."""
 
 from __future__ import annotations
 

@@ -15,17 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace import (
-    BlendedDataset,
-    ConfigError,
-    CyclicSampler,
-    GPTDataset,
-    IndexedDataset,
-    Loader,
-    ResumeError,
-    SequentialSampler,
-    ViewChangeWarning,
-)
+from millrace import ConfigError, IndexedDataset, ResumeError, ViewChangeWarning
+from millrace.feed import BlendedDataset, CyclicSampler, GPTDataset, Loader, SequentialSampler
 from tests.conftest import write_documents
 from tests.feed.helpers import FORKS, Numbers, is_true_in_child
 

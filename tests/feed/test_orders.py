@@ -10,16 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace import (
-    BlendedDataset,
-    ConfigError,
-    DataError,
-    GPTDataset,
-    IndexedDataset,
-    Loader,
-    ResumeError,
-    ViewChangeWarning,
-)
+from millrace import ConfigError, DataError, IndexedDataset, ResumeError, ViewChangeWarning
+from millrace.feed import BlendedDataset, GPTDataset, Loader
 from millrace.order import Spans
 from tests.feed.helpers import Numbers
 

@@ -15,15 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace import (
+from millrace import ConfigError, ResumeError
+from millrace.feed import (
     BatchSizeSchedule,
-    ConfigError,
     CyclicSampler,
     FullValidationSampler,
     GlobalBatchSampler,
     Loader,
     RampUp,
-    ResumeError,
     SequentialSampler,
 )
 from tests.feed.helpers import Numbers, is_true_in_child, run_together
