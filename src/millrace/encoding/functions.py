@@ -76,8 +76,7 @@ class FunctionVocabulary(Vocabulary):
         return joined_ids(arrays)
 
 
-class _UnseenError(Exception):
-    """A value of which the code or the state cannot be seen."""
+class _UnseenError(Exception): ...
 
 
 def code_of(function: Callable[..., Any]) -> str | None:
@@ -130,10 +129,9 @@ def _parts(value: Any, package: str, seen: dict[int, int]) -> Iterator[str]:
         yield f"{type(value).__name__} {len(value)}"
         for item in value:
             yield from _parts(item, package, seen)
-    elif type(value) in (set, frozenset):
-        yield from _parts([type(value).__name__, *sorted(value, key=repr)], package, seen)
-    elif type(value) is dict:
-        yield from _parts(["dict", *value.items()], package, seen)
+    elif type(value) in (set, frozenset, dict):
+        items = value.items() if type(value) is dict else sorted(value, key=repr)
+        yield from _parts([type(value).__name__, *items], package, seen)
     elif _package(value) != package and isinstance(value, (ModuleType, BuiltinFunctionType, type)):
         yield _name_of(value)
     else:

@@ -97,8 +97,7 @@ class JsonVocabulary(Vocabulary):
         return sha256(text.encode())
 
     def id_of(self, token: str) -> int | None:
-        number: int | None = self.library.token_to_id(token)
-        return number
+        return self.library.token_to_id(token)  # type: ignore[no-any-return]
 
     def special_tokens(self) -> dict[str, int]:
         tokens = self.library.get_added_tokens_decoder()
@@ -151,25 +150,20 @@ def _with_defaults(value: Any) -> Any:
 
 
 def load_folder(folder: str, path: str, options: VocabularyOptions) -> JsonVocabulary:
-    """The tokenizer of a folder of transformers, with its end and beginning of documents.
-
-    If its tokenizer.json, at `path`, lacks a token that another file of the folder names, the
-    `transformers` package makes the tokenizer.
-    """
+    """The tokenizer of a folder of transformers, which that package makes if the tokenizer.json, at
+    `path`, lacks a token that another file of the folder names."""
     settings = _read_object(folder, "tokenizer_config.json")
     added = settings.get("added_tokens_decoder") or {}
     if "added_tokens_decoder" not in settings:  # only then transformers reads the older files
         settings.update(_read_object(folder, "special_tokens_map.json"))
-        added = {name: name for name in _read_object(folder, "added_tokens.json")}
+        added = list(_read_object(folder, "added_tokens.json"))
     extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
     named = [value for name, value in settings.items() if name.endswith("_token")]
     lists = [value.values() if isinstance(value, dict) else value for value in (added, extra)]
     if not all(isinstance(values, Iterable) for values in lists):
         raise TextError(f"{folder} has a damaged list of tokens. Save the tokenizer again")
-    ends = {
-        "eod_token": _text_of_token(settings.get("eos_token")),
-        "bos_token": _text_of_token(settings.get("bos_token")),
-    }
+    ends = {"eod_token": settings.get("eos_token"), "bos_token": settings.get("bos_token")}
+    ends = {name: _text_of_token(value) for name, value in ends.items()}
     vocabulary = JsonVocabulary.load(path, read_file(path), options, **ends)
     for token in filter(None, map(_text_of_token, itertools.chain(*lists, named))):
         if vocabulary.id_of(token) is None:
@@ -184,9 +178,7 @@ def _read_object(folder: str, name: str) -> dict[str, Any]:
     try:
         return {**json.loads(read_file(path))}
     except (ValueError, TypeError, RecursionError) as error:
-        raise TextError(
-            f"{path} is not a JSON object ({error}). Save the tokenizer again"
-        ) from None
+        raise TextError(f"{path} is not a JSON object ({error}). Save it again") from None
 
 
 def _text_of_token(value: Any) -> str | None:

@@ -111,16 +111,9 @@ class SentencePieceVocabulary(Vocabulary):
         return "".join(parts)
 
     def encode_batch(self, texts: list[str]) -> FlatIds:
-        first, last = self._ends()
-        return joined_ids(
-            self.library.encode(
-                texts,
-                add_bos=first is not None,
-                add_eos=last is not None,
-                num_threads=1,
-                out_type="numpy",
-            )
-        )
+        bos, eos = (token is not None for token in self._ends())
+        options = {"add_bos": bos, "add_eos": eos, "num_threads": 1, "out_type": "numpy"}
+        return joined_ids(self.library.encode(texts, **options))
 
     def _ends(self) -> tuple[int | None, int | None]:
         """The tokens to add before and after each text."""
@@ -131,10 +124,8 @@ class SentencePieceVocabulary(Vocabulary):
         return first, last
 
     def fast_encoder(self) -> EncodeBatch:
-        """The fast encoder, which knows neither BOS, EOS nor user-defined symbols.
-
-        Texts with user-defined symbols, or the names of bytes, are rare and left to sentencepiece.
-        """
+        """The fast encoder. It knows no user-defined symbols and mistakes the names of bytes: texts
+        with these are rare and left to sentencepiece."""
         content = tokenizer_json(self.content, self.path)
         encode_batch = fastokens_encoder(lambda tokenizers: tokenizers.from_json_str(content))
         first, last = self._ends()
@@ -172,13 +163,10 @@ def user_defined_symbols(model: bytes) -> list[str]:
 
 
 def tokenizer_json(model: bytes, path: str) -> str:
-    """The tokenizer.json of a sentencepiece model, for texts without user-defined symbols.
+    """The tokenizer.json of a sentencepiece model; TextError if it cannot express the model.
 
     It has no added tokens: sentencepiece does not match control symbols in texts, and
     a tokenizer.json cannot express how user-defined ones are matched.
-
-    Raises:
-        TextError: A model that a tokenizer.json cannot express.
     """
     fields = list(_fields(model))
     pieces = [_piece(value) for number, value in fields if number == 1]

@@ -127,8 +127,8 @@ class TiktokenVocabulary(Vocabulary):
                 ranks[base64.b64decode(token, validate=True)] = int(rank)
             except ValueError as error:
                 raise TextError(
-                    f"{path} is not a tiktoken file: line {number} is {shown(line)} ({error}). "
-                    "Each line is a token in base64 and its rank"
+                    f"{path} is not a tiktoken file: line {number} is {shown(line)} ({error}), not "
+                    "a token in base64 and its rank"
                 ) from None
         pattern, special_ids = TIKTOKEN_PATTERNS.get(name, (pattern, {}))
         return cls(path, ranks, pattern, name, dict(special_ids), options, sha256(content))

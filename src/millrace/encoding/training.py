@@ -127,17 +127,13 @@ class _Texts:
         self.num_texts = self.num_bytes = 0
 
     def __iter__(self) -> Iterator[list[str]]:
-        rest = self._max_bytes
-        weight = sum(part.size for part in self._parts)
+        weight, most = sum(part.size for part in self._parts), None
         for number, part in enumerate(self._parts):
-            if rest is None:
-                yield from self._texts_of(part, None)
-                continue
-            # A part without a known size, such as a pipe, gets an equal share of the rest.
-            share = part.size / weight if weight else 1 / (len(self._parts) - number)
-            before = self.num_bytes
-            yield from self._texts_of(part, int(rest * share))
-            rest -= self.num_bytes - before
+            if self._max_bytes is not None:
+                # A part without a known size, such as a pipe, gets an equal share of the rest.
+                share = part.size / weight if weight else 1 / (len(self._parts) - number)
+                most = int((self._max_bytes - self.num_bytes) * share)
+            yield from self._texts_of(part, most)
             weight -= part.size
 
     def _texts_of(self, part: Part, most: int | None) -> Iterator[list[str]]:

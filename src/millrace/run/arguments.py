@@ -21,9 +21,7 @@ from millrace.sampling import RampUp
 
 LEGACY_SPLIT = "969, 30, 1"  # Megatron-LM's default where --data-path has no --split
 DEFAULT_SEED, DEFAULT_EVAL_ITERS, DEFAULT_EVAL_INTERVAL = 1234, 100, 1000
-_GIVE_COUNTS = (
-    "Give num_samples: the three numbers that Megatron-LM prints as `datasets target sizes`"
-)
+_GIVE_COUNTS = "Give num_samples: the numbers that Megatron-LM prints as `datasets target sizes`"
 
 _PATHS = ("train_data_path", "valid_data_path", "test_data_path")
 _DATA = ("data_path", "data_args_path", "per_split_data_args_path", *_PATHS)
@@ -34,8 +32,8 @@ def read_arguments(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The arguments in a YAML or TOML file; names have - or _, and may be in sections.
 
     Raises:
-        ConfigError: A missing file, one in another format, a name given twice, or a value of the
-            wrong type.
+        ConfigError: A file that is missing or in another format, a name given twice, or a value of
+            the wrong type.
     """
     name = one_path("the file of arguments", path)
     text = _read_text(name)
@@ -55,10 +53,9 @@ def read_arguments(path: str | os.PathLike[str]) -> dict[str, Any]:
             _read(argument, value)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
-    except RecursionError:
-        raise ConfigError(f"{name} cannot be read: it is nested too deeply") from None
-    except ValueError as error:
-        raise ConfigError(f"{name} cannot be read: {error}") from None
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise ConfigError(f"{name} cannot be read: {reason}") from None
     return arguments
 
 
@@ -168,7 +165,6 @@ NAMES = tuple(_READERS)
 
 
 def _read(name: str, value: Any) -> Any:
-    """The value of an argument in its own type."""
     reader = _READERS.get(name)
     return value if value is None or reader is None else reader(name, value)
 
@@ -305,14 +301,12 @@ def _num_samples(
     arguments: Mapping[str, Any], per_split: Sequence[Blend | None] | None
 ) -> tuple[int | None, int | None, int | None]:
     if "num_samples" in arguments:
-        explicit: tuple[int | None, int | None, int | None] = arguments["num_samples"]
-        return explicit
-    for name in _UNKNOWN_COUNTS:
-        if arguments.get(name):
-            raise ConfigError(
-                f"{name} is {shown(arguments[name])}: the number of samples that follows from it "
-                f"is not worked out here. {_GIVE_COUNTS}"
-            )
+        return arguments["num_samples"]  # type: ignore[no-any-return]
+    for name in filter(arguments.get, _UNKNOWN_COUNTS):
+        raise ConfigError(
+            f"{name} is {shown(arguments[name])}: the samples that follow from it are not worked "
+            f"out here. {_GIVE_COUNTS}"
+        )
     batch = arguments.get("global_batch_size", 0)
     train, all_iterations = _training(arguments, batch)
     eval_iters = arguments.get("eval_iters", DEFAULT_EVAL_ITERS)

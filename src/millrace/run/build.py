@@ -1,13 +1,9 @@
 """The datasets of a training run, from one configuration.
 
-    config ──> plan: which ranges of which token files, how many samples of each, what blends
-           ──> indices: built in parallel, or found in the cache folder
-           ──> train, valid, test
-
-A cache folder holds a set of arrays for each split, and a manifest for each configuration: which
-token files it was made from, what they held, which sets it needs. A start with a manifest and its
-sets opens no token file before the first sample. The arrays of all datasets of a split lie one
-after the other in its set's files, and those of its blend beside them.
+A cache folder holds a set of arrays for each split, and a manifest for each configuration: its
+plan, which token files it was made from, what they held. A start with a manifest and its sets opens no
+token file before the first sample. The arrays of all datasets of a split lie one after the other in
+its set's files, and those of its blend beside them.
 """
 
 from __future__ import annotations
@@ -189,14 +185,12 @@ def _load_or_build(
 
 
 def _cache_error(folder: str, error: OSError) -> CacheError:
+    place, problem = error.filename or folder, error.strerror or error
     if isinstance(error, BlockingIOError):
-        return CacheError(
-            f"another process builds the indices: {error.filename} is {error.strerror}"
-        )
+        return CacheError(f"another process builds the indices: {place} is {problem}")
     return CacheError(
-        f"the indices must be built, and {error.filename or folder} cannot be written: "
-        f"{error.strerror or error}. Give a cache folder that can be written and has room, or "
-        "build them ahead with `millrace index`"
+        f"the indices must be built, and {place} cannot be written: {problem}. Give a "
+        "cache folder that can be written and has room, or build them ahead with `millrace index`"
     )
 
 

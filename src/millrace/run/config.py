@@ -150,10 +150,11 @@ class DatasetConfig:
             raise ConfigError(f"cache must be a folder's path, or None, not {shown(self.cache)}")
         if self.trust_cache and self.cache is None:
             raise ConfigError("trust_cache needs a cache folder: give cache")
-        if self.full_validation and self.num_samples[VALID] is not None:
+        size = self.num_samples[VALID]
+        if self.full_validation and size is not None:
             raise ConfigError(
-                f"full_validation takes one epoch, and num_samples asks for "
-                f"{self.num_samples[VALID]} validation samples: make that None"
+                f"full_validation takes one epoch, and num_samples asks for {size} validation "
+                "samples: make that None"
             )
         if self.multiple_validation_sets and self.blend_per_split is None:
             raise ConfigError("multiple_validation_sets needs a blend_per_split")
@@ -257,10 +258,8 @@ def _checked_source(name: str, source: Any) -> Source:
     if not isinstance(source, Mapping):
         raise ConfigError(f"a prefix of the {name} blend must be a path, not {source!r}")
     if source.keys() != {"prefix", "part"}:
-        raise ConfigError(
-            f'a part of a token file in the {name} blend must be {{"prefix": PREFIX, "part": '
-            f"[START, END]}}, not {shown(dict(source))}"
-        )
+        form = '{"prefix": PREFIX, "part": [START, END]}'
+        raise ConfigError(f"a part in the {name} blend must be {form}, not {shown(dict(source))}")
     part_range(0, source["part"])
     prefix = one_path(f"a prefix of the {name} blend", source["prefix"])
     return {"prefix": prefix, "part": reals("the part", source["part"])}
