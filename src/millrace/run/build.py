@@ -1,9 +1,9 @@
 """The datasets of a training run, from one configuration.
 
 A cache folder holds a set of arrays for each split, and a manifest for each configuration: its
-plan, which token files it was made from, what they held. A start with a manifest and its sets opens no
-token file before the first sample. The arrays of all datasets of a split lie one after the other in
-its set's files, and those of its blend beside them.
+plan, which token files it was made from, what they held. A start with a manifest and its sets opens
+no token file before the first sample. The arrays of all datasets of a split lie one after the other
+in its set's files, and those of its blend beside them.
 """
 
 from __future__ import annotations
