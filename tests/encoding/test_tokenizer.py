@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from millrace import ConfigError, TextError
@@ -97,6 +97,7 @@ def test_the_ids_are_flat_arrays(tokenizer: Tokenizer) -> None:
     assert tokenizer.encode_batch([])[0].tolist() == tokenizer.encode([]) == []
 
 
+@settings(deadline=None)  # the first call loads the encoders
 @example(texts=[TEXT, "", "a<|endoftext|>b", *make_texts(20)])
 @given(texts=st.lists(st.text()))
 def test_encoders_agree_on_any_text(tokenizer: Tokenizer, texts: list[str]) -> None:
