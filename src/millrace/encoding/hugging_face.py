@@ -178,7 +178,9 @@ def _read_object(folder: str, name: str) -> dict[str, Any]:
     try:
         return {**json.loads(read_file(path))}
     except (ValueError, TypeError, RecursionError) as error:
-        raise TextError(f"{path} is not a JSON object ({error}). Save it again") from None
+        raise TextError(
+            f"{path} is not a JSON object ({error}). Save the tokenizer again"
+        ) from None
 
 
 def _text_of_token(value: Any) -> str | None:
