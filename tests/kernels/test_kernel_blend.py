@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.kernels import reference
+from tests.kernels.twins import assert_same
 
 from millrace import ConfigError, _native
 
@@ -33,11 +34,6 @@ def assert_sizes_twin(sizes: np.ndarray, threads: Sequence[int] = (1,)) -> None:
         actual = _native.blend_by_sizes(sizes, number)
         assert_same(actual, expected)
         np.testing.assert_array_equal(np.bincount(actual[0], minlength=len(sizes)), sizes)
-
-
-def assert_same(actual: tuple[np.ndarray, ...], expected: tuple[np.ndarray, ...]) -> None:
-    for left, right in zip(actual, expected, strict=True):
-        np.testing.assert_array_equal(left, right, strict=True)
 
 
 @pytest.mark.parametrize("size", SIZES)

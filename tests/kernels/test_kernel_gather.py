@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import ArrayLike
-from tests.kernels import reference
+from tests.kernels import reference, twins
+from tests.kernels.twins import MODULES, assert_same
 
 from millrace import DataError, _native
 from millrace.options import SampleOptions
@@ -28,8 +29,6 @@ DEFAULTS: dict[str, Any] = {
 }
 OPTIONS = SampleOptions(**DEFAULTS)
 INT64_ENDS = (-(2**63), 2**63 - 1)
-
-MODULES: tuple[Any, ...] = (_native, reference)
 
 Arrays = dict[str, np.ndarray]
 
@@ -92,11 +91,6 @@ def gpt_order(module: Any, arrays: Arrays, **options: Any) -> Any:
     names = ("sequence_lengths", "document_index", "sample_index", "shuffle_index")
     shape = {name: (DEFAULTS | options)[name] for name in ("sequence_length", "add_extra_token")}
     return module.gpt_order(*(arrays[name] for name in names), **shape)
-
-
-def assert_same(actual: Any, expected: Any) -> None:
-    for left, right in zip(actual, expected, strict=True):
-        np.testing.assert_array_equal(left, right, strict=True)
 
 
 def gather(
@@ -543,9 +537,8 @@ def test_numbers_that_are_no_vectors_of_int64_are_refused(wrong: np.ndarray) -> 
 @pytest.mark.parametrize("ends", [[9, 8], [10], [0, 41], [-1], [2**63 - 1]])
 def test_fill_rows_refuses_what_does_not_fit(ends: list[int]) -> None:
     tokens = np.arange(80, dtype=np.uint16)[:40]
-    for module in MODULES:
-        with pytest.raises(ValueError, match="not fit"):
-            module.fill_rows(tokens, np.array(ends, np.int64), OPTIONS)
+    rows = tokens, np.array(ends, np.int64), OPTIONS
+    twins.assert_refused(ValueError, "not fit", "fill_rows", *rows)
 
 
 def test_a_source_that_is_not_mapped_is_refused() -> None:
@@ -790,8 +783,7 @@ def test_the_dtype_of_several_files_is_refused() -> None:
 @settings(derandomize=True)
 def test_documents_of_sequences_equal_their_twin(sizes: list[int], sequences: list[int]) -> None:
     bounds, numbers = np.cumsum([0, *sizes]), np.array(sequences, np.int64)
-    expected = reference.find_documents(bounds, numbers)
-    np.testing.assert_array_equal(_native.find_documents(bounds, numbers), expected, strict=True)
+    expected = twins.assert_twin("find_documents", bounds, numbers)
     for sequence, document in zip(sequences, expected.tolist(), strict=True):
         if 0 <= sequence < bounds[-1]:
             assert bounds[document] <= sequence < bounds[document + 1]
@@ -834,22 +826,19 @@ def test_draws_are_looked_up_as_the_twin_does(size: int) -> None:
     samples = random.integers(0, 2**62, size)
     for count in (0, 1, size, 3 * size):
         numbers = random.integers(0, size, count)
-        both = (module.look_up_draws(datasets, samples, numbers) for module in MODULES)
-        assert_same(*both)
+        twins.assert_twin("look_up_draws", datasets, samples, numbers)
     for bad in (-1, size, *INT64_ENDS):
-        for module in MODULES:
-            with pytest.raises(IndexError):
-                module.look_up_draws(datasets, samples, np.array([0, bad]))
+        numbers = np.array([0, bad])
+        twins.assert_refused(
+            IndexError, "there is no|out", "look_up_draws", datasets, samples, numbers
+        )
 
 
 def test_draws_of_arrays_that_do_not_match_are_refused() -> None:
     datasets, samples = np.zeros(3, np.int16), np.zeros(3, np.int64)
-    nothing = samples[:0]
-    for module in MODULES:
-        found = module.look_up_draws(datasets[:0], nothing, nothing)
-        assert [len(part) for part in found] == [0, 0]
-        with pytest.raises(IndexError):
-            module.look_up_draws(datasets[:0], nothing, samples)
+    nothing = datasets[:0], samples[:0]
+    assert [len(part) for part in _native.look_up_draws(*nothing, samples[:0])] == [0, 0]
+    twins.assert_refused(IndexError, "there is no|out", "look_up_draws", *nothing, samples)
     with pytest.raises(ValueError, match="differ in size"):
         _native.look_up_draws(datasets, samples[:2], samples)
     for wrong in ((samples, samples), (datasets, datasets), (datasets[:, None], samples)):

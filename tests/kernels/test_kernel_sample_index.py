@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import ArrayLike
-from tests.kernels import reference
+from tests.kernels import reference, twins
 
 from millrace import _native
 
@@ -25,17 +25,12 @@ def int32(values: ArrayLike) -> np.ndarray:
     return np.array(values, dtype=np.int32)
 
 
-def assert_twin(
-    lengths: np.ndarray,
-    documents: np.ndarray,
-    sequence_length: int,
-    num_samples: int,
-    **options: Any,
-) -> np.ndarray:
-    actual = _native.sample_index(lengths, documents, sequence_length, num_samples, **options)
-    expected = reference.sample_index(lengths, documents, sequence_length, num_samples, **options)
-    np.testing.assert_array_equal(actual, expected, strict=True)
-    return actual
+def assert_twin(*arguments: Any, **options: Any) -> Any:
+    return twins.assert_twin("sample_index", *arguments, **options)
+
+
+def assert_refused(match: str, *arguments: Any, **options: Any) -> None:
+    twins.assert_refused(ValueError, match, "sample_index", *arguments, **options)
 
 
 def whole_samples(num_tokens: int, sequence_length: int, extra: bool) -> int:
@@ -130,26 +125,21 @@ def test_a_last_sample_may_be_empty_only_where_its_end_has_a_name() -> None:
     lengths, documents = int32([4, 0]), int32([0, 1])
     rows = assert_twin(lengths, documents, 2, 3, add_extra_token=False, allow_partial=True)
     assert rows.tolist() == [[0, 0], [0, 2], [0, 4], [1, 0]]
-    for function in (_native.sample_index, reference.sample_index):
-        with pytest.raises(ValueError, match="tokens"):
-            function(int32([0]), int32([0]), 2, 1, add_extra_token=True, allow_partial=True)
-        with pytest.raises(ValueError, match="tokens"):
-            function(lengths, documents, 2, 4, add_extra_token=False, allow_partial=True)
+    assert_refused("tokens", int32([0]), int32([0]), 2, 1, add_extra_token=True, allow_partial=True)
+    assert_refused("tokens", lengths, documents, 2, 4, add_extra_token=False, allow_partial=True)
 
 
 @pytest.mark.parametrize("partial", [False, True])
 def test_refuses_entries_outside_the_sequences_and_negative_lengths(partial: bool) -> None:
     lengths, documents = int32([3, 4, 5]), int32([0, 1, 2, 1] * 25)
     num_samples = (int(lengths[documents].sum()) - 1) // 3
-    for function in (_native.sample_index, reference.sample_index):
-        for place, entry in product((0, 1, 31, 32, 33, 99), (-1, 3, 2**31 - 1, -(2**31))):
-            wrong = documents.copy()
-            wrong[place] = entry
-            with pytest.raises(ValueError, match="document_index"):
-                function(lengths, wrong, 3, num_samples, allow_partial=partial)
-        for length in (-1, -(2**31)):
-            with pytest.raises(ValueError, match="negative"):
-                function(int32([3, 4, length]), documents, 3, 4, allow_partial=partial)
+    for place, entry in product((0, 1, 31, 32, 33, 99), (-1, 3, 2**31 - 1, -(2**31))):
+        wrong = documents.copy()
+        wrong[place] = entry
+        assert_refused("document_index", lengths, wrong, 3, num_samples, allow_partial=partial)
+    for length in (-1, -(2**31)):
+        wrong = int32([3, 4, length])
+        assert_refused("negative", wrong, documents, 3, 4, allow_partial=partial)
 
 
 @pytest.mark.parametrize(
@@ -161,10 +151,8 @@ def test_refuses_more_samples_than_the_tokens_give(
 ) -> None:
     lengths, documents = int32([4, 0, 4]), int32([0, 1, 2])  # 8 tokens
     options = {"add_extra_token": extra, "allow_partial": partial}
-    for function in (_native.sample_index, reference.sample_index):
-        function(lengths, documents, 2, num_samples - 1 if num_samples < 100 else 4, **options)
-        with pytest.raises(ValueError, match="too few"):
-            function(lengths, documents, 2, num_samples, **options)
+    assert_twin(lengths, documents, 2, num_samples - 1 if num_samples < 100 else 4, **options)
+    assert_refused("too few", lengths, documents, 2, num_samples, **options)
 
 
 def test_refuses_a_sample_count_that_no_documents_can_meet() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.kernels import reference
+from tests.kernels.twins import assert_refused, assert_twin
 
 from millrace import _native
 
@@ -34,16 +34,14 @@ def test_pieces_equal_their_twins(tmp_path_factory: pytest.TempPathFactory, data
     bounds = st.tuples(st.integers(0, size), st.integers(0, size)).map(sorted)
     pieces = data.draw(st.lists(bounds, max_size=40))
     offsets, counts = int64([a for a, _ in pieces]), int64([b - a for a, b in pieces])
-    expected = reference.copy_pieces(content, offsets, counts)
-    assert np.array_equal(_native.copy_pieces(content, offsets, counts), expected)
+    expected = assert_twin("copy_pieces", content, offsets, counts)
     path = tmp_path_factory.mktemp("pieces") / "data"
     path.write_bytes(content.tobytes())
     with open(path, "rb") as file:
-        for module in (_native, reference):
-            got = module.read_packed(file.fileno(), size, offsets, counts)
-            assert np.array_equal(got, expected)
-            module.prefetch_file(file.fileno(), size, offsets, counts)
-            module.prefetch_mapped(content, offsets, counts)
+        got = assert_twin("read_packed", file.fileno(), size, offsets, counts)
+        assert np.array_equal(got, expected)
+        _native.prefetch_file(file.fileno(), size, offsets, counts)
+        _native.prefetch_mapped(content, offsets, counts)
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -68,13 +66,10 @@ def test_pieces_outside_are_refused(tmp_path: Path, offset: int, count: int) -> 
     (tmp_path / "data").write_bytes(content.tobytes())
     pieces = int64([0, offset]), int64([1, count])
     with open(tmp_path / "data", "rb") as file:
-        for module in (_native, reference):
-            for call in (module.copy_pieces, module.prefetch_mapped):
-                with pytest.raises(ValueError, match="outside"):
-                    call(content, *pieces)
-            for call in (module.read_packed, module.prefetch_file):
-                with pytest.raises(ValueError, match="outside"):
-                    call(file.fileno(), 10, *pieces)
+        for name in ("copy_pieces", "prefetch_mapped"):
+            assert_refused(ValueError, "outside", name, content, *pieces)
+        for name in ("read_packed", "prefetch_file"):
+            assert_refused(ValueError, "outside", name, file.fileno(), 10, *pieces)
 
 
 def test_reads_that_must_fail(tmp_path: Path) -> None:
@@ -104,23 +99,19 @@ def test_sequences_equal_their_twin(data: st.DataObject) -> None:
     content = random.integers(0, 256, int(lengths.sum()) * width).astype(np.uint8)
     some = st.lists(st.integers(-num_sequences, num_sequences - 1), max_size=50)
     ids = int64(data.draw(some) if num_sequences else [])
-    calls = (_native.copy_sequences, reference.copy_sequences)
-    for left, right in zip(
-        *(c(content, pointers, lengths, ids, width) for c in calls), strict=True
-    ):
-        np.testing.assert_array_equal(left, right, strict=True)
+    name = "copy_sequences"
+    assert_twin(name, content, pointers, lengths, ids, width)
     for bad in (num_sequences, -num_sequences - 1, 2**62, -(2**62)):
-        for call in calls:
-            with pytest.raises(IndexError):
-                call(content, pointers, lengths, int64([bad]), width)
+        assert_refused(
+            IndexError, "there is no|out", name, content, pointers, lengths, int64([bad]), width
+        )
     if num_sequences:
         place = data.draw(st.integers(0, num_sequences - 1))
-        for name, value in (("lengths", -1), ("lengths", 2**31 - 1), ("pointers", -1)):
+        for column, value in (("lengths", -1), ("lengths", 2**31 - 1), ("pointers", -1)):
             arrays = {"lengths": lengths.copy(), "pointers": pointers.copy()}
-            arrays[name][place] = value
-            for call in calls:
-                with pytest.raises(ValueError, match="outside"):
-                    call(content, ids=int64([place]), token_size=width, **arrays)
+            arrays[column][place] = value
+            arrays |= {"ids": int64([place])}
+            assert_refused(ValueError, "outside", name, content, token_size=width, **arrays)
 
 
 # ---- the index ----
@@ -141,18 +132,14 @@ def test_the_first_bad_sequence_equals_its_twin(data: st.DataObject) -> None:
             lengths[place] = data.draw(st.integers(-(2**31), 2**31 - 1))
         else:
             pointers[place] = data.draw(st.integers(-(2**63), 2**63 - 1))
-    assert _native.first_bad_sequence(lengths, pointers, width, start) == (
-        reference.first_bad_sequence(lengths, pointers, width, start)
-    )
+    assert_twin("first_bad_sequence", lengths, pointers, width, start)
 
 
 @settings(deadline=None, derandomize=True, max_examples=300)
 @given(entries=st.lists(st.integers(-3, 12), max_size=30), num_sequences=st.integers(0, 10))
 def test_the_first_bad_document_equals_its_twin(entries: list[int], num_sequences: int) -> None:
     for values in (entries, sorted(entries)):
-        assert _native.first_bad_document(int64(values), num_sequences) == (
-            reference.first_bad_document(int64(values), num_sequences)
-        )
+        assert_twin("first_bad_document", int64(values), num_sequences)
 
 
 # ---- the token buffer ----

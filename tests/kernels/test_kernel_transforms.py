@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.kernels import reference
+from tests.kernels.twins import assert_refused, assert_twin
 
 from millrace import _native
 
@@ -34,15 +35,6 @@ def tokens_of(lengths: list[int], seed: int, num_values: int) -> tuple[np.ndarra
 
 def flags_of(count: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 2, count).astype(np.uint8)
-
-
-def assert_twin(name: str, *arguments: Any, **options: Any) -> Any:
-    actual = getattr(_native, name)(*arguments, **options)
-    expected = getattr(reference, name)(*arguments, **options)
-    np.testing.assert_equal(actual, expected)
-    left, right = (x if isinstance(x, tuple) else (x,) for x in (actual, expected))
-    assert [array.dtype for array in left] == [array.dtype for array in right]
-    return actual
 
 
 @settings(max_examples=300, deadline=None)
@@ -198,14 +190,9 @@ def test_ends_that_do_not_fit_are_refused(ends: list[int]) -> None:
     tokens, places = np.arange(4), np.array(ends, np.int64)
     flags, numbers = np.ones(4, np.uint8), np.arange(len(ends))
     masks = np.ones((len(ends), 9), np.float32)
-    for module in (_native, reference):
-        for call, arguments, options in (
-            (module.fill_in_middle, (tokens, places, numbers), FIM),
-            (module.mark_repeats, (tokens, places, 1, 2, False), {}),
-            (module.mask_losses, (masks, flags, places), {}),
-        ):
-            with pytest.raises(ValueError, match="sample"):
-                call(*arguments, **options)
+    assert_refused(ValueError, "sample", "fill_in_middle", tokens, places, numbers, **FIM)
+    assert_refused(ValueError, "sample", "mark_repeats", tokens, places, 1, 2, False)
+    assert_refused(ValueError, "sample", "mask_losses", masks, flags, places)
 
 
 def test_other_arrays_that_do_not_fit_are_refused() -> None:

@@ -70,11 +70,11 @@ class MegatronPretrainingSampler:
     def _blocks(self, size: int) -> Iterator[range]:
         """The blocks that are left, and the incomplete last one unless it is dropped."""
         numbers = range(self.consumed_samples, self.total_samples)
-        end = len(numbers) - len(numbers) % size if size > 0 else 0  # size 0: none is complete
-        for start in range(0, end, max(size, 1)):
-            yield numbers[start : start + size]
-        if end < len(numbers) and not self.drop_last:
-            yield numbers[end:]
+        step = size if size > 0 else len(numbers)  # without a size, no block is complete
+        for start in range(0, len(numbers), step):
+            block = numbers[start : start + step]
+            if len(block) == size or not self.drop_last:
+                yield block
 
 
 class HybridCPMegatronPretrainingSampler(MegatronPretrainingSampler):
