@@ -19,7 +19,6 @@ SURPLUS = 0.005
 """The part of its share that Megatron-LM builds of each dataset beyond the share."""
 
 _MOST_SURPLUS = 1_000_000  # keeps the number of samples to build countable
-
 _CHUNK_SIZE = 1 << 22  # draws to count or search at a time: np.bincount needs 8 bytes for each
 
 

@@ -26,8 +26,7 @@ Arrays = Mapping[str, NDArray[Any]]
 Layout = Mapping[str, tuple[Any, tuple[int, ...]]]  # each array's dtype and shape
 
 NOT_IN_KEY = {"in_key": False}
-"""Metadata of a plan's field that follows from the inputs and the other fields: the names of
-cached arrays do not depend on it."""
+"""Metadata of a plan's field that follows from the rest: no names of cached arrays depend on it."""
 
 _MAX_BYTES = 1 << 46  # 64 TiB; a process can address 128
 
@@ -85,8 +84,7 @@ class OrderPlan(Protocol):
         """The arrays, a pure function of the inputs and the plan."""
 
     def load(self, inputs: OrderInputs, arrays: Deferred[Arrays]) -> Order:
-        """The order, by its arrays. A start calls this for each dataset: `arrays.value` and
-        `inputs.lengths` are for the first sample."""
+        """The order; `arrays.value` and `inputs.lengths` are for the first sample, not for it."""
 
 
 PlanOf = type[OrderPlan] | Callable[[OrderInputs], OrderPlan]

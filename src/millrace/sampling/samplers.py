@@ -218,9 +218,8 @@ class CyclicSampler(RankSampler):
         self.check_block()
         self.steps_per_epoch = self.num_samples // self.block_size
         self.samples_per_epoch = self.steps_per_epoch * self.block_size
-        num_slices = self.num_samples // self.micro_batch_size
-        num_slices = self.steps_per_epoch if self.data_sharding else num_slices
-        self._num_shuffled = num_slices * self.micro_batch_size  # of a shard, or of the dataset
+        step = self.block_size if self.data_sharding else self.micro_batch_size
+        self._num_shuffled = self.num_samples // step * self.micro_batch_size  # of each shard
         self._permutations: dict[int, NDArray[Any]] = {}
 
     def has_step(self, consumed_samples: int) -> bool:

@@ -57,8 +57,7 @@ class BatchSizeSchedule:
     def num_micro_batches(
         self, consumed_samples: int, micro_batch_size: int, data_parallel_size: int
     ) -> int:
-        """Number of micro batches of one rank in the step that starts after that many samples;
-        ConfigError for a batch that the ranks cannot share out in whole micro batches."""
+        """Number of micro batches of one rank; ConfigError if the ranks cannot share them out."""
         micro = whole("micro_batch_size", micro_batch_size, 1, MAX_INT64)
         ranks = whole("data_parallel_size", data_parallel_size, 1, MAX_INT64)
         size = self.batch_size(consumed_samples)
@@ -79,8 +78,7 @@ class BatchSizeSchedule:
                 self.num_micro_batches(start, micro_batch_size, data_parallel_size)
 
     def step_at(self, consumed_samples: int) -> int:
-        """The number of the step that starts after that many samples; step 0 starts at sample 0.
-        A number inside a step is a ConfigError, which names the step's ends."""
+        """The number of the step that starts there; a ConfigError inside a step names its ends."""
         consumed_samples = whole("consumed_samples", consumed_samples, 0, MAX_INT64)
         run = bisect_right(self._runs, consumed_samples, key=itemgetter(1)) - 1
         step, start, size = self._runs[run]
@@ -103,8 +101,7 @@ class BatchSizeSchedule:
     def num_steps(
         self, num_samples: int, consumed_samples: int = 0, *, drop_last: bool = True
     ) -> int:
-        """Number of steps from any number of consumed samples up to the end of the dataset's
-        `num_samples`, without a last step of too few samples or, unless `drop_last`, with it."""
+        """Number of steps from any position to the end; `drop_last`: but for an incomplete one."""
         num_samples, steps = whole("num_samples", num_samples, 0), 0
         consumed = whole("consumed_samples", consumed_samples, 0)
         while consumed < num_samples:
