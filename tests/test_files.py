@@ -12,8 +12,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,12 +28,36 @@ IS_ROOT = os.geteuid() == 0
 HANG = 60.0  # seconds
 
 
+def start(code: str, *arguments: object, **options: Any) -> subprocess.Popen[str]:
+    """A process that runs code with the names of `files`."""
+    code = f"import os, pathlib, sys, time; from millrace.files import *\n{code}"
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.Popen(command, text=True, **options)
+
+
+def output_of(code: str, *arguments: object, **options: Any) -> str:
+    with start(code, *arguments, stdout=subprocess.PIPE, **options) as process:
+        output, _ = process.communicate(timeout=HANG)
+    assert process.returncode == 0
+    return output
+
+
+@contextlib.contextmanager
+def ended(processes: Iterable[subprocess.Popen[str]]) -> Iterator[list[subprocess.Popen[str]]]:
+    running = list(processes)
+    try:
+        yield running
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate()
+
+
 def test_temporary_names_are_unique(tmp_path: Path) -> None:
     path = str(tmp_path / "x.bin")
-    code = "import sys; from millrace.files import *; print(temporary_name(sys.argv[1]))"
     names = {temporary_name(path), temporary_name(path)}
     for _ in range(2):
-        names.add(subprocess.check_output([sys.executable, "-c", code, path], text=True).strip())
+        names.add(output_of("print(temporary_name(sys.argv[1]))", path).strip())
     reading, writing = os.pipe()
     if os.fork() == 0:
         os.write(writing, temporary_name(path).encode())
@@ -78,16 +103,13 @@ def test_two_writers_do_not_touch_each_others_file(tmp_path: Path) -> None:
 
 def test_a_reader_never_sees_a_part_of_many_writers_files(tmp_path: Path) -> None:
     path = tmp_path / "x"
-    code = (
-        "import sys; from millrace.files import *\n"
-        "for _ in range(60):\n"
-        "    with atomic_file(sys.argv[1]) as file:\n"
-        "        for _ in range(100): file.write(sys.argv[2].encode() * 1000); file.flush()\n"
-    )
+    code = """
+for _ in range(60):
+    with atomic_file(sys.argv[1]) as file:
+        for _ in range(100): file.write(sys.argv[2].encode() * 1000); file.flush()
+"""
     path.write_bytes(b"a" * 100_000)
-    with ended(
-        subprocess.Popen([sys.executable, "-c", code, str(path), letter]) for letter in "abc"
-    ) as writers:
+    with ended(start(code, path, letter) for letter in "abc") as writers:
         while any(writer.poll() is None for writer in writers):
             content = path.read_bytes()
             assert content == content[:1] * 100_000
@@ -131,17 +153,15 @@ def test_two_converts_to_one_file_leave_it_whole_at_every_moment(tmp_path: Path)
     """The file was empty or short for 100 ms once."""
     source, target = tmp_path / "in.npy", tmp_path / "out.npy"
     np.save(source, np.arange(400_000, dtype=np.int32))
-    code = (
-        "import sys; from millrace.jobs import convert\n"
-        "for _ in range(30): convert(sys.argv[1], sys.argv[2], dtype='int32')\n"
-    )
+    code = """
+from millrace.jobs import convert
+for _ in range(30): convert(sys.argv[1], sys.argv[2], dtype='int32')
+"""
     prefix, expected = str(tmp_path / "data"), np.load(source).tobytes()
     convert(str(source), prefix)
     convert(prefix, str(target), dtype="int32")
     size = target.stat().st_size
-    with ended(
-        subprocess.Popen([sys.executable, "-c", code, prefix, str(target)]) for _ in range(3)
-    ) as converts:
+    with ended(start(code, prefix, target) for _ in range(3)) as converts:
         while any(process.poll() is None for process in converts):
             content = target.read_bytes()
             assert len(content) == size
@@ -153,49 +173,30 @@ def test_two_converts_to_one_file_leave_it_whole_at_every_moment(tmp_path: Path)
 # ---- locks ----
 
 HOLD = """
-import os, sys, time
-from millrace.files import file_lock
 with file_lock(sys.argv[1]) as is_held:
     print(is_held, flush=True)
     sys.stdin.read()
 """
-
-
-@contextlib.contextmanager
-def ended(processes: Iterator[subprocess.Popen[str]]) -> Iterator[list[subprocess.Popen[str]]]:
-    running = list(processes)
-    try:
-        yield running
-    finally:
-        for process in running:
-            process.kill()
-            process.communicate()
+PIPES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
 
 
 @contextlib.contextmanager
 def holder(path: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that holds a lock until it dies or its input ends."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with ended(iter([process])):
+    process = start(HOLD, path, **PIPES)
+    with ended([process]):
         assert process.stdout is not None
         assert process.stdout.readline() == "True\n"
         yield process
 
 
 def is_free(path: Path) -> bool:
-    code = (
-        "import sys; from millrace.files import *\n"
-        "try:\n"
-        "    with file_lock(sys.argv[1], limit=0): print('free')\n"
-        "except BlockingIOError: print('held')"
-    )
-    output = subprocess.check_output([sys.executable, "-c", code, str(path)], text=True)
-    return output == "free\n"
+    code = """
+try:
+    with file_lock(sys.argv[1], limit=0): print('free')
+except BlockingIOError: print('held')
+"""
+    return output_of(code, path) == "free\n"
 
 
 def test_the_file_exists_as_long_as_the_lock(tmp_path: Path) -> None:
@@ -234,14 +235,9 @@ def test_waiting_warns_once(
 def test_waiting_ends_with_ctrl_c(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     with holder(path):
-        waiting = subprocess.Popen(
-            [sys.executable, "-c", "import millrace.files; print(flush=True)\n" + HOLD, str(path)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        with ended(iter([waiting])):
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        waiting = start("print(flush=True)\n" + HOLD, path, stdin=subprocess.DEVNULL, **pipes)
+        with ended([waiting]):
             assert waiting.stdout is not None
             waiting.stdout.readline()
             time.sleep(0.5)  # so that it waits by then
@@ -255,16 +251,13 @@ def test_a_lock_taken_after_waiting_excludes_others(tmp_path: Path) -> None:
     """Each process adds to a number in a file under the lock, which is unlinked in between."""
     path, counter = tmp_path / "lock", tmp_path / "count"
     counter.write_text("0")
-    code = (
-        "import sys, pathlib; from millrace.files import *\n"
-        "for _ in range(100):\n"
-        "    with file_lock(sys.argv[1]):\n"
-        "        file = pathlib.Path(sys.argv[2])\n"
-        "        file.write_text(str(int(file.read_text()) + 1))\n"
-    )
-    with ended(
-        subprocess.Popen([sys.executable, "-c", code, str(path), str(counter)]) for _ in range(4)
-    ) as processes:
+    code = """
+for _ in range(100):
+    with file_lock(sys.argv[1]):
+        file = pathlib.Path(sys.argv[2])
+        file.write_text(str(int(file.read_text()) + 1))
+"""
+    with ended(start(code, path, counter) for _ in range(4)) as processes:
         assert [process.wait(HANG) for process in processes] == [0] * 4
     assert counter.read_text() == "400"
     assert sorted(os.listdir(tmp_path)) == ["count"]
@@ -274,23 +267,17 @@ def test_a_lock_taken_after_waiting_excludes_others(tmp_path: Path) -> None:
 def test_a_forked_child_holds_nothing(is_killed: bool, tmp_path: Path) -> None:
     """It leaves the block without a trace, and keeps nothing locked when its parent dies."""
     path = tmp_path / "lock"
-    code = (
-        "import os, sys, time; from millrace.files import *\n"
-        "with file_lock(sys.argv[1]):\n"
-        "    child = os.fork()\n"
-        "    if child and not int(sys.argv[2]): os.waitpid(child, 0)\n"
-        "    if child: print(child, flush=True); sys.stdin.read()\n"
-        "    elif int(sys.argv[2]): os.close(1); time.sleep(600)\n"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(path), str(int(is_killed))],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    code = """
+with file_lock(sys.argv[1]):
+    child = os.fork()
+    if child and not int(sys.argv[2]): os.waitpid(child, 0)
+    if child: print(child, flush=True); sys.stdin.read()
+    elif int(sys.argv[2]): os.close(1); time.sleep(600)
+"""
+    process = start(code, path, int(is_killed), **PIPES)
     child = 0
     try:
-        with ended(iter([process])):
+        with ended([process]):
             assert process.stdout is not None
             child = int(process.stdout.readline())
             assert path.exists()
@@ -326,6 +313,14 @@ def open_folder() -> Iterator[Path]:
         yield Path(name)
 
 
+AS_NOBODY = """
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+try:
+    with file_lock(sys.argv[1]) as is_held: print(is_held)
+except OSError as error: print(error)
+"""
+
+
 @pytest.mark.skipif(not IS_ROOT, reason="only root can be another user")
 @pytest.mark.parametrize("mode", [0o644, 0o600])
 @pytest.mark.parametrize("folder_mode", [0o777, 0o1777])
@@ -334,14 +329,7 @@ def test_a_stale_lock_of_another_user(mode: int, folder_mode: int, open_folder: 
     path = open_folder / "lock"
     path.touch()
     path.chmod(mode)
-    code = (
-        "import os, sys; from millrace.files import *\n"
-        "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
-        "try:\n"
-        "    with file_lock(sys.argv[1]) as is_held: print(is_held)\n"
-        "except OSError as error: print(error)"
-    )
-    output = subprocess.check_output([sys.executable, "-c", code, str(path)], text=True)
+    output = output_of(AS_NOBODY, path)
     if mode == 0o644:
         assert output == "True\n"
         assert path.exists() == (folder_mode == 0o1777)  # sticky: who does not own it leaves it
@@ -353,27 +341,13 @@ def test_a_stale_lock_of_another_user(mode: int, folder_mode: int, open_folder: 
 
 @pytest.mark.skipif(not IS_ROOT, reason="only root can be another user")
 def test_a_folder_that_cannot_be_written_is_named(open_folder: Path) -> None:
-    path = open_folder / "lock"
-    code = (
-        "import os, sys; from millrace.files import *\n"
-        "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
-        "try: file_lock(sys.argv[1]).__enter__()\n"
-        "except PermissionError as error: print(error)"
-    )
-    output = subprocess.check_output([sys.executable, "-c", code, str(path)], text=True)
-    assert str(path) in output
+    assert str(open_folder / "lock") in output_of(AS_NOBODY, open_folder / "lock")
 
 
 def test_a_file_system_without_locks(tmp_path: Path) -> None:
-    code = (
-        "import sys; from millrace.files import *\n"
-        "with file_lock(sys.argv[1]) as first, file_lock(sys.argv[1]) as second:\n"
-        "    print(first, second)"
-    )
-    output = subprocess.check_output(
-        [sys.executable, "-c", code, str(tmp_path / "lock")],
-        text=True,
-        env=no_flock(tmp_path),
-    )
+    code = """
+with file_lock(sys.argv[1]) as first, file_lock(sys.argv[1]) as second: print(first, second)
+"""
+    output = output_of(code, tmp_path / "lock", env=no_flock(tmp_path))
     assert output == "False False\n"
     assert not (tmp_path / "lock").exists()

@@ -1,8 +1,4 @@
-"""The folder that a global shuffle has written: its metadata, its shards as one file, and `verify`.
-
-`metadata` reads and writes `metadata.json`, `reader` reads shards of fixed-length sequences without
-an index, and `checking` verifies a folder.
-"""
+"""The folder that a global shuffle has written: its metadata, its shards as one file, `verify`."""
 
 from millrace.shards.checking import verify_shards
 from millrace.shards.metadata import (

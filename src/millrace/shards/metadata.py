@@ -139,8 +139,7 @@ def read_metadata(
 
     Args:
         folder: Folder of the shards.
-        dtype: Dtype of the tokens, for metadata that do not say it; None: uint32. Metadata that do
-            must agree with it.
+        dtype: Dtype of the tokens; metadata that say it must agree. None: theirs, else uint32.
         storage: Where the folder is; None: in the file system.
 
     Raises:
@@ -165,7 +164,22 @@ def parse_metadata(
     """The metadata of a folder, not compared with its shards; see `read_metadata`."""
     if dtype is not None and dtype not in TOKEN_DTYPES:
         raise ConfigError(f"dtype is {shown(dtype)}; it is one of {', '.join(TOKEN_DTYPES)}")
-    return _metadata(metadata_path(folder), _read_document(folder, storage), dtype)
+    path, document = metadata_path(folder), _read_document(folder, storage)
+    if (version := document.get("version")) != VERSION:
+        raise DataError(f"{path} has version {shown(version, 80)}; version {VERSION} can be read")
+    entries = {name: value for name, value in document.items() if value is not None}
+    if dtype is not None and dtype != (other := entries.setdefault("dtype", dtype)):
+        says = f"{path} says {shown(other, 80)}"
+        raise ConfigError(f"dtype is {dtype}, but {says}: leave the argument out")
+    try:
+        metadata = record_from(ShardsMetadata, entries, "metadata")
+        for number, one in enumerate(metadata.inputs):
+            record_from(_Input, one, f"metadata.inputs[{number}]")
+    except ValueError as error:
+        raise _damage(path, str(error)) from None
+    for problem in _disagreements(metadata):
+        raise _damage(path, problem)
+    return metadata
 
 
 def write_metadata(folder: str | os.PathLike[str], metadata: ShardsMetadata) -> None:
@@ -241,26 +255,6 @@ def _damage(path: str, problem: str) -> DataError:
     return DataError(
         f"{path}: {problem}. It is damaged or of another program: restore it, or shuffle again"
     )
-
-
-def _metadata(path: str, document: dict[str, Any], dtype: str | None) -> ShardsMetadata:
-    if (version := document.get("version")) != VERSION:
-        raise DataError(f"{path} has version {shown(version, 80)}; version {VERSION} can be read")
-    entries = {name: value for name, value in document.items() if value is not None}
-    if dtype is not None and dtype != entries.setdefault("dtype", dtype):
-        raise ConfigError(
-            f"dtype is {dtype}, but {path} says {shown(entries['dtype'], 80)}: leave the argument "
-            "out"
-        )
-    try:
-        metadata = record_from(ShardsMetadata, entries, "metadata")
-        for number, one in enumerate(metadata.inputs):
-            record_from(_Input, one, f"metadata.inputs[{number}]")
-    except ValueError as error:
-        raise _damage(path, str(error)) from None
-    for problem in _disagreements(metadata):
-        raise _damage(path, problem)
-    return metadata
 
 
 def _disagreements(metadata: ShardsMetadata) -> Iterator[str]:

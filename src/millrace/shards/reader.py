@@ -33,9 +33,8 @@ _FINGERPRINT_BYTES = 4096  # of each of them, at most
 class Shards:
     """The sequences of a folder of shards, by number. No index is read.
 
-    An open folder keeps showing the files that it opened when others are put in their places. It
-    can be forked, shared by threads, and pickled; a pickle can only be opened where the same data
-    are in the folder.
+    An open folder keeps showing the files that it opened. It can be forked, shared by threads, and
+    pickled; a pickle can only be opened where the same data are in the folder.
 
     Args:
         folder: Folder of the shards, with `metadata.json`.
@@ -137,10 +136,9 @@ class Shards:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the content, wherever the files are (32 hex digits).
+        """A hash of the sequences, however many shards they are in (32 hex digits).
 
-        It covers the number of sequences, their length, their dtype and the first 4 KiB of 256 of
-        them, evenly spaced. The same sequences in another number of shards have the same one.
+        It covers their number, length and dtype, and the first 4 KiB of 256 of them.
         """
         size, last = self.metadata.sequence_bytes, len(self) - 1
         digest = blake2b(f"{len(self)} {self.sequence_length} {self.dtype}".encode())

@@ -32,11 +32,9 @@ class IndexedDatasetBuilder:
 
     Each call adds all of its arguments, or nothing. A call that fails in the middle of its work (a
     full disk, Ctrl-C, a token that does not fit after half a million others were written) closes
-    the builder and discards what it wrote. Threads may share a builder: their calls take turns. A
-    forked process cannot use it, and leaves its files alone. A builder that is dropped without
-    `finalize` or `abort` aborts.
-
-    Leaving a `with` block finalises; leaving it by an error discards what was written.
+    the builder and discards what it wrote. Leaving a `with` block finalises; leaving it by an
+    error, or dropping the builder, discards. Threads may share a builder: their calls take turns. A
+    forked process cannot use it, and leaves its files alone.
 
     Args:
         prefix: Path of the pair, without `.bin` or `.idx`; its folder must exist.
@@ -44,9 +42,8 @@ class IndexedDatasetBuilder:
         multimodal: Whether to store a mode (int8) for each sequence.
         checksums: Whether to write a sidecar with checksums of both files, for `verify`.
         provenance: Origin of the tokens, for the sidecar: plain JSON values.
-        durable: Whether to bring the files to the disk before they appear. Without it, a power cut
-            soon afterwards can leave files that are empty or cut short: for data that can be made
-            again.
+        durable: Whether to bring the files to the disk before they appear. Without it, they may be
+            empty or cut short after a power cut: for data that can be made again.
 
     Attributes:
         num_documents, num_sequences, num_tokens: Numbers of what was added so far.
@@ -89,7 +86,7 @@ class IndexedDatasetBuilder:
             provenance=_plain_json(provenance),
             durable=flag("durable", durable),
         )
-        self._buffer = self._writer.bin.buffer
+        self._buffer = self._writer.buffer
 
     @property
     def num_documents(self) -> int:
@@ -110,11 +107,9 @@ class IndexedDatasetBuilder:
             return self._writer.columns.arrays()
 
     def add_sequence(self, tokens: ArrayLike, mode: int = 0) -> None:
-        """Appends a sequence to the current document; `end_document` ends it.
+        """Appends a sequence, [length], to the current document, which `end_document` ends.
 
-        Args:
-            tokens: [length], numbers that fit the dtype.
-            mode: Mode of the sequence, in a multimodal file.
+        Its mode counts in a multimodal file.
         """
         self._add(tokens, None, [mode], ends_document=False)
 
@@ -143,8 +138,7 @@ class IndexedDatasetBuilder:
 
         Args:
             tokens: Tokens of all documents, one after the other: [tokens].
-            lengths: Lengths of the documents in tokens: integers [documents]; their sum is the
-                number of tokens.
+            lengths: Tokens in each document, integers [documents], whose sum is that of all.
         """
         values = _as_tokens(tokens, self.dtype)
         counts = _as_lengths(lengths, len(values))
@@ -174,8 +168,8 @@ class IndexedDatasetBuilder:
         are not copied: `millrace.jobs.merge` does that, by `millrace.provenance.copied_origins`.
 
         Args:
-            source: The other dataset, or the path prefix of its pair. A dataset gives the files
-                that it opened, even if another pair is at its prefix by now.
+            source: The path prefix of the other pair, or a dataset, which gives the files that it
+                opened, even if another pair is at its prefix by now.
             documents: (start, stop), the range of documents to take; None: all.
             change_dtype: Whether another dtype is converted; each token is checked.
 
@@ -211,7 +205,7 @@ class IndexedDatasetBuilder:
             try:
                 file = other.reopen_bin() if other.dtype == self.dtype else None
                 if file is not None:
-                    writer.bin.copy(other, file, *byte_span)
+                    writer.copy(other, file, *byte_span)
                 else:
                     for data in blocks(other, *byte_span):
                         writer.append(_as_tokens(data.view(other.dtype), self.dtype))
@@ -273,14 +267,13 @@ class IndexedDatasetBuilder:
 def finalize_together(builders: Sequence[IndexedDatasetBuilder]) -> None:
     """Finalises several builders: all files are on the disk before the first pair appears.
 
-    If one of them fails, none is published. It raises the errors of
-    `IndexedDatasetBuilder.finalize`.
+    If one of them fails, none is published. For errors see `IndexedDatasetBuilder.finalize`.
     """
     writers = [builder._writer for builder in builders]
     with contextlib.ExitStack() as stack:
         for writer in writers:
             stack.enter_context(writer.turn())
-            if writer.bin.buffer.has_open_document:
+            if writer.buffer.has_open_document:
                 raise ConfigError(
                     f"the last sequences of {writer.prefix} do not belong to a document yet; "
                     "call end_document() before finalize()"
@@ -292,7 +285,7 @@ def finalize_together(builders: Sequence[IndexedDatasetBuilder]) -> None:
                 writer.turns.check_open()
             pairs = [(writer.absolute_prefix, writer.temporaries) for writer in writers]
             with interrupts_held():
-                publish(pairs, durable=any(writer.bin.durable for writer in writers))
+                publish(pairs, durable=any(writer.durable for writer in writers))
         finally:
             for writer in writers:
                 writer.turns.end("it was finalised")
@@ -329,10 +322,8 @@ def _plain_json(provenance: Mapping[str, Any] | None) -> dict[str, Any] | None:
     try:
         plain: dict[str, Any] | None = json.loads(json.dumps(provenance))
     except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"the provenance cannot be written as JSON ({error}); give texts, numbers, lists and "
-            "dicts"
-        ) from None
+        remedy = "give texts, numbers, lists and dicts"
+        raise ConfigError(f"the provenance cannot be written as JSON ({error}); {remedy}") from None
     return plain
 
 
@@ -359,15 +350,11 @@ def _as_lengths(lengths: ArrayLike, num_tokens: int) -> NDArray[np.int64]:
     counts = whole_numbers("lengths", lengths)
     least, most = int(counts.min(initial=0)), int(counts.max(initial=0))
     if least < 0 or most > MAX_INT32:
-        raise ConfigError(
-            f"the lengths go from {least} to {most}; 0 to {MAX_INT32} is possible. Cut longer "
-            "sequences into several"
-        )
-    if counts.sum() != num_tokens:
-        raise ConfigError(
-            f"the lengths {shown(counts.tolist())} sum to {counts.sum()}; there are {num_tokens} "
-            "tokens"
-        )
+        limits = f"0 to {MAX_INT32} is possible. Cut longer sequences into several"
+        raise ConfigError(f"the lengths go from {least} to {most}; {limits}")
+    if (total := counts.sum()) != num_tokens:
+        values = shown(counts.tolist())
+        raise ConfigError(f"the lengths {values} sum to {total}; there are {num_tokens} tokens")
     return counts
 
 

@@ -87,10 +87,7 @@ class Checks:
         sums: Checksums | None,
         describe: Callable[[int, int], str] | None = None,
     ) -> None:
-        """Compares a file with the checksums of its blocks, if there are any.
-
-        `describe` says what the bytes from a first one to an end hold, or fails.
-        """
+        """Compares a file with checksums; `describe` says what bytes [start, stop) hold."""
         if sums is None:
             return
         if file.size != sums.size:
@@ -117,10 +114,7 @@ class Checks:
         self.report.num_bytes += file.size
 
     def map(self, check: Callable[[Checks, Any], None], items: Iterable[Any]) -> int:
-        """Runs a check of each item on the threads; adds their problems in order.
-
-        Returns the number of bytes that they have read.
-        """
+        """Adds the problems of items, checked by the threads; returns how many bytes they read."""
 
         def one(item: Any) -> Report:
             checks = Checks(self.report.prefix, self.pool, self._on_bytes)
@@ -211,10 +205,7 @@ def _check_pair(prefix: str, checks: Checks) -> None:
 
 
 def _check_origins(prefix: str, storage: Storage, info: Info, checks: Checks) -> None:
-    """Checks the sidecar of origins, if there is one.
-
-    With checksums every byte is compared. Without, every row is read, if pyarrow is installed.
-    """
+    """Compares every byte of the sidecar of origins, or reads every row if it has no checksums."""
     path = paths_to_read(prefix, storage).origins
     try:
         file = storage.open(path, "file")

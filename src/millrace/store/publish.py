@@ -92,14 +92,7 @@ def open_pair(
 ) -> Pair:
     """Opens the files of a whole pair, even while a builder replaces it.
 
-    Args:
-        prefix: Path prefix of the pair.
-        access: How the `.bin` is read; None: it is not opened.
-        index_access: How the `.idx` is read.
-        storage: The storage of both.
-
-    Raises:
-        DataError: A file is missing.
+    Without an access, the `.bin` is not opened. A missing file is a DataError.
     """
     for _ in range(_ATTEMPTS):
         paths = paths_to_read(prefix, storage)
@@ -162,8 +155,7 @@ def _is_half_published(prefix: str, storage: Storage = LOCAL) -> bool:
 def prefix_lock(prefix: str) -> Iterator[None]:
     """Holds the lock of a prefix, and removes the temporaries of a builder that died.
 
-    Raises:
-        MillraceError: Another process is building a pair there.
+    If another process is building a pair there, that is a MillraceError.
     """
     lock = prefix + LOCK
     with contextlib.ExitStack() as stack:
@@ -179,10 +171,7 @@ def prefix_lock(prefix: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def building(prefix: str) -> Iterator[Temporaries]:
-    """Holds the lock of a prefix, cleans up after a builder that died, and names the temporaries.
-
-    Temporaries that are left are removed at the end.
-    """
+    """Holds the lock of a prefix, cleans up after a builder that died, and lends temporaries."""
     temporaries = Temporaries(*map(temporary_name, _paths(prefix)))
     with prefix_lock(prefix):
         if _is_half_published(prefix):

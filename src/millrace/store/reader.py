@@ -47,7 +47,6 @@ class IndexedDataset:
         storage: Where the files are; None: in the file system.
 
     Attributes:
-        prefix: The path prefix, str.
         dtype: The dtype of the tokens.
         sequence_lengths: int32 [sequences], in tokens.
         sequence_pointers: int64 [sequences], byte offsets into the `.bin`.
@@ -57,11 +56,10 @@ class IndexedDataset:
         reader: The bytes of the `.bin`, a `BinReader`.
 
     The arrays are read-only views of the mapped index. Opening takes the same time for any size: it
-    checks the header, the sizes, and the first and last entries. No descriptor stays open behind a
-    map. An open dataset keeps showing the files that it opened when another pair is published at
-    its prefix; with access="file" and more than 64 such datasets, reading may be a DataError then.
-    It can be forked, shared by threads, and pickled; a pickle can only be opened where the same
-    data are at the prefix.
+    checks the header, the sizes, and the first and last entries. An open dataset keeps showing the
+    files that it opened when another pair is published at its prefix; with access="file" and more
+    than 64 such datasets, reading may be a DataError then. It can be forked, shared by threads, and
+    pickled; a pickle can only be opened where the same data are at the prefix.
 
     If another program cuts a mapped file short, touching a view of the lost part is a bus error,
     which ends the process; `read` and the `Loader` raise DataError instead.
@@ -187,11 +185,7 @@ class IndexedDataset:
 
     @property
     def tokens(self) -> NDArray[Any]:
-        """The whole `.bin`, [tokens] of `dtype`: a view.
-
-        Raises:
-            ConfigError: If the `.bin` is not mapped.
-        """
+        """The whole `.bin`, [tokens] of `dtype`: a view; a ConfigError if it is not mapped."""
         if self._bytes is None:
             raise ConfigError(f"{self.prefix}.bin is not mapped; open it with access='mmap'")
         return self._bytes[: self.num_tokens * self.dtype.itemsize].view(self.dtype)
@@ -241,8 +235,7 @@ class IndexedDataset:
     def get(self, index: SupportsIndex, offset: int = 0, length: int | None = None) -> NDArray[Any]:
         """Tokens [offset, offset + length) of a sequence; without a length, all from `offset` on.
 
-        Raises:
-            ConfigError: If the span lies outside the sequence.
+        A ConfigError if the span lies outside the sequence.
         """
         number = self._number("sequence", index, len(self))
         available = self.sequence_lengths.item(number)
@@ -310,8 +303,8 @@ class IndexedDataset:
     def fingerprint(self) -> str:
         """A hash of the content, wherever the files are (32 hex digits).
 
-        It covers both sizes, the header and evenly spaced 4 KiB blocks of both files, so that it
-        costs the same for any size. It tells datasets apart, but does not prove them undamaged.
+        It covers both sizes, the header and 16 blocks of 4 KiB of each file: it tells datasets
+        apart, but does not prove them undamaged.
         """
         digest = blake2b()
         for file in (self._pair.idx, self.reader):
@@ -365,10 +358,7 @@ class IndexedDataset:
         return None
 
     def close(self) -> None:
-        """Lets go of the files. Arrays that were taken from the dataset stay valid.
-
-        Without it, that happens when the dataset and its last array are gone.
-        """
+        """Lets go of the files. Arrays that were taken from the dataset stay valid."""
         self.__dict__ = {name: vars(self)[name] for name in ("prefix", "header")}
 
     if not TYPE_CHECKING:  # a type checker would take it for an attribute of any name

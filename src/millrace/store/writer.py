@@ -38,18 +38,12 @@ class NotIntegersError(ConfigError):
 class Turns:
     """Gives one thread at a time the right to change something of several parts.
 
-    Args:
-        name: What is changed, for messages.
-        free: Function that discards it. It is called at least once after the last turn, and with
-            Ctrl-C held back.
-
-    Attributes:
-        closed_because: Why there are no more turns; None: there are.
+    `free` discards it. It is called at least once after the last turn, with Ctrl-C held back.
     """
 
     def __init__(self, name: str, free: Callable[[], None]) -> None:
         self._name, self._free = name, free
-        self.closed_because: str | None = None
+        self.closed_because: str | None = None  # None: there are more turns
         self._lock = threading.Lock()
         self._holder: int | None = None
 
@@ -114,95 +108,11 @@ class Turns:
                 self._free()
 
 
-class BinWriter:
-    """The `.bin` while it is written.
-
-    Attributes:
-        buffer: The core's buffer of tokens and entries, and their numbers.
-        durable: Whether to bring the files to the disk before they appear.
-        hasher: What makes the checksums of the file, or None.
-    """
-
-    def __init__(
-        self, path: str, dtype: np.dtype[Any], *, has_modes: bool, checksums: bool, durable: bool
-    ) -> None:
-        self.dtype, self.durable = dtype, durable
-        self.hasher = BlockHasher() if checksums else None
-        self._num_bytes = 0  # bytes of tokens that were written, without those in the buffer
-        self.file: Any = open(path, "wb", buffering=0)  # noqa: SIM115
-        descriptor = self.file.fileno()
-        self.buffer = _native.TokenBuffer(dtype.name, _BUFFER_SIZE, descriptor, has_modes)
-
-    def append(self, tokens: list[int] | NDArray[Any]) -> None:
-        """Buffers tokens; a ConfigError, and none are, if one of them does not fit the dtype.
-
-        Raises:
-            NotIntegersError: A list that holds other objects than ints of 64 bits.
-        """
-        try:
-            self.buffer.append(tokens)
-        except (TypeError, OverflowError) as error:
-            raise NotIntegersError(f"tokens are not integers: {error}") from None
-        except ValueError as error:
-            raise ConfigError(f"{error}; or write another dtype") from None
-
-    def flush(self) -> None:
-        """Starts to write the buffer, while more can be added."""
-        if self.hasher is not None:
-            self.hasher.update(self.buffer.view())
-        self._num_bytes += self.buffer.num_bytes
-        self.buffer.flush()
-
-    def copy(self, other: IndexedDataset, source: BinaryIO, start: int, stop: int) -> None:
-        """Appends bytes [start, stop) of another `.bin` of the same dtype, open as `source`."""
-        self.buffer.wait()
-        with source:
-            if self.hasher is not None:
-                for data in blocks(other, start, stop):
-                    self.hasher.update(data)
-            _copy_file(source, self.file, start, stop)
-        if self.durable:  # the flush at the end then has less to wait for
-            _native.start_writeback(self.file.fileno(), self._num_bytes, stop - start)
-        self._num_bytes += stop - start
-
-    def finish(self, num_tokens: int) -> int:
-        """Ends a file with the sequences of so many tokens; returns the time of its last change.
-
-        Raises:
-            DataError: The file does not hold what was added.
-        """
-        self.flush()
-        self.buffer.wait()
-        if self.durable:
-            flush_to_disk(self.file)
-        status, width = os.fstat(self.file.fileno()), self.dtype.itemsize
-        counted = self.buffer.num_tokens * width
-        if not num_tokens * width == counted == self._num_bytes == status.st_size:
-            raise DataError(
-                f"{self.file.name}: the lengths of the sequences make {num_tokens * width} bytes "
-                f"of tokens, {counted} were added, {self._num_bytes} were written, and the file "
-                f"has {status.st_size}. Another program writes to it, or an addition was cut off: "
-                "nothing is published"
-            )
-        return status.st_mtime_ns
-
-    def close(self) -> None:
-        self.buffer.close()
-        self.file.close()
-
-
 class PairWriter:
     """The temporaries of one pair, and the data on their way to them.
 
-    `turn` gives one thread the right to call the other methods.
-
-    Attributes:
-        prefix: The prefix as it was given.
-        absolute_prefix: The absolute prefix: the files stay there if the working directory changes.
-        temporaries: Paths of the files until they are published.
-        bin, columns: The `.bin`, and the columns of the `.idx`.
-        turns: Who may write.
-        provenance: Origin of the tokens, for the sidecar, or None.
+    `turn` gives one thread the right to call the other methods. `buffer` is the core's, of tokens
+    and entries, and has their numbers.
     """
 
     def __init__(
@@ -216,24 +126,36 @@ class PairWriter:
         durable: bool,
     ) -> None:
         folder = os.path.realpath(os.path.dirname(prefix) or ".")
-        self.prefix, self.provenance = prefix, provenance
-        self.absolute_prefix = os.path.join(folder, os.path.basename(prefix))
+        self.prefix, self.dtype = prefix, dtype
+        self.provenance, self.durable = provenance, durable
+        self._hasher = BlockHasher() if checksums else None
+        self._num_bytes = 0  # bytes of tokens that were written, without those in the buffer
         resources = contextlib.ExitStack()
         self.turns = Turns(f"the builder of {prefix}", resources.close)
         try:
             with interrupts_held():
                 self.columns = IndexColumns(folder, has_modes=multimodal)
                 resources.callback(self.columns.close)
-                self.temporaries = resources.enter_context(building(self.absolute_prefix))
-                options = {"has_modes": multimodal, "checksums": checksums, "durable": durable}
-                self.bin = BinWriter(self.temporaries.bin, dtype, **options)
-                resources.callback(self.bin.close)
+                place = os.path.join(folder, os.path.basename(prefix))
+                self.temporaries = resources.enter_context(building(place))
+                file = open(self.temporaries.bin, "wb", buffering=0)  # noqa: SIM115
+                self._file: Any = resources.enter_context(file)
+                self.buffer = _native.TokenBuffer(
+                    dtype.name, _BUFFER_SIZE, file.fileno(), multimodal
+                )
+                resources.callback(self.buffer.close)
                 self._drop = weakref.finalize(self, self.turns.end_at_exit, _LAST_WAIT)
         except BaseException:
             with interrupts_held():
                 resources.close()
             raise
         watch_forks(self)
+
+    @property
+    def absolute_prefix(self) -> str:
+        """Where the pair is published, even if the working directory has changed."""
+        folder = os.path.dirname(self.temporaries.bin)
+        return os.path.join(folder, os.path.basename(self.prefix))
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
@@ -245,14 +167,19 @@ class PairWriter:
         """In a forked process: the files and the lock are its parent's."""
         if self.turns.closed_because is None:
             self._drop.detach()
-            self.bin.file.close()
+            self._file.close()
         self.turns.leave_to_parent()
 
     def append(self, values: list[int] | NDArray[Any]) -> None:
-        """Buffers tokens that fit the dtype; a chunk is checked while the last one is written."""
+        """Buffers tokens; a chunk is checked while the last one is written.
+
+        Raises:
+            ConfigError: A token that does not fit the dtype: none of its chunk is buffered.
+            NotIntegersError: A list that holds other objects than ints of 64 bits.
+        """
         for start in range(0, len(values), CHUNK):
             try:
-                self.bin.append(values[start : start + CHUNK])
+                self._append(values[start : start + CHUNK])
             except ConfigError as error:
                 if start > 0:  # tokens before it are written: nothing can follow them
                     self.turns.end(f"an addition failed: {error}")
@@ -260,55 +187,90 @@ class PairWriter:
             if start + CHUNK < len(values):
                 self.flush()
 
+    def _append(self, chunk: list[int] | NDArray[Any]) -> None:
+        try:
+            self.buffer.append(chunk)
+        except (TypeError, OverflowError) as error:
+            raise NotIntegersError(f"tokens are not integers: {error}") from None
+        except ValueError as error:
+            raise ConfigError(f"{error}; or write another dtype") from None
+
     def flush(self) -> None:
         """Starts to write the buffer, while more can be added."""
-        self.columns.take(self.bin.buffer)
-        self.bin.flush()
+        self.columns.take(self.buffer)
+        if self._hasher is not None:
+            self._hasher.update(self.buffer.view())
+        self._num_bytes += self.buffer.num_bytes
+        self.buffer.flush()
+
+    def copy(self, other: IndexedDataset, source: BinaryIO, start: int, stop: int) -> None:
+        """Appends bytes [start, stop) of another `.bin` of the same dtype, open as `source`."""
+        self.buffer.wait()
+        with source:
+            if self._hasher is not None:
+                for data in blocks(other, start, stop):
+                    self._hasher.update(data)
+            _copy_file(source, self._file, start, stop)
+        if self.durable:  # the flush at the end then has less to wait for
+            _native.start_writeback(self._file.fileno(), self._num_bytes, stop - start)
+        self._num_bytes += stop - start
 
     def write_files(self) -> None:
         """Brings all files to the disk, and raises DataError if they are not what was added."""
-        self.columns.take(self.bin.buffer)
-        written = self.bin.finish(self.columns.num_tokens())
+        written = self._finish_bin()
+        sums = None if self._hasher is None else self._hasher.finish()
         index_sums = self._write_index(written)
-        if self.bin.hasher is not None or self.provenance is not None:
-            sums = None if self.bin.hasher is None else self.bin.hasher.finish()
+        if sums is not None or self.provenance is not None:
             info = Info(provenance=dict(self.provenance or {}), bin=sums, idx=index_sums)
             with open(self.temporaries.info, "wb") as sidecar:
                 sidecar.write(info.to_json().encode())
-                if self.bin.durable:
-                    flush_to_disk(sidecar)
+                self._flush_to_disk(sidecar)
+
+    def _flush_to_disk(self, file: BinaryIO) -> None:
+        if self.durable:
+            flush_to_disk(file)
+
+    def _finish_bin(self) -> int:
+        """Ends the `.bin`; returns the time of its last change."""
+        self.flush()
+        self.buffer.wait()
+        self._flush_to_disk(self._file)
+        status, width = os.fstat(self._file.fileno()), self.dtype.itemsize
+        expected, counted = self.columns.num_tokens() * width, self.buffer.num_tokens * width
+        if not expected == counted == self._num_bytes == status.st_size:
+            raise DataError(
+                f"{self._file.name}: the lengths of the sequences make {expected} bytes of tokens, "
+                f"{counted} were added, {self._num_bytes} were written, and the file has "
+                f"{status.st_size}. Another program writes to it, or an addition was cut off: "
+                "nothing is published"
+            )
+        return status.st_mtime_ns
 
     def _write_index(self, written: int) -> Checksums | None:
         """Writes the index; `written` is the time of the last change of the `.bin`."""
-        hasher, size = None if self.bin.hasher is None else BlockHasher(), 0
-        counts = self.bin.buffer.num_sequences, self.bin.buffer.num_documents + 1
-        header = Header(self.bin.dtype, *counts, has_modes=self.columns.has_modes)
+        hasher = None if self._hasher is None else BlockHasher()
+        counts = self.buffer.num_sequences, self.buffer.num_documents + 1
+        header = Header(self.dtype, *counts, has_modes=self.columns.has_modes)
         with open(self.temporaries.idx, "wb", buffering=1 << 20) as index:
             for chunk in self.columns.chunks(header):
                 index.write(chunk)
                 if hasher is not None:
                     hasher.update(chunk)
-                index.flush()
-                _native.start_writeback(index.fileno(), size, index.tell() - size)
-                size = index.tell()
+            index.flush()
             # On NFS a file's time is that of its flush, and clocks step back: see `publish`.
-            written = max(written, os.fstat(index.fileno()).st_mtime_ns)
+            size, written = index.tell(), max(written, os.fstat(index.fileno()).st_mtime_ns)
             os.utime(index.fileno(), ns=(written, written))
-            if self.bin.durable:
-                flush_to_disk(index)
+            self._flush_to_disk(index)
         if size != header.size:
             raise DataError(
                 f"{self.prefix}: {size} bytes of index were written for {header.num_sequences} "
-                f"sequences and {self.bin.buffer.num_documents} documents. Nothing is published"
+                f"sequences and {self.buffer.num_documents} documents. Nothing is published"
             )
         return None if hasher is None else hasher.finish()
 
 
 def blocks(dataset: IndexedDataset, start: int, stop: int) -> Iterator[Bytes]:
-    """Bytes [start, stop) of a dataset's `.bin`, some at a time.
-
-    They are gathered, not read: a read of a mapped file is a view, which may be a bus error.
-    """
+    """Bytes [start, stop) of a dataset's `.bin`, some at a time, without bus errors."""
     for at in range(start, stop, _READ_SIZE):
         yield gather_range(dataset.reader, at, min(at + _READ_SIZE, stop))
 
