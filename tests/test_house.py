@@ -51,7 +51,7 @@ LARGER_ROOMS = {
     "text": (3000, "many formats"),
     "shuffling": (3850, "3,000 is its limit: documents and sequences tell alike things twice"),
     "megatron": (2350, "the names of another library"),
-    "store": (2800, "verification could be a room of its own"),
+    "store": (2500, "verification could be a room of its own"),
     "samples": (2950, "transforms could be a room of their own"),
     "encoding": (2500, "five kinds of tokenizers' files, four libraries"),
 }
