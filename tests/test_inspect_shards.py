@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,10 @@ from numpy.typing import NDArray
 from millrace import ConfigError, DataError
 from millrace.inspect import describe_shards, format_shards, shares_svg
 from millrace.inspect.description import parts_of
+from millrace.order import KeyedPermutation
+from millrace.ragged import even_sizes
+from millrace.shuffling.distribution import distribution_json, measure_distribution
+from millrace.shuffling.permutations import KeyedRanges
 from millrace.store import ShardsMetadata, read_metadata
 from tests.shard_folders import (
     make_sequences,
@@ -28,28 +31,12 @@ from tests.shard_folders import (
 TOTAL = 1000
 
 
-def distribution_of(domains: dict[str, int], num_shards: int, seed: int = 1) -> dict[str, Any]:
-    """The figures of a random order, as the shuffle job writes them."""
+def distribution_of(domains: dict[str, int], num_shards: int) -> dict[str, Any]:
     total = sum(domains.values())
-    numbers = np.repeat(np.arange(len(domains)), [*domains.values()])
-    order = np.random.default_rng(seed).permutation(numbers)
-
-    def part(sizes: Sequence[int]) -> dict[str, Any]:
-        ends = np.cumsum(sizes)
-        counts = [
-            np.bincount(order[end - size : end], minlength=len(domains)).tolist()
-            for size, end in zip(sizes, ends, strict=True)
-        ]
-        return {"sizes": [*sizes], "counts": counts}
-
-    head = min(500, total)
-    return {
-        "domains": [*domains],
-        "domain_counts": [*domains.values()],
-        "head": part([head, total - head]),
-        "shards": part(sizes_of(total, num_shards)),
-        "windows": part(sizes_of(total, min(64, total))),
-    }
+    permutation = KeyedRanges(KeyedPermutation(total, 1))
+    return distribution_json(
+        measure_distribution(permutation, domains, even_sizes(total, num_shards))
+    )
 
 
 def metadata_of(domains: dict[str, int], num_shards: int = 4) -> ShardsMetadata:

@@ -41,26 +41,17 @@ from millrace.shuffling.whole_documents import DocumentItems
 MEMORY = 1_000_000_000
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Case:
-    """A shuffle, and what it must write.
+    """A shuffle, and what it must write."""
 
-    Attributes:
-        options: Arguments of `shuffle`, without the output folder and the plan.
-        items: The items in the order of the input. Each is a list of sequences; one if the job cuts
-            the input into sequences.
-        domain_stats: Number of items of each domain.
-        dtype: Dtype of the tokens.
-        has_modes: Whether sequences have modes.
-        is_refused: Whether the input is an error, as it has no whole sequence, or no tokens.
-    """
-
-    options: dict[str, Any]
+    options: dict[str, Any]  # of `shuffle`, without the output folder and the plan
+    # In the order of the input. Each is a list of sequences; one if the job cuts the input.
     items: list[list[NDArray[Any]]]
     domain_stats: dict[str, int]
     dtype: np.dtype[Any]
+    is_refused: bool  # as it has no whole sequence, or no tokens
     has_modes: bool = False
-    is_refused: bool
 
 
 # ---- the input ----
@@ -81,12 +72,7 @@ def document_items(inputs: Inputs | Path, folder: Path) -> DocumentItems:
 
 
 def make_case(folder: Path, choices: random.Random) -> Case:
-    """Writes a random input, which may have no whole sequence.
-
-    Args:
-        folder: Empty folder for the input.
-        choices: Source of all decisions.
-    """
+    """Writes a random input into an empty folder; it may have no whole sequence."""
     dtype = np.dtype(choices.choice(["uint16", "uint32", "int32"]))
     seq_len = choices.choice([1, 1, 2, 3, 7, 16, 100])
     carry = choices.random() < 0.4
@@ -102,11 +88,9 @@ def make_case(folder: Path, choices: random.Random) -> Case:
         weight = weight if is_list else Fraction(1)
         streams = []
         for path in sorted(folder / name / f"{number}" for number in range(num_files)):
-            size = choices.choice(
-                [0, 1, *[target * seq_len // num_files + choices.randint(-2, 2)] * 4]
-            )
-            kind = choices.choice(kinds)
-            streams.append(write_file(path, max(size, 0), kind, dtype, choices))
+            usual = max(target * seq_len // num_files + choices.randint(-2, 2), 0)
+            size, kind = choices.choice([0, 1, *[usual] * 4]), choices.choice(kinds)
+            streams.append(write_file(path, size, kind, dtype, choices))
         if carry and streams:
             streams = [np.concatenate(streams)]
         units = [
@@ -126,22 +110,11 @@ def make_case(folder: Path, choices: random.Random) -> Case:
         "carry": carry,
         **common_options(max(len(items), 1), choices),
     }
-    return Case(
-        options=options,
-        items=items,
-        domain_stats=domain_stats,
-        dtype=dtype,
-        is_refused=not items,
-    )
+    return Case(options, items, domain_stats, dtype, is_refused=not items)
 
 
 def make_document_case(folder: Path, choices: random.Random) -> Case:
-    """Writes a random input of documents, which may have none.
-
-    Args:
-        folder: Empty folder for the input.
-        choices: Source of all decisions.
-    """
+    """Writes a random input of documents, which may have none."""
     dtype = np.dtype(choices.choice(["uint16", "int32"]))
     has_modes = choices.random() < 0.3
     longest = choices.choice([1, 20, 1000])
@@ -151,10 +124,8 @@ def make_document_case(folder: Path, choices: random.Random) -> Case:
         weight = choices.choice([Fraction(1), Fraction(1), Fraction("1.5"), Fraction("0.4")])
         units = []
         for number in range(choices.choice([0, 1, 2])):
-            documents = [
-                random_sequences(longest, dtype, choices)
-                for _ in range(choices.choice([0, 1, 100]))
-            ]
+            count = choices.choice([0, 1, 100])
+            documents = [random_sequences(longest, dtype, choices) for _ in range(count)]
             path = folder / name / str(number)
             with IndexedDatasetBuilder(path, dtype, multimodal=has_modes) as builder:
                 for document in documents:
@@ -168,20 +139,10 @@ def make_document_case(folder: Path, choices: random.Random) -> Case:
         items += chosen
         domain_stats[name] = len(chosen)
         inputs.append((float(weight), str(folder / name)))
-    options = {
-        "input_dir": None,
-        "input_list": inputs,
-        "documents": True,
-        **common_options(max(len(items), 1), choices),
-    }
-    return Case(
-        options=options,
-        items=items,
-        domain_stats=domain_stats,
-        dtype=dtype,
-        has_modes=has_modes,
-        is_refused=not items or num_tokens == 0,
-    )
+    options = {"input_dir": None, "input_list": inputs, "documents": True}
+    options |= common_options(max(len(items), 1), choices)
+    is_refused = not items or num_tokens == 0
+    return Case(options, items, domain_stats, dtype, is_refused, has_modes)
 
 
 def random_sequences(
@@ -243,37 +204,23 @@ def weighted(count: int, weight: Fraction) -> list[int]:
 # ---- the output ----
 
 
-def places_of(case: Case, permutation: str) -> NDArray[np.int64]:
-    """The place of each item."""
-    count, seed = len(case.items), case.options["seed"]
-    if permutation == "numpy":
-        return np.random.default_rng(seed).permutation(count)
-    return KeyedPermutation(count, seed).places(np.arange(count))
-
-
 def check_output(case: Case, folder: Path) -> dict[str, bytes]:
-    """Compares an output with what it must be; its files.
-
-    Raises:
-        AssertionError: A difference.
-    """
+    """Compares an output with what it must be; its files."""
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     del files[SHUFFLE_RESULT]
     metadata = json.loads(files["metadata.json"])
-    expected: list[list[NDArray[Any]]] = [[]] * len(case.items)
-    places = places_of(case, metadata["permutation"])
-    assert sorted(places.tolist()) == list(range(len(case.items)))
-    for item, place in zip(case.items, places.tolist(), strict=True):
-        expected[place] = item
-    count, num_shards = len(case.items), case.options["num_shards"]
+    count, num_shards, seed = len(case.items), case.options["num_shards"], case.options["seed"]
+    places = KeyedPermutation(count, seed).places(np.arange(count))
+    if metadata["permutation"] == "numpy":
+        places = np.random.default_rng(seed).permutation(count)
+    assert sorted(places.tolist()) == list(range(count))
+    expected = iter([case.items[number] for number in np.argsort(places).tolist()])
     names = {"metadata.json"}
-    start = 0
     for shard in range(num_shards):
         size = count // num_shards + (shard < count % num_shards)
         assert metadata["shard_sizes"][shard] == size
-        items = expected[start : start + size]
+        items = list(itertools.islice(expected, size))
         sequences = [sequence for item in items for sequence in item]
-        start += size
         prefix = f"shard_{shard:04}"
         names |= {f"{prefix}.bin", f"{prefix}.idx"}
         assert files[f"{prefix}.bin"] == b"".join(map(np.ndarray.tobytes, sequences))
@@ -311,6 +258,12 @@ def small_buffers(choices: random.Random) -> Iterator[None]:
 
 def run_case(case: Case, folder: Path, choices: random.Random, workers: Sequence[int]) -> None:
     """Shuffles with each plan, and one of them with each number of workers."""
+    if case.is_refused:  # without leaving anything
+        with contextlib.suppress(ConfigError):
+            shuffle(output_dir=folder / "output", **case.options)
+            raise AssertionError("no error")
+        assert not (folder / "output").exists()
+        return
     runs = [(plan, 1) for plan in PLANS]
     runs += [(choices.choice([*PLANS]), count) for count in workers]
     outputs = []
@@ -324,24 +277,13 @@ def run_case(case: Case, folder: Path, choices: random.Random, workers: Sequence
     assert all(output == outputs[0] for output in outputs)
 
 
-def check_refusal(case: Case, folder: Path) -> None:
-    """An input without a whole sequence, or without tokens, is an error that leaves nothing."""
-    with contextlib.suppress(ConfigError):
-        shuffle(output_dir=folder / "output", **case.options)
-        raise AssertionError("no error")
-    assert not (folder / "output").exists()
-
-
 def run(
     num_cases: int, seed: int, *, worker_share: float = 0.1, document_share: float = 0.25
 ) -> Counter[str]:
     """Runs cases; returns how many of what kind there were.
 
-    Args:
-        num_cases: Number of cases.
-        seed: Seed of all cases.
-        worker_share: Share of cases that also run with 2 or 7 worker processes.
-        document_share: Share of cases that shuffle whole documents.
+    Of them, `worker_share` also run with 2 or 7 worker processes, and `document_share` shuffle
+    whole documents.
     """
     counts: Counter[str] = Counter()
     for number in range(num_cases):
@@ -353,10 +295,7 @@ def run(
             case = make(folder / "input", choices)
             workers = [choices.choice([2, 7])] if choices.random() < worker_share else []
             try:
-                if case.is_refused:
-                    check_refusal(case, folder)
-                else:
-                    run_case(case, folder, choices, workers)
+                run_case(case, folder, choices, workers)
             except (AssertionError, MillraceError) as error:
                 raise AssertionError(f"seed {seed}, case {number}: {case.options}") from error
             counts["refused" if case.is_refused else "cases"] += 1

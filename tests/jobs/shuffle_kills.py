@@ -22,7 +22,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -53,13 +52,7 @@ COMMANDS: dict[str, str] = {
 
 
 def make_jobs(folder: Path, num_sequences: int, names: Sequence[str] = ()) -> list[Job]:
-    """Writes the input, and runs each job undisturbed.
-
-    Args:
-        folder: Folder of the input.
-        num_sequences: Number of sequences.
-        names: Names of the jobs; empty: all.
-    """
+    """Writes the input, and runs the jobs of these names, or all, undisturbed."""
     random_tokens = np.random.default_rng(0)
     for domain in "abc":
         (folder / "input" / domain).mkdir(parents=True)
@@ -82,10 +75,9 @@ def make_jobs(folder: Path, num_sequences: int, names: Sequence[str] = ()) -> li
         start = time.monotonic()
         summary = finish(launch(options, output))
         seconds = time.monotonic() - start
-        done, kept = tasks_of(summary)
-        if kept != 0:
+        if (kept := summary["num_tasks_kept"]) != 0:
             raise KillError(f"{name}: the first run kept {kept} tasks")
-        files = read_files(output)
+        files, done = read_files(output), summary["num_tasks_done"]
         shutil.rmtree(output)
         jobs.append(Job(name=name, options=options, files=files, num_tasks=done, seconds=seconds))
     return jobs
@@ -98,18 +90,10 @@ def launch(options: Sequence[str], output: Path) -> subprocess.Popen[str]:
     )
 
 
-def tasks_of(summary: dict[str, Any]) -> tuple[int, int]:
-    """Numbers of tasks that the run did and that it kept."""
-    return summary["num_tasks_done"], summary["num_tasks_kept"]
-
-
 def read_files(output: Path) -> dict[str, bytes]:
     """The files of an output; those of a job that has ended but for its result, which has times."""
     paths = [path for path in output.glob("*") if path.name != SHUFFLE_RESULT]
     return {path.name: b"" if path.is_dir() else path.read_bytes() for path in paths}
-
-
-# ---- kills ----
 
 
 def run_job(job: Job, output: Path, choices: random.Random, counts: Counter[str]) -> None:
@@ -129,7 +113,8 @@ def run_job(job: Job, output: Path, choices: random.Random, counts: Counter[str]
                 break
             counts["worker"] += kill(choices.choice(family))
         if process.wait(DEADLINE) != -signal.SIGKILL:
-            done, kept = tasks_of(finish(process))
+            summary = finish(process)
+            done, kept = summary["num_tasks_done"], summary["num_tasks_kept"]
             if not is_published and (done, kept) != (job.num_tasks - len(tasks), len(tasks)):
                 raise KillError(
                     f"{done} tasks done and {kept} kept, of {job.num_tasks}; the journal had "
@@ -175,20 +160,10 @@ def wait_for_moment(
     return False
 
 
-# ---- any number of kills ----
-
-
 def run(
     num_kills: int, seed: int, num_sequences: int = 1_200_000, names: Sequence[str] = ()
 ) -> Counter[str]:
-    """Kills jobs that many times; returns how often what was killed.
-
-    Args:
-        num_kills: Number of kills, at least; the last job ends undisturbed by the limit.
-        seed: Seed of jobs and moments.
-        num_sequences: Number of sequences in the input.
-        names: Names of the jobs; empty: all.
-    """
+    """Kills jobs of these names, or all, at least that many times; returns what was killed."""
     return run_jobs(
         lambda folder: make_jobs(folder, num_sequences, names), run_job, num_kills, seed
     )

@@ -81,7 +81,8 @@ def test_every_sequence_is_where_numpy_puts_it(tmp_path: Path, sequences: NDArra
     assert metadata.shard_sizes == result.shard_sizes == [43] * 6 + [42]
     assert metadata.domain_stats == result.domain_stats == {"a": 100, "b": 200}
     assert (metadata.seed, metadata.permutation, metadata.dtype) == (42, "numpy", "uint32")
-    assert IndexedDataset(tmp_path / "output" / "shard_0006").num_documents == 42
+    shard = IndexedDataset(tmp_path / "output" / "shard_0006")
+    assert (shard.dtype, shard.num_documents) == (np.int32, 42)
     assert (result.num_items, result.num_tokens, result.num_bytes) == (300, 2400, 9600)
     assert (result.num_tasks_done, result.num_tasks_kept) == (7, 0)
 
@@ -110,28 +111,18 @@ def test_all_plans_workers_and_memories_write_the_same(
 
 def test_documents_keep_their_origins(tmp_path: Path, tokenizer_file: Path) -> None:
     (tmp_path / "input").mkdir()
-    texts = make_texts(30)
-    lines = "".join(
-        json.dumps({"id": f"d{n}", "text": text}) + "\n" for n, text in enumerate(texts)
-    )
-    (tmp_path / "web.jsonl").write_text(lines)
-    tokenizer = Tokenizer(tokenizer_file)
-    prefix = str(tmp_path / "input" / "web")
-    tokenize([str(tmp_path / "web.jsonl")], prefix, tokenizer, provenance="parquet", workers=1)
-    run(tmp_path, documents=True, num_shards=4)
+    lines = [json.dumps({"id": f"d{n}", "text": text}) for n, text in enumerate(make_texts(30))]
+    (tmp_path / "web.jsonl").write_text("\n".join(lines))
+    source, prefix = [str(tmp_path / "web.jsonl")], str(tmp_path / "input" / "web")
+    tokenize(source, prefix, Tokenizer(tokenizer_file), provenance="parquet", workers=1)
     for plan in ("gather", "scatter"):
-        shuffle(tmp_path / "input", tmp_path / plan, documents=True, num_shards=4, plan=plan)
-        assert kills.read_files(tmp_path / plan) == kills.read_files(tmp_path / "output")
-    ids = []
-    for shard in range(4):
-        prefix = str(tmp_path / "output" / f"shard_{shard:04}")
-        dataset = IndexedDataset(prefix)
-        assert dataset.origins is not None
-        ids += [dataset.origin(number).id for number in range(dataset.num_documents)]
+        run(tmp_path, documents=True, num_shards=4, plan=plan, output_dir=tmp_path / plan)
+        shards = [IndexedDataset(tmp_path / plan / f"shard_{shard:04}") for shard in range(4)]
+        ids = [shard.origin(n).id for shard in shards for n in range(shard.num_documents)]
+        places = np.random.default_rng(42).permutation(30)
+        assert ids == [f"d{number}" for number in np.argsort(places)]
     with pytest.raises(ConfigError, match=r"copying the origins of documents takes 90.0 MB"):
         run(tmp_path, documents=True, output_dir=tmp_path / "more", memory=90 * 10**6)
-    places = np.random.default_rng(42).permutation(30)
-    assert ids == [f"d{number}" for number in np.argsort(places)]
 
 
 # ---- the command ----
@@ -232,28 +223,18 @@ def test_arguments_that_cannot_work(
     assert names_in(tmp_path) == ["input"]
 
 
-def test_a_size_that_is_no_multiple_of_the_dtype(tmp_path: Path, sequences: NDArray[Any]) -> None:
-    (tmp_path / "input" / "b" / "y.bin").write_bytes(bytes(10))
-    with pytest.raises(DataError, match=r"y.bin has 10 bytes, which is not a multiple of 4"):
-        run(tmp_path)
-    assert names_in(tmp_path) == ["input"]
-
-
-def test_a_sequence_larger_than_the_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_documents", [False, True])
+def test_items_larger_than_the_memory(tmp_path: Path, has_documents: bool) -> None:
     (tmp_path / "input").mkdir()
-    np.zeros(3_000_000, np.uint32).tofile(tmp_path / "input" / "y.bin")
-    with pytest.raises(ConfigError, match=r"least 12000128 .*9.0 MB: a sequence has 12.0 MB"):
-        run(tmp_path, num_shards=1, seq_len=3_000_000, memory=9 * 10**6)
-
-
-def test_a_document_larger_than_the_memory(tmp_path: Path) -> None:
-    (tmp_path / "input").mkdir()
-    documents = [np.zeros(5_000_000, np.uint16), np.ones(3, np.uint16)]
-    write_documents(tmp_path / "input" / "x", documents)
-    options = {"documents": True, "num_shards": 2}
-    with pytest.raises(ConfigError, match=r"least 10000128 .*the longest document has 10.0 MB"):
-        run(tmp_path, memory=9 * 10**6, **options)
-    assert run(tmp_path, memory=11 * 10**6, **options).num_items == 2
+    write_documents(
+        tmp_path / "input" / "x", [np.zeros(5_000_000, np.uint16), np.ones(3, np.uint16)]
+    )
+    options = {"documents": True} if has_documents else {"seq_len": 5_000_000}
+    what = "the longest document" if has_documents else "a sequence"
+    with pytest.raises(ConfigError, match=rf"least 10000128 .*9.0 MB: {what} has 10.0 MB"):
+        run(tmp_path, num_shards=1, memory=9 * 10**6, **options)
+    result = run(tmp_path, num_shards=1, memory=11 * 10**6, **options)
+    assert result.num_items == 1 + has_documents
 
 
 @pytest.mark.parametrize("weight", [1e10, 1e16])
@@ -488,15 +469,6 @@ def test_a_restart_may_be_killed_at_any_step(
         (tmp_path / "killed").rename(output)
         num_steps += 1
     assert num_steps >= 4  # the files that are there
-
-
-def test_a_restart_discards_an_interrupted_publication(
-    tmp_path: Path, sequences: NDArray[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    interrupt(tmp_path, monkeypatch, 9)
-    result = run(tmp_path, seed=1, num_shards=2, restart=True)
-    assert (result.num_tasks_done, result.num_tasks_kept) == (2, 0)
-    assert len(kills.read_files(tmp_path / "output")) == 5
 
 
 def test_an_interrupted_job_continues_with_its_plan(

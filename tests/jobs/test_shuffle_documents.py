@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import filecmp
-import itertools
-import os
 import pickle
 import tempfile
 import tracemalloc
 from collections.abc import Sequence
-from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,13 +17,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from millrace.errors import ConfigError, DataError
-from millrace.jobs import shuffle
 from millrace.provenance import OriginsWriter
 from millrace.shuffling import whole_documents
 from millrace.shuffling.domains import find_domains
 from millrace.shuffling.whole_documents import DocumentItems, Table
 from millrace.store import IndexedDataset, IndexedDatasetBuilder, verify
-from tests.jobs.shuffle_cases import document_items, sequence_items, weighted
+from tests.jobs.shuffle_cases import document_items
 
 
 class Document(NamedTuple):
@@ -98,7 +94,7 @@ files_of = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     files=files_of,
     multimodal=st.booleans(),
@@ -120,6 +116,7 @@ def test_a_shard_is_what_the_builder_makes_of_its_documents(
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         patch.setattr(whole_documents, "_BLOCK", block)
         patch.setattr(whole_documents, "_ENTRIES", block)
+        patch.setattr(whole_documents, "_MOST_SEQUENCES", block)
         folder = Path(name)
         for number, file in enumerate(files):
             build(folder / "in" / f"domain{number // 2}" / f"{number}", file, **options)
@@ -164,23 +161,6 @@ def test_weights_take_documents_several_times(tmp_path: Path) -> None:
     assert tokens == [0, 1, 2, 0, 1, 2, 3, 0, 1, 2, 3, 0, 2]
 
 
-def test_documents_far_apart_are_read_alone(tmp_path: Path) -> None:
-    lengths = np.random.default_rng(1).integers(0, 5, 60000)
-    with IndexedDatasetBuilder(tmp_path / "web") as builder:
-        builder.add_documents(np.arange(lengths.sum()), lengths)
-        builder.add_document([1, 2, 3], [1, 2])
-    items = document_items([(1, tmp_path / "web")], folder=tmp_path)
-    dataset = IndexedDataset(tmp_path / "web")
-    for step in (1, 7, 6000):
-        numbers = np.arange(0, items.num_items, step)
-        sizes = items.sizes(numbers)
-        assert np.array_equal(sizes, dataset.document_lengths[numbers])
-        buffer = np.empty(int(sizes.sum()), items.dtype)
-        items.read(numbers, buffer, np.cumsum(sizes) - sizes)
-        expected = [dataset.document(number) for number in numbers.tolist()]
-        assert np.array_equal(buffer, np.concatenate(expected))
-
-
 def test_origins_of_some_files_are_dropped_with_a_notice(tmp_path: Path) -> None:
     build(tmp_path / "in" / "a", some_documents(2), has_origins=True)
     build(tmp_path / "in" / "b", some_documents(2))
@@ -189,17 +169,6 @@ def test_origins_of_some_files_are_dropped_with_a_notice(tmp_path: Path) -> None
     assert "1 of 3 files have no origins" in items.contents.notices[0]
     assert "b.bin is the first" in items.contents.notices[0]
     assert write_shard(items, tmp_path / "shard", np.arange(4), 0, 4) == [f"{tmp_path}/shard.idx"]
-
-
-def test_origins_can_be_read_from_the_shard(tmp_path: Path) -> None:
-    build(tmp_path / "in" / "a", some_documents(3, "x"), has_origins=True)
-    build(tmp_path / "in" / "b", some_documents(3, "y"), has_origins=True)
-    items = document_items(tmp_path / "in", folder=tmp_path)
-    assert items.contents.notices == []
-    write_shard(items, tmp_path / "shard", np.array([5, 0, 4, 2, 1, 3]), 1, 5)
-    shard = IndexedDataset(tmp_path / "shard")
-    origins = [shard.origin(number) for number in range(4)]
-    assert [(o.source, o.line) for o in origins if o] == [("x", 0), ("y", 1), ("x", 2), ("x", 1)]
 
 
 def test_the_common_tokenizer_is_in_the_sidecar(tmp_path: Path) -> None:
@@ -252,14 +221,6 @@ def test_damaged_indices_are_refused(tmp_path: Path, place: int, message: str) -
         document_items([(1, tmp_path / "a")], folder=tmp_path)
 
 
-def test_a_file_that_changes_is_an_error(tmp_path: Path) -> None:
-    build(tmp_path / "a", some_documents(3))
-    items = document_items([(1, tmp_path / "a")], folder=tmp_path)
-    os.utime(tmp_path / "a.bin", ns=(0, 0))
-    with pytest.raises(DataError, match=r"a\.bin changed while the job ran"):
-        items.read(np.arange(3), np.empty(6, np.int32), np.array([0, 2, 4]))
-
-
 def test_an_index_that_changes_at_the_start_is_an_error(tmp_path: Path) -> None:
     build(tmp_path / "a", some_documents(3))
     found = find_domains([(1, tmp_path / "a")], dtype="int32", has_documents=True)
@@ -275,17 +236,6 @@ def test_a_shard_of_another_size_gets_no_index(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"3 documents and 24 bytes; the .bin has 20"):
         items.write_index(str(tmp_path / "shard"), lambda low, high: np.arange(low, high), 0, 3)
     assert {path.name for path in tmp_path.glob("shard*")} == {"shard.bin"}
-
-
-def test_sequences_are_documents_of_their_shard(tmp_path: Path) -> None:
-    np.save(tmp_path / "x.npy", np.arange(10, dtype=np.uint32))
-    items = sequence_items(tmp_path, seq_len=3)
-    np.arange(9, dtype=np.uint32).tofile(tmp_path / "shard.bin")
-    paths = items.write_index(str(tmp_path / "shard"), lambda low, high: np.arange(low, high), 0, 3)
-    assert paths == [f"{tmp_path}/shard.idx"]
-    shard = IndexedDataset(tmp_path / "shard")
-    assert (shard.dtype, shard.num_documents) == (np.int32, 3)
-    assert [sequence.tolist() for sequence in shard] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
 
 
 @settings(max_examples=60, deadline=None)
@@ -307,38 +257,6 @@ def test_tables_give_rows_in_any_order(num_rows: int, ranges: list[tuple[int, in
         assert np.array_equal(table.rows(numbers.reshape(-1, 1))[:, 0], values[numbers])
 
 
-@pytest.mark.parametrize("most", [1, 2, 7, 1000])
-def test_indices_are_written_in_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
-) -> None:
-    monkeypatch.setattr(whole_documents, "_MOST_SEQUENCES", most)
-    random = np.random.default_rng(most)
-    with IndexedDatasetBuilder(tmp_path / "web", multimodal=True) as builder:
-        for count in [0, 0, *random.choice([0, 1, 2, 20], 40).tolist(), 0]:
-            lengths = random.integers(0, 4, count)
-            tokens = random.integers(0, 100, lengths.sum())
-            builder.add_document(tokens, lengths, (lengths + 1).tolist())
-    shuffle(
-        None, tmp_path / "out", input_list=[(2.5, tmp_path / "web")], documents=True, num_shards=3
-    )
-    units = documents_in(tmp_path / "web")
-    items = [units[number] for number in weighted(len(units), Fraction("2.5"))]
-    places = np.random.default_rng(42).permutation(len(items)).tolist()
-    expected = [item for _, item in sorted(zip(places, items, strict=True))]
-    shards = [tmp_path / "out" / f"shard_{shard:04}" for shard in range(3)]
-    assert [document for shard in shards for document in documents_in(shard)] == expected
-
-
-def documents_in(prefix: Path) -> list[list[tuple[list[int], int]]]:
-    """Tokens and mode of each sequence of each document."""
-    with IndexedDataset(prefix) as dataset:
-        modes = dataset.sequence_modes
-        return [
-            [(dataset[number].tolist(), int(modes[number])) for number in range(*pair)]
-            for pair in itertools.pairwise(dataset.document_indices[:].tolist())
-        ]
-
-
 def test_documents_of_many_sequences_take_little_memory(tmp_path: Path) -> None:
     with IndexedDatasetBuilder(tmp_path / "web", np.uint16) as builder:
         for _ in range(1000):
@@ -351,12 +269,3 @@ def test_documents_of_many_sequences_take_little_memory(tmp_path: Path) -> None:
         assert tracemalloc.get_traced_memory()[1] < 15_000_000
     finally:
         tracemalloc.stop()
-
-
-def test_no_message_has_less_than_no_memory(tmp_path: Path) -> None:
-    """Copying origins takes more than the memory that is given."""
-    build(tmp_path / "in" / "a", some_documents(3, "x"), has_origins=True)
-    options: Any = {"documents": True, "num_shards": 1, "permutation": "numpy"}
-    with pytest.raises(ConfigError, match=r"and 0 bytes are free") as caught:
-        shuffle(tmp_path / "in", tmp_path / "out", memory=60_000_000, **options)
-    assert "-" not in str(caught.value)

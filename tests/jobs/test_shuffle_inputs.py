@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import pickle
+import random
 import resource
 import tempfile
 import threading
@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from millrace.errors import ConfigError, DataError, MillraceError
-from millrace.shuffling.domains import Inputs, read_input_list
+from millrace.shuffling.domains import read_input_list
 from millrace.shuffling.fixed_sequences import SequenceItems
 from millrace.shuffling.shuffle_items import WeightedUnits
 from millrace.store import IndexedDatasetBuilder
-from tests.jobs.shuffle_cases import sequence_items
+from tests.jobs.shuffle_cases import Case, make_case, sequence_items
 
 
 def write_raw(path: Path, tokens: Sequence[int] | NDArray[Any], dtype: str = "int32") -> None:
@@ -60,115 +60,34 @@ def read_all(items: SequenceItems, numbers: NDArray[np.int64] | None = None) -> 
     ]
 
 
-def cut(stream: list[int], seq_len: int) -> list[list[int]]:
-    count = len(stream) // seq_len
-    return [stream[seq_len * n : seq_len * (n + 1)] for n in range(count)]
+def test_items_are_the_sequences_of_all_files_in_order() -> None:
+    """They are what `shuffle_cases` makes of the files, by slices and loops."""
+    for number in range(120):
+        choices = random.Random(number)
+        with tempfile.TemporaryDirectory() as name:
+            case = make_case(Path(name), choices)
+            inputs = case.options["input_dir"] or case.options["input_list"]
+            options = {key: case.options[key] for key in ("seq_len", "dtype", "carry")}
+            if case.is_refused:
+                with pytest.raises(ConfigError, match=r"no whole sequence|no tokens|take none"):
+                    sequence_items(inputs, **options)
+                continue
+            items = pickle.loads(pickle.dumps(sequence_items(inputs, **options)))
+            expected = [item[0].tolist() for item in case.items]
+            assert items.dtype == case.dtype
+            assert read_all(items) == expected
+            some = sorted(choices.sample(range(len(expected)), len(expected) // 3))
+            assert read_all(items, np.array(some, np.int64)) == [expected[n] for n in some]
+            check_counts(items, Path(name), case)
 
 
-NOTHING = r"no whole sequence|no tokens|weights take none"
-
-
-# ---- the law: items are what a plain loop makes of the files ----
-
-Files = dict[str, list[list[list[list[int]]]]]  # domain: files: documents: sequences: tokens
-
-sequences = st.lists(st.integers(0, 60000), max_size=5)
-documents = st.lists(st.lists(sequences, max_size=3), max_size=5)
-domains = st.dictionaries(
-    st.sampled_from(["a", "b", "web", "A"]), st.lists(documents, max_size=4), min_size=1
-)
-
-
-def write_domains(folder: Path, files: Files, kind: str, dtype: str) -> None:
-    for domain, contents in files.items():
-        (folder / domain).mkdir()
-        for number, content in enumerate(contents):
-            stem = folder / domain / f"{number}"
-            tokens = [t for document in content for sequence in document for t in sequence]
-            if kind == "indexed":
-                write_indexed(stem, content, dtype)
-            elif kind == "npy":
-                np.save(f"{stem}.npy", np.array(tokens, dtype))
-            else:
-                write_raw(stem.with_suffix(".bin"), tokens, dtype)
-
-
-def expected_items(
-    files: Files, seq_len: int, weights: dict[str, Fraction], carry: bool
-) -> list[list[int]]:
-    items = []
-    for domain in sorted(files):
-        streams = []
-        for content in files[domain]:
-            stream: list[int] = []
-            for document in content:
-                tokens = [t for sequence in document for t in sequence]
-                stream += tokens
-            streams.append(stream)
-        if carry:
-            streams = [list(itertools.chain.from_iterable(streams))]
-        units = [unit for stream in streams for unit in cut(stream, seq_len)]
-        count, weight = len(units), weights[domain]
-        rest = int(count * weight) - count * int(weight)
-        items += units * int(weight) + [units[n * count // rest] for n in range(rest)]
-    return items
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    files=domains,
-    seq_len=st.integers(1, 9),
-    kind=st.sampled_from(["raw", "npy", "indexed"]),
-    dtype=st.sampled_from(["uint16", "uint32", "int32"]),
-    carry=st.booleans(),
-    weights=st.lists(st.sampled_from(["1", "1", "2.5", "0.3", "3"]), min_size=4, max_size=4),
-    data=st.data(),
-)
-def test_items_are_the_sequences_of_all_files_in_order(
-    files: Files,
-    seq_len: int,
-    kind: str,
-    dtype: str,
-    carry: bool,
-    weights: list[str],
-    data: st.DataObject,
-) -> None:
-    if kind == "indexed" and dtype == "uint32":
-        dtype = "uint16"
-    by_domain = {name: Fraction(w) for name, w in zip(sorted(files), weights, strict=False)}
-    expected = expected_items(files, seq_len, by_domain, carry)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name, "in")
-        folder.mkdir()
-        write_domains(folder, files, kind, dtype)
-        inputs: Inputs = str(folder)
-        if set(by_domain.values()) != {Fraction(1)}:
-            inputs = [(float(weight), folder / name) for name, weight in by_domain.items()]
-        options: dict[str, Any] = {"dtype": dtype, "carry": carry}
-        if not expected:
-            with pytest.raises(ConfigError, match=NOTHING):
-                sequence_items(inputs, seq_len=seq_len, **options)
-            return
-        items = sequence_items(inputs, seq_len=seq_len, **options)
-        items = pickle.loads(pickle.dumps(items))
-        assert items.dtype == np.dtype(dtype)
-        assert read_all(items) == expected
-        some = data.draw(st.sets(st.integers(0, len(expected) - 1)))
-        numbers = np.array(sorted(some), np.int64)
-        assert read_all(items, numbers) == [expected[number] for number in sorted(some)]
-        check_counts(items, files, expected)
-
-
-def check_counts(items: SequenceItems, files: Files, expected: list[list[int]]) -> None:
-    assert [domain.name for domain in items.contents.domains] == sorted(files)
-    assert (
-        sum(domain.num_items for domain in items.contents.domains)
-        == items.num_items
-        == len(expected)
-    )
+def check_counts(items: SequenceItems, folder: Path, case: Case) -> None:
+    assert items.contents.domain_stats == case.domain_stats
+    assert items.num_items == len(case.items)
     for domain in items.contents.domains:
         members = [row for row in items.contents.inputs if row["domain"] == domain.name]
-        assert len(members) == domain.num_files == len(files[domain.name])
+        files = [path for path in (folder / domain.name).iterdir() if path.suffix != ".idx"]
+        assert len(members) == domain.num_files == len(files)
         assert sum(row["num_items"] for row in members) == domain.num_items
         assert sum(row["num_tokens"] for row in members) == domain.num_tokens
         assert 0 <= domain.num_left <= domain.num_tokens
@@ -210,15 +129,9 @@ def test_domains_are_folders_and_are_sorted_by_path(tmp_path: Path) -> None:
     for path in (".hidden/a.bin", "b/.hidden.bin", "b/notes.txt", "b/x.bin.tmp", "c.journal/a.bin"):
         write_raw(tmp_path / path, [9, 9])
     items = sequence_items(tmp_path, seq_len=2, dtype="int32")
-    assert [
-        (row["domain"], os.path.relpath(row["path"], tmp_path)) for row in items.contents.inputs
-    ] == [
-        (".", "loose.bin"),
-        ("B", "B/z.bin"),
-        ("b", "b/X.bin"),
-        ("b", "b/deep/er/y.bin"),
-        ("b", "b/x.bin"),
-    ]
+    rows = [f"{row['domain']} {row['path']}" for row in items.contents.inputs]
+    paths = [". loose.bin", "B B/z.bin", "b b/X.bin", "b b/deep/er/y.bin", "b b/x.bin"]
+    assert rows == [path.replace(" ", f" {tmp_path}/") for path in paths]
     assert read_all(items) == [[n, n] for n in (3, 2, 4, 1, 0)]
     assert items.contents.notices == []
 
@@ -249,12 +162,8 @@ def test_domains_without_sequences_count_nothing_and_are_noticed(tmp_path: Path)
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "x.jsonl").write_text("{}")
     items = sequence_items(tmp_path, seq_len=2, dtype="int32")
-    assert {d.name: (d.num_files, d.num_items, d.num_left) for d in items.contents.domains} == {
-        "a": (1, 1, 1),
-        "empty": (0, 0, 0),
-        "short": (2, 0, 1),
-        "texts": (0, 0, 0),
-    }
+    domains = [(d.name, d.num_files, d.num_items, d.num_left) for d in items.contents.domains]
+    assert domains == [("a", 1, 1, 1), ("empty", 0, 0, 0), ("short", 2, 0, 1), ("texts", 0, 0, 0)]
     notices = {notice.split()[1]: notice for notice in items.contents.notices}
     assert sorted(notices) == ["empty", "short", "texts"]
     assert "x.jsonl" in notices["texts"]
@@ -292,8 +201,8 @@ def test_thousands_of_files_need_few_descriptors(tmp_path: Path) -> None:
     )
     try:
         items = sequence_items(tmp_path, seq_len=2, dtype="int32", carry=True)
-        stream = [first + n for first in range(300) for n in range(3)]
-        assert read_all(items) == cut(stream, 2)
+        stream = np.arange(300)[:, None] + np.arange(3)
+        assert read_all(items) == stream.reshape(-1, 2).tolist()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -305,7 +214,7 @@ def test_arrays_of_two_dimensions_are_one_stream(tmp_path: Path) -> None:
     with open(tmp_path / "a" / "z.npy", "wb") as file:
         np.lib.format.write_array(file, np.arange(3, dtype=np.uint16), version=(3, 0))
     items = sequence_items(tmp_path, seq_len=3)
-    assert read_all(items) == cut([*range(12), *range(3)], 3)
+    assert read_all(items) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11], [0, 1, 2]]
 
 
 # ---- lists with weights ----
@@ -322,25 +231,18 @@ def test_a_list_names_folders_files_and_prefixes(tmp_path: Path) -> None:
     entries = read_input_list(listing)
     assert [weight for weight, _ in entries] == [1, 2.5, 0.5]
     items = sequence_items(entries, seq_len=1, dtype="int32")
-    assert [(d.name, d.num_items) for d in items.contents.domains] == [
-        ("array.npy", 1),
-        ("pair", 5),
-        ("raw", 2),
-    ]
+    assert items.contents.domain_stats == {"array.npy": 1, "pair": 5, "raw": 2}
     assert read_all(items) == [[n] for n in (5, 3, 4, 3, 4, 3, 1, 2)]
 
 
-def test_a_decimal_weight_is_exact(tmp_path: Path) -> None:
+def test_weights_are_exact_decimals(tmp_path: Path) -> None:
     write_raw(tmp_path / "a" / "x.bin", range(10))
     items = sequence_items([(2.3, tmp_path / "a")], seq_len=1, dtype="int32")
     assert items.num_items == 23
-
-
-@pytest.mark.parametrize("weight", [0, -1, float("nan"), float("inf"), "2", None])
-def test_bad_weights_are_refused(tmp_path: Path, weight: Any) -> None:
-    write_raw(tmp_path / "a" / "x.bin", [1])
-    with pytest.raises(ConfigError, match=r"weight of .*a "):
-        sequence_items([(weight, tmp_path / "a")], seq_len=1, dtype="int32")
+    for weight in (0, -1, float("nan"), float("inf"), "2", None):
+        entries: Any = [(weight, tmp_path / "a")]
+        with pytest.raises(ConfigError, match=r"weight of .*a "):
+            sequence_items(entries, seq_len=1, dtype="int32")
 
 
 def test_bad_lists_are_refused(tmp_path: Path) -> None:
@@ -351,6 +253,7 @@ def test_bad_lists_are_refused(tmp_path: Path) -> None:
         ([(1, tmp_path / "none")], "does not exist"),
         ([(1, tmp_path / "a/web"), (1, tmp_path / "b/web")], "both the domain web"),
         ([tmp_path], "must be a weight and a path"),
+        ([(1, "")], "must be a weight and a path"),
     ]
     for entries, message in bad:
         with pytest.raises(ConfigError, match=message):
